@@ -1,0 +1,73 @@
+# Two words on a fresh machine (Python 3.11, make, git, a package index):
+#   make demo    runs the main job: preflight, allocate, train, evaluate, report
+#   make test    lints, type-checks and tests everything (what CI runs)
+# Each sets up all it needs: a virtual environment in .venv, and system packages where this user is root.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
+
+.PHONY: help demo test lint types contracts pytest format docs bench clean
+
+help:
+	@sed -n '2,4s/^# //p' Makefile
+	@echo "also: make lint | types | contracts | pytest | format | docs | bench | clean"
+
+demo: $(VENV)/.demo-ready
+	@sh infra/demo.sh $(BIN)
+
+test: $(VENV)/.test-ready lint types contracts pytest
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Set-up. A stamp per set of packages; a change of what is declared installs again.
+
+$(BIN)/python:
+	@sh infra/system_packages.sh python $(PYTHON)
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo-ready: pyproject.toml constraints.txt | $(BIN)/python
+	@sh infra/system_packages.sh compiler $(PYTHON)
+	@echo "installing rlhf-flows with its training extra (some minutes the first time)"
+	$(PIP) install -c constraints.txt -e '.[training]'
+	@touch $@
+
+$(VENV)/.test-ready: pyproject.toml constraints.txt | $(BIN)/python
+	@sh infra/system_packages.sh compiler $(PYTHON)
+	@sh infra/system_packages.sh postgresql $(PYTHON)
+	@echo "installing rlhf-flows with its training, postgres and dev extras (some minutes the first time)"
+	$(PIP) install -c constraints.txt -e '.[training,postgres,dev]'
+	@touch $@
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What `make test` is made of
+
+lint: $(VENV)/.test-ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.test-ready
+	$(BIN)/mypy
+
+contracts: $(VENV)/.test-ready
+	$(BIN)/lint-imports
+
+pytest: $(VENV)/.test-ready
+	$(BIN)/python -m rlhf_core.worker prebuild
+	$(BIN)/python -m pytest -n 2 --dist loadgroup tests
+
+# ---------------------------------------------------------------------------------------------------------------------
+# For those who change the code
+
+format: $(VENV)/.test-ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(VENV)/.test-ready
+	$(BIN)/python docs/generate.py
+
+bench: $(VENV)/.test-ready
+	@for bench in tests/benchmarks/bench_*.py; do echo "== $$bench"; $(BIN)/python $$bench || exit 1; done
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis dist build

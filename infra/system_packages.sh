@@ -1,0 +1,42 @@
+#!/bin/sh
+# Makes sure of one group of system packages: installs with apt where this user is root, says what is missing otherwise.
+# usage: system_packages.sh python|compiler|postgresql PYTHON
+set -eu
+group=$1
+python=$2
+
+install() {  # install "what it is for" package...
+    purpose=$1
+    shift
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        echo "installing $* ($purpose)"
+        export DEBIAN_FRONTEND=noninteractive
+        apt-get install -y -qq --no-install-recommends "$@" >/dev/null 2>&1 \
+            || { apt-get update -qq && apt-get install -y -qq --no-install-recommends "$@" >/dev/null; }
+    else
+        echo "missing: $* ($purpose). You are not root here: ask an administrator to install them, then run make again." >&2
+        return 1
+    fi
+}
+
+case $group in
+python)
+    [ -n "$python" ] || { echo "no python3 on PATH: Python 3.11 or newer is needed" >&2; exit 1; }
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+        || { echo "found $("$python" --version), need Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+    "$python" -c 'import ensurepip, venv' 2>/dev/null || install "virtual environments" python3-venv
+    ;;
+compiler)
+    command -v c++ >/dev/null || install "DeepSpeed compiles one small operator on CPU" g++
+    "$python" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' \
+        || install "headers for that operator" python3-dev
+    ;;
+postgresql)
+    # Optional: without it the PostgreSQL half of the history tests is skipped with a reason.
+    ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || install "history tests on a real PostgreSQL" postgresql || true
+    ;;
+*)
+    echo "unknown group $group" >&2
+    exit 2
+    ;;
+esac

@@ -1,0 +1,343 @@
+"""TOML and overrides -> :class:`RunSpec`; environment and ``rlhf.toml`` -> :class:`Site`.
+
+Hand-written configs are sparse TOML; what ran is the resolved JSON in the run directory. A wrong key is answered with the
+nearest right one, and all mistakes of a file are reported at once.
+"""
+
+import difflib
+import os
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticUndefined
+
+from rlhf_core.errors import BadConfig
+from rlhf_core.schemas.run import RunSpec
+
+PRESETS = ("quickstart", "gsm8k")
+"""Names that may be given instead of a config file; the files ship with the package."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The config of a run
+
+
+def load(config: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
+    """Read a config file, apply ``section.field=value`` overrides, and validate.
+
+    Args:
+        config: path of a TOML file, or the name of a shipped preset.
+        overrides: each ``dotted.name=value``; the value is TOML, and a bare word is taken as a string.
+
+    Raises:
+        BadConfig: with every problem found, each with the key, what was found, and what to write instead.
+    """
+    path = find(config)
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise BadConfig(f"{path} is not UTF-8 text: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise BadConfig(f"{path} is not valid TOML: {error}") from None
+    except OSError as error:
+        raise BadConfig(f"cannot read {path}: {error.strerror}") from None
+    for override in overrides:
+        _apply(content, override)
+    return validate(content, source=str(path))
+
+
+def find(config: str | Path) -> Path:
+    """The file behind a config argument: a path, or the name of a preset.
+
+    Raises:
+        BadConfig: there is neither.
+    """
+    path = Path(config)
+    if path.is_file():
+        return path
+    if str(config) in PRESETS:
+        return preset_path(str(config))
+    near = difflib.get_close_matches(str(config), PRESETS, n=1)
+    hint = f'; did you mean the preset "{near[0]}"?' if near else f"; shipped presets are {', '.join(PRESETS)}"
+    kind = "is a folder" if path.is_dir() else "does not exist"
+    raise BadConfig(f"config file {path.absolute()} {kind}{hint}")
+
+
+def preset_path(name: str) -> Path:
+    """The file of a shipped preset: inside the installed package, or ``infra/presets`` of a checkout."""
+    package = Path(__file__).parent
+    for folder in (package / "presets", package.parent / "infra" / "presets"):
+        path = folder / f"{name}.toml"
+        if path.is_file():
+            return path
+    raise BadConfig(f'preset "{name}" is not part of this installation of rlhf-flows; reinstall the package')
+
+
+def validate(content: Mapping[str, Any], source: str) -> RunSpec:
+    """Validate a parsed config. ``source`` names it in the message.
+
+    Raises:
+        BadConfig: with every problem found.
+    """
+    try:
+        return RunSpec.model_validate(content)
+    except ValidationError as error:
+        problems = [_explain(detail) for detail in error.errors(include_url=False)]
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    raise BadConfig(f"{count} in {source}:\n" + "\n".join(f"  {problem}" for problem in problems))
+
+
+def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """Overrides as dotted name to value, for showing and comparing."""
+    return dict(_split(override) for override in overrides)
+
+
+def _split(override: str) -> tuple[str, Any]:
+    name, separator, text = override.partition("=")
+    name = name.strip()
+    if not separator or not name or not all(name.split(".")):
+        raise BadConfig(f"override {override!r} is not of the form section.field=value, for instance train.num_steps=10")
+    text = text.strip()
+    try:
+        return name, tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return name, text
+
+
+def _apply(content: dict[str, Any], override: str) -> None:
+    name, value = _split(override)
+    *sections, field = name.split(".")
+    table = content
+    for depth, section in enumerate(sections):
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            inner = ".".join(sections[: depth + 1])
+            raise BadConfig(f"override {override!r}: {inner} is a value, not a section")
+    table[field] = value
+
+
+def _explain(detail: Any) -> str:
+    """One pydantic problem in our words."""
+    location = ".".join(str(part) for part in detail["loc"] if not str(part).startswith(("function-", "literal[", "str-")))
+    kind = detail["type"]
+    found = detail.get("input")
+    if kind == "extra_forbidden":
+        return f'unknown key "{location}"{_nearest(location)}'
+    if kind == "missing":
+        meaning = _meanings().get(location, "")
+        return f'missing key "{location}"' + (f": {meaning}" if meaning else "")
+    if kind == "value_error":
+        message = str(detail["ctx"]["error"])
+        return f"{location}: {message}" if location else message
+    expected = detail["msg"][0].lower() + detail["msg"][1:]
+    if kind == "string_pattern_mismatch" and "[\\w.]*:" in detail["ctx"]["pattern"]:
+        expected = 'expected "module:function", for instance "my_rewards:score"'
+    return f"{location}: found {found!r}, {expected}"
+
+
+_OTHER_NAMES = {
+    # What people write who come from TRL, verl, OpenRLHF or torchrun.
+    "beta": "grpo.kl_coefficient",
+    "epsilon": "grpo.clip_low",
+    "epsilon_high": "grpo.clip_high",
+    "gpus": "resources.gpus_per_node",
+    "kl_coef": "grpo.kl_coefficient",
+    "lr": "train.learning_rate",
+    "max_completion_length": "rollout.max_new_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "max_steps": "train.num_steps",
+    "model_name_or_path": "model.path",
+    "nnodes": "resources.num_nodes",
+    "nodes": "resources.num_nodes",
+    "nproc_per_node": "resources.ranks_per_node",
+    "num_generations": "grpo.samples_per_prompt",
+    "per_device_train_batch_size": "train.micro_batch_size",
+    "reward_funcs": "reward.functions",
+    "save_steps": "checkpoint.every_num_steps",
+    "steps": "train.num_steps",
+}
+
+
+def _nearest(location: str) -> str:
+    names = list(_meanings())
+    *parents, leaf = location.split(".")
+    if leaf in _OTHER_NAMES:
+        return f'; the name here is "{_OTHER_NAMES[leaf]}"'
+    # The right word in the wrong section: train.samples_per_prompt for grpo.samples_per_prompt.
+    elsewhere = [name for name in names if name.split(".")[-1] == leaf]
+    if elsewhere:
+        return f"; did you mean {' or '.join(elsewhere)}?"
+    sections = sorted({name.split(".")[0] for name in names if "." in name})
+    if not parents:
+        near = difflib.get_close_matches(leaf, sections, n=1, cutoff=0.6)
+        if near:
+            return f"; did you mean the section [{near[0]}]?"
+    siblings = [name for name in names if name.split(".")[:-1] == parents]
+    near = difflib.get_close_matches(leaf, [name.split(".")[-1] for name in siblings], n=1, cutoff=0.6)
+    if near:
+        return f'; did you mean "{".".join([*parents, near[0]])}"?'
+    leaves = difflib.get_close_matches(leaf, [name.split(".")[-1] for name in names], n=1, cutoff=0.7)
+    if leaves:
+        return f'; did you mean "{next(name for name in names if name.split(".")[-1] == leaves[0])}"?'
+    if parents and siblings:
+        return f"; [{'.'.join(parents)}] has {', '.join(name.split('.')[-1] for name in siblings)}"
+    return f"; the sections are {', '.join(sections)}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What every setting means
+
+
+@dataclass(frozen=True)
+class FieldHelp:
+    """One setting, for help texts, docs and forms."""
+
+    name: str
+    """Dotted name, as ``--set`` takes it."""
+    type: str
+    """What may be written."""
+    default: str
+    """Its default as TOML; empty when the setting is required."""
+    meaning: str
+    """One sentence."""
+    required: bool
+    """Whether there is no default."""
+
+
+def describe_fields() -> list[FieldHelp]:
+    """Every setting of a run, in the order of the schema."""
+    return list(_describe(RunSpec, ""))
+
+
+def describe_sections() -> dict[str, str]:
+    """Every section and what it is about, in the order of the schema."""
+    return {
+        name: (field.annotation.__doc__ or "").strip().splitlines()[0]
+        for name, field in RunSpec.model_fields.items()
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+    }
+
+
+def to_toml(value: Any) -> str:
+    """A setting's value as TOML. Tables are written inline."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
+        return f'"{escaped}"'
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {to_toml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(to_toml(item) for item in value) + "]"
+    return repr(value)
+
+
+def _describe(schema: type[BaseModel], prefix: str) -> Iterator[FieldHelp]:
+    for name, field in schema.model_fields.items():
+        annotation = field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            yield from _describe(annotation, f"{prefix}{name}.")
+            continue
+        required = field.default is PydanticUndefined
+        yield FieldHelp(
+            name=f"{prefix}{name}",
+            type=_type_name(annotation),
+            default="" if required else to_toml(field.default),
+            meaning=field.description or "",
+            required=required,
+        )
+
+
+def _type_name(annotation: Any) -> str:
+    origin = get_origin(annotation)
+    if origin is Literal:
+        return " | ".join(to_toml(value) for value in get_args(annotation))
+    if origin in (Union, UnionType):
+        return " | ".join(_type_name(part) for part in get_args(annotation) if get_args(part) != ("",))
+    if origin is tuple:
+        return f"list of {_type_name(get_args(annotation)[0])}"
+    if origin is dict:
+        return "table"
+    if hasattr(annotation, "__metadata__"):
+        return _type_name(get_args(annotation)[0])
+    return {int: "integer", float: "number", str: "text", bool: "true | false"}.get(annotation, str(annotation))
+
+
+def _meanings() -> dict[str, str]:
+    return {field.name: field.meaning for field in describe_fields()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The site
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where things are on this site. Environment variables win over ``rlhf.toml``, which wins over the defaults."""
+
+    home: Path
+    """``RLHF_HOME``: this user's folder (default ``~/.rlhf``)."""
+    runs_dir: Path
+    """``RLHF_RUNS``: the run directories; on a cluster, a shared file system that the nodes see (default ``<home>/runs``)."""
+    database_url: str
+    """``RLHF_DATABASE_URL``: SQLAlchemy URL of the history (default SQLite in ``<home>/history.db``)."""
+    scheduler: str
+    """``RLHF_SCHEDULER``: ``local`` or ``slurm`` (default ``local``)."""
+    compute_python: str
+    """``RLHF_COMPUTE_PYTHON``: interpreter that the nodes start (default: this one)."""
+
+
+_SITE_KEYS = {
+    "runs": "RLHF_RUNS",
+    "database_url": "RLHF_DATABASE_URL",
+    "scheduler": "RLHF_SCHEDULER",
+    "compute_python": "RLHF_COMPUTE_PYTHON",
+}
+SCHEDULERS = ("local", "slurm")
+
+
+def load_site(environ: Mapping[str, str] | None = None) -> Site:
+    """Site settings from the environment and ``$RLHF_HOME/rlhf.toml``.
+
+    Raises:
+        BadConfig: an unknown key in ``rlhf.toml``, or a value that cannot be.
+    """
+    environment = os.environ if environ is None else environ
+    home = Path(environment.get("RLHF_HOME") or "~/.rlhf").expanduser().absolute()
+    settings = _site_file(home / "rlhf.toml")
+    for key, variable in _SITE_KEYS.items():
+        if environment.get(variable):
+            settings[key] = environment[variable]
+    scheduler = settings.get("scheduler", "local")
+    if scheduler not in SCHEDULERS:
+        raise BadConfig(f"RLHF_SCHEDULER: found {scheduler!r}, expected one of {', '.join(SCHEDULERS)}")
+    return Site(
+        home=home,
+        runs_dir=Path(settings.get("runs") or home / "runs").expanduser().absolute(),
+        database_url=settings.get("database_url") or f"sqlite:///{home / 'history.db'}",
+        scheduler=scheduler,
+        compute_python=settings.get("compute_python") or sys.executable,
+    )
+
+
+def _site_file(path: Path) -> dict[str, str]:
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise BadConfig(f"cannot read the site settings {path}: {error}") from None
+    for key, value in content.items():
+        if key not in _SITE_KEYS:
+            near = difflib.get_close_matches(key, _SITE_KEYS, n=1)
+            hint = f'did you mean "{near[0]}"?' if near else f"the keys are {', '.join(_SITE_KEYS)}"
+            raise BadConfig(f'{path}: unknown key "{key}"; {hint}')
+        if not isinstance(value, str):
+            raise BadConfig(f"{path}: {key}: found {value!r}, expected text")
+    return content

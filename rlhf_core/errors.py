@@ -1,0 +1,130 @@
+"""Every error that is raised on purpose, as one tree.
+
+    RlhfError                       exit code 1 of the command line unless the class says otherwise
+    ├── BadInput (2)                what the user gave cannot work; nothing was started
+    │   ├── BadConfig               a config file, an override or a site setting is wrong
+    │   ├── BadData                 a data file is missing or malformed; names file and line
+    │   ├── PreflightBlocked        a blocking check failed
+    │   └── UnknownRun              no run of that id or name in the history
+    ├── HistoryError                the database cannot be used
+    │   ├── UnsafeDatabase (2)      SQLite on a network file system
+    │   ├── SchemaOutOfDate (2)     the database needs `rlhf db upgrade`
+    │   ├── IllegalMove             a state change that the table of moves does not have
+    │   └── LeaseLost               another controller owns the run; this one must exit
+    ├── SchedulerError              the scheduler refused or did not answer
+    │   └── SubmissionFailed        the job was not accepted
+    ├── RunDirError                 the run directory is missing, foreign or damaged
+    │   └── CheckpointCorrupt       a checkpoint's checksums do not hold
+    ├── RunFailed                   a run ended without a model; the diagnosis is the message
+    ├── RunCancelled (130)          the user ended the run
+    └── WorkerError                 raised on the nodes; crosses to the control plane as text in outcome.json
+        ├── MetricsMismatch         ranks reduced different metrics, or were at different steps
+        ├── RewardFailed            a reward function raised or returned something that is no reward
+        ├── DiskFull                no room for a checkpoint; older checkpoints are untouched
+        ├── NonFiniteLoss           loss or gradient norm is NaN or infinite
+        └── ResumeMismatch          a checkpoint does not fit this run (ranks, model, spec)
+
+A message says what was found, what was expected and what to do. Errors stay picklable: one message argument.
+"""
+
+
+class RlhfError(Exception):
+    """Base of every error raised on purpose. ``exit_code`` is what the ``rlhf`` command ends with."""
+
+    exit_code: int = 1
+
+
+class BadInput(RlhfError):
+    """What the user gave cannot work. Raised before anything is started, so nothing has to be undone."""
+
+    exit_code = 2
+
+
+class BadConfig(BadInput):
+    """A config file, a ``--set`` override or a site setting is wrong."""
+
+
+class BadData(BadInput):
+    """A data file is missing, unreadable or malformed. The message names file and line."""
+
+
+class PreflightBlocked(BadInput):
+    """At least one blocking preflight check failed."""
+
+
+class UnknownRun(BadInput):
+    """The history has no run of that id or name."""
+
+
+class HistoryError(RlhfError):
+    """The history database cannot be used."""
+
+
+class UnsafeDatabase(HistoryError):
+    """The SQLite file would lie on a network file system, where its locks do not hold."""
+
+    exit_code = 2
+
+
+class SchemaOutOfDate(HistoryError):
+    """The database schema is older or newer than this program."""
+
+    exit_code = 2
+
+
+class IllegalMove(HistoryError):
+    """A state change that the table in ``schemas/attempts.py`` does not allow."""
+
+
+class LeaseLost(HistoryError):
+    """Another controller has taken over the run. The loser stops at once and changes nothing more."""
+
+
+class SchedulerError(RlhfError):
+    """The scheduler refused a request or did not answer."""
+
+
+class SubmissionFailed(SchedulerError):
+    """The scheduler did not accept the job."""
+
+
+class RunDirError(RlhfError):
+    """The run directory is missing, belongs to something else, or is damaged."""
+
+
+class CheckpointCorrupt(RunDirError):
+    """A checkpoint's files do not match the checksums in its ``COMPLETE`` file."""
+
+
+class RunFailed(RlhfError):
+    """A run ended without a model. The message is the diagnosis."""
+
+
+class RunCancelled(RlhfError):
+    """The user ended the run."""
+
+    exit_code = 130
+
+
+class WorkerError(RlhfError):
+    """Base of what is raised on the nodes. It reaches the control plane as text, never as an object."""
+
+
+class MetricsMismatch(WorkerError):
+    """Ranks reduced different metrics or were at different steps: their collectives no longer match."""
+
+
+class RewardFailed(WorkerError):
+    """A reward function raised, or returned something that is not one finite number per completion."""
+
+
+class DiskFull(WorkerError):
+    """There is no room for a checkpoint. What was there before is untouched."""
+
+
+class NonFiniteLoss(WorkerError):
+    """The loss or the gradient norm is NaN or infinite."""
+
+
+class ResumeMismatch(WorkerError):
+    """A checkpoint does not fit this run: other number of ranks, other model, other spec."""

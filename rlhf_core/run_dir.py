@@ -1,0 +1,471 @@
+"""Every path of a run, and the only ways in which its files are written and read.
+
+Rules (docs/run_directory.md has the table of files): exactly one writer per file; whole files appear by
+write-then-rename; appended files are read to the last newline, and a line that does not parse is skipped, because a killed
+writer leaves a torn one behind.
+"""
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from rlhf_core.errors import CheckpointCorrupt, RunDirError
+from rlhf_core.schemas.reports import CheckpointManifest, FileChecksum
+from rlhf_core.schemas.run import SCHEMA_VERSION, StoredSpec
+
+Model = TypeVar("Model", bound=BaseModel)
+
+_CHECKPOINT_NAME = re.compile(r"^step-(\d{6,})$")
+_RUN_ID = re.compile(r"^[a-z0-9][a-z0-9_-]*-\d{8}-\d{6}-[0-9a-f]{6}$")
+
+
+def new_run_id(name: str, now: datetime | None = None) -> str:
+    """``<name>-<date>-<time>-<6 hex digits>``: sortable, readable, unique."""
+    moment = now or datetime.now(UTC)
+    return f"{name}-{moment:%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whole files
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a whole file so that readers see the old one or the new one, never a part; it survives a power cut.
+
+    Raises:
+        OSError: the file system is full, read-only or gone. The old file is untouched then.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_model(path: Path, model: BaseModel) -> None:
+    """Write a schema as JSON, whole (see :func:`write_text`)."""
+    write_text(path, model.model_dump_json(indent=2) + "\n")
+
+
+def read_model(path: Path, schema: type[Model]) -> Model | None:
+    """Read a schema; None where there is no file, or where what is there is not (yet) a whole one."""
+    try:
+        return schema.model_validate_json(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError, ValidationError):
+        return None
+
+
+def claim(path: Path, text: str) -> bool:
+    """Create a file that must not exist yet; False when somebody else was first."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    except FileExistsError:
+        return False
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    return True
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Appended files
+
+
+class LineWriter:
+    """Appends schemas as JSON lines to a file that only this process writes.
+
+    If the writer before was killed in the middle of a line, the torn rest is closed off with a newline, so that it cannot
+    swallow the next line.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab")
+        if self._file.tell() > 0:
+            with path.open("rb") as reader:
+                reader.seek(-1, os.SEEK_END)
+                if reader.read(1) != b"\n":
+                    self._file.write(b"\n")
+                    self._file.flush()
+
+    def write(self, model: BaseModel) -> None:
+        """Append one line and hand it to the operating system: it survives a kill of this process."""
+        self._file.write(model.model_dump_json().encode() + b"\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Bring what was written to the disk: it survives a power cut."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_lines(path: Path, offset: int = 0, limit_bytes: int = 16 << 20) -> tuple[list[bytes], int]:
+    """Whole lines of an appended file from ``offset`` on, and the offset after the last of them.
+
+    Reads at most about ``limit_bytes`` at once. A file that is not there has no lines.
+    """
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            block = file.read(limit_bytes)
+            if len(block) == limit_bytes and b"\n" not in block:
+                block += file.readline()
+    except (FileNotFoundError, NotADirectoryError):
+        return [], offset
+    end = block.rfind(b"\n") + 1
+    return block[:end].splitlines(), offset + end
+
+
+def parse_lines(lines: list[bytes], schema: type[Model]) -> Iterator[Model]:
+    """Parse JSON lines; those that are torn or foreign are left out."""
+    for line in lines:
+        try:
+            yield schema.model_validate_json(line)
+        except ValidationError:
+            continue
+
+
+def read_models(path: Path, schema: type[Model]) -> list[Model]:
+    """All whole lines of an appended file, parsed."""
+    found: list[Model] = []
+    offset = 0
+    while True:
+        lines, next_offset = read_lines(path, offset)
+        found.extend(parse_lines(lines, schema))
+        if next_offset == offset:
+            return found
+        offset = next_offset
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The tree
+
+
+@dataclass(frozen=True)
+class RestartDir:
+    """``attempts/<n>/restarts/<r>/``: what one start of the workers leaves behind."""
+
+    root: Path
+    attempt: int
+    restart: int
+
+    @property
+    def metrics(self) -> Path:
+        """Reduced metrics, one line per step; trainer rank 0 appends."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """Completions kept for reading; trainer rank 0 appends."""
+        return self.root / "samples.jsonl"
+
+    @property
+    def agents(self) -> Path:
+        """Folder of the agents' status files."""
+        return self.root / "agents"
+
+    def agent_status(self, node: str) -> Path:
+        """What the agent of ``node`` publishes; that agent replaces it."""
+        return self.agents / f"{node}.json"
+
+    def events(self, node: str) -> Path:
+        """What the agent of ``node`` did; that agent appends."""
+        return self.root / f"events-{node}.jsonl"
+
+    @property
+    def incident_dir(self) -> Path:
+        """Evidence; each agent its own files."""
+        return self.root / "incident"
+
+    @property
+    def incident(self) -> Path:
+        """What went wrong; agent 0 writes it."""
+        return self.incident_dir / "incident.json"
+
+    @property
+    def decision(self) -> Path:
+        """What agent 0 decided; written before it is acted on."""
+        return self.incident_dir / "decision.json"
+
+    @property
+    def logs(self) -> Path:
+        """Folder of the workers' output."""
+        return self.root / "logs"
+
+    def log(self, role: str, node: str, local_rank: int) -> Path:
+        """Standard output and error of one worker; its agent opens it."""
+        return self.logs / f"{role}-{node}-{local_rank}.log"
+
+    def worker_outcome(self, role: str, node: str, local_rank: int) -> Path:
+        """How one worker ended; that worker writes it."""
+        return self.root / "outcomes" / f"{role}-{node}-{local_rank}.json"
+
+
+@dataclass(frozen=True)
+class AttemptDir:
+    """``attempts/<n>/``: one submission to the scheduler."""
+
+    root: Path
+    number: int
+
+    @property
+    def placement(self) -> Path:
+        """Which nodes have which role; written before submission."""
+        return self.root / "placement.json"
+
+    @property
+    def submission(self) -> Path:
+        """What the scheduler answered."""
+        return self.root / "submission.json"
+
+    @property
+    def scheduler_dir(self) -> Path:
+        """The scheduler's own files: script, output of the agents."""
+        return self.root / "scheduler"
+
+    @property
+    def claim(self) -> Path:
+        """The agent 0 that owns this attempt; created once, a second agent 0 exits."""
+        return self.root / "claim"
+
+    @property
+    def commands(self) -> Path:
+        """Folder of orders from the control plane to agent 0."""
+        return self.root / "commands"
+
+    @property
+    def outcome(self) -> Path:
+        """How the attempt ended; agent 0 writes it once, last."""
+        return self.root / "outcome.json"
+
+    @property
+    def reserve(self) -> Path:
+        """A few blocks held back so that agent 0 can still write its outcome on a full disk; agent 0 frees them."""
+        return self.root / "reserve"
+
+    def restart(self, number: int) -> RestartDir:
+        """The folder of one restart."""
+        return RestartDir(self.root / "restarts" / str(number), self.number, number)
+
+    def restarts(self) -> list[RestartDir]:
+        """Restarts that were begun, in order."""
+        return [self.restart(number) for number in _numbered(self.root / "restarts")]
+
+
+@dataclass(frozen=True)
+class CheckpointDir:
+    """``checkpoints/step-<n>/``: one saved state of training."""
+
+    root: Path
+    step: int
+
+    @property
+    def complete(self) -> Path:
+        """Checksums of everything else; written last. Without it the checkpoint does not count."""
+        return self.root / "COMPLETE"
+
+    @property
+    def model(self) -> Path:
+        """The weights and tokenizer as a Hugging Face model folder."""
+        return self.root / "model"
+
+    @property
+    def trainer_state(self) -> Path:
+        """Optimizer, random number generators and data position, per rank."""
+        return self.root / "trainer_state"
+
+    def manifest(self) -> CheckpointManifest | None:
+        """The content of ``COMPLETE``; None where the checkpoint does not count."""
+        return read_model(self.complete, CheckpointManifest)
+
+    def damage(self) -> list[str]:
+        """What is wrong with the files, by size and hash; empty for a sound checkpoint. Reads every byte."""
+        manifest = self.manifest()
+        if manifest is None:
+            return [f"{self.complete} is missing or unreadable"]
+        problems = []
+        for name, expected in manifest.files.items():
+            try:
+                found = checksum(self.root / name)
+            except OSError as error:
+                problems.append(f"{name}: {error.strerror}")
+                continue
+            if found != expected:
+                problems.append(
+                    f"{name}: found {found.bytes} bytes with sha256 {found.sha256[:12]}, "
+                    f"expected {expected.bytes} bytes with {expected.sha256[:12]}"
+                )
+        return problems
+
+    def verify(self) -> None:
+        """Raise :class:`CheckpointCorrupt` unless every file is as ``COMPLETE`` says."""
+        problems = self.damage()
+        if problems:
+            raise CheckpointCorrupt(
+                f"checkpoint {self.root} is damaged: {'; '.join(problems)}. "
+                f"Remove the folder to go on from the checkpoint before it."
+            )
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """``<runs>/<run_id>/``: the wire between the control plane and the nodes."""
+
+    root: Path
+
+    @classmethod
+    def of(cls, runs: Path, run_id: str) -> "RunDir":
+        """The directory of one run among all."""
+        return cls(runs / run_id)
+
+    @property
+    def run_id(self) -> str:
+        """The run's identity: the name of its folder."""
+        return self.root.name
+
+    @property
+    def spec(self) -> Path:
+        """The resolved spec; written once."""
+        return self.root / "spec.json"
+
+    @property
+    def control(self) -> Path:
+        """The controller's journal; the holder of the lease appends."""
+        return self.root / "control.jsonl"
+
+    @property
+    def code(self) -> Path:
+        """Revision, diff and snapshot of the user's code."""
+        return self.root / "code"
+
+    @property
+    def initial_model(self) -> Path:
+        """Model and tokenizer that training starts from, where they are built here; trainer rank 0 writes them once."""
+        return self.root / "initial_model"
+
+    @property
+    def attempts_dir(self) -> Path:
+        """Folder of the attempts."""
+        return self.root / "attempts"
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.root / "checkpoints"
+
+    @property
+    def evaluations_dir(self) -> Path:
+        """Folder of the evaluation reports."""
+        return self.root / "evaluations"
+
+    @property
+    def report(self) -> Path:
+        """The HTML report of `rlhf report`."""
+        return self.root / "report.html"
+
+    def attempt(self, number: int) -> AttemptDir:
+        """The folder of one attempt."""
+        return AttemptDir(self.attempts_dir / str(number), number)
+
+    def attempts(self) -> list[AttemptDir]:
+        """Attempts that were planned, in order."""
+        return [self.attempt(number) for number in _numbered(self.attempts_dir)]
+
+    def checkpoint(self, step: int) -> CheckpointDir:
+        """The folder of one checkpoint."""
+        return CheckpointDir(self.checkpoints_dir / f"step-{step:06d}", step)
+
+    def checkpoints(self) -> list[CheckpointDir]:
+        """Complete checkpoints, oldest first. Completeness is the ``COMPLETE`` file; hashes are checked on loading."""
+        if not self.checkpoints_dir.is_dir():
+            return []
+        found = []
+        for path in self.checkpoints_dir.iterdir():
+            match = _CHECKPOINT_NAME.match(path.name)
+            if match:
+                checkpoint = CheckpointDir(path, int(match[1]))
+                if checkpoint.manifest() is not None:
+                    found.append(checkpoint)
+        return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+    def evaluation(self, when: str, name: str) -> Path:
+        """One evaluation report."""
+        return self.evaluations_dir / f"{when}-{name}.json"
+
+    def read_spec(self) -> StoredSpec:
+        """Read ``spec.json``.
+
+        Raises:
+            RunDirError: there is none, it is damaged, or a newer program wrote it.
+        """
+        try:
+            content: dict[str, Any] = json.loads(self.spec.read_bytes())
+        except FileNotFoundError:
+            raise RunDirError(f"{self.root} is no run directory: it has no spec.json") from None
+        except ValueError as error:
+            raise RunDirError(f"{self.spec} is damaged: {error}") from None
+        version = content.get("schema_version")
+        if version != SCHEMA_VERSION:
+            raise RunDirError(
+                f"{self.spec} has schema_version {version}, this program reads {SCHEMA_VERSION}; "
+                f"use the version of rlhf-flows that made it ({content.get('package_version', 'unknown')})"
+            )
+        try:
+            return StoredSpec.model_validate(content)
+        except ValidationError as error:
+            raise RunDirError(f"{self.spec} does not fit this program: {error}") from None
+
+
+def run_dirs(runs: Path) -> list[RunDir]:
+    """Every run directory under ``runs``, by name."""
+    if not runs.is_dir():
+        return []
+    return [RunDir(path) for path in sorted(runs.iterdir()) if (path / "spec.json").is_file()]
+
+
+def is_run_id(text: str) -> bool:
+    """Whether ``text`` has the form of a run id."""
+    return bool(_RUN_ID.match(text))
+
+
+def checksum(path: Path) -> FileChecksum:
+    """Size and SHA-256 of a file."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileChecksum(bytes=file.tell(), sha256=digest)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a folder so that a reader never finds it half gone under its own name."""
+    if not path.exists():
+        return
+    doomed = path.with_name(f".{path.name}.{secrets.token_hex(4)}.gone")
+    path.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _numbered(folder: Path) -> list[int]:
+    if not folder.is_dir():
+        return []
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())

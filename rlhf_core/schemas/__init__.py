@@ -1,0 +1,1 @@
+"""Pure data that crosses a process boundary. Imports pydantic and nothing else of weight."""

@@ -1,0 +1,139 @@
+"""What can go wrong, what was seen of it, and what was done about it."""
+
+from datetime import datetime
+from enum import StrEnum
+
+from pydantic import JsonValue
+
+from rlhf_core.schemas.base import Schema
+
+
+class FailureKind(StrEnum):
+    """Why something ended that should not have. One sentence per member; docs/failures.md is made from them."""
+
+    PREEMPTION = "preemption"
+    """The scheduler took the nodes back."""
+    TIME_LIMIT = "time_limit"
+    """The job reached its time limit."""
+    NODE_LOST = "node_lost"
+    """A node went away: down, drained, unreachable."""
+    GPU_HARDWARE = "gpu_hardware"
+    """A GPU failed: ECC, XID, fell off the bus."""
+    COLLECTIVE_HANG = "collective_hang"
+    """A collective timed out, or a rank never entered it."""
+    COLLECTIVE_MISMATCH = "collective_mismatch"
+    """Ranks entered different collectives, or the same with other shapes, types or metrics: a bug in the code."""
+    NETWORK = "network"
+    """A connection between ranks broke, and nothing shows which side was to blame."""
+    HANG = "hang"
+    """A worker stopped beating outside a collective: endless loop, stopped process, blocked file system."""
+    WORKER_KILLED = "worker_killed"
+    """A worker ended by a signal that nothing in the job explains (SIGKILL from outside)."""
+    AGENT_KILLED = "agent_killed"
+    """The agent of a node ended without an outcome, and its workers with it."""
+    CUDA_OOM = "cuda_oom"
+    """The GPU ran out of memory."""
+    ILLEGAL_ACCESS = "illegal_access"
+    """A CUDA kernel touched memory it must not, or an assertion on the device failed."""
+    HOST_OOM = "host_oom"
+    """The operating system or the scheduler killed a process for using too much main memory."""
+    NON_FINITE = "non_finite"
+    """Loss or gradient norm became NaN or infinite."""
+    DEGENERATE_RL = "degenerate_rl"
+    """Training no longer learns anything: no gradient, identical completions."""
+    DISK_FULL = "disk_full"
+    """A file system has no room or no inodes left."""
+    FILE_SYSTEM = "file_system"
+    """A file system did not answer, is read-only, or lost a file handle."""
+    IMPORT_ERROR = "import_error"
+    """A package is missing, or its version does not fit."""
+    CONFIG = "config"
+    """A setting is wrong in a way that only showed at run time."""
+    SHAPE = "shape"
+    """Tensors do not fit each other."""
+    CHECKPOINT_CORRUPT = "checkpoint_corrupt"
+    """A checkpoint's checksums do not hold, or it does not fit this run."""
+    DATA = "data"
+    """A data file is missing or malformed."""
+    RENDEZVOUS = "rendezvous"
+    """The ranks did not find each other: port taken, address unknown, a node too late."""
+    ENGINE = "engine"
+    """A rollout engine failed."""
+    REWARD_FUNCTION = "reward_function"
+    """A reward function raised or returned something that is no reward."""
+    USER_CANCEL = "user_cancel"
+    """The user ended it."""
+    UNKNOWN = "unknown"
+    """None of the rules matched; the fingerprint tells whether it was seen before."""
+
+
+class Action(StrEnum):
+    """What is done about an incident: the rungs of the recovery ladder."""
+
+    RESTART_IN_PLACE = "restart_in_place"
+    """Start the workers again inside the same allocation."""
+    NEW_ATTEMPT = "new_attempt"
+    """Submit again, going on from the last complete checkpoint."""
+    STOP = "stop"
+    """End the run with the diagnosis."""
+
+
+class DecidedBy(StrEnum):
+    """Who decides: agent 0 inside an allocation, the controller between allocations."""
+
+    AGENT = "agent"
+    CONTROLLER = "controller"
+
+
+class Incident(Schema):
+    """One thing that went wrong (``incident/incident.json``)."""
+
+    attempt: int
+    """Attempt it happened in, from 1."""
+    restart: int
+    """Restart it happened in, from 0."""
+    failure_kind: FailureKind
+    """What it was."""
+    message: str
+    """What happened, in one or two sentences for a person: what was seen, where, and what to do."""
+    phase: str = ""
+    """Phase of the first suspect; empty when not known."""
+    step: int | None = None
+    """Training step it happened at; null when not known."""
+    suspect_ranks: tuple[int, ...] = ()
+    """Ranks to blame; empty when no single one is."""
+    suspect_nodes: tuple[str, ...] = ()
+    """Their nodes."""
+    detected_after_s: float | None = None
+    """Seconds from the last sign of life to detection."""
+    seen_at: datetime
+    """When it was detected (UTC)."""
+    fingerprint: str = ""
+    """Hash of the error with its numbers removed: the same fault gives the same fingerprint."""
+    evidence_dir: str = ""
+    """Folder with the evidence, relative to the run directory."""
+
+
+class Decision(Schema):
+    """What is done about an incident. Written before it is acted on, always (``incident/decision.json``)."""
+
+    attempt: int
+    """Attempt it is about, from 1."""
+    restart: int
+    """Restart it is about, from 0."""
+    action: Action
+    """What is done."""
+    reason: str
+    """Why, in a sentence for a person."""
+    decided_by: DecidedBy
+    """Who decided."""
+    decided_at: datetime
+    """When (UTC)."""
+    delay_s: float = 0.0
+    """Back-off before acting, in seconds."""
+    excluded_nodes: tuple[str, ...] = ()
+    """Nodes that the next attempt must not get."""
+    config_diff: dict[str, JsonValue] = {}
+    """Settings that the next attempt changes: dotted name to new value."""
+    resume_checkpoint: str = ""
+    """Checkpoint folder to go on from; empty for the newest complete one."""

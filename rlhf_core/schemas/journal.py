@@ -1,0 +1,145 @@
+"""What the controller of a run writes down before it counts (``control.jsonl``).
+
+The database is an index of the run directory: every row can be made again from files. What only the control plane knows
+(states, stages, checks, attempts, its own decisions) therefore goes into this journal first, and reaches the database by the
+same ingestion as everything else.
+"""
+
+from datetime import datetime
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rlhf_core.schemas.attempts import AttemptState, RunState, StageName, StageState
+from rlhf_core.schemas.base import Schema
+from rlhf_core.schemas.checks import CheckResult
+from rlhf_core.schemas.failures import Decision, FailureKind, Incident
+from rlhf_core.schemas.resources import Placement, Submission
+
+
+class RunCreated(Schema):
+    """A run was asked for; its spec lies in ``spec.json``."""
+
+    kind: Literal["run_created"] = "run_created"
+    name: str
+    """Name from the spec."""
+    owner: str
+    """User who asked."""
+    config_source: str
+    """The config file it came from, as given."""
+
+
+class RunMoved(Schema):
+    """The run changed its state."""
+
+    kind: Literal["run_moved"] = "run_moved"
+    state: RunState
+    """The new state."""
+    cause: str
+    """Why, in a sentence for a person."""
+
+
+class StageStarted(Schema):
+    """A stage began."""
+
+    kind: Literal["stage_started"] = "stage_started"
+    stage_index: int
+    """Running number of the stage within the run, from 0: stages repeat when there is more than one attempt."""
+    name: StageName
+    """Which."""
+    attempt: int
+    """Attempt it belongs to; 0 for preflight."""
+
+
+class StageEnded(Schema):
+    """A stage ended."""
+
+    kind: Literal["stage_ended"] = "stage_ended"
+    stage_index: int
+    """Its running number."""
+    state: StageState
+    """How."""
+    message: str = ""
+    """What there is to say about it."""
+
+
+class ChecksMade(Schema):
+    """Preflight findings of one round."""
+
+    kind: Literal["checks_made"] = "checks_made"
+    results: tuple[CheckResult, ...]
+    """The findings."""
+
+
+class AttemptPlanned(Schema):
+    """An attempt has a placement. Written before it is submitted."""
+
+    kind: Literal["attempt_planned"] = "attempt_planned"
+    placement: Placement
+    """Its placement."""
+
+
+class AttemptSubmitted(Schema):
+    """The scheduler took the attempt."""
+
+    kind: Literal["attempt_submitted"] = "attempt_submitted"
+    submission: Submission
+    """What it answered."""
+
+
+class AttemptMoved(Schema):
+    """The attempt changed its state."""
+
+    kind: Literal["attempt_moved"] = "attempt_moved"
+    attempt: int
+    """Which, from 1."""
+    state: AttemptState
+    """The new state."""
+    cause: str
+    """Why, in a sentence for a person."""
+    failure_kind: FailureKind | None = None
+    """What went wrong, when it ended badly."""
+
+
+class IncidentFound(Schema):
+    """The controller itself found an incident (agents write theirs into the incident folder)."""
+
+    kind: Literal["incident_found"] = "incident_found"
+    incident: Incident
+    """What."""
+
+
+class DecisionMade(Schema):
+    """The controller decided something."""
+
+    kind: Literal["decision_made"] = "decision_made"
+    decision: Decision
+    """What."""
+
+
+ControlEvent = Annotated[
+    RunCreated
+    | RunMoved
+    | StageStarted
+    | StageEnded
+    | ChecksMade
+    | AttemptPlanned
+    | AttemptSubmitted
+    | AttemptMoved
+    | IncidentFound
+    | DecisionMade,
+    Field(discriminator="kind"),
+]
+
+
+class JournalLine(Schema):
+    """One line of ``control.jsonl``."""
+
+    sequence: int
+    """Running number within the run, from 0."""
+    token: int
+    """Fencing token of the lease its writer held; 0 for the line that creates the run."""
+    time: datetime
+    """When (UTC)."""
+    event: ControlEvent
+    """What happened."""

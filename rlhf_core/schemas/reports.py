@@ -1,0 +1,271 @@
+"""What workers and agents say of themselves, in files of the run directory."""
+
+from datetime import datetime
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import JsonValue
+
+from rlhf_core.schemas.attempts import AttemptState
+from rlhf_core.schemas.base import Schema
+from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.schemas.resources import Role
+
+
+class Phase(StrEnum):
+    """What a worker is doing. The order of members is the number written into its heartbeat slot: append only."""
+
+    SETUP = "setup"
+    ROLLOUT = "rollout"
+    REWARD = "reward"
+    TRAIN = "train"
+    WEIGHT_SYNC = "weight_sync"
+    CHECKPOINT = "checkpoint"
+    EVALUATE = "evaluate"
+
+
+class RankStatus(Schema):
+    """One worker as its agent sees it."""
+
+    role: Role
+    """Its role."""
+    rank: int
+    """Rank in its role's process group; -1 before it is known. Ranks are dealt anew at every restart."""
+    local_rank: int
+    """Index on its node."""
+    pid: int
+    """Process id on its node."""
+    sequence: int
+    """Beats so far; a growing number is the sign of life."""
+    collectives: int
+    """Collectives entered so far."""
+    in_collective: bool
+    """Whether it is inside one."""
+    step: int
+    """Training step it is at."""
+    phase: Phase
+    """What it is doing."""
+    age_s: float
+    """Seconds since its last beat, by its node's monotonic clock."""
+    process_state: str
+    """State letter from ``/proc/<pid>/stat``: R, S, D, T, Z; ``-`` when the process is gone."""
+
+
+class AgentStatus(Schema):
+    """What one agent publishes every two seconds (``agents/<node>.json``)."""
+
+    node: str
+    """Name of the node."""
+    node_index: int
+    """Index of the node in the allocation, from 0."""
+    attempt: int
+    """Attempt, from 1."""
+    restart: int
+    """Restart, from 0."""
+    sequence: int
+    """Publications so far; the reader judges silence by when it last saw this change."""
+    role: Role
+    """Role whose workers are running."""
+    ranks: tuple[RankStatus, ...]
+    """Its workers."""
+    telemetry: dict[str, float] = {}
+    """Node figures: ``cpu_percent``, ``memory_used_gb``, ``workers_rss_gb`` ..."""
+
+
+class MetricsLine(Schema):
+    """One line of ``metrics.jsonl``: all metrics of one optimizer step, already reduced over the ranks."""
+
+    step: int
+    """Optimizer step of the run, from 1, counted over the warm start and the main algorithm together."""
+    time: datetime
+    """When the step ended (UTC)."""
+    stage: Literal["sft", "grpo"]
+    """Which loop made the step."""
+    metrics: dict[str, float]
+    """Name to value. Names are ``group/name``; names under ``time/`` and ``speed/`` depend on the machine, all others only
+    on the spec."""
+
+
+class AgentEvent(Schema):
+    """One line of ``events-<node>.jsonl``."""
+
+    time: datetime
+    """When (UTC)."""
+    kind: Literal[
+        "agent_started",
+        "role_started",
+        "role_ended",
+        "worker_exited",
+        "suspect",
+        "incident",
+        "decision",
+        "killed",
+        "command",
+        "save_requested",
+        "agent_ended",
+    ]
+    """What happened."""
+    node: str
+    """Where."""
+    message: str
+    """A sentence for a person."""
+    role: Role | None = None
+    """Role it is about, if one."""
+    data: dict[str, JsonValue] = {}
+    """Details."""
+
+
+class SampleLine(Schema):
+    """One completion made in training, kept for reading (``samples.jsonl``)."""
+
+    step: int
+    """Optimizer step it was made for."""
+    prompt_uid: str
+    """Identity of the prompt: a hash of its content and of how often that content came before in the data."""
+    sample_index: int
+    """Which sample of its group, from 0."""
+    seed: int
+    """Its sampling seed."""
+    weight_version: int
+    """Optimizer steps the sampling weights had seen."""
+    prompt: str
+    """Text of the prompt."""
+    completion: str
+    """Text of the completion."""
+    answer: str
+    """The reference answer."""
+    reward: float
+    """What it was rewarded with."""
+    advantage: float
+    """Its advantage within its group."""
+
+
+class WorkerOutcome(Schema):
+    """How one worker ended (``outcomes/<role>-<node>-<local>.json``); written by the worker, if it still can."""
+
+    role: Role
+    """Its role."""
+    rank: int
+    """Its rank."""
+    node: str
+    """Its node."""
+    ok: bool
+    """Whether it did what it was there for."""
+    stopped_early: bool = False
+    """It saved and ended because it was asked to."""
+    error_type: str = ""
+    """Class of the exception, with its module."""
+    message: str = ""
+    """Its message."""
+    traceback: str = ""
+    """Its traceback as text."""
+    step: int = 0
+    """Step it had reached."""
+    phase: Phase = Phase.SETUP
+    """What it was doing."""
+    time: datetime
+    """When it ended (UTC)."""
+
+
+class AttemptOutcome(Schema):
+    """How an attempt ended (``attempts/<n>/outcome.json``): once, last, by agent 0."""
+
+    attempt: int
+    """Attempt, from 1."""
+    state: AttemptState
+    """How it ended."""
+    failure_kind: FailureKind | None = None
+    """What went wrong, if something did."""
+    message: str = ""
+    """A sentence for a person."""
+    num_restarts: int = 0
+    """Restarts in place that were made."""
+    last_step: int = 0
+    """Last step that is in ``metrics.jsonl``."""
+    time: datetime
+    """When (UTC)."""
+
+
+class FileChecksum(Schema):
+    """Size and hash of one file."""
+
+    bytes: int
+    """Size."""
+    sha256: str
+    """Hash, hexadecimal."""
+
+
+class CheckpointManifest(Schema):
+    """Content of ``COMPLETE``, the file written last into a checkpoint."""
+
+    step: int
+    """Optimizer steps done."""
+    stage: Literal["sft", "grpo"]
+    """Loop that wrote it."""
+    stage_finished: bool
+    """Whether that loop was at its end."""
+    num_ranks: int
+    """Ranks that wrote it; optimizer state is split among them."""
+    spec_hash: str
+    """Hash of the part of the spec that training depends on."""
+    files: dict[str, FileChecksum]
+    """Every file of the checkpoint, by its path in it."""
+    time: datetime
+    """When it was complete (UTC)."""
+
+
+class EvaluationSample(Schema):
+    """One scored completion of an evaluation."""
+
+    prompt_uid: str
+    """Identity of the prompt."""
+    sample_index: int
+    """Which sample of that prompt, from 0."""
+    prompt: str
+    """Text of the prompt."""
+    completion: str
+    """Text of the completion."""
+    answer: str
+    """The reference answer."""
+    score: float
+    """What the scorer gave it."""
+
+
+class EvaluationReport(Schema):
+    """One evaluation (``evaluations/<when>-<name>.json``)."""
+
+    name: Literal["greedy", "sampled"]
+    """How completions were chosen."""
+    when: Literal["before", "after"]
+    """Before the main algorithm (after the warm start), or after training."""
+    metric: str
+    """What was measured, for instance ``exact_match``."""
+    value: float
+    """Mean score over all samples."""
+    ci_low: float
+    """Lower bound of the confidence interval of ``value``."""
+    ci_high: float
+    """Upper bound."""
+    num_prompts: int
+    """Held-out prompts."""
+    num_samples: int
+    """Completions scored."""
+    checkpoint_step: int
+    """Optimizer steps the weights had seen."""
+    seconds: float
+    """How long it took."""
+    time: datetime
+    """When it ended (UTC)."""
+    samples: tuple[EvaluationSample, ...]
+    """The sample table; at most ``evaluate.keep_samples`` rows, the first by prompt order."""
+
+
+class AgentCommand(Schema):
+    """An order from the control plane to agent 0 (``commands/<k>.json``)."""
+
+    kind: Literal["cancel", "save", "stop_after_step"]
+    """``cancel``: end at once. ``save``: write a checkpoint now and go on. ``stop_after_step``: write one and end."""
+    reason: str = ""
+    """Why, in a sentence for a person."""
+    time: datetime
+    """When it was given (UTC)."""

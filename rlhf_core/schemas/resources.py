@@ -1,0 +1,74 @@
+"""Nodes: what there is, what was asked for, what was given."""
+
+from enum import StrEnum
+
+from rlhf_core.schemas.base import Schema
+
+
+class Role(StrEnum):
+    """What a worker is there for."""
+
+    TRAINER = "trainer"
+    ROLLOUT = "rollout"
+    REWARD = "reward"
+    EVALUATOR = "evaluator"
+    PROBE = "probe"
+
+
+class Inventory(Schema):
+    """What a scheduler can give."""
+
+    node_names: tuple[str, ...]
+    """Names of the nodes that can take work."""
+    cpus_per_node: int
+    """Processor cores of the smallest node."""
+    memory_gb: float
+    """Main memory of the smallest node, in GiB."""
+    gpus_per_node: int
+    """GPUs of the smallest node."""
+
+
+class RolePlan(Schema):
+    """One role of an attempt: how many workers on each node."""
+
+    role: Role
+    """The role."""
+    workers_per_node: int
+    """Workers of this role on every node."""
+
+
+class Placement(Schema):
+    """Which nodes have which role in one attempt (``attempts/<n>/placement.json``)."""
+
+    attempt: int
+    """Number of the attempt, from 1."""
+    num_nodes: int
+    """Nodes of the allocation."""
+    roles: tuple[RolePlan, ...]
+    """Roles in the order in which they run; each starts when the one before it has ended well."""
+    gpus_per_node: int = 0
+    """GPUs asked for on every node."""
+    excluded_nodes: tuple[str, ...] = ()
+    """Nodes this attempt must not get."""
+    resume_checkpoint: str = ""
+    """Name of the checkpoint folder to go on from; empty to start from the beginning."""
+    resumed_from_step: int = 0
+    """Step of that checkpoint; 0 from the beginning."""
+
+
+class Submission(Schema):
+    """What the scheduler answered (``attempts/<n>/submission.json``)."""
+
+    attempt: int
+    """Number of the attempt, from 1."""
+    scheduler: str
+    """``local`` or ``slurm``."""
+    job_id: str
+    """The scheduler's id of the job."""
+    command: tuple[str, ...]
+    """The command line that the scheduler starts on every node."""
+    host: str = ""
+    """Host the job was submitted from."""
+    process_started: float = 0.0
+    """Local scheduler only: start time of the job's process in seconds since the epoch, so that a reused process id is
+    not taken for the job."""

@@ -1,0 +1,322 @@
+"""What a user asks for: the ``RunSpec`` and its sections, one per TOML table.
+
+The string under a field is its meaning; it reaches ``rlhf run --help``, docs/configuration.md and the Prefect form.
+Cross-field arithmetic (batch against ranks and so on) is a preflight check, not a validator, so that ``rlhf check`` can show
+all findings at once; validators here refuse only what has no meaning at all.
+"""
+
+from datetime import datetime
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, JsonValue, model_validator
+
+from rlhf_core.schemas.base import Schema
+
+SCHEMA_VERSION = 1
+"""Version of ``spec.json``. A worker refuses a version it does not know."""
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+OptionalImportPath = Annotated[str, Field(pattern=r"^([A-Za-z_][\w.]*:[A-Za-z_]\w*)?$")]
+
+
+class ModelSpec(Schema):
+    """Which model is trained, and with which tokenizer."""
+
+    path: str = ""
+    """Folder of a Hugging Face model to start from; empty to build one from `model.config` with random weights."""
+    config: dict[str, JsonValue] = {}
+    """Transformers configuration of a model built from scratch: `model_type` and its arguments, for instance `hidden_size`."""
+    tokenizer: str = ""
+    """`char`, `byte` or `bpe` to build one from the training data, or a folder to load; empty takes the one in `model.path`."""
+    tokenizer_vocab_size: Positive = 2048
+    """Vocabulary size of a `bpe` tokenizer built here; other tokenizers ignore it."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format of the weights during training."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if bool(self.path) == bool(self.config):
+            found = "both" if self.path else "neither"
+            raise ValueError(f"found {found} of model.path and model.config; give exactly one of them")
+        if self.config and "model_type" not in self.config:
+            raise ValueError('model.config needs a model_type, for instance model_type = "qwen3"')
+        if self.config and not self.tokenizer:
+            raise ValueError('a model built from model.config needs model.tokenizer: "char", "byte", "bpe" or a folder')
+        return self
+
+
+class DataSpec(Schema):
+    """Where prompts and answers come from."""
+
+    train: str = ""
+    """Training data: a `.jsonl`, `.parquet` or `.csv` file with one row per prompt; empty when `data.generator` makes it."""
+    eval: str = ""
+    """Held-out data in the same format, never trained on."""
+    generator: OptionalImportPath = ""
+    """`module:function` that makes both splits instead of files; called as `function(split, seed, **data.generator_args)`."""
+    generator_args: dict[str, JsonValue] = {}
+    """Arguments of the generator."""
+    prompt_column: str = "prompt"
+    """Column that holds the prompt."""
+    answer_column: str = "answer"
+    """Column that holds the reference answer."""
+    prompt_template: str = "{prompt}"
+    """Text given to the model; `{column}` is replaced by that column of the row."""
+    completion_template: str = "{answer}"
+    """Text that supervised training teaches after the prompt; `{column}` is replaced likewise."""
+    max_prompt_tokens: Positive = 512
+    """Longest prompt in tokens."""
+    overlong_prompts: Literal["drop", "error"] = "drop"
+    """What to do with longer prompts: leave the row out (counted and shown), or stop."""
+    malformed_rows: Literal["error", "drop"] = "error"
+    """What to do with lines that are not valid: stop with file and line number, or leave them out (counted and shown)."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.generator and (self.train or self.eval):
+            raise ValueError("found data.generator and data.train/data.eval; give either the generator or the files")
+        if not self.generator and not self.train:
+            raise ValueError("no training data: give data.train (a file) or data.generator (module:function)")
+        return self
+
+
+class OptimizerSpec(Schema):
+    """AdamW and its schedule; the learning rate is a pure function of the step."""
+
+    learning_rate: PositiveFloat
+    """Peak learning rate."""
+    warmup_steps: NonNegative = 0
+    """Steps over which the learning rate rises linearly to its peak."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the learning rate after the warm-up; `linear` and `cosine` end at zero on the last step."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay of AdamW."""
+    adam_beta1: Share = 0.9
+    """Decay of AdamW's first moment."""
+    adam_beta2: Share = 0.95
+    """Decay of AdamW's second moment."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Global gradient norm is clipped to this."""
+
+
+class SftSpec(OptimizerSpec):
+    """Supervised warm start before the main algorithm; also the batch size of `train.algorithm = "sft"`."""
+
+    num_steps: NonNegative = 0
+    """Warm-start steps before the main algorithm; 0 for none. Must be 0 when the main algorithm is itself `sft`."""
+    batch_size: Positive = 64
+    """Rows per optimizer step, over all ranks."""
+    learning_rate: PositiveFloat = 1e-4
+    """Peak learning rate of the warm start."""
+
+
+class TrainSpec(OptimizerSpec):
+    """The main algorithm."""
+
+    algorithm: Literal["grpo", "sft"] = "grpo"
+    """`grpo` (reinforcement learning from the reward functions) or `sft` (supervised)."""
+    num_steps: Positive
+    """Optimizer steps of the main algorithm."""
+    learning_rate: PositiveFloat = 1e-6
+    """Peak learning rate of the main algorithm."""
+    micro_batch_size: Positive = 8
+    """Sequences per forward and backward pass on one rank; gradients are accumulated up to the whole batch."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more compute."""
+    log_samples_every: NonNegative = 10
+    """Every so many steps one group of completions is kept in `samples.jsonl` for reading; 0 for never."""
+
+
+class TrainerSpec(Schema):
+    """What does the training."""
+
+    kind: Literal["native"] = "native"
+    """`native`: the loops of rlhf_core.training."""
+    zero_stage: Literal[1] = 1
+    """DeepSpeed ZeRO stage: 1 splits the optimizer state over the ranks."""
+
+
+class GrpoSpec(Schema):
+    """Group relative policy optimisation (Shao et al. 2024, arXiv 2402.03300), strictly on-policy."""
+
+    prompts_per_step: Positive = 32
+    """Prompts per optimizer step, over all ranks."""
+    samples_per_prompt: Annotated[int, Field(ge=2)] = 8
+    """Completions per prompt: the group whose rewards are compared."""
+    clip_low: Share = 0.2
+    """How far below 1 the probability ratio may count."""
+    clip_high: NonNegativeFloat = 0.2
+    """How far above 1 the probability ratio may count (0.28 in DAPO, arXiv 2503.14476)."""
+    advantage_scale: Literal["group", "batch", "none"] = "group"
+    """What rewards are divided by after their group's mean is taken off: standard deviation of the group, of the batch, or nothing (Dr. GRPO)."""
+    advantage_epsilon: NonNegativeFloat = 1e-4
+    """Added to that standard deviation."""
+    loss_aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
+    """Mean over all completion tokens of the step (DAPO), over each sequence and then sequences (GRPO), or sum over a fixed length (Dr. GRPO)."""
+    kl_coefficient: NonNegativeFloat = 0.0
+    """Weight of the KL penalty against the model before the main algorithm; at 0 no reference model is needed."""
+    measure_kl: bool = False
+    """Measure that KL even when its weight is 0: costs one forward pass of a reference model."""
+
+
+class RolloutSpec(Schema):
+    """How completions are sampled during training."""
+
+    engine: Literal["transformers"] = "transformers"
+    """What generates: `transformers`, in the trainer's own process with its KV cache."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature; log-probabilities in training are taken at the same temperature."""
+    max_new_tokens: Positive = 64
+    """Longest completion in tokens."""
+    batch_size: Positive = 256
+    """Sequences generated at once on one rank."""
+
+
+class RewardSpec(Schema):
+    """What a completion is worth."""
+
+    functions: tuple[ImportPath, ...] = ("rlhf_core.training.rewards:exact_match",)
+    """Reward functions as `module:function`; called as `function(prompts=, completions=, **columns)`, each returning one number per completion."""
+    weights: tuple[float, ...] = ()
+    """Weight of each function in the sum; empty for 1 each."""
+
+    @model_validator(mode="after")
+    def _same_length(self) -> Self:
+        if not self.functions:
+            raise ValueError("reward.functions is empty; give at least one module:function")
+        if self.weights and len(self.weights) != len(self.functions):
+            raise ValueError(
+                f"found {len(self.weights)} reward.weights for {len(self.functions)} reward.functions; give one each, or none"
+            )
+        return self
+
+
+class EvaluateSpec(Schema):
+    """How the model is measured on held-out data, before and after training."""
+
+    scorer: ImportPath = "rlhf_core.training.rewards:exact_match"
+    """Reward function whose mean is reported."""
+    num_prompts: NonNegative = 512
+    """Held-out prompts used, the first of the split; 0 for all."""
+    samples_per_prompt: Positive = 1
+    """Completions per prompt in the sampled evaluation."""
+    temperature: PositiveFloat = 1.0
+    """Temperature of the sampled evaluation; the greedy one always takes the likeliest token."""
+    every_num_steps: NonNegative = 0
+    """Also evaluate greedily every so many steps during training, as metric `eval/greedy`; 0 for never."""
+    confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
+    """Level of the reported confidence interval."""
+    keep_samples: NonNegative = 64
+    """Scored completions kept in the sample table of each evaluation."""
+
+
+class CheckpointSpec(Schema):
+    """When training state is saved."""
+
+    every_num_steps: Positive = 10
+    """Steps between checkpoints; the end of the warm start and the last step are saved as well."""
+    keep_last: Positive = 2
+    """Newest checkpoints kept; the one at the end of the warm start and the last one of training are kept as well."""
+
+
+class ResourceSpec(Schema):
+    """What the run needs of the cluster."""
+
+    num_nodes: Positive = 1
+    """Nodes."""
+    ranks_per_node: Positive = 1
+    """Trainer ranks on every node: one per GPU, or per group of cores on CPU."""
+    gpus_per_node: NonNegative = 0
+    """GPUs on every node; 0 trains on CPU with gloo."""
+    cpus_per_rank: Positive = 1
+    """Processor cores per rank."""
+    memory_gb: NonNegativeFloat = 0.0
+    """Main memory per node in GiB; 0 leaves it to the scheduler."""
+    time_limit_s: Positive = 86_400
+    """Longest life of one attempt in seconds."""
+
+
+class SuperviseSpec(Schema):
+    """How failures are found and how often they are retried."""
+
+    max_restarts: NonNegative = 3
+    """Restarts in place without checkpoint progress before the allocation is given up."""
+    max_attempts: Positive = 3
+    """Attempts without checkpoint progress before the run is stopped."""
+    backoff_s: NonNegativeFloat = 30.0
+    """Wait before the second attempt; doubles with each further one, up to `supervise.max_backoff_s`."""
+    max_backoff_s: NonNegativeFloat = 600.0
+    """Longest wait before a new attempt."""
+    gap_factor: Annotated[float, Field(ge=1)] = 5.0
+    """A worker hangs when it has not beaten for this many times the longest gap seen in the same phase, or for the floor, whichever is longer."""
+    floor_s: PositiveFloat = 120.0
+    """Silence that is never taken for a hang in any phase after setup, in seconds."""
+    setup_floor_s: PositiveFloat = 900.0
+    """The same while a worker imports, compiles and loads."""
+
+
+class CodeSpec(Schema):
+    """User code that the run needs."""
+
+    paths: tuple[str, ...] = ()
+    """Python files and packages copied into the run directory and importable on the nodes; modules of reward functions that lie in the current folder are added by themselves."""
+
+
+class RunSpec(Schema):
+    """A whole run. Each field is one TOML table, but for the name and the seed."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
+    """Short name: lower-case letters, digits, `-` and `_`; runs of the same name are compared with each other."""
+    seed: NonNegative = 0
+    """Everything random follows from it."""
+    model: ModelSpec
+    data: DataSpec
+    sft: SftSpec = SftSpec()
+    train: TrainSpec
+    grpo: GrpoSpec = GrpoSpec()
+    rollout: RolloutSpec = RolloutSpec()
+    reward: RewardSpec = RewardSpec()
+    evaluate: EvaluateSpec = EvaluateSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    trainer: TrainerSpec = TrainerSpec()
+    resources: ResourceSpec = ResourceSpec()
+    supervise: SuperviseSpec = SuperviseSpec()
+    code: CodeSpec = CodeSpec()
+
+    @property
+    def num_ranks(self) -> int:
+        """Trainer ranks over all nodes."""
+        return self.resources.num_nodes * self.resources.ranks_per_node
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the run: warm start and main algorithm."""
+        return self.sft.num_steps + self.train.num_steps
+
+
+class StoredSpec(Schema):
+    """Content of ``spec.json``: the resolved spec and where it came from. Written once."""
+
+    schema_version: int = SCHEMA_VERSION
+    """Version of this file's form."""
+    run_id: str
+    """Identity of the run."""
+    created_at: datetime
+    """When it was asked for (UTC)."""
+    owner: str
+    """User who asked."""
+    config_source: str
+    """The config file it came from, as given."""
+    overrides: tuple[str, ...] = ()
+    """The ``--set`` overrides, as given."""
+    package_version: str
+    """Version of rlhf-flows."""
+    code_revision: str = ""
+    """Git revision of the folder it was started from, with ``-dirty`` if it had changes; empty outside a repository."""
+    spec: RunSpec
+    """The resolved spec."""

@@ -1,0 +1,172 @@
+"""Config files, overrides and site settings: what is accepted, and what a mistake is answered with."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf_core import config
+from rlhf_core.errors import BadConfig
+from rlhf_core.schemas.run import RunSpec
+
+MINIMAL = """
+name = "trial"
+[model]
+tokenizer = "char"
+[model.config]
+model_type = "qwen3"
+[data]
+generator = "rlhf_core.training.tasks:sort_digits"
+[train]
+num_steps = 3
+"""
+
+
+@pytest.fixture
+def minimal(tmp_path: Path) -> Path:
+    path = tmp_path / "trial.toml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def test_a_minimal_file_loads_with_defaults(minimal: Path) -> None:
+    spec = config.load(minimal)
+    assert spec.name == "trial"
+    assert spec.total_steps == 3
+    assert spec.num_ranks == 1
+
+
+def test_overrides_are_toml_values_and_bare_words_are_text(minimal: Path) -> None:
+    spec = config.load(
+        minimal,
+        ["train.num_steps=10", "name=other", "sft.learning_rate=1e-3", 'reward.functions=["a.b:c"]', "grpo.measure_kl=true"],
+    )
+    assert (spec.train.num_steps, spec.name, spec.sft.learning_rate) == (10, "other", 1e-3)
+    assert spec.reward.functions == ("a.b:c",)
+    assert spec.grpo.measure_kl
+
+
+@pytest.mark.parametrize("override", ["train.num_steps", "=3", "train..x=1", ".x=1"])
+def test_an_override_without_form_is_refused(minimal: Path, override: str) -> None:
+    with pytest.raises(BadConfig, match="not of the form"):
+        config.load(minimal, [override])
+
+
+def test_an_override_below_a_value_is_refused(minimal: Path) -> None:
+    with pytest.raises(BadConfig, match="name is a value, not a section"):
+        config.load(minimal, ["name.x=1"])
+
+
+@pytest.mark.parametrize(
+    ("override", "answer"),
+    [
+        ("train.num_stepps=1", 'did you mean "train.num_steps"?'),
+        ("train.samples_per_prompt=4", "grpo.samples_per_prompt"),
+        ("train.lr=1", 'the name here is "train.learning_rate"'),
+        ("trian.num_steps=1", "did you mean the section [train]?"),
+        ("seeed=1", 'did you mean "seed"?'),
+        ("train.zzz=1", "[train] has learning_rate"),
+        ("zzz=1", "the sections are"),
+    ],
+)
+def test_an_unknown_key_is_answered_with_the_nearest_right_one(minimal: Path, override: str, answer: str) -> None:
+    with pytest.raises(BadConfig) as caught:
+        config.load(minimal, [override])
+    assert answer in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "answer"),
+    [
+        ("seed=abc", "seed: found 'abc'"),
+        ("train.learning_rate=inf", "finite"),
+        ("train.learning_rate=nan", "train.learning_rate"),
+        ("train.algorithm=ppo", "'grpo' or 'sft'"),
+        ("data.generator=abc", 'expected "module:function"'),
+        ("data.train=x.jsonl", "either the generator or the files"),
+        ("model.path=/some/where", "found both of model.path and model.config"),
+        ("reward.weights=[1.0, 2.0]", "found 2 reward.weights for 1 reward.functions"),
+        ("grpo.samples_per_prompt=1", "grpo.samples_per_prompt: found 1"),
+        ("name=Has Spaces", "name: found 'Has Spaces'"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_was_expected(minimal: Path, override: str, answer: str) -> None:
+    with pytest.raises(BadConfig) as caught:
+        config.load(minimal, [override])
+    assert answer in str(caught.value)
+
+
+def test_all_problems_of_a_file_are_reported_at_once(minimal: Path) -> None:
+    with pytest.raises(BadConfig, match="3 problems") as caught:
+        config.load(minimal, ["seed=x", "train.lr=1", "grpo.clip_low=2"])
+    assert all(name in str(caught.value) for name in ("seed", "train.lr", "grpo.clip_low"))
+
+
+def test_a_missing_key_comes_with_its_meaning(minimal: Path) -> None:
+    minimal.write_text(MINIMAL.replace("num_steps = 3", ""))
+    with pytest.raises(BadConfig, match=r'missing key "train.num_steps": Optimizer steps'):
+        config.load(minimal)
+
+
+@pytest.mark.parametrize(
+    ("content", "answer"), [(b"name = ", "not valid TOML"), (b"\xff\xfe", "not UTF-8"), (b"", "problems in")]
+)
+def test_a_broken_file_is_named(tmp_path: Path, content: bytes, answer: str) -> None:
+    path = tmp_path / "broken.toml"
+    path.write_bytes(content)
+    with pytest.raises(BadConfig, match=answer) as caught:
+        config.load(path)
+    assert "broken.toml" in str(caught.value)
+
+
+def test_a_missing_file_suggests_the_preset(tmp_path: Path) -> None:
+    with pytest.raises(BadConfig, match='did you mean the preset "quickstart"'):
+        config.load("quickstrt")
+    with pytest.raises(BadConfig, match="is a folder"):
+        config.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", config.PRESETS)
+def test_every_preset_loads_by_name(name: str) -> None:
+    assert isinstance(config.load(name), RunSpec)
+
+
+def test_every_setting_has_a_meaning_of_one_sentence() -> None:
+    fields = config.describe_fields()
+    assert len(fields) > 50
+    for field in fields:
+        assert field.meaning.endswith("."), field.name
+        assert "\n" not in field.meaning, field.name
+        assert field.type, field.name
+    assert set(config.describe_sections()) == {field.name.split(".")[0] for field in fields if "." in field.name}
+
+
+def test_defaults_in_the_help_are_valid_toml_and_true(minimal: Path) -> None:
+    spec = config.load(minimal)
+    stated = [field for field in config.describe_fields() if not field.required]
+    changed = {"model.tokenizer", "model.config", "data.generator"}
+    again = config.load(minimal, [f"{field.name}={field.default}" for field in stated if field.name not in changed])
+    assert again == spec
+
+
+def test_site_settings_from_environment_file_and_default(tmp_path: Path) -> None:
+    environ = {"RLHF_HOME": str(tmp_path)}
+    site = config.load_site(environ)
+    assert site.runs_dir == tmp_path / "runs"
+    assert site.database_url == f"sqlite:///{tmp_path / 'history.db'}"
+    assert (site.scheduler, site.compute_python) == ("local", sys.executable)
+
+    (tmp_path / "rlhf.toml").write_text('scheduler = "slurm"\nruns = "/shared/runs"\n')
+    site = config.load_site(environ)
+    assert (site.scheduler, site.runs_dir) == ("slurm", Path("/shared/runs"))
+    assert config.load_site({**environ, "RLHF_SCHEDULER": "local"}).scheduler == "local"
+
+
+@pytest.mark.parametrize(
+    ("content", "answer"),
+    [("schedular = 'x'", 'did you mean "scheduler"'), ("runs = 3", "expected text"), ("scheduler = 'pbs'", "'pbs'")],
+)
+def test_a_wrong_site_file_is_refused(tmp_path: Path, content: str, answer: str) -> None:
+    (tmp_path / "rlhf.toml").write_text(content)
+    with pytest.raises(BadConfig, match=answer):
+        config.load_site({"RLHF_HOME": str(tmp_path)})

@@ -1,0 +1,43 @@
+"""What every test shares: nothing of the user's home is touched, nothing goes out to the network."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Before any library is imported: one thread per process (tests share few cores), no hubs, no telemetry.
+os.environ.update(
+    {
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "DO_NOT_TRACK": "1",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_LOGGING_TO_API_ENABLED": "false",
+    }
+)
+
+
+@pytest.fixture(autouse=True)
+def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Site settings of this test alone: a fresh RLHF_HOME and no setting of the person who runs the tests."""
+    for variable in ("RLHF_RUNS", "RLHF_DATABASE_URL", "RLHF_SCHEDULER", "RLHF_COMPUTE_PYTHON", "PREFECT_API_URL"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path / "rlhf-home"))
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect-home"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """GPU tests skip with a reason where there is no GPU."""
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_items and not _cuda_available():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device; this machine has none"))
+
+
+def _cuda_available() -> bool:
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return False
+    return torch.cuda.is_available()
