@@ -1,7 +1,7 @@
 """TOML and overrides -> :class:`RunSpec`; environment and ``rlhf.toml`` -> :class:`Site`.
 
-Hand-written configs are sparse TOML; what ran is the resolved JSON in the run directory. A wrong key is answered with the
-nearest right one, and all mistakes of a file are reported at once.
+Hand-written configs are sparse TOML; what ran is the resolved JSON in the run directory. A wrong key is answered with
+the nearest right one, and all mistakes of a file are reported at once.
 """
 
 import difflib
@@ -102,7 +102,9 @@ def _split(override: str) -> tuple[str, Any]:
     name, separator, text = override.partition("=")
     name = name.strip()
     if not separator or not name or not all(name.split(".")):
-        raise BadConfig(f"override {override!r} is not of the form section.field=value, for instance train.num_steps=10")
+        raise BadConfig(
+            f"override {override!r} is not of the form section.field=value, for instance train.num_steps=10"
+        )
     text = text.strip()
     try:
         return name, tomllib.loads(f"value = {text}")["value"]
@@ -124,7 +126,9 @@ def _apply(content: dict[str, Any], override: str) -> None:
 
 def _explain(detail: Any) -> str:
     """One pydantic problem in our words."""
-    location = ".".join(str(part) for part in detail["loc"] if not str(part).startswith(("function-", "literal[", "str-")))
+    location = ".".join(
+        str(part) for part in detail["loc"] if not str(part).startswith(("function-", "literal[", "str-"))
+    )
     kind = detail["type"]
     found = detail.get("input")
     if kind == "extra_forbidden":
@@ -249,7 +253,7 @@ def _describe(schema: type[BaseModel], prefix: str) -> Iterator[FieldHelp]:
             name=f"{prefix}{name}",
             type=_type_name(annotation),
             default="" if required else to_toml(field.default),
-            meaning=field.description or "",
+            meaning=" ".join((field.description or "").split()),
             required=required,
         )
 
@@ -284,7 +288,8 @@ class Site:
     home: Path
     """``RLHF_HOME``: this user's folder (default ``~/.rlhf``)."""
     runs_dir: Path
-    """``RLHF_RUNS``: the run directories; on a cluster, a shared file system that the nodes see (default ``<home>/runs``)."""
+    """``RLHF_RUNS``: the run directories; on a cluster, a shared file system that the nodes see (default
+    ``<home>/runs``)."""
     database_url: str
     """``RLHF_DATABASE_URL``: SQLAlchemy URL of the history (default SQLite in ``<home>/history.db``)."""
     scheduler: str

@@ -84,7 +84,9 @@ _ENDS = frozenset(
 )
 
 ATTEMPT_MOVES: dict[AttemptState, frozenset[AttemptState]] = {
-    AttemptState.PLANNED: frozenset({AttemptState.SUBMITTED, AttemptState.FAILED, AttemptState.CANCELLED, AttemptState.LOST}),
+    AttemptState.PLANNED: frozenset(
+        {AttemptState.SUBMITTED, AttemptState.FAILED, AttemptState.CANCELLED, AttemptState.LOST}
+    ),
     AttemptState.SUBMITTED: frozenset({AttemptState.RUNNING}) | _ENDS,
     AttemptState.RUNNING: _ENDS,
     **{end: frozenset() for end in _ENDS},

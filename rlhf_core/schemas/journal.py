@@ -1,8 +1,8 @@
 """What the controller of a run writes down before it counts (``control.jsonl``).
 
 The database is an index of the run directory: every row can be made again from files. What only the control plane knows
-(states, stages, checks, attempts, its own decisions) therefore goes into this journal first, and reaches the database by the
-same ingestion as everything else.
+(states, stages, checks, attempts, its own decisions) therefore goes into this journal first, and reaches the database
+by the same ingestion as everything else.
 """
 
 from datetime import datetime

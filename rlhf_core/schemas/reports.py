@@ -82,8 +82,8 @@ class MetricsLine(Schema):
     stage: Literal["sft", "grpo"]
     """Which loop made the step."""
     metrics: dict[str, float]
-    """Name to value. Names are ``group/name``; names under ``time/`` and ``speed/`` depend on the machine, all others only
-    on the spec."""
+    """Name to value. Names are ``group/name``; names under ``time/`` and ``speed/`` depend on the machine, all others
+    only on the spec."""
 
 
 class AgentEvent(Schema):

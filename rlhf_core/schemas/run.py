@@ -1,8 +1,8 @@
 """What a user asks for: the ``RunSpec`` and its sections, one per TOML table.
 
 The string under a field is its meaning; it reaches ``rlhf run --help``, docs/configuration.md and the Prefect form.
-Cross-field arithmetic (batch against ranks and so on) is a preflight check, not a validator, so that ``rlhf check`` can show
-all findings at once; validators here refuse only what has no meaning at all.
+Cross-field arithmetic (batch against ranks and so on) is a preflight check, not a validator, so that ``rlhf check`` can
+show all findings at once; validators here refuse only what has no meaning at all.
 """
 
 from datetime import datetime
@@ -30,9 +30,11 @@ class ModelSpec(Schema):
     path: str = ""
     """Folder of a Hugging Face model to start from; empty to build one from `model.config` with random weights."""
     config: dict[str, JsonValue] = {}
-    """Transformers configuration of a model built from scratch: `model_type` and its arguments, for instance `hidden_size`."""
+    """Transformers configuration of a model built from scratch: `model_type` and its arguments, for instance
+    `hidden_size`."""
     tokenizer: str = ""
-    """`char`, `byte` or `bpe` to build one from the training data, or a folder to load; empty takes the one in `model.path`."""
+    """`char`, `byte` or `bpe` to build one from the training data, or a folder to load; empty takes the one in
+    `model.path`."""
     tokenizer_vocab_size: Positive = 2048
     """Vocabulary size of a `bpe` tokenizer built here; other tokenizers ignore it."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -54,11 +56,13 @@ class DataSpec(Schema):
     """Where prompts and answers come from."""
 
     train: str = ""
-    """Training data: a `.jsonl`, `.parquet` or `.csv` file with one row per prompt; empty when `data.generator` makes it."""
+    """Training data: a `.jsonl`, `.parquet` or `.csv` file with one row per prompt; empty when `data.generator` makes
+    it."""
     eval: str = ""
     """Held-out data in the same format, never trained on."""
     generator: OptionalImportPath = ""
-    """`module:function` that makes both splits instead of files; called as `function(split, seed, **data.generator_args)`."""
+    """`module:function` that makes both splits instead of files; called as `function(split, seed,
+    **data.generator_args)`."""
     generator_args: dict[str, JsonValue] = {}
     """Arguments of the generator."""
     prompt_column: str = "prompt"
@@ -74,7 +78,8 @@ class DataSpec(Schema):
     overlong_prompts: Literal["drop", "error"] = "drop"
     """What to do with longer prompts: leave the row out (counted and shown), or stop."""
     malformed_rows: Literal["error", "drop"] = "error"
-    """What to do with lines that are not valid: stop with file and line number, or leave them out (counted and shown)."""
+    """What to do with lines that are not valid: stop with file and line number, or leave them out (counted and
+    shown)."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -153,11 +158,13 @@ class GrpoSpec(Schema):
     clip_high: NonNegativeFloat = 0.2
     """How far above 1 the probability ratio may count (0.28 in DAPO, arXiv 2503.14476)."""
     advantage_scale: Literal["group", "batch", "none"] = "group"
-    """What rewards are divided by after their group's mean is taken off: standard deviation of the group, of the batch, or nothing (Dr. GRPO)."""
+    """What rewards are divided by after their group's mean is taken off: standard deviation of the group, of the batch,
+    or nothing (Dr. GRPO)."""
     advantage_epsilon: NonNegativeFloat = 1e-4
     """Added to that standard deviation."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
-    """Mean over all completion tokens of the step (DAPO), over each sequence and then sequences (GRPO), or sum over a fixed length (Dr. GRPO)."""
+    """Mean over all completion tokens of the step (DAPO), over each sequence and then sequences (GRPO), or sum over a
+    fixed length (Dr. GRPO)."""
     kl_coefficient: NonNegativeFloat = 0.0
     """Weight of the KL penalty against the model before the main algorithm; at 0 no reference model is needed."""
     measure_kl: bool = False
@@ -181,7 +188,8 @@ class RewardSpec(Schema):
     """What a completion is worth."""
 
     functions: tuple[ImportPath, ...] = ("rlhf_core.training.rewards:exact_match",)
-    """Reward functions as `module:function`; called as `function(prompts=, completions=, **columns)`, each returning one number per completion."""
+    """Reward functions as `module:function`; called as `function(prompts=, completions=, **columns)`, each returning
+    one number per completion."""
     weights: tuple[float, ...] = ()
     """Weight of each function in the sum; empty for 1 each."""
 
@@ -191,7 +199,8 @@ class RewardSpec(Schema):
             raise ValueError("reward.functions is empty; give at least one module:function")
         if self.weights and len(self.weights) != len(self.functions):
             raise ValueError(
-                f"found {len(self.weights)} reward.weights for {len(self.functions)} reward.functions; give one each, or none"
+                f"found {len(self.weights)} reward.weights for {len(self.functions)} reward.functions; "
+                f"give one each, or none"
             )
         return self
 
@@ -253,7 +262,8 @@ class SuperviseSpec(Schema):
     max_backoff_s: NonNegativeFloat = 600.0
     """Longest wait before a new attempt."""
     gap_factor: Annotated[float, Field(ge=1)] = 5.0
-    """A worker hangs when it has not beaten for this many times the longest gap seen in the same phase, or for the floor, whichever is longer."""
+    """A worker hangs when it has not beaten for this many times the longest gap seen in the same phase, or for the
+    floor, whichever is longer."""
     floor_s: PositiveFloat = 120.0
     """Silence that is never taken for a hang in any phase after setup, in seconds."""
     setup_floor_s: PositiveFloat = 900.0
@@ -264,7 +274,8 @@ class CodeSpec(Schema):
     """User code that the run needs."""
 
     paths: tuple[str, ...] = ()
-    """Python files and packages copied into the run directory and importable on the nodes; modules of reward functions that lie in the current folder are added by themselves."""
+    """Python files and packages copied into the run directory and importable on the nodes; modules of reward functions
+    that lie in the current folder are added by themselves."""
 
 
 class RunSpec(Schema):

@@ -39,7 +39,13 @@ def test_a_minimal_file_loads_with_defaults(minimal: Path) -> None:
 def test_overrides_are_toml_values_and_bare_words_are_text(minimal: Path) -> None:
     spec = config.load(
         minimal,
-        ["train.num_steps=10", "name=other", "sft.learning_rate=1e-3", 'reward.functions=["a.b:c"]', "grpo.measure_kl=true"],
+        [
+            "train.num_steps=10",
+            "name=other",
+            "sft.learning_rate=1e-3",
+            'reward.functions=["a.b:c"]',
+            "grpo.measure_kl=true",
+        ],
     )
     assert (spec.train.num_steps, spec.name, spec.sft.learning_rate) == (10, "other", 1e-3)
     assert spec.reward.functions == ("a.b:c",)

@@ -1,0 +1,88 @@
+"""Bad input and a full disk: a clear message, the right exit code, nothing lost that was there."""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from shop import CONFIG, Shop
+
+pytestmark = pytest.mark.end_to_end
+
+
+@pytest.mark.parametrize(
+    ("override", "answer"),
+    [
+        ("train.num_stepps=3", 'did you mean "train.num_steps"'),
+        ("train.num_steps=many", "train.num_steps: found 'many'"),
+        ("grpo.prompts_per_step=7", "7"),
+        ("reward.functions=['nowhere_to_be_found:reward']", "nowhere_to_be_found"),
+        ("resources.num_nodes=2", "one node"),
+    ],
+)
+def test_a_config_that_cannot_work_ends_with_2(shop: Shop, override: str, answer: str) -> None:
+    for command in (("check",), ("run", "--no-prefect")):
+        ended = shop.rlhf(command[0], shop.config(), *command[1:], "--set", override, expect=2)
+        assert answer in ended.stdout + ended.stderr
+        assert "Traceback" not in ended.stderr
+
+
+def test_a_malformed_line_is_named_by_file_and_number(shop: Shop) -> None:
+    good = '{"prompt": "12>", "answer": "12"}\n'
+    (shop.home / "train.jsonl").write_text(good * 40 + '{"prompt": "3\n' + good)
+    (shop.home / "eval.jsonl").write_text(good.replace("12", "21"))
+    text = "\n".join(line for line in CONFIG.splitlines() if not line.startswith("generator"))
+    ended = shop.rlhf(
+        "run",
+        shop.config(text),
+        "--no-prefect",
+        "--set",
+        "data.train=train.jsonl",
+        "--set",
+        "data.eval=eval.jsonl",
+        expect=2,
+    )
+    assert "train.jsonl:41" in (ended.stdout + ended.stderr).replace("\n", "")
+
+
+def test_a_missing_file_is_named(shop: Shop) -> None:
+    ended = shop.rlhf("run", "nothing.toml", expect=2)
+    assert "nothing.toml" in ended.stderr
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    mount = tmp_path / "small"
+    mount.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", str(mount)], capture_output=True, text=True, check=False
+    )
+    if made.returncode:
+        pytest.skip(f"cannot mount a tmpfs here: {made.stderr.strip()}")
+    yield mount
+    subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+@pytest.mark.training
+@pytest.mark.xdist_group("end_to_end")
+def test_a_full_disk_at_checkpoint_time_loses_nothing(shop: Shop, small_disk: Path) -> None:
+    shop.environment["RLHF_RUNS"] = str(small_disk)
+    keep_all = ("--set", "checkpoint.keep_last=100", "--set", "checkpoint.every_num_steps=3")
+    ended = shop.rlhf("run", shop.config(), "--no-prefect", *keep_all, expect=None)
+    assert ended.returncode in (1, 2), ended.stdout + ended.stderr
+    assert "Traceback" not in ended.stderr
+    (run,) = shop.rlhf("runs", "--json").json()
+    assert run["state"] == "failed"
+    shown = shop.rlhf("show", run["run_id"], "--json").json()
+    assert [incident["failure_kind"] for incident in shown["incidents"]] == ["disk_full"]
+    assert shown["decisions"][-1]["action"] == "stop"
+    assert shown["checkpoints"], "the disk must have filled after the first checkpoint for this test to say anything"
+    from rlhf_core.run_dir import RunDir
+
+    kept = RunDir(small_disk / run["run_id"]).checkpoints()
+    assert [checkpoint.step for checkpoint in kept] == [row["step"] for row in shown["checkpoints"]]
+    for checkpoint in kept:
+        assert checkpoint.damage() == []
