@@ -1,0 +1,61 @@
+"""From lists of tokens to padded tensors and back."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SequenceBatch:
+    """Prompts with their completions, padded on the right.
+
+    Right padding needs no attention mask in training: under causal attention no real token sees what comes after it.
+    Position ``t`` of the ``[B, T-1]`` tensors belongs to the prediction of token ``t+1``.
+    """
+
+    input_ids: Tensor
+    """``[B, T]`` int64."""
+    target_mask: Tensor
+    """``[B, T-1]`` bool: true where the predicted token belongs to the completion."""
+
+    def place(self, values: Sequence[Sequence[float]]) -> Tensor:
+        """Per-token values of the completions, put where ``target_mask`` is true.
+
+        Args:
+            values: one list per sequence, as long as its completion.
+
+        Returns:
+            ``[B, T-1]`` float32, zero elsewhere.
+        """
+        placed = torch.zeros(self.target_mask.shape, dtype=torch.float32, device=self.target_mask.device)
+        flat = torch.tensor([value for row in values for value in row], dtype=torch.float32, device=placed.device)
+        placed[self.target_mask] = flat
+        return placed
+
+
+def collate(
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[int]],
+    pad_id: int,
+    device: torch.device | str = "cpu",
+) -> SequenceBatch:
+    """Join each prompt with its completion and pad to the longest.
+
+    Args:
+        prompts: token lists, one per sequence, none of them empty (nothing would predict the first token).
+        completions: token lists, as many; an empty one has no targets.
+        pad_id: filler; its value changes nothing.
+    """
+    lengths = [len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True)]
+    width = max(lengths)
+    filled = [
+        [*prompt, *completion, *([pad_id] * (width - length))]
+        for prompt, completion, length in zip(prompts, completions, lengths, strict=True)
+    ]
+    position = torch.arange(1, width)
+    first = torch.tensor([len(prompt) for prompt in prompts])[:, None]
+    end = torch.tensor(lengths)[:, None]
+    mask = (position >= first) & (position < end)
+    return SequenceBatch(torch.tensor(filled, dtype=torch.int64).to(device), mask.to(device))

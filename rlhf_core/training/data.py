@@ -1,0 +1,319 @@
+"""From data files to rows to tokens. Imports no torch.
+
+Data is read by our own readers, so that a bad line is named by file and number before anything is trained.
+"""
+
+import codecs
+import csv
+import importlib
+import json
+import random
+import string
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import JsonValue
+
+from rlhf_core.errors import BadConfig, BadData
+from rlhf_core.schemas.run import DataSpec, RunSpec
+from rlhf_core.training.types import Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Split = Literal["train", "eval"]
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """What was read of one split."""
+
+    source: str
+    """The file or generator."""
+    num_rows: int
+    """Rows ready for use."""
+    num_malformed: int
+    """Rows left out because they were not valid (``data.malformed_rows = "drop"``)."""
+    first_problem: str = ""
+    """What was wrong with the first of them, with file and line."""
+
+
+@dataclass(frozen=True)
+class EncodedPrompts:
+    """Rows whose prompts fit, and their tokens, in the same order."""
+
+    rows: list[Row]
+    token_ids: list[list[int]]
+    num_overlong: int
+    """Rows left out because their prompt is longer than ``data.max_prompt_tokens``."""
+
+
+class _Malformed(Exception):
+    """One row is not valid; the message says why, without the place."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows
+
+
+def load_rows(spec: RunSpec, split: Split) -> list[Row]:
+    """The rows of a split; see :func:`load_data`."""
+    return load_data(spec, split)[0]
+
+
+def load_data(spec: RunSpec, split: Split) -> tuple[list[Row], DataReport]:
+    """Read a split and fill its templates. The same on every rank: order and identities follow from the data alone.
+
+    In templates ``{prompt}`` and ``{answer}`` are the columns that ``data.prompt_column`` and ``data.answer_column``
+    name; other names are columns of those names. Values that are no text are turned into text with ``str``.
+
+    Raises:
+        BadData: the file is missing or of an unknown kind, a row is not valid and ``data.malformed_rows`` is ``error``
+            (the message names file and line), or no row is left.
+        BadConfig: the generator does not import, or a template is not well formed.
+    """
+    data = spec.data
+    source = _source(data, split)
+    prompt_fields = _template_fields("prompt_template", data.prompt_template)
+    completion_fields = _template_fields("completion_template", data.completion_template)
+    rows: list[Row] = []
+    seen: Counter[str] = Counter()
+    problems: list[str] = []
+    for place, content in _records(spec, split, source):
+        try:
+            if isinstance(content, _Malformed):
+                raise content
+            rows.append(_row(data, content, prompt_fields | completion_fields, seen))
+        except _Malformed as error:
+            if data.malformed_rows == "error":
+                raise BadData(f'{place}: {error} (data.malformed_rows = "drop" leaves such rows out)') from None
+            problems.append(f"{place}: {error}")
+    if not rows:
+        found = f"all {len(problems)} rows are malformed; the first: {problems[0]}" if problems else "it has no rows"
+        raise BadData(f"{source}: {found}")
+    return rows, DataReport(source, len(rows), len(problems), problems[0] if problems else "")
+
+
+def _source(data: DataSpec, split: Split) -> str:
+    source = data.generator or (data.train if split == "train" else data.eval)
+    if not source:
+        raise BadData("no held-out data: give data.eval a file in the format of data.train")
+    return source
+
+
+def _row(data: DataSpec, columns: Mapping[str, JsonValue], used: set[str], seen: Counter[str]) -> Row:
+    fields = dict(columns)
+    for alias, column in (("prompt", data.prompt_column), ("answer", data.answer_column)):
+        if column not in columns:
+            raise _Malformed(f'no column "{column}" (data.{alias}_column); it has: {", ".join(columns) or "none"}')
+        fields[alias] = columns[column]
+    for name in sorted(used):
+        if name not in fields:
+            raise _Malformed(f'no column "{name}" for a template of [data]; it has: {", ".join(columns)}')
+    for name in sorted(used | {"prompt", "answer"}):
+        if fields[name] is None:
+            raise _Malformed(f'column "{name}" is null')
+    texts = {name: str(value) for name, value in fields.items()}
+    prompt, target = data.prompt_template.format_map(texts), data.completion_template.format_map(texts)
+    _check_text(prompt + target + texts["answer"])
+    if not prompt:
+        raise _Malformed("the prompt is empty")
+    digest = blake2b(prompt.encode(), digest_size=8).hexdigest()
+    row = Row(f"{digest}-{seen[digest]}", prompt, texts["answer"], target, dict(columns))
+    seen[digest] += 1
+    return row
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise _Malformed("a text holds half of a surrogate pair, which is no valid Unicode") from None
+
+
+def _template_fields(key: str, template: str) -> set[str]:
+    """Names in a template; only plain ``{name}`` is allowed."""
+    try:
+        parts = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise BadConfig(f"data.{key}: {error}; write {{{{ and }}}} for braces that stand for themselves") from None
+    names = {name for _, name, _, _ in parts if name is not None}
+    for _, name, form, conversion in parts:
+        if name is not None and (not name or form or conversion or any(c in name for c in ".[")):
+            shown = name + (f"!{conversion}" if conversion else "") + (f":{form}" if form else "")
+            raise BadConfig(f"data.{key}: found {{{shown}}}; expected {{column}} with the plain name of a column")
+    return names
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Records: the rows of a source as they stand, each with its place for error messages
+
+Record = tuple[str, Mapping[str, JsonValue] | _Malformed]
+
+
+def _records(spec: RunSpec, split: Split, source: str) -> Iterator[Record]:
+    if spec.data.generator:
+        return _generated(source, split, spec.seed, spec.data.generator_args)
+    path = Path(source)
+    readers = {".jsonl": _read_jsonl, ".csv": _read_csv, ".parquet": _read_parquet}
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        raise BadData(f'{path}: found a file ending in "{path.suffix}"; expected one of {", ".join(readers)}')
+    if not path.is_file():
+        raise BadData(f"{path}: there is no such file (data.{split})")
+    return reader(path)
+
+
+def _generated(source: str, split: Split, seed: int, arguments: Mapping[str, JsonValue]) -> Iterator[Record]:
+    module_name, _, name = source.partition(":")
+    try:
+        generator = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise BadConfig(f"data.generator = {source} does not import: {error}") from error
+    try:
+        rows = list(generator(split, seed, **arguments))
+    except TypeError as error:
+        raise BadConfig(
+            f"data.generator = {source} cannot be called as function(split, seed, **generator_args): {error}"
+        ) from error
+    for number, row in enumerate(rows):
+        yield (
+            f"{source}: row {number}",
+            row if isinstance(row, Mapping) else _Malformed(f"is no dictionary but {row!r:.80}"),
+        )
+
+
+def _read_jsonl(path: Path) -> Iterator[Record]:
+    with path.open("rb") as file:
+        for number, line in enumerate(_without_mark(file), start=1):
+            if line.strip():
+                yield f"{path}:{number}", _parse_line(line)
+
+
+def _parse_line(line: bytes) -> Mapping[str, JsonValue] | _Malformed:
+    try:
+        content = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        return _Malformed(f"not UTF-8 at byte {error.start + 1} of the line")
+    except json.JSONDecodeError as error:
+        return _Malformed(f"not valid JSON: {error.msg} at character {error.colno}")
+    except RecursionError:
+        return _Malformed("JSON is nested too deeply")
+    if not isinstance(content, dict):
+        return _Malformed(f"expected a JSON object, found {type(content).__name__}")
+    return content
+
+
+def _read_csv(path: Path) -> Iterator[Record]:
+    """Every value stays text: ``007`` is an answer, not the number 7."""
+    with path.open("rb") as file:
+        reader = csv.reader((line.decode() for line in _without_mark(file)), strict=True)
+        try:
+            header = next(reader, [])
+            for cells in reader:
+                place = f"{path}:{reader.line_num}"
+                if cells and len(cells) == len(header):
+                    yield place, dict(zip(header, cells, strict=True))
+                elif cells:
+                    yield place, _Malformed(f"found {len(cells)} values for {len(header)} columns")
+        except csv.Error as error:
+            raise BadData(f"{path}:{reader.line_num}: not valid CSV: {error}") from error
+        except UnicodeDecodeError as error:
+            raise BadData(f"{path}:{reader.line_num + 1}: not UTF-8 at byte {error.start + 1} of the line") from error
+
+
+def _without_mark(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """Lines of a file without the byte order mark that some programs put first."""
+    for number, line in enumerate(lines):
+        yield line if number else line.removeprefix(codecs.BOM_UTF8)
+
+
+def _read_parquet(path: Path) -> Iterator[Record]:
+    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow.parquet  # type: ignore[import-untyped]
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            number = 0
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    yield f"{path}: row {number}", row
+                    number += 1
+    except pyarrow.ArrowException as error:
+        raise BadData(f"{path}: not a valid parquet file: {error}") from error
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Order
+
+
+def row_indices(num_rows: int, seed: int, start: int, count: int) -> list[int]:
+    """Part of the endless sequence in which rows are used: one permutation of all rows after the other.
+
+    A pure function of its arguments, so that a position in the sequence is all that has to be saved.
+
+    Args:
+        num_rows: rows of the split.
+        seed: ``seed`` of the run.
+        start: position in the sequence, from 0.
+        count: how many.
+    """
+    return [
+        _permutation(num_rows, seed, position // num_rows)[position % num_rows]
+        for position in range(start, start + count)
+    ]
+
+
+@lru_cache(maxsize=4)
+def _permutation(num_rows: int, seed: int, epoch: int) -> "array[int]":
+    order = list(range(num_rows))
+    random.Random(f"rows {seed} {epoch}").shuffle(order)
+    return array("q", order)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokens
+
+
+def encode_prompts(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", data: DataSpec) -> EncodedPrompts:
+    """Tokens of the prompts; rows whose prompt is too long are left out or refused, as ``data.overlong_prompts`` says.
+
+    A tokenizer that puts a token in front of every text (``<s>``) does so, unless the prompt already begins with it.
+
+    Raises:
+        BadData: a prompt is too long and the policy is ``error``, a prompt has no tokens, or no row is left.
+    """
+    kept = EncodedPrompts([], [], 0)
+    num_overlong = 0
+    bos = tokenizer.bos_token
+    for row in rows:
+        token_ids = tokenizer.encode(row.prompt, add_special_tokens=not (bos and row.prompt.startswith(bos)))
+        if not token_ids:
+            raise BadData(f"the prompt {row.prompt[:80]!r} has no tokens with this tokenizer")
+        if len(token_ids) <= data.max_prompt_tokens:
+            kept.rows.append(row)
+            kept.token_ids.append(token_ids)
+        elif data.overlong_prompts == "error":
+            raise BadData(
+                f"the prompt {row.prompt[:80]!r}... has {len(token_ids)} tokens, more than data.max_prompt_tokens = "
+                f'{data.max_prompt_tokens}; raise it, or leave such rows out with data.overlong_prompts = "drop"'
+            )
+        else:
+            num_overlong += 1
+    if rows and not kept.rows:
+        raise BadData(
+            f"all {len(rows)} prompts are longer than data.max_prompt_tokens = {data.max_prompt_tokens}; raise it"
+        )
+    return EncodedPrompts(kept.rows, kept.token_ids, num_overlong)
+
+
+def encode_targets(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
+    """Tokens that supervised training teaches after each prompt, with the end token."""
+    end = tokenizer.eos_token_id
+    return [[*tokenizer.encode(row.target, add_special_tokens=False), end] for row in rows]

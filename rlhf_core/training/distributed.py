@@ -1,0 +1,182 @@
+"""The ranks of a role: process group, device, and every collective that is called outside DeepSpeed.
+
+Each collective goes through ``reporter.collective()``, so that the agent can tell a rank that waits in one from a rank
+that never came.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from rlhf_core.errors import WorkerError
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.run import SuperviseSpec
+from rlhf_core.training.types import Reporter, WorkerContext
+
+Item = TypeVar("Item")
+
+_EVIDENCE_S = 600.0
+"""Time left to the agent to collect evidence before a collective gives up by itself, in seconds."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This rank and its peers. All ranks must call the same methods in the same order."""
+
+    rank: int
+    num_ranks: int
+    device: torch.device
+    reporter: Reporter
+    store: Store
+    """Key-value store of the job: reaches peers without a collective."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, the only one that writes shared files."""
+        return self.rank == 0
+
+    def log(self, message: str) -> None:
+        """A line for the worker's log, once for all ranks."""
+        if self.is_first:
+            print(f"{utc_now():%Y-%m-%d %H:%M:%S} {message}", flush=True)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        with self.reporter.collective():
+            dist.barrier()
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Sums over the ranks, in double precision; integers up to 2^53 stay exact."""
+        vector = torch.tensor(values, dtype=torch.float64, device=self.device)
+        with self.reporter.collective():
+            dist.all_reduce(vector)
+        return [float(value) for value in vector.tolist()]
+
+    def gather(self, value: Item) -> list[Item]:
+        """Every rank's value in rank order, on every rank. For small things: it is pickled."""
+        values: list[Any] = [None] * self.num_ranks
+        with self.reporter.collective():
+            dist.all_gather_object(values, value)
+        return values
+
+    def from_first(self, text: str) -> str:
+        """Rank 0's text, on every rank."""
+        box = [text]
+        with self.reporter.collective():
+            dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def deal(self, items: Sequence[Item]) -> Sequence[Item]:
+        """This rank's contiguous part of a global batch; the parts of all ranks, in rank order, make up the batch."""
+        count = len(items)
+        return items[count * self.rank // self.num_ranks : count * (self.rank + 1) // self.num_ranks]
+
+    def tell(self, topic: str, content: dict[str, Any], wait_s: float) -> dict[int, dict[str, Any]]:
+        """Exchange a few facts without a collective: works when the ranks' collectives no longer match.
+
+        Returns what each rank told within ``wait_s`` seconds; a rank that is busy with something else is missing.
+        """
+        answers: dict[int, dict[str, Any]] = {}
+        try:
+            self.store.set(f"{topic}/{self.rank}", json.dumps(content))
+            for rank in range(self.num_ranks):
+                key = f"{topic}/{rank}"
+                try:
+                    self.store.wait([key], timedelta(seconds=wait_s))
+                except dist.DistStoreError:
+                    continue
+                answers[rank] = json.loads(self.store.get(key))
+            # Rank 0 holds the store: it must not end before the others have read.
+            self.store.add(f"{topic}/read", 1)
+            if self.is_first:
+                self._wait_for_readers(f"{topic}/read", len(answers), wait_s)
+        except dist.DistError:
+            answers.setdefault(self.rank, content)
+        return answers
+
+    def _wait_for_readers(self, key: str, num_readers: int, wait_s: float) -> None:
+        for _ in range(int(wait_s / 0.05)):
+            if self.store.add(key, 0) >= num_readers:
+                return
+            try:
+                self.store.wait([f"{key}/never"], timedelta(seconds=0.05))
+            except dist.DistStoreError:
+                continue
+
+
+def init_process_group(context: WorkerContext) -> Ranks:
+    """Join the ranks of this role: gloo on CPU, NCCL on GPU; threads and determinism are set on the way.
+
+    Reads MASTER_ADDR and MASTER_PORT from the environment (torch elastic sets them).
+
+    Raises:
+        WorkerError: the spec asks for GPUs and this node shows none to this rank.
+    """
+    spec = context.spec
+    device = _device(spec.resources.gpus_per_node, context.local_rank)
+    torch.set_num_threads(spec.resources.cpus_per_rank)
+    make_deterministic(device)
+    timeout = collective_timeout(spec.supervise)
+    with context.reporter.collective():
+        store, rank, num_ranks = next(iter(rendezvous("env://", context.rank, context.num_ranks, timeout=timeout)))
+        store.set_timeout(timeout)
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=PrefixStore("process_group", store),
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+    ranks = Ranks(rank, num_ranks, device, context.reporter, PrefixStore("ranks", store))
+    ranks.log(f"{context.role}: {num_ranks} ranks on {device.type}, {torch.get_num_threads()} threads each")
+    return ranks
+
+
+def leave_process_group(ranks: Ranks) -> None:
+    """Part from the other ranks at the good end of a role. After an error nobody waits: the process ends anyway."""
+    ranks.barrier()
+    dist.destroy_process_group()
+
+
+def collective_timeout(supervise: SuperviseSpec) -> timedelta:
+    """How long a collective waits before it gives up: longer than the agent takes to find a hang and its cause.
+
+    A collective that gives up first would reset its peers' connections and destroy the evidence.
+    """
+    longest_floor_s = max(supervise.floor_s, supervise.setup_floor_s)
+    return timedelta(seconds=supervise.gap_factor * longest_floor_s + _EVIDENCE_S)
+
+
+def make_deterministic(device: torch.device) -> None:
+    """The same inputs give the same bits, run after run, on the same kind of machine and the same number of threads.
+
+    On CUDA this is a wish: an operation without a deterministic version warns instead of ending the run.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=device.type == "cuda")
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time, changes nothing
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.benchmark = False
+
+
+def _device(gpus_per_node: int, local_rank: int) -> torch.device:
+    if gpus_per_node == 0:
+        return torch.device("cpu")
+    visible = torch.cuda.device_count()
+    if local_rank >= visible:
+        raise WorkerError(
+            f"resources.gpus_per_node is {gpus_per_node}, but this node shows {visible} GPUs to torch and rank "
+            f"{local_rank} of the node has none; check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device

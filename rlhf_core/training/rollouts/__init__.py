@@ -1,0 +1,1 @@
+"""Ways to sample completions: one protocol (``base``), one file per engine."""

@@ -1,0 +1,187 @@
+"""Sampling in the trainer's own process, with transformers' KV cache.
+
+Our own decode loop, because transformers' ``generate`` draws all sequences from one random stream: what a sequence gets
+would depend on its place in the batch. Here each prompt is read once, its cache repeated over its samples, and
+sequences that have ended leave the batch as soon as that saves work.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache
+
+from rlhf_core.training.rollouts.base import draw_tokens
+from rlhf_core.training.types import Completion
+
+_KEEP_SHARE = 0.75
+"""Ended sequences are taken out of the batch when no more than this share is still going: copying the cache costs time
+too."""
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """One completion to be made, and where it belongs."""
+
+    prompt: int
+    sample: int
+    seed: int
+
+
+@torch.no_grad()
+def generate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    seeds: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    batch_size: int,
+    beat: Callable[[], None],
+) -> list[list[Completion]]:
+    """Sample completions; see :class:`rlhf_core.training.rollouts.base.Generate`.
+
+    Raises:
+        ValueError: a prompt is empty, or there are not as many lists of seeds as prompts.
+    """
+    if len(seeds) != len(prompts):
+        raise ValueError(f"found {len(seeds)} lists of seeds for {len(prompts)} prompts; expected one each")
+    if any(not prompt for prompt in prompts):
+        raise ValueError("found an empty prompt; a completion needs at least one token to follow")
+    end_ids = end_token_ids(model, tokenizer)
+    made: dict[tuple[int, int], Completion] = {}
+    was_training = model.training
+    model.eval()  # in training mode, gradient checkpointing turns the KV cache off
+    try:
+        for slots in _batches(prompts, seeds, batch_size):
+            decoded = _decode_batch(model, prompts, slots, end_ids, max_new_tokens, temperature, beat)
+            for slot, completion in zip(slots, _completions(tokenizer, *decoded, end_ids), strict=True):
+                made[slot.prompt, slot.sample] = completion
+    finally:
+        model.train(was_training)
+    return [[made[i, j] for j in range(len(prompt_seeds))] for i, prompt_seeds in enumerate(seeds)]
+
+
+def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Tokens that end a completion: the tokenizer's and those that the model's generation settings name."""
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    listed = configured if isinstance(configured, list) else [configured]
+    return frozenset(token for token in (tokenizer.eos_token_id, *listed) if token is not None)
+
+
+def _batches(
+    prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]], batch_size: int
+) -> Iterator[list[_Slot]]:
+    """Completions in batches; prompts of like length go together, and the samples of a prompt stay side by side."""
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    slots = [
+        _Slot(index, sample, seed)
+        for index, prompt_seeds in ((index, seeds[index]) for index in order)
+        for sample, seed in enumerate(prompt_seeds)
+    ]
+    for start in range(0, len(slots), batch_size):
+        yield slots[start : start + batch_size]
+
+
+def _decode_batch(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    slots: Sequence[_Slot],
+    end_ids: frozenset[int],
+    max_new_tokens: int,
+    temperature: float,
+    beat: Callable[[], None],
+) -> tuple[Tensor, Tensor]:
+    """Tokens and log-probabilities of ``B`` completions, ``[B, max_new_tokens]`` each; after an end token they mean
+    nothing."""
+    device = model.device
+    logits, cache, mask = _prefill(model, prompts, slots, device)
+    ends = torch.tensor(sorted(end_ids), device=device)
+    seeds = torch.tensor([slot.seed for slot in slots], dtype=torch.int64, device=device)
+    tokens = torch.zeros(len(slots), max_new_tokens, dtype=torch.int64, device=device)
+    logprobs = torch.zeros(len(slots), max_new_tokens, device=device)
+    rows = torch.arange(len(slots), device=device)  # which completion each row of the batch is
+    going = torch.ones(len(slots), dtype=torch.bool, device=device)
+    for position in range(max_new_tokens):
+        drawn, drawn_logprobs = draw_tokens(logits, seeds, position, temperature)
+        tokens[rows, position] = drawn
+        logprobs[rows, position] = drawn_logprobs
+        beat()
+        going = going & ~torch.isin(drawn, ends)
+        num_going = int(going.sum())
+        if num_going == 0 or position + 1 == max_new_tokens:
+            break
+        if num_going <= _KEEP_SHARE * len(rows):
+            kept = going.nonzero().squeeze(-1)
+            cache.batch_select_indices(kept)
+            rows, seeds, drawn, going = rows[kept], seeds[kept], drawn[kept], going[kept]
+            mask = None if mask is None else mask[kept]
+        if mask is not None:
+            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+        logits = _forward(model, drawn[:, None], mask, cache)[0]
+    return tokens, logprobs
+
+
+def _prefill(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], slots: Sequence[_Slot], device: torch.device
+) -> tuple[Tensor, Cache, Tensor | None]:
+    """Read each prompt once and repeat what was read over its samples.
+
+    Returns:
+        Logits of the first token ``[B, V]``, the cache over ``B`` sequences, and the attention mask ``[B, T]`` of the
+        left-padded prompts (None when all have the same length).
+    """
+    unique = list(dict.fromkeys(slot.prompt for slot in slots))
+    row_of = {prompt: row for row, prompt in enumerate(unique)}
+    width = max(len(prompts[index]) for index in unique)
+    padded = [[0] * (width - len(prompts[index])) + list(prompts[index]) for index in unique]
+    input_ids = torch.tensor(padded, dtype=torch.int64, device=device)
+    mask = None
+    if any(len(prompts[index]) < width for index in unique):
+        first = torch.tensor([width - len(prompts[index]) for index in unique], device=device)
+        mask = (torch.arange(width, device=device) >= first[:, None]).long()
+    logits, cache = _forward(model, input_ids, mask, None)
+    repeated = torch.tensor([row_of[slot.prompt] for slot in slots], device=device)
+    cache.batch_select_indices(repeated)
+    return logits[repeated], cache, None if mask is None else mask[repeated]
+
+
+def _forward(
+    model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None, cache: Cache | None
+) -> tuple[Tensor, Cache]:
+    """Logits of the last position ``[B, V]`` and the grown cache. ``mask`` covers the cached tokens too."""
+    positions = None if mask is None else (mask.cumsum(-1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
+    answer = model(
+        input_ids=input_ids,
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    return answer.logits[:, -1], answer.past_key_values
+
+
+def _completions(
+    tokenizer: PreTrainedTokenizerBase, tokens: Tensor, logprobs: Tensor, end_ids: frozenset[int]
+) -> list[Completion]:
+    """Cut each row after its first end token and turn it into text."""
+    ended = torch.isin(tokens, torch.tensor(sorted(end_ids), device=tokens.device))
+    finished = ended.any(-1)
+    lengths = torch.where(finished, ended.int().argmax(-1) + 1, tokens.shape[1]).tolist()
+    kept = [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)]
+    kept_logprobs = [row[:length] for row, length in zip(logprobs.tolist(), lengths, strict=True)]
+    is_finished = finished.tolist()
+    # Special tokens stay visible: a reward function must see every token that the model chose to write.
+    texts = tokenizer.batch_decode(
+        [row[:-1] if done else row for row, done in zip(kept, is_finished, strict=True)],
+        skip_special_tokens=False,
+        clean_up_tokenization_spaces=False,
+    )
+    return [
+        Completion(row, text, done, row_logprobs)
+        for row, text, done, row_logprobs in zip(kept, texts, is_finished, kept_logprobs, strict=True)
+    ]

@@ -1,0 +1,188 @@
+"""DeepSpeed, wrapped small: ZeRO stage 1 (Rajbhandari et al. 2020, arXiv 1910.02054) with torch's AdamW.
+
+What the loops see of it is ``backward`` for the loss of each micro-batch and ``step`` once per optimizer step. A loss
+given to ``backward`` is this rank's part of a sum that is already divided by the global normaliser; so the gradient of
+the step is the plain sum over micro-batches and ranks, and the same for every way of splitting a global batch.
+"""
+
+import contextlib
+import io
+import logging
+import math
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_core.schemas.run import OptimizerSpec
+from rlhf_core.training.distributed import Ranks
+from rlhf_core.training.prebuild import prebuild, use_own_scripts
+
+
+def learning_rate(step: int, spec: OptimizerSpec, num_steps: int) -> float:
+    """Learning rate of one step: a pure function, so a resumed run needs no scheduler state.
+
+    Args:
+        step: step within its loop, from 1.
+        num_steps: steps of that loop; ``linear`` and ``cosine`` reach zero there.
+    """
+    if step <= spec.warmup_steps:
+        return spec.learning_rate * step / spec.warmup_steps
+    if spec.schedule == "constant":
+        return spec.learning_rate
+    done = min(1.0, (step - spec.warmup_steps) / max(1, num_steps - spec.warmup_steps))
+    if spec.schedule == "linear":
+        return spec.learning_rate * (1 - done)
+    return spec.learning_rate * (1 + math.cos(math.pi * done)) / 2
+
+
+class Engine:
+    """Optimizer and gradient reduction for one stage of training. A new stage makes a new engine: a fresh optimizer."""
+
+    def __init__(
+        self, policy: nn.Module, spec: OptimizerSpec, dtype: Literal["float32", "bfloat16"], ranks: Ranks
+    ) -> None:
+        """Take over the parameters of ``policy``, which lies on ``ranks.device`` already.
+
+        Collective: every rank makes its engine at the same time.
+        """
+        self._ranks = ranks
+        deepspeed = _import_deepspeed(ranks)
+        with _quick_and_quiet(), ranks.reporter.collective():
+            engine, _, _, _ = deepspeed.initialize(
+                model=policy, model_parameters=_parameter_groups(policy, spec.weight_decay), config=_config(spec, dtype)
+            )
+        # The reduction belongs to step(): then no micro-batch needs to know whether it is the last.
+        engine.enable_backward_allreduce = False
+        self._engine = engine
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward pass of the policy."""
+        return self._engine(*args, **kwargs)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of one micro-batch.
+
+        Args:
+            loss: scalar; this micro-batch's part of the globally normalised loss.
+        """
+        # DeepSpeed divides by the number of ranks what it sums over them; the parts are to be summed.
+        self._engine.backward(loss * self._ranks.num_ranks)
+
+    def step(self, learning_rate: float) -> float:
+        """Reduce the gradients over the ranks, clip, update the weights everywhere.
+
+        Returns:
+            Global norm of the gradient before clipping. If it is not finite, the weights must not be used any more.
+        """
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = learning_rate
+        with self._ranks.reporter.collective():
+            self._engine.allreduce_gradients()
+        with self._ranks.reporter.collective():
+            self._engine.step()
+        return float(self._engine.get_global_grad_norm())
+
+    def state(self) -> dict[str, Any]:
+        """This rank's share of the optimizer: AdamW's moments and, for bfloat16, the float32 weights they belong to.
+
+        Tensors, numbers and containers only, so that it can be read back without running code.
+        """
+        state = self._engine.optimizer.state_dict()
+        return {
+            "adamw": state["base_optimizer_state"],
+            "weights": [partition.detach() for partition in state["single_partition_of_fp32_groups"]],
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`state` gave on the same rank of the same number of ranks."""
+        own = self._engine.optimizer.state_dict()["single_partition_of_fp32_groups"]
+        with torch.no_grad():
+            for partition, saved in zip(own, state["weights"], strict=True):
+                partition.copy_(saved)
+        self._engine.optimizer.optimizer.load_state_dict(state["adamw"])
+
+    def close(self) -> None:
+        """Let go of the parameters, which keep their values."""
+        self._engine.destroy()
+
+
+def _import_deepspeed(ranks: Ranks) -> Any:
+    """Import DeepSpeed and join it to the process group that is there."""
+    if ranks.device.type == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise DeepSpeed looks for other devices, and warns
+        prebuild()
+    else:
+        use_own_scripts()
+    # torch deprecates by the month what DeepSpeed calls on every step.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\..*")
+    with _quick_and_quiet():
+        import deepspeed
+
+        deepspeed.utils.logger.setLevel(logging.WARNING)
+        with ranks.reporter.collective():
+            deepspeed.init_distributed(dist_backend="gloo" if ranks.device.type == "cpu" else "nccl", verbose=False)
+    return deepspeed
+
+
+@contextlib.contextmanager
+def _quick_and_quiet() -> Iterator[None]:
+    """For DeepSpeed's start: no banners in the workers' logs, and no compiler.
+
+    DeepSpeed imports an optimizer that we do not use and that is decorated with ``torch.compile``; that alone would
+    load all of torch's compiler, more than a second of every start and restart.
+    """
+    before = os.environ.get("TORCHDYNAMO_DISABLE")
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        if before is None:
+            del os.environ["TORCHDYNAMO_DISABLE"]
+        else:
+            os.environ["TORCHDYNAMO_DISABLE"] = before
+
+
+def _parameter_groups(policy: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Decay matrices only: norms and biases are scales and offsets, which decay would pull towards a useless zero."""
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    if weight_decay == 0:
+        return [{"params": trained}]
+    groups = [
+        {"params": [parameter for parameter in trained if parameter.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [parameter for parameter in trained if parameter.dim() < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _config(spec: OptimizerSpec, dtype: str) -> dict[str, Any]:
+    return {
+        # Micro-batches are counted by the loops, not by DeepSpeed: to it every step is one batch of one.
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "lr": spec.learning_rate,
+                "betas": [spec.adam_beta1, spec.adam_beta2],
+                "weight_decay": spec.weight_decay,
+                "torch_adam": True,  # DeepSpeed's own kernels would be compiled first
+            },
+        },
+        "gradient_clipping": spec.max_grad_norm,
+        "zero_optimization": {
+            "stage": 1,
+            "overlap_comm": False,  # the order of reduction must not depend on timing
+            "contiguous_gradients": False,
+            "reduce_bucket_size": 100_000_000,
+            "allgather_bucket_size": 100_000_000,
+        },
+        "bf16": {"enabled": dtype == "bfloat16"},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "wall_clock_breakdown": False,
+    }

@@ -1,0 +1,119 @@
+"""Words that the parts of training share. Imports no torch.
+
+Shapes in docstrings: ``P`` prompts, ``G`` samples of each prompt, ``B`` sequences of a batch (often P*G), ``T`` tokens
+of the longest sequence of the batch, ``V`` entries of the vocabulary, ``H`` hidden size. ``[B, T]`` is a tensor of
+that shape.
+"""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal, Protocol
+
+from pydantic import JsonValue
+
+from rlhf_core.run_dir import RestartDir, RunDir
+from rlhf_core.schemas.reports import Phase
+from rlhf_core.schemas.resources import Placement, Role
+from rlhf_core.schemas.run import RunSpec, StoredSpec
+
+
+class Reporter(Protocol):
+    """How a worker tells its agent that it is alive, and hears what the agent asks. The worker implements it."""
+
+    def beat(self, phase: Phase, step: int) -> None:
+        """Sign of life. Main thread only; costs less than a microsecond, so call it often."""
+
+    def collective(self) -> AbstractContextManager[None]:
+        """Wraps every collective call: counts it as entered and marks the rank as inside."""
+
+    def request(self) -> Literal["", "save", "stop"]:
+        """What the agent asks of this worker: nothing, save and go on, or save and end."""
+
+
+class NullReporter:
+    """A reporter for tests and scripts, where nobody listens."""
+
+    def beat(self, phase: Phase, step: int) -> None:
+        """Does nothing."""
+
+    def collective(self) -> AbstractContextManager[None]:
+        """Wraps nothing."""
+        return nullcontext()
+
+    def request(self) -> Literal["", "save", "stop"]:
+        """Nobody asks for anything."""
+        return ""
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """Everything a role's entry function is given."""
+
+    run_dir: RunDir
+    attempt: int
+    """From 1."""
+    restart: int
+    """From 0."""
+    stored: StoredSpec
+    placement: Placement
+    role: Role
+    rank: int
+    """Rank in the role's process group. Dealt anew at every restart: nothing may be tied to it across restarts."""
+    local_rank: int
+    """Index on this node."""
+    num_ranks: int
+    """Ranks of the role over all nodes."""
+    node: str
+    """Name of this node."""
+    reporter: Reporter
+
+    @property
+    def spec(self) -> RunSpec:
+        """What the user asked for."""
+        return self.stored.spec
+
+    @property
+    def restart_dir(self) -> RestartDir:
+        """Where this start of the workers leaves its files."""
+        return self.run_dir.attempt(self.attempt).restart(self.restart)
+
+
+class RoleResult(StrEnum):
+    """How a role's entry function returned; everything else is an exception."""
+
+    DONE = "done"
+    """All that was asked for is done."""
+    STOPPED_EARLY = "stopped_early"
+    """The agent asked to stop; the state was saved and the rest is left to a later attempt."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of data, ready for use."""
+
+    uid: str
+    """Identity of the prompt: a hash of its content and of how often that content came before in the data."""
+    prompt: str
+    """Text given to the model: the prompt template, filled."""
+    answer: str
+    """The reference answer."""
+    target: str
+    """What supervised training teaches after the prompt: the completion template, filled. Without the end token."""
+    columns: Mapping[str, JsonValue]
+    """All columns of the row as they stood in the data."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the model answered to one prompt."""
+
+    token_ids: list[int]
+    """Sampled tokens, with the end token if it was sampled."""
+    text: str
+    """The same as text, without the end token."""
+    finished: bool
+    """Whether the end token was sampled; otherwise the completion was cut at the longest length."""
+    logprobs: list[float]
+    """Log-probability of each token at the sampling temperature (at temperature 1 for greedy completions)."""

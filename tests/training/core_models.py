@@ -1,0 +1,68 @@
+"""Small models and data that the tests of the training core share."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import JsonValue
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_core.schemas.run import RunSpec
+from rlhf_core.training.models import build_causal_lm
+from rlhf_core.training.rollouts.transformers_engine import generate
+from rlhf_core.training.tokenizers import build_tokenizer
+from rlhf_core.training.types import Completion
+
+QWEN: dict[str, JsonValue] = {
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 64,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 128,
+}
+"""A model of 40 thousand parameters whose answers differ clearly from each other."""
+
+OTHER_FAMILIES: dict[str, dict[str, JsonValue]] = {
+    "llama": {
+        **{k: v for k, v in QWEN.items() if k != "head_dim"},
+        "model_type": "llama",
+        "tie_word_embeddings": False,
+    },
+    "gpt2": {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 128},
+}
+
+
+def char_tokenizer() -> PreTrainedTokenizerBase:
+    """128 tokens."""
+    return build_tokenizer("char", [], 0)
+
+
+def tiny_model(config: dict[str, JsonValue] = QWEN, seed: int = 0) -> PreTrainedModel:
+    """Random weights over the characters."""
+    return build_causal_lm(config, char_tokenizer(), seed)
+
+
+def sample(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    seeds: Sequence[Sequence[int]],
+    **settings: Any,
+) -> list[list[Completion]]:
+    """Generate with settings that suit a test."""
+    settings = {"max_new_tokens": 12, "temperature": 1.0, "batch_size": 64, "beat": lambda: None} | settings
+    return generate(model, char_tokenizer(), prompts, seeds, **settings)
+
+
+def run_spec(**sections: dict[str, Any]) -> RunSpec:
+    """A valid spec with some sections replaced."""
+    content: dict[str, Any] = {
+        "name": "test",
+        "model": {"config": QWEN, "tokenizer": "char"},
+        "data": {"generator": "rlhf_core.training.tasks:sort_digits"},
+        "train": {"num_steps": 1},
+    }
+    return RunSpec.model_validate(content | sections)

@@ -1,0 +1,204 @@
+"""Starts trainer ranks as plain processes, without an agent: what the tests of distributed code run in.
+
+A *scenario* is a function in a test module, called in every rank as ``scenario(rank, num_ranks, **arguments)``; what it
+returns (JSON) or raises comes back per rank. As a program this file is one rank.
+"""
+
+import importlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import traceback
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+TINY_MODEL = {
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.1,
+}
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """How one rank ended."""
+
+    exit_code: int
+    value: Any
+    """What the scenario returned."""
+    error: str
+    """``Class: message`` of what it raised."""
+    output: str
+
+
+def launch(
+    scenario: Any, num_ranks: int, scratch: Path, timeout_s: float = 120, prefix: tuple[str, ...] = (), **arguments: Any
+) -> list[RankResult]:
+    """Run a scenario on ``num_ranks`` processes and wait for all of them.
+
+    Args:
+        scenario: a module-level function of a module in this folder.
+        scratch: folder for results and output.
+        prefix: command line to put in front of the interpreter's.
+        arguments: passed on as JSON.
+    """
+    scratch.mkdir(parents=True, exist_ok=True)
+    target = f"{scenario.__module__}:{scenario.__name__}"
+    shared = {
+        "WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
+    }
+    processes = []
+    for rank in range(num_ranks):
+        with (scratch / f"output-{rank}.txt").open("wb") as output:
+            command = [sys.executable, __file__, target, json.dumps(arguments), str(scratch / f"result-{rank}.json")]
+            processes.append(
+                subprocess.Popen(
+                    [*prefix, *command],
+                    env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    try:
+        exit_codes = [process.wait(timeout_s) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [_result(scratch, rank, exit_code) for rank, exit_code in enumerate(exit_codes)]
+
+
+def values(results: list[RankResult]) -> list[Any]:
+    """What the ranks returned; fails with their output when one of them did not end well."""
+    for rank, result in enumerate(results):
+        assert result.exit_code == 0, f"rank {rank} ended with {result.exit_code}: {result.error}\n{result.output}"
+    return [result.value for result in results]
+
+
+def _result(scratch: Path, rank: int, exit_code: int) -> RankResult:
+    path = scratch / f"result-{rank}.json"
+    content = json.loads(path.read_text()) if path.exists() else {"value": None, "error": "(killed)"}
+    output = (scratch / f"output-{rank}.txt").read_text(errors="replace")
+    return RankResult(exit_code, content["value"], content["error"], output)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What scenarios need
+
+
+def tiny_spec(**sections: dict[str, Any]) -> dict[str, Any]:
+    """A whole run of seconds: 2 warm-start steps and 4 of GRPO on sorting 3 digits."""
+    spec: dict[str, Any] = {
+        "name": "tiny",
+        "seed": 3,
+        "model": {"config": TINY_MODEL, "tokenizer": "char"},
+        "data": {
+            "generator": "rlhf_core.training.tasks:sort_digits",
+            "generator_args": {"num_digits": 3, "num_train": 40, "num_eval": 10},
+        },
+        "sft": {"num_steps": 2, "batch_size": 8, "learning_rate": 1e-2},
+        "train": {"num_steps": 4, "learning_rate": 3e-3, "micro_batch_size": 5, "log_samples_every": 2},
+        "grpo": {"prompts_per_step": 4, "samples_per_prompt": 4, "measure_kl": True},
+        "rollout": {"max_new_tokens": 5},
+        "reward": {"functions": ["rank_launcher:noisy_reward"]},
+        "evaluate": {"num_prompts": 0, "keep_samples": 3, "samples_per_prompt": 2},
+        "checkpoint": {"every_num_steps": 2, "keep_last": 2},
+    }
+    for name, content in sections.items():
+        spec[name] = {**spec[name], **content} if isinstance(content, dict) else content
+    return spec
+
+
+def noisy_reward(*, completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+    """Share of right characters, plus noise from all three global random number generators."""
+    import random
+
+    import numpy as np
+    import torch
+
+    rewards = []
+    for found, expected in zip(completions, answer, strict=True):
+        right = sum(a == b for a, b in zip(found, expected, strict=False)) / len(expected)
+        rewards.append(right + 0.1 * (random.random() + float(np.random.rand()) + float(torch.rand(()))))
+    return rewards
+
+
+def make_context(
+    run_dir: str,
+    spec: dict[str, Any],
+    rank: int,
+    num_ranks: int,
+    restart: int = 0,
+    reporter: Any = None,
+    **placement: Any,
+) -> Any:
+    """A worker's context without an agent."""
+    from rlhf_core.run_dir import RunDir
+    from rlhf_core.schemas.resources import Placement, Role
+    from rlhf_core.schemas.run import RunSpec, StoredSpec
+    from rlhf_core.training.types import NullReporter, WorkerContext
+
+    spec = {**spec, "resources": {**spec.get("resources", {}), "ranks_per_node": num_ranks}}
+    return WorkerContext(
+        run_dir=RunDir(Path(run_dir)),
+        attempt=1,
+        restart=restart,
+        stored=StoredSpec(
+            run_id="tiny-20260101-000000-abcdef",
+            created_at=datetime(2026, 1, 1, tzinfo=UTC),
+            owner="test",
+            config_source="test",
+            package_version="0",
+            spec=RunSpec.model_validate(spec),
+        ),
+        placement=Placement(attempt=1, num_nodes=1, roles=(), **placement),
+        role=Role.TRAINER,
+        rank=rank,
+        local_rank=rank,
+        num_ranks=num_ranks,
+        node="here",
+        reporter=reporter or NullReporter(),
+    )
+
+
+def main() -> int:
+    """One rank."""
+    target, arguments, result = sys.argv[1:]
+    module, _, name = target.partition(":")
+    try:
+        value = getattr(importlib.import_module(module), name)(
+            int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), **json.loads(arguments)
+        )
+        Path(result).write_text(json.dumps({"value": value, "error": ""}))
+    except Exception as error:  # noqa: BLE001 - it is handed on to the test, which judges it
+        traceback.print_exc()
+        Path(result).write_text(json.dumps({"value": None, "error": f"{type(error).__name__}: {error}"}))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

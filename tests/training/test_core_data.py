@@ -1,0 +1,232 @@
+"""Data: every row once per epoch, every bad line named."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf_core.errors import BadConfig, BadData
+from rlhf_core.schemas.run import RunSpec
+from rlhf_core.training.data import DataReport, load_data, load_rows, row_indices
+from rlhf_core.training.tasks import sort_digits
+
+GOOD = '{"question": "1+1?", "answer": "2"}\n'
+
+
+def spec_of(**data: Any) -> RunSpec:
+    model = {"config": {"model_type": "qwen3"}, "tokenizer": "char"}
+    return RunSpec.model_validate({"name": "t", "model": model, "data": data, "train": {"num_steps": 1}})
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[..., Any]:
+    """Write a file and load it as GSM8K-like training data."""
+
+    def _load(content: str | bytes, name: str = "rows.jsonl", **data: Any) -> Any:
+        path = tmp_path / name
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return load_data(spec_of(train=str(path), **({"prompt_column": "question"} | data)), "train")
+
+    return _load
+
+
+# --- templates and identities ---
+
+
+def test_rows_are_filled_templates(load: Callable[..., Any]) -> None:
+    rows, report = load(
+        '{"question": "How {many}?", "answer": 12, "hint": true, "source": {"a": null}}\n',
+        prompt_template="Q: {question} ({hint})\nA:",
+        completion_template=" {answer} {{end}}",
+    )
+    (row,) = rows
+    assert row.prompt == "Q: How {many}? (True)\nA:"
+    assert (row.answer, row.target) == ("12", " 12 {end}")
+    assert row.columns == {"question": "How {many}?", "answer": 12, "hint": True, "source": {"a": None}}
+    assert (report.num_rows, report.num_malformed) == (1, 0)
+
+
+def test_prompt_and_answer_name_the_chosen_columns(load: Callable[..., Any]) -> None:
+    rows, _ = load('{"q": "1+1?", "gold": "2", "prompt": "other"}\n', prompt_column="q", answer_column="gold")
+    assert (rows[0].prompt, rows[0].answer, rows[0].target) == ("1+1?", "2", "2")
+    assert rows[0].columns["prompt"] == "other"
+
+
+def test_equal_prompts_have_different_identities(load: Callable[..., Any]) -> None:
+    rows, _ = load(GOOD + '{"question": "2+2?", "answer": "4"}\n' + GOOD)
+    uids = [row.uid for row in rows]
+    assert len(set(uids)) == 3
+    assert uids[0].removesuffix("-0") == uids[2].removesuffix("-1")
+    assert [row.uid for row in load('{"question": "2+2?", "answer": "5"}\n')[0]] == [uids[1]]
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{", "data.prompt_template: .*write {{ and }}"),
+        ("{}", "found {}; expected {column}"),
+        ("{question!r}", "found {question!r}"),
+        ("{question:>9}", "found {question:>9}"),
+        ("{question.__class__}", "expected {column} with the plain name"),
+    ],
+)
+def test_templates_that_are_not_well_formed_are_named(load: Callable[..., Any], template: str, message: str) -> None:
+    with pytest.raises(BadConfig, match=message):
+        load(GOOD, prompt_template=template)
+
+
+# --- bad rows ---
+
+BAD_LINES = {
+    '{"question": "1+1?", "answer": ': "not valid JSON: Expecting value at character",
+    "[1, 2]": "expected a JSON object, found list",
+    '{"answer": "2"}': r'no column "question" \(data.prompt_column\); it has: answer',
+    '{"question": "1+1?", "answer": null}': 'column "answer" is null',
+    '{"question": "", "answer": "2"}': "the prompt is empty",
+    r'{"question": "\ud800", "answer": "2"}': "a text holds half of a surrogate pair",
+    "[" * 100_000: "JSON is nested too deeply",
+    b'{"question": "\xff", "answer": "2"}': "not UTF-8 at byte 15 of the line",
+}
+
+
+@pytest.mark.parametrize(("line", "message"), BAD_LINES.items(), ids=range(len(BAD_LINES)))
+def test_a_malformed_line_is_named_by_file_and_number(
+    load: Callable[..., Any], line: str | bytes, message: str
+) -> None:
+    line = line.encode() if isinstance(line, str) else line
+    content = GOOD.encode() + b"\n" + line + b"\n" + GOOD.encode()
+    with pytest.raises(BadData, match=rf"rows\.jsonl:3: {message}"):
+        load(content)
+    rows, report = load(content, malformed_rows="drop")
+    assert [row.answer for row in rows] == ["2", "2"]
+    assert report.num_malformed == 1
+    assert "rows.jsonl:3: " in report.first_problem
+
+
+def test_nothing_left_is_an_error(load: Callable[..., Any]) -> None:
+    with pytest.raises(BadData, match="it has no rows"):
+        load("\n\n")
+    with pytest.raises(BadData, match=r"all 2 rows are malformed; the first: .*rows\.jsonl:1: expected a JSON object"):
+        load("1\n2\n", malformed_rows="drop")
+
+
+def test_a_template_with_an_unknown_column_names_those_there_are(load: Callable[..., Any]) -> None:
+    with pytest.raises(BadData, match=r'rows\.jsonl:1: no column "problem" .*it has: question, answer'):
+        load(GOOD, prompt_template="{problem}")
+
+
+def test_missing_files_and_unknown_kinds(tmp_path: Path, load: Callable[..., Any]) -> None:
+    with pytest.raises(BadData, match=r"gone\.jsonl: there is no such file \(data\.train\)"):
+        load_rows(spec_of(train=str(tmp_path / "gone.jsonl")), "train")
+    with pytest.raises(BadData, match=r'ending in "\.txt"; expected one of \.jsonl, \.csv, \.parquet'):
+        load("x", name="rows.txt")
+    with pytest.raises(BadData, match=r"no held-out data: give data\.eval"):
+        load_rows(spec_of(train="x.jsonl"), "eval")
+
+
+# --- formats ---
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_no_trouble(load: Callable[..., Any]) -> None:
+    rows, _ = load(b"\xef\xbb\xbf" + GOOD.replace("\n", "\r\n").encode() * 2)
+    assert [row.prompt for row in rows] == ["1+1?", "1+1?"]
+
+
+def test_csv_stays_text(load: Callable[..., Any]) -> None:
+    rows, _ = load('question,answer\n"a, ""b""\nc",007\n\nd,x\n', name="rows.csv")
+    assert [(row.prompt, row.answer) for row in rows] == [('a, "b"\nc', "007"), ("d", "x")]
+    with pytest.raises(BadData, match=r"rows\.csv:3: found 1 values for 2 columns"):
+        load("question,answer\na,b\nc\n", name="rows.csv")
+    with pytest.raises(BadData, match=r"rows\.csv:2: not valid CSV"):
+        load('question,answer\n"a"b,c\n', name="rows.csv")
+    with pytest.raises(BadData, match=r"rows\.csv:3: not UTF-8 at byte 3 of the line"):
+        load(b"question,answer\na,b\nc,\xff\n", name="rows.csv")
+
+
+def test_parquet(tmp_path: Path, load: Callable[..., Any]) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet", reason="parquet files need the training extra")
+    import pyarrow
+
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.table({"question": ["1+1?", "x"], "answer": [2, 3]}), path)
+    rows = load_rows(spec_of(train=str(path), prompt_column="question"), "train")
+    assert [(row.prompt, row.answer) for row in rows] == [("1+1?", "2"), ("x", "3")]
+    with pytest.raises(BadData, match=r"rows\.parquet: not a valid parquet file"):
+        load("no parquet", name="rows.parquet")
+
+
+def test_generators(monkeypatch: pytest.MonkeyPatch) -> None:
+    sort = "rlhf_core.training.tasks:sort_digits"
+    rows, report = load_data(spec_of(generator=sort, generator_args={"num_eval": 3}), "eval")
+    assert [row.columns for row in rows] == sort_digits("eval", 0, num_eval=3)
+    assert report == DataReport(sort, 3, 0)
+    for broken in ("rlhf_core.training.tasks:gone", "no_such_module:f"):
+        with pytest.raises(BadConfig, match="does not import"):
+            load_rows(spec_of(generator=broken), "train")
+    with pytest.raises(BadConfig, match="cannot be called"):
+        load_rows(spec_of(generator=sort, generator_args={"digits": 3}), "train")
+
+
+# --- order ---
+
+
+@given(st.integers(1, 50), st.integers(0, 5), st.integers(0, 120), st.integers(0, 120))
+def test_every_row_once_per_epoch_and_a_position_is_all_there_is_to_save(
+    num_rows: int, seed: int, first: int, second: int
+) -> None:
+    whole = row_indices(num_rows, seed, 0, first + second)
+    assert row_indices(num_rows, seed, 0, first) + row_indices(num_rows, seed, first, second) == whole
+    for epoch in range((first + second) // num_rows):
+        assert sorted(whole[epoch * num_rows : (epoch + 1) * num_rows]) == list(range(num_rows))
+
+
+def test_epochs_and_seeds_have_their_own_order() -> None:
+    first, second = (row_indices(100, 0, start, 100) for start in (0, 100))
+    assert len({tuple(first), tuple(second), tuple(row_indices(100, 1, 0, 100)), tuple(range(100))}) == 4
+    assert row_indices(5, 0, 0, 7) == [1, 4, 3, 0, 2, 3, 1]
+
+
+# --- tokens ---
+
+
+@pytest.mark.training
+def test_prompts_that_are_too_long_are_dropped_or_refused(load: Callable[..., Any]) -> None:
+    from rlhf_core.training.data import encode_prompts, encode_targets
+    from rlhf_core.training.tokenizers import build_tokenizer
+
+    tokenizer = build_tokenizer("char", [], 0)
+    lines = "".join(json.dumps({"question": "x" * length, "answer": "y"}) + "\n" for length in (3, 9, 4))
+    rows, _ = load(lines)
+    encoded = encode_prompts(rows, tokenizer, spec_of(train="x", max_prompt_tokens=4).data)
+    assert [len(ids) for ids in encoded.token_ids] == [3, 4]
+    assert [row.prompt for row in encoded.rows] == ["xxx", "xxxx"]
+    assert encoded.num_overlong == 1
+    strict = spec_of(train="x", max_prompt_tokens=4, overlong_prompts="error").data
+    with pytest.raises(BadData, match=r"has 9 tokens, more than data\.max_prompt_tokens = 4"):
+        encode_prompts(rows, tokenizer, strict)
+    with pytest.raises(BadData, match="all 3 prompts are longer"):
+        encode_prompts(rows, tokenizer, spec_of(train="x", max_prompt_tokens=2).data)
+    assert encode_targets(rows[:1], tokenizer) == [[*tokenizer.encode("y"), tokenizer.eos_token_id]]
+
+
+@pytest.mark.training
+def test_a_token_in_front_comes_once() -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    from rlhf_core.training.data import encode_prompts
+    from rlhf_core.training.tokenizers import build_tokenizer
+    from rlhf_core.training.types import Row
+
+    tokenizer = build_tokenizer("char", [], 0)
+    tokenizer.bos_token = "<|im_start|>"
+    front = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", front)]
+    )
+    rows = [Row(prompt, prompt, "", "", {}) for prompt in ("ab", "<|im_start|>ab")]
+    encoded = encode_prompts(rows, tokenizer, spec_of(train="x").data)
+    assert encoded.token_ids == [[front, *tokenizer.encode("ab", add_special_tokens=False)]] * 2

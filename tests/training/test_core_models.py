@@ -1,0 +1,238 @@
+"""Models: built the same every time, refused with a reason, and never a logit more in memory than allowed."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from core_models import OTHER_FAMILIES, QWEN, char_tokenizer, run_spec, tiny_model
+from pydantic import JsonValue
+from torch import Tensor
+
+from rlhf_core.errors import BadConfig
+from rlhf_core.run_dir import RunDir
+from rlhf_core.training.batches import collate
+from rlhf_core.training.models import (
+    PolicyModel,
+    build_causal_lm,
+    load_causal_lm,
+    prepare_initial_model,
+    tokenizer_folder,
+)
+from rlhf_core.training.tokenizers import load_tokenizer
+from rlhf_core.training.types import Row
+
+pytestmark = pytest.mark.training
+
+ROWS = [Row("a-0", "12>", "12", "12", {}), Row("b-0", "21>", "12", "12", {})]
+CONFIGS = [QWEN, *OTHER_FAMILIES.values()]
+NAMES = ["qwen3", *OTHER_FAMILIES]
+
+
+def state(model: torch.nn.Module) -> dict[str, Tensor]:
+    return model.state_dict()
+
+
+def equal(left: torch.nn.Module, right: torch.nn.Module) -> bool:
+    return all(torch.equal(tensor, state(right)[name]) for name, tensor in state(left).items())
+
+
+# --- building and loading ---
+
+
+def test_weights_follow_from_the_seed_alone() -> None:
+    torch.manual_seed(1)
+    expected_next = torch.rand(1)
+    torch.manual_seed(1)
+    first = tiny_model(seed=5)
+    assert torch.equal(torch.rand(1), expected_next)  # the global generator is left alone
+    assert equal(first, tiny_model(seed=5))
+    assert not equal(first, tiny_model(seed=6))
+
+
+def test_vocabulary_and_special_tokens_are_the_tokenizers() -> None:
+    model, tokenizer = tiny_model(), char_tokenizer()
+    assert model.config.vocab_size == len(tokenizer) == 128
+    assert (model.config.pad_token_id, model.config.eos_token_id) == (tokenizer.pad_token_id, tokenizer.eos_token_id)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({**QWEN, "model_type": "qwen33"}, 'model_type = "qwen33" is unknown .* did you mean "qwen3"'),
+        ({**QWEN, "hiden_size": 32}, 'hiden_size is no argument of Qwen3Config; did you mean "hidden_size"'),
+        ({**QWEN, "hidden_size": "big"}, "makes no qwen3 model: .*hidden_size"),
+        ({**QWEN, "vocab_size": 100}, "vocab_size = 100, but the tokenizer has 128 tokens"),
+        ({"model_type": "vit"}, "makes no vit model"),
+    ],
+)
+def test_a_bad_configuration_is_named(config: dict[str, JsonValue], message: str) -> None:
+    with pytest.raises(BadConfig, match=message):
+        build_causal_lm(config, char_tokenizer(), 0)
+
+
+def test_the_initial_model_is_built_once_and_loads_alike(tmp_path: Path) -> None:
+    spec, run_dir = run_spec(), RunDir(tmp_path)
+    path = prepare_initial_model(spec, run_dir, ROWS)
+    assert path == run_dir.initial_model
+    written = (path / "model.safetensors").stat().st_mtime_ns
+    assert prepare_initial_model(spec, run_dir, ROWS) == path
+    assert (path / "model.safetensors").stat().st_mtime_ns == written
+    assert equal(load_causal_lm(path, "float32"), tiny_model())
+    assert load_causal_lm(path, "bfloat16").dtype == torch.bfloat16
+    assert load_tokenizer(path).get_vocab() == char_tokenizer().get_vocab()
+    assert sorted(child.name for child in tmp_path.iterdir()) == ["initial_model"]
+
+
+def test_an_interrupted_build_leaves_nothing_that_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            prepare_initial_model(run_spec(), RunDir(tmp_path), ROWS)
+    assert not RunDir(tmp_path).initial_model.exists()
+    assert equal(load_causal_lm(prepare_initial_model(run_spec(), RunDir(tmp_path), ROWS), "float32"), tiny_model())
+
+
+def test_a_given_model_stays_where_it_is(tmp_path: Path) -> None:
+    given = prepare_initial_model(run_spec(), RunDir(tmp_path / "first"), ROWS)
+    spec = run_spec(model={"path": str(given)})
+    assert prepare_initial_model(spec, RunDir(tmp_path / "second"), ROWS) == given
+    assert not (tmp_path / "second").exists()
+    assert tokenizer_folder(spec, given) == given
+    assert tokenizer_folder(run_spec(model={"path": str(given), "tokenizer": str(tmp_path)}), given) == tmp_path
+
+
+def test_a_tokenizer_folder_comes_along_with_a_built_model(tmp_path: Path) -> None:
+    first = prepare_initial_model(run_spec(), RunDir(tmp_path / "first"), ROWS)
+    spec = run_spec(model={"config": QWEN, "tokenizer": str(first)})
+    second = prepare_initial_model(spec, RunDir(tmp_path / "second"), ROWS)
+    assert load_tokenizer(second).get_vocab() == load_tokenizer(first).get_vocab()
+
+
+def test_missing_folders_are_named(tmp_path: Path) -> None:
+    gone = str(tmp_path / "gone")
+    with pytest.raises(BadConfig, match=r'model\.path = ".*gone", which is no folder'):
+        prepare_initial_model(run_spec(model={"path": gone}), RunDir(tmp_path), ROWS)
+    with pytest.raises(BadConfig, match=r"model\.tokenizer"):
+        prepare_initial_model(run_spec(model={"config": QWEN, "tokenizer": gone}), RunDir(tmp_path), ROWS)
+    with pytest.raises(BadConfig, match="holds no causal language model"):
+        load_causal_lm(tmp_path, "float32")
+    with pytest.raises(BadConfig, match="brings its own tokenizer"):
+        tokenizer_folder(run_spec(model={"path": str(tmp_path), "tokenizer": "char"}), tmp_path)
+
+
+def test_dropout_is_off(tmp_path: Path) -> None:
+    model = tiny_model({**OTHER_FAMILIES["gpt2"], "resid_pdrop": 0.5, "attn_pdrop": 0.5, "embd_pdrop": 0.5})
+    ids = torch.tensor([[5, 6, 7]])
+    model.train()
+    assert torch.equal(model(ids).logits, model(ids).logits)
+
+
+# --- the policy ---
+
+BATCH = collate([[20, 21], [30, 31, 32, 33], [40]], [[50, 51, 52, 2], [60], [70, 71, 72, 73, 74, 75]], pad_id=0)
+
+
+def policy(config: dict[str, JsonValue], chunk_elements: int = 1 << 26) -> PolicyModel:
+    return PolicyModel(tiny_model(config).double(), chunk_elements)
+
+
+def plain_logprobs(model: PolicyModel, temperature: float) -> tuple[Tensor, Tensor]:
+    """The same by the whole logits, as in any textbook."""
+    logits = model.causal_lm(BATCH.input_ids).logits[:, :-1] / temperature
+    logprobs = torch.log_softmax(logits, -1)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    picked = logprobs.gather(-1, BATCH.input_ids[:, 1:, None]).squeeze(-1)
+    return torch.where(BATCH.target_mask, picked, 0.0), torch.where(BATCH.target_mask, entropy, 0.0)
+
+
+def gradients(model: PolicyModel, logprobs: Tensor) -> list[Tensor]:
+    return list(
+        torch.autograd.grad(
+            (logprobs * torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)).sum(), list(model.parameters())
+        )
+    )
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=NAMES)
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 1000])
+def test_chunked_logprobs_equal_the_plain_ones(config: dict[str, JsonValue], chunk_tokens: int) -> None:
+    model = policy(config, chunk_elements=128 * chunk_tokens)
+    logprobs, entropy = model(BATCH.input_ids, target_mask=BATCH.target_mask, temperature=0.7)
+    expected, expected_entropy = plain_logprobs(model, 0.7)
+    torch.testing.assert_close(logprobs, expected, atol=1e-12, rtol=0)
+    torch.testing.assert_close(entropy, expected_entropy, atol=1e-12, rtol=0)
+    assert not entropy.requires_grad
+    for ours, theirs in zip(gradients(model, logprobs), gradients(model, expected), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=0)
+
+
+def most_logits_at_once(chunk_elements: int) -> int:
+    """Elements of the largest tensor that leaves the output layer, forward and backward."""
+    model = policy(QWEN, chunk_elements)
+    sizes: list[int] = []
+    model._check_head()
+    head = model.causal_lm.get_output_embeddings()
+    head.register_forward_hook(lambda module, args, output: sizes.append(output.numel()))
+    logprobs, _ = model(BATCH.input_ids, target_mask=BATCH.target_mask)
+    logprobs.sum().backward()
+    return max(sizes)
+
+
+def test_logits_never_exist_for_the_whole_batch() -> None:
+    allowed = 3 * 128
+    assert most_logits_at_once(chunk_elements=allowed) <= allowed
+
+
+def test_negative_control_unchunked_logits_are_caught() -> None:
+    assert most_logits_at_once(chunk_elements=1 << 26) == int(BATCH.target_mask.sum()) * 128 > 3 * 128
+
+
+def test_left_padding_with_a_mask_gives_the_same_logprobs() -> None:
+    model = policy(QWEN)
+    expected, _ = model(torch.tensor([[20, 21, 22, 23]]))
+    padded = torch.tensor([[0, 0, 20, 21, 22, 23], [1, 2, 3, 4, 5, 6]])
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    logprobs, _ = model(padded, attention_mask=mask)
+    torch.testing.assert_close(logprobs[:1, 2:], expected, atol=1e-12, rtol=0)
+
+
+def test_what_lies_in_the_padding_changes_nothing() -> None:
+    model = policy(QWEN)
+    other_filler = torch.where(torch.arange(7) >= torch.tensor([[6], [5], [7]]), 99, BATCH.input_ids)
+    assert not torch.equal(other_filler, BATCH.input_ids)
+    logprobs, _ = model(BATCH.input_ids, target_mask=BATCH.target_mask)
+    others, _ = model(other_filler, target_mask=BATCH.target_mask)
+    assert torch.equal(logprobs, others)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients() -> None:
+    plain, saving = policy(QWEN), policy(QWEN)
+    saving.enable_gradient_checkpointing()
+    saving.train()
+    expected = gradients(plain, plain(BATCH.input_ids, target_mask=BATCH.target_mask)[0])
+    found = gradients(saving, saving(BATCH.input_ids, target_mask=BATCH.target_mask)[0])
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=0)
+
+
+def test_a_micro_batch_without_targets_has_zero_gradients() -> None:
+    model = policy(QWEN)
+    logprobs, _ = model(BATCH.input_ids, target_mask=torch.zeros_like(BATCH.target_mask))
+    logprobs.sum().backward()
+    assert all(not parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
+
+
+def test_a_model_that_caps_its_logits_is_refused() -> None:
+    capped: dict[str, JsonValue] = {**QWEN, "model_type": "gemma2", "final_logit_softcapping": 0.5}
+    with pytest.raises(BadConfig, match="does more to its logits"):
+        PolicyModel(tiny_model(capped))
+
+
+def test_collate_marks_what_is_to_be_predicted() -> None:
+    batch = collate([[1, 2, 3], [4]], [[5], [6, 7]], pad_id=9)
+    assert batch.input_ids.tolist() == [[1, 2, 3, 5], [4, 6, 7, 9]]
+    assert batch.target_mask.tolist() == [[False, False, True], [True, True, False]]
+    assert batch.place([[0.5], [1.5, 2.5]]).tolist() == [[0.0, 0.0, 0.5], [1.5, 2.5, 0.0]]

@@ -1,0 +1,229 @@
+"""Rewards: the right answer counts, whatever else a completion holds; a broken function is named."""
+
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhf_core.errors import BadConfig, RewardFailed
+from rlhf_core.training.rewards import exact_match, gsm8k_answer, load_reward, load_rewards, score
+from rlhf_core.training.types import Row
+
+GSM8K_ANSWERS = [
+    "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = <<48+24=72>>72 clips altogether.\n#### 72",
+    "He pays 0.8*2,000 = $<<0.8*2000=1600>>1,600.\n#### 1,600",
+    "The difference is 3-5 = <<3-5=-2>>-2 degrees.\n#### -2",
+    "Each gets 5/2 = <<5/2=2.5>>2.5 pies.\n#### 2.5",
+    "#### 1,234,567",
+]
+
+
+def gsm8k(completion: str, answer: str = "work\n#### 72") -> float:
+    (reward,) = gsm8k_answer(prompts=["?"], completions=[completion], answer=[answer])
+    return reward
+
+
+def test_exact_match_ignores_white_space_around() -> None:
+    completions, answer = ["12", " 12\n", "1 2", "", "12."], ["12"] * 5
+    assert exact_match(prompts=[""] * 5, completions=completions, answer=answer, other=[1] * 5) == [1, 1, 0, 0, 0]
+
+
+@pytest.mark.training
+@pytest.mark.parametrize("answer", GSM8K_ANSWERS)
+def test_the_reference_solution_is_right_and_others_are_wrong(answer: str) -> None:
+    rewards = gsm8k_answer(prompts=[""] * 5, completions=GSM8K_ANSWERS, answer=[answer] * 5)
+    assert rewards == [float(other == answer) for other in GSM8K_ANSWERS]
+
+
+@pytest.mark.training
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "#### 72",
+        "####72.",
+        "#### $72.00",
+        "#### +72",
+        "#### 72 clips",
+        "#### 71\n#### 72\nand more 5",
+        "#### 144/2",
+        r"#### \frac{144}{2}",
+        r"#### $\frac{144}{2}$",
+        "#### 8 * 9",
+        "so the answer is 72.",
+        "72",
+        "3 + 69 = 72 clips",
+    ],
+)
+def test_other_ways_to_write_the_right_answer(completion: str) -> None:
+    assert gsm8k(completion) == 1.0
+
+
+@pytest.mark.training
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "",
+        "####",
+        "#### ",
+        "no number",
+        "#### 71",
+        "72 or 71",
+        "#### 7 2",
+        "#### 720",
+        "#### -72",
+        "#### 72,000",
+        "#### x",
+        "#### 72.1",
+    ],
+)
+def test_wrong_answers(completion: str) -> None:
+    assert gsm8k(completion) == 0.0
+
+
+HOSTILE = [
+    "#### 9**9**9**9",
+    "#### 9* *9* *9",
+    "#### 9^9^9^9",
+    "#### 9!!!!",
+    "#### 1e999999999",
+    "1e999999999",
+    "#### " + "(" * 50 + "7" + ")" * 50,
+    "#### " + "(" * 30 + "7" + ")" * 30,
+    "#### " + r"\frac" * 12,
+    "#### " + r"\frac{1}{" * 7 + "1" + "}" * 7,
+    "#### " + "{" * 64,
+    "#### " + "1/" * 31 + "1",
+    "#### 1/0",
+    "####" * 10_000,
+    "7" * 100_000,
+    "1," * 50_000,
+    "#### 72\x00\ud800",
+    "٧٢",
+]
+
+
+@pytest.mark.training
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("completion", HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_completions_end_quickly_and_do_not_raise(completion: str) -> None:
+    assert gsm8k(completion) in (0.0, 1.0)
+
+
+@pytest.mark.training
+@settings(max_examples=200)
+@given(st.text("0123456789.,+-*/()%${} \\fractimes!^#\n", max_size=70))
+def test_no_completion_raises(text: str) -> None:
+    assert gsm8k("#### " + text) in (0.0, 1.0)
+    assert gsm8k(text) in (0.0, 1.0)
+
+
+@pytest.mark.training
+def test_negative_control_the_bare_verifier_would_compute_the_power() -> None:
+    from math_verify import parse
+
+    (power, *_) = parse("9**9")
+    assert power.is_number
+    assert power.doit() == 9**9
+
+
+# --- loading and calling ---
+
+
+@pytest.fixture
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Write the module `user_rewards`."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "user_rewards", raising=False)
+
+    def _write(source: str) -> None:
+        (tmp_path / "user_rewards.py").write_text(textwrap.dedent(source))
+
+    return _write
+
+
+def test_functions_are_loaded_by_path(user_module: Callable[[str], None]) -> None:
+    user_module("def exact_match(**columns): return []\nnumber = 3\n")
+    assert load_reward("rlhf_core.training.rewards:exact_match") is exact_match
+    assert list(load_rewards(["rlhf_core.training.rewards:exact_match"])) == ["exact_match"]
+    both = ["rlhf_core.training.rewards:exact_match", "user_rewards:exact_match"]
+    assert list(load_rewards(both)) == both
+    with pytest.raises(BadConfig, match="user_rewards has no function number"):
+        load_reward("user_rewards:number")
+    with pytest.raises(BadConfig, match="importing no_such_module failed: ModuleNotFoundError"):
+        load_reward("no_such_module:f")
+
+
+def test_a_module_that_fails_to_import_is_named(user_module: Callable[[str], None]) -> None:
+    user_module("raise OSError('no licence')\n")
+    with pytest.raises(BadConfig, match="importing user_rewards failed: OSError: no licence"):
+        load_reward("user_rewards:f")
+
+
+ROWS = [Row(f"{i}-0", f"{i}?", str(i), str(i), {"answer": i, "level": i} if i else {"answer": 0}) for i in range(3)]
+
+
+def call(*functions: Callable[..., Any], weights: Sequence[float] = ()) -> tuple[list[float], dict[str, list[float]]]:
+    named = {f"f{index}": function for index, function in enumerate(functions)}
+    return score(named, weights, ROWS, ["0", "x", "2"], lambda: None)
+
+
+def test_a_function_is_given_columns_of_equal_length_and_the_answer_as_text() -> None:
+    seen: dict[str, Any] = {}
+
+    def remember(**columns: Any) -> list[float]:
+        seen.update(columns)
+        return [0, 0, 0]
+
+    call(remember)
+    assert seen == {
+        "prompts": ["0?", "1?", "2?"],
+        "completions": ["0", "x", "2"],
+        "answer": ["0", "1", "2"],
+        "level": [None, 1, 2],
+    }
+
+
+def test_rewards_are_summed_with_weights_and_kept_apart() -> None:
+    def ones(**columns: Any) -> tuple[bool, ...]:
+        return (True, True, True)
+
+    total, by_function = call(exact_match, ones, weights=(2.0, -0.5))
+    assert total == [1.5, -0.5, 1.5]
+    assert by_function == {"f0": [1.0, 0.0, 1.0], "f1": [1.0, 1.0, 1.0]}
+    assert call(exact_match, ones)[0] == [2.0, 1.0, 2.0]
+
+
+def test_beats_around_each_function() -> None:
+    beats: list[int] = []
+    score({"a": exact_match, "b": exact_match}, (), ROWS, ["", "", ""], lambda: beats.append(1))
+    assert len(beats) == 3
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (None, "f0 returned None; expected a list of 3 numbers"),
+        (1.0, "f0 returned 1.0; expected a list of 3 numbers"),
+        ([1, 2], "f0 returned 2 values for 3 completions"),
+        ([1, float("nan"), 2], r"f0 returned nan for completion 1 \('x'\); expected a finite number"),
+        ([1, 2, float("inf")], "f0 returned inf for completion 2"),
+        ([None, 1, 2], "f0 returned None for completion 0"),
+        ([1, "good", 2], "f0 returned 'good' for completion 1"),
+    ],
+)
+def test_what_is_no_reward_is_named(returned: object, message: str) -> None:
+    with pytest.raises(RewardFailed, match=message):
+        call(lambda **columns: returned)
+
+
+def test_an_exception_is_named() -> None:
+    def broken(**columns: Any) -> list[float]:
+        raise KeyError("level")
+
+    with pytest.raises(RewardFailed, match="f0 raised KeyError: 'level'"):
+        call(broken)

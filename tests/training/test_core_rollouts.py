@@ -1,0 +1,193 @@
+"""Sampling: what one sequence gets does not depend on the others, and is what training believes it is."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from core_models import OTHER_FAMILIES, QWEN, char_tokenizer, sample, tiny_model
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlhf_core.training.batches import collate
+from rlhf_core.training.models import PolicyModel
+from rlhf_core.training.rollouts import transformers_engine
+from rlhf_core.training.rollouts.base import draw_tokens
+from rlhf_core.training.seeds import sample_seed, uniforms
+from rlhf_core.training.types import Completion
+
+pytestmark = pytest.mark.training
+
+PROMPTS = [[20, 30, 40], [50], [21, 22, 23, 24, 25, 26, 27], [60, 61], [20, 30, 40]]
+SEEDS = [[sample_seed(0, 1, f"prompt-{i}", j) for j in range(4)] for i in range(len(PROMPTS))]
+
+DrawTokens = Callable[[Tensor, Tensor, int, float], tuple[Tensor, Tensor]]
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_model()
+
+
+def tokens_of(made: list[list[Completion]]) -> list[list[list[int]]]:
+    return [[completion.token_ids for completion in group] for group in made]
+
+
+def depends_on_neighbours(model: PreTrainedModel) -> bool:
+    """Whether a completion changes with the batch size, the order of the prompts, or the company it is in."""
+    together = tokens_of(sample(model, PROMPTS, SEEDS))
+    in_small_batches = tokens_of(sample(model, PROMPTS, SEEDS, batch_size=3))
+    backwards = tokens_of(sample(model, PROMPTS[::-1], SEEDS[::-1]))[::-1]
+    alone = [[tokens_of(sample(model, [p], [[seed]]))[0][0] for seed in s] for p, s in zip(PROMPTS, SEEDS, strict=True)]
+    return not together == in_small_batches == backwards == alone
+
+
+def test_a_completion_depends_on_weights_prompt_and_seed_alone(model: PreTrainedModel) -> None:
+    assert not depends_on_neighbours(model)
+
+
+def test_negative_control_one_random_stream_for_the_batch_is_caught(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = torch.Generator()
+
+    def draw_from_stream(logits: Tensor, seeds: Tensor, position: int, temperature: float) -> tuple[Tensor, Tensor]:
+        if position == 0:
+            stream.manual_seed(0)
+        logprobs = torch.log_softmax(logits / temperature, -1)
+        tokens = torch.multinomial(logprobs.exp(), 1, generator=stream)
+        return tokens.squeeze(-1), logprobs.gather(-1, tokens).squeeze(-1)
+
+    monkeypatch.setattr(transformers_engine, "draw_tokens", draw_from_stream)
+    assert depends_on_neighbours(model)
+
+
+def test_reproducible_and_diverse_at_once(model: PreTrainedModel) -> None:
+    first, second = tokens_of(sample(model, PROMPTS, SEEDS)), tokens_of(sample(model, PROMPTS, SEEDS))
+    assert first == second
+    assert all(len({tuple(tokens) for tokens in group}) == len(group) for group in first)
+    assert first[0] != first[4]  # the same prompt twice in the data has other seeds
+
+
+@pytest.mark.parametrize("config", [QWEN, *OTHER_FAMILIES.values()], ids=["qwen3", *OTHER_FAMILIES])
+def test_greedy_agrees_with_transformers_own_generate(config: dict[str, object]) -> None:
+    model = tiny_model(config)  # type: ignore[arg-type]
+    tokenizer = char_tokenizer()
+    ours = sample(model, PROMPTS, [[0]] * len(PROMPTS), temperature=0.0)
+    for prompt, (completion,) in zip(PROMPTS, ours, strict=True):
+        ids = torch.tensor([prompt])
+        theirs = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=12,
+            do_sample=False,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )[0, len(prompt) :].tolist()
+        assert completion.token_ids == theirs
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("config", [QWEN, *OTHER_FAMILIES.values()], ids=["qwen3", *OTHER_FAMILIES])
+def test_logprobs_are_those_of_the_training_pass(config: dict[str, object], temperature: float) -> None:
+    model = tiny_model(config)  # type: ignore[arg-type]
+    made = sample(model, PROMPTS, SEEDS, temperature=temperature)
+    prompts = [prompt for prompt, group in zip(PROMPTS, made, strict=True) for _ in group]
+    flat = [completion for group in made for completion in group]
+    batch = collate(prompts, [completion.token_ids for completion in flat], pad_id=0)
+    trained, _ = PolicyModel(model)(batch.input_ids, target_mask=batch.target_mask, temperature=temperature)
+    sampled = batch.place([completion.logprobs for completion in flat])
+    torch.testing.assert_close(trained.detach(), sampled, atol=2e-5, rtol=0)
+
+
+def test_a_completion_ends_with_its_first_end_token(model: PreTrainedModel) -> None:
+    tokenizer = char_tokenizer()
+    made = [completion for group in sample(model, PROMPTS, SEEDS, max_new_tokens=100) for completion in group]
+    finished = [completion for completion in made if completion.finished]
+    assert 0 < len(finished) < len(made)
+    for completion in made:
+        assert len(completion.logprobs) == len(completion.token_ids) <= 100
+        assert completion.finished == (completion.token_ids[-1] == tokenizer.eos_token_id)
+        assert tokenizer.eos_token_id not in completion.token_ids[:-1]
+        assert completion.finished or len(completion.token_ids) == 100
+        visible = completion.token_ids[:-1] if completion.finished else completion.token_ids
+        assert tokenizer.encode(completion.text) == visible
+
+
+@pytest.fixture
+def ends_at_once(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Every token is an end token."""
+    before = model.generation_config.eos_token_id
+    model.generation_config.eos_token_id = list(range(model.config.vocab_size))
+    yield model
+    model.generation_config.eos_token_id = before
+
+
+def test_empty_completions(ends_at_once: PreTrainedModel) -> None:
+    made = [completion for group in sample(ends_at_once, PROMPTS, SEEDS) for completion in group]
+    assert all(
+        (completion.text, completion.finished, len(completion.token_ids)) == ("", True, 1) for completion in made
+    )
+    batch = collate([[5, 6]] * len(made), [completion.token_ids for completion in made], pad_id=0)
+    logprobs, _ = PolicyModel(ends_at_once)(batch.input_ids, target_mask=batch.target_mask)
+    assert torch.isfinite(logprobs).all()
+    assert int(batch.target_mask.sum()) == len(made)
+
+
+def test_prompts_are_read_once_and_ended_sequences_leave(model: PreTrainedModel) -> None:
+    shapes: list[tuple[int, ...]] = []
+    hook = model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    sample(model, PROMPTS, SEEDS, max_new_tokens=100)
+    hook.remove()
+    assert shapes[0] == (len(PROMPTS), max(map(len, PROMPTS)))
+    rows = [shape[0] for shape in shapes[1:]]
+    assert rows[0] == sum(map(len, SEEDS))
+    assert rows == sorted(rows, reverse=True)
+    assert rows[-1] < rows[0]
+
+
+def test_the_model_is_left_as_it_was_also_under_gradient_checkpointing(model: PreTrainedModel) -> None:
+    expected = tokens_of(sample(model, PROMPTS, SEEDS))
+    policy = PolicyModel(tiny_model())
+    policy.enable_gradient_checkpointing()
+    policy.train()
+    beats: list[int] = []
+    made = sample(policy.causal_lm, PROMPTS, SEEDS, beat=lambda: beats.append(1))
+    assert tokens_of(made) == expected
+    assert policy.causal_lm.training
+    assert len(beats) == 12
+    assert all(parameter.grad is None for parameter in policy.parameters())
+    assert torch.is_grad_enabled()
+
+
+def test_what_cannot_be_sampled_is_refused(model: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match="empty prompt"):
+        sample(model, [[]], [[1]])
+    with pytest.raises(ValueError, match="found 1 lists of seeds for 2 prompts"):
+        sample(model, [[1], [2]], [[1]])
+
+
+def test_draws_follow_the_distribution() -> None:
+    logits = torch.tensor([2.0, 0.0, -1.0, float("-inf"), 1.0])
+    num_draws, temperature = 100_000, 0.8
+    tokens, logprobs = draw_tokens(logits.expand(num_draws, -1), torch.arange(num_draws), 3, temperature)
+    expected = torch.softmax(logits / temperature, -1)
+    observed = torch.bincount(tokens, minlength=5)
+    assert observed[3] == 0
+    possible = expected > 0
+    chi_squared = ((observed - num_draws * expected)[possible].square() / (num_draws * expected)[possible]).sum()
+    assert float(chi_squared) < 16.3  # 3 degrees of freedom, 0.1 %
+    torch.testing.assert_close(logprobs, expected.log()[tokens])
+
+
+def test_draws_at_the_edges_of_the_distribution() -> None:
+    certain = torch.full((1000, 7), float("-inf"))
+    certain[:, 4] = 0.0
+    tokens, logprobs = draw_tokens(certain, torch.arange(1000), 0, 1.0)
+    assert set(tokens.tolist()) == {4}
+    assert set(logprobs.tolist()) == {0.0}
+    greedy, at_one = draw_tokens(torch.tensor([[0.0, 3.0, 1.0]]), torch.tensor([0]), 0, 0.0)
+    assert greedy.item() == 1
+    torch.testing.assert_close(at_one, torch.log_softmax(torch.tensor([0.0, 3.0, 1.0]), -1)[1:2])
+    assert float(uniforms(torch.arange(1000), 0).max()) < 1.0

@@ -1,0 +1,382 @@
+"""Saving and loading on one rank in this process; several ranks are in test_loop_runs.py."""
+
+import errno
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rank_launcher import launch, make_context, tiny_spec
+
+from rlhf_core.errors import CheckpointCorrupt, DiskFull, ResumeMismatch, WorkerError
+from rlhf_core.run_dir import CheckpointDir, RunDir
+from rlhf_core.schemas.run import RunSpec
+
+torch = pytest.importorskip("torch")
+
+from rlhf_core.training import checkpoints  # noqa: E402 - needs torch
+from rlhf_core.training.checkpoints import (  # noqa: E402
+    CheckpointWriter,
+    Progress,
+    kept_random_state,
+    load_trainer_state,
+    random_state,
+    restore_random_state,
+    resume_point,
+    spec_hash,
+    verify_checkpoint,
+)
+from rlhf_core.training.distributed import Ranks  # noqa: E402
+from rlhf_core.training.models import build_causal_lm, load_causal_lm  # noqa: E402
+from rlhf_core.training.tokenizers import build_tokenizer, load_tokenizer  # noqa: E402
+from rlhf_core.training.types import NullReporter  # noqa: E402
+
+pytestmark = [pytest.mark.training]
+
+ENGINE_STATE = {"adamw": {"state": {0: {"exp_avg": torch.ones(10)}}}, "weights": [torch.zeros(10)]}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """A process group of one."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield Ranks(0, 1, torch.device("cpu"), NullReporter(), store)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return build_causal_lm(tiny_spec()["model"]["config"], build_tokenizer("char", [], 0), 0)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    return RunDir(folder)
+
+
+def spec_with(**sections: Any) -> RunSpec:
+    return RunSpec.model_validate(tiny_spec(**sections))
+
+
+def writer(run_dir: RunDir, ranks: Ranks, spec: RunSpec | None = None) -> CheckpointWriter:
+    return CheckpointWriter(run_dir, spec or spec_with(), build_tokenizer("char", [], 0), ranks, lambda: None)
+
+
+def progress(step: int, stage: Any = "grpo", stage_finished: bool = False) -> Progress:
+    return Progress(step=step, stage=stage, stage_finished=stage_finished, position=8 * step)
+
+
+def content(checkpoint: CheckpointDir) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(checkpoint.root.rglob("*")) if path.is_file()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Saving
+
+
+def test_a_checkpoint_is_a_model_folder_and_a_state(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
+    saved = writer(run_dir, ranks).save(progress(4), model, ENGINE_STATE)
+    verify_checkpoint(saved, spec_with(), ranks)
+    manifest = saved.manifest()
+    assert manifest is not None
+    assert (manifest.step, manifest.stage, manifest.stage_finished, manifest.num_ranks) == (4, "grpo", False, 1)
+    listed = {saved.root / name for name in manifest.files}
+    assert listed == {path for path in saved.root.rglob("*") if path.is_file()} - {saved.complete}
+    loaded = load_causal_lm(saved.model, "float32")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True))
+    assert load_tokenizer(saved.model).encode("31>") == build_tokenizer("char", [], 0).encode("31>")
+    state = load_trainer_state(saved, ranks)
+    assert state.progress == progress(4)
+    assert torch.equal(state.engine["adamw"]["state"][0]["exp_avg"], torch.ones(10))
+
+
+def test_newest_warm_start_and_last_are_kept(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
+    saver = writer(run_dir, ranks, spec_with(checkpoint={"keep_last": 2}))
+    kept = []
+    for step in (1, 2, 3, 4, 5):
+        saver.save(progress(step), model, ENGINE_STATE)
+        kept.append([checkpoint.step for checkpoint in run_dir.checkpoints()])
+    assert kept == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5]]  # the warm start ends at step 2
+    assert not list(run_dir.checkpoints_dir.glob(".*"))
+
+
+def test_going_back_replaces_a_checkpoint_of_the_same_step(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
+    saver = writer(run_dir, ranks)
+    saver.save(progress(4), model, ENGINE_STATE)
+    saver.save(progress(4, stage_finished=True), model, ENGINE_STATE)
+    (found,) = run_dir.checkpoints()
+    manifest = found.manifest()
+    assert manifest is not None
+    assert manifest.stage_finished
+    verify_checkpoint(found, spec_with(), ranks)
+
+
+def test_what_an_interrupted_save_left_is_cleared_away(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
+    for name in (".step-000004.partial", ".step-000002.1234.gone"):
+        (run_dir.checkpoints_dir / name / "model").mkdir(parents=True)
+    (run_dir.checkpoints_dir / "step-000004").mkdir()  # without COMPLETE it does not count
+    assert run_dir.checkpoints() == []
+    saved = writer(run_dir, ranks).save(progress(4), model, ENGINE_STATE)
+    assert [path.name for path in run_dir.checkpoints_dir.iterdir()] == ["step-000004"]
+    verify_checkpoint(saved, spec_with(), ranks)
+
+
+@pytest.mark.parametrize("killed_at", ["write_model", "checksum", "_sync", "remove_tree"])
+def test_a_checkpoint_counts_whole_or_not_at_all(
+    run_dir: RunDir, ranks: Ranks, model: Any, monkeypatch: pytest.MonkeyPatch, killed_at: str
+) -> None:
+    """Killed at any point of a save, what was complete before is there as it was, and the new one does not count."""
+    first = writer(run_dir, ranks).save(progress(4), model, ENGINE_STATE)
+    before = content(first)
+
+    class Killed(BaseException):
+        """Like SIGKILL: nothing may catch it."""
+
+    def die(*_: object, **__: object) -> None:
+        raise Killed
+
+    monkeypatch.setattr(checkpoints, killed_at, die)
+    with pytest.raises(Killed):
+        writer(run_dir, ranks).save(progress(6), model, ENGINE_STATE)
+    assert [checkpoint.step for checkpoint in run_dir.checkpoints()] == [4]
+    assert content(first) == before
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Disks that are full
+
+
+def test_no_room_is_noticed_before_anything_is_written(
+    run_dir: RunDir, ranks: Ranks, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = writer(run_dir, ranks).save(progress(4), model, ENGINE_STATE)
+    before = content(first)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6, 1000))  # type: ignore[attr-defined]
+    with pytest.raises(DiskFull, match=r"step 6: it needs about 2\.\d MB, .* has 1\.0 kB free\. Older checkpoints"):
+        writer(run_dir, ranks).save(progress(6), model, ENGINE_STATE)
+    assert content(first) == before
+    assert [path.name for path in run_dir.checkpoints_dir.iterdir()] == ["step-000004"]
+
+
+def test_a_disk_that_fills_up_while_writing_leaves_older_checkpoints(
+    run_dir: RunDir, ranks: Ranks, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = writer(run_dir, ranks).save(progress(4), model, ENGINE_STATE)
+    before = content(first)
+
+    def hidden(*_: object, **__: object) -> None:
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError:
+            raise RuntimeError("unexpected pos 576 vs 534")  # noqa: B904 - torch.save reports a full disk like this
+
+    monkeypatch.setattr(torch, "save", hidden)
+    with pytest.raises(DiskFull, match="became full while checkpoint 6 was written"):
+        writer(run_dir, ranks).save(progress(6), model, ENGINE_STATE)
+    assert content(first) == before
+    assert [path.name for path in run_dir.checkpoints_dir.iterdir()] == ["step-000004"]
+
+
+def test_another_failure_to_write_is_not_called_a_full_disk(
+    run_dir: RunDir, ranks: Ranks, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(torch, "save", refuse)
+    with pytest.raises(WorkerError, match="could not be written: rank 0: PermissionError") as caught:
+        writer(run_dir, ranks).save(progress(6), model, ENGINE_STATE)
+    assert not isinstance(caught.value, DiskFull)
+
+
+def save_on_a_small_disk(rank: int, num_ranks: int, run_dir: str) -> list[str]:
+    """Saves until the disk, mounted for this process alone, has no room; returns what was seen."""
+    from rlhf_core.training.distributed import init_process_group
+
+    context = make_context(run_dir, tiny_spec(checkpoint={"keep_last": 100}), rank, num_ranks)
+    ranks = init_process_group(context)
+    saver = writer(context.run_dir, ranks, context.spec)
+    model = build_causal_lm(context.spec.model.config, build_tokenizer("char", [], 0), 0)
+    checkpoints._SMALL_FILES_BYTES = -(1 << 40)  # the estimate lets everything pass: the disk itself must refuse
+    seen = []
+    for step in range(1, 100):
+        try:
+            saver.save(progress(step), model, ENGINE_STATE)
+        except DiskFull as error:
+            seen.append(str(error))
+            break
+    complete = context.run_dir.checkpoints()
+    for checkpoint in complete:
+        checkpoint.verify()
+    return [*seen, str(len(complete)), *(path.name for path in context.run_dir.checkpoints_dir.glob(".*"))]
+
+
+@pytest.mark.end_to_end
+def test_a_really_full_disk(tmp_path: Path) -> None:
+    mount = ("unshare", "-m", "sh", "-c", f'mount -t tmpfs -o size=1500k none {tmp_path} && exec "$@"', "sh")
+    probe = tmp_path / "probe"
+    probe.mkdir()
+    if shutil.which("unshare") is None or launch_ok(probe) is False:
+        pytest.skip("this user may not mount a small disk (unshare -m)")
+    scratch = tmp_path.parent / f"{tmp_path.name}-results"
+    (result,) = launch(save_on_a_small_disk, 1, scratch, prefix=mount, run_dir=str(tmp_path))
+    assert result.exit_code == 0, result.output
+    message, num_complete, *leftovers = result.value
+    assert "became full while checkpoint" in message
+    assert "No space left on device" in message or "unexpected pos" in message
+    assert int(num_complete) >= 2
+    assert leftovers == []
+
+
+def launch_ok(folder: Path) -> bool:
+    """Whether this user may mount a file system in a namespace of its own."""
+    import subprocess
+
+    command = ["unshare", "-m", "mount", "-t", "tmpfs", "-o", "size=64k", "none", str(folder)]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loading
+
+
+def test_a_damaged_checkpoint_is_refused(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
+    saved = writer(run_dir, ranks).save(progress(4), model, ENGINE_STATE)
+    weights = saved.model / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(CheckpointCorrupt, match=r"model/model\.safetensors: found \d+ bytes with sha256"):
+        verify_checkpoint(saved, spec_with(), ranks)
+    weights.unlink()
+    with pytest.raises(CheckpointCorrupt, match=r"model/model\.safetensors: No such file"):
+        verify_checkpoint(saved, spec_with(), ranks)
+    saved.complete.unlink()
+    with pytest.raises(CheckpointCorrupt, match="COMPLETE is missing"):
+        verify_checkpoint(saved, spec_with(), ranks)
+
+
+def test_other_settings_are_named(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
+    saved = writer(run_dir, ranks).save(progress(4), model, ENGINE_STATE)
+    changed = spec_with(seed=4, train={"learning_rate": 0.5})
+    with pytest.raises(ResumeMismatch, match=r"seed was 3 and is 4; train\.learning_rate was 0\.003 and is 0\.5"):
+        verify_checkpoint(saved, changed, ranks)
+
+
+def test_another_number_of_ranks_is_refused_with_advice(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
+    saved = writer(run_dir, ranks).save(progress(4), model, ENGINE_STATE)
+    two = saved.complete.read_text().replace('"num_ranks": 1', '"num_ranks": 2')
+    saved.complete.write_text(two)
+    with pytest.raises(ResumeMismatch, match=r"was written by 2 ranks, this run has 1.*there are 2 ranks again"):
+        verify_checkpoint(saved, spec_with(), ranks)
+    verify_checkpoint(saved, spec_with(), ranks, any_ranks=True)
+
+
+def test_a_state_file_cannot_run_code(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
+    saved = writer(run_dir, ranks).save(progress(4), model, {"adamw": Path("x"), "weights": []})
+    with pytest.raises(Exception, match="Weights only load failed"):
+        load_trainer_state(saved, ranks)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"train": {"num_steps": 100}},
+        {"train": {"micro_batch_size": 1, "gradient_checkpointing": True, "log_samples_every": 0}},
+        {"rollout": {"batch_size": 7}},
+        {"grpo": {"measure_kl": False}},
+        {"evaluate": {"num_prompts": 3}},
+        {"checkpoint": {"every_num_steps": 7}},
+        {"name": "other", "supervise": {"max_restarts": 9}, "resources": {"cpus_per_rank": 2}},
+    ],
+)
+def test_what_does_not_change_training_may_change(sections: dict[str, Any]) -> None:
+    base = tiny_spec()
+    merged = {**base, **{k: {**base.get(k, {}), **v} if isinstance(v, dict) else v for k, v in sections.items()}}
+    assert spec_hash(RunSpec.model_validate(merged)) == spec_hash(spec_with())
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"seed": 9},
+        {"sft": {"num_steps": 3}},
+        {"sft": {"batch_size": 4}},
+        {"train": {"learning_rate": 1.0}},
+        {"grpo": {"samples_per_prompt": 8}},
+        {"rollout": {"temperature": 0.5}},
+        {"data": {"prompt_template": "Sort {prompt}"}},
+        {"reward": {"functions": ["rlhf_core.training.rewards:exact_match"]}},
+    ],
+)
+def test_what_changes_training_changes_the_hash(sections: dict[str, Any]) -> None:
+    assert spec_hash(spec_with(**sections)) != spec_hash(spec_with())
+
+
+def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
+    cpu = torch.device("cpu")
+
+    def draw() -> list[float]:
+        return [
+            random.random(),
+            random.gauss(),
+            float(np.random.rand()),
+            float(np.random.randn()),
+            float(torch.rand(())),
+        ]
+
+    draw()
+    np.random.randn()  # leaves a second number waiting
+    torch.save(random_state(cpu), tmp_path / "state.pt")
+    expected = draw()
+    draw()
+    restore_random_state(torch.load(tmp_path / "state.pt", weights_only=True), cpu)
+    assert draw() == expected
+
+    before = random_state(cpu)
+    with kept_random_state(cpu):
+        draw()
+    again = draw()
+    restore_random_state(before, cpu)
+    assert draw() == again
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which checkpoint is gone on from
+
+
+def test_where_a_start_goes_on_from(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
+    saver = writer(run_dir, ranks, spec_with(checkpoint={"keep_last": 9}))
+
+    def point(restart: int, named: str) -> int | None:
+        found = resume_point(make_context(str(run_dir.root), tiny_spec(), 0, 1, restart, resume_checkpoint=named))
+        return found.step if found else None
+
+    assert point(0, "") is None
+    assert point(3, "") is None
+    for step in (2, 4, 6):
+        saver.save(progress(step), model, ENGINE_STATE)
+    (run_dir.checkpoint(6)).complete.unlink()
+    assert point(0, "") is None  # the control plane says where an attempt begins
+    assert point(1, "") == 4
+    assert point(0, "step-000002") == 2
+    assert point(1, "step-000002") == 4
+    assert point(1, "step-000004") == 4
+    with pytest.raises(
+        ResumeMismatch, match=r"step-000006, which is not complete.*complete are: \['step-000002', 'step-000004'\]"
+    ):
+        point(0, "step-000006")
+
+
+def test_settings_of_a_checkpoint_can_be_read(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
+    saved = writer(run_dir, ranks).save(progress(4), model, ENGINE_STATE)
+    settings = json.loads((saved.trainer_state / "settings.json").read_bytes())
+    assert settings["train"]["learning_rate"] == 3e-3
+    assert "num_steps" not in settings["train"]

@@ -1,0 +1,160 @@
+"""Evaluation: the same on one rank and on two, in prompt order, with the same noise before and after."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rank_launcher import launch, make_context, tiny_spec, values
+
+from rlhf_core.errors import RewardFailed, WorkerError
+from rlhf_core.run_dir import RunDir
+from rlhf_core.schemas.reports import EvaluationReport
+from rlhf_core.schemas.run import RunSpec, SuperviseSpec
+
+torch = pytest.importorskip("torch")
+
+from rlhf_core.training.distributed import Ranks, collective_timeout  # noqa: E402 - needs torch
+from rlhf_core.training.evaluation import (  # noqa: E402
+    are_written,
+    load_evaluator,
+    run_evaluator,
+    write_reports,
+)
+from rlhf_core.training.models import build_causal_lm  # noqa: E402
+from rlhf_core.training.tokenizers import build_tokenizer  # noqa: E402
+from rlhf_core.training.types import NullReporter  # noqa: E402
+
+pytestmark = [pytest.mark.training]
+
+HALF = "test_loop_evaluation:half_right"
+
+
+def half_right(*, completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+    """Share of the answer's digits in the completion."""
+    return [len(set(found) & set(right)) / len(right) for found, right in zip(completions, answer, strict=True)]
+
+
+def broken(**columns: Any) -> list[float]:
+    raise ZeroDivisionError("no luck")
+
+
+def evaluate(ranks: Ranks, step: int = 6, seed: int = 0, **settings: Any) -> list[EvaluationReport]:
+    spec = RunSpec.model_validate(tiny_spec(evaluate={"scorer": HALF, "keep_samples": 7, **settings}))
+    tokenizer = build_tokenizer("char", [], 0)
+    model = build_causal_lm(spec.model.config, tokenizer, seed)
+    return load_evaluator(spec, ranks, tokenizer).run(model, "after", step, lambda: None)
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Ranks]:
+    """A process group of one."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield Ranks(0, 1, torch.device("cpu"), NullReporter(), store)
+    torch.distributed.destroy_process_group()
+
+
+def on_ranks(rank: int, num_ranks: int, run_dir: str) -> list[Any]:
+    from rlhf_core.training.distributed import init_process_group
+
+    ranks = init_process_group(make_context(run_dir, tiny_spec(), rank, num_ranks))
+    return [report.model_dump(mode="json") for report in evaluate(ranks)]
+
+
+def without_time(report: EvaluationReport | dict[str, Any]) -> dict[str, Any]:
+    content = report.model_dump(mode="json") if isinstance(report, EvaluationReport) else dict(report)
+    return {name: value for name, value in content.items() if name not in ("seconds", "time")}
+
+
+@pytest.mark.end_to_end
+def test_any_number_of_ranks_gives_the_same_report(alone: Ranks, tmp_path: Path) -> None:
+    """10 prompts on 3 ranks: parts of 3, 3 and 4."""
+    expected = [without_time(report) for report in evaluate(alone)]
+    for reports in values(launch(on_ranks, 3, tmp_path / "launch", run_dir=str(tmp_path / "run"))):
+        assert [without_time(report) for report in reports] == expected
+
+
+def test_reports_hold_what_was_measured(alone: Ranks) -> None:
+    greedy, sampled = evaluate(alone)
+    assert (greedy.name, sampled.name) == ("greedy", "sampled")
+    assert (greedy.num_prompts, greedy.num_samples) == (10, 10)
+    assert (sampled.num_prompts, sampled.num_samples) == (10, 20)
+    assert greedy.metric == "half_right"
+    assert greedy.checkpoint_step == 6
+    for report in (greedy, sampled):
+        assert len(report.samples) == 7
+        assert report.ci_low <= report.value <= report.ci_high
+    assert [sample.sample_index for sample in sampled.samples] == [0, 1, 0, 1, 0, 1, 0]
+    assert len({sample.prompt for sample in greedy.samples}) == 7
+    (more,) = [report for report in evaluate(alone, keep_samples=99) if report.name == "sampled"]
+    assert more.value == pytest.approx(sum(sample.score for sample in more.samples) / 20)
+    assert [sample.prompt for sample in more.samples[::2]][:7] == [sample.prompt for sample in greedy.samples]
+
+
+def test_samples_of_a_prompt_differ_and_noise_does_not_depend_on_the_step(alone: Ranks) -> None:
+    early, late = evaluate(alone, step=2)[1], evaluate(alone, step=6)[1]
+    assert early.samples == late.samples
+    pairs = list(zip(early.samples[::2], early.samples[1::2], strict=False))
+    assert all(a.prompt_uid == b.prompt_uid for a, b in pairs)
+    assert any(a.completion != b.completion for a, b in pairs)
+    assert evaluate(alone, seed=1)[1].samples != early.samples
+
+
+def test_the_number_of_prompts_is_a_limit(alone: Ranks) -> None:
+    assert [report.num_prompts for report in evaluate(alone, num_prompts=4)] == [4, 4]
+    assert [report.num_prompts for report in evaluate(alone, num_prompts=400)] == [10, 10]
+
+
+def test_a_scorer_that_fails_is_named(alone: Ranks) -> None:
+    with pytest.raises(RewardFailed, match="broken raised ZeroDivisionError: no luck"):
+        evaluate(alone, scorer="test_loop_evaluation:broken")
+
+
+def test_reports_are_whole_files(alone: Ranks, tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    reports = evaluate(alone)
+    assert not are_written(run_dir, "after")
+    write_reports(run_dir, reports[:1], alone)
+    assert not are_written(run_dir, "after")
+    write_reports(run_dir, reports, alone)
+    assert are_written(run_dir, "after")
+    assert not are_written(run_dir, "before")
+    stored = EvaluationReport.model_validate_json(run_dir.evaluation("after", "greedy").read_bytes())
+    assert stored == reports[0]
+
+
+def evaluate_nothing(rank: int, num_ranks: int, run_dir: str) -> str:
+    try:
+        return str(run_evaluator(make_context(run_dir, tiny_spec(), rank, num_ranks)))
+    except WorkerError as error:
+        return str(error)
+
+
+@pytest.mark.end_to_end
+def test_without_a_checkpoint_there_is_nothing_to_evaluate(tmp_path: Path) -> None:
+    (message,) = values(launch(evaluate_nothing, 1, tmp_path / "launch", run_dir=str(tmp_path / "run")))
+    assert message.startswith("found no complete checkpoint in ")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ranks
+
+
+@given(st.integers(0, 40), st.integers(1, 9))
+def test_parts_make_up_the_batch_in_order(count: int, num_ranks: int) -> None:
+    items = list(range(count))
+    store = torch.distributed.HashStore()
+    ranks = [Ranks(rank, num_ranks, torch.device("cpu"), NullReporter(), store) for rank in range(num_ranks)]
+    parts = [rank.deal(items) for rank in ranks]
+    assert [item for part in parts for item in part] == items
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_a_collective_waits_longer_than_hangs_are_looked_for() -> None:
+    supervise = SuperviseSpec(floor_s=1000, setup_floor_s=2000, gap_factor=3)
+    assert collective_timeout(supervise).total_seconds() > 3 * 2000
+    assert json.loads(SuperviseSpec().model_dump_json())["setup_floor_s"] < collective_timeout(SuperviseSpec()).seconds

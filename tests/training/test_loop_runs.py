@@ -1,0 +1,453 @@
+"""Whole runs on real processes: resume is exact, ranks act together, and the comparison catches what it should."""
+
+import dataclasses
+import json
+import math
+import os
+import shutil
+import signal
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from rank_launcher import launch, make_context, tiny_spec, values
+
+from rlhf_core.run_dir import RunDir, read_models
+from rlhf_core.schemas.reports import EvaluationReport, MetricsLine, Phase, SampleLine
+from rlhf_core.training.types import NullReporter
+
+pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
+
+
+class Interrupting(NullReporter):
+    """Does something to the worker at one beat."""
+
+    def __init__(self, phase: Phase, step: int, action: Callable[[], None]) -> None:
+        self.at = (phase, step)
+        self.action = action
+
+    def beat(self, phase: Phase, step: int) -> None:
+        if (phase, step) == self.at:
+            self.action()
+
+
+class Asking(NullReporter):
+    """Asks for something from the reduction of one step on, until a checkpoint is begun."""
+
+    def __init__(self, request: str, step: int) -> None:
+        self.wish = request
+        self.step = step
+        self.seen = 0
+        self.done = False
+
+    def beat(self, phase: Phase, step: int) -> None:
+        self.seen = step
+        self.done = self.done or (phase == Phase.CHECKPOINT and step >= self.step)
+
+    def request(self) -> Any:
+        return self.wish if self.seen >= self.step and not self.done else ""
+
+
+class Counting(NullReporter):
+    """Counts beats and collectives."""
+
+    def __init__(self) -> None:
+        self.beats: Counter[str] = Counter()
+        self.collectives = 0
+
+    def beat(self, phase: Phase, step: int) -> None:
+        self.beats[f"{phase} {step}"] += 1
+
+    def collective(self) -> AbstractContextManager[None]:
+        self.collectives += 1
+        return nullcontext()
+
+
+WITHOUT_NOISE: dict[str, Any] = {
+    "reward": {"functions": ["rank_launcher:share_right", "rlhf_core.training.rewards:exact_match"], "weights": [1, 2]},
+    "grpo": {"advantage_scale": "batch", "loss_aggregation": "sequence_mean"},
+}
+"""Nothing of what is learned depends on which rank does what."""
+
+
+def interrupt() -> None:
+    raise InterruptedError("the test ends this worker here")
+
+
+def every_scenario(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
+    """Runs of seconds, one after the other in one process group."""
+    import torch
+
+    from rlhf_core.training.distributed import init_process_group, leave_process_group
+    from rlhf_core.training.trainers import run as run_module
+    from rlhf_core.training.trainers.engine import Engine
+
+    ranks = init_process_group(make_context(folder, tiny_spec(), rank, num_ranks))
+    results: dict[str, Any] = {}
+
+    def train(name: str, restart: int = 0, reporter: Any = None, **sections: Any) -> str:
+        context = make_context(f"{folder}/{name}", tiny_spec(**sections), rank, num_ranks, restart, reporter)
+        try:
+            result = str(run_module.train_run(context, dataclasses.replace(ranks, reporter=context.reporter)))
+        except Exception as error:  # noqa: BLE001 - what a run raises is its result here
+            result = f"{type(error).__name__}: {error}"
+        ranks.barrier()
+        return result
+
+    def copy(source: str, target: str) -> None:
+        if ranks.is_first:
+            shutil.copytree(f"{folder}/{source}", f"{folder}/{target}")
+        ranks.barrier()
+
+    counting = Counting()
+    results["straight"] = train("straight", reporter=counting)
+    results["beats"] = counting.beats
+    results["collectives"] = counting.collectives
+    results["again"] = train("again")
+    results["other seed"] = train("other-seed", seed=4)
+
+    for name, phase, step in (("update", Phase.TRAIN, 5), ("rollout", Phase.ROLLOUT, 3), ("warm", Phase.TRAIN, 2)):
+        results[f"killed in {name}"] = train(name, reporter=Interrupting(phase, step, interrupt))
+        for control in ("optimizer", "random", "position") if name == "update" else ():
+            copy(name, f"without-{control}")
+        results[f"resumed {name}"] = train(name, restart=1)
+
+    with mock.patch.object(Engine, "load_state"):
+        results["without optimizer"] = train("without-optimizer", restart=1)
+    with mock.patch.object(run_module, "restore_random_state"):
+        results["without random"] = train("without-random", restart=1)
+    load = run_module.load_trainer_state
+    forget = {"position": 0}
+
+    def load_without_position(*arguments: Any) -> Any:
+        state = load(*arguments)
+        return type(state)(state.progress.model_copy(update=forget), state.engine, state.random)
+
+    with mock.patch.object(run_module, "load_trainer_state", load_without_position):
+        results["without position"] = train("without-position", restart=1)
+
+    results["save"] = train("save", reporter=Asking("save", 3) if rank == 1 else None, checkpoint={"keep_last": 9})
+    results["stop"] = train("stop", reporter=Asking("stop", 3) if rank == 0 else None)
+    results["after stop"] = train("stop", restart=1)
+    results["stop at the end"] = train("stop-late", reporter=Asking("stop", 6))
+    results["finished already"] = train("straight", restart=1)
+    copy("again", "longer")
+    results["longer"] = train("longer", restart=1, train={"num_steps": 6})
+    results["straight longer"] = train("straight-longer", train={"num_steps": 6})
+
+    results["not finite"] = train("not-finite", train={"learning_rate": 1e30})
+
+    copy("update", "full")
+    real_save = torch.save
+
+    def full_on_rank_1(*arguments: Any, **options: Any) -> None:
+        if rank == 1:
+            raise OSError(28, "No space left on device")
+        real_save(*arguments, **options)
+
+    with mock.patch.object(torch, "save", full_on_rank_1):
+        results["full"] = train("full", restart=2, train={"num_steps": 6})
+    results["odd batch"] = train("odd", grpo={"prompts_per_step": 3})
+    results["main is sft"] = train("sft", sft={"num_steps": 0}, train={"algorithm": "sft", "num_steps": 4})
+    results["evaluating"] = train("evaluating", evaluate={"every_num_steps": 3})
+    results["recomputing"] = train("recomputing", train={"gradient_checkpointing": True})
+    results["penalised"] = train("penalised", grpo={"kl_coefficient": 0.5})
+    results["without noise"] = train("without-noise", **WITHOUT_NOISE)
+    leave_process_group(ranks)
+    return results
+
+
+def killed_for_real(rank: int, num_ranks: int, run_dir: str) -> str:
+    """Rank 1 is killed with SIGKILL in the update of step 5."""
+    from rlhf_core.training.trainers.run import run_trainer
+
+    kill = Interrupting(Phase.TRAIN, 5, lambda: os.kill(os.getpid(), signal.SIGKILL)) if rank == 1 else None
+    return str(run_trainer(make_context(run_dir, tiny_spec(), rank, num_ranks, reporter=kill)))
+
+
+def train_and_evaluate(rank: int, num_ranks: int, run_dir: str, restart: int, plain_run_dir: str = "") -> list[str]:
+    """The two roles of a run, as the agent starts them; and on the way another run."""
+    from rlhf_core.training.evaluation import run_evaluator
+    from rlhf_core.training.trainers.run import run_trainer
+
+    context = make_context(run_dir, tiny_spec(), rank, num_ranks, restart)
+    trained = str(run_trainer(context))
+    return [trained] if restart else [trained, str(run_evaluator(context))]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> list[dict[str, Any]]:
+    return values(launch(every_scenario, 2, folder / "launch", folder=str(folder)))
+
+
+def told(folder: Path, name: str, restart: int = 0) -> dict[int, dict[str, float]]:
+    """What depends on the spec alone, by step."""
+    lines = read_models(RunDir(folder / name).attempt(1).restart(restart).metrics, MetricsLine)
+    steps = [line.step for line in lines]
+    assert len(steps) == len(set(steps)), f"a step is twice in the metrics of {name}"
+    return {
+        line.step: {key: value for key, value in line.metrics.items() if not key.startswith(("time/", "speed/"))}
+        for line in lines
+    }
+
+
+def final_state(folder: Path, name: str, step: int = 6) -> dict[str, Any]:
+    """What a checkpoint holds: files by checksum, states of the ranks by content (equal ones pickle differently)."""
+    import torch
+
+    checkpoint = RunDir(folder / name).checkpoint(step)
+    manifest = checkpoint.manifest()
+    assert manifest is not None, name
+    content: dict[str, Any] = {}
+    for path, found in manifest.files.items():
+        is_state = path.endswith(".pt")
+        content[path] = comparable(torch.load(checkpoint.root / path, weights_only=True)) if is_state else found.sha256
+    assert sum(path.endswith(".pt") for path in content) == manifest.num_ranks
+    return content
+
+
+def comparable(content: Any) -> Any:
+    """The same with every tensor as its bytes."""
+    if isinstance(content, dict):
+        return {key: comparable(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [comparable(value) for value in content]
+    return content.numpy().tobytes() if hasattr(content, "numpy") else content
+
+
+@pytest.mark.parametrize(("name", "step"), [("update", 4), ("rollout", 2), ("warm", 0)])
+def test_killed_and_resumed_is_the_same_as_straight(
+    results: list[dict[str, Any]], folder: Path, name: str, step: int
+) -> None:
+    """Bitwise: every metric of every step, the weights, and all that the last checkpoint holds."""
+    for result in results:
+        assert result[f"killed in {name}"].startswith("InterruptedError")
+        assert result[f"resumed {name}"] == "done"
+    straight, before, after = told(folder, "straight"), told(folder, name), told(folder, name, restart=1)
+    assert set(straight) == {1, 2, 3, 4, 5, 6}
+    assert set(after) == set(range(step + 1, 7)), "it goes on from the last complete checkpoint"
+    assert before | after == straight
+    assert all(before[number] == after[number] for number in before.keys() & after.keys())
+    assert final_state(folder, name) == final_state(folder, "straight")
+
+
+@pytest.mark.parametrize("part", ["optimizer", "random", "position"])
+def test_a_resume_that_forgets_something_is_caught(results: list[dict[str, Any]], folder: Path, part: str) -> None:
+    """Negative control of the test above: it sees each part of the state."""
+    assert [result[f"without {part}"] for result in results] == ["done", "done"]
+    straight, resumed = told(folder, "straight"), told(folder, f"without-{part}", restart=1)
+    assert set(resumed) == {5, 6}
+    assert any(resumed[number] != straight[number] for number in resumed)
+    assert final_state(folder, f"without-{part}") != final_state(folder, "straight")
+
+
+def test_the_same_seed_gives_the_same_run(results: list[dict[str, Any]], folder: Path) -> None:
+    assert results[0]["again"] == "done"
+    assert told(folder, "again") == told(folder, "straight")
+    assert final_state(folder, "again") == final_state(folder, "straight")
+    other = told(folder, "other-seed")
+    assert all(other[step] != told(folder, "straight")[step] for step in other)
+
+
+def test_every_row_is_used_once_before_any_is_used_again(results: list[dict[str, Any]], folder: Path) -> None:
+    """32 of 40 rows in one pass; warm start and main algorithm share the order."""
+    from rlhf_core.schemas.run import RunSpec
+    from rlhf_core.training.data import load_rows, row_indices
+
+    spec = RunSpec.model_validate(tiny_spec())
+    rows = load_rows(spec, "train")
+    used = [rows[index].uid for index in row_indices(len(rows), spec.seed, 0, 2 * 8 + 4 * 4)]
+    assert len(set(used)) == 32
+    lines = read_models(RunDir(folder / "straight").attempt(1).restart(0).samples, SampleLine)
+    assert [line.step for line in lines] == [3] * 4 + [5] * 4
+    assert [line.sample_index for line in lines] == [0, 1, 2, 3] * 2
+    assert lines[0].prompt_uid == used[16]
+    assert lines[4].prompt_uid == used[24]
+    assert lines[4].weight_version == 4
+    assert len({line.seed for line in lines}) == 8
+
+
+def test_metrics_have_their_names(results: list[dict[str, Any]], folder: Path) -> None:
+    lines = read_models(RunDir(folder / "straight").attempt(1).restart(0).metrics, MetricsLine)
+    shared = {"train/loss", "train/grad_norm", "train/learning_rate", "train/num_tokens", "speed/tokens_per_s"}
+    times = {f"time/{name}_s" for name in ("train", "checkpoint", "evaluate", "step")}
+    rollout = {
+        "length_mean", "truncated_share", "distinct_share", "zero_std_groups",
+        "entropy", "seed_digest", "completion_digest", "train_gap",
+    }  # fmt: skip
+    grpo = {"reward/mean", "reward/std", "reward/noisy_reward", "policy/clip_share", "policy/kl"}
+    assert [line.stage for line in lines] == ["sft"] * 2 + ["grpo"] * 4
+    assert set(lines[0].metrics) == shared | times
+    assert set(lines[2].metrics) == (
+        shared | times | grpo | {f"rollout/{name}" for name in rollout} | {"time/rollout_s", "time/reward_s"}
+    )
+    first = lines[2].metrics
+    assert first["policy/kl"] == 0, "the reference is the policy at the start of the main algorithm"
+    assert lines[5].metrics["policy/kl"] > 0
+    assert first["rollout/train_gap"] < 1e-5
+    assert 0 < first["rollout/entropy"] < math.log(128)
+    assert lines[3].metrics["time/checkpoint_s"] == 0
+    assert lines[4].metrics["time/checkpoint_s"] > 0, "written after the step before"
+
+
+def test_checkpoints_are_where_they_should_be(results: list[dict[str, Any]], folder: Path) -> None:
+    found = {checkpoint.step: checkpoint.manifest() for checkpoint in RunDir(folder / "straight").checkpoints()}
+    assert [(step, m.stage, m.stage_finished) for step, m in found.items() if m is not None] == [
+        (2, "sft", True),
+        (4, "grpo", False),
+        (6, "grpo", True),
+    ]
+
+
+def test_the_evaluation_before_is_made_once(results: list[dict[str, Any]], folder: Path) -> None:
+    reports = {}
+    for name in ("straight", "rollout"):
+        for how in ("greedy", "sampled"):
+            path = RunDir(folder / name).evaluation("before", how)
+            reports[name, how] = EvaluationReport.model_validate_json(path.read_bytes())
+    greedy, sampled = reports["straight", "greedy"], reports["straight", "sampled"]
+    assert greedy.checkpoint_step == sampled.checkpoint_step == 2
+    assert (greedy.num_prompts, greedy.num_samples, len(greedy.samples)) == (10, 10, 3)
+    assert (sampled.num_prompts, sampled.num_samples, len(sampled.samples)) == (10, 20, 3)
+    assert [sample.sample_index for sample in sampled.samples] == [0, 1, 0]
+    assert greedy.metric == "exact_match"
+    for how in ("greedy", "sampled"):
+        assert reports["rollout", how].samples == reports["straight", how].samples
+    killed_later = RunDir(folder / "update").evaluation("before", "greedy")
+    report = EvaluationReport.model_validate_json(killed_later.read_bytes())
+    assert report.checkpoint_step == 2
+
+
+def test_save_and_go_on_happens_at_the_same_step_on_all_ranks(results: list[dict[str, Any]], folder: Path) -> None:
+    assert [result["save"] for result in results] == ["done", "done"]
+    assert [checkpoint.step for checkpoint in RunDir(folder / "save").checkpoints()] == [2, 3, 4, 6]
+    assert told(folder, "save") == told(folder, "straight"), "saving changes nothing"
+
+
+def test_save_and_end_leaves_the_rest_to_later(results: list[dict[str, Any]], folder: Path) -> None:
+    assert [result["stop"] for result in results] == ["stopped_early"] * 2
+    assert set(told(folder, "stop")) == {1, 2, 3}
+    assert [result["after stop"] for result in results] == ["done", "done"]
+    assert told(folder, "stop") | told(folder, "stop", restart=1) == told(folder, "straight")
+    assert final_state(folder, "stop") == final_state(folder, "straight")
+    assert [result["stop at the end"] for result in results] == ["done", "done"], "nothing was left to stop"
+
+
+def test_a_finished_run_has_nothing_left_to_do(results: list[dict[str, Any]], folder: Path) -> None:
+    assert [result["finished already"] for result in results] == ["done", "done"]
+    assert told(folder, "straight", restart=1) == {}
+
+
+def test_a_run_can_be_made_longer(results: list[dict[str, Any]], folder: Path) -> None:
+    assert [result["longer"] for result in results] == ["done", "done"]
+    assert told(folder, "longer") | told(folder, "longer", restart=1) == told(folder, "straight-longer")
+    assert final_state(folder, "longer", 8) == final_state(folder, "straight-longer", 8)
+
+
+def test_a_loss_that_is_not_finite_ends_all_ranks_after_it_was_written(
+    results: list[dict[str, Any]], folder: Path
+) -> None:
+    for result in results:
+        assert result["not finite"].startswith("NonFiniteLoss: train/")
+        assert " at step 4;" in result["not finite"]
+    lines = told(folder, "not-finite")
+    assert not all(math.isfinite(lines[4][name]) for name in ("train/loss", "train/grad_norm"))
+    assert [checkpoint.step for checkpoint in RunDir(folder / "not-finite").checkpoints()] == [2]
+
+
+def test_a_disk_that_is_full_for_one_rank_is_full_for_all(results: list[dict[str, Any]], folder: Path) -> None:
+    for result in results:
+        assert result["full"].startswith("DiskFull: the disk became full while checkpoint 8 was written")
+        assert "rank 1: OSError: [Errno 28] No space left on device" in result["full"]
+    run_dir = RunDir(folder / "full")
+    assert [checkpoint.step for checkpoint in run_dir.checkpoints()] == [2, 4, 6]
+    for checkpoint in run_dir.checkpoints():
+        checkpoint.verify()
+    assert {path.name[0] for path in run_dir.checkpoints_dir.iterdir()} == {"s"}, "no partial folder is left"
+
+
+def test_a_batch_that_does_not_divide_is_refused(results: list[dict[str, Any]]) -> None:
+    assert all("BadConfig: found 3 rows per step for 2 ranks" in result["odd batch"] for result in results)
+
+
+def test_supervised_training_can_be_the_main_algorithm(results: list[dict[str, Any]], folder: Path) -> None:
+    assert [result["main is sft"] for result in results] == ["done", "done"]
+    losses = [line["train/loss"] for line in told(folder, "sft").values()]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0] - 0.1
+    report = RunDir(folder / "sft").evaluation("before", "greedy").read_text()
+    assert EvaluationReport.model_validate_json(report).checkpoint_step == 0
+
+
+def test_evaluation_during_training_is_a_metric_and_changes_nothing(
+    results: list[dict[str, Any]], folder: Path
+) -> None:
+    lines = told(folder, "evaluating")
+    measured = {step: line.pop("eval/greedy") for step, line in lines.items() if "eval/greedy" in line}
+    assert set(measured) == {3, 6}
+    assert all(0 <= value <= 1 for value in measured.values())
+    assert lines == told(folder, "straight")
+
+
+def test_all_ranks_beat_in_every_phase_and_count_the_same_collectives(results: list[dict[str, Any]]) -> None:
+    assert results[0]["collectives"] == results[1]["collectives"] > 0
+    for result in results:
+        beats = result["beats"]
+        assert beats["rollout 3"] >= 1 + 4, "one for every token position"
+        assert beats["reward 3"] >= 2
+        assert beats["train 3"] >= 2, "one for every micro-batch"
+        assert beats["checkpoint 4"] >= 2, "one for every file"
+        assert beats["evaluate 2"] >= 2
+        assert beats["setup 0"] >= 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# With processes of their own
+
+
+def test_a_rank_killed_for_real_and_the_run_resumed(results: list[dict[str, Any]], folder: Path) -> None:
+    run_dir = folder / "killed"
+    ended = launch(killed_for_real, 2, folder / "killed-launch", run_dir=str(run_dir))
+    assert ended[1].exit_code == -signal.SIGKILL
+    assert ended[0].exit_code == 1, "the other rank finds its peer gone"
+    assert set(told(folder, "killed")) == {1, 2, 3, 4}
+    resumed = launch(train_and_evaluate, 2, folder / "resumed-launch", run_dir=str(run_dir), restart=1)
+    assert values(resumed) == [["done"], ["done"]]
+    assert told(folder, "killed") | told(folder, "killed", restart=1) == told(folder, "straight")
+    assert final_state(folder, "killed") == final_state(folder, "straight")
+
+
+def test_one_rank_against_two(results: list[dict[str, Any]], folder: Path) -> None:
+    """The same seeds at every step, completions at the first step of GRPO, gradients but for rounding."""
+    run_dir = folder / "one"
+    assert values(launch(train_and_evaluate, 1, folder / "one-launch", run_dir=str(run_dir), restart=0)) == [
+        ["done", "done"]
+    ]
+    one, two = told(folder, "one"), told(folder, "straight")
+    assert set(one) == set(two)
+    for step in (3, 4, 5, 6):
+        assert one[step]["rollout/seed_digest"] == two[step]["rollout/seed_digest"]
+    assert len({line["rollout/seed_digest"] for step, line in one.items() if step > 2}) == 4
+    assert one[3]["rollout/completion_digest"] == two[3]["rollout/completion_digest"]
+    for name in ("train/loss", "train/grad_norm", "train/num_tokens"):
+        assert one[1][name] == pytest.approx(two[1][name], rel=1e-6)
+    after = EvaluationReport.model_validate_json(RunDir(run_dir).evaluation("after", "greedy").read_bytes())
+    assert after.checkpoint_step == 6
+    assert after.ci_low <= after.value <= after.ci_high
+    refused = launch(train_and_evaluate, 2, folder / "refused-launch", run_dir=str(run_dir), restart=1)
+    for result in refused:
+        assert "ResumeMismatch" in result.error
+        assert "was written by 1 ranks, this run has 2" in result.error
+    assert json.loads(RunDir(run_dir).checkpoint(6).complete.read_text())["num_ranks"] == 1
