@@ -7,6 +7,7 @@
     │   ├── PreflightBlocked        a blocking check failed
     │   └── UnknownRun              no run of that id or name in the history
     ├── HistoryError                the database cannot be used
+    │   ├── DatabaseUnavailable     it does not answer, is full, locked, not writable, or no database at all
     │   ├── UnsafeDatabase (2)      SQLite on a network file system
     │   ├── SchemaOutOfDate (2)     the database needs `rlhf db upgrade`
     │   ├── IllegalMove             a state change that the table of moves does not have
@@ -15,6 +16,7 @@
     │   └── SubmissionFailed        the job was not accepted
     ├── RunDirError                 the run directory is missing, foreign or damaged
     │   └── CheckpointCorrupt       a checkpoint's checksums do not hold
+    ├── PrefectUnavailable          no Prefect server can be used; nothing of a run depends on one
     ├── RunFailed                   a run ended without a model; the diagnosis is the message
     ├── RunCancelled (130)          the user ended the run
     └── WorkerError                 raised on the nodes; crosses to the control plane as text in outcome.json
@@ -60,6 +62,10 @@ class HistoryError(RlhfError):
     """The history database cannot be used."""
 
 
+class DatabaseUnavailable(HistoryError):
+    """The database does not answer, is full, locked or not writable, or the file is no database. It may pass."""
+
+
 class UnsafeDatabase(HistoryError):
     """The SQLite file would lie on a network file system, where its locks do not hold."""
 
@@ -94,6 +100,10 @@ class RunDirError(RlhfError):
 
 class CheckpointCorrupt(RunDirError):
     """A checkpoint's files do not match the checksums in its ``COMPLETE`` file."""
+
+
+class PrefectUnavailable(RlhfError):
+    """No Prefect server can be used. Nothing of a run depends on one: ``--no-prefect`` runs without."""
 
 
 class RunFailed(RlhfError):

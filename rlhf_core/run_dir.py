@@ -1,8 +1,8 @@
 """Every path of a run, and the only ways in which its files are written and read.
 
 Rules (docs/run_directory.md has the table of files): exactly one writer per file; whole files appear by
-write-then-rename; appended files are read to the last newline, and a line that does not parse is skipped, because a killed
-writer leaves a torn one behind.
+write-then-rename; appended files are read to the last newline, and a line that does not parse is skipped, because a
+killed writer leaves a torn one behind.
 """
 
 import hashlib
@@ -92,24 +92,25 @@ def claim(path: Path, text: str) -> bool:
 class LineWriter:
     """Appends schemas as JSON lines to a file that only this process writes.
 
-    If the writer before was killed in the middle of a line, the torn rest is closed off with a newline, so that it cannot
-    swallow the next line.
+    If the writer before was killed in the middle of a line, the torn rest is closed off with a newline, so that it
+    cannot swallow the next line.
     """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab")
+        # Unbuffered: what a full disk refused must not linger in a buffer and appear later, behind other lines.
+        self._file = path.open("ab", buffering=0)
         if self._file.tell() > 0:
             with path.open("rb") as reader:
                 reader.seek(-1, os.SEEK_END)
                 if reader.read(1) != b"\n":
                     self._file.write(b"\n")
-                    self._file.flush()
 
     def write(self, model: BaseModel) -> None:
         """Append one line and hand it to the operating system: it survives a kill of this process."""
-        self._file.write(model.model_dump_json().encode() + b"\n")
-        self._file.flush()
+        rest = memoryview(model.model_dump_json().encode() + b"\n")
+        while rest:
+            rest = rest[self._file.write(rest) :]
 
     def sync(self) -> None:
         """Bring what was written to the disk: it survives a power cut."""
@@ -134,7 +135,8 @@ def read_lines(path: Path, offset: int = 0, limit_bytes: int = 16 << 20) -> tupl
     except (FileNotFoundError, NotADirectoryError):
         return [], offset
     end = block.rfind(b"\n") + 1
-    return block[:end].splitlines(), offset + end
+    # Not splitlines(): that would also split at a stray carriage return, and positions of lines would no longer add up.
+    return block[:end].split(b"\n")[:-1], offset + end
 
 
 def parse_lines(lines: list[bytes], schema: type[Model]) -> Iterator[Model]:
@@ -355,6 +357,16 @@ class RunDir:
         return self.root / "control.jsonl"
 
     @property
+    def control_reserve(self) -> Path:
+        """Blocks held back so that the journal can still be written on a full disk; the holder of the lease frees them."""
+        return self.root / "control.reserve"
+
+    @property
+    def cancel_request(self) -> Path:
+        """What `rlhf cancel` asks of the controller (an ``AgentCommand``); the controller removes it once it is done."""
+        return self.root / "cancel.json"
+
+    @property
     def code(self) -> Path:
         """Revision, diff and snapshot of the user's code."""
         return self.root / "code"
@@ -441,7 +453,9 @@ def run_dirs(runs: Path) -> list[RunDir]:
     """Every run directory under ``runs``, by name."""
     if not runs.is_dir():
         return []
-    return [RunDir(path) for path in sorted(runs.iterdir()) if (path / "spec.json").is_file()]
+    # Names with a dot are directories in the making.
+    paths = sorted(path for path in runs.iterdir() if not path.name.startswith("."))
+    return [RunDir(path) for path in paths if (path / "spec.json").is_file()]
 
 
 def is_run_id(text: str) -> bool:

@@ -93,7 +93,9 @@ class AgentEvent(Schema):
     """When (UTC)."""
     kind: Literal[
         "agent_started",
+        "prebuild",
         "role_started",
+        "workers_started",
         "role_ended",
         "worker_exited",
         "suspect",

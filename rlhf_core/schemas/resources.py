@@ -72,3 +72,14 @@ class Submission(Schema):
     process_started: float = 0.0
     """Local scheduler only: start time of the job's process in seconds since the epoch, so that a reused process id is
     not taken for the job."""
+    marker: str = ""
+    """What every process of the job carries in its environment as ``RLHF_JOB``."""
+
+
+JOB_VARIABLE = "RLHF_JOB"
+"""Environment variable that every process of a job carries, so that what was left behind is found by its owner."""
+
+
+def job_marker(run_id: str, attempt: int) -> str:
+    """Value of :data:`JOB_VARIABLE`; in Slurm also the comment of the job."""
+    return f"{run_id}/{attempt}"

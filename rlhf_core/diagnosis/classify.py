@@ -1,0 +1,272 @@
+"""Why it ended: from exit codes, outcomes, logs, the scheduler's word and a hang's verdict to one kind of failure.
+
+One failure shows itself many times: a rank that dies breaks the connections of its peers, and the agent ends the
+rest. So every worker's end is read by itself first, and then the most telling one decides: roots before symptoms
+before cascades (see :mod:`rlhf_core.diagnosis.signatures`), and among equals the first to end.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rlhf_core.diagnosis import signatures
+from rlhf_core.diagnosis.signatures import Part
+from rlhf_core.diagnosis.verdict import Verdict
+from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.schemas.reports import WorkerOutcome
+
+SIGNAL_NAMES = {
+    1: "SIGHUP",
+    2: "SIGINT",
+    6: "SIGABRT",
+    7: "SIGBUS",
+    8: "SIGFPE",
+    9: "SIGKILL",
+    11: "SIGSEGV",
+    15: "SIGTERM",
+}
+"""Linux signal numbers; nothing of the operating system is imported here."""
+_SENT_FROM_OUTSIDE = {1, 2, 9, 15}
+
+
+@dataclass(frozen=True)
+class WorkerEnd:
+    """How one worker ended, as its agent saw it."""
+
+    rank: int
+    node: str
+    local_rank: int
+    exit_code: int | None
+    """Negative: the signal that ended it. None: it had not ended when the agent acted."""
+    ended_by_agent: bool = False
+    """The agent killed it, as it does with all workers after a failure: says nothing by itself."""
+    order: int = 0
+    """Which it was to end, from 0."""
+    outcome: WorkerOutcome | None = None
+    """What it wrote about itself, if it still could."""
+    log_tail: str = ""
+    """The last lines of its log."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that is known about an end."""
+
+    workers: tuple[WorkerEnd, ...] = ()
+    verdict: Verdict | None = None
+    """For a hang: who is to blame. The agent killed the workers because of it, so it decides."""
+    scheduler_state: str = ""
+    """The scheduler's word about the job, for instance ``NODE_FAIL`` or ``CANCELLED by 1000``; empty when it has
+    none."""
+    agent_log: str = ""
+    """The last lines of what the agents and the scheduler's own steps printed."""
+    oom_kills: int = 0
+    """Processes that the kernel killed for want of memory while the workers ran."""
+    agent_vanished: bool = False
+    """The job is gone and its agent left no outcome."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What it was."""
+
+    kind: FailureKind
+    message: str
+    """What happened, in one or two sentences for a person."""
+    fingerprint: str
+    """The same fault gives the same fingerprint: numbers, addresses and paths are left out of it."""
+    ranks: tuple[int, ...] = ()
+    """Ranks it began with; empty when none is to blame."""
+    nodes: tuple[str, ...] = ()
+    """Their nodes."""
+
+
+@dataclass(frozen=True)
+class _Finding:
+    kind: FailureKind
+    part: Part
+    text: str
+    subject: str
+    """What the fingerprint is made from."""
+    worker: WorkerEnd | None = None
+
+
+def classify(evidence: Evidence) -> Diagnosis:
+    """The kind of failure, its message and fingerprint."""
+    if evidence.verdict is not None:
+        return _hang(evidence.verdict, evidence.workers)
+    told = _from_scheduler(evidence.scheduler_state)
+    if told is not None and told.part is Part.ROOT:
+        return _diagnosis(told)
+    findings = [finding for worker in evidence.workers for finding in _from_worker(worker, evidence.oom_kills)]
+    findings += _from_text(evidence.agent_log) if not evidence.workers else []
+    findings += [told] if told is not None else []
+    if not findings:
+        return _diagnosis(_without_findings(evidence))
+    best = min(findings, key=_rank_of_finding)
+    return _diagnosis(best)
+
+
+def fingerprint(kind: FailureKind, subject: str) -> str:
+    """12 hexadecimal digits that are equal for the same fault, whatever its numbers, addresses and paths."""
+    plain = re.sub(r"0x[0-9a-fA-F]+|/[^\s'\":,)]+|\d+(\.\d+)?(e[+-]?\d+)?", "#", subject)
+    return hashlib.sha256(f"{kind}|{' '.join(plain.split())}".encode()).hexdigest()[:12]
+
+
+def _rank_of_finding(finding: _Finding) -> tuple[int, int, int]:
+    order = finding.worker.order if finding.worker is not None else 0
+    return (finding.part, finding.kind is FailureKind.UNKNOWN, order)
+
+
+def _diagnosis(finding: _Finding) -> Diagnosis:
+    worker = finding.worker
+    blamed = worker is not None and finding.part is not Part.CASCADE
+    return Diagnosis(
+        kind=finding.kind,
+        message=finding.text,
+        fingerprint=fingerprint(finding.kind, finding.subject),
+        ranks=(worker.rank,) if worker is not None and blamed and worker.rank >= 0 else (),
+        nodes=(worker.node,) if worker is not None and blamed else (),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Hangs, and what the scheduler says
+
+
+def _hang(verdict: Verdict, workers: Sequence[WorkerEnd]) -> Diagnosis:
+    nodes = tuple(sorted({worker.node for worker in workers if worker.rank in verdict.ranks}))
+    return Diagnosis(
+        kind=verdict.kind,
+        message=f"The workers hung: {verdict.reason}.",
+        fingerprint=fingerprint(verdict.kind, verdict.reason),
+        ranks=verdict.ranks,
+        nodes=nodes,
+    )
+
+
+def _from_scheduler(state: str) -> _Finding | None:
+    match = signatures.match_line(state) if state else None
+    if match is None or match.part is Part.TEARDOWN:
+        return None
+    return _Finding(match.kind, match.part, f"The scheduler ended the job: {state}.", match.kind)
+
+
+def _without_findings(evidence: Evidence) -> _Finding:
+    if evidence.agent_vanished:
+        text = "The agent ended without an outcome, and its workers with it; nothing says why."
+        return _Finding(FailureKind.AGENT_KILLED, Part.ROOT, text, "agent vanished")
+    text = "It ended, and nothing says why: no outcome, no telling line in the logs."
+    return _Finding(FailureKind.UNKNOWN, Part.ROOT, text, "nothing")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One worker
+
+
+def _from_worker(worker: WorkerEnd, oom_kills: int) -> list[_Finding]:
+    outcome = worker.outcome
+    if outcome is not None and not outcome.ok:
+        return [_from_outcome(worker, outcome)]
+    if worker.ended_by_agent or worker.exit_code is None or (outcome is not None and worker.exit_code == 0):
+        return []
+    if worker.exit_code < 0:
+        return [_from_signal(worker, -worker.exit_code, oom_kills)]
+    return [_from_log(worker, f"ended with exit code {worker.exit_code} and wrote no outcome")]
+
+
+def _from_outcome(worker: WorkerEnd, outcome: WorkerOutcome) -> _Finding:
+    error = outcome.error_type.rpartition(".")[2]
+    kind, part = _kind_of_error(outcome)
+    first_line = outcome.message.strip().partition("\n")[0]
+    text = f"{_name(worker)} failed in phase {outcome.phase} at step {outcome.step}: {error}: {first_line}"
+    return _Finding(kind, part, text, f"{error}|{first_line}|{_frames(outcome.traceback)}", worker)
+
+
+def _kind_of_error(outcome: WorkerOutcome) -> tuple[FailureKind, Part]:
+    known = ERRORS.get(outcome.error_type)
+    if known is not None:
+        return known
+    # The line that Python itself prints: class and message together are what the signatures know.
+    error = outcome.error_type.rpartition(".")[2]
+    match = signatures.find(f"{error}: {outcome.message}")
+    if match is not None:
+        return match.kind, match.part
+    if error in GENERIC_ERRORS:
+        return GENERIC_ERRORS[error]
+    match = signatures.find(outcome.traceback)
+    return (match.kind, match.part) if match is not None else (FailureKind.UNKNOWN, Part.SYMPTOM)
+
+
+def _from_signal(worker: WorkerEnd, number: int, oom_kills: int) -> _Finding:
+    signal = SIGNAL_NAMES.get(number, f"signal {number}")
+    if number == 9 and oom_kills > 0:
+        text = f"{_name(worker)} was killed by the kernel: the node, or the job's share of it, ran out of main memory."
+        return _Finding(FailureKind.HOST_OOM, Part.ROOT, text, "oom kill", worker)
+    if number in _SENT_FROM_OUTSIDE:
+        text = f"{_name(worker)} was ended by {signal}; nothing in the job explains it."
+        return _Finding(FailureKind.WORKER_KILLED, Part.ROOT, text, signal, worker)
+    return _from_log(worker, f"was ended by {signal}")
+
+
+def _from_log(worker: WorkerEnd, what: str) -> _Finding:
+    match = signatures.find(worker.log_tail)
+    if match is None:
+        last = next((line.strip() for line in reversed(worker.log_tail.splitlines()) if line.strip()), "")
+        said = f"the last line of its log: {last[:300]}" if last else "its log is empty"
+        text = f"{_name(worker)} {what}; {said}"
+        return _Finding(FailureKind.UNKNOWN, Part.SYMPTOM, text, f"{what}|{last}", worker)
+    return _Finding(match.kind, match.part, f"{_name(worker)} {what}: {match.line[:300]}", match.line, worker)
+
+
+def _from_text(text: str) -> list[_Finding]:
+    match = signatures.find(text)
+    return [_Finding(match.kind, match.part, f"The log says: {match.line[:300]}", match.line)] if match else []
+
+
+def _name(worker: WorkerEnd) -> str:
+    rank = f"Rank {worker.rank}" if worker.rank >= 0 else "A worker that had no rank yet"
+    return f"{rank} (local rank {worker.local_rank} on {worker.node})"
+
+
+def _frames(traceback: str) -> str:
+    """Names of the innermost functions: they tell two faults with the same message apart."""
+    return ">".join(re.findall(r", in (\S+)", traceback)[-3:])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Error classes
+
+
+def _own(names: Iterable[str], kind: FailureKind) -> dict[str, tuple[FailureKind, Part]]:
+    return {f"rlhf_core.errors.{name}": (kind, Part.ROOT) for name in names}
+
+
+ERRORS: dict[str, tuple[FailureKind, Part]] = {
+    **_own(("BadInput", "BadConfig", "RunDirError"), FailureKind.CONFIG),
+    **_own(("BadData",), FailureKind.DATA),
+    **_own(("CheckpointCorrupt", "ResumeMismatch"), FailureKind.CHECKPOINT_CORRUPT),
+    **_own(("MetricsMismatch",), FailureKind.COLLECTIVE_MISMATCH),
+    **_own(("RewardFailed",), FailureKind.REWARD_FUNCTION),
+    **_own(("DiskFull",), FailureKind.DISK_FULL),
+    **_own(("NonFiniteLoss",), FailureKind.NON_FINITE),
+    "builtins.ImportError": (FailureKind.IMPORT_ERROR, Part.ROOT),
+    "builtins.ModuleNotFoundError": (FailureKind.IMPORT_ERROR, Part.ROOT),
+    "builtins.MemoryError": (FailureKind.HOST_OOM, Part.ROOT),
+    "builtins.ConnectionResetError": (FailureKind.NETWORK, Part.CASCADE),
+    "builtins.ConnectionAbortedError": (FailureKind.NETWORK, Part.CASCADE),
+    "builtins.BrokenPipeError": (FailureKind.NETWORK, Part.CASCADE),
+}
+"""Classes that need no reading of their message, by full name."""
+
+GENERIC_ERRORS: dict[str, tuple[FailureKind, Part]] = {
+    "EOFError": (FailureKind.NETWORK, Part.CASCADE),
+    "ConnectionRefusedError": (FailureKind.NETWORK, Part.CASCADE),
+    "DistBackendError": (FailureKind.NETWORK, Part.CASCADE),
+    "DistNetworkError": (FailureKind.RENDEZVOUS, Part.SYMPTOM),
+    "DistStoreError": (FailureKind.RENDEZVOUS, Part.SYMPTOM),
+    "TimeoutError": (FailureKind.COLLECTIVE_HANG, Part.SYMPTOM),
+    "ValidationError": (FailureKind.CONFIG, Part.ROOT),
+}
+"""Classes that say something when their message says nothing, by the last part of their name."""

@@ -1,0 +1,131 @@
+"""Alive, or hung: a pure rule over beats and a clock.
+
+A worker hangs when it has been silent for longer than ``max(floor, factor x longest silence that ended well)`` in its
+phase. The rule is about the gap between two beats, not about how long a phase takes: long phases beat inside. Two more
+things keep it from false alarms:
+
+- whoever waits inside a collective is not judged as long as somebody it may be waiting for is at work within its own
+  limit: a trainer that waits for a slow rollout is not hung;
+- the first silence of each phase has the allowance of the set-up (compilation, warming caches) and teaches nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlhf_core.schemas.reports import Phase, RankStatus
+from rlhf_core.schemas.run import SuperviseSpec
+
+STOPPED_STATES = frozenset("Tt")
+"""Letters of ``/proc/<pid>/stat`` for a process that was stopped (SIGSTOP, or a debugger)."""
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A worker that has been silent for too long."""
+
+    status: RankStatus
+    limit_s: float
+    """Silence that was allowed, in seconds."""
+
+
+class GapTracker:
+    """Remembers, over all restarts, the longest silence of each phase that ended well."""
+
+    def __init__(self, gap_factor: float, floor_s: float, setup_floor_s: float) -> None:
+        self._gap_factor = gap_factor
+        self._floor_s = floor_s
+        self._setup_floor_s = setup_floor_s
+        self._longest_s: dict[Phase, float] = {}
+        self._last: dict[int, RankStatus] = {}
+        self._seen: set[tuple[int, Phase]] = set()
+        self._spoiled: set[int] = set()
+
+    @classmethod
+    def of(cls, spec: SuperviseSpec) -> "GapTracker":
+        """A tracker with the thresholds of a run."""
+        return cls(spec.gap_factor, spec.floor_s, spec.setup_floor_s)
+
+    def begin_restart(self) -> None:
+        """New workers: what was learned stays, what was being watched is forgotten."""
+        self._last.clear()
+        self._seen.clear()
+        self._spoiled.clear()
+
+    def longest_s(self, phase: Phase) -> float:
+        """Longest silence of a phase that ended well, in seconds; 0 when none was seen."""
+        return self._longest_s.get(phase, 0.0)
+
+    def observe(self, ranks: Sequence[RankStatus]) -> None:
+        """Take note of one reading of all workers.
+
+        A silence counts once it has ended, with the age at which it was last seen. It teaches nothing when a process
+        was stopped meanwhile, its own or a peer's, nor when it was spent waiting in a collective for a peer that was
+        outside.
+        """
+        for rank in ranks:
+            last = self._last.get(rank.local_rank)
+            if last is not None and last.sequence != rank.sequence:
+                self._learn(last)
+            self._last[rank.local_rank] = rank
+        stopped = any(rank.process_state in STOPPED_STATES for rank in ranks)
+        outside = any(not rank.in_collective for rank in ranks)
+        self._spoiled.update(rank.local_rank for rank in ranks if stopped or (outside and rank.in_collective))
+
+    def _learn(self, ended: RankStatus) -> None:
+        key = (ended.local_rank, ended.phase)
+        if key in self._seen and ended.local_rank not in self._spoiled:
+            self._longest_s[ended.phase] = max(self.longest_s(ended.phase), ended.age_s)
+        self._seen.add(key)
+        self._spoiled.discard(ended.local_rank)
+
+    def limit_s(self, rank: RankStatus) -> float:
+        """Silence allowed to a worker in its present phase, in seconds."""
+        learned = self._gap_factor * self.longest_s(rank.phase)
+        if rank.phase is Phase.SETUP:
+            return max(self._setup_floor_s, learned)
+        if (rank.local_rank, rank.phase) not in self._seen:
+            return max(self._floor_s, self._setup_floor_s, learned)
+        return max(self._floor_s, learned)
+
+
+def judge(ranks: Sequence[RankStatus], tracker: GapTracker) -> list[Suspect]:
+    """Workers that have been silent for too long; empty while all is well.
+
+    Args:
+        ranks: All workers of the role that have not ended, as just read; ``observe`` was called with them before.
+        tracker: Thresholds and what was learned.
+    """
+    silent = [Suspect(rank, tracker.limit_s(rank)) for rank in ranks if rank.age_s > tracker.limit_s(rank)]
+    suspects = [one for one in silent if not one.status.in_collective or one.status.process_state in STOPPED_STATES]
+    if suspects:
+        return suspects
+    # All that are silent wait in a collective. It is a hang only when there is nobody left to wait for.
+    return silent if len(silent) == len(ranks) else []
+
+
+class LoopClock:
+    """Notices that the watcher itself stood still: a suspended job, a frozen machine.
+
+    Ages measured over such a pause say nothing about the workers, so they are counted from its end.
+    """
+
+    def __init__(self, tolerance_s: float = 2.0) -> None:
+        self._tolerance_s = tolerance_s
+        self._last_s: float | None = None
+        self._rebased_at_s = float("-inf")
+
+    def tick(self, now_s: float) -> bool:
+        """Called once per round with the monotonic time; True when the watcher stood still since the last round."""
+        stalled = self._last_s is not None and now_s - self._last_s > self._tolerance_s
+        if stalled:
+            self._rebased_at_s = now_s
+        self._last_s = now_s
+        return stalled
+
+    def skip(self, now_s: float) -> None:
+        """The watcher was busy on purpose (it collected evidence): not a pause."""
+        self._last_s = now_s
+
+    def age_s(self, beat_s: float, now_s: float) -> float:
+        """Silence since a beat, not counting what was before the last pause."""
+        return max(0.0, now_s - max(beat_s, self._rebased_at_s))

@@ -1,0 +1,162 @@
+"""What is done about a failure: the recovery ladder as a pure function of the failure and of what was tried before.
+
+The ladder: start the workers again in place (seconds) -> a new attempt -> stop with the diagnosis. A failure that
+comes back every time is not retried at all; one that may be chance is retried a bounded number of times without
+checkpoint progress; one that the scheduler causes is retried for as long as checkpoints advance.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rlhf_core.schemas.failures import Action, FailureKind
+from rlhf_core.schemas.run import SuperviseSpec
+
+ALLOWED_BY_SPEC = 1_000_000
+"""As many retries as the run's own budget allows."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How often one kind of failure is retried without checkpoint progress, and why not more often."""
+
+    in_place: int
+    """Restarts inside the same allocation."""
+    attempts: int
+    """New attempts after the first."""
+    why: str
+    """Ends the sentence "... because"."""
+
+
+class Choice(NamedTuple):
+    """One rung of the ladder."""
+
+    action: Action
+    delay_s: float
+    """Wait before acting, in seconds."""
+    reason: str
+    """Why, in a sentence for a person."""
+
+
+_EVERY_TIME = "it would fail in the same way again"
+
+RULES: dict[FailureKind, Rule] = {
+    FailureKind.PREEMPTION: Rule(0, ALLOWED_BY_SPEC, "the scheduler took the nodes back"),
+    FailureKind.TIME_LIMIT: Rule(0, ALLOWED_BY_SPEC, "the allocation has no time left"),
+    FailureKind.NODE_LOST: Rule(0, 3, "the allocation lacks a node"),
+    FailureKind.AGENT_KILLED: Rule(0, 3, "nobody watches the workers any more"),
+    FailureKind.GPU_HARDWARE: Rule(0, 3, "the GPU must be left alone"),
+    FailureKind.COLLECTIVE_HANG: Rule(ALLOWED_BY_SPEC, 3, "it comes back wherever it runs"),
+    FailureKind.HANG: Rule(ALLOWED_BY_SPEC, 3, "it comes back wherever it runs"),
+    FailureKind.WORKER_KILLED: Rule(ALLOWED_BY_SPEC, 3, "something outside the job keeps ending its workers"),
+    FailureKind.NETWORK: Rule(ALLOWED_BY_SPEC, 3, "the network does not recover"),
+    FailureKind.RENDEZVOUS: Rule(ALLOWED_BY_SPEC, 3, "the ranks do not find each other"),
+    FailureKind.ENGINE: Rule(ALLOWED_BY_SPEC, 3, "the engine keeps failing"),
+    FailureKind.FILE_SYSTEM: Rule(1, 3, "the file system stays unusable on these nodes"),
+    FailureKind.ILLEGAL_ACCESS: Rule(1, 1, "half of these are bugs, which come back"),
+    FailureKind.HOST_OOM: Rule(1, 1, "it needs more memory, or fewer workers"),
+    FailureKind.UNKNOWN: Rule(1, 1, "one retry is enough to see whether it was chance"),
+    FailureKind.CUDA_OOM: Rule(0, 0, "the same batch needs the same memory again: lower train.micro_batch_size"),
+    FailureKind.NON_FINITE: Rule(0, 0, "the same steps give the same numbers again: lower the learning rate"),
+    FailureKind.DEGENERATE_RL: Rule(0, 0, "the same steps give the same result again: change the reward or the config"),
+    FailureKind.COLLECTIVE_MISMATCH: Rule(0, 0, "ranks that disagree are a bug in the code"),
+    FailureKind.CHECKPOINT_CORRUPT: Rule(0, 0, "the checkpoint stays as it is"),
+    FailureKind.DISK_FULL: Rule(0, 0, "the disk stays full until somebody makes room"),
+    FailureKind.IMPORT_ERROR: Rule(0, 0, _EVERY_TIME),
+    FailureKind.CONFIG: Rule(0, 0, _EVERY_TIME),
+    FailureKind.SHAPE: Rule(0, 0, _EVERY_TIME),
+    FailureKind.DATA: Rule(0, 0, _EVERY_TIME),
+    FailureKind.REWARD_FUNCTION: Rule(0, 0, _EVERY_TIME),
+    FailureKind.USER_CANCEL: Rule(0, 0, "the user ended it"),
+}
+"""One row per kind. docs/failures.md is made from it."""
+
+
+def decide_in_place(
+    kind: FailureKind, restarts_without_progress: int, spec: SuperviseSpec, *, same_fingerprint_before: bool = False
+) -> Choice:
+    """What agent 0 does about a failure inside its allocation.
+
+    Args:
+        kind: What went wrong.
+        restarts_without_progress: Restarts in place already made since the last new checkpoint.
+        spec: The run's budget.
+        same_fingerprint_before: Whether the very same failure was seen before in this attempt without progress between.
+
+    Returns:
+        ``RESTART_IN_PLACE``; or ``NEW_ATTEMPT``: the allocation is given up, and whether there is a new one is for
+        the controller to decide; or ``STOP``: a new attempt would not help either, as the controller will find by the
+        same rules.
+    """
+    rule = RULES[kind]
+    if rule.in_place == 0 and rule.attempts == 0:
+        return Choice(Action.STOP, 0.0, f"{kind} is not retried, because {rule.why}")
+    if kind is FailureKind.UNKNOWN and same_fingerprint_before:
+        return Choice(Action.STOP, 0.0, "the same unknown failure came back after a restart in place: it is not chance")
+    allowed = min(rule.in_place, spec.max_restarts)
+    if restarts_without_progress < allowed:
+        number = restarts_without_progress + 1
+        return Choice(
+            Action.RESTART_IN_PLACE,
+            0.0,
+            f"restart in place {number} of {allowed} allowed for {kind} without a new checkpoint",
+        )
+    if allowed == 0:
+        why = rule.why if rule.in_place == 0 else "supervise.max_restarts is 0"
+        return Choice(Action.NEW_ATTEMPT, 0.0, f"{kind} is not retried in place, because {why}")
+    return Choice(
+        Action.NEW_ATTEMPT,
+        0.0,
+        f"{restarts_without_progress} restarts in place without a new checkpoint, {allowed} allowed for {kind}: "
+        f"the allocation is given up",
+    )
+
+
+def decide_next(
+    kind: FailureKind,
+    attempts_without_progress: int,
+    same_fingerprint_before: bool,
+    spec: SuperviseSpec,
+    random: float,
+) -> Choice:
+    """What the controller does about an attempt that ended badly.
+
+    Args:
+        kind: What went wrong.
+        attempts_without_progress: Attempts in a row that left no newer checkpoint, the one that just ended included;
+            0 when that one left one.
+        same_fingerprint_before: Whether an earlier attempt ended with the same fingerprint, without a new checkpoint
+            between.
+        spec: The run's budget.
+        random: A number in [0, 1) that spreads the back-off, so that many runs do not return at once.
+
+    Returns:
+        ``NEW_ATTEMPT`` with its back-off, or ``STOP``.
+    """
+    rule = RULES[kind]
+    if rule.attempts == 0:
+        return Choice(Action.STOP, 0.0, f"{kind} is not retried, because {rule.why}")
+    if kind is FailureKind.UNKNOWN and same_fingerprint_before:
+        return Choice(Action.STOP, 0.0, "the same unknown failure came back in a new attempt: it is not chance")
+    allowed = min(rule.attempts + 1, spec.max_attempts)
+    if attempts_without_progress >= allowed:
+        return Choice(
+            Action.STOP,
+            0.0,
+            f"{attempts_without_progress} attempts without a new checkpoint, {allowed} allowed for {kind}"
+            + (f": {rule.why}" if rule.attempts != ALLOWED_BY_SPEC else ""),
+        )
+    if attempts_without_progress == 0:
+        return Choice(Action.NEW_ATTEMPT, 0.0, f"{kind} after a new checkpoint: going on from it")
+    return Choice(
+        Action.NEW_ATTEMPT,
+        backoff_s(attempts_without_progress, spec, random),
+        f"attempt without a new checkpoint {attempts_without_progress} of {allowed} allowed for {kind}",
+    )
+
+
+def backoff_s(failures: int, spec: SuperviseSpec, random: float) -> float:
+    """Wait after so many failures in a row, in seconds: doubles up to the longest, then is spread over its upper
+    half."""
+    # The exponent is bounded so that a long history cannot overflow.
+    longest = min(spec.max_backoff_s, spec.backoff_s * 2.0 ** min(max(failures, 1) - 1, 30))
+    return longest * (0.5 + 0.5 * random)

@@ -1,0 +1,76 @@
+"""Who is to blame for a hang: a pure rule over what all ranks were doing.
+
+Recovery needs no culprit, all workers are started again anyway. Blame is for the person who reads the incident, and for
+leaving a node out.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from rlhf_core.diagnosis.liveness import STOPPED_STATES
+from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.schemas.reports import RankStatus
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of looking at all ranks at once."""
+
+    kind: FailureKind
+    """``HANG`` where a rank stands still by itself, ``COLLECTIVE_HANG`` where all of them wait for each other."""
+    ranks: tuple[int, ...]
+    """Ranks to blame; empty when no single one is."""
+    reason: str
+    """What speaks for it, in a sentence for a person."""
+
+
+def blame(ranks: Sequence[RankStatus], silent: Collection[int] = ()) -> Verdict:
+    """Name the ranks to blame. The first rule that holds decides.
+
+    1. A process that was stopped (state T) can do nothing.
+    2. A rank that has entered fewer collectives than the others keeps them waiting.
+    3. A rank outside while others wait inside a collective keeps them waiting.
+    4. Nobody is in a collective: each silent rank stands still by itself.
+    5. All are in the same collective: the network, or ranks that disagree about it; no single culprit.
+
+    Args:
+        ranks: All workers of the role that have not ended; at least one.
+        silent: Ranks over their limit, for rule 4; without it, the one that has been silent for longest.
+    """
+    stopped = [rank for rank in ranks if rank.process_state in STOPPED_STATES]
+    if stopped:
+        return Verdict(FailureKind.HANG, _numbers(stopped), _say(stopped, "was stopped (process state T)"))
+    furthest = max(rank.collectives for rank in ranks)
+    behind = [rank for rank in ranks if rank.collectives < furthest]
+    if behind:
+        inside = all(rank.in_collective for rank in behind)
+        kind = FailureKind.COLLECTIVE_HANG if inside else FailureKind.HANG
+        return Verdict(
+            kind, _numbers(behind), _say(behind, f"has not entered collective {furthest} that others wait in")
+        )
+    outside = [rank for rank in ranks if not rank.in_collective]
+    if outside and len(outside) < len(ranks):
+        what = f"is not in collective {furthest} that others wait in"
+        return Verdict(FailureKind.HANG, _numbers(outside), _say(outside, what))
+    if outside:
+        oldest = max(ranks, key=lambda rank: rank.age_s)
+        still = [rank for rank in ranks if rank.rank in silent] or [oldest]
+        return Verdict(FailureKind.HANG, _numbers(still), _say(still, "stands still outside any collective"))
+    return Verdict(
+        FailureKind.COLLECTIVE_HANG,
+        (),
+        f"all {len(ranks)} ranks wait in collective {furthest}: the network, or ranks that disagree about it; "
+        f"no single rank is to blame",
+    )
+
+
+def _numbers(ranks: Sequence[RankStatus]) -> tuple[int, ...]:
+    return tuple(sorted(rank.rank for rank in ranks))
+
+
+def _say(ranks: Sequence[RankStatus], what: str) -> str:
+    return "; ".join(
+        f"rank {rank.rank} {what}, silent for {rank.age_s:.1f} s in phase {rank.phase} at step {rank.step}"
+        + (", blocked in the kernel (state D)" if rank.process_state == "D" else "")
+        for rank in sorted(ranks, key=lambda rank: rank.rank)
+    )

@@ -1,0 +1,94 @@
+"""The one interface behind which schedulers differ.
+
+Silence is not death: what a scheduler does not know is ``UNKNOWN``, and the caller keeps the last state it knew.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
+
+from rlhf_core.schemas.resources import Inventory, Placement, Submission
+
+
+class JobState(StrEnum):
+    """Where a job stands, as far as its scheduler can tell."""
+
+    PENDING = "pending"
+    """Accepted; waits for nodes."""
+    RUNNING = "running"
+    """Its agents are at work."""
+    ENDED = "ended"
+    """Nothing of it runs any more. How it went stands in ``outcome.json``."""
+    UNKNOWN = "unknown"
+    """The scheduler did not answer, or cannot know from here. Says nothing about the job."""
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """One answer about one job."""
+
+    state: JobState
+    """Where it stands."""
+    reason: str = ""
+    """Why, in the scheduler's words or a sentence for a person: why it waits, how it ended."""
+    nodes: tuple[str, ...] = ()
+    """Nodes it has."""
+    exit_code: int | None = None
+    """Exit code, where the scheduler knows it."""
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """One attempt, ready to be submitted."""
+
+    run_id: str
+    """The run."""
+    placement: Placement
+    """Number of the attempt, nodes, GPUs, exclusions."""
+    scheduler_dir: Path
+    """Folder for the scheduler's own files: script, output of the agents."""
+    command: tuple[str, ...]
+    """Command line of the agent, started once on every node."""
+    cpus_per_node: int
+    """Processor cores on every node."""
+    memory_gb: float
+    """Main memory per node in GiB; 0 leaves it to the scheduler."""
+    time_limit_s: int
+    """Longest life of the job in seconds."""
+    environment: Mapping[str, str]
+    """Variables added to the environment of the job."""
+
+
+class Scheduler(Protocol):
+    """What the control plane asks of a scheduler. No method waits for a job."""
+
+    name: str
+    """``local`` or ``slurm``."""
+
+    def inventory(self) -> Inventory:
+        """What it can give.
+
+        Raises:
+            SchedulerError: it does not answer.
+        """
+
+    def submit(self, request: JobRequest) -> Submission:
+        """Start the job once.
+
+        Raises:
+            SubmissionFailed: it was not accepted; nothing of it runs.
+        """
+
+    def status(self, submissions: Sequence[Submission]) -> dict[str, JobStatus]:
+        """Where jobs stand, by job id, in one question for all of them."""
+
+    def find(self, run_id: str, attempt: int) -> Submission | None:
+        """The living job of an attempt whose submission was not recorded, to be adopted; None where there is none."""
+
+    def cancel(self, submission: Submission) -> bool:
+        """End everything of the job, also what its agent left behind; True once it is proven gone.
+
+        Harmless for a job that has ended.
+        """

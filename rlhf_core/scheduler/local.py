@@ -1,0 +1,285 @@
+"""This machine as a scheduler, for development, for tests and for single-node runs.
+
+submitit's local executor starts a small controller process, which starts the agent, keeps its output and enforces the
+time limit (SIGUSR2 ahead of it: save and stop). Two things are changed. The controller runs the agent's own command
+line, so no pickle is loaded in the compute environment. And it gets its own session, so that the job survives the
+process that submitted it and a Ctrl-C in its terminal does not reach the job.
+
+Nothing is remembered in memory: status, find and cancel work from any process of this user on this machine.
+"""
+
+import contextlib
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+from submitit.local.local import LocalExecutor, LocalJob
+
+from rlhf_core.errors import SubmissionFailed
+from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus
+from rlhf_core.scheduler.command import job_environment
+from rlhf_core.schemas.resources import JOB_VARIABLE, Inventory, Submission, job_marker
+
+END_PATIENCE_S = 15.0
+"""How long an agent may take to end its workers and write its outcome before it is killed."""
+KILL_PATIENCE_S = 10.0
+"""How long killed processes may take to be gone."""
+
+_CONTROLLER_MODULE = "submitit.local._local"
+_COMMAND_VARIABLE = "SUBMITIT_LOCAL_COMMAND"
+_START_TOLERANCE_S = 2.0
+"""Start times are worked out from the boot time, which the system's clock may correct by a little."""
+_PRIVATE_VARIABLES = ("RLHF_DATABASE_URL", "PREFECT_API_KEY", "PREFECT_API_AUTH_STRING")
+"""Settings of the control plane that hold secrets; user code in a job has no business with them."""
+
+_children: dict[int, "subprocess.Popen[bytes]"] = {}
+"""Controllers started by this very process: it must collect their exit, or they stay as zombies."""
+
+
+class LocalScheduler:
+    """Runs jobs on this machine; the other half of the interface is in :mod:`rlhf_core.scheduler.base`."""
+
+    name = "local"
+
+    def inventory(self) -> Inventory:
+        """This machine: cores this process may use, memory it may have, NVIDIA GPUs by their device files."""
+        return Inventory(
+            node_names=(socket.gethostname(),),
+            cpus_per_node=len(os.sched_getaffinity(0)),
+            memory_gb=_memory_bytes() / 2**30,
+            gpus_per_node=sum(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia*")),
+        )
+
+    def submit(self, request: JobRequest) -> Submission:
+        """Start the job's controller.
+
+        Raises:
+            SubmissionFailed: more than one node was asked for, the interpreter does not exist, or the system refused.
+        """
+        if request.placement.num_nodes != 1:
+            raise SubmissionFailed(
+                f"the local scheduler has 1 node, the placement asks for {request.placement.num_nodes}; "
+                f"set resources.num_nodes = 1"
+            )
+        if shutil.which(request.command[0]) is None:
+            raise SubmissionFailed(
+                f"{request.command[0]} is no executable program on this machine; set RLHF_COMPUTE_PYTHON to the Python "
+                f"interpreter of the compute environment"
+            )
+        executor = _Executor(request)
+        try:
+            job = executor.submit(_replaced_by_the_command)
+        except OSError as error:
+            raise SubmissionFailed(f"the job could not be started: {error}") from error
+        pid = int(job.job_id)
+        return Submission(
+            attempt=request.placement.attempt,
+            scheduler=self.name,
+            job_id=job.job_id,
+            command=request.command,
+            host=socket.gethostname(),
+            process_started=_start_time(pid),
+            marker=executor.variables[JOB_VARIABLE],
+        )
+
+    def status(self, submissions: Sequence[Submission]) -> dict[str, JobStatus]:
+        """Where jobs stand, by job id. A job whose controller and agent are gone has ended."""
+        return {submission.job_id: _status(submission) for submission in submissions}
+
+    def find(self, run_id: str, attempt: int) -> Submission | None:
+        """The living job of an attempt, by the marker that its processes carry."""
+        marker = job_marker(run_id, attempt)
+        processes = sorted(_marked(marker), key=lambda process: process.create_time())
+        for process in processes:
+            with contextlib.suppress(psutil.Error):
+                command = tuple(shlex.split(process.environ().get(_COMMAND_VARIABLE, "")))
+                if command and _drives(process, command):
+                    return Submission(
+                        attempt=attempt,
+                        scheduler=self.name,
+                        job_id=str(process.pid),
+                        command=command,
+                        host=socket.gethostname(),
+                        process_started=process.create_time(),
+                        marker=marker,
+                    )
+        return None
+
+    def cancel(self, submission: Submission) -> bool:
+        """End the job: its agent is asked first, so that it can write its outcome, then everything is killed.
+
+        Takes up to ``END_PATIENCE_S + KILL_PATIENCE_S`` seconds. False when something is still there afterwards, or
+        when the job is on another machine.
+        """
+        if not _is_here(submission):
+            return False
+        # Seen before anything ends: what was started without the marker is known only as long as its parents live.
+        known = _processes(submission)
+        agents = [process for process in known if _line(process) == submission.command]
+        for agent in agents:
+            with contextlib.suppress(psutil.Error):
+                agent.terminate()
+        psutil.wait_procs(agents, timeout=END_PATIENCE_S)
+        deadline = time.monotonic() + KILL_PATIENCE_S
+        while remaining := {*_processes(submission), *filter(_is_alive, known)}:
+            if time.monotonic() > deadline:
+                return False
+            for process in remaining:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            time.sleep(0.05)
+        return True
+
+
+class _Executor(LocalExecutor):  # type: ignore[misc]
+    """submitit's local executor, running our command line in its own session."""
+
+    def __init__(self, request: JobRequest) -> None:
+        request.scheduler_dir.mkdir(parents=True, exist_ok=True)
+        super().__init__(folder=request.scheduler_dir)
+        self.variables = job_environment(request)
+        self._command = request.command
+        self._time_limit_s = request.time_limit_s
+
+    @property
+    def _submitit_command_str(self) -> str:
+        return shlex.join(self._command)
+
+    def _submit_command(self, command: str) -> LocalJob:
+        # As submitit.local.local.start_controller does it, but for the session, the output and the extra variables.
+        environment = {name: value for name, value in os.environ.items() if name not in _PRIVATE_VARIABLES}
+        environment |= self.variables
+        environment |= _controller_variables(command, self._time_limit_s)
+        with (self.folder / "controller.log").open("ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", _CONTROLLER_MODULE, str(self.folder)],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        _children[process.pid] = process
+        return LocalJob(folder=self.folder, job_id=str(process.pid), process=process)
+
+
+def _controller_variables(command: str, time_limit_s: int) -> Mapping[str, str]:
+    # SIGUSR2 (save and stop) comes a tenth of the limit ahead of it, between 10 s and 2 min, but not in the first half.
+    lead_s = min(max(time_limit_s // 10, 10), 120, time_limit_s // 2)
+    return {
+        "SUBMITIT_LOCAL_NTASKS": "1",
+        _COMMAND_VARIABLE: command,
+        "SUBMITIT_LOCAL_TIMEOUT_S": str(time_limit_s),
+        "SUBMITIT_LOCAL_SIGNAL_DELAY_S": str(lead_s),
+        "SUBMITIT_LOCAL_NODEID": "0",
+        "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
+        "SUBMITIT_STDERR_TO_STDOUT": "1",
+        "SUBMITIT_EXECUTOR": "local",
+        "SUBMITIT_LOCAL_WITH_SHELL": "",
+    }
+
+
+def _replaced_by_the_command() -> None:
+    """submitit wants a function to submit; ours is never called, the command line stands in its place."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Processes of a job
+
+
+def _status(submission: Submission) -> JobStatus:
+    if not _is_here(submission):
+        return JobStatus(JobState.UNKNOWN, f"the job is on {submission.host}, this is {socket.gethostname()}")
+    controller = _controller(submission)
+    if controller is not None:
+        return JobStatus(JobState.RUNNING, nodes=(submission.host,))
+    if any(_drives(process, submission.command) for process in _marked(submission.marker)):
+        return JobStatus(JobState.RUNNING, "its controller is gone, its agent is not", nodes=(submission.host,))
+    return JobStatus(JobState.ENDED, "its process has ended")
+
+
+def _is_here(submission: Submission) -> bool:
+    return submission.host in ("", socket.gethostname())
+
+
+def _controller(submission: Submission) -> psutil.Process | None:
+    """The job's own process, unless it has ended or its id was given to another process since."""
+    pid = int(submission.job_id)
+    if pid in _children:
+        _children[pid].poll()
+    try:
+        process = psutil.Process(pid)
+        same = abs(process.create_time() - submission.process_started) <= _START_TOLERANCE_S
+        return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+    except psutil.Error:
+        return None
+
+
+def _marked(marker: str) -> Iterator[psutil.Process]:
+    """Living processes of this user that carry the marker in their environment, but for this one."""
+    if not marker:
+        return
+    user = os.getuid()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.pid == os.getpid() or process.uids().real != user:
+                continue
+            if process.environ().get(JOB_VARIABLE) == marker and process.status() != psutil.STATUS_ZOMBIE:
+                yield process
+
+
+def _drives(process: psutil.Process, command: tuple[str, ...]) -> bool:
+    """Whether a process is the job's controller or its agent, rather than something they left behind."""
+    line = _line(process)
+    return line == command or _CONTROLLER_MODULE in line
+
+
+def _line(process: psutil.Process) -> tuple[str, ...]:
+    """The command line of a process; empty when it is gone."""
+    try:
+        return tuple(process.cmdline())
+    except psutil.Error:
+        return ()
+
+
+def _processes(submission: Submission) -> list[psutil.Process]:
+    """Everything of the job: what carries its marker, its controller, and all their descendants."""
+    found = set(_marked(submission.marker))
+    controller = _controller(submission)
+    if controller is not None:
+        found.add(controller)
+    for process in tuple(found):
+        with contextlib.suppress(psutil.Error):
+            found.update(process.children(recursive=True))
+    found.discard(psutil.Process())
+    return list(found)
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def _start_time(pid: int) -> float:
+    try:
+        return psutil.Process(pid).create_time()
+    except psutil.Error:
+        # It has ended already; any time is right, as no process of that id is the job any more.
+        return time.time()
+
+
+def _memory_bytes() -> int:
+    """Main memory, or what the control group of this process allows of it."""
+    total = int(psutil.virtual_memory().total)
+    with contextlib.suppress(OSError, ValueError):
+        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total

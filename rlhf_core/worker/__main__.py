@@ -1,0 +1,129 @@
+"""``python -m rlhf_core.worker``: the command line that schedulers and agents start.
+
+    agent         one per node: starts, watches and ends the workers of an attempt
+    role          one worker; started by an agent
+    check-import  whether a module:function can be imported here; one JSON line
+    prebuild      compiles what training needs, so that no worker does it
+
+What is heavy is imported after the arguments are read.
+"""
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from rlhf_core.schemas.resources import Role
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    parsed = _parser().parse_args(arguments)
+    commands: dict[str, Callable[[argparse.Namespace], int]] = {
+        "agent": _agent,
+        "role": _role,
+        "check-import": _check_import,
+        "prebuild": _prebuild,
+    }
+    return commands[parsed.command](parsed)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m rlhf_core.worker", description="What runs on a node.")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    agent = commands.add_parser("agent", help="start, watch and end the workers of an attempt on this node")
+    _add_attempt(agent)
+    agent.add_argument(
+        "--target",
+        type=_target,
+        action="append",
+        default=[],
+        metavar="ROLE=MODULE:FUNCTION",
+        help="run this for a role instead of the native training code",
+    )
+    agent.add_argument("--path", type=Path, action="append", default=[], help="folder to import targets from")
+
+    role = commands.add_parser("role", help="one worker; started by an agent")
+    role.add_argument("role", type=Role, choices=list(Role))
+    _add_attempt(role)
+    role.add_argument("--restart", type=int, required=True, help="number of the restart, from 0")
+    role.add_argument("--node", required=True, help="name of this node")
+    role.add_argument("--target", help="module:function to run instead of the native training code")
+    role.add_argument("--path", type=Path, action="append", default=[], help="folder to import the target from")
+
+    check = commands.add_parser("check-import", help="whether a module:function can be imported; one JSON line")
+    check.add_argument("target", metavar="MODULE:FUNCTION")
+    check.add_argument("--path", type=Path, action="append", default=[], help="folder to import from")
+
+    commands.add_parser("prebuild", help="compile what training needs on this node")
+    return parser
+
+
+def _add_attempt(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--run-dir", type=Path, required=True, help="the run directory")
+    parser.add_argument("--attempt", type=int, required=True, help="number of the attempt, from 1")
+
+
+def _target(text: str) -> tuple[Role, str]:
+    role, equals, path = text.partition("=")
+    if not equals or role not in list(Role):
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected ROLE=MODULE:FUNCTION with one of {', '.join(Role)}")
+    return Role(role), path
+
+
+def _agent(parsed: argparse.Namespace) -> int:
+    from rlhf_core.worker.agent import run_agent
+
+    return run_agent(parsed.run_dir, parsed.attempt, dict(parsed.target), parsed.path)
+
+
+def _role(parsed: argparse.Namespace) -> int:
+    from rlhf_core.worker.worker_process import WorkerArguments, run_worker
+
+    return run_worker(
+        WorkerArguments(
+            role=parsed.role,
+            run_dir=parsed.run_dir,
+            attempt=parsed.attempt,
+            restart=parsed.restart,
+            node=parsed.node,
+            target=parsed.target,
+            import_paths=tuple(parsed.path),
+        )
+    )
+
+
+def _check_import(parsed: argparse.Namespace) -> int:
+    from rlhf_core.worker.roles import load
+
+    sys.path[:0] = [str(path) for path in parsed.path]
+    error = ""
+    try:
+        # Modules may print while they are imported; standard output is for the one line of the answer.
+        with contextlib.redirect_stdout(sys.stderr):
+            load(parsed.target)
+    except (Exception, SystemExit) as failure:  # noqa: BLE001 - user code may raise anything; the answer is its text
+        error = f"{type(failure).__name__}: {failure}"
+    print(json.dumps({"ok": not error, "error": error}))
+    return 0 if not error else 1
+
+
+def _prebuild(parsed: argparse.Namespace) -> int:
+    from rlhf_core.errors import RlhfError
+    from rlhf_core.worker.processes import die_with_parent
+    from rlhf_core.worker.roles import PREBUILD, load
+
+    die_with_parent()
+    try:
+        print(load(PREBUILD)())
+    except RlhfError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

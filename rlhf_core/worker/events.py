@@ -1,0 +1,69 @@
+"""What the agent says: lines in ``events-<node>.jsonl`` for the history, and on its standard output for a person."""
+
+import contextlib
+import threading
+
+from pydantic import JsonValue
+
+from rlhf_core.run_dir import LineWriter, RestartDir
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.reports import AgentEvent
+from rlhf_core.schemas.resources import Role
+
+
+class EventLog:
+    """Writes the events of one agent; both its threads use it.
+
+    A full disk must not end training: an event that cannot be written is said on standard output, and the next one is
+    written into a file opened anew, which closes off a torn line.
+    """
+
+    def __init__(self, node: str, restart_dir: RestartDir) -> None:
+        self._node = node
+        self._restart_dir = restart_dir
+        self._writer: LineWriter | None = None
+        self._lock = threading.Lock()
+
+    def move_to(self, restart_dir: RestartDir) -> None:
+        """Events from now on belong to another restart."""
+        with self._lock:
+            self._close()
+            self._restart_dir = restart_dir
+
+    def add(self, kind: str, message: str, role: Role | None = None, **data: JsonValue) -> None:
+        """Write down one event, and say it."""
+        event = AgentEvent.model_validate(
+            {
+                "time": utc_now(),
+                "kind": kind,
+                "node": self._node,
+                "message": message,
+                "role": role,
+                "data": data,
+            }
+        )
+        self.say(f"restart {self._restart_dir.restart}: {message}")
+        with self._lock:
+            try:
+                if self._writer is None:
+                    self._writer = LineWriter(self._restart_dir.events(self._node))
+                self._writer.write(event)
+            except OSError as error:
+                self.say(f"the event could not be written: {error}")
+                self._close()
+
+    def say(self, text: str) -> None:
+        """One line on standard output, which the scheduler keeps."""
+        with contextlib.suppress(OSError, ValueError):
+            print(f"{utc_now():%Y-%m-%d %H:%M:%S} {text}", flush=True)
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            with contextlib.suppress(OSError):
+                self._writer.close()
+            self._writer = None

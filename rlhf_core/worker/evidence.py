@@ -1,0 +1,140 @@
+"""What is saved about a failure before its traces are gone: stacks, process states, the ends of the logs.
+
+Collected before any kill, because the first kill breaks the connections of the peers and with them the picture. A
+dump that cannot be had is evidence as well, so every file says why it is short.
+"""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from rlhf_core.diagnosis.liveness import STOPPED_STATES
+from rlhf_core.run_dir import write_text
+from rlhf_core.schemas.reports import RankStatus
+from rlhf_core.worker.worker_process import STACK_SIGNAL
+
+STACK_PATIENCE_S = 5.0
+LOG_TAIL_BYTES = 32 << 10
+
+_RANKS = TypeAdapter(tuple[RankStatus, ...])
+
+
+def collect(ranks: Sequence[RankStatus], logs: Mapping[int, Path], folder: Path, node: str) -> list[str]:
+    """Save stacks, process states and log ends of the workers of this node. Takes up to ``STACK_PATIENCE_S`` seconds.
+
+    Args:
+        ranks: The workers, as they were read when they became suspect.
+        logs: Their logs, by local rank.
+        folder: The incident's folder; this agent's files carry the node's name.
+        node: This node.
+
+    Returns:
+        What could not be had, in sentences; evidence is never worth an exception.
+    """
+    missing: list[str] = []
+    _save(folder / f"ranks-{node}.json", _RANKS.dump_json(tuple(ranks), indent=2).decode(), missing)
+    dumps = {rank.local_rank: _start_py_spy(rank) for rank in ranks}
+    for rank in ranks:
+        _save(folder / f"process-{node}-{rank.local_rank}.txt", _process_facts(rank.pid), missing)
+    deadline = time.monotonic() + STACK_PATIENCE_S
+    for rank in ranks:
+        text, problem = _finish_py_spy(dumps[rank.local_rank], deadline)
+        if problem:
+            missing.append(f"no stack of rank {rank.rank} from py-spy: {problem}")
+            text = f"py-spy: {problem}\n{_ask_for_stack(rank)}\n"
+        _save(folder / f"stack-{node}-{rank.local_rank}.txt", text, missing)
+    missing.extend(save_log_tails(logs, folder, node))
+    return missing
+
+
+def save_log_tails(logs: Mapping[int, Path], folder: Path, node: str) -> list[str]:
+    """Copy the ends of the workers' logs into the incident's folder; returns what could not be had."""
+    missing: list[str] = []
+    for local_rank, path in logs.items():
+        _save(folder / f"log-{node}-{local_rank}.txt", log_tail(path), missing)
+    return missing
+
+
+def log_tail(path: Path, limit_bytes: int = LOG_TAIL_BYTES) -> str:
+    """The last whole lines of a log; empty when it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - limit_bytes))
+            tail = file.read()
+    except OSError:
+        return ""
+    text = tail.decode(errors="replace")
+    return text if size <= limit_bytes else text.partition("\n")[2]
+
+
+def _save(path: Path, text: str, missing: list[str]) -> None:
+    try:
+        write_text(path, text)
+    except OSError as error:
+        missing.append(f"{path.name} could not be written: {error.strerror}")
+
+
+def _process_facts(pid: int) -> str:
+    parts = []
+    for name in ("stat", "wchan", "status", "stack"):
+        try:
+            content = Path(f"/proc/{pid}/{name}").read_text().strip()
+        except OSError as error:
+            content = f"({error.strerror})"
+        parts.append(f"== {name} ==\n{content}\n")
+    return "\n".join(parts)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stacks
+
+
+def _start_py_spy(rank: RankStatus) -> "subprocess.Popen[str] | str":
+    """The running dump, or why there is none."""
+    folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    program = shutil.which("py-spy", path=folders)
+    if program is None:
+        return "it is not installed (it comes with rlhf-flows[training])"
+    command = [program, "dump", "--pid", str(rank.pid)]
+    if rank.process_state in STOPPED_STATES:
+        # py-spy stops a process to look at it, and fails at one that is stopped already.
+        command.append("--nonblocking")
+    try:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    except OSError as error:
+        return f"it could not be started: {error}"
+
+
+def _finish_py_spy(dump: "subprocess.Popen[str] | str", deadline: float) -> tuple[str, str]:
+    """The stacks, and what went wrong (empty when nothing)."""
+    if isinstance(dump, str):
+        return "", dump
+    try:
+        output, _ = dump.communicate(timeout=max(0.1, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        dump.kill()
+        dump.communicate()
+        return "", f"no answer within {STACK_PATIENCE_S:.0f} s"
+    return (output, "") if dump.returncode == 0 else ("", output.strip() or f"exit code {dump.returncode}")
+
+
+def _ask_for_stack(rank: RankStatus) -> str:
+    """The other way: the worker's own fault handler writes into its log, which is saved afterwards."""
+    if rank.process_state in STOPPED_STATES:
+        return "The process is stopped and cannot write its stack itself."
+    if rank.sequence == 0:
+        # Its fault handler is set up before its first beat; without one the signal would kill it.
+        return "The process has not beaten yet and cannot be asked."
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(rank.pid, STACK_SIGNAL)
+        time.sleep(0.2)
+        return "It was asked to write its stack into its log instead."
+    return "The process is gone."

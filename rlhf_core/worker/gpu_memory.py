@@ -1,0 +1,83 @@
+"""Waits until the GPUs have their memory back: a process that was killed holds it for a moment longer.
+
+NVML is called directly in the driver's own library, which is there wherever an NVIDIA GPU can be used.
+"""
+
+import ctypes
+import os
+import time
+from collections.abc import Callable
+
+TOLERANCE_BYTES = 512 << 20
+"""What may remain beyond the use before the first start."""
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+class GpuMemory:
+    """Used memory of the GPUs that the job may see."""
+
+    def __init__(self) -> None:
+        """Open the library.
+
+        Raises:
+            OSError: there is no such library, or it refuses; the message says which.
+        """
+        self._library = ctypes.CDLL("libnvidia-ml.so.1")
+        self._check("nvmlInit_v2")
+        self._handles = [self._handle(device) for device in self._devices()]
+
+    def used_bytes(self) -> list[int]:
+        """Used memory of each device, in bytes."""
+        found = []
+        for handle in self._handles:
+            memory = _Memory()
+            self._check("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
+            found.append(int(memory.used))
+        return found
+
+    def _devices(self) -> list[str]:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is not None:
+            return [device for device in visible.split(",") if device]
+        count = ctypes.c_uint()
+        self._check("nvmlDeviceGetCount_v2", ctypes.byref(count))
+        return [str(index) for index in range(count.value)]
+
+    def _handle(self, device: str) -> ctypes.c_void_p:
+        handle = ctypes.c_void_p()
+        if device.isdigit():
+            self._check("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(int(device)), ctypes.byref(handle))
+        else:
+            self._check("nvmlDeviceGetHandleByUUID", device.encode(), ctypes.byref(handle))
+        return handle
+
+    def _check(self, function: str, *arguments: object) -> None:
+        status = getattr(self._library, function)(*arguments)
+        if status != 0:
+            raise OSError(f"NVML: {function} answered {status}")
+
+
+def wait_until_free(
+    used_bytes: Callable[[], list[int]], before: list[int], patience_s: float, pause_s: float = 0.25
+) -> list[int]:
+    """Wait until every device uses no more than before, but for a tolerance.
+
+    Args:
+        used_bytes: Reads the use of each device.
+        before: The use before the first worker was started.
+        patience_s: Longest wait in seconds.
+        pause_s: Pause between two readings.
+
+    Returns:
+        Devices, by position, that still hold more after the wait; normally none.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        pairs = zip(used_bytes(), before, strict=True)
+        full = [index for index, (used, base) in enumerate(pairs) if used > base + TOLERANCE_BYTES]
+        if not full or time.monotonic() >= deadline:
+            return full
+        time.sleep(pause_s)

@@ -1,0 +1,228 @@
+"""Signs of life: one slot per worker in a small memory-mapped file on the node.
+
+A worker's main thread writes its slot (a fraction of a microsecond, no system call); the agent reads all slots. A
+beat from a helper thread would call an endless loop healthy, so only the thread that made the :class:`Beat` may beat.
+
+What the agent asks of its workers (save, stop) stands in the header of the same file. A flag is used, and no signal,
+because it cannot be lost: it is there before the worker has started, it cannot kill a worker that has no handler yet,
+setting it twice is harmless, and it is read where the worker can act on it, between two steps, not in the middle of a
+C++ call.
+
+Layout, 64-bit integers in the machine's own order: a header of 8 (``MAGIC``, slots, save requests, stop), then per
+local rank 16 (pid, restart, rank, collectives entered, left, sequence, step, phase, monotonic nanoseconds). Each is
+written by one store of 8 bytes, so a reader finds the old value or the new one. ``struct.pack_into`` would not do: it
+fills its target with zeros first, and a worker that loses the processor in between looks as if it had been silent
+since the machine was started. ``multiprocessing.shared_memory`` would not do either: on Python 3.11 the first worker
+that exits removes it for all.
+"""
+
+import mmap
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+from rlhf_core.schemas.reports import Phase
+
+MAGIC = 0x726C68665F763031
+HEADER_WORDS = 8
+SLOT_WORDS = 16
+WORD_BYTES = 8
+
+# Places in the header, and in a slot.
+_MAGIC_AT, _NUM_SLOTS_AT, _SAVE_AT, _STOP_AT = range(4)
+_PID, _RESTART, _RANK, _ENTERED, _LEFT, _SEQUENCE, _STEP, _PHASE, _BEAT_NS = range(9)
+
+# Looked up once: a beat is called in the innermost loops.
+_monotonic_ns = time.monotonic_ns
+_this_thread = threading.get_ident
+
+_PHASES: tuple[Phase, ...] = tuple(Phase)
+_NUMBER = {phase: number for number, phase in enumerate(_PHASES)}
+_CHECKPOINT = _NUMBER[Phase.CHECKPOINT]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What one worker last wrote. ``pid`` 0: nobody has taken the slot yet."""
+
+    pid: int
+    restart: int
+    rank: int
+    entered: int
+    """Collectives entered so far."""
+    left: int
+    """Collectives left so far; less than ``entered`` while inside one."""
+    sequence: int
+    step: int
+    phase: Phase
+    beat_ns: int
+    """Time of the last beat on the node's monotonic clock, in nanoseconds."""
+
+
+def slots_folder() -> Path:
+    """Where slot files lie: in memory where there is such a folder, otherwise among temporary files."""
+    memory = Path("/dev/shm")
+    return memory if os.access(memory, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
+
+
+class SlotFile:
+    """The agent's end: creates the file, reads slots, asks workers to save or stop."""
+
+    def __init__(self, run_id: str, attempt: int, node: str, num_slots: int) -> None:
+        """Create the file. One that an earlier, killed agent of the same run left on this node is removed."""
+        folder = slots_folder()
+        for stale in _slot_files(folder, run_id, node):
+            stale.unlink(missing_ok=True)
+        self.path = folder / f"rlhf-{run_id}-{attempt}-{node}.slots"
+        self.num_slots = num_slots
+        size = (HEADER_WORDS + num_slots * SLOT_WORDS) * WORD_BYTES
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.ftruncate(descriptor, size)
+            self._words = _words(descriptor, size)
+        finally:
+            os.close(descriptor)
+        self._words[_MAGIC_AT] = MAGIC
+        self._words[_NUM_SLOTS_AT] = num_slots
+
+    def clear(self) -> None:
+        """Forget the workers of the restart before, and what was asked of them but for a stop."""
+        for place in range(HEADER_WORDS, HEADER_WORDS + self.num_slots * SLOT_WORDS):
+            self._words[place] = 0
+        self._words[_SAVE_AT] = 0
+
+    def read(self, local_rank: int) -> Slot:
+        """One slot. Its worker may be writing it just now: every number is whole, but some may be one beat newer."""
+        first = HEADER_WORDS + local_rank * SLOT_WORDS
+        pid, restart, rank, entered, left, sequence, step, phase, beat_ns = self._words[first : first + 9].tolist()
+        known = _PHASES[phase] if 0 <= phase < len(_PHASES) else Phase.SETUP
+        return Slot(pid, restart, rank, entered, left, sequence, step, known, beat_ns)
+
+    def ask_to_save(self) -> None:
+        """Ask every worker to save and go on."""
+        self._words[_SAVE_AT] += 1
+
+    def ask_to_stop(self) -> None:
+        """Ask every worker to save and end. Also holds for workers that start later."""
+        self._words[_STOP_AT] = 1
+
+    def remove(self) -> None:
+        """Remove the file; workers that still have it open are not disturbed."""
+        self.path.unlink(missing_ok=True)
+
+
+def _slot_files(folder: Path, run_id: str, node: str) -> Iterator[Path]:
+    prefix, suffix = f"rlhf-{run_id}-", f"-{node}.slots"
+    for path in folder.iterdir():
+        middle = path.name.removeprefix(prefix).removesuffix(suffix)
+        if path.name == f"{prefix}{middle}{suffix}" and middle.isdigit():
+            yield path
+
+
+def _words(descriptor: int, size: int) -> "memoryview[int]":
+    return memoryview(mmap.mmap(descriptor, size)).cast("q")
+
+
+class _Collective:
+    """Context manager around collective calls; one object per worker, entered many times, never nested."""
+
+    def __init__(self, owner: "Beat") -> None:
+        self._owner = owner
+
+    def __enter__(self) -> None:
+        self._owner.enter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._owner.leave()
+
+
+class Beat:
+    """The worker's end; the ``Reporter`` that training is given."""
+
+    def __init__(self, path: Path, local_rank: int, rank: int, restart: int) -> None:
+        """Take the slot of ``local_rank``.
+
+        Raises:
+            FileNotFoundError: the agent has removed the file; it does not expect this worker any more.
+            ValueError: the file is none of ours, or has no such slot.
+        """
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            self._words = _words(descriptor, os.fstat(descriptor).st_size)
+        finally:
+            os.close(descriptor)
+        magic, num_slots = self._words[_MAGIC_AT], self._words[_NUM_SLOTS_AT]
+        if magic != MAGIC or not 0 <= local_rank < num_slots:
+            raise ValueError(
+                f"{path} is no slot file with a slot {local_rank}: found magic {magic:#x}, {num_slots} slots"
+            )
+        self.entered = 0
+        self.left = 0
+        self._sequence = 0
+        self._saved = 0
+        self._thread = _this_thread()
+        self._collective = _Collective(self)
+        first = HEADER_WORDS + local_rank * SLOT_WORDS
+        self._entered_at, self._left_at = first + _ENTERED, first + _LEFT
+        self._sequence_at, self._beat_at = first + _SEQUENCE, first + _BEAT_NS
+        self._step_at, self._phase_at = first + _STEP, first + _PHASE
+        self._words[first + _RESTART] = restart
+        self._words[first + _RANK] = rank
+        self.beat(Phase.SETUP, 0)
+        # Last: with its process id the slot is taken, and what stands in it counts.
+        self._words[first + _PID] = os.getpid()
+
+    def beat(self, phase: Phase, step: int) -> None:
+        """Sign of life, with what the worker is doing. Main thread only."""
+        self.phase = phase
+        self.step = step
+        words = self._words
+        self._be_the_worker()
+        # The time first: whatever a reader catches in between, it sees a worker that is alive.
+        words[self._beat_at] = _monotonic_ns()
+        words[self._step_at] = step
+        words[self._phase_at] = number = _NUMBER[phase]
+        if number == _CHECKPOINT:
+            # All ranks enter a checkpoint at the same step: whatever was asked for up to now is being done.
+            self._saved = words[_SAVE_AT]
+        self._sequence += 1
+        words[self._sequence_at] = self._sequence
+
+    def collective(self) -> _Collective:
+        """Wraps every collective call: counts it, and marks the rank as inside."""
+        return self._collective
+
+    def request(self) -> Literal["", "save", "stop"]:
+        """What the agent asks. ``save`` is repeated until this worker enters the checkpoint phase."""
+        if self._words[_STOP_AT]:
+            return "stop"
+        return "save" if self._words[_SAVE_AT] > self._saved else ""
+
+    def enter(self) -> None:
+        """A collective begins."""
+        self.entered += 1
+        self._mark(self._entered_at, self.entered)
+
+    def leave(self) -> None:
+        """A collective has ended, well or not."""
+        self.left += 1
+        self._mark(self._left_at, self.left)
+
+    def _mark(self, place: int, value: int) -> None:
+        self._be_the_worker()
+        self._words[self._beat_at] = _monotonic_ns()
+        self._words[place] = value
+        self._sequence += 1
+        self._words[self._sequence_at] = self._sequence
+
+    def _be_the_worker(self) -> None:
+        if _this_thread() != self._thread:
+            raise RuntimeError("only the thread that made a Beat may beat: another one would hide that it hangs")

@@ -1,0 +1,200 @@
+"""What only agent 0 does: own the attempt, hear the control plane, decide about restarts, write the outcome."""
+
+import contextlib
+import errno
+import json
+import os
+import re
+import socket
+import time
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from rlhf_core.diagnosis.classify import Diagnosis
+from rlhf_core.diagnosis.policy import Choice, decide_in_place
+from rlhf_core.run_dir import AttemptDir, RestartDir, RunDir, claim, parse_lines, read_lines, read_model, write_model
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.failures import Action, DecidedBy, Decision, Incident
+from rlhf_core.schemas.reports import AgentCommand, AttemptOutcome, MetricsLine
+from rlhf_core.schemas.run import SuperviseSpec
+from rlhf_core.worker.endings import Failure
+from rlhf_core.worker.events import EventLog
+
+RESERVE_BYTES = 64 << 10
+OUTCOME_PATIENCE_S = 30.0
+"""How long an outcome that cannot be written is tried again."""
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_COMMAND_NAME = re.compile(r"^(\d+)\.json$")
+
+
+class Leader:
+    """Agent 0 of one attempt."""
+
+    def __init__(self, run_dir: RunDir, attempt: int) -> None:
+        self._run_dir = run_dir
+        self._dir: AttemptDir = run_dir.attempt(attempt)
+        self._obeyed: set[int] = set()
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Owning the attempt
+
+    def claim(self) -> str:
+        """Take the attempt; empty when it is ours, otherwise a sentence about whose it is."""
+        mine = {"pid": os.getpid(), "host": socket.gethostname(), "time": utc_now().isoformat()}
+        if claim(self._dir.claim, json.dumps(mine)):
+            return ""
+        # The owner may have been killed between creating the file and filling it; it is owned all the same.
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            owner = json.loads(self._dir.claim.read_bytes())
+            return f"attempt {self._dir.number} belongs to the agent with pid {owner['pid']} on {owner['host']}"
+        return f"attempt {self._dir.number} belongs to another agent, which left no name in {self._dir.claim}"
+
+    def hold_reserve(self) -> None:
+        """Put a few blocks aside, so that the outcome can be written on a full disk."""
+        # Real bytes: some file systems take a hole, or zeros, for nothing.
+        with contextlib.suppress(OSError), self._dir.reserve.open("wb") as file:
+            file.write(os.urandom(RESERVE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def free_reserve(self) -> None:
+        """Give the blocks back."""
+        with contextlib.suppress(OSError):
+            self._dir.reserve.unlink(missing_ok=True)
+
+    def write(self, path: Path, model: BaseModel) -> bool:
+        """Write a file that matters; on a full disk the reserve is given up for it. False when it cannot be written."""
+        for _ in range(2):
+            try:
+                write_model(path, model)
+                return True
+            except OSError as error:
+                if error.errno not in _FULL:
+                    return False
+                self.free_reserve()
+        return False
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Orders from the control plane
+
+    def new_commands(self) -> list[AgentCommand]:
+        """Orders that were not returned before, by their number."""
+        try:
+            names = [entry.name for entry in os.scandir(self._dir.commands)]
+        except OSError:
+            return []
+        numbers = sorted(int(match[1]) for match in map(_COMMAND_NAME.match, names) if match)
+        found = []
+        for number in numbers:
+            if number not in self._obeyed:
+                command = read_model(self._dir.commands / f"{number}.json", AgentCommand)
+                if command is not None:
+                    self._obeyed.add(number)
+                    found.append(command)
+        return found
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # The end
+
+    def finish(self, outcome: AttemptOutcome) -> bool:
+        """Write the outcome, once and last; False when that was not possible."""
+        deadline = time.monotonic() + OUTCOME_PATIENCE_S
+        while not self._dir.outcome.exists():
+            if self.write(self._dir.outcome, outcome):
+                break
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.5)
+        self.free_reserve()
+        return True
+
+    def last_step(self) -> int:
+        """Last step in any ``metrics.jsonl`` of this attempt; 0 when there is none."""
+        for restart_dir in reversed(self._dir.restarts()):
+            last = 0
+            offset = 0
+            while True:
+                lines, next_offset = read_lines(restart_dir.metrics, offset)
+                last = max([last, *(line.step for line in parse_lines(lines[-50:], MetricsLine))])
+                if next_offset == offset:
+                    break
+                offset = next_offset
+            if last:
+                return last
+        return 0
+
+
+class RestartBudget:
+    """Counts restarts in place; a new checkpoint gives the whole budget back."""
+
+    def __init__(self, run_dir: RunDir, spec: SuperviseSpec) -> None:
+        self._run_dir = run_dir
+        self._spec = spec
+        self._checkpoint_step = self._newest_step()
+        self._spent = 0
+        self._fingerprints: set[str] = set()
+        self.restarts = 0
+        """Restarts in place over the whole attempt."""
+
+    def renew(self) -> None:
+        """A role has ended well: that is progress too."""
+        self._spent = 0
+        self._fingerprints.clear()
+
+    def choose(self, diagnosis: Diagnosis) -> Choice:
+        """What to do about a failure; a restart in place is counted."""
+        step = self._newest_step()
+        if step > self._checkpoint_step:
+            self._checkpoint_step = step
+            self.renew()
+        seen = diagnosis.fingerprint in self._fingerprints
+        choice = decide_in_place(diagnosis.kind, self._spent, self._spec, same_fingerprint_before=seen)
+        self._fingerprints.add(diagnosis.fingerprint)
+        if choice.action is Action.RESTART_IN_PLACE:
+            self._spent += 1
+            self.restarts += 1
+        return choice
+
+    def _newest_step(self) -> int:
+        checkpoints = self._run_dir.checkpoints()
+        return checkpoints[-1].step if checkpoints else -1
+
+
+def record_incident(
+    leader: Leader, events: EventLog, restart_dir: RestartDir, run_dir: RunDir, failure: Failure
+) -> None:
+    """Write ``incident.json``."""
+    diagnosis = failure.diagnosis
+    incident = Incident(
+        attempt=restart_dir.attempt,
+        restart=restart_dir.restart,
+        failure_kind=diagnosis.kind,
+        message=diagnosis.message,
+        phase=failure.phase,
+        step=failure.step,
+        suspect_ranks=diagnosis.ranks,
+        suspect_nodes=diagnosis.nodes,
+        detected_after_s=failure.detected_after_s,
+        seen_at=utc_now(),
+        fingerprint=diagnosis.fingerprint,
+        evidence_dir=str(restart_dir.incident_dir.relative_to(run_dir.root)),
+    )
+    leader.write(restart_dir.incident, incident)
+    events.add("incident", f"incident ({diagnosis.kind}): {diagnosis.message}", failure_kind=diagnosis.kind)
+
+
+def record_decision(leader: Leader, events: EventLog, restart_dir: RestartDir, choice: Choice) -> None:
+    """Write ``decision.json``; to be called before anything is done about it."""
+    decision = Decision(
+        attempt=restart_dir.attempt,
+        restart=restart_dir.restart,
+        action=choice.action,
+        reason=choice.reason,
+        decided_by=DecidedBy.AGENT,
+        decided_at=utc_now(),
+        delay_s=choice.delay_s,
+    )
+    leader.write(restart_dir.decision, decision)
+    events.add("decision", f"decision: {choice.reason}", action=choice.action)

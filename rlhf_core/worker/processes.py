@@ -1,0 +1,127 @@
+"""Processes of a node: how workers die with their agent, and how the agent ends all that it started."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+import psutil
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PTRACER = 0x59616D61
+_PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Have the kernel kill this process when the thread that started it ends. To be called first thing.
+
+    Args:
+        parent: Expected parent. When it is gone already, this process ends at once: the request came too late then.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
+
+
+def allow_stack_dumps() -> None:
+    """Let a sibling (py-spy, started by the agent) look at this process where the kernel restricts that (Yama)."""
+    ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of its orphaned descendants, so that none of them gets out of sight."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def process_state(pid: int) -> str:
+    """State letter from ``/proc/<pid>/stat`` (R, S, D, T, Z ...); ``-`` when the process is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return "-"
+    return stat.rpartition(")")[2].split()[0]
+
+
+def peek_exit(pid: int) -> int | None:
+    """How a child ended (negative: the signal), without taking the answer away from its owner; None while it lives."""
+    try:
+        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+    if found is None:
+        return None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+
+def kill_group(pid: int) -> None:
+    """SIGKILL a process group; workers are leaders of their own. Harmless when it is gone."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def end_descendants(patience_s: float = 10.0) -> list[str]:
+    """Kill every descendant of this process, and wait until they are gone.
+
+    With :func:`adopt_orphans` that is everything this process ever caused to start, also what made itself a daemon.
+
+    Returns:
+        What could not be ended in time (a process blocked in the kernel), as ``pid (command)``; normally nothing.
+    """
+    deadline = time.monotonic() + patience_s
+    while descendants := _living_descendants():
+        if time.monotonic() > deadline:
+            return [_describe(process) for process in descendants]
+        for process in descendants:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        time.sleep(0.02)
+    return []
+
+
+def reap_orphans(owned: Collection[int]) -> None:
+    """Collect the exit of adopted children that have ended.
+
+    Args:
+        owned: Children that somebody else waits for; taking their exit away would make that look like success.
+    """
+    for process in psutil.Process().children():
+        with contextlib.suppress(psutil.Error, ChildProcessError):
+            if process.pid not in owned and process.status() == psutil.STATUS_ZOMBIE:
+                os.waitpid(process.pid, os.WNOHANG)
+
+
+def _living_descendants() -> list[psutil.Process]:
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def _describe(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid} ({' '.join(process.cmdline())[:200]})"
+    except psutil.Error:
+        return str(process.pid)
+
+
+def oom_kills() -> int:
+    """Processes killed by the kernel for want of memory: in this control group if that is counted, else on the node."""
+    for path, key in ((_memory_events(), "oom_kill"), (Path("/proc/vmstat"), "oom_kill")):
+        with contextlib.suppress(OSError, KeyError, ValueError):
+            pairs = (line.split() for line in path.read_text().splitlines())
+            return int({pair[0]: pair[1] for pair in pairs if len(pair) == 2}[key])
+    return 0
+
+
+def _memory_events() -> Path:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            if line.startswith("0::"):
+                return Path("/sys/fs/cgroup") / line[3:].lstrip("/") / "memory.events"
+    return Path("/sys/fs/cgroup/memory.events")

@@ -1,0 +1,178 @@
+"""The process of one worker: prepares itself, runs its role, and writes down how it ended.
+
+This is one of the two places in the project that catch every exception, because it has a plan for it: the outcome file.
+"""
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf_core.errors import RunDirError
+from rlhf_core.run_dir import RunDir, read_model, write_model
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.reports import Phase, WorkerOutcome
+from rlhf_core.schemas.resources import Placement, Role
+from rlhf_core.training.types import NullReporter, Reporter, RoleResult, WorkerContext
+from rlhf_core.worker import processes
+from rlhf_core.worker.heartbeat import Beat
+from rlhf_core.worker.roles import load_role, target_of
+
+SLOTS_VARIABLE = "RLHF_SLOTS"
+"""Environment variable with the path of the slot file; set by the agent."""
+AGENT_VARIABLE = "RLHF_AGENT_PID"
+"""Environment variable with the agent's process id; set by the agent."""
+
+STACK_SIGNAL = signal.SIGUSR1
+"""Makes a worker write the stacks of all its threads into its log, also while C code holds the interpreter lock."""
+
+
+@dataclass(frozen=True)
+class WorkerArguments:
+    """The command line of one worker; ranks and addresses come from the environment, as elastic sets them."""
+
+    role: Role
+    run_dir: Path
+    attempt: int
+    restart: int
+    node: str
+    target: str | None = None
+    import_paths: Sequence[Path] = ()
+
+
+def run_worker(arguments: WorkerArguments) -> int:
+    """Run one worker to its end; returns the exit code: 0 when its role returned, 1 when it raised.
+
+    After an error the process ends at once, without the interpreter's own tear-down, which may wait for threads for
+    ever: the sooner the connections close, the sooner the other ranks notice.
+    """
+    agent = os.environ.get(AGENT_VARIABLE)
+    processes.die_with_parent(int(agent) if agent else None)
+    # The agent blocked USR2 while it started this process: on some clusters it is sent to all processes of a job.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
+    processes.allow_stack_dumps()
+
+    run_dir = RunDir(arguments.run_dir.absolute())
+    restart_dir = run_dir.attempt(arguments.attempt).restart(arguments.restart)
+    local_rank, rank = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("RANK", "0"))
+    _write_output_to(restart_dir.log(arguments.role, arguments.node, local_rank))
+    faulthandler.enable(all_threads=True)
+    faulthandler.register(STACK_SIGNAL, all_threads=True)
+
+    beat = _take_slot(local_rank, rank, arguments.restart)
+    outcome = _outcome(arguments, rank, beat, _run(arguments, run_dir, local_rank, rank, beat))
+    _leave(outcome, restart_dir.worker_outcome(arguments.role, arguments.node, local_rank), local_rank)
+    if not outcome.ok:
+        _complain(outcome.traceback)
+        os._exit(1)
+    return 0
+
+
+def spare_outcome(slots: Path, local_rank: int) -> Path:
+    """Where a worker leaves its outcome when the run directory has no room for it: beside the slots, on the node."""
+    return slots.with_name(f"{slots.name}.outcome-{local_rank}.json")
+
+
+def _leave(outcome: WorkerOutcome, path: Path, local_rank: int) -> None:
+    try:
+        write_model(path, outcome)
+    except OSError as error:
+        _complain(f"{path} could not be written: {error}\n")
+        slots = os.environ.get(SLOTS_VARIABLE)
+        if slots:
+            with contextlib.suppress(OSError):
+                write_model(spare_outcome(Path(slots), local_rank), outcome)
+
+
+def _write_output_to(path: Path) -> None:
+    """Standard output and error go to the log, also those of C++ code and of child processes."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError as error:
+        # They stay with the agent's own; a full disk should show as one, not as a worker that cannot start.
+        _complain(f"{path} cannot be opened: {error}\n")
+        return
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+
+
+def _take_slot(local_rank: int, rank: int, restart: int) -> Beat | None:
+    """The slot the agent watches; None for a worker that was started by hand."""
+    path = os.environ.get(SLOTS_VARIABLE)
+    return Beat(Path(path), local_rank, rank, restart) if path else None
+
+
+def _run(
+    arguments: WorkerArguments, run_dir: RunDir, local_rank: int, rank: int, reporter: Reporter | None
+) -> RoleResult | BaseException:
+    try:
+        _make_importable(run_dir, arguments.import_paths)
+        context = WorkerContext(
+            run_dir=run_dir,
+            attempt=arguments.attempt,
+            restart=arguments.restart,
+            stored=run_dir.read_spec(),
+            placement=_read_placement(run_dir, arguments.attempt),
+            role=arguments.role,
+            rank=rank,
+            local_rank=local_rank,
+            num_ranks=int(os.environ.get("WORLD_SIZE", "1")),
+            node=arguments.node,
+            reporter=reporter or NullReporter(),
+        )
+        given = {arguments.role: arguments.target} if arguments.target else {}
+        return load_role(target_of(arguments.role, given))(context)
+    except BaseException as error:  # noqa: BLE001 - whatever ends the role ends as text in the outcome file
+        return error
+
+
+def _make_importable(run_dir: RunDir, import_paths: Sequence[Path]) -> None:
+    """The snapshot of the user's code comes first, for this process and for those it starts."""
+    paths = [str(path) for path in (run_dir.code / "snapshot", *import_paths)]
+    sys.path[:0] = paths
+    inherited = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, inherited] if inherited else paths)
+
+
+def _read_placement(run_dir: RunDir, attempt: int) -> Placement:
+    path = run_dir.attempt(attempt).placement
+    placement = read_model(path, Placement)
+    if placement is None:
+        raise RunDirError(f"{path} is missing or damaged; it is written before an attempt is submitted")
+    return placement
+
+
+def _outcome(
+    arguments: WorkerArguments, rank: int, beat: Beat | None, end: RoleResult | BaseException
+) -> WorkerOutcome:
+    failed = isinstance(end, BaseException)
+    return WorkerOutcome(
+        role=arguments.role,
+        rank=rank,
+        node=arguments.node,
+        ok=not failed,
+        stopped_early=end is RoleResult.STOPPED_EARLY,
+        error_type=f"{type(end).__module__}.{type(end).__qualname__}" if failed else "",
+        message=str(end) if failed else "",
+        traceback="".join(traceback.format_exception(end)) if isinstance(end, BaseException) else "",
+        step=beat.step if beat is not None else 0,
+        phase=beat.phase if beat is not None else Phase.SETUP,
+        time=utc_now(),
+    )
+
+
+def _complain(text: str) -> None:
+    """Write into the log at once; the process may end without the interpreter's own tear-down, which would flush."""
+    # The log may lie on a disk that is full.
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.write(2, text.encode(errors="replace"))

@@ -1,0 +1,194 @@
+"""From traces to one kind: the root decides, wherever it stands among its consequences."""
+
+import pytest
+
+from rlhf_core.diagnosis.classify import ERRORS, Evidence, WorkerEnd, classify, fingerprint
+from rlhf_core.diagnosis.signatures import find
+from rlhf_core.diagnosis.verdict import Verdict
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.schemas.reports import Phase, WorkerOutcome
+from rlhf_core.schemas.resources import Role
+
+RESET = "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:40213"
+
+
+def outcome(rank: int, error_type: str = "", message: str = "", traceback: str = "") -> WorkerOutcome:
+    return WorkerOutcome(
+        role=Role.TRAINER,
+        rank=rank,
+        node="here",
+        ok=not error_type,
+        error_type=error_type,
+        message=message,
+        traceback=traceback,
+        step=12,
+        phase=Phase.TRAIN,
+        time=utc_now(),
+    )
+
+
+def failed(rank: int, error_type: str, message: str, *, order: int = 0, traceback: str = "") -> WorkerEnd:
+    return WorkerEnd(rank, "here", rank, 1, order=order, outcome=outcome(rank, error_type, message, traceback))
+
+
+def ended(rank: int, code: int | None, *, order: int = 0, by_agent: bool = False, log: str = "") -> WorkerEnd:
+    return WorkerEnd(rank, "here", rank, code, ended_by_agent=by_agent, order=order, log_tail=log)
+
+
+def cascade(rank: int, order: int = 0) -> WorkerEnd:
+    return failed(rank, "builtins.RuntimeError", RESET, order=order)
+
+
+def kind_of(*workers: WorkerEnd, **more: object) -> FailureKind:
+    return classify(Evidence(workers=workers, **more)).kind  # type: ignore[arg-type]
+
+
+def test_a_killed_rank_is_the_root_although_its_peers_ended_first_and_louder() -> None:
+    diagnosis = classify(
+        Evidence(workers=(cascade(0), cascade(2, order=1), ended(1, -9, order=2), cascade(3, order=3)))
+    )
+    assert (diagnosis.kind, diagnosis.ranks, diagnosis.nodes) == (FailureKind.WORKER_KILLED, (1,), ("here",))
+    assert "Rank 1 (local rank 1 on here) was ended by SIGKILL" in diagnosis.message
+
+
+def test_cascades_alone_blame_nobody() -> None:
+    """The negative control of the rule above: the same resets without a root."""
+    diagnosis = classify(Evidence(workers=(cascade(0), cascade(1, order=1))))
+    assert (diagnosis.kind, diagnosis.ranks) == (FailureKind.NETWORK, ())
+
+
+def test_what_the_agent_killed_says_nothing() -> None:
+    assert kind_of(failed(0, "builtins.KeyError", "'x'"), ended(1, -9, by_agent=True, order=1)) is FailureKind.UNKNOWN
+    assert kind_of(ended(0, -9, by_agent=True), ended(1, None, by_agent=True)) is FailureKind.UNKNOWN
+
+
+def test_a_kill_while_the_kernel_was_out_of_memory_is_explained_by_it() -> None:
+    assert kind_of(ended(0, -9), cascade(1, 1), oom_kills=1) is FailureKind.HOST_OOM
+    assert kind_of(ended(0, -15), oom_kills=1) is FailureKind.WORKER_KILLED
+
+
+def test_a_verdict_decides() -> None:
+    verdict = Verdict(FailureKind.HANG, (1,), "rank 1 was stopped")
+    diagnosis = classify(Evidence(workers=(ended(0, -9, by_agent=True), ended(1, -9, by_agent=True)), verdict=verdict))
+    assert (diagnosis.kind, diagnosis.ranks, diagnosis.nodes) == (FailureKind.HANG, (1,), ("here",))
+
+
+@pytest.mark.parametrize(
+    ("error_type", "message", "kind"),
+    [
+        ("rlhf_core.errors.BadConfig", "x", FailureKind.CONFIG),
+        ("rlhf_core.errors.BadData", "train.jsonl:7: not JSON", FailureKind.DATA),
+        ("rlhf_core.errors.RewardFailed", "CUDA out of memory, said the reward", FailureKind.REWARD_FUNCTION),
+        ("rlhf_core.errors.DiskFull", "no room", FailureKind.DISK_FULL),
+        ("rlhf_core.errors.NonFiniteLoss", "loss is nan", FailureKind.NON_FINITE),
+        ("rlhf_core.errors.MetricsMismatch", "x", FailureKind.COLLECTIVE_MISMATCH),
+        ("rlhf_core.errors.CheckpointCorrupt", "x", FailureKind.CHECKPOINT_CORRUPT),
+        ("rlhf_core.errors.ResumeMismatch", "x", FailureKind.CHECKPOINT_CORRUPT),
+        ("builtins.ModuleNotFoundError", "No module named 'trl'", FailureKind.IMPORT_ERROR),
+        ("builtins.ImportError", "cannot import name 'x' from 'y'", FailureKind.IMPORT_ERROR),
+        ("builtins.MemoryError", "", FailureKind.HOST_OOM),
+        ("builtins.OSError", "[Errno 28] No space left on device: 'x'", FailureKind.DISK_FULL),
+        ("builtins.OSError", "[Errno 116] Stale file handle", FailureKind.FILE_SYSTEM),
+        ("builtins.FileNotFoundError", "[Errno 2] No such file or directory: 'x'", FailureKind.CONFIG),
+        ("builtins.PermissionError", "[Errno 13] Permission denied: 'x'", FailureKind.CONFIG),
+        ("torch.OutOfMemoryError", "CUDA out of memory. Tried to allocate 2 GiB", FailureKind.CUDA_OOM),
+        ("builtins.RuntimeError", "mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)", FailureKind.SHAPE),
+        ("builtins.RuntimeError", "The size of tensor a (8) must match the size of tensor b (2)", FailureKind.SHAPE),
+        ("builtins.RuntimeError", "CUDA error: an illegal memory access was encountered", FailureKind.ILLEGAL_ACCESS),
+        ("builtins.RuntimeError", "Timed out waiting 1800000ms for recv operation", FailureKind.COLLECTIVE_HANG),
+        ("torch.distributed.DistNetworkError", "The server socket has failed: EADDRINUSE", FailureKind.RENDEZVOUS),
+        ("torch.distributed.DistStoreError", "timed out after 300s", FailureKind.RENDEZVOUS),
+        ("builtins.ConnectionResetError", "[Errno 104] Connection reset by peer", FailureKind.NETWORK),
+        ("json.decoder.JSONDecodeError", "Expecting value: line 1", FailureKind.DATA),
+        ("safetensors.SafetensorError", "header too large", FailureKind.CHECKPOINT_CORRUPT),
+        ("builtins.ValueError", "never seen", FailureKind.UNKNOWN),
+    ],
+)
+def test_errors_are_known_by_class_and_message(error_type: str, message: str, kind: FailureKind) -> None:
+    assert kind_of(failed(1, error_type, message)) is kind
+    # The same with the echo on the other rank, which ended first.
+    assert kind_of(cascade(0), failed(1, error_type, message, order=1)) is kind
+
+
+def test_every_own_error_class_of_the_map_exists() -> None:
+    from rlhf_core import errors
+
+    for name in ERRORS:
+        module, _, error = name.rpartition(".")
+        if module == "rlhf_core.errors":
+            assert issubclass(getattr(errors, error), errors.RlhfError)
+
+
+def test_a_time_out_is_only_the_echo_of_the_rank_that_failed_elsewhere() -> None:
+    late = failed(0, "builtins.RuntimeError", "Timed out waiting 1000ms for recv operation")
+    assert kind_of(late, failed(1, "rlhf_core.errors.RewardFailed", "x", order=1)) is FailureKind.REWARD_FUNCTION
+    assert kind_of(late, cascade(1, 1)) is FailureKind.COLLECTIVE_HANG
+
+
+@pytest.mark.parametrize(
+    ("code", "log", "kind"),
+    [
+        (-6, "terminate called\n  what(): op.preamble.length <= op.nbytes. 500 vs 4", FailureKind.COLLECTIVE_MISMATCH),
+        (-7, "ERROR: worker died. This might be caused by insufficient shared memory (shm).", FailureKind.HOST_OOM),
+        (-11, "Fatal Python error: Segmentation fault", FailureKind.UNKNOWN),
+        (1, "python: No module named rlhf_core", FailureKind.IMPORT_ERROR),
+        (-9, "CUDA out of memory was handled an hour ago", FailureKind.WORKER_KILLED),
+    ],
+)
+def test_without_an_outcome_exit_code_and_log_speak(code: int, log: str, kind: FailureKind) -> None:
+    assert kind_of(ended(0, code, log=log)) is kind
+
+
+@pytest.mark.parametrize(
+    ("state", "kind"),
+    [
+        ("TIMEOUT", FailureKind.TIME_LIMIT),
+        ("PREEMPTED", FailureKind.PREEMPTION),
+        ("NODE_FAIL", FailureKind.NODE_LOST),
+        ("OUT_OF_MEMORY", FailureKind.HOST_OOM),
+        ("CANCELLED by 1000", FailureKind.USER_CANCEL),
+        ("", FailureKind.AGENT_KILLED),
+        ("COMPLETED", FailureKind.AGENT_KILLED),
+    ],
+)
+def test_of_a_job_that_vanished_the_scheduler_speaks(state: str, kind: FailureKind) -> None:
+    assert classify(Evidence(scheduler_state=state, agent_vanished=True)).kind is kind
+
+
+def test_the_agents_output_speaks_where_there_were_no_workers() -> None:
+    log = "Traceback (most recent call last):\nModuleNotFoundError: No module named 'torch'\n"
+    assert classify(Evidence(agent_log=log, agent_vanished=True)).kind is FailureKind.IMPORT_ERROR
+
+
+def test_tear_down_and_echoes_do_not_hide_the_root_in_a_log() -> None:
+    log = "\n".join(
+        [
+            "W0101 Sending process 17 closing signal SIGTERM",
+            "RuntimeError: Connection reset by peer",
+            "step 12: out of luck",
+            "OSError: [Errno 28] No space left on device",
+            "destroy_process_group() was not called before program exit",
+        ]
+    )
+    match = find(log)
+    assert match is not None
+    assert match.kind is FailureKind.DISK_FULL
+    assert find("all is well\n[rank0] destroy_process_group() was not called before program exit") is None
+
+
+def test_the_fingerprint_leaves_out_what_changes_from_time_to_time() -> None:
+    unknown = FailureKind.UNKNOWN
+    first = fingerprint(unknown, "boom at 0x7f3a in /tmp/a/b.py, step 12, loss 1.5e-3")
+    assert first == fingerprint(unknown, "boom at 0x11ff in /home/u/b.py, step 999, loss 2.5e-9")
+    assert first != fingerprint(unknown, "bang at 0x7f3a in /tmp/a/b.py, step 12, loss 1.5e-3")
+    assert first != fingerprint(FailureKind.CONFIG, "boom at 0x7f3a in /tmp/a/b.py, step 12, loss 1.5e-3")
+
+
+def test_the_same_message_from_another_function_is_another_fault() -> None:
+    def seen(function: str) -> str:
+        traceback = f'File "a.py", line 3, in run\nFile "b.py", line 9, in {function}\n'
+        return classify(Evidence(workers=(failed(0, "builtins.KeyError", "'x'", traceback=traceback),))).fingerprint
+
+    assert seen("load") == seen("load")
+    assert seen("load") != seen("save")

@@ -1,0 +1,175 @@
+"""Who is hung and who only waits: the rule, its allowances, and what it learns."""
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf_core.diagnosis.liveness import GapTracker, LoopClock, judge
+from rlhf_core.schemas.reports import Phase, RankStatus
+from rlhf_core.schemas.resources import Role
+
+FLOOR_S, SETUP_S, FACTOR = 10.0, 100.0, 5.0
+_sequence = itertools.count(1)
+
+
+def rank(
+    number: int,
+    age_s: float,
+    *,
+    phase: Phase = Phase.TRAIN,
+    inside: bool = False,
+    state: str = "S",
+    collectives: int = 0,
+    sequence: int = 0,
+) -> RankStatus:
+    return RankStatus(
+        role=Role.TRAINER,
+        rank=number,
+        local_rank=number,
+        pid=1000 + number,
+        sequence=sequence,
+        collectives=collectives,
+        in_collective=inside,
+        step=7,
+        phase=phase,
+        age_s=age_s,
+        process_state=state,
+    )
+
+
+def warm_tracker(*phases: Phase) -> GapTracker:
+    """A tracker that has seen every phase of ranks 0 to 3 go by, quickly."""
+    tracker = GapTracker(FACTOR, FLOOR_S, SETUP_S)
+    for phase in phases or tuple(Phase):
+        for _ in range(2):
+            tracker.observe([rank(number, 0.1, phase=phase, sequence=next(_sequence)) for number in range(4)])
+    tracker.observe([rank(number, 0.0, phase=Phase.TRAIN, sequence=next(_sequence)) for number in range(4)])
+    return tracker
+
+
+def suspects(ranks: Sequence[RankStatus], tracker: GapTracker | None = None) -> list[int]:
+    return [suspect.status.rank for suspect in judge(ranks, tracker or warm_tracker())]
+
+
+def test_silence_below_the_floor_is_fine_and_above_it_is_not() -> None:
+    assert suspects([rank(0, 9.9), rank(1, 0.1)]) == []
+    assert suspects([rank(0, 10.1), rank(1, 0.1)]) == [0]
+
+
+def test_set_up_has_its_own_floor() -> None:
+    assert suspects([rank(0, 99.0, phase=Phase.SETUP)]) == []
+    assert suspects([rank(0, 101.0, phase=Phase.SETUP)]) == [0]
+
+
+def test_the_first_silence_of_a_phase_has_the_allowance_of_set_up() -> None:
+    """Compilation. Once the phase has been seen to go on, its floor holds."""
+    tracker = GapTracker(FACTOR, FLOOR_S, SETUP_S)
+    tracker.observe([rank(0, 50.0, sequence=1)])
+    assert suspects([rank(0, 50.0, sequence=1)], tracker) == []
+    tracker.observe([rank(0, 0.1, sequence=2)])
+    assert suspects([rank(0, 11.0, sequence=2)], tracker) == [0]
+    assert tracker.longest_s(Phase.TRAIN) == 0.0  # the first silence teaches nothing
+    tracker.begin_restart()
+    assert suspects([rank(0, 11.0, sequence=1)], tracker) == []  # new workers compile again
+
+
+def test_who_waits_in_a_collective_for_somebody_at_work_is_not_hung() -> None:
+    """A rollout that takes five times as long as the floor, because rollouts of that length were seen to end well."""
+    tracker = warm_tracker()
+    tracker.observe([rank(0, 50.0, phase=Phase.ROLLOUT, sequence=next(_sequence))])
+    tracker.observe([rank(0, 0.1, phase=Phase.ROLLOUT, sequence=next(_sequence))])
+    assert tracker.longest_s(Phase.ROLLOUT) == 50.0
+    waiting = [rank(0, 200.0, phase=Phase.ROLLOUT), rank(1, 199.0, inside=True), rank(2, 199.0, inside=True)]
+    assert suspects(waiting, tracker) == []
+    assert suspects([rank(0, 251.0, phase=Phase.ROLLOUT), *waiting[1:]], tracker) == [0]
+    # The control: with nobody outside to wait for, the same silence is a hang.
+    assert suspects(waiting[1:], tracker) == [1, 2]
+
+
+def test_a_collective_is_judged_by_the_last_one_who_entered() -> None:
+    assert suspects([rank(0, 60.0, inside=True), rank(1, 3.0, inside=True)]) == []
+    assert suspects([rank(0, 60.0, inside=True), rank(1, 10.5, inside=True)]) == [0, 1]
+
+
+def test_a_stopped_process_is_suspect_even_inside_a_collective() -> None:
+    ranks = [rank(0, 11.0, inside=True, state="T"), rank(1, 0.1, phase=Phase.ROLLOUT)]
+    assert suspects(ranks) == [0]
+
+
+def test_silences_that_ended_well_raise_the_limit_of_their_phase_only() -> None:
+    tracker = warm_tracker()
+    tracker.observe([rank(0, 8.0, sequence=next(_sequence))])
+    tracker.observe([rank(0, 0.0, sequence=next(_sequence))])
+    assert tracker.longest_s(Phase.TRAIN) == 8.0
+    assert suspects([rank(0, 39.0)], tracker) == []
+    assert suspects([rank(0, 41.0)], tracker) == [0]
+    assert suspects([rank(0, 11.0, phase=Phase.CHECKPOINT)], tracker) == [0]
+
+
+@pytest.mark.parametrize(
+    ("peer", "learned_s"),
+    [
+        (rank(1, 0.1), 9.0),
+        (rank(1, 9.0, state="T"), 0.1),
+    ],
+)
+def test_a_silence_beside_a_stopped_process_teaches_nothing(peer: RankStatus, learned_s: float) -> None:
+    tracker = warm_tracker()
+    before = next(_sequence)
+    tracker.observe([rank(0, 9.0, sequence=before), peer.model_copy(update={"sequence": before})])
+    tracker.observe([rank(0, 0.0, sequence=next(_sequence)), rank(1, 0.0, sequence=before)])
+    assert tracker.longest_s(Phase.TRAIN) == learned_s
+
+
+def test_waiting_for_a_slow_peer_teaches_nothing_about_collectives() -> None:
+    tracker = warm_tracker()
+    before = next(_sequence)
+    tracker.observe([rank(0, 9.0, inside=True, sequence=before), rank(1, 9.0, phase=Phase.ROLLOUT, sequence=before)])
+    tracker.observe([rank(number, 0.0, sequence=next(_sequence)) for number in range(2)])
+    assert tracker.longest_s(Phase.TRAIN) == 0.1
+    assert tracker.longest_s(Phase.ROLLOUT) == 9.0
+
+
+def test_a_pause_of_the_watcher_itself_is_not_held_against_the_workers() -> None:
+    clock = LoopClock(tolerance_s=2.0)
+    assert not clock.tick(100.0)
+    assert not clock.tick(100.3)
+    assert clock.age_s(99.0, 100.3) == pytest.approx(1.3)
+    assert clock.tick(160.0)  # the job was suspended for a minute
+    assert clock.age_s(99.0, 160.5) == pytest.approx(0.5)
+    assert clock.age_s(160.2, 160.5) == pytest.approx(0.3)
+    # The control: without the rebase the same beat would be 61 s old.
+    assert LoopClock().age_s(99.0, 160.5) == pytest.approx(61.5)
+
+
+def test_being_busy_with_evidence_is_no_pause() -> None:
+    clock = LoopClock(tolerance_s=2.0)
+    clock.tick(100.0)
+    clock.skip(108.0)
+    assert not clock.tick(108.3)
+
+
+AGES = st.lists(
+    st.tuples(st.floats(0, 300), st.booleans(), st.sampled_from(list(Phase)), st.sampled_from("RSDT")),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(AGES)
+def test_no_false_alarm_below_the_floor_and_no_miss_when_nobody_moves(
+    ages: list[tuple[float, bool, Phase, str]],
+) -> None:
+    ranks = [
+        rank(n, age, inside=inside, phase=phase, state=state) for n, (age, inside, phase, state) in enumerate(ages)
+    ]
+    tracker = warm_tracker()
+    limits = [tracker.limit_s(one) for one in ranks]
+    found = suspects(ranks, tracker)
+    over = [one.rank for one, limit_s in zip(ranks, limits, strict=True) if one.age_s > limit_s]
+    assert set(found) <= set(over)
+    if len(over) == len(ranks):
+        assert found

@@ -1,0 +1,228 @@
+"""The local scheduler: jobs outlive who submitted them, are seen by everybody, and end with all they started."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlhf_core.errors import BadInput, SubmissionFailed
+from rlhf_core.run_dir import read_model
+from rlhf_core.scheduler import JobRequest, JobState, get_scheduler
+from rlhf_core.scheduler.local import LocalScheduler
+from rlhf_core.schemas.resources import JOB_VARIABLE, Placement, Role, RolePlan, Submission
+
+pytestmark = pytest.mark.end_to_end
+
+REPOSITORY = Path(__file__).parents[2]
+RUN = "toy-20260101-000000-abcdef"
+
+AGENT = """
+import os, signal, subprocess, sys, time
+folder = sys.argv[1]
+def say(name, text):
+    open(f"{folder}/{name}.tmp", "w").write(text)
+    os.rename(f"{folder}/{name}.tmp", f"{folder}/{name}")
+def stop(number, frame): say("asked", signal.Signals(number).name); sys.exit(0)
+signal.signal(signal.SIGTERM, stop); signal.signal(signal.SIGUSR2, stop)
+if "daemon" in sys.argv:
+    # A process that has left its parents and its session, as a reward function's helper may.
+    subprocess.run(["sh", "-c", f"setsid sleep 60 >/dev/null 2>&1 & echo $! > {folder}/daemon"], check=True)
+if "deaf" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN)
+print("at work", os.environ["RLHF_JOB"], os.environ.get("RLHF_DATABASE_URL"), flush=True)
+say("agent", str(os.getpid()))
+time.sleep(0.0 if "short" in sys.argv else 60.0)
+"""
+
+
+def wait_for(condition: Callable[[], object], patience_s: float = 20.0) -> None:
+    deadline = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def make_request(folder: Path, *ways: str, time_limit_s: int = 600, nodes: int = 1, attempt: int = 1) -> JobRequest:
+    return JobRequest(
+        run_id=RUN,
+        placement=Placement(attempt=attempt, num_nodes=nodes, roles=(RolePlan(role=Role.TRAINER, workers_per_node=1),)),
+        scheduler_dir=folder / "scheduler",
+        command=(sys.executable, "-c", AGENT, str(folder), *ways),
+        cpus_per_node=1,
+        memory_gb=0.0,
+        time_limit_s=time_limit_s,
+        environment={"EXTRA": "1"},
+    )
+
+
+@pytest.fixture
+def scheduler(tmp_path: Path) -> Iterator[LocalScheduler]:
+    """The scheduler; whatever a failing test leaves of its job is ended."""
+    yield LocalScheduler()
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(JOB_VARIABLE, "").startswith(RUN) and str(tmp_path) in str(process.cmdline()):
+                process.kill()
+        except psutil.Error:
+            continue
+
+
+def _state(scheduler: LocalScheduler, submission: Submission) -> JobState:
+    return scheduler.status([submission])[submission.job_id].state
+
+
+def _pid(folder: Path, name: str) -> int:
+    wait_for(lambda: (folder / name).exists() and (folder / name).read_text(encoding="utf-8").strip())
+    return int((folder / name).read_text(encoding="utf-8"))
+
+
+def test_a_job_runs_its_command_and_ends(
+    tmp_path: Path, scheduler: LocalScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLHF_DATABASE_URL", "postgresql://user:secret@host/db")
+    submission = scheduler.submit(make_request(tmp_path, "short"))
+    assert (submission.attempt, submission.scheduler, submission.host) == (1, "local", socket.gethostname())
+    wait_for(lambda: _state(scheduler, submission) is JobState.ENDED)
+    output = (tmp_path / "scheduler" / f"{submission.job_id}_0_log.out").read_text(encoding="utf-8")
+    assert output == f"at work {RUN}/1 None\n"  # the marker is there, the control plane's secret is not
+    assert scheduler.find(RUN, 1) is None
+    assert scheduler.cancel(submission)  # harmless
+
+
+SUBMITTER = """
+import sys
+sys.path[:0] = [{repository!r}, {tests!r}]
+from pathlib import Path
+from test_scheduler_local import LocalScheduler, make_request
+from rlhf_core.run_dir import write_model
+folder = Path({folder!r})
+write_model(folder / "submission.json", LocalScheduler().submit(make_request(folder, "daemon")))
+import os, signal
+{after}
+"""
+
+
+@pytest.mark.parametrize(
+    "after",
+    ["pass", "os.kill(os.getpid(), signal.SIGKILL)", "os.killpg(0, signal.SIGINT)"],
+    ids=["leaves", "is killed", "Ctrl-C"],
+)
+def test_a_job_outlives_its_submitter_and_is_known_to_other_processes(
+    tmp_path: Path, scheduler: LocalScheduler, after: str
+) -> None:
+    code = SUBMITTER.format(
+        repository=str(REPOSITORY), tests=str(Path(__file__).parent), folder=str(tmp_path), after=after
+    )
+    subprocess.run([sys.executable, "-c", code], start_new_session=True, capture_output=True, check=False)
+    submission = read_model(tmp_path / "submission.json", Submission)
+    assert submission is not None
+    agent, daemon = _pid(tmp_path, "agent"), _pid(tmp_path, "daemon")
+    time.sleep(0.2)
+    assert is_alive(agent)
+    assert _state(scheduler, submission) is JobState.RUNNING
+    assert scheduler.find(RUN, 1) == submission
+    assert scheduler.find(RUN, 2) is None
+
+    assert scheduler.cancel(submission)
+    assert (tmp_path / "asked").read_text(encoding="utf-8") == "SIGTERM"  # the agent could write its outcome
+    assert not is_alive(agent)
+    assert not is_alive(daemon)
+    assert _state(scheduler, submission) is JobState.ENDED
+
+
+def test_a_deaf_job_is_killed(tmp_path: Path, scheduler: LocalScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_core.scheduler.local.END_PATIENCE_S", 0.5)
+    submission = scheduler.submit(make_request(tmp_path, "deaf", "daemon"))
+    agent, daemon = _pid(tmp_path, "agent"), _pid(tmp_path, "daemon")
+    assert scheduler.cancel(submission)
+    assert not is_alive(agent)
+    assert not is_alive(daemon)
+
+
+def test_what_a_killed_agent_left_is_found_by_its_marker(tmp_path: Path, scheduler: LocalScheduler) -> None:
+    """The job has ended, its orphan has not; the control shows that the family tree no longer leads to it."""
+    submission = scheduler.submit(make_request(tmp_path, "daemon"))
+    agent, daemon = _pid(tmp_path, "agent"), _pid(tmp_path, "daemon")
+    os.kill(int(submission.job_id), signal.SIGKILL)
+    assert _state(scheduler, submission) is JobState.RUNNING  # its agent is still there
+    adopted = scheduler.find(RUN, 1)
+    assert adopted is not None
+    assert adopted.job_id == str(agent)
+    os.kill(agent, signal.SIGKILL)
+    wait_for(lambda: _state(scheduler, submission) is JobState.ENDED)
+    assert is_alive(daemon)
+    assert scheduler.cancel(submission.model_copy(update={"marker": ""}))
+    assert is_alive(daemon)
+    assert scheduler.cancel(submission)
+    assert not is_alive(daemon)
+
+
+def test_a_reused_process_id_is_not_taken_for_the_job(scheduler: LocalScheduler) -> None:
+    """This very process has that id, but it started at another time; with its own start time it would be the job."""
+    me = psutil.Process()
+    stranger = Submission(
+        attempt=1,
+        scheduler="local",
+        job_id=str(me.pid),
+        command=("agent",),
+        host=socket.gethostname(),
+        process_started=me.create_time() - 100.0,
+        marker=f"{RUN}/77",
+    )
+    assert _state(scheduler, stranger) is JobState.ENDED
+    assert scheduler.cancel(stranger)
+    same = stranger.model_copy(update={"process_started": me.create_time()})
+    assert _state(scheduler, same) is JobState.RUNNING
+
+
+def test_a_job_of_another_machine_is_unknown(scheduler: LocalScheduler) -> None:
+    away = Submission(attempt=1, scheduler="local", job_id="1", command=("agent",), host="elsewhere", marker="x/1")
+    status = scheduler.status([away])["1"]
+    assert status.state is JobState.UNKNOWN
+    assert "elsewhere" in status.reason
+    assert not scheduler.cancel(away)
+
+
+def test_ahead_of_the_time_limit_the_agent_is_asked_to_save(tmp_path: Path, scheduler: LocalScheduler) -> None:
+    submission = scheduler.submit(make_request(tmp_path, time_limit_s=4))
+    wait_for(lambda: _state(scheduler, submission) is JobState.ENDED)
+    assert (tmp_path / "asked").read_text(encoding="utf-8") == "SIGUSR2"
+
+
+def test_what_cannot_be_started_is_refused(tmp_path: Path, scheduler: LocalScheduler) -> None:
+    with pytest.raises(SubmissionFailed, match="has 1 node, the placement asks for 2"):
+        scheduler.submit(make_request(tmp_path, nodes=2))
+    request = make_request(tmp_path)
+    absent = JobRequest(**{**vars(request), "command": ("/no/such/python", "-m", "x")})
+    with pytest.raises(SubmissionFailed, match="RLHF_COMPUTE_PYTHON"):
+        scheduler.submit(absent)
+    assert scheduler.find(RUN, 1) is None
+
+
+def test_the_inventory_is_this_machine(scheduler: LocalScheduler) -> None:
+    inventory = scheduler.inventory()
+    assert inventory.node_names == (socket.gethostname(),)
+    assert 1 <= inventory.cpus_per_node <= (os.cpu_count() or 1)
+    assert inventory.memory_gb > 0.1
+
+
+def test_schedulers_are_found_by_name() -> None:
+    assert get_scheduler("local").name == "local"
+    with pytest.raises(BadInput, match="RLHF_SCHEDULER=slurm is not available in this version; use local"):
+        get_scheduler("slurm")
+    with pytest.raises(BadInput, match="RLHF_SCHEDULER=pbs is no scheduler"):
+        get_scheduler("pbs")

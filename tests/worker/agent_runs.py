@@ -1,0 +1,139 @@
+"""A run directory made by hand, and an agent on it as a scheduler would start it. Helpers, not fixtures."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rlhf_core.run_dir import AttemptDir, RestartDir, RunDir, read_model, read_models, write_model
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.failures import Decision, Incident
+from rlhf_core.schemas.reports import AgentCommand, AgentEvent, AgentStatus, AttemptOutcome
+from rlhf_core.schemas.run import RunSpec
+
+REPOSITORY = Path(__file__).parents[2]
+TARGETS = Path(__file__).parent / "targets"
+PATIENCE_S = 60.0
+
+
+def make_spec(**sections: Any) -> RunSpec:
+    """A small spec; ``sections`` replace whole tables."""
+    tables: dict[str, Any] = {
+        "name": "toy",
+        "model": {"config": {"model_type": "qwen3"}, "tokenizer": "char"},
+        "data": {"generator": "tasks:digits"},
+        "train": {"num_steps": 20},
+        "supervise": {"floor_s": 60.0, "setup_floor_s": 60.0},
+    }
+    return RunSpec.model_validate(tables | sections)
+
+
+@dataclass
+class AgentRun:
+    """One attempt of a toy run and the agent that works on it."""
+
+    run_dir: RunDir
+    attempt: int = 1
+    agents: list["subprocess.Popen[bytes]"] = field(default_factory=list)
+
+    @property
+    def dir(self) -> AttemptDir:
+        return self.run_dir.attempt(self.attempt)
+
+    def restart(self, number: int) -> RestartDir:
+        return self.dir.restart(number)
+
+    def script(self, *lines: dict[str, Any]) -> None:
+        """What the roles are to do, see ``targets/fake_roles.py``."""
+        (self.run_dir.root / "script.json").write_text(json.dumps(lines), encoding="utf-8")
+
+    def start(self) -> "subprocess.Popen[bytes]":
+        environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+        command = [sys.executable, "-m", "rlhf_core.worker", "agent"]
+        command += ["--run-dir", str(self.run_dir.root), "--attempt", str(self.attempt), "--path", str(TARGETS)]
+        command += ["--target", "trainer=fake_roles:train", "--target", "evaluator=fake_roles:evaluate"]
+        with self._output(len(self.agents)).open("wb") as output:
+            agent = subprocess.Popen(
+                command,
+                env=environment,
+                cwd=self.run_dir.root,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.agents.append(agent)
+        return agent
+
+    def _output(self, index: int) -> Path:
+        return self.run_dir.root / f"agent-{index}.out"
+
+    def finish(self) -> tuple[int, str]:
+        """Wait for the newest agent; its exit code and what it printed."""
+        code = self.agents[-1].wait(timeout=PATIENCE_S)
+        return code, self._output(len(self.agents) - 1).read_text(encoding="utf-8")
+
+    def order(self, kind: str, number: int = 0) -> None:
+        command = AgentCommand.model_validate({"kind": kind, "reason": "the test asked", "time": utc_now()})
+        write_model(self.dir.commands / f"{number}.json", command)
+
+    def outcome(self) -> AttemptOutcome:
+        found = read_model(self.dir.outcome, AttemptOutcome)
+        assert found is not None
+        return found
+
+    def incident(self, restart: int) -> Incident:
+        found = read_model(self.restart(restart).incident, Incident)
+        assert found is not None
+        return found
+
+    def decision(self, restart: int) -> Decision:
+        found = read_model(self.restart(restart).decision, Decision)
+        assert found is not None
+        return found
+
+    def events(self, restart: int, kind: str | None = None) -> list[AgentEvent]:
+        paths = sorted(self.restart(restart).root.glob("events-*.jsonl"))
+        events = [event for path in paths for event in read_models(path, AgentEvent)]
+        return [event for event in events if kind in (None, event.kind)]
+
+    def status(self, restart: int) -> AgentStatus | None:
+        paths = sorted(self.restart(restart).agents.glob("*.json"))
+        return read_model(paths[0], AgentStatus) if paths else None
+
+    def pids(self, restart: int) -> dict[int, int]:
+        """Process ids by rank; empty until the workers were started."""
+        for event in self.events(restart, "workers_started"):
+            ranks, pids = event.data["ranks"], event.data["pids"]
+            assert isinstance(ranks, dict)
+            assert isinstance(pids, dict)
+            return {int(str(rank)): int(str(pids[index])) for index, rank in ranks.items()}
+        return {}
+
+    def reached(self, restart: int, step: int) -> bool:
+        """Whether a step of that restart is in its metrics."""
+        path = self.restart(restart).metrics
+        return path.exists() and len(path.read_bytes().splitlines()) >= step
+
+
+def wait_for(condition: Callable[[], Any], patience_s: float = PATIENCE_S) -> Any:
+    """Wait until a condition holds and return its value."""
+    deadline = time.monotonic() + patience_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+    return value
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process is there and not just a zombie."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,176 @@
+"""Small roles without torch: real processes, real beats, a collective over a Unix socket that breaks as gloo's does.
+
+What a role does is told by ``script.json`` in the run directory: a list of ``{"restart": r, "rank": k, "step": s,
+"do": what}``.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+from rlhf_core.errors import DiskFull, NonFiniteLoss, RewardFailed
+from rlhf_core.run_dir import LineWriter, write_model
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.reports import CheckpointManifest, MetricsLine, Phase
+from rlhf_core.training.types import RoleResult, WorkerContext
+
+STEP_S = 0.05
+
+
+class Ring:
+    """A sum over the ranks: everybody sends to rank 0, rank 0 answers. A peer that dies closes its connection."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+        self._peers: list[socket.socket] = []
+        path = context.restart_dir.root / f"ring-{context.role}"
+        # Paths of Unix sockets are short: the run directory may be deep, so the socket is opened from within.
+        os.chdir(path.parent)
+        if context.rank == 0:
+            server = socket.socket(socket.AF_UNIX)
+            server.bind(path.name)
+            server.listen()
+            self._peers = [server.accept()[0] for _ in range(context.num_ranks - 1)]
+        else:
+            peer = socket.socket(socket.AF_UNIX)
+            while peer.connect_ex(path.name) != 0:
+                time.sleep(0.01)
+            self._peers = [peer]
+
+    def sum(self, value: int) -> int:
+        with self._context.reporter.collective():
+            if self._context.rank == 0:
+                total = value + sum(self._receive(peer) for peer in self._peers)
+                for peer in self._peers:
+                    peer.sendall(total.to_bytes(8, "little"))
+                return total
+            self._peers[0].sendall(value.to_bytes(8, "little"))
+            return self._receive(self._peers[0])
+
+    def _receive(self, peer: socket.socket) -> int:
+        data = peer.recv(8)
+        if len(data) < 8:
+            raise RuntimeError("Connection closed by peer")
+        return int.from_bytes(data, "little")
+
+
+def train(context: WorkerContext) -> RoleResult:
+    """Steps with a rollout, a sum and now and then a checkpoint."""
+    ring = Ring(context)
+    checkpoints = context.run_dir.checkpoints()
+    step = checkpoints[-1].step if checkpoints else 0
+    metrics = LineWriter(context.restart_dir.metrics) if context.rank == 0 else None
+    while step < context.spec.total_steps:
+        step += 1
+        context.reporter.beat(Phase.ROLLOUT, step)
+        _obey_script(context, step)
+        time.sleep(STEP_S)
+        context.reporter.beat(Phase.TRAIN, step)
+        wants = {"": 0, "save": 1, "stop": 1000}[context.reporter.request()]
+        votes = ring.sum(wants)
+        if metrics is not None:
+            line = MetricsLine(step=step, time=utc_now(), stage="sft", metrics={"loss/value": 1.0 / step})
+            metrics.write(line)
+        if votes or step % context.spec.checkpoint.every_num_steps == 0:
+            context.reporter.beat(Phase.CHECKPOINT, step)
+            if context.rank == 0:
+                _save(context, step)
+            ring.sum(0)
+        if votes >= 1000:
+            return RoleResult.STOPPED_EARLY
+    return RoleResult.DONE
+
+
+def evaluate(context: WorkerContext) -> RoleResult:
+    """A few beats, and a note that it ran."""
+    for _ in range(3):
+        context.reporter.beat(Phase.EVALUATE, context.spec.total_steps)
+        time.sleep(STEP_S)
+    (context.run_dir.root / f"evaluated-{context.rank}").write_text(str(context.restart), encoding="utf-8")
+    return RoleResult.DONE
+
+
+def _save(context: WorkerContext, step: int) -> None:
+    checkpoint = context.run_dir.checkpoint(step)
+    manifest = CheckpointManifest(
+        step=step,
+        stage="sft",
+        stage_finished=False,
+        num_ranks=context.num_ranks,
+        spec_hash="",
+        files={},
+        time=utc_now(),
+    )
+    write_model(checkpoint.complete, manifest)
+
+
+def _obey_script(context: WorkerContext, step: int) -> None:
+    path = context.run_dir.root / "script.json"
+    if not path.exists():
+        return
+    for line in json.loads(path.read_bytes()):
+        if line.get("restart", context.restart) != context.restart or line["rank"] != context.rank:
+            continue
+        if line["step"] == step:
+            _do(line["do"], context)
+
+
+def _do(what: str, context: WorkerContext) -> None:
+    match what:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "loop":
+            while True:
+                pass
+        case "hold_interpreter":
+            ctypes.PyDLL(None).sleep(100000)
+        case "reward":
+            raise RewardFailed("reward function broken:always answered 'x', expected a number")
+        case "full_disk":
+            _fill_disk(context)
+        case "nan":
+            raise NonFiniteLoss("loss is nan at step 3")
+        case "value":
+            raise ValueError(f"something nobody has seen before, number {context.restart}")
+        case "exit":
+            os._exit(0)
+        case "children":
+            _leave_children(context)
+
+
+def _fill_disk(context: WorkerContext) -> None:
+    try:
+        with (context.run_dir.root / "filler").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+    except OSError as error:
+        raise DiskFull(f"no room for the checkpoint of step 3: {error}") from error
+
+
+DAEMON = """
+import os, sys, time
+if os.fork():
+    sys.exit()
+os.setsid()
+with open("daemon.tmp", "w") as file:
+    file.write(str(os.getpid()))
+os.rename("daemon.tmp", "daemon")
+time.sleep(120)
+"""
+
+
+def _leave_children(context: WorkerContext) -> None:
+    """A child, and a daemon that has left its session and its parent: what reward functions may leave behind."""
+    folder = context.run_dir.root
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
+    subprocess.run([sys.executable, "-c", DAEMON], cwd=folder, check=True)
+    while not (folder / "daemon").exists():
+        time.sleep(0.01)
+    (folder / "child").write_text(str(child.pid), encoding="utf-8")

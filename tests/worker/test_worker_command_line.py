@@ -1,0 +1,85 @@
+"""``python -m rlhf_core.worker``: light to start, and honest about imports."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from agent_runs import REPOSITORY
+
+from rlhf_core.errors import BadInput
+from rlhf_core.schemas.resources import Role
+from rlhf_core.worker.roles import TARGETS, load, target_of
+
+
+def _worker(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-m", "rlhf_core.worker", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+def test_help_names_the_commands_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from rlhf_core.worker.__main__ import main\n"
+        "try: main(['--help'])\n"
+        "finally: print(sorted({'torch', 'psutil', 'rlhf_core.training'} & set(sys.modules)))"
+    )
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert "check-import" in done.stdout
+    assert done.stdout.endswith("[]\n")
+
+
+@pytest.mark.parametrize(
+    ("content", "target", "error"),
+    [
+        ("def reward(**_): return []", "user_code:reward", ""),
+        ("print('noise while importing')\ndef reward(**_): return []", "user_code:reward", ""),
+        ("import not_installed_anywhere", "user_code:reward", "ModuleNotFoundError: No module named 'not_installed"),
+        ("x = 1", "user_code:reward", "ImportError: module user_code has no reward"),
+        ("reward = 3", "user_code:reward", "BadInput: user_code:reward is no function but int"),
+        ("raise SystemExit('I am a script')", "user_code:reward", "SystemExit: I am a script"),
+        ("1 / 0", "user_code:reward", "ZeroDivisionError"),
+        ("", "user_code", "BadInput: found 'user_code', expected module:function"),
+    ],
+)
+def test_check_import_answers_with_one_json_line(tmp_path: Path, content: str, target: str, error: str) -> None:
+    (tmp_path / "user_code.py").write_text(content, encoding="utf-8")
+    done = _worker("check-import", target, "--path", str(tmp_path))
+    answer = json.loads(done.stdout)
+    assert answer["ok"] is not bool(error)
+    assert answer["error"].startswith(error)
+    assert done.returncode == (1 if error else 0)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    assert (
+        "expected ROLE=MODULE:FUNCTION"
+        in _worker("agent", "--run-dir", "x", "--attempt", "1", "--target", "juggler=a:b").stderr
+    )
+    assert (
+        _worker("role", "juggler", "--run-dir", "x", "--attempt", "1", "--restart", "0", "--node", "n").returncode == 2
+    )
+
+
+def test_a_damaged_run_directory_ends_with_an_outcome(tmp_path: Path) -> None:
+    done = _worker("agent", "--run-dir", str(tmp_path), "--attempt", "1")
+    assert done.returncode == 1
+    outcome = json.loads((tmp_path / "attempts" / "1" / "outcome.json").read_bytes())
+    assert (outcome["state"], outcome["failure_kind"]) == ("failed", "config")
+    assert "has no spec.json" in outcome["message"]
+
+
+def test_a_given_target_comes_before_the_native_one() -> None:
+    assert target_of(Role.TRAINER, {Role.TRAINER: "mine:run"}) == "mine:run"
+    assert target_of(Role.EVALUATOR, {}) == TARGETS[Role.EVALUATOR]
+    with pytest.raises(BadInput, match="nothing runs for role rollout"):
+        target_of(Role.ROLLOUT, {})
+
+
+@pytest.mark.training
+@pytest.mark.parametrize("target", TARGETS.values())
+def test_the_native_targets_are_there(target: str) -> None:
+    assert callable(load(target))

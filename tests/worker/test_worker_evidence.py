@@ -1,0 +1,107 @@
+"""Evidence of real processes that stand still in different ways."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from agent_runs import wait_for
+
+from rlhf_core.schemas.reports import Phase, RankStatus
+from rlhf_core.schemas.resources import Role
+from rlhf_core.worker import evidence, processes
+
+PRELUDE = """
+import ctypes, faulthandler, os, signal, sys
+faulthandler.register(signal.SIGUSR1)
+def endless_loop():
+    while True: pass
+def holds_the_interpreter():
+    ctypes.PyDLL(None).sleep(60)
+def stops_itself():
+    os.kill(os.getpid(), signal.SIGSTOP)
+print("ready", flush=True)
+"""
+
+
+@pytest.fixture
+def still_process(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[RankStatus, Path]]:
+    """A process that stands still in the function named by the test's parameter, and its log."""
+    log = tmp_path / "trainer-here-0.log"
+    with log.open("wb") as file:
+        command = [sys.executable, "-c", f"{PRELUDE}{request.param}()"]
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+    wait_for(lambda: log.read_bytes())
+    if request.param == "stops_itself":
+        wait_for(lambda: processes.process_state(process.pid) == "T")
+    yield (
+        RankStatus(
+            role=Role.TRAINER,
+            rank=3,
+            local_rank=0,
+            pid=process.pid,
+            sequence=1,
+            collectives=0,
+            in_collective=False,
+            step=4,
+            phase=Phase.REWARD,
+            age_s=9.0,
+            process_state=processes.process_state(process.pid),
+        ),
+        log,
+    )
+    process.kill()
+    process.wait()
+
+
+WAYS = ["endless_loop", "holds_the_interpreter", "stops_itself"]
+
+
+@pytest.mark.training
+@pytest.mark.parametrize("still_process", WAYS, indirect=True)
+def test_the_stack_names_the_function(still_process: tuple[RankStatus, Path], tmp_path: Path) -> None:
+    rank, log = still_process
+    folder = tmp_path / "incident"
+    missing = evidence.collect([rank], {0: log}, folder, "here")
+    assert missing == []
+    stack = (folder / "stack-here-0.txt").read_text(encoding="utf-8")
+    assert any(way in stack for way in WAYS)
+    assert "State:" in (folder / "process-here-0.txt").read_text(encoding="utf-8")
+    assert (folder / "log-here-0.txt").read_text(encoding="utf-8").startswith("ready")
+    assert '"rank": 3' in (folder / "ranks-here.json").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("still_process", ["holds_the_interpreter"], indirect=True)
+def test_where_py_spy_is_missing_the_worker_writes_its_own_stack(
+    still_process: tuple[RankStatus, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even with C code holding the interpreter lock: the fault handler needs no Python."""
+    monkeypatch.setattr("rlhf_core.worker.evidence.shutil.which", lambda *_, **__: None)
+    rank, log = still_process
+    missing = evidence.collect([rank], {0: log}, tmp_path / "incident", "here")
+    assert "not installed" in missing[0]
+    assert "holds_the_interpreter" in (tmp_path / "incident" / "log-here-0.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("still_process", ["endless_loop"], indirect=True)
+def test_evidence_that_cannot_be_had_is_said_and_raises_nothing(
+    still_process: tuple[RankStatus, Path], tmp_path: Path
+) -> None:
+    rank, log = still_process
+    os.kill(rank.pid, signal.SIGKILL)
+    wait_for(lambda: processes.process_state(rank.pid) == "Z")
+    (tmp_path / "file").write_text("no folder", encoding="utf-8")
+    missing = evidence.collect([rank], {0: log}, tmp_path / "file" / "incident", "here")
+    assert any("py-spy" in line for line in missing)
+    assert any("could not be written" in line for line in missing)
+
+
+def test_a_log_tail_begins_with_a_whole_line(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("".join(f"line {number}\n" for number in range(100)), encoding="utf-8")
+    tail = evidence.log_tail(log, limit_bytes=30)
+    assert tail.splitlines() == ["line 97", "line 98", "line 99"]
+    assert evidence.log_tail(tmp_path / "none") == ""

@@ -1,0 +1,40 @@
+"""Waiting for GPU memory: the rule with made-up readings, the library where there is a GPU."""
+
+import pytest
+
+from rlhf_core.worker.gpu_memory import TOLERANCE_BYTES, GpuMemory, wait_until_free
+
+GIB = 1 << 30
+
+
+def test_it_waits_until_all_devices_are_back() -> None:
+    readings = iter([[40 * GIB, 2 * GIB], [40 * GIB, GIB], [GIB + TOLERANCE_BYTES, GIB]])
+    assert wait_until_free(lambda: next(readings), [GIB, GIB], patience_s=10.0, pause_s=0.0) == []
+    assert list(readings) == []
+
+
+def test_it_names_the_devices_that_stay_full() -> None:
+    assert wait_until_free(lambda: [GIB, 40 * GIB], [GIB, GIB], patience_s=0.0) == [1]
+
+
+def test_without_a_driver_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr("rlhf_core.worker.gpu_memory.ctypes.CDLL", absent)
+    with pytest.raises(OSError, match="libnvidia-ml"):
+        GpuMemory()
+
+
+@pytest.mark.gpu
+def test_memory_taken_by_a_tensor_is_seen_and_comes_back() -> None:
+    torch = pytest.importorskip("torch")
+    torch.cuda.init()
+    block = torch.zeros(1, device="cuda")
+    memory = GpuMemory()
+    before = memory.used_bytes()
+    block = torch.zeros(GIB, dtype=torch.uint8, device="cuda")
+    assert max(now - base for now, base in zip(memory.used_bytes(), before, strict=True)) > TOLERANCE_BYTES
+    del block
+    torch.cuda.empty_cache()
+    assert wait_until_free(memory.used_bytes, before, patience_s=10.0) == []

@@ -1,0 +1,185 @@
+"""Slots: what a worker writes is what the agent reads, and only the main thread counts."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.diagnosis.liveness import GapTracker, LoopClock, judge
+from rlhf_core.run_dir import AttemptDir
+from rlhf_core.schemas.reports import Phase
+from rlhf_core.schemas.resources import Role
+from rlhf_core.training.types import Reporter
+from rlhf_core.worker.heartbeat import Beat, SlotFile, slots_folder
+from rlhf_core.worker.watch import Started, Watch
+
+RUN = "toy-20260101-000000-abcdef"
+
+
+@pytest.fixture
+def slots() -> Iterator[SlotFile]:
+    file = SlotFile(RUN, 1, "here", 2)
+    yield file
+    file.remove()
+
+
+def test_the_agent_reads_what_the_worker_wrote(slots: SlotFile) -> None:
+    reporter: Reporter = Beat(slots.path, local_rank=1, rank=7, restart=3)
+    reporter.beat(Phase.ROLLOUT, 12)
+    with reporter.collective():
+        inside = slots.read(1)
+    after = slots.read(1)
+    assert (inside.pid, inside.restart, inside.rank) == (os.getpid(), 3, 7)
+    assert (inside.step, inside.phase, inside.entered, inside.left) == (12, Phase.ROLLOUT, 1, 0)
+    assert (after.entered, after.left) == (1, 1)
+    assert after.sequence > inside.sequence > 0
+    assert time.monotonic_ns() - after.beat_ns < 1e9
+    assert slots.read(0).pid == 0
+
+
+def test_a_collective_that_raises_has_been_left(slots: SlotFile) -> None:
+    beat = Beat(slots.path, 0, 0, 0)
+    with pytest.raises(RuntimeError, match="reset"), beat.collective():
+        raise RuntimeError("Connection reset by peer")
+    assert slots.read(0).left == 1
+
+
+def test_save_is_asked_until_the_checkpoint_and_stop_for_ever(slots: SlotFile) -> None:
+    beat, late = Beat(slots.path, 0, 0, 0), Beat(slots.path, 1, 1, 0)
+    assert beat.request() == ""
+    slots.ask_to_save()
+    assert [beat.request(), beat.request(), late.request()] == ["save", "save", "save"]
+    beat.beat(Phase.CHECKPOINT, 5)
+    assert beat.request() == ""
+    # The other rank saves at the same step, so it has nothing to ask for either, although it never asked.
+    late.beat(Phase.CHECKPOINT, 5)
+    assert late.request() == ""
+    slots.ask_to_save()
+    assert beat.request() == "save"
+    slots.ask_to_stop()
+    assert beat.request() == "stop"
+    slots.clear()
+    assert Beat(slots.path, 0, 0, 1).request() == "stop"
+
+
+def test_a_restart_finds_no_worker_of_the_one_before(slots: SlotFile) -> None:
+    Beat(slots.path, 0, 4, 0).beat(Phase.TRAIN, 9)
+    slots.ask_to_save()
+    slots.clear()
+    assert slots.read(0).pid == 0
+    assert Beat(slots.path, 0, 4, 1).request() == ""
+
+
+def test_another_process_beats_into_the_same_slot(slots: SlotFile) -> None:
+    code = (
+        "import sys; from pathlib import Path; from rlhf_core.worker.heartbeat import Beat, Phase\n"
+        "Beat(Path(sys.argv[1]), 1, 1, 0).beat(Phase.REWARD, 3)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(slots.path)], cwd=Path(__file__).parents[2])
+    assert process.wait(timeout=30) == 0
+    assert (slots.read(1).pid, slots.read(1).phase) == (process.pid, Phase.REWARD)
+
+
+WRITER = """
+import struct, sys, time
+from pathlib import Path
+from rlhf_core.worker.heartbeat import HEADER_WORDS, WORD_BYTES, Beat, Phase
+beat = Beat(Path(sys.argv[1]), 0, 0, 0)
+print("ready", flush=True)
+if sys.argv[2] == "words":
+    while True:
+        beat.beat(Phase.TRAIN, 1)
+pack, target = struct.Struct("<9q").pack_into, beat._words.cast("B")
+while True:
+    pack(target, HEADER_WORDS * WORD_BYTES, 1, 0, 0, 0, 0, 1, 1, 3, time.monotonic_ns())
+"""
+
+
+@pytest.mark.parametrize("way", ["words", "struct"])
+def test_a_reader_never_finds_half_a_beat(slots: SlotFile, way: str) -> None:
+    """The negative control is ``struct.pack_into``: it writes zeros first, and zero is a beat of long ago."""
+    repository = Path(__file__).parents[2]
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(slots.path), way], cwd=repository, stdout=subprocess.PIPE, text=True
+    )
+    assert writer.stdout is not None
+    assert writer.stdout.readline() == "ready\n"
+    zeros = 0
+    until = time.monotonic() + (1.0 if way == "words" else 20.0)
+    while time.monotonic() < until and not zeros:
+        zeros = sum(slots.read(0).beat_ns == 0 for _ in range(10_000))
+    writer.kill()
+    writer.wait()
+    writer.stdout.close()
+    assert bool(zeros) is (way == "struct")
+
+
+def test_files_that_a_killed_agent_left_go_but_those_of_others_stay() -> None:
+    killed = SlotFile(RUN, 1, "here", 1)
+    elsewhere = SlotFile(RUN, 1, "there", 1)
+    other_run = SlotFile(f"{RUN}2", 1, "here", 1)
+    present = SlotFile(RUN, 2, "here", 1)
+    try:
+        found = {path.name for path in slots_folder().glob(f"rlhf-{RUN}*")}
+        assert found == {present.path.name, elsewhere.path.name, other_run.path.name}
+        assert killed.path.name not in found
+    finally:
+        for file in (elsewhere, other_run, present):
+            file.remove()
+
+
+def test_a_foreign_file_is_refused(tmp_path: Path, slots: SlotFile) -> None:
+    foreign = tmp_path / "foreign"
+    foreign.write_bytes(bytes(1024))
+    with pytest.raises(ValueError, match="no slot file"):
+        Beat(foreign, 0, 0, 0)
+    with pytest.raises(ValueError, match="with a slot 2"):
+        Beat(slots.path, 2, 0, 0)
+
+
+def test_a_helper_thread_must_not_beat(slots: SlotFile) -> None:
+    beat = Beat(slots.path, 0, 0, 0)
+    errors: list[str] = []
+
+    def run() -> None:
+        try:
+            beat.beat(Phase.TRAIN, 1)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert "only the thread" in errors[0]
+
+
+@pytest.mark.parametrize("beats_from_thread", [False, True])
+def test_a_thread_that_beats_would_hide_an_endless_loop(
+    tmp_path: Path, slots: SlotFile, monkeypatch: pytest.MonkeyPatch, beats_from_thread: bool
+) -> None:
+    """The negative control: with the rule broken, the main thread turns in a loop and nobody notices."""
+    limit_s = 0.3
+    beat = Beat(slots.path, 0, 0, 0)
+    over = threading.Event()
+
+    def keep_beating() -> None:
+        while not over.is_set():
+            beat.beat(Phase.TRAIN, 1)
+            over.wait(0.01)
+
+    if beats_from_thread:
+        monkeypatch.setattr("rlhf_core.worker.heartbeat._this_thread", lambda: beat._thread)
+        threading.Thread(target=keep_beating, daemon=True).start()
+    watch = Watch(Role.TRAINER, AttemptDir(tmp_path, 1).restart(0), 1, slots, LoopClock())
+    watch.workers = {0: Started(0, 0, os.getpid(), time.monotonic_ns())}
+    until = time.monotonic() + 2 * limit_s
+    while time.monotonic() < until:
+        pass  # the endless loop
+    suspects = judge(watch.living(), GapTracker(5.0, limit_s, limit_s))
+    over.set()
+    assert bool(suspects) is not beats_from_thread

@@ -1,0 +1,127 @@
+"""Agent 0: one owner per attempt, orders in their order, a budget that progress renews, an outcome whatever happens."""
+
+import os
+from pathlib import Path
+
+import pytest
+from agent_runs import make_spec
+
+from rlhf_core.diagnosis.classify import Diagnosis
+from rlhf_core.run_dir import LineWriter, RunDir, read_model, write_model, write_text
+from rlhf_core.schemas.attempts import AttemptState
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.failures import Action, FailureKind
+from rlhf_core.schemas.reports import AgentCommand, AttemptOutcome, CheckpointManifest, MetricsLine
+from rlhf_core.worker.leader import Leader, RestartBudget
+
+KILLED = Diagnosis(FailureKind.WORKER_KILLED, "killed", "f1")
+UNKNOWN = Diagnosis(FailureKind.UNKNOWN, "never seen", "f2")
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "toy-20260101-000000-abcdef")
+
+
+def _outcome() -> AttemptOutcome:
+    return AttemptOutcome(attempt=1, state=AttemptState.COMPLETED, time=utc_now())
+
+
+def _complete(run_dir: RunDir, step: int) -> None:
+    manifest = CheckpointManifest(
+        step=step, stage="sft", stage_finished=False, num_ranks=1, spec_hash="", files={}, time=utc_now()
+    )
+    write_model(run_dir.checkpoint(step).complete, manifest)
+
+
+def test_an_attempt_has_one_owner(run_dir: RunDir) -> None:
+    assert Leader(run_dir, 1).claim() == ""
+    assert f"pid {os.getpid()}" in Leader(run_dir, 1).claim()
+    assert Leader(run_dir, 2).claim() == ""
+
+
+@pytest.mark.parametrize("content", ["", '{"pid": 12', "[]"])
+def test_a_torn_claim_is_a_claim(run_dir: RunDir, content: str) -> None:
+    """The owner was killed between creating the file and filling it: two owners would be worse than none."""
+    write_text(run_dir.attempt(1).claim, content)
+    assert "belongs to another agent" in Leader(run_dir, 1).claim()
+
+
+def test_orders_come_once_and_in_the_order_of_their_numbers(run_dir: RunDir) -> None:
+    leader = Leader(run_dir, 1)
+    assert leader.new_commands() == []
+    commands = run_dir.attempt(1).commands
+    for number, kind in ((10, "cancel"), (2, "save")):
+        order = AgentCommand.model_validate({"kind": kind, "time": utc_now()})
+        write_model(commands / f"{number}.json", order)
+    write_text(commands / "3.json", '{"kind": "sa')
+    write_text(commands / ".4.json.tmp", "{}")
+    assert [command.kind for command in leader.new_commands()] == ["save", "cancel"]
+    write_model(commands / "3.json", AgentCommand(kind="stop_after_step", time=utc_now()))
+    assert [command.kind for command in leader.new_commands()] == ["stop_after_step"]
+    assert leader.new_commands() == []
+
+
+def test_a_new_checkpoint_renews_the_budget(run_dir: RunDir) -> None:
+    spec = make_spec(supervise={"max_restarts": 2}).supervise
+    _complete(run_dir, 10)
+    budget = RestartBudget(run_dir, spec)
+    choices = [budget.choose(KILLED).action for _ in range(3)]
+    assert choices == [Action.RESTART_IN_PLACE, Action.RESTART_IN_PLACE, Action.NEW_ATTEMPT]
+    _complete(run_dir, 20)
+    assert budget.choose(KILLED).action is Action.RESTART_IN_PLACE
+    # An older one that appears late, or one without COMPLETE, is no progress.
+    _complete(run_dir, 15)
+    run_dir.checkpoint(30).model.mkdir(parents=True)
+    assert [budget.choose(KILLED).action for _ in range(2)] == [Action.RESTART_IN_PLACE, Action.NEW_ATTEMPT]
+    assert budget.restarts == 4
+
+
+def test_an_unknown_failure_may_return_after_progress(run_dir: RunDir) -> None:
+    budget = RestartBudget(run_dir, make_spec().supervise)
+    assert budget.choose(UNKNOWN).action is Action.RESTART_IN_PLACE
+    _complete(run_dir, 10)
+    assert budget.choose(UNKNOWN).action is Action.RESTART_IN_PLACE
+    assert budget.choose(UNKNOWN).action is Action.STOP
+
+
+def test_the_last_step_is_that_of_the_newest_restart_that_made_one(run_dir: RunDir) -> None:
+    leader = Leader(run_dir, 1)
+    assert leader.last_step() == 0
+    for restart, steps in ((0, range(1, 200)), (1, range(100, 131))):
+        writer = LineWriter(run_dir.attempt(1).restart(restart).metrics)
+        for step in steps:
+            writer.write(MetricsLine(step=step, time=utc_now(), stage="sft", metrics={}))
+        writer.close()
+    run_dir.attempt(1).restart(2).root.mkdir()
+    assert leader.last_step() == 130
+
+
+def test_an_outcome_is_written_once(run_dir: RunDir) -> None:
+    leader = Leader(run_dir, 1)
+    assert leader.finish(_outcome())
+    other = _outcome().model_copy(update={"state": AttemptState.FAILED})
+    assert leader.finish(other)
+    found = read_model(run_dir.attempt(1).outcome, AttemptOutcome)
+    assert found is not None
+    assert found.state is AttemptState.COMPLETED
+
+
+def _fill(folder: Path) -> None:
+    with pytest.raises(OSError, match="No space left"):
+        (folder / "filler").write_bytes(bytes(1 << 20))
+
+
+@pytest.mark.parametrize("reserved", [True, False])
+def test_the_outcome_of_a_full_disk_is_written_into_the_reserve(
+    tiny_disk: Path, monkeypatch: pytest.MonkeyPatch, reserved: bool
+) -> None:
+    """With the control: without the reserve there is no outcome."""
+    monkeypatch.setattr("rlhf_core.worker.leader.OUTCOME_PATIENCE_S", 0.1)
+    leader = Leader(RunDir(tiny_disk / "run"), 1)
+    assert leader.claim() == ""
+    if reserved:
+        leader.hold_reserve()
+    _fill(tiny_disk)
+    assert leader.finish(_outcome()) is reserved
+    assert (read_model(RunDir(tiny_disk / "run").attempt(1).outcome, AttemptOutcome) is not None) is reserved

@@ -1,0 +1,110 @@
+"""Nothing survives its agent, and the agent loses sight of nothing. Each with the control that shows why it is
+needed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from agent_runs import REPOSITORY, is_alive, wait_for
+
+from rlhf_core.worker import processes
+
+PARENT = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]])
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+DYING = (
+    "from rlhf_core.worker.processes import die_with_parent; die_with_parent(); import time; print('r'); time.sleep(60)"
+)
+SURVIVING = "import time; time.sleep(60)"
+
+AGENT = """
+import os, subprocess, sys, time
+from rlhf_core.worker.processes import adopt_orphans, end_descendants
+if sys.argv[1] == "adopt":
+    adopt_orphans()
+# A shell that leaves a process behind in a session of its own, and is gone.
+subprocess.run(["sh", "-c", "setsid sleep 60 & echo $! > daemon"], check=True)
+time.sleep(0.2)
+print(end_descendants())
+"""
+
+
+def _run_in_repository(code: str, *arguments: str, cwd: Path = REPOSITORY) -> "subprocess.Popen[str]":
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True, env=environment, cwd=cwd
+    )
+
+
+@pytest.mark.parametrize(("code", "survives"), [(DYING, False), (SURVIVING, True)])
+def test_a_worker_dies_with_its_agent(code: str, survives: bool) -> None:
+    parent = _run_in_repository(PARENT, code)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    if not survives:
+        assert parent.stdout.readline() == "r\n"
+    parent.kill()
+    parent.wait()
+    time.sleep(0.3)
+    try:
+        assert is_alive(child) is survives
+    finally:
+        if survives:
+            os.kill(child, signal.SIGKILL)
+        parent.stdout.close()
+
+
+@pytest.mark.parametrize("adopts", [True, False])
+def test_daemons_are_ended_because_they_were_adopted(tmp_path: Path, adopts: bool) -> None:
+    agent = _run_in_repository(AGENT, "adopt" if adopts else "ignore", cwd=tmp_path)
+    assert agent.stdout is not None
+    assert agent.stdout.readline() == "[]\n"
+    agent.wait(timeout=30)
+    agent.stdout.close()
+    daemon = int((tmp_path / "daemon").read_text(encoding="utf-8"))
+    try:
+        assert is_alive(daemon) is not adopts
+    finally:
+        if not adopts:
+            os.kill(daemon, signal.SIGKILL)
+
+
+def test_an_exit_is_seen_without_being_taken_away() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(3)"])
+    assert wait_for(lambda: processes.peek_exit(child.pid)) == 3
+    assert processes.process_state(child.pid) == "Z"
+    assert child.wait() == 3
+    assert processes.peek_exit(child.pid) is None
+    assert processes.process_state(child.pid) == "-"
+
+
+def test_a_signal_is_a_negative_exit_and_a_stopped_group_can_be_killed() -> None:
+    child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    os.kill(child.pid, signal.SIGSTOP)
+    wait_for(lambda: processes.process_state(child.pid) == "T")
+    assert processes.peek_exit(child.pid) is None
+    processes.kill_group(child.pid)
+    assert wait_for(lambda: processes.peek_exit(child.pid)) == -signal.SIGKILL
+    child.wait()
+    processes.kill_group(child.pid)  # harmless when it is gone
+
+
+def test_owned_children_are_not_reaped() -> None:
+    owned, adopted = (subprocess.Popen(["true"]) for _ in range(2))
+    wait_for(lambda: {processes.process_state(child.pid) for child in (owned, adopted)} == {"Z"})
+    processes.reap_orphans({owned.pid})
+    assert processes.process_state(owned.pid) == "Z"
+    assert processes.process_state(adopted.pid) == "-"
+    assert owned.wait() == 0
+    assert adopted.wait() == 0
+
+
+def test_the_kernel_counts_processes_it_killed_for_memory() -> None:
+    assert processes.oom_kills() >= 0

@@ -1,0 +1,239 @@
+"""Real agents with real workers: what dies or hangs is found, explained and started again, and nothing is left
+behind."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+from agent_runs import AgentRun, is_alive, wait_for
+
+from rlhf_core.run_dir import read_models
+from rlhf_core.schemas.attempts import AttemptState
+from rlhf_core.schemas.failures import Action, DecidedBy, FailureKind
+from rlhf_core.schemas.reports import MetricsLine
+from rlhf_core.schemas.resources import Role
+from rlhf_core.worker.heartbeat import slots_folder
+
+pytestmark = [pytest.mark.end_to_end, pytest.mark.training]
+
+MakeRun = Callable[..., AgentRun]
+
+
+def test_killed_and_stopped_ranks_are_started_again_until_the_run_is_done(agent_run: MakeRun) -> None:
+    """One long story: rank 1 is killed, then rank 0 is stopped, then training ends and the evaluator runs."""
+    floor_s = 2.0
+    run = agent_run(
+        evaluator=True,
+        supervise={"floor_s": floor_s, "setup_floor_s": 60.0, "max_restarts": 1},
+        checkpoint={"every_num_steps": 5},
+    )
+    run.script(
+        {"restart": 0, "rank": 1, "step": 3, "do": "children"},
+        {"restart": 0, "rank": 1, "step": 8, "do": "kill"},
+        {"restart": 1, "rank": 0, "step": 13, "do": "stop"},
+    )
+    run.start()
+    code, output = run.finish()
+
+    outcome = run.outcome()
+    assert (code, outcome.state, outcome.num_restarts, outcome.last_step) == (0, AttemptState.COMPLETED, 2, 20), output
+
+    killed = run.incident(0)
+    assert killed.failure_kind is FailureKind.WORKER_KILLED
+    assert (killed.suspect_ranks, killed.phase, killed.step) == ((1,), "rollout", 8)
+    assert "SIGKILL" in killed.message
+    decision = run.decision(0)
+    assert (decision.action, decision.decided_by) == (Action.RESTART_IN_PLACE, DecidedBy.AGENT)
+
+    stopped = run.incident(1)
+    assert stopped.failure_kind is FailureKind.HANG
+    assert (stopped.suspect_ranks, stopped.step) == ((0,), 13)
+    assert "state T" in stopped.message
+    assert stopped.detected_after_s is not None
+    assert floor_s < stopped.detected_after_s < floor_s + 2.0
+    evidence = run.run_dir.root / stopped.evidence_dir
+    stacks = [path.read_text(encoding="utf-8") for path in sorted(evidence.glob("stack-*.txt"))]
+    assert any("_do (" in stack for stack in stacks), stacks  # the line that stopped itself
+    assert any("sum (" in stack for stack in stacks), stacks  # its peer, waiting in the collective
+    # The budget is 1: the second restart was possible because checkpoints 5 and 10 had come between.
+    assert run.decision(1).action is Action.RESTART_IN_PLACE
+
+    # Restarts are counted on over the roles, and the evaluator ran in the last one.
+    assert [restart.restart for restart in run.dir.restarts()] == [0, 1, 2, 3]
+    assert (run.run_dir.root / "evaluated-1").read_text(encoding="utf-8") == "3"
+    roles = [event.role for number in range(4) for event in run.events(number, "role_started")]
+    assert roles == [Role.TRAINER, Role.EVALUATOR]
+
+    # From the checkpoint of step 5, then from that of step 10.
+    steps = [line.step for number in range(3) for line in read_models(run.restart(number).metrics, MetricsLine)]
+    assert steps == [*range(1, 8), *range(6, 13), *range(11, 21)]
+
+    # What a worker of the first restart left behind ended with it, although it had made itself a daemon.
+    for name in ("child", "daemon"):
+        assert not is_alive(int((run.run_dir.root / name).read_text(encoding="utf-8")))
+    log = run.restart(0).log("trainer", run.events(0)[0].node, 0)
+    assert "Connection closed by peer" in log.read_text(encoding="utf-8")
+    status = run.status(2)
+    assert status is not None
+    assert {"cpu_percent", "memory_used_gb", "workers_rss_gb"} <= set(status.telemetry)
+    assert not list(slots_folder().glob(f"rlhf-{run.run_dir.run_id}-*"))
+    assert not run.dir.reserve.exists()
+
+
+def test_a_rank_that_is_killed_again_and_again_spends_the_budget(agent_run: MakeRun) -> None:
+    run = agent_run(supervise={"floor_s": 60.0, "max_restarts": 1}, checkpoint={"every_num_steps": 100})
+    run.script({"rank": 0, "step": 2, "do": "kill"})
+    run.start()
+    code, _ = run.finish()
+    assert code == 1
+    assert len(run.dir.restarts()) == 2
+    assert [run.decision(number).action for number in (0, 1)] == [Action.RESTART_IN_PLACE, Action.NEW_ATTEMPT]
+    outcome = run.outcome()
+    assert (outcome.state, outcome.failure_kind) == (AttemptState.FAILED, FailureKind.WORKER_KILLED)
+    assert outcome.num_restarts == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "words"),
+    [
+        ("reward", FailureKind.REWARD_FUNCTION, "always answered 'x', expected a number"),
+        ("nan", FailureKind.NON_FINITE, "loss is nan at step 3"),
+    ],
+)
+def test_an_error_that_would_come_back_ends_the_attempt_at_once_with_its_message(
+    agent_run: MakeRun, fault: str, kind: FailureKind, words: str
+) -> None:
+    run = agent_run()
+    run.script({"rank": 1, "step": 3, "do": fault})
+    run.start()
+    code, _ = run.finish()
+    outcome = run.outcome()
+    assert (code, outcome.state, outcome.failure_kind) == (1, AttemptState.FAILED, kind)
+    assert words in outcome.message
+    assert "Rank 1" in outcome.message
+    assert len(run.dir.restarts()) == 1
+    assert run.decision(0).action is Action.STOP
+
+
+@pytest.mark.usefixtures("tiny_disk")
+def test_a_full_disk_ends_the_attempt_and_still_leaves_incident_and_outcome(agent_run: MakeRun) -> None:
+    """Nothing more fits on the disk, not even the worker's own outcome: that comes over the node's memory."""
+    run = agent_run()
+    run.script({"rank": 1, "step": 3, "do": "full_disk"})
+    run.start()
+    code, _ = run.finish()
+    outcome = run.outcome()
+    assert (code, outcome.state, outcome.failure_kind) == (1, AttemptState.FAILED, FailureKind.DISK_FULL)
+    assert "no room for the checkpoint of step 3" in outcome.message
+    assert run.incident(0).suspect_ranks == (1,)
+    assert run.decision(0).action is Action.STOP
+    assert not list(slots_folder().glob(f"rlhf-{run.run_dir.run_id}-*"))
+
+
+def test_an_unknown_error_is_tried_once_more_and_stops_when_it_returns(agent_run: MakeRun) -> None:
+    """The number in the message differs from restart to restart; the fingerprint does not."""
+    run = agent_run(supervise={"max_restarts": 5})
+    run.script({"rank": 0, "step": 1, "do": "value"})
+    run.start()
+    run.finish()
+    assert [run.decision(number).action for number in (0, 1)] == [Action.RESTART_IN_PLACE, Action.STOP]
+    assert run.incident(0).fingerprint == run.incident(1).fingerprint
+    assert run.outcome().failure_kind is FailureKind.UNKNOWN
+
+
+def test_a_worker_that_leaves_without_a_word_has_not_done_its_work(agent_run: MakeRun) -> None:
+    """Exit code 0 alone is no success: the outcome file is."""
+    run = agent_run(supervise={"max_restarts": 0})
+    run.script({"rank": 0, "step": 20, "do": "exit"}, {"rank": 1, "step": 20, "do": "exit"})
+    run.start()
+    code, _ = run.finish()
+    assert code == 1
+    assert run.outcome().state is AttemptState.FAILED
+    assert "exit code 0 and wrote no outcome" in run.outcome().message
+
+
+def test_without_liveness_a_stopped_rank_is_not_found_and_cancel_ends_it(agent_run: MakeRun) -> None:
+    """The negative control of the hang: the same fault, the floor set out of reach. Then the order to cancel."""
+    run = agent_run(supervise={"floor_s": 1e6, "setup_floor_s": 1e6})
+    run.script({"rank": 0, "step": 3, "do": "children"}, {"rank": 1, "step": 5, "do": "stop"})
+    agent = run.start()
+    wait_for(lambda: run.reached(0, 4))
+    time.sleep(4.0)  # as long as it takes to find the hang in the first test
+    assert agent.poll() is None
+    assert not run.restart(0).incident.exists()
+    pids = run.pids(0)
+
+    run.order("cancel")
+    code, _ = run.finish()
+    outcome = run.outcome()
+    assert (code, outcome.state, outcome.failure_kind) == (1, AttemptState.CANCELLED, FailureKind.USER_CANCEL)
+    assert outcome.message == "the test asked"
+    left = [int((run.run_dir.root / name).read_text(encoding="utf-8")) for name in ("child", "daemon")]
+    assert not any(is_alive(pid) for pid in [*pids.values(), *left])
+
+
+@pytest.mark.parametrize("fault", ["loop", "hold_interpreter"])
+def test_endless_work_outside_a_collective_is_a_hang_of_that_rank(agent_run: MakeRun, fault: str) -> None:
+    """An endless loop, and C code that never gives the interpreter back: a helper thread could not even run then."""
+    run = agent_run(supervise={"floor_s": 1.0, "setup_floor_s": 60.0, "max_restarts": 0})
+    run.script({"rank": 1, "step": 5, "do": fault})
+    run.start()
+    code, _ = run.finish()
+    incident = run.incident(0)
+    assert (code, incident.failure_kind, incident.suspect_ranks) == (1, FailureKind.HANG, (1,))
+    assert "has not entered collective" in incident.message
+    assert run.decision(0).action is Action.NEW_ATTEMPT
+
+
+def test_save_goes_on_and_stop_saves_and_ends_as_preempted(agent_run: MakeRun) -> None:
+    run = agent_run(evaluator=True, train={"num_steps": 2000}, checkpoint={"every_num_steps": 10_000})
+    run.start()
+    wait_for(lambda: run.reached(0, 3))
+    for pid in run.pids(0).values():
+        os.kill(pid, signal.SIGUSR2)  # some clusters send it to every process of a job; workers leave it to the agent
+    run.order("save", 0)
+    wait_for(lambda: run.run_dir.checkpoints())
+    saved = run.run_dir.checkpoints()[-1].step
+    wait_for(lambda: run.reached(0, saved + 5))
+    assert len(run.run_dir.checkpoints()) == 1  # one order, one checkpoint
+    run.agents[0].send_signal(signal.SIGUSR2)  # as a scheduler does ahead of the time limit
+    code, _ = run.finish()
+    assert (code, run.outcome().state) == (0, AttemptState.PREEMPTED)
+    assert run.run_dir.checkpoints()[-1].step == run.outcome().last_step > saved
+    assert not (run.run_dir.root / "evaluated-0").exists()
+
+
+def test_a_second_agent_leaves_and_a_killed_agent_takes_its_workers_along(agent_run: MakeRun) -> None:
+    run = agent_run(train={"num_steps": 2000})
+    first = run.start()
+    wait_for(lambda: run.reached(0, 2))
+    workers = run.pids(0)
+
+    run.start()
+    code, output = run.finish()
+    assert code == 1
+    assert f"pid {first.pid}" in output
+    assert not run.dir.outcome.exists()
+    assert all(is_alive(pid) for pid in workers.values())
+
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    wait_for(lambda: not any(is_alive(pid) for pid in workers.values()), 5.0)
+    assert not run.dir.outcome.exists()
+
+
+def test_sigterm_ends_everything_and_leaves_an_outcome(agent_run: MakeRun) -> None:
+    run = agent_run(train={"num_steps": 2000})
+    run.script({"rank": 1, "step": 2, "do": "children"})
+    agent = run.start()
+    wait_for(lambda: run.reached(0, 3))
+    left = [int((run.run_dir.root / name).read_text(encoding="utf-8")) for name in ("child", "daemon")]
+    workers = run.pids(0)
+    agent.send_signal(signal.SIGTERM)
+    code, _ = run.finish()
+    outcome = run.outcome()
+    assert (code, outcome.state, outcome.failure_kind) == (1, AttemptState.FAILED, FailureKind.PREEMPTION)
+    assert "SIGTERM" in outcome.message
+    assert not any(is_alive(pid) for pid in [*workers.values(), *left])

@@ -1,0 +1,119 @@
+"""The process of one worker, without an agent: what it imports, what it writes, how it ends."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from agent_runs import REPOSITORY, make_spec
+
+from rlhf_core.run_dir import RunDir, read_model, write_model, write_text
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.reports import Phase, WorkerOutcome
+from rlhf_core.schemas.resources import Placement, Role, RolePlan
+from rlhf_core.schemas.run import StoredSpec
+from rlhf_core.worker.heartbeat import SlotFile
+from rlhf_core.worker.worker_process import SLOTS_VARIABLE
+
+HEAD = (
+    "from rlhf_core.training.types import RoleResult\nfrom rlhf_core.schemas.reports import Phase\ndef run(context):\n"
+)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    found = RunDir(tmp_path / "toy-20260101-000000-abcdef")
+    spec = StoredSpec(
+        run_id=found.run_id, created_at=utc_now(), owner="t", config_source="", package_version="0", spec=make_spec()
+    )
+    write_model(found.spec, spec)
+    roles = (RolePlan(role=Role.TRAINER, workers_per_node=2),)
+    write_model(found.attempt(1).placement, Placement(attempt=1, num_nodes=1, roles=roles))
+    return found
+
+
+def work(run_dir: RunDir, body: str, slots: Path | None = None) -> tuple[int, WorkerOutcome | None, str]:
+    """Run a role whose code lies in the run's snapshot; exit code, outcome and log."""
+    write_text(
+        run_dir.code / "snapshot" / "user_role.py", HEAD + "".join(f"    {line}\n" for line in body.splitlines())
+    )
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
+    if slots is not None:
+        environment[SLOTS_VARIABLE] = str(slots)
+    command = [sys.executable, "-m", "rlhf_core.worker", "role", "trainer", "--run-dir", str(run_dir.root)]
+    command += ["--attempt", "1", "--restart", "2", "--node", "here", "--target", "user_role:run"]
+    process = subprocess.run(command, env=environment, check=False, timeout=30)
+    restart_dir = run_dir.attempt(1).restart(2)
+    outcome = read_model(restart_dir.worker_outcome("trainer", "here", 1), WorkerOutcome)
+    return process.returncode, outcome, restart_dir.log("trainer", "here", 1).read_text(encoding="utf-8")
+
+
+def test_a_role_knows_its_place_and_its_output_is_kept(run_dir: RunDir) -> None:
+    body = (
+        "import subprocess, sys\nprint(context.rank, context.local_rank, context.num_ranks, context.restart)\n"
+        "subprocess.run([sys.executable, '-c', 'import user_role; print(user_role.__file__)'], check=True)\n"
+        "return RoleResult.STOPPED_EARLY"
+    )
+    code, outcome, log = work(run_dir, body)
+    assert code == 0
+    assert outcome is not None
+    assert (outcome.ok, outcome.stopped_early, outcome.rank) == (True, True, 3)
+    assert "3 1 4 2" in log.splitlines()
+    # The snapshot is importable for what the role starts, too.
+    assert str(run_dir.code / "snapshot" / "user_role.py") in log
+
+
+def test_an_error_crosses_as_text_with_its_step_and_phase(run_dir: RunDir) -> None:
+    slots = SlotFile(run_dir.run_id, 1, "here", 2)
+    try:
+        body = (
+            "from rlhf_core.errors import RewardFailed\n"
+            "context.reporter.beat(Phase.REWARD, 8)\n"
+            "raise RewardFailed('no')"
+        )
+        code, outcome, log = work(run_dir, body, slots.path)
+    finally:
+        slots.remove()
+    assert code == 1
+    assert outcome is not None
+    assert (outcome.ok, outcome.error_type, outcome.message) == (False, "rlhf_core.errors.RewardFailed", "no")
+    assert (outcome.phase, outcome.step) == (Phase.REWARD, 8)
+    assert 'user_role.py", line' in outcome.traceback
+    assert "RewardFailed: no" in log
+
+
+@pytest.mark.parametrize(
+    ("body", "error_type"),
+    [
+        ("raise SystemExit(0)", "builtins.SystemExit"),
+        ("raise KeyboardInterrupt", "builtins.KeyboardInterrupt"),
+        ("import not_installed", "builtins.ModuleNotFoundError"),
+        ("class Own(Exception): pass\nraise Own", "user_role.run.<locals>.Own"),
+    ],
+)
+def test_only_a_return_is_a_good_end(run_dir: RunDir, body: str, error_type: str) -> None:
+    code, outcome, _ = work(run_dir, body)
+    assert code == 1
+    assert outcome is not None
+    assert outcome.error_type == error_type
+
+
+def test_after_an_error_no_thread_keeps_the_process_alive(run_dir: RunDir) -> None:
+    """Peers notice only when the connections close; what was printed is in the log nevertheless."""
+    body = (
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\n"
+        "print('said before', end='')\nraise ValueError('boom')"
+    )
+    code, _, log = work(run_dir, body)  # `work` would run into its time limit
+    assert code == 1
+    assert "said before" in log
+
+
+def test_a_missing_placement_is_named(run_dir: RunDir) -> None:
+    run_dir.attempt(1).placement.unlink()
+    code, outcome, _ = work(run_dir, "return RoleResult.DONE")
+    assert code == 1
+    assert outcome is not None
+    assert outcome.error_type == "rlhf_core.errors.RunDirError"
+    assert "placement.json is missing" in outcome.message

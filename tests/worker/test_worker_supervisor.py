@@ -1,0 +1,138 @@
+"""The supervising thread keeps supervising: on a full disk, after a stumble, and over a pause of its own."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from agent_runs import wait_for
+
+from rlhf_core.diagnosis.liveness import GapTracker
+from rlhf_core.run_dir import AttemptDir
+from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.schemas.reports import AgentCommand
+from rlhf_core.schemas.resources import Role
+from rlhf_core.worker.events import EventLog
+from rlhf_core.worker.heartbeat import SlotFile
+from rlhf_core.worker.signals import SignalInbox
+from rlhf_core.worker.supervisor import Supervisor
+from rlhf_core.worker.watch import Started, Watch
+
+
+@pytest.fixture
+def slots() -> Iterator[SlotFile]:
+    file = SlotFile("toy-20260101-000000-abcdef", 1, "here", 1)
+    yield file
+    file.remove()
+
+
+@pytest.fixture
+def inbox() -> Iterator[SignalInbox]:
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield SignalInbox()
+    signal.set_wakeup_fd(-1)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def silent_worker() -> Iterator["subprocess.Popen[bytes]"]:
+    """A worker that never takes its slot."""
+    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def _supervise(folder: Path, slots: SlotFile, inbox: SignalInbox, limit_s: float) -> Supervisor:
+    restart_dir = AttemptDir(folder, 1).restart(0)
+    tracker = GapTracker(5.0, limit_s, limit_s)
+    supervisor = Supervisor("here", 0, slots, inbox, tracker, EventLog("here", restart_dir), list)
+    supervisor.enter(Role.TRAINER, restart_dir)
+    return supervisor
+
+
+def _watch(supervisor: Supervisor, folder: Path, slots: SlotFile, pid: int) -> Watch:
+    watch = Watch(Role.TRAINER, AttemptDir(folder, 1).restart(0), 1, slots, supervisor.clock)
+    watch.begin({0: Started(0, 0, pid, time.monotonic_ns())})
+    supervisor.watch(watch)
+    return watch
+
+
+def test_a_hang_is_found_although_nothing_can_be_written(
+    tmp_path: Path, slots: SlotFile, inbox: SignalInbox, silent_worker: "subprocess.Popen[bytes]"
+) -> None:
+    folder = tmp_path / "no-folder"
+    folder.write_text("every write below this path fails", encoding="utf-8")
+    supervisor = _supervise(folder, slots, inbox, 0.5)
+    watch = _watch(supervisor, folder, slots, silent_worker.pid)
+    supervisor.start()
+    wait_for(lambda: watch.note_exits() or watch.exits, 10.0)
+    supervisor.stop()
+    assert watch.hang is not None
+    assert watch.hang.verdict.kind is FailureKind.HANG
+    assert watch.exits[0].by_agent
+    assert silent_worker.wait() == -signal.SIGKILL
+
+
+def test_one_stumble_does_not_end_supervision(
+    tmp_path: Path, slots: SlotFile, inbox: SignalInbox, silent_worker: "subprocess.Popen[bytes]"
+) -> None:
+    supervisor = _supervise(tmp_path, slots, inbox, 0.5)
+    calls: list[int] = []
+
+    def stumble() -> list[AgentCommand]:
+        calls.append(1)
+        if len(calls) == 1:
+            raise ZeroDivisionError("a bug")
+        return []
+
+    supervisor._new_commands = stumble
+    watch = _watch(supervisor, tmp_path, slots, silent_worker.pid)
+    supervisor.start()
+    wait_for(lambda: watch.hang, 10.0)
+    supervisor.stop()
+    assert (tmp_path / "restarts" / "0" / "agents" / "here.json").exists()
+
+
+def test_a_worker_that_goes_on_while_evidence_is_collected_is_left_alone(
+    tmp_path: Path,
+    slots: SlotFile,
+    inbox: SignalInbox,
+    silent_worker: "subprocess.Popen[bytes]",
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Suspect, collect, read again: the second reading decides."""
+    supervisor = _supervise(tmp_path, slots, inbox, 0.5)
+    watch = _watch(supervisor, tmp_path, slots, silent_worker.pid)
+
+    def collect(*_: object) -> list[str]:
+        # It wakes up just now: as if its slot had been written.
+        watch.workers[0] = Started(0, 0, silent_worker.pid, time.monotonic_ns())
+        return []
+
+    monkeypatch.setattr("rlhf_core.worker.supervisor.evidence.collect", collect)
+    supervisor.start()
+    events = tmp_path / "restarts" / "0" / "events-here.jsonl"
+    wait_for(lambda: events.exists() and "withdrawn" in events.read_text(encoding="utf-8"), 10.0)
+    supervisor.stop()
+    assert watch.hang is None
+    assert silent_worker.poll() is None
+
+
+def test_signals_become_orders_while_the_main_thread_is_busy(
+    tmp_path: Path, slots: SlotFile, inbox: SignalInbox
+) -> None:
+    supervisor = _supervise(tmp_path, slots, inbox, 60.0)
+    supervisor.start()
+    os.kill(os.getpid(), signal.SIGUSR2)
+    os.kill(os.getpid(), signal.SIGTERM)
+    wait_for(lambda: supervisor.orders.end, 5.0)
+    supervisor.stop()
+    assert supervisor.orders.end == "SIGTERM"
+    assert "SIGUSR2" in supervisor.orders.stop
+    assert supervisor.orders.to_end
