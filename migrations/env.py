@@ -1,0 +1,47 @@
+"""How Alembic reaches the database: over the connection that ``rlhf db upgrade`` hands it, or, on its own command
+line, by ``-x url=...`` or RLHF_DATABASE_URL."""
+
+import os
+
+from alembic import context
+from sqlalchemy import URL, Connection, create_engine, make_url
+
+from rlhf_core.history.tables import metadata
+
+
+def _run(connection: Connection) -> None:
+    context.configure(
+        connection=connection,
+        target_metadata=metadata,
+        compare_type=True,
+        render_as_batch=connection.dialect.name == "sqlite",  # SQLite changes a table by making it again
+    )
+    with context.begin_transaction():
+        context.run_migrations()
+
+
+def _url() -> URL:
+    text = context.get_x_argument(as_dictionary=True).get("url") or os.environ.get("RLHF_DATABASE_URL")
+    if not text:
+        raise SystemExit("no database given: use `alembic -x url=sqlite:///history.db ...` or set RLHF_DATABASE_URL")
+    url = make_url(text)
+    return url.set(drivername="postgresql+psycopg") if url.get_backend_name().startswith("postgres") else url
+
+
+def _run_from_command_line() -> None:
+    if context.is_offline_mode():
+        context.configure(url=_url(), target_metadata=metadata, literal_binds=True)
+        with context.begin_transaction():
+            context.run_migrations()
+        return
+    engine = create_engine(_url())
+    with engine.begin() as connection:
+        _run(connection)
+    engine.dispose()
+
+
+_given: Connection | None = context.config.attributes.get("connection")
+if _given is not None:
+    _run(_given)
+else:
+    _run_from_command_line()

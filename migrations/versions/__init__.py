@@ -1,0 +1,1 @@
+"""One file per revision, never changed after its release."""

@@ -1,0 +1,355 @@
+"""``rlhf runs``, ``show``, ``sql`` and ``db``: what the history knows, for people and (``--json``) for programs.
+
+Heavy modules are imported inside the functions, so that ``rlhf --help`` stays fast.
+"""
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rlhf_core.cli import output
+from rlhf_core.schemas.attempts import RunState
+
+if TYPE_CHECKING:
+    from rlhf_core.history.store import HistoryStore
+
+Facts = Mapping[str, Any]
+
+RunArgument = Annotated[
+    str,
+    typer.Argument(metavar="RUN", help="Its id or the beginning of it, its name (the newest of that name), or `last`."),
+]
+
+_SHOWN_METRICS = 30
+_TABLE_ROWS = 1000
+
+
+def runs(
+    state: Annotated[RunState | None, typer.Option(help="Only runs in this state.")] = None,
+    name: Annotated[str | None, typer.Option(help="Only runs of this name.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many, the newest first.")] = 50,
+    as_json: output.JsonOption = False,
+) -> None:
+    """List runs, newest first."""
+    from rlhf_core.history import queries
+
+    with _history() as store:
+        found = queries.list_runs(store, state.value if state else None, name, limit)
+    if as_json:
+        output.print_json(found)
+        return
+    if not found:
+        output.print_text("No runs yet." if state is None and name is None else "No such runs.")
+        return
+    rows = [
+        (
+            run["run_id"],
+            run["state"],
+            _moment(run["created_at"]),
+            output.seconds_text(run["seconds"]),
+            f"{run['last_step'] or 0}/{run['total_steps']}",
+            run["num_attempts"],
+        )
+        for run in found
+    ]
+    output.print_table(("run", "state", "created (UTC)", "took", "step", "attempts"), rows)
+
+
+def show(run: RunArgument = "last", as_json: output.JsonOption = False) -> None:
+    """Show one run: its stages, attempts, incidents, decisions, evaluations, checkpoints and newest metrics."""
+    from rlhf_core.history import queries
+
+    with _history() as store:
+        run_id = queries.resolve_run(store, run)
+        _catch_up(store, run_id)
+        shown = queries.show_run(store, run_id)
+    if as_json:
+        output.print_json(shown)
+        return
+    _print_head(shown)
+    _print_stages(shown["stages"])
+    _print_checks(shown["checks"])
+    _print_attempts(shown["attempts"])
+    _print_incidents(shown["incidents"], shown["decisions"])
+    _print_evaluations(shown["evaluations"])
+    _print_checkpoints(shown["checkpoints"])
+    _print_metrics(shown["metrics"])
+    _print_time(shown["goodput"], shown["lost_time"])
+
+
+def sql(
+    question: Annotated[
+        str, typer.Argument(metavar="SQL", help='One statement, for instance "SELECT name, state FROM runs".')
+    ],
+    limit: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"At most so many rows. Default: {_TABLE_ROWS} in a table, all with --json."),
+    ] = None,
+    as_json: output.JsonOption = False,
+) -> None:
+    """Ask the history in SQL. Read-only: the database itself refuses everything else.
+
+    Tables: runs, stages, checks, attempts, restarts, attempt_nodes,
+    metric_keys, metrics, latest_metrics, incidents, decisions, checkpoints,
+    evaluations, evaluation_samples, weight_versions, node_strikes, events.
+
+    Views: run_curve (the metrics that count, by step), run_goodput,
+    run_lost_time, node_health.
+    """
+    from rlhf_core.history import queries
+
+    most = limit if limit is not None or as_json else _TABLE_ROWS
+    with _history() as store:
+        answer = queries.run_sql(store, question, most)
+    if as_json:
+        output.print_json([dict(zip(answer.columns, row, strict=True)) for row in answer.rows])
+    elif answer.columns:
+        output.print_table(answer.columns, answer.rows)
+    if answer.truncated:
+        output.warn(f"only the first {most} rows are shown; give --limit for more")
+
+
+def db_upgrade() -> None:
+    """Bring the history database to the schema of this program. All in one transaction; nothing happens when it is
+    there."""
+    from rlhf_core.config import load_site
+    from rlhf_core.history import database, migrate
+
+    url = database.parse_url(load_site().database_url)
+    done = migrate.upgrade(url)
+    if done.before == done.after:
+        output.print_text(f"{database.shown(url)} is up to date (schema {done.after}).")
+    else:
+        output.print_text(f"{database.shown(url)}: upgraded from {done.before or 'nothing'} to schema {done.after}.")
+
+
+def db_rebuild(as_json: output.JsonOption = False) -> None:
+    """Make the history again from the run directories.
+
+    Runs whose directory is gone keep their rows; leases are left alone, so running controllers are not disturbed.
+    """
+    from rlhf_core.config import load_site
+    from rlhf_core.watchdog.ingest import rebuild
+
+    runs_dir = load_site().runs_dir
+    with _history() as store:
+        report = rebuild(runs_dir, store, on_run=lambda run_id: output.note(f"reading {run_id}"))
+    if as_json:
+        output.print_json({"rebuilt": sorted(report.runs), "failed": report.failed, "kept": report.kept})
+    else:
+        output.print_text(f"{_count(len(report.runs), 'run')} made again from {runs_dir}.")
+        if report.kept:
+            output.print_text(f"{_count(len(report.kept), 'run')} without a directory there kept as they were.")
+    for run_id, why in report.failed.items():
+        output.warn(f"{run_id}: {why}")
+    for run_id, done in report.runs.items():
+        if done.skipped:
+            first = done.skipped[0]
+            where = f"the first in {first.path} at byte {first.position}"
+            output.note(f"{run_id}: {_count(len(done.skipped), 'line')} could not be read, {where}")
+    if report.failed:
+        raise typer.Exit(1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The history
+
+
+def _history() -> "HistoryStore":
+    from rlhf_core.config import load_site
+    from rlhf_core.history.store import HistoryStore
+
+    return HistoryStore(load_site().database_url)
+
+
+def _catch_up(store: "HistoryStore", run_id: str) -> None:
+    """Read what the run directory has beyond the history: its controller may be gone while the agents go on."""
+    from pathlib import Path
+
+    from rlhf_core.errors import RlhfError
+    from rlhf_core.history import queries
+    from rlhf_core.run_dir import RunDir
+    from rlhf_core.watchdog.ingest import sync
+
+    run_dir = RunDir(Path(queries.run_dir_of(store, run_id)))
+    try:
+        sync(run_dir, store)
+    except (RlhfError, OSError) as error:
+        output.warn(f"this is what the history had; it could not be brought up to date: {error}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Words and tables
+
+
+def _print_head(shown: Facts) -> None:
+    run = shown["run"]
+    step = max((metric["step"] for metric in shown["metrics"].values()), default=0)
+    output.print_table(
+        ("run", "state", "created (UTC)", "took", "step", "asked for by"),
+        [
+            (
+                run["run_id"],
+                run["state"],
+                _moment(run["created_at"]),
+                output.seconds_text(_seconds(run["created_at"], run["ended_at"] or run["progress_at"])),
+                f"{step}/{run['total_steps']}",
+                run["owner"],
+            )
+        ],
+    )
+    if run["message"]:
+        output.print_text(run["message"])
+    output.print_text(f"Directory: {run['run_dir']}")
+
+
+def _print_stages(stages: Sequence[Facts]) -> None:
+    rows = [
+        (stage["name"], stage["state"], output.seconds_text(stage["seconds"]), stage["attempt"] or "", stage["message"])
+        for stage in stages
+    ]
+    _print_section("Stages", ("stage", "state", "took", "attempt", ""), rows)
+
+
+def _print_checks(checks: Sequence[Facts]) -> None:
+    rows = [
+        (check["id"], check["status"], check["found"], check["advice"])
+        for check in checks
+        if check["status"] in ("warning", "blocked")
+    ]
+    _print_section("Preflight findings", ("check", "status", "found", "advice"), rows)
+
+
+def _print_attempts(attempts: Sequence[Facts]) -> None:
+    rows = [
+        (
+            attempt["number"],
+            attempt["state"],
+            attempt["scheduler_job_id"],
+            attempt["nodes"],
+            attempt["resumed_from_step"] or "the beginning",
+            attempt["num_restarts"],
+            attempt["message"],
+        )
+        for attempt in attempts
+    ]
+    _print_section("Attempts", ("attempt", "state", "job", "nodes", "from step", "restarts", "why"), rows)
+
+
+def _print_incidents(incidents: Sequence[Facts], decisions: Sequence[Facts]) -> None:
+    if not incidents and not decisions:
+        return
+    told = [(incident["seen_at"], 0, _incident_in_words(incident)) for incident in incidents]
+    told += [(decision["decided_at"], 1, _decision_in_words(decision)) for decision in decisions]
+    output.print_text("\nIncidents and decisions")
+    for moment, _, words in sorted(told):
+        output.print_text(f"  {_moment(moment)}  {words}")
+
+
+def _incident_in_words(incident: Facts) -> str:
+    suspects = [f"rank {rank}" for rank in incident["suspect_ranks"]] + list(incident["suspect_nodes"])
+    circumstances = [
+        f"attempt {incident['attempt']}.{incident['restart']}",
+        f"step {incident['step']}" if incident["step"] is not None else "",
+        incident["phase"],
+        ", ".join(suspects),
+    ]
+    kind = incident["failure_kind"].replace("_", " ")
+    return f"{kind} ({'; '.join(text for text in circumstances if text)}): {incident['message']}"
+
+
+def _decision_in_words(decision: Facts) -> str:
+    words = f"-> {decision['action'].replace('_', ' ')}: {decision['reason']}"
+    if decision["excluded_nodes"]:
+        words += f" Without {', '.join(decision['excluded_nodes'])}."
+    if decision["config_diff"]:
+        changes = ", ".join(f"{name} = {value}" for name, value in decision["config_diff"].items())
+        words += f" Changed: {changes}."
+    return words
+
+
+def _print_evaluations(evaluations: Sequence[Facts]) -> None:
+    rows = []
+    for name in dict.fromkeys(evaluation["name"] for evaluation in evaluations):
+        found = {evaluation["when"]: evaluation for evaluation in evaluations if evaluation["name"] == name}
+        before, after = found.get("before"), found.get("after")
+        rows.append((name, _any(found)["metric"], _value(before), _value(after), _change(before, after)))
+    _print_section("Evaluation (mean, confidence interval)", ("", "measure", "before", "after", "change"), rows)
+
+
+def _any(found: Mapping[str, Facts]) -> Facts:
+    return next(iter(found.values()))
+
+
+def _value(evaluation: Facts | None) -> str:
+    if evaluation is None or evaluation["value"] is None:
+        return "-"
+    low, high = evaluation["ci_low"], evaluation["ci_high"]
+    interval = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
+    return f"{evaluation['value']:.3f}{interval}"
+
+
+def _change(before: Facts | None, after: Facts | None) -> str:
+    if before is None or after is None or before["value"] is None or after["value"] is None:
+        return "-"
+    return f"{after['value'] - before['value']:+.3f}"
+
+
+def _print_checkpoints(checkpoints: Sequence[Facts]) -> None:
+    kept = [checkpoint for checkpoint in checkpoints if checkpoint["removed_at"] is None]
+    rows = [
+        (
+            checkpoint["step"],
+            checkpoint["path"],
+            f"{checkpoint['bytes'] / 2**20:.1f} MiB",
+            _moment(checkpoint["completed_at"]),
+            f"end of {checkpoint['stage']}" if checkpoint["stage_finished"] else checkpoint["stage"],
+        )
+        for checkpoint in kept
+    ]
+    removed = len(checkpoints) - len(kept)
+    title = "Checkpoints" + (f" ({removed} more were removed by retention)" if removed else "")
+    _print_section(title, ("step", "folder", "size", "complete (UTC)", "loop"), rows)
+
+
+def _print_metrics(metrics: Mapping[str, Facts]) -> None:
+    names = sorted(metrics, key=lambda name: (name.split("/")[0] in ("time", "speed"), name))
+    rows = [(name, _number(metrics[name]["value"]), metrics[name]["step"]) for name in names[:_SHOWN_METRICS]]
+    more = len(names) - len(rows)
+    title = "Newest metrics" + (f" ({more} more with --json)" if more > 0 else "")
+    _print_section(title, ("metric", "value", "step"), rows)
+
+
+def _print_time(goodput: Facts, lost_time: Sequence[Facts]) -> None:
+    if not goodput or not goodput["productive_s"]:
+        return
+    share = f" ({goodput['ettr']:.0%} of the time outside of queues)" if goodput["ettr"] is not None else ""
+    output.print_text(f"\nProductive training: {output.seconds_text(goodput['productive_s'])}{share}.")
+    for loss in lost_time:
+        kind = loss["failure_kind"].replace("_", " ")
+        lost = output.seconds_text(loss["lost_s"])
+        output.print_text(f"Lost to {kind}: {lost} in {_count(loss['num_incidents'], 'incident')}.")
+
+
+def _print_section(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    if rows:
+        output.print_text("")
+        output.print_table(columns, rows, title)
+
+
+def _number(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.5g}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _moment(iso: str) -> str:
+    return f"{datetime.fromisoformat(iso):%Y-%m-%d %H:%M:%S}"
+
+
+def _seconds(start: str, end: str) -> float:
+    return (datetime.fromisoformat(end) - datetime.fromisoformat(start)).total_seconds()

@@ -1,0 +1,95 @@
+"""What one round of ingestion brings: plain data from the files of a run directory. No database here."""
+
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from rlhf_core.schemas.failures import Decision, Incident
+from rlhf_core.schemas.journal import JournalLine
+from rlhf_core.schemas.reports import (
+    AgentEvent,
+    AgentStatus,
+    AttemptOutcome,
+    CheckpointManifest,
+    EvaluationReport,
+    MetricsLine,
+)
+from rlhf_core.schemas.run import StoredSpec
+
+
+@dataclass(frozen=True)
+class IngestState:
+    """How far the history has come with a run. A batch is made from one and holds for no other."""
+
+    stamp: int = 0
+    """Changes with every batch; 0 for a run that the history does not know."""
+    offsets: dict[str, int] = field(default_factory=dict)
+    """File, relative to the run directory -> bytes read, or fingerprint of the version read."""
+    journal_token: int = 0
+    """Highest fencing token seen in the journal."""
+
+
+@dataclass(frozen=True)
+class JournalEntry:
+    """A journal line and where it begins."""
+
+    position: int
+    line: JournalLine
+
+
+@dataclass(frozen=True)
+class MetricsEntry:
+    """A metrics line and the restart that wrote it."""
+
+    attempt: int
+    restart: int
+    line: MetricsLine
+
+
+@dataclass(frozen=True)
+class EventEntry:
+    """An agent's event line and where it begins."""
+
+    source: str
+    position: int
+    attempt: int
+    restart: int
+    event: AgentEvent
+
+
+@dataclass
+class IngestBatch:
+    """Rows to be and how far they bring the files. Applied whole or not at all."""
+
+    base: IngestState
+    """What it was made from."""
+    run_dir: str = ""
+    """Where the run directory lies; with ``stored``."""
+    stored: StoredSpec | None = None
+    """Content of ``spec.json`` when it is new."""
+    journal_token: int = 0
+    """Highest fencing token after this batch."""
+    journal: list[JournalEntry] = field(default_factory=list)
+    """Lines that count, in the order of the file."""
+    attempts: set[int] = field(default_factory=set)
+    """Attempts that have a folder."""
+    restarts: set[tuple[int, int]] = field(default_factory=set)
+    """Restarts that have a folder: attempt, restart."""
+    metrics: list[MetricsEntry] = field(default_factory=list)
+    events: list[EventEntry] = field(default_factory=list)
+    nodes: list[AgentStatus] = field(default_factory=list)
+    incidents: list[Incident] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)
+    outcomes: list[AttemptOutcome] = field(default_factory=list)
+    checkpoints: list[tuple[str, CheckpointManifest]] = field(default_factory=list)
+    """Path relative to the run directory, and ``COMPLETE``."""
+    removed_checkpoints: dict[int, datetime] = field(default_factory=dict)
+    """Step -> when it was seen to be gone."""
+    evaluations: list[EvaluationReport] = field(default_factory=list)
+    offsets: dict[str, int] = field(default_factory=dict)
+    """New offsets of the files that were read."""
+    forgotten: set[str] = field(default_factory=set)
+    """Files that are gone: their offsets are dropped."""
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to write."""
+        return self.stored is None and not self.offsets and not self.forgotten

@@ -1,0 +1,406 @@
+"""Reads: one function per question. Plain data comes back: dictionaries and lists that are ready for JSON.
+
+Times are ISO 8601 text in UTC. A metric that is not finite is the text ``NaN``, ``Infinity`` or ``-Infinity``, as in
+the files; only :func:`curve`, which is for plotting, gives it as a float.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import date, datetime, time
+from decimal import Decimal
+from typing import Any
+
+from sqlalchemy import Connection, Table, column, func, select, table
+
+from rlhf_core.errors import BadInput, UnknownRun
+from rlhf_core.history import database
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.history.tables import VIEWS, metadata
+from rlhf_core.history.write import (
+    ATTEMPTS,
+    CHECKPOINTS,
+    CHECKS,
+    DECISIONS,
+    EVALUATIONS,
+    EVENTS,
+    INCIDENTS,
+    KEYS,
+    LATEST,
+    NODES,
+    RESTARTS,
+    RUNS,
+    SAMPLES,
+    STAGES,
+)
+from rlhf_core.schemas.attempts import ATTEMPT_ENDS
+from rlhf_core.schemas.base import utc_now
+
+Facts = dict[str, Any]
+
+CURVE = table("run_curve", *map(column, ("run_id", "key", "step", "attempt", "restart", "value", "non_finite")))
+GOODPUT = table(
+    "run_goodput",
+    *map(column, ("run_id", "wall_s", "queue_s", "productive_s", "repeated_s", "lost_s", "ettr")),
+)
+LOST_TIME = table(
+    "run_lost_time",
+    *map(column, ("run_id", "failure_kind", "num_incidents", "downtime_s", "repeated_s", "lost_s")),
+)
+
+_ENDED_ATTEMPTS = frozenset(state.value for state in ATTEMPT_ENDS)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which run
+
+
+def list_runs(
+    store: HistoryStore, state: str | None = None, name: str | None = None, limit: int | None = 50
+) -> list[Facts]:
+    """Runs, newest first.
+
+    Args:
+        state: only those in this state.
+        name: only those of this name.
+        limit: at most so many; None for all.
+
+    Returns: For each: ``run_id, name, state, created_at, num_attempts, owner, ended_at, seconds, last_step,
+        total_steps, message``. ``seconds`` is from the request to the end, or to the newest sign of it.
+    """
+    num_attempts = select(func.count()).where(ATTEMPTS.c.run_id == RUNS.c.run_id).scalar_subquery()
+    last_step = select(func.max(LATEST.c.step)).where(LATEST.c.run_id == RUNS.c.run_id).scalar_subquery()
+    question = select(
+        RUNS.c.run_id,
+        RUNS.c.name,
+        RUNS.c.state,
+        RUNS.c.created_at,
+        num_attempts.label("num_attempts"),
+        RUNS.c.owner,
+        RUNS.c.ended_at,
+        RUNS.c.progress_at,
+        last_step.label("last_step"),
+        RUNS.c.total_steps,
+        RUNS.c.message,
+    ).order_by(RUNS.c.created_at.desc(), RUNS.c.run_id.desc())
+    if state is not None:
+        question = question.where(RUNS.c.state == state)
+    if name is not None:
+        question = question.where(RUNS.c.name == name)
+    with store.reading() as connection:
+        rows = connection.execute(question.limit(limit)).all()
+    return [_listed_run(row) for row in rows]
+
+
+def _listed_run(row: Any) -> Facts:
+    facts = dict(row._mapping)
+    progress_at = facts.pop("progress_at")
+    facts["seconds"] = ((row.ended_at or progress_at) - row.created_at).total_seconds()
+    return _plain(facts)
+
+
+def resolve_run(store: HistoryStore, text: str) -> str:
+    """The run that a person means: its id, ``last`` for the newest, a name for the newest of that name, or the
+    beginning of one id.
+
+    Raises:
+        UnknownRun: there is none, or the beginning fits several.
+    """
+    newest_first = (RUNS.c.created_at.desc(), RUNS.c.run_id.desc())
+    with store.reading() as connection:
+        questions = [select(RUNS.c.run_id).where(RUNS.c.run_id == text)]
+        if text == "last":
+            questions.append(select(RUNS.c.run_id).order_by(*newest_first).limit(1))
+        questions.append(select(RUNS.c.run_id).where(RUNS.c.name == text).order_by(*newest_first).limit(1))
+        for question in questions:
+            found = connection.execute(question).scalar()
+            if found is not None:
+                return str(found)
+        beginning = select(RUNS.c.run_id).where(RUNS.c.run_id.startswith(text, autoescape=True))
+        fitting = list(connection.execute(beginning.order_by(*newest_first).limit(6)).scalars()) if text else []
+    if len(fitting) == 1:
+        return str(fitting[0])
+    if fitting:
+        listed = ", ".join(fitting[:5]) + (" ..." if len(fitting) > 5 else "")
+        raise UnknownRun(f"{text!r} fits several runs: {listed}. Give more of the id.")
+    raise UnknownRun(f"the history has no run {text!r}. `rlhf runs` lists them; `last` is the newest.")
+
+
+def run_dir_of(store: HistoryStore, run_id: str) -> str:
+    """Where the run's directory lay when it was ingested.
+
+    Raises:
+        UnknownRun: there is no such run.
+    """
+    with store.reading() as connection:
+        found = connection.execute(select(RUNS.c.run_dir).where(RUNS.c.run_id == run_id)).scalar()
+    if found is None:
+        raise UnknownRun(f"the history has no run {run_id!r}. `rlhf runs` lists them.")
+    return str(found)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One run
+
+
+def show_run(store: HistoryStore, run_id: str) -> Facts:
+    """Everything about a run, in the shape of ``rlhf show --json``, as of one moment.
+
+    Returns: ``run`` (with ``spec``), ``stages``, ``checks`` (the newest finding of each), ``attempts``, ``restarts``,
+        ``incidents``, ``decisions``, ``checkpoints``, ``evaluations``; further ``metrics`` (newest value of each),
+        ``metric_keys``, ``goodput`` (view ``run_goodput``) and ``lost_time`` (view ``run_lost_time``).
+
+    Raises:
+        UnknownRun: there is no such run.
+    """
+    with store.reading() as connection:
+        run = connection.execute(select(RUNS).where(RUNS.c.run_id == run_id)).one_or_none()
+        if run is None:
+            raise UnknownRun(f"the history has no run {run_id!r}. `rlhf runs` lists them.")
+        attempts = _attempts(connection, run_id)
+        metrics = _latest_metrics(connection, run_id)
+        return {
+            "run": _run(run, len(attempts)),
+            "stages": _stages(connection, run_id),
+            "checks": _checks(connection, run_id),
+            "attempts": attempts,
+            "restarts": _parts(connection, RESTARTS, run_id, "attempt", "restart"),
+            "incidents": _parts(connection, INCIDENTS, run_id, "seen_at", "incident_id"),
+            "decisions": _parts(connection, DECISIONS, run_id, "decided_at", "decision_id"),
+            "checkpoints": _parts(connection, CHECKPOINTS, run_id, "step"),
+            "evaluations": _evaluations(connection, run_id),
+            "metrics": metrics,
+            "metric_keys": sorted(metrics),
+            "goodput": _goodput(connection, run_id),
+            "lost_time": _view(connection, LOST_TIME, run_id, "failure_kind"),
+        }
+
+
+def _run(row: Any, num_attempts: int) -> Facts:
+    facts = _plain(row._mapping)
+    for internal in ("journal_token", "ingest_stamp"):
+        del facts[internal]
+    return {**facts, "num_attempts": num_attempts}
+
+
+def _stages(connection: Connection, run_id: str) -> list[Facts]:
+    rows = connection.execute(select(STAGES).where(STAGES.c.run_id == run_id).order_by(STAGES.c.stage_index)).all()
+    found = []
+    for row in rows:
+        seconds = row.seconds if row.seconds is not None else (utc_now() - row.started_at).total_seconds()
+        found.append({**_without_run(row), "seconds": seconds})
+    return found
+
+
+def _checks(connection: Connection, run_id: str) -> list[Facts]:
+    rows = connection.execute(
+        select(CHECKS).where(CHECKS.c.run_id == run_id).order_by(CHECKS.c.round, CHECKS.c.position)
+    ).all()
+    newest: dict[tuple[str, str], Facts] = {}
+    for row in rows:
+        facts = _without_run(row)
+        identity = facts.pop("check_id")
+        for internal in ("round", "position"):
+            del facts[internal]
+        newest.pop((identity, row.node), None)  # so that the order is that of the newest round
+        newest[identity, row.node] = {"id": identity, **facts}
+    return list(newest.values())
+
+
+def _attempts(connection: Connection, run_id: str) -> list[Facts]:
+    rows = connection.execute(select(ATTEMPTS).where(ATTEMPTS.c.run_id == run_id).order_by(ATTEMPTS.c.number)).all()
+    nodes: dict[int, list[str]] = {}
+    for attempt, node in connection.execute(
+        select(NODES.c.attempt, NODES.c.node)
+        .where(NODES.c.run_id == run_id)
+        .order_by(NODES.c.attempt, NODES.c.node_index, NODES.c.node)
+    ):
+        nodes.setdefault(attempt, []).append(node)
+    found = []
+    for row in rows:
+        facts = _without_run(row)
+        # An attempt that was lost left no outcome; how it ended is then what its controller found.
+        ended_as = row.state if row.state in _ENDED_ATTEMPTS else None
+        found.append({**facts, "nodes": nodes.get(row.number, []), "outcome": row.outcome_state or ended_as})
+    return found
+
+
+def _evaluations(connection: Connection, run_id: str) -> list[Facts]:
+    rows = connection.execute(select(EVALUATIONS).where(EVALUATIONS.c.run_id == run_id)).all()
+    found = []
+    for row in sorted(rows, key=lambda row: (row.when_made != "before", row.name)):
+        facts = _without_run(row)
+        found.append({"name": facts.pop("name"), "when": facts.pop("when_made"), **facts})
+    return found
+
+
+def _latest_metrics(connection: Connection, run_id: str) -> dict[str, Facts]:
+    rows = connection.execute(
+        select(KEYS.c.name, LATEST)
+        .join(KEYS, KEYS.c.key_id == LATEST.c.key_id)
+        .where(LATEST.c.run_id == run_id)
+        .order_by(KEYS.c.name)
+    ).all()
+    return {
+        row.name: {
+            "value": row.non_finite or row.value,
+            "step": row.step,
+            "attempt": row.attempt,
+            "restart": row.restart,
+            "time": _plain_value(row.time),
+        }
+        for row in rows
+    }
+
+
+def _goodput(connection: Connection, run_id: str) -> Facts:
+    rows = _view(connection, GOODPUT, run_id)
+    return rows[0] if rows else {}
+
+
+def latest_metrics(store: HistoryStore, run_id: str) -> dict[str, Facts]:
+    """The newest value of each metric: ``value, step, attempt, restart, time``."""
+    with store.reading() as connection:
+        return _latest_metrics(connection, run_id)
+
+
+def curve(store: HistoryStore, run_id: str, keys: Iterable[str] | None = None) -> dict[str, list[tuple[int, float]]]:
+    """Effective metrics by step: where a step was made more than once, the value of the last time.
+
+    Args:
+        keys: names of metrics; None for all.
+
+    Returns:
+        Name -> (step, value) in the order of steps; values that are not finite are NaN or infinite floats.
+    """
+    question = select(CURVE.c.key, CURVE.c.step, CURVE.c.value, CURVE.c.non_finite).where(CURVE.c.run_id == run_id)
+    wanted = None if keys is None else list(keys)
+    if wanted is not None:
+        question = question.where(CURVE.c.key.in_(wanted))
+    found: dict[str, list[tuple[int, float]]] = {key: [] for key in wanted or ()}
+    with store.reading() as connection:
+        for key, step, value, non_finite in connection.execute(question.order_by(CURVE.c.key, CURVE.c.step)):
+            found.setdefault(key, []).append((step, float(non_finite) if value is None else value))
+    return found
+
+
+def events(store: HistoryStore, run_id: str) -> list[Facts]:
+    """What happened in a run, in the order of time."""
+    with store.reading() as connection:
+        return _parts(connection, EVENTS, run_id, "time", "source", "position")
+
+
+def evaluation_samples(store: HistoryStore, run_id: str, when: str, name: str) -> list[Facts]:
+    """The sample table of one evaluation."""
+    question = (
+        select(SAMPLES)
+        .where(SAMPLES.c.run_id == run_id, SAMPLES.c.when_made == when, SAMPLES.c.name == name)
+        .order_by(SAMPLES.c.position)
+    )
+    with store.reading() as connection:
+        return [_without_run(row) for row in connection.execute(question)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Any question
+
+
+@dataclass(frozen=True)
+class SqlResult:
+    """Answer to a question in SQL."""
+
+    columns: list[str]
+    """Names of the columns."""
+    rows: list[list[Any]]
+    """Rows, in the order of the columns."""
+    truncated: bool
+    """Whether there were more rows than the limit."""
+
+
+def run_sql(store: HistoryStore, text: str, limit: int | None = None) -> SqlResult:
+    """Answer one SQL statement. It cannot change anything, whatever it says: SQLite opens the file read-only and an
+    authorizer refuses all but reading; PostgreSQL runs it in a read-only transaction, as one prepared statement.
+
+    Args:
+        limit: at most so many rows; None for all.
+
+    Raises:
+        BadInput: it is not SQL, wants to change something, or asks for what is not there.
+        DatabaseUnavailable: the database does not answer.
+    """
+    with store.reading() as connection:
+        driver: Any = connection.connection.driver_connection
+        connection.detach()  # closed afterwards: nobody else gets a connection that the user's text has touched
+        try:
+            cursor = _execute_alone(driver, text, connection.dialect.name)
+            columns = [str(described[0]) for described in cursor.description or ()]
+            rows = (cursor.fetchall() if limit is None else cursor.fetchmany(limit + 1)) if columns else []
+        except connection.dialect.loaded_dbapi.Error as error:
+            raise _bad_question(text, error) from None
+        finally:
+            if connection.dialect.name == "sqlite":
+                driver.set_authorizer(None)  # the end of the transaction is ours
+    kept = rows if limit is None else rows[:limit]
+    return SqlResult(columns, [[_plain_value(value) for value in row] for row in kept], len(kept) < len(rows))
+
+
+def _execute_alone(driver: Any, text: str, dialect: str) -> Any:
+    if dialect == "sqlite":
+        database.forbid_writing(driver)
+        return driver.execute(text)
+    # Prepared, because PostgreSQL's simple protocol would take several statements: "COMMIT; DROP TABLE runs".
+    return driver.execute(text, prepare=True)
+
+
+_NOT_THERE = ("no such table", "no such column", "does not exist")
+_FORBIDDEN = ("not authorized", "prohibited", "read-only", "readonly", "multiple commands", "one statement", "VACUUM")
+
+
+def _bad_question(text: str, error: Exception) -> BadInput:
+    said = " ".join(str(error).split())
+    if any(sign in said for sign in _FORBIDDEN):
+        return BadInput(
+            f"refused: {text.strip()!r}. `rlhf sql` answers one reading statement (SELECT) at a time and changes "
+            f"nothing. (The database says: {said})"
+        )
+    if any(sign in said for sign in _NOT_THERE):
+        names = sorted([*metadata.tables, *VIEWS])
+        return BadInput(f"the question does not fit the tables: {said}. There are: {', '.join(names)}.")
+    return BadInput(f"the database did not understand the question: {said}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Plain data
+
+
+def _parts(connection: Connection, part: Table, run_id: str, *order: str) -> list[Facts]:
+    question = select(part).where(part.c.run_id == run_id).order_by(*(part.c[name] for name in order))
+    return [_without_run(row) for row in connection.execute(question)]
+
+
+def _view(connection: Connection, view: Any, run_id: str, *order: str) -> list[Facts]:
+    question = select(view).where(view.c.run_id == run_id).order_by(*(view.c[name] for name in order))
+    return [_without_run(row) for row in connection.execute(question)]
+
+
+def _without_run(row: Any) -> Facts:
+    facts = _plain(row._mapping)
+    del facts["run_id"]
+    return facts
+
+
+def _plain(mapping: Mapping[str, Any]) -> Facts:
+    return {name: _plain_value(value) for name, value in mapping.items()}
+
+
+def _plain_value(value: Any) -> Any:
+    match value:
+        case datetime() | date() | time():
+            return value.isoformat()
+        case Decimal():
+            return int(value) if value == value.to_integral_value() else float(value)
+        case bytes():
+            return value.hex()
+        case None | bool() | int() | float() | str() | list() | dict():
+            return value
+        case _:
+            return str(value)

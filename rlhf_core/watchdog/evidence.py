@@ -1,0 +1,178 @@
+"""Gathers what an attempt shows of itself: its files in the run directory, and what the scheduler says of its job."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rlhf_core.run_dir import AttemptDir, RestartDir, RunDir, parse_lines, read_lines, read_model
+from rlhf_core.schemas.failures import Action, Decision, Incident
+from rlhf_core.schemas.reports import AgentEvent, AgentStatus, AttemptOutcome, MetricsLine
+from rlhf_core.schemas.resources import Placement, Role
+
+TAIL_BYTES = 16 * 1024
+"""How much of a log's end is looked at."""
+
+
+@dataclass
+class Progress:
+    """How far an attempt has come, brought up to date from its files at every look.
+
+    Appended files are read from where the last look ended, so a look costs what is new and not what is there.
+    """
+
+    attempt: AttemptDir
+    restart: int = -1
+    """Newest folder of a restart; -1 before the first. Every start of a role has one, also the first."""
+    restarts_made: int = 0
+    """Restarts in place after a failure."""
+    role: Role | None = None
+    """Role whose workers run, or ran last."""
+    step: int = 0
+    """Last optimizer step that was done."""
+    phase: str = ""
+    """What the first rank is doing."""
+    loop: str = ""
+    """``sft`` or ``grpo``: which loop made the last step."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Latest value of every metric."""
+    evaluating: bool = False
+    """Whether the evaluator was started: training is done."""
+    events: list[AgentEvent] = field(default_factory=list)
+    """What the agents did since the last look."""
+    _offsets: dict[Path, int] = field(default_factory=dict)
+
+    def update(self) -> None:
+        """Read what is new."""
+        self.events = []
+        restarts = self.attempt.restarts()
+        for restart in restarts[-2:]:  # the one before the newest may have grown since the last look
+            self._read_events(restart)
+            self._read_metrics(restart)
+        if restarts:
+            if restarts[-1].restart != self.restart:
+                self.restarts_made = num_restarts(self.attempt)
+            self.restart = restarts[-1].restart
+            self._read_statuses(restarts[-1])
+
+    def _read_metrics(self, restart: RestartDir) -> None:
+        for line in parse_lines(self._new_lines(restart.metrics), MetricsLine):
+            self.metrics.update(line.metrics)
+            self.step, self.loop = line.step, line.stage
+
+    def _read_events(self, restart: RestartDir) -> None:
+        for path in sorted(restart.root.glob("events-*.jsonl")):
+            for event in parse_lines(self._new_lines(path), AgentEvent):
+                self.events.append(event)
+                if event.kind == "role_started" and event.role is not None:
+                    self._enter(event.role)
+
+    def _read_statuses(self, restart: RestartDir) -> None:
+        for path in sorted(restart.agents.glob("*.json")):
+            status = read_model(path, AgentStatus)
+            if status is None:
+                continue
+            self._enter(status.role)
+            first = min(status.ranks, key=lambda rank: rank.rank, default=None)
+            if first is not None:
+                self.phase = first.phase.value
+
+    def _enter(self, role: Role) -> None:
+        self.role = role
+        self.evaluating = self.evaluating or role is Role.EVALUATOR
+
+    def _new_lines(self, path: Path) -> list[bytes]:
+        found: list[bytes] = []
+        while True:
+            lines, offset = read_lines(path, self._offsets.get(path, 0))
+            if offset == self._offsets.get(path, 0):
+                return found
+            self._offsets[path] = offset
+            found.extend(lines)
+
+
+def read_outcome(attempt: AttemptDir) -> AttemptOutcome | None:
+    """How the attempt ended, once its agent has said so."""
+    return read_model(attempt.outcome, AttemptOutcome)
+
+
+def incidents(attempt: AttemptDir) -> list[Incident]:
+    """Incidents that the agents of an attempt wrote down, oldest first."""
+    found = (read_model(restart.incident, Incident) for restart in attempt.restarts())
+    return [incident for incident in found if incident is not None]
+
+
+def agent_decisions(attempt: AttemptDir) -> list[Decision]:
+    """Decisions that agent 0 made inside an attempt, oldest first."""
+    found = (read_model(restart.decision, Decision) for restart in attempt.restarts())
+    return [decision for decision in found if decision is not None]
+
+
+def num_restarts(attempt: AttemptDir) -> int:
+    """How often workers were started again in place after a failure."""
+    return sum(decision.action is Action.RESTART_IN_PLACE for decision in agent_decisions(attempt))
+
+
+def newest_checkpoint_step(run_dir: RunDir) -> int:
+    """Step of the newest complete checkpoint; 0 when there is none."""
+    checkpoints = run_dir.checkpoints()
+    return checkpoints[-1].step if checkpoints else 0
+
+
+def scheduler_log(attempt: AttemptDir) -> Path | None:
+    """The newest file of output that the scheduler kept of the attempt's agents, if any holds something."""
+    if not attempt.scheduler_dir.is_dir():
+        return None
+    files = [
+        path
+        for path in attempt.scheduler_dir.iterdir()
+        if path.suffix in (".out", ".err", ".log") and path.stat().st_size
+    ]
+    return max(files, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def tail(path: Path | None, num_bytes: int = TAIL_BYTES) -> str:
+    """The end of a text file, from a line's beginning; empty where there is no file."""
+    if path is None:
+        return ""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(size - num_bytes, 0))
+            content = file.read()
+    except OSError:
+        return ""
+    if size > num_bytes:
+        content = content[content.find(b"\n") + 1 :]
+    return content.decode("utf-8", errors="replace")
+
+
+@dataclass(frozen=True)
+class Past:
+    """What earlier attempts say about whether another one makes sense."""
+
+    attempts_without_progress: int
+    """Attempts in a row, the one that just ended included, that left no newer checkpoint."""
+    same_fingerprint_before: bool
+    """Whether an earlier one of these ended with the same fingerprint."""
+
+
+def look_back(run_dir: RunDir, ended: int, first_attempt: int, fingerprint: str) -> Past:
+    """What the attempts from ``first_attempt`` to ``ended`` tell the policy.
+
+    An attempt made progress when there is a checkpoint newer than the one it began from.
+    """
+    reached = newest_checkpoint_step(run_dir)
+    fruitless: list[AttemptDir] = []
+    for number in range(ended, first_attempt - 1, -1):
+        attempt = run_dir.attempt(number)
+        placement = read_model(attempt.placement, Placement)
+        if placement is None or placement.resumed_from_step < reached:
+            break
+        fruitless.append(attempt)
+    earlier = [attempt for attempt in fruitless if attempt.number != ended]
+    seen = {incident.fingerprint for attempt in earlier for incident in _last(incidents(attempt))}
+    return Past(len(fruitless), bool(fingerprint) and fingerprint in seen)
+
+
+def _last(found: Sequence[Incident]) -> Sequence[Incident]:
+    return found[-1:]

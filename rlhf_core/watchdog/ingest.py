@@ -1,0 +1,282 @@
+"""Files of a run directory into rows of the history: exactly once, also when killed at any point.
+
+Each round reads how far the history has come, reads the files from there, and hands both to the store, which writes
+rows and new offsets in one transaction. Killed before it, nothing has happened; killed after it, the offsets say so.
+When two ingesters meet (a controller and ``rlhf show``), the slower one's batch is refused whole and it begins again.
+
+Two kinds of files: appended ones are read from the last offset to the last newline (a torn last line waits for its
+writer; a torn line in the middle is what a killed writer left, and is skipped and counted); whole ones are read when
+their fingerprint changes, and replace their row.
+"""
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from rlhf_core.errors import RlhfError
+from rlhf_core.history.batch import EventEntry, IngestBatch, IngestState, JournalEntry, MetricsEntry
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.run_dir import AttemptDir, RestartDir, RunDir, read_lines, read_model, run_dirs
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.failures import Decision, Incident
+from rlhf_core.schemas.journal import JournalLine
+from rlhf_core.schemas.reports import (
+    AgentEvent,
+    AgentStatus,
+    AttemptOutcome,
+    CheckpointManifest,
+    EvaluationReport,
+    MetricsLine,
+)
+
+BLOCK_BYTES = 1 << 20
+"""How much of one appended file goes into one batch."""
+
+BATCH_BYTES = 4 << 20
+"""About how much goes into one transaction: bounds memory and how long other writers wait."""
+
+_CHECKPOINT_MARK = re.compile(r"^checkpoints/step-(\d+)/COMPLETE$")
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class SkippedLine:
+    """A line or whole file that does not parse."""
+
+    path: str
+    """Relative to the run directory."""
+    position: int
+    """Byte at which it begins; 0 for a whole file."""
+
+
+@dataclass
+class SyncReport:
+    """What a synchronisation did."""
+
+    batches: int = 0
+    """Transactions."""
+    lines: int = 0
+    """Lines that became rows."""
+    documents: int = 0
+    """Whole files that became rows."""
+    fenced: int = 0
+    """Journal lines that do not count: their writer had lost its lease."""
+    skipped: list[SkippedLine] = field(default_factory=list)
+    """What could not be read: torn by a kill, or written by another version."""
+
+    def add(self, other: "SyncReport") -> None:
+        """Add what another synchronisation did."""
+        self.batches += other.batches
+        self.lines += other.lines
+        self.documents += other.documents
+        self.fenced += other.fenced
+        self.skipped += other.skipped
+
+
+@dataclass(frozen=True)
+class RebuildReport:
+    """What a rebuild did."""
+
+    runs: dict[str, SyncReport]
+    """Run id -> what was read."""
+    failed: dict[str, str]
+    """Run id -> why it could not be made again."""
+    kept: tuple[str, ...]
+    """Runs whose directory is not there: their rows were left as they are."""
+
+
+def sync(run_dir: RunDir, store: HistoryStore) -> SyncReport:
+    """Bring the history up to date with a run directory.
+
+    A directory whose journal has not begun is not a run yet: nothing is done.
+
+    Raises:
+        RunDirError: it has no readable ``spec.json``.
+        IllegalMove: its journal has a change of state that the table of moves does not allow.
+        DatabaseUnavailable: nothing, or not everything, was written; the next call goes on from there.
+    """
+    report = SyncReport()
+    while True:
+        reader = _Reader(run_dir, store.ingest_state(run_dir.run_id))
+        batch = reader.read()
+        if batch.is_empty():
+            return report
+        if not store.apply(run_dir.run_id, batch):
+            continue  # another ingester was faster: read again from where it got to
+        report.add(reader.report)
+        if not reader.left_some:
+            return report
+
+
+def rebuild(runs: Path, store: HistoryStore, on_run: Callable[[str], None] = lambda run_id: None) -> RebuildReport:
+    """Make the history of every run directory again, from its files alone. Runs without a directory keep their rows.
+
+    Args:
+        runs: folder of the run directories.
+        on_run: told each run before it is read.
+    """
+    done: dict[str, SyncReport] = {}
+    failed: dict[str, str] = {}
+    found = run_dirs(runs)
+    for run_dir in found:
+        on_run(run_dir.run_id)
+        try:
+            run_dir.read_spec()  # first: a directory that cannot be read must not cost the rows that there are
+            store.forget(run_dir.run_id)
+            done[run_dir.run_id] = sync(run_dir, store)
+        except RlhfError as error:
+            failed[run_dir.run_id] = str(error)
+    present = {run_dir.run_id for run_dir in found}
+    return RebuildReport(done, failed, tuple(sorted(set(store.run_ids()) - present)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+class _Reader:
+    """Reads what is new in a run directory since ``state``, up to about ``BATCH_BYTES``."""
+
+    def __init__(self, run_dir: RunDir, state: IngestState) -> None:
+        self.report = SyncReport(batches=1)
+        self.left_some = False
+        """Whether there is more than went into the batch."""
+        self._run_dir = run_dir
+        self._state = state
+        self._batch = IngestBatch(base=state, journal_token=state.journal_token)
+        self._bytes = 0
+
+    def read(self) -> IngestBatch:
+        """Everything that is new, the journal first: what it tells of comes before what the agents say about it."""
+        if not self._state.stamp and not read_lines(self._run_dir.control, 0, BLOCK_BYTES)[0]:
+            return self._batch
+        self._read_spec()
+        self._read_journal()
+        for attempt in self._run_dir.attempts():
+            self._read_attempt(attempt)
+        self._read_checkpoints()
+        self._read_evaluations()
+        return self._batch
+
+    def _read_spec(self) -> None:
+        mark = self._changed(self._run_dir.spec)
+        if mark is None and self._state.stamp:
+            return
+        self._batch.stored = self._run_dir.read_spec()
+        self._batch.run_dir = str(self._run_dir.root.absolute())
+        self._batch.offsets[self._relative(self._run_dir.spec)] = mark or 0
+
+    def _read_journal(self) -> None:
+        for position, line in self._new_lines(self._run_dir.control, JournalLine):
+            if line.token < self._batch.journal_token:
+                self.report.lines -= 1
+                self.report.fenced += 1
+                continue
+            self._batch.journal_token = line.token
+            self._batch.journal.append(JournalEntry(position, line))
+
+    def _read_attempt(self, attempt: AttemptDir) -> None:
+        touched = len(self._batch.offsets)
+        for restart in attempt.restarts():
+            self._read_restart(restart)
+        self._document(attempt.outcome, AttemptOutcome, self._batch.outcomes)
+        if len(self._batch.offsets) > touched:
+            self._batch.attempts.add(attempt.number)
+
+    def _read_restart(self, restart: RestartDir) -> None:
+        touched = len(self._batch.offsets)
+        identity = (restart.attempt, restart.restart)
+        for _, line in self._new_lines(restart.metrics, MetricsLine):
+            self._batch.metrics.append(MetricsEntry(*identity, line))
+        for path in sorted(restart.root.glob("events-*.jsonl")):
+            source = self._relative(path)
+            for position, event in self._new_lines(path, AgentEvent):
+                self._batch.events.append(EventEntry(source, position, *identity, event))
+        for path in sorted(restart.agents.glob("*.json")):
+            self._document(path, AgentStatus, self._batch.nodes)
+        self._document(restart.incident, Incident, self._batch.incidents)
+        self._document(restart.decision, Decision, self._batch.decisions)
+        if len(self._batch.offsets) > touched:
+            self._batch.restarts.add(identity)
+
+    def _read_checkpoints(self) -> None:
+        folder = self._run_dir.checkpoints_dir
+        present = set()
+        for path in sorted(folder.glob("step-*/COMPLETE")):
+            manifests: list[CheckpointManifest] = []
+            self._document(path, CheckpointManifest, manifests)
+            self._batch.checkpoints += [(self._relative(path.parent), manifest) for manifest in manifests]
+            present.add(self._relative(path))
+        if not folder.is_dir():
+            return  # not there, or not reachable just now: nothing is said about single checkpoints
+        now = utc_now()
+        for name in self._state.offsets.keys() - present:
+            match = _CHECKPOINT_MARK.match(name)
+            if match:
+                self._batch.removed_checkpoints[int(match[1])] = now
+                self._batch.forgotten.add(name)
+
+    def _read_evaluations(self) -> None:
+        for path in sorted(self._run_dir.evaluations_dir.glob("*.json")):
+            self._document(path, EvaluationReport, self._batch.evaluations)
+
+    def _new_lines(self, path: Path, schema: type[Model]) -> Iterator[tuple[int, Model]]:
+        """Lines that are new, parsed, each with the byte at which it begins."""
+        name = self._relative(path)
+        position = self._state.offsets.get(name, 0)
+        if self._is_full():
+            return
+        lines, end = read_lines(path, position, BLOCK_BYTES)
+        if end == position:
+            return
+        self._batch.offsets[name] = end
+        self._bytes += end - position
+        self.left_some |= path.stat().st_size > end  # or a torn last line: then the next round finds nothing
+        for line in lines:
+            try:
+                parsed = schema.model_validate_json(line)
+            except ValidationError:
+                self.report.skipped.append(SkippedLine(name, position))
+            else:
+                self.report.lines += 1
+                yield position, parsed
+            position += len(line) + 1
+
+    def _document(self, path: Path, schema: type[Model], found: list[Model]) -> None:
+        """A whole file, if it changed since it was read last."""
+        mark = self._changed(path)
+        if mark is None or self._is_full():
+            return
+        self._batch.offsets[self._relative(path)] = mark
+        content = read_model(path, schema)
+        if content is None:
+            self.report.skipped.append(SkippedLine(self._relative(path), 0))
+            return
+        found.append(content)
+        self._bytes += path.stat().st_size
+        self.report.documents += 1
+
+    def _is_full(self) -> bool:
+        full = self._bytes >= BATCH_BYTES
+        self.left_some |= full
+        return full
+
+    def _changed(self, path: Path) -> int | None:
+        """Fingerprint of a whole file, if it is not the one that was read last. Taken before reading: a file that is
+        replaced in between is read once more."""
+        try:
+            status = path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        text = f"{status.st_ino}:{status.st_size}:{status.st_mtime_ns}".encode()
+        mark = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+        return None if self._state.offsets.get(self._relative(path)) == mark else mark
+
+    def _relative(self, path: Path) -> str:
+        return path.relative_to(self._run_dir.root).as_posix()

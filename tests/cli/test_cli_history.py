@@ -1,0 +1,248 @@
+"""``rlhf runs``, ``show``, ``sql`` and ``db``: what they print, for people and for programs, and their exit codes."""
+
+import json
+import shutil
+import sqlite3
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from history_tools import RunFiles, postgres, whole_run
+
+from rlhf_core.cli.main import execute
+from rlhf_core.config import load_site
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.history.tables import VIEWS, metadata
+from rlhf_core.schemas.attempts import RunState
+from rlhf_core.watchdog.ingest import sync
+
+
+@dataclass
+class Answer:
+    """What a command line came to."""
+
+    code: int
+    out: str
+    err: str
+
+    def json(self) -> Any:
+        """Standard output, which must be JSON and nothing else."""
+        assert self.code == 0, self.err
+        return json.loads(self.out)
+
+
+Rlhf = Callable[..., Answer]
+
+
+@pytest.fixture
+def rlhf(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Rlhf:
+    """The command, in this process, on a terminal of 100 columns."""
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def run(*arguments: str) -> Answer:
+        code = execute(arguments)
+        captured = capsys.readouterr()
+        return Answer(code, captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
+def runs() -> Path:
+    """The site's folder of run directories."""
+    return load_site().runs_dir
+
+
+@pytest.fixture
+def known(runs: Path) -> RunFiles:
+    """A whole run that the history knows."""
+    run = whole_run(runs)
+    with HistoryStore(load_site().database_url) as store:
+        sync(run.dir, store)
+    return run
+
+
+def test_runs_of_a_new_site(rlhf: Rlhf) -> None:
+    assert rlhf("runs").out == "No runs yet.\n"
+    assert rlhf("runs", "--json").json() == []
+    assert rlhf("runs", "--state", "failed").out == "No such runs.\n"
+
+
+def test_runs_as_json(rlhf: Rlhf, known: RunFiles) -> None:
+    (run,) = rlhf("runs", "--json").json()
+    assert (run["run_id"], run["name"], run["state"], run["num_attempts"]) == (known.run_id, "sort", "completed", 2)
+    assert run["created_at"] == "2026-03-01T12:00:00+00:00"
+    assert rlhf("runs", "--json", "--state", "failed").json() == []
+    assert len(rlhf("runs", "--json", "--name", "sort", "--limit", "1").json()) == 1
+
+
+def test_runs_for_people(rlhf: Rlhf, known: RunFiles) -> None:
+    lines = rlhf("runs").out.splitlines()
+    assert [word.strip() for word in lines[2].split("│")] == [
+        known.run_id,
+        "completed",
+        "2026-03-01 12:00:00",
+        "55.0 s",
+        "10/10",
+        "2",
+    ]
+    assert max(map(len, lines)) <= 100
+
+
+def test_an_unknown_state_is_bad_input(rlhf: Rlhf) -> None:
+    assert rlhf("runs", "--state", "sleeping").code == 2
+
+
+def test_show_as_json(rlhf: Rlhf, known: RunFiles) -> None:
+    shown = rlhf("show", "sort", "--json").json()
+    assert {
+        *("run", "stages", "checks", "attempts", "restarts", "incidents", "decisions", "checkpoints", "evaluations"),
+    } <= shown.keys()
+    assert shown["run"]["run_id"] == known.run_id
+
+
+def test_show_for_people(rlhf: Rlhf, known: RunFiles) -> None:
+    text = rlhf("show").out
+    assert not [line for line in text.splitlines() if "│" in line and len(line) > 100], (
+        "sentences are the terminal's to wrap"
+    )
+    for expected in (
+        "exact match went from 0.75 to 0.93",
+        "node n2 was lost",
+        "3 GiB free",
+        "worker killed (attempt 1.0; step 4; rollout; rank 1, n2)",
+        "-> restart in place: one restart is left",
+        "0.750 [0.700, 0.800]",
+        "+0.180",
+        "checkpoints/step-000010",
+        "train/loss",
+        "Productive training: 20.0 s (38% of the time outside of queues).",
+        "Lost to node lost: 14.0 s in 1 incident.",
+    ):
+        assert expected in text, expected
+    assert "batch.divides_ranks" not in text, "a check that passed is no finding"
+
+
+def test_show_of_a_run_that_did_nothing_yet(rlhf: Rlhf, runs: Path) -> None:
+    run = RunFiles(runs)
+    run.created()
+    with HistoryStore(load_site().database_url) as store:
+        sync(run.dir, store)
+    shown = rlhf("show")
+    assert shown.code == 0
+    assert "pending" in shown.out
+    assert "Stages" not in shown.out
+
+
+def test_show_reads_what_its_controller_did_not_live_to_ingest(rlhf: Rlhf, known: RunFiles) -> None:
+    known.metrics(2, 0, 11, 60)
+    assert rlhf("show", "--json").json()["metrics"]["train/loss"]["step"] == 11
+
+
+def test_show_says_when_it_could_not_catch_up(rlhf: Rlhf, known: RunFiles) -> None:
+    known.moved(RunState.QUEUED, 60)
+    answer = rlhf("show")
+    assert answer.code == 0
+    assert "could not be brought up to date" in answer.err
+    assert "cannot become queued" in " ".join(answer.err.split())
+
+
+def test_show_without_the_run_directory(rlhf: Rlhf, known: RunFiles) -> None:
+    shutil.rmtree(known.dir.root)
+    assert rlhf("show", "--json").json()["run"]["state"] == "completed"
+
+
+def test_show_of_an_unknown_run(rlhf: Rlhf, known: RunFiles) -> None:
+    answer = rlhf("show", "nothing")
+    assert (answer.code, answer.out) == (2, "")
+    assert answer.err == "error: the history has no run 'nothing'. `rlhf runs` lists them; `last` is the newest.\n"
+
+
+def test_sql_for_people_and_programs(rlhf: Rlhf, known: RunFiles) -> None:
+    question = "SELECT number, state FROM attempts ORDER BY number"
+    assert rlhf("sql", question, "--json").json() == [
+        {"number": 1, "state": "failed"},
+        {"number": 2, "state": "completed"},
+    ]
+    assert "completed" in rlhf("sql", question).out
+
+
+def test_sql_tells_when_there_is_more(rlhf: Rlhf, known: RunFiles) -> None:
+    limited = rlhf("sql", "SELECT step FROM run_curve", "--limit", "3", "--json")
+    assert len(limited.json()) == 3
+    assert "only the first 3 rows" in limited.err
+    everything = rlhf(
+        "sql", "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n LIMIT 2000) SELECT x FROM n", "--json"
+    )
+    assert len(everything.json()) == 2000
+
+
+@pytest.mark.parametrize("statement", ["DROP TABLE runs", "INSERT INTO metric_keys (name) VALUES ('x')", "SELEC"])
+def test_sql_that_is_refused(rlhf: Rlhf, known: RunFiles, statement: str) -> None:
+    answer = rlhf("sql", statement)
+    assert (answer.code, answer.out) == (2, "")
+    assert answer.err.startswith("error: ")
+    assert len(rlhf("runs", "--json").json()) == 1
+
+
+def test_sql_help_names_every_table(rlhf: Rlhf) -> None:
+    text = rlhf("sql", "--help").out
+    for name in (*metadata.tables, *VIEWS):
+        assert name in text or name in ("leases", "ingest_offsets"), name
+
+
+def test_upgrade(rlhf: Rlhf) -> None:
+    assert "upgraded from nothing to schema 0001" in rlhf("db", "upgrade").out
+    assert "is up to date (schema 0001)" in rlhf("db", "upgrade").out
+
+
+def test_upgrade_of_postgresql(rlhf: Rlhf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLHF_DATABASE_URL", postgres().empty_database())
+    before = rlhf("runs")
+    assert before.code == 2
+    assert "rlhf db upgrade" in before.err
+    assert rlhf("db", "upgrade").code == 0
+    assert rlhf("runs", "--json").json() == []
+
+
+def test_a_database_of_something_else(rlhf: Rlhf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with sqlite3.connect(tmp_path / "other.db") as connection:
+        connection.execute("CREATE TABLE experiments (id INTEGER)")
+    connection.close()
+    monkeypatch.setenv("RLHF_DATABASE_URL", f"sqlite:///{tmp_path}/other.db")
+    for command in (("runs",), ("db", "upgrade"), ("db", "rebuild")):
+        answer = rlhf(*command)
+        assert answer.code == 1
+        assert "is no history of rlhf-flows" in " ".join(answer.err.split())
+
+
+def test_rebuild_of_a_lost_database(rlhf: Rlhf, known: RunFiles) -> None:
+    before = rlhf("show", "--json").json()
+    home = load_site().home
+    for path in home.glob("history.db*"):
+        path.unlink()
+    answer = rlhf("db", "rebuild")
+    assert answer.out == f"1 run made again from {load_site().runs_dir}.\n"
+    assert rlhf("show", "--json").json() == before
+
+
+def test_rebuild_tells_what_it_could_not_do(rlhf: Rlhf, known: RunFiles, runs: Path) -> None:
+    broken = RunFiles(runs, "broken", "eeeeee", 400)
+    broken.created()
+    broken.moved(RunState.COMPLETED, 1)
+    with known.dir.attempt(1).restart(0).metrics.open("ab") as file:
+        file.write(b"torn\n")
+    answer = rlhf("db", "rebuild", "--json")
+    assert answer.code == 1
+    report = json.loads(answer.out)
+    assert (report["rebuilt"], report["kept"]) == ([known.run_id], [])
+    assert "cannot become completed" in report["failed"][broken.run_id]
+    assert "1 line could not be read, the first in attempts/1/restarts/0/metrics.jsonl" in " ".join(answer.err.split())
+
+
+def test_rebuild_keeps_runs_without_a_directory(rlhf: Rlhf, known: RunFiles) -> None:
+    shutil.rmtree(known.dir.root)
+    assert "1 run without a directory there kept" in " ".join(rlhf("db", "rebuild").out.split())
+    assert len(rlhf("runs", "--json").json()) == 1

@@ -1,0 +1,296 @@
+"""Where the database may lie, what happens when it cannot be used, and who waits for whom."""
+
+import os
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from history_tools import dump, new_sqlite, postgres, whole_run
+
+from rlhf_core.errors import BadConfig, DatabaseUnavailable, HistoryError, UnsafeDatabase
+from rlhf_core.history import database, queries
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.watchdog.ingest import sync
+
+MOUNTS = r"""
+22 27 0:21 / /proc rw,relatime - proc proc rw
+27 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
+31 27 0:40 / /home rw,relatime shared:7 - nfs4 filer:/home rw,vers=4.2
+32 31 254:1 / /home/anna/fast rw,relatime - xfs /dev/vdb rw
+33 27 0:41 / /mnt/my\040share rw,relatime - cifs //server/share rw
+34 27 0:42 / /scratch rw,relatime - lustre mds@tcp:/scratch rw
+35 27 0:43 / /mnt/ssh rw,nosuid - fuse.sshfs anna@host:/ rw
+36 27 0:44 / /mnt/merged rw - fuse.mergerfs a:b rw
+37 27 0:45 / /covered rw - ext4 /dev/vdc rw
+38 27 0:46 / /covered rw - nfs filer:/covered rw
+39 27 0:47 / /mnt/bucket rw - fuse.something-new bucket rw
+a line that is none
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "point"),
+    [
+        ("/var/lib/rlhf", "ext4", "/"),
+        ("/home/anna", "nfs4", "/home"),
+        ("/homework", "ext4", "/"),
+        ("/home/anna/fast/db", "xfs", "/home/anna/fast"),
+        ("/mnt/my share/x", "cifs", "/mnt/my share"),
+        ("/covered/x", "nfs", "/covered"),
+    ],
+)
+def test_the_file_system_of_a_path(path: str, kind: str, point: str) -> None:
+    assert database.file_system_of(Path(path), MOUNTS) == (kind, point)
+
+
+def test_a_mount_table_that_says_nothing() -> None:
+    assert database.file_system_of(Path("/x"), "") == ("unknown", "")
+
+
+@pytest.fixture
+def mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Pretend that the test's folder is a mount of the given type."""
+
+    def mount(kind: str) -> None:
+        table = tmp_path / "mountinfo"
+        table.write_text(f"27 1 254:0 / / rw - ext4 /dev/vda rw\n31 27 0:40 / {tmp_path} rw - {kind} somewhere rw\n")
+        monkeypatch.setattr(database, "MOUNT_TABLE", table)
+
+    return mount
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "9p", "afs", "fuse.sshfs", "fuse.s3fs"],
+)
+def test_sqlite_is_refused_on_a_network_file_system(mounted: Callable[[str], None], tmp_path: Path, kind: str) -> None:
+    mounted(kind)
+    url = f"sqlite:///{tmp_path}/not/there/yet/history.db"
+    with pytest.raises(
+        UnsafeDatabase, match=f"network file system {tmp_path} \\({kind}\\).*RLHF_DATABASE_URL"
+    ) as error:
+        HistoryStore(url)
+    assert error.value.exit_code == 2
+    assert not (tmp_path / "not").exists()
+
+
+@pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "fuseblk", "fuse.mergerfs"])
+def test_sqlite_is_taken_on_a_local_file_system(mounted: Callable[[str], None], tmp_path: Path, kind: str) -> None:
+    """Negative control of the refusal: it is the file system that is refused, not the test's folder."""
+    mounted(kind)
+    HistoryStore(new_sqlite(tmp_path)).close()
+
+
+def test_a_link_to_a_network_file_system_is_seen_through(mounted: Callable[[str], None], tmp_path: Path) -> None:
+    mounted("nfs4")
+    with pytest.raises(UnsafeDatabase):
+        HistoryStore(f"sqlite:////proc/self/cwd/{os.path.relpath(tmp_path)}/history.db")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# URLs and files that are none
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("history.db", "no database URL"),
+        ("mysql://host/db", "a mysql database"),
+        ("sqlite://", "in memory"),
+        ("sqlite:///:memory:", "in memory"),
+    ],
+)
+def test_urls_that_are_not_supported(url: str, says: str) -> None:
+    with pytest.raises(BadConfig, match=f"RLHF_DATABASE_URL: found .*{says}"):
+        HistoryStore(url)
+
+
+@pytest.mark.parametrize("scheme", ["postgres", "postgresql", "postgresql+psycopg2"])
+def test_every_way_to_say_postgresql(scheme: str) -> None:
+    assert database.parse_url(f"{scheme}://u:p@h/d").drivername == "postgresql+psycopg"
+
+
+def test_a_file_that_is_no_database(tmp_path: Path) -> None:
+    file = tmp_path / "history.db"
+    file.write_text("my shopping list, which is longer than the header of a database file would be " * 9)
+    before = file.read_bytes()
+    with pytest.raises(DatabaseUnavailable, match=r"history\.db is no SQLite database"):
+        HistoryStore(f"sqlite:///{file}")
+    assert file.read_bytes() == before
+
+
+def test_a_database_of_something_else(tmp_path: Path) -> None:
+    file = tmp_path / "mlflow.db"
+    with sqlite3.connect(file) as connection:
+        connection.execute("CREATE TABLE experiments (id INTEGER)")
+    connection.close()
+    with pytest.raises(HistoryError, match="is no history of rlhf-flows: it holds the tables experiments"):
+        HistoryStore(f"sqlite:///{file}")
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(HistoryError, match=r"file/history\.db cannot be"):
+        HistoryStore(f"sqlite:///{tmp_path}/file/history.db")
+
+
+def test_a_folder_in_place_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "history.db").mkdir()
+    with pytest.raises(HistoryError, match=r"history\.db is a folder, expected a file"):
+        HistoryStore(f"sqlite:///{tmp_path}/history.db")
+
+
+def test_an_empty_file_is_filled(tmp_path: Path) -> None:
+    (tmp_path / "history.db").touch()
+    with HistoryStore(f"sqlite:///{tmp_path}/history.db") as store:
+        assert store.run_ids() == []
+
+
+@pytest.fixture
+def unwritable(tmp_path: Path) -> Iterator[str]:
+    """URL of a history whose folder cannot be written."""
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    url = new_sqlite(folder)
+    folder.chmod(0o555)
+    if os.access(folder, os.W_OK):
+        pytest.skip("this user may write everywhere")
+    yield url
+    folder.chmod(0o755)
+
+
+def test_a_folder_that_cannot_be_written(unwritable: str) -> None:
+    with pytest.raises(DatabaseUnavailable, match=r"cannot be (opened|written)"), HistoryStore(unwritable) as store:
+        store.acquire_lease("run", "me", 60)
+
+
+def test_a_full_disk(tmp_path: Path, runs: Path) -> None:
+    """SQLite reports a full disk and its own page limit by the same error."""
+    run = whole_run(runs)
+    with HistoryStore(new_sqlite(tmp_path)) as store:
+        before = dump(store)
+        with store.writing() as connection:
+            pages = connection.exec_driver_sql("PRAGMA page_count").scalar()
+            connection.exec_driver_sql(f"PRAGMA max_page_count = {pages}")
+        with pytest.raises(DatabaseUnavailable, match=r"no room to grow.*what was in it is untouched"):
+            sync(run.dir, store)
+        assert dump(store) == before
+        with store.writing() as connection:
+            connection.exec_driver_sql("PRAGMA max_page_count = 100000")
+        sync(run.dir, store)
+        assert dump(store)["metrics"]
+
+
+def test_a_server_that_does_not_answer() -> None:
+    with pytest.raises(
+        DatabaseUnavailable, match=r"postgresql\+psycopg://anna:\*\*\*@127.0.0.1:1/rlhf refused"
+    ) as error:
+        HistoryStore("postgresql://anna:secret@127.0.0.1:1/rlhf")
+    assert "secret" not in str(error.value)
+
+
+def test_a_lost_connection_is_made_anew(runs: Path) -> None:
+    """The server ended our connections, as when it is started again: the next question works."""
+    url = postgres().migrated_database()
+    run = whole_run(runs)
+    with HistoryStore(url) as store:
+        sync(run.dir, store)
+        with HistoryStore(url) as other, other.writing() as connection:
+            connection.exec_driver_sql(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                "WHERE datname = current_database() AND pid <> pg_backend_pid()"
+            )
+        assert len(queries.list_runs(store)) == 1
+        store.acquire_lease(run.run_id, "me", 60)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Readers and writers
+
+
+def test_a_reader_does_not_wait_for_a_writer(store: HistoryStore, database_url: str, runs: Path) -> None:
+    run = whole_run(runs)
+    sync(run.dir, store)
+    with store.writing() as connection:
+        connection.exec_driver_sql("UPDATE runs SET state = 'failed'")
+        with HistoryStore(database_url) as other:
+            assert queries.list_runs(other)[0]["state"] == "completed"
+    assert queries.list_runs(store)[0]["state"] == "failed"
+
+
+def test_a_reader_sees_one_state_of_the_database(store: HistoryStore, database_url: str, runs: Path) -> None:
+    run = whole_run(runs)
+    with store.reading() as connection:
+        question = "SELECT count(*) FROM metrics"
+        before = connection.exec_driver_sql(question).scalar()
+        with HistoryStore(database_url) as other:
+            sync(run.dir, other)
+        assert connection.exec_driver_sql(question).scalar() == before == 0
+
+
+def test_a_reader_cannot_write(store: HistoryStore) -> None:
+    with pytest.raises(DatabaseUnavailable, match=r"(?i)read-?only"), store.reading() as connection:
+        connection.exec_driver_sql("DELETE FROM runs")
+
+
+def test_writers_take_turns(store: HistoryStore, database_url: str) -> None:
+    """A transaction that reads first and then writes does not fail because another writer came in between."""
+    with store.writing() as connection:
+        connection.exec_driver_sql("CREATE TABLE counter (value INTEGER)")
+        connection.exec_driver_sql("INSERT INTO counter VALUES (0)")
+    lock = " FOR UPDATE" if store.url.get_backend_name() == "postgresql" else ""
+
+    def count() -> None:
+        with HistoryStore(database_url) as mine:
+            for _ in range(20):
+                with mine.writing() as connection:
+                    value = connection.exec_driver_sql(f"SELECT value FROM counter{lock}").scalar_one()
+                    connection.exec_driver_sql(f"UPDATE counter SET value = {value + 1}")
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with store.writing() as connection:
+        assert connection.exec_driver_sql("SELECT value FROM counter").scalar() == 80
+        connection.exec_driver_sql("DROP TABLE counter")
+
+
+def test_without_begin_immediate_a_writer_fails(tmp_path: Path) -> None:
+    """Negative control: a deferred transaction that has read cannot write once another writer was faster."""
+    file = database.sqlite_file(database.parse_url(new_sqlite(tmp_path)))
+    assert file is not None
+    slow, fast = (sqlite3.connect(file, isolation_level=None, timeout=5) for _ in range(2))
+    slow.execute("BEGIN")
+    slow.execute("SELECT count(*) FROM runs").fetchone()
+    fast.execute("INSERT INTO metric_keys (name) VALUES ('x')")
+    with pytest.raises(sqlite3.OperationalError, match="locked"):
+        slow.execute("INSERT INTO metric_keys (name) VALUES ('y')")
+    slow.close()
+    fast.close()
+
+
+def test_several_controllers_may_make_the_same_new_file(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/new/history.db"
+    failures: list[BaseException] = []
+    barrier = threading.Barrier(4)
+
+    def open_it() -> None:
+        barrier.wait()
+        try:
+            HistoryStore(url).close()
+        except BaseException as error:  # noqa: BLE001 - told to the main thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=open_it) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    with HistoryStore(url) as store:
+        assert store.run_ids() == []
+    assert not list((tmp_path / "new").glob(".*")), "what the slower ones made is removed"

@@ -1,0 +1,219 @@
+"""One controller per run: who gets the lease, who loses it, and that tokens only grow."""
+
+import multiprocessing
+import threading
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+from history_tools import RunFiles, at, whole_run
+from sqlalchemy import update
+
+from rlhf_core.errors import LeaseLost
+from rlhf_core.history.store import LEASES, HistoryStore
+from rlhf_core.schemas.attempts import RunState
+from rlhf_core.watchdog.ingest import sync
+
+RUN = "sort-20260301-120000-aaaaaa"
+
+
+def expire(store: HistoryStore) -> None:
+    """Let all leases run out, as time would."""
+    with store.writing() as connection:
+        connection.execute(update(LEASES).values(expires_at=at(-1e6)))
+
+
+def test_one_holds_the_lease(store: HistoryStore) -> None:
+    assert store.acquire_lease(RUN, "first", 60) == 1
+    with pytest.raises(LeaseLost, match=r"driven by another controller, first; its lease runs for (59|60) s more"):
+        store.acquire_lease(RUN, "second", 60)
+
+
+def test_leases_of_different_runs_do_not_meet(store: HistoryStore) -> None:
+    store.acquire_lease(RUN, "first", 60)
+    assert store.acquire_lease("another", "second", 60) == 1
+
+
+def test_a_released_lease_is_free_and_its_token_is_not_used_again(store: HistoryStore) -> None:
+    store.release_lease(RUN, "first", store.acquire_lease(RUN, "first", 60))
+    assert store.acquire_lease(RUN, "second", 60) == 2
+
+
+def test_an_expired_lease_can_be_taken_and_its_owner_learns_of_it(store: HistoryStore) -> None:
+    token = store.acquire_lease(RUN, "first", 60)
+    expire(store)
+    assert store.acquire_lease(RUN, "second", 60) == token + 1
+    with pytest.raises(LeaseLost, match=r"\(first\) held lease 1, now it is held by second with token 2"):
+        store.renew_lease(RUN, "first", token, 60)
+
+
+def test_a_lease_that_ran_out_can_be_renewed_while_nobody_took_it(store: HistoryStore) -> None:
+    """A laptop that slept goes on where nothing happened in the meantime."""
+    token = store.acquire_lease(RUN, "first", 60)
+    expire(store)
+    store.renew_lease(RUN, "first", token, 60)
+    with pytest.raises(LeaseLost):
+        store.acquire_lease(RUN, "second", 60)
+
+
+def test_a_dead_owner_is_not_waited_for(store: HistoryStore) -> None:
+    store.acquire_lease(RUN, "dead", 60)
+    asked = []
+
+    def is_dead(owner: str) -> bool:
+        asked.append(owner)
+        return True
+
+    assert store.acquire_lease(RUN, "second", 60, takeover=is_dead) == 2
+    assert asked == ["dead"]
+
+
+def test_a_living_owner_is_respected(store: HistoryStore) -> None:
+    store.acquire_lease(RUN, "alive", 60)
+    with pytest.raises(LeaseLost):
+        store.acquire_lease(RUN, "second", 60, takeover=lambda _owner: False)
+
+
+def test_the_same_controller_may_take_it_again(store: HistoryStore) -> None:
+    assert store.acquire_lease(RUN, "me", 60) == 1
+    assert store.acquire_lease(RUN, "me", 60) == 2
+
+
+def test_releasing_what_is_no_longer_ours_does_nothing(store: HistoryStore) -> None:
+    token = store.acquire_lease(RUN, "first", 60)
+    expire(store)
+    second = store.acquire_lease(RUN, "second", 60)
+    store.release_lease(RUN, "first", token)
+    store.renew_lease(RUN, "second", second, 60)
+
+
+def test_renewing_a_lease_that_never_was(store: HistoryStore) -> None:
+    with pytest.raises(LeaseLost, match="held by nobody"):
+        store.renew_lease(RUN, "me", 1, 60)
+
+
+def test_a_token_is_higher_than_those_in_the_journal(store: HistoryStore, runs: Path) -> None:
+    """The database was lost and made again from files: the journal still knows the tokens."""
+    run = RunFiles(runs)
+    run.created()
+    run.moved(RunState.PREFLIGHT, 1, token=7)
+    sync(run.dir, store)
+    assert store.acquire_lease(run.run_id, "me", 60) == 8
+    assert store.acquire_lease("not ingested yet", "me", 60, above=7) == 8
+
+
+def test_sqlite_leases_follow_the_given_clock(tmp_path: Path) -> None:
+    class Clock:
+        moment = at(0)
+
+        def __call__(self) -> datetime:
+            return self.moment
+
+    clock = Clock()
+    with HistoryStore(f"sqlite:///{tmp_path}/history.db", now=clock) as store:
+        store.acquire_lease(RUN, "first", 60)
+        clock.moment += timedelta(seconds=59.9)
+        with pytest.raises(LeaseLost):
+            store.acquire_lease(RUN, "second", 60)
+        clock.moment += timedelta(seconds=0.1)
+        assert store.acquire_lease(RUN, "second", 60) == 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Races
+
+
+class Unfenced(HistoryStore):
+    """Negative control: takes the lease without looking whether it is still the one it saw."""
+
+    meeting: threading.Barrier
+
+    def acquire_lease(self, run_id: str, owner: str, ttl_s: float, **_options: object) -> int:
+        with self.reading() as connection:
+            present = connection.execute(LEASES.select().where(LEASES.c.run_id == run_id)).one()
+        self.meeting.wait()
+        with self.writing() as connection:
+            taken = {"owner": owner, "token": present.token + 1, "expires_at": present.expires_at}
+            connection.execute(update(LEASES).where(LEASES.c.run_id == run_id).values(taken))
+        return int(present.token + 1)
+
+
+class SlowToTake(HistoryStore):
+    """The real store, held up between looking and taking until the others have looked too."""
+
+    meeting: threading.Barrier
+
+    def _try_lease(self, run_id: str, owner: str, ttl_s: float, takeover: object, above: int) -> int | None:
+        waited = threading.Event()
+
+        def wait_for_the_others(_owner: str) -> bool:
+            if not waited.is_set():
+                waited.set()
+                self.meeting.wait()
+                return True
+            return False  # somebody else has it now, and is alive
+
+        return super()._try_lease(run_id, owner, ttl_s, wait_for_the_others if self._first() else None, above)
+
+    def _first(self) -> bool:
+        tries = getattr(self, "_tries", 0)
+        self._tries = tries + 1
+        return tries == 0
+
+
+def race(kind: type[Unfenced] | type[SlowToTake], url: str, controllers: int) -> tuple[list[int], int]:
+    """Several controllers find a dead owner at the same time: tokens of those who won, and number of those who lost."""
+    with HistoryStore(url) as store:
+        store.acquire_lease(RUN, "dead", 60)
+    meeting = threading.Barrier(controllers)
+    won: list[int] = []
+    lost: list[str] = []
+
+    def control(number: int) -> None:
+        with kind(url) as store:
+            store.meeting = meeting
+            try:
+                won.append(store.acquire_lease(RUN, f"controller {number}", 60))
+            except LeaseLost as error:
+                lost.append(str(error))
+
+    threads = [threading.Thread(target=control, args=(number,)) for number in range(controllers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return won, len(lost)
+
+
+def test_of_many_controllers_exactly_one_wins(database_url: str) -> None:
+    assert race(SlowToTake, database_url, 5) == ([2], 4)
+
+
+def test_without_the_token_in_the_where_clause_all_of_them_win(database_url: str) -> None:
+    assert race(Unfenced, database_url, 5) == ([2] * 5, 0)
+
+
+def _take(url: str, owner: str, answers: "multiprocessing.Queue[int]") -> None:
+    with HistoryStore(url) as store:
+        try:
+            answers.put(store.acquire_lease(RUN, owner, 60))
+        except LeaseLost:
+            answers.put(0)
+
+
+def test_of_many_processes_exactly_one_wins(database_url: str) -> None:
+    context = multiprocessing.get_context("spawn")
+    answers: multiprocessing.Queue[int] = context.Queue()
+    processes = [context.Process(target=_take, args=(database_url, f"p{i}", answers)) for i in range(3)]
+    for process in processes:
+        process.start()
+    found = sorted(answers.get(timeout=60) for _ in processes)
+    for process in processes:
+        process.join()
+    assert found == [0, 0, 1]
+
+
+def test_a_whole_run_needs_no_lease_to_be_read(store: HistoryStore, runs: Path) -> None:
+    run = whole_run(runs)
+    store.acquire_lease(run.run_id, "a controller", 60)
+    assert sync(run.dir, store).lines > 0

@@ -1,0 +1,158 @@
+"""The migrations make the tables that the program declares, on both databases, and nothing by themselves on
+PostgreSQL."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from history_tools import dump, new_sqlite, postgres, whole_run
+
+from rlhf_core.errors import SchemaOutOfDate
+from rlhf_core.history import database, migrate
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.history.tables import SCHEMA_REVISION, VIEWS, metadata
+from rlhf_core.watchdog.ingest import sync
+
+CHECKOUT = Path(__file__).parents[2]
+
+
+def differences(store: HistoryStore, declared: sa.MetaData) -> list[object]:
+    """What Alembic would still have to change."""
+    with store.reading() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
+        return list(compare_metadata(context, declared))
+
+
+def test_the_migrated_schema_is_the_declared_one(store: HistoryStore) -> None:
+    assert differences(store, metadata) == []
+
+
+def test_a_forgotten_migration_would_be_seen(store: HistoryStore) -> None:
+    """Negative control: a column and an index that no migration makes."""
+    declared = sa.MetaData(naming_convention=metadata.naming_convention)
+    for table in metadata.tables.values():
+        table.to_metadata(declared)
+    declared.tables["runs"].append_column(sa.Column("forgotten", sa.Text))
+    sa.Index("ix_forgotten", declared.tables["runs"].c.owner)
+    assert len(differences(store, declared)) == 2
+
+
+def test_check_constraints_and_references_are_the_declared_ones(store: HistoryStore) -> None:
+    """What Alembic does not compare: names of check constraints, and what deleting a run takes with it."""
+    with store.reading() as connection:
+        inspector = sa.inspect(connection)
+        for table in metadata.sorted_tables:
+            checks = {check["name"] for check in inspector.get_check_constraints(table.name)}
+            declared = {str(c.name) for c in table.constraints if isinstance(c, sa.CheckConstraint)}
+            assert checks == declared, table.name
+            for reference in inspector.get_foreign_keys(table.name):
+                cascades = reference["referred_table"] != "metric_keys"
+                assert reference["options"].get("ondelete") == ("CASCADE" if cascades else None), table.name
+
+
+def test_metrics_are_clustered_by_run_and_key_on_sqlite(tmp_path: Path) -> None:
+    with HistoryStore(new_sqlite(tmp_path)) as store, store.reading() as connection:
+        made = connection.exec_driver_sql("SELECT sql FROM sqlite_master WHERE name = 'metrics'").scalar_one()
+    assert made.rstrip().endswith("WITHOUT ROWID")
+
+
+def test_the_program_knows_its_newest_migration() -> None:
+    assert ScriptDirectory(str(migrate.SCRIPTS)).get_heads() == [SCHEMA_REVISION]
+
+
+def test_views_answer_on_an_empty_database(store: HistoryStore) -> None:
+    with store.reading() as connection:
+        for view in VIEWS:
+            assert connection.exec_driver_sql(f"SELECT * FROM {view}").all() == []
+
+
+def test_a_new_file_is_made_by_itself(tmp_path: Path) -> None:
+    with HistoryStore(f"sqlite:///{tmp_path}/some/where/history.db") as store:
+        assert differences(store, metadata) == []
+
+
+def test_upgrading_an_up_to_date_database_changes_nothing(store: HistoryStore, runs: Path) -> None:
+    sync(whole_run(runs).dir, store)
+    before = dump(store)
+    assert migrate.upgrade(store.url) == (SCHEMA_REVISION, SCHEMA_REVISION)
+    assert dump(store) == before
+
+
+def test_an_older_schema_names_the_command(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(migrate, "SCHEMA_REVISION", "0002")
+    with pytest.raises(
+        SchemaOutOfDate, match=r"has schema 0001, this program needs 0002. Run `rlhf db upgrade`"
+    ) as error:
+        HistoryStore(database_url)
+    assert error.value.exit_code == 2
+
+
+def test_a_schema_of_a_newer_program_is_left_alone(database_url: str) -> None:
+    with HistoryStore(database_url) as store, store.writing() as connection:
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
+    try:
+        with pytest.raises(SchemaOutOfDate, match=r"schema 9999, .* newer version of rlhf-flows"):
+            HistoryStore(database_url)
+        with pytest.raises(SchemaOutOfDate, match="nothing was changed"):
+            migrate.upgrade(database.parse_url(database_url))
+    finally:
+        with HistoryStore(database_url, check_schema=False) as store, store.writing() as connection:
+            connection.exec_driver_sql(f"UPDATE alembic_version SET version_num = '{SCHEMA_REVISION}'")
+
+
+def test_postgresql_is_never_migrated_on_the_way() -> None:
+    url = postgres().empty_database()
+    with pytest.raises(SchemaOutOfDate, match=r"is empty\. Run `rlhf db upgrade`"):
+        HistoryStore(url)
+    assert migrate.upgrade(database.parse_url(url)) == ("", SCHEMA_REVISION)
+    with HistoryStore(url) as store:
+        assert differences(store, metadata) == []
+
+
+def test_a_migration_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail_at_the_end(*_arguments: object) -> None:
+        original(*_arguments)
+        raise KeyboardInterrupt
+
+    original = migrate._run_scripts
+    url = f"sqlite:///{tmp_path}/history.db"
+    with monkeypatch.context() as patch:
+        patch.setattr(migrate, "_run_scripts", fail_at_the_end)
+        with pytest.raises(KeyboardInterrupt):
+            HistoryStore(url)
+    assert list(tmp_path.iterdir()) == []
+    HistoryStore(url).close()
+
+
+def alembic(*arguments: str, url: str, cwd: Path = CHECKOUT) -> str:
+    """Alembic's own command line, as in a checkout."""
+    command = [sys.executable, "-m", "alembic", "-x", f"url={url}", *arguments]
+    environment = {**os.environ, "PYTHONPATH": ""}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_alembic_works_from_the_checkout(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/history.db"
+    alembic("upgrade", "head", url=url)
+    assert "0001 (head)" in alembic("current", url=url)
+    assert "No new upgrade operations" in alembic("check", url=url)
+    with HistoryStore(url) as store:
+        assert store.run_ids() == []
+    alembic("downgrade", "base", url=url)
+    with database.writing_engine(database.parse_url(url)).begin() as connection:
+        assert sa.inspect(connection).get_table_names() == ["alembic_version"]
+        assert sa.inspect(connection).get_view_names() == []
+
+
+def test_alembic_prints_the_sql(tmp_path: Path) -> None:
+    sql = alembic("upgrade", "head", "--sql", url="postgresql://host/database")
+    assert "CREATE VIEW run_curve" in sql
+    assert "JSONB" in sql

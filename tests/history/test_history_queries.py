@@ -1,0 +1,418 @@
+"""The questions that commands and reports ask, and any question in SQL."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from history_tools import RunFiles, at, dump, new_sqlite, postgres, whole_run
+
+from rlhf_core.errors import BadInput, UnknownRun
+from rlhf_core.history import queries
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.schemas.attempts import RunState
+from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.watchdog.ingest import sync
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which run
+
+
+@pytest.fixture
+def three(store: HistoryStore, runs: Path) -> dict[str, str]:
+    """Two runs of the same name and one of another: what they are called here -> run id."""
+    old = whole_run(runs, "sort", "aaaaaa", 0)
+    new = RunFiles(runs, "sort", "abbbbb", 100)
+    new.created()
+    other = whole_run(runs, "gsm8k", "cccccc", 50)
+    for run in (old, new, other):
+        sync(run.dir, store)
+    return {"old": old.run_id, "new": new.run_id, "other": other.run_id}
+
+
+def test_runs_are_listed_newest_first(store: HistoryStore, three: dict[str, str]) -> None:
+    found = queries.list_runs(store)
+    assert [run["run_id"] for run in found] == [three["new"], three["other"], three["old"]]
+    oldest = found[-1]
+    assert oldest["created_at"] == at(0).isoformat()
+    assert (oldest["name"], oldest["state"], oldest["num_attempts"]) == ("sort", "completed", 2)
+    assert (oldest["seconds"], oldest["last_step"], oldest["total_steps"]) == (55.0, 10, 10)
+    assert (found[0]["num_attempts"], found[0]["last_step"], found[0]["ended_at"]) == (0, None, None)
+    json.dumps(found, allow_nan=False)
+
+
+def test_runs_are_filtered(store: HistoryStore, three: dict[str, str]) -> None:
+    assert [run["run_id"] for run in queries.list_runs(store, state="pending")] == [three["new"]]
+    assert [run["run_id"] for run in queries.list_runs(store, name="gsm8k")] == [three["other"]]
+    assert [run["run_id"] for run in queries.list_runs(store, limit=1)] == [three["new"]]
+    assert queries.list_runs(store, state="failed") == []
+
+
+def test_a_run_is_found_by_what_people_call_it(store: HistoryStore, three: dict[str, str]) -> None:
+    for text, expected in [
+        (three["old"], "old"),
+        ("last", "new"),
+        ("sort", "new"),
+        ("gsm8k", "other"),
+        ("gs", "other"),
+        (three["old"][:-5], "old"),
+    ]:
+        assert queries.resolve_run(store, text) == three[expected], text
+
+
+def test_a_beginning_that_fits_several(store: HistoryStore, three: dict[str, str]) -> None:
+    with pytest.raises(UnknownRun, match=f"fits several runs: {three['new']}, {three['old']}"):
+        queries.resolve_run(store, "sor")
+
+
+@pytest.mark.parametrize("text", ["nothing", "", "%", "_ort", "' OR 1=1 --"])
+def test_a_run_that_is_not_there(store: HistoryStore, three: dict[str, str], text: str) -> None:
+    with pytest.raises(UnknownRun, match="has no run") as error:
+        queries.resolve_run(store, text)
+    assert error.value.exit_code == 2
+    with pytest.raises(UnknownRun):
+        queries.show_run(store, text)
+    with pytest.raises(UnknownRun):
+        queries.run_dir_of(store, text)
+
+
+def test_last_of_nothing(store: HistoryStore) -> None:
+    with pytest.raises(UnknownRun):
+        queries.resolve_run(store, "last")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One run
+
+
+def test_show_has_the_promised_shape(store: HistoryStore, runs: Path) -> None:
+    run = whole_run(runs)
+    sync(run.dir, store)
+    shown = queries.show_run(store, run.run_id)
+    json.dumps(shown, allow_nan=False)
+    promised = {
+        "stages": {"name", "state", "started_at", "seconds"},
+        "checks": {"id", "status", "found", "expected", "advice"},
+        "attempts": {"number", "scheduler_job_id", "state", "nodes", "outcome", "resumed_from_step"},
+        "restarts": {"attempt", "restart", "started_at", "ended_at", "first_step", "last_step"},
+        "incidents": {
+            *("attempt", "restart", "failure_kind", "phase", "step", "suspect_ranks", "suspect_nodes"),
+            *("detected_after_s", "evidence_dir", "message"),
+        },
+        "decisions": {"action", "reason", "excluded_nodes", "config_diff"},
+        "checkpoints": {"step", "path", "completed_at", "removed_at", "bytes"},
+        "evaluations": {
+            *("name", "when", "metric", "value", "ci_low", "ci_high", "num_samples", "checkpoint_step"),
+        },
+    }
+    for part, fields in promised.items():
+        assert shown[part], part
+        for row in shown[part]:
+            assert fields <= row.keys(), part
+    assert {"run_id", "name", "state", "created_at", "owner", "num_attempts", "seed", "spec", "run_dir", "message"} <= (
+        shown["run"].keys()
+    )
+
+
+def test_show_tells_what_happened(store: HistoryStore, runs: Path) -> None:
+    run = whole_run(runs)
+    sync(run.dir, store)
+    shown = queries.show_run(store, run.run_id)
+    assert shown["run"]["message"] == "exact match went from 0.75 to 0.93"
+    assert [(stage["name"], stage["state"], stage["seconds"]) for stage in shown["stages"]] == [
+        ("preflight", "completed", 2.0),
+        ("allocate", "completed", 2.5),
+        ("train", "failed", 26.0),
+        ("allocate", "completed", 3.0),
+        ("train", "completed", 16.0),
+        ("evaluate", "completed", 3.0),
+    ]
+    first, second = shown["attempts"]
+    assert (first["number"], first["state"], first["outcome"], first["nodes"]) == (1, "failed", "failed", ["n1", "n2"])
+    assert (first["failure_kind"], first["scheduler_job_id"]) == ("node_lost", "j1")
+    assert (second["number"], second["outcome"], second["resumed_from_step"]) == (2, "completed", 4)
+    assert [(row["attempt"], row["restart"], row["first_step"], row["last_step"]) for row in shown["restarts"]] == [
+        (1, 0, 1, 4),
+        (1, 1, 3, 5),
+        (2, 0, 5, 10),
+    ]
+    assert shown["restarts"][0]["started_at"] == at(6).isoformat()
+    incident = shown["incidents"][0]
+    assert (incident["failure_kind"], incident["suspect_ranks"]) == ("worker_killed", [1])
+    assert (incident["step"], incident["detected_after_s"]) == (4, 0.3)
+    assert shown["decisions"][0]["action"] == "restart_in_place"
+    assert [(row["when"], row["name"], row["value"]) for row in shown["evaluations"]] == [
+        ("before", "greedy", 0.75),
+        ("before", "sampled", 0.30),
+        ("after", "greedy", 0.93),
+        ("after", "sampled", 0.80),
+    ]
+    assert [row["step"] for row in shown["checkpoints"]] == [2, 4, 8, 10]
+    assert shown["metrics"]["train/loss"] == {
+        "value": pytest.approx(2.1),
+        "step": 10,
+        "attempt": 2,
+        "restart": 0,
+        "time": at(50).isoformat(),
+    }
+    assert shown["metric_keys"] == ["time/step_s", "train/loss"]
+
+
+def test_checks_of_a_resumed_run_are_the_newest_of_each(store: HistoryStore, runs: Path) -> None:
+    from rlhf_core.schemas.checks import CheckResult, CheckStatus
+    from rlhf_core.schemas.journal import ChecksMade
+
+    run = whole_run(runs)
+    again = CheckResult(id="disk.free", status=CheckStatus.PASSED, found="99 GiB free")
+    run.journal(ChecksMade(results=(again,)), 90)
+    sync(run.dir, store)
+    checks = queries.show_run(store, run.run_id)["checks"]
+    assert [(check["id"], check["status"], check["found"]) for check in checks] == [
+        ("batch.divides_ranks", "passed", "32 over 2 ranks"),
+        ("disk.free", "passed", "99 GiB free"),
+    ]
+
+
+def test_an_attempt_that_left_no_outcome(store: HistoryStore, runs: Path) -> None:
+    run = whole_run(runs)
+    run.dir.attempt(1).outcome.unlink()
+    sync(run.dir, store)
+    assert queries.show_run(store, run.run_id)["attempts"][0]["outcome"] == "failed"
+
+
+def test_events_are_told_in_the_order_of_time(store: HistoryStore, runs: Path) -> None:
+    run = whole_run(runs)
+    sync(run.dir, store)
+    found = queries.events(store, run.run_id)
+    assert [event["time"] for event in found] == sorted(event["time"] for event in found)
+    assert found[0]["message"] == "anna asked for sort with sort.toml"
+    moved = [event["state"] for event in found if event["kind"] == "run_moved"]
+    assert moved == ["preflight", "queued", "training", "queued", "training", "evaluating", "completed"]
+    assert {"1 passed, 1 warning", "local job j1", "node n2 was lost"} <= {event["message"] for event in found}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Curves
+
+
+def test_a_curve_takes_the_last_value_of_each_step(store: HistoryStore, runs: Path) -> None:
+    run = whole_run(runs)
+    sync(run.dir, store)
+    by_restart = {1: 1.0, 2: 1.0, 3: 1.1, 4: 1.1, 5: 2.0, 6: 2.0, 7: 2.0, 8: 2.0, 9: 2.0, 10: 2.0}
+    expected = [(step, pytest.approx(1 / step + origin)) for step, origin in by_restart.items()]
+    assert queries.curve(store, run.run_id, ["train/loss"])["train/loss"] == expected
+    assert sorted(queries.curve(store, run.run_id)) == ["time/step_s", "train/loss"]
+
+
+def test_after_a_rewind_the_steps_that_were_undone_are_gone(store: HistoryStore, runs: Path) -> None:
+    """The new attempt is at step 3 only; steps 4 and 5 of the old one were made on weights that no longer exist."""
+    run = RunFiles(runs)
+    run.created()
+    for step in range(1, 6):
+        run.metrics(1, 0, step, step)
+    run.metrics(2, 0, 3, 20)
+    sync(run.dir, store)
+    steps = [step for step, _ in queries.curve(store, run.run_id, ["train/loss"])["train/loss"]]
+    assert steps == [1, 2, 3]
+
+
+def test_a_restart_that_made_no_step_undoes_nothing(store: HistoryStore, runs: Path) -> None:
+    run = RunFiles(runs)
+    run.created()
+    run.metrics(1, 0, 1, 1)
+    run.event(1, 1, "role_started", 5)
+    sync(run.dir, store)
+    assert queries.curve(store, run.run_id, ["time/step_s"]) == {"time/step_s": [(1, 2.0)]}
+
+
+def test_a_metric_that_is_not_there(store: HistoryStore, runs: Path) -> None:
+    run = whole_run(runs)
+    sync(run.dir, store)
+    assert queries.curve(store, run.run_id, ["nothing"]) == {"nothing": []}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where the time went
+
+
+def test_goodput(store: HistoryStore, runs: Path) -> None:
+    run = whole_run(runs)
+    sync(run.dir, store)
+    goodput = queries.show_run(store, run.run_id)["goodput"]
+    assert goodput["wall_s"] == pytest.approx(55, abs=0.01)
+    assert goodput["queue_s"] == pytest.approx(2, abs=0.01)
+    assert goodput["productive_s"] == 20.0  # ten steps of two seconds count
+    assert goodput["repeated_s"] == 6.0  # steps 3, 4 and 5 were made twice
+    assert goodput["ettr"] == pytest.approx(20 / 53, abs=0.001)
+
+
+def test_time_lost_by_kind_of_failure(store: HistoryStore, runs: Path) -> None:
+    run = whole_run(runs)
+    sync(run.dir, store)
+    killed, lost = sorted(queries.show_run(store, run.run_id)["lost_time"], key=lambda row: -len(row["failure_kind"]))
+    # Step 4 ended at 16; step 3 began again at 22 - 2.
+    assert killed["failure_kind"] == "worker_killed"
+    assert killed["downtime_s"] == pytest.approx(4, abs=0.01)
+    assert killed["repeated_s"] == 4.0
+    # Step 5 ended at 26; step 5 began again, in the second attempt, at 40 - 2.
+    assert (lost["failure_kind"], lost["num_incidents"]) == ("node_lost", 1)
+    assert lost["lost_s"] == pytest.approx(12 + 2, abs=0.01)
+    goodput = queries.show_run(store, run.run_id)["goodput"]
+    assert goodput["lost_s"] == pytest.approx(8 + 14, abs=0.01)
+
+
+def test_lost_time_is_counted_once(store: HistoryStore, runs: Path) -> None:
+    """Two incidents between the same two steps share the time between them."""
+    run = RunFiles(runs)
+    run.created()
+    run.moved(RunState.PREFLIGHT, 0)
+    run.moved(RunState.QUEUED, 0)
+    run.planned(1, 0)
+    run.metrics(1, 0, 1, 10)
+    run.incident(1, 0, FailureKind.HANG, 13)
+    run.incident(1, 1, FailureKind.CUDA_OOM, 20)  # the restart came to nothing
+    run.metrics(1, 2, 2, 32)
+    sync(run.dir, store)
+    lost = {row["failure_kind"]: row["lost_s"] for row in queries.show_run(store, run.run_id)["lost_time"]}
+    assert lost == {"hang": pytest.approx(10, abs=0.01), "cuda_oom": pytest.approx(10, abs=0.01)}
+
+
+def test_time_between_an_end_and_a_resume_is_nobodys(store: HistoryStore, runs: Path) -> None:
+    run = RunFiles(runs)
+    run.created()
+    run.moved(RunState.PREFLIGHT, 0)
+    run.moved(RunState.QUEUED, 0)
+    run.planned(1, 0)
+    run.metrics(1, 0, 1, 10)
+    run.incident(1, 0, FailureKind.DISK_FULL, 12)
+    run.moved(RunState.FAILED, 14)
+    run.moved(RunState.PREFLIGHT, 100_000)  # the next day
+    run.moved(RunState.QUEUED, 100_001)
+    run.planned(2, 100_001)
+    run.metrics(2, 0, 2, 100_010)
+    sync(run.dir, store)
+    shown = queries.show_run(store, run.run_id)
+    assert shown["goodput"]["wall_s"] == pytest.approx(14 + 10, abs=0.01)
+    assert shown["lost_time"][0]["lost_s"] == pytest.approx(4, abs=0.01)
+
+
+def test_node_health(store: HistoryStore, runs: Path) -> None:
+    run = whole_run(runs)
+    sync(run.dir, store)
+    question = "SELECT node, num_attempts, num_runs, num_strikes, last_failure_kind FROM node_health ORDER BY node"
+    assert queries.run_sql(store, question).rows == [["n1", 2, 1, 0, None], ["n2", 1, 1, 1, "node_lost"]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# SQL
+
+
+def test_any_question(store: HistoryStore, three: dict[str, str]) -> None:
+    answer = queries.run_sql(store, "SELECT name, count(*) AS runs FROM runs WHERE name LIKE 's%' GROUP BY name;")
+    assert (answer.columns, answer.rows, answer.truncated) == (["name", "runs"], [["sort", 2]], False)
+
+
+def test_answers_are_plain_data(store: HistoryStore, three: dict[str, str]) -> None:
+    question = (
+        "SELECT created_at, seed, spec, SUM(total_steps) OVER () AS total, AVG(seed) OVER () AS mean FROM runs LIMIT 1"
+    )
+    answer = queries.run_sql(store, question)
+    json.dumps(answer.rows, allow_nan=False)
+    assert answer.rows[0][3] == 30
+    assert math.isclose(answer.rows[0][4], 7)
+
+
+def test_a_limit_says_that_there_is_more(store: HistoryStore, three: dict[str, str]) -> None:
+    answer = queries.run_sql(store, "SELECT run_id FROM runs", limit=2)
+    assert (len(answer.rows), answer.truncated) == (2, True)
+    assert not queries.run_sql(store, "SELECT run_id FROM runs", limit=3).truncated
+
+
+WRITES = [
+    "INSERT INTO metric_keys (name) VALUES ('x')",
+    "UPDATE runs SET state = 'failed'",
+    "DELETE FROM runs",
+    "DROP VIEW node_health",
+    "CREATE TABLE mine (x INTEGER)",
+    "WITH gone AS (SELECT 1) DELETE FROM runs",
+    "SELECT 1; DELETE FROM runs",
+    "COMMIT; DELETE FROM runs",
+]
+
+
+@pytest.mark.parametrize("statement", WRITES)
+def test_the_database_refuses_to_write(store: HistoryStore, three: dict[str, str], statement: str) -> None:
+    before = dump(store)
+    with pytest.raises(BadInput, match=r"refused: .* answers one reading statement") as error:
+        queries.run_sql(store, statement)
+    assert error.value.exit_code == 2
+    assert dump(store) == before
+
+
+@pytest.mark.parametrize("statement", WRITES[:5])
+def test_the_same_statements_write_elsewhere(store: HistoryStore, three: dict[str, str], statement: str) -> None:
+    """Negative control: it is `run_sql` that refuses them, they are not wrong in themselves."""
+
+    class Undo(Exception):
+        pass
+
+    def write_and_undo() -> None:
+        with store.writing() as connection:
+            connection.exec_driver_sql(statement)
+            raise Undo
+
+    with pytest.raises(Undo):
+        write_and_undo()
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "PRAGMA query_only = OFF",
+        "PRAGMA writable_schema = ON",
+        "ATTACH DATABASE '{folder}/other.db' AS other",
+        "VACUUM INTO '{folder}/copy.db'",
+        "COMMIT",
+    ],
+)
+def test_sqlite_settings_cannot_be_changed(tmp_path: Path, statement: str) -> None:
+    with HistoryStore(new_sqlite(tmp_path)) as store, pytest.raises(BadInput, match="refused"):
+        queries.run_sql(store, statement.format(folder=tmp_path))
+    assert not [path for path in tmp_path.iterdir() if path.stem in ("other", "copy")]
+
+
+@pytest.mark.parametrize(
+    "statement", ["SET TRANSACTION READ WRITE", "COMMIT", "SET default_transaction_read_only = off"]
+)
+def test_postgresql_settings_do_not_outlive_the_question(runs: Path, statement: str) -> None:
+    run = whole_run(runs)
+    with HistoryStore(postgres().migrated_database()) as store:
+        sync(run.dir, store)
+        queries.run_sql(store, statement)
+        with pytest.raises(BadInput, match="refused"):
+            queries.run_sql(store, "DELETE FROM runs")
+        assert len(queries.list_runs(store)) == 1
+
+
+def test_the_history_answers_after_a_refusal(store: HistoryStore, three: dict[str, str]) -> None:
+    with pytest.raises(BadInput):
+        queries.run_sql(store, "DELETE FROM runs")
+    assert len(queries.list_runs(store)) == 3
+    assert store.acquire_lease(three["old"], "me", 60) == 2
+
+
+@pytest.mark.parametrize("statement", ["SELECT * FROM rns", "SELECT stat FROM runs"])
+def test_a_wrong_name_is_answered_with_the_right_ones(store: HistoryStore, statement: str) -> None:
+    with pytest.raises(BadInput, match=r"There are: .*attempts.*run_curve.*runs"):
+        queries.run_sql(store, statement)
+
+
+@pytest.mark.parametrize("statement", ["SELEC 1", "SELECT ("])
+def test_what_is_no_sql(store: HistoryStore, statement: str) -> None:
+    with pytest.raises(BadInput, match="did not understand"):
+        queries.run_sql(store, statement)
+
+
+@pytest.mark.parametrize("statement", ["", "-- nothing"])
+def test_no_question_has_no_answer(store: HistoryStore, statement: str) -> None:
+    assert queries.run_sql(store, statement) == queries.SqlResult([], [], False)

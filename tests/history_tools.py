@@ -1,0 +1,507 @@
+"""What the tests of history, ingestion and its commands share: run directories made by hand, dumps of a database, and a
+throw-away PostgreSQL server."""
+
+import atexit
+import ctypes
+import functools
+import json
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, create_engine, text
+
+from rlhf_core.history import migrate
+from rlhf_core.history.database import parse_url
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.history.tables import metadata
+from rlhf_core.run_dir import LineWriter, RunDir, write_model
+from rlhf_core.schemas.attempts import AttemptState, RunState, StageName, StageState
+from rlhf_core.schemas.checks import CheckResult, CheckStatus
+from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind, Incident
+from rlhf_core.schemas.journal import (
+    AttemptMoved,
+    AttemptPlanned,
+    AttemptSubmitted,
+    ChecksMade,
+    ControlEvent,
+    JournalLine,
+    RunCreated,
+    RunMoved,
+    StageEnded,
+    StageStarted,
+)
+from rlhf_core.schemas.reports import (
+    AgentEvent,
+    AgentStatus,
+    AttemptOutcome,
+    CheckpointManifest,
+    EvaluationReport,
+    EvaluationSample,
+    FileChecksum,
+    MetricsLine,
+    Phase,
+    RankStatus,
+)
+from rlhf_core.schemas.resources import Placement, Role, RolePlan, Submission
+from rlhf_core.schemas.run import DataSpec, ModelSpec, RunSpec, SftSpec, StoredSpec, TrainSpec
+
+T0 = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC)
+"""When the runs made here were asked for."""
+
+
+def at(seconds: float) -> datetime:
+    """A moment, in seconds after :data:`T0`."""
+    return T0 + timedelta(seconds=seconds)
+
+
+class RunFiles:
+    """A run directory written by hand, the way controller, agents and trainer write it."""
+
+    def __init__(self, runs: Path, name: str = "sort", tail: str = "aaaaaa", created: float = 0.0) -> None:
+        self.run_id = f"{name}-{at(created):%Y%m%d-%H%M%S}-{tail}"
+        self.dir = RunDir.of(runs, self.run_id)
+        self._sequence = 0
+        self.token = 1
+        spec = RunSpec(
+            name=name,
+            seed=7,
+            model=ModelSpec(config={"model_type": "qwen3"}, tokenizer="char"),
+            data=DataSpec(train="train.jsonl"),
+            train=TrainSpec(num_steps=8),
+            sft=SftSpec(num_steps=2),
+        )
+        stored = StoredSpec(
+            run_id=self.run_id,
+            created_at=at(created),
+            owner="anna",
+            config_source="sort.toml",
+            overrides=("train.num_steps=8",),
+            package_version="0.1.0",
+            spec=spec,
+        )
+        write_model(self.dir.spec, stored)
+
+    def journal(self, event: ControlEvent, seconds: float, token: int | None = None) -> None:
+        """A line of the controller."""
+        line = JournalLine(
+            sequence=self._sequence, token=self.token if token is None else token, time=at(seconds), event=event
+        )
+        self._sequence += 1
+        _append(self.dir.control, line)
+
+    def created(self) -> None:
+        """The first line."""
+        self.journal(RunCreated(name="sort", owner="anna", config_source="sort.toml"), 0, token=0)
+
+    def moved(self, state: RunState, seconds: float, cause: str = "because", token: int | None = None) -> None:
+        """The run changed its state."""
+        self.journal(RunMoved(state=state, cause=cause), seconds, token)
+
+    def metrics(self, attempt: int, restart: int, step: int, seconds: float, **more: float) -> None:
+        """A line of trainer rank 0; each step takes two seconds."""
+        values = {"train/loss": 1.0 / step + attempt + restart / 10, "time/step_s": 2.0, **more}
+        line = MetricsLine(step=step, time=at(seconds), stage="sft" if step <= 2 else "grpo", metrics=values)
+        _append(self.dir.attempt(attempt).restart(restart).metrics, line)
+
+    def event(self, attempt: int, restart: int, kind: Any, seconds: float, node: str = "n1") -> None:
+        """A line of an agent."""
+        event = AgentEvent(time=at(seconds), kind=kind, node=node, message=f"{kind} on {node}", role=Role.TRAINER)
+        _append(self.dir.attempt(attempt).restart(restart).events(node), event)
+
+    def status(self, attempt: int, restart: int, sequence: int, node: str = "n1", step: int = 1) -> None:
+        """What an agent publishes."""
+        rank = RankStatus(
+            role=Role.TRAINER,
+            rank=0,
+            local_rank=0,
+            pid=4711,
+            sequence=9 * sequence,
+            collectives=3,
+            in_collective=False,
+            step=step,
+            phase=Phase.TRAIN,
+            age_s=0.2,
+            process_state="R",
+        )
+        status = AgentStatus(
+            node=node,
+            node_index=int(node[1:]) - 1,
+            attempt=attempt,
+            restart=restart,
+            sequence=sequence,
+            role=Role.TRAINER,
+            ranks=(rank,),
+            telemetry={"cpu_percent": 42.0, "broken_sensor": float("nan")},
+        )
+        write_model(self.dir.attempt(attempt).restart(restart).agent_status(node), status)
+
+    def incident(self, attempt: int, restart: int, kind: FailureKind, seconds: float, **more: Any) -> Incident:
+        """Agent 0 found an incident."""
+        facts = {"suspect_ranks": (1,), "suspect_nodes": ("n2",), "step": 4, "phase": "rollout", **more}
+        incident = Incident(
+            attempt=attempt,
+            restart=restart,
+            failure_kind=kind,
+            message=f"{kind.value} in {attempt}.{restart}",
+            seen_at=at(seconds),
+            evidence_dir=f"attempts/{attempt}/restarts/{restart}/incident",
+            **facts,
+        )
+        write_model(self.dir.attempt(attempt).restart(restart).incident, incident)
+        return incident
+
+    def decision(self, attempt: int, restart: int, action: Action, seconds: float) -> None:
+        """Agent 0 decided."""
+        decision = Decision(
+            attempt=attempt,
+            restart=restart,
+            action=action,
+            reason="one restart is left",
+            decided_by=DecidedBy.AGENT,
+            decided_at=at(seconds),
+        )
+        write_model(self.dir.attempt(attempt).restart(restart).decision, decision)
+
+    def planned(self, attempt: int, seconds: float, resumed_from: int = 0) -> None:
+        """The controller planned and submitted an attempt, and its agents began."""
+        placement = Placement(
+            attempt=attempt,
+            num_nodes=1,
+            roles=(RolePlan(role=Role.TRAINER, workers_per_node=2),),
+            resume_checkpoint=f"step-{resumed_from:06d}" if resumed_from else "",
+            resumed_from_step=resumed_from,
+        )
+        submission = Submission(attempt=attempt, scheduler="local", job_id=f"j{attempt}", command=("python",))
+        self.journal(AttemptPlanned(placement=placement), seconds)
+        self.journal(AttemptSubmitted(submission=submission), seconds + 0.5)
+        self.journal(AttemptMoved(attempt=attempt, state=AttemptState.RUNNING, cause="agents are there"), seconds + 1.5)
+
+    def outcome(self, attempt: int, state: AttemptState, seconds: float, last_step: int) -> None:
+        """Agent 0 ended."""
+        outcome = AttemptOutcome(
+            attempt=attempt, state=state, message="it ended", last_step=last_step, time=at(seconds)
+        )
+        write_model(self.dir.attempt(attempt).outcome, outcome)
+
+    def checkpoint(self, step: int, seconds: float, weights: str = "aa") -> None:
+        """The trainer saved."""
+        files = {
+            "model/config.json": FileChecksum(bytes=10, sha256="00"),
+            "model/model.safetensors": FileChecksum(bytes=1000, sha256=weights),
+            "trainer_state/rank-0.pt": FileChecksum(bytes=500, sha256="11"),
+        }
+        manifest = CheckpointManifest(
+            step=step,
+            stage="grpo",
+            stage_finished=False,
+            num_ranks=2,
+            spec_hash="feed",
+            files=files,
+            time=at(seconds),
+        )
+        write_model(self.dir.checkpoint(step).complete, manifest)
+
+    def evaluation(self, when: Any, name: Any, value: float, seconds: float) -> None:
+        """The evaluator measured."""
+        samples = tuple(
+            EvaluationSample(
+                prompt_uid=f"p{i}", sample_index=0, prompt=f"{i}>", completion=f"{i}\x00", answer=str(i), score=i % 2
+            )
+            for i in range(3)
+        )
+        report = EvaluationReport(
+            name=name,
+            when=when,
+            metric="exact_match",
+            value=value,
+            ci_low=value - 0.05,
+            ci_high=value + 0.05,
+            num_prompts=512,
+            num_samples=512,
+            checkpoint_step=2 if when == "before" else 10,
+            seconds=1.5,
+            time=at(seconds),
+            samples=samples,
+        )
+        write_model(self.dir.evaluation(when, name), report)
+
+
+def whole_run(runs: Path, name: str = "sort", tail: str = "aaaaaa", created: float = 0.0) -> RunFiles:
+    """A run with everything: a restart in place at step 4 (back to 3), a second attempt from step 4 on, its end."""
+    run = RunFiles(runs, name, tail, created)
+    run.created()
+    run.moved(RunState.PREFLIGHT, 1, "checking")
+    run.journal(StageStarted(stage_index=0, name=StageName.PREFLIGHT, attempt=0), 1)
+    passed = CheckResult(id="batch.divides_ranks", status=CheckStatus.PASSED, found="32 over 2 ranks")
+    warned = CheckResult(
+        id="disk.free", status=CheckStatus.WARNING, found="3 GiB free", expected="10 GiB", advice="make room"
+    )
+    run.journal(ChecksMade(results=(passed, warned)), 2)
+    run.journal(StageEnded(stage_index=0, state=StageState.COMPLETED), 3)
+    run.moved(RunState.QUEUED, 3, "checks passed")
+    run.journal(StageStarted(stage_index=1, name=StageName.ALLOCATE, attempt=1), 3)
+    run.planned(1, 4)  # submitted at 4.5, running at 5.5
+    run.journal(StageEnded(stage_index=1, state=StageState.COMPLETED), 5.5)
+    run.moved(RunState.TRAINING, 6, "workers are there")
+    run.journal(StageStarted(stage_index=2, name=StageName.TRAIN, attempt=1), 6)
+    run.event(1, 0, "agent_started", 6)
+    for step in (1, 2, 3, 4):
+        run.metrics(1, 0, step, 8 + 2 * step)  # ends at 10, 12, 14, 16
+    run.checkpoint(2, 12.5)
+    run.evaluation("before", "greedy", 0.75, 12.6)
+    run.evaluation("before", "sampled", 0.30, 12.7)
+    run.status(1, 0, 7)
+    run.incident(1, 0, FailureKind.WORKER_KILLED, 17, detected_after_s=0.3)
+    run.decision(1, 0, Action.RESTART_IN_PLACE, 17.1)
+    run.event(1, 1, "role_started", 18)
+    for step in (3, 4, 5):
+        run.metrics(1, 1, step, 16 + 2 * step)  # ends at 22, 24, 26
+    run.checkpoint(4, 24.5)
+    run.status(1, 1, 12)
+    run.status(1, 1, 12, node="n2")
+    run.incident(1, 1, FailureKind.NODE_LOST, 30)
+    run.outcome(1, AttemptState.FAILED, 31, 5)
+    run.journal(
+        AttemptMoved(
+            attempt=1, state=AttemptState.FAILED, cause="node n2 was lost", failure_kind=FailureKind.NODE_LOST
+        ),
+        32,
+    )
+    run.journal(StageEnded(stage_index=2, state=StageState.FAILED, message="node n2 was lost"), 32)
+    run.moved(RunState.QUEUED, 32, "another attempt without n2")
+    run.journal(StageStarted(stage_index=3, name=StageName.ALLOCATE, attempt=2), 32)
+    run.planned(2, 33, resumed_from=4)
+    run.journal(StageEnded(stage_index=3, state=StageState.COMPLETED), 35)
+    run.moved(RunState.TRAINING, 35, "workers are there")
+    run.journal(StageStarted(stage_index=4, name=StageName.TRAIN, attempt=2), 35)
+    for step in (5, 6, 7, 8, 9, 10):
+        run.metrics(2, 0, step, 30 + 2 * step)  # ends at 40, 42 ... 50
+    run.checkpoint(8, 46.5)
+    run.checkpoint(10, 50.5, weights="bb")
+    run.status(2, 0, 20)
+    run.journal(StageEnded(stage_index=4, state=StageState.COMPLETED), 51)
+    run.moved(RunState.EVALUATING, 51, "training is done")
+    run.journal(StageStarted(stage_index=5, name=StageName.EVALUATE, attempt=2), 51)
+    run.evaluation("after", "greedy", 0.93, 52)
+    run.evaluation("after", "sampled", 0.80, 53)
+    run.outcome(2, AttemptState.COMPLETED, 54, 10)
+    run.journal(AttemptMoved(attempt=2, state=AttemptState.COMPLETED, cause="all roles ended well"), 54)
+    run.journal(StageEnded(stage_index=5, state=StageState.COMPLETED), 54)
+    run.moved(RunState.COMPLETED, 55, "exact match went from 0.75 to 0.93")
+    return run
+
+
+def _append(path: Path, model: Any) -> None:
+    writer = LineWriter(path)
+    writer.write(model)
+    writer.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Dumps
+
+
+def dump(store: HistoryStore) -> dict[str, list[tuple[Any, ...]]]:
+    """Every row of every table, but for what may differ between two ingestions of the same files: surrogate keys
+    (replaced by what they stand for), stamps, leases, and the time at which a checkpoint was seen to be gone."""
+    found = {}
+    with store.reading() as connection:
+        names = dict(connection.execute(text("SELECT key_id, name FROM metric_keys")).all())
+        for table in metadata.sorted_tables:
+            if table.name in ("leases", "metric_keys"):
+                continue
+            rows = []
+            for row in connection.execute(table.select()).mappings():
+                facts = dict(row)
+                facts.pop("ingest_stamp", None)
+                if "key_id" in facts:
+                    facts["key_id"] = names[facts["key_id"]]
+                if facts.get("removed_at") is not None:
+                    facts["removed_at"] = "removed"
+                rows.append(tuple(sorted((name, _stable(value)) for name, value in facts.items())))
+            found[table.name] = sorted(rows)
+    return found
+
+
+def _stable(value: Any) -> str:
+    return json.dumps(value, sort_keys=True) if isinstance(value, dict | list) else repr(value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Databases
+
+
+@functools.cache
+def _sqlite_template() -> Path:
+    """A migrated, empty SQLite file: copied for each test, because migrating takes longer than most tests."""
+    folder = Path(tempfile.mkdtemp(prefix="rlhf-sqlite-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    file = folder / "history.db"
+    migrate.upgrade(parse_url(f"sqlite:///{file}"))
+    return file
+
+
+def new_sqlite(folder: Path) -> str:
+    """URL of a new, migrated SQLite file."""
+    file = folder / "history.db"
+    shutil.copy(_sqlite_template(), file)
+    return f"sqlite:///{file}"
+
+
+class PostgresServer:
+    """A PostgreSQL server of this test session, in a temporary folder, on a free port, ended with it.
+
+    Raises:
+        LookupError: there are no server programs; says so.
+    """
+
+    def __init__(self) -> None:
+        programs = _postgres_programs()
+        self._folder = Path(tempfile.mkdtemp(prefix="rlhf-postgres-"))
+        self._count = 0
+        # PostgreSQL refuses to run as root.
+        owner = pwd.getpwnam("nobody") if os.geteuid() == 0 else None
+        identity: dict[str, Any] = {}
+        if owner is not None:
+            os.chown(self._folder, owner.pw_uid, owner.pw_gid)
+            identity = {"user": owner.pw_uid, "group": owner.pw_gid, "extra_groups": []}
+        data = self._folder / "data"
+        initialise = [
+            programs / "initdb",
+            "-D",
+            data,
+            "-U",
+            "rlhf",
+            "-A",
+            "trust",
+            "-E",
+            "UTF8",
+            "--locale=C",
+            "--no-sync",
+        ]
+        made = subprocess.run(initialise, capture_output=True, text=True, cwd=self._folder, check=False, **identity)
+        if made.returncode != 0:
+            raise LookupError(f"PostgreSQL cannot be started here: {made.stderr.strip().splitlines()[-1]}")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = probe.getsockname()[1]
+        settings = ("listen_addresses=127.0.0.1", f"unix_socket_directories={self._folder}", "fsync=off")
+        command = [programs / "postgres", "-D", data, "-p", str(self._port)]
+        with (self._folder / "log").open("wb") as log:
+            self._process = subprocess.Popen(
+                command + [word for setting in settings for word in ("-c", setting)],
+                cwd=self._folder,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                preexec_fn=_end_with_parent,
+                **identity,
+            )
+        atexit.register(self._end)
+        self._wait()
+        self._migrated = self.empty_database()
+        migrate.upgrade(parse_url(self._migrated))
+
+    def migrated_database(self) -> str:
+        """URL of a migrated database without rows; one and the same, because making one takes longer than most
+        tests."""
+        engine = create_engine(parse_url(self._migrated))
+        with engine.begin() as connection:
+            names = ", ".join(table.name for table in metadata.sorted_tables)
+            connection.execute(text(f"TRUNCATE {names} RESTART IDENTITY"))
+        engine.dispose()
+        return self._migrated
+
+    def empty_database(self) -> str:
+        """URL of a new database without tables."""
+        self._count += 1
+        engine = self._admin()
+        with engine.connect() as connection:
+            connection.execute(text(f"CREATE DATABASE test_{self._count} TEMPLATE template0"))
+        engine.dispose()
+        return f"postgresql://rlhf@127.0.0.1:{self._port}/test_{self._count}"
+
+    def _admin(self) -> Engine:
+        url = f"postgresql+psycopg://rlhf@127.0.0.1:{self._port}/postgres"
+        return create_engine(url, isolation_level="AUTOCOMMIT")
+
+    def _wait(self) -> None:
+        import psycopg
+
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                psycopg.connect(f"host=127.0.0.1 port={self._port} user=rlhf dbname=postgres").close()
+                return
+            except psycopg.OperationalError:
+                if time.monotonic() > deadline or self._process.poll() is not None:
+                    raise
+                time.sleep(0.05)
+
+    def _end(self) -> None:
+        self._process.send_signal(signal.SIGINT)  # "fast": ends without waiting for its clients
+        self._process.wait(30)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _end_with_parent() -> None:
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGINT)
+
+
+def _postgres_programs() -> Path:
+    folders = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda path: int(path.parent.name))
+    found = shutil.which("postgres")
+    folders += [Path(found).parent] if found else []
+    if not folders or not (folders[-1] / "initdb").exists():
+        raise LookupError("needs the PostgreSQL server programs (Debian: apt-get install postgresql)")
+    try:
+        import psycopg  # noqa: F401 - only whether it is there
+    except ImportError:
+        raise LookupError("needs the PostgreSQL driver (pip install 'rlhf-flows[postgres]')") from None
+    return folders[-1]
+
+
+@functools.cache
+def _postgres() -> PostgresServer | str:
+    try:
+        return PostgresServer()
+    except LookupError as missing:
+        return str(missing)
+
+
+def postgres() -> PostgresServer:
+    """The server, started when it is first asked for; skips the test where there can be none."""
+    server = _postgres()
+    if isinstance(server, str):
+        pytest.skip(server)
+    return server
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """URL of a new, migrated database; every test that asks for it runs on both."""
+    return new_sqlite(tmp_path) if request.param == "sqlite" else postgres().migrated_database()
+
+
+@pytest.fixture
+def store(database_url: str) -> Iterator[HistoryStore]:
+    """A history in a new database."""
+    with HistoryStore(database_url) as store:
+        yield store
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Folder of run directories."""
+    return tmp_path / "runs"

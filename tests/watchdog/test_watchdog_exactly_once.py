@@ -1,0 +1,368 @@
+"""Exactly once: killed between any two statements, raced by another ingester, made again from nothing."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from history_tools import RunFiles, dump, new_sqlite, whole_run
+from sqlalchemy import event
+
+from rlhf_core.errors import IllegalMove
+from rlhf_core.history import write
+from rlhf_core.history.batch import IngestBatch
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.schemas.attempts import RunState
+from rlhf_core.watchdog import ingest
+from rlhf_core.watchdog.ingest import rebuild, sync
+
+
+class Killed(BaseException):
+    """Stands for the end of the process: nothing catches it."""
+
+
+@contextmanager
+def failpoints(store: HistoryStore, reached: Callable[[], None]) -> Iterator[None]:
+    """Call ``reached`` before every statement that the store writes, and before every commit."""
+
+    def before_statement(*_arguments: object) -> None:
+        reached()
+
+    engine = store._writing
+    event.listen(engine, "before_cursor_execute", before_statement)
+    event.listen(engine, "commit", before_statement)
+    try:
+        yield
+    finally:
+        event.remove(engine, "before_cursor_execute", before_statement)
+        event.remove(engine, "commit", before_statement)
+
+
+class Countdown:
+    """Kills at the nth call."""
+
+    def __init__(self, calls: int) -> None:
+        self.left = calls
+
+    def __call__(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise Killed
+
+
+@pytest.fixture
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that one run takes several transactions."""
+    monkeypatch.setattr(ingest, "BLOCK_BYTES", 700)
+    monkeypatch.setattr(ingest, "BATCH_BYTES", 2500)
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_killed_at_any_point_the_rows_are_the_same(store: HistoryStore, runs: Path) -> None:
+    run = whole_run(runs)
+    sync(run.dir, store)
+    store.clear()  # names of metrics stay, so that every round below makes the same statements
+    count = Countdown(0)
+    with failpoints(store, count):
+        assert sync(run.dir, store).batches > 5
+    expected = dump(store)
+    total = -count.left
+    assert total > 100
+    every = 1 if store.url.get_backend_name() == "sqlite" else 7
+    for nth in range(1, total + 1, every):
+        store.clear()
+        with failpoints(store, Countdown(nth)), pytest.raises(Killed):
+            sync(run.dir, store)
+        sync(run.dir, store)
+        assert dump(store) == expected, f"killed at statement {nth} of {total}"
+
+
+def test_killed_right_after_the_commit(store: HistoryStore, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = whole_run(runs)
+
+    def apply_and_die(self: HistoryStore, run_id: str, batch: IngestBatch) -> bool:
+        assert original(self, run_id, batch)
+        raise Killed
+
+    original = HistoryStore.apply
+    with monkeypatch.context() as patch:
+        patch.setattr(HistoryStore, "apply", apply_and_die)
+        with pytest.raises(Killed):
+            sync(run.dir, store)
+    expected = dump(store)
+    assert sync(run.dir, store).batches == 0
+    assert dump(store) == expected
+
+
+class OffsetsFirst(HistoryStore):
+    """Negative control: offsets in a transaction of their own, before the rows."""
+
+    between: Callable[[], None] = staticmethod(lambda: None)
+
+    def apply(self, run_id: str, batch: IngestBatch) -> bool:
+        with self.writing() as connection:
+            if not self._take_turn(connection, run_id, batch):
+                return False
+            write.write_offsets(connection, run_id, batch)
+        self.between()
+        with self.writing() as connection:
+            self._write(connection, run_id, batch)
+        return True
+
+
+class OffsetsLast(OffsetsFirst):
+    """Negative control: offsets in a transaction of their own, after the rows."""
+
+    def apply(self, run_id: str, batch: IngestBatch) -> bool:
+        without_offsets = IngestBatch(**{**vars(batch), "offsets": {}, "forgotten": set()})
+        if not super(OffsetsFirst, self).apply(run_id, without_offsets):
+            return False
+        self.between()
+        with self.writing() as connection:
+            write.write_offsets(connection, run_id, batch)
+        return True
+
+
+def _die() -> None:
+    raise Killed
+
+
+def test_offsets_before_rows_lose_rows(database_url: str, runs: Path) -> None:
+    run = whole_run(runs)
+    with OffsetsFirst(database_url) as store:
+        sync(run.dir, store)
+        expected = dump(store)
+        store.clear()
+        store.between = _die
+        with pytest.raises(Killed):
+            sync(run.dir, store)
+        store.between = lambda: None
+        sync(run.dir, store)
+        assert dump(store) != expected
+        assert not dump(store)["metrics"]
+
+
+def test_offsets_after_rows_apply_the_journal_twice(database_url: str, runs: Path) -> None:
+    run = whole_run(runs)
+    with OffsetsLast(database_url) as store:
+        store.between = _die
+        with pytest.raises(Killed):
+            sync(run.dir, store)
+        store.between = lambda: None
+        with pytest.raises(IllegalMove, match="is completed and cannot become preflight"):
+            sync(run.dir, store)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A real kill
+
+_SYNC_AND_DIE = """
+import os, signal, sys
+from pathlib import Path
+from sqlalchemy import event
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.run_dir import RunDir
+from rlhf_core.watchdog.ingest import sync
+
+store = HistoryStore(sys.argv[1])
+left = int(sys.argv[3])
+
+def count(*_arguments):
+    global left
+    left -= 1
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+event.listen(store._writing, "before_cursor_execute", count)
+event.listen(store._writing, "commit", count)
+sync(RunDir(Path(sys.argv[2])), store)
+"""
+
+
+@pytest.mark.parametrize("nth", [2, 20, 45])
+def test_kill_minus_nine(database_url: str, runs: Path, tmp_path: Path, nth: int) -> None:
+    run = whole_run(runs)
+    with HistoryStore(new_sqlite(tmp_path / "..")) as clean:
+        sync(run.dir, clean)
+        expected = dump(clean)
+    command = [sys.executable, "-c", _SYNC_AND_DIE, database_url, str(run.dir.root), str(nth)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    assert subprocess.run(command, env=environment).returncode == -signal.SIGKILL
+    with HistoryStore(database_url) as store:
+        assert not dump(store)["runs"], "nothing of the batch is there"
+        sync(run.dir, store)
+        assert dump(store) == expected
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Two ingesters
+
+
+def test_a_batch_counts_once(store: HistoryStore, runs: Path) -> None:
+    run = whole_run(runs)
+    batch = ingest._Reader(run.dir, store.ingest_state(run.run_id)).read()
+    assert store.apply(run.run_id, batch)
+    expected = dump(store)
+    assert not store.apply(run.run_id, batch)
+    assert dump(store) == expected
+
+
+def test_the_slower_of_two_ingesters_begins_again(store: HistoryStore, runs: Path) -> None:
+    run = RunFiles(runs)
+    run.created()
+    sync(run.dir, store)
+    run.moved(RunState.PREFLIGHT, 1)
+    slow = ingest._Reader(run.dir, store.ingest_state(run.run_id)).read()
+    run.moved(RunState.QUEUED, 2)
+    sync(run.dir, store)
+    expected = dump(store)
+    assert not store.apply(run.run_id, slow)
+    assert dump(store) == expected
+
+
+def test_without_the_stamp_the_slower_ingester_would_break_the_run(
+    store: HistoryStore, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: a store that does not look whether the history has moved on."""
+    monkeypatch.setattr(HistoryStore, "_take_turn", lambda *_arguments: True)
+    run = RunFiles(runs)
+    run.created()
+    with store.writing() as connection:
+        write.insert_run(connection, str(run.dir.root), run.dir.read_spec(), 1)
+    run.moved(RunState.PREFLIGHT, 1)
+    slow = ingest._Reader(run.dir, store.ingest_state(run.run_id)).read()
+    run.moved(RunState.QUEUED, 2)
+    fast = ingest._Reader(run.dir, store.ingest_state(run.run_id)).read()
+    store.apply(run.run_id, fast)
+    with pytest.raises(IllegalMove):
+        store.apply(run.run_id, slow)
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_many_ingesters_at_once(database_url: str, runs: Path) -> None:
+    run = whole_run(runs)
+    failures: list[BaseException] = []
+    barrier = threading.Barrier(4)
+
+    def ingest_it() -> None:
+        with HistoryStore(database_url) as store:
+            barrier.wait()
+            try:
+                sync(run.dir, store)
+            except BaseException as error:  # noqa: BLE001 - told to the main thread
+                failures.append(error)
+
+    threads = [threading.Thread(target=ingest_it) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    with HistoryStore(database_url) as store:
+        together = dump(store)
+        store.clear()
+        sync(run.dir, store)
+        assert together == dump(store)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Made again
+
+
+def test_rebuild_gives_the_same_rows(store: HistoryStore, runs: Path) -> None:
+    whole_run(runs)
+    whole_run(runs, name="other", tail="bbbbbb", created=100)
+    first = rebuild(runs, store)
+    assert (len(first.runs), first.failed, first.kept) == (2, {}, ())
+    expected = dump(store)
+    second = rebuild(runs, store)
+    assert sorted(second.runs) == sorted(first.runs)
+    assert dump(store) == expected
+    store.clear()
+    rebuild(runs, store)
+    assert dump(store) == expected
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.usefixtures("small_batches")
+def test_history_written_bit_by_bit_equals_history_made_again(store: HistoryStore, runs: Path, seed: int) -> None:
+    """Files grow by random pieces, checkpoints come and go, the ingester looks and is killed at random times."""
+    chance = random.Random(seed)
+    source = whole_run(runs.parent / "source")
+    run_dir = type(source.dir)(runs / source.run_id)
+    shutil.copytree(source.dir.root, run_dir.root, ignore=shutil.ignore_patterns("*.jsonl"))
+    appended = sorted(path.relative_to(source.dir.root) for path in source.dir.root.rglob("*.jsonl"))
+    written = dict.fromkeys(appended, 0)
+    while any(written[path] < (source.dir.root / path).stat().st_size for path in appended):
+        path = chance.choice(appended)
+        piece = (source.dir.root / path).read_bytes()[written[path] :][: chance.randrange(1, 900)]
+        written[path] += len(piece)
+        with (run_dir.root / path).open("ab") as file:
+            file.write(piece)
+        if chance.random() < 0.1:
+            shutil.rmtree(run_dir.checkpoint(2).root, ignore_errors=True)
+        if chance.random() < 0.5:
+            with failpoints(store, Countdown(chance.randrange(1, 200))), suppress(Killed):
+                sync(run_dir, store)
+    sync(run_dir, store)
+    expected = dump(store)
+    rebuild(runs, store)
+    assert dump(store) == expected
+    assert [row for row in expected["runs"] if ("state", "'completed'") in row]
+
+
+def test_rebuild_keeps_what_files_no_longer_tell(store: HistoryStore, runs: Path) -> None:
+    run = whole_run(runs)
+    sync(run.dir, store)
+    shutil.rmtree(run.dir.checkpoint(2).root)
+    sync(run.dir, store)
+    token = store.acquire_lease(run.run_id, "me", 60)
+    archived = whole_run(runs, name="archived", tail="cccccc", created=200)
+    sync(archived.dir, store)
+    shutil.rmtree(archived.dir.root)
+    expected = dump(store)
+    assert rebuild(runs, store).kept == (archived.run_id,)
+    assert dump(store) == expected
+    store.renew_lease(run.run_id, "me", token, 60)
+
+
+def test_rebuild_says_which_run_cannot_be_made_again(store: HistoryStore, runs: Path) -> None:
+    good = whole_run(runs)
+    newer = whole_run(runs, name="newer", tail="dddddd", created=300)
+    sync(newer.dir, store)
+    spec = newer.dir.spec
+    spec.write_text(spec.read_text().replace('"schema_version": 1', '"schema_version": 99'))
+    broken = RunFiles(runs, name="broken", tail="eeeeee", created=400)
+    broken.created()
+    broken.moved(RunState.COMPLETED, 1)
+    report = rebuild(runs, store)
+    assert list(report.runs) == [good.run_id]
+    assert "schema_version 99" in report.failed[newer.run_id]
+    assert "cannot become completed" in report.failed[broken.run_id]
+    assert newer.run_id in store.run_ids(), "what cannot be read again is not thrown away"
+
+
+def test_clearing_keeps_leases(store: HistoryStore, runs: Path) -> None:
+    run = whole_run(runs)
+    sync(run.dir, store)
+    token = store.acquire_lease(run.run_id, "me", 60)
+    store.clear()
+    assert not any(dump(store).values())
+    store.renew_lease(run.run_id, "me", token, 60)
+
+
+def test_removing_a_run_removes_all_of_it(store: HistoryStore, runs: Path) -> None:
+    run = whole_run(runs)
+    other = whole_run(runs, name="other", tail="bbbbbb", created=100)
+    sync(other.dir, store)
+    expected = dump(store)
+    sync(run.dir, store)
+    store.remove_run(run.run_id)
+    assert dump(store) == expected

@@ -1,0 +1,372 @@
+"""Files into rows: what becomes of each file, and what happens to what cannot be read or does not count."""
+
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+from history_tools import RunFiles, at, dump, whole_run
+
+from rlhf_core.errors import IllegalMove, RunDirError
+from rlhf_core.history import queries
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.schemas.attempts import AttemptState, RunState
+from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind, Incident
+from rlhf_core.schemas.journal import AttemptMoved, AttemptSubmitted, DecisionMade, IncidentFound
+from rlhf_core.schemas.resources import Submission
+from rlhf_core.watchdog import ingest
+from rlhf_core.watchdog.ingest import SkippedLine, SyncReport, sync
+
+
+def ask(store: HistoryStore, question: str) -> list[list[object]]:
+    """Rows of a question in SQL."""
+    return queries.run_sql(store, question).rows
+
+
+def test_every_file_becomes_rows(store: HistoryStore, runs: Path) -> None:
+    run = whole_run(runs)
+    report = sync(run.dir, store)
+    assert (report.batches, report.fenced, report.skipped) == (1, 0, [])
+    counts = {name: len(rows) for name, rows in dump(store).items()}
+    assert counts == {
+        "runs": 1,
+        "ingest_offsets": 24,
+        "stages": 6,
+        "checks": 2,
+        "attempts": 2,
+        "restarts": 3,
+        "attempt_nodes": 3,
+        "metrics": 26,
+        "latest_metrics": 2,
+        "incidents": 2,
+        "decisions": 1,
+        "node_strikes": 1,
+        "checkpoints": 4,
+        "weight_versions": 4,
+        "evaluations": 4,
+        "evaluation_samples": 12,
+        "events": 31,
+    }
+
+
+def test_nothing_new_writes_nothing(store: HistoryStore, runs: Path) -> None:
+    run = whole_run(runs)
+    sync(run.dir, store)
+    before = store.ingest_state(run.run_id)
+    assert sync(run.dir, store) == SyncReport()
+    assert store.ingest_state(run.run_id) == before
+
+
+def test_a_directory_without_a_journal_is_not_a_run_yet(store: HistoryStore, runs: Path) -> None:
+    run = RunFiles(runs)
+    assert sync(run.dir, store) == SyncReport()
+    assert store.run_ids() == []
+
+
+def test_no_run_directory(store: HistoryStore, runs: Path) -> None:
+    run = RunFiles(runs)
+    run.created()
+    run.dir.spec.unlink()
+    with pytest.raises(RunDirError, match=r"no spec\.json"):
+        sync(run.dir, store)
+
+
+def test_the_run_row_tells_what_was_asked_for(store: HistoryStore, runs: Path) -> None:
+    run = RunFiles(runs)
+    run.created()
+    sync(run.dir, store)
+    found = queries.show_run(store, run.run_id)["run"]
+    assert found["state"] == "pending"
+    assert (found["name"], found["owner"], found["seed"], found["total_steps"]) == ("sort", "anna", 7, 10)
+    assert found["spec"]["train"]["num_steps"] == 8
+    assert found["overrides"] == ["train.num_steps=8"]
+    assert found["created_at"] == at(0).isoformat()
+
+
+def test_a_torn_last_line_waits_for_its_writer(store: HistoryStore, runs: Path) -> None:
+    run = RunFiles(runs)
+    run.created()
+    run.metrics(1, 0, 1, 10)
+    run.metrics(1, 0, 2, 12)
+    path = run.dir.attempt(1).restart(0).metrics
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-9])
+    report = sync(run.dir, store)
+    assert queries.curve(store, run.run_id, ["time/step_s"]) == {"time/step_s": [(1, 2.0)]}
+    assert report.skipped == []
+    path.write_bytes(whole)
+    sync(run.dir, store)
+    assert queries.curve(store, run.run_id, ["time/step_s"]) == {"time/step_s": [(1, 2.0), (2, 2.0)]}
+
+
+def test_a_torn_line_in_the_middle_is_skipped_and_counted(store: HistoryStore, runs: Path) -> None:
+    run = RunFiles(runs)
+    run.created()
+    run.metrics(1, 0, 1, 10)
+    path = run.dir.attempt(1).restart(0).metrics
+    torn_at = path.stat().st_size
+    with path.open("ab") as file:
+        file.write(b'{"step": 2, "time": "2026-\r')  # its writer was killed; the next one closes it off
+    run.metrics(1, 0, 3, 14)
+    report = sync(run.dir, store)
+    assert report.skipped == [SkippedLine("attempts/1/restarts/0/metrics.jsonl", torn_at)]
+    assert queries.curve(store, run.run_id, ["time/step_s"]) == {"time/step_s": [(1, 2.0), (3, 2.0)]}
+    assert sync(run.dir, store).skipped == [], "a skipped line is counted once"
+
+
+def test_a_damaged_document_is_skipped_until_it_is_replaced(store: HistoryStore, runs: Path) -> None:
+    run = whole_run(runs)
+    outcome = run.dir.attempt(2).outcome
+    outcome.write_text("{}")
+    assert sync(run.dir, store).skipped == [SkippedLine("attempts/2/outcome.json", 0)]
+    assert sync(run.dir, store).skipped == []
+    run.outcome(2, AttemptState.COMPLETED, 54, 10)
+    assert sync(run.dir, store).documents == 1
+    assert ask(store, "SELECT outcome_state FROM attempts ORDER BY number") == [["failed"], ["completed"]]
+
+
+def test_metrics_without_their_journal_line(store: HistoryStore, runs: Path) -> None:
+    """The line that planned the attempt is torn: its metrics are kept all the same."""
+    run = RunFiles(runs)
+    run.created()
+    with run.dir.control.open("ab") as file:
+        file.write(b'{"sequence": 1, "tok\n')
+    run.metrics(1, 0, 1, 10)
+    sync(run.dir, store)
+    assert ask(store, "SELECT number, state FROM attempts") == [[1, "planned"]]
+    assert queries.curve(store, run.run_id, ["time/step_s"]) == {"time/step_s": [(1, 2.0)]}
+
+
+def test_values_that_are_not_finite_can_be_told_apart(store: HistoryStore, runs: Path) -> None:
+    run = RunFiles(runs)
+    run.created()
+    run.metrics(1, 0, 1, 10, a=math.nan, b=math.inf, c=-math.inf, d=0.5)
+    sync(run.dir, store)
+    question = (
+        "SELECT name, value, non_finite FROM metrics JOIN metric_keys USING (key_id) WHERE step = 1 ORDER BY name"
+    )
+    assert [row for row in ask(store, question) if len(str(row[0])) == 1] == [
+        ["a", None, "NaN"],
+        ["b", None, "Infinity"],
+        ["c", None, "-Infinity"],
+        ["d", 0.5, None],
+    ]
+    curves = queries.curve(store, run.run_id, ["a", "b", "c"])
+    assert math.isnan(curves["a"][0][1])
+    assert (curves["b"], curves["c"]) == ([(1, math.inf)], [(1, -math.inf)])
+    assert queries.latest_metrics(store, run.run_id)["a"]["value"] == "NaN"
+
+
+def test_text_that_postgresql_cannot_hold_is_kept_readable(store: HistoryStore, runs: Path) -> None:
+    """An untrained model writes anything, NUL characters too."""
+    run = whole_run(runs)
+    sync(run.dir, store)
+    samples = queries.evaluation_samples(store, run.run_id, "before", "greedy")
+    assert [sample["completion"] for sample in samples] == ["0␀", "1␀", "2␀"]
+    assert [sample["score"] for sample in samples] == [0.0, 1.0, 0.0]
+
+
+def test_latest_metrics_follow_a_rewind(store: HistoryStore, runs: Path) -> None:
+    run = RunFiles(runs)
+    run.created()
+    for step in (1, 2, 3):
+        run.metrics(1, 0, step, step)
+    sync(run.dir, store)
+    run.metrics(1, 1, 2, 10)
+    sync(run.dir, store)
+    newest = queries.latest_metrics(store, run.run_id)["time/step_s"]
+    assert (newest["attempt"], newest["restart"], newest["step"]) == (1, 1, 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The journal
+
+
+def test_lines_of_a_fenced_off_writer_do_not_count(store: HistoryStore, runs: Path) -> None:
+    run = RunFiles(runs)
+    run.created()
+    run.moved(RunState.PREFLIGHT, 1, token=3)
+    run.moved(RunState.QUEUED, 2, token=5)
+    run.moved(RunState.CANCELLED, 3, "the old controller did not know", token=3)
+    report = sync(run.dir, store)
+    assert report.fenced == 1
+    assert ask(store, "SELECT state, journal_token FROM runs") == [["queued", 5]]
+    assert ask(store, "SELECT count(*) FROM events WHERE state = 'cancelled'") == [[0]]
+    run.moved(RunState.CANCELLED, 4, "late again", token=4)
+    assert sync(run.dir, store).fenced == 1, "the highest token is remembered between two calls"
+    assert ask(store, "SELECT state FROM runs") == [["queued"]]
+
+
+def test_without_fencing_the_old_controller_would_win(
+    store: HistoryStore, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: an ingester that lets every line count."""
+
+    def read_every_line(self: ingest._Reader) -> None:
+        for position, line in self._new_lines(self._run_dir.control, ingest.JournalLine):
+            self._batch.journal.append(ingest.JournalEntry(position, line))
+
+    monkeypatch.setattr(ingest._Reader, "_read_journal", read_every_line)
+    run = RunFiles(runs)
+    run.created()
+    run.moved(RunState.PREFLIGHT, 1, token=3)
+    run.moved(RunState.QUEUED, 2, token=5)
+    run.moved(RunState.CANCELLED, 3, "the old controller did not know", token=3)
+    sync(run.dir, store)
+    assert ask(store, "SELECT state FROM runs") == [["cancelled"]]
+
+
+def test_an_illegal_move_of_the_run(store: HistoryStore, runs: Path) -> None:
+    run = RunFiles(runs)
+    run.created()
+    sync(run.dir, store)
+    before = dump(store)
+    run.moved(RunState.COMPLETED, 1)
+    with pytest.raises(IllegalMove, match=r"is pending and cannot become completed; .* only from evaluating"):
+        sync(run.dir, store)
+    assert dump(store) == before
+
+
+def test_an_illegal_move_of_an_attempt(store: HistoryStore, runs: Path) -> None:
+    run = whole_run(runs)
+    run.journal(AttemptMoved(attempt=2, state=AttemptState.RUNNING, cause="again"), 60)
+    with pytest.raises(IllegalMove, match=r"attempt 2 of .* is completed and cannot become running"):
+        sync(run.dir, store)
+
+
+def test_a_move_of_an_attempt_that_nobody_planned(store: HistoryStore, runs: Path) -> None:
+    run = RunFiles(runs)
+    run.created()
+    run.journal(AttemptMoved(attempt=9, state=AttemptState.RUNNING, cause="?"), 1)
+    with pytest.raises(IllegalMove, match=r"attempt 9 of .* is unknown"):
+        sync(run.dir, store)
+
+
+def test_a_move_that_is_said_twice_changes_nothing(store: HistoryStore, runs: Path) -> None:
+    run = RunFiles(runs)
+    run.created()
+    run.moved(RunState.PREFLIGHT, 1, "first")
+    run.moved(RunState.PREFLIGHT, 2, "said again after a restart of the controller")
+    sync(run.dir, store)
+    assert ask(store, "SELECT state, message FROM runs") == [["preflight", "first"]]
+
+
+def test_a_resumed_run_has_no_end_until_it_ends_again(store: HistoryStore, runs: Path) -> None:
+    run = RunFiles(runs)
+    run.created()
+    run.moved(RunState.PREFLIGHT, 1)
+    run.moved(RunState.FAILED, 5, "no disk")
+    sync(run.dir, store)
+    assert queries.show_run(store, run.run_id)["run"]["ended_at"] == at(5).isoformat()
+    run.moved(RunState.PREFLIGHT, 9)
+    sync(run.dir, store)
+    found = queries.show_run(store, run.run_id)["run"]
+    assert (found["started_at"], found["ended_at"]) == (at(1).isoformat(), None)
+
+
+def test_an_adopted_job_is_said_to_be_submitted_again(store: HistoryStore, runs: Path) -> None:
+    """A controller that was killed between submitting and writing it down finds the job and says so, perhaps late."""
+    run = RunFiles(runs)
+    run.created()
+    run.planned(1, 4)
+    adopted = Submission(attempt=1, scheduler="local", job_id="j1", command=("python",), host="login2")
+    run.journal(AttemptSubmitted(submission=adopted), 9)
+    sync(run.dir, store)
+    question = "SELECT state, scheduler_job_id, submitted_at FROM attempts"
+    (row,) = ask(store, question)
+    assert row[:2] == ["running", "j1"]
+    assert "12:00:04.5" in str(row[2])
+
+
+def test_incidents_and_decisions_of_the_controller(store: HistoryStore, runs: Path) -> None:
+    run = whole_run(runs)
+    incident = Incident(
+        attempt=2, restart=0, failure_kind=FailureKind.NODE_LOST, message="gone", seen_at=at(41), suspect_nodes=("n7",)
+    )
+    run.journal(IncidentFound(incident=incident), 60)
+    decision = Decision(
+        attempt=2,
+        restart=0,
+        action=Action.NEW_ATTEMPT,
+        reason="a node was lost",
+        decided_by=DecidedBy.CONTROLLER,
+        decided_at=at(61),
+        excluded_nodes=("n7",),
+        config_diff={"train.micro_batch_size": 4},
+    )
+    run.journal(DecisionMade(decision=decision), 61)
+    sync(run.dir, store)
+    shown = queries.show_run(store, run.run_id)
+    assert [row["found_by"] for row in shown["incidents"]] == ["agent", "agent", "controller"]
+    assert shown["decisions"][-1]["config_diff"] == {"train.micro_batch_size": 4}
+    assert shown["decisions"][-1]["excluded_nodes"] == ["n7"]
+    assert ask(store, "SELECT node, failure_kind FROM node_strikes ORDER BY struck_at") == [
+        ["n2", "node_lost"],
+        ["n7", "node_lost"],
+    ]
+
+
+def test_an_incident_written_anew_replaces_the_old_one(store: HistoryStore, runs: Path) -> None:
+    run = RunFiles(runs)
+    run.created()
+    run.incident(1, 0, FailureKind.HANG, 10, suspect_nodes=("n1", "n2"))
+    sync(run.dir, store)
+    run.incident(1, 0, FailureKind.HANG, 10, suspect_nodes=("n2",))
+    sync(run.dir, store)
+    assert ask(store, "SELECT node FROM node_strikes") == [["n2"]]
+    assert ask(store, "SELECT count(*) FROM incidents") == [[1]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints, evaluations, nodes
+
+
+def test_a_removed_checkpoint_keeps_its_row(store: HistoryStore, runs: Path) -> None:
+    run = whole_run(runs)
+    sync(run.dir, store)
+    shutil.rmtree(run.dir.checkpoint(2).root)
+    sync(run.dir, store)
+    question = "SELECT step FROM checkpoints WHERE removed_at IS {} ORDER BY step"
+    assert ask(store, question.format("NOT NULL")) == [[2]]
+    assert ask(store, question.format("NULL")) == [[4], [8], [10]]
+    run.checkpoint(2, 70, weights="cc")  # made again after a rewind
+    sync(run.dir, store)
+    assert ask(store, question.format("NOT NULL")) == []
+    assert ask(store, "SELECT sha256 FROM weight_versions WHERE version = 2") == [["cc"]]
+
+
+def test_checkpoints_that_cannot_be_listed_are_not_removed(store: HistoryStore, runs: Path) -> None:
+    run = whole_run(runs)
+    sync(run.dir, store)
+    run.dir.checkpoints_dir.rename(run.dir.root / "elsewhere")
+    sync(run.dir, store)
+    assert ask(store, "SELECT count(*) FROM checkpoints WHERE removed_at IS NOT NULL") == [[0]]
+
+
+def test_an_evaluation_made_again_replaces_the_old_one(store: HistoryStore, runs: Path) -> None:
+    run = whole_run(runs)
+    sync(run.dir, store)
+    run.evaluation("after", "greedy", 0.5, 99)
+    sync(run.dir, store)
+    assert ask(store, "SELECT value FROM evaluations WHERE when_made = 'after' AND name = 'greedy'") == [[0.5]]
+    assert ask(store, "SELECT count(*) FROM evaluation_samples") == [[12]]
+
+
+def test_nodes_show_their_newest_restart(store: HistoryStore, runs: Path) -> None:
+    run = whole_run(runs)
+    sync(run.dir, store)
+    run.status(1, 0, 99)  # an old file that is written late
+    sync(run.dir, store)
+    assert ask(store, "SELECT node, restart, sequence FROM attempt_nodes WHERE attempt = 1 ORDER BY node") == [
+        ["n1", 1, 12],
+        ["n2", 1, 12],
+    ]
+
+
+def test_a_moved_run_directory_is_found_again(store: HistoryStore, runs: Path, tmp_path: Path) -> None:
+    run = whole_run(runs)
+    sync(run.dir, store)
+    moved = shutil.copytree(run.dir.root, tmp_path / "archive" / run.run_id)
+    sync(type(run.dir)(moved), store)
+    assert queries.run_dir_of(store, run.run_id) == str(moved)
+    assert queries.show_run(store, run.run_id)["run"]["state"] == "completed"
