@@ -1,0 +1,99 @@
+"""Ends a run from another process than the one that drives it, or when none does."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from flows.session import opened
+from flows.stages import cancel
+from rlhf_core.config import Site
+from rlhf_core.errors import LeaseLost, SchedulerError
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.launch.journal import read_record
+from rlhf_core.run_dir import RunDir, write_model
+from rlhf_core.scheduler import JobState, get_scheduler
+from rlhf_core.schemas.attempts import RunState
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.reports import AgentCommand
+from rlhf_core.watchdog.watch import record
+
+CONTROLLER_PATIENCE_S = 60.0
+"""How long a living controller may take to end its run when asked."""
+
+
+@dataclass(frozen=True)
+class Cancelled:
+    """How a cancellation went."""
+
+    state: RunState
+    job_ended: bool
+    """Whether no job of the run is at work, as the scheduler says."""
+    message: str
+
+
+def cancel_run(
+    run_dir: RunDir,
+    site: Site,
+    store: HistoryStore,
+    reason: str,
+    *,
+    say: Callable[[str], None],
+    patience_s: float = CONTROLLER_PATIENCE_S,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Cancelled:
+    """End a run.
+
+    Its controller is asked first. Without a living one, this process takes the lease and does it itself. A controller
+    that is alive but does not answer does not keep the job alive: the scheduler ends it.
+
+    Args:
+        patience_s: how long the controller may take.
+
+    Raises:
+        SchedulerError: something of the job is still there.
+    """
+    run_id = run_dir.run_id
+    if read_record(run_dir).ended:
+        record(run_dir, store)
+        return _result(run_dir, site, f"run {run_id} had ended already")
+    write_model(run_dir.cancel_request, AgentCommand(kind="cancel", reason=reason, time=utc_now()))
+    try:
+        with opened(run_dir, site, store, patience_s=0) as session:
+            say("no controller is at work on it; ending it from here")
+            cancel(session, reason)
+        return _result(run_dir, site, f"run {run_id} is cancelled")
+    except LeaseLost:
+        say(f"asking the controller of {run_id} to end it")
+    until = clock() + patience_s
+    while clock() < until:
+        if read_record(run_dir).ended:
+            return _result(run_dir, site, f"run {run_id} was ended by its controller")
+        sleep(0.3)
+    _end_job(run_dir, site)
+    return _result(
+        run_dir,
+        site,
+        f"the job of run {run_id} was ended, but its controller does not answer; the run is marked when it does, or by "
+        f"`rlhf cancel {run_id}` once its lease has run out",
+    )
+
+
+def _end_job(run_dir: RunDir, site: Site) -> None:
+    attempt = read_record(run_dir).last_attempt
+    if (
+        attempt is not None
+        and attempt.submission is not None
+        and not get_scheduler(site.scheduler).cancel(attempt.submission)
+    ):
+        raise SchedulerError(f"job {attempt.submission.job_id} could not be ended: something of it is still at work")
+
+
+def _result(run_dir: RunDir, site: Site, message: str) -> Cancelled:
+    """What is so now. The scheduler is asked: that a job was told to end is no proof that it did."""
+    present = read_record(run_dir)
+    submissions = [attempt.submission for attempt in present.attempts.values() if attempt.submission is not None]
+    states = get_scheduler(site.scheduler).status(submissions) if submissions else {}
+    alive = [job_id for job_id, status in states.items() if status.state is not JobState.ENDED]
+    proof = f"job {', '.join(alive)} may still be at work" if alive else "none of its jobs is at work"
+    return Cancelled(present.state, not alive, f"{message} ({present.state.value}); {proof}")

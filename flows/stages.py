@@ -1,0 +1,509 @@
+"""The steps of a run and their order, without Prefect: preflight -> allocate -> train -> evaluate; and after failures.
+
+:func:`drive` is re-entrant. It may be killed at any point; started again for the same run, in whatever state that is,
+it goes on from what the journal and the run directory say, and adopts the job that is running. It never submits twice.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+from typing import Protocol
+
+from rlhf_core.allocation.planner import plan
+from rlhf_core.config import Site
+from rlhf_core.errors import BadInput, LeaseLost, RunCancelled, RunFailed, SchedulerError, SubmissionFailed
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.launch.journal import AttemptRecord, Journal
+from rlhf_core.launch.lease import Lease
+from rlhf_core.launch.start import job_request, record_plan, submit_once
+from rlhf_core.preflight.gather import Surroundings
+from rlhf_core.preflight.static import make_checks, require_passed
+from rlhf_core.run_dir import RunDir, read_model, write_model
+from rlhf_core.scheduler.base import Scheduler
+from rlhf_core.schemas.attempts import AttemptState, RunState, StageName, StageState
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.failures import Action, Decision, FailureKind
+from rlhf_core.schemas.journal import ChecksMade, DecisionMade, IncidentFound
+from rlhf_core.schemas.reports import AgentCommand
+from rlhf_core.schemas.resources import Submission
+from rlhf_core.schemas.run import RunSpec, StoredSpec
+from rlhf_core.watchdog.watch import Failure, Look, Verdict, Watcher, explain, record
+
+Call = Callable[[str, StageName, Callable[[], None]], None]
+"""How a stage is carried out, given its title, its name and the work."""
+
+CANCEL_PATIENCE_S = 10.0
+"""How long agent 0 may take to follow the order to end, before the scheduler ends the job."""
+
+
+class Observer(Protocol):
+    """Who looks on: the progress display, or nobody."""
+
+    def begins(self, title: str) -> None:
+        """A stage begins."""
+
+    def looked(self, look: Look) -> None:
+        """The watchdog has looked."""
+
+    def says(self, text: str) -> None:
+        """Something a person should read."""
+
+    def wants_to_stop(self) -> bool:
+        """Whether the person has asked to end the run (Ctrl-C)."""
+
+
+class Quiet:
+    """Nobody looks on."""
+
+    def begins(self, title: str) -> None:
+        """Not shown."""
+
+    def looked(self, look: Look) -> None:
+        """Not shown."""
+
+    def says(self, text: str) -> None:
+        """Not shown."""
+
+    def wants_to_stop(self) -> bool:
+        """Never."""
+        return False
+
+
+class _CancelAsked(Exception):
+    """Somebody asked to end the run."""
+
+
+class AttemptFailed(Exception):
+    """The attempt a stage belongs to did not end well; :func:`drive` decides what follows."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.cause)
+        self.cancelled = verdict.state is AttemptState.CANCELLED
+
+
+@dataclass
+class Session:
+    """One controller at work on one run."""
+
+    run_dir: RunDir
+    stored: StoredSpec
+    site: Site
+    scheduler: Scheduler
+    store: HistoryStore
+    journal: Journal
+    lease: Lease
+    observer: Observer = field(default_factory=Quiet)
+    resumed_at: int = 0
+    """Newest attempt when a person asked to go on with the run; 0 for a new run. The budget of retries begins with it,
+    and what follows it is not waited for."""
+    lease_lost: bool = False
+    poll_s: float = 1.0
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    _watcher: Watcher | None = None
+    _watched: int = 0
+
+    @property
+    def spec(self) -> RunSpec:
+        """What was asked for."""
+        return self.stored.spec
+
+    def check(self) -> None:
+        """Keep the lease, and see whether somebody asked to end the run. Called about every half second.
+
+        Raises:
+            LeaseLost: another controller has the run.
+        """
+        self.lease.keep()
+        if self.observer.wants_to_stop():
+            raise _CancelAsked("interrupted at the terminal")
+        request = read_model(self.run_dir.cancel_request, AgentCommand)
+        if request is not None:
+            raise _CancelAsked(request.reason or "rlhf cancel")
+
+    def wait(self, seconds: float) -> None:
+        """Sleep, checking on the way."""
+        until = self.clock() + seconds
+        while True:
+            self.check()
+            rest = until - self.clock()
+            if rest <= 0:
+                return
+            self.sleep(min(rest, 0.5))
+
+    def watcher(self, number: int) -> Watcher:
+        """The watchdog of an attempt; the same one for as long as the attempt is looked at."""
+        if self._watcher is None or self._watched != number:
+            attempt = self.journal.record.attempts[number]
+            self._watcher = Watcher(
+                self.run_dir, attempt.placement, attempt.submission, self.scheduler, self.store, self.clock
+            )
+            self._watched = number
+        return self._watcher
+
+    def record(self) -> str:
+        """Bring the history up to date; why that was not possible, or an empty text."""
+        return record(self.run_dir, self.store)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The order
+
+
+def plainly(title: str, name: StageName, work: Callable[[], None]) -> None:
+    """Carry a stage out, and nothing else."""
+    work()
+
+
+def drive(session: Session, call: Call = plainly) -> None:
+    """Bring a run to its end, from wherever it stands. Returns when it is completed.
+
+    Raises:
+        PreflightBlocked: a check blocks it.
+        RunFailed: it was stopped; the message is the diagnosis.
+        RunCancelled: somebody ended it.
+        LeaseLost: another controller has taken it over. Nothing was changed since.
+        SchedulerError: the scheduler does not answer; the run stays as it is and can be resumed.
+    """
+    try:
+        try:
+            _drive(session, call)
+        except _CancelAsked as asked:
+            cancel(session, str(asked))
+            if session.journal.record.state is not RunState.COMPLETED:
+                raise RunCancelled(f"run {session.run_dir.run_id} was cancelled: {asked}") from None
+    except LeaseLost:
+        session.lease_lost = True
+        raise
+    finally:
+        if not session.lease_lost:
+            session.record()
+
+
+def _drive(session: Session, call: Call) -> None:
+    journal = session.journal
+    if session.run_dir.cancel_request.exists() and journal.record.ended:
+        session.run_dir.cancel_request.unlink(missing_ok=True)  # it was about an earlier life of this run
+    if journal.record.state in (RunState.PENDING, RunState.PREFLIGHT, RunState.FAILED, RunState.CANCELLED):
+        call("preflight", StageName.PREFLIGHT, lambda: preflight(session))
+    last = max(journal.record.attempts, default=0)
+    if last >= journal.record.first_attempt and journal.record.attempts[last].ended:
+        conclude(session, last)  # the controller before this one may have been killed on the way
+    while journal.record.state is not RunState.COMPLETED:
+        number = max(journal.record.attempts, default=0)
+        if number == 0 or journal.record.attempts[number].ended:
+            number += 1
+        with suppress(AttemptFailed):
+            _attempt(session, number, call)
+        conclude(session, number)
+
+
+def _attempt(session: Session, number: int, call: Call) -> None:
+    """The stages of one attempt; those that were done before this controller came are left out."""
+    steps: list[tuple[StageName, str, Callable[[Session, int], None]]] = [
+        (StageName.ALLOCATE, f"allocate attempt {number}", allocate),
+        (StageName.TRAIN, f"train attempt {number}", train),
+        (StageName.EVALUATE, "evaluate", evaluate),
+    ]
+    for name, title, step in steps:
+        state = session.journal.record.stage_state(name, number)
+        if state in (StageState.FAILED, StageState.CANCELLED):
+            return
+        if state is not StageState.COMPLETED:
+            call(title, name, partial(step, session, number))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The stages
+
+
+def preflight(session: Session) -> None:
+    """Make the static checks.
+
+    Raises:
+        PreflightBlocked: the run moves to failed.
+    """
+    resumed = session.journal.record.attempts
+    session.journal.move_run(RunState.PREFLIGHT, "resumed" if resumed else "started")
+    with _stage(session, StageName.PREFLIGHT, 0, "preflight"):
+        checkpoints = session.run_dir.checkpoints()
+        around = Surroundings(
+            inventory=session.scheduler.inventory(),
+            scheduler=session.scheduler.name,
+            compute_python=session.site.compute_python,
+            runs_dir=session.site.runs_dir,
+            code_path=session.run_dir.code / "snapshot",
+            resume=checkpoints[-1] if checkpoints else None,
+            stored_version=session.stored.package_version,
+        )
+        results = make_checks(session.spec, around, session.check)
+        session.journal.append(ChecksMade(results=results))
+        session.record()
+        require_passed(results)
+
+
+def allocate(session: Session, number: int) -> None:
+    """Plan an attempt, submit it once, and wait until it has its nodes."""
+    journal = session.journal
+    if number not in journal.record.attempts:
+        _wait_for_back_off(session, number - 1)
+        journal.move_run(RunState.QUEUED, f"attempt {number}")
+    with _stage(session, StageName.ALLOCATE, number, f"allocate attempt {number}"):
+        if number not in journal.record.attempts:
+            _plan(session, number)
+        if journal.record.attempts[number].state is AttemptState.PLANNED:
+            _submit(session, number)
+        _watch_until(session, number, lambda look: look.verdict.state is not AttemptState.SUBMITTED)
+
+
+def train(session: Session, number: int) -> None:
+    """Watch the trainer until the evaluator begins.
+
+    Raises:
+        AttemptFailed: the attempt ended before that.
+    """
+    with _stage(session, StageName.TRAIN, number, f"train attempt {number}"):
+        look = _watch_until(session, number, lambda look: look.evaluating)
+        if look.ended and look.verdict.state is not AttemptState.COMPLETED and not look.evaluating:
+            raise AttemptFailed(look.verdict)
+
+
+def evaluate(session: Session, number: int) -> None:
+    """Watch the evaluator until the attempt ends.
+
+    Raises:
+        AttemptFailed: it did not end well.
+    """
+    if session.journal.record.state in (RunState.QUEUED, RunState.TRAINING):
+        session.journal.move_run(RunState.EVALUATING, f"training of attempt {number} is done")
+    with _stage(session, StageName.EVALUATE, number, "evaluate"):
+        look = _watch_until(session, number, lambda look: False)
+        if look.verdict.state is not AttemptState.COMPLETED:
+            raise AttemptFailed(look.verdict)
+
+
+def _plan(session: Session, number: int) -> None:
+    checkpoints = session.run_dir.checkpoints()
+    placement = plan(
+        session.spec,
+        session.scheduler.inventory(),
+        attempt=number,
+        resume_from=checkpoints[-1] if checkpoints else None,
+    )
+    if placement.resume_checkpoint:
+        session.observer.says(f"attempt {number} goes on from step {placement.resumed_from_step}")
+    record_plan(session.run_dir, placement, session.journal)
+
+
+def _submit(session: Session, number: int) -> None:
+    journal = session.journal
+    placement = journal.record.attempts[number].placement
+    request = job_request(session.run_dir, session.spec, placement, session.site.compute_python)
+    try:
+        submit_once(session.run_dir, request, session.scheduler, journal)
+    except SubmissionFailed as error:
+        verdict = Verdict(AttemptState.FAILED, str(error), FailureKind.CONFIG)
+        journal.move_attempt(number, verdict.state, verdict.cause, verdict.failure_kind)
+        raise AttemptFailed(verdict) from error
+
+
+def _watch_until(session: Session, number: int, enough: Callable[[Look], bool]) -> Look:
+    """Look again and again until the attempt has ended, or ``enough`` says so; moves states on the way."""
+    journal, watcher = session.journal, session.watcher(number)
+    while True:
+        look = watcher.look()
+        if (
+            look.verdict.state is AttemptState.RUNNING
+            and journal.record.attempts[number].state is AttemptState.SUBMITTED
+        ):
+            nodes = ", ".join(look.job.nodes)
+            journal.move_attempt(number, AttemptState.RUNNING, f"on {nodes}" if nodes else "its job runs")
+            if journal.record.state is RunState.QUEUED:
+                journal.move_run(RunState.TRAINING, f"attempt {number} runs")
+            watcher.record()
+        session.observer.looked(look)
+        if look.ended or enough(look):
+            return look
+        session.wait(session.poll_s)
+
+
+def _wait_for_back_off(session: Session, failed: int) -> None:
+    """Wait until the decision about the last attempt says; what passed since it was made counts."""
+    last = session.journal.record.attempts.get(failed)
+    if last is None or last.decision is None or failed == session.resumed_at:
+        return
+    due = last.decision.decided_at + timedelta(seconds=last.decision.delay_s)
+    rest = min((due - utc_now()).total_seconds(), last.decision.delay_s)
+    if rest > 0:
+        session.observer.says(f"attempt {failed + 1} begins in {rest:.0f} s: {last.decision.reason}")
+        session.wait(rest)
+
+
+@contextmanager
+def _stage(session: Session, name: StageName, attempt: int, title: str) -> Iterator[None]:
+    """Time a stage and record how it went. What is no end of the stage (a lost lease, a bug) leaves it open."""
+    index = session.journal.begin_stage(name, attempt)
+    session.record()
+    session.observer.begins(title)
+    try:
+        yield
+    except AttemptFailed as error:
+        state = StageState.CANCELLED if error.cancelled else StageState.FAILED
+        session.journal.end_stage(index, state, str(error))
+        raise
+    except BadInput as error:
+        session.journal.end_stage(index, StageState.FAILED, str(error))
+        session.journal.move_run(RunState.FAILED, str(error).partition("\n")[0])
+        raise
+    session.journal.end_stage(index, StageState.COMPLETED)
+    session.record()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How an attempt ended, and what follows
+
+
+def conclude(session: Session, number: int) -> None:
+    """Write down how an attempt ended, decide what follows, and move the run. Harmless when it was done before.
+
+    Raises:
+        RunFailed: the decision is to stop.
+        RunCancelled: somebody ended the job.
+    """
+    journal = session.journal
+    attempt = journal.record.attempts[number]
+    look = _final_look(session, number, attempt)
+    match look.verdict.state:
+        case AttemptState.COMPLETED:
+            journal.move_attempt(number, AttemptState.COMPLETED, look.verdict.cause or "every role ended well")
+            if journal.record.state in (RunState.QUEUED, RunState.TRAINING):
+                journal.move_run(RunState.EVALUATING, f"training of attempt {number} is done")
+            journal.move_run(RunState.COMPLETED, f"attempt {number} completed")
+        case AttemptState.CANCELLED:
+            journal.move_attempt(number, AttemptState.CANCELLED, look.verdict.cause, FailureKind.USER_CANCEL)
+            journal.move_run(RunState.CANCELLED, look.verdict.cause or "its job was cancelled")
+            session.record()
+            raise RunCancelled(f"run {session.run_dir.run_id} was cancelled: {look.verdict.cause}")
+        case _:
+            _after_failure(session, number, attempt, look)
+    session.record()
+
+
+def _final_look(session: Session, number: int, attempt: AttemptRecord) -> Look:
+    look = session.watcher(number).look()
+    if attempt.ended and not look.ended:
+        return replace(look, verdict=Verdict(attempt.state, attempt.cause, attempt.failure_kind))
+    return look
+
+
+def _after_failure(session: Session, number: int, attempt: AttemptRecord, look: Look) -> None:
+    journal = session.journal
+    failure = explain(
+        session.run_dir,
+        look,
+        session.spec.supervise,
+        first_attempt=max(journal.record.first_attempt, session.resumed_at),
+    )
+    # Each line may be the last one written before a kill: what stands is not written again.
+    if failure.found_here and failure.incident is not None and attempt.incident is None:
+        journal.append(IncidentFound(incident=failure.incident))
+    if attempt.decision is None:
+        journal.append(DecisionMade(decision=failure.decision))
+    decision = attempt.decision or failure.decision
+    journal.move_attempt(number, look.verdict.state, failure.message, failure.kind)
+    session.record()
+    if decision.action is not Action.NEW_ATTEMPT:
+        journal.move_run(RunState.FAILED, failure.message or failure.kind.value)
+        session.record()
+        raise RunFailed(diagnosis(session.run_dir, number, failure, decision))
+    # Two attempts of one run must never be at work at the same time: they would write the same checkpoints.
+    _end_job(session, attempt.submission)
+    session.observer.says(f"attempt {number} ended: {failure.kind.value}. {decision.reason}")
+    journal.move_run(RunState.QUEUED, decision.reason)
+    session.record()
+
+
+def diagnosis(run_dir: RunDir, number: int, failure: Failure, decision: Decision) -> str:
+    """What went wrong, for a tired person: what, who, where to look, why it was not tried again."""
+    incident = failure.incident
+    lines = [f"run {run_dir.run_id} failed in attempt {number}: {failure.kind.value}", f"  {failure.message}"]
+    if incident is not None and incident.message not in failure.message:
+        lines.append(f"  {incident.message}")
+    if incident is not None and incident.step is not None:
+        lines.append(f"  at step {incident.step}" + (f", phase {incident.phase}" if incident.phase else ""))
+    if incident is not None and incident.suspect_ranks:
+        on = f" on {', '.join(incident.suspect_nodes)}" if incident.suspect_nodes else ""
+        lines.append(f"  suspect ranks: {', '.join(map(str, incident.suspect_ranks))}{on}")
+    if incident is not None and incident.evidence_dir:
+        lines.append(f"  evidence: {run_dir.root / incident.evidence_dir}")
+    lines.append(f"  not tried again: {decision.reason}")
+    lines.append(f"  logs: rlhf logs {run_dir.run_id}    go on after mending it: rlhf resume {run_dir.run_id}")
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Cancelling
+
+
+def cancel(session: Session, reason: str) -> None:
+    """End the run's job, prove it, and write it down. The run's lease must be held.
+
+    Raises:
+        SchedulerError: something of the job is still there.
+    """
+    journal = session.journal
+    if journal.record.ended:
+        return
+    number = max(journal.record.attempts, default=0)
+    attempt = journal.record.attempts.get(number)
+    if attempt is not None and not attempt.ended:
+        session.observer.says(f"cancelling attempt {number}")
+        _order(session.run_dir, number, AgentCommand(kind="cancel", reason=reason, time=utc_now()))
+        submission = attempt.submission or session.scheduler.find(session.run_dir.run_id, number)
+        deadline = session.clock() + CANCEL_PATIENCE_S
+        while submission is not None and not session.watcher(number).look().ended and session.clock() < deadline:
+            session.lease.keep()
+            session.sleep(0.2)
+        _end_job(session, submission)
+        if session.watcher(number).look().verdict.state is AttemptState.COMPLETED:
+            conclude(session, number)  # it was faster than the order
+            return
+        journal.move_attempt(number, AttemptState.CANCELLED, reason, FailureKind.USER_CANCEL)
+    stage = journal.record.open_stage()
+    if stage is not None:
+        journal.end_stage(stage.index, StageState.CANCELLED, reason)
+    journal.move_run(RunState.CANCELLED, reason)
+    session.run_dir.cancel_request.unlink(missing_ok=True)
+    session.record()
+
+
+def _end_job(session: Session, submission: Submission | None) -> None:
+    if submission is None:
+        return
+    if not session.scheduler.cancel(submission):
+        raise SchedulerError(
+            f"job {submission.job_id} of {session.run_dir.run_id} could not be ended: something of it is still at work "
+            f"on {submission.host or 'its nodes'}. End it there, then `rlhf cancel {session.run_dir.run_id}` again"
+        )
+
+
+def _order(run_dir: RunDir, number: int, command: AgentCommand) -> None:
+    """Give agent 0 an order: the next numbered file in its folder."""
+    folder = run_dir.attempt(number).commands
+    taken = [int(path.stem) for path in folder.glob("*.json") if path.stem.isdigit()] if folder.is_dir() else []
+    write_model(folder / f"{max(taken, default=0) + 1}.json", command)
+
+
+def close(session: Session) -> None:
+    """Let go of the run: the history is brought up to date, the journal closed, the lease given back."""
+    if not session.lease_lost:
+        behind = session.record()
+        if behind:
+            session.observer.says(
+                f"the history is behind: {behind} Nothing is lost; `rlhf db rebuild` reads the run directories again"
+            )
+        session.lease.release()
+    session.journal.close(lease_lost=session.lease_lost)

@@ -1,0 +1,158 @@
+"""What a run came to, from its directory alone: for the end of `rlhf run` and for the artifact in Prefect."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf_core.launch.journal import RunRecord, read_record
+from rlhf_core.run_dir import RunDir, read_model
+from rlhf_core.schemas.attempts import RunState
+from rlhf_core.schemas.failures import Incident
+from rlhf_core.schemas.reports import EvaluationReport
+from rlhf_core.schemas.run import StoredSpec
+from rlhf_core.watchdog.evidence import Progress, incidents, num_restarts
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """One measure, before and after."""
+
+    name: str
+    """``greedy`` or ``sampled``."""
+    metric: str
+    before: EvaluationReport | None
+    after: EvaluationReport | None
+
+    @property
+    def gain(self) -> float | None:
+        """After minus before; None when one of them is missing."""
+        return self.after.value - self.before.value if self.before and self.after else None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run in a dozen facts."""
+
+    run_dir: Path
+    stored: StoredSpec
+    state: RunState
+    cause: str
+    accuracy: Sequence[Accuracy]
+    steps: int
+    num_attempts: int
+    num_restarts: int
+    incidents: Sequence[Incident]
+    stage_seconds: Sequence[tuple[str, float]]
+    """Stage (with its attempt where there were several) and its wall time, in order."""
+
+    @property
+    def run_id(self) -> str:
+        """Identity of the run."""
+        return self.stored.run_id
+
+
+def summarise(run_dir: RunDir) -> Summary:
+    """Gather the facts.
+
+    Raises:
+        RunDirError: the run directory is missing or damaged.
+    """
+    stored = run_dir.read_spec()
+    record = read_record(run_dir)
+    return Summary(
+        run_dir=run_dir.root,
+        stored=stored,
+        state=record.state,
+        cause=record.cause,
+        accuracy=[_accuracy(run_dir, name) for name in ("greedy", "sampled")],
+        steps=_last_step(run_dir),
+        num_attempts=len(record.attempts),
+        num_restarts=sum(num_restarts(attempt) for attempt in run_dir.attempts()),
+        incidents=_incidents(run_dir, record),
+        stage_seconds=_stage_seconds(record),
+    )
+
+
+def markdown(summary: Summary) -> str:
+    """The summary as Markdown."""
+    spec = summary.stored.spec
+    lines = [
+        f"# {summary.run_id}: {summary.state.value}",
+        "",
+        f"{spec.train.algorithm.upper()}, {summary.steps} of {spec.total_steps} steps on {spec.num_ranks} ranks, "
+        f"{_count(summary.num_attempts, 'attempt')}, {_count(summary.num_restarts, 'restart')}.",
+        "",
+        "| held-out | before | after | gain |",
+        "|---|---|---|---|",
+        *(
+            f"| {row.metric}, {row.name} | {interval(row.before)} | {interval(row.after)} | {signed(row.gain)} |"
+            for row in summary.accuracy
+        ),
+        "",
+        "| stage | seconds |",
+        "|---|---|",
+        *(f"| {title} | {seconds:.1f} |" for title, seconds in summary.stage_seconds),
+        "",
+    ]
+    if summary.incidents:
+        lines += ["| incident | attempt | what happened |", "|---|---|---|"]
+        lines += [f"| {one.failure_kind.value} | {one.attempt} | {_cell(one.message)} |" for one in summary.incidents]
+        lines.append("")
+    lines += [
+        f"Run directory: `{summary.run_dir}`",
+        "",
+        f"More: `rlhf show {summary.run_id}`, `rlhf report {summary.run_id}`",
+    ]
+    return "\n".join(lines)
+
+
+def interval(report: EvaluationReport | None) -> str:
+    """A value with its confidence interval."""
+    return "-" if report is None else f"{report.value:.3f} [{report.ci_low:.3f}, {report.ci_high:.3f}]"
+
+
+def signed(value: float | None) -> str:
+    """A difference with its sign."""
+    return "-" if value is None else f"{value:+.3f}"
+
+
+def _accuracy(run_dir: RunDir, name: str) -> Accuracy:
+    before = read_model(run_dir.evaluation("before", name), EvaluationReport)
+    after = read_model(run_dir.evaluation("after", name), EvaluationReport)
+    known = after or before
+    return Accuracy(name, known.metric if known else "accuracy", before, after)
+
+
+def _last_step(run_dir: RunDir) -> int:
+    last = 0
+    for attempt in run_dir.attempts():
+        progress = Progress(attempt)
+        progress.update()
+        last = max(last, progress.step)
+    return last
+
+
+def _incidents(run_dir: RunDir, record: RunRecord) -> list[Incident]:
+    found = [incident for attempt in run_dir.attempts() for incident in incidents(attempt)]
+    found += [attempt.incident for attempt in record.attempts.values() if attempt.incident is not None]
+    return sorted(found, key=lambda incident: incident.seen_at)
+
+
+def _stage_seconds(record: RunRecord) -> list[tuple[str, float]]:
+    many = len(record.attempts) > 1
+    return [
+        (
+            f"{stage.name.value} {stage.attempt}" if many and stage.attempt else stage.name.value,
+            (stage.ended_at - stage.started_at).total_seconds(),
+        )
+        for stage in record.stages
+        if stage.ended_at is not None
+    ]
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}" + ("" if number == 1 else "s")
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,61 @@
+"""Request and inventory -> :class:`Placement`."""
+
+from collections.abc import Sequence
+
+from rlhf_core.errors import BadInput
+from rlhf_core.run_dir import CheckpointDir
+from rlhf_core.schemas.resources import Inventory, Placement, Role, RolePlan
+from rlhf_core.schemas.run import ResourceSpec, RunSpec
+
+
+def plan(
+    spec: RunSpec,
+    inventory: Inventory,
+    *,
+    attempt: int,
+    resume_from: CheckpointDir | None = None,
+    excluded_nodes: Sequence[str] = (),
+) -> Placement:
+    """Place one attempt: the trainer's ranks on every node, then as many of the evaluator in the same places.
+
+    Args:
+        attempt: its number, from 1.
+        resume_from: the checkpoint to go on from; None starts from the beginning.
+        excluded_nodes: nodes that it must not get.
+
+    Raises:
+        BadInput: the inventory cannot hold it, now or later; the message says by how much.
+    """
+    shortage = shortages(spec.resources, inventory, excluded_nodes)
+    if shortage:
+        raise BadInput(f"attempt {attempt} cannot be placed: {'; '.join(shortage)}")
+    ranks = spec.resources.ranks_per_node
+    return Placement(
+        attempt=attempt,
+        num_nodes=spec.resources.num_nodes,
+        roles=(
+            RolePlan(role=Role.TRAINER, workers_per_node=ranks),
+            RolePlan(role=Role.EVALUATOR, workers_per_node=ranks),
+        ),
+        gpus_per_node=spec.resources.gpus_per_node,
+        excluded_nodes=tuple(excluded_nodes),
+        resume_checkpoint=resume_from.root.name if resume_from else "",
+        resumed_from_step=resume_from.step if resume_from else 0,
+    )
+
+
+def shortages(resources: ResourceSpec, inventory: Inventory, excluded_nodes: Sequence[str] = ()) -> list[str]:
+    """What the inventory lacks for the request, one sentence each; empty when it fits.
+
+    Processor cores are not counted here: sharing them is slow, not impossible (a preflight warning says so).
+    """
+    found = []
+    usable = [name for name in inventory.node_names if name not in set(excluded_nodes)]
+    if resources.num_nodes > len(usable):
+        without = f" without the excluded {', '.join(excluded_nodes)}" if excluded_nodes else ""
+        found.append(f"{resources.num_nodes} nodes asked for, {len(usable)} there{without}")
+    if resources.gpus_per_node > inventory.gpus_per_node:
+        found.append(f"{resources.gpus_per_node} GPUs per node asked for, {inventory.gpus_per_node} there")
+    if inventory.memory_gb and resources.memory_gb > inventory.memory_gb:
+        found.append(f"{resources.memory_gb:g} GiB of memory per node asked for, {inventory.memory_gb:.1f} there")
+    return found

@@ -1,0 +1,152 @@
+"""What this machine has and what it lacks, for ``rlhf doctor``."""
+
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf_core import __version__
+from rlhf_core.config import Site
+from rlhf_core.errors import RlhfError
+from rlhf_core.preflight import gather
+from rlhf_core.preflight.checks.environment import NEEDED_ALWAYS
+from rlhf_core.preflight.facts import ComputeSide
+from rlhf_core.schemas.resources import Inventory
+
+
+@dataclass(frozen=True)
+class Item:
+    """One thing that was looked at."""
+
+    name: str
+    ok: bool
+    found: str
+    advice: str = ""
+    """What to do where it is not well."""
+
+
+def examine(site: Site) -> list[Item]:
+    """Look at everything. Starts the compute interpreter once; changes nothing."""
+    compute = gather.ask_compute_python(site.compute_python)
+    return [
+        Item("rlhf-flows", True, f"{__version__} on Python {sys.version.split()[0]}"),
+        _compute_python(compute),
+        *_packages(compute),
+        _py_spy(compute),
+        _compiler(),
+        _runs(site),
+        _database(site),
+        _scheduler(site),
+        _prefect(),
+        _git(),
+    ]
+
+
+def _compute_python(compute: ComputeSide) -> Item:
+    if compute.problem:
+        return Item("compute interpreter", False, f"{compute.python}: {compute.problem}", "set RLHF_COMPUTE_PYTHON")
+    version = ".".join(map(str, compute.version))
+    if compute.rlhf_flows != __version__:
+        has = f"rlhf-flows {compute.rlhf_flows}" if compute.rlhf_flows else "no rlhf-flows"
+        advice = f"{compute.python} -m pip install 'rlhf-flows[training]=={__version__}'"
+        return Item("compute interpreter", False, f"{compute.python} (Python {version}) has {has}", advice)
+    return Item("compute interpreter", True, f"{compute.python} (Python {version})")
+
+
+def _packages(compute: ComputeSide) -> Iterator[Item]:
+    advice = f"{compute.python} -m pip install 'rlhf-flows[training]'"
+    for name in sorted(NEEDED_ALWAYS):
+        version = compute.packages.get(name, "")
+        yield Item(name, bool(version), version or "not in the compute interpreter", "" if version else advice)
+
+
+def _py_spy(compute: ComputeSide) -> Item:
+    version = compute.packages.get("py-spy", "")
+    if not version:
+        return Item(
+            "py-spy", False, "not there: stacks of hung workers come from faulthandler only", "pip install py-spy"
+        )
+    scope = _read("/proc/sys/kernel/yama/ptrace_scope")
+    if scope in ("2", "3") and os.geteuid() != 0:
+        return Item("py-spy", False, f"{version}, but ptrace_scope is {scope}", "stacks come from faulthandler instead")
+    return Item("py-spy", True, f"{version}, ptrace_scope {scope or 'not set'}")
+
+
+def _compiler() -> Item:
+    found, built = gather.find_compiler(), gather.built_operators()
+    if built:
+        return Item("C++ compiler", True, f"{found or 'none'}; DeepSpeed's operator is built ({', '.join(built)})")
+    advice = "" if found else "needed to train on CPU: apt-get install g++"
+    return Item("C++ compiler", bool(found), found or "none", advice)
+
+
+def _runs(site: Site) -> Item:
+    disk = gather.look_at_disk(site.runs_dir)
+    if disk.problem:
+        return Item("run directories", False, f"{site.runs_dir}: {disk.problem}", "set RLHF_RUNS to a writable folder")
+    return Item("run directories", True, f"{site.runs_dir}, {disk.free_bytes / 2**30:.1f} GiB free")
+
+
+def _database(site: Site) -> Item:
+    def look() -> str:
+        from rlhf_core.history import database
+        from rlhf_core.history.store import HistoryStore
+
+        url = database.parse_url(site.database_url)
+        file = database.sqlite_file(url)
+        if file is not None and not file.exists():
+            database.refuse_network_file_system(file)
+            return f"{database.shown(url)}: not there yet, the first run makes it"
+        HistoryStore(site.database_url).close()
+        return f"{database.shown(url)} answers, its schema is current"
+
+    return _tried("history", look)
+
+
+def _scheduler(site: Site) -> Item:
+    def look() -> str:
+        from rlhf_core.scheduler import get_scheduler
+
+        return _inventory(site.scheduler, get_scheduler(site.scheduler).inventory())
+
+    return _tried("scheduler", look)
+
+
+def _inventory(name: str, inventory: Inventory) -> str:
+    nodes = f"{len(inventory.node_names)} node" + ("" if len(inventory.node_names) == 1 else "s")
+    return (
+        f"{name}: {nodes} with {inventory.cpus_per_node} cores, {inventory.memory_gb:.0f} GiB, "
+        f"{inventory.gpus_per_node} GPUs each"
+    )
+
+
+def _prefect() -> Item:
+    if importlib.util.find_spec("prefect") is None:
+        return Item("Prefect", False, "not installed", "runs need --no-prefect then; pip install prefect")
+    from importlib.metadata import version
+
+    server = os.environ.get("PREFECT_API_URL", "")
+    used = f"server {server}" if server else "no PREFECT_API_URL: each run starts a temporary server, or --no-prefect"
+    return Item("Prefect", True, f"{version('prefect')}; {used}")
+
+
+def _git() -> Item:
+    found = shutil.which("git")
+    return Item("git", bool(found), found or "not there: runs will not know the revision of your code", "")
+
+
+def _tried(name: str, look: Callable[[], str]) -> Item:
+    try:
+        return Item(name, True, look())
+    except RlhfError as error:
+        return Item(name, False, str(error), "see the message")
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""

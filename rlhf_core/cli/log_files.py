@@ -1,0 +1,168 @@
+"""``rlhf logs``: finds the logs of workers and agents, prints their ends, and follows them."""
+
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf_core.errors import BadInput
+from rlhf_core.launch.journal import read_record
+from rlhf_core.run_dir import AttemptDir, RestartDir, RunDir, read_model
+from rlhf_core.schemas.reports import AgentStatus
+from rlhf_core.watchdog.evidence import tail
+
+POLL_S = 0.5
+TAIL_BYTES_PER_LINE = 400
+"""How much of a file's end is read for each line that is asked for."""
+
+
+@dataclass(frozen=True)
+class LogChoice:
+    """Which logs are meant; None and empty for all, or for the newest."""
+
+    role: str = ""
+    rank: int | None = None
+    attempt: int | None = None
+    restart: int | None = None
+
+
+@dataclass(frozen=True)
+class LogFile:
+    """One log and what it is of."""
+
+    path: Path
+    title: str
+
+
+def find_logs(run_dir: RunDir, choice: LogChoice) -> list[LogFile]:
+    """The logs that are meant, in a fixed order.
+
+    Raises:
+        BadInput: there is no such attempt, restart, role or rank.
+    """
+    attempt = _attempt(run_dir, choice.attempt)
+    restart = _restart(attempt, choice)
+    found = [] if choice.role == "agent" or restart is None else list(_worker_logs(restart, choice))
+    if choice.role in ("", "agent") and choice.rank is None:
+        found += _agent_logs(attempt)
+    if not found:
+        raise BadInput(_nothing(run_dir, attempt, restart, choice))
+    return found
+
+
+def print_logs(run_dir: RunDir, choice: LogChoice, num_lines: int) -> None:
+    """Print the end of each log that is meant."""
+    for log in find_logs(run_dir, choice):
+        _print_title(log)
+        sys.stdout.write(last_lines(log.path, num_lines))
+    sys.stdout.flush()
+
+
+def follow_logs(run_dir: RunDir, choice: LogChoice, num_lines: int, poll_s: float = POLL_S) -> None:
+    """Print the end of each log, then what is added, until the run ends. New restarts are followed as they begin."""
+    positions: dict[Path, int] = {}
+    shown: Path | None = None
+    while True:
+        ended = read_record(run_dir).ended
+        for log in find_logs(run_dir, choice):
+            size = log.path.stat().st_size
+            if log.path not in positions:
+                text = last_lines(log.path, num_lines)
+                positions[log.path] = size
+            else:
+                text = _read_from(log.path, positions[log.path], size)
+                positions[log.path] = size
+            if text:
+                if shown != log.path:
+                    _print_title(log)
+                    shown = log.path
+                sys.stdout.write(text)
+        sys.stdout.flush()
+        if ended:
+            return
+        time.sleep(poll_s)
+
+
+def last_lines(path: Path, num_lines: int) -> str:
+    """The end of a log; 0 lines for all of it."""
+    size = path.stat().st_size
+    text = tail(path, size if num_lines == 0 else num_lines * TAIL_BYTES_PER_LINE)
+    lines = text.splitlines(keepends=True)
+    return "".join(lines if num_lines == 0 else lines[-num_lines:])
+
+
+def _attempt(run_dir: RunDir, number: int | None) -> AttemptDir:
+    attempts = run_dir.attempts()
+    if not attempts:
+        raise BadInput(f"run {run_dir.run_id} has no attempt yet, so it has no logs")
+    if number is None:
+        return attempts[-1]
+    for attempt in attempts:
+        if attempt.number == number:
+            return attempt
+    raise BadInput(f"run {run_dir.run_id} has attempts {', '.join(str(one.number) for one in attempts)}, not {number}")
+
+
+def _restart(attempt: AttemptDir, choice: LogChoice) -> RestartDir | None:
+    """The restart that was asked for; else the newest that has such logs: the evaluator's comes after the trainer's."""
+    restarts = attempt.restarts()
+    if choice.restart is None:
+        fitting = [restart for restart in restarts if any(_worker_logs(restart, choice))]
+        return next(reversed(fitting or restarts), None)
+    for restart in restarts:
+        if restart.restart == choice.restart:
+            return restart
+    known = ", ".join(str(one.restart) for one in restarts) or "none"
+    raise BadInput(f"attempt {attempt.number} has restarts {known}, not {choice.restart}")
+
+
+def _worker_logs(restart: RestartDir, choice: LogChoice) -> Iterator[LogFile]:
+    ranks = _ranks(restart)
+    for path in sorted(restart.logs.glob("*.log")):
+        role, _, rest = path.stem.partition("-")
+        node, _, local = rest.rpartition("-")
+        if not local.isdigit() or (choice.role and role != choice.role):
+            continue
+        # Before the agents have published the ranks there is one node to go by: local index is rank.
+        rank = ranks.get((role, node, int(local)), int(local))
+        if choice.rank is None or rank == choice.rank:
+            yield LogFile(path, f"{role} rank {rank} on {node}, attempt {restart.attempt} restart {restart.restart}")
+
+
+def _ranks(restart: RestartDir) -> dict[tuple[str, str, int], int]:
+    statuses = (read_model(path, AgentStatus) for path in restart.agents.glob("*.json"))
+    return {
+        (rank.role.value, status.node, rank.local_rank): rank.rank
+        for status in statuses
+        if status is not None
+        for rank in status.ranks
+        if rank.rank >= 0
+    }
+
+
+def _agent_logs(attempt: AttemptDir) -> list[LogFile]:
+    folder = attempt.scheduler_dir
+    files = sorted(
+        path for suffix in ("out", "err", "log") for path in folder.glob(f"*.{suffix}") if path.stat().st_size
+    )
+    return [LogFile(path, f"agents of attempt {attempt.number}: {path.name}") for path in files]
+
+
+def _nothing(run_dir: RunDir, attempt: AttemptDir, restart: RestartDir | None, choice: LogChoice) -> str:
+    names = sorted(path.name for path in restart.logs.glob("*.log")) if restart else []
+    asked = (
+        " ".join(filter(None, [choice.role, f"rank {choice.rank}" if choice.rank is not None else ""])) or "anything"
+    )
+    there = ", ".join(names) or "no worker's log yet"
+    return f"no log of {asked} in attempt {attempt.number} of {run_dir.run_id}; there is {there}"
+
+
+def _print_title(log: LogFile) -> None:
+    sys.stdout.write(f"==> {log.title} ({log.path})\n")
+
+
+def _read_from(path: Path, start: int, end: int) -> str:
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read(max(end - start, 0)).decode("utf-8", errors="replace")

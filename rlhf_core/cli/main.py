@@ -1,0 +1,89 @@
+"""The ``rlhf`` command: registers the commands and turns errors into exit codes (0, 1, 2, 130; DESIGN section 8)."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rlhf_core import __version__
+from rlhf_core.cli import history_commands, output, report_command, run_commands
+from rlhf_core.errors import RlhfError
+
+app = typer.Typer(
+    name="rlhf",
+    help="Runs RLHF training as supervised jobs: preflight, allocate, train, evaluate; every run is in SQL.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode="rich",
+)
+db_app = typer.Typer(
+    help="The history database: migrate it, or make it again from the run directories.", no_args_is_help=True
+)
+
+_RUNNING = "Run"
+_LOOKING = "Look"
+_SITE = "Site"
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        output.print_text(f"rlhf-flows {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    del version  # acted upon by its callback
+
+
+app.command("init", rich_help_panel=_RUNNING)(run_commands.init)
+app.command("check", rich_help_panel=_RUNNING, cls=run_commands.CommandWithSettings)(run_commands.check)
+app.command("run", rich_help_panel=_RUNNING, cls=run_commands.CommandWithSettings)(run_commands.run)
+app.command("resume", rich_help_panel=_RUNNING)(run_commands.resume)
+app.command("cancel", rich_help_panel=_RUNNING)(run_commands.cancel)
+
+app.command("runs", rich_help_panel=_LOOKING)(history_commands.runs)
+app.command("show", rich_help_panel=_LOOKING)(history_commands.show)
+app.command("watch", rich_help_panel=_LOOKING)(run_commands.watch)
+app.command("logs", rich_help_panel=_LOOKING)(run_commands.logs)
+app.command("report", rich_help_panel=_LOOKING)(report_command.report)
+app.command("sql", rich_help_panel=_LOOKING)(history_commands.sql)
+
+app.command("doctor", rich_help_panel=_SITE)(run_commands.doctor)
+app.add_typer(db_app, name="db", rich_help_panel=_SITE)
+db_app.command("upgrade")(history_commands.db_upgrade)
+db_app.command("rebuild")(history_commands.db_rebuild)
+
+
+def execute(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code. Everything is printed; nothing is raised."""
+    try:
+        app(args=list(arguments), prog_name="rlhf")
+    except RlhfError as error:
+        output.print_error(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except Exception as error:  # noqa: BLE001 - the last resort: a tired person gets a sentence, the traceback a file
+        output.report_unexpected(error, Path(os.environ.get("RLHF_HOME") or "~/.rlhf").expanduser() / "logs")
+        return 1
+    return 0
+
+
+def main() -> None:
+    """Entry point of the ``rlhf`` command."""
+    sys.exit(execute(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

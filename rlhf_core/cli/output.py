@@ -1,0 +1,190 @@
+"""What every command prints with: tables for people, JSON for programs, errors for both.
+
+Results go to standard output; notes, progress and errors go to standard error, so that ``rlhf ... --json | jq`` works.
+"""
+
+import json
+import math
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, date, datetime
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from rlhf_core.errors import RlhfError
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of a table for people.")]
+"""The ``--json`` switch of every reading command."""
+
+STATE_STYLES: Mapping[str, str] = {
+    "completed": "green",
+    "passed": "green",
+    "training": "cyan",
+    "evaluating": "cyan",
+    "running": "cyan",
+    "warning": "yellow",
+    "skipped": "dim",
+    "failed": "red",
+    "blocked": "red",
+    "lost": "red",
+    "cancelled": "magenta",
+    "preempted": "magenta",
+}
+"""Colours of states, the same in every table."""
+
+_NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+
+
+def output() -> Console:
+    """Standard output. Made anew at every call, because tests and pipes exchange the stream."""
+    return _console(sys.stdout)
+
+
+def errors() -> Console:
+    """Standard error."""
+    return _console(sys.stderr)
+
+
+def _console(stream: Any) -> Console:
+    # In a pipe or a log file nothing is 80 columns wide: wrapped tables could not be read or searched there.
+    width = None if stream.isatty() or "COLUMNS" in os.environ else 160
+    return Console(file=stream, width=width, highlight=False, soft_wrap=False)
+
+
+def print_json(value: object) -> None:
+    """Print a value as JSON: schemas, dataclass-like mappings, times and paths included; NaN as the text ``"NaN"``."""
+    sys.stdout.write(json.dumps(jsonable(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def jsonable(value: object) -> Any:
+    """The value in plain JSON types."""
+    if isinstance(value, bool | int | str) or value is None:
+        return value.value if isinstance(value, Enum) else value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else _NOT_FINITE[str(value)]
+    if isinstance(value, datetime | date):
+        return value.isoformat()
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "model_dump"):
+        return jsonable(value.model_dump(mode="python"))
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, Iterable):
+        return [jsonable(item) for item in value]
+    raise TypeError(f"found a {type(value).__name__} in what --json prints, expected plain data")
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> Table:
+    """A table for people; cells are printed as they are, without markup. Columns of numbers are right-aligned."""
+    content = [[_cell(value) for value in row] for row in rows]
+    found = Table(
+        title=escape(title) or None,
+        title_justify="left",
+        header_style="bold",
+        show_edge=False,
+        pad_edge=False,
+        show_header=any(columns),
+    )
+    for index, name in enumerate(columns):
+        numeric = bool(content) and all(_is_number(row[index]) for row in content)
+        found.add_column(escape(name), justify="right" if numeric else "left", overflow="fold")
+    for row in content:
+        found.add_row(*(_styled(text) for text in row))
+    return found
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> None:
+    """Print a table to standard output."""
+    output().print(table(columns, rows, title))
+
+
+def print_text(text: str) -> None:
+    """Print a sentence to standard output, without markup."""
+    output().print(text, markup=False, soft_wrap=True)
+
+
+def note(text: str) -> None:
+    """Say something in passing, on standard error."""
+    errors().print(text, markup=False, style="dim", soft_wrap=True)
+
+
+def warn(text: str) -> None:
+    """Say something that matters but does not end the command, on standard error."""
+    errors().print(f"warning: {text}", markup=False, style="yellow", soft_wrap=True)
+
+
+def print_error(error: RlhfError) -> None:
+    """Print an error that was raised on purpose: its message says all there is to say."""
+    console = errors()
+    console.print("error: ", style="bold red", end="")
+    console.print(str(error), markup=False, soft_wrap=True)
+
+
+def report_unexpected(error: BaseException, folder: Path) -> None:
+    """Print one sentence about an error that nobody foresaw, and keep its traceback in a file for a bug report."""
+    text = "".join(traceback.format_exception(error))
+    name = f"error-{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}.log"
+    for place in (folder, Path(tempfile.gettempdir())):
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            (place / name).write_text(f"{' '.join(sys.argv)}\n\n{text}", encoding="utf-8")
+        except OSError:
+            continue
+        where = f"The traceback is in {place / name}; please report it as a bug."
+        break
+    else:
+        where = f"Its traceback could not be stored anywhere, here it is:\n{text}"
+    console = errors()
+    console.print("unexpected error: ", style="bold red", end="")
+    console.print(f"{type(error).__name__}: {error}\n{where}", markup=False, soft_wrap=True)
+
+
+def seconds_text(seconds: float | None) -> str:
+    """A duration for people: ``8.2 s``, ``3 min 05 s``, ``2 h 14 min``; ``-`` when not known."""
+    if seconds is None:
+        return "-"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def _cell(value: object) -> str:
+    if value is None or value == "":
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, datetime):
+        return f"{value:%Y-%m-%d %H:%M:%S}"
+    if isinstance(value, Enum):
+        return str(value.value)
+    if isinstance(value, tuple | list | set | frozenset):
+        return ", ".join(_cell(item) for item in value) or "-"
+    return str(value)
+
+
+def _styled(text: str) -> str:
+    style = STATE_STYLES.get(text)
+    return f"[{style}]{escape(text)}[/]" if style else escape(text)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return text == "-"
+    return True

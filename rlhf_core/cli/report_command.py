@@ -1,0 +1,62 @@
+"""``rlhf report``: the HTML report of a run."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rlhf_core.cli import output
+
+RunArgument = Annotated[
+    str,
+    typer.Argument(metavar="RUN", help="Its id or the beginning of it, its name (the newest of that name), or `last`."),
+]
+
+
+def report(
+    run: RunArgument = "last",
+    out: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File to write; default: report.html in the run directory.")
+    ] = None,
+    show: Annotated[bool, typer.Option("--open", help="Open it in a browser as well.")] = False,
+    as_json: output.JsonOption = False,
+) -> None:
+    """Write the report of a run: one HTML file with plots, facts, incidents and samples that needs nothing else.
+
+    Works for a run in any state, also while it runs and after it has failed.
+    """
+    from rlhf_core.config import load_site
+    from rlhf_core.errors import BadInput, RlhfError
+    from rlhf_core.history import queries
+    from rlhf_core.history.store import HistoryStore
+    from rlhf_core.reports.html import write_report
+    from rlhf_core.run_dir import RunDir, is_run_id
+    from rlhf_core.watchdog.ingest import sync
+
+    site = load_site()
+    with HistoryStore(site.database_url) as store:
+        run_dir = RunDir.of(site.runs_dir, run)
+        if not (
+            is_run_id(run) and run_dir.spec.is_file()
+        ):  # a run on disk may be one that the history does not know yet
+            run_dir = RunDir(Path(queries.run_dir_of(store, queries.resolve_run(store, run))))
+        if out is None and not run_dir.root.is_dir():
+            raise BadInput(f"the run directory {run_dir.root} is gone; give a file to write with --output")
+        try:
+            sync(run_dir, store)
+        except (RlhfError, OSError) as error:
+            output.warn(f"the report shows what the history had; it could not be brought up to date: {error}")
+        target = (out or run_dir.report).absolute()
+        try:
+            path = write_report(store, run_dir, target)
+        except OSError as error:
+            raise BadInput(f"cannot write {target}: {error.strerror}; choose another file with --output") from None
+    if as_json:
+        output.print_json({"run_id": run_dir.run_id, "report": path})
+    else:
+        output.print_text(f"Report: {path}")
+    if show:
+        import webbrowser
+
+        if not webbrowser.open(path.as_uri()):
+            output.warn("found no browser to open it with")

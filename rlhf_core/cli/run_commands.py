@@ -1,0 +1,407 @@
+"""``rlhf init``, ``check``, ``run``, ``resume``, ``cancel``, ``watch``, ``logs`` and ``doctor``.
+
+What is heavy is imported inside the functions, so that ``rlhf --help`` stays fast.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from rlhf_core.cli import output
+from rlhf_core.cli.history_commands import RunArgument
+from rlhf_core.cli.output import JsonOption
+
+if TYPE_CHECKING:
+    from flows.stages import Session
+    from flows.summary import Summary
+    from rlhf_core.config import Site
+    from rlhf_core.history.store import HistoryStore
+    from rlhf_core.run_dir import RunDir
+    from rlhf_core.schemas.checks import CheckResult
+
+ConfigArgument = Annotated[
+    str, typer.Argument(metavar="CONFIG", help="A TOML file, or the name of a preset: quickstart, gsm8k.")
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Change one setting; may be given several times."),
+]
+NameOption = Annotated[str, typer.Option("--name", help="Name of the run, instead of the one in the config.")]
+NoPrefectOption = Annotated[bool, typer.Option("--no-prefect", help="Run the same steps without Prefect.")]
+
+
+class CommandWithSettings(TyperCommand):
+    """A command whose help ends with every setting of a config."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """The usual help, then the table. Computed only now: the settings come from the schemas."""
+        super().format_help(ctx, formatter)
+        from rlhf_core.config import describe_fields
+
+        rows = [
+            (field.name, field.type, "required" if field.required else field.default, field.meaning)
+            for field in describe_fields()
+        ]
+        output.print_table(("setting", "type", "default", "meaning"), rows, "Settings (TOML, or --set)")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Before a run
+
+
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write it.")] = Path(),
+    preset: Annotated[str, typer.Option(help="Which preset to begin from: quickstart or gsm8k.")] = "quickstart",
+) -> None:
+    """Write a commented starter config: every setting with its meaning and default."""
+    from rlhf_core.cli.starter import starter_config
+    from rlhf_core.errors import BadInput
+
+    target = folder / f"{preset}.toml"
+    text = starter_config(preset, str(target))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with target.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise BadInput(f"{target} exists already; give another folder, or remove it first") from None
+    except OSError as error:
+        raise BadInput(f"cannot write {target}: {error.strerror}") from None
+    output.print_text(f"{target} written. Next: rlhf check {target}, then rlhf run {target}")
+
+
+def check(config: ConfigArgument, set_: SetOption = None, as_json: JsonOption = False) -> None:
+    """Check a config before anything is started: all findings at once. Exit code 0 fine, 2 blocked."""
+    from rlhf_core.preflight.static import blocking
+
+    results = _checks(config, set_ or [])
+    if as_json:
+        output.print_json([result.model_dump() for result in results])
+    else:
+        _print_checks(results)
+    if blocking(results):
+        raise typer.Exit(2)
+
+
+def _checks(config: str, overrides: Sequence[str]) -> "Sequence[CheckResult]":
+    import tempfile
+
+    from flows.session import resolve
+    from rlhf_core.config import load_site
+    from rlhf_core.launch.prepare import keep_code
+    from rlhf_core.preflight.gather import Surroundings
+    from rlhf_core.preflight.static import make_checks
+    from rlhf_core.scheduler import get_scheduler
+
+    spec = resolve(config, overrides)
+    site = load_site()
+    scheduler = get_scheduler(site.scheduler)
+    # User code is imported from a snapshot like the one the nodes would get.
+    there = tuple(path for path in spec.code.paths if Path(path).exists())
+    with tempfile.TemporaryDirectory() as folder:
+        keep_code(
+            Path(folder),
+            spec.model_copy(update={"code": spec.code.model_copy(update={"paths": there})}),
+            Path.cwd(),
+            "",
+        )
+        around = Surroundings(
+            inventory=scheduler.inventory(),
+            scheduler=scheduler.name,
+            compute_python=site.compute_python,
+            runs_dir=site.runs_dir,
+            code_path=Path(folder) / "snapshot",
+        )
+        return make_checks(spec, around)
+
+
+def _print_checks(results: "Sequence[CheckResult]") -> None:
+    order = {"blocked": 0, "warning": 1, "skipped": 2, "passed": 3}
+    rows = [
+        (result.status.value, result.id, result.found, result.expected, result.advice)
+        for result in sorted(results, key=lambda result: order[result.status.value])
+    ]
+    output.print_table(("status", "check", "found", "expected", "what to do"), rows)
+    counts = {name: sum(result.status.value == name for result in results) for name in order}
+    output.print_text(", ".join(f"{count} {name}" for name, count in counts.items() if count))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A run
+
+
+def run(
+    config: ConfigArgument,
+    set_: SetOption = None,
+    name: NameOption = "",
+    no_prefect: NoPrefectOption = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done; start nothing.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Run a config from here to its end: preflight, allocate, train, evaluate, with progress and a summary.
+
+    Ctrl-C asks once, then cancels cleanly. Training goes on when this process is killed: `rlhf resume` adopts it.
+    Exit code 0 done, 1 failed (with the diagnosis), 2 bad input or blocked by a check, 130 cancelled.
+    """
+    from flows.session import new_run, resolve
+    from rlhf_core.config import load_site
+    from rlhf_core.history.store import HistoryStore
+
+    overrides = set_ or []
+    site = load_site()
+    spec = resolve(config, overrides, name)  # what is wrong with it is said before anything is started
+    if dry_run:
+        _print_plan(spec, site, as_json)
+        return
+    with HistoryStore(site.database_url) as store, _server(site, no_prefect):
+        run_dir = new_run(config, overrides, site, name)
+        output.note(f"run {run_dir.run_id} in {run_dir.root}")
+        _drive(run_dir, site, store, no_prefect=no_prefect, resumed=False)
+    _print_summary(run_dir, as_json)
+
+
+def resume(run: RunArgument, no_prefect: NoPrefectOption = False, as_json: JsonOption = False) -> None:
+    """Go on with a run: adopt its job if it is alive, else start a new attempt from the last complete checkpoint."""
+    from rlhf_core.config import load_site
+    from rlhf_core.history.store import HistoryStore
+    from rlhf_core.launch.journal import read_record
+    from rlhf_core.schemas.attempts import RunState
+    from rlhf_core.watchdog.watch import record
+
+    site = load_site()
+    with HistoryStore(site.database_url) as store:
+        run_dir = find_run(store, site, run)
+        if read_record(run_dir).state is RunState.COMPLETED:
+            record(run_dir, store)
+            output.note(f"run {run_dir.run_id} is completed; there is nothing to go on with")
+        else:
+            with _server(site, no_prefect):
+                _drive(run_dir, site, store, no_prefect=no_prefect, resumed=True)
+    _print_summary(run_dir, as_json)
+
+
+def cancel(
+    run: RunArgument,
+    reason: Annotated[str, typer.Option(help="Why; stands in the history.")] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """End a run and prove that its job is gone, with or without a living controller."""
+    from flows.cancelling import cancel_run
+    from rlhf_core.config import load_site
+    from rlhf_core.history.store import HistoryStore
+
+    site = load_site()
+    with HistoryStore(site.database_url) as store:
+        run_dir = find_run(store, site, run)
+        outcome = cancel_run(run_dir, site, store, reason or "rlhf cancel", say=output.note)
+    if as_json:
+        output.print_json({"run_id": run_dir.run_id, "state": outcome.state, "job_ended": outcome.job_ended})
+    else:
+        output.print_text(outcome.message)
+
+
+def find_run(store: "HistoryStore", site: "Site", text: str) -> "RunDir":
+    """The directory of the run that a person means; one that the history does not know yet is found on disk.
+
+    Raises:
+        UnknownRun: there is none, or its directory is gone.
+    """
+    from rlhf_core.errors import UnknownRun
+    from rlhf_core.history import queries
+    from rlhf_core.run_dir import RunDir, is_run_id
+
+    on_disk = RunDir.of(site.runs_dir, text)
+    if is_run_id(text) and on_disk.spec.is_file():
+        return on_disk
+    run_dir = RunDir(Path(queries.run_dir_of(store, queries.resolve_run(store, text))))
+    if not run_dir.spec.is_file():
+        raise UnknownRun(f"the directory of run {run_dir.run_id}, {run_dir.root}, is gone")
+    return run_dir
+
+
+@contextmanager
+def _server(site: "Site", no_prefect: bool) -> Iterator[None]:
+    """The Prefect server of a run, unless it goes without."""
+    if no_prefect:
+        yield
+        return
+    from flows.server import prefect_server, quiet_settings
+
+    quiet_settings(site.home)
+    with prefect_server(site.home, output.note):
+        yield
+
+
+def _drive(run_dir: "RunDir", site: "Site", store: "HistoryStore", *, no_prefect: bool, resumed: bool) -> None:
+    from flows.session import opened
+    from rlhf_core.cli.progress import TerminalProgress, person_at_terminal
+
+    progress = TerminalProgress(run_dir.read_spec().spec, run_dir.run_id, person_at_terminal())
+
+    def waits(owner: str, seconds: float) -> None:
+        output.note(f"{owner} Waiting for its lease to run out, {seconds:.0f} s at most ...")
+
+    with opened(run_dir, site, store, progress, resumed=resumed, on_wait=waits) as session, progress:
+        try:
+            _carry_out(session, no_prefect)
+        except KeyboardInterrupt:
+            output.note(
+                f"left; the job of {run_dir.run_id} goes on by itself. "
+                f"`rlhf resume {run_dir.run_id}` adopts it, `rlhf cancel {run_dir.run_id}` ends it"
+            )
+            raise
+
+
+def _carry_out(session: "Session", no_prefect: bool) -> None:
+    if no_prefect:
+        from flows.stages import drive
+
+        drive(session)
+    else:
+        from flows.run import run_in_prefect
+
+        run_in_prefect(session)
+
+
+def _print_plan(spec: Any, site: "Site", as_json: bool) -> None:
+    from rlhf_core.allocation.planner import plan
+    from rlhf_core.launch.start import job_request
+    from rlhf_core.run_dir import RunDir
+    from rlhf_core.scheduler import get_scheduler
+
+    scheduler = get_scheduler(site.scheduler)
+    placement = plan(spec, scheduler.inventory(), attempt=1)
+    run_dir = RunDir.of(site.runs_dir, f"{spec.name}-<date>-<time>-<id>")
+    request = job_request(run_dir, spec, placement, site.compute_python)
+    if as_json:
+        shown = {"spec": spec, "placement": placement, "command": request.command, "run_dir": run_dir.root}
+        output.print_json({**shown, "scheduler": scheduler.name})
+        return
+    roles = ", then ".join(
+        f"{role.role.value} with {role.workers_per_node} workers per node" for role in placement.roles
+    )
+    rows = [
+        ("steps", f"{spec.sft.num_steps} supervised, then {spec.train.num_steps} of {spec.train.algorithm}"),
+        ("stages", "preflight, allocate, train, evaluate"),
+        ("placement", f"{placement.num_nodes} node(s), {placement.gpus_per_node} GPUs each: {roles}"),
+        ("resources", f"{request.cpus_per_node} cores per node, at most {output.seconds_text(request.time_limit_s)}"),
+        ("scheduler", scheduler.name),
+        ("run directory", run_dir.root),
+        ("agent on each node", " ".join(request.command)),
+    ]
+    output.print_table((f"dry run of {spec.name}", ""), rows)
+    output.print_text("Nothing was started.")
+
+
+def _print_summary(run_dir: "RunDir", as_json: bool) -> None:
+    from flows.summary import summarise
+
+    summary = summarise(run_dir)
+    if as_json:
+        output.print_json(summary_json(summary))
+        return
+    from flows.summary import interval, signed
+
+    rows = [
+        (f"{row.metric}, {row.name}", interval(row.before), interval(row.after), signed(row.gain))
+        for row in summary.accuracy
+    ]
+    output.print_table((f"run {summary.run_id} {summary.state.value}", "before", "after", "gain"), rows)
+    output.print_text("")
+    times = ", ".join(f"{title} {output.seconds_text(seconds)}" for title, seconds in summary.stage_seconds)
+    total = summary.stored.spec.total_steps
+    output.print_table(
+        ("", ""),
+        [
+            ("steps", f"{summary.steps} of {total}"),
+            ("attempts, restarts", f"{summary.num_attempts}, {summary.num_restarts}"),
+            ("incidents", ", ".join(one.failure_kind.value for one in summary.incidents) or "none"),
+            ("time", times),
+            ("run directory", summary.run_dir),
+            ("next", f"rlhf show {summary.run_id}   rlhf report {summary.run_id}"),
+        ],
+    )
+
+
+def summary_json(summary: "Summary") -> dict[str, Any]:
+    """The summary for programs."""
+    return {
+        "run_id": summary.run_id,
+        "name": summary.stored.spec.name,
+        "state": summary.state,
+        "steps": summary.steps,
+        "total_steps": summary.stored.spec.total_steps,
+        "num_attempts": summary.num_attempts,
+        "num_restarts": summary.num_restarts,
+        "run_dir": summary.run_dir,
+        "stages": [{"name": name, "seconds": seconds} for name, seconds in summary.stage_seconds],
+        "evaluations": [
+            {"name": row.name, "when": report.when, "metric": report.metric, "value": report.value}
+            | {"ci_low": report.ci_low, "ci_high": report.ci_high, "num_samples": report.num_samples}
+            for row in summary.accuracy
+            for report in (row.before, row.after)
+            if report is not None
+        ],
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Looking on
+
+
+def watch(
+    run: RunArgument = "last",
+    interval_s: Annotated[float, typer.Option("--interval", min=0.2, help="Seconds between two looks.")] = 2.0,
+) -> None:
+    """Watch a run that is driven elsewhere, until it ends. Reads only; Ctrl-C leaves the run alone."""
+    from rlhf_core.cli.watching import watch_run
+
+    watch_run(_find(run), interval_s)
+
+
+def logs(
+    run: RunArgument = "last",
+    role: Annotated[str, typer.Option(help="Only this role: trainer, evaluator, or agent for the agents.")] = "",
+    rank: Annotated[int | None, typer.Option(min=0, help="Only this rank.")] = None,
+    attempt: Annotated[int | None, typer.Option(min=1, help="Which attempt; default: the newest.")] = None,
+    restart: Annotated[int | None, typer.Option(min=0, help="Which restart; default: the newest.")] = None,
+    tail: Annotated[int, typer.Option("--tail", "-n", min=0, help="Last lines of each log; 0 for all.")] = 40,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on printing what is added.")] = False,
+) -> None:
+    """Print the logs of a run's workers and agents."""
+    from rlhf_core.cli.log_files import LogChoice, follow_logs, print_logs
+
+    choice = LogChoice(role=role, rank=rank, attempt=attempt, restart=restart)
+    run_dir = _find(run)
+    if follow:
+        follow_logs(run_dir, choice, tail)
+    else:
+        print_logs(run_dir, choice, tail)
+
+
+def _find(text: str) -> "RunDir":
+    from rlhf_core.config import load_site
+    from rlhf_core.history.store import HistoryStore
+
+    site = load_site()
+    with HistoryStore(site.database_url) as store:
+        return find_run(store, site, text)
+
+
+def doctor(as_json: JsonOption = False) -> None:
+    """Show what this machine has for training, and what it lacks. Exit code 1 where something is missing."""
+    from rlhf_core.cli.doctor import examine
+    from rlhf_core.config import load_site
+
+    items = examine(load_site())
+    if as_json:
+        output.print_json([{"name": one.name, "ok": one.ok, "found": one.found, "advice": one.advice} for one in items])
+    else:
+        rows = [(one.name, "ok" if one.ok else "lacking", one.found, one.advice) for one in items]
+        output.print_table(("", "", "found", "what to do"), rows)
+    if not all(one.ok for one in items):
+        raise typer.Exit(1)

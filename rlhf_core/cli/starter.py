@@ -1,0 +1,62 @@
+"""The starter config of ``rlhf init``: a preset's values, and every other setting as a comment with its default."""
+
+import textwrap
+import tomllib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rlhf_core.config import FieldHelp, describe_fields, describe_sections, preset_path, to_toml
+
+HEAD = """\
+# Config of an RLHF run, made by `rlhf init`. Lines without a comment sign are set; those with one show the default.
+#
+#   rlhf check {name}     everything that can be known before it starts
+#   rlhf run {name}       runs it: preflight, allocate, train, evaluate
+#
+# Any setting can also be given on the command line: --set section.field=value
+"""
+
+
+def starter_config(preset: str, file_name: str) -> str:
+    """A commented config with the values of a preset. It means the same as the preset.
+
+    Raises:
+        BadConfig: the preset is not part of this installation.
+    """
+    values = tomllib.loads(preset_path(preset).read_text(encoding="utf-8"))
+    sections: dict[str, list[FieldHelp]] = {}
+    for field in describe_fields():
+        section, _, _ = field.name.rpartition(".")
+        sections.setdefault(section, []).append(field)
+    meanings = describe_sections()
+    parts = [HEAD.format(name=file_name), "\n".join(_fields(sections.pop(""), values))]
+    for section, fields in sections.items():
+        parts.append(f"\n# {meanings[section]}\n[{section}]")
+        parts.append("\n".join(_fields(fields, values.get(section, {}))))
+    return "\n".join(parts) + "\n"
+
+
+def _fields(fields: list[FieldHelp], values: Mapping[str, Any]) -> Iterator[str]:
+    """The lines of one section. A table of its own comes last, because what follows its header belongs to it."""
+    names = {field.name.rpartition(".")[2]: field for field in fields}
+    tables = [name for name in names if isinstance(values.get(name), Mapping)]
+    for name, field in names.items():
+        if name not in tables:
+            yield from _meaning(field)
+            yield _setting(name, field, values)
+    for name in tables:
+        field = names[name]
+        yield ""
+        yield from _meaning(field)
+        yield f"[{field.name}]"
+        yield from (f"{key} = {to_toml(value)}" for key, value in values[name].items())
+
+
+def _meaning(field: FieldHelp) -> Iterator[str]:
+    return (f"# {line}" for line in textwrap.wrap(f"{field.meaning} ({field.type})", 116))
+
+
+def _setting(name: str, field: FieldHelp, values: Mapping[str, Any]) -> str:
+    if name in values:
+        return f"{name} = {to_toml(values[name])}"
+    return f"# {name} = {field.default}"

@@ -1,0 +1,160 @@
+"""``rlhf watch``: a view of a run that is driven by another process, from its directory alone."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from rlhf_core.cli import output
+from rlhf_core.launch.journal import RunRecord, read_record
+from rlhf_core.run_dir import RestartDir, RunDir, read_model
+from rlhf_core.schemas.reports import AgentStatus, RankStatus
+from rlhf_core.schemas.run import StoredSpec
+from rlhf_core.watchdog.evidence import Progress, agent_decisions, incidents
+
+SHOWN_METRICS = (
+    "reward/mean",
+    "train/loss",
+    "train/grad_norm",
+    "policy/kl",
+    "rollout/entropy",
+    "rollout/length_mean",
+    "eval/greedy",
+    "speed/tokens_per_s",
+)
+"""Metrics in the view, where the run has them."""
+
+
+@dataclass
+class View:
+    """What is shown at one moment."""
+
+    stored: StoredSpec
+    record: RunRecord
+    progress: Progress | None
+    ranks: Sequence[RankStatus]
+    story: Sequence[str]
+    """Incidents and decisions, oldest first."""
+
+
+class Viewer:
+    """Reads a run directory again and again; appended files from where it was before."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self._run_dir = run_dir
+        self._stored = run_dir.read_spec()
+        self._progress: Progress | None = None
+
+    def read(self) -> View:
+        """The run as it is now."""
+        attempts = self._run_dir.attempts()
+        if attempts and (self._progress is None or self._progress.attempt.number != attempts[-1].number):
+            self._progress = Progress(attempts[-1])
+        if self._progress is not None:
+            self._progress.update()
+        restarts = attempts[-1].restarts() if attempts else []
+        return View(
+            stored=self._stored,
+            record=read_record(self._run_dir),
+            progress=self._progress,
+            ranks=_ranks(restarts[-1]) if restarts else [],
+            story=_story(self._run_dir),
+        )
+
+
+def watch_run(run_dir: RunDir, interval_s: float) -> None:
+    """Show a run until it ends. Writes nothing."""
+    viewer = Viewer(run_dir)
+    console = output.output()
+    if console.is_terminal:
+        _watch_live(viewer, console, interval_s)
+    else:
+        _watch_in_lines(viewer, interval_s)
+
+
+def _watch_live(viewer: Viewer, console: Console, interval_s: float) -> None:
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            view = viewer.read()
+            live.update(draw(view), refresh=True)
+            if view.record.ended:
+                return
+            time.sleep(interval_s)
+
+
+def _watch_in_lines(viewer: Viewer, interval_s: float) -> None:
+    last = ""
+    while True:
+        view = viewer.read()
+        line = headline(view)
+        if line != last:
+            output.print_text(line)
+            last = line
+        if view.record.ended:
+            return
+        time.sleep(interval_s)
+
+
+def headline(view: View) -> str:
+    """The run in one line."""
+    parts = [f"{view.stored.run_id} {view.record.state.value}"]
+    if view.progress is not None:
+        parts.append(f"attempt {view.progress.attempt.number}")
+        if view.progress.restarts_made:
+            parts.append(f"restart {view.progress.restarts_made}")
+        parts.append(f"step {view.progress.step}/{view.stored.spec.total_steps}")
+        parts += [
+            f"{name} {view.progress.metrics[name]:.4g}" for name in SHOWN_METRICS[:2] if name in view.progress.metrics
+        ]
+    if view.record.ended and view.record.cause:
+        parts.append(view.record.cause)
+    return ", ".join(parts)
+
+
+def draw(view: View) -> Group:
+    """The whole view."""
+    parts: list[object] = [Text(headline(view), style=output.STATE_STYLES.get(view.record.state.value, ""))]
+    stages = [
+        (stage.name.value, stage.attempt or "", stage.state.value, _seconds(view, index))
+        for index, stage in enumerate(view.record.stages)
+    ]
+    if stages:
+        parts.append(output.table(("stage", "attempt", "state", "took"), stages))
+    if view.ranks and not view.record.ended:
+        rows = [
+            (rank.role.value, rank.rank, rank.phase.value, rank.step, f"{rank.age_s:.1f} s ago", rank.process_state)
+            for rank in view.ranks
+        ]
+        parts.append(output.table(("role", "rank", "phase", "step", "last beat", "process"), rows))
+    metrics = view.progress.metrics if view.progress is not None else {}
+    shown = [(name, f"{metrics[name]:.4g}") for name in SHOWN_METRICS if name in metrics]
+    if shown:
+        parts.append(output.table(("metric", "latest"), shown))
+    parts += [Text(line, style="yellow") for line in view.story]
+    return Group(*parts)  # type: ignore[arg-type]
+
+
+def _seconds(view: View, index: int) -> str:
+    stage = view.record.stages[index]
+    return "" if stage.ended_at is None else output.seconds_text((stage.ended_at - stage.started_at).total_seconds())
+
+
+def _ranks(restart: RestartDir) -> list[RankStatus]:
+    statuses = (read_model(path, AgentStatus) for path in sorted(restart.agents.glob("*.json")))
+    return [rank for status in statuses if status is not None for rank in status.ranks]
+
+
+def _story(run_dir: RunDir) -> list[str]:
+    found = []
+    for attempt in run_dir.attempts():
+        found += [(one.seen_at, f"{one.failure_kind.value}: {one.message}") for one in incidents(attempt)]
+        found += [(one.decided_at, f"-> {one.action.value}: {one.reason}") for one in agent_decisions(attempt)]
+    for record in read_record(run_dir).attempts.values():
+        if record.incident is not None:
+            found.append((record.incident.seen_at, f"{record.incident.failure_kind.value}: {record.incident.message}"))
+        if record.decision is not None:
+            found.append((record.decision.decided_at, f"-> {record.decision.action.value}: {record.decision.reason}"))
+    return [f"{moment:%H:%M:%S} {text}" for moment, text in sorted(found)]

@@ -1,0 +1,271 @@
+"""The controller's journal (``control.jsonl``): what it writes down before it counts, and what that says read back.
+
+The state of a run is a fold over its journal. So a controller needs no database to know where it was, and a second one,
+started after the first was killed at any point, goes on from there.
+"""
+
+import errno
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from rlhf_core.errors import IllegalMove, LeaseLost, RunDirError
+from rlhf_core.run_dir import LineWriter, RunDir, read_models
+from rlhf_core.schemas.attempts import (
+    ATTEMPT_ENDS,
+    ATTEMPT_MOVES,
+    RUN_ENDS,
+    RUN_MOVES,
+    AttemptState,
+    RunState,
+    StageName,
+    StageState,
+)
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.checks import CheckResult
+from rlhf_core.schemas.failures import Decision, FailureKind, Incident
+from rlhf_core.schemas.journal import (
+    AttemptMoved,
+    AttemptPlanned,
+    AttemptSubmitted,
+    ChecksMade,
+    ControlEvent,
+    DecisionMade,
+    IncidentFound,
+    JournalLine,
+    RunMoved,
+    StageEnded,
+    StageStarted,
+)
+from rlhf_core.schemas.resources import Placement, Submission
+
+RESERVE_BYTES = 64 * 1024
+"""Held back beside the journal, so that the end of a run can be written down on a disk that the run has filled."""
+
+
+@dataclass
+class StageRecord:
+    """One stage as the journal tells it."""
+
+    index: int
+    name: StageName
+    attempt: int
+    started_at: datetime
+    state: StageState = StageState.RUNNING
+    ended_at: datetime | None = None
+
+
+@dataclass
+class AttemptRecord:
+    """One attempt as the journal tells it."""
+
+    placement: Placement
+    state: AttemptState = AttemptState.PLANNED
+    submission: Submission | None = None
+    failure_kind: FailureKind | None = None
+    cause: str = ""
+    incident: Incident | None = None
+    """The controller's own finding; agents keep theirs in the incident folders."""
+    decision: Decision | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing of it is at work."""
+        return self.state in ATTEMPT_ENDS
+
+
+@dataclass
+class RunRecord:
+    """A whole run as its journal tells it."""
+
+    state: RunState = RunState.PENDING
+    cause: str = ""
+    next_sequence: int = 0
+    token: int = 0
+    """Highest fencing token seen: lines of a lower one were written by a controller that had lost the run."""
+    stages: list[StageRecord] = field(default_factory=list)
+    attempts: dict[int, AttemptRecord] = field(default_factory=dict)
+    checks: tuple[CheckResult, ...] = ()
+    first_attempt: int = 1
+    """First attempt after the run was last started or resumed by a person: budgets count from here."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing of the run is at work."""
+        return self.state in RUN_ENDS
+
+    @property
+    def last_attempt(self) -> AttemptRecord | None:
+        """The newest attempt, if there is one."""
+        return self.attempts[max(self.attempts)] if self.attempts else None
+
+    def open_stage(self) -> StageRecord | None:
+        """The stage that was begun and not ended."""
+        return next((stage for stage in reversed(self.stages) if stage.state is StageState.RUNNING), None)
+
+    def stage_state(self, name: StageName, attempt: int) -> StageState | None:
+        """How a stage of an attempt went, the last time it was begun; None when it was not."""
+        found = [stage for stage in self.stages if (stage.name, stage.attempt) == (name, attempt)]
+        return found[-1].state if found else None
+
+    def apply(self, line: JournalLine) -> None:
+        """Fold one line in. Lines of a controller that had lost its lease do not count."""
+        self.next_sequence = max(self.next_sequence, line.sequence + 1)
+        if line.token < self.token:
+            return
+        self.token = line.token
+        match line.event:
+            case RunMoved(state=state, cause=cause):
+                if self.ended and state is RunState.PREFLIGHT:
+                    self.first_attempt = max(self.attempts, default=0) + 1
+                self.state, self.cause = state, cause
+            case StageStarted(stage_index=index, name=name, attempt=attempt):
+                self.stages.append(StageRecord(index, name, attempt, line.time))
+            case StageEnded(stage_index=index, state=stage_state):
+                for stage in self.stages:
+                    if stage.index == index:
+                        stage.state, stage.ended_at = stage_state, line.time
+            case ChecksMade(results=results):
+                self.checks = results
+            case AttemptPlanned(placement=placement):
+                self.attempts.setdefault(placement.attempt, AttemptRecord(placement))
+            case AttemptSubmitted(submission=submission) if submission.attempt in self.attempts:
+                self.attempts[submission.attempt].submission = submission
+            case AttemptMoved(attempt=number, state=attempt_state, cause=cause, failure_kind=kind) if (
+                number in self.attempts
+            ):
+                record = self.attempts[number]
+                record.state, record.cause, record.failure_kind = attempt_state, cause, kind
+            case IncidentFound(incident=incident) if incident.attempt in self.attempts:
+                self.attempts[incident.attempt].incident = incident
+            case DecisionMade(decision=decision) if decision.attempt in self.attempts:
+                self.attempts[decision.attempt].decision = decision
+            case _:
+                pass
+
+
+def fold(lines: Iterable[JournalLine]) -> RunRecord:
+    """What a whole journal says."""
+    record = RunRecord()
+    for line in lines:
+        record.apply(line)
+    return record
+
+
+def read_record(run_dir: RunDir) -> RunRecord:
+    """What the journal of a run says so far. For readers; the controller asks its own :class:`Journal`."""
+    return fold(read_models(run_dir.control, JournalLine))
+
+
+class Journal:
+    """Appends to the journal of a run, in the name of the lease whose fencing token it was given.
+
+    Raises:
+        LeaseLost: the journal has lines of a newer lease than this one.
+    """
+
+    def __init__(self, run_dir: RunDir, token: int, now: Callable[[], datetime] = utc_now) -> None:
+        self._run_dir = run_dir
+        self._token = token
+        self._now = now
+        self.record = read_record(run_dir)
+        if token < self.record.token:
+            raise LeaseLost(
+                f"the journal of {run_dir.run_id} was last written under lease {self.record.token}, this controller "
+                f"holds lease {token}: another one has taken the run over. Watch it with `rlhf watch {run_dir.run_id}`"
+            )
+        self._writer = LineWriter(run_dir.control)
+        self._reserve = run_dir.control_reserve
+        self._hold_reserve()
+
+    def append(self, event: ControlEvent) -> None:
+        """Write one line and bring it to the disk before anything else is done.
+
+        Raises:
+            RunDirError: it cannot be written, even with the reserve set free.
+        """
+        line = JournalLine(sequence=self.record.next_sequence, token=self._token, time=self._now(), event=event)
+        try:
+            self._write(line)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise RunDirError(f"cannot write {self._run_dir.control}: {error.strerror}") from None
+            self._write_on_full_disk(line)
+        self.record.apply(line)
+
+    def move_run(self, state: RunState, cause: str) -> None:
+        """Move the run, if it is not there already.
+
+        Raises:
+            IllegalMove: the table of moves does not have it.
+        """
+        if state is self.record.state:
+            return
+        if state not in RUN_MOVES[self.record.state]:
+            raise IllegalMove(
+                f"run {self._run_dir.run_id} is {self.record.state.value} and cannot become {state.value}"
+            )
+        self.append(RunMoved(state=state, cause=cause))
+
+    def move_attempt(
+        self, number: int, state: AttemptState, cause: str, failure_kind: FailureKind | None = None
+    ) -> None:
+        """Move an attempt, if it is not there already.
+
+        Raises:
+            IllegalMove: the table of moves does not have it.
+        """
+        present = self.record.attempts[number].state
+        if state is present:
+            return
+        if state not in ATTEMPT_MOVES[present]:
+            raise IllegalMove(
+                f"attempt {number} of {self._run_dir.run_id} is {present.value} and cannot become {state.value}"
+            )
+        self.append(AttemptMoved(attempt=number, state=state, cause=cause, failure_kind=failure_kind))
+
+    def begin_stage(self, name: StageName, attempt: int) -> int:
+        """Begin a stage and return its index; one that a killed controller left open is gone on with."""
+        present = self.record.open_stage()
+        if present is not None and (present.name, present.attempt) == (name, attempt):
+            return present.index
+        if present is not None:
+            self.end_stage(present.index, StageState.FAILED, "its controller ended before the stage did")
+        index = max((stage.index for stage in self.record.stages), default=-1) + 1
+        self.append(StageStarted(stage_index=index, name=name, attempt=attempt))
+        return index
+
+    def end_stage(self, index: int, state: StageState, message: str = "") -> None:
+        """End a stage."""
+        self.append(StageEnded(stage_index=index, state=state, message=message))
+
+    def close(self, *, lease_lost: bool = False) -> None:
+        """Close the file and give the reserve back; without the lease the reserve is somebody else's."""
+        self._writer.close()
+        if not lease_lost:
+            self._reserve.unlink(missing_ok=True)
+
+    def _write(self, line: JournalLine) -> None:
+        self._writer.write(line)
+        self._writer.sync()
+
+    def _write_on_full_disk(self, line: JournalLine) -> None:
+        self._reserve.unlink(missing_ok=True)
+        try:
+            # What the failed write left behind may be half a line; a fresh writer closes it off.
+            self._writer.close()
+            self._writer = LineWriter(self._run_dir.control)
+            self._write(line)
+        except OSError as error:
+            raise RunDirError(
+                f"cannot write {self._run_dir.control}: {error.strerror}. Make room on that file system, then "
+                f"`rlhf resume {self._run_dir.run_id}`"
+            ) from None
+
+    def _hold_reserve(self) -> None:
+        try:
+            with self._reserve.open("wb") as file:
+                file.write(os.urandom(RESERVE_BYTES))  # random: compressing file systems would store zeros in nothing
+        except OSError:
+            self._reserve.unlink(missing_ok=True)  # no room even now: the first line that does not fit will say so

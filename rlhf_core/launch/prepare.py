@@ -1,0 +1,163 @@
+"""Makes the run directory: the resolved spec, the code it was asked for with, and the first line of the journal."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlhf_core import __version__
+from rlhf_core.errors import BadConfig, RunDirError
+from rlhf_core.launch.journal import Journal
+from rlhf_core.launch.lease import user_name
+from rlhf_core.run_dir import RunDir, new_run_id, remove_tree, write_model, write_text
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.journal import RunCreated
+from rlhf_core.schemas.run import RunSpec, StoredSpec
+
+DIFF_LIMIT_BYTES = 4 << 20
+"""Longest diff that is kept; a longer one is cut and says so."""
+
+_NOT_CODE = shutil.ignore_patterns(
+    "__pycache__", "*.pyc", ".git", ".venv", ".mypy_cache", ".ruff_cache", ".pytest_cache"
+)
+
+
+def absolute_paths(spec: RunSpec, folder: Path) -> RunSpec:
+    """The spec with relative paths taken from ``folder``: workers and a later `rlhf resume` start somewhere else."""
+
+    def absolute(text: str) -> str:
+        return str(Path(os.path.normpath(folder / Path(text).expanduser()))) if text else text
+
+    tokenizer = spec.model.tokenizer
+    if tokenizer not in ("", "char", "byte", "bpe"):
+        tokenizer = absolute(tokenizer)
+    return spec.model_copy(
+        update={
+            "model": spec.model.model_copy(update={"path": absolute(spec.model.path), "tokenizer": tokenizer}),
+            "data": spec.data.model_copy(update={"train": absolute(spec.data.train), "eval": absolute(spec.data.eval)}),
+            "code": spec.code.model_copy(update={"paths": tuple(absolute(path) for path in spec.code.paths)}),
+        }
+    )
+
+
+def prepare(
+    spec: RunSpec, runs: Path, *, config_source: str, overrides: Sequence[str] = (), folder: Path | None = None
+) -> RunDir:
+    """Make the directory of a new run.
+
+    It appears whole: everything is written under another name first, then renamed.
+
+    Args:
+        spec: with absolute paths (:func:`absolute_paths`).
+        runs: folder of all run directories.
+        config_source: the config file, as given.
+        overrides: the ``--set`` overrides, as given.
+        folder: where the user is; user code and the git revision are taken from here. Default: the current folder.
+
+    Raises:
+        RunDirError: the folder of the runs cannot be written.
+        BadConfig: something in ``code.paths`` is not there.
+    """
+    folder = folder or Path.cwd()
+    run_id = new_run_id(spec.name)
+    run_dir = RunDir.of(runs, run_id)
+    unfinished = RunDir(runs / f".{run_id}.new")
+    stored = StoredSpec(
+        run_id=run_id,
+        created_at=utc_now(),
+        owner=user_name(),
+        config_source=config_source,
+        overrides=tuple(overrides),
+        package_version=__version__,
+        code_revision=git_revision(folder),
+        spec=spec,
+    )
+    try:
+        unfinished.root.mkdir(parents=True)
+        keep_code(unfinished.code, spec, folder, stored.code_revision)
+        write_model(unfinished.spec, stored)
+        journal = Journal(unfinished, token=0)
+        journal.append(RunCreated(name=spec.name, owner=stored.owner, config_source=config_source))
+        journal.close()
+        unfinished.root.rename(run_dir.root)
+    except OSError as error:
+        remove_tree(unfinished.root)
+        raise RunDirError(
+            f"cannot make the run directory {run_dir.root}: {error.strerror}. Set RLHF_RUNS to a writable folder"
+        ) from None
+    except BaseException:
+        remove_tree(unfinished.root)
+        raise
+    return run_dir
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Code
+
+
+def keep_code(target: Path, spec: RunSpec, folder: Path, revision: str) -> None:
+    """Keep what a later attempt must find unchanged: git revision and diff for people, a snapshot for the workers.
+
+    Raises:
+        BadConfig: something in ``code.paths`` is not there.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    write_text(target / "revision.txt", f"{revision or 'not a git repository'}\n")
+    if revision:
+        write_text(target / "diff.patch", git_diff(folder))
+    snapshot = target / "snapshot"
+    snapshot.mkdir()
+    for path in [*(Path(path) for path in spec.code.paths), *user_modules(spec, folder)]:
+        _copy(path, snapshot / path.name)
+
+
+def user_modules(spec: RunSpec, folder: Path) -> list[Path]:
+    """Modules of reward functions, scorer and generator that lie in ``folder`` rather than in an installed package."""
+    named = [*spec.reward.functions, spec.evaluate.scorer, spec.data.generator]
+    tops = dict.fromkeys(name.partition(":")[0].partition(".")[0] for name in named if name)
+    tops.pop("rlhf_core", None)  # ours comes from the installation, also where the current folder is its checkout
+    candidates = [path for top in tops for path in (folder / f"{top}.py", folder / top)]
+    return [path for path in candidates if path.is_file() or (path.is_dir() and any(path.glob("**/*.py")))]
+
+
+def git_revision(folder: Path) -> str:
+    """Commit of the repository around ``folder``, with ``-dirty`` if it has changes; empty outside a repository."""
+    commit = _git(folder, "rev-parse", "HEAD").strip()
+    if not commit:
+        return ""
+    return f"{commit}-dirty" if _git(folder, "status", "--porcelain", "--untracked-files=no").strip() else commit
+
+
+def git_diff(folder: Path) -> str:
+    """Uncommitted changes of tracked files, cut at a limit."""
+    diff = _git(folder, "diff", "HEAD")
+    if len(diff) <= DIFF_LIMIT_BYTES:
+        return diff
+    return diff[:DIFF_LIMIT_BYTES] + f"\n(cut here: the whole diff has {len(diff)} characters)\n"
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    """Output of a git command; empty when there is no git, no repository, or no answer."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments],
+            capture_output=True,
+            timeout=20,
+            check=False,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.decode("utf-8", errors="replace") if done.returncode == 0 else ""
+
+
+def _copy(source: Path, target: Path) -> None:
+    if target.exists():
+        return  # the same module is named twice
+    if source.is_dir():
+        shutil.copytree(source, target, ignore=_NOT_CODE)
+    elif source.is_file():
+        shutil.copy2(source, target)
+    else:
+        raise BadConfig(f"code.paths names {source}, which does not exist; remove it or correct the path")

@@ -1,0 +1,195 @@
+"""Data files and the functions that the config names."""
+
+from collections.abc import Iterator, Sequence
+
+from rlhf_core.preflight.facts import DataFile, Facts
+from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
+from rlhf_core.preflight.templates import named_columns, template_columns
+
+
+@check("data.readable")
+def readable(facts: Facts) -> Iterator[Finding]:
+    """A path that is wrong is found out after minutes in the queue and on the nodes otherwise."""
+    for name, file in _files(facts):
+        if file.problem:
+            yield blocked(f"{name} = {file.path}: {file.problem}", "a readable file", f"correct {name}")
+        elif file.scanned:
+            yield passed(f"{name}: {file.num_rows} rows in {file.path}")
+        else:
+            yield skipped(f"{name}: the rows of {file.path.suffix} files are read on the nodes only")
+
+
+@check("data.held_out")
+def held_out(facts: Facts) -> Iterator[Finding]:
+    """Without held-out data there is nothing to measure before and after."""
+    if not facts.spec.data.generator and not facts.spec.data.eval:
+        yield blocked(
+            "data.eval is not set", "a file of held-out rows", "set data.eval to a file that is not trained on"
+        )
+
+
+@check("data.lines")
+def lines(facts: Facts) -> Iterator[Finding]:
+    """One malformed line in a million stops a run when its turn comes, hours later."""
+    for name, file in _read(facts):
+        if not file.num_malformed:
+            yield passed(f"{name}: every row is whole")
+            continue
+        shown = "; ".join(f"{file.path}:{problem.line}: {problem.message}" for problem in file.malformed)
+        more = file.num_malformed - len(file.malformed)
+        found = f"{file.num_malformed} malformed: {shown}" + (f"; and {more} more" if more else "")
+        if facts.spec.data.malformed_rows == "drop" and file.num_rows:
+            yield warning(found, "whole rows", 'they are left out, because data.malformed_rows is "drop"')
+        else:
+            yield blocked(found, "whole rows", 'correct them, or leave such rows out with data.malformed_rows="drop"')
+
+
+@check("data.rows")
+def rows(facts: Facts) -> Iterator[Finding]:
+    """A file without rows."""
+    for name, file in _read(facts):
+        if not file.num_rows:
+            yield blocked(f"{name} has no rows: {file.path}", "at least one row", f"correct {name}")
+
+
+@check("data.templates")
+def templates(facts: Facts) -> Iterator[Finding]:
+    """A template that cannot be filled stops every rank at the first row."""
+    data = facts.spec.data
+    for name, template in (
+        ("prompt_template", data.prompt_template),
+        ("completion_template", data.completion_template),
+    ):
+        _, problem = template_columns(template)
+        if problem:
+            yield blocked(f"data.{name} = {template!r}: {problem}", "text with {column} in it", f"correct data.{name}")
+
+
+@check("data.columns")
+def columns(facts: Facts) -> Iterator[Finding]:
+    """A setting that names a column which the data does not have."""
+    for name, file in _read(facts):
+        if not file.num_rows:
+            continue
+        absent = {
+            setting: [column for column in wanted if column not in file.columns]
+            for setting, wanted in named_columns(facts.spec.data).items()
+        }
+        for setting, missing in absent.items():
+            if missing:
+                yield blocked(
+                    f"{setting} names {', '.join(map(repr, missing))}, which {name} does not have",
+                    f"columns of {file.path.name}: {', '.join(sorted(file.columns)) or 'none'}",
+                    f"correct {setting}, or the data",
+                )
+        if not any(absent.values()):
+            yield passed(f"{name}: columns {', '.join(sorted(file.columns))}")
+
+
+@check("data.empty_prompts")
+def empty_prompts(facts: Facts) -> Iterator[Finding]:
+    """A prompt without a token gives the model nothing to continue."""
+    for name, file in _read(facts):
+        if not file.num_empty_prompts:
+            continue
+        found = f"{file.num_empty_prompts} rows of {name} have an empty prompt: {_places(file, file.empty_prompts)}"
+        data = facts.spec.data
+        if data.prompt_template != "{prompt}":
+            yield warning(
+                found, "text in every prompt", "remove these rows: only the text of the template is left of them"
+            )
+        elif data.malformed_rows == "drop":
+            yield warning(found, "text in every prompt", 'they are left out, because data.malformed_rows is "drop"')
+        else:
+            yield blocked(
+                found, "text in every prompt", 'remove these rows, or leave them out with data.malformed_rows="drop"'
+            )
+
+
+@check("data.empty_answers")
+def empty_answers(facts: Facts) -> Iterator[Finding]:
+    """A row without an answer teaches to say nothing, or can never be rewarded."""
+    for name, file in _read(facts):
+        if file.num_empty_answers:
+            yield warning(
+                f"{file.num_empty_answers} rows of {name} have an empty answer: {_places(file, file.empty_answers)}",
+                "an answer in every row",
+                "remove these rows if they are not meant so",
+            )
+
+
+@check("data.overlap")
+def overlap(facts: Facts) -> Iterator[Finding]:
+    """Held-out prompts that were trained on make the evaluation look better than the model is."""
+    train, held = facts.train, facts.eval
+    if train is None or held is None or not train.prompt_hashes or not held.prompt_hashes:
+        return
+    shared = len(train.prompt_hashes & held.prompt_hashes)
+    if shared:
+        yield warning(
+            f"{shared} of {len(held.prompt_hashes)} held-out prompts are in the training data as well",
+            "no prompt in both",
+            "remove them from one of the two files; the evaluation measures memory otherwise",
+        )
+    else:
+        yield passed("no prompt is in both files")
+
+
+@check("data.enough_prompts")
+def enough_prompts(facts: Facts) -> Iterator[Finding]:
+    """Fewer rows than asked for."""
+    spec = facts.spec
+    if spec.train.algorithm == "grpo" and _rows(facts.train) and _rows(facts.train) < spec.grpo.prompts_per_step:
+        yield warning(
+            f"{_rows(facts.train)} training rows, grpo.prompts_per_step = {spec.grpo.prompts_per_step}",
+            "at least as many rows as prompts per step",
+            "the same prompt comes several times in one step; lower grpo.prompts_per_step or add rows",
+        )
+    if _rows(facts.eval) and _rows(facts.eval) < spec.evaluate.num_prompts:
+        yield warning(
+            f"{_rows(facts.eval)} held-out rows, evaluate.num_prompts = {spec.evaluate.num_prompts}",
+            "at least as many rows as prompts to evaluate",
+            f"all {_rows(facts.eval)} are used; set evaluate.num_prompts=0 to say that this is meant",
+        )
+
+
+@check("functions.import")
+def functions_import(facts: Facts) -> Iterator[Finding]:
+    """A reward function that does not import ends the run after the model was loaded and the first batch generated."""
+    for path, problem in facts.imports.items():
+        if problem:
+            yield blocked(
+                f"{path} does not import: {problem}",
+                "module:function that the compute interpreter can import",
+                "correct the path; for a module outside the current folder add it to code.paths",
+            )
+        else:
+            yield passed(f"{path} imports")
+
+
+@check("code.paths")
+def code_paths(facts: Facts) -> Iterator[Finding]:
+    """Code that is not there cannot be kept for the nodes."""
+    for path in facts.missing_code:
+        yield blocked(
+            f"code.paths names {path}, which does not exist", "files and folders that exist", "correct code.paths"
+        )
+
+
+def _files(facts: Facts) -> Iterator[tuple[str, DataFile]]:
+    for name, file in (("data.train", facts.train), ("data.eval", facts.eval)):
+        if file is not None:
+            yield name, file
+
+
+def _read(facts: Facts) -> Iterator[tuple[str, DataFile]]:
+    """The files whose rows were read."""
+    return ((name, file) for name, file in _files(facts) if not file.problem and file.scanned)
+
+
+def _rows(file: DataFile | None) -> int:
+    return 0 if file is None else file.num_rows
+
+
+def _places(file: DataFile, lines: Sequence[int]) -> str:
+    return ", ".join(f"{file.path.name}:{line}" for line in lines)

@@ -1,0 +1,108 @@
+"""The interpreter on the nodes, its packages, the compiler."""
+
+from collections.abc import Iterator
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from rlhf_core.preflight.facts import Facts
+from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
+
+OLDEST_PYTHON = (3, 11)
+
+NEEDED_ALWAYS = frozenset({"torch", "transformers", "deepspeed", "safetensors", "tokenizers"})
+"""Packages without which no run trains. Others of the training extra are needed by some runs only."""
+
+
+@check("environment.python")
+def python(facts: Facts) -> Iterator[Finding]:
+    """The nodes start an interpreter by its path; one that is not there ends every attempt at once."""
+    compute = facts.compute
+    version = ".".join(map(str, compute.version))
+    if compute.problem:
+        yield blocked(
+            f"compute interpreter {compute.python}: {compute.problem}",
+            "an interpreter that starts",
+            "set RLHF_COMPUTE_PYTHON to the Python of the environment with rlhf-flows[training]",
+        )
+    elif compute.version < OLDEST_PYTHON:
+        yield blocked(
+            f"compute interpreter {compute.python} is Python {version}",
+            "Python 3.11 or newer",
+            "make the compute environment with a newer Python",
+        )
+    else:
+        yield passed(f"{compute.python} is Python {version}")
+
+
+@check("environment.rlhf_flows")
+def rlhf_flows(facts: Facts) -> Iterator[Finding]:
+    """Two versions on the two sides would read each other's files wrongly."""
+    compute = facts.compute
+    if compute.problem:
+        return
+    if not compute.rlhf_flows:
+        yield blocked(
+            f"rlhf-flows is not installed in {compute.python}",
+            f"rlhf-flows {facts.control_version}, as here",
+            f"{compute.python} -m pip install 'rlhf-flows[training]=={facts.control_version}'",
+        )
+    elif compute.rlhf_flows != facts.control_version:
+        yield blocked(
+            f"rlhf-flows {compute.rlhf_flows} in the compute interpreter, {facts.control_version} here",
+            "the same version on both sides",
+            f"{compute.python} -m pip install 'rlhf-flows[training]=={facts.control_version}'",
+        )
+    else:
+        yield passed(f"rlhf-flows {facts.control_version} on both sides")
+
+
+@check("environment.packages")
+def packages(facts: Facts) -> Iterator[Finding]:
+    """A training package that is missing, or older or newer than what this program was made for."""
+    compute = facts.compute
+    if compute.problem:
+        return
+    if not facts.requirements:
+        yield skipped("rlhf-flows is not installed as a package here, so its requirements are not known")
+        return
+    wrong = []
+    for requirement in facts.requirements:
+        installed = compute.packages.get(requirement.name, "")
+        if installed and _fits(installed, requirement.accepts):
+            continue
+        report = blocked if requirement.name in NEEDED_ALWAYS else warning
+        wrong.append(requirement.name)
+        yield report(
+            f"{requirement.name} {installed or 'is missing'} in {compute.python}",
+            f"{requirement.name}{requirement.accepts}",
+            f"{compute.python} -m pip install 'rlhf-flows[training]'",
+        )
+    if not wrong:
+        shown = [f"{name} {compute.packages[name]}" for name in sorted(NEEDED_ALWAYS) if name in compute.packages]
+        yield passed(", ".join(shown))
+
+
+@check("environment.compiler")
+def compiler(facts: Facts) -> Iterator[Finding]:
+    """On CPU, DeepSpeed compiles its shared-memory operator when training starts."""
+    if facts.spec.resources.gpus_per_node or facts.scheduler != "local":
+        return
+    if facts.built_ops:
+        yield passed(f"DeepSpeed's operator is built: {', '.join(facts.built_ops)}")
+    elif facts.compiler:
+        yield passed(f"{facts.compiler} will compile DeepSpeed's operator once")
+    else:
+        yield blocked(
+            "no C++ compiler (g++) on this machine, and DeepSpeed's CPU operator was not built before",
+            "a C++ compiler",
+            "install one, for instance `apt-get install g++`; elsewhere ask the administrator for a gcc module",
+        )
+
+
+def _fits(installed: str, accepts: str) -> bool:
+    try:
+        # Local labels (2.6.0+cpu) and pre-releases of a good version are good.
+        return SpecifierSet(accepts).contains(Version(installed), prereleases=True)
+    except InvalidVersion:
+        return False

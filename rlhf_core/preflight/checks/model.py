@@ -1,0 +1,124 @@
+"""The model: its folder, its lengths, the room its checkpoints take."""
+
+from collections.abc import Iterator
+
+from rlhf_core.preflight.estimate import checkpoint_bytes
+from rlhf_core.preflight.facts import Facts
+from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
+
+
+@check("model.folder")
+def folder(facts: Facts) -> Iterator[Finding]:
+    """A folder without config.json is no model, but only the nodes would say so."""
+    found = facts.model_folder
+    if found is None:
+        return
+    if found.problem:
+        yield blocked(
+            f"model.path = {found.path}: {found.problem}",
+            "a folder with config.json and safetensors weights",
+            "correct model.path; on a cluster it must lie on a file system that the nodes see",
+        )
+    else:
+        yield passed(f"{found.path}: {found.weight_bytes / 2**20:.0f} MiB of weights")
+
+
+@check("model.tokenizer")
+def tokenizer(facts: Facts) -> Iterator[Finding]:
+    """A tokenizer that does not load ends every rank during setup."""
+    if facts.tokenizer_problem:
+        yield blocked(
+            f"model.tokenizer = {facts.spec.model.tokenizer}: {facts.tokenizer_problem}",
+            '"char", "byte", "bpe" or a folder with tokenizer.json or tokenizer_config.json',
+            "correct model.tokenizer",
+        )
+
+
+@check("model.length")
+def length(facts: Facts) -> Iterator[Finding]:
+    """Positions beyond the model's limit index outside its tables: an illegal access on a GPU, nonsense on a CPU."""
+    limit = facts.model_config.get("max_position_embeddings")
+    if not isinstance(limit, int):
+        return
+    spec = facts.spec
+    needed = spec.data.max_prompt_tokens + spec.rollout.max_new_tokens
+    found = (
+        f"data.max_prompt_tokens {spec.data.max_prompt_tokens} + rollout.max_new_tokens {spec.rollout.max_new_tokens}"
+        f" = {needed} tokens, the model has positions for {limit}"
+    )
+    if needed > limit:
+        yield blocked(
+            found,
+            f"at most {limit} tokens together",
+            f"lower one of the two, for instance data.max_prompt_tokens={max(limit - spec.rollout.max_new_tokens, 1)}",
+        )
+    else:
+        yield passed(found)
+
+
+@check("model.heads")
+def heads(facts: Facts) -> Iterator[Finding]:
+    """Attention heads that do not divide end in a shape error deep inside the model."""
+    config = facts.model_config
+    num_heads, num_kv = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if isinstance(num_heads, int) and isinstance(num_kv, int) and num_kv and num_heads % num_kv:
+        yield blocked(
+            f"{num_heads} attention heads, {num_kv} key-value heads",
+            "a number of attention heads that is a multiple of the key-value heads",
+            "correct num_attention_heads or num_key_value_heads in model.config",
+        )
+    hidden = config.get("hidden_size")
+    if not isinstance(hidden, int) or not isinstance(num_heads, int) or not num_heads or config.get("head_dim"):
+        return
+    if hidden % num_heads:
+        yield blocked(
+            f"hidden_size {hidden}, {num_heads} attention heads, no head_dim",
+            "a hidden_size that is a multiple of num_attention_heads",
+            "correct them, or set head_dim in model.config",
+        )
+
+
+@check("disk.writable")
+def disk_writable(facts: Facts) -> Iterator[Finding]:
+    """Everything a run leaves behind goes into its directory."""
+    if facts.disk.problem:
+        yield blocked(
+            f"the folder of the runs, {facts.disk.runs_dir}: {facts.disk.problem}",
+            "a folder that can be written",
+            "set RLHF_RUNS (or RLHF_HOME) to another folder",
+        )
+    else:
+        yield passed(f"{facts.disk.runs_dir} can be written")
+
+
+@check("disk.space")
+def disk_space(facts: Facts) -> Iterator[Finding]:
+    """A disk that fills up at a checkpoint ends the run."""
+    if facts.disk.problem:
+        return
+    one = checkpoint_bytes(facts)
+    if one is None:
+        yield skipped("the size of a checkpoint cannot be estimated from this model's config")
+        return
+    # The newest ones, the end of the warm start, the last one; and one more while it is being written.
+    kept = min(facts.spec.checkpoint.keep_last + 2, facts.spec.total_steps // facts.spec.checkpoint.every_num_steps + 2)
+    free = facts.disk.free_bytes
+    found = f"{_size(free)} free in {facts.disk.runs_dir}, a checkpoint takes about {_size(one)} (estimate)"
+    if free < one:
+        yield blocked(found, "room for at least one checkpoint", "make room, or set RLHF_RUNS to another file system")
+    elif free < (kept + 1) * one:
+        yield warning(
+            found,
+            f"room for {kept} checkpoints kept and one being written, about {_size((kept + 1) * one)}",
+            "make room, lower checkpoint.keep_last, or set RLHF_RUNS to another file system",
+        )
+    else:
+        yield passed(found)
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

@@ -1,0 +1,122 @@
+"""What is asked of the machines, against what there is."""
+
+from collections.abc import Iterator
+
+from rlhf_core.preflight.facts import Facts
+from rlhf_core.preflight.registry import Finding, blocked, check, passed, warning
+
+SHORT_ATTEMPT_S = 300
+"""An attempt shorter than this is mostly start-up."""
+
+
+@check("resources.nodes")
+def nodes(facts: Facts) -> Iterator[Finding]:
+    """A job that asks for more nodes than there are waits for ever."""
+    asked, there = facts.spec.resources.num_nodes, len(facts.inventory.node_names)
+    if facts.scheduler == "local" and asked > 1:
+        yield blocked(
+            f"resources.num_nodes = {asked} with the local scheduler",
+            "one node: the local scheduler is this machine",
+            "set resources.num_nodes=1 and resources.ranks_per_node to the ranks wanted",
+        )
+    elif asked > there:
+        yield blocked(
+            f"resources.num_nodes = {asked}, the scheduler has {there} nodes",
+            f"at most {there} nodes",
+            f"set resources.num_nodes={max(there, 1)}",
+        )
+    else:
+        yield passed(f"{asked} of {there} nodes")
+
+
+@check("resources.gpus")
+def gpus(facts: Facts) -> Iterator[Finding]:
+    """GPUs that are not there, or not used, or shared by two ranks."""
+    resources, there = facts.spec.resources, facts.inventory.gpus_per_node
+    asked, ranks = resources.gpus_per_node, resources.ranks_per_node
+    if asked > there:
+        yield blocked(
+            f"resources.gpus_per_node = {asked}, the nodes have {there}",
+            f"at most {there} GPUs per node",
+            f"set resources.gpus_per_node={there}" + ("" if there else " to train on CPU"),
+        )
+    elif asked and ranks > asked:
+        yield blocked(
+            f"resources.ranks_per_node = {ranks} on {asked} GPUs per node",
+            "a GPU for every rank",
+            f"set resources.ranks_per_node={asked}",
+        )
+    elif asked > ranks:
+        yield warning(
+            f"resources.gpus_per_node = {asked} for {ranks} ranks per node: {asked - ranks} GPUs idle",
+            "as many ranks as GPUs",
+            f"set resources.ranks_per_node={asked}, or resources.gpus_per_node={ranks}",
+        )
+    elif not asked and there:
+        yield warning(
+            f"resources.gpus_per_node = 0, but the nodes have {there} GPUs",
+            "training on the GPUs that are there",
+            f"set resources.gpus_per_node={there} and resources.ranks_per_node={there}, unless CPU is meant",
+        )
+    else:
+        yield passed(f"{asked} GPUs per node for {ranks} ranks" if asked else "CPU, no GPU asked for")
+
+
+@check("resources.cores")
+def cores(facts: Facts) -> Iterator[Finding]:
+    """Ranks that share cores slow each other down, and every collective waits for the slowest."""
+    resources, there = facts.spec.resources, facts.inventory.cpus_per_node
+    asked = resources.ranks_per_node * resources.cpus_per_rank
+    found = (
+        f"{resources.ranks_per_node} ranks x {resources.cpus_per_rank} cores = {asked} cores per node, {there} there"
+    )
+    if asked > there:
+        yield warning(
+            found, f"at most {there} cores per node", "lower resources.ranks_per_node or resources.cpus_per_rank"
+        )
+    else:
+        yield passed(found)
+
+
+@check("resources.memory")
+def memory(facts: Facts) -> Iterator[Finding]:
+    """A job that asks for more memory than any node has waits for ever."""
+    asked, there = facts.spec.resources.memory_gb, facts.inventory.memory_gb
+    if there and asked > there:
+        yield blocked(
+            f"resources.memory_gb = {asked:g}, the nodes have {there:.1f}",
+            f"at most {there:.1f} GiB",
+            f"set resources.memory_gb={int(there)}, or 0 to leave it to the scheduler",
+        )
+
+
+@check("resources.time_limit")
+def time_limit(facts: Facts) -> Iterator[Finding]:
+    """An attempt that ends before it has begun, or before a hang could be noticed."""
+    limit, supervise = facts.spec.resources.time_limit_s, facts.spec.supervise
+    if limit < SHORT_ATTEMPT_S:
+        yield warning(
+            f"resources.time_limit_s = {limit}",
+            f"at least {SHORT_ATTEMPT_S} s: starting the workers alone takes a good part of a minute",
+            "raise resources.time_limit_s",
+        )
+    elif supervise.floor_s >= limit:
+        yield warning(
+            f"supervise.floor_s = {supervise.floor_s:g}, resources.time_limit_s = {limit}",
+            "a silence floor well below the time limit",
+            "lower supervise.floor_s, or a hang is only ended by the time limit",
+        )
+    else:
+        yield passed(f"attempts of at most {limit} s")
+
+
+@check("supervise.backoff")
+def backoff(facts: Facts) -> Iterator[Finding]:
+    """A longest wait that is shorter than the first one."""
+    supervise = facts.spec.supervise
+    if supervise.max_backoff_s < supervise.backoff_s:
+        yield warning(
+            f"supervise.backoff_s = {supervise.backoff_s:g}, supervise.max_backoff_s = {supervise.max_backoff_s:g}",
+            "a longest wait of at least the first one",
+            f"every wait will be {supervise.max_backoff_s:g} s; raise supervise.max_backoff_s if that is not meant",
+        )

@@ -1,0 +1,162 @@
+"""Reads a data file once, row by row, with nothing but the standard library."""
+
+import csv
+import json
+from collections.abc import Callable, Iterator, Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.preflight.facts import DataFile, LineProblem
+from rlhf_core.preflight.templates import named_columns
+from rlhf_core.schemas.run import DataSpec
+
+SHOWN = 5
+"""Problems of one kind that are shown; all are counted."""
+
+Row = tuple[int, Mapping[str, Any] | str]
+"""Line number from 1, and the row, or what is wrong with it."""
+
+
+def scan(path: Path, data: DataSpec, tick: Callable[[], None] = lambda: None) -> DataFile:
+    """Read a data file.
+
+    Args:
+        tick: called every few thousand rows; may raise to stop.
+    """
+    suffix = path.suffix.lower()
+    if suffix not in (".jsonl", ".csv", ".parquet"):
+        return DataFile(path, problem=f'found a file ending in "{path.suffix}", expected .jsonl, .csv or .parquet')
+    try:
+        with path.open("rb") as file:
+            start = file.read(4)
+    except FileNotFoundError:
+        return DataFile(path, problem="there is no such file")
+    except OSError as error:
+        return DataFile(path, problem=error.strerror or str(error))
+    if suffix == ".parquet":
+        problem = "" if start == b"PAR1" else "not a Parquet file: it does not begin with PAR1"
+        return DataFile(path, problem=problem, scanned=False)
+    found = _Scan(data)
+    for count, (line, row) in enumerate(_rows(path, suffix)):
+        found.add(line, row)
+        if count % 4096 == 0:
+            tick()
+    return found.result(path)
+
+
+class _First:
+    """Counts problems of one kind and keeps the first few."""
+
+    def __init__(self) -> None:
+        self.problems: list[LineProblem] = []
+        self.count = 0
+
+    def add(self, line: int, message: str = "") -> None:
+        self.count += 1
+        if len(self.problems) < SHOWN:
+            self.problems.append(LineProblem(line, message))
+
+    def lines(self) -> tuple[int, ...]:
+        return tuple(problem.line for problem in self.problems)
+
+
+class _Scan:
+    def __init__(self, data: DataSpec) -> None:
+        self._data = data
+        self._needed = sorted({column for columns in named_columns(data).values() for column in columns})
+        self._columns: set[str] = set()
+        self._num_rows = 0
+        self._malformed = _First()
+        self._lacking = {column: _First() for column in self._needed}
+        self._null = _First()
+        self._empty_prompts = _First()
+        self._empty_answers = _First()
+        self._hashes: set[bytes] = set()
+
+    def add(self, line: int, row: Mapping[str, Any] | str) -> None:
+        if isinstance(row, str):
+            self._malformed.add(line, row)
+            return
+        self._num_rows += 1
+        self._columns.update(row)
+        whole = True
+        for column in self._needed:
+            if column not in row:
+                self._lacking[column].add(line, f'no column "{column}"')
+                whole = False
+            elif row[column] is None:
+                self._null.add(line, f'column "{column}" is null')
+                whole = False
+        if whole:
+            self._add_whole(line, row)
+
+    def _add_whole(self, line: int, row: Mapping[str, Any]) -> None:
+        prompt, answer = str(row[self._data.prompt_column]), str(row[self._data.answer_column])
+        try:
+            encoded, _ = prompt.encode(), answer.encode()
+        except UnicodeEncodeError:
+            self._malformed.add(line, "a text holds half of a surrogate pair, which is no valid Unicode")
+            return
+        if not prompt:
+            self._empty_prompts.add(line)
+        if not answer:
+            self._empty_answers.add(line)
+        self._hashes.add(blake2b(encoded, digest_size=8).digest())
+
+    def result(self, path: Path) -> DataFile:
+        # A column that no row has is a wrong setting, reported once; one that some rows lack is a fault of those rows.
+        partial = [first for column, first in self._lacking.items() if column in self._columns]
+        kinds = [self._malformed, self._null, *partial]
+        problems = sorted((problem for kind in kinds for problem in kind.problems), key=lambda problem: problem.line)
+        return DataFile(
+            path,
+            num_rows=self._num_rows,
+            columns=frozenset(self._columns),
+            malformed=tuple(problems[:SHOWN]),
+            num_malformed=sum(kind.count for kind in kinds),
+            empty_prompts=self._empty_prompts.lines(),
+            num_empty_prompts=self._empty_prompts.count,
+            empty_answers=self._empty_answers.lines(),
+            num_empty_answers=self._empty_answers.count,
+            prompt_hashes=frozenset(self._hashes),
+        )
+
+
+def _rows(path: Path, suffix: str) -> Iterator[Row]:
+    return _jsonl_rows(path) if suffix == ".jsonl" else _csv_rows(path)
+
+
+def _jsonl_rows(path: Path) -> Iterator[Row]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield number, _parse(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
+
+
+def _parse(line: bytes) -> Mapping[str, Any] | str:
+    try:
+        content = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        return f"not UTF-8 at byte {error.start + 1} of the line"
+    except json.JSONDecodeError as error:
+        return f"not valid JSON: {error.msg} at character {error.colno}"
+    except RecursionError:
+        return "JSON is nested too deeply"
+    if not isinstance(content, dict):
+        return f"expected a JSON object, found {type(content).__name__}"
+    return content
+
+
+def _csv_rows(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file, strict=True)
+        try:
+            header = next(reader, [])
+            for cells in reader:
+                if len(cells) == len(header):
+                    yield reader.line_num, dict(zip(header, cells, strict=True))
+                elif cells:
+                    yield reader.line_num, f"found {len(cells)} values for {len(header)} columns"
+        except (csv.Error, UnicodeDecodeError) as error:
+            yield reader.line_num + 1, f"not valid CSV: {error}"

@@ -1,0 +1,46 @@
+"""How large things will be, from the model's config alone. Estimates: good to some ten per cent, not to the byte."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlhf_core.preflight.facts import Facts
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_SMALL_VOCABULARIES = {"char": 128, "byte": 260}
+
+
+def checkpoint_bytes(facts: Facts) -> int | None:
+    """Size of one checkpoint: the weights, and AdamW's fp32 master copy and two moments. None when not known."""
+    parameters = num_parameters(facts)
+    if parameters is None:
+        return None
+    return parameters * (_BYTES[facts.spec.model.dtype] + 3 * 4)
+
+
+def num_parameters(facts: Facts) -> int | None:
+    """Parameters of the model; None when its config does not tell."""
+    if facts.model_folder is not None:
+        stored = str(facts.model_config.get("torch_dtype") or facts.model_config.get("dtype") or "float32")
+        weight_bytes = facts.model_folder.weight_bytes
+        return weight_bytes // _BYTES.get(stored, 4) if weight_bytes else None
+    model = facts.spec.model
+    vocabulary = _SMALL_VOCABULARIES.get(model.tokenizer, model.tokenizer_vocab_size)
+    return decoder_parameters({"vocab_size": vocabulary, **facts.model_config})
+
+
+def decoder_parameters(config: Mapping[str, Any]) -> int | None:
+    """Parameters of a decoder with gated feed-forward layers (Llama, Qwen and kin), from its config."""
+    try:
+        hidden = int(config["hidden_size"])
+        layers = int(config["num_hidden_layers"])
+        num_heads = int(config["num_attention_heads"])
+        feed_forward = int(config["intermediate_size"])
+        vocabulary = int(config["vocab_size"])
+    except (KeyError, TypeError, ValueError):
+        return None
+    head_dim = int(config.get("head_dim") or hidden // max(num_heads, 1))
+    kv_heads = int(config.get("num_key_value_heads") or num_heads)
+    attention = 2 * hidden * num_heads * head_dim + 2 * hidden * kv_heads * head_dim
+    per_layer = attention + 3 * hidden * feed_forward + 2 * hidden
+    embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    return layers * per_layer + embeddings + hidden

@@ -1,0 +1,140 @@
+"""What the checks look at. Gathered by ``gather.py``; in tests, written by hand."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.schemas.resources import Inventory
+from rlhf_core.schemas.run import RunSpec
+
+
+@dataclass(frozen=True)
+class LineProblem:
+    """One bad row of a data file."""
+
+    line: int
+    """Line number, from 1."""
+    message: str
+    """What is wrong with it."""
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A data file as the control plane sees it, without any of the training libraries."""
+
+    path: Path
+    problem: str = ""
+    """Why it cannot be read at all; empty when it can."""
+    scanned: bool = True
+    """Whether its rows were read; Parquet files are left to the nodes."""
+    num_rows: int = 0
+    """Rows that could be read."""
+    columns: frozenset[str] = frozenset()
+    """Columns that some row has."""
+    malformed: tuple[LineProblem, ...] = ()
+    """The first rows that are not valid, or lack a column that other rows have."""
+    num_malformed: int = 0
+    """How many there are of them."""
+    empty_prompts: tuple[int, ...] = ()
+    """First lines whose prompt is empty."""
+    num_empty_prompts: int = 0
+    empty_answers: tuple[int, ...] = ()
+    """First lines whose answer is empty."""
+    num_empty_answers: int = 0
+    prompt_hashes: frozenset[bytes] = frozenset()
+    """Short hashes of the prompts, to find the same prompt in another file."""
+
+
+@dataclass(frozen=True)
+class ComputeSide:
+    """The interpreter that the nodes start."""
+
+    python: str
+    """Its path."""
+    problem: str = ""
+    """Why it could not be asked; empty when it could."""
+    version: tuple[int, ...] = ()
+    """Its Python version."""
+    packages: Mapping[str, str] = field(default_factory=dict)
+    """Distribution name (normalised) to version."""
+    rlhf_flows: str = ""
+    """Version of rlhf-flows there; empty when it cannot be imported."""
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """One package that training needs."""
+
+    name: str
+    """Normalised distribution name."""
+    accepts: str
+    """Version range, for instance ``>=2.6``."""
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """``model.path`` as found."""
+
+    path: Path
+    problem: str = ""
+    """Why it is no model folder; empty when it is one."""
+    weight_bytes: int = 0
+    """Size of its weight files."""
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Where the run directories go."""
+
+    runs_dir: Path
+    problem: str = ""
+    """Why it cannot be written; empty when it can."""
+    free_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class CheckpointFacts:
+    """The checkpoint that a resumed run would go on from."""
+
+    name: str
+    step: int
+    num_ranks: int
+    problems: tuple[str, ...] = ()
+    """Files that are missing or have another size than ``COMPLETE`` says."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything the static checks know."""
+
+    spec: RunSpec
+    inventory: Inventory
+    scheduler: str
+    """``local`` or ``slurm``."""
+    control_version: str
+    """Version of rlhf-flows here."""
+    compute: ComputeSide
+    requirements: tuple[Requirement, ...]
+    """What rlhf-flows says its training extra needs."""
+    disk: Disk
+    imports: Mapping[str, str] = field(default_factory=dict)
+    """``module:function`` to why it does not import; empty text when it does."""
+    missing_code: tuple[str, ...] = ()
+    """Entries of ``code.paths`` that are not there."""
+    train: DataFile | None = None
+    eval: DataFile | None = None
+    model_config: Mapping[str, Any] = field(default_factory=dict)
+    """Content of the model's ``config.json``, or ``model.config``."""
+    model_folder: ModelFolder | None = None
+    """Set when ``model.path`` is."""
+    tokenizer_problem: str = ""
+    """Why ``model.tokenizer`` is no tokenizer folder; empty when it is one or names a kind that is built."""
+    compiler: str = ""
+    """A C++ compiler on this machine; empty when there is none."""
+    built_ops: tuple[str, ...] = ()
+    """DeepSpeed operators that were compiled here before."""
+    resume: CheckpointFacts | None = None
+    """Set when a run is gone on with from a checkpoint."""
+    stored_version: str = ""
+    """Version of rlhf-flows that made the run; empty for a new one."""

@@ -1,0 +1,295 @@
+"""Gathers the facts: thin functions that look at files, ask the scheduler and start one subprocess per question."""
+
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from packaging.requirements import Requirement as PackageRequirement
+
+from rlhf_core import __version__
+from rlhf_core.preflight.data_file import scan
+from rlhf_core.preflight.facts import CheckpointFacts, ComputeSide, Disk, Facts, ModelFolder, Requirement
+from rlhf_core.run_dir import CheckpointDir
+from rlhf_core.schemas.resources import Inventory
+from rlhf_core.schemas.run import ModelSpec, RunSpec
+
+IMPORT_TIMEOUT_S = 120.0
+"""Longest a user's module may take to import. Generous: a cold shared file system is slow."""
+
+Tick = Callable[[], None]
+"""Called about every half second while something is waited for; may raise to stop."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Where a run would take place."""
+
+    inventory: Inventory
+    scheduler: str
+    compute_python: str
+    runs_dir: Path
+    code_path: Path
+    """Folder with the user's code as the nodes will see it."""
+    resume: CheckpointDir | None = None
+    """The checkpoint to go on from, when a run is resumed."""
+    stored_version: str = ""
+    """Version of rlhf-flows that made the run, when it is resumed."""
+
+
+def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Facts:
+    """Look at everything the checks need. Takes seconds: the compute interpreter is started a few times."""
+    compute = ask_compute_python(around.compute_python, tick)
+    usable = not compute.problem and bool(compute.rlhf_flows)
+    return Facts(
+        spec=spec,
+        inventory=around.inventory,
+        scheduler=around.scheduler,
+        control_version=__version__,
+        compute=compute,
+        requirements=training_requirements(),
+        disk=look_at_disk(around.runs_dir),
+        imports=try_imports(spec, around, tick) if usable else {},
+        missing_code=tuple(path for path in spec.code.paths if not Path(path).exists()),
+        train=scan(Path(spec.data.train), spec.data, tick) if spec.data.train else None,
+        eval=scan(Path(spec.data.eval), spec.data, tick) if spec.data.eval else None,
+        model_config=model_config(spec.model),
+        model_folder=look_at_model(spec.model),
+        tokenizer_problem=look_at_tokenizer(spec.model),
+        compiler=find_compiler(),
+        built_ops=built_operators(),
+        resume=look_at_checkpoint(around.resume),
+        stored_version=around.stored_version,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The compute interpreter
+
+_ASK = """
+import importlib.metadata, json, re, sys
+packages = {}
+for found in importlib.metadata.distributions():
+    name = found.metadata["Name"]
+    if name:
+        packages.setdefault(re.sub("[-_.]+", "-", name).lower(), found.version)
+try:
+    import rlhf_core
+    ours = rlhf_core.__version__
+except ImportError:
+    ours = ""
+print(json.dumps({"version": list(sys.version_info[:3]), "packages": packages, "rlhf_flows": ours}))
+"""
+
+
+def ask_compute_python(python: str, tick: Tick = lambda: None) -> ComputeSide:
+    """Version and packages of the interpreter that the nodes start. Imports none of them."""
+    answer = _ask([python, "-c", _ASK], tick)
+    if isinstance(answer, str):
+        return ComputeSide(python, problem=answer)
+    return ComputeSide(
+        python,
+        version=tuple(answer["version"]),
+        packages=answer["packages"],
+        rlhf_flows=answer["rlhf_flows"],
+    )
+
+
+def try_imports(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> dict[str, str]:
+    """Import every function that the config names, in the compute interpreter: name to problem, empty if none."""
+    names = dict.fromkeys([*spec.reward.functions, spec.evaluate.scorer, spec.data.generator])
+    found = {}
+    for name in filter(None, names):
+        command = [
+            around.compute_python,
+            "-m",
+            "rlhf_core.worker",
+            "check-import",
+            name,
+            "--path",
+            str(around.code_path),
+        ]
+        answer = _ask(command, tick)
+        if isinstance(answer, str):
+            found[name] = answer
+        else:
+            found[name] = "" if answer["ok"] else str(answer["error"])
+    return found
+
+
+def _ask(command: Sequence[str], tick: Tick) -> dict[str, Any] | str:
+    """Run a command whose last line of output is a JSON object; a sentence about what went wrong otherwise.
+
+    It starts in an empty folder, so that nothing in the current one is imported that the nodes would not have.
+    """
+    with (
+        tempfile.TemporaryDirectory() as nowhere,
+        tempfile.TemporaryFile() as output,
+        tempfile.TemporaryFile() as complaints,
+    ):
+        try:
+            process = subprocess.Popen(
+                command, cwd=nowhere, stdin=subprocess.DEVNULL, stdout=output, stderr=complaints, start_new_session=True
+            )
+        except OSError as error:
+            return f"cannot be started: {error.strerror}"
+        try:
+            ended = _wait(process, IMPORT_TIMEOUT_S, tick)
+        finally:
+            _end(process)
+        answer, complaint = _last_line(output), _last_line(complaints)
+    if not ended:
+        return f"no answer within {IMPORT_TIMEOUT_S:g} s" + (f"; its last line: {complaint}" if complaint else "")
+    try:
+        content = json.loads(answer)
+    except ValueError:
+        content = None
+    if isinstance(content, dict):
+        return content
+    return f"ended with exit code {process.returncode}" + (f": {complaint}" if complaint else " and said nothing")
+
+
+def _last_line(file: IO[bytes]) -> str:
+    file.seek(0)
+    lines = file.read().decode("utf-8", errors="replace").strip().splitlines()
+    return lines[-1].strip() if lines else ""
+
+
+def _wait(process: "subprocess.Popen[bytes]", timeout_s: float, tick: Tick) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            process.wait(timeout=0.5)
+        except subprocess.TimeoutExpired:
+            tick()
+            continue
+        return True
+    return False
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """End the command and whatever it started: it has a session, and so a process group, of its own."""
+    if process.poll() is None:
+        os.killpg(process.pid, 9)
+        process.wait()
+
+
+def training_requirements() -> tuple[Requirement, ...]:
+    """What the installed rlhf-flows says its training extra needs; empty when it is not installed as a package."""
+    try:
+        lines = importlib.metadata.requires("rlhf-flows") or []
+    except importlib.metadata.PackageNotFoundError:
+        return ()
+    return select_requirements(lines, "training")
+
+
+def select_requirements(lines: Sequence[str], extra: str) -> tuple[Requirement, ...]:
+    """The requirements that one extra adds, from the lines of a package's metadata."""
+    found = []
+    for line in lines:
+        requirement = PackageRequirement(line)
+        marker = requirement.marker
+        if marker is not None and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""}):
+            name = re.sub("[-_.]+", "-", requirement.name).lower()
+            found.append(Requirement(name, str(requirement.specifier)))
+    return tuple(found)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# This machine
+
+
+def find_compiler() -> str:
+    """A C++ compiler, as torch looks for one: ``CXX``, then ``c++`` and ``g++``."""
+    for name in (os.environ.get("CXX", ""), "c++", "g++"):
+        path = shutil.which(name) if name else None
+        if path:
+            return path
+    return ""
+
+
+def built_operators() -> tuple[str, ...]:
+    """Operators that DeepSpeed compiled for this user before."""
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+    return tuple(sorted({path.stem for path in root.glob("**/*.so")})) if root.is_dir() else ()
+
+
+def look_at_disk(runs_dir: Path) -> Disk:
+    """Whether run directories can be made, found out by making one, and the free space there. Leaves nothing behind."""
+    existing = runs_dir
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    try:
+        with tempfile.TemporaryDirectory(prefix=".rlhf-check-", dir=existing):
+            pass
+        return Disk(runs_dir, free_bytes=shutil.disk_usage(existing).free)
+    except OSError as error:
+        return Disk(runs_dir, problem=error.strerror or str(error))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Model and checkpoint
+
+
+def look_at_model(model: ModelSpec) -> ModelFolder | None:
+    """``model.path``, if it is set."""
+    if not model.path:
+        return None
+    path = Path(model.path)
+    if not path.is_dir():
+        return ModelFolder(path, problem="is a file" if path.exists() else "there is no such folder")
+    if not (path / "config.json").is_file():
+        return ModelFolder(path, problem="it has no config.json")
+    weights = [file.stat().st_size for pattern in ("*.safetensors", "*.bin") for file in path.glob(pattern)]
+    if not weights:
+        return ModelFolder(path, problem="it has no weights (*.safetensors)")
+    return ModelFolder(path, weight_bytes=sum(weights))
+
+
+def model_config(model: ModelSpec) -> Mapping[str, Any]:
+    """The model's configuration, from the spec or its folder; empty when it cannot be read."""
+    if not model.path:
+        return model.config
+    try:
+        content = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def look_at_tokenizer(model: ModelSpec) -> str:
+    """Why the tokenizer is no tokenizer folder; empty when it is one, or is built."""
+    if model.tokenizer in ("char", "byte", "bpe"):
+        return ""
+    folder = Path(model.tokenizer or model.path)
+    if not model.tokenizer and not folder.is_dir():
+        return ""  # model.folder says so
+    if not folder.is_dir():
+        return "there is no such folder"
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    return "" if any((folder / name).is_file() for name in names) else "it holds no tokenizer"
+
+
+def look_at_checkpoint(checkpoint: CheckpointDir | None) -> CheckpointFacts | None:
+    """The checkpoint to go on from: who wrote it, whether its files have their sizes. Loading checks their hashes."""
+    manifest = checkpoint.manifest() if checkpoint else None
+    if checkpoint is None or manifest is None:
+        return None
+    problems = []
+    for name, expected in manifest.files.items():
+        try:
+            size = (checkpoint.root / name).stat().st_size
+        except OSError as error:
+            problems.append(f"{name}: {error.strerror}")
+            continue
+        if size != expected.bytes:
+            problems.append(f"{name}: found {size} bytes, expected {expected.bytes}")
+    return CheckpointFacts(checkpoint.root.name, checkpoint.step, manifest.num_ranks, tuple(problems))

@@ -1,0 +1,38 @@
+"""Preflight without an allocation: gather the facts, make every check, say what blocks."""
+
+from collections.abc import Sequence
+
+import rlhf_core.preflight.checks  # noqa: F401 - importing it registers the checks
+from rlhf_core.errors import PreflightBlocked
+from rlhf_core.preflight.gather import Surroundings, Tick, gather
+from rlhf_core.preflight.registry import run_checks
+from rlhf_core.schemas.checks import CheckResult, CheckStatus
+from rlhf_core.schemas.run import RunSpec
+
+
+def make_checks(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> tuple[CheckResult, ...]:
+    """Every finding about a spec in its surroundings.
+
+    Args:
+        tick: called while something is waited for; may raise to stop.
+    """
+    return run_checks(gather(spec, around, tick))
+
+
+def blocking(results: Sequence[CheckResult]) -> list[CheckResult]:
+    """The findings with which the run cannot work."""
+    return [result for result in results if result.status is CheckStatus.BLOCKED]
+
+
+def require_passed(results: Sequence[CheckResult]) -> None:
+    """Raise :class:`PreflightBlocked` with every blocking finding, if there is one."""
+    found = blocking(results)
+    if not found:
+        return
+    count = "1 check blocks" if len(found) == 1 else f"{len(found)} checks block"
+    lines = [f"  {result.id}: found {result.found}; expected {result.expected}. {_advice(result)}" for result in found]
+    raise PreflightBlocked(f"{count} the run; nothing was started:\n" + "\n".join(lines))
+
+
+def _advice(result: CheckResult) -> str:
+    return f"{result.advice[:1].upper()}{result.advice[1:]}." if result.advice else ""

@@ -1,0 +1,47 @@
+"""Placing an attempt: pure, and refusing what cannot be had."""
+
+from pathlib import Path
+
+import pytest
+from control_fakes import FakeScheduler, make_spec
+
+from rlhf_core.allocation.planner import plan, shortages
+from rlhf_core.errors import BadInput
+from rlhf_core.run_dir import RunDir
+from rlhf_core.schemas.resources import Role
+
+
+def test_trainer_first_then_evaluator_in_the_same_places() -> None:
+    placement = plan(make_spec(), FakeScheduler().inventory(), attempt=1)
+    assert [(role.role, role.workers_per_node) for role in placement.roles] == [(Role.TRAINER, 2), (Role.EVALUATOR, 2)]
+    assert (placement.num_nodes, placement.resume_checkpoint, placement.resumed_from_step) == (1, "", 0)
+
+
+def test_a_later_attempt_names_its_checkpoint(tmp_path: Path) -> None:
+    checkpoint = RunDir(tmp_path).checkpoint(40)
+    placement = plan(make_spec(), FakeScheduler().inventory(), attempt=2, resume_from=checkpoint)
+    assert (placement.resume_checkpoint, placement.resumed_from_step) == ("step-000040", 40)
+
+
+@pytest.mark.parametrize(
+    ("resources", "inventory", "says"),
+    [
+        ({"num_nodes": 3}, {"nodes": ("a", "b")}, "3 nodes asked for, 2 there"),
+        ({"gpus_per_node": 8}, {"gpus_per_node": 4}, "8 GPUs per node asked for, 4 there"),
+        ({"memory_gb": 64}, {"memory_gb": 32.0}, "64 GiB of memory per node asked for, 32.0 there"),
+    ],
+)
+def test_what_is_not_there_is_refused(resources: dict[str, float], inventory: dict[str, object], says: str) -> None:
+    with pytest.raises(BadInput, match=says):
+        plan(make_spec(resources=resources), FakeScheduler(**inventory).inventory(), attempt=1)  # type: ignore[arg-type]
+
+
+def test_excluded_nodes_are_not_counted() -> None:
+    inventory = FakeScheduler(nodes=("a", "b")).inventory()
+    spec = make_spec(resources={"num_nodes": 2})
+    assert shortages(spec.resources, inventory) == []
+    assert shortages(spec.resources, inventory, ["b"]) == ["2 nodes asked for, 1 there without the excluded b"]
+
+
+def test_cores_may_be_shared() -> None:
+    assert shortages(make_spec(resources={"ranks_per_node": 64}).resources, FakeScheduler().inventory()) == []

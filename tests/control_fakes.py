@@ -1,0 +1,244 @@
+"""What the control-plane tests share: a spec, a scheduler in memory, an agent that writes what real ones write."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.launch.prepare import prepare
+from rlhf_core.run_dir import LineWriter, RunDir, write_model
+from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus
+from rlhf_core.schemas.attempts import AttemptState
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.failures import FailureKind, Incident
+from rlhf_core.schemas.reports import (
+    AgentEvent,
+    AgentStatus,
+    AttemptOutcome,
+    CheckpointManifest,
+    EvaluationReport,
+    MetricsLine,
+    Phase,
+    RankStatus,
+)
+from rlhf_core.schemas.resources import Inventory, Role, Submission
+from rlhf_core.schemas.run import RunSpec
+
+NODE = "n1"
+
+
+def make_spec(**sections: Any) -> RunSpec:
+    """A small spec that can run; whole sections or single fields of them are changed by keyword."""
+    content: dict[str, Any] = {
+        "name": "small",
+        "model": {"tokenizer": "char", "config": {"model_type": "qwen3", "hidden_size": 32}},
+        "data": {"generator": "rlhf_core.training.tasks:sort_digits"},
+        "train": {"num_steps": 8},
+        "sft": {"num_steps": 2},
+        "resources": {"ranks_per_node": 2},
+        "supervise": {"backoff_s": 0},
+    }
+    for name, value in sections.items():
+        content[name] = {**content.get(name, {}), **value} if isinstance(value, dict) else value
+    return RunSpec.model_validate(content)
+
+
+def make_run(runs: Path, spec: RunSpec | None = None) -> RunDir:
+    """A run directory as `rlhf run` makes it."""
+    folder = runs.parent / "empty"
+    folder.mkdir(exist_ok=True)
+    return prepare(spec or make_spec(), runs, config_source="small.toml", folder=folder)
+
+
+@dataclass
+class FakeJob:
+    """A job of the fake scheduler."""
+
+    run_id: str
+    submission: Submission
+    state: JobState = JobState.RUNNING
+
+
+@dataclass
+class FakeScheduler:
+    """A scheduler whose jobs live in this object. Jobs begin to run at once unless ``first_state`` says otherwise."""
+
+    name: str = "local"
+    nodes: tuple[str, ...] = (NODE,)
+    cpus_per_node: int = 8
+    memory_gb: float = 32.0
+    gpus_per_node: int = 0
+    first_state: JobState = JobState.RUNNING
+    on_submit: Callable[[JobRequest], None] = lambda request: None
+    """Called when a job is accepted: what its agent does at once."""
+    on_status: Callable[[], None] = lambda: None
+    """Called before each answer: what happens meanwhile."""
+    jobs: dict[str, FakeJob] = field(default_factory=dict)
+    submitted: list[JobRequest] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    stubborn: bool = False
+    """Jobs that cannot be ended."""
+
+    def inventory(self) -> Inventory:
+        return Inventory(
+            node_names=self.nodes,
+            cpus_per_node=self.cpus_per_node,
+            memory_gb=self.memory_gb,
+            gpus_per_node=self.gpus_per_node,
+        )
+
+    def submit(self, request: JobRequest) -> Submission:
+        self.submitted.append(request)
+        submission = Submission(
+            attempt=request.placement.attempt,
+            scheduler=self.name,
+            job_id=str(100 + len(self.submitted)),
+            command=request.command,
+        )
+        self.jobs[submission.job_id] = FakeJob(request.run_id, submission, self.first_state)
+        self.on_submit(request)
+        return submission
+
+    def status(self, submissions: Sequence[Submission]) -> dict[str, JobStatus]:
+        self.on_status()
+        known = {job_id: job.state for job_id, job in self.jobs.items()}
+        return {
+            one.job_id: JobStatus(known.get(one.job_id, JobState.ENDED), nodes=self.nodes[:1]) for one in submissions
+        }
+
+    def find(self, run_id: str, attempt: int) -> Submission | None:
+        for job in self.jobs.values():
+            if (job.run_id, job.submission.attempt) == (run_id, attempt) and job.state is not JobState.ENDED:
+                return job.submission
+        return None
+
+    def cancel(self, submission: Submission) -> bool:
+        self.cancelled.append(submission.job_id)
+        if self.stubborn:
+            return False
+        if submission.job_id in self.jobs:
+            self.jobs[submission.job_id].state = JobState.ENDED
+        return True
+
+    def end_all(self) -> None:
+        """Every job is gone, as after a kill of everything."""
+        for job in self.jobs.values():
+            job.state = JobState.ENDED
+
+
+@dataclass
+class FakeAgent:
+    """Writes into a run directory what a real agent and its workers write."""
+
+    run_dir: RunDir
+    attempt: int = 1
+    restart: int = 0
+
+    def begin(self) -> None:
+        """Claim the attempt."""
+        path = self.run_dir.attempt(self.attempt).claim
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+
+    def role(self, role: Role, step: int = 0) -> None:
+        """Start a role, and publish a status."""
+        folder = self.run_dir.attempt(self.attempt).restart(self.restart)
+        writer = LineWriter(folder.events(NODE))
+        writer.write(
+            AgentEvent(time=utc_now(), kind="role_started", node=NODE, message=f"role {role} starts", role=role)
+        )
+        writer.close()
+        ranks = tuple(
+            RankStatus(
+                role=role,
+                rank=rank,
+                local_rank=rank,
+                pid=1000 + rank,
+                sequence=1,
+                collectives=1,
+                in_collective=False,
+                step=step,
+                phase=Phase.TRAIN,
+                age_s=0.1,
+                process_state="R",
+            )
+            for rank in (0, 1)
+        )
+        status = AgentStatus(
+            node=NODE, node_index=0, attempt=self.attempt, restart=self.restart, sequence=1, role=role, ranks=ranks
+        )
+        write_model(folder.agent_status(NODE), status)
+
+    def step(self, number: int, **metrics: float) -> None:
+        """One optimizer step."""
+        writer = LineWriter(self.run_dir.attempt(self.attempt).restart(self.restart).metrics)
+        stage = "sft" if number <= 2 else "grpo"
+        writer.write(MetricsLine(step=number, time=utc_now(), stage=stage, metrics={"train/loss": 0.5, **metrics}))
+        writer.close()
+
+    def checkpoint(self, step: int, num_ranks: int = 2) -> None:
+        """A complete checkpoint without files."""
+        manifest = CheckpointManifest(
+            step=step,
+            stage="grpo",
+            stage_finished=False,
+            num_ranks=num_ranks,
+            spec_hash="x",
+            files={},
+            time=utc_now(),
+        )
+        write_model(self.run_dir.checkpoint(step).complete, manifest)
+
+    def evaluation(self, when: str, name: str, value: float) -> None:
+        """One evaluation report."""
+        report = EvaluationReport(
+            name=name,
+            when=when,
+            metric="exact_match",
+            value=value,
+            ci_low=value - 0.1,
+            ci_high=value + 0.1,
+            num_prompts=8,
+            num_samples=8,
+            checkpoint_step=2 if when == "before" else 10,
+            seconds=1.0,
+            time=utc_now(),
+            samples=(),
+        )
+        write_model(self.run_dir.evaluation(when, name), report)
+
+    def incident(self, kind: FailureKind, fingerprint: str = "") -> None:
+        """What agent 0 writes about a failure."""
+        folder = self.run_dir.attempt(self.attempt).restart(self.restart)
+        incident = Incident(
+            attempt=self.attempt,
+            restart=self.restart,
+            failure_kind=kind,
+            message=f"it was {kind.value}",
+            step=3,
+            suspect_ranks=(1,),
+            suspect_nodes=(NODE,),
+            seen_at=utc_now(),
+            fingerprint=fingerprint,
+            evidence_dir=str(folder.incident_dir.relative_to(self.run_dir.root)),
+        )
+        write_model(folder.incident, incident)
+
+    def end(self, state: AttemptState, kind: FailureKind | None = None, message: str = "") -> None:
+        """Write the outcome."""
+        outcome = AttemptOutcome(
+            attempt=self.attempt, state=state, failure_kind=kind, message=message or f"it {state.value}", time=utc_now()
+        )
+        write_model(self.run_dir.attempt(self.attempt).outcome, outcome)
+
+    def whole_run(self, from_step: int = 0) -> None:
+        """Everything that an attempt without trouble leaves behind."""
+        self.begin()
+        self.role(Role.TRAINER)
+        for step in range(from_step + 1, 11):
+            self.step(step)
+        self.checkpoint(10)
+        self.evaluation("before", "greedy", 0.2)
+        self.evaluation("after", "greedy", 0.9)
+        self.role(Role.EVALUATOR)
+        self.end(AttemptState.COMPLETED)

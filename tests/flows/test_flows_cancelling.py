@@ -1,0 +1,135 @@
+"""`rlhf cancel` from another process: with a living controller, without one, and when it does not answer."""
+
+from typing import Any
+
+import pytest
+from conftest import Desk
+from control_fakes import FakeAgent
+
+from flows.cancelling import Cancelled, cancel_run
+from flows.stages import drive
+from rlhf_core.errors import SchedulerError
+from rlhf_core.launch.journal import read_record
+from rlhf_core.run_dir import RunDir, read_model
+from rlhf_core.schemas.attempts import AttemptState, RunState
+from rlhf_core.schemas.reports import AgentCommand
+from rlhf_core.schemas.resources import Role
+
+
+class Killed(BaseException):
+    """The controller is killed here."""
+
+
+def left_alone(desk: Desk) -> RunDir:
+    """A run in training whose controller was killed; its lease is free again."""
+    run_dir = desk.run()
+
+    def killed() -> None:
+        FakeAgent(run_dir).begin()
+        FakeAgent(run_dir).role(Role.TRAINER)
+        if len(desk.notes.looks) == 2:
+            raise Killed
+
+    desk.scheduler.on_status = killed
+    with pytest.raises(Killed):
+        drive(desk.controller(run_dir))
+    desk.scheduler.on_status = lambda: None
+    desk._stack.close()
+    assert read_record(run_dir).state is RunState.TRAINING
+    return run_dir
+
+
+def cancelled(desk: Desk, run_dir: RunDir, **options: Any) -> tuple[Cancelled, list[str]]:
+    said: list[str] = []
+    clock, sleep = desk.clock, desk.clock.sleep
+    found = cancel_run(
+        run_dir,
+        desk.site,
+        desk.store,
+        "enough",
+        say=said.append,
+        **{"clock": clock, "sleep": sleep, **options},
+    )
+    return found, said
+
+
+@pytest.fixture
+def follows_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agents need no time to obey."""
+    monkeypatch.setattr("flows.stages.CANCEL_PATIENCE_S", 0.0)
+
+
+@pytest.mark.usefixtures("follows_orders")
+def test_without_a_controller_it_is_done_from_here(desk: Desk) -> None:
+    run_dir = left_alone(desk)
+    found, said = cancelled(desk, run_dir)
+    assert (found.state, found.job_ended) == (RunState.CANCELLED, True)
+    assert "from here" in said[0]
+    record = read_record(run_dir)
+    assert record.attempts[1].state is AttemptState.CANCELLED
+    assert record.cause == "enough"
+    assert desk.scheduler.cancelled == ["101"]
+    assert not run_dir.cancel_request.exists()
+
+
+def test_a_living_controller_is_asked(desk: Desk) -> None:
+    run_dir = left_alone(desk)
+    desk.store.acquire_lease(run_dir.run_id, "b@elsewhere:1:1.00", 3600)
+    asked = []
+
+    def obeys(seconds: float) -> None:
+        request = read_model(run_dir.cancel_request, AgentCommand)
+        asked.append(request)
+        with run_dir.control.open("a") as journal:
+            journal.write(
+                '{"sequence":90,"token":9,"time":"2026-01-01T00:00:00Z",'
+                '"event":{"kind":"run_moved","state":"cancelled","cause":"enough"}}\n'
+            )
+        desk.scheduler.end_all()
+
+    found, _ = cancelled(desk, run_dir, sleep=obeys)
+    assert asked[0].reason == "enough"
+    assert found.state is RunState.CANCELLED
+    assert desk.scheduler.cancelled == [], "its controller did it"
+
+
+def test_a_controller_that_does_not_answer_does_not_keep_the_job_alive(desk: Desk) -> None:
+    run_dir = left_alone(desk)
+    desk.store.acquire_lease(run_dir.run_id, "b@elsewhere:1:1.00", 3600)
+    found, _ = cancelled(desk, run_dir)
+    assert desk.scheduler.cancelled == ["101"]
+    assert found.job_ended
+    assert "does not answer" in found.message
+
+
+@pytest.mark.usefixtures("follows_orders")
+def test_a_job_that_does_not_end_is_an_error(desk: Desk) -> None:
+    run_dir = left_alone(desk)
+    desk.scheduler.stubborn = True
+    with pytest.raises(SchedulerError, match="could not be ended"):
+        cancelled(desk, run_dir)
+    assert read_record(run_dir).state is RunState.TRAINING, "it must not be called cancelled while its job runs"
+
+
+def test_a_run_that_has_ended_is_left_alone(desk: Desk) -> None:
+    run_dir = desk.run()
+    desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
+    drive(desk.controller(run_dir))
+    desk._stack.close()
+    desk.scheduler.end_all()
+    before = run_dir.control.read_bytes()
+    found, _ = cancelled(desk, run_dir)
+    assert "had ended already" in found.message
+    assert found.job_ended
+    assert run_dir.control.read_bytes() == before
+
+
+def test_a_job_that_lives_on_is_never_reported_as_gone(desk: Desk) -> None:
+    """Negative control of the proof: it comes from the scheduler, not from having asked."""
+    run_dir = desk.run()
+    desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
+    drive(desk.controller(run_dir))
+    desk._stack.close()
+    found, _ = cancelled(desk, run_dir)
+    assert not found.job_ended
+    assert "may still be at work" in found.message

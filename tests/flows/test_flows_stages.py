@@ -1,0 +1,455 @@
+"""The order of the steps, over every way in which they can end, and from every point at which a controller can die."""
+
+from collections.abc import Callable
+
+import pytest
+from conftest import Desk
+from control_fakes import FakeAgent, make_spec
+
+from flows.stages import Session, drive
+from rlhf_core.errors import DatabaseUnavailable, LeaseLost, PreflightBlocked, RunCancelled, RunFailed
+from rlhf_core.history import queries
+from rlhf_core.launch.journal import Journal, read_record
+from rlhf_core.run_dir import RunDir, read_models, write_model
+from rlhf_core.scheduler.base import JobRequest, JobState
+from rlhf_core.schemas.attempts import AttemptState, RunState
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.checks import CheckResult, CheckStatus
+from rlhf_core.schemas.failures import Action, FailureKind
+from rlhf_core.schemas.journal import JournalLine
+from rlhf_core.schemas.reports import AgentCommand
+from rlhf_core.schemas.resources import Role
+
+
+def agent_of(request: JobRequest, run_dir: RunDir) -> FakeAgent:
+    return FakeAgent(run_dir, attempt=request.placement.attempt)
+
+
+def runs_well(desk: Desk, run_dir: RunDir) -> None:
+    """Every job that is submitted from now on does all it should."""
+    desk.scheduler.on_submit = lambda request: agent_of(request, run_dir).whole_run(request.placement.resumed_from_step)
+
+
+def stages_of(desk: Desk, run_dir: RunDir) -> list[tuple[str, int, str]]:
+    shown = queries.show_run(desk.store, run_dir.run_id)
+    return [(stage["name"], stage["attempt"], stage["state"]) for stage in shown["stages"]]
+
+
+FOUR_STAGES = [
+    ("preflight", 0, "completed"),
+    ("allocate", 1, "completed"),
+    ("train", 1, "completed"),
+    ("evaluate", 1, "completed"),
+]
+
+
+def test_a_run_without_trouble_has_four_stages_and_one_attempt(desk: Desk) -> None:
+    run_dir = desk.run()
+    runs_well(desk, run_dir)
+    drive(desk.controller(run_dir))
+    assert stages_of(desk, run_dir) == FOUR_STAGES
+    shown = queries.show_run(desk.store, run_dir.run_id)
+    assert shown["run"]["state"] == "completed"
+    assert [attempt["state"] for attempt in shown["attempts"]] == ["completed"]
+    assert desk.notes.titles == ["preflight", "allocate attempt 1", "train attempt 1", "evaluate"]
+    assert len(desk.scheduler.submitted) == 1
+
+
+def test_stages_follow_the_agent_as_it_goes(desk: Desk) -> None:
+    """The job waits for nodes, then trains, then evaluates: each is seen when it happens."""
+    run_dir = desk.run()
+    desk.scheduler.first_state = JobState.PENDING
+    agent, seen = FakeAgent(run_dir), []
+
+    def meanwhile() -> None:
+        seen.append(read_record(run_dir).state)
+        job = desk.scheduler.jobs["101"]
+        match len(seen):
+            case 3:
+                job.state = JobState.RUNNING
+                agent.begin()
+                agent.role(Role.TRAINER)
+            case 5:
+                agent.step(1)
+            case 7:
+                agent.role(Role.EVALUATOR)
+            case 9:
+                agent.end(AttemptState.COMPLETED)
+
+    desk.scheduler.on_status = meanwhile
+    drive(desk.controller(run_dir))
+    order = list(dict.fromkeys(seen))
+    assert order == [RunState.QUEUED, RunState.TRAINING, RunState.EVALUATING]
+    assert stages_of(desk, run_dir) == FOUR_STAGES
+    assert max(look.step for look in desk.notes.looks) == 1
+
+
+def test_a_blocking_check_starts_nothing(desk: Desk, checks: list[CheckResult]) -> None:
+    run_dir = desk.run()
+    checks.append(
+        CheckResult(id="b.check", status=CheckStatus.BLOCKED, found="7", expected="8", advice="make it eight")
+    )
+    with pytest.raises(PreflightBlocked, match=r"b\.check: found 7; expected 8. Make it eight."):
+        drive(desk.controller(run_dir))
+    assert desk.scheduler.submitted == []
+    assert read_record(run_dir).state is RunState.FAILED
+    assert stages_of(desk, run_dir) == [("preflight", 0, "failed")]
+    shown = queries.show_run(desk.store, run_dir.run_id)
+    assert [check["status"] for check in shown["checks"]] == ["passed", "blocked"]
+
+
+def fails_then_runs(desk: Desk, run_dir: RunDir, kind: FailureKind, *, failures: int, checkpoint: int = 0) -> None:
+    """The first jobs fail, those after them run well. With ``checkpoint`` a failing one leaves it behind."""
+
+    def behave(request: JobRequest) -> None:
+        agent = agent_of(request, run_dir)
+        if request.placement.attempt > failures:
+            agent.whole_run(request.placement.resumed_from_step)
+            return
+        agent.begin()
+        agent.role(Role.TRAINER)
+        if checkpoint:
+            agent.checkpoint(checkpoint)
+        agent.incident(kind, fingerprint="abc")
+        agent.end(AttemptState.FAILED, kind)
+
+    desk.scheduler.on_submit = behave
+
+
+def test_a_failure_that_may_pass_gets_a_new_attempt_from_the_checkpoint(desk: Desk) -> None:
+    run_dir = desk.run()
+    fails_then_runs(desk, run_dir, FailureKind.NODE_LOST, failures=1, checkpoint=6)
+    drive(desk.controller(run_dir))
+    shown = queries.show_run(desk.store, run_dir.run_id)
+    assert [attempt["state"] for attempt in shown["attempts"]] == ["failed", "completed"]
+    assert [attempt["resumed_from_step"] for attempt in shown["attempts"]] == [0, 6]
+    assert [decision["action"] for decision in shown["decisions"]] == ["new_attempt"]
+    assert desk.scheduler.submitted[1].placement.resume_checkpoint == "step-000006"
+    assert desk.scheduler.cancelled == ["101"], "the old job must be proven gone before the new one is submitted"
+
+
+def test_a_failure_that_would_come_back_stops_with_the_diagnosis(desk: Desk) -> None:
+    run_dir = desk.run()
+    fails_then_runs(desk, run_dir, FailureKind.REWARD_FUNCTION, failures=9)
+    with pytest.raises(RunFailed) as caught:
+        drive(desk.controller(run_dir))
+    text = str(caught.value)
+    assert "reward_function" in text
+    assert "suspect ranks: 1 on n1" in text
+    assert "attempts/1/restarts/0/incident" in text
+    assert f"rlhf resume {run_dir.run_id}" in text
+    assert len(desk.scheduler.submitted) == 1
+    shown = queries.show_run(desk.store, run_dir.run_id)
+    assert shown["run"]["state"] == "failed"
+    assert shown["decisions"][-1]["action"] == "stop"
+
+
+def test_the_budget_ends_without_progress(desk: Desk) -> None:
+    run_dir = desk.run(make_spec(supervise={"max_attempts": 2}))
+    fails_then_runs(desk, run_dir, FailureKind.NODE_LOST, failures=9)
+    with pytest.raises(RunFailed, match="2 attempts without a new checkpoint"):
+        drive(desk.controller(run_dir))
+    assert len(desk.scheduler.submitted) == 2
+
+
+def test_the_budget_begins_again_with_each_new_checkpoint(desk: Desk) -> None:
+    """Negative control of the test before: five failures pass when every attempt gets further."""
+    run_dir = desk.run(make_spec(supervise={"max_attempts": 2}))
+
+    def behave(request: JobRequest) -> None:
+        agent, number = agent_of(request, run_dir), request.placement.attempt
+        if number == 6:
+            agent.whole_run(request.placement.resumed_from_step)
+            return
+        agent.begin()
+        agent.checkpoint(number)
+        agent.end(AttemptState.FAILED, FailureKind.NODE_LOST)
+
+    desk.scheduler.on_submit = behave
+    drive(desk.controller(run_dir))
+    assert len(desk.scheduler.submitted) == 6
+
+
+def test_the_back_off_is_waited_for(desk: Desk) -> None:
+    run_dir = desk.run(make_spec(supervise={"backoff_s": 40}))
+    fails_then_runs(desk, run_dir, FailureKind.NODE_LOST, failures=1)
+    drive(desk.controller(run_dir))
+    assert desk.clock.now >= 20
+    assert any("attempt 2 begins in" in text for text in desk.notes.sayings)
+
+
+def test_a_job_that_vanishes_is_lost_and_tried_again(desk: Desk) -> None:
+    run_dir = desk.run()
+    runs_well(desk, run_dir)
+    well = desk.scheduler.on_submit
+
+    def behave(request: JobRequest) -> None:
+        if request.placement.attempt == 1:
+            agent_of(request, run_dir).begin()
+            desk.scheduler.end_all()
+        else:
+            well(request)
+
+    desk.scheduler.on_submit = behave
+    drive(desk.controller(run_dir))
+    shown = queries.show_run(desk.store, run_dir.run_id)
+    assert [attempt["state"] for attempt in shown["attempts"]] == ["lost", "completed"]
+    (incident,) = shown["incidents"]
+    assert incident["failure_kind"] == "agent_killed"
+    assert shown["decisions"][0]["action"] == "new_attempt"
+
+
+def test_an_old_job_that_does_not_end_stops_the_recovery(desk: Desk) -> None:
+    """Two attempts of one run at work would write the same checkpoints."""
+    run_dir = desk.run()
+    fails_then_runs(desk, run_dir, FailureKind.NODE_LOST, failures=1)
+    desk.scheduler.stubborn = True
+    with pytest.raises(Exception, match="could not be ended"):
+        drive(desk.controller(run_dir))
+    assert len(desk.scheduler.submitted) == 1
+
+
+def test_a_job_that_was_cancelled_from_outside_ends_the_run(desk: Desk) -> None:
+    run_dir = desk.run()
+
+    def behave(request: JobRequest) -> None:
+        agent_of(request, run_dir).begin()
+        agent_of(request, run_dir).end(AttemptState.CANCELLED, FailureKind.USER_CANCEL)
+
+    desk.scheduler.on_submit = behave
+    with pytest.raises(RunCancelled):
+        drive(desk.controller(run_dir))
+    assert read_record(run_dir).state is RunState.CANCELLED
+    assert stages_of(desk, run_dir)[-1] == ("train", 1, "cancelled")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Interrupting
+
+
+def trains_for_ever(desk: Desk, run_dir: RunDir) -> None:
+    def behave(request: JobRequest) -> None:
+        agent_of(request, run_dir).begin()
+        agent_of(request, run_dir).role(Role.TRAINER)
+
+    desk.scheduler.on_submit = behave
+
+
+def test_an_interrupted_run_is_cancelled_and_its_job_gone(desk: Desk) -> None:
+    run_dir = desk.run()
+    trains_for_ever(desk, run_dir)
+    desk.notes.stop = lambda: len(desk.notes.looks) > 3
+    with pytest.raises(RunCancelled, match="interrupted"):
+        drive(desk.controller(run_dir))
+    assert desk.scheduler.jobs["101"].state is JobState.ENDED
+    commands = list(run_dir.attempt(1).commands.glob("*.json"))
+    assert [path.name for path in commands] == ["1.json"]
+    assert AgentCommand.model_validate_json(commands[0].read_bytes()).kind == "cancel"
+    assert stages_of(desk, run_dir)[-1] == ("train", 1, "cancelled")
+    assert queries.show_run(desk.store, run_dir.run_id)["attempts"][0]["state"] == "cancelled"
+
+
+def test_a_request_of_rlhf_cancel_is_obeyed_and_removed(desk: Desk) -> None:
+    run_dir = desk.run()
+    trains_for_ever(desk, run_dir)
+
+    def ask() -> None:
+        request = AgentCommand(kind="cancel", reason="enough of it", time=utc_now())
+        write_model(run_dir.cancel_request, request)
+
+    desk.scheduler.on_status = ask
+    with pytest.raises(RunCancelled, match="enough of it"):
+        drive(desk.controller(run_dir))
+    assert not run_dir.cancel_request.exists()
+    assert read_record(run_dir).cause == "enough of it"
+
+
+def test_a_run_that_was_faster_than_its_cancellation_is_completed(desk: Desk) -> None:
+    run_dir = desk.run()
+    trains_for_ever(desk, run_dir)
+    desk.notes.stop = lambda: len(desk.notes.looks) > 3
+    desk.scheduler.on_status = lambda: (
+        FakeAgent(run_dir).end(AttemptState.COMPLETED) if run_dir.attempt(1).commands.is_dir() else None
+    )
+    drive(desk.controller(run_dir))
+    assert read_record(run_dir).state is RunState.COMPLETED
+
+
+def test_a_cancelled_run_can_be_resumed(desk: Desk) -> None:
+    run_dir = desk.run()
+    trains_for_ever(desk, run_dir)
+    desk.notes.stop = lambda: True
+    with pytest.raises(RunCancelled):
+        drive(desk.controller(run_dir))
+    desk.notes.stop = lambda: False
+    write_model(run_dir.cancel_request, AgentCommand(kind="cancel", reason="old", time=utc_now()))
+    runs_well(desk, run_dir)
+    drive(desk.controller(run_dir, resumed=True))
+    assert read_record(run_dir).state is RunState.COMPLETED
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Controllers that die
+
+
+class Killed(BaseException):
+    """The controller is killed here."""
+
+
+def dies_at_line(journal: Journal, number: int, after: bool) -> None:
+    """Kill the controller just before, or just after, its journal gets the line of that number."""
+    write = journal.append
+
+    def append(event: object) -> None:
+        here = journal.record.next_sequence == number
+        if here and not after:
+            raise Killed
+        write(event)  # type: ignore[arg-type]
+        if here:
+            raise Killed
+
+    journal.append = append  # type: ignore[method-assign, assignment]
+
+
+def story(run_dir: RunDir) -> list[str]:
+    return [line.event.kind for line in read_models(run_dir.control, JournalLine)]
+
+
+def undisturbed_lines(desk: Desk) -> int:
+    run_dir = desk.run()
+    fails_then_runs(desk, run_dir, FailureKind.NODE_LOST, failures=1, checkpoint=6)
+    drive(desk.controller(run_dir))
+    return len(story(run_dir))
+
+
+def controller_until_it_stays_alive(desk: Desk, run_dir: RunDir, prepare: Callable[[Session], None]) -> None:
+    session = desk.controller(run_dir)
+    prepare(session)
+    with pytest.raises(Killed):
+        drive(session)
+    drive(desk.controller(run_dir))
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_killed_at_any_line_of_the_journal_the_next_controller_ends_the_same_way(desk: Desk, after: bool) -> None:
+    """Every line of a run with a failure and a recovery is a failpoint, twice."""
+    for number in range(1, undisturbed_lines(desk) - after):
+        desk.scheduler.submitted.clear()
+        run_dir = desk.run()
+        fails_then_runs(desk, run_dir, FailureKind.NODE_LOST, failures=1, checkpoint=6)
+
+        def die(session: Session, number: int = number) -> None:
+            dies_at_line(session.journal, number, after)
+
+        controller_until_it_stays_alive(desk, run_dir, die)
+        shown = queries.show_run(desk.store, run_dir.run_id)
+        assert shown["run"]["state"] == "completed", number
+        assert [attempt["state"] for attempt in shown["attempts"]] == ["failed", "completed"], number
+        assert [request.placement.attempt for request in desk.scheduler.submitted] == [1, 2], number
+        assert len(shown["decisions"]) == 1, number
+        kinds = story(run_dir)
+        assert kinds.count("attempt_planned") == kinds.count("attempt_submitted") == 2, number
+
+
+def test_a_controller_that_comes_after_the_end_adopts_the_outcome(desk: Desk) -> None:
+    """Killed while the job trained; by the time the next one comes, the job has long been done."""
+    run_dir = desk.run()
+    trains_for_ever(desk, run_dir)
+    desk.scheduler.on_status = lambda: (_ for _ in ()).throw(Killed())
+    with pytest.raises(Killed):
+        drive(desk.controller(run_dir))
+    desk.scheduler.on_status = lambda: None
+    FakeAgent(run_dir).whole_run()
+    desk.scheduler.end_all()
+    drive(desk.controller(run_dir))
+    assert read_record(run_dir).state is RunState.COMPLETED
+    assert len(desk.scheduler.submitted) == 1
+    assert stages_of(desk, run_dir) == FOUR_STAGES
+
+
+def test_a_completed_run_is_left_alone(desk: Desk) -> None:
+    run_dir = desk.run()
+    runs_well(desk, run_dir)
+    drive(desk.controller(run_dir))
+    before = run_dir.control.read_bytes()
+    drive(desk.controller(run_dir, resumed=True))
+    assert run_dir.control.read_bytes() == before
+    assert len(desk.scheduler.submitted) == 1
+
+
+def test_resuming_a_failed_run_checks_again_and_begins_a_new_budget(desk: Desk) -> None:
+    run_dir = desk.run(make_spec(supervise={"max_attempts": 1, "backoff_s": 500}))
+    fails_then_runs(desk, run_dir, FailureKind.NODE_LOST, failures=1)
+    with pytest.raises(RunFailed):
+        drive(desk.controller(run_dir))
+    drive(desk.controller(run_dir, resumed=True))
+    shown = queries.show_run(desk.store, run_dir.run_id)
+    assert shown["run"]["state"] == "completed"
+    assert [stage["name"] for stage in shown["stages"]].count("preflight") == 2
+    assert desk.clock.now < 100, "a person who asks does not wait for a back-off"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Leases and databases
+
+
+def test_a_controller_that_lost_its_lease_writes_nothing_more(desk: Desk) -> None:
+    run_dir = desk.run()
+    trains_for_ever(desk, run_dir)
+    session = desk.controller(run_dir)
+    sizes = []
+
+    def taken_over() -> None:
+        if len(desk.notes.looks) == 3:
+            desk.store.acquire_lease(run_dir.run_id, "b@elsewhere:1:1.00", 60, takeover=lambda owner: True)
+            session.lease._renewed = -1e9
+            sizes.append(run_dir.control.stat().st_size)
+
+    desk.scheduler.on_status = taken_over
+    with pytest.raises(LeaseLost):
+        drive(session)
+    desk._stack.close()
+    assert sizes == [run_dir.control.stat().st_size]
+    assert run_dir.control_reserve.exists(), "it belongs to the other controller now"
+    assert desk.scheduler.cancelled == []
+
+
+def test_a_database_that_goes_away_changes_nothing_but_the_view(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = desk.run()
+    runs_well(desk, run_dir)
+    session = desk.controller(run_dir)
+    away = True
+
+    def sync(directory: RunDir, store: object) -> None:
+        if away:
+            raise DatabaseUnavailable("it is away")
+        real_sync(directory, store)
+
+    from rlhf_core.watchdog.ingest import sync as real_sync
+
+    monkeypatch.setattr("rlhf_core.watchdog.watch.sync", sync)
+    drive(session)
+    assert read_record(run_dir).state is RunState.COMPLETED
+    assert {look.history_behind for look in desk.notes.looks} == {"it is away"}
+    away = False
+    desk._stack.close()
+    assert queries.show_run(desk.store, run_dir.run_id)["run"]["state"] == "completed"
+
+
+def test_a_second_controller_is_refused_while_the_first_lives(desk: Desk) -> None:
+    run_dir = desk.run()
+    desk.store.acquire_lease(run_dir.run_id, "b@elsewhere:1:1.00", 60)
+    with pytest.raises(LeaseLost, match="b@elsewhere"):
+        desk.controller(run_dir)
+
+
+def test_the_decision_stands_before_it_is_acted_on(desk: Desk) -> None:
+    run_dir = desk.run()
+    fails_then_runs(desk, run_dir, FailureKind.NODE_LOST, failures=1)
+    drive(desk.controller(run_dir))
+    kinds = story(run_dir)
+    second_plan = [index for index, kind in enumerate(kinds) if kind == "attempt_planned"][1]
+    assert kinds.index("decision_made") < second_plan
+    decision = read_record(run_dir).attempts[1].decision
+    assert decision is not None
+    assert decision.action is Action.NEW_ATTEMPT

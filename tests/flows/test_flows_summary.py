@@ -1,0 +1,30 @@
+"""The result of a run, from its directory alone."""
+
+from conftest import Desk
+from control_fakes import FakeAgent
+
+from flows.stages import drive
+from flows.summary import interval, markdown, signed, summarise
+from rlhf_core.schemas.attempts import RunState
+
+
+def test_a_completed_run_in_a_dozen_facts(desk: Desk) -> None:
+    run_dir = desk.run()
+    desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
+    drive(desk.controller(run_dir))
+    summary = summarise(run_dir)
+    assert summary.state is RunState.COMPLETED
+    assert (summary.steps, summary.num_attempts, summary.num_restarts) == (10, 1, 0)
+    assert [name for name, _ in summary.stage_seconds] == ["preflight", "allocate", "train", "evaluate"]
+    greedy, sampled = summary.accuracy
+    assert greedy.gain is not None
+    assert abs(greedy.gain - 0.7) < 1e-9
+    assert sampled.gain is None
+    text = markdown(summary)
+    assert "| exact_match, greedy | 0.200 [0.100, 0.300] | 0.900 [0.800, 1.000] | +0.700 |" in text
+    assert str(run_dir.root) in text
+
+
+def test_what_is_not_there_is_a_dash() -> None:
+    assert (interval(None), signed(None)) == ("-", "-")
+    assert signed(-0.25) == "-0.250"

@@ -1,0 +1,168 @@
+"""The journal: what is written is read back, also after kills, on full disks, and when two controllers write."""
+
+import errno
+from pathlib import Path
+
+import pytest
+from control_fakes import make_run
+
+from rlhf_core.errors import IllegalMove, LeaseLost, RunDirError
+from rlhf_core.launch.journal import Journal, fold, read_record
+from rlhf_core.run_dir import LineWriter, RunDir, read_models
+from rlhf_core.schemas.attempts import AttemptState, RunState, StageName, StageState
+from rlhf_core.schemas.journal import AttemptPlanned, JournalLine, RunMoved
+from rlhf_core.schemas.resources import Placement
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    return make_run(tmp_path / "runs")
+
+
+def lines(run_dir: RunDir) -> list[JournalLine]:
+    return read_models(run_dir.control, JournalLine)
+
+
+def placement(number: int) -> Placement:
+    return Placement(attempt=number, num_nodes=1, roles=())
+
+
+def test_a_second_journal_goes_on_with_the_numbers(run_dir: RunDir) -> None:
+    first = Journal(run_dir, token=1)
+    first.move_run(RunState.PREFLIGHT, "started")
+    first.close()
+    second = Journal(run_dir, token=2)
+    second.move_run(RunState.QUEUED, "attempt 1")
+    second.close()
+    assert [line.sequence for line in lines(run_dir)] == [0, 1, 2]
+    assert [line.token for line in lines(run_dir)] == [0, 1, 2]
+    assert read_record(run_dir).state is RunState.QUEUED
+
+
+def test_a_line_torn_by_a_kill_is_closed_off_and_left_out(run_dir: RunDir) -> None:
+    with run_dir.control.open("ab") as file:
+        file.write(b'{"sequence":1,"token":1,"time":"2026-')
+    journal = Journal(run_dir, token=1)
+    journal.move_run(RunState.PREFLIGHT, "started")
+    assert [line.sequence for line in lines(run_dir)] == [0, 1]
+    assert read_record(run_dir).state is RunState.PREFLIGHT
+
+
+def test_moves_that_the_table_lacks_are_refused_and_not_written(run_dir: RunDir) -> None:
+    journal = Journal(run_dir, token=1)
+    with pytest.raises(IllegalMove, match="pending and cannot become training"):
+        journal.move_run(RunState.TRAINING, "too early")
+    journal.append(AttemptPlanned(placement=placement(1)))
+    with pytest.raises(IllegalMove, match="planned and cannot become running"):
+        journal.move_attempt(1, AttemptState.RUNNING, "too early")
+    assert len(lines(run_dir)) == 2
+
+
+def test_a_move_to_where_it_is_writes_nothing(run_dir: RunDir) -> None:
+    journal = Journal(run_dir, token=1)
+    journal.move_run(RunState.PREFLIGHT, "started")
+    journal.move_run(RunState.PREFLIGHT, "again")
+    assert len(lines(run_dir)) == 2
+
+
+def test_an_open_stage_is_gone_on_with(run_dir: RunDir) -> None:
+    journal = Journal(run_dir, token=1)
+    index = journal.begin_stage(StageName.TRAIN, 1)
+    again = Journal(run_dir, token=2)
+    assert again.begin_stage(StageName.TRAIN, 1) == index
+    assert len(again.record.stages) == 1
+
+
+def test_a_stage_left_open_by_a_kill_is_ended_when_another_begins(run_dir: RunDir) -> None:
+    journal = Journal(run_dir, token=1)
+    journal.begin_stage(StageName.TRAIN, 1)
+    journal.begin_stage(StageName.ALLOCATE, 2)
+    assert [stage.state for stage in journal.record.stages] == [StageState.FAILED, StageState.RUNNING]
+    assert [stage.index for stage in journal.record.stages] == [0, 1]
+
+
+def test_a_controller_with_an_older_lease_may_not_open_the_journal(run_dir: RunDir) -> None:
+    Journal(run_dir, token=5).move_run(RunState.PREFLIGHT, "started")
+    with pytest.raises(LeaseLost, match="under lease 5"):
+        Journal(run_dir, token=4)
+
+
+def test_lines_of_a_controller_that_lost_its_lease_do_not_count(run_dir: RunDir) -> None:
+    old = Journal(run_dir, token=1)
+    old.move_run(RunState.PREFLIGHT, "started")
+    new = Journal(run_dir, token=2)
+    new.move_run(RunState.QUEUED, "attempt 1")
+    old.append(RunMoved(state=RunState.FAILED, cause="the old one did not know"))
+    assert read_record(run_dir).state is RunState.QUEUED
+
+
+def test_without_fencing_the_stale_line_would_count(run_dir: RunDir) -> None:
+    """Negative control: the same lines with equal tokens."""
+    journal = Journal(run_dir, token=1)
+    journal.move_run(RunState.PREFLIGHT, "started")
+    journal.move_run(RunState.QUEUED, "attempt 1")
+    journal.append(RunMoved(state=RunState.FAILED, cause="the old one did not know"))
+    assert read_record(run_dir).state is RunState.FAILED
+
+
+def test_a_resume_by_a_person_begins_a_new_budget(run_dir: RunDir) -> None:
+    journal = Journal(run_dir, token=1)
+    journal.move_run(RunState.PREFLIGHT, "started")
+    journal.append(AttemptPlanned(placement=placement(1)))
+    assert journal.record.first_attempt == 1
+    journal.move_run(RunState.FAILED, "broken")
+    journal.move_run(RunState.PREFLIGHT, "resumed")
+    assert journal.record.first_attempt == 2
+    assert fold(lines(run_dir)).first_attempt == 2
+
+
+class FullDisk:
+    """A line writer on a disk that is full until the reserve is given up."""
+
+    def __init__(self, path: Path) -> None:
+        self._inner = LineWriter(path)
+        self._reserve = path.with_name("control.reserve")
+
+    def write(self, line: JournalLine) -> None:
+        if self._reserve.exists():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self._inner.write(line)
+
+    def sync(self) -> None:
+        self._inner.sync()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def test_the_end_can_be_written_on_a_full_disk(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_core.launch.journal.LineWriter", FullDisk)
+    journal = Journal(run_dir, token=1)
+    assert run_dir.control_reserve.stat().st_size > 0
+    journal.move_run(RunState.PREFLIGHT, "started")
+    journal.move_run(RunState.FAILED, "the disk is full")
+    assert read_record(run_dir).state is RunState.FAILED
+
+
+def test_without_a_reserve_the_full_disk_is_an_error_that_says_what_to_do(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control of the reserve."""
+
+    class AlwaysFull(FullDisk):
+        def write(self, line: JournalLine) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("rlhf_core.launch.journal.LineWriter", AlwaysFull)
+    journal = Journal(run_dir, token=1)
+    with pytest.raises(RunDirError, match="Make room"):
+        journal.move_run(RunState.PREFLIGHT, "started")
+    assert journal.record.state is RunState.PENDING
+
+
+def test_the_reserve_is_given_back_unless_it_is_somebody_elses(run_dir: RunDir) -> None:
+    lost = Journal(run_dir, token=1)
+    lost.close(lease_lost=True)
+    assert run_dir.control_reserve.exists()
+    Journal(run_dir, token=2).close()
+    assert not run_dir.control_reserve.exists()

@@ -1,0 +1,120 @@
+"""The directory of a new run: whole or not there, with the code it was asked for with."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from control_fakes import make_spec
+
+from rlhf_core.errors import BadConfig, RunDirError
+from rlhf_core.launch.prepare import absolute_paths, git_revision, prepare, user_modules
+from rlhf_core.run_dir import is_run_id, read_models, run_dirs
+from rlhf_core.schemas.journal import JournalLine
+
+
+def git(folder: Path, *arguments: str) -> None:
+    identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+    subprocess.run(["git", "-C", str(folder), *identity, *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where the user is: a repository with a reward function."""
+    path = tmp_path / "work"
+    path.mkdir()
+    (path / "my_rewards.py").write_text("def score(**columns):\n    return []\n")
+    git(path, "init", "-q")
+    git(path, "add", ".")
+    git(path, "commit", "-qm", "first")
+    return path
+
+
+def test_a_run_directory_has_spec_code_and_journal(tmp_path: Path, folder: Path) -> None:
+    spec = make_spec(reward={"functions": ["my_rewards:score"]})
+    run = prepare(spec, tmp_path / "runs", config_source="a.toml", overrides=["seed=1"], folder=folder)
+    assert is_run_id(run.run_id)
+    stored = run.read_spec()
+    assert stored.spec == spec
+    assert stored.run_id == run.run_id
+    assert stored.overrides == ("seed=1",)
+    assert stored.code_revision == git_revision(folder)
+    (line,) = read_models(run.control, JournalLine)
+    assert (line.token, line.sequence, line.event.kind) == (0, 0, "run_created")
+    assert [one.run_id for one in run_dirs(tmp_path / "runs")] == [run.run_id]
+
+
+def test_the_snapshot_does_not_change_with_the_code(tmp_path: Path, folder: Path) -> None:
+    spec = make_spec(reward={"functions": ["my_rewards:score"]})
+    run = prepare(spec, tmp_path / "runs", config_source="a.toml", folder=folder)
+    (folder / "my_rewards.py").write_text("changed while queued\n")
+    kept = run.code / "snapshot" / "my_rewards.py"
+    assert kept.read_text().startswith("def score")
+
+
+def test_uncommitted_changes_are_kept_as_a_diff(tmp_path: Path, folder: Path) -> None:
+    (folder / "my_rewards.py").write_text("def score(**columns):\n    return [1.0]\n")
+    run = prepare(make_spec(), tmp_path / "runs", config_source="a.toml", folder=folder)
+    assert run.read_spec().code_revision.endswith("-dirty")
+    assert "+    return [1.0]" in (run.code / "diff.patch").read_text()
+
+
+def test_outside_a_repository_there_is_no_revision(tmp_path: Path) -> None:
+    run = prepare(make_spec(), tmp_path / "runs", config_source="a.toml", folder=tmp_path)
+    assert run.read_spec().code_revision == ""
+    assert not (run.code / "diff.patch").exists()
+
+
+def test_packages_are_copied_without_what_is_no_code(tmp_path: Path, folder: Path) -> None:
+    package = folder / "rewards"
+    (package / "__pycache__").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "__pycache__" / "junk.pyc").write_text("")
+    spec = make_spec(code={"paths": [str(package)]})
+    run = prepare(spec, tmp_path / "runs", config_source="a.toml", folder=folder)
+    found = {path.name for path in (run.code / "snapshot" / "rewards").iterdir()}
+    assert found == {"__init__.py"}
+
+
+def test_only_modules_of_this_folder_are_taken(folder: Path) -> None:
+    spec = make_spec(reward={"functions": ["my_rewards:score", "json:loads", "rlhf_core.training.rewards:exact_match"]})
+    assert user_modules(spec, folder) == [folder / "my_rewards.py"]
+
+
+def test_code_that_is_not_there_leaves_no_run_behind(tmp_path: Path, folder: Path) -> None:
+    spec = make_spec(code={"paths": [str(folder / "nothing.py")]})
+    with pytest.raises(BadConfig, match=r"nothing\.py"):
+        prepare(spec, tmp_path / "runs", config_source="a.toml", folder=folder)
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, folder: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(RunDirError, match="RLHF_RUNS"):
+        prepare(make_spec(), blocked, config_source="a.toml", folder=folder)
+
+
+def test_a_directory_in_the_making_is_no_run(tmp_path: Path) -> None:
+    half = tmp_path / "runs" / ".small-20260101-000000-abcdef.new"
+    half.mkdir(parents=True)
+    (half / "spec.json").write_text("{}")
+    assert run_dirs(tmp_path / "runs") == []
+
+
+def test_relative_paths_are_taken_from_where_the_user_is(tmp_path: Path) -> None:
+    spec = make_spec(
+        model={"path": "models/a", "config": {}, "tokenizer": ""},
+        data={"generator": "", "train": "data/train.jsonl", "eval": "/elsewhere/eval.jsonl"},
+        code={"paths": ["../lib.py"]},
+    )
+    resolved = absolute_paths(spec, tmp_path / "work")
+    assert resolved.model.path == str(tmp_path / "work" / "models" / "a")
+    assert resolved.data.train == str(tmp_path / "work" / "data" / "train.jsonl")
+    assert resolved.data.eval == "/elsewhere/eval.jsonl"
+    assert resolved.code.paths == (str(tmp_path / "lib.py"),)
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe", ""])
+def test_kinds_of_tokenizers_are_no_paths(tmp_path: Path, tokenizer: str) -> None:
+    model = {"tokenizer": tokenizer} if tokenizer else {"path": "/m", "config": {}, "tokenizer": ""}
+    assert absolute_paths(make_spec(model=model), tmp_path).model.tokenizer == tokenizer

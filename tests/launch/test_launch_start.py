@@ -1,0 +1,148 @@
+"""An attempt is submitted once, whatever is killed between asking and writing down the answer."""
+
+from pathlib import Path
+
+import pytest
+from control_fakes import FakeAgent, FakeScheduler, make_run, make_spec
+
+from rlhf_core.allocation.planner import plan
+from rlhf_core.launch.journal import Journal
+from rlhf_core.launch.start import agent_command, job_request, record_plan, submit_once
+from rlhf_core.run_dir import RunDir, read_model
+from rlhf_core.scheduler.base import JobRequest
+from rlhf_core.schemas.attempts import AttemptState
+from rlhf_core.schemas.resources import Submission
+
+
+class Killed(BaseException):
+    """The controller was killed here."""
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    return make_run(tmp_path / "runs")
+
+
+def planned(run_dir: RunDir, journal: Journal, scheduler: FakeScheduler) -> JobRequest:
+    placement = record_plan(run_dir, plan(make_spec(), scheduler.inventory(), attempt=1), journal)
+    return job_request(run_dir, make_spec(), placement, "/opt/python")
+
+
+def test_the_seam_is_a_command_line(run_dir: RunDir) -> None:
+    command = agent_command(run_dir, 3, "/opt/python")
+    assert command == (
+        "/opt/python",
+        "-m",
+        "rlhf_core.worker",
+        "agent",
+        "--run-dir",
+        str(run_dir.root),
+        "--attempt",
+        "3",
+    )
+
+
+def test_plan_and_submission_are_written_down_in_order(run_dir: RunDir) -> None:
+    scheduler, journal = FakeScheduler(), Journal(run_dir, token=1)
+    request = planned(run_dir, journal, scheduler)
+    assert request.cpus_per_node == 2
+    submission = submit_once(run_dir, request, scheduler, journal)
+    record = journal.record.attempts[1]
+    assert record.state is AttemptState.SUBMITTED
+    assert record.submission == submission == read_model(run_dir.attempt(1).submission, Submission)
+
+
+def test_a_plan_that_stands_is_kept(run_dir: RunDir) -> None:
+    """The job may have been submitted with it."""
+    scheduler, journal = FakeScheduler(), Journal(run_dir, token=1)
+    first = plan(make_spec(), scheduler.inventory(), attempt=1)
+    record_plan(run_dir, first, journal)
+    other = first.model_copy(update={"resumed_from_step": 5})
+    assert record_plan(run_dir, other, journal) == first
+
+
+def test_submitting_again_adopts(run_dir: RunDir) -> None:
+    scheduler, journal = FakeScheduler(), Journal(run_dir, token=1)
+    request = planned(run_dir, journal, scheduler)
+    first = submit_once(run_dir, request, scheduler, journal)
+    again = submit_once(run_dir, request, scheduler, Journal(run_dir, token=2))
+    assert again == first
+    assert len(scheduler.submitted) == 1
+
+
+def killed_after_submission(run_dir: RunDir, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch) -> JobRequest:
+    """A controller that is killed when the scheduler has accepted the job and nothing is written down yet."""
+
+    def die(path: Path, model: object) -> None:
+        raise Killed
+
+    journal = Journal(run_dir, token=1)
+    request = planned(run_dir, journal, scheduler)
+    with monkeypatch.context() as patch:
+        patch.setattr("rlhf_core.launch.start.write_model", die)
+        with pytest.raises(Killed):
+            submit_once(run_dir, request, scheduler, journal)
+    assert len(scheduler.submitted) == 1
+    assert not run_dir.attempt(1).submission.exists()
+    return request
+
+
+def test_killed_between_submitting_and_recording_the_job_is_found_again(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = FakeScheduler()
+    request = killed_after_submission(run_dir, scheduler, monkeypatch)
+    journal = Journal(run_dir, token=2)
+    submission = submit_once(run_dir, request, scheduler, journal)
+    assert len(scheduler.submitted) == 1
+    assert submission is not None
+    assert journal.record.attempts[1].submission == submission
+
+
+def test_a_scheduler_that_cannot_find_its_jobs_gets_a_second_one(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: without the search the same kill ends in two jobs of one attempt."""
+    scheduler = FakeScheduler()
+    request = killed_after_submission(run_dir, scheduler, monkeypatch)
+    scheduler.find = lambda run_id, attempt: None  # type: ignore[method-assign]
+    submit_once(run_dir, request, scheduler, Journal(run_dir, token=2))
+    assert len(scheduler.submitted) == 2
+
+
+def test_killed_after_recording_the_journal_is_made_good(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, journal = FakeScheduler(), Journal(run_dir, token=1)
+    request = planned(run_dir, journal, scheduler)
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "append", lambda self, event: (_ for _ in ()).throw(Killed()))
+        with pytest.raises(Killed):
+            submit_once(run_dir, request, scheduler, journal)
+    again = Journal(run_dir, token=2)
+    assert again.record.attempts[1].state is AttemptState.PLANNED
+    submit_once(run_dir, request, scheduler, again)
+    assert again.record.attempts[1].state is AttemptState.SUBMITTED
+    assert len(scheduler.submitted) == 1
+
+
+def test_an_attempt_that_ran_and_ended_unrecorded_is_not_started_again(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = FakeScheduler()
+    request = killed_after_submission(run_dir, scheduler, monkeypatch)
+    FakeAgent(run_dir).begin()
+    scheduler.end_all()
+    journal = Journal(run_dir, token=2)
+    assert submit_once(run_dir, request, scheduler, journal) is None
+    assert len(scheduler.submitted) == 1
+    assert journal.record.attempts[1].state is AttemptState.SUBMITTED
+
+
+def test_without_its_claim_the_unrecorded_attempt_would_be_started_again(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: a job that is gone and never began may be submitted again; two are never at work."""
+    scheduler = FakeScheduler()
+    request = killed_after_submission(run_dir, scheduler, monkeypatch)
+    scheduler.end_all()
+    submit_once(run_dir, request, scheduler, Journal(run_dir, token=2))
+    assert len(scheduler.submitted) == 2
