@@ -1,0 +1,245 @@
+"""Writes the pages of docs/ that are made from the code: ``python docs/generate.py`` (``make docs``).
+
+``configuration.md`` from the schema, ``failures.md`` from the failure kinds and the retry policy, ``cli.md`` from the
+commands. ``tests/docs`` fails when one of them is not up to date.
+"""
+
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))  # also from a checkout that is not installed
+
+import typer  # noqa: E402
+
+from rlhf_core import config  # noqa: E402
+from rlhf_core.cli.main import app  # noqa: E402
+from rlhf_core.diagnosis import policy  # noqa: E402
+from rlhf_core.schemas.failures import Action, FailureKind  # noqa: E402
+from rlhf_core.schemas.run import SuperviseSpec  # noqa: E402
+
+GENERATED = "<!-- Made by docs/generate.py (make docs). Change the code, not this page. -->\n"
+
+CONFIGURATION = """\
+# Configuration
+
+A run is asked for with one TOML file. Only `name`, the model, the data and `train.num_steps` have no default; a
+file says what differs. Any setting can be overridden on the command line with `--set section.field=value`, where
+the value is TOML and a bare word is taken as text. An unknown key is an error, and the message names the nearest
+right one. The shipped presets, `quickstart` and `gsm8k`, are commented examples: `rlhf run quickstart`.
+
+What ran is kept, with every default filled in, in `spec.json` of the run directory.
+"""
+
+SITE = """
+## Site settings
+
+Where things are on a machine does not belong into the config of a run. It comes from environment variables, or from
+`rlhf.toml` in `RLHF_HOME` with the keys in the second column; the environment wins.
+"""
+
+FAILURES = """\
+# Failures and what is done about them
+
+When something ends that should not have, the evidence (exit codes, signals, what the workers said, the ends of
+their logs, the state of the scheduler) is turned into one of the kinds below by `rlhf_core/diagnosis/classify.py`,
+and what is done about it is decided by `rlhf_core/diagnosis/policy.py`. Both are pure functions; agent 0 uses them
+inside an allocation, the controller between allocations.
+
+## The ladder
+"""
+
+BUDGET = """
+Retries are counted without checkpoint progress: a new checkpoint sets the count back. The columns below are what the
+policy allows at most. Within that, the run has its own budget: `supervise.max_restarts` restarts in place (default
+{max_restarts}) and `supervise.max_attempts` attempts in all (default {max_attempts}). Before a new attempt without
+progress the controller waits `supervise.backoff_s` (default {backoff_s} s), doubled each time up to
+`supervise.max_backoff_s` (default {max_backoff_s} s), and spread at random over the upper half of that.
+
+## The kinds
+"""
+
+CLI = """\
+# The command line
+
+Results go to standard output, notes and progress to standard error; every reading command takes `--json`. A RUN is
+a run id, the beginning of one, a name (the newest run of it), or `last`.
+
+| exit code | meaning |
+|---|---|
+| 0 | done |
+| 1 | the run failed (its diagnosis is printed), or an error that nobody foresaw |
+| 2 | bad input: config, data, a blocking check, an unknown run, a database that cannot be used as it is |
+| 130 | interrupted or cancelled |
+"""
+
+
+def main() -> None:
+    for name, make in PAGES.items():
+        (ROOT / "docs" / name).write_text(make(), encoding="utf-8")
+        print(f"wrote docs/{name}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# configuration.md
+
+
+def configuration() -> str:
+    """Every setting of a run, and the settings of a site."""
+    parts = [GENERATED, CONFIGURATION, "## Top level\n", *_settings("")]
+    for section, about in config.describe_sections().items():
+        parts += [f"\n## `[{section}]`\n", f"{about}\n", *_settings(section)]
+    parts += [SITE, "| variable | key | meaning |", "|---|---|---|"]
+    keys = {variable: key for key, variable in config._SITE_KEYS.items()}
+    for variable, meaning in _site_settings():
+        parts.append(f"| `{variable}` | {_code(keys[variable]) if variable in keys else ''} | {_cell(meaning)} |")
+    return "\n".join(parts) + "\n"
+
+
+def _settings(section: str) -> Iterator[str]:
+    yield "| setting | type | default | meaning |"
+    yield "|---|---|---|---|"
+    for field in config.describe_fields():
+        parent, _, _ = field.name.rpartition(".")
+        if parent == section:
+            default = "required" if field.required else _code(field.default)
+            yield f"| `{field.name}` | {_code(field.type)} | {default} | {_cell(field.meaning)} |"
+
+
+def _site_settings() -> Iterator[tuple[str, str]]:
+    """Variable and meaning, from the strings under the fields of ``Site``."""
+    for text in _strings_under_names(config.Site).values():
+        variable, _, meaning = text.partition(": ")
+        yield variable.strip("`"), meaning
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# failures.md
+
+
+def failures_page() -> str:
+    """Every failure kind: what it means, how often it is retried, and why not more often."""
+    spec = SuperviseSpec()
+    ladder = [f"{number}. **{action}**: {text}" for number, (action, text) in enumerate(_actions(), start=1)]
+    budget = BUDGET.format(
+        max_restarts=spec.max_restarts,
+        max_attempts=spec.max_attempts,
+        backoff_s=f"{spec.backoff_s:g}",
+        max_backoff_s=f"{spec.max_backoff_s:g}",
+    )
+    head = ["| kind | what it is | restarts in place | further attempts | not more, because |", "|---|---|---|---|---|"]
+    parts = [GENERATED, FAILURES, *ladder, budget, *head]
+    meanings = _strings_under_names(FailureKind)
+    for kind in FailureKind:
+        rule = policy.RULES[kind]
+        allowed = f"{_allowed(rule.in_place)} | {_allowed(rule.attempts)}"
+        parts.append(f"| `{kind.value}` | {_cell(meanings[kind.name])} | {allowed} | {_cell(rule.why)} |")
+    return "\n".join(parts) + "\n"
+
+
+def _actions() -> Iterator[tuple[str, str]]:
+    for name, text in _strings_under_names(Action).items():
+        yield Action[name].value.replace("_", " "), text
+
+
+def _allowed(times: int) -> str:
+    return "the budget" if times >= policy.ALLOWED_BY_SPEC else str(times)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# cli.md
+
+
+def cli() -> str:
+    """Every command with its arguments and options."""
+
+    parts = [GENERATED, CLI]
+    for path, command in commands():
+        parts += ["", f"## `{path}`\n", _prose(command.help or ""), ""]
+        parts += _parameters(path, command)
+    return "\n".join(parts) + "\n"
+
+
+def commands() -> Iterator[tuple[str, Any]]:
+    """Every command that is not hidden, with what is typed to call it."""
+    return _commands(typer.main.get_command(app), "rlhf")
+
+
+def _commands(group: Any, path: str) -> Iterator[tuple[str, Any]]:
+    # Told apart by what they have, not by their classes: some versions of typer bring click along, others import it.
+    for name, command in group.commands.items():
+        if command.hidden:
+            continue
+        if hasattr(command, "commands"):
+            yield from _commands(command, f"{path} {name}")
+        else:
+            yield f"{path} {name}", command
+
+
+def _parameters(path: str, command: Any) -> list[str]:
+    usage, rows = [path], []
+    for parameter in command.params:
+        if parameter.hidden:
+            continue
+        if parameter.param_type_name == "argument":
+            usage.append(parameter.metavar if parameter.required else f"[{parameter.metavar}]")
+            rows.append(f"| `{parameter.metavar}` | {_cell(parameter.help or '')} |")
+        else:
+            names = ", ".join(f"`{name}`" for name in [*parameter.opts, *parameter.secondary_opts])
+            repeated = (
+                " May be given several times." if parameter.multiple and "several times" not in parameter.help else ""
+            )
+            rows.append(f"| {names} | {_cell(parameter.help or '')}{repeated} |")
+    table = ["", "| argument | meaning |", "|---|---|", *rows] if rows else []
+    return [f"    {' '.join(usage)} [OPTIONS]", *table]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shared
+
+
+def _strings_under_names(described: type) -> dict[str, str]:
+    """Names in the body of a class with the string that stands under each."""
+    (tree,) = ast.parse(inspect.getsource(described)).body
+    assert isinstance(tree, ast.ClassDef)
+    found = {}
+    for line, text in zip(tree.body, tree.body[1:], strict=False):
+        if not (isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)):
+            continue
+        targets = (
+            line.targets if isinstance(line, ast.Assign) else [line.target] if isinstance(line, ast.AnnAssign) else []
+        )
+        for target in targets:
+            if isinstance(target, ast.Name):
+                found[target.id] = " ".join(str(text.value.value).split())
+    return found
+
+
+def _prose(text: str) -> str:
+    """Paragraphs of a docstring, wrapped."""
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(textwrap.fill(" ".join(paragraph.split()), 118) for paragraph in paragraphs)
+
+
+def _code(text: str) -> str:
+    return f"`{_cell(text)}`"
+
+
+def _cell(text: str) -> str:
+    return text.replace("``", "`").replace("|", "\\|")
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "configuration.md": configuration,
+    "failures.md": failures_page,
+    "cli.md": cli,
+}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,294 @@
+"""Which plots a report has, and what stands in place of one that cannot be drawn."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlhf_core.reports import plots
+from rlhf_core.reports.gather import RunRecord
+from rlhf_core.reports.markup import Markup, join, number, tag
+from rlhf_core.reports.plots import Curve, Marks, Point, PointSeries, Series
+
+EVALUATION_CURVE = "eval/greedy"
+"""Metric of the greedy evaluations during training (``evaluate.every_num_steps``)."""
+
+
+@dataclass(frozen=True)
+class LinePlot:
+    """A plot of metrics over steps."""
+
+    name: str
+    title: str
+    unit: str
+    keys: tuple[tuple[str, str], ...]
+    """Metrics and their labels; those that the run does not have are left out."""
+    explanation: str
+    """How to read it, in a sentence."""
+    if_missing: str
+    """What is said instead where the run has none of the metrics."""
+    stage: str = ""
+    """``sft`` or ``main`` to draw the steps of that loop alone; empty for all."""
+    smooth: bool = True
+    from_zero: bool = False
+
+
+LEARNING = (
+    LinePlot(
+        name="reward",
+        title="Reward",
+        unit="mean reward per completion",
+        keys=(("reward/mean", "mean"), ("reward/std", "deviation within a group")),
+        explanation="What the sampled completions of a step earned.",
+        if_missing="no reward was measured, because the run made no step of reinforcement learning",
+    ),
+    LinePlot(
+        name="kl",
+        title="Distance from the start (KL)",
+        unit="nats per token",
+        keys=(("policy/kl", "KL"),),
+        explanation="How far the model has moved from the one before the main algorithm.",
+        if_missing="it was not measured; set grpo.measure_kl = true or a grpo.kl_coefficient above 0",
+    ),
+    LinePlot(
+        name="entropy",
+        title="Entropy",
+        unit="nats per token",
+        keys=(("rollout/entropy", "entropy"),),
+        explanation="How undecided the model is when it samples; at zero it has nothing left to try.",
+        if_missing="it was not measured, because nothing was sampled in training",
+        from_zero=True,
+    ),
+    LinePlot(
+        name="signal",
+        title="What there is to learn from",
+        unit="share",
+        keys=(
+            ("rollout/zero_std_groups", "groups of equal reward"),
+            ("rollout/distinct_share", "distinct completions"),
+            ("rollout/truncated_share", "cut off"),
+        ),
+        explanation="A group whose rewards are all equal teaches nothing; copies of one completion add nothing.",
+        if_missing="no groups of completions were sampled",
+        from_zero=True,
+    ),
+    LinePlot(
+        name="length",
+        title="Completion length",
+        unit="tokens",
+        keys=(("rollout/length_mean", "mean length"),),
+        explanation="Mean over the completions of a step, end token included.",
+        if_missing="no completions were sampled in training",
+        from_zero=True,
+    ),
+    LinePlot(
+        name="grad-norm",
+        title="Gradient norm",
+        unit="norm before clipping",
+        keys=(("train/grad_norm", "gradient norm"),),
+        explanation="Zero for long means that nothing is learned.",
+        if_missing="no step was made",
+        from_zero=True,
+    ),
+    LinePlot(
+        name="loss-sft",
+        title="Loss of the supervised steps",
+        unit="nats per token",
+        keys=(("train/loss", "loss"),),
+        explanation="Cross-entropy of the reference answers.",
+        if_missing="the run made no supervised step",
+        stage="sft",
+        from_zero=True,
+    ),
+    LinePlot(
+        name="loss-main",
+        title="Loss of the policy steps",
+        unit="loss",
+        keys=(("train/loss", "loss"),),
+        explanation="Near zero is normal here: judge learning by reward and gradient norm.",
+        if_missing="the run made no step of reinforcement learning",
+        stage="main",
+    ),
+)
+
+SPEED = (
+    LinePlot(
+        name="tokens-per-s",
+        title="Throughput",
+        unit="tokens per second, all ranks",
+        keys=(("speed/tokens_per_s", "tokens per second"),),
+        explanation="Tokens sampled, or taught in supervised steps, over the time of the whole step.",
+        if_missing="no step was made",
+        from_zero=True,
+    ),
+)
+
+PHASES = ("rollout", "reward", "train", "evaluate", "checkpoint")
+"""Parts of a step's time, metric ``time/<phase>_s``, from the bottom of the stack. What is left of ``time/step_s`` is
+"other"; a checkpoint is written after the step and counted with the next one."""
+
+PHASE_COLOURS = {"rollout": 0, "reward": 1, "train": 2, "evaluate": 3, "checkpoint": 4, "other": 6}
+"""The same in every report, whichever of them a run has."""
+
+
+def learning_plots(record: RunRecord) -> Markup:
+    """Accuracy, reward and what tells whether training is in good health."""
+    return _plots(record, [_accuracy(record), *(_line_plot(record, plot) for plot in LEARNING)])
+
+
+def speed_plots(record: RunRecord) -> Markup:
+    """Time per phase and throughput."""
+    return _plots(record, [_phase_times(record), *(_line_plot(record, plot) for plot in SPEED)])
+
+
+def marks_of(record: RunRecord) -> Marks:
+    """Where checkpoints, incidents and returns to a checkpoint stand on the axis of steps."""
+    starts = [row["first_step"] for row in record.restarts if row.get("first_step")]
+    return Marks(
+        last_step=max(record.last_step, 1),
+        warm_start_steps=record.warm_start_steps,
+        checkpoints=tuple(row["step"] for row in record.checkpoints),
+        incidents=tuple(row["step"] for row in record.incidents if row.get("step") is not None),
+        resumes=tuple(step - 1 for step in starts[1:] if step > 1),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _line_plot(record: RunRecord, plot: LinePlot) -> tuple[Markup | None, str]:
+    """The figure, or None and the sentence on why there is none."""
+    series = []
+    for key, label in plot.keys:
+        curve = plots.finite(_of_stage(record, record.curves.get(key, ()), plot.stage))
+        if curve:
+            series.append(Series(label, curve))
+    if not series:
+        return None, f"{plot.title}: {plot.if_missing}."
+    window = max(plots.smoothing_window(len(item.curve)) for item in series) if plot.smooth else 1
+    caption = plot.explanation
+    if window > 1:
+        caption += f" Bold: mean over {window} steps; faint: single steps."
+    svg = plots.line_chart(
+        series,
+        unit=plot.unit,
+        marks=marks_of(record),
+        name=plot.name,
+        description=f"{plot.title}: " + "; ".join(_told(item) for item in series),
+        smooth=plot.smooth,
+        from_zero=plot.from_zero,
+        span=(series[0].curve[0][0], series[0].curve[-1][0]) if plot.stage else None,
+    )
+    return _figure(plot.title, svg, caption), ""
+
+
+def _of_stage(record: RunRecord, curve: Curve, stage: str) -> Curve:
+    if not stage:
+        return curve
+    spec = record.spec
+    if spec is not None and spec.train.algorithm == "sft":
+        return curve if stage == "sft" else ()
+    border = record.warm_start_steps
+    return [(step, value) for step, value in curve if (step <= border) == (stage == "sft")]
+
+
+def _told(series: Series) -> str:
+    (first, start), (last, end) = series.curve[0], series.curve[-1]
+    if first == last:
+        return f"{series.label} {number(start)} at step {first}"
+    return f"{series.label} from {number(start)} at step {first} to {number(end)} at step {last}"
+
+
+def _accuracy(record: RunRecord) -> tuple[Markup | None, str]:
+    title = "Held-out accuracy"
+    series = []
+    for name in ("greedy", "sampled"):
+        rows = sorted(
+            (row for row in record.evaluations if row["name"] == name),
+            key=lambda row: (row["checkpoint_step"], row["when"]),
+        )
+        points = tuple(
+            Point(row["checkpoint_step"], row["value"], row["ci_low"], row["ci_high"])
+            for row in rows
+            if None not in (row["value"], row["ci_low"], row["ci_high"])
+        )
+        between = plots.finite(record.curves.get(EVALUATION_CURVE, ())) if name == "greedy" else []
+        if points:
+            series.append(PointSeries(name, points, between))
+    if not series:
+        return None, f"{title}: no evaluation was made."
+    level = record.spec.evaluate.confidence if record.spec else None
+    metric = str(record.evaluations[0]["metric"]).replace("_", " ")
+    caption = "Bars: confidence interval" + (f" of {level:.0%}." if level else ".")
+    if any(item.between for item in series):
+        caption += " Small dots: greedy evaluations during training."
+    svg = plots.point_chart(
+        series,
+        unit=metric,
+        marks=marks_of(record),
+        name="accuracy",
+        description=f"{title}: "
+        + "; ".join(f"{item.label} {point.value:.3f} at step {point.step}" for item in series for point in item.points),
+    )
+    return _figure(title, svg, caption), ""
+
+
+def _phase_times(record: RunRecord) -> tuple[Markup | None, str]:
+    title = "Where the time goes"
+    series = [
+        Series(name, curve, PHASE_COLOURS[name])
+        for name, curve in _times(record).items()
+        if any(value > 0 for _, value in curve)
+    ]
+    if not series:
+        return None, f"{title}: no step was made."
+    totals = {item.label: sum(value for _, value in item.curve) for item in series}
+    whole = sum(totals.values())
+    caption = "Of all: " + ", ".join(f"{label} {_percent(part / whole)}" for label, part in totals.items()) + "."
+    svg = plots.stacked_chart(
+        series,
+        unit="seconds per step",
+        marks=marks_of(record),
+        name="phases",
+        description=f"{title}. {caption}",
+    )
+    return _figure(title, svg, caption), ""
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share == 0 or share >= 0.01 else "<1%"
+
+
+def _times(record: RunRecord) -> dict[str, Curve]:
+    """Seconds of each step by phase, and what of the step no phase explains."""
+    times: dict[str, Curve] = {phase: plots.finite(record.curves.get(f"time/{phase}_s", ())) for phase in PHASES}
+    left = dict(plots.finite(record.curves.get("time/step_s", ())))
+    for phase, curve in times.items():
+        if phase != "checkpoint":
+            for step, value in curve:
+                left[step] = left.get(step, value) - value
+    times["other"] = [(step, max(0.0, value)) for step, value in sorted(left.items())]
+    return times
+
+
+def _figure(title: str, svg: str, caption: str) -> Markup:
+    return tag("figure", tag("h3", title), Markup(svg), tag("figcaption", caption) if caption else "")
+
+
+def _plots(record: RunRecord, made: Sequence[tuple[Markup | None, str]]) -> Markup:
+    """The figures, what their marks mean, and a sentence for each that could not be drawn."""
+    drawn = [figure for figure, _ in made if figure]
+    missing = [sentence for figure, sentence in made if not figure]
+    marks = marks_of(record)
+    keys = [
+        ("swatch warm", "supervised warm start", marks.warm_start_steps > 0),
+        ("triangle", "checkpoint", bool(marks.checkpoints)),
+        ("stroke bad", "incident", bool(marks.incidents)),
+        ("stroke dashed", "a later attempt or restart went on from here", bool(marks.resumes)),
+    ]
+    legend = [tag("span", tag("i", class_=style), label) for style, label, shown in keys if shown]
+    return join(
+        [
+            tag("p", *legend, class_="legend") if drawn and legend else "",
+            tag("div", *drawn, class_="plots") if drawn else "",
+            tag("ul", *(tag("li", sentence) for sentence in missing), class_="missing") if missing else "",
+        ]
+    )

@@ -1,0 +1,174 @@
+"""Everything a report tells: rows of the history, and from the run directory what is no row (samples, model size)."""
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from rlhf_core.history import queries
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.reports.markup import as_time
+from rlhf_core.reports.plots import Curve
+from rlhf_core.run_dir import RunDir, read_models
+from rlhf_core.schemas.reports import EvaluationSample, SampleLine
+from rlhf_core.schemas.run import RunSpec
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What is known of one run. Rows are as in ``rlhf show --json``."""
+
+    run: Mapping[str, Any]
+    stages: Rows
+    checks: Rows
+    attempts: Rows
+    restarts: Rows
+    incidents: Rows
+    decisions: Rows
+    checkpoints: Rows
+    evaluations: Rows
+    goodput: Mapping[str, Any]
+    lost_time: Rows
+    curves: Mapping[str, Curve]
+    """Effective metrics: after a rewind the last attempt's value of each step."""
+    spec: RunSpec | None
+    """What was asked for; None where this program cannot read it."""
+    tables: Mapping[tuple[str, str], Sequence[EvaluationSample]]
+    """Sample tables of the evaluations, by when (before, after) and name (greedy, sampled)."""
+    samples: Sequence[SampleLine]
+    """Completions kept in training, by step."""
+    num_parameters: int | None
+    """Parameters of the model; None where no model lies in the run directory."""
+    notes: Sequence[str]
+    """Sentences on what could not be read."""
+
+    @property
+    def run_id(self) -> str:
+        """Identity of the run."""
+        return str(self.run["run_id"])
+
+    @property
+    def state(self) -> str:
+        """Where the run stands."""
+        return str(self.run["state"])
+
+    @property
+    def last_seen(self) -> datetime:
+        """The last moment that the history knows of; the end of whatever has not ended."""
+        rows: list[Mapping[str, Any]] = [self.run, *self.stages, *self.restarts, *self.checkpoints, *self.incidents]
+        names = ("created_at", "progress_at", "started_at", "ended_at", "completed_at", "seen_at")
+        return max(time for row in rows for name in names if (time := as_time(row.get(name))) is not None)
+
+    @property
+    def last_step(self) -> int:
+        """Last optimizer step that left a metric; 0 where there is none."""
+        return max((curve[-1][0] for curve in self.curves.values() if curve), default=0)
+
+    def restarts_in_place(self, attempt: int | None = None) -> int:
+        """How often workers were started again inside an allocation. ``restarts`` has starts of any reason: the
+        evaluator's is one as well."""
+        return sum(row["action"] == "restart_in_place" and attempt in (None, row["attempt"]) for row in self.decisions)
+
+    @property
+    def warm_start_steps(self) -> int:
+        """Steps of the supervised warm start before the main algorithm."""
+        return self.spec.sft.num_steps if self.spec else 0
+
+
+def gather(store: HistoryStore, run_dir: RunDir) -> RunRecord:
+    """Read a run. Without its directory the report lacks the training samples and the model's size, and says so.
+
+    Raises:
+        UnknownRun: the history does not have the run.
+    """
+    run_id = run_dir.run_id
+    shown = queries.show_run(store, run_id)
+    notes = []
+    if not run_dir.root.is_dir():
+        notes.append(
+            f"The run directory {run_dir.root} is gone: samples of training and the model's size are left out."
+        )
+    try:
+        spec = RunSpec.model_validate(shown["run"]["spec"])
+    except ValidationError:
+        spec = None
+        version = shown["run"]["package_version"]
+        notes.append(
+            f"The settings are left out, because version {version} wrote them in a form this one does not read."
+        )
+    return RunRecord(
+        run=shown["run"],
+        stages=shown["stages"],
+        checks=shown["checks"],
+        attempts=shown["attempts"],
+        restarts=shown["restarts"],
+        incidents=shown["incidents"],
+        decisions=shown["decisions"],
+        checkpoints=shown["checkpoints"],
+        evaluations=shown["evaluations"],
+        goodput=shown["goodput"],
+        lost_time=shown["lost_time"],
+        curves=queries.curve(store, run_id),
+        spec=spec,
+        tables={
+            (row["when"], row["name"]): _sample_table(store, run_id, row["when"], row["name"])
+            for row in shown["evaluations"]
+        },
+        samples=_training_samples(run_dir),
+        num_parameters=_num_parameters(run_dir),
+        notes=notes,
+    )
+
+
+def find_row(rows: Iterable[Mapping[str, Any]], **wanted: object) -> Mapping[str, Any] | None:
+    """The last of the rows that has all the wanted values; None where there is none."""
+    matching = [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
+    return matching[-1] if matching else None
+
+
+def _sample_table(store: HistoryStore, run_id: str, when: str, name: str) -> list[EvaluationSample]:
+    columns = set(EvaluationSample.model_fields) - {"score"}
+    return [
+        EvaluationSample(
+            **{column: row[column] for column in columns}, score=math.nan if row["score"] is None else row["score"]
+        )
+        for row in queries.evaluation_samples(store, run_id, when, name)
+    ]
+
+
+def _training_samples(run_dir: RunDir) -> list[SampleLine]:
+    """Kept completions; where a step was made again after a rewind, those of the last time."""
+    of_step: dict[int, list[SampleLine]] = {}
+    for attempt in run_dir.attempts():
+        for restart in attempt.restarts():
+            here: dict[int, list[SampleLine]] = {}
+            for line in read_models(restart.samples, SampleLine):
+                here.setdefault(line.step, []).append(line)
+            of_step |= here
+    return [line for step in sorted(of_step) for line in of_step[step]]
+
+
+def _num_parameters(run_dir: RunDir) -> int | None:
+    """Parameters in the newest model folder of the run, from the headers of its safetensors files."""
+    folders = [checkpoint.model for checkpoint in reversed(run_dir.checkpoints())] + [run_dir.initial_model]
+    for folder in folders:
+        files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+        if files:
+            return sum(_count_elements(file) for file in files)
+    return None
+
+
+def _count_elements(path: Path) -> int:
+    """Elements of all tensors in a safetensors file: 8 bytes with the length of a JSON header, the header, the data."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")

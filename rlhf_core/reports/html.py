@@ -1,0 +1,284 @@
+"""The report of one run: one HTML file without a request to anywhere, for a screen, a phone and paper."""
+
+import shlex
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from rlhf_core import __version__
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.reports import charts, plots, samples
+from rlhf_core.reports.config_text import as_toml
+from rlhf_core.reports.gather import RunRecord, find_row, gather
+from rlhf_core.reports.happened import what_happened
+from rlhf_core.reports.markup import (
+    Markup,
+    badge,
+    code,
+    count,
+    duration,
+    facts,
+    fold,
+    join,
+    moment,
+    section,
+    signed,
+    table,
+    tag,
+    words,
+)
+from rlhf_core.run_dir import RunDir, write_text
+from rlhf_core.schemas.base import utc_now
+
+NAMES = ("greedy", "sampled")
+"""Kinds of evaluation, in the order of the page."""
+
+
+def write_report(store: HistoryStore, run_dir: RunDir, out: Path) -> Path:
+    """Write the report of a run; works for a run in any state, also for one that failed before its first step.
+
+    Args:
+        store: history that has the run.
+        run_dir: its directory. If it is gone, settings and samples are left out, and the report says so.
+        out: file to write; replaced whole.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        UnknownRun: the history does not have the run.
+        OSError: ``out`` cannot be written.
+    """
+    write_text(out, page(gather(store, run_dir)))
+    return out
+
+
+def page(record: RunRecord) -> str:
+    """The whole document."""
+    happened, plotted = what_happened(record), _plots(record)
+    body = tag(
+        "main",
+        _header(record),
+        _tiles(record),
+        _facts(record),
+        *([happened, plotted] if record.state == "failed" else [plotted, happened]),
+        section("What the model wrote", samples.evaluation_samples(record)),
+        section("Sampled in training", samples.training_samples(record)),
+        _settings(record),
+        _footer(record),
+    )
+    head = tag(
+        "head",
+        Markup('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
+        Markup('<meta name="color-scheme" content="light dark">'),
+        tag("title", f"{record.run['name']} · {record.run_id}"),
+        tag("style", Markup(resources.files("rlhf_core.reports").joinpath("report.css").read_text(encoding="utf-8"))),
+    )
+    return f'<!DOCTYPE html>\n<html lang="en">{head}{tag("body", body)}</html>\n'
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The first screen
+
+
+def _header(record: RunRecord) -> Markup:
+    return tag(
+        "header",
+        tag("p", code(record.run_id), class_="id"),
+        tag("h1", record.run["name"], " ", badge(record.state)),
+        tag("p", _in_a_sentence(record), class_="lead"),
+        *(tag("p", note, class_="note") for note in record.notes),
+    )
+
+
+def _in_a_sentence(record: RunRecord) -> Markup:
+    """How the run went, as one would say it."""
+    took = duration(record.goodput.get("wall_s"))
+    if record.state == "completed":
+        return join([f"Completed in {took}.", *_changes(record)], " ")
+    if record.state == "failed":
+        return join([f"Failed after {took}:", _diagnosis(record)], " ")
+    if record.state == "cancelled":
+        return join([f"Cancelled after {took}:", record.run["message"]], " ")
+    return join([f"Not over yet (state {record.state}); the report shows what was known at {moment(utc_now())}."])
+
+
+def _changes(record: RunRecord) -> list[str]:
+    """What training did to the held-out accuracy, with no more said than the intervals allow."""
+    sentences = []
+    for name in NAMES:
+        before, after = _pair(record, name)
+        if before is None or after is None:
+            continue
+        metric = f"{name} {words(after['metric'])}"
+        values = f"from {before['value']:.3f} to {after['value']:.3f}"
+        if after["ci_low"] > before["ci_high"]:
+            sentences.append(f"Held-out {metric} rose {values}.")
+        elif after["ci_high"] < before["ci_low"]:
+            sentences.append(f"Held-out {metric} fell {values}.")
+        else:
+            sentences.append(f"Held-out {metric} went {values}; the confidence intervals overlap.")
+    return sentences
+
+
+def _diagnosis(record: RunRecord) -> str:
+    if record.incidents:
+        last = record.incidents[-1]
+        return f"{words(last['failure_kind'])}. {last['message']}"
+    return str(record.run["message"])
+
+
+def _pair(record: RunRecord, name: str) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
+    """The evaluations of one name before and after; those that are not finite do not count."""
+    finite = [row for row in record.evaluations if None not in (row["value"], row["ci_low"], row["ci_high"])]
+    return find_row(finite, name=name, when="before"), find_row(finite, name=name, when="after")
+
+
+def _tiles(record: RunRecord) -> Markup:
+    tiles = [*(_evaluation_tile(record, name) for name in NAMES), _reward_tile(record), _goodput_tile(record)]
+    shown = [tile for tile in tiles if tile]
+    return tag("div", *shown, class_="tiles") if shown else Markup("")
+
+
+def _evaluation_tile(record: RunRecord, name: str) -> Markup | None:
+    before, after = _pair(record, name)
+    found = after or before
+    if found is None:
+        return None
+    title = f"{words(found['metric'])}, {name}"
+    if before is None or after is None:
+        detail = join([f"{found['when']} training, interval ", _interval(found)])
+        return _tile(title, None, f"{found['value']:.3f}", detail)
+    gain = after["value"] - before["value"]
+    change = tag("b", signed(gain), class_="good" if gain > 0 else "bad" if gain < 0 else None)
+    detail = join([change, " · intervals ", _interval(before), " and ", _interval(after)])
+    return _tile(title, f"{before['value']:.3f}", f"{after['value']:.3f}", detail)
+
+
+def _reward_tile(record: RunRecord) -> Markup | None:
+    reward = [value for _, value in plots.finite(record.curves.get("reward/mean", ()))]
+    if not reward:
+        return None
+    edge = max(1, min(5, len(reward) // 2))
+    start, end = sum(reward[:edge]) / edge, sum(reward[-edge:]) / edge
+    detail = f"mean of the first and of the last {edge} of {count(len(reward), 'step')}"
+    return _tile("reward", f"{start:.3f}", f"{end:.3f}", detail)
+
+
+def _goodput_tile(record: RunRecord) -> Markup | None:
+    share = record.goodput.get("ettr")
+    if share is None or not record.curves:
+        return None
+    known = record.goodput
+    detail = f"{duration(known['productive_s'])} of steps that count in {duration(known['wall_s'] - known['queue_s'])}"
+    if known["repeated_s"]:
+        detail += f"; {duration(known['repeated_s'])} made again"
+    return _tile("goodput", None, f"{share:.0%}", detail)
+
+
+def _tile(title: str, before: str | None, value: str, detail: object) -> Markup:
+    arrow = tag("span", before, " → ", class_="before") if before is not None else ""
+    parts = tag("p", title), tag("p", arrow, value, class_="value"), tag("p", detail, class_="detail")
+    return tag("div", *parts, class_="tile")
+
+
+def _interval(row: Mapping[str, Any]) -> Markup:
+    return tag("span", f"{row['ci_low']:.3f}–{row['ci_high']:.3f}", class_="interval")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Facts
+
+
+def _facts(record: RunRecord) -> Markup:
+    run = record.run
+    return section(
+        "Facts",
+        facts(
+            [
+                ("asked for by", run["owner"]),
+                ("created", moment(run["created_at"])),
+                ("wall time", duration(record.goodput.get("wall_s"))),
+                ("by stage", _by_stage(record)),
+                *_asked_for(record),
+                (
+                    "attempts",
+                    f"{len(record.attempts)}, with {count(record.restarts_in_place(), 'restart')} in place"
+                    if record.attempts
+                    else "none",
+                ),
+                ("version", f"rlhf-flows {run['package_version']}"),
+                ("code revision", run["code_revision"] or "not in a repository"),
+            ]
+        ),
+    )
+
+
+def _by_stage(record: RunRecord) -> str:
+    seconds: dict[str, float] = {}
+    for stage in record.stages:
+        seconds[stage["name"]] = seconds.get(stage["name"], 0.0) + stage["seconds"]
+    return ", ".join(f"{name} {duration(value)}" for name, value in seconds.items())
+
+
+def _asked_for(record: RunRecord) -> list[tuple[str, object]]:
+    spec = record.spec
+    if spec is None:
+        return []
+    steps = f"{count(spec.train.num_steps, 'step')} of {spec.train.algorithm.upper()}"
+    if spec.sft.num_steps:
+        steps = f"{count(spec.sft.num_steps, 'warm-start step')}, then {steps}"
+    where = "CPU" if not spec.resources.gpus_per_node else count(spec.resources.gpus_per_node, "GPU") + " per node"
+    model = spec.model.path or f"{spec.model.config['model_type']} from random weights"
+    if spec.model.tokenizer:
+        model += f", {spec.model.tokenizer} tokenizer"
+    if record.num_parameters:
+        model += f", {record.num_parameters / 1e6:,.2f} M parameters"
+    return [
+        ("training", steps),
+        ("model", model),
+        ("data", spec.data.train or code(spec.data.generator)),
+        ("ranks", f"{spec.num_ranks} on {count(spec.resources.num_nodes, 'node')}, {where}"),
+        ("seed", spec.seed),
+    ]
+
+
+def _plots(record: RunRecord) -> Markup:
+    if not record.curves and not record.evaluations:
+        return section("Learning", tag("p", "No step was made, so there is nothing to draw.", class_="note"))
+    learning, speed = charts.learning_plots(record), charts.speed_plots(record)
+    return join([section("Learning", learning), section("Speed", speed)])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Settings and all numbers
+
+
+def _settings(record: RunRecord) -> Markup:
+    given = ["rlhf", "run", record.run["config_source"]]
+    for override in record.run["overrides"]:
+        given += ["--set", override]
+    parts: list[object] = [tag("p", "Asked for with ", code(shlex.join(given)))]
+    if record.spec:
+        parts.append(tag("h3", "Settings that differ from the defaults"))
+        parts.append(tag("pre", as_toml(record.spec, only_set=True)))
+        parts.append(fold("All settings", tag("pre", as_toml(record.spec))))
+    parts.append(_all_metrics(record))
+    return section("Settings and numbers", *parts)
+
+
+def _all_metrics(record: RunRecord) -> Markup:
+    if not record.curves:
+        return tag("p", "The run has no metrics.", class_="note")
+    rows = []
+    for name, curve in sorted(record.curves.items()):
+        values = [value for _, value in plots.finite(curve)]
+        extremes = [min(values), max(values)] if values else [None, None]
+        rows.append([code(name), len(curve), curve[0][1], curve[-1][1], *extremes, len(curve) - len(values)])
+    headers = ["metric", "steps", "first", "last", "lowest", "highest", "not finite"]
+    return fold(f"All {count(len(rows), 'metric')}", table(headers, rows))
+
+
+def _footer(record: RunRecord) -> Markup:
+    return tag("footer", f"Made {moment(utc_now())} by rlhf-flows {__version__} from the history of {record.run_id}.")

@@ -1,0 +1,176 @@
+"""HTML without a template language: every text is escaped unless it was built here, and numbers read well."""
+
+import html
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+
+_HARD_SPACE = "\u00a0"
+
+
+class Markup(str):
+    """Text that is HTML already. Only this module, the drawings and the style sheet make it."""
+
+    __slots__ = ()
+
+
+def markup(value: object) -> Markup:
+    """The value as HTML: escaped, unless it is :class:`Markup`."""
+    return value if isinstance(value, Markup) else Markup(html.escape(str(value)))
+
+
+def join(parts: Iterable[object], separator: str = "") -> Markup:
+    """Several values one after the other."""
+    return Markup(separator.join(markup(part) for part in parts))
+
+
+def tag(name: str, *content: object, **attributes: object) -> Markup:
+    """An element. In names of attributes a trailing ``_`` is dropped (``class_``) and other ``_`` become ``-``; an
+    attribute that is None or False is left out."""
+    written = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{html.escape(str(value))}"'
+        for key, value in attributes.items()
+        if value is not None and value is not False
+    )
+    return Markup(f"<{name}{written}>{join(content)}</{name}>")
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[object]], *, class_: str | None = None) -> Markup:
+    """A table that scrolls sideways where the screen is narrow. Columns of numbers are right-aligned."""
+    numeric = [bool(rows) and all(_is_number(row[index]) for row in rows) for index in range(len(headers))]
+    head = tag("tr", *(tag("th", header, class_=_numeric(is_)) for header, is_ in zip(headers, numeric, strict=True)))
+    body = [
+        tag("tr", *(tag("td", _cell(value), class_=_numeric(is_)) for value, is_ in zip(row, numeric, strict=True)))
+        for row in rows
+    ]
+    return tag("div", tag("table", tag("thead", head), tag("tbody", *body), class_=class_), class_="scroll")
+
+
+def facts(pairs: Iterable[tuple[str, object]]) -> Markup:
+    """Names and values side by side; pairs without a value are left out."""
+    rows = [tag("div", tag("dt", name), tag("dd", value)) for name, value in pairs if value not in (None, "")]
+    return tag("dl", *rows, class_="facts")
+
+
+def section(title: str, *content: object, note: object = "") -> Markup:
+    """A titled part of the page."""
+    return tag("section", tag("h2", title), tag("p", note, class_="note") if note else "", *content)
+
+
+def fold(summary: object, *content: object) -> Markup:
+    """A part that is closed at first."""
+    return tag("details", tag("summary", summary), *content)
+
+
+def code(text: object) -> Markup:
+    """A name or a path, in the font for such."""
+    return tag("code", text)
+
+
+def badge(state: str) -> Markup:
+    """A state, in its colour."""
+    return tag("span", state, class_=f"badge {_STATE_CLASS.get(state, 'plain')}")
+
+
+_STATE_CLASS: Mapping[str, str] = {
+    "completed": "good",
+    "passed": "good",
+    "failed": "bad",
+    "lost": "bad",
+    "blocked": "bad",
+    "cancelled": "warn",
+    "preempted": "warn",
+    "warning": "warn",
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Numbers and times
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """A number to ``digits`` significant digits; an en dash where there is none."""
+    if value is None:
+        return "–"
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "∞" if value > 0 else "−∞"
+    if float(value).is_integer() and abs(value) < 10**6:
+        return f"{int(value)}"
+    if 1 <= abs(value) < 10**6:
+        return f"{value:,.{max(0, digits - 1 - int(math.log10(abs(value))))}f}"
+    return f"{value:.{digits}g}"
+
+
+def signed(value: float) -> str:
+    """A change with three decimals and its sign."""
+    return f"{value:+.3f}".replace("-", "−")
+
+
+def words(name: object) -> str:
+    """A name as words: ``exact_match`` -> ``exact match``."""
+    return str(name).replace("_", " ")
+
+
+def count(amount: int, noun: str) -> str:
+    """``1 step``, ``2 steps``."""
+    return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}s"
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds as people say them: ``0.4 s``, ``12 s``, ``3 min 12 s``, ``2 h 5 min``; an en dash where unknown.
+
+    Numbers stay with their units: the spaces do not break.
+    """
+    if seconds is None:
+        return "–"
+    whole = round(seconds)
+    if seconds < 10:
+        text = f"{seconds:.1f} s"
+    elif whole < 60:
+        text = f"{whole} s"
+    elif whole < 3600:
+        text = f"{whole // 60} min {whole % 60} s"
+    else:
+        text = f"{whole // 3600} h {whole % 3600 // 60} min"
+    return text.replace(" ", _HARD_SPACE)
+
+
+def as_time(value: object) -> datetime | None:
+    """A time from the history, whether it comes as a time or as ISO text; None where there is none."""
+    if isinstance(value, str) and value:
+        value = datetime.fromisoformat(value)
+    if not isinstance(value, datetime):
+        return None
+    return value.astimezone(UTC) if value.tzinfo else value.replace(tzinfo=UTC)
+
+
+def moment(value: object) -> str:
+    """A time to the second, UTC; an en dash where there is none."""
+    found = as_time(value)
+    return f"{found:%Y-%m-%d %H:%M:%S} UTC" if found else "–"
+
+
+def clock(value: object) -> str:
+    """The time of day, UTC; an en dash where there is none."""
+    found = as_time(value)
+    return f"{found:%H:%M:%S}" if found else "–"
+
+
+def _cell(value: object) -> object:
+    if value is None or value == "":
+        return "–"
+    if isinstance(value, float):
+        return number(value)
+    if isinstance(value, datetime):
+        return moment(value)
+    if isinstance(value, list | tuple):
+        return ", ".join(str(item) for item in value) or "–"
+    return value
+
+
+def _is_number(value: object) -> bool:
+    return (isinstance(value, int | float) and not isinstance(value, bool)) or value is None
+
+
+def _numeric(is_numeric: bool) -> str | None:
+    return "number" if is_numeric else None

@@ -1,0 +1,428 @@
+"""Plots as SVG text for an HTML page: numbers in, markup out, no files and no global state.
+
+Colours are written as names of CSS variables (``--series-1`` ...), so that one drawing serves a light page, a dark page
+and paper. Text stays text: it takes the font of the page and can be searched.
+"""
+
+import io
+import itertools
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import MaxNLocator
+
+Curve = Sequence[tuple[int, float]]
+"""Values over optimizer steps, by rising step."""
+
+MAX_POINTS = 600
+"""More points than this are averaged in equal stretches: a longer line shows no more at this size."""
+
+_AXIS_HEIGHT = 130.0
+"""About the height of the drawing's axis, in points of the page."""
+
+_LINE = 10.5
+"""Height of a line of text, in points of the page."""
+
+MAX_BARS = 240
+"""The same for stacked parts, which are wider."""
+
+_STYLE: Any = {  # settings of different types, which rc_context checks when it runs
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 8.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.8,
+    "axes.axisbelow": True,
+    "axes.formatter.limits": (-3, 5),
+    "xtick.major.size": 3,
+    "ytick.major.size": 0,
+    "xtick.major.width": 0.8,
+    "legend.frameon": False,
+    "legend.handletextpad": 0.5,
+    "legend.borderaxespad": 0.0,
+    "lines.solid_capstyle": "round",
+}
+
+# Stand-ins that matplotlib writes into the SVG and that are then replaced by CSS variables. Their values mean nothing,
+# but must not occur otherwise.
+_INK = {
+    "text": "#0a0b01",
+    "muted": "#0a0b02",
+    "grid": "#0a0b03",
+    "paper": "#0a0b04",
+    "warm-start": "#0a0b05",
+    "bad": "#0a0b06",
+    "mark": "#0a0b07",
+    "series-1": "#0a0c01",
+    "series-2": "#0a0c02",
+    "series-3": "#0a0c03",
+    "series-4": "#0a0c04",
+    "series-5": "#0a0c05",
+    "series-6": "#0a0c06",
+    "series-7": "#0a0c07",
+}
+_SERIES = [colour for name, colour in _INK.items() if name.startswith("series-")]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One labelled curve."""
+
+    label: str
+    curve: Curve
+    colour: int | None = None
+    """Number of its colour, from 0; None for the next one. For series that must look the same in every report."""
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What happened at which optimizer step; drawn into every plot over steps."""
+
+    last_step: int = 1
+    """The axis ends here, so that all plots of a page have the same one."""
+    warm_start_steps: int = 0
+    """Steps 1 to this one are the supervised warm start: shaded."""
+    checkpoints: tuple[int, ...] = ()
+    """Steps with a complete checkpoint: triangles on the axis."""
+    incidents: tuple[int, ...] = ()
+    """Steps at which something went wrong: red lines."""
+    resumes: tuple[int, ...] = ()
+    """Steps from which a later attempt or restart went on: dashed lines."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A measured share with its confidence interval at one step."""
+
+    step: int
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class PointSeries:
+    """Points of one kind, with the finer curve measured between them, if any."""
+
+    label: str
+    points: tuple[Point, ...]
+    between: Curve = ()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Numbers
+
+
+def finite(curve: Curve) -> list[tuple[int, float]]:
+    """The points that can be drawn."""
+    return [(step, value) for step, value in curve if math.isfinite(value)]
+
+
+def thin(curve: Curve, max_points: int = MAX_POINTS) -> list[tuple[float, float]]:
+    """The curve, averaged in equal stretches of steps when it has more than ``max_points`` points."""
+    if len(curve) <= max_points:
+        return [(float(step), value) for step, value in curve]
+    width = math.ceil(len(curve) / max_points)
+    stretches = (curve[start : start + width] for start in range(0, len(curve), width))
+    return [
+        (sum(step for step, _ in stretch) / len(stretch), sum(value for _, value in stretch) / len(stretch))
+        for stretch in stretches
+    ]
+
+
+def rolling_mean(curve: Curve, window: int) -> list[tuple[int, float]]:
+    """Mean over ``window`` neighbouring points around each one; at the ends over those that there are."""
+    half = window // 2
+    sums = [0.0, *itertools.accumulate(value for _, value in curve)]
+    smooth = []
+    for index, (step, _) in enumerate(curve):
+        low, high = max(0, index - half), min(len(curve), index + half + 1)
+        smooth.append((step, (sums[high] - sums[low]) / (high - low)))
+    return smooth
+
+
+def smoothing_window(num_points: int) -> int:
+    """Points to average over for the bold line of a noisy curve; 1 where the curve is too short to need one."""
+    if num_points < 30:
+        return 1
+    return 2 * (max(5, num_points // 15) // 2) + 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Drawings
+
+
+def line_chart(
+    series: Sequence[Series],
+    *,
+    unit: str,
+    marks: Marks,
+    name: str,
+    description: str,
+    smooth: bool = False,
+    from_zero: bool = False,
+    span: tuple[int, int] | None = None,
+) -> str:
+    """Curves over steps.
+
+    Args:
+        series: at least one, each with at least one finite point.
+        unit: label of the vertical axis, with its unit.
+        marks: what happened at which step.
+        name: distinguishes the drawing within the page: lower-case letters, digits and ``-``.
+        description: what it shows, in a sentence, for those who cannot see it.
+        smooth: draw a running mean in front and the single steps faintly behind.
+        from_zero: let the vertical axis begin at zero.
+        span: first and last step of the axis; the whole run unless given.
+
+    Returns:
+        An ``<svg>`` element.
+    """
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _canvas(unit)
+        drawn = [(item.label, finite(item.curve)) for item in series]
+        for (label, curve), colour in zip(drawn, itertools.cycle(_SERIES)):
+            for part in _loops(curve, marks):
+                window = smoothing_window(len(curve)) if smooth else 1
+                if window > 1:
+                    axes.plot(*_columns(thin(part)), color=colour, linewidth=0.8, alpha=0.35)
+                bold = thin(rolling_mean(part, window))
+                marker = "o" if len(bold) == 1 else ""
+                axes.plot(*_columns(bold), color=colour, linewidth=1.6, marker=marker, markersize=4, label=label)
+                label = ""  # the other loop is the same series
+        if from_zero:
+            axes.set_ylim(bottom=min(0.0, *(value for _, curve in drawn for _, value in curve)))
+        _steps_axis(axes, span or (0, marks.last_step), marks)
+        if len(series) > 1:
+            _legend(axes)
+        return _svg(figure, name, description)
+
+
+def point_chart(series: Sequence[PointSeries], *, unit: str, marks: Marks, name: str, description: str) -> str:
+    """Measurements with confidence intervals at single steps, and what was measured between them.
+
+    Returns:
+        An ``<svg>`` element.
+    """
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _canvas(unit)
+        spread = 0.006 * marks.last_step
+        for index, (item, colour) in enumerate(zip(series, itertools.cycle(_SERIES))):
+            # Kinds measured at the same step stand a little apart, so that their intervals can be read.
+            shift = spread * (2 * index - len(series) + 1)
+            xs = [point.step + shift for point in item.points]
+            ends = [(x, point.value) for x, point in zip(xs, item.points, strict=True)]
+            between = thin(finite(item.between))
+            axes.plot(*_columns(sorted([*ends, *between])), color=colour, linewidth=1.1, alpha=0.55)
+            axes.plot(*_columns(between), "o", color=colour, markersize=2.5)
+            axes.errorbar(
+                xs,
+                [point.value for point in item.points],
+                yerr=[
+                    [point.value - point.low for point in item.points],
+                    [point.high - point.value for point in item.points],
+                ],
+                color=colour,
+                fmt="o",
+                markersize=5,
+                elinewidth=1.4,
+                capsize=3.5,
+                capthick=1.4,
+                label=item.label,
+            )
+        top = max(1.1, *(point.high for item in series for point in item.points))
+        axes.set_ylim(0.0, top)
+        for step in {point.step for item in series for point in item.points}:
+            _label_points(axes, step, series, marks, top)
+        _steps_axis(axes, (0, marks.last_step), marks)
+        _legend(axes)
+        return _svg(figure, name, description)
+
+
+def stacked_chart(series: Sequence[Series], *, unit: str, marks: Marks, name: str, description: str) -> str:
+    """Parts of a whole over steps, one on top of the other; a part that a step does not have counts as zero there.
+
+    Returns:
+        An ``<svg>`` element.
+    """
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _canvas(unit)
+        steps = sorted({step for item in series for step, _ in item.curve})
+        rows = []
+        for item in series:
+            values = dict(finite(item.curve))
+            rows.append(thin([(step, values.get(step, 0.0)) for step in steps], MAX_BARS))
+        places = [x for x, _ in rows[0]]
+        width = (places[-1] - places[0]) / max(len(places) - 1, 1) or 1.0
+        floor = [0.0] * len(places)
+        for item, row, next_colour in zip(series, rows, itertools.cycle(_SERIES)):
+            colour = next_colour if item.colour is None else _SERIES[item.colour]
+            top = [low + value for low, (_, value) in zip(floor, row, strict=True)]
+            edges = [place - width / 2 for place in places] + [places[-1] + width / 2]
+            axes.stairs(top, edges, baseline=floor, fill=True, color=colour, linewidth=0, label=item.label)
+            floor = top
+        axes.set_ylim(bottom=0.0)
+        _steps_axis(axes, (0, marks.last_step), marks)
+        _legend(axes)
+        return _svg(figure, name, description)
+
+
+def _loops(curve: Curve, marks: Marks) -> list[Curve]:
+    """The steps of the warm start and those after it: what they mean differs, so no line and no mean joins them."""
+    border = marks.warm_start_steps
+    parts = [point for point in curve if point[0] <= border], [point for point in curve if point[0] > border]
+    return [part for part in parts if part]
+
+
+def _label_points(axes: Axes, step: int, series: Sequence[PointSeries], marks: Marks, top: float) -> None:
+    """The values at one step, where the lines are not: left of early points, above and below late ones."""
+    early = step <= marks.last_step / 2
+    room_left = step > 0.2 * marks.last_step
+    found = [
+        (point.value, colour)
+        for item, colour in zip(series, itertools.cycle(_SERIES))
+        for point in item.points
+        if point.step == step
+    ]
+    found.sort(key=lambda entry: entry[0])
+    offsets = label_offsets([value * _AXIS_HEIGHT / top for value, _ in found], beside=early)
+    for (value, colour), offset in zip(found, offsets, strict=True):
+        axes.annotate(
+            f"{value:.3f}",
+            (step, value),
+            xytext=(-9 if early and room_left else 9 if early else 3, offset),
+            textcoords="offset points",
+            ha="left" if early and not room_left else "right",
+            va="center",
+            color=colour,
+        )
+
+
+def label_offsets(heights: Sequence[float], *, beside: bool) -> list[float]:
+    """How far above their points to write values, so that no two overlap.
+
+    Args:
+        heights: heights of the points above the axis, rising, in points of the page.
+        beside: whether there is room beside the points; otherwise the highest value is written above its point, and the
+            others below theirs where the axis leaves room.
+    """
+    placed: list[float] = []
+    for index, height in enumerate(heights):
+        above = index == len(heights) - 1 or height < _LINE + 4
+        wanted = height if beside else height + (_LINE if above else -_LINE)
+        floor = placed[-1] + _LINE if placed else _LINE / 2
+        placed.append(max(wanted, floor))
+    return [place - height for place, height in zip(placed, heights, strict=True)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shared parts of a drawing
+
+
+def _canvas(unit: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(4.6, 2.75), layout=ConstrainedLayoutEngine(w_pad=0.02, h_pad=0.03))
+    figure.patch.set_alpha(0.0)
+    axes = figure.add_subplot()
+    axes.patch.set_alpha(0.0)
+    axes.grid(axis="y", color=_INK["grid"], linewidth=0.7)
+    axes.tick_params(colors=_INK["muted"], labelcolor=_INK["muted"])
+    axes.spines["left"].set_visible(False)
+    axes.spines["bottom"].set_color(_INK["muted"])
+    axes.set_xlabel("optimizer step", color=_INK["muted"])
+    axes.set_ylabel(unit, color=_INK["muted"])
+    return figure, axes
+
+
+def _steps_axis(axes: Axes, span: tuple[int, int], marks: Marks) -> None:
+    low, high = span
+    margin = max(0.5, 0.02 * (high - low))
+    axes.set_xlim(low - margin, high + margin)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
+    axes.yaxis.get_offset_text().set_color(_INK["muted"])
+    if marks.warm_start_steps >= max(low, 1):
+        right = min(marks.warm_start_steps + 0.5, high + margin)
+        axes.axvspan(low - margin, right, color=_INK["warm-start"], linewidth=0, zorder=0)
+    for step in _within(marks.resumes, low, high):
+        axes.axvline(step + 0.5, color=_INK["mark"], linewidth=1.0, linestyle=(0, (4, 3)), zorder=1)
+    for step in _within(marks.incidents, low, high):
+        axes.axvline(step, color=_INK["bad"], linewidth=1.2, zorder=1)
+    saved = _within(marks.checkpoints, low, high)
+    if saved:
+        place = axes.get_xaxis_transform()
+        axes.plot(
+            saved, [0.0] * len(saved), "^", color=_INK["mark"], markersize=4, transform=place, clip_on=False, zorder=5
+        )
+
+
+def _within(steps: Iterable[int], low: int, high: int) -> list[int]:
+    return sorted({step for step in steps if low <= step <= high})
+
+
+def _legend(axes: Axes) -> None:
+    """In one row above the drawing, where it covers nothing."""
+    labels = axes.get_legend_handles_labels()[1]
+    narrow = len(labels) > 4
+    axes.legend(
+        loc="lower left",
+        bbox_to_anchor=(0.0, 1.02),
+        ncols=len(labels),
+        labelcolor=_INK["text"],
+        fontsize=8.0 if narrow else 8.5,
+        handlelength=0.8 if narrow else 1.4,
+        columnspacing=0.8 if narrow else 1.2,
+        borderpad=0.0,
+    )
+
+
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# SVG for a page
+
+
+def _svg(figure: Figure, name: str, description: str) -> str:
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": name}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return embed(buffer.getvalue(), name, description)
+
+
+def embed(document: str, name: str, description: str) -> str:
+    """An SVG document as an element of an HTML page.
+
+    Namespaces, metadata and unused ids go (a page holds many drawings, and their ids must not clash), the size becomes
+    that of the page, and stand-in colours become CSS variables.
+    """
+    svg = document[document.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"\s*<style type=\"text/css\">.*?</style>", "", svg, flags=re.DOTALL)
+    used = set(re.findall(r"""(?:url\(#|href="#)([^)"]+)""", svg))
+    svg = re.sub(r'\sid="([^"]+)"', lambda found: f' id="{name}-{found[1]}"' if found[1] in used else "", svg)
+    svg = re.sub(r"""(url\(#|href="#)""", lambda found: f"{found[1]}{name}-", svg)
+    box = re.search(r'viewBox="([^"]+)"', svg)
+    head = f'<svg class="plot" role="img" aria-label="{_attribute(description)}" viewBox="{box[1] if box else ""}">'
+    svg = head + re.sub(r'\s(?:d|x|y|transform)="[^"]*"', _shortened, svg[svg.index(">") + 1 :])
+    for variable, colour in _INK.items():
+        svg = svg.replace(colour, f"var(--{variable})")
+    return re.sub(r">\s+<", "><", svg.strip())
+
+
+def _shortened(attribute: re.Match[str]) -> str:
+    """Coordinates to a hundredth of a point: finer than any screen."""
+    return re.sub(r"(\.\d\d)\d+", r"\1", attribute[0])
+
+
+def _attribute(text: str) -> str:
+    replacements: Mapping[str, str] = {"&": "&amp;", '"': "&quot;", "<": "&lt;", ">": "&gt;"}
+    return "".join(replacements.get(character, character) for character in text)

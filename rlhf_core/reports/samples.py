@@ -1,0 +1,128 @@
+"""What the model wrote: scored completions before and after, and groups sampled in training."""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from rlhf_core.reports.gather import RunRecord
+from rlhf_core.reports.markup import Markup, code, count, fold, markup, number, signed, table, tag
+from rlhf_core.schemas.reports import EvaluationSample, SampleLine
+
+_PER_GROUP = 4
+_LONGEST = 600
+_SHORT = 100
+"""Characters of a cell, markup included."""
+_STEPS_SHOWN = 3
+_GROUP_SHOWN = 8
+
+_GROUPS = {
+    (False, True): "Learned: wrong before, right after",
+    (True, False): "Lost: right before, wrong after",
+    (False, False): "Wrong both times",
+    (True, True): "Right both times",
+}
+
+
+def evaluation_samples(record: RunRecord) -> Markup:
+    """Prompts with what the model answered, greedily where there is a choice: wrong and right ones."""
+    for name in ("greedy", "sampled"):
+        before, after = record.tables.get(("before", name)), record.tables.get(("after", name))
+        if before and after:
+            return _compared(name, before, after)
+        if after or before:
+            return _alone(name, "after" if after else "before", after or before or ())
+    return tag("p", "No evaluation left a sample table.", class_="note")
+
+
+def training_samples(record: RunRecord) -> Markup:
+    """Groups of completions sampled in training: the first, one in the middle, the last."""
+    steps = sorted({line.step for line in record.samples})
+    if not steps:
+        return tag("p", "No completions were kept in training.", class_="note")
+    chosen = sorted({steps[0], steps[len(steps) // 2], steps[-1]})[:_STEPS_SHOWN]
+    return Markup("".join(_group(step, [line for line in record.samples if line.step == step]) for step in chosen))
+
+
+def _compared(name: str, before: Sequence[EvaluationSample], after: Sequence[EvaluationSample]) -> Markup:
+    old = {(sample.prompt_uid, sample.sample_index): sample for sample in before}
+    pairs = [(old[key], sample) for sample in after if (key := (sample.prompt_uid, sample.sample_index)) in old]
+    parts: list[object] = [
+        tag("p", f"Of the {count(len(pairs), f'{name} answer')} in both sample tables:", class_="note")
+    ]
+    for group, title in _GROUPS.items():
+        members = [pair for pair in pairs if (_right(pair[0]), _right(pair[1])) == group]
+        if members:
+            rows = [
+                [_text(new.prompt), _answer(was), _answer(new), _text(new.answer)] for was, new in members[:_PER_GROUP]
+            ]
+            parts.append(tag("h3", f"{title}: {len(members)}"))
+            parts.append(table(["prompt", "before", "after", "reference"], rows, class_=_style(rows)))
+    return Markup("".join(markup(part) for part in parts))
+
+
+def _alone(name: str, when: str, scored: Sequence[EvaluationSample]) -> Markup:
+    parts: list[object] = [
+        tag(
+            "p",
+            f"From the {name} evaluation {when} training; there is no other to compare with.",
+            class_="note",
+        )
+    ]
+    for right, title in ((True, "Right"), (False, "Wrong")):
+        members = [sample for sample in scored if _right(sample) == right]
+        if members:
+            rows = [[_text(sample.prompt), _answer(sample), _text(sample.answer)] for sample in members[:_PER_GROUP]]
+            parts.append(tag("h3", f"{title}: {len(members)}"))
+            parts.append(table(["prompt", "completion", "reference"], rows, class_=_style(rows)))
+    return Markup("".join(markup(part) for part in parts))
+
+
+def _group(step: int, lines: Sequence[SampleLine]) -> Markup:
+    parts = []
+    for _, of_prompt in groupby(lines, key=lambda line: line.prompt_uid):
+        group = list(of_prompt)
+        rows = [
+            [line.sample_index, _text(line.completion), line.reward, signed(line.advantage)]
+            for line in group[:_GROUP_SHOWN]
+        ]
+        mean = sum(line.reward for line in group) / len(group)
+        head = _group_title(step, group, mean)
+        more = len(group) - len(rows)
+        parts.append(
+            fold(
+                head,
+                tag("p", "Prompt: ", _text(group[0].prompt), " Reference: ", _text(group[0].answer)),
+                table(["sample", "completion", "reward", "advantage"], rows, class_=_style(rows)),
+                tag("p", f"{more} more of this group are in samples.jsonl.", class_="note") if more > 0 else "",
+            )
+        )
+    return Markup("".join(parts))
+
+
+def _group_title(step: int, group: Sequence[SampleLine], mean: float) -> str:
+    """One line about a group: step, size, how different, how good."""
+    distinct = len({line.completion for line in group})
+    return f"Step {step}: {count(len(group), 'completion')}, {distinct} distinct, mean reward {number(mean, 3)}"
+
+
+def _style(rows: Sequence[Sequence[object]]) -> str:
+    """Tables of long texts get columns of equal width."""
+    return "samples long" if any(len(str(cell)) > _SHORT for row in rows for cell in row) else "samples"
+
+
+def _right(sample: EvaluationSample) -> bool:
+    # Scorers that grade between 0 and 1 are cut in the middle; the shipped ones give 0 or 1.
+    return sample.score >= 0.5
+
+
+def _answer(sample: EvaluationSample) -> Markup:
+    mark = tag("span", "✓" if _right(sample) else "✗", class_="good" if _right(sample) else "bad")
+    return Markup(f"{mark} {_text(sample.completion)}")
+
+
+def _text(text: str) -> Markup:
+    """A prompt or completion: its line breaks kept, the rest cut where it is long, an empty one named."""
+    if not text:
+        return tag("em", "empty")
+    cut = text[:_LONGEST]
+    left = len(text) - len(cut)
+    return Markup(code(cut) + (tag("em", f" … {count(left, 'character')} more") if left else Markup("")))

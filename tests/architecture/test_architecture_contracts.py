@@ -1,0 +1,209 @@
+"""The import contracts of pyproject.toml hold, and each of them breaks on the import it is there for."""
+
+import json
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import grimp
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("flows", "rlhf_core", "migrations")
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+UNTOUCHED = "untouched"
+
+
+@dataclass(frozen=True)
+class WrongImport:
+    """A line that must not be there, and the ids of exactly those contracts that it has to break."""
+
+    file: str
+    line: str
+    breaks: frozenset[str]
+
+
+def _wrong(file: str, line: str, *breaks: str) -> WrongImport:
+    return WrongImport(file, line, frozenset(breaks))
+
+
+WRONG_IMPORTS: dict[str, WrongImport] = {
+    "torch inside a function of history": _wrong(
+        "rlhf_core/history/queries.py", "def _late() -> None:\n    import torch", "control-plane-has-no-torch"
+    ),
+    "torch for its types only": _wrong(
+        "rlhf_core/watchdog/watch.py",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch",
+        "control-plane-has-no-torch",
+    ),
+    "cli reaches torch": _wrong("rlhf_core/cli/main.py", "import torch", "control-plane-has-no-torch"),
+    "cli reaches training": _wrong(
+        "rlhf_core/cli/main.py", "from rlhf_core.training import types", "control-plane-has-no-torch"
+    ),
+    "flow reaches training": _wrong("flows/run.py", "import rlhf_core.training", "control-plane-has-no-torch"),
+    "flow reaches the worker": _wrong(
+        "flows/run.py", "import rlhf_core.worker", "control-plane-has-no-torch", "floors"
+    ),
+    "preflight loads a tokenizer": _wrong(
+        "rlhf_core/preflight/__init__.py", "import tokenizers", "control-plane-has-no-torch"
+    ),
+    "prefect in a report": _wrong("rlhf_core/reports/html.py", "import prefect", "prefect-lives-in-flows"),
+    "prefect in the watchdog, which the steps use": _wrong(
+        "rlhf_core/watchdog/watch.py", "import prefect", "prefect-lives-in-flows", "stages-know-no-prefect"
+    ),
+    "prefect in the order of the steps": _wrong("flows/stages.py", "import prefect", "stages-know-no-prefect"),
+    "a schema imports the package of the flows": _wrong("rlhf_core/schemas/checks.py", "import flows", "flows-on-top"),
+    "a report imports a flow, and its siblings with it": _wrong(
+        "rlhf_core/reports/html.py", "from flows import stages", "flows-on-top", "floors"
+    ),
+    "a second command imports the flow": _wrong(
+        "rlhf_core/cli/main.py", "from flows import run", "flows-on-top", "prefect-lives-in-flows"
+    ),
+    "sqlalchemy in flows": _wrong("flows/tasks.py", "import sqlalchemy", "sqlalchemy-lives-in-history"),
+    "alembic in cli": _wrong("rlhf_core/cli/main.py", "from alembic import command", "sqlalchemy-lives-in-history"),
+    "submitit in launch": _wrong("rlhf_core/launch/start.py", "import submitit", "submitit-lives-in-scheduler"),
+    "preflight imports its sibling launch": _wrong(
+        "rlhf_core/preflight/__init__.py", "from rlhf_core.launch import start", "floors"
+    ),
+    "history imports its sibling scheduler": _wrong(
+        "rlhf_core/history/store.py", "from rlhf_core import scheduler", "floors"
+    ),
+    "a schema climbs a floor": _wrong("rlhf_core/schemas/checks.py", "from rlhf_core import run_dir", "floors"),
+    "errors climb a floor": _wrong("rlhf_core/errors.py", "from rlhf_core.schemas import checks", "floors"),
+    "a module that has no floor": _wrong("rlhf_core/foo.py", '"""Nobody placed me."""', "floors"),
+    "training imports history": _wrong(
+        "rlhf_core/training/data.py", "from rlhf_core.history import store", "compute-has-no-database"
+    ),
+    "worker imports the scheduler": _wrong(
+        "rlhf_core/worker/roles.py", "import rlhf_core.scheduler", "compute-has-no-database"
+    ),
+    "worker imports prefect": _wrong(
+        "rlhf_core/worker/roles.py", "import prefect", "compute-has-no-database", "prefect-lives-in-flows"
+    ),
+    "deepspeed in an algorithm": _wrong(
+        "rlhf_core/training/algorithms/grpo.py", "import deepspeed", "only-trainers-know-deepspeed"
+    ),
+    "a data module reaches deepspeed through the engine": _wrong(
+        "rlhf_core/training/data.py", "from rlhf_core.training.trainers import engine", "only-trainers-know-deepspeed"
+    ),
+    "diagnosis looks at files": _wrong("rlhf_core/diagnosis/classify.py", "import pathlib", "diagnosis-is-pure"),
+    "diagnosis looks at the clock": _wrong(
+        "rlhf_core/diagnosis/policy.py", "from time import monotonic", "diagnosis-is-pure"
+    ),
+    "a migration uses the store": _wrong(
+        "migrations/env.py", "from rlhf_core.history import store", "migrations-know-only-tables"
+    ),
+    "a migration uses a schema that will change": _wrong(
+        "migrations/env.py", "from rlhf_core.schemas import attempts", "migrations-know-only-tables"
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, set[str]]:
+    """Contracts broken by each wrong import, and by none: name of the edit to ids."""
+    root = tmp_path_factory.mktemp("copy")
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, root / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", root)
+    edits = {UNTOUCHED: {"file": "rlhf_core/errors.py", "append": ""}}
+    for name, wrong in WRONG_IMPORTS.items():
+        assert wrong.line.startswith('"""') or (root / wrong.file).exists(), (
+            f"{wrong.file} is gone: point {name!r} elsewhere"
+        )
+        edits[name] = {"file": wrong.file, "append": f"\n\n{wrong.line}\n"}
+    (root / "edits.json").write_text(json.dumps(edits))
+    program = Path(__file__).with_name("lint.py")
+    done = subprocess.run(
+        [sys.executable, str(program), str(root), str(root / "edits.json"), str(root / "result.json")],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return {name: set(ids) for name, ids in json.loads((root / "result.json").read_text()).items()}
+
+
+def test_contracts_hold(broken: Mapping[str, set[str]]) -> None:
+    assert broken[UNTOUCHED] == set(), "run `lint-imports` for the import chain"
+
+
+@pytest.mark.parametrize("name", WRONG_IMPORTS)
+def test_wrong_import_breaks_the_contract_meant_for_it(broken: Mapping[str, set[str]], name: str) -> None:
+    assert broken[name] - broken[UNTOUCHED] == WRONG_IMPORTS[name].breaks
+
+
+def test_every_contract_was_seen_to_break() -> None:
+    contracts = {contract["id"] for contract in PYPROJECT["tool"]["importlinter"]["contracts"]}
+    assert contracts == {contract for wrong in WRONG_IMPORTS.values() for contract in wrong.breaks}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What may be imported from outside: an allow-list, which import-linter does not have
+
+
+@pytest.fixture(scope="module")
+def graph() -> grimp.ImportGraph:
+    """All imports of our packages, those of libraries included."""
+    return grimp.build_graph(*PACKAGES, include_external_packages=True, cache_dir=None)
+
+
+def _libraries_of(graph: grimp.ImportGraph, *ours: str) -> dict[str, str]:
+    """Third-party top-level packages that the modules under ``ours`` import: name to one importer."""
+    found = {}
+    for module in graph.modules:
+        if not any(module == name or module.startswith(f"{name}.") for name in ours):
+            continue
+        for imported in graph.find_modules_directly_imported_by(module):
+            library = imported.partition(".")[0]
+            if library not in PACKAGES and library not in sys.stdlib_module_names:
+                found[library] = module
+    return found
+
+
+PARTS = {"pydantic": {"pydantic_core"}, "typer": {"click"}, "torch": {"numpy"}}
+"""Libraries that a declared one always brings along, because they are part of its own interface."""
+
+
+def _declared(*extras: str) -> set[str]:
+    """Import names of what pyproject.toml declares for the base installation and ``extras``."""
+    project = PYPROJECT["project"]
+    lines = [*project["dependencies"]]
+    for extra in extras:
+        lines += project["optional-dependencies"][extra]
+    names = {Requirement(line).name.lower().replace("-", "_") for line in lines}
+    return names.union(*(PARTS.get(name, set()) for name in names))
+
+
+CONTROL_PLANE = tuple(
+    name
+    for contract in PYPROJECT["tool"]["importlinter"]["contracts"]
+    if contract["id"] == "control-plane-has-no-torch"
+    for name in contract["source_modules"]
+)
+
+
+def test_schemas_stand_on_pydantic_alone(graph: grimp.ImportGraph) -> None:
+    assert set(_libraries_of(graph, "rlhf_core.schemas", "rlhf_core.errors")) == {"pydantic"}
+
+
+def test_the_control_plane_imports_only_what_the_base_installation_declares(graph: grimp.ImportGraph) -> None:
+    libraries = _libraries_of(graph, *CONTROL_PLANE)
+    assert {library: by for library, by in libraries.items() if library not in _declared()} == {}
+
+
+def test_the_compute_tower_imports_only_what_the_training_extra_declares(graph: grimp.ImportGraph) -> None:
+    libraries = _libraries_of(graph, "rlhf_core.training", "rlhf_core.worker")
+    assert {library: by for library, by in libraries.items() if library not in _declared("training")} == {}
+
+
+def test_an_undeclared_library_would_be_seen(graph: grimp.ImportGraph) -> None:
+    libraries = _libraries_of(graph, *CONTROL_PLANE)
+    assert "prefect" in libraries
+    assert set(libraries) - (_declared() - {"prefect"}) == {"prefect"}

@@ -1,0 +1,156 @@
+"""The documentation against the code: generated pages are up to date, tables are complete, links lead somewhere."""
+
+import importlib.util
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from rlhf_core import config
+from rlhf_core.run_dir import AttemptDir, CheckpointDir, RestartDir, RunDir
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    """docs/generate.py as a module."""
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["configuration.md", "failures.md", "cli.md"])
+def test_generated_page_is_up_to_date(generate: ModuleType, name: str) -> None:
+    written = (ROOT / "docs" / name).read_text()
+    assert written == generate.PAGES[name](), "run `make docs`"
+
+
+def test_every_generated_page_is_checked(generate: ModuleType) -> None:
+    assert set(generate.PAGES) == {"configuration.md", "failures.md", "cli.md"}
+
+
+def test_every_setting_says_what_it_means() -> None:
+    assert [field.name for field in config.describe_fields() if not field.meaning.endswith(".")] == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# docs/run_directory.md
+
+
+def _paths(of: object) -> Iterator[Path]:
+    """Every path that a class of run_dir.py knows, with the names of arguments in angle brackets."""
+    for name, member in inspect.getmembers(type(of)):
+        if name.startswith("_"):
+            continue
+        if isinstance(member, property) and inspect.signature(member.fget).return_annotation is Path:
+            yield getattr(of, name)
+        elif inspect.isfunction(member) and inspect.signature(member).return_annotation is Path:
+            arguments = [argument for argument in inspect.signature(member).parameters if argument != "self"]
+            yield getattr(of, name)(*(f"<{argument.removesuffix('_rank')}>" for argument in arguments))
+
+
+def _known_paths() -> set[str]:
+    trees = (
+        RunDir(Path()),
+        AttemptDir(Path("attempts/<n>"), 1),
+        RestartDir(Path("attempts/<n>/restarts/<r>"), 1, 0),
+        CheckpointDir(Path("checkpoints/step-<step>"), 1),
+    )
+    return {str(path) for tree in trees for path in _paths(tree)}
+
+
+def _documented_paths(page: str) -> set[str]:
+    return {path.rstrip("/") for path in re.findall(r"^\| `([^`]+)` \|", page, flags=re.MULTILINE)}
+
+
+def test_the_table_of_the_run_directory_has_every_path_and_no_other() -> None:
+    page = (ROOT / "docs" / "run_directory.md").read_text()
+    assert _documented_paths(page) == _known_paths()
+
+
+def test_a_path_without_a_row_is_seen() -> None:
+    page = (ROOT / "docs" / "run_directory.md").read_text()
+    without = "\n".join(line for line in page.splitlines() if "`control.jsonl` |" not in line)
+    assert _known_paths() - _documented_paths(without) == {"control.jsonl"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Commands
+
+
+def test_every_command_has_help_and_stands_in_the_readme(generate: ModuleType) -> None:
+    readme = (ROOT / "README.md").read_text()
+    commands = dict(generate.commands())
+    assert len(commands) > 10
+    assert [path for path, command in commands.items() if not (command.help or "").strip()] == []
+    assert [path for path in commands if f"`{path}" not in readme] == []
+
+
+def test_every_option_has_help(generate: ModuleType) -> None:
+    silent = [
+        f"{path} {parameter.name}"
+        for path, command in generate.commands()
+        for parameter in command.params
+        if parameter.param_type_name == "option" and not getattr(parameter, "hidden", False) and not parameter.help
+    ]
+    assert silent == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Links
+
+
+def _links(page: Path) -> Iterator[str]:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if not re.match(r"[a-z]+:", target):
+            yield target
+
+
+def _anchor(heading: str) -> str:
+    """The anchor that a heading gets: lower case, spaces to hyphens, the rest of the punctuation dropped."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def _leads_nowhere(page: Path, target: str) -> bool:
+    name, _, anchor = target.partition("#")
+    found = page.parent / name if name else page
+    if not found.exists():
+        return True
+    if not anchor:
+        return False
+    headings = re.findall(r"^#+ (.+)$", found.read_text(), flags=re.MULTILINE)
+    return anchor not in {_anchor(heading) for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_links_lead_somewhere(page: Path) -> None:
+    assert [target for target in _links(page) if _leads_nowhere(page, target)] == []
+
+
+def test_a_dead_link_is_seen(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Here\n[a](#here) [b](#there) [c](page.md) [d](gone.md)")
+    assert [target for target in _links(page) if _leads_nowhere(page, target)] == ["#there", "gone.md"]
+
+
+def test_files_named_in_the_docs_exist() -> None:
+    named = {
+        (page.name, name)
+        for page in PAGES
+        for name in re.findall(r"`((?:rlhf_core|flows|migrations|tests|infra|docs)/[\w./-]+)`", page.read_text())
+    }
+    assert named
+    assert [(page, name) for page, name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_every_decision_is_listed() -> None:
+    listed = set(_links(ROOT / "docs" / "decisions" / "README.md"))
+    assert listed == {path.name for path in (ROOT / "docs" / "decisions").glob("[0-9]*.md")}

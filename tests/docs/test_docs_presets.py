@@ -1,0 +1,37 @@
+"""The shipped presets: complete, consistent with themselves, and explained."""
+
+from pathlib import Path
+
+import pytest
+
+from rlhf_core import config
+
+FOLDER = Path(__file__).parents[2] / "infra" / "presets"
+
+
+def test_every_preset_file_can_be_named() -> None:
+    assert {path.stem for path in FOLDER.glob("*.toml")} == set(config.PRESETS)
+
+
+@pytest.mark.parametrize("name", config.PRESETS)
+def test_the_batches_of_a_preset_divide_among_its_ranks(name: str) -> None:
+    spec = config.load(name)
+    assert spec.name == name
+    assert spec.grpo.prompts_per_step % spec.num_ranks == 0
+    assert spec.sft.batch_size % spec.num_ranks == 0
+
+
+@pytest.mark.parametrize("name", config.PRESETS)
+def test_prompts_and_completions_of_a_preset_fit_its_model(name: str) -> None:
+    spec = config.load(name)
+    positions = spec.model.config["max_position_embeddings"]
+    assert isinstance(positions, int)
+    assert spec.data.max_prompt_tokens + spec.rollout.max_new_tokens <= positions
+
+
+@pytest.mark.parametrize("name", config.PRESETS)
+def test_a_preset_begins_with_what_it_is_and_how_it_is_run(name: str) -> None:
+    text = (FOLDER / f"{name}.toml").read_text()
+    head = text[: text.index("\nname = ")]
+    assert head.startswith(f"# {name}: ")
+    assert f"#   rlhf run {name}" in head

@@ -1,0 +1,304 @@
+"""The page of a report: what it says of runs of every kind, and that it is one safe file."""
+
+import math
+import re
+import tomllib
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+import records
+
+from rlhf_core import config
+from rlhf_core.reports import charts, html
+from rlhf_core.reports.config_text import as_toml
+from rlhf_core.reports.gather import RunRecord
+from rlhf_core.reports.markup import Markup, duration, number, table, tag
+from rlhf_core.schemas.reports import EvaluationSample
+from rlhf_core.schemas.run import RunSpec
+
+RUNS = {"learned": records.learned, "failed": records.failed, "blocked": records.blocked}
+VOID = {"meta"}
+
+
+class _Reader(HTMLParser):
+    """Reads a page strictly: every element is closed, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, name: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((name, dict(attrs)))
+        if name not in VOID:
+            self.open.append(name)
+
+    def handle_startendtag(self, name: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((name, dict(attrs)))
+
+    def handle_endtag(self, name: str) -> None:
+        assert self.open.pop() == name
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] != ["style"]:
+            self.text.append(data)
+
+
+def _read(page: str) -> _Reader:
+    reader = _Reader()
+    reader.feed(page)
+    assert reader.open == []
+    return reader
+
+
+def _text(record: RunRecord) -> str:
+    return " ".join(" ".join(_read(html.page(record)).text).replace("\u00a0", " ").split())
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_page_needs_nothing_from_anywhere(name: str) -> None:
+    page = html.page(RUNS[name]())
+    assert "http:" not in page
+    assert "https:" not in page
+    assert "@import" not in page
+    names = {name for name, _ in _read(page).seen}
+    assert names & {"script", "link", "img", "iframe", "object", "base"} == set()
+    loaded = [
+        value
+        for _, attributes in _read(page).seen
+        for key, value in attributes.items()
+        if key in ("src", "href", "xlink:href", "srcset") and not (value or "").startswith("#")
+    ]
+    assert loaded == []
+    assert [target for target in re.findall(r"url\(([^)]*)\)", page) if not target.startswith("#")] == []
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_ids_are_unique(name: str) -> None:
+    ids = [attributes["id"] for _, attributes in _read(html.page(RUNS[name]())).seen if "id" in attributes]
+    assert len(ids) == len(set(ids))
+
+
+def test_a_run_that_learned_says_so() -> None:
+    text = _text(records.learned())
+    assert "Completed in 2 min 52 s." in text
+    assert "Held-out greedy exact match rose from 0.762 to 0.941." in text
+    assert "+0.179" in text
+    assert "40 warm-start steps, then 80 steps of GRPO" in text
+    assert "0.81 M parameters" in text
+
+
+def _evaluations(before: tuple[float, float, float], after: tuple[float, float, float]) -> list[dict[str, Any]]:
+    common = {"name": "greedy", "metric": "exact_match", "num_samples": 512}
+    return [
+        {**common, "when": when, "value": value, "ci_low": low, "ci_high": high, "checkpoint_step": step}
+        for when, step, (value, low, high) in (("before", 40, before), ("after", 120, after))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ((0.50, 0.46, 0.54), (0.60, 0.56, 0.64), "rose from 0.500 to 0.600."),
+        ((0.60, 0.56, 0.64), (0.50, 0.46, 0.54), "fell from 0.600 to 0.500."),
+        ((0.50, 0.46, 0.54), (0.53, 0.49, 0.57), "went from 0.500 to 0.530; the confidence intervals overlap."),
+    ],
+)
+def test_no_more_is_claimed_than_the_intervals_allow(
+    before: tuple[float, float, float], after: tuple[float, float, float], said: str
+) -> None:
+    assert said in _text(records.learned(evaluations=_evaluations(before, after)))
+
+
+def test_a_failed_run_begins_with_its_diagnosis_and_what_happened() -> None:
+    text = _text(records.failed())
+    assert "Failed after 40 s: disk full. Rank 0 ran out of disk while writing a checkpoint" in text
+    assert "stop the run (by the controller): it would fail again." in text
+    assert text.index("What happened") < text.index("Gradient norm")
+
+
+def test_a_blocked_run_shows_the_finding() -> None:
+    text = _text(records.blocked())
+    assert "33 prompts per step for 2 ranks" in text
+    assert "set grpo.prompts_per_step to a multiple of 2" in text
+    assert "No step was made, so there is nothing to draw." in text
+
+
+def test_what_cannot_be_drawn_is_a_sentence_and_not_a_frame() -> None:
+    curves = {name: curve for name, curve in records.curves().items() if name != "policy/kl"}
+    page = html.page(records.learned(curves=curves))
+    assert "Distance from the start (KL): it was not measured; set grpo.measure_kl = true" in page
+    figures = [name for name, _ in _read(page).seen if name == "figure"]
+    drawings = [name for name, _ in _read(page).seen if name == "svg"]
+    assert len(figures) == len(drawings) == len(charts.LEARNING) + len(charts.SPEED) + 2 - 1
+
+
+def test_every_plot_is_drawn_for_a_whole_run() -> None:
+    page = html.page(records.learned())
+    assert page.count("<svg") == len(charts.LEARNING) + len(charts.SPEED) + 2
+    assert 'class="missing"' not in page
+
+
+def test_the_two_loops_are_told_apart() -> None:
+    record = records.learned()
+    assert charts.marks_of(record).warm_start_steps == 40
+    page = html.page(record)
+    assert "supervised warm start" in page
+    labels = re.findall(r'aria-label="(Loss of [^"]+)"', page)
+    assert [label.split(":")[0] for label in labels] == ["Loss of the supervised steps", "Loss of the policy steps"]
+    assert "at step 1 to" in labels[0]
+    assert "at step 40" in labels[0]
+    assert "at step 41 to" in labels[1]
+
+
+def test_a_run_that_is_only_supervised_has_no_policy_loss() -> None:
+    spec = config.load("quickstart", ["train.algorithm=sft", "sft.num_steps=0", "train.num_steps=80"])
+    curves = {name: records.curves(20, 20)[name] for name in ("train/loss", "train/grad_norm")}
+    text = _text(records.learned(spec=spec, curves=curves))
+    assert "Loss of the policy steps: the run made no step of reinforcement learning." in text
+    assert "20 steps of SFT" not in text
+    assert "80 steps of SFT" in text
+
+
+def test_returns_to_a_checkpoint_are_marked() -> None:
+    assert charts.marks_of(records.learned()).resumes == (60, 80)
+
+
+def test_numbers_that_are_not_finite_do_not_break_the_page() -> None:
+    curves = {**records.curves(), "train/loss": [(1, math.nan), (2, math.inf), (3, -math.inf)]}
+    text = _text(records.learned(curves=curves))
+    assert "NaN" in text
+    assert "Loss of the supervised steps: the run made no supervised step." in text
+
+
+def test_an_evaluation_that_is_not_finite_does_not_break_the_page() -> None:
+    rows = [{**row, "value": None, "ci_low": None, "ci_high": None} for row in records.learned().evaluations]
+    assert "Held-out accuracy: no evaluation was made." in _text(records.learned(evaluations=rows))
+
+
+def test_a_run_that_goes_on_says_that_it_does() -> None:
+    text = _text(records.learned(run={**records.learned().run, "state": "training", "ended_at": None}))
+    assert "Not over yet (state training)" in text
+
+
+def test_an_older_spec_costs_the_settings_only() -> None:
+    text = _text(records.learned(spec=None, notes=["The settings are left out."]))
+    assert "The settings are left out." in text
+    assert "Settings that differ" not in text
+    assert "Completed in" in text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What users and models write
+
+HOSTILE = '<script>alert("x")</script><img src=x onerror=y>&amp;'
+
+
+def _hostile_record() -> RunRecord:
+    base = records.learned()
+    sample = EvaluationSample(
+        prompt_uid="p", sample_index=0, prompt=HOSTILE, completion=HOSTILE, answer=HOSTILE, score=0.0
+    )
+    return records.learned(
+        run={**base.run, "owner": HOSTILE, "message": HOSTILE, "overrides": [HOSTILE]},
+        checks=[{"id": HOSTILE, "status": "warning", "found": HOSTILE, "advice": HOSTILE}],
+        incidents=[{**base.incidents[0], "message": HOSTILE, "evidence_dir": HOSTILE}],
+        decisions=[{**base.decisions[0], "reason": HOSTILE, "config_diff": {HOSTILE: HOSTILE}}],
+        attempts=[{**base.attempts[0], "message": HOSTILE, "nodes": [HOSTILE]}],
+        tables={("before", "greedy"): [sample], ("after", "greedy"): [sample]},
+        samples=[line.model_copy(update={"prompt": HOSTILE, "completion": HOSTILE}) for line in base.samples],
+        notes=[HOSTILE],
+    )
+
+
+def test_text_of_users_and_models_stays_text() -> None:
+    reader = _read(html.page(_hostile_record()))
+    assert {name for name, _ in reader.seen} & {"script", "img"} == set()
+    assert not any("onerror" in attributes for _, attributes in reader.seen)
+    assert " ".join(reader.text).count(HOSTILE) >= 12
+
+
+def test_markup_that_is_not_escaped_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_core.reports.markup.markup", lambda value: Markup(value))
+    assert "script" in {name for name, _ in _lenient(html.page(_hostile_record())).seen}
+
+
+def _lenient(page: str) -> _Reader:
+    reader = _Reader()
+    reader.handle_endtag = lambda name: None  # type: ignore[method-assign]
+    reader.feed(page)
+    return reader
+
+
+def test_completions_are_sorted_by_what_training_did_to_them() -> None:
+    text = _text(records.learned())
+    assert "Learned: wrong before, right after: 5" in text
+    assert "Wrong both times: 2" in text
+    assert "Right both times: 17" in text
+    assert "Lost: right before" not in text
+
+
+def test_an_evaluation_without_its_counterpart_is_shown_alone() -> None:
+    tables = {("before", "greedy"): records.learned().tables["before", "greedy"]}
+    text = _text(records.learned(tables=tables))
+    assert "From the greedy evaluation before training; there is no other to compare with." in text
+    assert "Wrong: 7" in text
+
+
+def test_an_empty_completion_is_named_and_a_long_one_is_cut() -> None:
+    base = records.learned()
+    lines = [line.model_copy(update={"completion": ""}) for line in base.samples[:1]]
+    lines += [line.model_copy(update={"completion": "x" * 1000}) for line in base.samples[1:2]]
+    text = _text(records.learned(samples=lines))
+    assert "empty" in text
+    assert "400 characters more" in text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Small things
+
+
+@pytest.mark.parametrize("preset", config.PRESETS)
+@pytest.mark.parametrize("only_set", [False, True])
+def test_settings_are_shown_as_the_toml_that_gives_them(preset: str, only_set: bool) -> None:
+    spec = config.load(preset)
+    shown = as_toml(spec, only_set=only_set)
+    assert RunSpec.model_validate(tomllib.loads(shown)) == spec
+
+
+def test_settings_that_differ_leave_out_the_defaults() -> None:
+    assert "clip_low" not in as_toml(records.SPEC, only_set=True)
+    assert "clip_low" in as_toml(records.SPEC)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (None, "–"), (0.04, "0.0 s"), (9.94, "9.9 s"), (59.4, "59 s"), (59.6, "1 min 0 s"), (192, "3 min 12 s"),
+        (3599.7, "1 h 0 min"), (7500, "2 h 5 min"),
+    ],
+)  # fmt: skip
+def test_durations_are_said_as_people_say_them(seconds: float | None, said: str) -> None:
+    assert duration(seconds).replace("\u00a0", " ") == said
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (None, "–"), (0, "0"), (120.0, "120"), (0.12345678, "0.1235"), (6412.7, "6,413"), (12.3456, "12.35"),
+        (-0.5, "-0.5"), (1e-9, "1e-09"), (math.nan, "NaN"), (math.inf, "∞"), (-math.inf, "−∞"),
+    ],
+)  # fmt: skip
+def test_numbers_are_short(value: float | None, said: str) -> None:
+    assert number(value) == said
+
+
+def test_attributes_are_escaped_too() -> None:
+    assert tag("i", "a<b", title='"><script>') == '<i title="&quot;&gt;&lt;script&gt;">a&lt;b</i>'
+
+
+def test_columns_of_numbers_are_right_aligned() -> None:
+    shown = table(["name", "value"], [["a", 1.5], ["b", None]])
+    assert shown.count('class="number"') == 3

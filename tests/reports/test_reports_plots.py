@@ -1,0 +1,155 @@
+"""Drawings: the numbers they are made of, and SVG that fits into a page with others."""
+
+import itertools
+import math
+import re
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from rlhf_core.reports import plots
+from rlhf_core.reports.plots import Marks, Point, PointSeries, Series
+
+CURVE = [(step, 0.5 + step / 1000) for step in range(1, 121)]
+MARKS = Marks(last_step=120, warm_start_steps=40, checkpoints=(40, 80), incidents=(77,), resumes=(60,))
+
+
+def _parsed(svg: str) -> ElementTree.Element:
+    """The drawing as XML; links inside of it need their namespace said, which HTML does not ask for."""
+    return ElementTree.fromstring(svg.replace("<svg ", '<svg xmlns:xlink="x" ', 1))
+
+
+def _texts(svg: str) -> list[str]:
+    return [element.text or "" for element in _parsed(svg).iter("text")]
+
+
+def _line(curve: plots.Curve = CURVE, **options: object) -> str:
+    settings: dict[str, object] = {"unit": "nats per token", "marks": MARKS, "name": "kl", "description": "a & b"}
+    return plots.line_chart([Series("KL", curve)], **{**settings, **options})  # type: ignore[arg-type]
+
+
+def test_thin_keeps_short_curves_and_averages_long_ones() -> None:
+    assert plots.thin(CURVE, 200) == CURVE
+    thinned = plots.thin([(step, float(step)) for step in range(1, 1001)], 100)
+    assert len(thinned) == 100
+    assert thinned[0] == (5.5, 5.5)
+    assert sum(value for _, value in thinned) / 100 == pytest.approx(500.5)
+
+
+def test_rolling_mean_is_the_mean_of_the_neighbours() -> None:
+    curve = [(1, 1.0), (2, 2.0), (3, 6.0), (4, 3.0)]
+    assert plots.rolling_mean(curve, 3) == [(1, 1.5), (2, 3.0), (3, pytest.approx(11 / 3)), (4, 4.5)]
+    assert plots.rolling_mean(curve, 1) == curve
+
+
+@pytest.mark.parametrize(("num_points", "window"), [(1, 1), (29, 1), (30, 5), (80, 5), (120, 9), (600, 41)])
+def test_smoothing_window_is_odd_and_grows(num_points: int, window: int) -> None:
+    assert plots.smoothing_window(num_points) == window
+
+
+def test_axes_are_labelled_with_units() -> None:
+    texts = _texts(_line())
+    assert "nats per token" in texts
+    assert "optimizer step" in texts
+
+
+def test_a_single_step_is_drawn() -> None:
+    assert "<path" in _line([(3, 0.5)])
+
+
+def test_points_that_are_not_finite_are_left_out() -> None:
+    broken = [(step, math.nan if step % 2 else value) for step, value in CURVE]
+    assert _line(broken, smooth=True).lower().count("nan") == 0
+
+
+def test_a_warm_start_an_incident_and_checkpoints_are_seen() -> None:
+    def uses(svg: str, variable: str) -> bool:
+        return f"var(--{variable})" in svg
+
+    assert uses(_line(), "warm-start")
+    assert uses(_line(), "bad")
+    calm = Marks(last_step=120)
+    assert not uses(_line(marks=calm), "warm-start")
+    assert not uses(_line(marks=calm), "bad")
+
+
+def test_marks_outside_of_the_axis_are_left_out() -> None:
+    assert "var(--bad)" not in _line(span=(1, 40))
+    assert "var(--bad)" in _line(span=(41, 120))
+
+
+def test_only_names_of_colours_are_left() -> None:
+    drawn = [
+        _line(smooth=True),
+        plots.stacked_chart([Series("train", CURVE)], unit="s", marks=MARKS, name="t", description=""),
+        plots.point_chart(
+            [PointSeries("greedy", (Point(40, 0.7, 0.6, 0.8), Point(120, 0.9, 0.8, 0.95)), ((80, 0.8),))],
+            unit="exact match",
+            marks=MARKS,
+            name="p",
+            description="",
+        ),
+    ]
+    for svg in drawn:
+        assert re.findall(r"#[0-9a-fA-F]{6}\b", svg) == []
+
+
+def test_values_with_their_intervals_are_written_out() -> None:
+    points = (Point(40, 0.762, 0.72, 0.8), Point(120, 0.941, 0.92, 0.96))
+    svg = plots.point_chart([PointSeries("greedy", points)], unit="exact match", marks=MARKS, name="p", description="")
+    assert {"0.762", "0.941", "greedy"} <= set(_texts(svg))
+
+
+def test_parts_of_a_whole_may_lack_steps() -> None:
+    parts = [Series("train", CURVE), Series("checkpoint", [(20, 0.3), (40, 0.3)])]
+    svg = plots.stacked_chart(parts, unit="seconds per step", marks=MARKS, name="time", description="")
+    assert {"train", "checkpoint"} <= set(_texts(svg))
+
+
+def test_drawings_of_one_page_share_no_ids() -> None:
+    def ids(svg: str) -> list[str]:
+        return [element.attrib["id"] for element in _parsed(svg).iter() if "id" in element.attrib]
+
+    first, second = ids(_line(name="one")), ids(_line(name="two"))
+    assert first
+    assert len(set(first + second)) == len(first) + len(second)
+
+
+def test_every_reference_inside_a_drawing_has_its_target() -> None:
+    svg = _line()
+    used = set(re.findall(r"""(?:url\(#|href="#)([^)"]+)""", svg))
+    assert used
+    assert used == set(re.findall(r' id="([^"]+)"', svg))
+
+
+def test_a_drawing_carries_a_description_and_no_address() -> None:
+    svg = _line()
+    assert 'aria-label="a &amp; b"' in svg
+    assert "http" not in svg
+
+
+def test_the_same_numbers_give_the_same_drawing() -> None:
+    assert _line() == _line()
+
+
+def test_a_long_run_stays_small() -> None:
+    svg = _line([(step, math.sin(step)) for step in range(1, 100_001)], smooth=True)
+    assert len(svg) < 80_000
+
+
+@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("heights", [(0.0, 0.0), (0.0, 4.0), (60.0, 62.0), (20.0, 110.0), (50.0,), (1.0, 2.0, 3.0)])
+def test_values_written_beside_points_do_not_overlap(heights: tuple[float, ...], beside: bool) -> None:
+    offsets = plots.label_offsets(heights, beside=beside)
+    placed = [height + offset for height, offset in zip(heights, offsets, strict=True)]
+    assert placed[0] >= 0
+    assert all(upper - lower >= 10 for lower, upper in itertools.pairwise(placed))
+
+
+def test_no_line_joins_the_two_loops() -> None:
+    def lines(warm_start_steps: int) -> int:
+        svg = _line(marks=Marks(last_step=120, warm_start_steps=warm_start_steps))
+        return len(re.findall(r'<path d="[^"]+" clip-path="[^"]+" style="fill: none; stroke: var\(--series-1\)', svg))
+
+    assert lines(0) == 1
+    assert lines(40) == 2

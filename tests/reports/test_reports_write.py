@@ -1,0 +1,181 @@
+"""Reports of real histories: through the store, the run directory and the command line."""
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+from history_tools import whole_run
+
+from rlhf_core import config
+from rlhf_core.cli.main import execute
+from rlhf_core.errors import UnknownRun
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.reports.gather import gather
+from rlhf_core.reports.html import write_report
+from rlhf_core.run_dir import LineWriter, RunDir, remove_tree
+from rlhf_core.schemas.reports import SampleLine
+from rlhf_core.watchdog.ingest import sync
+
+
+@pytest.fixture
+def site() -> config.Site:
+    """Where the command line of this test looks."""
+    return config.load_site()
+
+
+@pytest.fixture
+def run_dir(site: config.Site) -> RunDir:
+    """A run directory with everything."""
+    return whole_run(site.runs_dir).dir
+
+
+def _ingest(site: config.Site, run_dir: RunDir) -> None:
+    site.home.mkdir(parents=True, exist_ok=True)
+    with HistoryStore(site.database_url) as store:
+        sync(run_dir, store)
+
+
+def test_the_report_of_a_real_history(site: config.Site, run_dir: RunDir, tmp_path: Path) -> None:
+    _ingest(site, run_dir)
+    with HistoryStore(site.database_url) as store:
+        path = write_report(store, run_dir, tmp_path / "out" / "report.html")
+    page = path.read_text()
+    assert "Held-out greedy exact match rose from 0.750 to 0.930." in page
+    assert "worker killed" in page
+    assert "start the workers again in the same allocation (by the agent): one restart is left." in page
+    assert "the steps made again" not in page
+    assert page.count('class="sign saved"') == 4
+    assert page.count('class="sign incident"') == 2
+
+
+def test_an_unknown_run_has_no_report(site: config.Site, run_dir: RunDir, tmp_path: Path) -> None:
+    _ingest(site, run_dir)
+    with HistoryStore(site.database_url) as store, pytest.raises(UnknownRun):
+        write_report(store, RunDir(tmp_path / "nothing-20260101-000000-abcdef"), tmp_path / "report.html")
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_without_its_directory_a_run_still_has_a_report(site: config.Site, run_dir: RunDir, tmp_path: Path) -> None:
+    _ingest(site, run_dir)
+    remove_tree(run_dir.root)
+    with HistoryStore(site.database_url) as store:
+        page = write_report(store, run_dir, tmp_path / "report.html").read_text()
+    assert "is gone: samples of training" in page
+    assert "rose from 0.750 to 0.930" in page
+
+
+def test_samples_of_the_last_time_count(site: config.Site, run_dir: RunDir) -> None:
+    _ingest(site, run_dir)
+    for restart, completion in ((0, "first"), (1, "again")):
+        writer = LineWriter(run_dir.attempt(1).restart(restart).samples)
+        for step in (3, 4 + restart):
+            writer.write(
+                SampleLine(
+                    step=step,
+                    prompt_uid="p",
+                    sample_index=0,
+                    seed=1,
+                    weight_version=step,
+                    prompt="?",
+                    completion=completion,
+                    answer="!",
+                    reward=0.0,
+                    advantage=0.0,
+                )
+            )
+        writer.close()
+    with HistoryStore(site.database_url) as store:
+        samples = gather(store, run_dir).samples
+    assert [(line.step, line.completion) for line in samples] == [(3, "again"), (4, "first"), (5, "again")]
+
+
+def test_parameters_are_counted_from_the_headers_of_the_weights(site: config.Site, run_dir: RunDir) -> None:
+    _ingest(site, run_dir)
+    header = json.dumps({"__metadata__": {"format": "pt"}, "a": {"shape": [3, 4]}, "b": {"shape": [5]}}).encode()
+    run_dir.initial_model.mkdir()
+    (run_dir.initial_model / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(68))
+    with HistoryStore(site.database_url) as store:
+        assert gather(store, run_dir).num_parameters == 17
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# rlhf report
+
+
+def test_the_command_writes_into_the_run_directory(
+    site: config.Site, run_dir: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _ingest(site, run_dir)
+    assert execute(["report", "last"]) == 0
+    assert run_dir.report.is_file()
+    assert "report.html" in capsys.readouterr().out
+
+
+def test_the_command_reads_what_is_new_first(
+    site: config.Site, run_dir: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    later = run_dir.evaluation("after", "greedy")
+    content = later.read_text()
+    later.unlink()
+    _ingest(site, run_dir)
+    later.write_text(content)
+    assert execute(["report", run_dir.run_id]) == 0
+    assert "rose from 0.750 to 0.930" in run_dir.report.read_text()
+
+
+def test_the_command_writes_where_it_is_told(
+    site: config.Site, run_dir: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _ingest(site, run_dir)
+    assert execute(["report", "sort", "--output", str(tmp_path / "mine.html"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told == {"run_id": run_dir.run_id, "report": str(tmp_path / "mine.html")}
+    assert (tmp_path / "mine.html").is_file()
+    assert not run_dir.report.exists()
+
+
+def test_a_run_that_only_the_disk_knows_has_a_report(site: config.Site, run_dir: RunDir) -> None:
+    site.home.mkdir(parents=True, exist_ok=True)
+    assert execute(["report", run_dir.run_id]) == 0
+    assert "rose from 0.750 to 0.930" in run_dir.report.read_text()
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_the_report_is_opened_where_there_is_a_browser(
+    site: config.Site,
+    run_dir: RunDir,
+    opened: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _ingest(site, run_dir)
+    shown: list[str] = []
+    monkeypatch.setattr("webbrowser.open", lambda address: shown.append(address) or opened)
+    assert execute(["report", "last", "--open"]) == 0
+    assert shown == [run_dir.report.as_uri()]
+    assert ("found no browser" in capsys.readouterr().err) == (not opened)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nobody"], "the history has no run 'nobody'"),
+        (["last", "--output", "/dev/null/report.html"], "choose another file with --output"),
+    ],
+)
+def test_bad_input_is_answered_with_a_sentence(
+    site: config.Site, run_dir: RunDir, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _ingest(site, run_dir)
+    assert execute(["report", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_run_without_directory_needs_an_output(
+    site: config.Site, run_dir: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _ingest(site, run_dir)
+    remove_tree(run_dir.root)
+    assert execute(["report", "last"]) == 2
+    assert "give a file to write with --output" in capsys.readouterr().err
