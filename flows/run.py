@@ -1,17 +1,16 @@
 """``rlhf-run``: the Prefect flow of one run. ``flows.stages`` has the order of its steps; here they become visible."""
 
-from collections.abc import Callable, Iterator
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Annotated
 
 from prefect import State, flow, runtime
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.orchestration import get_client
 from prefect.exceptions import CancelledRun
 from prefect.states import Cancelled, Completed
-from pydantic import Field
 
 from flows.session import new_run, opened
 from flows.stages import Session, drive
@@ -21,6 +20,9 @@ from rlhf_core.config import PRESETS, describe_fields, load_site
 from rlhf_core.errors import BadInput, RunCancelled
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir import RunDir
+
+DESCRIPTION = "One RLHF run: preflight, allocate, train, evaluate. Failures are diagnosed and retried."
+"""What the flow is, in Prefect's list of flows."""
 
 RESULT_KEY = "rlhf-result"
 """Key of the Markdown artifact with the result of a run."""
@@ -46,39 +48,22 @@ def settings_text() -> str:
     return "\n".join(["| setting | type | default | meaning |", "|---|---|---|---|", *rows])
 
 
-ConfigParameter = Annotated[
-    str,
-    Field(
-        title="Config",
-        description=f"Path of a TOML config on this machine, or the name of a preset: {', '.join(PRESETS)}.",
-    ),
-]
-OverridesParameter = Annotated[
-    list[str],
-    Field(
-        title="Overrides",
-        description="Settings to change, each as section.field=value, for instance train.num_steps=10.\n\n"
+def _described(function: Callable[..., State[None]]) -> Callable[..., State[None]]:
+    """Give the flow function the docstring from which Prefect makes the texts of its form."""
+    meanings = {
+        "config": f"Path of a TOML config on this machine, or the name of a preset: {', '.join(PRESETS)}.",
+        "overrides": "Settings to change, each as section.field=value, for instance train.num_steps=10.\n\n"
         + settings_text(),
-    ),
-]
-RunParameter = Annotated[
-    str, Field(title="Run", description="Id of a run to go on with, instead of starting a new one from a config.")
-]
+        "run_id": "Id of a run to go on with, instead of starting a new one from a config.",
+    }
+    arguments = "\n".join(f"{name}: {meaning}".replace("\n", "\n    ") for name, meaning in meanings.items())
+    function.__doc__ = f"{DESCRIPTION}\n\nArgs:\n{textwrap.indent(arguments, '    ')}\n"
+    return function
 
 
-@flow(
-    name="rlhf-run",
-    flow_run_name="{run_id}",
-    description="One RLHF run: preflight, allocate, train, evaluate. Failures are diagnosed and retried.",
-    retries=0,
-    persist_result=False,
-)
-def rlhf_run(
-    config: ConfigParameter = "",
-    overrides: OverridesParameter = [],  # noqa: B006 - Prefect shows the default in its form; nothing changes it
-    run_id: RunParameter = "",
-) -> State[None]:
-    """Bring one run to its end, from wherever it stands: a new one from ``config``, or the one named by ``run_id``."""
+@flow(name="rlhf-run", flow_run_name="{run_id}", description=DESCRIPTION, retries=0, persist_result=False)
+@_described
+def rlhf_run(config: str = "", overrides: Sequence[str] = (), run_id: str = "") -> State[None]:
     handed = _handed.get()
     if handed is not None:
         return _finish(handed.session, handed.work)

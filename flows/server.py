@@ -28,7 +28,8 @@ NO_PREFECT = "Run without Prefect: add --no-prefect."
 def quiet_settings(home: Path) -> None:
     """Set what Prefect reads when it is imported: no telemetry, no log lines into the progress display.
 
-    Its files go under ``home`` unless this user has settings in a Prefect home already. Call it before importing ``flows.run``.
+    Its files go under ``home`` unless this user has settings in a Prefect home already. Call it before ``flows.run`` is
+    imported.
     """
     quiet = {
         "DO_NOT_TRACK": "1",

@@ -25,6 +25,7 @@ from rlhf_core.run_dir import RunDir, read_model, write_model
 from rlhf_core.scheduler.base import Scheduler
 from rlhf_core.schemas.attempts import AttemptState, RunState, StageName, StageState
 from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.checks import CheckStatus
 from rlhf_core.schemas.failures import Action, Decision, FailureKind
 from rlhf_core.schemas.journal import ChecksMade, DecisionMade, IncidentFound
 from rlhf_core.schemas.reports import AgentCommand
@@ -241,6 +242,9 @@ def preflight(session: Session) -> None:
         )
         results = make_checks(session.spec, around, session.check)
         session.journal.append(ChecksMade(results=results))
+        for result in results:
+            if result.status is CheckStatus.WARNING:
+                session.observer.says(f"warning {result.id}: {result.found}; expected {result.expected}")
         session.record()
         require_passed(results)
 

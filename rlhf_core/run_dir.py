@@ -358,12 +358,12 @@ class RunDir:
 
     @property
     def control_reserve(self) -> Path:
-        """Blocks held back so that the journal can still be written on a full disk; the holder of the lease frees them."""
+        """Blocks held back so that the journal can be written on a full disk; the holder of the lease frees them."""
         return self.root / "control.reserve"
 
     @property
     def cancel_request(self) -> Path:
-        """What `rlhf cancel` asks of the controller (an ``AgentCommand``); the controller removes it once it is done."""
+        """What `rlhf cancel` asks of the controller (an ``AgentCommand``); the controller removes it when done."""
         return self.root / "cancel.json"
 
     @property

@@ -46,7 +46,7 @@ def make_spec(**sections: Any) -> RunSpec:
 def make_run(runs: Path, spec: RunSpec | None = None) -> RunDir:
     """A run directory as `rlhf run` makes it."""
     folder = runs.parent / "empty"
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     return prepare(spec or make_spec(), runs, config_source="small.toml", folder=folder)
 
 

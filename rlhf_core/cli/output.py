@@ -153,7 +153,7 @@ def seconds_text(seconds: float | None) -> str:
     """A duration for people: ``8.2 s``, ``3 min 05 s``, ``2 h 14 min``; ``-`` when not known."""
     if seconds is None:
         return "-"
-    if seconds < 60:
+    if round(seconds, 1) < 60:
         return f"{seconds:.1f} s"
     whole = round(seconds)
     if whole < 3600:

@@ -6,7 +6,9 @@ things keep it from false alarms:
 
 - whoever waits inside a collective is not judged as long as somebody it may be waiting for is at work within its own
   limit: a trainer that waits for a slow rollout is not hung;
-- the first silence of each phase has the allowance of the set-up (compilation, warming caches) and teaches nothing.
+- a worker that goes through a phase for the first time has the allowance of the set-up (compilation, warming caches),
+and
+  its silences there teach nothing.
 """
 
 from collections.abc import Sequence
@@ -37,7 +39,6 @@ class GapTracker:
         self._setup_floor_s = setup_floor_s
         self._longest_s: dict[Phase, float] = {}
         self._last: dict[int, RankStatus] = {}
-        self._seen: set[tuple[int, Phase]] = set()
         self._spoiled: set[int] = set()
 
     @classmethod
@@ -48,7 +49,6 @@ class GapTracker:
     def begin_restart(self) -> None:
         """New workers: what was learned stays, what was being watched is forgotten."""
         self._last.clear()
-        self._seen.clear()
         self._spoiled.clear()
 
     def longest_s(self, phase: Phase) -> float:
@@ -72,10 +72,8 @@ class GapTracker:
         self._spoiled.update(rank.local_rank for rank in ranks if stopped or (outside and rank.in_collective))
 
     def _learn(self, ended: RankStatus) -> None:
-        key = (ended.local_rank, ended.phase)
-        if key in self._seen and ended.local_rank not in self._spoiled:
+        if ended.warm and ended.local_rank not in self._spoiled:
             self._longest_s[ended.phase] = max(self.longest_s(ended.phase), ended.age_s)
-        self._seen.add(key)
         self._spoiled.discard(ended.local_rank)
 
     def limit_s(self, rank: RankStatus) -> float:
@@ -83,7 +81,7 @@ class GapTracker:
         learned = self._gap_factor * self.longest_s(rank.phase)
         if rank.phase is Phase.SETUP:
             return max(self._setup_floor_s, learned)
-        if (rank.local_rank, rank.phase) not in self._seen:
+        if not rank.warm:
             return max(self._floor_s, self._setup_floor_s, learned)
         return max(self._floor_s, learned)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from rlhf_core.reports import plots
 from rlhf_core.reports.gather import RunRecord
-from rlhf_core.reports.markup import Markup, join, number, tag
+from rlhf_core.reports.markup import Markup, join, number, tag, words
 from rlhf_core.reports.plots import Curve, Marks, Point, PointSeries, Series
 
 EVALUATION_CURVE = "eval/greedy"
@@ -203,7 +203,7 @@ def _accuracy(record: RunRecord) -> tuple[Markup | None, str]:
     for name in ("greedy", "sampled"):
         rows = sorted(
             (row for row in record.evaluations if row["name"] == name),
-            key=lambda row: (row["checkpoint_step"], row["when"]),
+            key=lambda row: (row["checkpoint_step"], row["when"] != "before"),
         )
         points = tuple(
             Point(row["checkpoint_step"], row["value"], row["ci_low"], row["ci_high"])
@@ -216,13 +216,12 @@ def _accuracy(record: RunRecord) -> tuple[Markup | None, str]:
     if not series:
         return None, f"{title}: no evaluation was made."
     level = record.spec.evaluate.confidence if record.spec else None
-    metric = str(record.evaluations[0]["metric"]).replace("_", " ")
     caption = "Bars: confidence interval" + (f" of {level:.0%}." if level else ".")
     if any(item.between for item in series):
         caption += " Small dots: greedy evaluations during training."
     svg = plots.point_chart(
         series,
-        unit=metric,
+        unit=words(record.evaluations[0]["metric"]),
         marks=marks_of(record),
         name="accuracy",
         description=f"{title}: "

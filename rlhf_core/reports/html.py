@@ -40,7 +40,7 @@ def write_report(store: HistoryStore, run_dir: RunDir, out: Path) -> Path:
 
     Args:
         store: history that has the run.
-        run_dir: its directory. If it is gone, settings and samples are left out, and the report says so.
+        run_dir: its directory. If it is gone, training samples and model size are left out, and the report says so.
         out: file to write; replaced whole.
 
     Returns:
@@ -210,9 +210,17 @@ def _facts(record: RunRecord) -> Markup:
                 ),
                 ("version", f"rlhf-flows {run['package_version']}"),
                 ("code revision", run["code_revision"] or "not in a repository"),
+                ("interpreter", _checked(record, "environment.python")),
+                ("packages", _checked(record, "environment.packages")),
             ]
         ),
     )
+
+
+def _checked(record: RunRecord, check: str) -> str:
+    """What a preflight check found, where it passed."""
+    found = find_row(record.checks, id=check, status="passed")
+    return found["found"] if found else ""
 
 
 def _by_stage(record: RunRecord) -> str:

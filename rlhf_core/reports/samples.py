@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from rlhf_core.reports.gather import RunRecord
-from rlhf_core.reports.markup import Markup, code, count, fold, markup, number, signed, table, tag
+from rlhf_core.reports.markup import Markup, code, count, fold, join, number, signed, table, tag
 from rlhf_core.schemas.reports import EvaluationSample, SampleLine
 
 _PER_GROUP = 4
 _LONGEST = 600
 _SHORT = 100
 """Characters of a cell, markup included."""
+_CONTROL_PICTURES = {number: 0x2400 + number for number in range(32) if chr(number) not in "\n\t"}
 _STEPS_SHOWN = 3
 _GROUP_SHOWN = 8
 
@@ -39,7 +40,7 @@ def training_samples(record: RunRecord) -> Markup:
     if not steps:
         return tag("p", "No completions were kept in training.", class_="note")
     chosen = sorted({steps[0], steps[len(steps) // 2], steps[-1]})[:_STEPS_SHOWN]
-    return Markup("".join(_group(step, [line for line in record.samples if line.step == step]) for step in chosen))
+    return join(_group(step, [line for line in record.samples if line.step == step]) for step in chosen)
 
 
 def _compared(name: str, before: Sequence[EvaluationSample], after: Sequence[EvaluationSample]) -> Markup:
@@ -56,7 +57,7 @@ def _compared(name: str, before: Sequence[EvaluationSample], after: Sequence[Eva
             ]
             parts.append(tag("h3", f"{title}: {len(members)}"))
             parts.append(table(["prompt", "before", "after", "reference"], rows, class_=_style(rows)))
-    return Markup("".join(markup(part) for part in parts))
+    return join(parts)
 
 
 def _alone(name: str, when: str, scored: Sequence[EvaluationSample]) -> Markup:
@@ -73,7 +74,7 @@ def _alone(name: str, when: str, scored: Sequence[EvaluationSample]) -> Markup:
             rows = [[_text(sample.prompt), _answer(sample), _text(sample.answer)] for sample in members[:_PER_GROUP]]
             parts.append(tag("h3", f"{title}: {len(members)}"))
             parts.append(table(["prompt", "completion", "reference"], rows, class_=_style(rows)))
-    return Markup("".join(markup(part) for part in parts))
+    return join(parts)
 
 
 def _group(step: int, lines: Sequence[SampleLine]) -> Markup:
@@ -95,7 +96,7 @@ def _group(step: int, lines: Sequence[SampleLine]) -> Markup:
                 tag("p", f"{more} more of this group are in samples.jsonl.", class_="note") if more > 0 else "",
             )
         )
-    return Markup("".join(parts))
+    return join(parts)
 
 
 def _group_title(step: int, group: Sequence[SampleLine], mean: float) -> str:
@@ -120,9 +121,9 @@ def _answer(sample: EvaluationSample) -> Markup:
 
 
 def _text(text: str) -> Markup:
-    """A prompt or completion: its line breaks kept, the rest cut where it is long, an empty one named."""
+    """A prompt or completion: line breaks kept, control characters shown, cut where it is long, named where empty."""
     if not text:
         return tag("em", "empty")
-    cut = text[:_LONGEST]
+    cut = text[:_LONGEST].translate(_CONTROL_PICTURES)
     left = len(text) - len(cut)
     return Markup(code(cut) + (tag("em", f" … {count(left, 'character')} more") if left else Markup("")))

@@ -49,6 +49,8 @@ class RankStatus(Schema):
     """Seconds since its last beat, by its node's monotonic clock."""
     process_state: str
     """State letter from ``/proc/<pid>/stat``: R, S, D, T, Z; ``-`` when the process is gone."""
+    warm: bool = False
+    """Whether it has been through its present phase before: compilation and the like are behind it."""
 
 
 class AgentStatus(Schema):

@@ -283,7 +283,7 @@ class RunSpec(Schema):
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
     """Short name: lower-case letters, digits, `-` and `_`; runs of the same name are compared with each other."""
-    seed: NonNegative = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Everything random follows from it."""
     model: ModelSpec
     data: DataSpec

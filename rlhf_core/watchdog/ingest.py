@@ -100,6 +100,7 @@ def sync(run_dir: RunDir, store: HistoryStore) -> SyncReport:
         RunDirError: it has no readable ``spec.json``.
         IllegalMove: its journal has a change of state that the table of moves does not allow.
         DatabaseUnavailable: nothing, or not everything, was written; the next call goes on from there.
+        OSError: the file system of the run directory does not answer; likewise.
     """
     report = SyncReport()
     while True:

@@ -9,11 +9,11 @@ setting it twice is harmless, and it is read where the worker can act on it, bet
 C++ call.
 
 Layout, 64-bit integers in the machine's own order: a header of 8 (``MAGIC``, slots, save requests, stop), then per
-local rank 16 (pid, restart, rank, collectives entered, left, sequence, step, phase, monotonic nanoseconds). Each is
-written by one store of 8 bytes, so a reader finds the old value or the new one. ``struct.pack_into`` would not do: it
-fills its target with zeros first, and a worker that loses the processor in between looks as if it had been silent
-since the machine was started. ``multiprocessing.shared_memory`` would not do either: on Python 3.11 the first worker
-that exits removes it for all.
+local rank 16 (pid, restart, rank, collectives entered, left, sequence, step, phase, monotonic nanoseconds, warm
+phases). Each is written by one store of 8 bytes, so a reader finds the old value or the new one. ``struct.pack_into``
+would not do: it fills its target with zeros first, and a worker that loses the processor in between looks as if it
+had been silent since the machine was started. ``multiprocessing.shared_memory`` would not do either: on Python 3.11
+the first worker that exits removes it for all.
 """
 
 import mmap
@@ -34,9 +34,12 @@ HEADER_WORDS = 8
 SLOT_WORDS = 16
 WORD_BYTES = 8
 
+WARM_BEATS = 16
+"""A phase is warm once it was left, or after so many beats in it: some roles never leave theirs."""
+
 # Places in the header, and in a slot.
 _MAGIC_AT, _NUM_SLOTS_AT, _SAVE_AT, _STOP_AT = range(4)
-_PID, _RESTART, _RANK, _ENTERED, _LEFT, _SEQUENCE, _STEP, _PHASE, _BEAT_NS = range(9)
+_PID, _RESTART, _RANK, _ENTERED, _LEFT, _SEQUENCE, _STEP, _PHASE, _BEAT_NS, _WARM = range(10)
 
 # Looked up once: a beat is called in the innermost loops.
 _monotonic_ns = time.monotonic_ns
@@ -63,6 +66,8 @@ class Slot:
     phase: Phase
     beat_ns: int
     """Time of the last beat on the node's monotonic clock, in nanoseconds."""
+    warm: bool
+    """Whether the worker has been through its present phase before."""
 
 
 def slots_folder() -> Path:
@@ -100,9 +105,10 @@ class SlotFile:
     def read(self, local_rank: int) -> Slot:
         """One slot. Its worker may be writing it just now: every number is whole, but some may be one beat newer."""
         first = HEADER_WORDS + local_rank * SLOT_WORDS
-        pid, restart, rank, entered, left, sequence, step, phase, beat_ns = self._words[first : first + 9].tolist()
+        words = self._words[first : first + _WARM + 1].tolist()
+        pid, restart, rank, entered, left, sequence, step, phase, beat_ns, warm = words
         known = _PHASES[phase] if 0 <= phase < len(_PHASES) else Phase.SETUP
-        return Slot(pid, restart, rank, entered, left, sequence, step, known, beat_ns)
+        return Slot(pid, restart, rank, entered, left, sequence, step, known, beat_ns, bool(warm >> phase & 1))
 
     def ask_to_save(self) -> None:
         """Ask every worker to save and go on."""
@@ -168,12 +174,17 @@ class Beat:
         self.left = 0
         self._sequence = 0
         self._saved = 0
+        self._number = _NUMBER[Phase.SETUP]
+        self._beats_in_phase = 0
+        self._warm = 0
         self._thread = _this_thread()
         self._collective = _Collective(self)
         first = HEADER_WORDS + local_rank * SLOT_WORDS
         self._entered_at, self._left_at = first + _ENTERED, first + _LEFT
         self._sequence_at, self._beat_at = first + _SEQUENCE, first + _BEAT_NS
-        self._step_at, self._phase_at = first + _STEP, first + _PHASE
+        self._step_at, self._phase_at, self._warm_at = first + _STEP, first + _PHASE, first + _WARM
+        for place in range(first, first + SLOT_WORDS):
+            self._words[place] = 0
         self._words[first + _RESTART] = restart
         self._words[first + _RANK] = rank
         self.beat(Phase.SETUP, 0)
@@ -189,7 +200,13 @@ class Beat:
         # The time first: whatever a reader catches in between, it sees a worker that is alive.
         words[self._beat_at] = _monotonic_ns()
         words[self._step_at] = step
-        words[self._phase_at] = number = _NUMBER[phase]
+        number = _NUMBER[phase]
+        self._beats_in_phase += 1
+        if number != self._number or self._beats_in_phase == WARM_BEATS:
+            self._warm |= 1 << self._number
+            words[self._warm_at] = self._warm
+            words[self._phase_at] = self._number = number
+            self._beats_in_phase = 0
         if number == _CHECKPOINT:
             # All ranks enter a checkpoint at the same step: whatever was asked for up to now is being done.
             self._saved = words[_SAVE_AT]

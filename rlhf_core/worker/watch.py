@@ -134,4 +134,5 @@ class Watch:
             phase=slot.phase if known else Phase.SETUP,
             age_s=round(self.clock.age_s(beat_ns / 1e9, time.monotonic()), 3),
             process_state=processes.process_state(worker.pid),
+            warm=known and slot.warm,
         )

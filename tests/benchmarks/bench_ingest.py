@@ -46,7 +46,8 @@ def bare_sqlite(file: Path, rows: int) -> float:
     connection.executescript(
         "PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL; "
         "CREATE TABLE metrics (run_id TEXT, key_id INTEGER, step INTEGER, attempt INTEGER, restart INTEGER,"
-        " value DOUBLE, non_finite TEXT, time DATETIME, PRIMARY KEY (run_id, key_id, step, attempt, restart)) WITHOUT ROWID"
+        " value DOUBLE, non_finite TEXT, time DATETIME,"
+        " PRIMARY KEY (run_id, key_id, step, attempt, restart)) WITHOUT ROWID"
     )
     content = [
         ("sort-20260301-120000-aaaaaa", i % NUM_KEYS, i // NUM_KEYS, 1, 0, 0.5, None, "2026-03-01 12:00:00.000000")

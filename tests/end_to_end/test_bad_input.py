@@ -58,7 +58,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     mount = tmp_path / "small"
     mount.mkdir()
     made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", str(mount)], capture_output=True, text=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(mount)], capture_output=True, text=True, check=False
     )
     if made.returncode:
         pytest.skip(f"cannot mount a tmpfs here: {made.stderr.strip()}")

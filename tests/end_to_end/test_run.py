@@ -49,7 +49,7 @@ def test_the_database_can_be_made_again_from_the_run_directories(undisturbed: Sh
         "SELECT run_id, name, state, seed FROM runs",
         "SELECT name, state, attempt FROM stages ORDER BY stage_index",
         "SELECT key, step, value FROM run_curve ORDER BY key, step",
-        "SELECT name, value, ci_low, checkpoint_step FROM evaluations ORDER BY name, value",
+        "SELECT name, value, ci_low, checkpoint_step FROM evaluations ORDER BY name, checkpoint_step",
         "SELECT count(*) FROM evaluation_samples",
         "SELECT number, state FROM attempts",
     )

@@ -143,6 +143,12 @@ def learned(**changes: Any) -> RunRecord:
         ],
         "checks": [
             {"id": "batch.divides_ranks", "status": "passed", "found": "32 prompts over 2 ranks", "advice": ""},
+            {
+                "id": "environment.packages",
+                "status": "passed",
+                "found": "deepspeed 0.19.8, safetensors 0.8.0, torch 2.13.0+cpu, transformers 5.19.0",
+                "advice": "",
+            },
             {"id": "disk.free", "status": "warning", "found": "3.1 GB free", "advice": "free some space"},
         ],
         "attempts": [
@@ -314,7 +320,7 @@ def blocked() -> RunRecord:
                 "found": "33 prompts per step for 2 ranks",
                 "advice": "set grpo.prompts_per_step to a multiple of 2",
             },
-            base.checks[1],
+            base.checks[-1],
         ],
         goodput={"wall_s": 1.2, "queue_s": 0.0, "productive_s": 0.0, "repeated_s": 0.0, "lost_s": 0.0, "ettr": 0.0},
         lost_time=[],

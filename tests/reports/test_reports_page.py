@@ -88,6 +88,7 @@ def test_a_run_that_learned_says_so() -> None:
     assert "+0.179" in text
     assert "40 warm-start steps, then 80 steps of GRPO" in text
     assert "0.81 M parameters" in text
+    assert "torch 2.13.0+cpu" in text
 
 
 def _evaluations(before: tuple[float, float, float], after: tuple[float, float, float]) -> list[dict[str, Any]]:
@@ -247,11 +248,13 @@ def test_an_evaluation_without_its_counterpart_is_shown_alone() -> None:
     assert "Wrong: 7" in text
 
 
-def test_an_empty_completion_is_named_and_a_long_one_is_cut() -> None:
+def test_an_empty_completion_is_named_a_long_one_is_cut_and_control_characters_are_shown() -> None:
     base = records.learned()
     lines = [line.model_copy(update={"completion": ""}) for line in base.samples[:1]]
     lines += [line.model_copy(update={"completion": "x" * 1000}) for line in base.samples[1:2]]
+    lines += [line.model_copy(update={"completion": "a\x00\x1b[31mb"}) for line in base.samples[2:3]]
     text = _text(records.learned(samples=lines))
+    assert "a␀␛[31mb" in text
     assert "empty" in text
     assert "400 characters more" in text
 

@@ -1,7 +1,6 @@
 """Whole runs on real processes: resume is exact, ranks act together, and the comparison catches what it should."""
 
 import dataclasses
-import json
 import math
 import os
 import shutil
@@ -169,14 +168,25 @@ def killed_for_real(rank: int, num_ranks: int, run_dir: str) -> str:
     return str(run_trainer(make_context(run_dir, tiny_spec(), rank, num_ranks, reporter=kill)))
 
 
-def train_and_evaluate(rank: int, num_ranks: int, run_dir: str, restart: int, plain_run_dir: str = "") -> list[str]:
-    """The two roles of a run, as the agent starts them; and on the way another run."""
-    from rlhf_core.training.evaluation import run_evaluator
+def resumed(rank: int, num_ranks: int, run_dir: str) -> str:
+    """The role as the agent starts it again."""
     from rlhf_core.training.trainers.run import run_trainer
 
-    context = make_context(run_dir, tiny_spec(), rank, num_ranks, restart)
-    trained = str(run_trainer(context))
-    return [trained] if restart else [trained, str(run_evaluator(context))]
+    return str(run_trainer(make_context(run_dir, tiny_spec(), rank, num_ranks, restart=1)))
+
+
+def on_one_rank(rank: int, num_ranks: int, folder: str) -> list[str]:
+    """Two of the runs above, and role evaluator on the first of them."""
+    from rlhf_core.training.distributed import init_process_group, leave_process_group
+    from rlhf_core.training.evaluation import run_evaluator
+    from rlhf_core.training.trainers.run import train_run
+
+    straight = make_context(f"{folder}/one", tiny_spec(), rank, num_ranks)
+    without_noise = make_context(f"{folder}/one-without-noise", tiny_spec(**WITHOUT_NOISE), rank, num_ranks)
+    ranks = init_process_group(straight)
+    results = [str(train_run(context, ranks)) for context in (straight, without_noise)]
+    leave_process_group(ranks)
+    return [*results, str(run_evaluator(straight))]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -423,18 +433,18 @@ def test_a_rank_killed_for_real_and_the_run_resumed(results: list[dict[str, Any]
     assert ended[1].exit_code == -signal.SIGKILL
     assert ended[0].exit_code == 1, "the other rank finds its peer gone"
     assert set(told(folder, "killed")) == {1, 2, 3, 4}
-    resumed = launch(train_and_evaluate, 2, folder / "resumed-launch", run_dir=str(run_dir), restart=1)
-    assert values(resumed) == [["done"], ["done"]]
+    assert values(launch(resumed, 2, folder / "resumed-launch", run_dir=str(run_dir))) == ["done", "done"]
     assert told(folder, "killed") | told(folder, "killed", restart=1) == told(folder, "straight")
     assert final_state(folder, "killed") == final_state(folder, "straight")
 
 
-def test_one_rank_against_two(results: list[dict[str, Any]], folder: Path) -> None:
+@pytest.fixture(scope="module")
+def one_rank(results: list[dict[str, Any]], folder: Path) -> None:
+    assert values(launch(on_one_rank, 1, folder / "one-launch", folder=str(folder))) == [["done", "done", "done"]]
+
+
+def test_one_rank_against_two(one_rank: None, folder: Path) -> None:
     """The same seeds at every step, completions at the first step of GRPO, gradients but for rounding."""
-    run_dir = folder / "one"
-    assert values(launch(train_and_evaluate, 1, folder / "one-launch", run_dir=str(run_dir), restart=0)) == [
-        ["done", "done"]
-    ]
     one, two = told(folder, "one"), told(folder, "straight")
     assert set(one) == set(two)
     for step in (3, 4, 5, 6):
@@ -443,11 +453,40 @@ def test_one_rank_against_two(results: list[dict[str, Any]], folder: Path) -> No
     assert one[3]["rollout/completion_digest"] == two[3]["rollout/completion_digest"]
     for name in ("train/loss", "train/grad_norm", "train/num_tokens"):
         assert one[1][name] == pytest.approx(two[1][name], rel=1e-6)
-    after = EvaluationReport.model_validate_json(RunDir(run_dir).evaluation("after", "greedy").read_bytes())
-    assert after.checkpoint_step == 6
-    assert after.ci_low <= after.value <= after.ci_high
-    refused = launch(train_and_evaluate, 2, folder / "refused-launch", run_dir=str(run_dir), restart=1)
-    for result in refused:
+
+
+def test_group_and_batch_statistics_span_the_ranks(one_rank: None, folder: Path) -> None:
+    """Advantages scaled by the standard deviation of the whole batch, loss averaged over all sequences of the step."""
+    one, two = told(folder, "one-without-noise"), told(folder, "without-noise")
+    assert one[3]["reward/std"] > 0
+    for name, value in one[3].items():
+        assert two[3][name] == pytest.approx(value, rel=2e-5, abs=1e-6), name
+    for line in one.values():
+        if "reward/mean" in line:
+            assert line["reward/mean"] == pytest.approx(line["reward/share_right"] + 2 * line["reward/exact_match"])
+
+
+def test_the_evaluator_measures_the_last_checkpoint(one_rank: None, folder: Path) -> None:
+    for how in ("greedy", "sampled"):
+        path = RunDir(folder / "one").evaluation("after", how)
+        report = EvaluationReport.model_validate_json(path.read_bytes())
+        assert (report.when, report.name, report.checkpoint_step) == ("after", how, 6)
+        assert report.ci_low <= report.value <= report.ci_high
+
+
+def test_a_checkpoint_of_one_rank_is_not_resumed_on_two(one_rank: None, folder: Path) -> None:
+    for result in launch(resumed, 2, folder / "refused-launch", run_dir=str(folder / "one")):
+        assert result.exit_code == 1
         assert "ResumeMismatch" in result.error
         assert "was written by 1 ranks, this run has 2" in result.error
-    assert json.loads(RunDir(run_dir).checkpoint(6).complete.read_text())["num_ranks"] == 1
+
+
+def test_recomputing_activations_changes_nothing(results: list[dict[str, Any]], folder: Path) -> None:
+    assert told(folder, "recomputing") == told(folder, "straight")
+
+
+def test_a_penalty_on_divergence_acts(results: list[dict[str, Any]], folder: Path) -> None:
+    free, penalised = told(folder, "straight"), told(folder, "penalised")
+    assert penalised[3]["train/loss"] == pytest.approx(free[3]["train/loss"], abs=1e-6), "no divergence yet"
+    assert penalised[4] != free[4]
+    assert penalised[6]["policy/kl"] < free[6]["policy/kl"]

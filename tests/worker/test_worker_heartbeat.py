@@ -15,7 +15,7 @@ from rlhf_core.run_dir import AttemptDir
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.resources import Role
 from rlhf_core.training.types import Reporter
-from rlhf_core.worker.heartbeat import Beat, SlotFile, slots_folder
+from rlhf_core.worker.heartbeat import WARM_BEATS, Beat, SlotFile, slots_folder
 from rlhf_core.worker.watch import Started, Watch
 
 RUN = "toy-20260101-000000-abcdef"
@@ -40,6 +40,21 @@ def test_the_agent_reads_what_the_worker_wrote(slots: SlotFile) -> None:
     assert after.sequence > inside.sequence > 0
     assert time.monotonic_ns() - after.beat_ns < 1e9
     assert slots.read(0).pid == 0
+
+
+def test_a_phase_is_warm_once_it_was_left_or_after_some_beats(slots: SlotFile) -> None:
+    """However short a visit was, and whether or not the agent happened to look meanwhile."""
+    beat = Beat(slots.path, 0, 0, 0)
+    warm = []
+    for phase in (Phase.ROLLOUT, Phase.CHECKPOINT, Phase.ROLLOUT, Phase.TRAIN, Phase.CHECKPOINT):
+        beat.beat(phase, 1)
+        warm.append(slots.read(0).warm)
+    assert warm == [False, False, True, False, True]
+    for _ in range(WARM_BEATS):
+        beat.beat(Phase.EVALUATE, 1)
+    assert not slots.read(0).warm
+    beat.beat(Phase.EVALUATE, 1)
+    assert slots.read(0).warm
 
 
 def test_a_collective_that_raises_has_been_left(slots: SlotFile) -> None:

@@ -97,6 +97,7 @@ def _train_stage(
     if state and state.progress.step >= stage.first_step:
         engine.load_state(state.engine)
     if state and state.progress.step == session.steps_done:
+        # Until here this process drew from generators that it seeded itself; now those of the run go on.
         restore_random_state(state.random, ranks.device)
     if stage.name == "sft":
         stopped = sft.train(session, stage, policy, engine)

@@ -1,0 +1,154 @@
+"""The command line as a whole: help, versions, exit codes, and what a tired person sees when something breaks."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf_core import __version__
+from rlhf_core.cli import main, output
+from rlhf_core.config import describe_fields
+from rlhf_core.errors import BadConfig, RunCancelled, RunFailed
+
+COMMANDS = (
+    "init check run resume cancel runs show watch logs report sql doctor db".split()  # noqa: SIM905 - as one types them
+)
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.execute(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for command in COMMANDS:
+        assert f" {command} " in shown
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.execute([command, "--help"]) == 0
+    assert "Usage" in capsys.readouterr().out
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.execute(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == f"rlhf-flows {__version__}"
+
+
+@pytest.mark.parametrize("command", ["run", "check"])
+def test_help_ends_with_every_setting(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    assert main.execute([command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    for field in describe_fields():
+        assert field.name in shown
+        assert field.meaning[:60] in shown
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(BadConfig("a bad config"), 2), (RunFailed("the diagnosis"), 1), (RunCancelled("it was cancelled"), 130)],
+)
+def test_errors_on_purpose_are_their_message_and_exit_code(
+    error: Exception, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr("rlhf_core.config.load_site", fail)
+    assert main.execute(["runs"]) == code
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == f"error: {error}\n"
+
+
+def test_an_error_nobody_foresaw_is_one_sentence_and_a_file(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*args: object) -> None:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr("rlhf_core.config.load_site", fail)
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path))
+    assert main.execute(["runs"]) == 1
+    printed = capsys.readouterr().err
+    assert "Traceback" not in printed
+    (log,) = (tmp_path / "logs").iterdir()
+    assert str(log) in printed.replace("\n", "")
+    assert "ZeroDivisionError" in log.read_text()
+
+
+def test_where_no_file_can_be_written_the_traceback_is_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(blocked))
+    output.report_unexpected(ValueError("oh"), blocked)
+    assert "ValueError: oh" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], ["run"], ["run", "x.toml", "--nonsense"]])
+def test_wrong_arguments_are_2(arguments: list[str]) -> None:
+    assert main.execute(arguments) == 2
+
+
+def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rlhf_core.config.load_site", interrupt)
+    assert main.execute(["runs"]) == 130
+
+
+def test_help_in_a_real_process_imports_nothing_of_weight() -> None:
+    code = "import sys, json; sys.argv = ['rlhf', '--help']\nfrom rlhf_core.cli.main import execute\n"
+    code += "assert execute(['--help']) == 0\nprint(json.dumps(sorted({m.partition('.')[0] for m in sys.modules})))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(json.loads(done.stdout.splitlines()[-1]))
+    assert loaded & {"torch", "prefect", "sqlalchemy", "alembic", "submitit", "matplotlib", "pydantic"} == set()
+
+
+def test_the_check_of_imports_sees_one(tmp_path: Path) -> None:
+    """Negative control: the same look at a command that needs the database finds it."""
+    code = "import sys, json\nfrom rlhf_core.cli.main import execute\nexecute(['runs'])\n"
+    code += "print(json.dumps(sorted({m.partition('.')[0] for m in sys.modules})))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"RLHF_HOME": str(tmp_path), "PATH": ""},
+    )
+    assert "sqlalchemy" in json.loads(done.stdout.splitlines()[-1])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Output
+
+
+def test_json_has_no_values_that_json_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+    output.print_json({"a": float("nan"), "b": (1, True, None), "path": Path("/x"), "c": float("-inf")})
+    assert json.loads(capsys.readouterr().out) == {"a": "NaN", "b": [1, True, None], "path": "/x", "c": "-Infinity"}
+
+
+def test_foreign_objects_in_json_are_refused() -> None:
+    with pytest.raises(TypeError, match="found a object"):
+        output.print_json({"a": object()})
+
+
+def test_tables_print_markup_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
+    output.print_table(("name", "value"), [("[bold]x[/bold]", 1.5), ("y", None)])
+    shown = capsys.readouterr().out
+    assert "[bold]x[/bold]" in shown
+    assert "1.5" in shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(None, "-"), (8.24, "8.2 s"), (185, "3 min 05 s"), (8040, "2 h 14 min"), (59.96, "1 min 00 s")],
+)
+def test_durations_are_for_people(seconds: float | None, text: str) -> None:
+    assert output.seconds_text(seconds) == text

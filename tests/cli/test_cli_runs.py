@@ -1,0 +1,413 @@
+"""`rlhf init`, `check`, `run`, `resume`, `cancel`, `logs`, `watch`, `doctor` in one process, on a fake scheduler."""
+
+import json
+import os
+import signal
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from control_fakes import FakeAgent, FakeScheduler, make_run
+
+from rlhf_core.cli import log_files, main, watching
+from rlhf_core.cli.progress import Pace, TerminalProgress, describe
+from rlhf_core.config import PRESETS, describe_fields, load, load_site
+from rlhf_core.launch.journal import read_record
+from rlhf_core.run_dir import RunDir, run_dirs
+from rlhf_core.schemas.attempts import AttemptState, RunState
+from rlhf_core.schemas.checks import CheckResult, CheckStatus
+from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.schemas.resources import Role
+from rlhf_core.watchdog.watch import Look
+
+Printed = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def scheduler(monkeypatch: pytest.MonkeyPatch) -> FakeScheduler:
+    """The scheduler of this site; its jobs do at once all they should."""
+    found = FakeScheduler()
+    for module in ("rlhf_core.scheduler", "flows.session", "flows.cancelling"):
+        monkeypatch.setattr(f"{module}.get_scheduler", lambda name: found)
+    monkeypatch.setattr("flows.stages.make_checks", lambda spec, around, tick: ())
+    monkeypatch.setattr("flows.stages.CANCEL_PATIENCE_S", 0.0)
+
+    def whole(request: Any) -> None:
+        FakeAgent(newest_run(), request.placement.attempt).whole_run(request.placement.resumed_from_step)
+
+    found.on_submit = whole
+    return found
+
+
+def newest_run() -> RunDir:
+    return run_dirs(load_site().runs_dir)[-1]
+
+
+def rlhf(*arguments: str, expect: int = 0) -> None:
+    assert main.execute(arguments) == expect
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# init
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_starter_config_means_what_its_preset_means(preset: str, tmp_path: Path, capsys: Printed) -> None:
+    rlhf("init", str(tmp_path / "new"), "--preset", preset)
+    path = tmp_path / "new" / f"{preset}.toml"
+    assert load(path) == load(preset)
+    text = path.read_text()
+    for field in describe_fields():
+        leaf = field.name.rpartition(".")[2]
+        assert f"{leaf} = " in text or f"[{field.name}]" in text, field.name
+    assert f"rlhf run {path}" in capsys.readouterr().out
+
+
+def test_defaults_in_a_starter_config_are_the_defaults(tmp_path: Path) -> None:
+    """Taking the comment signs off changes nothing."""
+    rlhf("init", str(tmp_path))
+    path = tmp_path / "quickstart.toml"
+    names = {field.name.rpartition(".")[2] for field in describe_fields()}
+    lines = []
+    for line in path.read_text().splitlines():
+        bare = line.removeprefix("# ")
+        is_default = line.startswith("# ") and bare.partition(" = ")[0] in names
+        lines.append(bare if is_default else line)
+    assert sum(line.startswith("#") for line in lines) < sum(
+        line.startswith("#") for line in path.read_text().splitlines()
+    )
+    tomllib.loads("\n".join(lines))
+    path.write_text("\n".join(lines))
+    assert load(path) == load("quickstart")
+
+
+def test_init_overwrites_nothing(tmp_path: Path, capsys: Printed) -> None:
+    path = tmp_path / "quickstart.toml"
+    path.write_text("mine")
+    rlhf("init", str(tmp_path), expect=2)
+    assert path.read_text() == "mine"
+    assert "exists already" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# check, dry run
+
+
+@pytest.mark.usefixtures("scheduler")
+def test_check_shows_all_findings_and_blocks(capsys: Printed) -> None:
+    rlhf("check", "quickstart", "--set", "grpo.prompts_per_step=7", "--set", "sft.batch_size=33", "--json", expect=2)
+    findings = json.loads(capsys.readouterr().out)
+    assert {one["id"] for one in findings if one["status"] == "blocked"} >= {
+        "batch.prompts_divide_ranks",
+        "batch.rows_divide_ranks",
+    }
+    assert load_site().runs_dir.exists() is False, "checking leaves no run behind"
+
+
+@pytest.mark.usefixtures("scheduler")
+def test_check_of_a_good_config_is_fine(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = CheckResult(id="a.check", status=CheckStatus.PASSED, found="all is well")
+    monkeypatch.setattr("rlhf_core.preflight.static.make_checks", lambda spec, around: (good,))
+    rlhf("check", "quickstart")
+    shown = capsys.readouterr().out
+    assert "a.check" in shown
+    assert "1 passed" in shown
+
+
+@pytest.mark.parametrize("command", ["check", "run"])
+def test_a_wrong_key_is_answered_with_the_right_one(command: str, capsys: Printed) -> None:
+    rlhf(command, "quickstart", "--set", "train.num_stepps=3", expect=2)
+    assert 'did you mean "train.num_steps"' in capsys.readouterr().err
+    assert not load_site().runs_dir.exists()
+
+
+def test_a_dry_run_starts_nothing(scheduler: FakeScheduler, capsys: Printed) -> None:
+    rlhf("run", "quickstart", "--dry-run", "--json")
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["command"][1:4] == ["-m", "rlhf_core.worker", "agent"]
+    assert [role["role"] for role in shown["placement"]["roles"]] == ["trainer", "evaluator"]
+    rlhf("run", "quickstart", "--dry-run")
+    assert "Nothing was started" in capsys.readouterr().out
+    assert scheduler.submitted == []
+    assert not load_site().home.exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# run, resume, cancel
+
+
+@pytest.mark.usefixtures("scheduler")
+def test_a_run_ends_with_its_summary(capsys: Printed) -> None:
+    rlhf("run", "quickstart", "--no-prefect", "--name", "mine", "--set", "seed=4")
+    printed = capsys.readouterr()
+    assert "0.900 [0.800, 1.000]" in printed.out
+    assert "train attempt 1" in printed.err
+    run_dir = newest_run()
+    assert run_dir.run_id.startswith("mine-")
+    assert run_dir.read_spec().spec.seed == 4
+    assert run_dir.read_spec().overrides == ("seed=4",)
+
+
+@pytest.mark.usefixtures("scheduler")
+def test_the_summary_for_programs_is_all_that_is_on_standard_output(capsys: Printed) -> None:
+    rlhf("run", "quickstart", "--no-prefect", "--json")
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["state"] == "completed"
+    assert {(one["when"], one["value"]) for one in summary["evaluations"]} == {("before", 0.2), ("after", 0.9)}
+
+
+def test_a_failed_run_is_1_with_the_diagnosis(scheduler: FakeScheduler, capsys: Printed) -> None:
+    def fail(request: Any) -> None:
+        agent = FakeAgent(newest_run(), request.placement.attempt)
+        agent.begin()
+        agent.incident(FailureKind.DATA)
+        agent.end(AttemptState.FAILED, FailureKind.DATA)
+
+    scheduler.on_submit = fail
+    rlhf("run", "quickstart", "--no-prefect", expect=1)
+    printed = capsys.readouterr().err
+    assert "failed in attempt 1: data" in printed
+    assert "Traceback" not in printed
+
+
+def test_a_completed_run_is_not_resumed(scheduler: FakeScheduler, capsys: Printed) -> None:
+    rlhf("run", "quickstart", "--no-prefect")
+    before = newest_run().control.read_bytes()
+    rlhf("resume", "last", "--no-prefect")
+    assert "nothing to go on with" in capsys.readouterr().err
+    assert newest_run().control.read_bytes() == before
+    assert len(scheduler.submitted) == 1
+
+
+def test_ctrl_c_cancels_the_run(scheduler: FakeScheduler, capsys: Printed) -> None:
+    def trains(request: Any) -> None:
+        FakeAgent(newest_run()).begin()
+        FakeAgent(newest_run()).role(Role.TRAINER)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    scheduler.on_submit = trains
+    rlhf("run", "quickstart", "--no-prefect", expect=130)
+    assert read_record(newest_run()).state is RunState.CANCELLED
+    assert scheduler.cancelled == ["101"]
+    assert "was cancelled" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "the handler must be given back"
+
+
+def test_cancel_of_a_run_that_nobody_drives(scheduler: FakeScheduler, capsys: Printed) -> None:
+    run_dir = make_run(load_site().runs_dir)
+    rlhf("cancel", run_dir.run_id, "--reason", "not needed")
+    assert "is cancelled (cancelled); none of its jobs is at work" in capsys.readouterr().out
+    assert read_record(run_dir).cause == "not needed"
+    rlhf("cancel", run_dir.run_id, "--json")
+    assert json.loads(capsys.readouterr().out) == {"run_id": run_dir.run_id, "state": "cancelled", "job_ended": True}
+
+
+@pytest.mark.parametrize("command", ["resume", "cancel", "watch", "logs"])
+def test_an_unknown_run_is_2(command: str, capsys: Printed) -> None:
+    rlhf(command, "nothing", expect=2)
+    assert "nothing" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# logs, watch
+
+
+@pytest.fixture
+def with_logs() -> RunDir:
+    """A run with an attempt whose trainer and evaluator have written something."""
+    run_dir = make_run(load_site().runs_dir)
+    for restart, role in ((0, Role.TRAINER), (1, Role.EVALUATOR)):
+        FakeAgent(run_dir, restart=restart).role(role)
+        folder = run_dir.attempt(1).restart(restart)
+        folder.logs.mkdir(parents=True)
+        for rank in (0, 1):
+            text = "".join(f"{role.value} {rank} line {number}\n" for number in range(100))
+            folder.log(role.value, "n1", rank).write_text(text)
+    scheduler_dir = run_dir.attempt(1).scheduler_dir
+    scheduler_dir.mkdir(parents=True)
+    (scheduler_dir / "101_log.out").write_text("agent says\n")
+    return run_dir
+
+
+def test_logs_of_one_rank_of_one_role(with_logs: RunDir, capsys: Printed) -> None:
+    rlhf("logs", with_logs.run_id, "--role", "trainer", "--rank", "1", "--tail", "2")
+    shown = capsys.readouterr().out
+    assert "trainer 1 line 98\ntrainer 1 line 99\n" in shown
+    assert "line 97" not in shown
+    assert "trainer 0" not in shown
+
+
+def test_logs_show_the_newest_start_and_the_agents(with_logs: RunDir, capsys: Printed) -> None:
+    rlhf("logs", with_logs.run_id, "--tail", "0")
+    shown = capsys.readouterr().out
+    assert "evaluator 0 line 0\n" in shown
+    assert "agent says" in shown
+    assert "trainer" not in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--attempt", "4"), "has attempts 1, not 4"),
+        (("--restart", "7"), "has restarts 0, 1, not 7"),
+        (("--rank", "9"), "no log of rank 9"),
+    ],
+)
+def test_logs_that_are_not_there(with_logs: RunDir, arguments: tuple[str, ...], says: str, capsys: Printed) -> None:
+    rlhf("logs", with_logs.run_id, *arguments, expect=2)
+    assert says in capsys.readouterr().err
+
+
+def test_following_prints_what_is_added_until_the_run_ends(with_logs: RunDir, capsys: Printed) -> None:
+    path = with_logs.attempt(1).restart(1).log("evaluator", "n1", 0)
+    rounds = []
+
+    def meanwhile(seconds: float) -> None:
+        rounds.append(seconds)
+        with path.open("a") as file:
+            file.write(f"added {len(rounds)}\n")
+        if len(rounds) == 2:
+            with with_logs.control.open("a") as journal:
+                journal.write(
+                    '{"sequence":9,"token":1,"time":"2026-01-01T00:00:00Z",'
+                    '"event":{"kind":"run_moved","state":"failed","cause":"x"}}\n'
+                )
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(log_files.time, "sleep", meanwhile)
+        rlhf("logs", with_logs.run_id, "--follow", "--rank", "0", "--tail", "1")
+    shown = capsys.readouterr().out
+    assert shown.count("added 1\n") == shown.count("added 2\n") == 1
+
+
+def test_watch_prints_a_line_for_a_run_that_has_ended(scheduler: FakeScheduler, capsys: Printed) -> None:
+    rlhf("run", "quickstart", "--no-prefect")
+    capsys.readouterr()
+    rlhf("watch", "last")
+    shown = capsys.readouterr().out
+    assert f"completed, attempt 1, step 10/{load('quickstart').total_steps}" in shown
+
+
+def test_the_view_of_a_run_in_trouble_tells_the_story(with_logs: RunDir) -> None:
+    agent = FakeAgent(with_logs)
+    agent.incident(FailureKind.WORKER_KILLED)
+    agent.step(3, **{"reward/mean": 0.5})
+    view = watching.Viewer(with_logs).read()
+    assert any("worker_killed: it was worker_killed" in line for line in view.story)
+    assert "reward/mean 0.5" in watching.headline(view)
+    assert [rank.rank for rank in view.ranks] == [0, 1]
+    from rich.console import Console
+
+    console = Console(width=100, record=True)
+    console.print(watching.draw(view))
+    assert "evaluator" in console.export_text()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# progress
+
+
+def look(**changes: Any) -> Look:
+    from rlhf_core.scheduler.base import JobState, JobStatus
+    from rlhf_core.watchdog.watch import Verdict
+
+    base: dict[str, Any] = {
+        "attempt": 1,
+        "verdict": Verdict(AttemptState.RUNNING, ""),
+        "job": JobStatus(JobState.RUNNING),
+        "role": Role.TRAINER,
+        "restart": 0,
+        "restarts_made": 0,
+        "step": 60,
+        "phase": "train",
+        "loop": "grpo",
+        "metrics": {"reward/mean": 0.61, "speed/tokens_per_s": 5021.0},
+        "evaluating": False,
+        "events": (),
+        "outcome": None,
+        "history_behind": "",
+    }
+    return Look(**{**base, **changes})
+
+
+def test_progress_in_one_line() -> None:
+    spec, now = load("quickstart", ["sft.num_steps=40", "train.num_steps=80"]), [0.0]
+    pace = Pace(lambda: now[0])
+    for step in (58, 59, 60):
+        now[0] += 2.0
+        pace.saw(step)
+    assert describe(look(), spec, pace) == "grpo step 60/120, reward 0.610, 5,021 tokens/s, 2 min 00 s left"
+    supervised = look(loop="sft", step=3, metrics={"train/loss": 1.5}, restarts_made=2)
+    assert describe(supervised, spec, Pace()) == "sft step 3/120, loss 1.500, restart 2"
+    assert describe(look(loop="", phase="setup"), spec, Pace()) == "trainer starts"
+    assert describe(look(evaluating=True), spec, Pace()) == "evaluating"
+
+
+def test_the_pace_begins_again_after_a_rewind() -> None:
+    now = [0.0]
+    pace = Pace(lambda: now[0])
+    for step in (10, 20):
+        now[0] += 10
+        pace.saw(step)
+    assert pace.left_s(10) == 10
+    pace.saw(5)
+    assert pace.left_s(10) is None
+
+
+class Terminal:
+    """Answers questions at a terminal."""
+
+    def __init__(self, *answers: bool) -> None:
+        self.answers = list(answers)
+        self.asked: list[str] = []
+
+    def __call__(self, question: str) -> bool:
+        self.asked.append(question)
+        return self.answers.pop(0)
+
+
+def test_ctrl_c_asks_once_and_a_no_goes_on(capsys: Printed) -> None:
+    person = Terminal(False, True)
+    with TerminalProgress(load("quickstart"), "the-run", person) as progress:
+        assert not progress.wants_to_stop()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert not progress.wants_to_stop()
+        assert len(person.asked) == 1
+        os.kill(os.getpid(), signal.SIGINT)
+        assert progress.wants_to_stop()
+        assert progress.wants_to_stop(), "it is not asked again"
+        assert len(person.asked) == 2
+
+
+def test_a_second_ctrl_c_while_cancelling_leaves_at_once() -> None:
+    with TerminalProgress(load("quickstart"), "the-run", None) as progress:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert progress.wants_to_stop()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_the_history_being_behind_is_said_once_and_taken_back(capsys: Printed) -> None:
+    with TerminalProgress(load("quickstart"), "the-run") as progress:
+        for behind in ("away", "away", ""):
+            progress.looked(look(history_behind=behind))
+    shown = capsys.readouterr().err
+    assert shown.count("history behind: away") == 1
+    assert "up to date again" in shown
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# doctor
+
+
+@pytest.mark.usefixtures("scheduler")
+def test_doctor_says_what_is_there_and_what_is_not(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLHF_COMPUTE_PYTHON", "/nowhere/python")
+    rlhf("doctor", "--json", expect=1)
+    items = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
+    assert items["compute interpreter"]["ok"] is False
+    assert items["torch"]["ok"] is False
+    assert items["Prefect"]["ok"] is True
+    assert items["history"]["ok"] is True
+    assert not load_site().home.exists(), "looking changes nothing"

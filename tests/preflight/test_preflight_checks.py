@@ -1,0 +1,266 @@
+"""Every check with what it finds in a healthy run, and what in one that it is there to stop."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from control_fakes import FakeScheduler, make_spec
+
+from rlhf_core.errors import PreflightBlocked
+from rlhf_core.preflight import static
+from rlhf_core.preflight.facts import (
+    CheckpointFacts,
+    ComputeSide,
+    DataFile,
+    Disk,
+    Facts,
+    LineProblem,
+    ModelFolder,
+    Requirement,
+)
+from rlhf_core.preflight.registry import CHECKS, run_checks
+from rlhf_core.schemas.checks import CheckResult, CheckStatus
+
+GIB = 2**30
+FILES = {"generator": "", "train": "/d/train.jsonl", "eval": "/d/eval.jsonl"}
+MODEL = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+}
+
+
+def healthy(**changes: Any) -> Facts:
+    """The facts of a run that has nothing wrong with it."""
+    spec = make_spec(
+        model={"config": MODEL},
+        grpo={"prompts_per_step": 8},
+        rollout={"max_new_tokens": 16},
+        train={"num_steps": 20, "micro_batch_size": 8},
+        evaluate={"num_prompts": 4},
+        data=FILES,
+    )
+    file = DataFile(
+        Path("/d/train.jsonl"), num_rows=100, columns=frozenset({"prompt", "answer"}), prompt_hashes=frozenset({b"a"})
+    )
+    facts = Facts(
+        spec=spec,
+        inventory=FakeScheduler().inventory(),
+        scheduler="local",
+        control_version="0.1.0",
+        compute=ComputeSide(
+            "/opt/python",
+            version=(3, 11, 7),
+            packages={"torch": "2.13.0+cpu", "transformers": "5.19.0", "deepspeed": "0.19.8"},
+            rlhf_flows="0.1.0",
+        ),
+        requirements=(Requirement("torch", ">=2.6"), Requirement("transformers", "<6,>=5.0")),
+        disk=Disk(Path("/runs"), free_bytes=100 * GIB),
+        imports={"my_rewards:score": ""},
+        train=file,
+        eval=replace(file, path=Path("/d/eval.jsonl"), prompt_hashes=frozenset({b"b"})),
+        model_config=MODEL,
+        compiler="/usr/bin/g++",
+    )
+    return replace(facts, **changes)
+
+
+def with_spec(**sections: Any) -> Facts:
+    """Healthy facts but for the spec."""
+    base = healthy().spec.model_dump()
+    for name, value in sections.items():
+        base[name] = {**base[name], **value} if isinstance(value, dict) else value
+    return healthy(spec=type(healthy().spec).model_validate(base))
+
+
+def found(facts: Facts, id: str) -> list[CheckResult]:
+    return [result for result in run_checks(facts) if result.id == id]
+
+
+def test_a_healthy_run_has_no_finding() -> None:
+    assert [result for result in run_checks(healthy()) if result.status is not CheckStatus.PASSED] == []
+
+
+def test_a_healthy_run_on_gpus_has_no_finding() -> None:
+    facts = with_spec(resources={"gpus_per_node": 2})
+    facts = replace(facts, inventory=FakeScheduler(gpus_per_node=2).inventory(), compiler="")
+    assert [result for result in run_checks(facts) if result.status is not CheckStatus.PASSED] == []
+
+
+def test_a_healthy_supervised_run_has_no_finding() -> None:
+    facts = with_spec(train={"algorithm": "sft"}, sft={"num_steps": 0})
+    assert [result for result in run_checks(facts) if result.status is not CheckStatus.PASSED] == []
+
+
+def test_a_run_that_is_resumed_well_has_no_finding() -> None:
+    facts = healthy(resume=CheckpointFacts("step-000010", 10, num_ranks=2), stored_version="0.1.0")
+    assert [result for result in run_checks(facts) if result.status is not CheckStatus.PASSED] == []
+
+
+def train_file(**changes: Any) -> Facts:
+    base = healthy()
+    assert base.train is not None
+    return healthy(train=replace(base.train, **changes))
+
+
+def compute(**changes: Any) -> Facts:
+    return healthy(compute=replace(healthy().compute, **changes))
+
+
+BLOCKED, WARNING, SKIPPED = CheckStatus.BLOCKED, CheckStatus.WARNING, CheckStatus.SKIPPED
+BAD_LINES = (LineProblem(41, "not valid JSON"),)
+
+BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
+    ("batch.prompts_divide_ranks", BLOCKED, with_spec(grpo={"prompts_per_step": 7}), "6 or 8"),
+    ("batch.rows_divide_ranks", BLOCKED, with_spec(sft={"batch_size": 33}), "32 or 34"),
+    ("batch.micro_batch", WARNING, with_spec(train={"micro_batch_size": 4096}), "micro_batch_size=32"),
+    ("steps.warm_start", BLOCKED, with_spec(train={"algorithm": "sft"}), "sft.num_steps=0"),
+    ("steps.learning_rate_warmup", WARNING, with_spec(train={"warmup_steps": 20}), "at most 2"),
+    ("optimizer.betas", BLOCKED, with_spec(train={"adam_beta1": 1.0}), "train.adam_beta1"),
+    ("steps.checkpoints", WARNING, with_spec(checkpoint={"every_num_steps": 500}), "checkpoint.every_num_steps"),
+    ("data.readable", BLOCKED, train_file(problem="there is no such file"), "no such file"),
+    ("data.readable", SKIPPED, train_file(path=Path("/d/a.parquet"), scanned=False), "parquet"),
+    ("data.held_out", BLOCKED, with_spec(data={"eval": ""}), "data.eval"),
+    ("data.lines", BLOCKED, train_file(malformed=BAD_LINES, num_malformed=1), "train.jsonl:41"),
+    ("data.lines", BLOCKED, train_file(malformed=BAD_LINES, num_malformed=7), "and 6 more"),
+    ("data.rows", BLOCKED, train_file(num_rows=0), "no rows"),
+    ("data.templates", BLOCKED, with_spec(data={"prompt_template": "{prompt!r}"}), "{prompt!r}"),
+    ("data.templates", BLOCKED, with_spec(data={"completion_template": "{"}), "braces"),
+    ("data.columns", BLOCKED, with_spec(data={"prompt_column": "question"}), "answer, prompt"),
+    ("data.columns", BLOCKED, with_spec(data={"prompt_template": "{context} {prompt}"}), "'context'"),
+    ("data.empty_prompts", BLOCKED, train_file(empty_prompts=(3,), num_empty_prompts=1), "train.jsonl:3"),
+    ("data.empty_answers", WARNING, train_file(empty_answers=(4,), num_empty_answers=1), "train.jsonl:4"),
+    ("data.overlap", WARNING, train_file(prompt_hashes=frozenset({b"b"})), "1 of 1 held-out"),
+    ("data.enough_prompts", WARNING, train_file(num_rows=5), "5 training rows"),
+    ("data.enough_prompts", WARNING, with_spec(evaluate={"num_prompts": 500}), "num_prompts = 500"),
+    ("functions.import", BLOCKED, healthy(imports={"a:b": "No module named 'a'"}), "No module named 'a'"),
+    ("code.paths", BLOCKED, healthy(missing_code=("/d/lib.py",)), "/d/lib.py"),
+    ("model.folder", BLOCKED, healthy(model_folder=ModelFolder(Path("/m"), problem="no config.json")), "config.json"),
+    ("model.tokenizer", BLOCKED, healthy(tokenizer_problem="there is no such folder"), "no such folder"),
+    ("model.length", BLOCKED, healthy(model_config={**MODEL, "max_position_embeddings": 100}), "max_prompt_tokens=84"),
+    ("model.heads", BLOCKED, healthy(model_config={**MODEL, "num_key_value_heads": 3}), "multiple"),
+    ("model.heads", BLOCKED, healthy(model_config={**MODEL, "hidden_size": 65}), "head_dim"),
+    ("disk.writable", BLOCKED, healthy(disk=Disk(Path("/runs"), problem="Read-only file system")), "RLHF_RUNS"),
+    ("disk.space", BLOCKED, healthy(disk=Disk(Path("/runs"), free_bytes=10_000)), "at least one"),
+    ("disk.space", WARNING, healthy(disk=Disk(Path("/runs"), free_bytes=4 * 2**20)), "being written"),
+    ("disk.space", SKIPPED, healthy(model_config={}), "cannot be estimated"),
+    ("environment.python", BLOCKED, compute(problem="cannot be started"), "RLHF_COMPUTE_PYTHON"),
+    ("environment.python", BLOCKED, compute(version=(3, 9, 2)), "3.9.2"),
+    ("environment.rlhf_flows", BLOCKED, compute(rlhf_flows=""), "not installed"),
+    ("environment.rlhf_flows", BLOCKED, compute(rlhf_flows="0.0.9"), "0.0.9"),
+    ("environment.packages", BLOCKED, compute(packages={"transformers": "5.1"}), "torch is missing"),
+    ("environment.packages", BLOCKED, compute(packages={"torch": "2.7", "transformers": "4.50"}), "<6,>=5.0"),
+    ("environment.packages", WARNING, healthy(requirements=(Requirement("pyarrow", ">=15"),)), "pyarrow is missing"),
+    ("environment.packages", SKIPPED, healthy(requirements=()), "not known"),
+    ("environment.compiler", BLOCKED, healthy(compiler=""), "apt-get install g++"),
+    ("resources.nodes", BLOCKED, with_spec(resources={"num_nodes": 2}), "one node"),
+    (
+        "resources.nodes",
+        BLOCKED,
+        replace(with_spec(resources={"num_nodes": 2}), scheduler="slurm"),
+        "resources.num_nodes=1",
+    ),
+    ("resources.gpus", BLOCKED, with_spec(resources={"gpus_per_node": 2}), "train on CPU"),
+    ("resources.gpus", WARNING, healthy(inventory=FakeScheduler(gpus_per_node=4).inventory()), "4 GPUs"),
+    ("resources.cores", WARNING, with_spec(resources={"cpus_per_rank": 5}), "10 cores per node, 8 there"),
+    ("resources.memory", BLOCKED, with_spec(resources={"memory_gb": 64}), "resources.memory_gb=32"),
+    ("resources.time_limit", WARNING, with_spec(resources={"time_limit_s": 60}), "at least 300 s"),
+    ("resources.time_limit", WARNING, with_spec(resources={"time_limit_s": 400}, supervise={"floor_s": 900}), "hang"),
+    ("supervise.backoff", WARNING, with_spec(supervise={"backoff_s": 60, "max_backoff_s": 1}), "every wait"),
+    (
+        "resume.checkpoint",
+        BLOCKED,
+        healthy(resume=CheckpointFacts("step-000010", 10, num_ranks=4)),
+        "written by 4 ranks",
+    ),
+    (
+        "resume.checkpoint",
+        BLOCKED,
+        healthy(resume=CheckpointFacts("step-000010", 10, num_ranks=2, problems=("model: gone",))),
+        "model: gone",
+    ),
+    ("resume.version", WARNING, healthy(stored_version="0.0.9"), "0.0.9"),
+]
+
+
+@pytest.mark.parametrize(
+    ("id", "status", "facts", "says"), BROKEN, ids=[f"{index}-{id}" for index, (id, *_) in enumerate(BROKEN)]
+)
+def test_a_broken_run_is_found(id: str, status: CheckStatus, facts: Facts, says: str) -> None:
+    findings = [result for result in found(facts, id) if result.status is status]
+    assert findings, f"{id} found nothing"
+    assert any(says in f"{one.found} {one.expected} {one.advice}" for one in findings), findings
+
+
+def test_every_check_has_a_run_that_fails_it() -> None:
+    assert {one.id for one in CHECKS} == {id for id, *_ in BROKEN}
+
+
+def test_every_check_says_what_it_prevents() -> None:
+    assert [one.id for one in CHECKS if len(one.prevents) < 20] == []
+    assert len({one.id for one in CHECKS}) == len(CHECKS)
+
+
+def test_gpu_ranks_need_a_gpu_each() -> None:
+    inventory = FakeScheduler(gpus_per_node=4).inventory()
+    shared = replace(with_spec(resources={"gpus_per_node": 1}), inventory=inventory)
+    (finding,) = found(shared, "resources.gpus")
+    assert finding.status is BLOCKED
+    idle = replace(with_spec(resources={"gpus_per_node": 4}), inventory=inventory)
+    (finding,) = found(idle, "resources.gpus")
+    assert (finding.status, "2 GPUs idle" in finding.found) == (WARNING, True)
+
+
+def test_rows_that_are_left_out_on_purpose_only_warn() -> None:
+    for id, changes in (
+        ("data.lines", {"malformed": BAD_LINES, "num_malformed": 1}),
+        ("data.empty_prompts", {"empty_prompts": (3,), "num_empty_prompts": 1}),
+    ):
+        facts = replace(train_file(**changes), spec=with_spec(data={"malformed_rows": "drop"}).spec)
+        assert [one.status for one in found(facts, id) if one.status is not CheckStatus.PASSED] == [WARNING]
+
+
+def test_dropping_every_row_still_blocks() -> None:
+    facts = replace(
+        train_file(malformed=BAD_LINES, num_malformed=1, num_rows=0),
+        spec=with_spec(data={"malformed_rows": "drop"}).spec,
+    )
+    assert found(facts, "data.lines")[0].status is BLOCKED
+
+
+def test_an_empty_prompt_inside_a_template_is_no_empty_prompt() -> None:
+    spec = with_spec(data={"prompt_template": "Question: {prompt}"}).spec
+    facts = replace(train_file(empty_prompts=(3,), num_empty_prompts=1), spec=spec)
+    assert [one.status for one in found(facts, "data.empty_prompts")] == [WARNING]
+
+
+def test_built_operators_need_no_compiler() -> None:
+    facts = healthy(compiler="", built_ops=("deepspeed_shm_comm",))
+    assert found(facts, "environment.compiler")[0].status is CheckStatus.PASSED
+
+
+def test_all_that_blocks_is_said_at_once() -> None:
+    facts = with_spec(grpo={"prompts_per_step": 7}, sft={"batch_size": 33})
+    with pytest.raises(PreflightBlocked) as caught:
+        static.require_passed(run_checks(facts))
+    text = str(caught.value)
+    assert "2 checks block the run" in text
+    assert "grpo.prompts_per_step" in text
+    assert "sft.batch_size" in text
+    static.require_passed(run_checks(healthy()))
+
+
+def test_messages_are_sentences_for_a_person() -> None:
+    """No finding with an empty field, and none that ends in a full stop (they are joined into sentences)."""
+    for _, _, facts, _ in BROKEN:
+        for one in run_checks(facts):
+            if one.status in (BLOCKED, WARNING):
+                assert one.found, one
+                assert one.expected, one
+                assert one.advice, one
+                assert not one.advice.endswith("."), one

@@ -1,0 +1,170 @@
+"""Reading data files without the training libraries: the same verdicts as on the nodes, with line numbers."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.preflight.data_file import SHOWN, scan
+from rlhf_core.preflight.templates import template_columns
+from rlhf_core.schemas.run import DataSpec
+
+DATA = DataSpec(train="x.jsonl")
+GOOD = {"prompt": "12>", "answer": "12"}
+
+
+def write(path: Path, *rows: object) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def test_a_good_file(tmp_path: Path) -> None:
+    found = scan(write(tmp_path / "a.jsonl", GOOD, {"prompt": "3>", "answer": 3, "level": 1}), DATA)
+    assert (found.problem, found.num_rows, found.num_malformed) == ("", 2, 0)
+    assert found.columns == {"prompt", "answer", "level"}
+    assert len(found.prompt_hashes) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"prompt": "3', "not valid JSON"),
+        ("[1, 2]", "expected a JSON object, found list"),
+        ('{"prompt": null, "answer": "3"}', 'column "prompt" is null'),
+        ('{"prompt": "3>"}', 'no column "answer"'),
+        ('{"prompt": "\\ud800", "answer": "3"}', "surrogate"),
+        ("[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_a_bad_row_is_named_by_its_line(tmp_path: Path, line: str, says: str) -> None:
+    found = scan(write(tmp_path / "a.jsonl", GOOD, "", line, GOOD), DATA)
+    assert found.num_malformed == 1
+    (problem,) = found.malformed
+    assert problem.line == 3, "empty lines count as lines"
+    assert says in problem.message
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(json.dumps(GOOD).encode() + b'\n{"prompt": "\xff", "answer": "1"}\n')
+    (problem,) = scan(path, DATA).malformed
+    assert (problem.line, "not UTF-8" in problem.message) == (2, True)
+
+
+def test_the_first_problems_are_shown_and_all_are_counted(tmp_path: Path) -> None:
+    found = scan(write(tmp_path / "a.jsonl", GOOD, *["{"] * 12), DATA)
+    assert found.num_malformed == 12
+    assert [problem.line for problem in found.malformed] == list(range(2, 2 + SHOWN))
+
+
+def test_a_column_that_no_row_has_is_no_fault_of_the_rows(tmp_path: Path) -> None:
+    data = DataSpec(train="x.jsonl", prompt_column="question")
+    found = scan(write(tmp_path / "a.jsonl", GOOD, GOOD), data)
+    assert found.num_malformed == 0
+    assert "question" not in found.columns
+
+
+def test_empty_prompts_and_answers_are_counted(tmp_path: Path) -> None:
+    rows = [GOOD, {"prompt": "", "answer": "1"}, {"prompt": "2>", "answer": ""}]
+    found = scan(write(tmp_path / "a.jsonl", *rows), DATA)
+    assert (found.empty_prompts, found.empty_answers) == ((2,), (3,))
+
+
+def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(GOOD).encode() + b"\n")
+    assert scan(path, DATA).num_malformed == 0
+
+
+def test_csv_rows_have_their_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('prompt,answer\n"1>",1\n"two\nlines>",2\n3>\n')
+    found = scan(path, DATA)
+    assert found.num_rows == 2
+    (problem,) = found.malformed
+    assert (problem.line, problem.message) == (5, "found 1 values for 2 columns")
+
+
+def test_parquet_is_left_to_the_nodes(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    path.write_bytes(b"PAR1 and so on")
+    assert (scan(path, DATA).scanned, scan(path, DATA).problem) == (False, "")
+    path.write_bytes(b"something else")
+    assert "PAR1" in scan(path, DATA).problem
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("missing.jsonl", "no such file"), ("a.txt", "expected .jsonl"), ("folder.jsonl", "directory")]
+)
+def test_files_that_cannot_be_read(tmp_path: Path, name: str, says: str) -> None:
+    (tmp_path / "a.txt").write_text("")
+    (tmp_path / "folder.jsonl").mkdir()
+    assert says in scan(tmp_path / name, DATA).problem
+
+
+def test_scanning_can_be_stopped(tmp_path: Path) -> None:
+    class Stop(Exception):
+        pass
+
+    def stop() -> None:
+        raise Stop
+
+    with pytest.raises(Stop):
+        scan(write(tmp_path / "a.jsonl", GOOD), DATA, stop)
+
+
+@pytest.mark.parametrize(
+    ("template", "columns", "wrong"),
+    [
+        ("{prompt}", ["prompt"], False),
+        ("Q: {question}\nA{{}}: {question}{level}", ["question", "level"], False),
+        ("no column", [], False),
+        ("{0.x}", [], True),
+        ("{}", [], True),
+        ("{a:>3}", [], True),
+        ("{a", [], True),
+    ],
+)
+def test_columns_of_templates(template: str, columns: list[str], wrong: bool) -> None:
+    found, problem = template_columns(template)
+    assert found == columns
+    assert bool(problem) == wrong
+
+
+@pytest.mark.training
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"prompt": "3',
+        "[1]",
+        '{"prompt": null, "answer": "3"}',
+        '{"prompt": "3>"}',
+        '{"prompt": "", "answer": "3"}',
+        '{"prompt": "\\ud800", "answer": "3"}',
+        '{"prompt": 3, "answer": 4}',
+        json.dumps(GOOD),
+    ],
+)
+def test_the_nodes_would_say_the_same(tmp_path: Path, line: str) -> None:
+    """Both sides read the data with code of their own: they must agree on what is a good row."""
+    from rlhf_core.errors import BadData
+    from rlhf_core.schemas.run import RunSpec
+    from rlhf_core.training.data import load_rows
+
+    path = write(tmp_path / "a.jsonl", GOOD, line)
+    spec = RunSpec.model_validate(
+        {
+            "name": "x",
+            "model": {"path": "/m"},
+            "data": {"train": str(path), "eval": str(path)},
+            "train": {"num_steps": 1},
+        }
+    )
+    found = scan(path, spec.data)
+    refused_here = bool(found.num_malformed or found.num_empty_prompts)
+    try:
+        load_rows(spec, "train")
+        refused_there = False
+    except BadData:
+        refused_there = True
+    assert refused_here == refused_there

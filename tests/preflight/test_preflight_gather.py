@@ -1,0 +1,159 @@
+"""Gathering facts on this machine: bounded subprocesses, folders, requirements."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from control_fakes import FakeAgent, FakeScheduler, make_run, make_spec
+
+from rlhf_core.preflight import gather
+from rlhf_core.preflight.estimate import decoder_parameters
+from rlhf_core.preflight.gather import Surroundings
+from rlhf_core.schemas.run import ModelSpec, RunSpec
+
+
+def around(tmp_path: Path, python: str = sys.executable) -> Surroundings:
+    return Surroundings(
+        inventory=FakeScheduler().inventory(),
+        scheduler="local",
+        compute_python=python,
+        runs_dir=tmp_path / "runs",
+        code_path=tmp_path / "code",
+    )
+
+
+def test_this_interpreter_answers() -> None:
+    found = gather.ask_compute_python(sys.executable)
+    assert found.problem == ""
+    assert found.version == sys.version_info[:3]
+    assert "pydantic" in found.packages
+
+
+@pytest.mark.parametrize(("script", "says"), [("", "cannot be started"), ("exit 3", "exit code 3"), ("echo hm", "hm")])
+def test_an_interpreter_that_is_none_is_described(tmp_path: Path, script: str, says: str) -> None:
+    path = tmp_path / "python"
+    if script:
+        path.write_text(f"#!/bin/sh\n{script} >&2\n")
+        path.chmod(0o755)
+    assert says in gather.ask_compute_python(str(path)).problem
+
+
+def test_a_module_that_never_imports_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "IMPORT_TIMEOUT_S", 1.0)
+    answer = gather._ask([sys.executable, "-c", "import time; print('{}', flush=True); time.sleep(60)"], lambda: None)
+    assert isinstance(answer, str)
+    assert "no answer within 1 s" in answer
+
+
+def test_waiting_can_be_stopped_and_leaves_no_process(tmp_path: Path) -> None:
+    mark = tmp_path / "pid"
+
+    class Stop(Exception):
+        pass
+
+    def stop() -> None:
+        if mark.exists():
+            raise Stop
+
+    code = f"import os, pathlib, time; pathlib.Path({str(mark)!r}).write_text(str(os.getpid())); time.sleep(60)"
+    with pytest.raises(Stop):
+        gather._ask([sys.executable, "-c", code], stop)
+    assert not Path(f"/proc/{mark.read_text()}").exists()
+
+
+def test_functions_are_imported_from_the_snapshot_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, here = tmp_path / "code", tmp_path / "here"
+    for folder in (code, here):
+        folder.mkdir()
+    (code / "kept.py").write_text("import json\n\ndef score(**columns):\n    return []\n")
+    (here / "forgotten.py").write_text("def score(**columns):\n    return []\n")
+    (code / "uses_forgotten.py").write_text("import forgotten\n\ndef score(**columns):\n    return []\n")
+    monkeypatch.chdir(here)
+    spec = make_spec(reward={"functions": ["kept:score", "kept:missing", "uses_forgotten:score"]})
+    found = gather.try_imports(spec, around(tmp_path))
+    assert found["kept:score"] == ""
+    assert "missing" in found["kept:missing"]
+    assert "forgotten" in found["uses_forgotten:score"], "the nodes would not have it either"
+
+
+def test_requirements_of_one_extra() -> None:
+    lines = [
+        "pydantic>=2",
+        'Torch>=2.6; extra == "training"',
+        'math_verify[antlr]>=0.8; extra == "training"',
+        'ruff; extra == "dev"',
+        'vllm; extra == "vllm" and python_version < "3"',
+    ]
+    found = gather.select_requirements(lines, "training")
+    assert [(one.name, one.accepts) for one in found] == [("torch", ">=2.6"), ("math-verify", ">=0.8")]
+
+
+def test_disks(tmp_path: Path) -> None:
+    good = gather.look_at_disk(tmp_path / "not" / "yet")
+    assert (good.problem, good.free_bytes > 0) == ("", True)
+    assert list(tmp_path.iterdir()) == [], "looking leaves nothing behind"
+    file = tmp_path / "file"
+    file.write_text("")
+    assert gather.look_at_disk(file / "runs").problem
+
+
+def test_models_and_tokenizers(tmp_path: Path) -> None:
+    empty, model = tmp_path / "empty", tmp_path / "model"
+    empty.mkdir()
+    model.mkdir()
+    (model / "config.json").write_text('{"hidden_size": 8}')
+    (model / "model.safetensors").write_bytes(b"12345678")
+    (model / "tokenizer.json").write_text("{}")
+
+    def path(folder: Path) -> ModelSpec:
+        return ModelSpec(path=str(folder))
+
+    for folder, says in ((tmp_path / "none", "no such folder"), (empty, "no config.json")):
+        found = gather.look_at_model(path(folder))
+        assert found is not None
+        assert says in found.problem
+    found = gather.look_at_model(path(model))
+    assert found is not None
+    assert (found.problem, found.weight_bytes) == ("", 8)
+    assert gather.model_config(path(model)) == {"hidden_size": 8}
+    assert gather.look_at_tokenizer(path(model)) == ""
+    assert "no tokenizer" in gather.look_at_tokenizer(path(empty))
+    assert gather.look_at_model(make_spec().model) is None
+
+
+def test_a_checkpoint_with_a_missing_file_is_seen(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "runs")
+    FakeAgent(run_dir).checkpoint(10, num_ranks=4)
+    found = gather.look_at_checkpoint(run_dir.checkpoint(10))
+    assert found is not None
+    assert (found.num_ranks, found.problems) == (4, ())
+    manifest = run_dir.checkpoint(10).complete
+    manifest.write_text(manifest.read_text().replace('"files": {}', '"files": {"a": {"bytes": 3, "sha256": "x"}}'))
+    found = gather.look_at_checkpoint(run_dir.checkpoint(10))
+    assert found is not None
+    assert "a: No such file" in found.problems[0]
+
+
+def test_the_size_of_a_known_model_is_about_right() -> None:
+    """Qwen3-0.6B has 596 M parameters (its model card)."""
+    config = {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    }
+    found = decoder_parameters(config)
+    assert found is not None
+    assert abs(found / 596e6 - 1) < 0.02
+    assert decoder_parameters({"hidden_size": 8}) is None
+
+
+def test_everything_at_once(tmp_path: Path) -> None:
+    facts = gather.gather(RunSpec.model_validate(make_spec().model_dump()), around(tmp_path))
+    assert facts.compute.problem == ""
+    assert facts.train is None
+    assert facts.disk.problem == ""

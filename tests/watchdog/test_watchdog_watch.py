@@ -1,0 +1,302 @@
+"""One look at one attempt: what is alive, what has ended, what is only silent, and what follows."""
+
+from pathlib import Path
+
+import pytest
+from control_fakes import FakeAgent, FakeScheduler, make_run, make_spec
+
+from rlhf_core.errors import DatabaseUnavailable, SchedulerError
+from rlhf_core.run_dir import RunDir, write_model
+from rlhf_core.scheduler.base import JobState, JobStatus
+from rlhf_core.schemas.attempts import AttemptState
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.failures import Action, FailureKind
+from rlhf_core.schemas.reports import AttemptOutcome
+from rlhf_core.schemas.resources import Placement, Role, Submission
+from rlhf_core.watchdog.evidence import look_back, scheduler_log, tail
+from rlhf_core.watchdog.watch import LOST_AFTER_S, Look, Watcher, explain, judge
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    return make_run(tmp_path / "runs")
+
+
+def placed(run_dir: RunDir, attempt: int = 1, step: int = 0) -> Placement:
+    placement = Placement(attempt=attempt, num_nodes=1, roles=(), resumed_from_step=step)
+    write_model(run_dir.attempt(attempt).placement, placement)
+    return placement
+
+
+def submission(attempt: int = 1) -> Submission:
+    return Submission(attempt=attempt, scheduler="local", job_id=str(100 + attempt), command=())
+
+
+def watcher(run_dir: RunDir, scheduler: FakeScheduler, clock: Clock | None = None, attempt: int = 1) -> Watcher:
+    return Watcher(run_dir, placed(run_dir, attempt), submission(attempt), scheduler, None, clock or Clock())
+
+
+class Answers(FakeScheduler):
+    """A scheduler that gives these answers, one after the other; the last one for ever."""
+
+    def __init__(self, *states: JobState | Exception) -> None:
+        super().__init__()
+        self._states = list(states)
+
+    def status(self, submissions):  # type: ignore[no-untyped-def]
+        state = self._states.pop(0) if len(self._states) > 1 else self._states[0]
+        if isinstance(state, Exception):
+            raise state
+        return {one.job_id: JobStatus(state, "so it says") for one in submissions}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Alive, dead, unknown
+
+
+def test_an_outcome_decides_whatever_the_scheduler_says() -> None:
+    outcome = AttemptOutcome(attempt=1, state=AttemptState.FAILED, failure_kind=FailureKind.SHAPE, time=utc_now())
+    for state in JobState:
+        verdict = judge(JobStatus(state), outcome, 0.0)
+        assert (verdict.state, verdict.failure_kind) == (AttemptState.FAILED, FailureKind.SHAPE)
+
+
+def test_a_job_that_ended_without_an_outcome_is_lost_after_a_grace() -> None:
+    ended = JobStatus(JobState.ENDED)
+    assert judge(ended, None, LOST_AFTER_S - 0.1).state is AttemptState.RUNNING
+    lost = judge(ended, None, LOST_AFTER_S)
+    assert (lost.state, lost.failure_kind) == (AttemptState.LOST, FailureKind.AGENT_KILLED)
+
+
+def test_silence_is_not_death(run_dir: RunDir) -> None:
+    """A scheduler that does not know, or does not answer, leaves the attempt as it was, however long."""
+    clock = Clock()
+    scheduler = Answers(JobState.RUNNING, JobState.UNKNOWN, SchedulerError("no answer"), JobState.UNKNOWN)
+    one = watcher(run_dir, scheduler, clock)
+    for _ in range(6):
+        look = one.look()
+        assert look.verdict.state is AttemptState.RUNNING
+        clock.now += 1000
+    assert "state unknown" in look.job.reason
+
+
+def test_silence_taken_for_death_would_lose_a_living_job() -> None:
+    """Negative control: the same silence read as ENDED is lost."""
+    assert judge(JobStatus(JobState.ENDED), None, 1000).state is AttemptState.LOST
+
+
+def test_the_grace_begins_again_when_the_job_turns_out_to_live(run_dir: RunDir) -> None:
+    clock = Clock()
+    one = watcher(run_dir, Answers(JobState.ENDED, JobState.RUNNING, JobState.ENDED), clock)
+    one.look()
+    clock.now = LOST_AFTER_S + 1
+    assert one.look().verdict.state is AttemptState.RUNNING
+    assert one.look().verdict.state is AttemptState.RUNNING, "it has only just been seen to have ended"
+    clock.now += LOST_AFTER_S + 1
+    assert one.look().verdict.state is AttemptState.LOST
+
+
+def test_a_job_that_was_never_recorded_has_ended(run_dir: RunDir) -> None:
+    clock = Clock()
+    one = Watcher(run_dir, placed(run_dir), None, FakeScheduler(), None, clock)
+    one.look()
+    clock.now = LOST_AFTER_S + 1
+    assert one.look().verdict.state is AttemptState.LOST
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How far it is
+
+
+def test_a_look_shows_role_step_phase_and_metrics(run_dir: RunDir) -> None:
+    agent, one = FakeAgent(run_dir), watcher(run_dir, Answers(JobState.RUNNING))
+    assert one.look().role is None
+    agent.role(Role.TRAINER)
+    agent.step(1, **{"reward/mean": 0.25})
+    agent.step(2)
+    look = one.look()
+    assert (look.role, look.step, look.phase, look.loop) == (Role.TRAINER, 2, "train", "sft")
+    assert look.metrics == {"train/loss": 0.5, "reward/mean": 0.25}
+    assert [event.kind for event in look.events] == ["role_started"]
+    assert not look.evaluating
+
+
+def test_events_are_told_once(run_dir: RunDir) -> None:
+    agent, one = FakeAgent(run_dir), watcher(run_dir, Answers(JobState.RUNNING))
+    agent.role(Role.TRAINER)
+    assert len(one.look().events) == 1
+    assert len(one.look().events) == 0
+
+
+def test_a_quick_evaluator_is_not_missed(run_dir: RunDir) -> None:
+    """It may be done between two looks; its event stays."""
+    agent, one = FakeAgent(run_dir), watcher(run_dir, Answers(JobState.RUNNING))
+    agent.role(Role.EVALUATOR)
+    agent.restart = 1
+    agent.role(Role.TRAINER)
+    assert one.look().evaluating
+
+
+def test_after_a_rewind_the_step_is_that_of_the_new_workers(run_dir: RunDir) -> None:
+    agent, one = FakeAgent(run_dir), watcher(run_dir, Answers(JobState.RUNNING))
+    for number in (1, 2, 3, 4, 5):
+        agent.step(number)
+    assert one.look().step == 5
+    agent.restart = 1
+    agent.step(3)
+    assert one.look().step == 3
+
+
+def test_a_resumed_attempt_begins_at_its_checkpoint(run_dir: RunDir) -> None:
+    one = Watcher(run_dir, placed(run_dir, 2, step=40), submission(2), Answers(JobState.RUNNING), None)
+    assert one.look().step == 40
+
+
+def test_a_torn_line_is_read_when_it_is_whole(run_dir: RunDir) -> None:
+    agent, one = FakeAgent(run_dir), watcher(run_dir, Answers(JobState.RUNNING))
+    agent.step(1)
+    path = run_dir.attempt(1).restart(0).metrics
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole.replace(b'"step":1', b'"step":2')[:30])
+    assert one.look().step == 1
+    path.write_bytes(whole + whole.replace(b'"step":1', b'"step":2'))
+    assert one.look().step == 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The history
+
+
+class Away:
+    """A history that does not answer."""
+
+
+def test_a_history_that_does_not_answer_is_only_behind(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sync(directory: RunDir, store: object) -> None:
+        raise DatabaseUnavailable("no answer from the database")
+
+    monkeypatch.setattr("rlhf_core.watchdog.watch.sync", sync)
+    one = Watcher(run_dir, placed(run_dir), submission(), Answers(JobState.RUNNING), Away())  # type: ignore[arg-type]
+    look = one.look()
+    assert look.history_behind == "no answer from the database"
+    assert look.verdict.state is AttemptState.RUNNING
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What follows
+
+
+def ended(run_dir: RunDir, attempt: int = 1) -> Look:
+    clock = Clock()
+    one = watcher(run_dir, Answers(JobState.ENDED), clock, attempt)
+    one.look()
+    clock.now = LOST_AFTER_S + 1
+    return one.look()
+
+
+def test_a_failure_is_explained_by_the_agents_incident(run_dir: RunDir) -> None:
+    agent = FakeAgent(run_dir)
+    agent.begin()
+    agent.incident(FailureKind.HANG)
+    agent.end(AttemptState.FAILED, FailureKind.HANG, "rank 1 hung")
+    failure = explain(run_dir, ended(run_dir), make_spec().supervise, first_attempt=1, chance=lambda: 0.5)
+    assert failure.kind is FailureKind.HANG
+    assert not failure.found_here
+    assert failure.incident is not None
+    assert failure.incident.suspect_ranks == (1,)
+    assert failure.decision.action is Action.NEW_ATTEMPT
+
+
+def test_a_killed_agent_is_the_controllers_own_finding(run_dir: RunDir) -> None:
+    FakeAgent(run_dir).begin()
+    failure = explain(run_dir, ended(run_dir), make_spec().supervise, first_attempt=1)
+    assert failure.found_here
+    assert failure.kind is FailureKind.AGENT_KILLED
+    assert failure.incident is not None
+    assert failure.incident.evidence_dir == "attempts/1/scheduler"
+
+
+def test_an_agent_that_never_began_is_explained_by_what_it_printed(run_dir: RunDir) -> None:
+    folder = run_dir.attempt(1).scheduler_dir
+    folder.mkdir(parents=True)
+    (folder / "101_0_log.out").write_text("Traceback ...\nModuleNotFoundError: No module named 'torch'\n")
+    failure = explain(run_dir, ended(run_dir), make_spec().supervise, first_attempt=1)
+    assert failure.kind is FailureKind.IMPORT_ERROR
+    assert failure.decision.action is Action.STOP
+    assert "No module named 'torch'" in failure.message
+
+
+def test_what_an_agent_printed_before_it_was_killed_does_not_count(run_dir: RunDir) -> None:
+    """It may be about a failure it had recovered from; a false stop is worse than a retry."""
+    FakeAgent(run_dir).begin()
+    folder = run_dir.attempt(1).scheduler_dir
+    folder.mkdir(parents=True)
+    (folder / "101_0_log.out").write_text("ModuleNotFoundError: No module named 'torch'\n")
+    failure = explain(run_dir, ended(run_dir), make_spec().supervise, first_attempt=1)
+    assert failure.kind is FailureKind.AGENT_KILLED
+    assert failure.decision.action is Action.NEW_ATTEMPT
+
+
+@pytest.mark.parametrize(
+    ("begins", "checkpoint", "fruitless"),
+    [
+        ([0], None, 1),
+        ([0, 0, 0], None, 3),
+        ([0, 5], 5, 1),
+        ([0, 5, 5], 5, 2),
+        ([0, 5], 9, 0),
+    ],
+)
+def test_attempts_without_a_new_checkpoint_are_counted(
+    run_dir: RunDir, begins: list[int], checkpoint: int | None, fruitless: int
+) -> None:
+    for number, step in enumerate(begins, start=1):
+        placed(run_dir, number, step)
+    if checkpoint is not None:
+        FakeAgent(run_dir).checkpoint(checkpoint)
+    assert look_back(run_dir, len(begins), 1, "").attempts_without_progress == fruitless
+
+
+def test_only_attempts_of_this_life_of_the_run_count(run_dir: RunDir) -> None:
+    for number in (1, 2, 3):
+        placed(run_dir, number)
+    assert look_back(run_dir, 3, 1, "").attempts_without_progress == 3
+    assert look_back(run_dir, 3, 3, "").attempts_without_progress == 1
+
+
+def test_a_fingerprint_that_was_seen_before_is_recognised(run_dir: RunDir) -> None:
+    for number in (1, 2):
+        placed(run_dir, number)
+        FakeAgent(run_dir, attempt=number).incident(FailureKind.UNKNOWN, fingerprint="abc")
+    assert look_back(run_dir, 2, 1, "abc").same_fingerprint_before
+    assert not look_back(run_dir, 2, 1, "other").same_fingerprint_before
+    assert not look_back(run_dir, 1, 1, "abc").same_fingerprint_before, "it must not recognise itself"
+    FakeAgent(run_dir).checkpoint(4)
+    assert not look_back(run_dir, 2, 1, "abc").same_fingerprint_before, "a checkpoint lies between them"
+
+
+def test_the_end_of_a_log_begins_at_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.log"
+    path.write_text("".join(f"line {number}\n" for number in range(1000)))
+    found = tail(path, 100)
+    assert found.endswith("line 999\n")
+    assert found.startswith("line ")
+    assert tail(tmp_path / "missing.log") == ""
+
+
+def test_the_newest_log_that_says_something_is_taken(run_dir: RunDir) -> None:
+    folder = run_dir.attempt(1).scheduler_dir
+    assert scheduler_log(run_dir.attempt(1)) is None
+    folder.mkdir(parents=True)
+    (folder / "empty.out").write_text("")
+    (folder / "job.pkl").write_text("not a log")
+    (folder / "job.out").write_text("words")
+    assert scheduler_log(run_dir.attempt(1)) == folder / "job.out"
