@@ -92,6 +92,8 @@ def _end_job(run_dir: RunDir, site: Site) -> None:
 def _result(run_dir: RunDir, site: Site, message: str) -> Cancelled:
     """What is so now. The scheduler is asked: that a job was told to end is no proof that it did."""
     present = read_record(run_dir)
+    if present.ended:
+        run_dir.cancel_request.unlink(missing_ok=True)
     submissions = [attempt.submission for attempt in present.attempts.values() if attempt.submission is not None]
     states = get_scheduler(site.scheduler).status(submissions) if submissions else {}
     alive = [job_id for job_id, status in states.items() if status.state is not JobState.ENDED]

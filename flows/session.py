@@ -32,9 +32,11 @@ def new_run(source: str, overrides: Sequence[str], site: Site, name: str = "") -
 
     Raises:
         BadConfig: the config cannot be used.
+        BadInput: the site's scheduler is none.
         RunDirError: the run directory cannot be made.
     """
     spec = resolve(source, overrides, name)
+    get_scheduler(site.scheduler)  # a run that can never start is not made
     return prepare(spec, site.runs_dir, config_source=str(source), overrides=overrides)
 
 

@@ -36,7 +36,7 @@ def examine(site: Site) -> list[Item]:
         _compute_python(compute),
         *_packages(compute),
         _py_spy(compute),
-        _compiler(),
+        _compiler(compute),
         _runs(site),
         _database(site),
         _scheduler(site),
@@ -75,8 +75,8 @@ def _py_spy(compute: ComputeSide) -> Item:
     return Item("py-spy", True, f"{version}, ptrace_scope {scope or 'not set'}")
 
 
-def _compiler() -> Item:
-    found, built = gather.find_compiler(), gather.built_operators()
+def _compiler(compute: ComputeSide) -> Item:
+    found, built = gather.find_compiler(), gather.built_operators(compute.packages)
     if built:
         return Item("C++ compiler", True, f"{found or 'none'}; DeepSpeed's operator is built ({', '.join(built)})")
     advice = "" if found else "needed to train on CPU: apt-get install g++"
@@ -87,7 +87,8 @@ def _runs(site: Site) -> Item:
     disk = gather.look_at_disk(site.runs_dir)
     if disk.problem:
         return Item("run directories", False, f"{site.runs_dir}: {disk.problem}", "set RLHF_RUNS to a writable folder")
-    return Item("run directories", True, f"{site.runs_dir}, {disk.free_bytes / 2**30:.1f} GiB free")
+    kind = _file_system(site.runs_dir)
+    return Item("run directories", True, f"{site.runs_dir}: {kind}, {disk.free_bytes / 2**30:.1f} GiB free")
 
 
 def _database(site: Site) -> Item:
@@ -99,9 +100,10 @@ def _database(site: Site) -> Item:
         file = database.sqlite_file(url)
         if file is not None and not file.exists():
             database.refuse_network_file_system(file)
-            return f"{database.shown(url)}: not there yet, the first run makes it"
+            return f"{database.shown(url)} on {_file_system(file)}: not there yet, the first run makes it"
         HistoryStore(site.database_url).close()
-        return f"{database.shown(url)} answers, its schema is current"
+        where = f" on {_file_system(file)}" if file is not None else ""
+        return f"{database.shown(url)}{where}: answers, and its schema is current"
 
     return _tried("history", look)
 
@@ -136,6 +138,13 @@ def _prefect() -> Item:
 def _git() -> Item:
     found = shutil.which("git")
     return Item("git", bool(found), found or "not there: runs will not know the revision of your code", "")
+
+
+def _file_system(path: Path) -> str:
+    from rlhf_core.history.database import MOUNT_TABLE, file_system_of
+
+    kind, _ = file_system_of(Path(os.path.realpath(path)), _read(str(MOUNT_TABLE)))
+    return kind
 
 
 def _tried(name: str, look: Callable[[], str]) -> Item:

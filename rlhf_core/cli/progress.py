@@ -115,7 +115,7 @@ class TerminalProgress:
         self._behind = ""
         self._last_line = ("", float("-inf"))
         self._live = _live_bar(self._console) if self._console.is_terminal else None
-        self._bar = self._live.add_task("", total=spec.total_steps, text="") if self._live else None
+        self._bar = self._live.add_task("begins", total=spec.total_steps, text="") if self._live else None
         self._previous_handler: Any = None
 
     def __enter__(self) -> Self:

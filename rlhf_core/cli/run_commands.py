@@ -356,11 +356,15 @@ def summary_json(summary: "Summary") -> dict[str, Any]:
 def watch(
     run: RunArgument = "last",
     interval_s: Annotated[float, typer.Option("--interval", min=0.2, help="Seconds between two looks.")] = 2.0,
+    as_json: JsonOption = False,
 ) -> None:
-    """Watch a run that is driven elsewhere, until it ends. Reads only; Ctrl-C leaves the run alone."""
+    """Watch a run that is driven elsewhere, until it ends. Reads only; Ctrl-C leaves the run alone.
+
+    With --json: one line of JSON whenever something has changed.
+    """
     from rlhf_core.cli.watching import watch_run
 
-    watch_run(_find(run), interval_s)
+    watch_run(_find(run), interval_s, as_json=as_json)
 
 
 def logs(
@@ -371,13 +375,17 @@ def logs(
     restart: Annotated[int | None, typer.Option(min=0, help="Which restart; default: the newest.")] = None,
     tail: Annotated[int, typer.Option("--tail", "-n", min=0, help="Last lines of each log; 0 for all.")] = 40,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on printing what is added.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Print the logs of a run's workers and agents."""
-    from rlhf_core.cli.log_files import LogChoice, follow_logs, print_logs
+    from rlhf_core.cli.log_files import LogChoice, find_logs, follow_logs, last_lines, print_logs
 
     choice = LogChoice(role=role, rank=rank, attempt=attempt, restart=restart)
     run_dir = _find(run)
-    if follow:
+    if as_json:
+        found = find_logs(run_dir, choice)
+        output.print_json([{"title": log.title, "path": log.path, "text": last_lines(log.path, tail)} for log in found])
+    elif follow:
         follow_logs(run_dir, choice, tail)
     else:
         print_logs(run_dir, choice, tail)

@@ -1,7 +1,9 @@
 """``rlhf watch``: a view of a run that is driven by another process, from its directory alone."""
 
+import json
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, Group
@@ -65,14 +67,14 @@ class Viewer:
         )
 
 
-def watch_run(run_dir: RunDir, interval_s: float) -> None:
-    """Show a run until it ends. Writes nothing."""
+def watch_run(run_dir: RunDir, interval_s: float, *, as_json: bool = False) -> None:
+    """Show a run until it ends: redrawn in a terminal, else a line whenever something has changed. Writes nothing."""
     viewer = Viewer(run_dir)
     console = output.output()
-    if console.is_terminal:
+    if console.is_terminal and not as_json:
         _watch_live(viewer, console, interval_s)
     else:
-        _watch_in_lines(viewer, interval_s)
+        _watch_in_lines(viewer, interval_s, json_line if as_json else headline)
 
 
 def _watch_live(viewer: Viewer, console: Console, interval_s: float) -> None:
@@ -85,13 +87,14 @@ def _watch_live(viewer: Viewer, console: Console, interval_s: float) -> None:
             time.sleep(interval_s)
 
 
-def _watch_in_lines(viewer: Viewer, interval_s: float) -> None:
+def _watch_in_lines(viewer: Viewer, interval_s: float, line_of: Callable[[View], str]) -> None:
     last = ""
     while True:
         view = viewer.read()
-        line = headline(view)
+        line = line_of(view)
         if line != last:
-            output.print_text(line)
+            sys.stdout.write(line + "\n")
+            sys.stdout.flush()
             last = line
         if view.record.ended:
             return
@@ -112,6 +115,24 @@ def headline(view: View) -> str:
     if view.record.ended and view.record.cause:
         parts.append(view.record.cause)
     return ", ".join(parts)
+
+
+def json_line(view: View) -> str:
+    """The run in one line of JSON."""
+    progress = view.progress
+    shown = {
+        "run_id": view.stored.run_id,
+        "state": view.record.state,
+        "cause": view.record.cause,
+        "attempt": progress.attempt.number if progress else 0,
+        "restarts": progress.restarts_made if progress else 0,
+        "step": progress.step if progress else 0,
+        "total_steps": view.stored.spec.total_steps,
+        "metrics": progress.metrics if progress else {},
+        "ranks": [{"role": one.role, "rank": one.rank, "phase": one.phase, "step": one.step} for one in view.ranks],
+        "story": view.story,
+    }
+    return json.dumps(output.jsonable(shown), ensure_ascii=False)
 
 
 def draw(view: View) -> Group:

@@ -48,7 +48,8 @@ class Surroundings:
 def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Facts:
     """Look at everything the checks need. Takes seconds: the compute interpreter is started a few times."""
     compute = ask_compute_python(around.compute_python, tick)
-    usable = not compute.problem and bool(compute.rlhf_flows)
+    # Without these nothing of ours imports there, and environment.packages says so.
+    usable = bool(compute.rlhf_flows) and "pydantic" in compute.packages
     return Facts(
         spec=spec,
         inventory=around.inventory,
@@ -65,7 +66,7 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
         model_folder=look_at_model(spec.model),
         tokenizer_problem=look_at_tokenizer(spec.model),
         compiler=find_compiler(),
-        built_ops=built_operators(),
+        built_ops=built_operators(compute.packages),
         resume=look_at_checkpoint(around.resume),
         stored_version=around.stored_version,
     )
@@ -216,10 +217,19 @@ def find_compiler() -> str:
     return ""
 
 
-def built_operators() -> tuple[str, ...]:
-    """Operators that DeepSpeed compiled for this user before."""
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
-    return tuple(sorted({path.stem for path in root.glob("**/*.so")})) if root.is_dir() else ()
+def built_operators(packages: Mapping[str, str]) -> tuple[str, ...]:
+    """Operators that were compiled for this user before, for these versions of torch and deepspeed.
+
+    The nodes' own prebuild leaves them, each with a stamp of the versions (``built_for.json``).
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache / "torch_extensions")
+    found = set()
+    for stamp in root.glob("**/built_for.json"):
+        versions = _read_json(stamp)
+        if versions == {name: packages.get(name, "") for name in versions} and any(stamp.parent.glob("*.so")):
+            found.add(stamp.parent.name)
+    return tuple(sorted(found))
 
 
 def look_at_disk(runs_dir: Path) -> Disk:
@@ -256,10 +266,13 @@ def look_at_model(model: ModelSpec) -> ModelFolder | None:
 
 def model_config(model: ModelSpec) -> Mapping[str, Any]:
     """The model's configuration, from the spec or its folder; empty when it cannot be read."""
-    if not model.path:
-        return model.config
+    return _read_json(Path(model.path) / "config.json") if model.path else model.config
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    """A JSON object from a file; empty where there is none."""
     try:
-        content = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -289,6 +289,20 @@ def test_watch_prints_a_line_for_a_run_that_has_ended(scheduler: FakeScheduler, 
     assert f"completed, attempt 1, step 10/{load('quickstart').total_steps}" in shown
 
 
+def test_watch_for_programs_is_a_line_of_json(scheduler: FakeScheduler, capsys: Printed) -> None:
+    rlhf("run", "quickstart", "--no-prefect")
+    capsys.readouterr()
+    rlhf("watch", "last", "--json")
+    (line,) = capsys.readouterr().out.splitlines()
+    assert (json.loads(line)["state"], json.loads(line)["step"]) == ("completed", 10)
+
+
+def test_logs_for_programs(with_logs: RunDir, capsys: Printed) -> None:
+    rlhf("logs", with_logs.run_id, "--role", "agent", "--json")
+    (log,) = json.loads(capsys.readouterr().out)
+    assert log["text"] == "agent says\n"
+
+
 def test_the_view_of_a_run_in_trouble_tells_the_story(with_logs: RunDir) -> None:
     agent = FakeAgent(with_logs)
     agent.incident(FailureKind.WORKER_KILLED)

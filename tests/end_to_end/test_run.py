@@ -44,6 +44,14 @@ def test_every_step_is_in_the_history_once(undisturbed: Shop) -> None:
     assert steps == list(range(1, TOTAL_STEPS + 1))
 
 
+def test_every_metric_is_explained(undisturbed: Shop) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    recorded = {key for (key,) in undisturbed.rows("SELECT DISTINCT key FROM run_curve")}
+    by_function = {key for key in recorded if key.startswith("reward/")} - {"reward/mean", "reward/std"}
+    assert by_function == {"reward/exact_match"}
+    assert {key for key in recorded - by_function if f"`{key}`" not in page} == set()
+
+
 def test_the_database_can_be_made_again_from_the_run_directories(undisturbed: Shop) -> None:
     questions = (
         "SELECT run_id, name, state, seed FROM runs",

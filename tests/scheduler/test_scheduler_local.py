@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,7 +22,6 @@ from rlhf_core.schemas.resources import JOB_VARIABLE, Placement, Role, RolePlan,
 pytestmark = pytest.mark.end_to_end
 
 REPOSITORY = Path(__file__).parents[2]
-RUN = "toy-20260101-000000-abcdef"
 
 AGENT = """
 import os, signal, subprocess, sys, time
@@ -56,9 +56,14 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def run_id_of(folder: Path) -> str:
+    """One run per test: jobs are found by their run, and other tests may be running."""
+    return f"toy-20260101-000000-{zlib.crc32(str(folder).encode()):06x}"
+
+
 def make_request(folder: Path, *ways: str, time_limit_s: int = 600, nodes: int = 1, attempt: int = 1) -> JobRequest:
     return JobRequest(
-        run_id=RUN,
+        run_id=run_id_of(folder),
         placement=Placement(attempt=attempt, num_nodes=nodes, roles=(RolePlan(role=Role.TRAINER, workers_per_node=1),)),
         scheduler_dir=folder / "scheduler",
         command=(sys.executable, "-c", AGENT, str(folder), *ways),
@@ -75,7 +80,7 @@ def scheduler(tmp_path: Path) -> Iterator[LocalScheduler]:
     yield LocalScheduler()
     for process in psutil.process_iter():
         try:
-            if process.environ().get(JOB_VARIABLE, "").startswith(RUN) and str(tmp_path) in str(process.cmdline()):
+            if process.environ().get(JOB_VARIABLE, "").startswith(run_id_of(tmp_path)):
                 process.kill()
         except psutil.Error:
             continue
@@ -98,8 +103,8 @@ def test_a_job_runs_its_command_and_ends(
     assert (submission.attempt, submission.scheduler, submission.host) == (1, "local", socket.gethostname())
     wait_for(lambda: _state(scheduler, submission) is JobState.ENDED)
     output = (tmp_path / "scheduler" / f"{submission.job_id}_0_log.out").read_text(encoding="utf-8")
-    assert output == f"at work {RUN}/1 None\n"  # the marker is there, the control plane's secret is not
-    assert scheduler.find(RUN, 1) is None
+    assert output == f"at work {run_id_of(tmp_path)}/1 None\n"  # the marker is there, the control plane's secret is not
+    assert scheduler.find(run_id_of(tmp_path), 1) is None
     assert scheduler.cancel(submission)  # harmless
 
 
@@ -134,8 +139,8 @@ def test_a_job_outlives_its_submitter_and_is_known_to_other_processes(
     time.sleep(0.2)
     assert is_alive(agent)
     assert _state(scheduler, submission) is JobState.RUNNING
-    assert scheduler.find(RUN, 1) == submission
-    assert scheduler.find(RUN, 2) is None
+    assert scheduler.find(run_id_of(tmp_path), 1) == submission
+    assert scheduler.find(run_id_of(tmp_path), 2) is None
 
     assert scheduler.cancel(submission)
     assert (tmp_path / "asked").read_text(encoding="utf-8") == "SIGTERM"  # the agent could write its outcome
@@ -159,7 +164,7 @@ def test_what_a_killed_agent_left_is_found_by_its_marker(tmp_path: Path, schedul
     agent, daemon = _pid(tmp_path, "agent"), _pid(tmp_path, "daemon")
     os.kill(int(submission.job_id), signal.SIGKILL)
     assert _state(scheduler, submission) is JobState.RUNNING  # its agent is still there
-    adopted = scheduler.find(RUN, 1)
+    adopted = scheduler.find(run_id_of(tmp_path), 1)
     assert adopted is not None
     assert adopted.job_id == str(agent)
     os.kill(agent, signal.SIGKILL)
@@ -171,7 +176,7 @@ def test_what_a_killed_agent_left_is_found_by_its_marker(tmp_path: Path, schedul
     assert not is_alive(daemon)
 
 
-def test_a_reused_process_id_is_not_taken_for_the_job(scheduler: LocalScheduler) -> None:
+def test_a_reused_process_id_is_not_taken_for_the_job(tmp_path: Path, scheduler: LocalScheduler) -> None:
     """This very process has that id, but it started at another time; with its own start time it would be the job."""
     me = psutil.Process()
     stranger = Submission(
@@ -181,7 +186,7 @@ def test_a_reused_process_id_is_not_taken_for_the_job(scheduler: LocalScheduler)
         command=("agent",),
         host=socket.gethostname(),
         process_started=me.create_time() - 100.0,
-        marker=f"{RUN}/77",
+        marker=f"{run_id_of(tmp_path)}/77",
     )
     assert _state(scheduler, stranger) is JobState.ENDED
     assert scheduler.cancel(stranger)
@@ -210,7 +215,7 @@ def test_what_cannot_be_started_is_refused(tmp_path: Path, scheduler: LocalSched
     absent = JobRequest(**{**vars(request), "command": ("/no/such/python", "-m", "x")})
     with pytest.raises(SubmissionFailed, match="RLHF_COMPUTE_PYTHON"):
         scheduler.submit(absent)
-    assert scheduler.find(RUN, 1) is None
+    assert scheduler.find(run_id_of(tmp_path), 1) is None
 
 
 def test_the_inventory_is_this_machine(scheduler: LocalScheduler) -> None:

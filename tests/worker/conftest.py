@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from agent_runs import AgentRun, make_spec
 
-from rlhf_core.run_dir import RunDir, write_model
+from rlhf_core.run_dir import RunDir, new_run_id, write_model
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.resources import Placement, Role, RolePlan
 from rlhf_core.schemas.run import StoredSpec
+from rlhf_core.worker.heartbeat import slots_folder
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def agent_run(tmp_path: Path) -> Iterator[Callable[..., AgentRun]]:
     runs: list[AgentRun] = []
 
     def make(*, evaluator: bool = False, **sections: Any) -> AgentRun:
-        run_dir = RunDir.of(tmp_path / "runs", f"toy-20260101-00000{len(runs)}-abcdef")
+        run_dir = RunDir.of(tmp_path / "runs", new_run_id("toy"))
         spec = StoredSpec(
             run_id=run_dir.run_id,
             created_at=utc_now(),
@@ -57,3 +58,6 @@ def agent_run(tmp_path: Path) -> Iterator[Callable[..., AgentRun]]:
             if agent.poll() is None:
                 agent.send_signal(signal.SIGKILL)
             agent.wait()
+        # An agent that was killed leaves its slots behind; the next one of the run would remove them.
+        for path in slots_folder().glob(f"rlhf-{run.run_dir.run_id}-*"):
+            path.unlink()

@@ -11,19 +11,17 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.diagnosis.liveness import GapTracker, LoopClock, judge
-from rlhf_core.run_dir import AttemptDir
+from rlhf_core.run_dir import AttemptDir, new_run_id
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.resources import Role
 from rlhf_core.training.types import Reporter
 from rlhf_core.worker.heartbeat import WARM_BEATS, Beat, SlotFile, slots_folder
 from rlhf_core.worker.watch import Started, Watch
 
-RUN = "toy-20260101-000000-abcdef"
-
 
 @pytest.fixture
 def slots() -> Iterator[SlotFile]:
-    file = SlotFile(RUN, 1, "here", 2)
+    file = SlotFile(new_run_id("toy"), 1, "here", 2)
     yield file
     file.remove()
 
@@ -135,12 +133,13 @@ def test_a_reader_never_finds_half_a_beat(slots: SlotFile, way: str) -> None:
 
 
 def test_files_that_a_killed_agent_left_go_but_those_of_others_stay() -> None:
-    killed = SlotFile(RUN, 1, "here", 1)
-    elsewhere = SlotFile(RUN, 1, "there", 1)
-    other_run = SlotFile(f"{RUN}2", 1, "here", 1)
-    present = SlotFile(RUN, 2, "here", 1)
+    run = new_run_id("toy")
+    killed = SlotFile(run, 1, "here", 1)
+    elsewhere = SlotFile(run, 1, "there", 1)
+    other_run = SlotFile(f"{run}2", 1, "here", 1)
+    present = SlotFile(run, 2, "here", 1)
     try:
-        found = {path.name for path in slots_folder().glob(f"rlhf-{RUN}*")}
+        found = {path.name for path in slots_folder().glob(f"rlhf-{run}*")}
         assert found == {present.path.name, elsewhere.path.name, other_run.path.name}
         assert killed.path.name not in found
     finally:

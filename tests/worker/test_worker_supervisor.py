@@ -11,7 +11,7 @@ import pytest
 from agent_runs import wait_for
 
 from rlhf_core.diagnosis.liveness import GapTracker
-from rlhf_core.run_dir import AttemptDir
+from rlhf_core.run_dir import AttemptDir, new_run_id
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.resources import Role
@@ -24,7 +24,7 @@ from rlhf_core.worker.watch import Started, Watch
 
 @pytest.fixture
 def slots() -> Iterator[SlotFile]:
-    file = SlotFile("toy-20260101-000000-abcdef", 1, "here", 1)
+    file = SlotFile(new_run_id("toy"), 1, "here", 1)
     yield file
     file.remove()
 

@@ -63,7 +63,7 @@ def train_run(context: WorkerContext, ranks: Ranks) -> RoleResult:
     _log_start(ranks, report, data.num_overlong, checkpoint)
     context.reporter.beat(Phase.SETUP, step)
     evaluator = load_evaluator(spec, ranks, tokenizer)
-    session = Session(context, ranks, tokenizer, data, evaluator, state.progress if state else None)
+    session = Session(context, ranks, tokenizer, report, data, evaluator, state.progress if state else None)
     result = RoleResult.DONE
     for stage in stages(spec):
         if not session.steps_left(stage):

@@ -18,7 +18,7 @@ from rlhf_core.schemas.reports import MetricsLine, Phase, SampleLine
 from rlhf_core.schemas.run import OptimizerSpec, RunSpec
 from rlhf_core.training.algorithms.aggregation import Stats
 from rlhf_core.training.checkpoints import CheckpointWriter, Progress
-from rlhf_core.training.data import EncodedPrompts, row_indices
+from rlhf_core.training.data import DataReport, EncodedPrompts, row_indices
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.evaluation import Evaluator
 from rlhf_core.training.metrics import StepMetrics, reduce_metrics
@@ -105,6 +105,7 @@ class Session:
         context: WorkerContext,
         ranks: Ranks,
         tokenizer: PreTrainedTokenizerBase,
+        report: DataReport,
         data: EncodedPrompts,
         evaluator: Evaluator,
         progress: Progress | None,
@@ -112,6 +113,7 @@ class Session:
         """Open the files that rank 0 appends to.
 
         Args:
+            report: what was read of the training data.
             data: training rows and the tokens of their prompts; the same on every rank.
             progress: where the checkpoint stands that is gone on from; None from the beginning.
         """
@@ -120,6 +122,11 @@ class Session:
         self.tokenizer = tokenizer
         self.evaluator = evaluator
         self._data = data
+        self._data_counts = {
+            "data/num_rows": len(data.rows),
+            "data/num_overlong": data.num_overlong,
+            "data/num_malformed": report.num_malformed,
+        }
         self._reporter = context.reporter
         self.steps_done = progress.step if progress else 0
         self.position = progress.position if progress else 0
@@ -194,6 +201,9 @@ class Session:
         """
         self._evaluate(step, model)
         self._add_times(step)
+        if step.number == 1:
+            for name, count in self._data_counts.items():
+                step.metrics.shared(name, count)
         reduced = reduce_metrics(step.metrics, self.ranks, self._reporter.request())
         if self._metrics_file is not None:
             self._metrics_file.write(

@@ -1,0 +1,75 @@
+"""Does the quickstart learn, how long does it take, and does a meaningless reward fail to teach?
+
+    python tests/benchmarks/bench_quickstart.py [--seeds 0 1 2]
+
+Runs the whole preset through the command line, one run after the other, in a home of its own. Prints accuracy before
+and after for each seed, the gain against the target (ratio), the wall time against the limit (ratio), and the same for
+a shuffled reward, which must not learn.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+TARGETS = {"greedy": 0.10, "sampled": 0.30}
+LIMIT_S = 300.0
+HERE = Path(__file__).parent
+
+
+def run(home: Path, *overrides: str) -> tuple[dict[str, tuple[float, float]], float]:
+    """One quickstart run: name to (before, after), and the seconds it took."""
+    environment = {**os.environ, "RLHF_HOME": str(home)}
+    command = [sys.executable, "-m", "rlhf_core.cli.main"]
+    words = [word for override in overrides for word in ("--set", override)]
+    started = time.monotonic()
+    ended = subprocess.run(
+        [*command, "run", "quickstart", "--no-prefect", *words],
+        cwd=HERE,
+        env=environment,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    if ended.returncode:
+        raise SystemExit(f"rlhf run ended with {ended.returncode}:\n{ended.stderr}")
+    seconds = time.monotonic() - started
+    shown = subprocess.run(
+        [*command, "show", "last", "--json"], env=environment, check=True, capture_output=True, text=True
+    )
+    values = {(row["name"], row["when"]): row["value"] for row in json.loads(shown.stdout)["evaluations"]}
+    return {name: (values[name, "before"], values[name, "after"]) for name in TARGETS}, seconds
+
+
+def main() -> int:
+    """Run all, print the table; 1 when a seed misses a target or the control learns."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    seeds = parser.parse_args().seeds
+    good = True
+    print(
+        f"{'run':<18} {'greedy':>16} {'gain/target':>12} {'sampled':>16} {'gain/target':>12} {'wall':>7} {'/limit':>7}"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        control = ("seed=0", 'reward.functions=["shuffled_reward:shuffled_exact_match"]')
+        cases = [(f"seed {seed}", (f"seed={seed}",)) for seed in seeds] + [("shuffled reward", control)]
+        for number, (name, overrides) in enumerate(cases):
+            measured, seconds = run(Path(folder) / str(number), *overrides)
+            gains = {key: after - before for key, (before, after) in measured.items()}
+            cells = [
+                f"{measured[key][0]:.3f} -> {measured[key][1]:.3f} {gains[key] / target:12.2f}"
+                for key, target in TARGETS.items()
+            ]
+            print(f"{name:<18} {cells[0]} {cells[1]} {seconds:6.0f}s {seconds / LIMIT_S:7.2f}", flush=True)
+            learned = all(gains[key] >= target for key, target in TARGETS.items())
+            good &= learned if name.startswith("seed") else gains["greedy"] < 0
+    print("all seeds learn and the control does not" if good else "FAILED: see the table")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

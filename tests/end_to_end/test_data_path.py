@@ -1,0 +1,78 @@
+"""The gsm8k preset on rows of the same form: a tokenizer made here, the real verifier, long prompts, a broken line."""
+
+import json
+from pathlib import Path
+
+import pytest
+from shop import Shop, wait_until
+
+from rlhf_core.run_dir import read_models
+from rlhf_core.schemas.reports import MetricsLine, SampleLine
+
+pytestmark = [pytest.mark.end_to_end, pytest.mark.training, pytest.mark.xdist_group("end_to_end")]
+
+SMALL = (
+    "train.num_steps=2",
+    "sft.num_steps=12",
+    "sft.batch_size=16",
+    "grpo.prompts_per_step=4",
+    "rollout.max_new_tokens=24",
+    "evaluate.num_prompts=8",
+    "model.tokenizer_vocab_size=320",
+    "train.log_samples_every=1",
+)
+OVERRIDES = tuple(word for override in SMALL for word in ("--set", override))
+FILES = ("--set", "data.train=train.jsonl", "--set", "data.eval=eval.jsonl")
+
+
+def row(apples: int, pears: int, padding: str = "") -> str:
+    """A word problem with a worked solution that ends as GSM8K's do."""
+    return json.dumps(
+        {
+            "question": f"{padding}Ana picks {apples} apples and {pears} pears. How much fruit has she?",
+            "answer": f"She has {apples} + {pears} = <<{apples}+{pears}={apples + pears}>>{apples + pears} fruits.\n"
+            f"#### {apples + pears}",
+        }
+    )
+
+
+@pytest.fixture
+def files(shop: Shop) -> Path:
+    rows = [row(apples, pears) for apples in range(2, 12) for pears in range(3, 9)]
+    long_prompts = [row(1, 2, padding="She thinks of the weather. " * 60) for _ in range(3)]
+    (shop.home / "train.jsonl").write_text("\n".join([*rows, *long_prompts]) + "\n")
+    (shop.home / "eval.jsonl").write_text("\n".join(row(apples, 20) for apples in range(2, 12)) + "\n")
+    return shop.home
+
+
+def test_the_real_data_path(shop: Shop, files: Path) -> None:
+    shop.rlhf("run", "gsm8k", "--no-prefect", *OVERRIDES, *FILES)
+    restart = shop.only_run().attempt(1).restart(0)
+    lines = read_models(restart.metrics, MetricsLine)
+    losses = [line.metrics["train/loss"] for line in lines if line.stage == "sft"]
+    assert losses[-1] < 0.8 * losses[0], "supervised loss must fall on real text"
+    assert lines[0].metrics["data/num_rows"] == 60
+    assert lines[0].metrics["data/num_overlong"] == 3
+    assert "reward/gsm8k_answer" in lines[-1].metrics
+    samples = read_models(restart.samples, SampleLine)
+    assert {sample.reward for sample in samples} <= {0.0, 1.0}
+    measured = {line["metric"] for line in shop.rlhf("show", "last", "--json").json()["evaluations"]}
+    assert measured == {"gsm8k_answer"}
+
+
+def test_a_malformed_line_stops_before_training_or_is_counted(shop: Shop, files: Path) -> None:
+    with (files / "train.jsonl").open("a") as file:
+        file.write('{"question": "cut off in the mid')
+    ended = shop.rlhf("run", "gsm8k", "--no-prefect", *OVERRIDES, *FILES, expect=2)
+    assert "train.jsonl:64" in (ended.stdout + ended.stderr).replace("\n", "")
+
+    process = shop.start("run", "gsm8k", "--no-prefect", *OVERRIDES, *FILES, "--set", "data.malformed_rows=drop")
+
+    def counted() -> float | None:
+        for line in shop.rows("SELECT value FROM run_curve WHERE key = 'data/num_malformed'"):
+            return float(line[0])
+        if process.poll() is not None:
+            pytest.fail(f"the run ended with {process.returncode}: {process.communicate()}")
+        return None
+
+    assert wait_until(counted, "the count of malformed rows") == 1.0
