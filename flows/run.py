@@ -12,8 +12,8 @@ from prefect.client.orchestration import get_client
 from prefect.exceptions import CancelledRun
 from prefect.states import Cancelled, Completed
 
-from flows.session import new_run, opened
-from flows.stages import Session, drive
+from flows.session import Session, new_run, opened
+from flows.stages import drive
 from flows.summary import markdown, summarise
 from flows.tasks import TaskCaller, Work
 from rlhf_core.config import PRESETS, describe_fields, load_site
@@ -73,7 +73,7 @@ def rlhf_run(config: str = "", overrides: Sequence[str] = (), run_id: str = "") 
     with HistoryStore(site.database_url) as store:
         run_dir = RunDir.of(site.runs_dir, run_id) if run_id else new_run(config, overrides, site)
         _name_flow_run(run_dir.run_id)
-        with opened(run_dir, site, store) as session:
+        with opened(run_dir, site, store, resumed=bool(run_id)) as session:
             return _finish(session, _work(session))
 
 

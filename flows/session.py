@@ -1,20 +1,126 @@
-"""Begins and ends the work of a controller on a run: directory, history, lease, journal."""
+"""A controller at work on a run: what it holds (directory, history, lease, journal), how it begins and lets go."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
-from flows.stages import Observer, Quiet, Session, close
 from rlhf_core import config
 from rlhf_core.config import Site
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import Journal, read_record
-from rlhf_core.launch.lease import TTL_S, acquire
+from rlhf_core.launch.lease import TTL_S, Lease, acquire
 from rlhf_core.launch.prepare import absolute_paths, prepare
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir import RunDir, read_model
 from rlhf_core.scheduler import get_scheduler
-from rlhf_core.schemas.run import RunSpec
-from rlhf_core.watchdog.watch import record
+from rlhf_core.scheduler.base import Scheduler
+from rlhf_core.schemas.reports import AgentCommand
+from rlhf_core.schemas.run import RunSpec, StoredSpec
+from rlhf_core.watchdog.watch import Look, Watcher, record
+
+
+class Observer(Protocol):
+    """Who looks on: the progress display, or nobody."""
+
+    def begins(self, title: str) -> None:
+        """A stage begins."""
+
+    def looked(self, look: Look) -> None:
+        """The watchdog has looked."""
+
+    def says(self, text: str) -> None:
+        """Something a person should read."""
+
+    def wants_to_stop(self) -> bool:
+        """Whether the person has asked to end the run (Ctrl-C)."""
+
+
+class Quiet:
+    """Nobody looks on."""
+
+    def begins(self, title: str) -> None:
+        """Not shown."""
+
+    def looked(self, look: Look) -> None:
+        """Not shown."""
+
+    def says(self, text: str) -> None:
+        """Not shown."""
+
+    def wants_to_stop(self) -> bool:
+        """Never."""
+        return False
+
+
+class CancelAsked(Exception):
+    """Somebody asked to end the run."""
+
+
+@dataclass
+class Session:
+    """One controller at work on one run."""
+
+    run_dir: RunDir
+    stored: StoredSpec
+    site: Site
+    scheduler: Scheduler
+    store: HistoryStore
+    journal: Journal
+    lease: Lease
+    observer: Observer = field(default_factory=Quiet)
+    resumed_at: int = 0
+    """Newest attempt when a person asked to go on with the run; 0 for a new run. The budget of retries begins with it,
+    and what follows it is not waited for."""
+    lease_lost: bool = False
+    poll_s: float = 1.0
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    _watcher: Watcher | None = None
+    _watched: int = 0
+
+    @property
+    def spec(self) -> RunSpec:
+        """What was asked for."""
+        return self.stored.spec
+
+    def check(self) -> None:
+        """Keep the lease, and see whether somebody asked to end the run. Called about every half second.
+
+        Raises:
+            LeaseLost: another controller has the run.
+        """
+        self.lease.keep()
+        if self.observer.wants_to_stop():
+            raise CancelAsked("interrupted at the terminal")
+        request = read_model(self.run_dir.cancel_request, AgentCommand)
+        if request is not None:
+            raise CancelAsked(request.reason or "rlhf cancel")
+
+    def wait(self, seconds: float) -> None:
+        """Sleep, checking on the way."""
+        until = self.clock() + seconds
+        while True:
+            self.check()
+            rest = until - self.clock()
+            if rest <= 0:
+                return
+            self.sleep(min(rest, 0.5))
+
+    def watcher(self, number: int) -> Watcher:
+        """The watchdog of an attempt; the same one for as long as the attempt is looked at."""
+        if self._watcher is None or self._watched != number:
+            attempt = self.journal.record.attempts[number]
+            self._watcher = Watcher(
+                self.run_dir, attempt.placement, attempt.submission, self.scheduler, self.store, self.clock
+            )
+            self._watched = number
+        return self._watcher
+
+    def record(self) -> str:
+        """Bring the history up to date; why that was not possible, or an empty text."""
+        return record(self.run_dir, self.store)
 
 
 def resolve(source: str, overrides: Sequence[str] = (), name: str = "", folder: Path | None = None) -> RunSpec:
@@ -84,7 +190,21 @@ def opened(
         observer=observer or Quiet(),
         resumed_at=max(journal.record.attempts, default=0) if resumed else 0,
     )
+    if resumed or journal.record.ended:
+        run_dir.cancel_request.unlink(missing_ok=True)  # it was about an earlier life of the run
     try:
         yield session
     finally:
         close(session)
+
+
+def close(session: Session) -> None:
+    """Let go of the run: the history is brought up to date, the journal closed, the lease given back."""
+    if not session.lease_lost:
+        behind = session.record()
+        if behind:
+            session.observer.says(
+                f"the history is behind: {behind} Nothing is lost; `rlhf db rebuild` reads the run directories again"
+            )
+        session.lease.release()
+    session.journal.close(lease_lost=session.lease_lost)

@@ -4,25 +4,20 @@
 it goes on from what the journal and the run directory say, and adopts the job that is running. It never submits twice.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Protocol
 
+from flows.session import CancelAsked, Session
 from rlhf_core.allocation.planner import plan
-from rlhf_core.config import Site
 from rlhf_core.errors import BadInput, LeaseLost, RunCancelled, RunFailed, SchedulerError, SubmissionFailed
-from rlhf_core.history.store import HistoryStore
-from rlhf_core.launch.journal import AttemptRecord, Journal
-from rlhf_core.launch.lease import Lease
+from rlhf_core.launch.journal import AttemptRecord
 from rlhf_core.launch.start import job_request, record_plan, submit_once
 from rlhf_core.preflight.gather import Surroundings
 from rlhf_core.preflight.static import make_checks, require_passed
-from rlhf_core.run_dir import RunDir, read_model, write_model
-from rlhf_core.scheduler.base import Scheduler
+from rlhf_core.run_dir import RunDir, write_model
 from rlhf_core.schemas.attempts import AttemptState, RunState, StageName, StageState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.checks import CheckStatus
@@ -30,8 +25,7 @@ from rlhf_core.schemas.failures import Action, Decision, FailureKind
 from rlhf_core.schemas.journal import ChecksMade, DecisionMade, IncidentFound
 from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.resources import Submission
-from rlhf_core.schemas.run import RunSpec, StoredSpec
-from rlhf_core.watchdog.watch import Failure, Look, Verdict, Watcher, explain, record
+from rlhf_core.watchdog.watch import Failure, Look, Verdict, explain
 
 Call = Callable[[str, StageName, Callable[[], None]], None]
 """How a stage is carried out, given its title, its name and the work."""
@@ -40,114 +34,12 @@ CANCEL_PATIENCE_S = 10.0
 """How long agent 0 may take to follow the order to end, before the scheduler ends the job."""
 
 
-class Observer(Protocol):
-    """Who looks on: the progress display, or nobody."""
-
-    def begins(self, title: str) -> None:
-        """A stage begins."""
-
-    def looked(self, look: Look) -> None:
-        """The watchdog has looked."""
-
-    def says(self, text: str) -> None:
-        """Something a person should read."""
-
-    def wants_to_stop(self) -> bool:
-        """Whether the person has asked to end the run (Ctrl-C)."""
-
-
-class Quiet:
-    """Nobody looks on."""
-
-    def begins(self, title: str) -> None:
-        """Not shown."""
-
-    def looked(self, look: Look) -> None:
-        """Not shown."""
-
-    def says(self, text: str) -> None:
-        """Not shown."""
-
-    def wants_to_stop(self) -> bool:
-        """Never."""
-        return False
-
-
-class _CancelAsked(Exception):
-    """Somebody asked to end the run."""
-
-
 class AttemptFailed(Exception):
     """The attempt a stage belongs to did not end well; :func:`drive` decides what follows."""
 
     def __init__(self, verdict: Verdict) -> None:
         super().__init__(verdict.cause)
         self.cancelled = verdict.state is AttemptState.CANCELLED
-
-
-@dataclass
-class Session:
-    """One controller at work on one run."""
-
-    run_dir: RunDir
-    stored: StoredSpec
-    site: Site
-    scheduler: Scheduler
-    store: HistoryStore
-    journal: Journal
-    lease: Lease
-    observer: Observer = field(default_factory=Quiet)
-    resumed_at: int = 0
-    """Newest attempt when a person asked to go on with the run; 0 for a new run. The budget of retries begins with it,
-    and what follows it is not waited for."""
-    lease_lost: bool = False
-    poll_s: float = 1.0
-    clock: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], None] = time.sleep
-    _watcher: Watcher | None = None
-    _watched: int = 0
-
-    @property
-    def spec(self) -> RunSpec:
-        """What was asked for."""
-        return self.stored.spec
-
-    def check(self) -> None:
-        """Keep the lease, and see whether somebody asked to end the run. Called about every half second.
-
-        Raises:
-            LeaseLost: another controller has the run.
-        """
-        self.lease.keep()
-        if self.observer.wants_to_stop():
-            raise _CancelAsked("interrupted at the terminal")
-        request = read_model(self.run_dir.cancel_request, AgentCommand)
-        if request is not None:
-            raise _CancelAsked(request.reason or "rlhf cancel")
-
-    def wait(self, seconds: float) -> None:
-        """Sleep, checking on the way."""
-        until = self.clock() + seconds
-        while True:
-            self.check()
-            rest = until - self.clock()
-            if rest <= 0:
-                return
-            self.sleep(min(rest, 0.5))
-
-    def watcher(self, number: int) -> Watcher:
-        """The watchdog of an attempt; the same one for as long as the attempt is looked at."""
-        if self._watcher is None or self._watched != number:
-            attempt = self.journal.record.attempts[number]
-            self._watcher = Watcher(
-                self.run_dir, attempt.placement, attempt.submission, self.scheduler, self.store, self.clock
-            )
-            self._watched = number
-        return self._watcher
-
-    def record(self) -> str:
-        """Bring the history up to date; why that was not possible, or an empty text."""
-        return record(self.run_dir, self.store)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -172,7 +64,7 @@ def drive(session: Session, call: Call = plainly) -> None:
     try:
         try:
             _drive(session, call)
-        except _CancelAsked as asked:
+        except CancelAsked as asked:
             cancel(session, str(asked))
             if session.journal.record.state is not RunState.COMPLETED:
                 raise RunCancelled(f"run {session.run_dir.run_id} was cancelled: {asked}") from None
@@ -186,8 +78,6 @@ def drive(session: Session, call: Call = plainly) -> None:
 
 def _drive(session: Session, call: Call) -> None:
     journal = session.journal
-    if session.run_dir.cancel_request.exists() and journal.record.ended:
-        session.run_dir.cancel_request.unlink(missing_ok=True)  # it was about an earlier life of this run
     if journal.record.state in (RunState.PENDING, RunState.PREFLIGHT, RunState.FAILED, RunState.CANCELLED):
         call("preflight", StageName.PREFLIGHT, lambda: preflight(session))
     last = max(journal.record.attempts, default=0)
@@ -499,15 +389,3 @@ def _order(run_dir: RunDir, number: int, command: AgentCommand) -> None:
     folder = run_dir.attempt(number).commands
     taken = [int(path.stem) for path in folder.glob("*.json") if path.stem.isdigit()] if folder.is_dir() else []
     write_model(folder / f"{max(taken, default=0) + 1}.json", command)
-
-
-def close(session: Session) -> None:
-    """Let go of the run: the history is brought up to date, the journal closed, the lease given back."""
-    if not session.lease_lost:
-        behind = session.record()
-        if behind:
-            session.observer.says(
-                f"the history is behind: {behind} Nothing is lost; `rlhf db rebuild` reads the run directories again"
-            )
-        session.lease.release()
-    session.journal.close(lease_lost=session.lease_lost)

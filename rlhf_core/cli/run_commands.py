@@ -16,7 +16,7 @@ from rlhf_core.cli.history_commands import RunArgument
 from rlhf_core.cli.output import JsonOption
 
 if TYPE_CHECKING:
-    from flows.stages import Session
+    from flows.session import Session
     from flows.summary import Summary
     from rlhf_core.config import Site
     from rlhf_core.history.store import HistoryStore

@@ -160,13 +160,14 @@ class Watcher:
 def record(run_dir: RunDir, store: HistoryStore | None) -> str:
     """Bring the history up to date with a run directory; why it could not be, or an empty text.
 
-    The run directory has everything: a database that is away costs nothing but a view that is behind.
+    The run directory has everything: a database that is away, or a file system that does not answer for a moment,
+    costs nothing but a view that is behind.
     """
     if store is None:
         return ""
     try:
         sync(run_dir, store)
-    except HistoryError as error:
+    except (HistoryError, OSError) as error:
         return str(error)
     return ""
 

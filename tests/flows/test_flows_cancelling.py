@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
-from conftest import Desk
 from control_fakes import FakeAgent
+from desk import Desk
 
 from flows.cancelling import Cancelled, cancel_run
 from flows.stages import drive

@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from conftest import Desk
 from control_fakes import FakeAgent
+from desk import Desk
 
 from flows.run import RESULT_KEY, rlhf_run, run_in_prefect
 from flows.tasks import TaskCaller, Work

@@ -3,10 +3,11 @@
 from collections.abc import Callable
 
 import pytest
-from conftest import Desk
 from control_fakes import FakeAgent, make_spec
+from desk import Desk
 
-from flows.stages import Session, drive
+from flows.session import Session
+from flows.stages import drive
 from rlhf_core.errors import DatabaseUnavailable, LeaseLost, PreflightBlocked, RunCancelled, RunFailed
 from rlhf_core.history import queries
 from rlhf_core.launch.journal import Journal, read_record

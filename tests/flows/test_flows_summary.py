@@ -1,7 +1,7 @@
 """The result of a run, from its directory alone."""
 
-from conftest import Desk
 from control_fakes import FakeAgent
+from desk import Desk
 
 from flows.stages import drive
 from flows.summary import interval, markdown, signed, summarise

@@ -299,7 +299,9 @@ def test_metrics_have_their_names(results: list[dict[str, Any]], folder: Path) -
     }  # fmt: skip
     grpo = {"reward/mean", "reward/std", "reward/noisy_reward", "policy/clip_share", "policy/kl"}
     assert [line.stage for line in lines] == ["sft"] * 2 + ["grpo"] * 4
-    assert set(lines[0].metrics) == shared | times
+    counts = {"data/num_rows", "data/num_overlong", "data/num_malformed"}
+    assert set(lines[0].metrics) == shared | times | counts
+    assert set(lines[1].metrics) == shared | times
     assert set(lines[2].metrics) == (
         shared | times | grpo | {f"rollout/{name}" for name in rollout} | {"time/rollout_s", "time/reward_s"}
     )

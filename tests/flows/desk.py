@@ -1,0 +1,75 @@
+"""A desk at which controllers of one site are started, one after the other, without waiting."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from control_fakes import FakeScheduler, make_run
+
+from flows.session import Session, opened
+from rlhf_core.config import Site
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.run_dir import RunDir
+from rlhf_core.schemas.run import RunSpec
+from rlhf_core.watchdog.watch import Look
+
+
+class Clock:
+    """Monotonic seconds that only sleeping moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@dataclass
+class Notes:
+    """An observer that remembers what it was told."""
+
+    titles: list[str] = field(default_factory=list)
+    sayings: list[str] = field(default_factory=list)
+    looks: list[Look] = field(default_factory=list)
+    stop: Callable[[], bool] = lambda: False
+
+    def begins(self, title: str) -> None:
+        self.titles.append(title)
+
+    def looked(self, look: Look) -> None:
+        self.looks.append(look)
+
+    def says(self, text: str) -> None:
+        self.sayings.append(text)
+
+    def wants_to_stop(self) -> bool:
+        return self.stop()
+
+
+@dataclass
+class Desk:
+    """Where controllers of one site are started, one after the other."""
+
+    site: Site
+    scheduler: FakeScheduler
+    store: HistoryStore
+    clock: Clock
+    notes: Notes
+    _stack: ExitStack
+
+    def run(self, spec: RunSpec | None = None) -> RunDir:
+        """A new run."""
+        return make_run(self.site.runs_dir, spec)
+
+    def controller(self, run_dir: RunDir, *, resumed: bool = False) -> Session:
+        """A controller of a run; let go of at the end of the test, or by the next one."""
+        self._stack.close()
+        session = self._stack.enter_context(
+            opened(run_dir, self.site, self.store, self.notes, resumed=resumed, patience_s=0)
+        )
+        session.clock, session.sleep = self.clock, self.clock.sleep
+        session.poll_s = 1.0
+        return session
