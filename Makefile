@@ -54,7 +54,7 @@ contracts: $(VENV)/.test-ready
 
 pytest: $(VENV)/.test-ready
 	$(BIN)/python -m rlhf_core.worker prebuild
-	$(BIN)/python -m pytest -n 2 --dist loadgroup tests
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests
 
 # ---------------------------------------------------------------------------------------------------------------------
 # For those who change the code

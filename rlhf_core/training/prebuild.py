@@ -8,6 +8,7 @@ module costs no torch.
 
 import contextlib
 import fcntl
+import hashlib
 import importlib.metadata
 import io
 import json
@@ -46,10 +47,16 @@ def prebuild() -> str:
 
 
 def extensions_dir() -> Path:
-    """Where torch keeps compiled operations; made explicit in the environment, so that all processes agree on it."""
+    """Where torch keeps compiled operations; made explicit in the environment, so that all processes agree on it.
+
+    One folder for each Python environment. ninja compares whole command lines, paths and its own version included: two
+    environments that shared a folder would compile the operation again at every change of hands, inside a rank.
+    """
     if not os.environ.get("TORCH_EXTENSIONS_DIR"):
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        tag = f"py{sys.version_info.major}{sys.version_info.minor}_torch{importlib.metadata.version('torch')}"
+        environment = hashlib.sha256(sys.prefix.encode()).hexdigest()[:8]
+        python = f"py{sys.version_info.major}{sys.version_info.minor}"
+        tag = f"{python}_torch{importlib.metadata.version('torch')}_{environment}"
         os.environ["TORCH_EXTENSIONS_DIR"] = str(cache / "torch_extensions" / tag)
     return Path(os.environ["TORCH_EXTENSIONS_DIR"])
 

@@ -67,7 +67,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.training
-@pytest.mark.xdist_group("end_to_end")
 def test_a_full_disk_at_checkpoint_time_loses_nothing(shop: Shop, small_disk: Path) -> None:
     shop.environment["RLHF_RUNS"] = str(small_disk)
     keep_all = ("--set", "checkpoint.keep_last=100", "--set", "checkpoint.every_num_steps=3")

@@ -9,7 +9,7 @@ from shop import Shop, wait_until
 from rlhf_core.run_dir import read_models
 from rlhf_core.schemas.reports import MetricsLine, SampleLine
 
-pytestmark = [pytest.mark.end_to_end, pytest.mark.training, pytest.mark.xdist_group("end_to_end")]
+pytestmark = [pytest.mark.end_to_end, pytest.mark.training]
 
 SMALL = (
     "train.num_steps=2",

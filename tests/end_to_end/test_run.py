@@ -10,7 +10,7 @@ from shop import Shop, curve, kill_tree, last_step, wait_for_step
 from rlhf_core.run_dir import RunDir, checksum, read_models
 from rlhf_core.schemas.reports import SampleLine
 
-pytestmark = [pytest.mark.end_to_end, pytest.mark.training, pytest.mark.xdist_group("end_to_end")]
+pytestmark = [pytest.mark.end_to_end, pytest.mark.training]
 
 TOTAL_STEPS = 42
 

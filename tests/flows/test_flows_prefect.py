@@ -16,9 +16,6 @@ from rlhf_core.schemas.attempts import AttemptState, RunState, StageName
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.resources import Role
 
-pytestmark = pytest.mark.xdist_group("prefect")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Without a server
 

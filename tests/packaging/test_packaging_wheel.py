@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from rlhf_core.training.prebuild import extensions_dir
 
-pytestmark = pytest.mark.xdist_group("packaging")
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session")
@@ -64,6 +64,9 @@ def rlhf(installed: Path, *arguments: str) -> str:
     work = installed / "work"
     work.mkdir(exist_ok=True)
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    # The libraries are this environment's, so let it use their compiled operation too, with the same ninja.
+    environment["TORCH_EXTENSIONS_DIR"] = str(extensions_dir())
+    environment["PATH"] = sysconfig.get_path("scripts") + os.pathsep + environment["PATH"]
     ended = subprocess.run(
         [str(installed / "venv" / "bin" / "python"), "-m", "rlhf_core.cli.main", *arguments],
         cwd=work,

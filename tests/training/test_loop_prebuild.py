@@ -50,6 +50,15 @@ def test_another_version_is_built_anew(extensions: Path, monkeypatch: pytest.Mon
     assert len((extensions.parent / "builds.txt").read_text().split()) == 2
 
 
+def test_every_environment_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = set()
+    for prefix in ("/home/one/.venv", "/home/two/.venv", "/home/one/.venv"):
+        monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+        monkeypatch.setattr(sys, "prefix", prefix)
+        folders.add(extensions_dir())
+    assert len(folders) == 2
+
+
 def build_at_once(rank: int, num_ranks: int) -> str:
     module._build = pretend_to_build
     return prebuild()
