@@ -460,6 +460,7 @@ def upgrade() -> None:
         sa.Column("run_id", sa.Text(), nullable=False),
         sa.Column("attempt", sa.Integer(), nullable=False),
         sa.Column("restart", sa.Integer(), nullable=False),
+        sa.Column("role", sa.Text(), nullable=True),
         sa.Column("started_at", TIME, nullable=True),
         sa.Column("ended_at", TIME, nullable=True),
         sa.Column("first_step", sa.Integer(), nullable=True),

@@ -275,6 +275,8 @@ class Restart(Base):
     run_id: Mapped[str] = mapped_column(primary_key=True)
     attempt: Mapped[int] = mapped_column(primary_key=True)
     restart: Mapped[int] = mapped_column(primary_key=True)
+    role: Mapped[str | None]
+    """Role whose workers were started: numbers go on when the trainer is done and the evaluator starts."""
     started_at: Mapped[datetime | None]
     """Earliest time in its files."""
     ended_at: Mapped[datetime | None]

@@ -464,8 +464,11 @@ def write_restarts(connection: Connection, run_id: str, batch: IngestBatch) -> N
     """What each restart spans, widened by what the batch has of it."""
     times: dict[tuple[int, int], list[datetime]] = {restart: [] for restart in sorted(batch.restarts)}
     steps: dict[tuple[int, int], list[int]] = {}
+    roles: dict[tuple[int, int], str] = {}
     for event in batch.events:
         times.setdefault((event.attempt, event.restart), []).append(event.event.time)
+        if event.event.role is not None:
+            roles[event.attempt, event.restart] = event.event.role.value
     for metrics in batch.metrics:
         times.setdefault((metrics.attempt, metrics.restart), []).append(metrics.line.time)
         steps.setdefault((metrics.attempt, metrics.restart), []).append(metrics.line.step)
@@ -474,6 +477,7 @@ def write_restarts(connection: Connection, run_id: str, batch: IngestBatch) -> N
             "run_id": run_id,
             "attempt": attempt,
             "restart": restart,
+            "role": roles.get((attempt, restart)),
             "started_at": min(seen, default=None),
             "ended_at": max(seen, default=None),
             "first_step": min(steps.get((attempt, restart), ()), default=None),
@@ -493,6 +497,7 @@ def write_restarts(connection: Connection, run_id: str, batch: IngestBatch) -> N
     statement = statement.on_conflict_do_update(
         index_elements=["run_id", "attempt", "restart"],
         set_={
+            "role": func.coalesce(new.role, RESTARTS.c.role),
             "started_at": wider("started_at", lambda new, old: new < old),
             "ended_at": wider("ended_at", lambda new, old: new > old),
             "first_step": wider("first_step", lambda new, old: new < old),

@@ -29,6 +29,7 @@ def test_a_run_ends_completed_with_four_stages_and_its_history(undisturbed: Shop
     assert {stage["state"] for stage in shown["stages"]} == {"completed"}
     (attempt,) = shown["attempts"]
     assert (attempt["number"], attempt["state"], attempt["resumed_from_step"]) == (1, "completed", 0)
+    assert [row["role"] for row in shown["restarts"]] == ["trainer", "evaluator"]
     assert not shown["incidents"]
     measured = {(row["when"], row["name"]) for row in shown["evaluations"]}
     assert measured == {(when, name) for when in ("before", "after") for name in ("greedy", "sampled")}
@@ -97,7 +98,7 @@ def test_kill_one_rank_and_training_goes_on_by_itself(shop: Shop, undisturbed: S
 
     shown = shop.rlhf("show", run.run_id, "--json").json()
     assert len(shown["attempts"]) == 1
-    assert len(shown["restarts"]) >= 2
+    assert [row["role"] for row in shown["restarts"]] == ["trainer", "trainer", "evaluator"]
     (incident,) = shown["incidents"]
     assert incident["failure_kind"] == "worker_killed"
     (decision,) = shown["decisions"]
