@@ -5,6 +5,8 @@ write-then-rename; appended files are read to the last newline, and a line that 
 killed writer leaves a torn one behind.
 """
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -83,6 +85,40 @@ def claim(path: Path, text: str) -> bool:
         file.flush()
         os.fsync(file.fileno())
     return True
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Full disks
+
+RESERVE_BYTES = 64 << 10
+
+
+def is_disk_full(error: OSError) -> bool:
+    """Whether there is no room left, on the disk or in the user's quota."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """A few blocks held back, so that how a run ended can be written down on a disk that the run has filled."""
+
+    path: Path
+
+    def hold(self) -> None:
+        """Take the blocks. Where there is no room even now, the first write that does not fit will say so."""
+        try:
+            with self.path.open("wb") as file:
+                # Random bytes: some file systems take a hole, or zeros, for nothing.
+                file.write(os.urandom(RESERVE_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:
+            self.free()
+
+    def free(self) -> None:
+        """Give the blocks back."""
+        with contextlib.suppress(OSError):
+            self.path.unlink(missing_ok=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -4,14 +4,12 @@ The state of a run is a fold over its journal. So a controller needs no database
 started after the first was killed at any point, goes on from there.
 """
 
-import errno
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
 
 from rlhf_core.errors import IllegalMove, LeaseLost, RunDirError
-from rlhf_core.run_dir import LineWriter, RunDir, read_models
+from rlhf_core.run_dir import LineWriter, Reserve, RunDir, is_disk_full, read_models
 from rlhf_core.schemas.attempts import (
     ATTEMPT_ENDS,
     ATTEMPT_MOVES,
@@ -39,9 +37,6 @@ from rlhf_core.schemas.journal import (
     StageStarted,
 )
 from rlhf_core.schemas.resources import Placement, Submission
-
-RESERVE_BYTES = 64 * 1024
-"""Held back beside the journal, so that the end of a run can be written down on a disk that the run has filled."""
 
 
 @dataclass
@@ -176,8 +171,8 @@ class Journal:
                 f"holds lease {token}: another one has taken the run over. Watch it with `rlhf watch {run_dir.run_id}`"
             )
         self._writer = LineWriter(run_dir.control)
-        self._reserve = run_dir.control_reserve
-        self._hold_reserve()
+        self._reserve = Reserve(run_dir.control_reserve)
+        self._reserve.hold()
 
     def append(self, event: ControlEvent) -> None:
         """Write one line and bring it to the disk before anything else is done.
@@ -189,7 +184,7 @@ class Journal:
         try:
             self._write(line)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if not is_disk_full(error):
                 raise RunDirError(f"cannot write {self._run_dir.control}: {error.strerror}") from None
             self._write_on_full_disk(line)
         self.record.apply(line)
@@ -244,14 +239,14 @@ class Journal:
         """Close the file and give the reserve back; without the lease the reserve is somebody else's."""
         self._writer.close()
         if not lease_lost:
-            self._reserve.unlink(missing_ok=True)
+            self._reserve.free()
 
     def _write(self, line: JournalLine) -> None:
         self._writer.write(line)
         self._writer.sync()
 
     def _write_on_full_disk(self, line: JournalLine) -> None:
-        self._reserve.unlink(missing_ok=True)
+        self._reserve.free()
         try:
             # What the failed write left behind may be half a line; a fresh writer closes it off.
             self._writer.close()
@@ -262,10 +257,3 @@ class Journal:
                 f"cannot write {self._run_dir.control}: {error.strerror}. Make room on that file system, then "
                 f"`rlhf resume {self._run_dir.run_id}`"
             ) from None
-
-    def _hold_reserve(self) -> None:
-        try:
-            with self._reserve.open("wb") as file:
-                file.write(os.urandom(RESERVE_BYTES))  # random: compressing file systems would store zeros in nothing
-        except OSError:
-            self._reserve.unlink(missing_ok=True)  # no room even now: the first line that does not fit will say so

@@ -11,7 +11,6 @@ Whatever goes wrong before, the checkpoints before it are untouched.
 """
 
 import contextlib
-import errno
 import json
 import math
 import os
@@ -29,7 +28,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.errors import CheckpointCorrupt, DiskFull, ResumeMismatch, WorkerError
-from rlhf_core.run_dir import CheckpointDir, RunDir, checksum, remove_tree, write_model
+from rlhf_core.run_dir import CheckpointDir, RunDir, checksum, is_disk_full, remove_tree, write_model
 from rlhf_core.schemas.base import Schema, utc_now
 from rlhf_core.schemas.reports import CheckpointManifest, FileChecksum
 from rlhf_core.schemas.run import RunSpec
@@ -381,7 +380,7 @@ def _free_bytes(folder: Path) -> int:
 def _is_disk_full(error: BaseException | None) -> bool:
     """Whether an error comes from a full disk: torch and safetensors hide the system's error inside their own."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(error, OSError) and is_disk_full(error):
             return True
         if _NO_SPACE.search(str(error)):
             return True

@@ -96,7 +96,7 @@ def run_agent(
     if taken:
         print(f"{taken}; this agent ends", file=sys.stderr, flush=True)
         return 1
-    leader.hold_reserve()
+    leader.reserve.hold()
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     events = EventLog(node, directory.attempt(attempt).restart(0))
     try:

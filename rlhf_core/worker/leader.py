@@ -1,7 +1,6 @@
 """What only agent 0 does: own the attempt, hear the control plane, decide about restarts, write the outcome."""
 
 import contextlib
-import errno
 import json
 import os
 import re
@@ -13,7 +12,18 @@ from pydantic import BaseModel
 
 from rlhf_core.diagnosis.classify import Diagnosis
 from rlhf_core.diagnosis.policy import Choice, decide_in_place
-from rlhf_core.run_dir import AttemptDir, RestartDir, RunDir, claim, parse_lines, read_lines, read_model, write_model
+from rlhf_core.run_dir import (
+    AttemptDir,
+    Reserve,
+    RestartDir,
+    RunDir,
+    claim,
+    is_disk_full,
+    parse_lines,
+    read_lines,
+    read_model,
+    write_model,
+)
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Action, DecidedBy, Decision, Incident
 from rlhf_core.schemas.reports import AgentCommand, AttemptOutcome, MetricsLine
@@ -21,11 +31,9 @@ from rlhf_core.schemas.run import SuperviseSpec
 from rlhf_core.worker.endings import Failure
 from rlhf_core.worker.events import EventLog
 
-RESERVE_BYTES = 64 << 10
 OUTCOME_PATIENCE_S = 30.0
 """How long an outcome that cannot be written is tried again."""
 
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _COMMAND_NAME = re.compile(r"^(\d+)\.json$")
 
 
@@ -35,6 +43,8 @@ class Leader:
     def __init__(self, run_dir: RunDir, attempt: int) -> None:
         self._run_dir = run_dir
         self._dir: AttemptDir = run_dir.attempt(attempt)
+        self.reserve = Reserve(self._dir.reserve)
+        """What the outcome is written into on a full disk."""
         self._obeyed: set[int] = set()
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -51,19 +61,6 @@ class Leader:
             return f"attempt {self._dir.number} belongs to the agent with pid {owner['pid']} on {owner['host']}"
         return f"attempt {self._dir.number} belongs to another agent, which left no name in {self._dir.claim}"
 
-    def hold_reserve(self) -> None:
-        """Put a few blocks aside, so that the outcome can be written on a full disk."""
-        # Real bytes: some file systems take a hole, or zeros, for nothing.
-        with contextlib.suppress(OSError), self._dir.reserve.open("wb") as file:
-            file.write(os.urandom(RESERVE_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
-
-    def free_reserve(self) -> None:
-        """Give the blocks back."""
-        with contextlib.suppress(OSError):
-            self._dir.reserve.unlink(missing_ok=True)
-
     def write(self, path: Path, model: BaseModel) -> bool:
         """Write a file that matters; on a full disk the reserve is given up for it. False when it cannot be written."""
         for _ in range(2):
@@ -71,9 +68,9 @@ class Leader:
                 write_model(path, model)
                 return True
             except OSError as error:
-                if error.errno not in _FULL:
+                if not is_disk_full(error):
                     return False
-                self.free_reserve()
+                self.reserve.free()
         return False
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -107,7 +104,7 @@ class Leader:
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.5)
-        self.free_reserve()
+        self.reserve.free()
         return True
 
     def last_step(self) -> int:

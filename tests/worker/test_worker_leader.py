@@ -121,7 +121,7 @@ def test_the_outcome_of_a_full_disk_is_written_into_the_reserve(
     leader = Leader(RunDir(tiny_disk / "run"), 1)
     assert leader.claim() == ""
     if reserved:
-        leader.hold_reserve()
+        leader.reserve.hold()
     _fill(tiny_disk)
     assert leader.finish(_outcome()) is reserved
     assert (read_model(RunDir(tiny_disk / "run").attempt(1).outcome, AttemptOutcome) is not None) is reserved
