@@ -204,7 +204,8 @@ def close(session: Session) -> None:
         behind = session.record()
         if behind:
             session.observer.says(
-                f"the history is behind: {behind} Nothing is lost; `rlhf db rebuild` reads the run directories again"
+                f"the history is behind: {behind.rstrip('.')}. Nothing is lost; "
+                f"`rlhf db rebuild` reads the run directories again"
             )
         session.lease.release()
     session.journal.close(lease_lost=session.lease_lost)

@@ -192,7 +192,7 @@ class TerminalProgress:
 
     def _tell_history(self, behind: str) -> None:
         if behind and not self._behind:
-            self._line(f"history behind: {behind} Training goes on; nothing is lost.")
+            self._line(f"history behind: {behind.rstrip('.')}. Training goes on; nothing is lost.")
         elif self._behind and not behind:
             self._line("history is up to date again")
         self._behind = behind
