@@ -45,9 +45,11 @@ class Progress:
         """Read what is new."""
         self.events = []
         restarts = self.attempt.restarts()
-        for restart in restarts[-2:]:  # the one before the newest may have grown since the last look
-            self._read_events(restart)
-            self._read_metrics(restart)
+        for restart in restarts:
+            # All at the first look; then those that may have grown: the newest known, the one before it, and new ones.
+            if restart.restart >= self.restart - 1:
+                self._read_events(restart)
+                self._read_metrics(restart)
         if restarts:
             if restarts[-1].restart != self.restart:
                 self.restarts_made = num_restarts(self.attempt)

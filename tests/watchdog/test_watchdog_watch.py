@@ -129,6 +129,18 @@ def test_a_look_shows_role_step_phase_and_metrics(run_dir: RunDir) -> None:
     assert not look.evaluating
 
 
+def test_who_looks_for_the_first_time_sees_training_behind_later_restarts(run_dir: RunDir) -> None:
+    """A new controller, or the summary at the end, after the evaluator was started more than once."""
+    trainer = FakeAgent(run_dir)
+    trainer.role(Role.TRAINER)
+    for step in (1, 2, 3):
+        trainer.step(step)
+    for restart in (1, 2):
+        FakeAgent(run_dir, restart=restart).role(Role.EVALUATOR)
+    look = watcher(run_dir, Answers(JobState.RUNNING)).look()
+    assert (look.step, look.metrics, look.restart) == (3, {"train/loss": 0.5}, 2)
+
+
 def test_events_are_told_once(run_dir: RunDir) -> None:
     agent, one = FakeAgent(run_dir), watcher(run_dir, Answers(JobState.RUNNING))
     agent.role(Role.TRAINER)
