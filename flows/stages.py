@@ -120,14 +120,13 @@ def preflight(session: Session) -> None:
     resumed = session.journal.record.attempts
     session.journal.move_run(RunState.PREFLIGHT, "resumed" if resumed else "started")
     with _stage(session, StageName.PREFLIGHT, 0, "preflight"):
-        checkpoints = session.run_dir.checkpoints()
         around = Surroundings(
             inventory=session.scheduler.inventory(),
             scheduler=session.scheduler.name,
             compute_python=session.site.compute_python,
             runs_dir=session.site.runs_dir,
             code_path=session.run_dir.code / "snapshot",
-            resume=checkpoints[-1] if checkpoints else None,
+            resume=session.run_dir.newest_checkpoint(),
             stored_version=session.stored.package_version,
         )
         results = make_checks(session.spec, around, session.check)
@@ -180,12 +179,11 @@ def evaluate(session: Session, number: int) -> None:
 
 
 def _plan(session: Session, number: int) -> None:
-    checkpoints = session.run_dir.checkpoints()
     placement = plan(
         session.spec,
         session.scheduler.inventory(),
         attempt=number,
-        resume_from=checkpoints[-1] if checkpoints else None,
+        resume_from=session.run_dir.newest_checkpoint(),
     )
     if placement.resume_checkpoint:
         session.observer.says(f"attempt {number} goes on from step {placement.resumed_from_step}")

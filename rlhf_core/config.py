@@ -93,11 +93,6 @@ def validate(content: Mapping[str, Any], source: str) -> RunSpec:
     raise BadConfig(f"{count} in {source}:\n" + "\n".join(f"  {problem}" for problem in problems))
 
 
-def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """Overrides as dotted name to value, for showing and comparing."""
-    return dict(_split(override) for override in overrides)
-
-
 def _split(override: str) -> tuple[str, Any]:
     name, separator, text = override.partition("=")
     name = name.strip()

@@ -184,16 +184,33 @@ def parse_lines(lines: list[bytes], schema: type[Model]) -> Iterator[Model]:
             continue
 
 
-def read_models(path: Path, schema: type[Model]) -> list[Model]:
-    """All whole lines of an appended file, parsed."""
-    found: list[Model] = []
-    offset = 0
+def read_blocks(path: Path, offset: int = 0) -> Iterator[tuple[list[bytes], int]]:
+    """All whole lines of an appended file from ``offset`` on, a block at a time, each with the offset after it."""
     while True:
         lines, next_offset = read_lines(path, offset)
-        found.extend(parse_lines(lines, schema))
         if next_offset == offset:
-            return found
+            return
+        yield lines, next_offset
         offset = next_offset
+
+
+def read_models(path: Path, schema: type[Model]) -> list[Model]:
+    """All whole lines of an appended file, parsed."""
+    return [model for lines, _ in read_blocks(path) for model in parse_lines(lines, schema)]
+
+
+def read_tail(path: Path, limit_bytes: int) -> str:
+    """The end of a text file, from a line's beginning; empty where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - limit_bytes))
+            content = file.read()
+    except OSError:
+        return ""
+    if size > limit_bytes:
+        content = content[content.find(b"\n") + 1 :]
+    return content.decode("utf-8", errors="replace")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -456,6 +473,10 @@ class RunDir:
                 if checkpoint.manifest() is not None:
                     found.append(checkpoint)
         return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+    def newest_checkpoint(self) -> CheckpointDir | None:
+        """The complete checkpoint of the highest step, if there is any."""
+        return next(reversed(self.checkpoints()), None)
 
     def evaluation(self, when: str, name: str) -> Path:
         """One evaluation report."""

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from rlhf_core.errors import BadInput
 from rlhf_core.launch.journal import read_record
-from rlhf_core.run_dir import AttemptDir, RestartDir, RunDir, read_model
+from rlhf_core.run_dir import AttemptDir, RestartDir, RunDir, read_model, read_tail
 from rlhf_core.schemas.reports import AgentStatus
-from rlhf_core.watchdog.evidence import tail
 
 POLL_S = 0.5
 TAIL_BYTES_PER_LINE = 400
@@ -87,7 +86,7 @@ def follow_logs(run_dir: RunDir, choice: LogChoice, num_lines: int, poll_s: floa
 def last_lines(path: Path, num_lines: int) -> str:
     """The end of a log; 0 lines for all of it."""
     size = path.stat().st_size
-    text = tail(path, size if num_lines == 0 else num_lines * TAIL_BYTES_PER_LINE)
+    text = read_tail(path, size if num_lines == 0 else num_lines * TAIL_BYTES_PER_LINE)
     lines = text.splitlines(keepends=True)
     return "".join(lines if num_lines == 0 else lines[-num_lines:])
 

@@ -4,13 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlhf_core.run_dir import AttemptDir, RestartDir, RunDir, parse_lines, read_lines, read_model
+from rlhf_core.run_dir import AttemptDir, RestartDir, RunDir, parse_lines, read_blocks, read_model
 from rlhf_core.schemas.failures import Action, Decision, Incident
 from rlhf_core.schemas.reports import AgentEvent, AgentStatus, AttemptOutcome, MetricsLine
 from rlhf_core.schemas.resources import Placement, Role
-
-TAIL_BYTES = 16 * 1024
-"""How much of a log's end is looked at."""
 
 
 @dataclass
@@ -84,12 +81,10 @@ class Progress:
 
     def _new_lines(self, path: Path) -> list[bytes]:
         found: list[bytes] = []
-        while True:
-            lines, offset = read_lines(path, self._offsets.get(path, 0))
-            if offset == self._offsets.get(path, 0):
-                return found
-            self._offsets[path] = offset
+        for lines, offset in read_blocks(path, self._offsets.get(path, 0)):
             found.extend(lines)
+            self._offsets[path] = offset
+        return found
 
 
 def read_outcome(attempt: AttemptDir) -> AttemptOutcome | None:
@@ -114,12 +109,6 @@ def num_restarts(attempt: AttemptDir) -> int:
     return sum(decision.action is Action.RESTART_IN_PLACE for decision in agent_decisions(attempt))
 
 
-def newest_checkpoint_step(run_dir: RunDir) -> int:
-    """Step of the newest complete checkpoint; 0 when there is none."""
-    checkpoints = run_dir.checkpoints()
-    return checkpoints[-1].step if checkpoints else 0
-
-
 def scheduler_log(attempt: AttemptDir) -> Path | None:
     """The newest file of output that the scheduler kept of the attempt's agents, if any holds something."""
     if not attempt.scheduler_dir.is_dir():
@@ -130,22 +119,6 @@ def scheduler_log(attempt: AttemptDir) -> Path | None:
         if path.suffix in (".out", ".err", ".log") and path.stat().st_size
     ]
     return max(files, key=lambda path: path.stat().st_mtime, default=None)
-
-
-def tail(path: Path | None, num_bytes: int = TAIL_BYTES) -> str:
-    """The end of a text file, from a line's beginning; empty where there is no file."""
-    if path is None:
-        return ""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(size - num_bytes, 0))
-            content = file.read()
-    except OSError:
-        return ""
-    if size > num_bytes:
-        content = content[content.find(b"\n") + 1 :]
-    return content.decode("utf-8", errors="replace")
 
 
 @dataclass(frozen=True)
@@ -163,7 +136,8 @@ def look_back(run_dir: RunDir, ended: int, first_attempt: int, fingerprint: str)
 
     An attempt made progress when there is a checkpoint newer than the one it began from.
     """
-    reached = newest_checkpoint_step(run_dir)
+    newest = run_dir.newest_checkpoint()
+    reached = newest.step if newest else 0
     fruitless: list[AttemptDir] = []
     for number in range(ended, first_attempt - 1, -1):
         attempt = run_dir.attempt(number)

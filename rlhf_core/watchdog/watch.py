@@ -12,7 +12,7 @@ from rlhf_core.diagnosis.classify import Evidence, classify
 from rlhf_core.diagnosis.policy import decide_next
 from rlhf_core.errors import HistoryError, SchedulerError
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir import RunDir, read_tail
 from rlhf_core.scheduler.base import JobState, JobStatus, Scheduler
 from rlhf_core.schemas.attempts import ATTEMPT_ENDS, AttemptState
 from rlhf_core.schemas.base import utc_now
@@ -25,6 +25,9 @@ from rlhf_core.watchdog.ingest import sync
 
 LOST_AFTER_S = 5.0
 """How long after its job has ended an attempt may still bring its outcome (a shared file system shows files late)."""
+
+LOG_TAIL_BYTES = 16 << 10
+"""How much of the end of a lost job's log is looked at."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +240,7 @@ def _incident_of_a_lost_job(run_dir: RunDir, look: Look) -> Incident:
     log = evidence.scheduler_log(attempt)
     # An agent that was at work may have printed failures it has recovered from: its log says nothing about its own end.
     # One that never began (no claim) printed why.
-    text = "" if attempt.claim.exists() else evidence.tail(log)
+    text = "" if log is None or attempt.claim.exists() else read_tail(log, LOG_TAIL_BYTES)
     diagnosis = classify(Evidence(agent_vanished=True, agent_log=text))
     lines = text.strip().splitlines()
     said = f" The last line of {log}: {lines[-1].strip()[:300]}" if lines else ""

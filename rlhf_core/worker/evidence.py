@@ -16,7 +16,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from rlhf_core.diagnosis.liveness import STOPPED_STATES
-from rlhf_core.run_dir import write_text
+from rlhf_core.run_dir import read_tail, write_text
 from rlhf_core.schemas.reports import RankStatus
 from rlhf_core.worker.worker_process import STACK_SIGNAL
 
@@ -62,17 +62,9 @@ def save_log_tails(logs: Mapping[int, Path], folder: Path, node: str) -> list[st
     return missing
 
 
-def log_tail(path: Path, limit_bytes: int = LOG_TAIL_BYTES) -> str:
+def log_tail(path: Path) -> str:
     """The last whole lines of a log; empty when it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - limit_bytes))
-            tail = file.read()
-    except OSError:
-        return ""
-    text = tail.decode(errors="replace")
-    return text if size <= limit_bytes else text.partition("\n")[2]
+    return read_tail(path, LOG_TAIL_BYTES)
 
 
 def _save(path: Path, text: str, missing: list[str]) -> None:

@@ -20,7 +20,7 @@ from rlhf_core.run_dir import (
     claim,
     is_disk_full,
     parse_lines,
-    read_lines,
+    read_blocks,
     read_model,
     write_model,
 )
@@ -111,13 +111,8 @@ class Leader:
         """Last step in any ``metrics.jsonl`` of this attempt; 0 when there is none."""
         for restart_dir in reversed(self._dir.restarts()):
             last = 0
-            offset = 0
-            while True:
-                lines, next_offset = read_lines(restart_dir.metrics, offset)
+            for lines, _ in read_blocks(restart_dir.metrics):
                 last = max([last, *(line.step for line in parse_lines(lines[-50:], MetricsLine))])
-                if next_offset == offset:
-                    break
-                offset = next_offset
             if last:
                 return last
         return 0
@@ -155,8 +150,8 @@ class RestartBudget:
         return choice
 
     def _newest_step(self) -> int:
-        checkpoints = self._run_dir.checkpoints()
-        return checkpoints[-1].step if checkpoints else -1
+        newest = self._run_dir.newest_checkpoint()
+        return newest.step if newest else -1
 
 
 def record_incident(

@@ -13,7 +13,7 @@ from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.reports import AttemptOutcome
 from rlhf_core.schemas.resources import Placement, Role, Submission
-from rlhf_core.watchdog.evidence import look_back, scheduler_log, tail
+from rlhf_core.watchdog.evidence import look_back, scheduler_log
 from rlhf_core.watchdog.watch import LOST_AFTER_S, Look, Watcher, explain, judge
 
 
@@ -293,15 +293,6 @@ def test_a_fingerprint_that_was_seen_before_is_recognised(run_dir: RunDir) -> No
     assert not look_back(run_dir, 1, 1, "abc").same_fingerprint_before, "it must not recognise itself"
     FakeAgent(run_dir).checkpoint(4)
     assert not look_back(run_dir, 2, 1, "abc").same_fingerprint_before, "a checkpoint lies between them"
-
-
-def test_the_end_of_a_log_begins_at_a_line(tmp_path: Path) -> None:
-    path = tmp_path / "a.log"
-    path.write_text("".join(f"line {number}\n" for number in range(1000)))
-    found = tail(path, 100)
-    assert found.endswith("line 999\n")
-    assert found.startswith("line ")
-    assert tail(tmp_path / "missing.log") == ""
 
 
 def test_the_newest_log_that_says_something_is_taken(run_dir: RunDir) -> None:

@@ -97,11 +97,3 @@ def test_evidence_that_cannot_be_had_is_said_and_raises_nothing(
     missing = evidence.collect([rank], {0: log}, tmp_path / "file" / "incident", "here")
     assert any("py-spy" in line for line in missing)
     assert any("could not be written" in line for line in missing)
-
-
-def test_a_log_tail_begins_with_a_whole_line(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.write_text("".join(f"line {number}\n" for number in range(100)), encoding="utf-8")
-    tail = evidence.log_tail(log, limit_bytes=30)
-    assert tail.splitlines() == ["line 97", "line 98", "line 99"]
-    assert evidence.log_tail(tmp_path / "none") == ""

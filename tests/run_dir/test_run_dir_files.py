@@ -1,0 +1,95 @@
+"""How files of a run are read and written: torn lines, whole files, ends of logs, the newest checkpoint."""
+
+from pathlib import Path
+
+import pytest
+
+from rlhf_core import run_dir as module
+from rlhf_core.run_dir import LineWriter, Reserve, RunDir, claim, read_blocks, read_models, read_tail, write_model
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.reports import CheckpointManifest, MetricsLine
+
+
+def line(step: int) -> MetricsLine:
+    return MetricsLine(step=step, time=utc_now(), stage="sft", metrics={"train/loss": 1.0})
+
+
+def steps(path: Path) -> list[int]:
+    return [one.step for one in read_models(path, MetricsLine)]
+
+
+def test_a_torn_line_waits_for_its_end_and_does_not_swallow_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    writer = LineWriter(path)
+    writer.write(line(1))
+    writer.close()
+    with path.open("a") as file:
+        file.write('{"step": 2, "ti')  # killed here
+    assert steps(path) == [1]
+    writer = LineWriter(path)
+    writer.write(line(3))
+    writer.close()
+    assert steps(path) == [1, 3]
+
+
+def test_blocks_go_on_from_an_offset_and_come_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(b"".join(b"%03d\n" % number for number in range(100)))
+    whole = [one for lines, _ in read_blocks(path) for one in lines]
+    assert whole == [b"%03d" % number for number in range(100)]
+    monkeypatch.setattr(module.read_lines, "__defaults__", (0, 10))
+    blocks = list(read_blocks(path, 40))
+    assert len(blocks) > 10
+    assert [one for lines, _ in blocks for one in lines] == whole[10:]
+    assert blocks[-1][1] == 400
+    assert list(read_blocks(path, 400)) == []
+    assert list(read_blocks(tmp_path / "missing")) == []
+
+
+def test_the_end_of_a_log_begins_at_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.log"
+    path.write_text("".join(f"line {number}\n" for number in range(1000)))
+    found = read_tail(path, 100)
+    assert found.endswith("line 999\n")
+    assert found.startswith("line ")
+    path.write_text("".join(f"line {number}\n" for number in range(100)))
+    assert read_tail(path, 30).splitlines() == ["line 97", "line 98", "line 99"]
+    assert read_tail(path, 10_000).startswith("line 0\n")
+    assert read_tail(tmp_path / "missing.log", 100) == ""
+
+
+def test_one_line_that_is_longer_than_the_end_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "progress.log"
+    path.write_text("x" * 100)
+    assert read_tail(path, 10) == "x" * 10
+
+
+def test_only_one_can_claim(tmp_path: Path) -> None:
+    assert claim(tmp_path / "attempts" / "1" / "claim", "first")
+    assert not claim(tmp_path / "attempts" / "1" / "claim", "second")
+    assert (tmp_path / "attempts" / "1" / "claim").read_text() == "first"
+
+
+def test_a_reserve_holds_real_blocks_until_it_is_freed(tmp_path: Path) -> None:
+    reserve = Reserve(tmp_path / "reserve")
+    reserve.hold()
+    assert reserve.path.stat().st_blocks * 512 >= module.RESERVE_BYTES
+    reserve.free()
+    assert not reserve.path.exists()
+    reserve.free()
+
+
+def test_the_newest_checkpoint_is_the_complete_one_of_the_highest_step(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert run.newest_checkpoint() is None
+    for step in (999_999, 20, 1_000_000):
+        manifest = CheckpointManifest(
+            step=step, stage="sft", stage_finished=False, num_ranks=1, spec_hash="", files={}, time=utc_now()
+        )
+        write_model(run.checkpoint(step).complete, manifest)
+    run.checkpoint(2_000_000).root.mkdir()  # without COMPLETE it does not count
+    newest = run.newest_checkpoint()
+    assert newest is not None
+    assert newest.step == 1_000_000
