@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from rlhf_core.errors import RunDirError
 from rlhf_core.run_dir import RunDir, read_model, write_model
@@ -45,11 +46,13 @@ class WorkerArguments:
     import_paths: Sequence[Path] = ()
 
 
-def run_worker(arguments: WorkerArguments) -> int:
-    """Run one worker to its end; returns the exit code: 0 when its role returned, 1 when it raised.
+def run_worker(arguments: WorkerArguments) -> NoReturn:
+    """Run one worker, and end this process: with 0 when its role returned, with 1 when it raised.
 
-    After an error the process ends at once, without the interpreter's own tear-down, which may wait for threads for
-    ever: the sooner the connections close, the sooner the other ranks notice.
+    It ends at once, without the interpreter's own tear-down. After an error that may wait for threads for ever, and the
+    sooner the connections close, the sooner the other ranks notice. After a good end it may abort in a thread of a
+    library ("terminate called without an active exception", seen with torch 2.13 and gloo), and a rank that had done
+    all its work would count as failed.
     """
     agent = os.environ.get(AGENT_VARIABLE)
     processes.die_with_parent(int(agent) if agent else None)
@@ -70,8 +73,10 @@ def run_worker(arguments: WorkerArguments) -> int:
     _leave(outcome, restart_dir.worker_outcome(arguments.role, arguments.node, local_rank), local_rank)
     if not outcome.ok:
         _complain(outcome.traceback)
-        os._exit(1)
-    return 0
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # a full disk, or closed by the role
+            stream.flush()
+    os._exit(0 if outcome.ok else 1)
 
 
 def spare_outcome(slots: Path, local_rank: int) -> Path:

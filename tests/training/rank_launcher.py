@@ -199,9 +199,12 @@ def main() -> int:
     except Exception as error:  # noqa: BLE001 - it is handed on to the test, which judges it
         traceback.print_exc()
         Path(result).write_text(json.dumps({"value": None, "error": f"{type(error).__name__}: {error}"}))
-        os._exit(1)  # as a worker does: the interpreter's own tear-down may abort or wait on threads of the group
+        return 1
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # as a worker does: the interpreter's own tear-down may abort or wait on threads of the group

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 from agent_runs import REPOSITORY
+from control_fakes import make_run
 
 from rlhf_core.errors import BadInput
-from rlhf_core.schemas.resources import Role
+from rlhf_core.run_dir import read_model, write_model
+from rlhf_core.schemas.reports import WorkerOutcome
+from rlhf_core.schemas.resources import Placement, Role, RolePlan
 from rlhf_core.worker.roles import TARGETS, load, target_of
 
 
@@ -83,3 +86,25 @@ def test_a_given_target_comes_before_the_native_one() -> None:
 @pytest.mark.parametrize("target", TARGETS.values())
 def test_the_native_targets_are_there(target: str) -> None:
     assert callable(load(target))
+
+
+@pytest.mark.parametrize(("returns", "code"), [("RoleResult.DONE", 0), ("1 / 0", 1)])
+def test_a_tear_down_that_aborts_does_not_change_how_a_worker_ended(tmp_path: Path, returns: str, code: int) -> None:
+    """Threads of libraries can abort the interpreter when it ends; the work was done, or had failed, by then."""
+    (tmp_path / "abrupt.py").write_text(
+        "import atexit, os\n"
+        "from rlhf_core.training.types import RoleResult\n"
+        f"def role(context):\n    atexit.register(os.abort)\n    print('said')\n    return {returns}\n",
+        encoding="utf-8",
+    )
+    run = make_run(tmp_path / "runs")
+    placement = Placement(attempt=1, num_nodes=1, roles=(RolePlan(role=Role.TRAINER, workers_per_node=1),))
+    write_model(run.attempt(1).placement, placement)
+    where = ("--run-dir", str(run.root), "--attempt", "1", "--restart", "0", "--node", "here")
+    done = _worker("role", "trainer", *where, "--target", "abrupt:role", "--path", str(tmp_path))
+    assert done.returncode == code, done.stderr
+    restart = run.attempt(1).restart(0)
+    outcome = read_model(restart.worker_outcome("trainer", "here", 0), WorkerOutcome)
+    assert outcome is not None
+    assert outcome.ok is (code == 0)
+    assert "said" in restart.log("trainer", "here", 0).read_text(), "what it printed must not be lost"
