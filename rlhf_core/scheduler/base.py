@@ -37,6 +37,10 @@ class JobStatus:
     """Nodes it has."""
     exit_code: int | None = None
     """Exit code, where the scheduler knows it."""
+    scheduler_state: str = ""
+    """The scheduler's own word for the state, for instance ``NODE_FAIL``; the classifier reads it."""
+    expected_start: str = ""
+    """When a waiting job is expected to start, in the scheduler's words; empty when it does not say."""
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,10 @@ class Incident(Schema):
     """Ranks to blame; empty when no single one is."""
     suspect_nodes: tuple[str, ...] = ()
     """Their nodes."""
+    collective: str = ""
+    """The collective it hung in or disagreed about, for instance ``gloo:all_reduce``; empty when none is known."""
+    collective_sequence: int | None = None
+    """Number of that collective in its process group."""
     detected_after_s: float | None = None
     """Seconds from the last sign of life to detection."""
     seen_at: datetime

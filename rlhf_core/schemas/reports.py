@@ -29,6 +29,8 @@ class RankStatus(Schema):
 
     role: Role
     """Its role."""
+    node: str = ""
+    """Its node."""
     rank: int
     """Rank in its role's process group; -1 before it is known. Ranks are dealt anew at every restart."""
     local_rank: int
@@ -51,6 +53,10 @@ class RankStatus(Schema):
     """State letter from ``/proc/<pid>/stat``: R, S, D, T, Z; ``-`` when the process is gone."""
     warm: bool = False
     """Whether it has been through its present phase before: compilation and the like are behind it."""
+    collective: str = ""
+    """What its flight recorder says it entered last, for instance ``gloo:all_reduce``; empty when there is none."""
+    collective_sequence: int | None = None
+    """Number of that collective in its process group, from the flight recorder."""
 
 
 class AgentStatus(Schema):
@@ -72,6 +78,10 @@ class AgentStatus(Schema):
     """Its workers."""
     telemetry: dict[str, float] = {}
     """Node figures: ``cpu_percent``, ``memory_used_gb``, ``workers_rss_gb`` ..."""
+    longest_gaps_s: dict[str, float] = {}
+    """Longest gaps between beats that ended well so far, in seconds: ``role/phase`` to gap. Agent 0 knows all."""
+    findings: tuple[str, ...] = ()
+    """What the telemetry of the nodes shows, in sentences for a person: imbalance, a spinning collective."""
 
 
 class MetricsLine(Schema):
@@ -101,6 +111,10 @@ class AgentEvent(Schema):
         "role_ended",
         "worker_exited",
         "suspect",
+        "evidence",
+        "verdict",
+        "peer",
+        "telemetry",
         "incident",
         "decision",
         "killed",
@@ -186,6 +200,8 @@ class AttemptOutcome(Schema):
     """Restarts in place that were made."""
     last_step: int = 0
     """Last step that is in ``metrics.jsonl``."""
+    ended_by: str = ""
+    """Signal that ended agent 0 from outside, for instance ``SIGTERM``; why it came is for the scheduler to say."""
     time: datetime
     """When (UTC)."""
 

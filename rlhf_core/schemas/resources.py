@@ -2,6 +2,8 @@
 
 from enum import StrEnum
 
+from pydantic import JsonValue
+
 from rlhf_core.schemas.base import Schema
 
 
@@ -54,6 +56,12 @@ class Placement(Schema):
     """Name of the checkpoint folder to go on from; empty to start from the beginning."""
     resumed_from_step: int = 0
     """Step of that checkpoint; 0 from the beginning."""
+    config_diff: dict[str, JsonValue] = {}
+    """Settings that this attempt changes: dotted name to new value. What earlier attempts changed is in it too."""
+    longest_gaps_s: dict[str, float] = {}
+    """Longest gaps between beats of earlier runs of the same shape, in seconds: ``role/phase`` to gap."""
+    exclusion_reasons: dict[str, str] = {}
+    """Why each excluded node is: for a person."""
 
 
 class Submission(Schema):

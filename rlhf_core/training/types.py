@@ -16,7 +16,7 @@ from pydantic import JsonValue
 from rlhf_core.run_dir import RestartDir, RunDir
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.resources import Placement, Role
-from rlhf_core.schemas.run import RunSpec, StoredSpec
+from rlhf_core.schemas.run import RunSpec, StoredSpec, with_changes
 
 
 class Reporter(Protocol):
@@ -71,8 +71,8 @@ class WorkerContext:
 
     @property
     def spec(self) -> RunSpec:
-        """What the user asked for."""
-        return self.stored.spec
+        """What the user asked for, with what this attempt changes of it."""
+        return with_changes(self.stored.spec, self.placement.config_diff)
 
     @property
     def restart_dir(self) -> RestartDir:
