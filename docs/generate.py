@@ -20,7 +20,8 @@ import typer  # noqa: E402
 
 from rlhf_core import config  # noqa: E402
 from rlhf_core.cli.main import app  # noqa: E402
-from rlhf_core.diagnosis import policy  # noqa: E402
+from rlhf_core.diagnosis import classify, policy, signatures  # noqa: E402
+from rlhf_core.diagnosis.signatures import Part  # noqa: E402
 from rlhf_core.schemas.failures import Action, FailureKind  # noqa: E402
 from rlhf_core.schemas.run import SuperviseSpec  # noqa: E402
 
@@ -63,6 +64,32 @@ progress the controller waits `supervise.backoff_s` (default {backoff_s} s), dou
 `supervise.max_backoff_s` (default {max_backoff_s} s), and spread at random over the upper half of that.
 
 ## The kinds
+"""
+
+LOGS = """
+## How a log is read
+
+Where a worker could not say itself what happened, its log is read line by line with one table of patterns
+(`rlhf_core/diagnosis/signatures.py`). A line is the root of a failure, a symptom of one that shows itself elsewhere,
+or a cascade, as the broken connections to a rank that died. Roots decide before symptoms and symptoms before cascades,
+wherever they stand; among equals the earlier line decides. Warnings, what was tried again, and tear-down say nothing,
+nor does a complaint after which the training went on, so a log may also show no failure at all. A kind that stops a
+run needs words that say so; an error that no row knows is `unknown`, with a fingerprint. Below is one line per row of
+the table; "frame" rows tell of an unknown error in which part of the code it was.
+
+| kind | part | a line that is known |
+|---|---|---|
+"""
+
+STATES = """
+## What the scheduler says
+
+The final state of a job decides before any log, except for a cancellation, which also ends steps that failed.
+`CANCELLED by 0` was the administrator or the scheduler, not the user. States that are not listed, as FAILED, say
+nothing by themselves: the agents' outcomes and the lines of srun do.
+
+| state | kind |
+|---|---|
 """
 
 CLI = """\
@@ -124,7 +151,7 @@ def _site_settings() -> Iterator[tuple[str, str]]:
 
 
 def failures_page() -> str:
-    """Every failure kind: what it means, how often it is retried, and why not more often."""
+    """Every failure kind: what it means, how often it is retried, and why not more often; and what it is known by."""
     spec = SuperviseSpec()
     ladder = [f"{number}. **{action}**: {text}" for number, (action, text) in enumerate(_actions(), start=1)]
     budget = BUDGET.format(
@@ -140,7 +167,18 @@ def failures_page() -> str:
         rule = policy.RULES[kind]
         allowed = f"{_allowed(rule.in_place)} | {_allowed(rule.attempts)}"
         parts.append(f"| `{kind.value}` | {_cell(meanings[kind.name])} | {allowed} | {_cell(rule.why)} |")
-    return "\n".join(parts) + "\n"
+    states = [f"| `{state}` | `{kind.value}` |" for state, (kind, _) in classify.SCHEDULER_STATES.items()]
+    return "\n".join(parts) + "\n" + LOGS + "\n".join(_known_lines()) + "\n" + STATES + "\n".join(states) + "\n"
+
+
+def _known_lines() -> Iterator[str]:
+    names = {Part.CONTEXT: "frame", Part.TEARDOWN: "says nothing"}
+    for kind in FailureKind:
+        for row in signatures.SIGNATURES:
+            if row.kind is kind and (row.part is not Part.CONTEXT or kind is not FailureKind.UNKNOWN):
+                shown = "" if row.part is Part.TEARDOWN else f"`{kind.value}`"
+                example = row.example.strip().replace("`", "'")
+                yield f"| {shown} | {names.get(row.part, row.part.name.lower())} | {_code(example)} |"
 
 
 def _actions() -> Iterator[tuple[str, str]]:

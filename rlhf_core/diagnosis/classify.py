@@ -5,13 +5,14 @@ rest. So every worker's end is read by itself first, and then the most telling o
 before cascades (see :mod:`rlhf_core.diagnosis.signatures`), and among equals the first to end.
 """
 
+import dataclasses
 import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rlhf_core.diagnosis import signatures
-from rlhf_core.diagnosis.signatures import Part
+from rlhf_core.diagnosis.signatures import Match, Part
 from rlhf_core.diagnosis.verdict import Verdict
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import WorkerOutcome
@@ -28,6 +29,21 @@ SIGNAL_NAMES = {
 }
 """Linux signal numbers; nothing of the operating system is imported here."""
 _SENT_FROM_OUTSIDE = {1, 2, 9, 15}
+
+SCHEDULER_STATES: dict[str, tuple[FailureKind, Part]] = {
+    "NODE_FAIL": (FailureKind.NODE_LOST, Part.ROOT),
+    "BOOT_FAIL": (FailureKind.NODE_LOST, Part.ROOT),
+    "LAUNCH_FAILED": (FailureKind.NODE_LOST, Part.ROOT),
+    "RECONFIG_FAIL": (FailureKind.NODE_LOST, Part.ROOT),
+    "PREEMPTED": (FailureKind.PREEMPTION, Part.ROOT),
+    "REQUEUED": (FailureKind.PREEMPTION, Part.ROOT),
+    "TIMEOUT": (FailureKind.TIME_LIMIT, Part.ROOT),
+    "DEADLINE": (FailureKind.TIME_LIMIT, Part.ROOT),
+    "OUT_OF_MEMORY": (FailureKind.HOST_OOM, Part.ROOT),
+    "OUT_OF_ME": (FailureKind.HOST_OOM, Part.ROOT),
+    "CANCELLED": (FailureKind.USER_CANCEL, Part.SYMPTOM),
+}
+"""First word of the state of a job that ended, and what it says. ``OUT_OF_ME+``: what sacct prints of it by default."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +106,8 @@ class _Finding:
     subject: str
     """What the fingerprint is made from."""
     worker: WorkerEnd | None = None
+    node: str = ""
+    """Node to blame where it is not the worker's."""
 
 
 def classify(evidence: Evidence) -> Diagnosis:
@@ -100,12 +118,22 @@ def classify(evidence: Evidence) -> Diagnosis:
     if told is not None and told.part is Part.ROOT:
         return _diagnosis(told)
     findings = [finding for worker in evidence.workers for finding in _from_worker(worker, evidence.oom_kills)]
-    findings += _from_text(evidence.agent_log) if not evidence.workers else []
+    findings += _from_agents(evidence) if not evidence.workers else []
     findings += [told] if told is not None else []
     if not findings:
         return _diagnosis(_without_findings(evidence))
     best = min(findings, key=_rank_of_finding)
     return _diagnosis(best)
+
+
+def read_log(text: str) -> Diagnosis | None:
+    """What a log alone says: the diagnosis, or None where it shows no failure, however it sounds.
+
+    A log in which something failed without a known reason gives ``UNKNOWN``; warnings, what was tried again with
+    success, and what a training went on after give None.
+    """
+    match = signatures.find(text)
+    return _diagnosis(_from_match(match)) if match is not None else None
 
 
 def fingerprint(kind: FailureKind, subject: str) -> str:
@@ -122,12 +150,13 @@ def _rank_of_finding(finding: _Finding) -> tuple[int, int, int]:
 def _diagnosis(finding: _Finding) -> Diagnosis:
     worker = finding.worker
     blamed = worker is not None and finding.part is not Part.CASCADE
+    node = finding.node or (worker.node if worker is not None and blamed else "")
     return Diagnosis(
         kind=finding.kind,
         message=finding.text,
         fingerprint=fingerprint(finding.kind, finding.subject),
         ranks=(worker.rank,) if worker is not None and blamed and worker.rank >= 0 else (),
-        nodes=(worker.node,) if worker is not None and blamed else (),
+        nodes=(node,) if node else (),
     )
 
 
@@ -147,10 +176,30 @@ def _hang(verdict: Verdict, workers: Sequence[WorkerEnd]) -> Diagnosis:
 
 
 def _from_scheduler(state: str) -> _Finding | None:
-    match = signatures.match_line(state) if state else None
-    if match is None or match.part is Part.TEARDOWN:
+    """What the state of the job says. FAILED and COMPLETED are not in the table: others know why."""
+    word = re.match(r"[A-Z_]*", state.strip().upper())
+    known = SCHEDULER_STATES.get(word.group()) if word is not None else None
+    if known is None:
         return None
-    return _Finding(match.kind, match.part, f"The scheduler ended the job: {state}.", match.kind)
+    kind, part = known
+    if kind is FailureKind.USER_CANCEL and re.search(r"\bby (0|root|slurm)\b", state):
+        # Not the user: an administrator, or the scheduler itself.
+        kind, part = FailureKind.PREEMPTION, Part.ROOT
+    return _Finding(kind, part, f"The scheduler ended the job: {state}.", kind)
+
+
+def _from_agents(evidence: Evidence) -> list[_Finding]:
+    match = signatures.find(evidence.agent_log)
+    if match is None:
+        return []
+    if evidence.agent_vanished and match.node and match.kind is FailureKind.UNKNOWN:
+        # The tasks of a job are its agents: of one that ended without an outcome, srun says on which node it did.
+        match = dataclasses.replace(match, kind=FailureKind.AGENT_KILLED)
+    return [_from_match(match)]
+
+
+def _from_match(match: Match) -> _Finding:
+    return _Finding(match.kind, match.part, f"The log says: {match.line[:300]}", match.line, node=match.node)
 
 
 def _without_findings(evidence: Evidence) -> _Finding:
@@ -190,12 +239,12 @@ def _kind_of_error(outcome: WorkerOutcome) -> tuple[FailureKind, Part]:
         return known
     # The line that Python itself prints: class and message together are what the signatures know.
     error = outcome.error_type.rpartition(".")[2]
-    match = signatures.find(f"{error}: {outcome.message}")
+    match = _known(signatures.find(f"{error}: {outcome.message}"))
     if match is not None:
         return match.kind, match.part
     if error in GENERIC_ERRORS:
         return GENERIC_ERRORS[error]
-    match = signatures.find(outcome.traceback)
+    match = _known(signatures.find(outcome.traceback))
     return (match.kind, match.part) if match is not None else (FailureKind.UNKNOWN, Part.SYMPTOM)
 
 
@@ -217,12 +266,13 @@ def _from_log(worker: WorkerEnd, what: str) -> _Finding:
         said = f"the last line of its log: {last[:300]}" if last else "its log is empty"
         text = f"{_name(worker)} {what}; {said}"
         return _Finding(FailureKind.UNKNOWN, Part.SYMPTOM, text, f"{what}|{last}", worker)
-    return _Finding(match.kind, match.part, f"{_name(worker)} {what}: {match.line[:300]}", match.line, worker)
+    # What this worker said last is its own, even where the table does not know it: no echo of another one's end.
+    part = min(match.part, Part.SYMPTOM) if match.kind is FailureKind.UNKNOWN else match.part
+    return _Finding(match.kind, part, f"{_name(worker)} {what}: {match.line[:300]}", match.line, worker)
 
 
-def _from_text(text: str) -> list[_Finding]:
-    match = signatures.find(text)
-    return [_Finding(match.kind, match.part, f"The log says: {match.line[:300]}", match.line)] if match else []
+def _known(match: Match | None) -> Match | None:
+    return match if match is not None and match.kind is not FailureKind.UNKNOWN else None
 
 
 def _name(worker: WorkerEnd) -> str:

@@ -148,12 +148,55 @@ def test_without_an_outcome_exit_code_and_log_speak(code: int, log: str, kind: F
         ("NODE_FAIL", FailureKind.NODE_LOST),
         ("OUT_OF_MEMORY", FailureKind.HOST_OOM),
         ("CANCELLED by 1000", FailureKind.USER_CANCEL),
+        ("CANCELLED", FailureKind.USER_CANCEL),
+        ("CANCELLED by 0", FailureKind.PREEMPTION),
+        ("BOOT_FAIL", FailureKind.NODE_LOST),
+        ("LAUNCH_FAILED", FailureKind.NODE_LOST),
+        ("DEADLINE", FailureKind.TIME_LIMIT),
+        ("OUT_OF_ME+", FailureKind.HOST_OOM),
+        ("FAILED", FailureKind.AGENT_KILLED),
         ("", FailureKind.AGENT_KILLED),
         ("COMPLETED", FailureKind.AGENT_KILLED),
     ],
 )
 def test_of_a_job_that_vanished_the_scheduler_speaks(state: str, kind: FailureKind) -> None:
     assert classify(Evidence(scheduler_state=state, agent_vanished=True)).kind is kind
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "nodes"),
+    [
+        ("srun: error: node3: task 2: Killed", FailureKind.AGENT_KILLED, ("node3",)),
+        ("srun: error: node3: task 2: Exited with exit code 1", FailureKind.AGENT_KILLED, ("node3",)),
+        ("srun: error: node3: tasks 2-3: Out Of Memory", FailureKind.HOST_OOM, ("node3",)),
+        ("srun: error: Node failure on node3", FailureKind.NODE_LOST, ("node3",)),
+        ("srun: error: Unable to confirm allocation", FailureKind.AGENT_KILLED, ()),
+    ],
+)
+def test_of_a_job_that_failed_the_first_line_of_srun_names_kind_and_node(
+    line: str, kind: FailureKind, nodes: tuple[str, ...]
+) -> None:
+    """With --kill-on-bad-exit the other tasks are killed afterwards: the first line is the root."""
+    log = f"{line}\nsrun: Terminating StepId=7.0\nsrun: error: node1: task 0: Killed\n"
+    diagnosis = classify(Evidence(scheduler_state="FAILED", agent_log=log if nodes else line, agent_vanished=True))
+    assert (diagnosis.kind, diagnosis.nodes) == (kind, nodes)
+
+
+def test_outside_of_a_lost_job_an_exit_code_alone_is_unknown() -> None:
+    """The negative control: the same line, where nobody says that the tasks were agents without an outcome."""
+    log = "srun: error: node3: task 2: Exited with exit code 1"
+    assert classify(Evidence(agent_log=log)).kind is FailureKind.UNKNOWN
+
+
+def test_the_state_of_the_job_decides_before_its_log_but_a_cancellation_does_not_hide_a_root() -> None:
+    log = "OSError: [Errno 28] No space left on device"
+    for state, kind in (("PREEMPTED", FailureKind.PREEMPTION), ("CANCELLED", FailureKind.DISK_FULL)):
+        assert classify(Evidence(scheduler_state=state, agent_log=log, agent_vanished=True)).kind is kind
+
+
+def test_what_a_worker_printed_last_is_its_own_and_no_echo() -> None:
+    log = "AttributeError: 'X' object has no attribute 'y'"
+    assert kind_of(cascade(0), ended(1, 1, order=1, log=log)) is FailureKind.UNKNOWN
 
 
 def test_the_agents_output_speaks_where_there_were_no_workers() -> None:

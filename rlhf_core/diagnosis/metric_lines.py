@@ -1,0 +1,72 @@
+"""Lines in which a training says how it gets on: whether it went on after a complaint, and whether it diverged."""
+
+import math
+import re
+from collections.abc import Sequence
+
+_STEP = re.compile(
+    r"(?i)\b(global_?step|step|iter(ation)?|epoch)s?\b\W{0,4}\[?\d+.*\b(loss|reward)\b|"
+    r"^\W{0,3}'?loss'?: |^\[ *\d+, +\d+\] loss"
+)
+_FINISHED = re.compile(
+    r"(?i)'train_runtime'|\btraining (is |has )?(been )?(done|finished|complete|completed)\b|\bwas successful\b|"
+    r"\bsuccessfully (finished|completed)|\bEnd time of running main"
+)
+_BAR = re.compile(r"\d+%\|")
+"""A progress bar. It is printed once more while a process dies, so it says nothing about going on."""
+
+_NORM_OR_LOSS = re.compile(
+    r"(?i)\b(?P<name>(?:\w+[_ ])?loss(?: \d+(?=:))?|grad(?:ient)?[_ ]norm)['\"]?\s*[:= ]\s*"
+    r"(?P<value>[-+]?(\d[\w.+-]*|nan\b|inf\b))"
+)
+_SCALE = re.compile(r"(?i)\bloss[_ ]scale['\"]?\s*[:=]\s*(?P<value>[\d.]+)")
+NON_FINITE_LINES = 2
+"""So many gradient norms in a row: a single one is what mixed precision does now and then."""
+EXPLODED_NORM = 1e4
+"""A gradient norm that no training comes back from while its loss scale falls."""
+
+
+def is_progress(line: str) -> bool:
+    """Whether the line shows a step that was made."""
+    return _BAR.search(line) is None and (_STEP.search(line) is not None or is_end(line))
+
+
+def is_end(line: str) -> bool:
+    """Whether the line says that the training came to its good end."""
+    return _FINISHED.search(line) is not None
+
+
+def divergence(lines: Sequence[str]) -> str | None:
+    """The line that shows that the numbers went away for good: the last of several in a row with a loss or norm that is
+    not finite, or of gradient norms that exploded while the loss scale fell. None when they did not."""
+    metrics = [line for line in lines if _values(line)]
+    last = metrics[-NON_FINITE_LINES:]
+    if last and (_loss_is_not_finite(last[-1]) or (len(last) == NON_FINITE_LINES and all(map(_not_finite, last)))):
+        return last[-1]
+    scales = [float(found["value"].rstrip(".")) for line in metrics if (found := _SCALE.search(line)) is not None]
+    exploded = [line for line in metrics if _norm(line) >= EXPLODED_NORM]
+    if len(exploded) >= NON_FINITE_LINES and exploded[-1] == metrics[-1] and scales and scales[-1] < scales[0]:
+        return exploded[-1]
+    return None
+
+
+def _values(line: str) -> list[tuple[str, float]]:
+    found = []
+    for match in _NORM_OR_LOSS.finditer(line):
+        try:
+            found.append((match["name"].lower(), float(match["value"].rstrip(".,"))))
+        except ValueError:
+            continue
+    return found
+
+
+def _not_finite(line: str) -> bool:
+    return any(not math.isfinite(value) for _, value in _values(line))
+
+
+def _loss_is_not_finite(line: str) -> bool:
+    return any(not math.isfinite(value) for name, value in _values(line) if "loss" in name)
+
+
+def _norm(line: str) -> float:
+    return max((value for name, value in _values(line) if "norm" in name), default=0.0)
