@@ -11,7 +11,7 @@ and
   its silences there teach nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf_core.schemas.reports import Phase, RankStatus
@@ -33,10 +33,23 @@ class Suspect:
 class GapTracker:
     """Remembers, over all restarts, the longest silence of each phase that ended well."""
 
-    def __init__(self, gap_factor: float, floor_s: float, setup_floor_s: float) -> None:
+    def __init__(
+        self,
+        gap_factor: float,
+        floor_s: float,
+        setup_floor_s: float,
+        phase_floors_s: Mapping[Phase, float] | None = None,
+    ) -> None:
+        """Args:
+        gap_factor: How many times the longest silence that ended well is allowed.
+        floor_s: Silence that is always allowed, in seconds.
+        setup_floor_s: The same in set-up, and in the first pass of any phase.
+        phase_floors_s: The same in phases with a floor of their own.
+        """
         self._gap_factor = gap_factor
         self._floor_s = floor_s
         self._setup_floor_s = setup_floor_s
+        self._phase_floors_s = dict(phase_floors_s or {})
         self._longest_s: dict[Phase, float] = {}
         self._last: dict[int, RankStatus] = {}
         self._spoiled: set[int] = set()
@@ -44,7 +57,14 @@ class GapTracker:
     @classmethod
     def of(cls, spec: SuperviseSpec) -> "GapTracker":
         """A tracker with the thresholds of a run."""
-        return cls(spec.gap_factor, spec.floor_s, spec.setup_floor_s)
+        floors_s = {
+            Phase.ROLLOUT: spec.rollout_floor_s,
+            Phase.REWARD: spec.reward_floor_s,
+            Phase.WEIGHT_SYNC: spec.weight_sync_floor_s,
+            Phase.CHECKPOINT: spec.checkpoint_floor_s,
+            Phase.EVALUATE: spec.evaluate_floor_s,
+        }
+        return cls(spec.gap_factor, spec.floor_s, spec.setup_floor_s, floors_s)
 
     def begin_restart(self) -> None:
         """New workers: what was learned stays, what was being watched is forgotten."""
@@ -81,9 +101,10 @@ class GapTracker:
         learned = self._gap_factor * self.longest_s(rank.phase)
         if rank.phase is Phase.SETUP:
             return max(self._setup_floor_s, learned)
+        floor_s = self._phase_floors_s.get(rank.phase, self._floor_s)
         if not rank.warm:
-            return max(self._floor_s, self._setup_floor_s, learned)
-        return max(self._floor_s, learned)
+            return max(floor_s, self._setup_floor_s, learned)
+        return max(floor_s, learned)
 
 
 def judge(ranks: Sequence[RankStatus], tracker: GapTracker) -> list[Suspect]:

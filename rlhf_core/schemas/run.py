@@ -251,47 +251,6 @@ class ResourceSpec(Schema):
     """Longest life of one attempt in seconds."""
 
 
-class SlurmSpec(Schema):
-    """What a Slurm job asks for besides nodes, GPUs, cores, memory and time. The site's own values come first."""
-
-    partition: str = ""
-    """Partition; empty for the cluster's default."""
-    account: str = ""
-    """Account that pays."""
-    qos: str = ""
-    """Quality of service."""
-    constraint: str = ""
-    """Features that nodes must have, as `sbatch --constraint` takes them."""
-    gpu_type: str = ""
-    """Type of GPU, as in `gpu:h100:8`; empty for any."""
-    gres: str = ""
-    """Further generic resources, as `sbatch --gres` takes them."""
-    reservation: str = ""
-    """Reservation to run in."""
-    exclude: tuple[str, ...] = ()
-    """Nodes never to be used; suspects of failures are added by themselves."""
-    setup: tuple[str, ...] = ()
-    """Shell lines run on every job before its agents, for instance `module load cuda`."""
-    container_kind: Literal["", "pyxis", "apptainer"] = ""
-    """Run the agents in a container: through `srun --container-image` (pyxis) or `apptainer exec`."""
-    container_image: str = ""
-    """Image of that container."""
-    container_mounts: tuple[str, ...] = ()
-    """Mounts, each `from:to`; the run directory is mounted by itself."""
-    environment: dict[str, str] = {}
-    """Variables set for the agents and workers."""
-    save_lead_s: Positive = 120
-    """How long before the time limit Slurm asks to save, in seconds; Slurm counts in minutes and may come early."""
-    extra: tuple[str, ...] = ()
-    """Further `sbatch` options, each as `--option=value`."""
-
-    @model_validator(mode="after")
-    def _whole_container(self) -> Self:
-        if bool(self.container_kind) != bool(self.container_image):
-            raise ValueError("found one of slurm.container_kind and slurm.container_image; give both or neither")
-        return self
-
-
 class SuperviseSpec(Schema):
     """How failures are found and how often they are retried."""
 
@@ -320,19 +279,6 @@ class SuperviseSpec(Schema):
     """The same while the model is evaluated."""
     setup_floor_s: PositiveFloat = 900.0
     """The same while a worker imports, compiles and loads."""
-    learn_from_history: bool = True
-    """Begin with the longest gaps of earlier runs of the same shape, instead of learning them anew."""
-    evidence_s: PositiveFloat = 10.0
-    """Longest time for collecting evidence on all nodes before the workers of a hung job are ended, in seconds."""
-    agent_floor_s: PositiveFloat = 60.0
-    """Silence of a node's agent after which the attempt is given up, in seconds."""
-    max_excluded_nodes: NonNegative = 4
-    """Most nodes that suspicion may keep out of a new attempt; never so many that it could not be placed."""
-    oom_remediation: bool = True
-    """After CUDA ran out of memory, go on with half the micro-batch and the same global batch, then with activation
-    checkpointing, and so on; each change is recorded with the decision."""
-    rollback_on_non_finite: bool = True
-    """After a NaN or infinite loss, go on once from the checkpoint before the newest."""
 
 
 class CodeSpec(Schema):
@@ -361,7 +307,6 @@ class RunSpec(Schema):
     checkpoint: CheckpointSpec = CheckpointSpec()
     trainer: TrainerSpec = TrainerSpec()
     resources: ResourceSpec = ResourceSpec()
-    slurm: SlurmSpec = SlurmSpec()
     supervise: SuperviseSpec = SuperviseSpec()
     code: CodeSpec = CodeSpec()
 

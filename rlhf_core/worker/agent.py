@@ -170,7 +170,9 @@ class Agent:
         num_slots = max(plan.workers_per_node for plan in job.placement.roles)
         slots = SlotFile(job.run_dir.run_id, job.attempt, job.node, num_slots)
         tracker = GapTracker.of(job.spec.supervise)
-        supervisor = Supervisor(job.node, 0, slots, self._inbox, tracker, self._events, self._leader.new_commands)
+        supervisor = Supervisor(
+            job.node, 0, slots, self._inbox, tracker, self._events, self._leader.new_commands, job.run_dir.root
+        )
         supervisor.enter(job.placement.roles[0].role, self._restart_dir)
         supervisor.start()
         self._events.add("agent_started", f"agent of attempt {job.attempt} started with pid {os.getpid()}")

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from rlhf_core.diagnosis.liveness import GapTracker, LoopClock, Suspect, judge
 from rlhf_core.diagnosis.verdict import blame
@@ -16,6 +17,7 @@ from rlhf_core.schemas.reports import AgentCommand, AgentStatus
 from rlhf_core.schemas.resources import Role
 from rlhf_core.worker import evidence, processes
 from rlhf_core.worker.events import EventLog
+from rlhf_core.worker.findings import Findings, NodeReading
 from rlhf_core.worker.heartbeat import SlotFile
 from rlhf_core.worker.signals import ENDING, SAVING, SignalInbox
 from rlhf_core.worker.telemetry import Telemetry
@@ -56,6 +58,7 @@ class Supervisor(threading.Thread):
         tracker: GapTracker,
         events: EventLog,
         new_commands: Callable[[], list[AgentCommand]],
+        telemetry_folder: Path | None = None,
     ) -> None:
         super().__init__(name="supervisor", daemon=True)
         self.orders = Orders()
@@ -67,7 +70,8 @@ class Supervisor(threading.Thread):
         self._tracker = tracker
         self._events = events
         self._new_commands = new_commands
-        self._telemetry = Telemetry()
+        self._telemetry = Telemetry(events.say, telemetry_folder)
+        self._findings = Findings(events)
         self._place: tuple[Role, RestartDir] | None = None
         self._watch: Watch | None = None
         self._lock = threading.Lock()
@@ -91,6 +95,7 @@ class Supervisor(threading.Thread):
         """Judge these workers from now on."""
         with self._lock:
             self._tracker.begin_restart()
+            self._findings.begin_restart()
             self._watch = watch
         if self.orders.to_end:
             watch.kill()
@@ -104,6 +109,7 @@ class Supervisor(threading.Thread):
         """End the thread."""
         self._over.set()
         self.join(timeout=evidence.STACK_PATIENCE_S + 5.0)
+        self._telemetry.stop()
 
     # -----------------------------------------------------------------------------------------------------------------
     # The thread
@@ -215,6 +221,8 @@ class Supervisor(threading.Thread):
         watch = self._watch
         ranks = watch.living() if watch is not None else []
         self._published += 1
+        telemetry = self._telemetry.read([rank.pid for rank in ranks])
+        reading = NodeReading(self._node, self._published, telemetry, tuple(ranks))
         status = AgentStatus(
             node=self._node,
             node_index=self._node_index,
@@ -223,7 +231,8 @@ class Supervisor(threading.Thread):
             sequence=self._published,
             role=role,
             ranks=tuple(ranks),
-            telemetry=self._telemetry.read([rank.pid for rank in ranks]),
+            telemetry=telemetry,
+            findings=self._findings.look([reading], now_s),
         )
         try:
             write_model(restart_dir.agent_status(self._node), status)

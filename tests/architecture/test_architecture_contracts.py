@@ -167,8 +167,8 @@ def _libraries_of(graph: grimp.ImportGraph, *ours: str) -> dict[str, str]:
     return found
 
 
-PARTS = {"pydantic": {"pydantic_core"}, "typer": {"click"}, "torch": {"numpy"}}
-"""Libraries that a declared one always brings along, because they are part of its own interface."""
+PARTS = {"pydantic": {"pydantic_core"}, "typer": {"click"}, "torch": {"numpy"}, "nvidia_ml_py": {"pynvml"}}
+"""Import names that a declared library brings along: its own, where it has another, and parts of its interface."""
 
 
 def _declared(*extras: str) -> set[str]:

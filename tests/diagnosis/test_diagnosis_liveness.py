@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from rlhf_core.diagnosis.liveness import GapTracker, LoopClock, judge
 from rlhf_core.schemas.reports import Phase, RankStatus
 from rlhf_core.schemas.resources import Role
+from rlhf_core.schemas.run import SuperviseSpec
 
 FLOOR_S, SETUP_S, FACTOR = 10.0, 100.0, 5.0
 _sequence = itertools.count(1)
@@ -52,6 +53,18 @@ def make_tracker() -> GapTracker:
 
 def suspects(ranks: Sequence[RankStatus], tracker: GapTracker | None = None) -> list[int]:
     return [suspect.status.rank for suspect in judge(ranks, tracker or make_tracker())]
+
+
+def test_a_phase_may_have_a_floor_of_its_own() -> None:
+    spec = SuperviseSpec(floor_s=10.0, setup_floor_s=60.0, checkpoint_floor_s=30.0, rollout_floor_s=5.0)
+    tracker = GapTracker.of(spec)
+    limits = {phase: tracker.limit_s(rank(0, 0.1, phase=phase)) for phase in Phase}
+    assert limits[Phase.TRAIN] == 10.0
+    assert limits[Phase.CHECKPOINT] == 30.0
+    assert limits[Phase.ROLLOUT] == 5.0
+    assert limits[Phase.SETUP] == 60.0
+    assert suspects([rank(0, 20.0, phase=Phase.CHECKPOINT)], tracker) == []
+    assert suspects([rank(0, 20.0, phase=Phase.CHECKPOINT)]) == [0], "with the one floor for all it is an alarm"
 
 
 def test_silence_below_the_floor_is_fine_and_above_it_is_not() -> None:

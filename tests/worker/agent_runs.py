@@ -24,7 +24,7 @@ PATIENCE_S = 60.0
 
 
 def make_spec(**sections: Any) -> RunSpec:
-    """A small spec; ``sections`` replace whole tables."""
+    """A small spec; ``sections`` replace whole tables. ``supervise.floor_s`` is meant for every phase here."""
     tables: dict[str, Any] = {
         "name": "toy",
         "model": {"config": {"model_type": "qwen3"}, "tokenizer": "char"},
@@ -32,7 +32,10 @@ def make_spec(**sections: Any) -> RunSpec:
         "train": {"num_steps": 20},
         "supervise": {"floor_s": 60.0, "setup_floor_s": 60.0},
     }
-    return RunSpec.model_validate(tables | sections)
+    tables |= sections
+    floor_s = tables["supervise"].get("floor_s", 60.0)
+    floors = {f"{phase}_floor_s": floor_s for phase in ("rollout", "reward", "weight_sync", "checkpoint", "evaluate")}
+    return RunSpec.model_validate(tables | {"supervise": floors | tables["supervise"]})
 
 
 @dataclass

@@ -1,0 +1,488 @@
+"""What the telemetry of all nodes shows together: a node that lags, a GPU that is hot or broken, a spinning collective.
+
+Findings are sentences for a person. They neither stop nor restart anything: a hang is found by the beats
+(``liveness.py``). Pure: telemetry and seconds in, sentences out.
+
+Two things keep healthy jitter quiet. Figures are means over minutes (a median over time would jump between two nodes
+whose GPUs are busy half of the time), and a finding begins or ends only when several judgements in a row say so, with
+a lower threshold for its end than for its beginning.
+"""
+
+import math
+import re
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+WINDOW_S = 180.0
+"""How far back a figure is averaged."""
+
+JUDGE_EVERY_S = 10.0
+"""Findings change no more often."""
+
+IN_A_ROW = 3
+"""So many judgements must agree before a finding begins, or ends."""
+
+MIN_SAMPLES = 15
+"""Fewer readings of a unit say nothing about it."""
+
+MIN_UNITS = 3
+"""With two, nobody can say which of them is the odd one."""
+
+MAD_FACTOR = 5.0
+"""Deviation from the median of the others, in robust standard deviations, from which on it counts."""
+
+MAD_TO_SIGMA = 1.4826
+"""Median absolute deviation to standard deviation, of a normal distribution."""
+
+NOISE_FACTOR = 6.0
+"""... and in standard errors of the unit's own mean, which fluctuates where its figure comes in bursts."""
+
+STAYS_AT = 0.7
+"""Share of a threshold above which a finding stays."""
+
+STEPS_QUIET_S = 60.0
+"""Without progress for less long, no collective is called spinning."""
+
+STEPS_QUIET_FACTOR = 3.0
+"""... and for less long than so many times the longest wait for progress seen before."""
+
+BUSY_PERCENT = 95.0
+"""Utilisation of a GPU that counts as busy all the time."""
+
+LOW_POWER_OF_WORK = 0.6
+"""A kernel that only waits draws less than this share of what the same GPU drew while steps advanced."""
+
+LOW_POWER_OF_LIMIT = 0.35
+"""The same as a share of its power limit, before any step has advanced."""
+
+HOT_MARGIN_C = 3.0
+"""So near the temperature at which the hardware slows down, a GPU is hot."""
+
+COOLED_MARGIN_C = 8.0
+"""And so far below it, it no longer is."""
+
+CORRECTED_ECC = 100.0
+"""Corrected memory errors within the window that are worth a look."""
+
+PROGRAM_XIDS = {13, 31, 43, 45}
+"""XIDs that a faulty program causes as well (NVIDIA, "XID Errors"): illegal access, page fault, channel ended."""
+
+_GPU = re.compile(r"gpu(\d+)_(\w+)")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One figure that is about equal on all nodes of a healthy job."""
+
+    name: str
+    """What is compared: a noun."""
+    unit: str
+    floor: float
+    """A difference below this is never worth a word, in ``unit``."""
+    share: float
+    """Nor is one below this share of the median."""
+    read: Callable[[Mapping[str, float]], float | None]
+    """The figure in one reading; None when it is not there."""
+    look_for: str
+    """What to do about it."""
+
+
+def _sum_of(*names: str) -> Callable[[Mapping[str, float]], float | None]:
+    def read(telemetry: Mapping[str, float]) -> float | None:
+        known = [telemetry[name] for name in names if name in telemetry]
+        return sum(known) if known else None
+
+    return read
+
+
+def _per_core(telemetry: Mapping[str, float]) -> float | None:
+    share, cores = telemetry.get("workers_cpu_percent"), telemetry.get("cpu_cores")
+    return share / cores if share is not None and cores else None
+
+
+NODES = (
+    Comparison(
+        name="processor use",
+        unit="%",
+        floor=25.0,
+        share=0.3,
+        read=_sum_of("cpu_percent"),
+        look_for="Look for foreign processes there, or for work that only this node does",
+    ),
+    Comparison(
+        name="processor use by its workers",
+        unit="%",
+        floor=25.0,
+        share=0.3,
+        read=_per_core,
+        look_for="Look for workers that wait for data, or that do more than their share",
+    ),
+    Comparison(
+        name="network traffic",
+        unit="MB/s",
+        floor=20.0,
+        share=0.5,
+        read=_sum_of(
+            "network_received_mb_per_s",
+            "network_sent_mb_per_s",
+            "infiniband_received_mb_per_s",
+            "infiniband_sent_mb_per_s",
+        ),
+        look_for="Look for a slow or unused interface there (NCCL_SOCKET_IFNAME, ibstat), or for foreign transfers",
+    ),
+)
+"""What is compared between nodes. Loopback is not: nodes that share one machine share that figure too."""
+
+GPUS = (
+    Comparison(
+        name="utilisation",
+        unit="%",
+        floor=25.0,
+        share=0.3,
+        read=_sum_of("util_percent"),
+        look_for="Look for a slow data source, uneven batches, or a foreign process on it",
+    ),
+    Comparison(
+        name="power",
+        unit="W",
+        floor=80.0,
+        share=0.3,
+        read=_sum_of("power_w"),
+        look_for="Look at its clocks and its power limit (nvidia-smi -q -d PERFORMANCE,POWER)",
+    ),
+    Comparison(
+        name="clock",
+        unit="MHz",
+        floor=200.0,
+        share=0.15,
+        read=_sum_of("sm_clock_mhz"),
+        look_for="Look at its clock limits and for heat (nvidia-smi -q -d CLOCK,PERFORMANCE)",
+    ),
+)
+"""What is compared between GPUs, over all nodes."""
+
+
+@dataclass(frozen=True)
+class _Gpu:
+    """One GPU of the job."""
+
+    node: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"GPU {self.index} of {self.node}"
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """One reading."""
+
+    at_s: float
+    figures: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class _Mean:
+    """A figure of one unit over the window."""
+
+    value: float
+    standard_error: float
+
+
+@dataclass(frozen=True)
+class _Sign:
+    """What one judgement says about one possible finding."""
+
+    text: str
+    begins: bool
+    """Strong enough to begin a finding."""
+    stays: bool
+    """Strong enough for one that is there to stay."""
+    at_once: bool = False
+    """No matter of degree: it begins with the first judgement, and stays for good."""
+
+
+@dataclass
+class _Finding:
+    """A possible finding, and how many judgements in a row spoke against its present state."""
+
+    text: str = ""
+    active: bool = False
+    for_good: bool = False
+    against: int = 0
+
+
+@dataclass
+class ImbalanceWatch:
+    """Remembers the last minutes of all nodes, and says what stands out. One per role and restart."""
+
+    _nodes: dict[str, deque[_Sample]] = field(default_factory=dict)
+    _gpus: dict[_Gpu, deque[_Sample]] = field(default_factory=dict)
+    _findings: dict[str, _Finding] = field(default_factory=dict)
+    _ecc_at_first: dict[_Gpu, float] = field(default_factory=dict)
+    _progress: dict[str, tuple[int, int]] = field(default_factory=dict)
+    _progressed_at_s: float | None = None
+    _has_progressed: bool = False
+    _longest_wait_s: float = 0.0
+    _power_at_work_w: dict[_Gpu, float] = field(default_factory=dict)
+    _now_s: float = 0.0
+    _judged_at_s: float | None = None
+
+    def add(self, node: str, telemetry: Mapping[str, float], step: int, now_s: float, beats: int = 0) -> None:
+        """Take in one reading of a node.
+
+        Args:
+            node: Name of the node.
+            telemetry: Its figures, as in ``AgentStatus.telemetry``.
+            step: Training step its workers are at.
+            now_s: When, on the caller's monotonic clock, in seconds; the same clock for all nodes.
+            beats: Signs of life of its workers so far, in sum; they count as progress where there are no steps.
+        """
+        self._now_s = max(self._now_s, now_s)
+        self._note_progress(node, (step, beats), now_s)
+        _append(self._nodes.setdefault(node, deque()), _Sample(now_s, telemetry))
+        for index, figures in _by_gpu(telemetry).items():
+            gpu = _Gpu(node, index)
+            _append(self._gpus.setdefault(gpu, deque()), _Sample(now_s, figures))
+            if "ecc_uncorrected" in figures:
+                self._ecc_at_first.setdefault(gpu, figures["ecc_uncorrected"])
+        if self._judged_at_s is None or now_s - self._judged_at_s >= JUDGE_EVERY_S:
+            self._judged_at_s = now_s
+            self._judge()
+
+    def findings(self) -> tuple[str, ...]:
+        """What stands out at present, one sentence each; the same words for as long as it stands out."""
+        return tuple(found.text for found in self._findings.values() if found.active)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Judging
+
+    def _judge(self) -> None:
+        self._learn_power()
+        signs = {
+            **self._compared("node", NODES, self._nodes),
+            **self._compared("gpu", GPUS, self._gpus),
+            **self._health(),
+            **self._spinning(),
+        }
+        for key in self._findings.keys() - signs.keys():
+            self._weigh(key, _Sign("", begins=False, stays=False))
+        for key, sign in signs.items():
+            self._weigh(key, sign)
+
+    def _weigh(self, key: str, sign: _Sign) -> None:
+        finding = self._findings.setdefault(key, _Finding())
+        if finding.for_good:
+            return
+        if sign.at_once:
+            finding.text, finding.active, finding.for_good = sign.text, True, True
+            return
+        speaks_against = not sign.stays if finding.active else sign.begins
+        finding.against = finding.against + 1 if speaks_against else 0
+        if finding.against >= IN_A_ROW:
+            finding.active, finding.against = not finding.active, 0
+            finding.text = sign.text
+
+    def _compared(
+        self,
+        kind: str,
+        comparisons: Iterable[Comparison],
+        units: "Mapping[str, deque[_Sample]] | Mapping[_Gpu, deque[_Sample]]",
+    ) -> dict[str, _Sign]:
+        """One sign per unit and figure that could be compared."""
+        signs: dict[str, _Sign] = {}
+        for comparison in comparisons:
+            means = self._means(units, comparison.read)
+            if len(means) < MIN_UNITS:
+                continue
+            found = {}
+            for unit, mean in means.items():
+                others = [other.value for key, other in means.items() if key != unit]
+                found[f"{kind} {unit} {comparison.name}"] = _deviation(unit, comparison, mean, others)
+            # Where half of them differ from the other half, nobody is the odd one: they do different work.
+            if sum(sign.begins for sign in found.values()) * 2 < len(found):
+                signs |= found
+        return signs
+
+    def _means(
+        self,
+        units: "Mapping[str, deque[_Sample]] | Mapping[_Gpu, deque[_Sample]]",
+        read: Callable[[Mapping[str, float]], float | None],
+    ) -> dict[str, _Mean]:
+        """Mean of a figure over the window, of the units that have enough readings of it."""
+        means = {}
+        for unit, samples in units.items():
+            values = [value for sample in self._recent(samples) if (value := read(sample.figures)) is not None]
+            if len(values) >= MIN_SAMPLES:
+                mean = math.fsum(values) / len(values)
+                variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+                means[str(unit)] = _Mean(mean, math.sqrt(variance / len(values)))
+        return means
+
+    def _recent(self, samples: "deque[_Sample]", window_s: float = WINDOW_S) -> list[_Sample]:
+        return [sample for sample in samples if sample.at_s > self._now_s - window_s]
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Health of a GPU
+
+    def _health(self) -> dict[str, _Sign]:
+        signs: dict[str, _Sign] = {}
+        for gpu, kept in self._gpus.items():
+            samples = self._recent(kept)
+            if not samples:
+                continue
+            last = samples[-1].figures
+            signs |= self._broken(gpu, last)
+            if len(samples) >= MIN_SAMPLES:
+                signs |= _strained(gpu, [sample.figures for sample in samples])
+        return signs
+
+    def _broken(self, gpu: _Gpu, last: Mapping[str, float]) -> dict[str, _Sign]:
+        """What needs no second look: it happened."""
+        found = {}
+        errors = last.get("ecc_uncorrected", 0.0) - self._ecc_at_first.get(gpu, 0.0)
+        if errors > 0:
+            found[f"ecc {gpu}"] = (
+                f"{gpu} had {errors:.0f} memory errors that ECC could not correct since this job began. "
+                f"Its results are not to be trusted: take the node out and have the GPU reset or replaced"
+            )
+        if last.get("lost"):
+            found[f"lost {gpu}"] = f"{gpu} no longer answers: it has fallen off the bus. The node must be restarted"
+        xid = int(last.get("xid", 0))
+        if xid:
+            cause = "which a faulty program causes too" if xid in PROGRAM_XIDS else "a fault of the hardware or driver"
+            found[f"xid {gpu} {xid}"] = f"{gpu} reported XID {xid}, {cause}. See dmesg on {gpu.node}"
+        return {key: _Sign(text, begins=True, stays=True, at_once=True) for key, text in found.items()}
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # 100 % busy, no progress
+
+    def _note_progress(self, node: str, progress: tuple[int, int], now_s: float) -> None:
+        if self._progressed_at_s is None:
+            self._progressed_at_s = now_s
+        before = self._progress.get(node)
+        self._progress[node] = progress
+        if before is not None and progress != before:
+            # The wait for the first sign of life is that of a start, and says nothing about the waits of the work.
+            if self._has_progressed:
+                self._longest_wait_s = max(self._longest_wait_s, now_s - self._progressed_at_s)
+            self._progressed_at_s = now_s
+            self._has_progressed = True
+
+    @property
+    def _quiet_s(self) -> float:
+        """Seconds since anything advanced on any node."""
+        return 0.0 if self._progressed_at_s is None else self._now_s - self._progressed_at_s
+
+    def _learn_power(self) -> None:
+        """What a GPU draws while work is done: the highest mean over the last while, as long as things advance."""
+        if not self._has_progressed or self._quiet_s > STEPS_QUIET_S / 2:
+            return
+        for gpu, samples in self._gpus.items():
+            drawn = _mean(self._recent(samples, STEPS_QUIET_S), "power_w")
+            if drawn is not None:
+                self._power_at_work_w[gpu] = max(drawn, self._power_at_work_w.get(gpu, 0.0))
+
+    def _spinning(self) -> dict[str, _Sign]:
+        needed_s = max(STEPS_QUIET_S, STEPS_QUIET_FACTOR * self._longest_wait_s)
+        if not self._gpus or self._quiet_s < needed_s:
+            return {}
+        spinning = [gpu for gpu, samples in self._gpus.items() if self._only_waits(gpu, samples)]
+        if not spinning or len(spinning) * 2 < len(self._gpus):
+            return {}
+        others = sorted(str(gpu) for gpu in self._gpus if gpu not in spinning)
+        last = max(step for step, _ in self._progress.values())
+        text = (
+            f"{len(spinning)} of {len(self._gpus)} GPUs are 100 % busy but draw the power of waiting, and nothing has "
+            f"advanced for {self._quiet_s:.0f} s (step {last}): they spin in a collective that does not end. "
+            + (f"Not waiting: {', '.join(others)}" if others else f"All of them wait: {_nodes(spinning)}")
+        )
+        return {"spinning": _Sign(text, begins=True, stays=True)}
+
+    def _only_waits(self, gpu: _Gpu, samples: "deque[_Sample]") -> bool:
+        recent = self._recent(samples, STEPS_QUIET_S)
+        busy, drawn = _mean(recent, "util_percent"), _mean(recent, "power_w")
+        if busy is None or drawn is None or busy < BUSY_PERCENT:
+            return False
+        at_work = self._power_at_work_w.get(gpu)
+        if at_work is not None:
+            return drawn < LOW_POWER_OF_WORK * at_work
+        limit = _mean(recent, "power_limit_w")
+        return limit is not None and drawn < LOW_POWER_OF_LIMIT * limit
+
+
+def _append(samples: "deque[_Sample]", sample: _Sample) -> None:
+    samples.append(sample)
+    while samples[0].at_s <= sample.at_s - WINDOW_S:
+        samples.popleft()
+
+
+def _by_gpu(telemetry: Mapping[str, float]) -> dict[int, dict[str, float]]:
+    """``gpu3_power_w`` of a node to ``power_w`` of its GPU 3."""
+    found: dict[int, dict[str, float]] = {}
+    for name, value in telemetry.items():
+        match = _GPU.fullmatch(name)
+        if match:
+            found.setdefault(int(match[1]), {})[match[2]] = value
+    return found
+
+
+def _mean(samples: Iterable[_Sample], name: str) -> float | None:
+    values = [sample.figures[name] for sample in samples if name in sample.figures]
+    return statistics.fmean(values) if values else None
+
+
+def _deviation(unit: str, comparison: Comparison, mean: _Mean, others: list[float]) -> _Sign:
+    """How far one unit is from the median of the others, against floor, share, spread and its own noise."""
+    middle = statistics.median(others)
+    spread = MAD_TO_SIGMA * statistics.median(abs(other - middle) for other in others)
+    limit = max(
+        comparison.floor, comparison.share * abs(middle), MAD_FACTOR * spread, NOISE_FACTOR * mean.standard_error
+    )
+    off = abs(mean.value - middle)
+    text = (
+        f"{unit} stands out: its {comparison.name} is {mean.value:.0f} {comparison.unit}, the median of the other "
+        f"{len(others)} is {middle:.0f} {comparison.unit} (up to {limit:.0f} {comparison.unit} apart is usual). "
+        f"{comparison.look_for}"
+    )
+    return _Sign(text, begins=off > limit, stays=off > STAYS_AT * limit)
+
+
+def _strained(gpu: _Gpu, readings: list[Mapping[str, float]]) -> dict[str, _Sign]:
+    """Heat, throttling, and memory errors that were still corrected."""
+    signs = {}
+    heat = [one["temperature_c"] for one in readings[-MIN_SAMPLES:] if "temperature_c" in one]
+    limit = readings[-1].get("temperature_slowdown_c")
+    if heat and limit is not None:
+        mean = statistics.fmean(heat)
+        signs[f"heat {gpu}"] = _Sign(
+            f"{gpu} has {mean:.0f} °C; at {limit:.0f} °C it slows itself down. Look at the cooling of {gpu.node}",
+            begins=mean >= limit - HOT_MARGIN_C,
+            stays=mean >= limit - COOLED_MARGIN_C,
+        )
+    for name, cause in (("throttle_thermal", "heat"), ("throttle_power_brake", "its power supply")):
+        flags = [one[name] for one in readings if name in one]
+        if flags:
+            share = statistics.fmean(flags)
+            signs[f"{name} {gpu}"] = _Sign(
+                f"{gpu} is slowed down by {cause} {share:.0%} of the time. The whole job waits for it: "
+                f"look at {'the cooling' if name == 'throttle_thermal' else 'the power supply'} of {gpu.node}",
+                begins=share >= 0.5,
+                stays=share >= 0.25,
+            )
+    corrected = [one["ecc_corrected"] for one in readings if "ecc_corrected" in one]
+    if corrected:
+        errors = corrected[-1] - corrected[0]
+        signs[f"corrected {gpu}"] = _Sign(
+            f"{gpu} had {errors:.0f} memory errors corrected by ECC in {WINDOW_S:.0f} s. It still computes rightly, "
+            f"but such memory tends to fail: have {gpu.node} looked at",
+            begins=errors >= CORRECTED_ECC,
+            stays=errors >= STAYS_AT * CORRECTED_ECC,
+        )
+    return signs
+
+
+def _nodes(gpus: Iterable[_Gpu]) -> str:
+    return ", ".join(sorted({gpu.node for gpu in gpus}))

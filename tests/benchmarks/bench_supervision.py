@@ -1,0 +1,210 @@
+"""What supervision costs: ``python tests/benchmarks/bench_supervision.py [--rounds 2] [--steps 80]``.
+
+Trains the same shortened quickstart (two ranks, no evaluation in between) under an agent, and with the ranks started
+by hand, where beats go nowhere and nobody looks on; alternately, in the order with, without, without, with, so that a
+machine that becomes slower or faster meanwhile favours neither. Everything is measured over the main algorithm's steps,
+from the second one on. Prints, each with its ratio to its limit where it has one:
+
+* a beat (limit: 1 microsecond), and the reading of a node's telemetry;
+* the agent's own processor time (psutil), as a share of one core (limit: 1 %);
+* the time of a step with the agent, against that without (wall, and processor time of the ranks, which other work on
+  the machine disturbs less).
+
+Ends with 1 when a limit is broken.
+"""
+
+import argparse
+import itertools
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from bench_heartbeat import LIMIT_NS, measure
+
+from rlhf_core import config
+from rlhf_core.launch.prepare import prepare
+from rlhf_core.run_dir import RunDir, read_models, write_model
+from rlhf_core.schemas.reports import MetricsLine, Phase
+from rlhf_core.schemas.resources import Placement, Role, RolePlan
+from rlhf_core.worker.heartbeat import Beat, SlotFile
+from rlhf_core.worker.telemetry import Telemetry
+
+NUM_RANKS = 2
+WARM_UP = 5
+AGENT_LIMIT_PERCENT = 1.0
+MIN_WINDOW_S = 30.0
+PATIENCE_S = 900.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One training run."""
+
+    window_s: float
+    """From the first step that was measured to the last."""
+    step_s: float
+    """Median time from one step to the next, in seconds."""
+    rank_cpu_s: float
+    """Processor time of all ranks per step, in seconds."""
+    agent_percent: float
+    """The agent's processor time, as a percentage of one core."""
+
+
+def make_run(runs: Path, steps: int) -> RunDir:
+    """A shortened quickstart with nothing but steps in the part that is measured."""
+    short = (f"train.num_steps={steps}", f"sft.num_steps={WARM_UP}", "evaluate.every_num_steps=0")
+    spec = config.load("quickstart", [*short, "evaluate.num_prompts=8", f"checkpoint.every_num_steps={10 * steps}"])
+    run_dir = prepare(spec, runs, config_source="quickstart")
+    roles = (RolePlan(role=Role.TRAINER, workers_per_node=NUM_RANKS),)
+    write_model(run_dir.attempt(1).placement, Placement(attempt=1, num_nodes=1, roles=roles))
+    return run_dir
+
+
+def start(run_dir: RunDir, *, supervised: bool) -> list["subprocess.Popen[bytes]"]:
+    """The agent, or the ranks by hand."""
+    where = ["--run-dir", str(run_dir.root), "--attempt", "1"]
+    plain = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if supervised:
+        return [spawn(["agent", *where], plain)]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(NUM_RANKS)}
+    by_hand = ["role", "trainer", *where, "--restart", "0", "--node", "by-hand"]
+    return [spawn(by_hand, {**plain, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(NUM_RANKS)]
+
+
+def spawn(arguments: Sequence[str], environment: dict[str, str]) -> "subprocess.Popen[bytes]":
+    """One process of the worker package; it says nothing here."""
+    command = [sys.executable, "-m", "rlhf_core.worker", *arguments]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def ranks_of(parents: Sequence["subprocess.Popen[bytes]"], *, supervised: bool) -> list[psutil.Process]:
+    """The ranks' processes."""
+    if not supervised:
+        return [psutil.Process(parent.pid) for parent in parents]
+    children = psutil.Process(parents[0].pid).children(recursive=True)
+    return [child for child in children if "trainer" in child.cmdline()]
+
+
+def cpu_s(processes: Sequence[psutil.Process]) -> float:
+    """Processor time of the processes themselves so far, in seconds."""
+    times = [process.cpu_times() for process in processes]
+    return sum(one.user + one.system for one in times)
+
+
+def train(folder: Path, steps: int, *, supervised: bool) -> Measured:
+    """One run, from its start to its good end."""
+    run_dir = make_run(folder, steps)
+    metrics = run_dir.attempt(1).restart(0).metrics
+    first, last = WARM_UP + 2, WARM_UP + steps - 2
+
+    def lines() -> list[MetricsLine]:
+        return list(read_models(metrics, MetricsLine))
+
+    with ExitStack() as stack:
+        parents = start(run_dir, supervised=supervised)
+        for parent in parents:
+            stack.callback(end, parent)
+        wait_for_step(lines, parents, first)
+        ranks, agents = ranks_of(parents, supervised=supervised), [psutil.Process(parents[0].pid)]
+        began_s, ranks_before_s, agent_before_s = time.monotonic(), cpu_s(ranks), cpu_s(agents)
+        begun_at = lines()[-1].step
+        wait_for_step(lines, parents, last)
+        window_s, ended_at = time.monotonic() - began_s, lines()[-1].step
+        rank_cpu_s = (cpu_s(ranks) - ranks_before_s) / (ended_at - begun_at)
+        agent_percent = 100 * (cpu_s(agents) - agent_before_s) / window_s if supervised else 0.0
+        for parent in parents:
+            if parent.wait(PATIENCE_S) != 0:
+                raise SystemExit(f"training did not end well; see {run_dir.root}")
+    times = [line.time for line in lines() if first <= line.step <= last]
+    gaps = [(after - before).total_seconds() for before, after in itertools.pairwise(times)]
+    return Measured(window_s, statistics.median(gaps), rank_cpu_s, agent_percent)
+
+
+def wait_for_step(
+    lines: Callable[[], list[MetricsLine]], parents: Sequence["subprocess.Popen[bytes]"], step: int
+) -> None:
+    """Wait until a step is in the metrics."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not any(line.step >= step for line in lines()):
+        if time.monotonic() > deadline_s or any(parent.poll() for parent in parents):
+            raise SystemExit(f"training did not reach step {step}")
+        time.sleep(0.2)
+
+
+def end(process: "subprocess.Popen[bytes]") -> None:
+    """Nothing is left when a measurement is broken off; an agent takes its ranks with it."""
+    if process.poll() is None:
+        process.terminate()
+        process.wait(60)
+
+
+def measure_calls() -> dict[str, float]:
+    """Cost of a beat and of one reading of telemetry, in nanoseconds."""
+    slots = SlotFile("bench-20260101-000000-abcdef", 1, "here", 1)
+    telemetry = Telemetry()
+    try:
+        names: dict[str, object] = {"beat": Beat(slots.path, 0, 0, 0), "phase": Phase.TRAIN}
+        rounds = []
+        for _ in range(20):
+            began_s = time.process_time()
+            telemetry.read([os.getpid()])
+            rounds.append((time.process_time() - began_s) * 1e9)
+        return {"beat": measure("beat.beat(phase, 3)", names), "telemetry": statistics.median(rounds)}
+    finally:
+        telemetry.stop()
+        slots.remove()
+
+
+def main() -> int:
+    """Measure, print, judge."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=80)
+    options = parser.parse_args()
+    costs = measure_calls()
+    print(
+        f"a beat                         {costs['beat']:8.0f} ns   {costs['beat'] / LIMIT_NS:5.2f} of the limit (1 us)"
+    )
+    print(f"a reading of telemetry         {costs['telemetry'] / 1e6:8.2f} ms   every 2 s")
+    found: dict[bool, list[Measured]] = {True: [], False: []}
+    with tempfile.TemporaryDirectory() as folder:
+        for number, supervised in enumerate([True, False, False, True] * options.rounds):
+            one = train(Path(folder) / str(number), options.steps, supervised=supervised)
+            found[supervised].append(one)
+            who = f"agent {one.agent_percent:.2f} % of a core" if supervised else "by hand"
+            print(
+                f"{'with' if supervised else 'without':8} {one.window_s:6.1f} s, step {one.step_s * 1e3:7.1f} ms, "
+                f"ranks {one.rank_cpu_s * 1e3:7.1f} ms of processor time a step, {who}",
+                flush=True,
+            )
+    agent = statistics.median(one.agent_percent for one in found[True])
+    wall, cpu = (
+        statistics.median(getattr(one, name) for one in found[True])
+        / statistics.median(getattr(one, name) for one in found[False])
+        for name in ("step_s", "rank_cpu_s")
+    )
+    print(
+        f"the agent                      {agent:8.2f} % of a core   "
+        f"{agent / AGENT_LIMIT_PERCENT:5.2f} of the limit (1 %)"
+    )
+    print(f"step time with / without       {wall:8.3f}   (processor time of the ranks: {cpu:.3f})")
+    if min(one.window_s for one in found[True]) < MIN_WINDOW_S:
+        print(f"the window is shorter than {MIN_WINDOW_S:.0f} s: give more --steps")
+        return 1
+    return 0 if costs["beat"] <= LIMIT_NS and agent <= AGENT_LIMIT_PERCENT else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""Agent 0 compares the nodes: findings while they last, an event when one begins and one when it ends."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.run_dir import RunDir, read_models
+from rlhf_core.schemas.reports import AgentEvent, Phase, RankStatus
+from rlhf_core.schemas.resources import Role
+from rlhf_core.worker.events import EventLog
+from rlhf_core.worker.findings import Findings, NodeReading
+
+PERIOD_S = 2.0
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[tuple[EventLog, Path]]:
+    restart = RunDir(tmp_path).attempt(1).restart(0)
+    events = EventLog("node1", restart)
+    yield events, restart.events("node1")
+    events.close()
+
+
+def reading(node: str, number: int, busy: float) -> NodeReading:
+    rank = RankStatus(
+        role=Role.TRAINER,
+        rank=0,
+        local_rank=0,
+        pid=1,
+        sequence=number,
+        collectives=number,
+        in_collective=False,
+        step=number,
+        phase=Phase.TRAIN,
+        age_s=0.0,
+        process_state="R",
+    )
+    return NodeReading(node, number, {"cpu_percent": busy}, (rank,))
+
+
+def looks(found: Findings, first: int, last: int, busy_on_node2: float) -> tuple[str, ...]:
+    present: tuple[str, ...] = ()
+    for number in range(first, last):
+        busy = {"node1": 20.0, "node2": busy_on_node2, "node3": 22.0}
+        present = found.look([reading(node, number, one) for node, one in busy.items()], number * PERIOD_S)
+    return present
+
+
+def told(path: Path) -> list[tuple[object, str]]:
+    events = read_models(path, AgentEvent) if path.exists() else []
+    return [(event.data["finding"], event.message) for event in events if event.kind == "telemetry"]
+
+
+def test_a_finding_is_an_event_when_it_begins_and_when_it_ends(log: tuple[EventLog, Path]) -> None:
+    events, path = log
+    found = Findings(events)
+    (text,) = looks(found, 0, 200, 95.0)
+    assert "node2 stands out" in text
+    assert told(path) == [("begins", text)]
+    assert looks(found, 200, 400, 21.0) == ()
+    assert told(path) == [("begins", text), ("ends", f"no longer: {text}")]
+
+
+def test_nodes_that_are_alike_are_no_event(log: tuple[EventLog, Path]) -> None:
+    """Negative control."""
+    events, path = log
+    assert looks(Findings(events), 0, 200, 25.0) == ()
+    assert told(path) == []
+
+
+def test_a_status_that_did_not_change_is_not_counted_again(log: tuple[EventLog, Path]) -> None:
+    """A node that is silent must not vote with its last reading for ever."""
+    events, _ = log
+    found = Findings(events)
+    for number in range(200):
+        readings = [reading("node1", number, 20.0), reading("node2", 7, 95.0), reading("node3", number, 22.0)]
+        assert found.look(readings, number * PERIOD_S) == ()
+
+
+def test_a_restart_begins_anew_without_a_word(log: tuple[EventLog, Path]) -> None:
+    events, path = log
+    found = Findings(events)
+    looks(found, 0, 200, 95.0)
+    found.begin_restart()
+    assert looks(found, 0, 5, 95.0) == ()
+    assert [what for what, _ in told(path)] == ["begins"]
