@@ -12,10 +12,12 @@ from prefect.client.orchestration import get_client
 from prefect.exceptions import CancelledRun
 from prefect.states import Cancelled, Completed
 
+from flows.server import server_answers
 from flows.session import Session, new_run, opened
 from flows.stages import drive
 from flows.summary import markdown, summarise
 from flows.tasks import TaskCaller, Work
+from flows.view import shown_in_prefect
 from rlhf_core.config import PRESETS, describe_fields, load_site
 from rlhf_core.errors import BadInput, RunCancelled
 from rlhf_core.history.store import HistoryStore
@@ -110,7 +112,8 @@ def _hand_over(handed: _Handed) -> Iterator[None]:
 def _finish(session: Session, work: Work) -> State[None]:
     """Do the work, show the result as an artifact, and say in Prefect's words how it ended."""
     try:
-        work()
+        with shown_in_prefect(session):
+            work()
     except RunCancelled as cancelled:
         return Cancelled(message=str(cancelled))
     finally:
@@ -119,6 +122,8 @@ def _finish(session: Session, work: Work) -> State[None]:
 
 
 def _show_result(session: Session) -> None:
+    if not server_answers():  # Prefect's own client would try for a minute
+        raise ConnectionError("its server does not answer")
     summary = summarise(session.run_dir)
     create_markdown_artifact(markdown(summary), key=RESULT_KEY, description=f"{summary.run_id}: {summary.state.value}")
 

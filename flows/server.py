@@ -75,6 +75,22 @@ def prefect_server(home: Path, say: Callable[[str], None]) -> Iterator[str]:
             _send_what_is_queued()
 
 
+def server_answers() -> bool:
+    """Whether the Prefect server in use answers; at most two seconds."""
+    from prefect.settings import PREFECT_API_URL
+
+    url = PREFECT_API_URL.value()
+    if not url:
+        return False
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=2.0):
+            return True
+    except urllib.error.HTTPError:
+        return True  # it may want a key for this, as a hosted one does; but it is there
+    except (OSError, ValueError):
+        return False
+
+
 def _send_what_is_queued() -> None:
     """Let Prefect's background senders finish while their server is there; at exit they would try for a minute."""
     from prefect.events.worker import EventsWorker

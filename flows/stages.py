@@ -27,8 +27,11 @@ from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.resources import Submission
 from rlhf_core.watchdog.watch import Failure, Look, Verdict, explain
 
-Call = Callable[[str, StageName, Callable[[], None]], None]
-"""How a stage is carried out, given its title, its name and the work."""
+Call = Callable[[str, str, Callable[[], None]], None]
+"""How a stage, or a wait between two attempts, is carried out, given its title, its name and the work."""
+
+WAIT = "wait"
+"""Name of a wait, where stages have theirs."""
 
 CANCEL_PATIENCE_S = 10.0
 """How long agent 0 may take to follow the order to end, before the scheduler ends the job."""
@@ -46,7 +49,7 @@ class AttemptFailed(Exception):
 # The order
 
 
-def plainly(title: str, name: StageName, work: Callable[[], None]) -> None:
+def plainly(title: str, name: str, work: Callable[[], None]) -> None:
     """Carry a stage out, and nothing else."""
     work()
 
@@ -94,17 +97,32 @@ def _drive(session: Session, call: Call) -> None:
 
 def _attempt(session: Session, number: int, call: Call) -> None:
     """The stages of one attempt; those that were done before this controller came are left out."""
-    steps: list[tuple[StageName, str, Callable[[Session, int], None]]] = [
-        (StageName.ALLOCATE, f"allocate attempt {number}", allocate),
-        (StageName.TRAIN, f"train attempt {number}", train),
-        (StageName.EVALUATE, "evaluate", evaluate),
+    steps: list[tuple[StageName, Callable[[Session, int], None]]] = [
+        (StageName.ALLOCATE, allocate),
+        (StageName.TRAIN, train),
+        (StageName.EVALUATE, evaluate),
     ]
-    for name, title, step in steps:
+    if number not in session.journal.record.attempts:
+        _wait_for_back_off(session, number - 1, call)
+    for name, step in steps:
         state = session.journal.record.stage_state(name, number)
         if state in (StageState.FAILED, StageState.CANCELLED):
             return
         if state is not StageState.COMPLETED:
-            call(title, name, partial(step, session, number))
+            call(title_of(session, name, number), name, partial(step, session, number))
+
+
+def title_of(session: Session, name: StageName, number: int) -> str:
+    """What a stage of an attempt is called, for a person: with the nodes that its attempt goes without."""
+    if name is StageName.EVALUATE:
+        return "evaluate"
+    attempts = session.journal.record.attempts
+    if number in attempts:
+        without = attempts[number].placement.excluded_nodes
+    else:  # not planned yet: what was decided about the attempt before
+        before = attempts.get(number - 1)
+        without = before.decision.excluded_nodes if before is not None and before.decision is not None else ()
+    return f"{name.value} attempt {number}" + (f" - excluding {', '.join(without)}" if without else "")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -142,9 +160,8 @@ def allocate(session: Session, number: int) -> None:
     """Plan an attempt, submit it once, and wait until it has its nodes."""
     journal = session.journal
     if number not in journal.record.attempts:
-        _wait_for_back_off(session, number - 1)
         journal.move_run(RunState.QUEUED, f"attempt {number}")
-    with _stage(session, StageName.ALLOCATE, number, f"allocate attempt {number}"):
+    with _stage(session, StageName.ALLOCATE, number, title_of(session, StageName.ALLOCATE, number)):
         if number not in journal.record.attempts:
             _plan(session, number)
         if journal.record.attempts[number].state is AttemptState.PLANNED:
@@ -158,7 +175,7 @@ def train(session: Session, number: int) -> None:
     Raises:
         AttemptFailed: the attempt ended before that.
     """
-    with _stage(session, StageName.TRAIN, number, f"train attempt {number}"):
+    with _stage(session, StageName.TRAIN, number, title_of(session, StageName.TRAIN, number)):
         look = _watch_until(session, number, lambda look: look.evaluating)
         if look.ended and look.verdict.state is not AttemptState.COMPLETED and not look.evaluating:
             raise AttemptFailed(look.verdict)
@@ -222,7 +239,7 @@ def _watch_until(session: Session, number: int, enough: Callable[[Look], bool]) 
         session.wait(session.poll_s)
 
 
-def _wait_for_back_off(session: Session, failed: int) -> None:
+def _wait_for_back_off(session: Session, failed: int, call: Call) -> None:
     """Wait until the decision about the last attempt says; what passed since it was made counts."""
     last = session.journal.record.attempts.get(failed)
     if last is None or last.decision is None or failed == session.resumed_at:
@@ -231,7 +248,8 @@ def _wait_for_back_off(session: Session, failed: int) -> None:
     rest = min((due - utc_now()).total_seconds(), last.decision.delay_s)
     if rest > 0:
         session.observer.says(f"attempt {failed + 1} begins in {rest:.0f} s: {last.decision.reason}")
-        session.wait(rest)
+        title = f"wait {rest:.0f} s before attempt {failed + 1} - {last.decision.reason}"
+        call(title, WAIT, partial(session.wait, rest))
 
 
 @contextmanager

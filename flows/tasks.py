@@ -6,7 +6,11 @@ from dataclasses import dataclass, field
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from flows.server import server_answers
 from rlhf_core.schemas.attempts import StageName
+
+MAX_TITLE = 160
+"""Longest name of a task run, in characters: a reason can be longer than a list has room for."""
 
 
 @dataclass
@@ -39,17 +43,18 @@ class Work:
 
 @dataclass
 class TaskCaller:
-    """Carries stages out as task runs with readable names; plainly, once the server was lost."""
+    """Carries stages out as task runs with readable names; plainly, for as long as the server is lost."""
 
     say: Callable[[str], None]
     lost: bool = field(default=False, init=False)
 
-    def __call__(self, title: str, name: StageName, do: Callable[[], None]) -> None:
-        """Carry one stage out."""
+    def __call__(self, title: str, name: str, do: Callable[[], None]) -> None:
+        """Carry one stage, or one wait, out."""
         work = Work(do)
-        if self.lost:
+        if self.lost and not server_answers():
             work()
             return
+        self.lost = False
         try:
             as_task(title, name, work)
         except Exception as error:  # noqa: BLE001 - whatever Prefect raises: training does not depend on it
@@ -57,16 +62,24 @@ class TaskCaller:
             work.settle(error, self.say)
 
 
-def as_task(title: str, name: StageName, work: Callable[[], None]) -> None:
+def shorten(text: str) -> str:
+    """The first line of a text, at a length that fits a list."""
+    first, _, more = text.partition("\n")
+    return f"{first[: MAX_TITLE - 3]}..." if len(first) > MAX_TITLE or more else first
+
+
+def as_task(title: str, name: str, work: Callable[[], None]) -> None:
     """One task run. Our own policy decides about retries, our own journal about what was done."""
+    is_stage = name in list(StageName)
 
     @task(
-        name=name.value,
-        task_run_name=title,
+        name=str(name),
+        # Prefect fills in braces; a reason may hold some, from the text of an error.
+        task_run_name=shorten(title).replace("{", "(").replace("}", ")"),
         cache_policy=NO_CACHE,
         retries=0,
         persist_result=False,
-        description=f"The stage {name.value} of a run.",
+        description=f"The stage {name} of a run." if is_stage else "A wait between two attempts of a run.",
     )
     def stage() -> None:
         work()

@@ -1,20 +1,31 @@
 """The run as a Prefect flow: what is seen there, and that a server that is lost does not matter."""
 
 import json
-from collections.abc import Iterator
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
-from control_fakes import FakeAgent
+from control_fakes import FakeAgent, make_spec
 from desk import Desk
 
+from flows import view
 from flows.run import RESULT_KEY, rlhf_run, run_in_prefect
-from flows.tasks import TaskCaller, Work
+from flows.session import Session
+from flows.stages import drive
+from flows.tasks import MAX_TITLE, TaskCaller, Work, shorten
+from flows.view import artifact_key
 from rlhf_core.config import describe_fields
-from rlhf_core.errors import RunFailed
+from rlhf_core.errors import RunCancelled, RunFailed
 from rlhf_core.launch.journal import read_record
+from rlhf_core.run_dir import RunDir, read_models
+from rlhf_core.scheduler.base import JobRequest
 from rlhf_core.schemas.attempts import AttemptState, RunState, StageName
 from rlhf_core.schemas.failures import FailureKind
-from rlhf_core.schemas.resources import Role
+from rlhf_core.schemas.journal import JournalLine
+from rlhf_core.schemas.resources import Placement, Role
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Without a server
@@ -60,7 +71,7 @@ def test_work_is_done_plainly_when_prefect_fails_before_it(monkeypatch: pytest.M
     call("train attempt 1", StageName.TRAIN, lambda: done.append(1))
     call("evaluate", StageName.EVALUATE, lambda: done.append(2))
     assert done == [1, 2]
-    assert asked == ["train attempt 1"], "a server that was lost is not asked again"
+    assert asked == ["train attempt 1"], "a server that does not answer is not asked again"
 
 
 def test_our_own_errors_pass_through_and_do_not_look_like_a_lost_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,8 +147,6 @@ def test_a_failed_run_raises_its_diagnosis_and_is_failed_in_prefect(desk: Desk) 
 
 @pytest.mark.usefixtures("server")
 def test_a_cancelled_run_is_cancelled_in_prefect(desk: Desk) -> None:
-    from rlhf_core.errors import RunCancelled
-
     run_dir = desk.run()
 
     def trains(request: object) -> None:
@@ -168,6 +177,9 @@ def test_a_server_that_is_lost_in_the_middle_does_not_stop_the_run(desk: Desk, m
     run_in_prefect(desk.controller(run_dir))
     assert read_record(run_dir).state is RunState.COMPLETED
     assert any("goes on without it" in text for text in desk.notes.sayings)
+    seen = task_runs(run_dir.run_id)
+    assert "train attempt 1" not in seen
+    assert seen["evaluate"] == "Completed", "a server that is back is used again"
 
 
 @pytest.mark.usefixtures("server")
@@ -177,11 +189,202 @@ def test_a_deployment_starts_a_run_from_its_parameters(desk: Desk, monkeypatch: 
 
     def whole(request: object) -> None:
         (path,) = desk.site.runs_dir.iterdir()
-        from rlhf_core.run_dir import RunDir
-
         FakeAgent(RunDir(path)).whole_run()
 
     desk.scheduler.on_submit = whole
     rlhf_run(config="quickstart", overrides=["train.num_steps=3", "sft.num_steps=1"])
     (path,) = desk.site.runs_dir.iterdir()
     assert flow_runs()[path.name] == "Completed"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What went wrong, as seen in Prefect
+
+
+def fails_once(desk: Desk, run_dir: RunDir) -> None:
+    """The first attempt ends with an incident and evidence; the second one runs well."""
+
+    def behave(request: JobRequest) -> None:
+        agent = FakeAgent(run_dir, request.placement.attempt)
+        if request.placement.attempt > 1:
+            agent.whole_run()
+            return
+        agent.begin()
+        agent.role(Role.TRAINER)
+        agent.incident(FailureKind.NODE_LOST)
+        folder = run_dir.attempt(1).restart(0).incident_dir
+        (folder / "stack of rank 1.txt").write_text("in all_reduce")
+        agent.end(AttemptState.FAILED, FailureKind.NODE_LOST)
+
+    desk.scheduler.on_submit = behave
+
+
+def without_node3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second attempt is planned to go without a node."""
+    from flows import stages
+
+    plan = stages.plan
+
+    def planned(*arguments: Any, **options: Any) -> Placement:
+        found = plan(*arguments, **options)
+        return found.model_copy(update={"excluded_nodes": ("node3",)}) if found.attempt > 1 else found
+
+    monkeypatch.setattr("flows.stages.plan", planned)
+
+
+def events_of(run_dir: RunDir) -> list[dict[str, Any]]:
+    """Events about a run, as the server gives them back."""
+    from prefect.client.orchestration import get_client
+
+    wanted = {"filter": {"resource": {"id": [f"rlhf.run.{run_dir.run_id}"]}, "order": "ASC"}, "limit": 50}
+    with get_client(sync_client=True) as client:
+        found: list[dict[str, Any]] = client.request("POST", "/events/filter", json=wanted).json()["events"]
+        return found
+
+
+def events_when_all_are_there(run_dir: RunDir, number: int) -> dict[str, dict[str, Any]]:
+    """The server writes events in batches, some seconds late."""
+    for _ in range(600):
+        found = events_of(run_dir)
+        if len(found) >= number:
+            break
+        time.sleep(0.1)
+    assert len(found) == number
+    return {event["event"]: event for event in found}
+
+
+@pytest.mark.usefixtures("server")
+def test_a_failure_and_its_recovery_are_told_in_prefect(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    from prefect.artifacts import Artifact
+    from prefect.events import emit_event
+
+    run_dir = desk.run(make_spec(supervise={"backoff_s": 40}))
+    fails_once(desk, run_dir)
+    without_node3(monkeypatch)
+    run_in_prefect(desk.controller(run_dir))
+    assert read_record(run_dir).state is RunState.COMPLETED
+
+    runs = task_runs(run_dir.run_id)
+    assert runs["train attempt 1"] == "Failed"
+    assert runs["train attempt 2 - excluding node3"] == "Completed"
+    (wait,) = [name for name in runs if name.startswith("wait ")]
+    decision = read_record(run_dir).attempts[1].decision
+    assert decision is not None
+    assert wait.endswith(f"s before attempt 2 - {decision.reason}"[-60:])
+    assert runs[wait] == "Completed"
+
+    artifact = Artifact.get(artifact_key(run_dir.run_id))
+    assert artifact is not None
+    text = str(artifact.data)
+    assert "## node_lost" in text
+    assert "> it was node_lost" in text
+    assert "rank 1 on n1" in text
+    assert "decided (controller) | **new_attempt**" in text
+    assert (run_dir.attempt(1).restart(0).incident_dir / "stack of rank 1.txt").as_uri() in text
+
+    events = events_when_all_are_there(run_dir, 2)
+    incident, made = events["rlhf.incident.node_lost"], events["rlhf.decision.new_attempt"]
+    assert incident["payload"]["suspect_ranks"] == "1"
+    assert made["payload"]["reason"] == decision.reason
+    assert all(isinstance(value, str) for event in (incident, made) for value in event["payload"].values())
+    assert any(one["prefect.resource.role"] == "flow-run" for one in incident["related"])
+
+    # A controller that comes later, in a flow run of its own, tells nothing twice.
+    desk.scheduler.end_all()
+    run_in_prefect(desk.controller(run_dir, resumed=True))
+    emit_event("rlhf.test.after", {"prefect.resource.id": f"rlhf.run.{run_dir.run_id}"})
+    assert "rlhf.test.after" in events_when_all_are_there(run_dir, 3), "no more than the two and this one"
+
+
+@pytest.mark.usefixtures("server")
+def test_a_run_without_incidents_has_no_artifact_of_them_and_no_events(desk: Desk) -> None:
+    """Negative control of the test before."""
+    from prefect.artifacts import Artifact
+
+    run_dir = desk.run()
+    desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
+    run_in_prefect(desk.controller(run_dir))
+    assert Artifact.get(artifact_key(run_dir.run_id)) is None
+    assert not any(name.startswith("wait ") for name in task_runs(run_dir.run_id))
+    assert events_of(run_dir) == []
+
+
+@pytest.mark.usefixtures("server")
+def test_what_a_server_that_was_away_missed_is_told_when_it_is_back(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prefect.artifacts import Artifact
+
+    tries = []
+    create = view.create_markdown_artifact
+
+    def away_twice(text: str, **artifact: str) -> Any:
+        tries.append(text)
+        if len(tries) <= 2:
+            raise ConnectionError("no server")
+        return create(text, **artifact)
+
+    monkeypatch.setattr(view, "AGAIN_S", 0.05)
+    monkeypatch.setattr(view, "create_markdown_artifact", away_twice)
+    run_dir = desk.run()
+    fails_once(desk, run_dir)
+    desk.scheduler.on_status = lambda: time.sleep(0.2)
+    run_in_prefect(desk.controller(run_dir))
+    assert read_record(run_dir).state is RunState.COMPLETED
+    assert Artifact.get(artifact_key(run_dir.run_id)) is not None
+    said = [text for text in desk.notes.sayings if "could not be told of an incident" in text]
+    assert len(said) == 1, "once per outage"
+    assert set(events_when_all_are_there(run_dir, 2)) == {"rlhf.incident.node_lost", "rlhf.decision.new_attempt"}
+
+
+def story_of(desk: Desk, run: Callable[[Session], None]) -> list[str]:
+    """The journal of a run with a failure and a recovery, line by line."""
+    desk.scheduler.submitted.clear()
+    run_dir = desk.run()
+    fails_once(desk, run_dir)
+    run(desk.controller(run_dir))
+    assert read_record(run_dir).state is RunState.COMPLETED
+    return [line.event.kind for line in read_models(run_dir.control, JournalLine)]
+
+
+def test_a_dead_server_changes_nothing(desk: Desk) -> None:
+    """Nothing listens at the address: the run is the same, line by line, as without Prefect."""
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    plain = story_of(desk, drive)
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
+        assert story_of(desk, run_in_prefect) == plain
+
+
+@pytest.mark.usefixtures("server")
+def test_a_server_that_dies_or_never_answers_when_an_incident_is_told_changes_nothing(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = story_of(desk, drive)
+    tried: set[str] = set()
+    never = threading.Event()
+
+    def silent(text: str, **artifact: str) -> None:
+        tried.add("silent")
+        never.wait()
+
+    def dead(text: str, **artifact: str) -> None:
+        tried.add("dead")
+        raise ConnectionError("no server")
+
+    monkeypatch.setattr(view, "FAREWELL_S", 0.2)
+    for broken in (silent, dead):
+        monkeypatch.setattr(view, "create_markdown_artifact", broken)
+        assert story_of(desk, run_in_prefect) == plain, broken.__name__
+    never.set()
+    assert tried == {"silent", "dead"}
+
+
+def test_names_of_task_runs_fit_a_list_and_hold_no_template() -> None:
+    assert shorten("train attempt 2") == "train attempt 2"
+    assert len(shorten("x" * 1000)) == MAX_TITLE
+    assert shorten("wait 3 s - first line\nsecond line") == "wait 3 s - first line..."
+
+
+def test_the_artifact_key_is_one_that_prefect_takes() -> None:
+    assert re.fullmatch(r"[a-z0-9-]+", artifact_key("my_run-20260101-000000-abcdef"))
