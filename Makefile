@@ -8,11 +8,11 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: help demo test lint types contracts pytest format docs bench clean
+.PHONY: help demo test lint types contracts pytest format docs bench faults clean
 
 help:
 	@sed -n '2,4s/^# //p' Makefile
-	@echo "also: make lint | types | contracts | pytest | format | docs | bench | clean"
+	@echo "also: make lint | types | contracts | pytest | format | docs | bench | faults | clean"
 
 demo: $(VENV)/.demo-ready
 	@sh infra/demo.sh $(BIN)
@@ -68,6 +68,10 @@ docs: $(VENV)/.test-ready
 
 bench: $(VENV)/.test-ready
 	@for bench in tests/benchmarks/bench_*.py; do echo "== $$bench"; $(BIN)/python $$bench || exit 1; done
+
+# The whole fault campaign: hours, and resumable. Options: make faults FAULTS="--shard 0/2"
+faults: $(VENV)/.test-ready
+	$(BIN)/python tests/faults/campaign.py $(FAULTS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis dist build

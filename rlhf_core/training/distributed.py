@@ -6,6 +6,7 @@ that never came.
 
 import json
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -85,12 +86,14 @@ class Ranks:
         Returns what each rank told within ``wait_s`` seconds; a rank that is busy with something else is missing.
         """
         answers: dict[int, dict[str, Any]] = {}
+        # One deadline for all: with one for each rank, many silent ones would add up to what looks like a hang.
+        deadline = time.monotonic() + wait_s
         try:
             self.store.set(f"{topic}/{self.rank}", json.dumps(content))
             for rank in range(self.num_ranks):
                 key = f"{topic}/{rank}"
                 try:
-                    self.store.wait([key], timedelta(seconds=wait_s))
+                    self.store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
                 except dist.DistStoreError:
                     continue
                 answers[rank] = json.loads(self.store.get(key))

@@ -1,0 +1,298 @@
+"""The fault campaign: real runs, disturbed in every way of ``fault_cases`` at random moments.
+
+On a real four-node Slurm; where infra/slurm has none yet, on this machine as one node.
+
+    python tests/faults/campaign.py                        the whole campaign; `make faults`
+    python tests/faults/campaign.py --only "SIGSTOP"       rows whose name contains this
+    python tests/faults/campaign.py --shard 0/2            every second run; the other half is for another machine
+    python tests/faults/campaign.py --scheduler local      on this machine as one node, without what needs Slurm
+    python tests/faults/campaign.py --table                only the table, of what is finished
+
+Every finished case is one line of the results file; a campaign that is started again goes on after them. A run that was
+interrupted in the middle is made again as a whole. At the end the table goes to the terminal and into
+docs/benchmarks.md.
+"""
+
+import argparse
+import json
+import random
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fault_cases import CHAIN, NUM_RANKS, PACE_S, SPACING, Fault, Scenario, on_one_node, scenarios
+from fault_inject import OUTSIDE, Place, Truth
+from fault_measure import Row, all_incidents, measure, same_parameters
+from fault_services import CLUSTER_SCRIPT, Cluster, Postgres, PrefectServer, has_memory_groups, memory_group, small_disk
+from fault_site import Site, Stuck, last_step, steps
+from fault_table import markdown, write_between
+
+from rlhf_core.launch.journal import read_record
+from rlhf_core.run_dir import RunDir, checksum
+
+PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+START_S = 240.0
+"""Longest time until a fault's moment has come."""
+AGAIN_S = 240.0
+"""Longest time until training goes on, or the run has ended."""
+LONGEST_RUN = SPACING * (CHAIN + 1)
+
+
+@dataclass
+class Campaign:
+    """The results file, the reference, and what runs stand on."""
+
+    results: Path
+    work: Path
+    seed: int
+    cluster: Cluster | None
+    keep: bool
+
+    @property
+    def reference_file(self) -> Path:
+        return self.results.with_suffix(".reference.json")
+
+    def rows(self) -> list[Row]:
+        """Finished cases."""
+        if not self.results.exists():
+            return []
+        return [Row(**json.loads(line)) for line in self.results.read_text().splitlines()]
+
+    def add(self, rows: list[Row]) -> None:
+        """Write down finished cases, all of a run at once."""
+        with self.results.open("a") as file:
+            file.write("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+
+    def reference(self) -> dict[str, str]:
+        """Hash of the weights at every checkpoint of a run that nothing disturbs, by step.
+
+        Raises:
+            Stuck: it did not get to its end, or was taken for broken.
+        """
+        if not self.reference_file.exists():
+            plain = Scenario("reference", (), LONGEST_RUN, overrides=("checkpoint.keep_last=1000",))
+            if self.cluster is None:
+                plain = on_one_node(plain)
+            with self._site(plain) as place:
+                config = place.site.prepare([], pace_s=0.0)
+                place.site.start("run", str(config), "--no-prefect", *plain.settings)
+                run = place.site.wait_for(lambda: place.site.run if place.site.ended else None, "the reference", 600)
+                hashes = {
+                    str(checkpoint.step): checksum(checkpoint.model / "model.safetensors").sha256
+                    for checkpoint in run.checkpoints()
+                }
+                if str(LONGEST_RUN) not in hashes:
+                    raise Stuck(f"the undisturbed run did not get to its end; see {place.site.home}/rlhf.log")
+                for incident in all_incidents(run):
+                    raise Stuck(f"false alarm in the undisturbed run: {incident.message}")
+                self.reference_file.write_text(json.dumps(hashes, indent=1))
+        return dict(json.loads(self.reference_file.read_text()))
+
+    @contextmanager
+    def _site(self, scenario: Scenario) -> Iterator[Place]:
+        """A fresh home, with all that the scenario needs; ended and removed afterwards."""
+        home = Path(tempfile.mkdtemp(prefix=f"{scenario.name}-", dir=self.work))
+        with ExitStack() as stack:
+            environment = {"RLHF_SCHEDULER": "local"}
+            if self.cluster is not None:
+                environment = {"RLHF_SCHEDULER": "slurm", **self.cluster.environment}
+            place = Place(Site(home, environment), RunDir(home), random.Random(f"{self.seed} {scenario.name}"))
+            place.cluster = self.cluster
+            if "postgres" in scenario.needs:
+                place.postgres = Postgres()
+                stack.callback(place.postgres.remove)
+                environment["RLHF_DATABASE_URL"] = place.postgres.url
+            if "prefect" in scenario.needs:
+                place.prefect = PrefectServer(home / "prefect-server")
+                stack.callback(place.prefect.stop)
+                environment["PREFECT_API_URL"] = place.prefect.url
+            if "small_disk" in scenario.needs:
+                environment["RLHF_RUNS"] = str(stack.enter_context(small_disk(home / "small", 5)))
+            if "memory_group" in scenario.needs:
+                place.memory_group = stack.enter_context(memory_group(home.name))
+            if self.cluster is not None:
+                stack.callback(self.cluster.restore)
+            stack.callback(place.site.close)
+            yield place
+        if not self.keep:
+            shutil.rmtree(home, ignore_errors=True)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # One run
+
+    def disturb(self, scenario: Scenario, reference: dict[str, str]) -> list[Row]:
+        """Make one run, do everything to it, and measure."""
+        with self._site(scenario) as place:
+            site = place.site
+            inside = [dict(fault.inside) for fault in scenario.faults if fault.inside]
+            for row in inside:
+                row["group"] = str(place.memory_group)
+            config = site.prepare(inside, scenario.pace_s)
+            if place.postgres is not None:
+                site.do("db", "upgrade")
+            site.start("run", str(config), *([] if place.prefect else ["--no-prefect"]), *scenario.settings)
+            truths: list[Truth] = []
+            problem = ""
+            try:
+                place.run = site.wait_for(lambda: site.run, "the run directory", START_S)
+                for number, fault in enumerate(scenario.faults):
+                    truths.append(self._strike(place, fault, number))
+                    self._settle(place, truths[-1])
+                site.wait_for(lambda: site.ended, "the end of the run", AGAIN_S)
+            except Stuck as stuck:
+                problem = str(stuck)
+            return self._measure(scenario, place, truths, reference, problem)
+
+    def _strike(self, place: Place, fault: Fault, number: int) -> Truth:
+        """Wait for the fault's moment and do it, or wait until the saboteur has."""
+        site = place.site
+        if fault.inside is not None:
+            pattern = f"{fault.inside['name']}*.json"
+            found = site.wait_for(lambda: sorted(site.struck.glob(pattern)), f"fault {number} to strike", START_S)
+            time.sleep(0.2)  # the file is made before it is written
+            struck = json.loads(found[0].read_text())
+            return Truth(struck["time"], struck["step"] - 1, struck["rank"], struck["node"])
+        site.wait_for(lambda: last_step(place.run) >= fault.step, f"step {fault.step}", START_S)
+        if fault.step > 0:
+            time.sleep(place.chance.uniform(0, 2 * PACE_S))
+        return OUTSIDE[fault.outside](place)
+
+    def _settle(self, place: Place, truth: Truth) -> None:
+        """Wait until training has gone on for two steps past the fault, or the run has ended."""
+
+        def settled() -> bool:
+            made = [line for _, line in steps(place.run) if line.time.timestamp() > truth.time]
+            return place.site.ended or max((line.step for line in made), default=0) >= truth.step + 2
+
+        place.site.wait_for(settled, "training to go on", AGAIN_S)
+
+    def _measure(
+        self, scenario: Scenario, place: Place, truths: list[Truth], reference: dict[str, str], problem: str
+    ) -> list[Row]:
+        if not truths:
+            raise Stuck(f"{problem}; see {place.site.home}/rlhf.log")
+        record = read_record(place.run)
+        state = record.state.value
+        jobs = self.cluster.num_jobs(place.run.run_id) if self.cluster else len(record.attempts)
+        same = same_parameters(place.run, reference) if state == "completed" else False
+        untils = [*(truth.time for truth in truths[1:]), time.time() + 1]
+        rows = [
+            measure(scenario.name, number, fault, truth, until, place.run, problem or state, same, jobs)
+            for number, (fault, truth, until) in enumerate(zip(scenario.faults, truths, untils, strict=False))
+        ]
+        rows = [replace(row, scheduler="slurm" if self.cluster else "local") for row in rows]
+        if problem:
+            keep = self.work / "failed" / place.site.home.name
+            keep.parent.mkdir(exist_ok=True)
+            shutil.copytree(place.site.home, keep, ignore=shutil.ignore_patterns("small", "*.socket"))
+        return rows
+
+
+def _say(row: Row) -> None:
+    verdicts = {
+        "in time": row.in_time,
+        "blame": row.blame_right,
+        "class": row.class_right,
+        "action": row.action_right,
+        "back in time": row.again_in_time,
+        "equal": row.same_numbers,
+    }
+    wrong = [name for name, good in verdicts.items() if good is False]
+    if row.control == row.found:
+        wrong.insert(0, "FALSE ALARM" if row.control else "MISSED")
+    seconds = "found" if row.found else "nothing found"
+    if row.found_s is not None:
+        seconds += f" after {row.found_s:.1f} s"
+    again = f"again {row.again_s:.1f} s" if row.again_s is not None else "not again"
+    print(
+        f"  {row.row}: {row.kind or '-'} -> {row.action or '-'}; {seconds}, {again}; "
+        f"{'WRONG: ' + ', '.join(wrong) if wrong else 'all right'} ({row.state})",
+        flush=True,
+    )
+
+
+def main() -> None:
+    """Parse the options and go on with the campaign."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=Path("build/faults/results.jsonl"))
+    parser.add_argument(
+        "--scheduler", choices=("slurm", "local"), default="slurm" if CLUSTER_SCRIPT.exists() else "local"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--times-hang", type=int, default=10, help="cases of every hanging kind")
+    parser.add_argument("--times", type=int, default=3, help="cases of every other kind")
+    parser.add_argument("--controls", type=int, default=30, help="healthy controls")
+    parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--shard", default="0/1", help="i/n: runs i, i+n, i+2n ...")
+    parser.add_argument("--minutes", type=float, default=0.0, help="start no run after so many minutes; 0 for no limit")
+    parser.add_argument("--table", action="store_true", help="only print and write the table")
+    parser.add_argument("--no-page", action="store_true", help="do not write docs/benchmarks.md")
+    parser.add_argument("--keep", action="store_true", help="keep the folders of the runs")
+    options = parser.parse_args()
+
+    with ExitStack() as stack:
+        cluster = None
+        if options.scheduler == "slurm" and not options.table:
+            cluster = stack.enter_context(Cluster.started(NUM_RANKS))
+        options.results.absolute().parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix="rlhf-faults-"))
+        if not options.keep:
+            stack.callback(shutil.rmtree, work, ignore_errors=True)
+        campaign = Campaign(options.results.absolute(), work, options.seed, cluster, options.keep)
+        if not options.table:
+            _go_on(campaign, options)
+        rows = campaign.rows()
+    table = markdown(rows)
+    print(table)
+    if not options.no_page:
+        PAGE.write_text(write_between(PAGE.read_text(), "fault campaign", table))
+
+
+def _go_on(campaign: Campaign, options: argparse.Namespace) -> None:
+    available = {"postgres", "prefect", "small_disk"} | ({"slurm"} if campaign.cluster else set())
+    if has_memory_groups():
+        available.add("memory_group")
+    planned = scenarios(
+        options.seed,
+        options.times_hang,
+        options.times,
+        options.controls,
+        frozenset(available),
+        one_node=not campaign.cluster,
+    )
+    index, count = map(int, options.shard.split("/"))
+    mine = [one for one in planned[index::count] if any(options.only in fault.row for fault in one.faults)]
+    done = {row.scenario for row in campaign.rows()}
+    left = [one for one in mine if one.name not in done]
+    print(f"{len(mine)} runs, {len(mine) - len(left)} of them finished; results in {campaign.results}", flush=True)
+    if not left:
+        return
+    reference = campaign.reference()
+    began = time.monotonic()
+    for scenario in left:
+        if options.minutes and time.monotonic() - began > 60 * options.minutes:
+            print("the time is up; start it again to go on")
+            return
+        print(f"{scenario.name} ({time.strftime('%H:%M:%S')})", flush=True)
+        try:
+            rows = campaign.disturb(scenario, reference)
+        except Exception:  # noqa: BLE001 - one run that cannot be made must not end the campaign; it stays unfinished
+            traceback.print_exc()
+            continue
+        campaign.add(rows)
+        for row in rows:
+            _say(row)
+        if len(rows) < len(scenario.faults):
+            print(f"  {len(scenario.faults) - len(rows)} faults of this run were never made: {rows[-1].state}")
+
+
+if __name__ == "__main__":
+    main()

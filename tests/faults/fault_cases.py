@@ -1,0 +1,352 @@
+"""What the campaign does to runs: every kind of fault, what is expected of it, and how many of them go into one run.
+
+A fault inside a worker is a row of ``saboteur.json``; one from outside is a function of ``fault_inject``. Faults that
+training goes on after are chained: one run suffers several, ten steps apart, with a checkpoint between any two.
+"""
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fault_site import CHECKPOINT_EVERY
+
+NUM_RANKS = 4
+SPACING = 10
+CHAIN = 5
+"""Most faults of one run."""
+PACE_S = 0.15
+SLOW_PACE_S = 2.0
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What should become of a fault."""
+
+    kinds: frozenset[str] = frozenset()
+    """Failure kinds that are right, ``none`` among them where saving early is enough; empty: it must not be taken for a
+    failure at all."""
+    actions: frozenset[str] = frozenset()
+    """Decisions that are right; empty where there is nothing to decide."""
+    blame: str = ""
+    """``rank`` or ``node``: what must be named, and nothing else; empty where no single one is to blame."""
+    limit: str = ""
+    """Which target holds for the time to find it: ``death``, ``hang``, or none."""
+    same_numbers: bool = True
+    """Whether the final parameters must be those of the undisturbed run, bit for bit."""
+
+
+def _expect(kinds: str, actions: str, blame: str = "", limit: str = "", *, same_numbers: bool = True) -> Expected:
+    return Expected(frozenset(kinds.split()), frozenset(actions.split()), blame, limit, same_numbers)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that is done to a run."""
+
+    row: str
+    """Row of the table."""
+    expected: Expected
+    step: int
+    inside: dict[str, Any] | None = None
+    """Row of ``saboteur.json``."""
+    outside: str = ""
+    """Name of a function of ``fault_inject``."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One run and what is done to it."""
+
+    name: str
+    faults: tuple[Fault, ...]
+    total_steps: int
+    num_nodes: int = NUM_RANKS
+    overrides: tuple[str, ...] = ()
+    needs: frozenset[str] = field(default_factory=frozenset)
+    """``slurm``, ``postgres``, ``prefect``, ``small_disk``, ``memory_group``."""
+    pace_s: float = PACE_S
+    """Sleep in every call of the reward function."""
+
+    @property
+    def settings(self) -> list[str]:
+        """The ``--set`` options of the run."""
+        own = [
+            f"train.num_steps={self.total_steps - CHECKPOINT_EVERY}",
+            f"resources.num_nodes={self.num_nodes}",
+            f"resources.ranks_per_node={NUM_RANKS // self.num_nodes}",
+            *self.overrides,
+        ]
+        return [word for setting in own for word in ("--set", setting)]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A row of the table, and how one fault of it is made."""
+
+    row: str
+    expected: Expected
+    is_hang: bool = False
+    inside: Callable[[random.Random], dict[str, Any]] | None = None
+    outside: str = ""
+    ends_run: bool = False
+    """Nothing goes on after it: one fault per run."""
+    num_nodes: int = NUM_RANKS
+    overrides: tuple[str, ...] = ()
+    needs: frozenset[str] = frozenset()
+    fixed_step: int = 0
+    """Step at which it strikes; 0 for any."""
+    on_checkpoint: bool = False
+    """Only at steps that are evaluated and saved."""
+    more_steps: int = 0
+    """Steps that the run is longer, and slow ones, so that it lasts longer than what is done to it."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The kinds
+
+_IN_PLACE = "restart_in_place"
+_STOPPED = _expect("hang", _IN_PLACE, "rank", "hang")
+_MISMATCH = _expect("collective_mismatch", "stop", same_numbers=False)
+_SLURM = frozenset({"slurm"})
+
+
+def _beat(what: str, phase: str, beats: int = 1) -> Callable[[random.Random], dict[str, Any]]:
+    return lambda chance: {
+        "moment": "beat",
+        "what": what,
+        "phase": phase,
+        "rank": chance.randrange(NUM_RANKS),
+        "after_beats": chance.randrange(beats),
+    }
+
+
+def _reward(what: str) -> Callable[[random.Random], dict[str, Any]]:
+    return lambda chance: {"moment": "reward", "what": what, "rank": chance.randrange(NUM_RANKS)}
+
+
+def _collective(what: str) -> Callable[[random.Random], dict[str, Any]]:
+    return lambda chance: {
+        "moment": "metrics",
+        "what": what,
+        "rank": -1,
+        "odd_rank": chance.randrange(NUM_RANKS),
+    }
+
+
+def _slow(
+    phase: str, seconds: float, gap_s: float, rank: int | None = None
+) -> Callable[[random.Random], dict[str, Any]]:
+    return lambda chance: {
+        "moment": "slow",
+        "what": "slow",
+        "phase": phase,
+        "rank": chance.randrange(NUM_RANKS) if rank is None else rank,
+        "seconds": seconds,
+        "gap_s": gap_s,
+    }
+
+
+KINDS: tuple[Kind, ...] = (
+    Kind("SIGKILL a rank", _expect("worker_killed", _IN_PLACE, "rank", "death"), outside="kill_rank"),
+    Kind("SIGSTOP a rank", _STOPPED, is_hang=True, outside="stop_rank"),
+    Kind("SIGSTOP in rollout", _STOPPED, is_hang=True, inside=_beat("stop", "rollout", beats=4)),
+    Kind("SIGSTOP in checkpoint", _STOPPED, is_hang=True, inside=_beat("stop", "checkpoint", 2), on_checkpoint=True),
+    Kind("SIGSTOP in evaluation", _STOPPED, is_hang=True, inside=_beat("stop", "evaluate", 4), on_checkpoint=True),
+    Kind("endless Python loop in the reward function", _STOPPED, is_hang=True, inside=_reward("endless_loop")),
+    Kind("C call holding the GIL", _STOPPED, is_hang=True, inside=_reward("hold_gil")),
+    Kind(
+        "a rank skips a collective, equal shape",
+        _MISMATCH,
+        is_hang=True,
+        inside=_collective("skip_equal_shape"),
+        ends_run=True,
+    ),
+    Kind(
+        "a rank skips a collective, another shape",
+        _MISMATCH,
+        is_hang=True,
+        inside=_collective("skip_other_shape"),
+        ends_run=True,
+    ),
+    Kind("a rank sends a wrong shape", _MISMATCH, inside=_collective("wrong_shape"), ends_run=True),
+    Kind(
+        "raised CUDA OOM",
+        _expect("cuda_oom", "new_attempt restart_in_place", "rank", "death", same_numbers=False),
+        inside=_beat("cuda_oom", "train"),
+        ends_run=True,
+    ),
+    Kind(
+        "host OOM kill",
+        _expect("host_oom", _IN_PLACE, "rank", "death"),
+        inside=_beat("host_oom", "train"),
+        needs=frozenset({"memory_group"}),
+    ),
+    Kind(
+        "NaN in the loss",
+        _expect("non_finite", "new_attempt restart_in_place"),
+        inside=lambda chance: {"moment": "loss", "what": "nan", "rank": chance.randrange(NUM_RANKS)},
+        ends_run=True,
+    ),
+    Kind(
+        "disk full",
+        _expect("disk_full", "stop", same_numbers=False),
+        outside="wait_for_full_disk",
+        ends_run=True,
+        fixed_step=-1,
+        overrides=("checkpoint.keep_last=100", "checkpoint.every_num_steps=1"),
+        needs=frozenset({"small_disk"}),
+    ),
+    Kind(
+        "bad config seen only at run time",
+        _expect("config", "stop", same_numbers=False),
+        outside="nothing",
+        ends_run=True,
+        fixed_step=-1,
+        overrides=('model.config.hidden_act="nosuch"',),
+    ),
+    Kind(
+        "agent killed, the leader",
+        _expect("agent_killed", "new_attempt", "node", "death"),
+        outside="kill_leader",
+        needs=_SLURM,
+    ),
+    Kind(
+        "agent killed, another",
+        _expect("agent_killed", "new_attempt", "node", "death"),
+        outside="kill_agent",
+        needs=_SLURM,
+    ),
+    Kind(
+        "node down (scontrol)",
+        _expect("node_lost", "new_attempt", "node", "death"),
+        outside="node_down",
+        num_nodes=2,
+        needs=_SLURM,
+    ),
+    Kind(
+        "slurmd killed with its tasks",
+        _expect("node_lost agent_killed", "new_attempt", "node", "death"),
+        outside="kill_slurmd",
+        num_nodes=2,
+        needs=_SLURM,
+    ),
+    Kind("slurmctld away for 30 s", Expected(), outside="slurmctld_away", more_steps=10, needs=_SLURM),
+    Kind("database away for 60 s", Expected(), outside="database_away", more_steps=30, needs=frozenset({"postgres"})),
+    Kind(
+        "Prefect server away for 60 s", Expected(), outside="prefect_away", more_steps=30, needs=frozenset({"prefect"})
+    ),
+    Kind("flow process kill -9", Expected(), outside="kill_flow"),
+    Kind(
+        "time limit",
+        _expect("none time_limit preemption", "new_attempt"),
+        outside="wait_for_time_limit",
+        ends_run=True,
+        more_steps=30,
+        overrides=("resources.time_limit_s=120", "slurm.save_lead_s=30"),
+        needs=_SLURM,
+    ),
+    Kind("preemption", _expect("none preemption", "new_attempt"), outside="preempt", ends_run=True, needs=_SLURM),
+    Kind(
+        "scancel from outside",
+        _expect("user_cancel", "stop", same_numbers=False),
+        outside="scancel",
+        ends_run=True,
+        needs=_SLURM,
+    ),
+)
+
+CONTROLS: tuple[Kind, ...] = (
+    Kind("control: a rollout of 4 s, below the floor", Expected(), inside=_slow("rollout", 4.0, 0.8)),
+    Kind("control: a rollout of 8 s, above the floor", Expected(), inside=_slow("rollout", 8.0, 2.0)),
+    Kind("control: a silence of 3.5 s in a rollout", Expected(), inside=_slow("rollout", 3.5, 3.5)),
+    Kind("control: a checkpoint of 7 s", Expected(), inside=_slow("checkpoint", 7.0, 5.5), on_checkpoint=True),
+    Kind("control: an evaluation of 8 s", Expected(), inside=_slow("evaluate", 8.0, 2.0), on_checkpoint=True),
+    Kind("control: a silence of 3.5 s in the reward", Expected(), inside=_slow("reward", 3.5, 3.5)),
+    Kind("control: the first step compiles for 12 s", Expected(), inside=_slow("train", 12.0, 12.0), fixed_step=1),
+    Kind("control: a suspended and resumed job", Expected(), outside="suspend", needs=_SLURM),
+)
+"""What is slow or odd and healthy. A chain of controls is one run."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From kinds to runs
+
+
+def scenarios(
+    seed: int,
+    times_hang: int,
+    times_other: int,
+    num_controls: int,
+    available: frozenset[str],
+    *,
+    one_node: bool = False,
+) -> list[Scenario]:
+    """All runs of a campaign. The same arguments give the same faults at the same moments.
+
+    Args:
+        available: what there is of ``slurm``, ``postgres`` and so on; kinds that need more are left out.
+        one_node: all ranks on one node.
+    """
+    found: list[Scenario] = []
+    for kind in (kind for kind in KINDS if kind.needs <= available):
+        times = times_hang if kind.is_hang else times_other
+        size = 1 if kind.ends_run or kind.more_steps else CHAIN
+        for number, count in enumerate(_chunks(times, size)):
+            found.append(_chain(f"{_slug(kind.row)}-{number}", [kind] * count, seed))
+    possible = [kind for kind in CONTROLS if kind.needs <= available]
+    controls = [possible[number % len(possible)] for number in range(num_controls)]
+    in_order = sorted(controls, key=lambda kind: kind.fixed_step != 1)
+    for number, chunk in enumerate(_deal(in_order, CHAIN)):
+        found.append(_chain(f"controls-{number}", chunk, seed))
+    return [on_one_node(scenario) for scenario in found] if one_node else found
+
+
+def on_one_node(scenario: Scenario) -> Scenario:
+    """The same with all ranks on one node, where naming the node is no blame."""
+    faults = tuple(
+        replace(fault, expected=replace(fault.expected, blame=fault.expected.blame.replace("node", "")))
+        for fault in scenario.faults
+    )
+    return replace(scenario, num_nodes=1, faults=faults)
+
+
+def _chain(name: str, kinds: Sequence[Kind], seed: int) -> Scenario:
+    chance = random.Random(f"{seed} {name}")
+    faults = tuple(_fault(kind, number, chance) for number, kind in enumerate(kinds))
+    more_steps = max(kind.more_steps for kind in kinds)
+    total = SPACING * (len(kinds) + 1) + more_steps
+    return Scenario(
+        name=name,
+        faults=faults,
+        total_steps=total,
+        num_nodes=min(kind.num_nodes for kind in kinds),
+        overrides=tuple(dict.fromkeys(setting for kind in kinds for setting in kind.overrides)),
+        needs=frozenset().union(*(kind.needs for kind in kinds)),
+        pace_s=SLOW_PACE_S if more_steps else PACE_S,
+    )
+
+
+def _fault(kind: Kind, number: int, chance: random.Random) -> Fault:
+    base = SPACING * (number + 1)
+    step = kind.fixed_step or base + chance.choice((0, 5) if kind.on_checkpoint else (1, 2, 3, 4))
+    inside = None
+    if kind.inside is not None:
+        inside = {"name": f"fault-{number}", "step": step, **kind.inside(chance)}
+    return Fault(kind.row, kind.expected, step, inside, kind.outside)
+
+
+def _chunks(count: int, size: int) -> Iterator[int]:
+    while count > 0:
+        yield min(count, size)
+        count -= size
+
+
+def _deal(kinds: Sequence[Kind], size: int) -> Iterable[list[Kind]]:
+    """Into runs of at most ``size``; whatever has a fixed step comes first in its run, and alone of its kind."""
+    num_runs = -(-len(kinds) // size)
+    return (list(kinds[index::num_runs]) for index in range(num_runs))
+
+
+def _slug(row: str) -> str:
+    return "-".join("".join(letter if letter.isalnum() else " " for letter in row.lower()).split())

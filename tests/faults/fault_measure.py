@@ -1,0 +1,225 @@
+"""What became of a fault: read from the files of the run, against what is true about it."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from fault_cases import Expected, Fault
+from fault_inject import Truth
+from fault_site import at, events, restarts, steps
+
+from rlhf_core.run_dir import RunDir, checksum, read_model, read_models
+from rlhf_core.schemas.failures import Action, Decision, Incident
+from rlhf_core.schemas.journal import DecisionMade, IncidentFound, JournalLine
+
+_SIGNS = {"suspect", "verdict", "worker_exited", "killed", "incident"}
+DEATH_LIMIT_S = 5.0
+HANG_MARGIN_S = 2.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One finished case: one line of the results file."""
+
+    scenario: str
+    number: int
+    row: str
+    control: bool
+    found: bool
+    """A failure was seen in the time between this fault and the next; of a control, this is a false alarm."""
+    found_s: float | None
+    """From the fault to the first sign of it: a suspicion, an exit that was noticed, an incident."""
+    limit_s: float | None
+    """Silence that was allowed, for a hang."""
+    decided_s: float | None
+    """From the fault to the decision."""
+    in_time: bool | None
+    """``found_s`` within its target; null where there is none."""
+    blame_right: bool | None
+    """null where no single one is to blame."""
+    class_right: bool | None
+    kind: str
+    """What it was taken for."""
+    action: str
+    action_right: bool | None
+    again_s: float | None
+    """From the fault to the next step that was made."""
+    cold_s: float | None
+    """Cold start of the same run: first sign of an agent to the first step."""
+    again_in_time: bool | None
+    steps_lost: int | None
+    same_numbers: bool | None
+    """Whether the last checkpoint equals the undisturbed run's; null where that cannot be."""
+    submitted_twice: int
+    """Jobs of the run that the scheduler knows beyond one for each attempt."""
+    state: str
+    """State of the run at its end, or what kept it from one."""
+    message: str
+    """Of the incident."""
+    scheduler: str = ""
+    """What the run was scheduled by."""
+
+
+def measure(
+    scenario: str,
+    number: int,
+    fault: Fault,
+    truth: Truth,
+    until: float,
+    run: RunDir,
+    state: str,
+    same: bool | None,
+    jobs: int,
+) -> Row:
+    """Read one case.
+
+    Args:
+        until: When the next fault struck, or the end, in seconds since the epoch.
+        state: State of the run at its end.
+        same: Whether its final parameters are those of the undisturbed run; null when it has none.
+        jobs: How many jobs of the run the scheduler knows.
+    """
+    expected = fault.expected
+    begin, end = at(truth.time), at(until)
+    incident = _incident(run, begin, end)
+    decision = _decision(run, begin, end)
+    sign, limit_s = _first_sign(run, begin, end)
+    signs = [time for time in (sign, incident.seen_at if incident else None) if time is not None]
+    found_s = (min(signs) - begin).total_seconds() if incident is not None and truth.moment_known else None
+    again_s = _again(run, begin, end) if decision is None or decision.action is not Action.STOP else None
+    cold_s = _cold_start(run)
+    is_failure = bool(expected.kinds)
+    kind = incident.failure_kind.value if incident else ""
+    return Row(
+        scenario=scenario,
+        number=number,
+        row=fault.row,
+        control=not is_failure,
+        found=incident is not None or (is_failure and decision is not None),
+        found_s=found_s,
+        limit_s=limit_s,
+        decided_s=(decision.decided_at - begin).total_seconds() if decision and truth.moment_known else None,
+        in_time=_in_time(expected, found_s, limit_s),
+        blame_right=_blame_right(expected, incident, truth) if is_failure and expected.blame else None,
+        class_right=(kind or "none") in expected.kinds if is_failure else None,
+        kind=kind,
+        action=decision.action.value if decision else "",
+        action_right=bool(decision and decision.action.value in expected.actions) if expected.actions else None,
+        again_s=again_s,
+        cold_s=cold_s,
+        again_in_time=_again_in_time(decision, found_s, again_s, cold_s),
+        steps_lost=_steps_lost(run, begin) if is_failure else None,
+        same_numbers=same if expected.same_numbers else None,
+        submitted_twice=jobs - len(run.attempts()),
+        state=state,
+        message=incident.message if incident else "",
+    )
+
+
+def same_parameters(run: RunDir, reference: dict[str, str]) -> bool | None:
+    """Whether the newest checkpoint is, bit for bit, that of the undisturbed run at the same step."""
+    newest = run.newest_checkpoint()
+    if newest is None or str(newest.step) not in reference:
+        return None
+    return checksum(newest.model / "model.safetensors").sha256 == reference[str(newest.step)]
+
+
+def all_incidents(run: RunDir) -> list[Incident]:
+    """Incidents of agents and of the controller, by time."""
+    of_agents = [read_model(restart.incident, Incident) for restart in restarts(run)]
+    found = [incident for incident in of_agents if incident is not None]
+    found += [line.event.incident for line in _journal(run) if isinstance(line.event, IncidentFound)]
+    return sorted(found, key=lambda incident: incident.seen_at)
+
+
+def all_decisions(run: RunDir) -> list[Decision]:
+    """Decisions of agents and of the controller, by time."""
+    of_agents = [read_model(restart.decision, Decision) for restart in restarts(run)]
+    found = [decision for decision in of_agents if decision is not None]
+    found += [line.event.decision for line in _journal(run) if isinstance(line.event, DecisionMade)]
+    return sorted(found, key=lambda decision: decision.decided_at)
+
+
+def _journal(run: RunDir) -> list[JournalLine]:
+    return read_models(run.control, JournalLine)
+
+
+def _incident(run: RunDir, begin: datetime, end: datetime) -> Incident | None:
+    """The last word on what it was: the controller speaks after the agents, and knows what the scheduler says."""
+    found = [incident for incident in all_incidents(run) if begin <= incident.seen_at < end]
+    if not found:
+        return None
+    first = found[0]
+    return [one for one in found if (one.attempt, one.restart) == (first.attempt, first.restart)][-1]
+
+
+def _decision(run: RunDir, begin: datetime, end: datetime) -> Decision | None:
+    found = [decision for decision in all_decisions(run) if begin <= decision.decided_at < end]
+    if not found:
+        return None
+    first = found[0]
+    return [one for one in found if (one.attempt, one.restart) == (first.attempt, first.restart)][-1]
+
+
+def _first_sign(run: RunDir, begin: datetime, end: datetime) -> tuple[datetime | None, float | None]:
+    """When something was first noticed, and the silence that a suspicion says is allowed."""
+    found = [event for _, event in events(run) if event.kind in _SIGNS and begin <= event.time < end]
+    said = [re.search(r"([\d.]+) s are allowed", event.message) for event in found if event.kind == "suspect"]
+    limits = [float(match[1]) for match in said if match is not None]
+    return (found[0].time if found else None), (limits[0] if limits else None)
+
+
+def _in_time(expected: Expected, found_s: float | None, limit_s: float | None) -> bool | None:
+    if not expected.limit or found_s is None:
+        return None
+    if expected.limit == "death":
+        return found_s <= DEATH_LIMIT_S
+    return limit_s is not None and found_s <= limit_s + HANG_MARGIN_S
+
+
+def _blame_right(expected: Expected, incident: Incident | None, truth: Truth) -> bool:
+    if incident is None:
+        return False
+    nodes_right = incident.suspect_nodes == (truth.node,)
+    return nodes_right and (expected.blame == "node" or incident.suspect_ranks == (truth.rank,))
+
+
+def _again(run: RunDir, begin: datetime, end: datetime) -> float | None:
+    """Seconds until a start of the workers that is younger than the fault makes a step; else the next step at all."""
+    before = [(restart.attempt, restart.restart) for restart, line in steps(run) if line.time < begin]
+    newest = max(before, default=(0, 0))
+    after = [(restart, line.time) for restart, line in steps(run) if begin <= line.time < end]
+    later = [time for restart, time in after if (restart.attempt, restart.restart) > newest]
+    times: Sequence[datetime] = later or [time for _, time in after]
+    return (min(times) - begin).total_seconds() if times else None
+
+
+def _steps_lost(run: RunDir, begin: datetime) -> int | None:
+    """Steps that had been made and were made again."""
+    before = [((restart.attempt, restart.restart), line.step) for restart, line in steps(run) if line.time < begin]
+    if not before:
+        return None
+    newest, reached = max(before)
+    again = [
+        ((restart.attempt, restart.restart), line.step)
+        for restart, line in steps(run)
+        if (restart.attempt, restart.restart) > newest and line.time >= begin
+    ]
+    return max(0, reached - min(again)[1] + 1) if again else None
+
+
+def _cold_start(run: RunDir) -> float | None:
+    started = [event.time for _, event in events(run) if event.kind == "agent_started"]
+    first = [line.time for _, line in steps(run)]
+    return (min(first) - min(started)).total_seconds() if started and first else None
+
+
+def _again_in_time(
+    decision: Decision | None, found_s: float | None, again_s: float | None, cold_s: float | None
+) -> bool | None:
+    """Whether training was back in time, counted from when the fault was found: finding it has a target of its own."""
+    if decision is None or found_s is None or again_s is None or cold_s is None or decision.action is Action.STOP:
+        return None
+    limit_s = 1.5 * cold_s + 5 if decision.action is Action.RESTART_IN_PLACE else cold_s + 30
+    return again_s - found_s <= limit_s

@@ -1,0 +1,295 @@
+"""What a run stands on and what can be taken away: the cluster, a database server, a Prefect server, a small disk."""
+
+import contextlib
+import ctypes
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _end_with_parent() -> None:
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def _wait(answers: Callable[[], bool], what: str, timeout_s: float = 120) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not answers():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {timeout_s:.0f} s for {what}")
+        time.sleep(0.1)
+
+
+class Postgres:
+    """A PostgreSQL server with one database, on a port that stays the same."""
+
+    def __init__(self) -> None:
+        # A folder of its own: PostgreSQL runs as another user, who must be able to get there.
+        self._folder = folder = Path(tempfile.mkdtemp(prefix="rlhf-postgres-"))
+        self._programs = _postgres_programs()
+        self._port = free_port()
+        self._identity: dict[str, Any] = {}
+        if os.geteuid() == 0:  # PostgreSQL refuses to run as root
+            owner = pwd.getpwnam("nobody")
+            os.chown(folder, owner.pw_uid, owner.pw_gid)
+            self._identity = {"user": owner.pw_uid, "group": owner.pw_gid, "extra_groups": []}
+        command: list[str | Path] = [
+            self._programs / "initdb",
+            "-D",
+            folder / "data",
+            "-U",
+            "rlhf",
+            "-A",
+            "trust",
+            "--no-sync",
+        ]
+        subprocess.run(command, check=True, capture_output=True, cwd=folder, **self._identity)
+        self._process: subprocess.Popen[Any] | None = None
+        self.start()
+
+    @property
+    def url(self) -> str:
+        """Its address, as ``RLHF_DATABASE_URL`` takes it."""
+        return f"postgresql://rlhf@127.0.0.1:{self._port}/postgres"
+
+    def start(self) -> None:
+        """Start it, and wait until it answers."""
+        import psycopg
+
+        settings = ("listen_addresses=127.0.0.1", f"unix_socket_directories={self._folder}", "fsync=off")
+        command: list[str | Path] = [self._programs / "postgres", "-D", self._folder / "data", "-p", str(self._port)]
+        self._process = subprocess.Popen(
+            command + [word for setting in settings for word in ("-c", setting)],
+            cwd=self._folder,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=_end_with_parent,
+            **self._identity,
+        )
+
+        def answers() -> bool:
+            try:
+                psycopg.connect(f"host=127.0.0.1 port={self._port} user=rlhf dbname=postgres").close()
+            except psycopg.OperationalError:
+                return False
+            return True
+
+        _wait(answers, "PostgreSQL")
+
+    def stop(self) -> None:
+        """End it, without waiting for its clients."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGINT)
+            self._process.wait(30)
+
+    def remove(self) -> None:
+        """End it for good."""
+        self.stop()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _postgres_programs() -> Path:
+    folders = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda path: int(path.parent.name))
+    if folders:
+        return folders[-1]
+    found = shutil.which("initdb")
+    if found is None:
+        raise LookupError("needs the PostgreSQL server programs (Debian: apt-get install postgresql)")
+    return Path(found).resolve().parent
+
+
+class PrefectServer:
+    """A Prefect server, on a port that stays the same."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        self._folder = folder
+        self._port = free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    @property
+    def url(self) -> str:
+        """Its address, as ``PREFECT_API_URL`` takes it."""
+        return f"http://127.0.0.1:{self._port}/api"
+
+    def start(self) -> None:
+        """Start it, and wait until it answers."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(self._port)],
+            cwd=self._folder,
+            env={**os.environ, "PREFECT_HOME": str(self._folder), "PREFECT_SERVER_ANALYTICS_ENABLED": "false"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
+        )
+
+        def answers() -> bool:
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+                    return bool(answer.status == 200)
+            except (urllib.error.URLError, OSError):
+                return False
+
+        _wait(answers, "the Prefect server", 180)
+
+    def stop(self) -> None:
+        """SIGKILL it and what it has started."""
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+@contextmanager
+def small_disk(mount: Path, megabytes: int) -> Iterator[Path]:
+    """A file system in memory that is soon full. Needs root."""
+    mount.mkdir(parents=True)
+    size = f"size={megabytes}m"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(mount)], check=True, capture_output=True)
+    try:
+        yield mount
+    finally:
+        subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
+
+
+@contextmanager
+def memory_group(name: str) -> Iterator[Path]:
+    """A folder for a memory group in which the kernel can kill a process for want of memory. Needs root."""
+    group = MEMORY_GROUPS / name
+    try:
+        yield group
+    finally:
+        if group.is_dir():
+            _wait(lambda: not (group / "cgroup.procs").read_text().strip(), "the memory group to be empty", 10)
+            group.rmdir()
+
+
+def has_memory_groups() -> bool:
+    """Whether such groups can be made here (control groups of the first version)."""
+    return (MEMORY_GROUPS / "memory.limit_in_bytes").exists() and os.access(MEMORY_GROUPS, os.W_OK)
+
+
+CLUSTER_SCRIPT = Path(__file__).parents[2] / "infra" / "slurm" / "cluster.py"
+
+
+class Cluster:
+    """The throw-away Slurm of ``infra/slurm``, and what can happen to it."""
+
+    def __init__(self, slurm: Any) -> None:
+        self._slurm = slurm
+        self._without_slurmd: set[str] = set()
+        self.environment = {"SLURM_CONF": str(slurm.conf)}
+
+    @classmethod
+    @contextmanager
+    def started(cls, num_nodes: int) -> "Iterator[Cluster]":
+        """A cluster of so many nodes for as long as the block lasts."""
+        sys.path.insert(0, str(CLUSTER_SCRIPT.parent))
+        from cluster import Cluster as Throwaway
+
+        folder = Path(tempfile.mkdtemp(prefix="rlhf-slurm-"))
+        slurm = Throwaway(folder, nodes=num_nodes, cpus=8, gpus=0)
+        slurm.up()
+        try:
+            yield cls(slurm)
+        finally:
+            slurm.down()
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def command(self, *words: str) -> str:
+        """What a Slurm command prints."""
+        environment = {**os.environ, **self.environment}
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip()}")
+        return done.stdout
+
+    def allocated(self, job_id: str) -> list[str]:
+        """Nodes of a running job, in the order of its allocation."""
+        nodes = self.command("squeue", "--noheader", "--jobs", job_id, "--format=%N").strip()
+        return self.command("scontrol", "show", "hostnames", nodes).split()
+
+    def num_jobs(self, run_id: str) -> int:
+        """Jobs that were ever submitted for a run and are still remembered."""
+        comments = self.command("squeue", "--noheader", "--states=all", "--format=%k").split()
+        return sum(comment.startswith(f"{run_id}/") for comment in comments)
+
+    def node_down(self, node: str) -> None:
+        """Take a node out of service; its job ends with NODE_FAIL."""
+        self.command("scontrol", "update", f"nodename={node}", "state=down", "reason=fault")
+
+    def kill_node(self, node: str, agent: int) -> None:
+        """SIGKILL a node's slurmd and everything of the job on it: to the others, as if the node had lost power."""
+        above = [one for one in psutil.Process(agent).parents() if "slurmstepd" in one.name()]
+        doomed = [one for root in above for one in (root, *root.children(recursive=True))]
+        self._slurm.stop(f"slurmd-{node}", signal.SIGKILL)
+        self._without_slurmd.add(node)
+        for process in doomed:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def stop_controller(self) -> None:
+        """Take slurmctld away."""
+        self._slurm.stop("slurmctld")
+
+    def start_controller(self) -> None:
+        """Bring it back."""
+        self._slurm.start("slurmctld")
+
+    def preempt(self) -> None:
+        """Submit a job to the partition ``first``, which goes before all others; it takes all nodes for seconds."""
+        nodes = str(len(self._states()))
+        words = ("--partition=first", f"--nodes={nodes}", "--exclusive", "--output=/dev/null", "--wrap=srun sleep 5")
+        self.command("sbatch", *words)
+
+    def restore(self) -> None:
+        """No jobs, and all nodes in service."""
+        self.command("scancel", "--user=root")
+        for node in sorted(self._without_slurmd):
+            self._slurm.start(f"slurmd-{node}")
+        self._without_slurmd.clear()
+        for node, state in self._states().items():
+            if state.startswith(("down", "drain")):
+                with contextlib.suppress(RuntimeError):  # a node that has just come back by itself
+                    self.command("scontrol", "update", f"nodename={node}", "state=resume")
+        _wait(lambda: set(self._states().values()) == {"idle"}, "all nodes to be idle", 60)
+
+    def _states(self) -> dict[str, str]:
+        lines = self.command("sinfo", "--noheader", "--Node", "--format=%N %T").splitlines()
+        return dict(line.split() for line in lines)  # type: ignore[misc]
+
+
+def missing_programs() -> list[str]:
+    """What there is not of what a throw-away Slurm needs."""
+    programs = ("slurmctld", "slurmd", "sbatch", "srun", "munged")
+    path = os.environ.get("PATH", "") + ":/usr/sbin"
+    missing = [program for program in programs if shutil.which(program, path=path) is None]
+    return (
+        missing if CLUSTER_SCRIPT.exists() else [*missing, str(CLUSTER_SCRIPT.relative_to(CLUSTER_SCRIPT.parents[2]))]
+    )

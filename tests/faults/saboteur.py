@@ -1,0 +1,258 @@
+"""Does damage inside a worker, at an exact moment. Goes into a run as user code (``code.paths``); the product knows
+nothing of it.
+
+It is the generator, the reward function and the scorer of the run, so every worker imports it before its first step.
+Beside it lies ``saboteur.json``: the faults of the run, each with the step, the phase and the rank at which it strikes.
+Every fault strikes once in the life of a run: a file in the folder of the run's faults says that it has, when, where
+and in which process. These files are the truth that a diagnosis is compared with.
+
+Everything it patches, it patches in the worker's own process.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+_PLAN: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text())
+"""``struck``: folder for what has struck. ``pace_s``: sleep per reward call. ``faults``: a list of
+
+    name         identity within the run
+    moment       ``beat`` (of ``phase``), ``slow`` (the same), ``reward``, ``metrics`` or ``loss``
+    what         which fault of that moment
+    step         training step
+    rank         rank that is struck; -1 for every rank
+    phase        phase whose beat is meant
+    after_beats  beats of that phase and step that go well first
+    seconds, gap_s, odd_rank, group, message   what the single fault needs
+"""
+
+
+def digits(split: str, seed: int, **arguments: Any) -> list[dict[str, Any]]:
+    """The task of the quickstart."""
+    from rlhf_core.training.tasks import sort_digits
+
+    return sort_digits(split, seed, **arguments)
+
+
+def reward(*, prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:
+    """1 for the right answer; and the moment for faults in a reward function."""
+    time.sleep(_PLAN["pace_s"])
+    for fault in _due("reward"):
+        _REWARD_FAULTS[fault["what"]](fault)
+    return score(prompts=prompts, completions=completions, answer=answer)
+
+
+def score(*, prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:
+    """1 for the right answer."""
+    return [float(found.strip() == expected.strip()) for found, expected in zip(completions, answer, strict=True)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# When a fault strikes
+
+_now = {"step": 0}
+_beats: Counter[tuple[str, int]] = Counter()
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _node() -> str:
+    arguments = sys.argv
+    return arguments[arguments.index("--node") + 1] if "--node" in arguments else ""
+
+
+def _mine(moment: str) -> list[dict[str, Any]]:
+    return [fault for fault in _PLAN["faults"] if fault["moment"] == moment and fault["rank"] in (-1, _rank())]
+
+
+def _due(moment: str) -> list[dict[str, Any]]:
+    """Faults of this moment and step that have not struck yet; from now on they have."""
+    return [fault for fault in _mine(moment) if fault["step"] == _now["step"] and _strike(fault)]
+
+
+def _strike(fault: dict[str, Any]) -> bool:
+    folder = Path(_PLAN["struck"])
+    name = f"{fault['name']}.{_rank()}" if fault["rank"] == -1 else fault["name"]
+    try:
+        descriptor = os.open(folder / f"{name}.json", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+    except FileExistsError:
+        return False
+    truth = {"time": time.time(), "rank": _rank(), "node": _node(), "pid": os.getpid(), "step": _now["step"]}
+    os.write(descriptor, json.dumps(truth).encode())
+    os.close(descriptor)
+    return True
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Faults on a beat: whatever the worker does between two signs of life
+
+
+def _stop(fault: dict[str, Any]) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _kill(fault: dict[str, Any]) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _cuda_oom(fault: dict[str, Any]) -> None:
+    import torch
+
+    raise torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.02 GiB is "
+        "free. Process 4242 has 78.08 GiB memory in use."
+    )
+
+
+def _host_oom(fault: dict[str, Any]) -> None:
+    """A real kill by the kernel: this process enters a memory group of its own, and asks for more than that has."""
+    group = Path(fault["group"])
+    group.mkdir(exist_ok=True)
+    (group / "memory.limit_in_bytes").write_text("64M")
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+    hoard = []
+    while True:
+        hoard.append(bytearray(os.urandom(1 << 20)) * 16)
+
+
+def _sleep(fault: dict[str, Any]) -> None:
+    time.sleep(fault["seconds"])
+
+
+def _raise(fault: dict[str, Any]) -> None:
+    raise RuntimeError(fault["message"])
+
+
+_BEAT_FAULTS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "stop": _stop,
+    "kill": _kill,
+    "cuda_oom": _cuda_oom,
+    "host_oom": _host_oom,
+    "sleep": _sleep,
+    "raise": _raise,
+}
+
+
+def _patch_beats() -> None:
+    from rlhf_core.worker.heartbeat import Beat
+
+    plain, faults = Beat.beat, _mine("beat")
+    slow = [_Slow(fault) for fault in _mine("slow")]
+
+    def beat(self: Any, phase: Any, step: int) -> None:
+        plain(self, phase, step)
+        _now["step"] = step
+        _beats[str(phase), step] += 1
+        for one in slow:
+            one.pause(str(phase), step)
+        for fault in faults:
+            is_due = (fault["phase"], fault["step"]) == (str(phase), step)
+            if is_due and _beats[str(phase), step] > fault.get("after_beats", 0) and _strike(fault):
+                _BEAT_FAULTS[fault["what"]](fault)
+
+    Beat.beat = beat  # type: ignore[method-assign]
+
+
+class _Slow:
+    """Makes one phase of one step long: a pause at every beat until so much time has been slept."""
+
+    def __init__(self, fault: dict[str, Any]) -> None:
+        self._fault = fault
+        self._left_s = 0.0
+        self._begun = False
+
+    def pause(self, phase: str, step: int) -> None:
+        fault = self._fault
+        if (phase, step) != (fault["phase"], fault["step"]):
+            return
+        if not self._begun:
+            self._begun = True
+            self._left_s = fault["seconds"] if _strike(fault) else 0.0
+        pause_s = min(self._left_s, fault["gap_s"])
+        if pause_s > 0:
+            self._left_s -= pause_s
+            time.sleep(pause_s)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Faults in the reward function
+
+
+def _endless_loop(fault: dict[str, Any]) -> None:
+    while True:
+        pass
+
+
+def _hold_gil(fault: dict[str, Any]) -> None:
+    ctypes.PyDLL(None).sleep(100_000)  # PyDLL, unlike CDLL, keeps the interpreter lock during the call
+
+
+def _raise_in_reward(fault: dict[str, Any]) -> None:
+    raise KeyError("verdict of the judge")
+
+
+_REWARD_FAULTS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "endless_loop": _endless_loop,
+    "hold_gil": _hold_gil,
+    "raise": _raise_in_reward,
+    "sleep": _sleep,
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Faults in collectives and in the loss
+
+
+def _patch_metrics() -> None:
+    """One more collective right before the reduction of the metrics, in which one rank does otherwise than the rest."""
+    from rlhf_core.training.trainers import session
+
+    plain = session.reduce_metrics
+
+    def reduce_metrics(metrics: Any, ranks: Any, request: str = "") -> Any:
+        for fault in _due("metrics"):
+            _odd_collective(fault, ranks)
+        return plain(metrics, ranks, request)
+
+    session.reduce_metrics = reduce_metrics
+
+
+def _odd_collective(fault: dict[str, Any], ranks: Any) -> None:
+    from rlhf_core.training.metrics import CAPACITY
+
+    length = {"skip_equal_shape": 6 + 2 * CAPACITY, "skip_other_shape": 17, "wrong_shape": 1000}[fault["what"]]
+    odd = ranks.rank == fault["odd_rank"]
+    if fault["what"] == "wrong_shape":
+        ranks.sum([0.0] * (length + 24 * odd))
+    elif not odd:
+        ranks.sum([0.0] * length)
+
+
+def _patch_loss() -> None:
+    from rlhf_core.training.trainers import grpo
+
+    plain = grpo.grpo_loss
+
+    def grpo_loss(*arguments: Any, **keywords: Any) -> Any:
+        loss, stats = plain(*arguments, **keywords)
+        return (loss * float("nan") if _due("loss") else loss), stats
+
+    grpo.grpo_loss = grpo_loss
+
+
+if "RLHF_SLOTS" in os.environ:
+    # In a worker, that is. Preflight imports this module too, where there is no torch and nothing to strike.
+    _patch_beats()
+    if _mine("metrics"):
+        _patch_metrics()
+    if _mine("loss"):
+        _patch_loss()

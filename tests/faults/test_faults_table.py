@@ -1,0 +1,87 @@
+"""The campaign's own arithmetic: bounds, the plan of the runs, what counts as right, the place in the page."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from fault_cases import CHAIN, CONTROLS, KINDS, SPACING, scenarios
+from fault_measure import Row
+from fault_table import at_most, markdown, write_between
+
+EVERYTHING = frozenset({"slurm", "postgres", "prefect", "small_disk", "memory_group"})
+
+GOOD = Row(
+    scenario="sigkill-0",
+    number=0,
+    row="SIGKILL a rank",
+    control=False,
+    found=True,
+    found_s=0.2,
+    limit_s=None,
+    decided_s=0.4,
+    in_time=True,
+    blame_right=True,
+    class_right=True,
+    kind="worker_killed",
+    action="restart_in_place",
+    action_right=True,
+    again_s=6.0,
+    cold_s=8.0,
+    again_in_time=True,
+    steps_lost=3,
+    same_numbers=True,
+    submitted_twice=0,
+    state="completed",
+    message="",
+    scheduler="slurm",
+)
+
+
+@pytest.mark.parametrize(
+    ("failures", "trials", "share"),
+    [(0, 20, 0.1391), (0, 30, 0.0950), (1, 20, 0.2161), (5, 10, 0.7776), (3, 3, 1.0)],
+)
+def test_bounds_are_those_of_clopper_and_pearson(failures: int, trials: int, share: float) -> None:
+    assert at_most(failures, trials) == pytest.approx(share, abs=1e-4)
+
+
+def test_every_kind_is_planned_as_often_as_asked_for_and_the_plan_is_the_same_every_time() -> None:
+    plan = scenarios(0, 10, 3, 30, EVERYTHING)
+    assert plan == scenarios(0, 10, 3, 30, EVERYTHING)
+    assert plan != scenarios(1, 10, 3, 30, EVERYTHING)
+    rows = [fault.row for scenario in plan for fault in scenario.faults]
+    for kind in KINDS:
+        assert rows.count(kind.row) == (10 if kind.is_hang else 3)
+    assert sum(rows.count(kind.row) for kind in CONTROLS) == 30
+    assert len({scenario.name for scenario in plan}) == len(plan)
+
+
+def test_faults_of_a_run_are_far_enough_apart_for_a_checkpoint_between_them() -> None:
+    for scenario in scenarios(0, 10, 3, 30, EVERYTHING):
+        steps = [fault.step for fault in scenario.faults if fault.step > 1]
+        assert all(later // 5 > earlier // 5 for earlier, later in pairwise(steps)), scenario.name
+        assert len(scenario.faults) <= CHAIN
+        assert max(steps, default=0) <= scenario.total_steps - SPACING // 2
+
+
+def test_what_needs_a_cluster_is_left_out_where_there_is_none() -> None:
+    plan = scenarios(0, 1, 1, 8, frozenset(), one_node=True)
+    assert {scenario.num_nodes for scenario in plan} == {1}
+    assert not any(scenario.needs for scenario in plan)
+
+
+def test_the_table_counts_what_went_wrong() -> None:
+    missed = replace(GOOD, found=False, class_right=False, blame_right=False, same_numbers=False, number=1)
+    alarm = replace(GOOD, row="control: slow", control=True, class_right=None, blame_right=None)
+    text = markdown([GOOD, missed, alarm])
+    assert "| SIGKILL a rank | 1 of 2 |" in text
+    assert "| missed faults | 1 of 2 |" in text
+    assert "| false alarms in healthy controls | 1 of 1 |" in text
+    assert "| missed faults | 0 of 1 | 95.0% |" in markdown([GOOD])
+
+
+def test_only_what_is_between_the_markers_of_a_page_is_replaced() -> None:
+    page = "before\n<!-- x: begin -->\nold\n<!-- x: end -->\nafter\n"
+    assert write_between(page, "x", "new") == "before\n<!-- x: begin -->\nnew\n<!-- x: end -->\nafter\n"
+    with pytest.raises(ValueError, match="found no"):
+        write_between("nothing here", "x", "new")
