@@ -1,0 +1,410 @@
+#!/usr/bin/env python3
+"""A throw-away Slurm cluster in one folder: real munged, slurmctld and one slurmd per node, all on this machine.
+
+    cluster.py up FOLDER [--nodes 4] [--cpus 8] [--gpus 2]     prints `export SLURM_CONF=...`
+    cluster.py down FOLDER
+
+Nothing is written outside the folder, nothing listens on a port that another cluster uses, and every daemon is ended by
+its process id, so that several clusters live side by side and beside a real one. Needs the packages slurmctld, slurmd,
+slurm-client and munge, and nothing of Python beyond its standard library.
+
+The cluster has two partitions over all nodes: ``main``, and ``first``, whose jobs end those of ``main`` (preemption
+with a grace of some seconds, which Slurm announces with SIGTERM).
+"""
+
+import argparse
+import contextlib
+import getpass
+import os
+import random
+import secrets
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "scontrol", "sbatch", "srun", "squeue", "scancel", "sinfo")
+# A unix socket's path is at most 107 bytes long.
+LONGEST_FOLDER = 90
+# Below the range from which Linux hands out ports to clients.
+PORTS = range(11000, 31000)
+# Devices that every user may name as GPUs; root makes as many as are asked for.
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+
+CONFIG = """\
+ClusterName=throwaway
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller_port}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+CryptoType=crypto/munge
+AuthInfo=socket={folder}/munge.socket
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
+SlurmctldPidFile={folder}/run/slurmctld.own
+SlurmdPidFile={folder}/run/slurmd-%n.own
+SlurmctldLogFile={folder}/log/slurmctld.log
+SlurmdLogFile={folder}/log/slurmd-%n.log
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+JobCompType=jobcomp/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerType=sched/backfill
+SchedulerParameters=sched_min_interval=200000,bf_interval=2
+PreemptType=preempt/partition_prio
+PreemptMode=CANCEL
+# The nodes pose as larger than the machine on which they live.
+SlurmdParameters=config_overrides
+ReturnToService=2
+SlurmctldTimeout=10
+SlurmdTimeout={node_timeout_s}
+KillWait={kill_wait_s}
+# A job that ends while the controller is away must not drain its nodes when the controller is back.
+UnkillableStepTimeout=180
+CompleteWait=0
+InactiveLimit=0
+Waittime=0
+MinJobAge={forget_s}
+# Ids that no earlier cluster has given: whoever remembers a job must not take another one for it.
+FirstJobId={first_job}
+GresTypes=gpu
+{nodes}
+PartitionName=main Nodes={names} Default=YES MaxTime=INFINITE DefaultTime=60 State=UP PriorityTier=1 GraceTime={grace_s}
+PartitionName=first Nodes={names} MaxTime=INFINITE DefaultTime=60 State=UP PriorityTier=10 PreemptMode=OFF
+"""
+
+
+class ClusterError(Exception):
+    """The cluster could not be made; the message says what is missing or which log says why."""
+
+
+class Cluster:
+    """One cluster; :meth:`up` starts it, :meth:`down` ends all of it.
+
+    Args:
+        folder: All its files. An existing cluster in it is found again, also from another process.
+        nodes: Number of nodes, named ``node1``, ``node2`` ...
+        cpus: Cores that each node claims to have, whatever the machine has.
+        gpus: GPUs that each node claims to have; jobs get ``CUDA_VISIBLE_DEVICES``, but there is nothing behind it.
+        memory_mb: Main memory that each node claims to have, in MiB.
+        node_timeout_s: Silence of a slurmd after which the controller takes its node for dead, in seconds.
+        kill_wait_s: Time between SIGTERM and SIGKILL when a job is cancelled, in seconds.
+        grace_s: Time that a preempted job has to save, in seconds.
+        forget_s: Time for which ended jobs are remembered, in seconds.
+
+    Raises:
+        ClusterError: a program is missing, or the folder's path is too long for a unix socket.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        nodes: int = 4,
+        cpus: int = 8,
+        gpus: int = 0,
+        *,
+        memory_mb: int = 8000,
+        node_timeout_s: int = 5,
+        kill_wait_s: int = 5,
+        grace_s: int = 20,
+        forget_s: int = 300,
+    ) -> None:
+        self.folder = Path(folder).resolve()
+        if len(str(self.folder)) > LONGEST_FOLDER:
+            raise ClusterError(
+                f"found a folder of {len(str(self.folder))} letters, {self.folder}; "
+                f"unix sockets allow {LONGEST_FOLDER}: choose a shorter path, for instance under /tmp"
+            )
+        missing = missing_programs()
+        if missing:
+            raise ClusterError(
+                f"missing: {', '.join(missing)}; "
+                "install slurmctld, slurmd, slurm-client and munge (on Debian: sh infra/system_packages.sh slurm)"
+            )
+        self.nodes = tuple(f"node{index}" for index in range(1, nodes + 1))
+        self._cpus, self._gpus, self._memory_mb = cpus, gpus, memory_mb
+        self._node_timeout_s, self._kill_wait_s = node_timeout_s, kill_wait_s
+        self._grace_s, self._forget_s = grace_s, forget_s
+
+    @property
+    def conf(self) -> Path:
+        """The configuration; ``SLURM_CONF`` for everyone who speaks with this cluster."""
+        return self.folder / "etc" / "slurm.conf"
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """What every command that speaks with this cluster needs in its environment."""
+        return {"SLURM_CONF": str(self.conf)}
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # All of it
+
+    def up(self) -> None:
+        """Start every daemon, and wait until all nodes are idle; 1 to 2 seconds on an idle machine.
+
+        Raises:
+            ClusterError: it did not come up; nothing is left running.
+        """
+        try:
+            self._write()
+            for name in ("munged", "slurmctld", *(f"slurmd-{node}" for node in self.nodes)):
+                self.start(name)
+            self._wait(lambda: self._states() == {"idle"}, "all nodes to be idle")
+        except BaseException:
+            self.down()
+            raise
+
+    def down(self) -> None:
+        """End all jobs and daemons; harmless where nothing runs. The files stay."""
+        if self._controller_answers():
+            with contextlib.suppress(subprocess.SubprocessError):
+                self.command("scancel", f"--user={getpass.getuser()}", check=False)
+                deadline = time.monotonic() + 2 * self._kill_wait_s + 5
+                while self.command("squeue", "--noheader", check=False) and time.monotonic() < deadline:
+                    time.sleep(0.2)
+        running = sorted(path.stem for path in (self.folder / "run").glob("*.pid"))
+        for name in sorted(running, key=lambda name: ("munged" in name, "slurmctld" in name)):
+            self.stop(name)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Single daemons
+
+    def start(self, name: str) -> None:
+        """Start one daemon, ``munged``, ``slurmctld`` or ``slurmd-NODE``, and wait until it answers.
+
+        Raises:
+            ClusterError: it did not answer in time.
+        """
+        munge = self.folder / "munge"
+        if name == "munged":
+            # --force: the folder need not belong to a user called munge.
+            words = ["munged", "--foreground", "--force", f"--socket={self.folder}/munge.socket"]
+            words += [f"--key-file={munge}/key", f"--seed-file={munge}/seed", f"--pid-file={munge}/own"]
+            self._spawn(name, [*words, f"--log-file={self.folder}/log/munged.log"])
+            self._wait(lambda: self._lives(name) and (self.folder / "munge.socket").exists(), name)
+        elif name == "slurmctld":
+            self._spawn(name, ["slurmctld", "-D"])
+            self._wait(lambda: self._lives(name) and self._controller_answers(), name)
+        else:
+            node = name.removeprefix("slurmd-")
+            if node not in self.nodes:
+                raise ClusterError(f"found {name}; the daemons are munged, slurmctld and slurmd-{self.nodes[0]} ...")
+            self._spawn(name, ["slurmd", "-D", "-N", node])
+
+    def stop(self, name: str, number: signal.Signals = signal.SIGTERM) -> None:
+        """End one daemon with a signal, and wait until it is gone; harmless if it is not there."""
+        pid = self.pid(name)
+        file = self._pid_file(name)
+        if pid is None:
+            file.unlink(missing_ok=True)
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+            deadline = time.monotonic() + 10
+            while _lives(pid):
+                if time.monotonic() > deadline:
+                    os.kill(pid, signal.SIGKILL)
+                time.sleep(0.02)
+        file.unlink(missing_ok=True)
+
+    def pid(self, name: str) -> int | None:
+        """Process id of a daemon that this cluster started and that lives; None otherwise."""
+        try:
+            pid, born = self._pid_file(name).read_text().split()
+        except (FileNotFoundError, ValueError):
+            return None
+        # The time of birth tells it from a later process with the same id.
+        return int(pid) if _lives(int(pid)) and _born(int(pid)) == born else None
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Questions
+
+    def command(self, *words: str, check: bool = True, timeout_s: float = 60) -> str:
+        """Run a Slurm command against this cluster; what it prints, without space at the ends.
+
+        Raises:
+            ClusterError: it failed, with what it said.
+        """
+        done = subprocess.run(
+            words, env=self._full_environment(), capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+        if check and done.returncode != 0:
+            raise ClusterError(
+                f"{' '.join(words)} ended with {done.returncode}: {(done.stderr or done.stdout).strip()}"
+            )
+        return done.stdout.strip()
+
+    def _controller_answers(self) -> bool:
+        return self.conf.exists() and " UP" in self.command("scontrol", "ping", check=False)
+
+    def _states(self) -> set[str]:
+        return set(self.command("sinfo", "--noheader", "--Node", "--format=%T", check=False).split())
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # How it is made
+
+    def _write(self) -> None:
+        if any(self.pid(path.stem) for path in (self.folder / "run").glob("*.pid")):
+            raise ClusterError(f"a cluster already runs in {self.folder}; end it with `cluster.py down {self.folder}`")
+        for path in ("run", "log", "etc", "state", "munge", "dev", *(f"spool/{node}" for node in self.nodes)):
+            (self.folder / path).mkdir(parents=True, exist_ok=True)
+        (self.folder / "munge").chmod(0o755)
+        key = self.folder / "munge" / "key"
+        if not key.exists():
+            key.touch(0o600)
+            key.write_bytes(secrets.token_bytes(128))
+            key.chmod(0o400)
+        ports = iter(_free_ports(len(self.nodes) + 1))
+        names = ",".join(self.nodes)
+        fields = {
+            "host": socket.gethostname(),
+            "user": getpass.getuser(),
+            "folder": self.folder,
+            "controller_port": next(ports),
+            "node_timeout_s": self._node_timeout_s,
+            "kill_wait_s": self._kill_wait_s,
+            "grace_s": self._grace_s,
+            "forget_s": self._forget_s,
+            "first_job": 1 + int(time.time()) % 60_000_000,
+            "nodes": "\n".join(self._node_lines(ports)),
+            "names": names,
+        }
+        self.conf.write_text(CONFIG.format(**fields))
+        if self._gpus:
+            lines = [f"NodeName={names} Name=gpu File={device}\n" for device in self._devices()]
+            (self.folder / "etc" / "gres.conf").write_text("".join(lines))
+
+    def _node_lines(self, ports: Iterator[int]) -> Iterator[str]:
+        for node in self.nodes:
+            has = f"CPUs={self._cpus} RealMemory={self._memory_mb}" + (f" Gres=gpu:{self._gpus}" if self._gpus else "")
+            where = f"NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={next(ports)}"
+            yield f"NodeName={node} {where} {has} State=UNKNOWN"
+
+    def _devices(self) -> list[str]:
+        # Slurm sets CUDA_VISIBLE_DEVICES only for devices, not for regular files.
+        if os.geteuid() != 0:
+            if self._gpus > len(DEVICES):
+                raise ClusterError(f"found --gpus {self._gpus}; only root can make more than {len(DEVICES)} per node")
+            return list(DEVICES[: self._gpus])
+        devices = [self.folder / "dev" / f"gpu{index}" for index in range(self._gpus)]
+        for device in devices:
+            if not device.exists():
+                os.mknod(device, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+        return [str(device) for device in devices]
+
+    def _spawn(self, name: str, words: list[str]) -> None:
+        if self.pid(name) is not None:
+            raise ClusterError(f"{name} already runs in {self.folder}")
+        program = _program(words[0])
+        assert program is not None
+        with (self.folder / "log" / f"{name}.out").open("ab") as log:
+            process = subprocess.Popen(
+                [program, *words[1:]],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._full_environment(),
+                start_new_session=True,
+            )
+        self._pid_file(name).write_text(f"{process.pid} {_born(process.pid)}")
+
+    def _lives(self, name: str) -> bool:
+        if self.pid(name) is None:
+            log = self.folder / "log" / f"{name}.out"
+            last = (log.read_text(errors="replace").strip().splitlines() or ["nothing"])[-1]
+            raise ClusterError(f"{name} ended at once; it said: {last} (all of it: {log})")
+        return True
+
+    def _pid_file(self, name: str) -> Path:
+        return self.folder / "run" / f"{name}.pid"
+
+    def _full_environment(self) -> dict[str, str]:
+        return {**os.environ, **self.environment, "PATH": _path()}
+
+    def _wait(self, ready: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not ready():
+            if time.monotonic() > deadline:
+                raise ClusterError(f"waited {timeout_s:.0f} s for {what}; its log lies in {self.folder / 'log'}")
+            time.sleep(0.05)
+
+
+def missing_programs() -> list[str]:
+    """Programs of Slurm and munge that this machine lacks."""
+    return [program for program in PROGRAMS if _program(program) is None]
+
+
+def _path() -> str:
+    # Daemons live where the PATH of a user who is not root does not look.
+    return os.environ.get("PATH", os.defpath) + ":/usr/sbin"
+
+
+def _program(name: str) -> str | None:
+    return shutil.which(name, path=_path())
+
+
+def _born(pid: int) -> str:
+    """Clock ticks from the machine's start to the process's, field 22 of proc(5)'s ``stat``; empty if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def _lives(pid: int) -> bool:
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG)  # where it is a child of ours, so that it does not stay as a zombie
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def _free_ports(number: int) -> range:
+    """A row of ports on which nobody listens."""
+    for _ in range(100):
+        first = random.randrange(PORTS.start, PORTS.stop - number)
+        with contextlib.ExitStack() as taken:
+            try:
+                for port in range(first, first + number):
+                    taken.enter_context(socket.socket()).bind(("", port))
+            except OSError:
+                continue
+            return range(first, first + number)
+    raise ClusterError(f"found no {number} free ports in a row between {PORTS.start} and {PORTS.stop}")
+
+
+def main() -> int:
+    """The command line; its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=("up", "down"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--nodes", type=int, default=4)
+    parser.add_argument("--cpus", type=int, default=8, help="cores that each node claims to have")
+    parser.add_argument("--gpus", type=int, default=0, help="GPUs that each node claims to have")
+    arguments = parser.parse_args()
+    try:
+        cluster = Cluster(arguments.folder, arguments.nodes, arguments.cpus, arguments.gpus)
+        if arguments.action == "down":
+            cluster.down()
+        else:
+            cluster.up()
+            print(f"export SLURM_CONF={cluster.conf}")
+    except ClusterError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
