@@ -7,14 +7,14 @@ things keep it from false alarms:
 - whoever waits inside a collective is not judged as long as somebody it may be waiting for is at work within its own
   limit: a trainer that waits for a slow rollout is not hung;
 - a worker that goes through a phase for the first time has the allowance of the set-up (compilation, warming caches),
-and
-  its silences there teach nothing.
+  and its silences there teach nothing.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf_core.schemas.reports import Phase, RankStatus
+from rlhf_core.schemas.resources import Role
 from rlhf_core.schemas.run import SuperviseSpec
 
 STOPPED_STATES = frozenset("Tt")
@@ -31,7 +31,7 @@ class Suspect:
 
 
 class GapTracker:
-    """Remembers, over all restarts, the longest silence of each phase that ended well."""
+    """Remembers, over all restarts, the longest silence of each role and phase that ended well."""
 
     def __init__(
         self,
@@ -39,24 +39,26 @@ class GapTracker:
         floor_s: float,
         setup_floor_s: float,
         phase_floors_s: Mapping[Phase, float] | None = None,
+        longest_s: Mapping[str, float] | None = None,
     ) -> None:
         """Args:
         gap_factor: How many times the longest silence that ended well is allowed.
         floor_s: Silence that is always allowed, in seconds.
         setup_floor_s: The same in set-up, and in the first pass of any phase.
         phase_floors_s: The same in phases with a floor of their own.
+        longest_s: Longest silences of earlier runs of the same shape: ``role/phase`` to seconds.
         """
         self._gap_factor = gap_factor
         self._floor_s = floor_s
         self._setup_floor_s = setup_floor_s
         self._phase_floors_s = dict(phase_floors_s or {})
-        self._longest_s: dict[Phase, float] = {}
-        self._last: dict[int, RankStatus] = {}
-        self._spoiled: set[int] = set()
+        self._longest_s: dict[str, float] = dict(longest_s or {})
+        self._last: dict[tuple[str, int], RankStatus] = {}
+        self._spoiled: set[tuple[str, int]] = set()
 
     @classmethod
-    def of(cls, spec: SuperviseSpec) -> "GapTracker":
-        """A tracker with the thresholds of a run."""
+    def of(cls, spec: SuperviseSpec, longest_s: Mapping[str, float] | None = None) -> "GapTracker":
+        """A tracker with the thresholds of a run, and what earlier runs of the same shape have taught."""
         floors_s = {
             Phase.ROLLOUT: spec.rollout_floor_s,
             Phase.REWARD: spec.reward_floor_s,
@@ -64,16 +66,21 @@ class GapTracker:
             Phase.CHECKPOINT: spec.checkpoint_floor_s,
             Phase.EVALUATE: spec.evaluate_floor_s,
         }
-        return cls(spec.gap_factor, spec.floor_s, spec.setup_floor_s, floors_s)
+        return cls(spec.gap_factor, spec.floor_s, spec.setup_floor_s, floors_s, longest_s)
 
     def begin_restart(self) -> None:
         """New workers: what was learned stays, what was being watched is forgotten."""
         self._last.clear()
         self._spoiled.clear()
 
-    def longest_s(self, phase: Phase) -> float:
+    def longest_s(self, phase: Phase, role: Role = Role.TRAINER) -> float:
         """Longest silence of a phase that ended well, in seconds; 0 when none was seen."""
-        return self._longest_s.get(phase, 0.0)
+        return self._longest_s.get(f"{role}/{phase}", 0.0)
+
+    @property
+    def all_longest_s(self) -> dict[str, float]:
+        """Longest silences that ended well: ``role/phase`` to seconds."""
+        return dict(self._longest_s)
 
     def observe(self, ranks: Sequence[RankStatus]) -> None:
         """Take note of one reading of all workers.
@@ -83,28 +90,33 @@ class GapTracker:
         outside.
         """
         for rank in ranks:
-            last = self._last.get(rank.local_rank)
+            last = self._last.get(_place(rank))
             if last is not None and last.sequence != rank.sequence:
                 self._learn(last)
-            self._last[rank.local_rank] = rank
+            self._last[_place(rank)] = rank
         stopped = any(rank.process_state in STOPPED_STATES for rank in ranks)
         outside = any(not rank.in_collective for rank in ranks)
-        self._spoiled.update(rank.local_rank for rank in ranks if stopped or (outside and rank.in_collective))
+        self._spoiled.update(_place(rank) for rank in ranks if stopped or (outside and rank.in_collective))
 
     def _learn(self, ended: RankStatus) -> None:
-        if ended.warm and ended.local_rank not in self._spoiled:
-            self._longest_s[ended.phase] = max(self.longest_s(ended.phase), ended.age_s)
-        self._spoiled.discard(ended.local_rank)
+        if ended.warm and _place(ended) not in self._spoiled:
+            longest_s = max(self.longest_s(ended.phase, ended.role), ended.age_s)
+            self._longest_s[f"{ended.role}/{ended.phase}"] = longest_s
+        self._spoiled.discard(_place(ended))
 
     def limit_s(self, rank: RankStatus) -> float:
         """Silence allowed to a worker in its present phase, in seconds."""
-        learned = self._gap_factor * self.longest_s(rank.phase)
+        learned = self._gap_factor * self.longest_s(rank.phase, rank.role)
         if rank.phase is Phase.SETUP:
             return max(self._setup_floor_s, learned)
         floor_s = self._phase_floors_s.get(rank.phase, self._floor_s)
         if not rank.warm:
             return max(floor_s, self._setup_floor_s, learned)
         return max(floor_s, learned)
+
+
+def _place(rank: RankStatus) -> tuple[str, int]:
+    return rank.node, rank.local_rank
 
 
 def judge(ranks: Sequence[RankStatus], tracker: GapTracker) -> list[Suspect]:

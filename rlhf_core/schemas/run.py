@@ -279,6 +279,10 @@ class SuperviseSpec(Schema):
     """The same while the model is evaluated."""
     setup_floor_s: PositiveFloat = 900.0
     """The same while a worker imports, compiles and loads."""
+    evidence_s: PositiveFloat = 10.0
+    """Longest time for collecting evidence on all nodes before the workers of a hung job are ended, in seconds."""
+    agent_floor_s: PositiveFloat = 60.0
+    """Silence of a node's agent after which the attempt is given up, in seconds."""
 
 
 class CodeSpec(Schema):

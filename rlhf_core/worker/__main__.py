@@ -11,6 +11,7 @@ What is heavy is imported after the arguments are read.
 import argparse
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -77,7 +78,11 @@ def _target(text: str) -> tuple[Role, str]:
 def _agent(parsed: argparse.Namespace) -> int:
     from rlhf_core.worker.agent import run_agent
 
-    return run_agent(parsed.run_dir, parsed.attempt, dict(parsed.target), parsed.path)
+    code = run_agent(parsed.run_dir, parsed.attempt, dict(parsed.target), parsed.path)
+    # Without the interpreter's tear-down, in which torch's threads of a store may abort the process.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _role(parsed: argparse.Namespace) -> int:

@@ -1,42 +1,50 @@
 """The agent: one process per node. It starts the workers of each role in turn, and starts them again when that helps.
 
 The main thread runs restarts, one elastic agent each (``elastic.py``); a second thread supervises
-(``supervisor.py``). On the first node the agent is also the leader (``leader.py``). Everything this process ever
-started is ended when it ends; if it is killed, the kernel ends its workers.
+(``supervisor.py``). On the first node the agent is also the leader (``leader.py``): it hears how the workers of all
+nodes ended and announces what is done next, and all agents do that together (``team.py``). Everything this process
+ever started is ended when it ends; if it is killed, the kernel ends its workers.
 """
 
 import os
-import socket
 import sys
+import time
 import traceback
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from pydantic import JsonValue
+from pydantic import BaseModel, JsonValue
 
-from rlhf_core.diagnosis.classify import Evidence, classify
+from rlhf_core.diagnosis.classify import Diagnosis, Evidence, classify
 from rlhf_core.diagnosis.liveness import GapTracker
 from rlhf_core.diagnosis.policy import Choice
 from rlhf_core.errors import RunDirError
-from rlhf_core.run_dir import RestartDir, RunDir, read_model
+from rlhf_core.run_dir import RestartDir, RunDir, read_model, write_model
 from rlhf_core.schemas.attempts import AttemptState
-from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.base import Schema, utc_now
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.reports import AttemptOutcome
 from rlhf_core.schemas.resources import JOB_VARIABLE, Placement, Role, RolePlan, job_marker
 from rlhf_core.schemas.run import RunSpec
+from rlhf_core.schemas.team import NodeEnd, NodeState, Orders, Ready, Step
 from rlhf_core.worker import endings, processes
-from rlhf_core.worker.endings import Failure, Outcomes
+from rlhf_core.worker.board import JOIN_S, Board, BoardLost, MemoryBoard, host_board, join_board
+from rlhf_core.worker.endings import Failure, NodeReport
 from rlhf_core.worker.events import EventLog
 from rlhf_core.worker.heartbeat import SlotFile
 from rlhf_core.worker.leader import Leader, RestartBudget, record_decision, record_incident
+from rlhf_core.worker.nodes import Nodes, NodesError, interface_of
 from rlhf_core.worker.preparation import GpuWait, prebuild
 from rlhf_core.worker.roles import TARGETS
-from rlhf_core.worker.signals import SignalInbox
-from rlhf_core.worker.supervisor import Supervisor
+from rlhf_core.worker.signals import ENDING, SignalInbox
+from rlhf_core.worker.supervisor import Asked, Patience, Supervisor
+from rlhf_core.worker.team import Message, Team
 from rlhf_core.worker.watch import Exit, Started, Watch
 from rlhf_core.worker.worker_process import AGENT_VARIABLE, SLOTS_VARIABLE, spare_outcome
+
+END_PATIENCE_S = 5.0
+"""How long agent 0 waits for the last words of the others when all is to end."""
 
 _GOOD_ENDS = (AttemptState.COMPLETED, AttemptState.PREEMPTED)
 
@@ -47,7 +55,7 @@ class Job:
 
     run_dir: RunDir
     attempt: int
-    node: str
+    nodes: Nodes
     spec: RunSpec
     placement: Placement
     targets: Mapping[Role, str]
@@ -63,6 +71,7 @@ class Ending:
     state: AttemptState
     message: str
     kind: FailureKind | None = None
+    ended_by: str = ""
     num_restarts: int = 0
 
 
@@ -72,6 +81,19 @@ class AttemptFailed(Exception):
     def __init__(self, kind: FailureKind, message: str) -> None:
         super().__init__(message)
         self.kind = kind
+
+
+@dataclass
+class Site:
+    """What an agent has before it has read anything: where it is, and whom it reports to."""
+
+    run_dir: RunDir
+    attempt: int
+    nodes: Nodes
+    inbox: SignalInbox
+    leader: Leader
+    events: EventLog
+    team: Team | None = field(default=None)
 
 
 def run_agent(
@@ -92,28 +114,60 @@ def run_agent(
     inbox = SignalInbox()
     directory = RunDir(run_dir.absolute())
     leader = Leader(directory, attempt)
-    taken = leader.claim()
-    if taken:
-        print(f"{taken}; this agent ends", file=sys.stderr, flush=True)
-        return 1
-    leader.reserve.hold()
-    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    events = EventLog(node, directory.attempt(attempt).restart(0))
     try:
-        spec, placement = _read(directory, attempt)
-        job = Job(directory, attempt, node, spec, placement, targets or {}, import_paths)
-        ending = Agent(job, inbox, leader, events).run()
+        nodes, problem = Nodes.of(), ""
+    except NodesError as error:
+        nodes, problem = Nodes((os.environ.get("SLURMD_NODENAME", "unknown"),), ("",), 0), str(error)
+        if os.environ.get("SLURM_NODEID", "0") != "0":
+            print(problem, file=sys.stderr, flush=True)
+            return 1
+    if nodes.is_first:
+        taken = leader.claim()
+        if taken:
+            print(f"{taken}; this agent ends", file=sys.stderr, flush=True)
+            return 1
+        leader.reserve.hold()
+    site = Site(directory, attempt, nodes, inbox, leader, EventLog(nodes.name, directory.attempt(attempt).restart(0)))
+    try:
+        if problem:
+            raise AttemptFailed(FailureKind.CONFIG, problem)
+        site.team = Team(nodes, _board(site))
+        spec, placement = _read(directory, attempt, nodes)
+        job = Job(directory, attempt, nodes, spec, placement, targets or {}, import_paths)
+        ending = Agent(job, inbox, leader, site.events, site.team).run()
     except AttemptFailed as error:
-        ending = Ending(AttemptState.FAILED, str(error), error.kind)
+        ending = _tell_broken(site, str(error), error.kind)
     except Exception as error:  # noqa: BLE001 - an attempt without an outcome leaves everybody guessing
         text = traceback.format_exc()
         sys.stderr.write(text)
-        kind = classify(Evidence(agent_log=text)).kind
-        ending = Ending(AttemptState.FAILED, f"the agent failed: {type(error).__name__}: {error}", kind)
-    return _finish(attempt, ending, leader, events)
+        ending = _tell_broken(
+            site, f"the agent failed: {type(error).__name__}: {error}", classify(Evidence(agent_log=text)).kind
+        )
+    return _finish(site, ending)
 
 
-def _read(run_dir: RunDir, attempt: int) -> tuple[RunSpec, Placement]:
+def _board(site: Site) -> Board:
+    """Where the agents meet.
+
+    Raises:
+        AttemptFailed: they did not.
+    """
+    nodes, marker = site.nodes, job_marker(site.run_dir.run_id, site.attempt)
+    if nodes.num == 1:
+        return MemoryBoard()
+    try:
+        if nodes.is_first:
+            return host_board(nodes.address, marker)
+
+        def pause(seconds: float) -> bool:
+            return any(number in ENDING for number in site.inbox.wait(seconds))
+
+        return join_board(nodes.addresses[0], marker, pause)
+    except BoardLost as error:
+        raise AttemptFailed(FailureKind.RENDEZVOUS, str(error)) from error
+
+
+def _read(run_dir: RunDir, attempt: int, nodes: Nodes) -> tuple[RunSpec, Placement]:
     path = run_dir.attempt(attempt).placement
     try:
         spec = run_dir.read_spec().spec
@@ -122,38 +176,62 @@ def _read(run_dir: RunDir, attempt: int) -> tuple[RunSpec, Placement]:
     placement = read_model(path, Placement)
     if placement is None or not placement.roles:
         raise AttemptFailed(FailureKind.CONFIG, f"{path} is missing, damaged or names no role")
-    if placement.num_nodes != 1:
-        message = f"{path} asks for {placement.num_nodes} nodes; this version runs attempts on one node"
+    if placement.num_nodes != nodes.num:
+        message = (
+            f"{path} asks for {placement.num_nodes} nodes, but the job has {nodes.num} ({', '.join(nodes.names)}): "
+            "the job's script must set RLHF_NODES for all of them"
+        )
         raise AttemptFailed(FailureKind.CONFIG, message)
     return spec, placement
 
 
-def _finish(attempt: int, ending: Ending, leader: Leader, events: EventLog) -> int:
-    events.add("agent_ended", f"attempt {attempt} is {ending.state}: {ending.message}", state=ending.state)
-    events.close()
-    outcome = AttemptOutcome(
-        attempt=attempt,
-        state=ending.state,
-        failure_kind=ending.kind,
-        message=ending.message,
-        num_restarts=ending.num_restarts,
-        last_step=leader.last_step(),
-        time=utc_now(),
-    )
-    written = leader.finish(outcome)
-    if not written:
-        events.say("the outcome could not be written")
+def _tell_broken(site: Site, message: str, kind: FailureKind) -> Ending:
+    """Have all others end too: agent 0 says that it is over, another one says what is wrong with it."""
+    team = site.team
+    if team is not None and team.leads:
+        over = Step(action="end", state=AttemptState.FAILED, message=message, kind=kind)
+        team.announce("orders", Orders(over=over))
+    elif team is not None:
+        said = f"{site.nodes.name}: {message}"
+        # Later than anything its supervisor can have told.
+        team.tell("state", NodeState(sequence=1 << 40, wall_s=0.0, restart=-1, broken=said, broken_kind=kind))
+    return Ending(AttemptState.FAILED, message, kind)
+
+
+def _finish(site: Site, ending: Ending) -> int:
+    message = f"attempt {site.attempt} is {ending.state}: {ending.message}"
+    site.events.add("agent_ended", message, state=ending.state)
+    written = True
+    if site.nodes.is_first:
+        leader = site.leader
+        outcome = AttemptOutcome(
+            attempt=site.attempt,
+            state=ending.state,
+            failure_kind=ending.kind,
+            message=ending.message,
+            num_restarts=ending.num_restarts,
+            last_step=leader.last_step(),
+            ended_by=ending.ended_by,
+            time=utc_now(),
+        )
+        written = leader.finish(outcome)
+        if not written:
+            site.events.say("the outcome could not be written")
+    site.events.close()
+    if site.team is not None:
+        site.team.part()
     return 0 if written and ending.state in _GOOD_ENDS else 1
 
 
 class Agent:
     """One node of one attempt."""
 
-    def __init__(self, job: Job, inbox: SignalInbox, leader: Leader, events: EventLog) -> None:
+    def __init__(self, job: Job, inbox: SignalInbox, leader: Leader, events: EventLog, team: Team) -> None:
         self._job = job
         self._inbox = inbox
         self._leader = leader
         self._events = events
+        self._team = team
         self._budget = RestartBudget(job.run_dir, job.spec.supervise)
         self._gpus: GpuWait | None = None
         self._restart = 0
@@ -167,22 +245,32 @@ class Agent:
         """
         job = self._job
         processes.adopt_orphans()
+        for stranger in processes.end_older_attempts(job.run_dir.run_id, job.attempt):
+            self._events.say(f"ended what an older attempt had left on this node: {stranger}")
         num_slots = max(plan.workers_per_node for plan in job.placement.roles)
-        slots = SlotFile(job.run_dir.run_id, job.attempt, job.node, num_slots)
-        tracker = GapTracker.of(job.spec.supervise)
+        slots = SlotFile(job.run_dir.run_id, job.attempt, job.nodes.name, num_slots)
+        supervise = job.spec.supervise
         supervisor = Supervisor(
-            job.node, 0, slots, self._inbox, tracker, self._events, self._leader.new_commands, job.run_dir.root
+            self._team,
+            slots,
+            self._inbox,
+            GapTracker.of(supervise, job.placement.longest_gaps_s),
+            self._events,
+            self._leader.new_commands if self._team.leads else list,
+            Patience(supervise.evidence_s, supervise.agent_floor_s),
+            job.run_dir.root,
         )
         supervisor.enter(job.placement.roles[0].role, self._restart_dir)
         supervisor.start()
         self._events.add("agent_started", f"agent of attempt {job.attempt} started with pid {os.getpid()}")
         try:
+            self._meet(supervisor)
             self._prepare(slots, supervisor)
             for plan in job.placement.roles:
                 ending = self._run_role(plan, slots, supervisor)
                 if ending is not None:
                     return ending
-            return self._ending(AttemptState.COMPLETED, "every role ended well")
+            return Ending(AttemptState.COMPLETED, "every role ended well", num_restarts=self._budget.restarts)
         finally:
             supervisor.stop()
             self._end_all()
@@ -190,21 +278,49 @@ class Agent:
                 spare_outcome(slots.path, index).unlink(missing_ok=True)
             slots.remove()
 
+    def _meet(self, supervisor: Supervisor) -> None:
+        """Agent 0 waits until the agents of all nodes are there.
+
+        Raises:
+            AttemptFailed: they did not come in time.
+        """
+        team = self._team
+        if team.nodes.num == 1:
+            return
+        team.tell("hello", Ready())
+        if not team.leads:
+            return
+
+        def all_there() -> bool:
+            return len(team.heard("hello", Ready)) == team.nodes.num or supervisor.asked.to_end
+
+        if not self._wait_until(all_there, JOIN_S):
+            came = team.heard("hello", Ready)
+            missing = [name for index, name in enumerate(team.nodes.names) if index not in came]
+            message = (
+                f"{len(came)} of {team.nodes.num} agents came within {JOIN_S:.0f} s; missing: {', '.join(missing)}"
+            )
+            raise AttemptFailed(FailureKind.RENDEZVOUS, message)
+        self._events.add("peer", f"the agents of all {team.nodes.num} nodes are here: {', '.join(team.nodes.names)}")
+
     def _prepare(self, slots: SlotFile, supervisor: Supervisor) -> None:
         job = self._job
         os.environ[JOB_VARIABLE] = job_marker(job.run_dir.run_id, job.attempt)
         os.environ[SLOTS_VARIABLE] = str(slots.path)
         os.environ[AGENT_VARIABLE] = str(os.getpid())
         os.environ.setdefault("OMP_NUM_THREADS", str(job.spec.resources.cpus_per_rank))
+        if job.nodes.num > 1 and (interface := interface_of(job.nodes.address)):
+            # gloo would take the interface of the host's name, which on many clusters is the wrong one.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         native = any(plan.role in TARGETS and plan.role not in job.targets for plan in job.placement.roles)
         if job.placement.gpus_per_node > 0:
             self._gpus = GpuWait(self._events)
         elif native:
-            built = prebuild(job.spec.supervise.setup_floor_s, lambda: supervisor.orders.to_end)
+            built = prebuild(job.spec.supervise.setup_floor_s, lambda: supervisor.asked.to_end)
             how = "compiled operations are there" if built.ok else "operations could not be compiled"
             message = f"{how} after {built.seconds} s: {built.output[-2000:]}"
             self._events.add("prebuild", message, seconds=built.seconds, ok=built.ok)
-            if not built.ok and not supervisor.orders.to_end:
+            if not built.ok and not supervisor.asked.to_end:
                 raise AttemptFailed(FailureKind.IMPORT_ERROR, message)
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -212,29 +328,87 @@ class Agent:
 
     def _run_role(self, plan: RolePlan, slots: SlotFile, supervisor: Supervisor) -> Ending | None:
         """Run one role to its good end (None), or to the end of the attempt."""
-        message = f"role {plan.role} starts with {plan.workers_per_node} workers"
+        num_nodes = self._job.nodes.num
+        on_each = f" on each of {num_nodes} nodes" if num_nodes > 1 else ""
         self._enter_restart(plan.role, supervisor)
+        message = f"role {plan.role} starts with {plan.workers_per_node} workers{on_each}"
         self._events.add("role_started", message, plan.role, workers=plan.workers_per_node)
         while True:
-            ending = self._asked_to_end(supervisor, between_starts=True)
-            if ending is not None:
-                return ending
-            watch = Watch(plan.role, self._restart_dir, plan.workers_per_node, slots, supervisor.clock)
-            problem = self._run_once(watch, supervisor)
-            ending = self._asked_to_end(supervisor, between_starts=False)
-            if ending is not None:
-                return ending
-            outcomes = endings.read_outcomes(watch, self._job.node, self._leader.write)
-            if not problem and endings.all_well(watch, outcomes):
-                return self._end_role(plan.role, outcomes, supervisor)
-            failure = endings.explain(watch, self._job.node, outcomes, problem)
-            choice = self._decide(failure, supervisor)
-            if choice.action is not Action.RESTART_IN_PLACE:
-                message = f"{failure.diagnosis.message} ({choice.reason})"
-                return self._ending(AttemptState.FAILED, message, failure.diagnosis.kind)
+            step = self._agree(
+                f"ready/{self._restart}", Ready(), Ready, lambda _: self._may_start(supervisor.asked), supervisor
+            )
+            if step.action == "start":
+                watch = Watch(
+                    plan.role,
+                    self._restart_dir,
+                    plan.workers_per_node,
+                    slots,
+                    supervisor.clock,
+                    self._job.nodes.name,
+                )
+                end = self._run_once(watch, supervisor)
+                step = self._agree(
+                    f"end/{self._restart}",
+                    end,
+                    NodeEnd,
+                    lambda ends, watch=watch: self._conclude(watch, ends, supervisor.asked),  # type: ignore[misc]
+                    supervisor,
+                )
+                supervisor.release()
+            if step.action == "next_role":
+                return None
+            if step.action == "end":
+                return Ending(step.state, step.message, step.kind, step.ended_by, step.num_restarts)
             self._enter_restart(plan.role, supervisor)
             if self._gpus is not None:
                 self._gpus.wait()
+
+    def _agree(
+        self,
+        topic: str,
+        message: Schema,
+        kind: type[Message],
+        decide: Callable[[Mapping[int, Message]], Step],
+        supervisor: Supervisor,
+    ) -> Step:
+        """Tell agent 0 something; once it has heard all, it decides for all. The same step comes back on every node."""
+        team, asked = self._team, supervisor.asked
+        team.tell(topic, message)
+        if not team.leads:
+            return self._await_step(f"step/{topic}", asked)
+        to_end_since: list[float] = []
+
+        def enough() -> bool:
+            missing = [name for index, name in enumerate(team.nodes.names) if index not in team.heard(topic, kind)]
+            if asked.to_end and not to_end_since:
+                to_end_since.append(time.monotonic())
+            late = bool(to_end_since) and time.monotonic() - to_end_since[0] > END_PATIENCE_S
+            return late or set(missing) <= {asked.broken_node}
+
+        self._wait_until(enough)
+        step = decide(team.heard(topic, kind))
+        team.announce(f"step/{topic}", step)
+        return step
+
+    def _await_step(self, topic: str, asked: Asked) -> Step:
+        """What agent 0 decides; the end, where it decides nothing any more."""
+        team = self._team
+
+        def over() -> Step | None:
+            orders = team.announced("orders", Orders)
+            return orders.over if orders is not None else None
+
+        self._wait_until(lambda: bool(team.announced(topic, Step) or over() or asked.broken))
+        lost = Step(action="end", message=asked.broken, kind=FailureKind.AGENT_KILLED)
+        return team.announced(topic, Step) or over() or lost
+
+    def _wait_until(self, condition: Callable[[], bool], patience_s: float = float("inf")) -> bool:
+        deadline = time.monotonic() + patience_s
+        while not condition():
+            if time.monotonic() > deadline:
+                return False
+            self._team.wait(0.1)
+        return True
 
     @property
     def _restart_dir(self) -> RestartDir:
@@ -248,12 +422,8 @@ class Agent:
             self._events.move_to(self._restart_dir)
         supervisor.enter(role, self._restart_dir)
 
-    def _run_once(self, watch: Watch, supervisor: Supervisor) -> str:
-        """Start the workers and stay until they have ended, with all that they started.
-
-        Returns:
-            The traceback of what kept them from being started; normally nothing.
-        """
+    def _run_once(self, watch: Watch, supervisor: Supervisor) -> NodeEnd:
+        """Start the workers of this node and stay until they have ended, with all that they started."""
         # Torch is imported here, when everything that can go wrong without it has been looked at.
         from rlhf_core.worker.elastic import Start, StartAbandoned, prepare_environment, run_workers
 
@@ -264,12 +434,14 @@ class Agent:
         supervisor.watch(watch)
         start = Start(
             rendezvous_id=f"{job.run_dir.run_id}.{job.attempt}.{self._restart}",
-            endpoint="127.0.0.1:0",
-            num_nodes=1,
-            is_host=True,
-            address="127.0.0.1",
+            endpoint=self._team.endpoint,
+            num_nodes=job.nodes.num,
+            # The store of several nodes is there already; one that is alone makes itself one.
+            is_host=job.nodes.num == 1,
+            address=job.nodes.address,
             command=self._worker_command(watch.role),
         )
+        problem = ""
         try:
             run_workers(
                 start,
@@ -277,22 +449,22 @@ class Agent:
                 self._inbox,
                 on_start=self._note_start,
                 on_exit=self._note_exit,
-                has_spoken=lambda worker: endings.has_spoken(watch, job.node, worker.local_rank),
+                has_spoken=lambda worker: endings.has_spoken(watch, worker.local_rank),
             )
         except StartAbandoned:
-            return ""
+            pass
         except Exception:  # noqa: BLE001 - elastic raises many types; the classifier reads the text
-            return traceback.format_exc()
+            problem = traceback.format_exc()
         finally:
-            supervisor.release()
+            supervisor.settle()
             self._end_all()
-        return ""
+        return endings.report(watch, problem, self._leader.write if self._team.leads else _try_to_write)
 
     def _worker_command(self, role: Role) -> tuple[str, ...]:
         job = self._job
         command = ["-u", "-m", "rlhf_core.worker", "role", role.value]
         command += ["--run-dir", str(job.run_dir.root), "--attempt", str(job.attempt)]
-        command += ["--restart", str(self._restart), "--node", job.node]
+        command += ["--restart", str(self._restart), "--node", job.nodes.name]
         if role in job.targets:
             command += ["--target", job.targets[role]]
         for path in job.import_paths:
@@ -315,39 +487,75 @@ class Agent:
             self._events.say(f"could not be ended: {survivor}")
 
     # -----------------------------------------------------------------------------------------------------------------
-    # Ends
+    # What agent 0 decides
 
-    def _ending(self, state: AttemptState, message: str, kind: FailureKind | None = None) -> Ending:
-        return Ending(state, message, kind, self._budget.restarts)
+    def _end(self, state: AttemptState, message: str, kind: FailureKind | None = None, ended_by: str = "") -> Step:
+        restarts = self._budget.restarts
+        return Step(action="end", state=state, message=message, kind=kind, ended_by=ended_by, num_restarts=restarts)
 
-    def _asked_to_end(self, supervisor: Supervisor, *, between_starts: bool) -> Ending | None:
-        """The end of the attempt, where somebody asked for it. Between two starts there is nothing to save first."""
-        orders = supervisor.orders
-        if orders.cancel:
-            return self._ending(AttemptState.CANCELLED, orders.cancel, FailureKind.USER_CANCEL)
-        if orders.end:
-            message = f"the agent was ended by {orders.end} from outside; the run can go on from its last checkpoint"
-            return self._ending(AttemptState.FAILED, message, FailureKind.PREEMPTION)
-        if orders.stop and between_starts:
-            return self._ending(AttemptState.PREEMPTED, f"ended between two starts of the workers: {orders.stop}")
+    def _may_start(self, asked: Asked) -> Step:
+        step = self._asked_to_end(asked)
+        if step is None and asked.stop:
+            # Between two starts there is nothing to save first.
+            step = self._end(AttemptState.PREEMPTED, f"ended between two starts of the workers: {asked.stop}")
+        if step is None and asked.broken:
+            step = self._end(AttemptState.FAILED, asked.broken, asked.broken_kind)
+        return step or Step(action="start")
+
+    def _asked_to_end(self, asked: Asked) -> Step | None:
+        if asked.cancel:
+            return self._end(AttemptState.CANCELLED, asked.cancel, FailureKind.USER_CANCEL)
+        if asked.end:
+            message = f"the agent was ended by {asked.end} from outside; the run can go on from its last checkpoint"
+            return self._end(AttemptState.FAILED, message, FailureKind.PREEMPTION, asked.end)
         return None
 
-    def _end_role(self, role: Role, outcomes: Outcomes, supervisor: Supervisor) -> Ending | None:
-        early = any(outcome.stopped_early for outcome in outcomes.values())
+    def _conclude(self, watch: Watch, ends: Mapping[int, NodeEnd], asked: Asked) -> Step:
+        """What follows from how the workers of all nodes have ended."""
+        step = self._asked_to_end(asked)
+        if step is not None:
+            return step
+        complete = len(ends) == self._job.nodes.num
+        if complete and all(endings.is_well(end) for end in ends.values()):
+            return self._end_role(watch.role, ends, asked)
+        if asked.broken:
+            kind, node = asked.broken_kind, asked.broken_node
+            diagnosis = Diagnosis(kind, asked.broken, f"{kind} {node}", nodes=(node,) if node else ())
+            failure = Failure(diagnosis, "", None, None)
+        else:
+            reports = [
+                NodeReport(self._job.nodes.names[index], end, self._team.ahead_s(index)) for index, end in ends.items()
+            ]
+            failure = endings.explain(reports, watch.hang)
+        choice = self._choose(failure, asked)
+        if choice.action is Action.RESTART_IN_PLACE:
+            return Step(action="restart")
+        return self._end(AttemptState.FAILED, f"{failure.diagnosis.message} ({choice.reason})", failure.diagnosis.kind)
+
+    def _end_role(self, role: Role, ends: Mapping[int, NodeEnd], asked: Asked) -> Step:
+        outcomes = [worker.outcome for end in ends.values() for worker in end.workers]
+        early = any(outcome.stopped_early for outcome in outcomes if outcome is not None)
         how = "saved and ended early" if early else "ended well"
         self._events.add("role_ended", f"role {role} {how}", role, stopped_early=early)
         if early:
-            reason = supervisor.orders.stop or "the workers decided so"
-            return self._ending(AttemptState.PREEMPTED, f"saved and ended early: {reason}")
+            return self._end(AttemptState.PREEMPTED, f"saved and ended early: {asked.stop or 'the workers decided so'}")
         self._budget.renew()
-        return None
+        return Step(action="next_role")
 
-    def _decide(self, failure: Failure, supervisor: Supervisor) -> Choice:
+    def _choose(self, failure: Failure, asked: Asked) -> Choice:
         """Write down what was found and what will be done about it; only then may it be done."""
         record_incident(self._leader, self._events, self._restart_dir, self._job.run_dir, failure)
         choice = self._budget.choose(failure.diagnosis)
-        if supervisor.orders.stop and choice.action is Action.RESTART_IN_PLACE:
-            reason = f"not restarted in place, as the attempt is to end: {supervisor.orders.stop}"
+        if asked.stop and choice.action is Action.RESTART_IN_PLACE:
+            reason = f"not restarted in place, as the attempt is to end: {asked.stop}"
             choice = Choice(Action.NEW_ATTEMPT, 0.0, reason)
         record_decision(self._leader, self._events, self._restart_dir, choice)
         return choice
+
+
+def _try_to_write(path: Path, model: BaseModel) -> bool:
+    try:
+        write_model(path, model)
+    except OSError:
+        return False
+    return True

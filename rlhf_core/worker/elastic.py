@@ -20,13 +20,11 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 
 from rlhf_core.worker.signals import SAVING, SignalInbox, held_back
-from rlhf_core.worker.watch import Exit, Started, Watch
+from rlhf_core.worker.watch import PEER_PATIENCE_S, Exit, Started, Watch
 
 JOIN_TIMEOUT_S = 60
 """How long nodes wait for each other at a start."""
 MONITOR_INTERVAL_S = 0.1
-PEER_PATIENCE_S = 1.0
-"""How long the peers of a worker that died may take to say what they saw, before they are killed."""
 KILL_PATIENCE_S = 10.0
 
 
@@ -175,6 +173,9 @@ class _Workers(LocalElasticAgent):
     def _note_exits(self) -> None:
         for worker, end in self._watch.note_exits():
             self._on_exit(worker, end)
+
+    def _exit_barrier(self) -> None:
+        """Not to wait for the other nodes here: how a start has ended is talked over by the agents (``team.py``)."""
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGKILL, timeout: int = 5) -> None:
         if not self._watch.all_ended:

@@ -1,6 +1,9 @@
-"""How one start of the workers ended: what they wrote, what the agent saw, and what that comes to."""
+"""How one start of the workers ended: what they wrote, what the agents saw, and what that comes to.
 
-from collections.abc import Callable, Mapping
+Every agent reports its own node; agent 0 puts the reports together.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,13 +11,14 @@ from pydantic import BaseModel
 
 from rlhf_core.diagnosis.classify import Diagnosis, Evidence, WorkerEnd, classify
 from rlhf_core.run_dir import read_model
-from rlhf_core.schemas.reports import WorkerOutcome
+from rlhf_core.schemas.reports import RankStatus, WorkerOutcome
+from rlhf_core.schemas.team import NodeEnd, WorkerReport
 from rlhf_core.worker import evidence, processes
-from rlhf_core.worker.watch import Started, Watch
+from rlhf_core.worker.watch import Hang, Started, Watch
 from rlhf_core.worker.worker_process import spare_outcome
 
 Outcomes = Mapping[int, WorkerOutcome]
-"""What the workers wrote about themselves, by local rank."""
+"""What the workers of a node wrote about themselves, by local rank."""
 
 
 @dataclass(frozen=True)
@@ -29,18 +33,54 @@ class Failure:
     """From its last beat until it was found, in seconds."""
 
 
-def has_spoken(watch: Watch, node: str, local_rank: int) -> bool:
+@dataclass(frozen=True)
+class NodeReport:
+    """What one node said, and how its clock stands to ours."""
+
+    node: str
+    end: NodeEnd
+    ahead_s: float = 0.0
+    """What is added to its times to have them by this node's clock, in seconds."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On every node
+
+
+def has_spoken(watch: Watch, local_rank: int) -> bool:
     """Whether a worker has written its outcome."""
-    path = watch.restart_dir.worker_outcome(watch.role, node, local_rank)
+    path = watch.restart_dir.worker_outcome(watch.role, watch.node, local_rank)
     return path.exists() or spare_outcome(watch.slots.path, local_rank).exists()
 
 
-def read_outcomes(watch: Watch, node: str, write: Callable[[Path, BaseModel], bool]) -> Outcomes:
+def report(watch: Watch, problem: str, write: Callable[[Path, BaseModel], bool]) -> NodeEnd:
+    """How the workers of this node ended. The ends of their logs are saved unless all went well.
+
+    Args:
+        watch: The workers, all ended.
+        problem: Traceback of what kept them from being started; empty when they were.
+        write: Writes what workers left on the node because the disk was full.
+    """
+    outcomes = read_outcomes(watch, write)
+    workers = tuple(_report_worker(watch, worker, outcomes) for worker in watch.workers.values())
+    oom_kills = max(0, processes.oom_kills() - watch.oom_kills_before)
+    end = NodeEnd(num_workers=watch.num_workers, workers=workers, problem=problem, oom_kills=oom_kills)
+    if is_well(end):
+        return end
+    logs = {index: watch.restart_dir.log(watch.role, watch.node, index) for index in range(watch.num_workers)}
+    evidence.save_log_tails(logs, watch.restart_dir.incident_dir, watch.node)
+    told = tuple(
+        worker.model_copy(update={"log_tail": evidence.log_tail(logs[worker.local_rank])}) for worker in workers
+    )
+    return end.model_copy(update={"workers": told})
+
+
+def read_outcomes(watch: Watch, write: Callable[[Path, BaseModel], bool]) -> Outcomes:
     """What the workers wrote about themselves; what they left on the node, as the disk was full, is written by
     ``write``."""
     found = {}
     for index in range(watch.num_workers):
-        path = watch.restart_dir.worker_outcome(watch.role, node, index)
+        path = watch.restart_dir.worker_outcome(watch.role, watch.node, index)
         spare = spare_outcome(watch.slots.path, index)
         outcome = read_model(path, WorkerOutcome)
         if outcome is None:
@@ -53,63 +93,81 @@ def read_outcomes(watch: Watch, node: str, write: Callable[[Path, BaseModel], bo
     return found
 
 
-def all_well(watch: Watch, outcomes: Outcomes) -> bool:
+def _report_worker(watch: Watch, worker: Started, outcomes: Outcomes) -> WorkerReport:
+    end = watch.exits.get(worker.local_rank)
+    return WorkerReport(
+        rank=worker.rank,
+        local_rank=worker.local_rank,
+        code=end.code if end is not None else None,
+        by_agent=end is None or end.by_agent,
+        ended_s=end.wall_s if end is not None else 0.0,
+        last=end.last if end is not None else None,
+        outcome=outcomes.get(worker.local_rank),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On agent 0
+
+
+def is_well(end: NodeEnd) -> bool:
     """Every worker has ended by itself with exit code 0, and has said that it did what it was there for."""
     return (
-        watch.all_ended
-        and all(end.code == 0 for end in watch.exits.values())
-        and len(outcomes) == watch.num_workers
-        and all(outcome.ok for outcome in outcomes.values())
+        not end.problem
+        and len(end.workers) == end.num_workers
+        and all(worker.code == 0 and worker.outcome is not None and worker.outcome.ok for worker in end.workers)
     )
 
 
-def explain(watch: Watch, node: str, outcomes: Outcomes, problem: str) -> Failure:
-    """Save the ends of the logs, and say what went wrong.
+def explain(reports: Iterable[NodeReport], hang: Hang | None) -> Failure:
+    """Say what went wrong, from what all nodes have seen.
 
     Args:
-        watch: The workers, all ended.
-        node: This node.
-        outcomes: What they wrote.
-        problem: Traceback of what kept them from being started; empty when they were.
+        reports: Of all nodes, at least one.
+        hang: What the workers were ended for, where they hung.
     """
-    if watch.hang is None:
-        logs = {index: watch.restart_dir.log(watch.role, node, index) for index in range(watch.num_workers)}
-        evidence.save_log_tails(logs, watch.restart_dir.incident_dir, node)
+    reports = list(reports)
+    ends = [(one, worker) for one in reports for worker in one.end.workers]
+    # Who has not ended comes last.
+    ends.sort(key=lambda pair: pair[1].ended_s + pair[0].ahead_s if pair[1].code is not None else float("inf"))
     diagnosis = classify(
         Evidence(
-            workers=tuple(_worker_end(watch, node, worker, outcomes) for worker in watch.workers.values()),
-            verdict=watch.hang.verdict if watch.hang is not None else None,
-            agent_log=problem,
-            oom_kills=max(0, processes.oom_kills() - watch.oom_kills_before),
+            workers=tuple(_worker_end(one, worker, order) for order, (one, worker) in enumerate(ends)),
+            verdict=hang.verdict if hang is not None else None,
+            agent_log="\n".join(one.end.problem for one in reports if one.end.problem),
+            oom_kills=sum(one.end.oom_kills for one in reports),
         )
     )
-    return _located(watch, diagnosis, outcomes)
+    if hang is not None:
+        return _located_hang(diagnosis, hang)
+    return _located(diagnosis, [worker for _, worker in ends])
 
 
-def _worker_end(watch: Watch, node: str, worker: Started, outcomes: Outcomes) -> WorkerEnd:
-    end = watch.exits.get(worker.local_rank)
+def _worker_end(one: NodeReport, worker: WorkerReport, order: int) -> WorkerEnd:
     return WorkerEnd(
         rank=worker.rank,
-        node=node,
+        node=one.node,
         local_rank=worker.local_rank,
-        exit_code=end.code if end is not None else None,
-        ended_by_agent=end is None or end.by_agent,
-        order=end.order if end is not None else watch.num_workers,
-        outcome=outcomes.get(worker.local_rank),
-        log_tail=evidence.log_tail(watch.restart_dir.log(watch.role, node, worker.local_rank)),
+        exit_code=worker.code,
+        ended_by_agent=worker.by_agent,
+        order=order,
+        outcome=worker.outcome,
+        log_tail=worker.log_tail,
     )
 
 
-def _located(watch: Watch, diagnosis: Diagnosis, outcomes: Outcomes) -> Failure:
-    if watch.hang is not None:
-        seen = watch.hang.ranks
-        first = next((rank for rank in seen if rank.rank in diagnosis.ranks), seen[0])
-        return Failure(diagnosis, first.phase, first.step, watch.hang.silent_s)
-    ends = sorted(watch.exits.items(), key=lambda item: item[1].order)
-    blamed = [(index, end) for index, end in ends if end.last.rank in diagnosis.ranks] or ends
+def _located_hang(diagnosis: Diagnosis, hang: Hang) -> Failure:
+    first = next((rank for rank in hang.ranks if rank.rank in diagnosis.ranks), hang.ranks[0])
+    return Failure(diagnosis, first.phase, first.step, hang.silent_s)
+
+
+def _located(diagnosis: Diagnosis, workers: list[WorkerReport]) -> Failure:
+    seen = [worker for worker in workers if worker.last is not None]
+    blamed = [worker for worker in seen if worker.rank in diagnosis.ranks] or seen
     if not blamed:
         return Failure(diagnosis, "", None, None)
-    index, end = blamed[0]
-    # What it wrote itself is newer than what its slot says.
-    last = outcomes.get(index) or end.last
-    return Failure(diagnosis, last.phase, last.step, end.last.age_s)
+    first = blamed[0]
+    last: RankStatus | WorkerOutcome | None = first.outcome or first.last  # what it wrote itself is newer
+    assert last is not None
+    assert first.last is not None
+    return Failure(diagnosis, last.phase, last.step, first.last.age_s)

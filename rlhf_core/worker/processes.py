@@ -10,6 +10,8 @@ from pathlib import Path
 
 import psutil
 
+from rlhf_core.schemas.resources import JOB_VARIABLE
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_PTRACER = 0x59616D61
@@ -80,6 +82,24 @@ def end_descendants(patience_s: float = 10.0) -> list[str]:
                 process.kill()
         time.sleep(0.02)
     return []
+
+
+def end_older_attempts(run_id: str, attempt: int) -> list[str]:
+    """Kill what earlier attempts of a run have left on this node: they are over, and their workers would disturb.
+
+    Slurm leaves the tasks of a node whose slurmd was killed.
+
+    Returns:
+        What was killed, as ``pid (command)``.
+    """
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            owner, _, number = process.environ().get(JOB_VARIABLE, "").rpartition("/")
+            if owner == run_id and number.isdigit() and int(number) < attempt:
+                found.append(_describe(process))
+                process.kill()
+    return found
 
 
 def reap_orphans(owned: Collection[int]) -> None:

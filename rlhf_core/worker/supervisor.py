@@ -1,27 +1,33 @@
 """The agent's supervising thread: reads signals, orders and slots, finds hangs, publishes what it sees.
 
 It only ever watches, asks and kills. What follows from a failure is decided in the main thread, which starts the
-workers and sees them end.
+workers and sees them end. On agent 0 it watches over the workers of all nodes: the others tell it several times a
+second how theirs stand, and do as it orders.
 """
 
+import os
+import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_core.diagnosis.liveness import GapTracker, LoopClock, Suspect, judge
 from rlhf_core.diagnosis.verdict import blame
 from rlhf_core.run_dir import RestartDir, write_model
-from rlhf_core.schemas.reports import AgentCommand, AgentStatus
+from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.schemas.reports import AgentCommand, AgentStatus, RankStatus
 from rlhf_core.schemas.resources import Role
+from rlhf_core.schemas.team import Collected, NodeState, Orders
 from rlhf_core.worker import evidence, processes
 from rlhf_core.worker.events import EventLog
 from rlhf_core.worker.findings import Findings, NodeReading
 from rlhf_core.worker.heartbeat import SlotFile
 from rlhf_core.worker.signals import ENDING, SAVING, SignalInbox
+from rlhf_core.worker.team import Team
 from rlhf_core.worker.telemetry import Telemetry
-from rlhf_core.worker.watch import Hang, Watch
+from rlhf_core.worker.watch import PEER_PATIENCE_S, Hang, Watch
 
 TICK_S = 0.25
 PUBLISH_S = 2.0
@@ -29,21 +35,35 @@ ORDERS_S = 1.0
 REAP_S = 10.0
 
 
+@dataclass(frozen=True)
+class Patience:
+    """How long agent 0 waits for other nodes, in seconds."""
+
+    evidence_s: float = 10.0
+    """For evidence, before all workers of a hung job are ended."""
+    agent_s: float = 60.0
+    """For a sign of a silent agent, before its node is given up."""
+
+
 @dataclass
-class Orders:
+class Asked:
     """What was asked of this agent from outside. Each is kept once it was given; empty means nobody asked."""
 
     cancel: str = ""
     """The user ends the run: why."""
     end: str = ""
-    """A signal ends the agent: which."""
+    """A signal ends the agent: which, and on which node if it is another one."""
     stop: str = ""
     """Save and end: who asked."""
+    broken: str = ""
+    """An agent cannot go on, or is not heard any more: why."""
+    broken_kind: FailureKind = FailureKind.UNKNOWN
+    broken_node: str = ""
 
     @property
     def to_end(self) -> bool:
         """Whether no worker may run any more."""
-        return bool(self.cancel or self.end)
+        return bool(self.cancel or self.end or self.broken)
 
 
 class Supervisor(threading.Thread):
@@ -51,32 +71,37 @@ class Supervisor(threading.Thread):
 
     def __init__(
         self,
-        node: str,
-        node_index: int,
+        team: Team,
         slots: SlotFile,
         inbox: SignalInbox,
         tracker: GapTracker,
         events: EventLog,
         new_commands: Callable[[], list[AgentCommand]],
+        patience: Patience = Patience(),
         telemetry_folder: Path | None = None,
     ) -> None:
         super().__init__(name="supervisor", daemon=True)
-        self.orders = Orders()
+        self.asked = Asked()
         self.clock = LoopClock()
-        self._node = node
-        self._node_index = node_index
+        self._team = team
+        self._node = team.nodes.name
         self._slots = slots
         self._inbox = inbox
         self._tracker = tracker
         self._events = events
         self._new_commands = new_commands
+        self._patience = patience
         self._telemetry = Telemetry(events.say, telemetry_folder)
         self._findings = Findings(events)
+        self._orders = Orders()
         self._place: tuple[Role, RestartDir] | None = None
         self._watch: Watch | None = None
         self._lock = threading.Lock()
         self._over = threading.Event()
+        self._told = 0
         self._published = 0
+        self._reading: dict[str, float] = {}
+        self._failed_at_s: float | None = None
         self._orders_at_s = 0.0
         self._publish_at_s = 0.0
         self._reap_at_s = 0.0
@@ -96,12 +121,18 @@ class Supervisor(threading.Thread):
         with self._lock:
             self._tracker.begin_restart()
             self._findings.begin_restart()
+            self._failed_at_s = None
             self._watch = watch
-        if self.orders.to_end:
+        if self.asked.to_end:
             watch.kill()
 
+    def settle(self) -> None:
+        """The workers of this node have ended. Returns once nothing is being found out about them any more."""
+        with self._lock:
+            pass
+
     def release(self) -> None:
-        """The workers have ended. Returns once nothing is being found out about them any more."""
+        """What becomes of the workers is decided on all nodes."""
         with self._lock:
             self._watch = None
 
@@ -125,10 +156,7 @@ class Supervisor(threading.Thread):
 
     def _tick(self) -> None:
         for number in self._inbox.wait(TICK_S):
-            if number in ENDING:
-                self._order_end(number.name)
-            elif number == SAVING:
-                self._order_stop(f"{number.name}: the time limit is near or the nodes are taken back")
+            self._hear_signal(number)
         now_s = time.monotonic()
         if now_s >= self._orders_at_s:
             self._orders_at_s = now_s + ORDERS_S
@@ -138,39 +166,76 @@ class Supervisor(threading.Thread):
             now_s = time.monotonic()
             if self.clock.tick(now_s):
                 self._events.say("this agent stood still for a while; silences are counted from now")
-            if self._watch is not None:
-                self._judge(self._watch)
-            self._publish(now_s)
+            state = self._state(now_s)
+            self._team.tell("state", state)
+            if self._team.leads:
+                self._lead(state)
+            else:
+                self._follow()
+            self._publish(state, now_s)
             self._reap(now_s)
             self.clock.skip(time.monotonic())
 
+    def _state(self, now_s: float) -> NodeState:
+        """How this node stands; with a new reading of its telemetry when one is due."""
+        watch = self._watch
+        ranks = tuple(watch.living()) if watch is not None else ()
+        if self._place is not None and now_s >= self._publish_at_s:
+            self._published += 1
+            self._reading = self._telemetry.read([rank.pid for rank in ranks])
+        self._told += 1
+        return NodeState(
+            sequence=self._told,
+            wall_s=time.time(),
+            restart=watch.restart_dir.restart if watch is not None else -1,
+            started=watch is not None and bool(watch.workers),
+            failed=watch is not None and watch.failed,
+            ended_by=self.asked.end,
+            ranks=ranks,
+            published=self._published,
+            telemetry=self._reading,
+        )
+
     # -----------------------------------------------------------------------------------------------------------------
-    # Orders
+    # What is asked from outside
+
+    def _hear_signal(self, number: signal.Signals) -> None:
+        if number == SAVING:
+            self._order_stop(f"{number.name}: the time limit is near or the nodes are taken back")
+        elif number == signal.SIGTERM and "SLURM_JOB_ID" in os.environ and not self.asked.stop:
+            # So Slurm announces a preemption, and scancel; it kills by itself when the time is up.
+            self._order_stop(f"{number.name}: Slurm takes the nodes back or ends the job")
+        elif number in ENDING:
+            self._order_end(number.name)
 
     def _obey(self, command: AgentCommand) -> None:
         why = f": {command.reason}" if command.reason else ""
         self._events.add("command", f"order from the control plane: {command.kind}{why}", command=command.kind)
         match command.kind:
             case "cancel":
-                self.orders.cancel = command.reason or "the user cancelled the run"
+                self.asked.cancel = command.reason or "the user cancelled the run"
                 self._kill_workers()
+                self._order(cancel=self.asked.cancel)
             case "save":
                 self._slots.ask_to_save()
+                self._order(saves=self._orders.saves + 1)
                 self._events.add("save_requested", "the workers were asked to save and go on")
             case "stop_after_step":
                 self._order_stop(command.reason or "the user asked to save and stop")
 
     def _order_end(self, name: str) -> None:
-        if not self.orders.end:
-            self.orders.end = name
+        if not self.asked.end:
+            self.asked.end = name
             self._events.add("killed", f"{name} came: everything is ended", signal=name)
         self._kill_workers()
 
     def _order_stop(self, reason: str) -> None:
-        if not self.orders.stop:
-            self.orders.stop = reason
+        if not self.asked.stop:
+            self.asked.stop = reason
             self._slots.ask_to_stop()
             self._events.add("save_requested", f"the workers were asked to save and end: {reason}")
+            if self._team.leads:
+                self._order(stop=reason)
 
     def _kill_workers(self) -> None:
         watch = self._watch
@@ -178,61 +243,158 @@ class Supervisor(threading.Thread):
             watch.kill()
 
     # -----------------------------------------------------------------------------------------------------------------
-    # Hangs
+    # Agent 0 leads
 
-    def _judge(self, watch: Watch) -> None:
-        ranks = watch.living()
-        if not ranks or watch.failed:
+    def _order(self, **changes: object) -> None:
+        self._orders = self._orders.model_copy(update=changes)
+        self._team.announce("orders", self._orders)
+
+    def _lead(self, own: NodeState) -> None:
+        """Look at all nodes: somebody to give up, somebody who failed, somebody who hangs."""
+        nodes = self._team.nodes
+        states = self._team.heard("state", NodeState) | {nodes.index: own}
+        self._look_for_the_lost(states)
+        watch = self._watch
+        if watch is None:
             return
-        self._tracker.observe(ranks)
-        suspects = judge(ranks, self._tracker)
-        if suspects:
-            self._investigate(watch, suspects)
+        here = {index: state for index, state in states.items() if state.restart == watch.restart_dir.restart}
+        if any(state.failed for state in here.values()) or self.asked.to_end:
+            self._end_all(watch)
+        elif len(here) == nodes.num and all(state.started for state in here.values()):
+            self._judge(watch, [rank for index in sorted(here) for rank in here[index].ranks])
 
-    def _investigate(self, watch: Watch, suspects: list[Suspect]) -> None:
-        """Suspect, collect, read again, and only then: verdict, and end all. The first kill spoils the evidence."""
-        before = watch.living()
+    def _look_for_the_lost(self, states: dict[int, NodeState]) -> None:
+        names = self._team.nodes.names
+        for index, state in states.items():
+            if state.ended_by and index != self._team.nodes.index:
+                self._order_end(f"{state.ended_by} on {names[index]}")
+            silence_s = self._team.silence_s(index)
+            if state.broken:
+                self._give_up(names[index], state.broken, state.broken_kind)
+            elif silence_s > self._patience.agent_s:
+                message = f"the agent of {names[index]} has not been heard for {silence_s:.0f} s"
+                self._give_up(names[index], message, FailureKind.NODE_LOST)
+
+    def _give_up(self, node: str, message: str, kind: FailureKind) -> None:
+        if not self.asked.broken:
+            self.asked.broken, self.asked.broken_kind, self.asked.broken_node = message, kind, node
+            self._events.add("peer", f"{message}; everything is ended", node_lost=node)
+            self._kill_workers()
+
+    def _end_all(self, watch: Watch) -> None:
+        """A worker has failed on some node: its peers may say what they saw, then they are ended everywhere."""
+        now_s = time.monotonic()
+        if self._failed_at_s is None:
+            self._failed_at_s = now_s
+        patience_s = 0.0 if self.asked.to_end or watch.hang is not None else PEER_PATIENCE_S
+        if now_s - self._failed_at_s >= patience_s and self._orders.kill != watch.restart_dir.restart:
+            self._order(kill=watch.restart_dir.restart)
+            watch.kill()
+
+    def _judge(self, watch: Watch, ranks: list[RankStatus]) -> None:
+        if ranks:
+            self._tracker.observe(ranks)
+            suspects = judge(ranks, self._tracker)
+            if suspects:
+                self._investigate(watch, ranks, suspects)
+
+    def _investigate(self, watch: Watch, before: list[RankStatus], suspects: list[Suspect]) -> None:
+        """Suspect, collect on all nodes, read again, and only then: verdict, and end all. The first kill spoils the
+        evidence."""
         self._events.add("suspect", "; ".join(map(_describe, suspects)), watch.role)
-        logs = {rank.local_rank: watch.restart_dir.log(watch.role, self._node, rank.local_rank) for rank in before}
-        missing = evidence.collect(before, logs, watch.restart_dir.incident_dir, self._node)
-        ranks = watch.living()
+        number = self._orders.collect + 1
+        self._order(collect=number)
+        self._collect(watch)
+        ranks = self._hear_evidence(number, watch)
         self._tracker.observe(ranks)
         still = judge(ranks, self._tracker)
         # Evidence takes seconds: somebody may have gone on, or have ended, which is another story.
-        if not still or watch.failed or {rank.pid for rank in ranks} != {rank.pid for rank in before}:
+        if not still or watch.failed or _processes(ranks) != _processes(before):
             self._events.add("suspect", "withdrawn: the workers went on", watch.role)
             return
         verdict = blame(ranks, [suspect.status.rank for suspect in still])
         blamed = [rank for rank in before if rank.rank in verdict.ranks] or before
         watch.hang = Hang(verdict, tuple(ranks), max(rank.age_s for rank in blamed))
+        self._events.add("verdict", verdict.reason, watch.role, ranks=list(verdict.ranks))
+        self._events.add("killed", f"hang: {verdict.reason}; all workers are ended", watch.role)
+        self._order(kill=watch.restart_dir.restart)
+        watch.kill()
+
+    def _hear_evidence(self, number: int, watch: Watch) -> list[RankStatus]:
+        """How the workers of all nodes stand after the evidence was saved; of a node that does not answer, before."""
+        team = self._team
+        deadline = time.monotonic() + self._patience.evidence_s
+        while len(answers := team.heard(f"evidence/{number}", Collected)) < team.nodes.num - 1:
+            if time.monotonic() > deadline:
+                break
+            team.wait(0.1)
+        last = team.heard("state", NodeState)
+        ranks = watch.living()
+        for index in range(1, team.nodes.num):
+            ranks += answers[index].ranks if index in answers else last[index].ranks
+            if index not in answers:
+                self._events.say(f"no evidence from {team.nodes.names[index]} within {self._patience.evidence_s:.0f} s")
+        return ranks
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # The other agents follow
+
+    def _follow(self) -> None:
+        orders = self._team.announced("orders", Orders)
+        if self._team.is_lost and not self.asked.broken:
+            self.asked.broken = "agent 0 does not answer any more"
+            self._events.add("peer", f"{self.asked.broken}; everything is ended")
+            self._kill_workers()
+        if orders is None:
+            return
+        before, self._orders = self._orders, orders
+        watch = self._watch
+        if orders.cancel and not self.asked.cancel:
+            self.asked.cancel = orders.cancel
+            self._kill_workers()
+        if orders.stop:
+            self._order_stop(orders.stop)
+        if orders.saves > before.saves:
+            self._slots.ask_to_save()
+        if watch is not None and not watch.killing and orders.kill == watch.restart_dir.restart:
+            self._events.add("killed", "agent 0 ends all workers", watch.role)
+            watch.kill()
+        if orders.over is not None:
+            self._kill_workers()
+        if watch is not None and orders.collect > before.collect:
+            self._collect(watch)
+            self._team.tell(f"evidence/{orders.collect}", Collected(ranks=tuple(watch.living())))
+
+    def _collect(self, watch: Watch) -> None:
+        """Save the evidence of this node."""
+        ranks = watch.living()
+        logs = {rank.local_rank: watch.restart_dir.log(watch.role, self._node, rank.local_rank) for rank in ranks}
+        missing = evidence.collect(ranks, logs, watch.restart_dir.incident_dir, self._node)
+        folder = watch.restart_dir.incident_dir.name
+        self._events.add("evidence", f"stacks, states and logs of {len(ranks)} workers saved in {folder}/", watch.role)
         for problem in missing:
             self._events.say(problem)
-        self._events.add("killed", f"hang: {verdict.reason}; all workers are ended", watch.role)
-        watch.kill()
 
     # -----------------------------------------------------------------------------------------------------------------
     # Publishing
 
-    def _publish(self, now_s: float) -> None:
+    def _publish(self, state: NodeState, now_s: float) -> None:
         if self._place is None or now_s < self._publish_at_s:
             return
         self._publish_at_s = now_s + PUBLISH_S
         role, restart_dir = self._place
-        watch = self._watch
-        ranks = watch.living() if watch is not None else []
-        self._published += 1
-        telemetry = self._telemetry.read([rank.pid for rank in ranks])
-        reading = NodeReading(self._node, self._published, telemetry, tuple(ranks))
+        nodes = self._team.nodes
         status = AgentStatus(
             node=self._node,
-            node_index=self._node_index,
+            node_index=nodes.index,
             attempt=restart_dir.attempt,
             restart=restart_dir.restart,
-            sequence=self._published,
+            sequence=state.published,
             role=role,
-            ranks=tuple(ranks),
-            telemetry=telemetry,
-            findings=self._findings.look([reading], now_s),
+            ranks=state.ranks,
+            telemetry=state.telemetry,
+            longest_gaps_s=self._tracker.all_longest_s,
+            findings=self._findings.look(self._readings(state), now_s) if self._team.leads else (),
         )
         try:
             write_model(restart_dir.agent_status(self._node), status)
@@ -240,6 +402,12 @@ class Supervisor(threading.Thread):
         except OSError as error:
             # Training does not need it; the next one is tried in two seconds.
             self._say_once(f"the status could not be written: {error}")
+
+    def _readings(self, own: NodeState) -> Iterable[NodeReading]:
+        nodes = self._team.nodes
+        states = self._team.heard("state", NodeState) | {nodes.index: own}
+        for index, state in states.items():
+            yield NodeReading(nodes.names[index], state.published, state.telemetry, state.ranks)
 
     def _reap(self, now_s: float) -> None:
         # Not while workers are being started: their exits belong to elastic, which does not know them by then.
@@ -254,10 +422,14 @@ class Supervisor(threading.Thread):
             self._events.say(text)
 
 
+def _processes(ranks: Iterable[RankStatus]) -> set[tuple[str, int]]:
+    return {(rank.node, rank.pid) for rank in ranks}
+
+
 def _describe(suspect: Suspect) -> str:
     rank = suspect.status
     where = "inside a collective" if rank.in_collective else "outside any collective"
     return (
-        f"rank {rank.rank} has been silent for {rank.age_s:.1f} s in phase {rank.phase} at step {rank.step}, "
-        f"{suspect.limit_s:.1f} s are allowed; {where}, process state {rank.process_state}"
+        f"rank {rank.rank} on {rank.node} has been silent for {rank.age_s:.1f} s in phase {rank.phase} at step "
+        f"{rank.step}, {suspect.limit_s:.1f} s are allowed; {where}, process state {rank.process_state}"
     )

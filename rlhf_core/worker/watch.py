@@ -16,6 +16,9 @@ from rlhf_core.schemas.resources import Role
 from rlhf_core.worker import processes
 from rlhf_core.worker.heartbeat import SlotFile
 
+PEER_PATIENCE_S = 1.0
+"""How long the peers of a worker that died may take to say what they saw, before they are killed."""
+
 
 @dataclass(frozen=True)
 class Started:
@@ -38,13 +41,15 @@ class Exit:
     """Which it was to end, from 0."""
     by_agent: bool
     """After the agent had begun to kill."""
+    wall_s: float
+    """When that was seen, in seconds since the epoch."""
     last: RankStatus
     """What it was last seen doing."""
 
 
 @dataclass(frozen=True)
 class Hang:
-    """A hang that was judged, with the workers as they were before they were killed."""
+    """A hang that agent 0 has judged, with the workers of all nodes as they were before they were killed."""
 
     verdict: Verdict
     ranks: tuple[RankStatus, ...]
@@ -61,6 +66,7 @@ class Watch:
     num_workers: int
     slots: SlotFile
     clock: LoopClock
+    node: str = ""
     workers: dict[int, Started] = field(default_factory=dict)
     """By local rank; filled once all are started."""
     exits: dict[int, Exit] = field(default_factory=dict)
@@ -98,7 +104,7 @@ class Watch:
                 code = None if local_rank in self.exits else processes.peek_exit(worker.pid)
                 if code is not None:
                     by_agent = killing and code == -9
-                    self.exits[local_rank] = Exit(code, len(self.exits), by_agent, self.read(worker))
+                    self.exits[local_rank] = Exit(code, len(self.exits), by_agent, time.time(), self.read(worker))
                     found.append((worker, self.exits[local_rank]))
             return found
 
@@ -124,6 +130,7 @@ class Watch:
         beat_ns = slot.beat_ns if known else worker.started_ns
         return RankStatus(
             role=self.role,
+            node=self.node,
             rank=worker.rank,
             local_rank=worker.local_rank,
             pid=worker.pid,

@@ -57,8 +57,16 @@ class AgentRun:
         """What the roles are to do, see ``targets/fake_roles.py``."""
         (self.run_dir.root / "script.json").write_text(json.dumps(lines), encoding="utf-8")
 
-    def start(self) -> "subprocess.Popen[bytes]":
+    def start(self, index: int = 0, num_nodes: int = 1, **variables: str) -> "subprocess.Popen[bytes]":
+        """Start the agent of one node; of several, each as if Slurm had started it on its own."""
         environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+        if num_nodes > 1:
+            environment |= {
+                "RLHF_NODES": ",".join(f"node{one}=127.0.0.1" for one in range(1, num_nodes + 1)),
+                "SLURM_NODEID": str(index),
+                "SLURMD_NODENAME": f"node{index + 1}",
+            }
+        environment |= variables
         command = [sys.executable, "-m", "rlhf_core.worker", "agent"]
         command += ["--run-dir", str(self.run_dir.root), "--attempt", str(self.attempt), "--path", str(TARGETS)]
         command += ["--target", "trainer=fake_roles:train", "--target", "evaluator=fake_roles:evaluate"]
@@ -73,6 +81,19 @@ class AgentRun:
             )
         self.agents.append(agent)
         return agent
+
+    def start_all(self, num_nodes: int) -> None:
+        """Start the agents of all nodes."""
+        for index in range(num_nodes):
+            self.start(index, num_nodes)
+
+    def finish_all(self) -> list[int]:
+        """Wait for all agents; their exit codes."""
+        return [agent.wait(timeout=PATIENCE_S) for agent in self.agents]
+
+    def printed(self, index: int) -> str:
+        """What an agent printed."""
+        return self._output(index).read_text(encoding="utf-8")
 
     def _output(self, index: int) -> Path:
         return self.run_dir.root / f"agent-{index}.out"
@@ -112,12 +133,22 @@ class AgentRun:
 
     def pids(self, restart: int) -> dict[int, int]:
         """Process ids by rank; empty until the workers were started."""
+        found = {}
         for event in self.events(restart, "workers_started"):
             ranks, pids = event.data["ranks"], event.data["pids"]
             assert isinstance(ranks, dict)
             assert isinstance(pids, dict)
-            return {int(str(rank)): int(str(pids[index])) for index, rank in ranks.items()}
-        return {}
+            found |= {int(str(rank)): int(str(pids[index])) for index, rank in ranks.items()}
+        return found
+
+    def nodes(self, restart: int) -> dict[int, str]:
+        """Nodes by rank."""
+        found = {}
+        for event in self.events(restart, "workers_started"):
+            ranks = event.data["ranks"]
+            assert isinstance(ranks, dict)
+            found |= {int(str(rank)): event.node for rank in ranks.values()}
+        return found
 
     def reached(self, restart: int, step: int) -> bool:
         """Whether a step of that restart is in its metrics."""

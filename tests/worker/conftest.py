@@ -31,10 +31,10 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def agent_run(tmp_path: Path) -> Iterator[Callable[..., AgentRun]]:
-    """Makes toy runs with two trainer ranks; whatever they leave behind is ended with the test."""
+    """Makes toy runs with two trainer ranks per node; whatever they leave behind is ended with the test."""
     runs: list[AgentRun] = []
 
-    def make(*, evaluator: bool = False, **sections: Any) -> AgentRun:
+    def make(*, evaluator: bool = False, num_nodes: int = 1, **sections: Any) -> AgentRun:
         run_dir = RunDir.of(tmp_path / "runs", new_run_id("toy"))
         spec = StoredSpec(
             run_id=run_dir.run_id,
@@ -48,7 +48,7 @@ def agent_run(tmp_path: Path) -> Iterator[Callable[..., AgentRun]]:
         roles = [RolePlan(role=Role.TRAINER, workers_per_node=2)]
         if evaluator:
             roles.append(RolePlan(role=Role.EVALUATOR, workers_per_node=2))
-        write_model(run_dir.attempt(1).placement, Placement(attempt=1, num_nodes=1, roles=tuple(roles)))
+        write_model(run_dir.attempt(1).placement, Placement(attempt=1, num_nodes=num_nodes, roles=tuple(roles)))
         runs.append(AgentRun(run_dir))
         return runs[-1]
 

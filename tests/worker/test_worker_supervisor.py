@@ -15,11 +15,16 @@ from rlhf_core.run_dir import AttemptDir, new_run_id
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.resources import Role
+from rlhf_core.worker.board import MemoryBoard
 from rlhf_core.worker.events import EventLog
 from rlhf_core.worker.heartbeat import SlotFile
+from rlhf_core.worker.nodes import Nodes
 from rlhf_core.worker.signals import SignalInbox
 from rlhf_core.worker.supervisor import Supervisor
+from rlhf_core.worker.team import Team
 from rlhf_core.worker.watch import Started, Watch
+
+ALONE = Team(Nodes(("here",), ("127.0.0.1",), 0), MemoryBoard())
 
 
 @pytest.fixture
@@ -51,13 +56,13 @@ def silent_worker() -> Iterator["subprocess.Popen[bytes]"]:
 def _supervise(folder: Path, slots: SlotFile, inbox: SignalInbox, limit_s: float) -> Supervisor:
     restart_dir = AttemptDir(folder, 1).restart(0)
     tracker = GapTracker(5.0, limit_s, limit_s)
-    supervisor = Supervisor("here", 0, slots, inbox, tracker, EventLog("here", restart_dir), list)
+    supervisor = Supervisor(ALONE, slots, inbox, tracker, EventLog("here", restart_dir), list)
     supervisor.enter(Role.TRAINER, restart_dir)
     return supervisor
 
 
 def _watch(supervisor: Supervisor, folder: Path, slots: SlotFile, pid: int) -> Watch:
-    watch = Watch(Role.TRAINER, AttemptDir(folder, 1).restart(0), 1, slots, supervisor.clock)
+    watch = Watch(Role.TRAINER, AttemptDir(folder, 1).restart(0), 1, slots, supervisor.clock, "here")
     watch.begin({0: Started(0, 0, pid, time.monotonic_ns())})
     supervisor.watch(watch)
     return watch
@@ -131,8 +136,8 @@ def test_signals_become_orders_while_the_main_thread_is_busy(
     supervisor.start()
     os.kill(os.getpid(), signal.SIGUSR2)
     os.kill(os.getpid(), signal.SIGTERM)
-    wait_for(lambda: supervisor.orders.end, 5.0)
+    wait_for(lambda: supervisor.asked.end, 5.0)
     supervisor.stop()
-    assert supervisor.orders.end == "SIGTERM"
-    assert "SIGUSR2" in supervisor.orders.stop
-    assert supervisor.orders.to_end
+    assert supervisor.asked.end == "SIGTERM"
+    assert "SIGUSR2" in supervisor.asked.stop
+    assert supervisor.asked.to_end

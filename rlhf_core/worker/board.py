@@ -1,0 +1,175 @@
+"""Where the agents of an attempt leave messages for each other: a small key-value store that agent 0 keeps.
+
+It lives as long as the attempt, through all restarts of the workers, and torch elastic finds its peers in it too. The
+port follows from the name of the job, so that nobody has to be told it: of eight candidates agent 0 takes the first
+that is free, and the others try them all until a store answers that carries the mark of this attempt.
+"""
+
+import hashlib
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+NUM_PORTS = 8
+PORTS = range(20000, 30000)
+"""Below the range from which Linux hands out ports to clients."""
+JOIN_S = 60.0
+"""How long agents look for the store of agent 0, and agent 0 waits for them."""
+ANSWER_S = 5.0
+MARK = "rlhf/marker"
+
+
+class BoardLost(Exception):
+    """The store does not answer."""
+
+
+class Board(Protocol):
+    """Texts by key."""
+
+    endpoint: str
+    """``host:port`` of its store; port 0 where there is none."""
+
+    def set(self, key: str, text: str) -> None:
+        """Leave a text.
+
+        Raises:
+            BoardLost: the store does not answer.
+        """
+
+    def get(self, keys: Sequence[str]) -> list[str | None]:
+        """Texts by key, None where nobody left one.
+
+        Raises:
+            BoardLost: the store does not answer.
+        """
+
+
+class MemoryBoard:
+    """For an agent that is alone, and for tests."""
+
+    endpoint = "127.0.0.1:0"
+
+    def __init__(self) -> None:
+        self._texts: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def set(self, key: str, text: str) -> None:
+        """Leave a text."""
+        with self._lock:
+            self._texts[key] = text
+
+    def get(self, keys: Sequence[str]) -> list[str | None]:
+        """Texts by key."""
+        with self._lock:
+            return [self._texts.get(key) for key in keys]
+
+
+class StoreBoard:
+    """On torch's ``TCPStore``."""
+
+    def __init__(self, store: Any, endpoint: str) -> None:
+        self._store = store
+        self.endpoint = endpoint
+
+    def set(self, key: str, text: str) -> None:
+        """Leave a text."""
+        try:
+            self._store.set(key, text)
+        except RuntimeError as error:
+            raise BoardLost(str(error)) from error
+
+    def get(self, keys: Sequence[str]) -> list[str | None]:
+        """Texts by key; one question where all are there."""
+        if not keys:
+            return []
+        try:
+            # A question for a key that nobody has set would wait for it.
+            if self._store.check(list(keys)):
+                return [content.decode() for content in self._store.multi_get(list(keys))]
+            return [self._store.get(key).decode() if self._store.check([key]) else None for key in keys]
+        except RuntimeError as error:
+            raise BoardLost(str(error)) from error
+
+
+def candidate_ports(marker: str) -> list[int]:
+    """Ports on which the store of a job may be, in the order in which they are tried."""
+    digest = hashlib.sha256(marker.encode()).digest()
+    numbers = (int.from_bytes(digest[2 * place : 2 * place + 2]) for place in range(NUM_PORTS))
+    return list(dict.fromkeys(PORTS.start + number % len(PORTS) for number in numbers))
+
+
+def host_board(address: str, marker: str) -> StoreBoard:
+    """Start the store of an attempt; for agent 0.
+
+    Raises:
+        BoardLost: all candidate ports are taken.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    taken = []
+    for port in candidate_ports(marker):
+        try:
+            store = TCPStore(
+                "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=ANSWER_S)
+            )
+        except RuntimeError as error:
+            taken.append(f"{port}: {str(error).splitlines()[0]}")
+            continue
+        store.set(MARK, marker)
+        return StoreBoard(store, f"{address}:{port}")
+    raise BoardLost(f"none of the ports of {marker} is free ({'; '.join(taken)})")
+
+
+def join_board(address: str, marker: str, pause: Callable[[float], bool], patience_s: float = JOIN_S) -> StoreBoard:
+    """Find the store of agent 0.
+
+    Args:
+        address: Of agent 0's node.
+        marker: Of the attempt.
+        pause: Sleeps for so many seconds; True when there is no more use in waiting.
+        patience_s: Longest time to look, in seconds.
+
+    Raises:
+        BoardLost: it was not found; the message says what was.
+    """
+    deadline = time.monotonic() + patience_s
+    seen: dict[int, str] = {}
+    while time.monotonic() < deadline:
+        for port in candidate_ports(marker):
+            found: queue.SimpleQueue[tuple[Any, str]] = queue.SimpleQueue()
+            # In a thread: whoever listens there may be silent for ever, and TCPStore would wait for it.
+            threading.Thread(target=_try, args=(address, port, marker, found), daemon=True).start()
+            try:
+                store, seen[port] = found.get(timeout=ANSWER_S)
+            except queue.Empty:
+                store, seen[port] = None, "does not answer"
+            if store is not None:
+                return StoreBoard(store, f"{address}:{port}")
+        if pause(0.25):
+            raise BoardLost("no longer looking for agent 0: this agent is to end")
+    listed = ", ".join(f"{port} {what}" for port, what in seen.items())
+    raise BoardLost(f"agent 0 was not found at {address} within {patience_s:.0f} s: {listed}")
+
+
+def _try(address: str, port: int, marker: str, found: "queue.SimpleQueue[tuple[Any, str]]") -> None:
+    """Find out whether our store is at a port, and what is there otherwise."""
+    try:
+        # TCPStore itself would try for its whole patience where nobody listens.
+        socket.create_connection((address, port), timeout=ANSWER_S).close()
+    except OSError as error:
+        found.put((None, error.strerror or type(error).__name__))
+        return
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    try:
+        patience = timedelta(seconds=ANSWER_S)
+        store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=patience)
+        owner = store.get(MARK).decode() if store.check([MARK]) else "nobody"
+    except RuntimeError as error:
+        found.put((None, f"is no store ({str(error).splitlines()[0][:80]})"))
+        return
+    found.put((store, "") if owner == marker else (None, f"belongs to {owner}"))

@@ -1,0 +1,95 @@
+"""Which nodes an attempt has, which of them this is, and how the others reach it.
+
+The batch script of the job says it in one variable, because names of nodes need not resolve (``RLHF_NODES``, from one
+question to the scheduler); which node this is says the scheduler's own ``SLURM_NODEID``. Without both there is one
+node.
+"""
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import psutil
+
+NODES_VARIABLE = "RLHF_NODES"
+"""``name=address,name=address`` in the order of the allocation."""
+INDEX_VARIABLE = "SLURM_NODEID"
+NAME_VARIABLE = "SLURMD_NODENAME"
+
+
+class NodesError(Exception):
+    """What the environment says about the nodes contradicts itself; the message says how."""
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of an attempt, as one of them sees them."""
+
+    names: tuple[str, ...]
+    """In the order of the allocation; agent 0 runs on the first."""
+    addresses: tuple[str, ...]
+    index: int
+    """Which of them this is."""
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str] = os.environ) -> "Nodes":
+        """Read the environment.
+
+        Raises:
+            NodesError: it contradicts itself.
+        """
+        listed = environment.get(NODES_VARIABLE, "")
+        own_name = environment.get(NAME_VARIABLE) or socket.gethostname()
+        position = environment.get(INDEX_VARIABLE, "0")
+        if not position.isdigit():
+            raise NodesError(f"found {INDEX_VARIABLE}={position!r}, expected a number from 0")
+        if not listed:
+            if int(position) > 0:
+                message = f"found {INDEX_VARIABLE}={position} but no {NODES_VARIABLE}: the job's script must set both"
+                raise NodesError(message)
+            return cls((own_name,), ("127.0.0.1",), 0)
+        pairs = [pair.partition("=") for pair in listed.split(",")]
+        if not all(name and address for name, _, address in pairs):
+            raise NodesError(f"found {NODES_VARIABLE}={listed!r}, expected name=address,name=address")
+        names = tuple(name for name, _, _ in pairs)
+        if len(set(names)) < len(names):
+            raise NodesError(f"found a name twice in {NODES_VARIABLE}={listed!r}")
+        if int(position) >= len(names):
+            raise NodesError(f"found {INDEX_VARIABLE}={position}, but {NODES_VARIABLE} names {len(names)} nodes")
+        if environment.get(NAME_VARIABLE) and names[int(position)] != own_name:
+            message = f"node {position} is {names[int(position)]} in {NODES_VARIABLE}, but {NAME_VARIABLE}={own_name}"
+            raise NodesError(message)
+        return cls(names, tuple(address for _, _, address in pairs), int(position))
+
+    @property
+    def name(self) -> str:
+        """Name of this node."""
+        return self.names[self.index]
+
+    @property
+    def address(self) -> str:
+        """How the others reach this node."""
+        return self.addresses[self.index]
+
+    @property
+    def num(self) -> int:
+        """How many there are."""
+        return len(self.names)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether agent 0 runs here."""
+        return self.index == 0
+
+
+def interface_of(address: str) -> str:
+    """Network interface that has an address or the address of a name; empty when none has."""
+    try:
+        number = socket.gethostbyname(address)
+    except OSError:
+        return ""
+    for interface, entries in psutil.net_if_addrs().items():
+        if any(entry.address == number for entry in entries):
+            return interface
+    return ""

@@ -1,0 +1,180 @@
+"""The agents of an attempt as a team: what each tells agent 0, what agent 0 announces to all.
+
+Everything that could block, a store whose keeper is gone, happens in a thread of its own, so that no agent ever waits
+for another one with its hands tied. An agent that is alone has a team too: it hears itself.
+"""
+
+import threading
+import time
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from rlhf_core.schemas.base import Schema
+from rlhf_core.schemas.team import NodeState, Ready
+from rlhf_core.worker.board import Board, BoardLost
+from rlhf_core.worker.nodes import Nodes
+
+LOST_S = 15.0
+"""Silence of agent 0's store after which an agent takes it for lost."""
+ROUND_S = 0.1
+FAREWELL_S = 10.0
+"""How long agent 0 waits for the others to have heard the end."""
+
+Message = TypeVar("Message", bound=Schema)
+
+
+class Team:
+    """One agent's end of the board."""
+
+    def __init__(self, nodes: Nodes, board: Board) -> None:
+        self.nodes = nodes
+        self.endpoint = board.endpoint
+        self._board = board
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._wake = threading.Event()
+        self._over = threading.Event()
+        self._outbox: dict[str, str] = {}
+        self._wanted: set[str] = set()
+        self._texts: dict[str, str] = {}
+        self._changed_at: dict[str, float] = {}
+        self._offsets: dict[int, float] = {}
+        self._answered_at = time.monotonic()
+        peers = range(1, nodes.num) if nodes.is_first else ()
+        self._live = [f"state/{index}" for index in peers] if nodes.is_first else ["orders"]
+        if nodes.num > 1:
+            if nodes.is_first:
+                for key in ("orders", *self._live):
+                    board.set(key, "")  # keys that are there can be read in one question
+            threading.Thread(target=self._run, name="board", daemon=True).start()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is agent 0."""
+        return self.nodes.is_first
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Speaking and hearing
+
+    def tell(self, topic: str, message: Schema) -> None:
+        """Tell agent 0, which hears itself too."""
+        self._put(f"{topic}/{self.nodes.index}", message, send=not self.leads)
+
+    def announce(self, topic: str, message: Schema) -> None:
+        """Tell all; for agent 0."""
+        self._put(topic, message, send=self.nodes.num > 1)
+
+    def heard(self, topic: str, kind: type[Message]) -> dict[int, Message]:
+        """What was told about a topic so far, by index of the node; for agent 0."""
+        found = {index: self._get(f"{topic}/{index}", kind) for index in range(self.nodes.num)}
+        return {index: message for index, message in found.items() if message is not None}
+
+    def announced(self, topic: str, kind: type[Message]) -> Message | None:
+        """What agent 0 has announced, if it has."""
+        return self._get(topic, kind)
+
+    def wait(self, seconds: float) -> None:
+        """Until something new was heard, for at most so long."""
+        with self._changed:
+            self._changed.wait(seconds)
+
+    def silence_s(self, index: int) -> float:
+        """How long agent 0 has heard no new state of a node, in seconds; 0 before the first."""
+        with self._lock:
+            since = self._changed_at.get(f"state/{index}")
+        return 0.0 if since is None or index == self.nodes.index else time.monotonic() - since
+
+    def ahead_s(self, index: int) -> float:
+        """How far this node's clock is ahead of another's, in seconds; right to about a tenth of a second."""
+        return self._offsets.get(index, 0.0)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether agent 0 has not been heard for too long."""
+        return not self.leads and time.monotonic() - self._answered_at > LOST_S
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # The end
+
+    def part(self) -> None:
+        """Say farewell, or wait until the others have: agent 0 keeps the store, and must be the last to go."""
+        if self.nodes.num > 1:
+            self.tell("farewell", Ready())
+            deadline = time.monotonic() + FAREWELL_S
+            while not self._parted() and time.monotonic() < deadline and not self.is_lost:
+                self.wait(0.1)
+        self._over.set()
+        self._wake.set()
+
+    def _parted(self) -> bool:
+        if self.leads:
+            return len(self.heard("farewell", Ready)) == self.nodes.num
+        with self._lock:
+            return not self._outbox
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Keys and texts
+
+    def _put(self, key: str, message: Schema, *, send: bool) -> None:
+        text = message.model_dump_json()
+        with self._lock:
+            self._texts[key] = text
+            if send:
+                self._outbox[key] = text
+        self._wake.set()
+
+    def _get(self, key: str, kind: type[Message]) -> Message | None:
+        with self._lock:
+            text = self._texts.get(key)
+            if text is None and self.nodes.num > 1 and key not in self._live:
+                self._wanted.add(key)
+        if not text:
+            return None
+        try:
+            return kind.model_validate_json(text)
+        except ValidationError:
+            return None  # another version of this program; what it says is as good as unsaid
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # The thread that speaks with the store
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            self._wake.wait(ROUND_S)
+            self._wake.clear()
+            try:
+                self._exchange()
+            except (BoardLost, ValueError):
+                self._over.wait(ROUND_S)
+            else:
+                self._answered_at = time.monotonic()
+
+    def _exchange(self) -> None:
+        with self._lock:
+            outgoing = dict(self._outbox)
+        for key, content in outgoing.items():
+            self._board.set(key, content)
+            with self._lock:
+                if self._outbox.get(key) == content:
+                    del self._outbox[key]
+        with self._lock:
+            wanted = list(self._wanted)
+        # Two questions: those that are asked all the time are answered at once, as their keys are always there.
+        found = [*zip(self._live, self._board.get(self._live), strict=True)]
+        found += zip(wanted, self._board.get(wanted), strict=True)
+        with self._changed:
+            for key, text in found:
+                if text and self._texts.get(key) != text:
+                    self._texts[key] = text
+                    self._changed_at[key] = time.monotonic()
+                    self._wanted.discard(key)
+                    self._measure_clock(key, text)
+            self._changed.notify_all()
+
+    def _measure_clock(self, key: str, text: str) -> None:
+        """The smallest difference ever seen between two clocks is that of the fastest message."""
+        topic, _, index = key.partition("/")
+        if topic == "state":
+            difference = time.time() - NodeState.model_validate_json(text).wall_s
+            self._offsets[int(index)] = min(difference, self._offsets.get(int(index), difference))

@@ -1,0 +1,130 @@
+"""The store in which agents meet: found by its mark alone, and no stranger is taken for it."""
+
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from rlhf_core.run_dir import new_run_id
+from rlhf_core.schemas.team import Ready
+from rlhf_core.worker import board, team
+from rlhf_core.worker.board import BoardLost, MemoryBoard, candidate_ports, host_board, join_board
+from rlhf_core.worker.nodes import Nodes
+from rlhf_core.worker.team import Team
+
+pytestmark = pytest.mark.training
+
+
+@pytest.fixture
+def marker() -> str:
+    return f"{new_run_id('toy')}/1"
+
+
+def asleep(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
+
+
+def test_ports_follow_from_the_job_and_differ_between_jobs(marker: str) -> None:
+    ports = candidate_ports(marker)
+    assert ports == candidate_ports(marker)
+    assert ports != candidate_ports(marker.replace("/1", "/2"))
+    assert 6 <= len(set(ports)) <= 8
+    assert all(20000 <= port < 30000 for port in ports)
+
+
+def test_what_one_leaves_the_other_finds_also_when_the_first_port_is_taken(marker: str) -> None:
+    with socket.socket() as stranger:
+        stranger.bind(("", candidate_ports(marker)[0]))
+        stranger.listen()
+        hosted = host_board("127.0.0.1", marker)
+        assert hosted.endpoint.endswith(str(candidate_ports(marker)[1]))
+        joined = join_board("127.0.0.1", marker, asleep, 20.0)
+        joined.set("a", "1")
+        assert hosted.get(["a", "b"]) == ["1", None]
+        assert hosted.get(["a"]) == ["1"]
+
+
+def test_the_store_of_another_attempt_is_not_taken(marker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attempt that has just ended may still hold the port that follows from another one's name."""
+    ports = candidate_ports(marker)[:1]
+    monkeypatch.setattr(board, "candidate_ports", lambda _: ports)
+    hosted = host_board("127.0.0.1", "someone-else/1")
+    with pytest.raises(BoardLost, match="belongs to someone-else/1"):
+        join_board("127.0.0.1", marker, asleep, 1.0)
+    # Negative control: with its own mark it is.
+    assert join_board("127.0.0.1", "someone-else/1", asleep, 10.0).endpoint == hosted.endpoint
+
+
+def test_who_is_to_end_does_not_look_any_longer(marker: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(BoardLost, match="is to end"):
+        join_board("127.0.0.1", marker, lambda _: True, 60.0)
+    assert time.monotonic() - began < 30
+
+
+def _two(shared: MemoryBoard) -> tuple[Team, Team]:
+    names, addresses = ("a", "b"), ("127.0.0.1",) * 2
+    return Team(Nodes(names, addresses, 0), shared), Team(Nodes(names, addresses, 1), shared)
+
+
+def _wait(condition: object) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_team_hears_tells_and_parts() -> None:
+    first, second = _two(MemoryBoard())
+    second.tell("hello", Ready(problem="from b"))
+    first.tell("hello", Ready(problem="from a"))
+    _wait(lambda: len(first.heard("hello", Ready)) == 2)
+    assert [ready.problem for _, ready in sorted(first.heard("hello", Ready).items())] == ["from a", "from b"]
+    assert second.announced("word", Ready) is None
+    first.announce("word", Ready(problem="all"))
+    _wait(lambda: second.announced("word", Ready))
+    second.part()
+    first.part()
+
+
+def test_an_agent_that_is_alone_hears_itself() -> None:
+    alone = Team(Nodes(("a",), ("127.0.0.1",), 0), MemoryBoard())
+    alone.tell("hello", Ready())
+    alone.announce("word", Ready(problem="me"))
+    assert alone.heard("hello", Ready) == {0: Ready()}
+    assert alone.announced("word", Ready) == Ready(problem="me")
+    assert not alone.is_lost
+    alone.part()
+
+
+HOST = textwrap.dedent(
+    """
+    import sys, time
+    from rlhf_core.worker.board import host_board
+    board = host_board("127.0.0.1", sys.argv[1])
+    board.set("orders", "")
+    print("up", flush=True)
+    time.sleep(60)
+    """
+)
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_agent_0_is_lost_when_its_process_dies(marker: str, monkeypatch: pytest.MonkeyPatch, dies: bool) -> None:
+    """With the control: while it lives it is not."""
+    monkeypatch.setattr(team, "LOST_S", 1.0)
+    with subprocess.Popen([sys.executable, "-c", HOST, marker], stdout=subprocess.PIPE, text=True) as host:
+        assert host.stdout is not None
+        assert host.stdout.readline() == "up\n"
+        nodes = Nodes(("a", "b"), ("127.0.0.1",) * 2, 1)
+        follower = Team(nodes, join_board("127.0.0.1", marker, asleep, 20.0))
+        if dies:
+            host.kill()
+        time.sleep(3.0)
+        assert follower.is_lost is dies
+        host.kill()
+        follower.part()

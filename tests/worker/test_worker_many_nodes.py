@@ -1,0 +1,208 @@
+"""Several agents on one attempt, each as if on a node of its own: a fault on any node is found by agent 0, named with
+its node, and all go on together."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+from agent_runs import AgentRun, is_alive, wait_for
+
+from rlhf_core.run_dir import read_model, read_models, write_model
+from rlhf_core.schemas.attempts import AttemptState
+from rlhf_core.schemas.failures import Action, FailureKind
+from rlhf_core.schemas.reports import AgentStatus, MetricsLine
+from rlhf_core.schemas.resources import JOB_VARIABLE, Placement, job_marker
+
+pytestmark = [pytest.mark.end_to_end, pytest.mark.training, pytest.mark.timeout(240)]
+
+MakeRun = Callable[..., AgentRun]
+
+
+def rank_on(run: AgentRun, restart: int, node: str) -> int:
+    """The first rank of a node."""
+    return min(rank for rank, where in run.nodes(restart).items() if where == node)
+
+
+def started(run: AgentRun, restart: int, num_ranks: int) -> bool:
+    return len(run.pids(restart)) == num_ranks and run.reached(restart, 2)
+
+
+def test_without_a_fault_nothing_is_found_and_all_end_together(agent_run: MakeRun) -> None:
+    """Negative control of this file."""
+    run = agent_run(evaluator=True, num_nodes=3, supervise={"floor_s": 5.0})
+    run.start_all(3)
+    assert run.finish_all() == [0, 0, 0], run.printed(0)
+    outcome = run.outcome()
+    assert (outcome.state, outcome.num_restarts, outcome.last_step) == (AttemptState.COMPLETED, 0, 20)
+    assert sorted(run.nodes(0).values()) == ["node1"] * 2 + ["node2"] * 2 + ["node3"] * 2
+    assert not run.restart(0).incident.exists()
+    assert (run.run_dir.root / "evaluated-5").exists()
+    for node in ("node1", "node2", "node3"):
+        status = read_model(run.restart(0).agent_status(node), AgentStatus)
+        assert status is not None
+        assert {rank.node for rank in status.ranks} <= {node}
+
+
+def test_a_killed_and_a_stopped_rank_of_other_nodes_are_named_and_started_again(agent_run: MakeRun) -> None:
+    run = agent_run(
+        num_nodes=2,
+        train={"num_steps": 60},
+        supervise={"floor_s": 2.0, "setup_floor_s": 60.0, "max_restarts": 3},
+        checkpoint={"every_num_steps": 5},
+    )
+    run.start_all(2)
+    wait_for(lambda: started(run, 0, 4))
+    killed = rank_on(run, 0, "node2")
+    os.kill(run.pids(0)[killed], signal.SIGKILL)
+    wait_for(lambda: started(run, 1, 4))
+    stopped = rank_on(run, 1, "node2")
+    os.kill(run.pids(1)[stopped], signal.SIGSTOP)
+    assert run.finish_all() == [0, 0], run.printed(0)
+
+    first = run.incident(0)
+    assert (first.failure_kind, first.suspect_ranks) == (FailureKind.WORKER_KILLED, (killed,))
+    assert first.suspect_nodes == ("node2",)
+    second = run.incident(1)
+    assert (second.failure_kind, second.suspect_ranks) == (FailureKind.HANG, (stopped,))
+    assert second.suspect_nodes == ("node2",)
+    assert second.detected_after_s is not None
+    assert 2.0 < second.detected_after_s < 5.0
+    # Evidence of both nodes was saved before anybody was ended.
+    evidence = run.run_dir.root / second.evidence_dir
+    assert {path.name for path in evidence.glob("stack-*.txt")} == {
+        f"stack-{node}-{local}.txt" for node in ("node1", "node2") for local in (0, 1)
+    }
+    kinds = [(event.node, event.kind) for event in run.events(1) if event.kind in ("evidence", "killed", "verdict")]
+    assert kinds.index(("node2", "evidence")) < kinds.index(("node2", "killed"))
+    assert kinds.index(("node1", "evidence")) < kinds.index(("node1", "verdict"))
+    outcome = run.outcome()
+    assert (outcome.state, outcome.num_restarts, outcome.last_step) == (AttemptState.COMPLETED, 2, 60)
+    steps = [line.step for number in range(3) for line in read_models(run.restart(number).metrics, MetricsLine)]
+    assert set(steps) == set(range(1, 61))
+
+
+def test_an_agent_that_is_not_heard_any_more_is_a_lost_node(agent_run: MakeRun) -> None:
+    run = agent_run(num_nodes=2, train={"num_steps": 5000}, supervise={"floor_s": 60.0, "agent_floor_s": 2.0})
+    run.start_all(2)
+    wait_for(lambda: started(run, 0, 4))
+    workers = run.pids(0)
+    run.agents[1].send_signal(signal.SIGSTOP)
+    assert run.agents[0].wait(60) == 1
+    outcome = run.outcome()
+    assert (outcome.state, outcome.failure_kind) == (AttemptState.FAILED, FailureKind.NODE_LOST)
+    assert run.incident(0).suspect_nodes == ("node2",)
+    assert run.decision(0).action is Action.NEW_ATTEMPT
+    # Awake again, it finds agent 0 gone and leaves nothing behind.
+    run.agents[1].send_signal(signal.SIGCONT)
+    assert run.agents[1].wait(60) == 1
+    assert not any(map(is_alive, workers.values()))
+
+
+def test_a_killed_agent_takes_its_workers_along_and_the_others_end(agent_run: MakeRun) -> None:
+    """Slurm would end the rest at once; without it agent 0 finds out by itself."""
+    run = agent_run(num_nodes=2, train={"num_steps": 5000}, supervise={"floor_s": 60.0, "agent_floor_s": 2.0})
+    run.start_all(2)
+    wait_for(lambda: started(run, 0, 4))
+    workers = run.pids(0)
+    run.agents[1].kill()
+    assert run.agents[0].wait(60) == 1
+    assert run.outcome().state is AttemptState.FAILED
+    assert not any(map(is_alive, workers.values()))
+
+
+def test_without_agent_0_the_others_end_their_workers(agent_run: MakeRun) -> None:
+    run = agent_run(num_nodes=2, train={"num_steps": 5000})
+    run.start_all(2)
+    wait_for(lambda: started(run, 0, 4))
+    workers = run.pids(0)
+    run.agents[0].kill()
+    assert run.agents[1].wait(60) == 1
+    assert not any(map(is_alive, workers.values()))
+    assert "agent 0 does not answer" in run.printed(1)
+
+
+def test_orders_and_signals_reach_all_nodes(agent_run: MakeRun) -> None:
+    run = agent_run(num_nodes=2, train={"num_steps": 5000}, checkpoint={"every_num_steps": 5000})
+    run.start_all(2)
+    wait_for(lambda: started(run, 0, 4))
+    run.order("save")
+    wait_for(lambda: run.run_dir.checkpoints())
+    # As Slurm does when the time limit is near; here only one of them gets it.
+    run.agents[1].send_signal(signal.SIGUSR2)
+    assert run.finish_all() == [0, 0], run.printed(0)
+    outcome = run.outcome()
+    assert outcome.state is AttemptState.PREEMPTED
+    assert run.run_dir.checkpoints()[-1].step == outcome.last_step
+
+
+def test_cancel_ends_all_nodes(agent_run: MakeRun) -> None:
+    run = agent_run(num_nodes=2, train={"num_steps": 5000})
+    run.start_all(2)
+    wait_for(lambda: started(run, 0, 4))
+    workers = run.pids(0)
+    run.order("cancel")
+    assert run.finish_all() == [1, 1]
+    assert run.outcome().state is AttemptState.CANCELLED
+    assert not any(map(is_alive, workers.values()))
+
+
+def test_a_node_that_never_comes_is_named(agent_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = agent_run(num_nodes=2)
+    # The patience of the real one is a minute.
+    script = "import rlhf_core.worker.agent as agent; agent.JOIN_S = 1.0\n"
+    script += "import rlhf_core.worker.__main__ as program\n"
+    script += f"program.main(['agent', '--run-dir', {str(run.run_dir.root)!r}, '--attempt', '1'])"
+    monkeypatch.setenv("RLHF_NODES", "node1=127.0.0.1,node2=127.0.0.1")
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 1
+    outcome = run.outcome()
+    assert outcome.failure_kind is FailureKind.RENDEZVOUS
+    assert "missing: node2" in outcome.message
+
+
+def test_a_job_with_fewer_nodes_than_planned_is_refused_with_both_numbers(agent_run: MakeRun) -> None:
+    run = agent_run(num_nodes=3)
+    run.start_all(2)
+    assert run.finish_all() == [1, 1]
+    outcome = run.outcome()
+    assert outcome.failure_kind is FailureKind.CONFIG
+    assert "asks for 3 nodes, but the job has 2 (node1, node2)" in outcome.message
+
+
+def test_an_agent_that_cannot_go_on_is_heard(agent_run: MakeRun) -> None:
+    """Only node 2 sees another placement, as with a shared folder that is not shared."""
+    run = agent_run(num_nodes=2, train={"num_steps": 5000})
+    run.start(0, 2)
+    time.sleep(0.5)
+    path = run.dir.placement
+    good = read_model(path, Placement)
+    assert good is not None
+    wait_for(lambda: run.events(0, "agent_started"))
+    write_model(path, good.model_copy(update={"num_nodes": 7}))
+    run.start(1, 2)
+    assert run.finish_all() == [1, 1]
+    outcome = run.outcome()
+    assert outcome.failure_kind is FailureKind.CONFIG
+    assert "node2: " in outcome.message
+    assert "asks for 7 nodes" in outcome.message
+
+
+def test_what_an_older_attempt_left_on_the_node_is_ended(agent_run: MakeRun) -> None:
+    """Slurm leaves the tasks of a node whose slurmd died. With the control: another run's are not touched."""
+    run = agent_run()
+    marked = [
+        subprocess.Popen(["sleep", "120"], env={**os.environ, JOB_VARIABLE: marker})
+        for marker in (job_marker(run.run_dir.run_id, 0), job_marker("someone-else", 0))
+    ]
+    try:
+        run.start()
+        assert run.finish()[0] == 0
+        assert marked[0].wait(10) == -signal.SIGKILL
+        assert marked[1].poll() is None
+    finally:
+        for process in marked:
+            process.kill()
+            process.wait()
