@@ -11,7 +11,7 @@ from datetime import timedelta
 from functools import partial
 
 from flows.session import CancelAsked, Session
-from rlhf_core.allocation.planner import plan
+from rlhf_core.allocation.planner import plan, shortages
 from rlhf_core.errors import BadInput, LeaseLost, RunCancelled, RunFailed, SchedulerError, SubmissionFailed
 from rlhf_core.launch.journal import AttemptRecord
 from rlhf_core.launch.start import job_request, record_plan, submit_once
@@ -24,7 +24,7 @@ from rlhf_core.schemas.checks import CheckStatus
 from rlhf_core.schemas.failures import Action, Decision, FailureKind
 from rlhf_core.schemas.journal import ChecksMade, DecisionMade, IncidentFound
 from rlhf_core.schemas.reports import AgentCommand
-from rlhf_core.schemas.resources import Submission
+from rlhf_core.schemas.resources import Inventory, Submission
 from rlhf_core.watchdog.watch import Failure, Look, Verdict, explain
 
 Call = Callable[[str, str, Callable[[], None]], None]
@@ -196,21 +196,36 @@ def evaluate(session: Session, number: int) -> None:
 
 
 def _plan(session: Session, number: int) -> None:
+    inventory = session.scheduler.inventory()
     placement = plan(
         session.spec,
-        session.scheduler.inventory(),
+        inventory,
         attempt=number,
         resume_from=session.run_dir.newest_checkpoint(),
+        excluded_nodes=_exclusions(session, inventory, number),
     )
     if placement.resume_checkpoint:
         session.observer.says(f"attempt {number} goes on from step {placement.resumed_from_step}")
     record_plan(session.run_dir, placement, session.journal)
 
 
+def _exclusions(session: Session, inventory: Inventory, number: int) -> tuple[str, ...]:
+    """What was decided about the attempt before; of that, the newest suspects as long as it can still be placed."""
+    before = session.journal.record.attempts.get(number - 1)
+    excluded = before.decision.excluded_nodes if before is not None and before.decision is not None else ()
+    kept = excluded
+    while kept and shortages(session.spec.resources, inventory, kept):
+        kept = kept[1:]
+    if kept != excluded:
+        spared = ", ".join(excluded[: len(excluded) - len(kept)])
+        session.observer.says(f"{spared} is suspect but not excluded: without it there are too few nodes")
+    return kept
+
+
 def _submit(session: Session, number: int) -> None:
     journal = session.journal
     placement = journal.record.attempts[number].placement
-    request = job_request(session.run_dir, session.spec, placement, session.site.compute_python)
+    request = job_request(session.run_dir, session.spec, placement, session.site.compute_python, session.site.slurm)
     try:
         submit_once(session.run_dir, request, session.scheduler, journal)
     except SubmissionFailed as error:
@@ -304,7 +319,8 @@ def conclude(session: Session, number: int) -> None:
 
 def _final_look(session: Session, number: int, attempt: AttemptRecord) -> Look:
     look = session.watcher(number).look()
-    if attempt.ended and not look.ended:
+    if attempt.ended:
+        # As it was concluded. Its job may have been cancelled since, which is not what ended it.
         return replace(look, verdict=Verdict(attempt.state, attempt.cause, attempt.failure_kind))
     return look
 

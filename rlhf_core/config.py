@@ -4,6 +4,7 @@ Hand-written configs are sparse TOML; what ran is the resolved JSON in the run d
 the nearest right one, and all mistakes of a file are reported at once.
 """
 
+import dataclasses
 import difflib
 import os
 import sys
@@ -18,9 +19,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 
 from rlhf_core.errors import BadConfig
-from rlhf_core.schemas.run import RunSpec
+from rlhf_core.schemas.run import RunSpec, SlurmSpec
 
-PRESETS = ("quickstart", "gsm8k")
+PRESETS = ("quickstart", "gsm8k", "slurm-quickstart")
 """Names that may be given instead of a config file; the files ship with the package."""
 
 
@@ -238,17 +239,17 @@ def to_toml(value: Any) -> str:
 
 
 def _describe(schema: type[BaseModel], prefix: str) -> Iterator[FieldHelp]:
-    for name, field in schema.model_fields.items():
-        annotation = field.annotation
+    for name, setting in schema.model_fields.items():
+        annotation = setting.annotation
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             yield from _describe(annotation, f"{prefix}{name}.")
             continue
-        required = field.default is PydanticUndefined
+        required = setting.default is PydanticUndefined
         yield FieldHelp(
             name=f"{prefix}{name}",
             type=_type_name(annotation),
-            default="" if required else to_toml(field.default),
-            meaning=" ".join((field.description or "").split()),
+            default="" if required else to_toml(setting.default),
+            meaning=" ".join((setting.description or "").split()),
             required=required,
         )
 
@@ -291,6 +292,9 @@ class Site:
     """``RLHF_SCHEDULER``: ``local`` or ``slurm`` (default ``local``)."""
     compute_python: str
     """``RLHF_COMPUTE_PYTHON``: interpreter that the nodes start (default: this one)."""
+    slurm: SlurmSpec = dataclasses.field(default_factory=SlurmSpec)
+    """The table ``[slurm]`` of ``rlhf.toml``: what every job asks of Slurm, unless its run says otherwise; the settings
+    are those of the section ``slurm`` of a run."""
 
 
 _SITE_KEYS = {
@@ -323,10 +327,19 @@ def load_site(environ: Mapping[str, str] | None = None) -> Site:
         database_url=settings.get("database_url") or f"sqlite:///{home / 'history.db'}",
         scheduler=scheduler,
         compute_python=settings.get("compute_python") or sys.executable,
+        slurm=_site_slurm(home / "rlhf.toml", settings.get("slurm", {})),
     )
 
 
-def _site_file(path: Path) -> dict[str, str]:
+def _site_slurm(path: Path, table: Any) -> SlurmSpec:
+    try:
+        return SlurmSpec.model_validate(table)
+    except ValidationError as error:
+        problems = [_explain({**detail, "loc": ("slurm", *detail["loc"])}) for detail in error.errors()]
+    raise BadConfig(f"{path}:\n" + "\n".join(f"  {problem}" for problem in problems))
+
+
+def _site_file(path: Path) -> dict[str, Any]:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -334,9 +347,12 @@ def _site_file(path: Path) -> dict[str, str]:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise BadConfig(f"cannot read the site settings {path}: {error}") from None
     for key, value in content.items():
+        if key == "slurm":
+            continue
         if key not in _SITE_KEYS:
-            near = difflib.get_close_matches(key, _SITE_KEYS, n=1)
-            hint = f'did you mean "{near[0]}"?' if near else f"the keys are {', '.join(_SITE_KEYS)}"
+            keys = [*_SITE_KEYS, "slurm"]
+            near = difflib.get_close_matches(key, keys, n=1)
+            hint = f'did you mean "{near[0]}"?' if near else f"the keys are {', '.join(keys)}"
             raise BadConfig(f'{path}: unknown key "{key}"; {hint}')
         if not isinstance(value, str):
             raise BadConfig(f"{path}: {key}: found {value!r}, expected text")

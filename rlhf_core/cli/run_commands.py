@@ -276,9 +276,10 @@ def _print_plan(spec: Any, site: "Site", as_json: bool) -> None:
     scheduler = get_scheduler(site.scheduler)
     placement = plan(spec, scheduler.inventory(), attempt=1)
     run_dir = RunDir.of(site.runs_dir, f"{spec.name}-<date>-<time>-<id>")
-    request = job_request(run_dir, spec, placement, site.compute_python)
+    request = job_request(run_dir, spec, placement, site.compute_python, site.slurm)
     if as_json:
         shown = {"spec": spec, "placement": placement, "command": request.command, "run_dir": run_dir.root}
+        shown["script"] = scheduler.script(request)
         output.print_json({**shown, "scheduler": scheduler.name})
         return
     roles = ", then ".join(
@@ -294,6 +295,9 @@ def _print_plan(spec: Any, site: "Site", as_json: bool) -> None:
         ("agent on each node", " ".join(request.command)),
     ]
     output.print_table((f"dry run of {spec.name}", ""), rows)
+    output.print_text("")
+    output.print_text(scheduler.script(request))
+    output.print_text("")
     output.print_text("Nothing was started.")
 
 

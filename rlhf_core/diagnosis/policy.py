@@ -5,6 +5,7 @@ comes back every time is not retried at all; one that may be chance is retried a
 checkpoint progress; one that the scheduler causes is retried for as long as checkpoints advance.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -152,6 +153,38 @@ def decide_next(
         backoff_s(attempts_without_progress, spec, random),
         f"attempt without a new checkpoint {attempts_without_progress} of {allowed} allowed for {kind}",
     )
+
+
+EXCLUDED_AT_ONCE = frozenset({FailureKind.NODE_LOST, FailureKind.GPU_HARDWARE})
+"""Kinds after which a node is not tried again; after the others a second strike is needed, for one may be chance."""
+SUSPICIOUS = frozenset(
+    {
+        FailureKind.AGENT_KILLED,
+        FailureKind.COLLECTIVE_HANG,
+        FailureKind.HANG,
+        FailureKind.ILLEGAL_ACCESS,
+        FailureKind.NETWORK,
+        FailureKind.WORKER_KILLED,
+    }
+)
+
+
+def excluded_after(
+    kind: FailureKind, suspects: Sequence[str], strikes: Mapping[str, int], already: Sequence[str], most: int
+) -> tuple[str, ...]:
+    """Nodes that the next attempt must not get.
+
+    Args:
+        kind: What went wrong.
+        suspects: Nodes to blame for it.
+        strikes: How often each node was suspected in this run so far.
+        already: Nodes that were excluded before, oldest first.
+        most: How many may be excluded; the newest suspects stay.
+    """
+    at_once = kind in EXCLUDED_AT_ONCE
+    new = [node for node in suspects if at_once or (kind in SUSPICIOUS and strikes.get(node, 0) >= 2)]
+    found = list(dict.fromkeys([*(node for node in already if node not in new), *new]))
+    return tuple(found[-most:]) if most else ()
 
 
 def backoff_s(failures: int, spec: SuperviseSpec, random: float) -> float:

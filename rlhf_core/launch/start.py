@@ -6,7 +6,7 @@ from rlhf_core.scheduler.base import JobRequest, Scheduler
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.journal import AttemptPlanned, AttemptSubmitted
 from rlhf_core.schemas.resources import Placement, Submission
-from rlhf_core.schemas.run import RunSpec
+from rlhf_core.schemas.run import RunSpec, SlurmSpec
 
 
 def agent_command(run_dir: RunDir, attempt: int, compute_python: str) -> tuple[str, ...]:
@@ -23,8 +23,14 @@ def agent_command(run_dir: RunDir, attempt: int, compute_python: str) -> tuple[s
     )
 
 
-def job_request(run_dir: RunDir, spec: RunSpec, placement: Placement, compute_python: str) -> JobRequest:
-    """What is asked of the scheduler for one attempt."""
+def job_request(
+    run_dir: RunDir, spec: RunSpec, placement: Placement, compute_python: str, site: SlurmSpec | None = None
+) -> JobRequest:
+    """What is asked of the scheduler for one attempt.
+
+    Args:
+        site: What all jobs of the site ask of Slurm, unless their run says otherwise.
+    """
     resources = spec.resources
     return JobRequest(
         run_id=run_dir.run_id,
@@ -34,6 +40,7 @@ def job_request(run_dir: RunDir, spec: RunSpec, placement: Placement, compute_py
         cpus_per_node=resources.ranks_per_node * resources.cpus_per_rank,
         memory_gb=resources.memory_gb,
         time_limit_s=resources.time_limit_s,
+        slurm=spec.slurm.over(site or SlurmSpec()),
         environment={},  # threads, ports and devices of the workers are their agent's business
     )
 

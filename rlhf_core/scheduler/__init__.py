@@ -17,5 +17,7 @@ def get_scheduler(name: str) -> Scheduler:
 
         return LocalScheduler()
     if name == "slurm":
-        raise BadInput("RLHF_SCHEDULER=slurm is not available in this version; use local")
-    raise BadInput(f"RLHF_SCHEDULER={name} is no scheduler; use local")
+        from rlhf_core.scheduler.slurm import SlurmScheduler
+
+        return SlurmScheduler()
+    raise BadInput(f"RLHF_SCHEDULER={name} is no scheduler; use local or slurm")

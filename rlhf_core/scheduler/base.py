@@ -4,12 +4,13 @@ Silence is not death: what a scheduler does not know is ``UNKNOWN``, and the cal
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
 from rlhf_core.schemas.resources import Inventory, Placement, Submission
+from rlhf_core.schemas.run import SlurmSpec
 
 
 class JobState(StrEnum):
@@ -39,6 +40,8 @@ class JobStatus:
     """Exit code, where the scheduler knows it."""
     scheduler_state: str = ""
     """The scheduler's own word for the state, for instance ``NODE_FAIL``; the classifier reads it."""
+    lost_nodes: tuple[str, ...] = ()
+    """Nodes of a job that ended because of them."""
     expected_start: str = ""
     """When a waiting job is expected to start, in the scheduler's words; empty when it does not say."""
 
@@ -63,6 +66,8 @@ class JobRequest:
     """Longest life of the job in seconds."""
     environment: Mapping[str, str]
     """Variables added to the environment of the job."""
+    slurm: SlurmSpec = field(default_factory=SlurmSpec)
+    """What Slurm is asked for besides; other schedulers do not look at it."""
 
 
 class Scheduler(Protocol):
@@ -78,6 +83,9 @@ class Scheduler(Protocol):
             SchedulerError: it does not answer.
         """
 
+    def script(self, request: JobRequest) -> str:
+        """What would be submitted, as text for a person."""
+
     def submit(self, request: JobRequest) -> Submission:
         """Start the job once.
 
@@ -89,7 +97,11 @@ class Scheduler(Protocol):
         """Where jobs stand, by job id, in one question for all of them."""
 
     def find(self, run_id: str, attempt: int) -> Submission | None:
-        """The living job of an attempt whose submission was not recorded, to be adopted; None where there is none."""
+        """The job of an attempt whose submission was not recorded, to be adopted; None where there is none.
+
+        Raises:
+            SchedulerError: it does not answer; whether there is one cannot be said.
+        """
 
     def cancel(self, submission: Submission) -> bool:
         """End everything of the job, also what its agent left behind; True once it is proven gone.

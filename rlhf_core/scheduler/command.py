@@ -7,6 +7,9 @@ interpreter, with other packages.
 from rlhf_core.scheduler.base import JobRequest
 from rlhf_core.schemas.resources import JOB_VARIABLE, job_marker
 
+PRIVATE_VARIABLES = ("RLHF_DATABASE_URL", "PREFECT_API_KEY", "PREFECT_API_AUTH_STRING")
+"""Settings of the control plane that hold secrets; user code in a job has no business with them."""
+
 
 def job_environment(request: JobRequest) -> dict[str, str]:
     """Variables added to the environment of a job; among them the marker by which everything of the job is found again.

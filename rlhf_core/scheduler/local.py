@@ -24,7 +24,7 @@ from submitit.local.local import LocalExecutor, LocalJob
 
 from rlhf_core.errors import SubmissionFailed
 from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus
-from rlhf_core.scheduler.command import job_environment
+from rlhf_core.scheduler.command import PRIVATE_VARIABLES, job_environment
 from rlhf_core.schemas.resources import JOB_VARIABLE, Inventory, Submission, job_marker
 
 END_PATIENCE_S = 15.0
@@ -36,8 +36,6 @@ _CONTROLLER_MODULE = "submitit.local._local"
 _COMMAND_VARIABLE = "SUBMITIT_LOCAL_COMMAND"
 _START_TOLERANCE_S = 2.0
 """Start times are worked out from the boot time, which the system's clock may correct by a little."""
-_PRIVATE_VARIABLES = ("RLHF_DATABASE_URL", "PREFECT_API_KEY", "PREFECT_API_AUTH_STRING")
-"""Settings of the control plane that hold secrets; user code in a job has no business with them."""
 
 _children: dict[int, "subprocess.Popen[bytes]"] = {}
 """Controllers started by this very process: it must collect their exit, or they stay as zombies."""
@@ -56,6 +54,11 @@ class LocalScheduler:
             memory_gb=_memory_bytes() / 2**30,
             gpus_per_node=sum(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia*")),
         )
+
+    def script(self, request: JobRequest) -> str:
+        """The command line, with the variables that are added to its environment."""
+        variables = [f"{name}={shlex.quote(value)}" for name, value in job_environment(request).items()]
+        return " ".join([*variables, shlex.join(request.command)])
 
     def submit(self, request: JobRequest) -> Submission:
         """Start the job's controller.
@@ -154,7 +157,7 @@ class _Executor(LocalExecutor):  # type: ignore[misc]
 
     def _submit_command(self, command: str) -> LocalJob:
         # As submitit.local.local.start_controller does it, but for the session, the output and the extra variables.
-        environment = {name: value for name, value in os.environ.items() if name not in _PRIVATE_VARIABLES}
+        environment = {name: value for name, value in os.environ.items() if name not in PRIVATE_VARIABLES}
         environment |= self.variables
         environment |= _controller_variables(command, self._time_limit_s)
         with (self.folder / "controller.log").open("ab") as output:

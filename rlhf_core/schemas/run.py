@@ -251,6 +251,63 @@ class ResourceSpec(Schema):
     """Longest life of one attempt in seconds."""
 
 
+class SlurmSpec(Schema):
+    """What a Slurm job asks for besides nodes, GPUs, cores, memory and time. The site's own values come first."""
+
+    partition: str = ""
+    """Partition; empty for the cluster's default."""
+    account: str = ""
+    """Account that pays."""
+    qos: str = ""
+    """Quality of service."""
+    constraint: str = ""
+    """Features that nodes must have, as `sbatch --constraint` takes them."""
+    gpu_type: str = ""
+    """Type of GPU, as in `gpu:h100:8`; empty for any."""
+    gres: str = ""
+    """Further generic resources, as `sbatch --gres` takes them."""
+    reservation: str = ""
+    """Reservation to run in."""
+    exclude: tuple[str, ...] = ()
+    """Nodes never to be used; suspects of failures are added by themselves."""
+    setup: tuple[str, ...] = ()
+    """Shell lines run on every job before its agents, for instance `module load cuda`."""
+    container_kind: Literal["", "pyxis", "apptainer"] = ""
+    """Run the agents in a container: through `srun --container-image` (pyxis) or `apptainer exec`."""
+    container_image: str = ""
+    """Image of that container."""
+    container_mounts: tuple[str, ...] = ()
+    """Mounts, each `from:to`; the run directory is mounted by itself."""
+    environment: dict[str, str] = {}
+    """Variables set for the agents and workers."""
+    save_lead_s: Positive = 120
+    """How long before the time limit Slurm asks to save, in seconds; Slurm counts in minutes and may come early."""
+    extra: tuple[str, ...] = ()
+    """Further `sbatch` options, each as `--option=value`."""
+
+    def over(self, site: "SlurmSpec") -> "SlurmSpec":
+        """These settings, and the site's where nothing else is said here; of lists and variables, both."""
+        changed = {
+            name: getattr(self, name)
+            for name, field in type(self).model_fields.items()
+            if getattr(self, name) != field.default
+        }
+        both = {
+            "exclude": (*site.exclude, *self.exclude),
+            "setup": (*site.setup, *self.setup),
+            "container_mounts": (*site.container_mounts, *self.container_mounts),
+            "extra": (*site.extra, *self.extra),
+            "environment": {**site.environment, **self.environment},
+        }
+        return site.model_copy(update={**changed, **both})
+
+    @model_validator(mode="after")
+    def _whole_container(self) -> Self:
+        if bool(self.container_kind) != bool(self.container_image):
+            raise ValueError("found one of slurm.container_kind and slurm.container_image; give both or neither")
+        return self
+
+
 class SuperviseSpec(Schema):
     """How failures are found and how often they are retried."""
 
@@ -283,6 +340,8 @@ class SuperviseSpec(Schema):
     """Longest time for collecting evidence on all nodes before the workers of a hung job are ended, in seconds."""
     agent_floor_s: PositiveFloat = 60.0
     """Silence of a node's agent after which the attempt is given up, in seconds."""
+    max_excluded_nodes: NonNegative = 4
+    """Most nodes that suspicion may keep out of a new attempt; never so many that it could not be placed."""
 
 
 class CodeSpec(Schema):
@@ -311,6 +370,7 @@ class RunSpec(Schema):
     checkpoint: CheckpointSpec = CheckpointSpec()
     trainer: TrainerSpec = TrainerSpec()
     resources: ResourceSpec = ResourceSpec()
+    slurm: SlurmSpec = SlurmSpec()
     supervise: SuperviseSpec = SuperviseSpec()
     code: CodeSpec = CodeSpec()
 

@@ -1,6 +1,7 @@
 """Gathers what an attempt shows of itself: its files in the run directory, and what the scheduler says of its job."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -119,6 +120,13 @@ def scheduler_log(attempt: AttemptDir) -> Path | None:
         if path.suffix in (".out", ".err", ".log") and path.stat().st_size
     ]
     return max(files, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def strikes(run_dir: RunDir) -> Mapping[str, int]:
+    """How often each node was suspected in this run."""
+    return Counter(
+        node for attempt in run_dir.attempts() for incident in incidents(attempt) for node in incident.suspect_nodes
+    )
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rlhf_core.diagnosis.classify import Evidence, classify
-from rlhf_core.diagnosis.policy import decide_next
+from rlhf_core.diagnosis.classify import SCHEDULER_STATES, Evidence, classify
+from rlhf_core.diagnosis.policy import decide_next, excluded_after
 from rlhf_core.errors import HistoryError, SchedulerError
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.run_dir import RunDir, read_tail
+from rlhf_core.run_dir import RunDir, read_model, read_tail
 from rlhf_core.scheduler.base import JobState, JobStatus, Scheduler
 from rlhf_core.schemas.attempts import ATTEMPT_ENDS, AttemptState
 from rlhf_core.schemas.base import utc_now
@@ -23,8 +23,23 @@ from rlhf_core.schemas.run import SuperviseSpec
 from rlhf_core.watchdog import evidence
 from rlhf_core.watchdog.ingest import sync
 
-LOST_AFTER_S = 5.0
-"""How long after its job has ended an attempt may still bring its outcome (a shared file system shows files late)."""
+LOST_AFTER_S = 2.0
+"""How long after its job has ended badly an attempt may still bring its outcome (a shared file system shows files
+late)."""
+GOOD_END_S = 30.0
+"""The same where the scheduler says that the job ended well: then there is an outcome."""
+WORD_S = 15.0
+"""How long the scheduler may take to say why it ended a job whose agents had time to save."""
+
+_ASK_WHY = (
+    FailureKind.AGENT_KILLED,
+    FailureKind.COLLECTIVE_HANG,
+    FailureKind.NETWORK,
+    FailureKind.NODE_LOST,
+    FailureKind.PREEMPTION,
+    FailureKind.WORKER_KILLED,
+)
+"""What agents may take it for when the scheduler ends their job."""
 
 LOG_TAIL_BYTES = 16 << 10
 """How much of the end of a lost job's log is looked at."""
@@ -105,6 +120,7 @@ class Watcher:
         self._progress = evidence.Progress(self._attempt, step=placement.resumed_from_step)
         self._last_job = JobStatus(JobState.PENDING if submission else JobState.ENDED)
         self._ended_since: float | None = None
+        self._told_since: float | None = None
         self.history_behind = ""
 
     def look(self) -> Look:
@@ -113,7 +129,7 @@ class Watcher:
         # The outcome is read after the job's state: an attempt that ended in between is not taken for lost.
         self._progress.update()
         outcome = evidence.read_outcome(self._attempt)
-        verdict = judge(job, outcome, self._ended_for_s(job))
+        verdict = judge(job, outcome, self._ended_for_s(job), self._told_for_s(outcome))
         self.record()
         progress = self._progress
         return Look(
@@ -159,6 +175,13 @@ class Watcher:
         self._ended_since = now if self._ended_since is None else self._ended_since
         return now - self._ended_since
 
+    def _told_for_s(self, outcome: AttemptOutcome | None) -> float:
+        if outcome is None:
+            return 0.0
+        now = self._clock()
+        self._told_since = now if self._told_since is None else self._told_since
+        return now - self._told_since
+
 
 def record(run_dir: RunDir, store: HistoryStore | None) -> str:
     """Bring the history up to date with a run directory; why it could not be, or an empty text.
@@ -175,26 +198,53 @@ def record(run_dir: RunDir, store: HistoryStore | None) -> str:
     return ""
 
 
-def judge(job: JobStatus, outcome: AttemptOutcome | None, ended_for_s: float) -> Verdict:
+def judge(job: JobStatus, outcome: AttemptOutcome | None, ended_for_s: float, told_for_s: float = WORD_S) -> Verdict:
     """Where an attempt stands. Pure.
 
     Args:
         job: the scheduler's last known answer.
         outcome: what agent 0 wrote, if it did.
         ended_for_s: how long the job is known to have ended, in seconds.
+        told_for_s: how long the outcome is known, in seconds.
     """
     if outcome is not None:
-        return Verdict(outcome.state, outcome.message, outcome.failure_kind)
+        return _with_the_schedulers_word(job, outcome, told_for_s)
     match job.state:
         case JobState.PENDING | JobState.UNKNOWN:
             return Verdict(AttemptState.SUBMITTED, job.reason)
         case JobState.RUNNING:
             return Verdict(AttemptState.RUNNING, job.reason)
         case JobState.ENDED:
-            if ended_for_s < LOST_AFTER_S:
+            if job.scheduler_state == "CANCELLED":
+                return Verdict(AttemptState.CANCELLED, _CANCELLED, FailureKind.USER_CANCEL)
+            if ended_for_s < (GOOD_END_S if job.scheduler_state == "COMPLETED" else LOST_AFTER_S):
                 return Verdict(AttemptState.RUNNING, "its job has ended; waiting for its outcome")
             cause = f"its job ended without an outcome ({job.reason or 'no reason given'})"
             return Verdict(AttemptState.LOST, cause, FailureKind.AGENT_KILLED)
+
+
+_CANCELLED = "somebody cancelled its job at the scheduler"
+
+
+def _with_the_schedulers_word(job: JobStatus, outcome: AttemptOutcome, told_for_s: float) -> Verdict:
+    """How an attempt ended, when the agents had the time to say so: they cannot know why they were told to end."""
+    kind = outcome.failure_kind
+    if outcome.state is AttemptState.PREEMPTED:
+        kind = kind or FailureKind.PREEMPTION
+    own = Verdict(outcome.state, outcome.message, kind)
+    asks = outcome.state is not AttemptState.COMPLETED and (bool(outcome.ended_by) or kind in _ASK_WHY)
+    if not asks or not job.scheduler_state:
+        return own
+    if job.state is not JobState.ENDED:
+        waiting = Verdict(AttemptState.RUNNING, "its agents have ended; waiting for the scheduler to say why")
+        return waiting if told_for_s < WORD_S else own
+    if job.scheduler_state == "CANCELLED":
+        return Verdict(AttemptState.CANCELLED, _CANCELLED, FailureKind.USER_CANCEL)
+    told = SCHEDULER_STATES.get(job.scheduler_state)
+    if told is None:
+        return own
+    state = AttemptState.FAILED if told[0] is FailureKind.NODE_LOST else outcome.state
+    return Verdict(state, f"{job.reason}; {outcome.message}", told[0])
 
 
 def explain(
@@ -213,11 +263,23 @@ def explain(
     """
     attempt = run_dir.attempt(look.attempt)
     found = evidence.incidents(attempt)
-    own = _incident_of_a_lost_job(run_dir, look) if look.verdict.state is AttemptState.LOST else None
+    own = None
+    if look.verdict.state is AttemptState.LOST:
+        own = _incident_of_a_lost_job(run_dir, look)
+    elif look.job.lost_nodes and look.verdict.failure_kind is FailureKind.NODE_LOST:
+        own = _incident_of_lost_nodes(look)
     incident = own or (found[-1] if found else None)
     kind = own.failure_kind if own else look.verdict.failure_kind or FailureKind.UNKNOWN
     past = evidence.look_back(run_dir, look.attempt, first_attempt, incident.fingerprint if incident else "")
     choice = decide_next(kind, past.attempts_without_progress, past.same_fingerprint_before, spec, chance())
+    placement = read_model(attempt.placement, Placement)
+    excluded = excluded_after(
+        kind,
+        incident.suspect_nodes if incident is not None else (),
+        evidence.strikes(run_dir),
+        placement.excluded_nodes if placement is not None else (),
+        spec.max_excluded_nodes,
+    )
     return Failure(
         kind=kind,
         message=own.message if own else look.verdict.cause,
@@ -231,6 +293,7 @@ def explain(
             decided_by=DecidedBy.CONTROLLER,
             decided_at=utc_now(),
             delay_s=choice.delay_s if choice.action is Action.NEW_ATTEMPT else 0.0,
+            excluded_nodes=excluded if choice.action is Action.NEW_ATTEMPT else (),
         ),
     )
 
@@ -240,8 +303,12 @@ def _incident_of_a_lost_job(run_dir: RunDir, look: Look) -> Incident:
     log = evidence.scheduler_log(attempt)
     # An agent that was at work may have printed failures it has recovered from: its log says nothing about its own end.
     # One that never began (no claim) printed why.
-    text = "" if log is None or attempt.claim.exists() else read_tail(log, LOG_TAIL_BYTES)
-    diagnosis = classify(Evidence(agent_vanished=True, agent_log=text))
+    text = "" if log is None else read_tail(log, LOG_TAIL_BYTES)
+    if attempt.claim.exists():
+        # What Slurm's own steps say is no one's recovered failure.
+        text = "\n".join(line for line in text.splitlines() if line.startswith(("srun: error", "slurmstepd")))
+    state = look.job.scheduler_state
+    diagnosis = classify(Evidence(agent_vanished=True, agent_log=text, scheduler_state=state))
     lines = text.strip().splitlines()
     said = f" The last line of {log}: {lines[-1].strip()[:300]}" if lines else ""
     return Incident(
@@ -251,7 +318,24 @@ def _incident_of_a_lost_job(run_dir: RunDir, look: Look) -> Incident:
         message=f"The job of attempt {look.attempt} is gone and left no outcome. {diagnosis.message}{said}",
         phase=look.phase,
         step=look.step or None,
+        suspect_nodes=look.job.lost_nodes or diagnosis.nodes,
         seen_at=utc_now(),
         fingerprint=diagnosis.fingerprint,
         evidence_dir=str(attempt.scheduler_dir.relative_to(run_dir.root)),
+    )
+
+
+def _incident_of_lost_nodes(look: Look) -> Incident:
+    """The agents had time to save; that it was for a lost node is the scheduler's to say."""
+    names = ", ".join(look.job.lost_nodes)
+    return Incident(
+        attempt=look.attempt,
+        restart=max(look.restart, 0),
+        failure_kind=FailureKind.NODE_LOST,
+        message=f"{names} went out of service. {look.verdict.cause}",
+        phase=look.phase,
+        step=look.step or None,
+        suspect_nodes=look.job.lost_nodes,
+        seen_at=utc_now(),
+        fingerprint=f"{FailureKind.NODE_LOST} {names}",
     )

@@ -1,0 +1,350 @@
+"""Slurm, through submitit: it writes the batch script and submits it; the rest of it is not used.
+
+Three things are changed. The script runs the agent's own command line, so no pickle is loaded in the compute
+environment. The job carries the run and the attempt in its comment, so that a job whose submission was never answered
+is found again. And its state comes from the queue (:mod:`rlhf_core.scheduler.slurm_queue`): submitit asks ``sacct``,
+which many clusters do not have and which lags behind on the others.
+"""
+
+import contextlib
+import math
+import re
+import shlex
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from submitit.core.utils import FailedJobError, FailedSubmissionError
+from submitit.slurm.slurm import SlurmExecutor
+
+from rlhf_core.errors import SchedulerError, SubmissionFailed
+from rlhf_core.scheduler import slurm_queue
+from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus
+from rlhf_core.scheduler.command import PRIVATE_VARIABLES, job_environment
+from rlhf_core.scheduler.slurm_queue import Row
+from rlhf_core.schemas.resources import Inventory, Submission, job_marker
+
+CANCEL_S = 60.0
+"""How long a job may take to be gone after it was cancelled; Slurm's own KillWait is 30 s by default."""
+KILL_AFTER_S = 15.0
+"""When it is asked to kill instead."""
+
+_WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD"})
+_AT_WORK = frozenset({"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"})
+_ENDED = frozenset(
+    {
+        "BOOT_FAIL",
+        "CANCELLED",
+        "COMPLETED",
+        "DEADLINE",
+        "FAILED",
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+        "PREEMPTED",
+        "REVOKED",
+        "SPECIAL_EXIT",
+        "TIMEOUT",
+    }
+)
+
+# The address of each node, in one question to the controller; where it does not answer, a node is known by its name.
+# Kept apart from the command so that a node is listed in the order of the allocation, which SLURM_NODEID counts.
+_NODES_LINES = (
+    "declare -A rlhf_address",
+    "while read -r name address; do rlhf_address[$name]=$address; done < <(scontrol --oneliner show node "
+    '"$SLURM_JOB_NODELIST" | sed -n "s/^NodeName=\\([^ ]*\\) .*NodeAddr=\\([^ ]*\\) .*/\\1 \\2/p")',
+    'for name in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do',
+    '  RLHF_NODES="${RLHF_NODES:+$RLHF_NODES,}$name=${rlhf_address[$name]:-$name}"',
+    "done",
+    "export RLHF_NODES",
+)
+
+
+class SlurmScheduler:
+    """Runs jobs on a Slurm cluster; the other half of the interface is in :mod:`rlhf_core.scheduler.base`."""
+
+    name = "slurm"
+
+    def inventory(self) -> Inventory:
+        """All nodes, also those that are busy or down just now: their jobs wait. Cores, memory and GPUs are those of
+        the largest, as a job may ask for these alone; Slurm has the last word.
+
+        Raises:
+            SchedulerError: Slurm does not answer.
+        """
+        slurm_queue.require_controller()
+        text = slurm_queue.run("sinfo", "--noheader", "--Node", "--format=%N|%c|%m|%G")
+        rows = {row[0]: row for line in text.splitlines() if len(row := line.split("|")) == 4}
+        if not rows:
+            raise SchedulerError("sinfo lists no nodes")
+        return Inventory(
+            node_names=tuple(rows),
+            cpus_per_node=max(_number(row[1]) for row in rows.values()),
+            memory_gb=max(_number(row[2]) for row in rows.values()) / 1024,
+            gpus_per_node=max(_num_gpus(row[3]) for row in rows.values()),
+        )
+
+    def script(self, request: JobRequest) -> str:
+        """The batch script."""
+        executor = _Executor(request)
+        return str(executor._make_submission_file_text(executor._submitit_command_str, "dry-run"))
+
+    def submit(self, request: JobRequest) -> Submission:
+        """Submit the batch script once.
+
+        Raises:
+            SubmissionFailed: Slurm refused it, with its words.
+            SchedulerError: Slurm does not answer. Whether the job was accepted is not known then; :meth:`find` tells.
+        """
+        slurm_queue.require_controller()
+        if not Path(request.command[0]).is_absolute() and shutil.which(request.command[0]) is None:
+            raise SubmissionFailed(f"{request.command[0]} is no program here; set RLHF_COMPUTE_PYTHON to a whole path")
+        request.scheduler_dir.mkdir(parents=True, exist_ok=True)
+        executor = _Executor(request)
+        try:
+            job = executor._submit_command(executor._submitit_command_str)
+        except (FailedJobError, FailedSubmissionError) as error:
+            said = _refusal(str(error))
+            if _is_no_answer(said):
+                raise SchedulerError(f"Slurm did not answer whether it accepted the job: {said}") from error
+            raise SubmissionFailed(f"Slurm refused the job: {said}") from error
+        except OSError as error:
+            raise SubmissionFailed(f"the job could not be submitted: {error}") from error
+        return _submission(request.run_id, request.placement.attempt, job.job_id, request.command)
+
+    def status(self, submissions: Sequence[Submission]) -> dict[str, JobStatus]:
+        """Where jobs stand, by job id, from one question for all jobs of this user."""
+        found = slurm_queue.listing()
+        if found.problem:
+            return {one.job_id: JobStatus(JobState.UNKNOWN, found.problem) for one in submissions}
+        return {
+            one.job_id: _status(found.rows[one.job_id]) if one.job_id in found.rows else _look_up(one.job_id)
+            for one in submissions
+        }
+
+    def find(self, run_id: str, attempt: int) -> Submission | None:
+        """The job of an attempt by its comment, a living one first.
+
+        Raises:
+            SchedulerError: Slurm does not answer.
+        """
+        found = slurm_queue.listing(max_age_s=0.0)
+        if found.problem:
+            raise SchedulerError(found.problem)
+        marker = job_marker(run_id, attempt)
+        mine = [row for row in found.rows.values() if row.comment == marker]
+        mine.sort(key=lambda row: (row.state not in _ENDED, int(row.job_id)))
+        return _submission(run_id, attempt, mine[-1].job_id, ()) if mine else None
+
+    def cancel(self, submission: Submission) -> bool:
+        """End the job, and see it gone from the queue; its processes have ended then, also those that ignore SIGTERM.
+
+        Takes up to ``CANCEL_S`` seconds. What a node that is lost still runs is ended by the agents of the next
+        attempt.
+        """
+        job_id = submission.job_id
+        began = time.monotonic()
+        killed = False
+        while True:
+            found = slurm_queue.listing(max_age_s=0.0)
+            if not found.problem:
+                row = found.rows.get(job_id)
+                status = _status(row) if row is not None else _look_up(job_id)
+                if status.state is JobState.ENDED:
+                    return True
+                if not killed and time.monotonic() - began > KILL_AFTER_S:
+                    killed = True
+                    for words in (("--full", job_id), (f"{job_id}.0",)):
+                        with contextlib.suppress(SchedulerError):
+                            slurm_queue.run("scancel", "--signal=KILL", *words)
+                elif not killed:
+                    with contextlib.suppress(SchedulerError):
+                        slurm_queue.run("scancel", job_id)
+            if time.monotonic() - began > CANCEL_S:
+                return False
+            time.sleep(0.5)
+
+
+class _Executor(SlurmExecutor):  # type: ignore[misc]
+    """submitit's Slurm executor with our command line, and without pickles."""
+
+    def __init__(self, request: JobRequest) -> None:
+        super().__init__(folder=request.scheduler_dir)
+        self._request = request
+        self._internal_update_parameters(**_parameters(request))
+
+    @property
+    def _submitit_command_str(self) -> str:
+        request, slurm = self._request, self._request.slurm
+        command = shlex.join(request.command)
+        if slurm.container_kind != "apptainer":
+            return command
+        words = ["apptainer", "exec", *(["--nv"] if request.placement.gpus_per_node else [])]
+        words += [word for mount in _mounts(request) for word in ("--bind", mount)]
+        return f"{shlex.join([*words, slurm.container_image])} {command}"
+
+    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        hidden = [word for name in PRIVATE_VARIABLES for word in ("-u", name)]
+        return ["env", *hidden, "sbatch", str(submission_file_path)]
+
+    @classmethod
+    def affinity(cls) -> int:
+        return 2  # that there is no srun here is said by whoever needs Slurm, in better words
+
+
+def _parameters(request: JobRequest) -> dict[str, object]:
+    """What submitit is told; what it has no name for goes through as it is."""
+    slurm, placement = request.slurm, request.placement
+    minutes = math.ceil(request.time_limit_s / 60)
+    further: dict[str, object] = {"no-requeue": True}
+    if slurm.reservation:
+        further["reservation"] = slurm.reservation
+    further |= dict(_further_options(slurm.extra))
+    gpus = f"{slurm.gpu_type}:{placement.gpus_per_node}" if slurm.gpu_type else placement.gpus_per_node
+    parameters = {
+        "job_name": request.run_id,
+        "comment": job_marker(request.run_id, placement.attempt),
+        "nodes": placement.num_nodes,
+        "ntasks_per_node": 1,
+        "cpus_per_task": request.cpus_per_node,
+        "gpus_per_node": gpus or None,
+        "mem": f"{math.ceil(request.memory_gb * 1024)}M" if request.memory_gb else None,
+        "time": minutes,
+        # Not in the first half of the job: it would never get to train.
+        "signal_delay_s": min(slurm.save_lead_s, minutes * 30),
+        "partition": slurm.partition or None,
+        "account": slurm.account or None,
+        "qos": slurm.qos or None,
+        "constraint": slurm.constraint or None,
+        "gres": slurm.gres or None,
+        "exclude": ",".join(dict.fromkeys((*placement.excluded_nodes, *slurm.exclude))) or None,
+        "stderr_to_stdout": True,
+        "setup": [*_exports(request), *_NODES_LINES, *slurm.setup],
+        "srun_args": _srun_arguments(request),
+        "additional_parameters": further,
+    }
+    given: dict[str, object] = {name: value for name, value in parameters.items() if value is not None}
+    return {**given, "wckey": None}  # submitit would set its own name, which clusters that check it refuse
+
+
+def _exports(request: JobRequest) -> Iterator[str]:
+    for name, value in {**job_environment(request), **request.slurm.environment}.items():
+        # GPUs are Slurm's to hand out; without any, none must be seen.
+        if name != "CUDA_VISIBLE_DEVICES" or request.placement.gpus_per_node == 0:
+            yield f"export {name}={shlex.quote(value)}"
+
+
+def _srun_arguments(request: JobRequest) -> list[str]:
+    # Since Slurm 22.05 srun does not take the number of cores over from sbatch.
+    words = ["--kill-on-bad-exit=1", f"--cpus-per-task={request.cpus_per_node}"]
+    if request.slurm.container_kind == "pyxis":
+        words += [f"--container-image={request.slurm.container_image}"]
+        words += [f"--container-mounts={','.join(_mounts(request))}"]
+    return words
+
+
+def _mounts(request: JobRequest) -> list[str]:
+    run_dir = request.scheduler_dir.parents[2]
+    return [f"{run_dir}:{run_dir}", *request.slurm.container_mounts]
+
+
+def _further_options(options: Sequence[str]) -> Iterator[tuple[str, object]]:
+    for option in options:
+        name, equals, value = option.removeprefix("--").partition("=")
+        yield name, value if equals else True
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading Slurm's words
+
+
+def _submission(run_id: str, attempt: int, job_id: str, command: tuple[str, ...]) -> Submission:
+    marker = job_marker(run_id, attempt)
+    return Submission(attempt=attempt, scheduler="slurm", job_id=job_id, command=command, marker=marker)
+
+
+def _status(row: Row) -> JobStatus:
+    word = row.state.split()[0]
+    if word in _ENDED:
+        why = f" ({row.reason})" if row.reason not in ("None", "") else ""
+        lost = _down(row.nodes) if word in ("NODE_FAIL", "BOOT_FAIL") else ()
+        reason = f"Slurm says {word}{why}"
+        return JobStatus(JobState.ENDED, reason, _names(row.nodes), scheduler_state=word, lost_nodes=lost)
+    if word in _AT_WORK:
+        reason = "" if word == "RUNNING" else f"Slurm says {word}"
+        return JobStatus(JobState.RUNNING, reason, _names(row.nodes), scheduler_state=word)
+    if word in _WAITING:
+        start = "" if row.start == "N/A" else row.start
+        why = "the scheduler has not looked at it yet" if row.reason == "None" else row.reason
+        reason = f"{why}, expected to start {start}" if start else why
+        return JobStatus(JobState.PENDING, reason, scheduler_state=word, expected_start=start)
+    return JobStatus(JobState.UNKNOWN, f"Slurm says {word}", scheduler_state=word)
+
+
+def _look_up(job_id: str) -> JobStatus:
+    """A job that is not in the queue: too new for the answer at hand, or forgotten."""
+    try:
+        text = slurm_queue.run("scontrol", "--oneliner", "show", "job", job_id)
+    except SchedulerError as error:
+        if "Invalid job id" not in str(error):
+            return JobStatus(JobState.UNKNOWN, str(error))
+        return _from_accounting(job_id)
+    fields = dict(re.findall(r"(\w+)=(\S*)", text))
+    nodes = fields.get("NodeList", "").replace("(null)", "")
+    start = fields.get("StartTime", "N/A").replace("Unknown", "N/A")
+    return _status(Row(job_id, fields.get("JobState", "?"), fields.get("Reason", ""), nodes, start, ""))
+
+
+def _from_accounting(job_id: str) -> JobStatus:
+    """A job that the controller has forgotten has ended; accounting, where there is any, knows how."""
+    with contextlib.suppress(SchedulerError):
+        text = slurm_queue.run(
+            "sacct", "--noheader", "--allocations", "--parsable2", "--format=State", f"--jobs={job_id}"
+        )
+        found = text.split()
+        if found and found[0] in _ENDED:
+            return JobStatus(JobState.ENDED, f"Slurm's accounting says {found[0]}", scheduler_state=found[0])
+    return JobStatus(JobState.ENDED, "Slurm has forgotten the job")
+
+
+def _down(nodes: str) -> tuple[str, ...]:
+    """Those of a job's nodes that are out of service now."""
+    with contextlib.suppress(SchedulerError):
+        text = slurm_queue.run("sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N %t")
+        rows = [line.split() for line in text.splitlines()]
+        return tuple(dict.fromkeys(row[0] for row in rows if re.match(r"down|drain|fail|unk|.*\*$", row[1])))
+    return ()
+
+
+def _names(nodes: str) -> tuple[str, ...]:
+    """``node[1-3]`` as three names; Slurm does it itself, without asking its controller."""
+    if not re.search(r"[\[,]", nodes):
+        return (nodes,) if nodes else ()
+    try:
+        done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return (nodes,)
+    return tuple(done.stdout.split())
+
+
+def _number(text: str) -> int:
+    digits = re.match(r"\d+", text)
+    return int(digits[0]) if digits else 0
+
+
+def _num_gpus(gres: str) -> int:
+    """GPUs in a node's generic resources, for instance ``gpu:h100:8(S:0-1),nvme:1``."""
+    return sum(int(number) for number in re.findall(r"(?:^|,)gpu(?::[^:,(]+)?:(\d+)", gres))
+
+
+def _refusal(text: str) -> str:
+    """What sbatch itself said, without submitit's traceback around it."""
+    lines = [line.strip() for line in text.splitlines() if "sbatch:" in line]
+    return " ".join(line.removeprefix("sbatch: error: ") for line in lines) or text.strip()[-500:]
+
+
+def _is_no_answer(said: str) -> bool:
+    silent = ("Unable to contact slurm controller", "Socket timed out", "Zero Bytes were transmitted")
+    return any(words.lower() in said.lower() for words in (*silent, "Connection refused", "timed out"))

@@ -1,0 +1,159 @@
+"""What Slurm's queue says, asked once for all jobs of this user and shared between all processes that want to know.
+
+Two hundred controllers that each ask every second would be a load that administrators notice. The answer of one
+batched ``squeue`` is kept for two seconds in a small file, whose lock makes sure that one process asks and the others
+read: calls per minute do not grow with the number of jobs. ``scontrol ping`` comes first, for it answers in
+milliseconds where the controller is away, while every other command would hang for its whole time-out.
+"""
+
+import contextlib
+import fcntl
+import getpass
+import hashlib
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rlhf_core.errors import SchedulerError
+
+FRESH_S = 2.0
+"""How long an answer is good enough."""
+COMMAND_S = 30.0
+"""How long a command of Slurm may take; with its controller away each blocks for about ten seconds."""
+_FORMAT = "%i|%T|%r|%N|%S|%k"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One job in the queue; ended ones stay in it for some minutes."""
+
+    job_id: str
+    state: str
+    """Slurm's word, for instance ``NODE_FAIL``."""
+    reason: str
+    nodes: str
+    """Its nodes, as Slurm abbreviates them."""
+    start: str
+    """When it began, or is expected to; ``N/A`` when Slurm does not say."""
+    comment: str
+
+
+@dataclass(frozen=True)
+class Listing:
+    """One answer of the queue."""
+
+    asked_at: float
+    """In seconds since the epoch, before the question."""
+    rows: Mapping[str, Row]
+    """By job id."""
+    problem: str = ""
+    """Why there is no answer; empty when there is."""
+
+
+def run(*words: str) -> str:
+    """What a command of Slurm prints.
+
+    Raises:
+        SchedulerError: it failed or did not answer, with what it said.
+    """
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=COMMAND_S, check=False)
+    except FileNotFoundError:
+        message = f"{words[0]} is not there; on this machine RLHF_SCHEDULER=slurm cannot work, use local"
+        raise SchedulerError(message) from None
+    except subprocess.TimeoutExpired:
+        raise SchedulerError(f"{words[0]} did not answer within {COMMAND_S:.0f} s") from None
+    if done.returncode != 0:
+        said = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
+        raise SchedulerError(f"{words[0]}: {said}")
+    return done.stdout
+
+
+def require_controller() -> None:
+    """Make sure that Slurm's controller answers.
+
+    Raises:
+        SchedulerError: it does not.
+    """
+    try:
+        answer = run("scontrol", "ping")
+    except SchedulerError as error:
+        raise SchedulerError(f"Slurm's controller does not answer: {error}") from None
+    if " UP" not in answer:
+        raise SchedulerError(f"Slurm's controller does not answer: {answer.strip()}")
+
+
+def listing(max_age_s: float = FRESH_S) -> Listing:
+    """The queue, at most so old. A controller that does not answer is an answer too: it is asked no more often."""
+    path = _cache_file()
+    with _locked(path) as held:
+        # Where no lock can be had (a read-only home), everybody asks for himself.
+        kept = _read(path) if held else None
+        if kept is not None and 0 <= time.time() - kept.asked_at < max_age_s:
+            return kept
+        fresh = _ask()
+        if held:
+            _write(path, fresh)
+        return fresh
+
+
+def _ask() -> Listing:
+    asked_at = time.time()
+    try:
+        require_controller()
+        text = run("squeue", "--noheader", "--states=all", f"--user={getpass.getuser()}", f"--format={_FORMAT}")
+    except SchedulerError as error:
+        return Listing(asked_at, {}, str(error))
+    rows = [Row(*line.split("|", 5)) for line in text.splitlines() if line.count("|") >= 5]
+    return Listing(asked_at, {row.job_id: row for row in rows})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The file between the processes
+
+
+def _cache_file() -> Path:
+    """One per cluster and user."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlhf"
+    cluster = "\n".join(os.environ.get(name, "") for name in ("SLURM_CONF", "SLURM_CLUSTERS"))
+    return folder / f"squeue-{hashlib.sha256(cluster.encode()).hexdigest()[:12]}.json"
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[bool]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.with_suffix(".lock").open("w")
+    except OSError:
+        yield False
+        return
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:
+            yield False
+            return
+        yield True
+
+
+def _read(path: Path) -> Listing | None:
+    try:
+        content = json.loads(path.read_text())
+        rows: Sequence[Mapping[str, str]] = content["rows"]
+        return Listing(content["asked_at"], {row["job_id"]: Row(**row) for row in rows}, content["problem"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write(path: Path, listing: Listing) -> None:
+    content = {
+        "asked_at": listing.asked_at,
+        "problem": listing.problem,
+        "rows": [asdict(row) for row in listing.rows.values()],
+    }
+    with contextlib.suppress(OSError):
+        path.write_text(json.dumps(content))

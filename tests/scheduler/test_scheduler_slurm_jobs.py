@@ -1,0 +1,276 @@
+"""The Slurm scheduler on a real, throw-away cluster: submitted once, seen as it is, ended with all it started."""
+
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "infra" / "slurm"))
+
+import cluster as throwaway  # noqa: E402
+
+from rlhf_core.errors import SchedulerError, SubmissionFailed  # noqa: E402
+from rlhf_core.launch.journal import Journal  # noqa: E402
+from rlhf_core.launch.start import record_plan, submit_once  # noqa: E402
+from rlhf_core.run_dir import RunDir  # noqa: E402
+from rlhf_core.scheduler import JobRequest, JobState, slurm_queue  # noqa: E402
+from rlhf_core.scheduler.slurm import SlurmScheduler  # noqa: E402
+from rlhf_core.schemas.resources import Placement, Role, RolePlan, Submission  # noqa: E402
+from rlhf_core.schemas.run import SlurmSpec  # noqa: E402
+
+pytestmark = [
+    pytest.mark.end_to_end,
+    pytest.mark.skipif(
+        bool(throwaway.missing_programs()), reason=f"missing: {', '.join(throwaway.missing_programs())}"
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[throwaway.Cluster]:
+    made = throwaway.Cluster(tmp_path_factory.mktemp("slurm"), nodes=3, gpus=2, forget_s=5)
+    made.up()
+    yield made
+    made.down()
+
+
+@pytest.fixture
+def scheduler(cluster: throwaway.Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmScheduler]:
+    """The scheduler, with a queue cache of its own; whatever a failing test leaves is ended."""
+    monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    yield SlurmScheduler()
+    cluster.command("scancel", f"--name={run_id_of(tmp_path)}", check=False)
+
+
+def run_id_of(folder: Path) -> str:
+    """One run per test: jobs are found by their run, and the cluster is shared."""
+    return f"toy-20260101-000000-{zlib.crc32(str(folder).encode()):06x}"
+
+
+def make_request(folder: Path, shell: str, slurm: SlurmSpec | None = None, **placed: object) -> JobRequest:
+    placement = Placement(attempt=1, num_nodes=1, roles=(RolePlan(role=Role.TRAINER, workers_per_node=1),))
+    run_dir = RunDir.of(folder / "runs", run_id_of(folder))
+    return JobRequest(
+        run_id=run_dir.run_id,
+        placement=placement.model_copy(update=placed),
+        scheduler_dir=run_dir.attempt(1).scheduler_dir,
+        command=("sh", "-c", shell),
+        cpus_per_node=1,
+        memory_gb=0.0,
+        time_limit_s=3600,
+        environment={"EXTRA": "a b"},
+        slurm=slurm or SlurmSpec(),
+    )
+
+
+def wait_for(condition: Callable[[], object], patience_s: float = 60.0) -> None:
+    deadline = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.1)
+
+
+def state(scheduler: SlurmScheduler, submission: Submission) -> JobState:
+    return scheduler.status([submission])[submission.job_id].state
+
+
+def test_agents_get_their_node_and_all_addresses(tmp_path: Path, scheduler: SlurmScheduler) -> None:
+    """The excluded node is left out, and the addresses are numbers: names of nodes need not resolve."""
+    shell = f'echo "$RLHF_NODES $EXTRA $MORE $RLHF_JOB $CUDA_VISIBLE_DEVICES" > {tmp_path}/$SLURM_NODEID'
+    slurm = SlurmSpec(environment={"MORE": "c"}, setup=("export CHECKED=1",))
+    request = make_request(tmp_path, shell, slurm, num_nodes=2, gpus_per_node=2, excluded_nodes=("node1",))
+    submission = scheduler.submit(request)
+    wait_for(lambda: state(scheduler, submission) is JobState.ENDED)
+    status = scheduler.status([submission])[submission.job_id]
+    assert (status.scheduler_state, status.nodes) == ("COMPLETED", ("node2", "node3"))
+    expected = f"node2=127.0.0.1,node3=127.0.0.1 a b c {run_id_of(tmp_path)}/1 0,1\n"
+    assert [(tmp_path / index).read_text() for index in ("0", "1")] == [expected, expected]
+
+
+def test_one_dead_agent_ends_the_job(tmp_path: Path, scheduler: SlurmScheduler) -> None:
+    shell = 'test "$SLURM_NODEID" = 0 && exit 3; sleep 300'
+    submission = scheduler.submit(make_request(tmp_path, shell, num_nodes=2))
+    wait_for(lambda: state(scheduler, submission) is JobState.ENDED)
+    assert scheduler.status([submission])[submission.job_id].scheduler_state == "FAILED"
+
+
+def test_a_job_that_ignores_sigterm_is_cancelled_all_the_same(tmp_path: Path, scheduler: SlurmScheduler) -> None:
+    shell = f"trap '' TERM; echo $$ > {tmp_path}/pid; while :; do sleep 1; done"
+    submission = scheduler.submit(make_request(tmp_path, shell))
+    wait_for((tmp_path / "pid").exists)
+    wait_for(lambda: state(scheduler, submission) is JobState.RUNNING)
+    assert scheduler.cancel(submission)
+    assert state(scheduler, submission) is JobState.ENDED
+    assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
+    assert scheduler.cancel(submission)  # harmless
+
+
+def test_a_waiting_job_says_why(tmp_path: Path, cluster: throwaway.Cluster, scheduler: SlurmScheduler) -> None:
+    first = scheduler.submit(make_request(tmp_path, "sleep 300", num_nodes=3, gpus_per_node=2))
+    second = scheduler.submit(make_request(tmp_path, "true", num_nodes=3, gpus_per_node=2, attempt=2))
+    wait_for(lambda: scheduler.status([second])[second.job_id].reason in ("Resources", "Priority"))
+    status = scheduler.status([first, second])
+    assert [status[one.job_id].state for one in (first, second)] == [JobState.RUNNING, JobState.PENDING]
+    cluster.command("scontrol", "suspend", first.job_id)
+    wait_for(lambda: scheduler.status([first])[first.job_id].scheduler_state == "SUSPENDED")
+    assert state(scheduler, first) is JobState.RUNNING  # it has not ended, and will go on
+    cluster.command("scontrol", "resume", first.job_id)
+    assert scheduler.cancel(second)
+    assert scheduler.cancel(first)
+
+
+def test_a_forgotten_job_has_ended(tmp_path: Path, scheduler: SlurmScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The queue no longer lists it. A queue that does not answer says nothing about it: the control."""
+    gone = Submission(attempt=1, scheduler="slurm", job_id="999999999", command=(), marker="x/1")
+    status = scheduler.status([gone])[gone.job_id]
+    assert (status.state, status.reason) == (JobState.ENDED, "Slurm has forgotten the job")
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "no-such.conf"))
+    assert state(scheduler, gone) is JobState.UNKNOWN
+
+
+def test_without_its_controller_nothing_is_known_and_nothing_is_submitted(
+    tmp_path: Path, cluster: throwaway.Cluster, scheduler: SlurmScheduler
+) -> None:
+    submission = scheduler.submit(make_request(tmp_path, "sleep 300"))
+    wait_for(lambda: state(scheduler, submission) is JobState.RUNNING)
+    cluster.stop("slurmctld")
+    try:
+        wait_for(lambda: state(scheduler, submission) is JobState.UNKNOWN)
+        with pytest.raises(SchedulerError, match="controller does not answer"):
+            scheduler.find(run_id_of(tmp_path), 2)
+        with pytest.raises(SchedulerError, match="controller does not answer"):
+            scheduler.submit(make_request(tmp_path, "true", attempt=2))
+        with pytest.raises(SchedulerError, match="controller does not answer"):
+            scheduler.inventory()
+    finally:
+        cluster.start("slurmctld")
+    wait_for(lambda: state(scheduler, submission) is JobState.RUNNING)
+    assert scheduler.cancel(submission)
+
+
+def test_what_slurm_refuses_is_said_in_its_words(tmp_path: Path, scheduler: SlurmScheduler) -> None:
+    with pytest.raises(SubmissionFailed, match="invalid partition specified: nowhere"):
+        scheduler.submit(make_request(tmp_path, "true", SlurmSpec(partition="nowhere")))
+    assert scheduler.find(run_id_of(tmp_path), 1) is None
+
+
+def test_the_script_asks_for_what_was_asked(tmp_path: Path, scheduler: SlurmScheduler) -> None:
+    slurm = SlurmSpec(
+        partition="main",
+        account="team",
+        qos="high",
+        constraint="fast",
+        gpu_type="h100",
+        reservation="night",
+        exclude=("node3",),
+        setup=("module load cuda",),
+        container_kind="pyxis",
+        container_image="image.sqsh",
+        container_mounts=("/data:/data",),
+        save_lead_s=300,
+        extra=("--nice=10", "--exclusive"),
+    )
+    request = replace(make_request(tmp_path, "true", slurm, gpus_per_node=8, excluded_nodes=("node1",)), memory_gb=2.5)
+    text = scheduler.script(request)
+    options = ("partition=main", "account=team", "qos=high", "constraint=fast", "gpus-per-node=h100:8", "mem=2560M")
+    for option in (*options, "reservation=night", "exclude=node1,node3", "signal=USR2@300", "nice=10", "time=60"):
+        assert f"#SBATCH --{option}\n" in text
+    for option in ("no-requeue", "exclusive"):
+        assert f"#SBATCH --{option}\n" in text
+    assert "module load cuda\n" in text
+    assert "--kill-on-bad-exit=1" in text
+    assert "--container-image=image.sqsh" in text
+    run_dir = tmp_path / "runs" / run_id_of(tmp_path)
+    assert f"--container-mounts={run_dir}:{run_dir},/data:/data" in text
+    assert "pickle" not in text
+    apptainer = SlurmSpec(container_kind="apptainer", container_image="image.sif")
+    text = scheduler.script(make_request(tmp_path, "true", apptainer))
+    assert f"apptainer exec --bind {run_dir}:{run_dir} image.sif sh -c true" in text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Once only
+
+
+def lose_the_answer(folder: Path, monkeypatch: pytest.MonkeyPatch, *, accept: bool) -> None:
+    """sbatch fails as it does when the controller's answer is lost: after the job was accepted, or before."""
+    real = subprocess.check_output(["sh", "-c", "command -v sbatch"], text=True).strip()
+    shim = folder / "bin" / "sbatch"
+    shim.parent.mkdir()
+    first = f'{real} "$@" >/dev/null; ' if accept else ""
+    error = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
+    shim.write_text(f"#!/bin/sh\n{first}echo '{error}' >&2\nexit 1\n")
+    shim.chmod(0o755)
+    path = subprocess.check_output(["sh", "-c", 'printf %s "$PATH"'], text=True)
+    monkeypatch.setenv("PATH", f"{shim.parent}:{path}")
+
+
+def jobs_of(cluster: throwaway.Cluster, folder: Path) -> list[str]:
+    return cluster.command("squeue", "--noheader", f"--name={run_id_of(folder)}", "--format=%i").split()
+
+
+@pytest.mark.parametrize("accept", [True, False], ids=["accepted", "control: not accepted"])
+def test_a_lost_answer_never_makes_two_jobs(
+    tmp_path: Path,
+    cluster: throwaway.Cluster,
+    scheduler: SlurmScheduler,
+    monkeypatch: pytest.MonkeyPatch,
+    accept: bool,
+) -> None:
+    """The next controller adopts the job that is there, and submits where there is none."""
+    request = make_request(tmp_path, "sleep 300")
+    run_dir = RunDir.of(tmp_path / "runs", request.run_id)
+    run_dir.root.mkdir(parents=True, exist_ok=True)
+    journal = Journal(run_dir)
+    record_plan(run_dir, request.placement, journal)
+    with monkeypatch.context() as broken:
+        lose_the_answer(tmp_path, broken, accept=accept)
+        with pytest.raises(SchedulerError, match="did not answer whether"):
+            submit_once(run_dir, request, scheduler, journal)
+    before = jobs_of(cluster, tmp_path)
+    assert len(before) == int(accept)
+    submission = submit_once(run_dir, request, scheduler, journal)
+    assert submission is not None
+    assert jobs_of(cluster, tmp_path) == [submission.job_id]
+    assert before in ([], [submission.job_id])
+    # The control of the control: without looking first there would be two.
+    scheduler.submit(request)
+    assert len(jobs_of(cluster, tmp_path)) == 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The shared queue
+
+
+def test_many_watchers_ask_the_queue_once(
+    tmp_path: Path, scheduler: SlurmScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three processes, many questions, one squeue; an answer that may not be old is asked for anew: the control."""
+    count = tmp_path / "count"
+    real = subprocess.check_output(["sh", "-c", "command -v squeue"], text=True).strip()
+    shim = tmp_path / "bin" / "squeue"
+    shim.parent.mkdir()
+    shim.write_text(f'#!/bin/sh\necho 1 >> {count}\nexec {real} "$@"\n')
+    shim.chmod(0o755)
+    path = subprocess.check_output(["sh", "-c", 'printf %s "$PATH"'], text=True)
+    monkeypatch.setenv("PATH", f"{shim.parent}:{path}")
+    age = 600.0  # seconds, so that a slow machine cannot make it two
+    code = f"from rlhf_core.scheduler import slurm_queue as q\nfor _ in range(20): assert not q.listing({age}).problem"
+    watchers = [subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2]) for _ in range(3)]
+    assert [watcher.wait(120) for watcher in watchers] == [0, 0, 0]
+    assert count.read_text() == "1\n"
+    slurm_queue.listing(max_age_s=0.0)
+    assert count.read_text() == "1\n1\n"
+
+
+def test_a_torn_cache_is_not_believed(tmp_path: Path, scheduler: SlurmScheduler) -> None:
+    assert not slurm_queue.listing(600.0).problem
+    for file in (tmp_path / "cache" / "rlhf").glob("squeue-*.json"):
+        file.write_text('{"asked_at": 9e9, "rows"')
+    assert not slurm_queue.listing(600.0).problem
