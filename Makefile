@@ -1,6 +1,7 @@
-# Two words on a fresh machine (Python 3.11, make, git, a package index):
+# Words for a fresh machine (Python 3.11, make, git, a package index):
 #   make demo    runs the main job: preflight, allocate, train, evaluate, report
 #   make test    lints, type-checks and tests everything (what CI runs)
+#   make slurm-demo    a smaller job over the four nodes of a throw-away Slurm cluster on this machine
 # Each sets up all it needs: a virtual environment in .venv, and system packages where this user is root.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -8,14 +9,18 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: help demo test lint types contracts pytest format docs bench faults clean
+.PHONY: help demo slurm-demo test lint types contracts pytest format docs bench faults clean
 
 help:
-	@sed -n '2,4s/^# //p' Makefile
+	@sed -n '2,5s/^# //p' Makefile
 	@echo "also: make lint | types | contracts | pytest | format | docs | bench | faults | clean"
 
 demo: $(VENV)/.demo-ready
 	@sh infra/demo.sh $(BIN)
+
+slurm-demo: $(VENV)/.demo-ready
+	@sh infra/system_packages.sh slurm $(PYTHON)
+	@sh infra/slurm/demo.sh $(BIN)
 
 test: $(VENV)/.test-ready lint types contracts pytest
 
@@ -35,6 +40,7 @@ $(VENV)/.demo-ready: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.test-ready: pyproject.toml constraints.txt | $(BIN)/python
 	@sh infra/system_packages.sh compiler $(PYTHON)
 	@sh infra/system_packages.sh postgresql $(PYTHON)
+	@sh infra/system_packages.sh slurm $(PYTHON) || true
 	@echo "installing rlhf-flows with its training, postgres and dev extras (some minutes the first time)"
 	$(PIP) install -c constraints.txt -e '.[training,postgres,dev]'
 	@touch $@

@@ -125,6 +125,9 @@ def configuration() -> str:
     parts += [SITE, "| variable | key | meaning |", "|---|---|---|"]
     keys = {variable: key for key, variable in config._SITE_KEYS.items()}
     for variable, meaning in _site_settings():
+        if variable.startswith("["):
+            parts.append(f"| | `{variable}` | {_cell(meaning)} |")
+            continue
         parts.append(f"| `{variable}` | {_code(keys[variable]) if variable in keys else ''} | {_cell(meaning)} |")
     return "\n".join(parts) + "\n"
 

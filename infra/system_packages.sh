@@ -1,6 +1,6 @@
 #!/bin/sh
 # Makes sure of one group of system packages: installs with apt where this user is root, says what is missing otherwise.
-# usage: system_packages.sh python|compiler|postgresql PYTHON
+# usage: system_packages.sh python|compiler|postgresql|slurm PYTHON
 set -eu
 group=$1
 python=$2
@@ -34,6 +34,11 @@ compiler)
 postgresql)
     # Optional: without it the PostgreSQL half of the history tests is skipped with a reason.
     ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || install "history tests on a real PostgreSQL" postgresql || true
+    ;;
+slurm)
+    # Only the programs are wanted: the daemons of the packages themselves stay as they are, without a configuration.
+    { command -v slurmctld && command -v slurmd && command -v sbatch && command -v munged; } >/dev/null \
+        || install "a throw-away Slurm cluster (infra/slurm)" slurmctld slurmd slurm-client munge
     ;;
 *)
     echo "unknown group $group" >&2

@@ -293,8 +293,8 @@ class Site:
     compute_python: str
     """``RLHF_COMPUTE_PYTHON``: interpreter that the nodes start (default: this one)."""
     slurm: SlurmSpec = dataclasses.field(default_factory=SlurmSpec)
-    """The table ``[slurm]`` of ``rlhf.toml``: what every job asks of Slurm, unless its run says otherwise; the settings
-    are those of the section ``slurm`` of a run."""
+    """``[slurm]``: a table of ``rlhf.toml`` with the settings of the section ``slurm`` of a run: what every job asks
+    of Slurm, unless its run says otherwise. Lists and variables of both are used."""
 
 
 _SITE_KEYS = {

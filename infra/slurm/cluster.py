@@ -65,7 +65,8 @@ PreemptType=preempt/partition_prio
 PreemptMode=CANCEL
 # The nodes pose as larger than the machine on which they live.
 SlurmdParameters=config_overrides
-ReturnToService=2
+# A node that an administrator took out stays out; one that was silent comes back by itself.
+ReturnToService=1
 SlurmctldTimeout=10
 SlurmdTimeout={node_timeout_s}
 KillWait={kill_wait_s}

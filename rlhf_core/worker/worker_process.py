@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 from rlhf_core.errors import RunDirError
@@ -21,6 +22,7 @@ from rlhf_core.schemas.reports import Phase, WorkerOutcome
 from rlhf_core.schemas.resources import Placement, Role
 from rlhf_core.training.types import NullReporter, Reporter, RoleResult, WorkerContext
 from rlhf_core.worker import processes
+from rlhf_core.worker.collectives import answer_in_background
 from rlhf_core.worker.heartbeat import Beat
 from rlhf_core.worker.roles import load_role, target_of
 
@@ -58,6 +60,10 @@ def run_worker(arguments: WorkerArguments) -> NoReturn:
     processes.die_with_parent(int(agent) if agent else None)
     # The agent blocked USR2 while it started this process: on some clusters it is sent to all processes of a job.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    if "SLURM_JOB_ID" in os.environ:
+        # Slurm sends it to every process of the job, and the agent is the one to act on it. A handler, for what is
+        # ignored stays ignored in the programs that user code starts.
+        signal.signal(signal.SIGTERM, _leave_it_to_the_agent)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
     processes.allow_stack_dumps()
 
@@ -69,6 +75,8 @@ def run_worker(arguments: WorkerArguments) -> NoReturn:
     faulthandler.register(STACK_SIGNAL, all_threads=True)
 
     beat = _take_slot(local_rank, rank, arguments.restart)
+    if beat is not None:
+        answer_in_background(beat, Path(os.environ[SLOTS_VARIABLE]), local_rank)
     outcome = _outcome(arguments, rank, beat, _run(arguments, run_dir, local_rank, rank, beat))
     _leave(outcome, restart_dir.worker_outcome(arguments.role, arguments.node, local_rank), local_rank)
     if not outcome.ok:
@@ -82,6 +90,10 @@ def run_worker(arguments: WorkerArguments) -> NoReturn:
 def spare_outcome(slots: Path, local_rank: int) -> Path:
     """Where a worker leaves its outcome when the run directory has no room for it: beside the slots, on the node."""
     return slots.with_name(f"{slots.name}.outcome-{local_rank}.json")
+
+
+def _leave_it_to_the_agent(number: int, frame: FrameType | None) -> None:
+    """The agent asks this worker to save and end, or ends it."""
 
 
 def _leave(outcome: WorkerOutcome, path: Path, local_rank: int) -> None:

@@ -11,11 +11,14 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "infra" / "slurm")]
+sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "infra" / "slurm"))
 
 from cluster import Cluster
 
+from rlhf_core.scheduler import slurm_queue
+
+ROOT = Path(__file__).parents[2]
 NUM_CONTROLLERS = 4
 COUNTED = ("squeue", "scontrol", "sacct")
 
@@ -78,8 +81,6 @@ def main() -> None:
                     jobs.append(cluster.command(*submit))
                 per_minute = measure(jobs, seconds, calls)
                 print(f"{number:5d} jobs: {per_minute:6.1f} commands of Slurm per minute", flush=True)
-            from rlhf_core.scheduler import slurm_queue
-
             start = time.monotonic()
             rows = slurm_queue.listing(max_age_s=0.0).rows
             print(f"one question about {len(rows)} jobs: {time.monotonic() - start:.3f} s")

@@ -91,12 +91,17 @@ def measure(
     cold_s = _cold_start(run)
     is_failure = bool(expected.kinds)
     kind = incident.failure_kind.value if incident else ""
+    action = decision.action.value if decision else ""
+    # Somebody's will is no incident: the run says that it was cancelled, and ends.
+    cancelled = is_failure and state == "cancelled" and incident is None
+    if cancelled:
+        kind, action = "user_cancel", "stop"
     return Row(
         scenario=scenario,
         number=number,
         row=fault.row,
         control=not is_failure,
-        found=incident is not None or (is_failure and decision is not None),
+        found=incident is not None or cancelled or (is_failure and decision is not None),
         found_s=found_s,
         limit_s=limit_s,
         decided_s=(decision.decided_at - begin).total_seconds() if decision and truth.moment_known else None,
@@ -104,8 +109,8 @@ def measure(
         blame_right=_blame_right(expected, incident, truth) if is_failure and expected.blame else None,
         class_right=(kind or "none") in expected.kinds if is_failure else None,
         kind=kind,
-        action=decision.action.value if decision else "",
-        action_right=bool(decision and decision.action.value in expected.actions) if expected.actions else None,
+        action=action,
+        action_right=action in expected.actions if expected.actions else None,
         again_s=again_s,
         cold_s=cold_s,
         again_in_time=_again_in_time(decision, found_s, again_s, cold_s),

@@ -1,0 +1,126 @@
+"""The Slurm scheduler on a real, throw-away cluster."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from slurm_cluster import WHY_NOT, Cluster, missing_programs
+
+from rlhf_core.scheduler import slurm_queue
+from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus
+from rlhf_core.scheduler.slurm import SlurmScheduler
+from rlhf_core.schemas.resources import Placement, Role, RolePlan, Submission
+from rlhf_core.schemas.run import SlurmSpec
+
+pytestmark = [pytest.mark.skipif(bool(missing_programs()), reason=WHY_NOT), pytest.mark.timeout(120)]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path_factory.mktemp("slurm"), nodes=3, gpus=2, kill_wait_s=2)
+    cluster.up()
+    yield cluster
+    cluster.down()
+
+
+@pytest.fixture
+def slurm(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SlurmScheduler]:
+    monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    yield SlurmScheduler()
+    if cluster.pid("slurmctld") is None:
+        cluster.start("slurmctld")
+    cluster.command("scancel", "--user=root", check=False)
+
+
+def request(folder: Path, shell: str, num_nodes: int = 1, run_id: str = "toy-1", **slurm: object) -> JobRequest:
+    placement = Placement(
+        attempt=1, num_nodes=num_nodes, roles=(RolePlan(role=Role.TRAINER, workers_per_node=1),), gpus_per_node=0
+    )
+    return JobRequest(
+        run_id=run_id,
+        placement=placement,
+        scheduler_dir=folder / run_id / "attempts" / "1" / "scheduler",
+        command=("/bin/sh", "-c", shell),
+        cpus_per_node=1,
+        memory_gb=0,
+        time_limit_s=600,
+        environment={"GREETING": "hello 'you'"},
+        slurm=SlurmSpec.model_validate(slurm),
+    )
+
+
+def wait_for(condition: Callable[[], object], patience_s: float = 40.0) -> None:
+    deadline = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.1)
+
+
+def status(slurm: SlurmScheduler, job: Submission) -> JobStatus:
+    return slurm.status([job])[job.job_id]
+
+
+def ended(slurm: SlurmScheduler, job: Submission) -> bool:
+    return status(slurm, job).state is JobState.ENDED
+
+
+def output(job: JobRequest) -> str:
+    return "\n".join(path.read_text() for path in sorted(job.scheduler_dir.glob("*_log.out")))
+
+
+def test_inventory_counts_nodes_cores_memory_and_gpus(slurm: SlurmScheduler) -> None:
+    found = slurm.inventory()
+    assert found.node_names == ("node1", "node2", "node3")
+    assert (found.cpus_per_node, found.gpus_per_node) == (8, 2)
+    assert found.memory_gb == pytest.approx(8000 / 1024)
+
+
+def test_every_node_knows_all_nodes_and_secrets_stay_here(
+    slurm: SlurmScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLHF_DATABASE_URL", "postgresql://user:secret@host/db")
+    asked = request(tmp_path, 'echo "$SLURM_NODEID|$RLHF_NODES|$RLHF_JOB|$GREETING|$RLHF_DATABASE_URL|"', 3)
+    job = slurm.submit(asked)
+    wait_for(lambda: ended(slurm, job))
+    nodes = "node1=127.0.0.1,node2=127.0.0.1,node3=127.0.0.1"
+    said = sorted(line for line in output(asked).splitlines() if "|" in line)
+    assert said == [f"{index}|{nodes}|toy-1/1|hello 'you'||" for index in range(3)]
+    end = status(slurm, job)
+    assert (end.scheduler_state, end.nodes) == ("COMPLETED", ("node1", "node2", "node3"))
+
+
+def test_a_forgotten_job_has_ended_and_a_new_one_is_not_forgotten(slurm: SlurmScheduler, tmp_path: Path) -> None:
+    """With the control: a job younger than the shared answer is looked up, not taken for forgotten."""
+    slurm_queue.listing()
+    job = slurm.submit(request(tmp_path, "sleep 300"))
+    assert job.job_id not in slurm_queue.listing(max_age_s=60.0).rows
+    assert status(slurm, job).state in (JobState.PENDING, JobState.RUNNING)
+    gone = job.model_copy(update={"job_id": "1"})
+    assert status(slurm, gone).state is JobState.ENDED
+    assert "forgotten" in status(slurm, gone).reason
+    assert slurm.cancel(job)
+
+
+def test_a_lost_node_is_named(slurm: SlurmScheduler, cluster: Cluster, tmp_path: Path) -> None:
+    job = slurm.submit(request(tmp_path, "sleep 300", 2))
+    wait_for(lambda: status(slurm, job).state is JobState.RUNNING)
+    cluster.command("scontrol", "update", "nodename=node2", "state=down", "reason=test")
+    wait_for(lambda: ended(slurm, job))
+    try:
+        assert status(slurm, job).scheduler_state == "NODE_FAIL"
+        assert status(slurm, job).lost_nodes == ("node2",)
+    finally:
+        # It may have come back by itself.
+        cluster.command("scontrol", "update", "nodename=node2", "state=resume", check=False)
+
+
+ASKS = """
+import sys, time
+from rlhf_core.scheduler.slurm_queue import listing
+end = time.time() + 3.0
+while time.time() < end:
+    assert not listing().problem
+    time.sleep(0.05)
+"""

@@ -1,0 +1,170 @@
+"""What is asked of Slurm, and how its words are read: without a cluster."""
+
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.scheduler import get_scheduler
+from rlhf_core.scheduler.base import JobRequest, JobState
+from rlhf_core.scheduler.slurm import SlurmScheduler, _is_no_answer, _num_gpus, _refusal, _status
+from rlhf_core.scheduler.slurm_queue import Row
+from rlhf_core.schemas.resources import Placement, Role, RolePlan
+from rlhf_core.schemas.run import SlurmSpec
+
+
+def request(gpus: int = 0, excluded: tuple[str, ...] = (), time_limit_s: int = 3600, **slurm: object) -> JobRequest:
+    placement = Placement(
+        attempt=2,
+        num_nodes=4,
+        roles=(RolePlan(role=Role.TRAINER, workers_per_node=8),),
+        gpus_per_node=gpus,
+        excluded_nodes=excluded,
+    )
+    return JobRequest(
+        run_id="toy-1",
+        placement=placement,
+        scheduler_dir=Path("/runs/toy-1/attempts/2/scheduler"),
+        command=("/opt/my python", "-m", "rlhf_core.worker", "agent"),
+        cpus_per_node=8,
+        memory_gb=1.5,
+        time_limit_s=time_limit_s,
+        environment={},
+        slurm=SlurmSpec.model_validate(slurm),
+    )
+
+
+def script(**asked: object) -> str:
+    return SlurmScheduler().script(request(**asked))  # type: ignore[arg-type]
+
+
+def test_the_plain_script_names_run_and_attempt_and_starts_one_agent_per_node() -> None:
+    text = script()
+    for line in (
+        "--comment=toy-1/2",
+        "--job-name=toy-1",
+        "--nodes=4",
+        "--ntasks-per-node=1",
+        "--cpus-per-task=8",
+        "--mem=1536M",
+        "--time=60",
+        "--no-requeue",
+        "--signal=USR2@120",
+        "--output=/runs/toy-1/attempts/2/scheduler/%j_0_log.out",
+    ):
+        assert f"#SBATCH {line}\n" in text
+    assert "export RLHF_JOB=toy-1/2" in text
+    assert "export CUDA_VISIBLE_DEVICES=''" in text
+    assert "export RLHF_NODES" in text
+    command = next(line for line in text.splitlines() if line.startswith("srun"))
+    assert "--kill-on-bad-exit=1" in command
+    assert "--cpus-per-task=8" in command
+    assert command.endswith("'/opt/my python' -m rlhf_core.worker agent")
+    for absent in ("wckey", "gpus", "exclude", "partition", "pickle", "submitit.core"):
+        assert absent not in text.partition("# command")[0].replace("SUBMITIT", "")
+
+
+def test_everything_that_can_be_asked_of_slurm() -> None:
+    text = script(
+        gpus=8,
+        excluded=("node3",),
+        partition="gpu",
+        account="nlp",
+        qos="high",
+        constraint="ib",
+        gpu_type="h100",
+        gres="nvme:1",
+        reservation="friday",
+        exclude=("node9", "node3"),
+        setup=("module load cuda",),
+        environment={"NCCL_DEBUG": "WARN"},
+        save_lead_s=300,
+        extra=("--exclusive", "--switches=1"),
+    )
+    for line in (
+        "--partition=gpu",
+        "--account=nlp",
+        "--qos=high",
+        "--constraint=ib",
+        "--gpus-per-node=h100:8",
+        "--gres=nvme:1",
+        "--reservation=friday",
+        "--exclude=node3,node9",
+        "--signal=USR2@300",
+        "--exclusive",
+        "--switches=1",
+    ):
+        assert f"#SBATCH {line}\n" in text
+    assert "module load cuda" in text
+    assert "export NCCL_DEBUG=WARN" in text
+    assert "CUDA_VISIBLE_DEVICES" not in text  # Slurm hands them out
+
+
+def test_the_signal_to_save_never_comes_in_the_first_half_of_the_job() -> None:
+    assert "--signal=USR2@60\n" in script(time_limit_s=120)
+
+
+def test_containers() -> None:
+    pyxis = script(container_kind="pyxis", container_image="img.sqsh", container_mounts=("/data:/data",))
+    assert "--container-image=img.sqsh --container-mounts=/runs/toy-1:/runs/toy-1,/data:/data" in pyxis
+    apptainer = script(gpus=1, container_kind="apptainer", container_image="img.sif")
+    assert "apptainer exec --nv --bind /runs/toy-1:/runs/toy-1 img.sif '/opt/my python' -m" in apptainer
+
+
+def test_the_site_says_what_the_run_does_not() -> None:
+    site = SlurmSpec(
+        partition="batch", account="nlp", exclude=("bad1",), setup=("a",), environment={"A": "1", "B": "1"}
+    )
+    run = SlurmSpec(partition="gpu", exclude=("bad2",), setup=("b",), environment={"B": "2"})
+    both = run.over(site)
+    assert (both.partition, both.account) == ("gpu", "nlp")
+    assert both.exclude == ("bad1", "bad2")
+    assert both.setup == ("a", "b")
+    assert both.environment == {"A": "1", "B": "2"}
+    assert SlurmSpec().over(site) == site
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        ("PENDING", JobState.PENDING),
+        ("CONFIGURING", JobState.PENDING),
+        ("RUNNING", JobState.RUNNING),
+        ("SUSPENDED", JobState.RUNNING),
+        ("COMPLETING", JobState.RUNNING),  # something of it may still run
+        ("COMPLETED", JobState.ENDED),
+        ("CANCELLED by 1000", JobState.ENDED),
+        ("PREEMPTED", JobState.ENDED),
+        ("OUT_OF_MEMORY", JobState.ENDED),
+        ("A_STATE_OF_TOMORROW", JobState.UNKNOWN),
+    ],
+)
+def test_states(state: str, expected: JobState) -> None:
+    status = _status(Row("1", state, "None", "node1", "N/A", "toy-1/2"))
+    assert status.state is expected
+    assert status.scheduler_state == state.split()[0]
+
+
+def test_why_a_job_waits_and_when_it_is_expected_to_start() -> None:
+    status = _status(Row("1", "PENDING", "Resources", "", "2026-11-21T10:00:00", "toy-1/2"))
+    assert status.reason == "Resources, expected to start 2026-11-21T10:00:00"
+    assert status.expected_start == "2026-11-21T10:00:00"
+
+
+@pytest.mark.parametrize(
+    ("gres", "number"),
+    [("(null)", 0), ("gpu:8", 8), ("gpu:h100:4(S:0-1),nvme:1", 4), ("nvme:2,gpu:2", 2), ("gpu:a:1,gpu:b:2", 3)],
+)
+def test_gpus_of_a_node(gres: str, number: int) -> None:
+    assert _num_gpus(gres) == number
+
+
+def test_a_refusal_is_told_from_silence() -> None:
+    refused = "Traceback ...\nsbatch: error: Batch job submission failed: Invalid account"
+    assert _refusal(refused) == "Batch job submission failed: Invalid account"
+    assert not _is_no_answer(_refusal(refused))
+    silent = "sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)"
+    assert _is_no_answer(_refusal(silent))
+
+
+def test_it_is_there_by_name() -> None:
+    assert get_scheduler("slurm").name == "slurm"
