@@ -4,8 +4,9 @@ Recovery needs no culprit, all workers are started again anyway. Blame is for th
 leaving a node out.
 """
 
+from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhf_core.diagnosis.liveness import STOPPED_STATES
 from rlhf_core.schemas.failures import FailureKind
@@ -22,6 +23,10 @@ class Verdict:
     """Ranks to blame; empty when no single one is."""
     reason: str
     """What speaks for it, in a sentence for a person."""
+    collective: str = ""
+    """The collective that others wait in or that ranks disagree about; empty when none is known."""
+    collective_sequence: int | None = None
+    """Number of that collective in its process group."""
 
 
 def blame(ranks: Sequence[RankStatus], silent: Collection[int] = ()) -> Verdict:
@@ -33,10 +38,25 @@ def blame(ranks: Sequence[RankStatus], silent: Collection[int] = ()) -> Verdict:
     4. Nobody is in a collective: each silent rank stands still by itself.
     5. All are in the same collective: the network, or ranks that disagree about it; no single culprit.
 
+    Before rules 4 and 5 the flight recorders are heard, where all ranks have one: a rank that has entered fewer
+    collectives by its number is to blame, and ranks that brought different operations or shapes to the same number
+    disagree, which is a bug in the code.
+
     Args:
         ranks: All workers of the role that have not ended; at least one.
         silent: Ranks over their limit, for rule 4; without it, the one that has been silent for longest.
     """
+    verdict = _blame(ranks, silent)
+    known = [rank for rank in ranks if rank.collective_sequence is not None]
+    if not known or len(verdict.ranks) == len(ranks):
+        return verdict
+    furthest = max(known, key=lambda rank: rank.collective_sequence or 0)
+    name, number = furthest.collective, furthest.collective_sequence
+    reason = f"{verdict.reason}; the last collective that was entered is {name}, number {number}"
+    return replace(verdict, reason=reason, collective=name, collective_sequence=number)
+
+
+def _blame(ranks: Sequence[RankStatus], silent: Collection[int]) -> Verdict:
     stopped = [rank for rank in ranks if rank.process_state in STOPPED_STATES]
     if stopped:
         return Verdict(FailureKind.HANG, _numbers(stopped), _say(stopped, "was stopped (process state T)"))
@@ -52,6 +72,9 @@ def blame(ranks: Sequence[RankStatus], silent: Collection[int] = ()) -> Verdict:
     if outside and len(outside) < len(ranks):
         what = f"is not in collective {furthest} that others wait in"
         return Verdict(FailureKind.HANG, _numbers(outside), _say(outside, what))
+    recorded = _blame_by_recorders(ranks)
+    if recorded is not None:
+        return recorded
     if outside:
         oldest = max(ranks, key=lambda rank: rank.age_s)
         still = [rank for rank in ranks if rank.rank in silent] or [oldest]
@@ -62,6 +85,37 @@ def blame(ranks: Sequence[RankStatus], silent: Collection[int] = ()) -> Verdict:
         f"all {len(ranks)} ranks wait in collective {furthest}: the network, or ranks that disagree about it; "
         f"no single rank is to blame",
     )
+
+
+def _blame_by_recorders(ranks: Sequence[RankStatus]) -> Verdict | None:
+    """What the flight recorders of all ranks say together; None when one is missing, or they agree."""
+    numbers = [rank.collective_sequence for rank in ranks if rank.collective_sequence is not None]
+    if len(numbers) < len(ranks):
+        return None
+    furthest = max(numbers)
+    behind = [rank for rank, number in zip(ranks, numbers, strict=True) if number < furthest]
+    if behind:
+        inside = all(rank.in_collective for rank in behind)
+        kind = FailureKind.COLLECTIVE_HANG if inside else FailureKind.HANG
+        what = f"has not entered collective number {furthest} of its process group that others are at"
+        return Verdict(kind, _numbers(behind), _say(behind, what))
+    if not all(rank.in_collective for rank in ranks):
+        return None
+    brought = [_brought(rank) for rank in ranks]
+    counts = Counter(brought).most_common()
+    if len(counts) == 1:
+        return None
+    # Where most agree, the others are to blame; otherwise nobody can say who is right.
+    most = counts[0][0] if counts[0][1] > len(ranks) / 2 else None
+    odd = [rank for rank, what in zip(ranks, brought, strict=True) if most is not None and what != most]
+    listed = "; ".join(f"rank {rank.rank} {what}" for rank, what in zip(ranks, brought, strict=True))
+    reason = f"the ranks disagree about collective number {furthest}: {listed}"
+    return Verdict(FailureKind.COLLECTIVE_MISMATCH, _numbers(odd), reason)
+
+
+def _brought(rank: RankStatus) -> str:
+    """What a rank came with. Only in an all-reduce must all have the same shape; a root may bring something else."""
+    return f"{rank.collective} {rank.collective_shape}" if rank.collective.endswith("all_reduce") else rank.collective
 
 
 def _numbers(ranks: Sequence[RankStatus]) -> tuple[int, ...]:

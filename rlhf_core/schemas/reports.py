@@ -57,6 +57,8 @@ class RankStatus(Schema):
     """What its flight recorder says it entered last, for instance ``gloo:all_reduce``; empty when there is none."""
     collective_sequence: int | None = None
     """Number of that collective in its process group, from the flight recorder."""
+    collective_shape: str = ""
+    """Types and shapes of what it brought to it, from the flight recorder."""
 
 
 class AgentStatus(Schema):

@@ -30,6 +30,7 @@ from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.team import NodeEnd, NodeState, Orders, Ready, Step
 from rlhf_core.worker import endings, processes
 from rlhf_core.worker.board import JOIN_S, Board, BoardLost, MemoryBoard, host_board, join_board
+from rlhf_core.worker.collectives import BUFFER_SIZE, BUFFER_VARIABLE
 from rlhf_core.worker.endings import Failure, NodeReport
 from rlhf_core.worker.events import EventLog
 from rlhf_core.worker.heartbeat import SlotFile
@@ -307,6 +308,7 @@ class Agent:
         job = self._job
         os.environ[JOB_VARIABLE] = job_marker(job.run_dir.run_id, job.attempt)
         os.environ[SLOTS_VARIABLE] = str(slots.path)
+        os.environ.setdefault(BUFFER_VARIABLE, BUFFER_SIZE)
         os.environ[AGENT_VARIABLE] = str(os.getpid())
         os.environ.setdefault("OMP_NUM_THREADS", str(job.spec.resources.cpus_per_rank))
         if job.nodes.num > 1 and (interface := interface_of(job.nodes.address)):

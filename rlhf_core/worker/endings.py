@@ -31,6 +31,10 @@ class Failure:
     step: int | None
     detected_after_s: float | None
     """From its last beat until it was found, in seconds."""
+    collective: str = ""
+    """The collective it hung in or disagreed about; empty when none is known."""
+    collective_sequence: int | None = None
+    """Number of that collective in its process group."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +162,8 @@ def _worker_end(one: NodeReport, worker: WorkerReport, order: int) -> WorkerEnd:
 
 def _located_hang(diagnosis: Diagnosis, hang: Hang) -> Failure:
     first = next((rank for rank in hang.ranks if rank.rank in diagnosis.ranks), hang.ranks[0])
-    return Failure(diagnosis, first.phase, first.step, hang.silent_s)
+    verdict = hang.verdict
+    return Failure(diagnosis, first.phase, first.step, hang.silent_s, verdict.collective, verdict.collective_sequence)
 
 
 def _located(diagnosis: Diagnosis, workers: list[WorkerReport]) -> Failure:

@@ -8,12 +8,12 @@ because it cannot be lost: it is there before the worker has started, it cannot 
 setting it twice is harmless, and it is read where the worker can act on it, between two steps, not in the middle of a
 C++ call.
 
-Layout, 64-bit integers in the machine's own order: a header of 8 (``MAGIC``, slots, save requests, stop), then per
-local rank 16 (pid, restart, rank, collectives entered, left, sequence, step, phase, monotonic nanoseconds, warm
-phases). Each is written by one store of 8 bytes, so a reader finds the old value or the new one. ``struct.pack_into``
-would not do: it fills its target with zeros first, and a worker that loses the processor in between looks as if it
-had been silent since the machine was started. ``multiprocessing.shared_memory`` would not do either: on Python 3.11
-the first worker that exits removes it for all.
+Layout, 64-bit integers in the machine's own order: a header of 8 (``MAGIC``, slots, save requests, stop, questions),
+then per local rank 16 (pid, restart, rank, collectives entered, left, sequence, step, phase, monotonic nanoseconds,
+warm phases). Each is written by one store of 8 bytes, so a reader finds the old value or the new one.
+``struct.pack_into`` would not do: it fills its target with zeros first, and a worker that loses the processor in
+between looks as if it had been silent since the machine was started. ``multiprocessing.shared_memory`` would not do
+either: on Python 3.11 the first worker that exits removes it for all.
 """
 
 import mmap
@@ -38,7 +38,7 @@ WARM_BEATS = 16
 """A phase is warm once it was left, or after so many beats in it: some roles never leave theirs."""
 
 # Places in the header, and in a slot.
-_MAGIC_AT, _NUM_SLOTS_AT, _SAVE_AT, _STOP_AT = range(4)
+_MAGIC_AT, _NUM_SLOTS_AT, _SAVE_AT, _STOP_AT, _QUESTIONS_AT = range(5)
 _PID, _RESTART, _RANK, _ENTERED, _LEFT, _SEQUENCE, _STEP, _PHASE, _BEAT_NS, _WARM = range(10)
 
 # Looked up once: a beat is called in the innermost loops.
@@ -118,8 +118,15 @@ class SlotFile:
         """Ask every worker to save and end. Also holds for workers that start later."""
         self._words[_STOP_AT] = 1
 
+    def ask_for_collectives(self) -> int:
+        """Ask every worker which collective it is in; the number of the question."""
+        self._words[_QUESTIONS_AT] += 1
+        return self._words[_QUESTIONS_AT]
+
     def remove(self) -> None:
-        """Remove the file; workers that still have it open are not disturbed."""
+        """Remove the file and late answers; workers that still have it open are not disturbed."""
+        for answer in self.path.parent.glob(f"{self.path.name}.collectives-*"):
+            answer.unlink(missing_ok=True)
         self.path.unlink(missing_ok=True)
 
 
@@ -222,6 +229,10 @@ class Beat:
         if self._words[_STOP_AT]:
             return "stop"
         return "save" if self._words[_SAVE_AT] > self._saved else ""
+
+    def questions(self) -> int:
+        """How often the agent has asked which collective this worker is in. From any thread."""
+        return self._words[_QUESTIONS_AT]
 
     def enter(self) -> None:
         """A collective begins."""

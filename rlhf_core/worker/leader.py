@@ -169,6 +169,8 @@ def record_incident(
         suspect_ranks=diagnosis.ranks,
         suspect_nodes=diagnosis.nodes,
         detected_after_s=failure.detected_after_s,
+        collective=failure.collective,
+        collective_sequence=failure.collective_sequence,
         seen_at=utc_now(),
         fingerprint=diagnosis.fingerprint,
         evidence_dir=str(restart_dir.incident_dir.relative_to(run_dir.root)),

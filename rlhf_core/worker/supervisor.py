@@ -15,12 +15,12 @@ from pathlib import Path
 
 from rlhf_core.diagnosis.liveness import GapTracker, LoopClock, Suspect, judge
 from rlhf_core.diagnosis.verdict import blame
-from rlhf_core.run_dir import RestartDir, write_model
+from rlhf_core.run_dir import RestartDir, write_model, write_text
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import AgentCommand, AgentStatus, RankStatus
 from rlhf_core.schemas.resources import Role
 from rlhf_core.schemas.team import Collected, NodeState, Orders
-from rlhf_core.worker import evidence, processes
+from rlhf_core.worker import collectives, evidence, processes
 from rlhf_core.worker.events import EventLog
 from rlhf_core.worker.findings import Findings, NodeReading
 from rlhf_core.worker.heartbeat import SlotFile
@@ -304,8 +304,7 @@ class Supervisor(threading.Thread):
         self._events.add("suspect", "; ".join(map(_describe, suspects)), watch.role)
         number = self._orders.collect + 1
         self._order(collect=number)
-        self._collect(watch)
-        ranks = self._hear_evidence(number, watch)
+        ranks = self._hear_evidence(number, watch, self._collect(watch))
         self._tracker.observe(ranks)
         still = judge(ranks, self._tracker)
         # Evidence takes seconds: somebody may have gone on, or have ended, which is another story.
@@ -320,7 +319,7 @@ class Supervisor(threading.Thread):
         self._order(kill=watch.restart_dir.restart)
         watch.kill()
 
-    def _hear_evidence(self, number: int, watch: Watch) -> list[RankStatus]:
+    def _hear_evidence(self, number: int, watch: Watch, answers_here: dict[int, str]) -> list[RankStatus]:
         """How the workers of all nodes stand after the evidence was saved; of a node that does not answer, before."""
         team = self._team
         deadline = time.monotonic() + self._patience.evidence_s
@@ -329,7 +328,7 @@ class Supervisor(threading.Thread):
                 break
             team.wait(0.1)
         last = team.heard("state", NodeState)
-        ranks = watch.living()
+        ranks = _with_collectives(watch.living(), answers_here)
         for index in range(1, team.nodes.num):
             ranks += answers[index].ranks if index in answers else last[index].ranks
             if index not in answers:
@@ -362,18 +361,28 @@ class Supervisor(threading.Thread):
         if orders.over is not None:
             self._kill_workers()
         if watch is not None and orders.collect > before.collect:
-            self._collect(watch)
-            self._team.tell(f"evidence/{orders.collect}", Collected(ranks=tuple(watch.living())))
+            answers = self._collect(watch)
+            ranks = _with_collectives(watch.living(), answers)
+            self._team.tell(f"evidence/{orders.collect}", Collected(ranks=tuple(ranks)))
 
-    def _collect(self, watch: Watch) -> None:
-        """Save the evidence of this node."""
+    def _collect(self, watch: Watch) -> dict[int, str]:
+        """Save the evidence of this node; returns what its workers say about their collectives, by local rank."""
+        question = self._slots.ask_for_collectives()
         ranks = watch.living()
         logs = {rank.local_rank: watch.restart_dir.log(watch.role, self._node, rank.local_rank) for rank in ranks}
         missing = evidence.collect(ranks, logs, watch.restart_dir.incident_dir, self._node)
         folder = watch.restart_dir.incident_dir.name
         self._events.add("evidence", f"stacks, states and logs of {len(ranks)} workers saved in {folder}/", watch.role)
+        answers = collectives.read_answers(ranks, self._slots.path, question)
+        for local_rank, content in answers.items():
+            path = watch.restart_dir.incident_dir / f"collectives-{self._node}-{local_rank}.json"
+            try:
+                write_text(path, content)
+            except OSError as error:
+                missing.append(f"{path.name} could not be written: {error.strerror}")
         for problem in missing:
             self._events.say(problem)
+        return answers
 
     # -----------------------------------------------------------------------------------------------------------------
     # Publishing
@@ -424,6 +433,10 @@ class Supervisor(threading.Thread):
 
 def _processes(ranks: Iterable[RankStatus]) -> set[tuple[str, int]]:
     return {(rank.node, rank.pid) for rank in ranks}
+
+
+def _with_collectives(ranks: Iterable[RankStatus], answers: dict[int, str]) -> list[RankStatus]:
+    return [collectives.with_collective(rank, answers.get(rank.local_rank, "{}")) for rank in ranks]
 
 
 def _describe(suspect: Suspect) -> str:

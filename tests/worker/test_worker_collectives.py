@@ -1,0 +1,136 @@
+"""Which collective a worker is in is known while it hangs there, from two real ranks that disagree."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from agent_runs import wait_for
+
+from rlhf_core.diagnosis.verdict import blame
+from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.schemas.reports import Phase, RankStatus
+from rlhf_core.schemas.resources import Role
+from rlhf_core.worker.collectives import BUFFER_VARIABLE, answer_path, read_answers, with_collective
+from rlhf_core.worker.heartbeat import SlotFile
+
+PROGRAM = """
+import sys
+from pathlib import Path
+import torch, torch.distributed as dist
+from rlhf_core.worker.collectives import answer_in_background
+from rlhf_core.worker.heartbeat import Beat
+slots, store, rank, fault = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
+beat = Beat(slots, rank, rank, 0)
+answer_in_background(beat, slots, rank)
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+dist.all_reduce(torch.ones(4))
+with beat.collective():
+    if rank == 1 and fault == "other":
+        dist.all_gather([torch.ones(4), torch.ones(4)], torch.ones(4))
+    elif rank == 1:
+        import time
+        time.sleep(1000)
+    else:
+        dist.all_reduce(torch.ones(4))
+"""
+
+
+def _rank(rank: int, **changes: object) -> RankStatus:
+    status = RankStatus(
+        role=Role.TRAINER, node="n1", rank=rank, local_rank=rank, pid=1, sequence=9, collectives=5, in_collective=True,
+        step=3, phase=Phase.TRAIN, age_s=9.0, process_state="S",
+    )  # fmt: skip
+    return status.model_copy(update=changes)
+
+
+@pytest.mark.training
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("fault", "kind", "to_blame"),
+    [("other", FailureKind.COLLECTIVE_MISMATCH, ()), ("absent", FailureKind.COLLECTIVE_HANG, (1,))],
+)
+def test_real_ranks_say_where_they_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, kind: FailureKind, to_blame: tuple[int, ...]
+) -> None:
+    monkeypatch.setenv(BUFFER_VARIABLE, "64")
+    slots = SlotFile("collectives", 1, tmp_path.name, 2)
+    command = [sys.executable, "-c", PROGRAM, str(slots.path), str(tmp_path / "store")]
+    workers = [subprocess.Popen([*command, str(rank), fault]) for rank in range(2)]
+    try:
+        wait_for(lambda: all(slots.read(index).entered == 1 for index in range(2)))
+        ranks = [_rank(index) for index in range(2)]
+
+        def ask() -> list[RankStatus]:
+            answers = read_answers(ranks, slots.path, slots.ask_for_collectives())
+            return [with_collective(rank, answers.get(rank.local_rank, "{}")) for rank in ranks]
+
+        # A rank marks itself as inside a moment before it is.
+        wait_for(lambda: ask()[0].collective_sequence == 2)
+        verdict = blame(ask())
+        assert (verdict.kind, verdict.ranks, verdict.collective_sequence) == (kind, to_blame, 2)
+        assert "gloo:all_reduce" in verdict.reason
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+        slots.remove()
+
+
+def test_a_stopped_rank_is_not_waited_for_and_late_answers_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlhf_core.worker.collectives.ANSWER_PATIENCE_S", 1000.0)
+    slots = SlotFile("collectives-stopped", 1, tmp_path.name, 1)
+    number = slots.ask_for_collectives()
+    assert read_answers([_rank(0, process_state="T"), _rank(1, sequence=0)], slots.path, number) == {}
+    late = answer_path(slots.path, 0, number)
+    late.write_text("{}")
+    slots.remove()
+    assert not late.exists()
+
+
+def _entry(**changes: object) -> dict[str, object]:
+    return {
+        "is_p2p": False, "process_group": ["0", "default_pg"], "profiling_name": "gloo:all_reduce",
+        "collective_seq_id": 7, "input_dtypes": ["Float"], "input_sizes": [[4]],
+    } | changes  # fmt: skip
+
+
+def test_only_numbers_that_can_be_compared_are_taken() -> None:
+    found = with_collective(_rank(0), json.dumps({"entries": [_entry(), _entry(is_p2p=True, collective_seq_id=9)]}))
+    assert (found.collective, found.collective_sequence) == ("gloo:all_reduce", 7)
+    assert found.collective_shape == "Float [[4]]"
+    other_group = json.dumps({"entries": [_entry(process_group=["1", "pipeline"])]})
+    for content in (other_group, "{}", "", "[]", '{"entries": [{}]}', '{"entries": 3}'):
+        assert with_collective(_rank(0), content) == _rank(0)
+
+
+RECORDED = {"collective": "gloo:all_reduce", "collective_sequence": 7, "collective_shape": "Float [[4]]"}
+
+
+def test_a_wrong_shape_is_a_mismatch_of_the_odd_rank() -> None:
+    ranks = [_rank(index, **RECORDED) for index in range(3)]
+    ranks[2] = _rank(2, **RECORDED | {"collective_shape": "Float [[5]]"})
+    verdict = blame(ranks)
+    assert (verdict.kind, verdict.ranks) == (FailureKind.COLLECTIVE_MISMATCH, (2,))
+    assert "rank 2 gloo:all_reduce Float [[5]]" in verdict.reason
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"collective_sequence": None},
+        {"collective_shape": "Float [[5]]", "in_collective": False},
+        {"collective_shape": "Float [[5]]", "process_state": "T"},
+        {"collective_shape": "Float [[5]]", "collective_sequence": 6},
+    ],
+)
+def test_nothing_less_is_a_mismatch(changes: dict[str, object]) -> None:
+    """Negative control: a mismatch stops the run, so nothing else may look like one."""
+    ranks = [_rank(0, **RECORDED), _rank(1, **RECORDED | changes)]
+    assert blame(ranks).kind is not FailureKind.COLLECTIVE_MISMATCH
+    broadcasts = [rank.model_copy(update={"collective": "gloo:broadcast"}) for rank in ranks]
+    assert blame(broadcasts).kind is not FailureKind.COLLECTIVE_MISMATCH
