@@ -63,6 +63,15 @@ policy allows at most. Within that, the run has its own budget: `supervise.max_r
 progress the controller waits `supervise.backoff_s` (default {backoff_s} s), doubled each time up to
 `supervise.max_backoff_s` (default {max_backoff_s} s), and spread at random over the upper half of that.
 
+*With a remedy*: only when the next attempt does something differently. CUDA out of memory: half
+`train.micro_batch_size` until it is 1, then `train.gradient_checkpointing`, then half `rollout.batch_size`; the global
+batch, and so the gradient, stays (`supervise.oom_remediation`). A loss that is not finite, or training that learns
+nothing any more: once from the checkpoint before the newest; newer ones are put aside
+(`supervise.rollback_on_non_finite`).
+
+A new attempt goes without the nodes to blame: at once when a node was lost or a GPU failed, otherwise at a node's
+second strike in the run; at most `supervise.max_excluded_nodes`, and never so many that it could not be placed.
+
 ## The kinds
 """
 
@@ -190,6 +199,8 @@ def _actions() -> Iterator[tuple[str, str]]:
 
 
 def _allowed(times: int) -> str:
+    if times == policy.REMEDY:
+        return "with a remedy"
     return "the budget" if times >= policy.ALLOWED_BY_SPEC else str(times)
 
 

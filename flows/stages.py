@@ -197,12 +197,20 @@ def evaluate(session: Session, number: int) -> None:
 
 def _plan(session: Session, number: int) -> None:
     inventory = session.scheduler.inventory()
+    before = session.journal.record.attempts.get(number - 1)
+    decision = before.decision if before is not None else None
+    if decision is not None and decision.resume_checkpoint:
+        session.run_dir.put_aside_newer_than(decision.resume_checkpoint, number - 1)
     placement = plan(
         session.spec,
         inventory,
         attempt=number,
         resume_from=session.run_dir.newest_checkpoint(),
         excluded_nodes=_exclusions(session, inventory, number),
+        config_diff={
+            **(before.placement.config_diff if before is not None else {}),
+            **(decision.config_diff if decision is not None else {}),
+        },
     )
     if placement.resume_checkpoint:
         session.observer.says(f"attempt {number} goes on from step {placement.resumed_from_step}")
@@ -327,11 +335,17 @@ def _final_look(session: Session, number: int, attempt: AttemptRecord) -> Look:
 
 def _after_failure(session: Session, number: int, attempt: AttemptRecord, look: Look) -> None:
     journal = session.journal
+    first = max(journal.record.first_attempt, session.resumed_at)
     failure = explain(
         session.run_dir,
         look,
-        session.spec.supervise,
-        first_attempt=max(journal.record.first_attempt, session.resumed_at),
+        session.spec,
+        first_attempt=first,
+        rolled_back=any(
+            before.decision is not None and bool(before.decision.resume_checkpoint)
+            for past, before in journal.record.attempts.items()
+            if first <= past < number
+        ),
     )
     # Each line may be the last one written before a kill: what stands is not written again.
     if failure.found_here and failure.incident is not None and attempt.incident is None:

@@ -474,6 +474,19 @@ class RunDir:
                     found.append(checkpoint)
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
+    def put_aside_newer_than(self, name: str, attempt: int) -> None:
+        """Move checkpoints that are newer than one into ``checkpoints/aside-<attempt>``: the branch they belong to is
+        given up, and nobody may go on from them. Harmless when it was done before, in whole or in part.
+        """
+        kept = _CHECKPOINT_NAME.match(name)
+        if kept is None:
+            raise RunDirError(f"found {name}, expected the name of a checkpoint, as step-20")
+        aside = self.checkpoints_dir / f"aside-{attempt}"
+        for checkpoint in self.checkpoints():
+            if checkpoint.step > int(kept[1]):
+                aside.mkdir(exist_ok=True)
+                checkpoint.root.rename(aside / checkpoint.root.name)
+
     def newest_checkpoint(self) -> CheckpointDir | None:
         """The complete checkpoint of the highest step, if there is any."""
         return next(reversed(self.checkpoints()), None)

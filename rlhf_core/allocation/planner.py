@@ -1,6 +1,8 @@
 """Request and inventory -> :class:`Placement`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+from pydantic import JsonValue
 
 from rlhf_core.errors import BadInput
 from rlhf_core.run_dir import CheckpointDir
@@ -15,6 +17,7 @@ def plan(
     attempt: int,
     resume_from: CheckpointDir | None = None,
     excluded_nodes: Sequence[str] = (),
+    config_diff: Mapping[str, JsonValue] | None = None,
 ) -> Placement:
     """Place one attempt: the trainer's ranks on every node, then as many of the evaluator in the same places.
 
@@ -22,6 +25,7 @@ def plan(
         attempt: its number, from 1.
         resume_from: the checkpoint to go on from; None starts from the beginning.
         excluded_nodes: nodes that it must not get.
+        config_diff: settings that it and earlier attempts change.
 
     Raises:
         BadInput: the inventory cannot hold it, now or later; the message says by how much.
@@ -39,6 +43,7 @@ def plan(
         ),
         gpus_per_node=spec.resources.gpus_per_node,
         excluded_nodes=tuple(excluded_nodes),
+        config_diff=dict(config_diff or {}),
         resume_checkpoint=resume_from.root.name if resume_from else "",
         resumed_from_step=resume_from.step if resume_from else 0,
     )

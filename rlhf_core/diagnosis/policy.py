@@ -9,11 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pydantic import JsonValue
+
 from rlhf_core.schemas.failures import Action, FailureKind
-from rlhf_core.schemas.run import SuperviseSpec
+from rlhf_core.schemas.run import RunSpec, SuperviseSpec
 
 ALLOWED_BY_SPEC = 1_000_000
 """As many retries as the run's own budget allows."""
+
+REMEDY = -1
+"""As often as a remedy can be found; without one, not at all."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +61,9 @@ RULES: dict[FailureKind, Rule] = {
     FailureKind.ILLEGAL_ACCESS: Rule(1, 1, "half of these are bugs, which come back"),
     FailureKind.HOST_OOM: Rule(1, 1, "it needs more memory, or fewer workers"),
     FailureKind.UNKNOWN: Rule(1, 1, "one retry is enough to see whether it was chance"),
-    FailureKind.CUDA_OOM: Rule(0, 0, "the same batch needs the same memory again: lower train.micro_batch_size"),
-    FailureKind.NON_FINITE: Rule(0, 0, "the same steps give the same numbers again: lower the learning rate"),
-    FailureKind.DEGENERATE_RL: Rule(0, 0, "the same steps give the same result again: change the reward or the config"),
+    FailureKind.CUDA_OOM: Rule(0, REMEDY, "there is nothing left to make smaller that keeps the global batch"),
+    FailureKind.NON_FINITE: Rule(0, REMEDY, "an older checkpoint has not helped: lower the learning rate"),
+    FailureKind.DEGENERATE_RL: Rule(0, REMEDY, "an older checkpoint has not helped: change the reward or the config"),
     FailureKind.COLLECTIVE_MISMATCH: Rule(0, 0, "ranks that disagree are a bug in the code"),
     FailureKind.CHECKPOINT_CORRUPT: Rule(0, 0, "the checkpoint stays as it is"),
     FailureKind.DISK_FULL: Rule(0, 0, "the disk stays full until somebody makes room"),
@@ -93,6 +98,8 @@ def decide_in_place(
         return Choice(Action.STOP, 0.0, f"{kind} is not retried, because {rule.why}")
     if kind is FailureKind.UNKNOWN and same_fingerprint_before:
         return Choice(Action.STOP, 0.0, "the same unknown failure came back after a restart in place: it is not chance")
+    if rule.attempts == REMEDY:
+        return Choice(Action.NEW_ATTEMPT, 0.0, f"{kind} would come back in place: a new attempt may change something")
     allowed = min(rule.in_place, spec.max_restarts)
     if restarts_without_progress < allowed:
         number = restarts_without_progress + 1
@@ -118,6 +125,7 @@ def decide_next(
     same_fingerprint_before: bool,
     spec: SuperviseSpec,
     random: float,
+    remedy: str = "",
 ) -> Choice:
     """What the controller does about an attempt that ended badly.
 
@@ -129,6 +137,8 @@ def decide_next(
             between.
         spec: The run's budget.
         random: A number in [0, 1) that spreads the back-off, so that many runs do not return at once.
+        remedy: What the next attempt does differently, for kinds that would come back otherwise; empty where there is
+            nothing.
 
     Returns:
         ``NEW_ATTEMPT`` with its back-off, or ``STOP``.
@@ -138,6 +148,10 @@ def decide_next(
         return Choice(Action.STOP, 0.0, f"{kind} is not retried, because {rule.why}")
     if kind is FailureKind.UNKNOWN and same_fingerprint_before:
         return Choice(Action.STOP, 0.0, "the same unknown failure came back in a new attempt: it is not chance")
+    if rule.attempts == REMEDY:
+        if remedy:
+            return Choice(Action.NEW_ATTEMPT, 0.0, f"{kind}: {remedy}")
+        return Choice(Action.STOP, 0.0, f"{kind} is not retried, because {rule.why}")
     allowed = min(rule.attempts + 1, spec.max_attempts)
     if attempts_without_progress >= allowed:
         return Choice(
@@ -153,6 +167,27 @@ def decide_next(
         backoff_s(attempts_without_progress, spec, random),
         f"attempt without a new checkpoint {attempts_without_progress} of {allowed} allowed for {kind}",
     )
+
+
+def oom_remedy(spec: RunSpec) -> dict[str, JsonValue]:
+    """One change that lowers the memory a GPU needs, and leaves every step's batch and gradient what they were.
+
+    Half the micro-batch until it is 1, then activation checkpointing, then half as many completions at once until
+    that is 1 too.
+
+    Args:
+        spec: With all changes that were made before.
+
+    Returns:
+        Dotted name to new value; empty when there is nothing left to change.
+    """
+    if spec.train.micro_batch_size > 1:
+        return {"train.micro_batch_size": spec.train.micro_batch_size // 2}
+    if not spec.train.gradient_checkpointing:
+        return {"train.gradient_checkpointing": True}
+    if spec.rollout.batch_size > 1:
+        return {"rollout.batch_size": spec.rollout.batch_size // 2}
+    return {}
 
 
 EXCLUDED_AT_ONCE = frozenset({FailureKind.NODE_LOST, FailureKind.GPU_HARDWARE})

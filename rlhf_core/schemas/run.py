@@ -342,6 +342,12 @@ class SuperviseSpec(Schema):
     """Silence of a node's agent after which the attempt is given up, in seconds."""
     max_excluded_nodes: NonNegative = 4
     """Most nodes that suspicion may keep out of a new attempt; never so many that it could not be placed."""
+    oom_remediation: bool = True
+    """After CUDA ran out of memory, go on with half the micro-batch and the same global batch, then with activation
+    checkpointing, and so on; each change is recorded with the decision."""
+    rollback_on_non_finite: bool = True
+    """After a NaN or infinite loss, or training that no longer learns, go on once from the checkpoint before the
+    newest."""
 
 
 class CodeSpec(Schema):

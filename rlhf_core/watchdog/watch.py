@@ -4,12 +4,15 @@ The controller's loop is ``look`` again and again. Nothing here waits, and nothi
 """
 
 import random
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+
+from pydantic import JsonValue
 
 from rlhf_core.diagnosis.classify import SCHEDULER_STATES, Evidence, classify
-from rlhf_core.diagnosis.policy import decide_next, excluded_after
+from rlhf_core.diagnosis.policy import decide_next, excluded_after, oom_remedy
 from rlhf_core.errors import HistoryError, SchedulerError
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir import RunDir, read_model, read_tail
@@ -19,7 +22,7 @@ from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind, Incident
 from rlhf_core.schemas.reports import AgentEvent, AttemptOutcome
 from rlhf_core.schemas.resources import Placement, Role, Submission
-from rlhf_core.schemas.run import SuperviseSpec
+from rlhf_core.schemas.run import RunSpec, with_changes
 from rlhf_core.watchdog import evidence
 from rlhf_core.watchdog.ingest import sync
 
@@ -250,15 +253,18 @@ def _with_the_schedulers_word(job: JobStatus, outcome: AttemptOutcome, told_for_
 def explain(
     run_dir: RunDir,
     look: Look,
-    spec: SuperviseSpec,
+    spec: RunSpec,
     *,
     first_attempt: int,
+    rolled_back: bool = False,
     chance: Callable[[], float] = random.random,
 ) -> Failure:
     """What went wrong in an attempt that ended badly, and what to do about it.
 
     Args:
+        spec: what the run asked for.
         first_attempt: first attempt since a person last started or resumed the run; the budget counts from here.
+        rolled_back: whether an attempt since then went back to an older checkpoint.
         chance: number in [0, 1) that spreads the back-off.
     """
     attempt = run_dir.attempt(look.attempt)
@@ -266,19 +272,22 @@ def explain(
     own = None
     if look.verdict.state is AttemptState.LOST:
         own = _incident_of_a_lost_job(run_dir, look)
-    elif look.job.lost_nodes and look.verdict.failure_kind is FailureKind.NODE_LOST:
-        own = _incident_of_lost_nodes(look)
+    elif look.verdict.failure_kind is FailureKind.NODE_LOST and (lost := _lost_nodes(run_dir, look)):
+        own = _incident_of_lost_nodes(look, lost)
     incident = own or (found[-1] if found else None)
     kind = own.failure_kind if own else look.verdict.failure_kind or FailureKind.UNKNOWN
     past = evidence.look_back(run_dir, look.attempt, first_attempt, incident.fingerprint if incident else "")
-    choice = decide_next(kind, past.attempts_without_progress, past.same_fingerprint_before, spec, chance())
     placement = read_model(attempt.placement, Placement)
+    remedy = _remedy(run_dir, kind, spec, placement, rolled_back)
+    choice = decide_next(
+        kind, past.attempts_without_progress, past.same_fingerprint_before, spec.supervise, chance(), remedy.what
+    )
     excluded = excluded_after(
         kind,
         incident.suspect_nodes if incident is not None else (),
         evidence.strikes(run_dir),
         placement.excluded_nodes if placement is not None else (),
-        spec.max_excluded_nodes,
+        spec.supervise.max_excluded_nodes,
     )
     return Failure(
         kind=kind,
@@ -294,8 +303,36 @@ def explain(
             decided_at=utc_now(),
             delay_s=choice.delay_s if choice.action is Action.NEW_ATTEMPT else 0.0,
             excluded_nodes=excluded if choice.action is Action.NEW_ATTEMPT else (),
+            config_diff=remedy.config_diff,
+            resume_checkpoint=remedy.resume_checkpoint,
         ),
     )
+
+
+@dataclass(frozen=True)
+class _Remedy:
+    """What the next attempt does differently; nothing when all is empty."""
+
+    what: str = ""
+    config_diff: Mapping[str, JsonValue] = field(default_factory=dict)
+    resume_checkpoint: str = ""
+
+
+def _remedy(
+    run_dir: RunDir, kind: FailureKind, spec: RunSpec, placement: Placement | None, rolled_back: bool
+) -> _Remedy:
+    before = dict(placement.config_diff) if placement is not None else {}
+    if kind is FailureKind.CUDA_OOM and spec.supervise.oom_remediation:
+        changes = oom_remedy(with_changes(spec, before))
+        what = ", ".join(f"{name} = {value}" for name, value in changes.items())
+        return _Remedy(f"going on with {what}; the global batch stays" if what else "", changes)
+    roll_back = kind in (FailureKind.NON_FINITE, FailureKind.DEGENERATE_RL)
+    if roll_back and spec.supervise.rollback_on_non_finite and not rolled_back:
+        checkpoints = run_dir.checkpoints()
+        if len(checkpoints) > 1:
+            older = checkpoints[-2].root.name
+            return _Remedy(f"going back to {older}, once; newer checkpoints are put aside", {}, older)
+    return _Remedy()
 
 
 def _incident_of_a_lost_job(run_dir: RunDir, look: Look) -> Incident:
@@ -318,16 +355,24 @@ def _incident_of_a_lost_job(run_dir: RunDir, look: Look) -> Incident:
         message=f"The job of attempt {look.attempt} is gone and left no outcome. {diagnosis.message}{said}",
         phase=look.phase,
         step=look.step or None,
-        suspect_nodes=look.job.lost_nodes or diagnosis.nodes,
+        suspect_nodes=_lost_nodes(run_dir, look) or diagnosis.nodes,
         seen_at=utc_now(),
         fingerprint=diagnosis.fingerprint,
         evidence_dir=str(attempt.scheduler_dir.relative_to(run_dir.root)),
     )
 
 
-def _incident_of_lost_nodes(look: Look) -> Incident:
+def _lost_nodes(run_dir: RunDir, look: Look) -> tuple[str, ...]:
+    """What the scheduler names, or srun has: a node may have come back before it was asked for."""
+    log = evidence.scheduler_log(run_dir.attempt(look.attempt))
+    text = read_tail(log, LOG_TAIL_BYTES) if log is not None else ""
+    named = re.findall(r"^srun: error: Node failure on (\S+)", text, re.MULTILINE)
+    return look.job.lost_nodes or tuple(dict.fromkeys(named))
+
+
+def _incident_of_lost_nodes(look: Look, lost: tuple[str, ...]) -> Incident:
     """The agents had time to save; that it was for a lost node is the scheduler's to say."""
-    names = ", ".join(look.job.lost_nodes)
+    names = ", ".join(lost)
     return Incident(
         attempt=look.attempt,
         restart=max(look.restart, 0),
@@ -335,7 +380,7 @@ def _incident_of_lost_nodes(look: Look) -> Incident:
         message=f"{names} went out of service. {look.verdict.cause}",
         phase=look.phase,
         step=look.step or None,
-        suspect_nodes=look.job.lost_nodes,
+        suspect_nodes=lost,
         seen_at=utc_now(),
         fingerprint=f"{FailureKind.NODE_LOST} {names}",
     )

@@ -1,12 +1,14 @@
 """The recovery ladder: every kind has a row, budgets hold, progress renews them."""
 
 import pytest
+from control_fakes import make_spec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_core.diagnosis.policy import RULES, backoff_s, decide_in_place, decide_next
+from rlhf_core.diagnosis.policy import RULES, backoff_s, decide_in_place, decide_next, excluded_after, oom_remedy
 from rlhf_core.schemas.failures import Action, FailureKind
-from rlhf_core.schemas.run import SuperviseSpec
+from rlhf_core.schemas.run import SuperviseSpec, with_changes
+from rlhf_core.training.checkpoints import training_part
 
 SPEC = SuperviseSpec(max_restarts=3, max_attempts=3, backoff_s=30.0, max_backoff_s=600.0)
 HOPELESS = [
@@ -17,12 +19,10 @@ HOPELESS = [
     FailureKind.SHAPE,
     FailureKind.DISK_FULL,
     FailureKind.CHECKPOINT_CORRUPT,
-    FailureKind.NON_FINITE,
     FailureKind.COLLECTIVE_MISMATCH,
-    FailureKind.CUDA_OOM,
-    FailureKind.DEGENERATE_RL,
     FailureKind.USER_CANCEL,
 ]
+NEEDS_A_REMEDY = [FailureKind.CUDA_OOM, FailureKind.NON_FINITE, FailureKind.DEGENERATE_RL]
 
 
 def test_every_kind_has_a_rule_with_a_reason() -> None:
@@ -36,7 +36,42 @@ def test_what_would_come_back_stops_on_both_rungs(kind: FailureKind) -> None:
     assert decide_next(kind, 0, False, SPEC, 0.5).action is Action.STOP
 
 
-@pytest.mark.parametrize("kind", sorted(set(FailureKind) - set(HOPELESS)))
+@pytest.mark.parametrize("kind", NEEDS_A_REMEDY)
+def test_what_would_come_back_unchanged_is_retried_with_a_change_only(kind: FailureKind) -> None:
+    assert decide_in_place(kind, 0, SPEC).action is Action.NEW_ATTEMPT
+    assert decide_next(kind, 0, False, SPEC, 0.5).action is Action.STOP
+    changed = decide_next(kind, 5, True, SPEC, 0.5, remedy="half of it")
+    assert (changed.action, changed.delay_s) == (Action.NEW_ATTEMPT, 0.0)
+    assert "half of it" in changed.reason
+
+
+def test_out_of_memory_everything_shrinks_that_leaves_the_gradient_alone() -> None:
+    spec = make_spec(train={"micro_batch_size": 4}, rollout={"batch_size": 2})
+    before = training_part(spec)
+    seen = []
+    while remedy := oom_remedy(spec):
+        seen.append(remedy)
+        spec = with_changes(spec, remedy)
+        assert training_part(spec) == before
+    assert seen == [
+        {"train.micro_batch_size": 2},
+        {"train.micro_batch_size": 1},
+        {"train.gradient_checkpointing": True},
+        {"rollout.batch_size": 1},
+    ]
+
+
+def test_nodes_are_excluded_at_once_or_at_the_second_strike() -> None:
+    lost, hang, oom = FailureKind.NODE_LOST, FailureKind.HANG, FailureKind.CUDA_OOM
+    assert excluded_after(lost, ["n1"], {"n1": 1}, [], 4) == ("n1",)
+    assert excluded_after(hang, ["n1"], {"n1": 1}, [], 4) == ()
+    assert excluded_after(hang, ["n1"], {"n1": 2}, [], 4) == ("n1",)
+    assert excluded_after(oom, ["n1"], {"n1": 9}, ["n0"], 4) == ("n0",)  # no fault of a node; what was, stays
+    assert excluded_after(lost, ["n3"], {}, ["n1", "n2"], 2) == ("n2", "n3")  # the newest suspects stay
+    assert excluded_after(lost, ["n1"], {}, [], 0) == ()
+
+
+@pytest.mark.parametrize("kind", sorted(set(FailureKind) - set(HOPELESS) - set(NEEDS_A_REMEDY)))
 def test_what_may_be_chance_gets_a_new_attempt(kind: FailureKind) -> None:
     assert decide_next(kind, 1, False, SPEC, 0.5).action is Action.NEW_ATTEMPT
     assert decide_next(kind, 3, False, SPEC, 0.5).action is Action.STOP

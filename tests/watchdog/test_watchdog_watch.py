@@ -1,5 +1,6 @@
 """One look at one attempt: what is alive, what has ended, what is only silent, and what follows."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.reports import AttemptOutcome
 from rlhf_core.schemas.resources import Placement, Role, Submission
 from rlhf_core.watchdog.evidence import look_back, scheduler_log
-from rlhf_core.watchdog.watch import LOST_AFTER_S, Look, Watcher, explain, judge
+from rlhf_core.watchdog.watch import LOST_AFTER_S, WORD_S, Look, Verdict, Watcher, explain, judge
 
 
 class Clock:
@@ -219,7 +220,7 @@ def test_a_failure_is_explained_by_the_agents_incident(run_dir: RunDir) -> None:
     agent.begin()
     agent.incident(FailureKind.HANG)
     agent.end(AttemptState.FAILED, FailureKind.HANG, "rank 1 hung")
-    failure = explain(run_dir, ended(run_dir), make_spec().supervise, first_attempt=1, chance=lambda: 0.5)
+    failure = explain(run_dir, ended(run_dir), make_spec(), first_attempt=1, chance=lambda: 0.5)
     assert failure.kind is FailureKind.HANG
     assert not failure.found_here
     assert failure.incident is not None
@@ -229,7 +230,7 @@ def test_a_failure_is_explained_by_the_agents_incident(run_dir: RunDir) -> None:
 
 def test_a_killed_agent_is_the_controllers_own_finding(run_dir: RunDir) -> None:
     FakeAgent(run_dir).begin()
-    failure = explain(run_dir, ended(run_dir), make_spec().supervise, first_attempt=1)
+    failure = explain(run_dir, ended(run_dir), make_spec(), first_attempt=1)
     assert failure.found_here
     assert failure.kind is FailureKind.AGENT_KILLED
     assert failure.incident is not None
@@ -240,7 +241,7 @@ def test_an_agent_that_never_began_is_explained_by_what_it_printed(run_dir: RunD
     folder = run_dir.attempt(1).scheduler_dir
     folder.mkdir(parents=True)
     (folder / "101_0_log.out").write_text("Traceback ...\nModuleNotFoundError: No module named 'torch'\n")
-    failure = explain(run_dir, ended(run_dir), make_spec().supervise, first_attempt=1)
+    failure = explain(run_dir, ended(run_dir), make_spec(), first_attempt=1)
     assert failure.kind is FailureKind.IMPORT_ERROR
     assert failure.decision.action is Action.STOP
     assert "No module named 'torch'" in failure.message
@@ -252,9 +253,112 @@ def test_what_an_agent_printed_before_it_was_killed_does_not_count(run_dir: RunD
     folder = run_dir.attempt(1).scheduler_dir
     folder.mkdir(parents=True)
     (folder / "101_0_log.out").write_text("ModuleNotFoundError: No module named 'torch'\n")
-    failure = explain(run_dir, ended(run_dir), make_spec().supervise, first_attempt=1)
+    failure = explain(run_dir, ended(run_dir), make_spec(), first_attempt=1)
     assert failure.kind is FailureKind.AGENT_KILLED
     assert failure.decision.action is Action.NEW_ATTEMPT
+
+
+def test_out_of_memory_goes_on_with_less_as_long_as_there_is_less(run_dir: RunDir) -> None:
+    agent = FakeAgent(run_dir)
+    agent.begin()
+    agent.incident(FailureKind.CUDA_OOM)
+    agent.end(AttemptState.FAILED, FailureKind.CUDA_OOM, "rank 1 ran out of memory")
+    look = ended(run_dir)
+    decision = explain(run_dir, look, make_spec(train={"micro_batch_size": 4}), first_attempt=1).decision
+    assert decision.action is Action.NEW_ATTEMPT
+    assert decision.config_diff == {"train.micro_batch_size": 2}
+    assert "train.micro_batch_size = 2; the global batch stays" in decision.reason
+    smallest = {"micro_batch_size": 1, "gradient_checkpointing": True}
+    nothing_left = make_spec(train=smallest, rollout={"batch_size": 1})
+    assert explain(run_dir, look, nothing_left, first_attempt=1).decision.action is Action.STOP
+    off = make_spec(supervise={"oom_remediation": False})
+    assert explain(run_dir, look, off, first_attempt=1).decision.action is Action.STOP
+
+
+def test_a_loss_that_is_not_finite_goes_back_one_checkpoint_and_only_once(run_dir: RunDir) -> None:
+    agent = FakeAgent(run_dir)
+    agent.begin()
+    agent.checkpoint(2)
+    agent.end(AttemptState.FAILED, FailureKind.NON_FINITE, "loss is nan")
+    look = ended(run_dir)
+    assert explain(run_dir, look, make_spec(), first_attempt=1).decision.action is Action.STOP  # nothing older
+    agent.checkpoint(4)
+    decision = explain(run_dir, look, make_spec(), first_attempt=1).decision
+    assert (decision.action, decision.resume_checkpoint) == (Action.NEW_ATTEMPT, run_dir.checkpoint(2).root.name)
+    again = explain(run_dir, look, make_spec(), first_attempt=1, rolled_back=True).decision
+    assert again.action is Action.STOP
+    off = make_spec(supervise={"rollback_on_non_finite": False})
+    assert explain(run_dir, look, off, first_attempt=1).decision.action is Action.STOP
+
+
+def test_checkpoints_of_a_branch_that_is_given_up_are_put_aside(run_dir: RunDir) -> None:
+    agent = FakeAgent(run_dir)
+    for step in (2, 4, 6):
+        agent.checkpoint(step)
+    for _ in range(2):
+        run_dir.put_aside_newer_than(run_dir.checkpoint(2).root.name, 1)
+        assert [checkpoint.step for checkpoint in run_dir.checkpoints()] == [2]
+    aside = run_dir.checkpoints_dir / "aside-1"
+    assert sorted(path.name for path in aside.iterdir()) == [run_dir.checkpoint(step).root.name for step in (4, 6)]
+
+
+SLURM = "slurm says"
+
+
+@pytest.mark.parametrize(
+    ("own", "word", "state", "kind"),
+    [
+        (AttemptState.PREEMPTED, "PREEMPTED", AttemptState.PREEMPTED, FailureKind.PREEMPTION),
+        (AttemptState.PREEMPTED, "TIMEOUT", AttemptState.PREEMPTED, FailureKind.TIME_LIMIT),
+        (AttemptState.PREEMPTED, "COMPLETED", AttemptState.PREEMPTED, FailureKind.PREEMPTION),
+        (AttemptState.PREEMPTED, "FAILED", AttemptState.PREEMPTED, FailureKind.PREEMPTION),
+        (AttemptState.PREEMPTED, "NODE_FAIL", AttemptState.FAILED, FailureKind.NODE_LOST),
+        (AttemptState.PREEMPTED, "CANCELLED", AttemptState.CANCELLED, FailureKind.USER_CANCEL),
+        (AttemptState.COMPLETED, "CANCELLED", AttemptState.COMPLETED, None),
+    ],
+)
+def test_agents_say_how_they_ended_and_the_scheduler_why(
+    own: AttemptState, word: str, state: AttemptState, kind: FailureKind | None
+) -> None:
+    outcome = AttemptOutcome(attempt=1, state=own, message="saved", time=utc_now())
+    verdict = judge(JobStatus(JobState.ENDED, SLURM, scheduler_state=word), outcome, 0.0, 0.0)
+    assert (verdict.state, verdict.failure_kind) == (state, kind)
+
+
+def test_the_schedulers_word_is_waited_for_but_not_for_ever() -> None:
+    outcome = AttemptOutcome(attempt=1, state=AttemptState.PREEMPTED, message="saved", time=utc_now())
+    running = JobStatus(JobState.RUNNING, scheduler_state="COMPLETING")
+    assert judge(running, outcome, 0.0, WORD_S - 0.1).state is AttemptState.RUNNING
+    assert judge(running, outcome, 0.0, WORD_S).state is AttemptState.PREEMPTED
+    # A scheduler that has no words for it (the local one) is not waited for.
+    assert judge(JobStatus(JobState.RUNNING), outcome, 0.0, 0.0).state is AttemptState.PREEMPTED
+
+
+def test_a_job_that_somebody_cancelled_is_no_lost_job() -> None:
+    cancelled = JobStatus(JobState.ENDED, SLURM, scheduler_state="CANCELLED")
+    assert judge(cancelled, None, 0.0).state is AttemptState.CANCELLED
+    # Negative control: without that word it is lost, and would be tried again.
+    assert judge(JobStatus(JobState.ENDED, SLURM, scheduler_state="FAILED"), None, 1000.0).state is AttemptState.LOST
+
+
+def test_a_node_that_slurm_lost_is_blamed_although_it_is_back_already(run_dir: RunDir) -> None:
+    agent = FakeAgent(run_dir)
+    agent.begin()
+    agent.end(AttemptState.PREEMPTED, None, "saved and ended early")
+    folder = run_dir.attempt(1).scheduler_dir
+    folder.mkdir(parents=True)
+    (folder / "7_0_log.out").write_text("srun: error: Node failure on node2\n")
+    look = ended(run_dir)
+    told = replace(
+        look,
+        job=JobStatus(JobState.ENDED, SLURM, scheduler_state="NODE_FAIL"),
+        verdict=Verdict(AttemptState.FAILED, "saved", FailureKind.NODE_LOST),
+    )
+    failure = explain(run_dir, told, make_spec(), first_attempt=1)
+    assert failure.found_here
+    assert failure.incident is not None
+    assert failure.incident.suspect_nodes == ("node2",)
+    assert failure.decision.excluded_nodes == ("node2",)
 
 
 @pytest.mark.parametrize(
