@@ -12,7 +12,17 @@ from functools import partial
 
 from flows.session import CancelAsked, Session
 from rlhf_core.allocation.planner import plan, shortages
-from rlhf_core.errors import BadInput, LeaseLost, RunCancelled, RunFailed, SchedulerError, SubmissionFailed
+from rlhf_core.diagnosis.ledger import REMEMBERED, Strike, standings
+from rlhf_core.errors import (
+    BadInput,
+    HistoryError,
+    LeaseLost,
+    RunCancelled,
+    RunFailed,
+    SchedulerError,
+    SubmissionFailed,
+)
+from rlhf_core.history import queries
 from rlhf_core.launch.journal import AttemptRecord
 from rlhf_core.launch.start import job_request, record_plan, submit_once
 from rlhf_core.preflight.gather import Surroundings
@@ -32,6 +42,9 @@ Call = Callable[[str, str, Callable[[], None]], None]
 
 WAIT = "wait"
 """Name of a wait, where stages have theirs."""
+
+CLUSTER_PAUSE_S = 60.0
+"""How long an attempt waits before it looks again whether fewer jobs of all runs come back."""
 
 CANCEL_PATIENCE_S = 10.0
 """How long agent 0 may take to follow the order to end, before the scheduler ends the job."""
@@ -218,9 +231,12 @@ def _plan(session: Session, number: int) -> None:
 
 
 def _exclusions(session: Session, inventory: Inventory, number: int) -> tuple[str, ...]:
-    """What was decided about the attempt before; of that, the newest suspects as long as it can still be placed."""
+    """Nodes that all runs of the history speak against, and what was decided about the attempt before; of these, the
+    newest suspects as long as it can still be placed."""
     before = session.journal.record.attempts.get(number - 1)
-    excluded = before.decision.excluded_nodes if before is not None and before.decision is not None else ()
+    decided = before.decision.excluded_nodes if before is not None and before.decision is not None else ()
+    # The run's own suspects come last, and so are kept longest.
+    excluded = tuple(dict.fromkeys([node for node in _left_alone(session) if node not in decided] + list(decided)))
     kept = excluded
     while kept and shortages(session.spec.resources, inventory, kept):
         kept = kept[1:]
@@ -228,6 +244,20 @@ def _exclusions(session: Session, inventory: Inventory, number: int) -> tuple[st
         spared = ", ".join(excluded[: len(excluded) - len(kept)])
         session.observer.says(f"{spared} is suspect but not excluded: without it there are too few nodes")
     return kept
+
+
+def _left_alone(session: Session) -> tuple[str, ...]:
+    """Nodes that the ledger leaves alone for now; those of a machine that is its own scheduler have no ledger."""
+    if session.scheduler.name == "local":
+        return ()
+    now = utc_now()
+    try:
+        strikes = queries.node_strikes(session.store, now - REMEMBERED)
+    except HistoryError as error:
+        session.observer.says(f"the history does not answer, so nodes are taken as they come: {error}")
+        return ()
+    known = standings([Strike(node, FailureKind(kind), time) for node, kind, time in strikes], now)
+    return tuple(one.node for one in reversed(known) if one.excluded_until is not None)
 
 
 def _submit(session: Session, number: int) -> None:
@@ -267,12 +297,29 @@ def _wait_for_back_off(session: Session, failed: int, call: Call) -> None:
     last = session.journal.record.attempts.get(failed)
     if last is None or last.decision is None or failed == session.resumed_at:
         return
+    _wait_for_the_cluster(session, failed + 1, call)
     due = last.decision.decided_at + timedelta(seconds=last.decision.delay_s)
     rest = min((due - utc_now()).total_seconds(), last.decision.delay_s)
     if rest > 0:
         session.observer.says(f"attempt {failed + 1} begins in {rest:.0f} s: {last.decision.reason}")
         title = f"wait {rest:.0f} s before attempt {failed + 1} - {last.decision.reason}"
         call(title, WAIT, partial(session.wait, rest))
+
+
+def _wait_for_the_cluster(session: Session, number: int, call: Call) -> None:
+    """While too many jobs of all runs come back, it is not this run that is at fault: wait until fewer do."""
+    most = session.site.max_restarts_per_hour
+    while (recent := _restarts_in_the_last_hour(session)) > most:
+        why = f"{recent} restarts of all runs in the last hour, {most} allowed on this site (max_restarts_per_hour)"
+        session.observer.says(f"attempt {number} waits: {why}")
+        call(f"wait before attempt {number} - {why}", WAIT, partial(session.wait, CLUSTER_PAUSE_S))
+
+
+def _restarts_in_the_last_hour(session: Session) -> int:
+    try:
+        return queries.restarts_since(session.store, utc_now() - timedelta(hours=1))
+    except HistoryError:
+        return 0  # a lost database holds nothing up
 
 
 @contextmanager

@@ -292,6 +292,10 @@ class Site:
     """``RLHF_SCHEDULER``: ``local`` or ``slurm`` (default ``local``)."""
     compute_python: str
     """``RLHF_COMPUTE_PYTHON``: interpreter that the nodes start (default: this one)."""
+    max_restarts_per_hour: int = 60
+    """``RLHF_MAX_RESTARTS_PER_HOUR``: restarts and new attempts of all runs of the history in an hour, above which
+    further attempts wait (default 60). When everything fails the cluster is at fault, and jobs that come back at once
+    make it worse."""
     slurm: SlurmSpec = dataclasses.field(default_factory=SlurmSpec)
     """``[slurm]``: a table of ``rlhf.toml`` with the settings of the section ``slurm`` of a run: what every job asks
     of Slurm, unless its run says otherwise. Lists and variables of both are used."""
@@ -302,6 +306,7 @@ _SITE_KEYS = {
     "database_url": "RLHF_DATABASE_URL",
     "scheduler": "RLHF_SCHEDULER",
     "compute_python": "RLHF_COMPUTE_PYTHON",
+    "max_restarts_per_hour": "RLHF_MAX_RESTARTS_PER_HOUR",
 }
 SCHEDULERS = ("local", "slurm")
 
@@ -327,8 +332,15 @@ def load_site(environ: Mapping[str, str] | None = None) -> Site:
         database_url=settings.get("database_url") or f"sqlite:///{home / 'history.db'}",
         scheduler=scheduler,
         compute_python=settings.get("compute_python") or sys.executable,
+        max_restarts_per_hour=_whole_number("max_restarts_per_hour", settings.get("max_restarts_per_hour", "60")),
         slurm=_site_slurm(home / "rlhf.toml", settings.get("slurm", {})),
     )
+
+
+def _whole_number(key: str, text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise BadConfig(f"{_SITE_KEYS[key]}: found {text!r}, expected a whole number from 1")
+    return int(text)
 
 
 def _site_slurm(path: Path, table: Any) -> SlurmSpec:
@@ -346,7 +358,7 @@ def _site_file(path: Path) -> dict[str, Any]:
         return {}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise BadConfig(f"cannot read the site settings {path}: {error}") from None
-    for key, value in content.items():
+    for key, value in list(content.items()):
         if key == "slurm":
             continue
         if key not in _SITE_KEYS:
@@ -354,6 +366,8 @@ def _site_file(path: Path) -> dict[str, Any]:
             near = difflib.get_close_matches(key, keys, n=1)
             hint = f'did you mean "{near[0]}"?' if near else f"the keys are {', '.join(keys)}"
             raise BadConfig(f'{path}: unknown key "{key}"; {hint}')
-        if not isinstance(value, str):
+        if key == "max_restarts_per_hour" and isinstance(value, int):
+            content[key] = str(value)
+        elif not isinstance(value, str):
             raise BadConfig(f"{path}: {key}: found {value!r}, expected text")
     return content

@@ -87,6 +87,9 @@ class FakeScheduler:
             gpus_per_node=self.gpus_per_node,
         )
 
+    def script(self, request: JobRequest) -> str:
+        return " ".join(request.command)
+
     def submit(self, request: JobRequest) -> Submission:
         self.submitted.append(request)
         submission = Submission(

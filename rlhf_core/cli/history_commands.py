@@ -79,6 +79,43 @@ def show(run: RunArgument = "last", as_json: output.JsonOption = False) -> None:
     _print_time(shown["goodput"], shown["lost_time"])
 
 
+def nodes(as_json: output.JsonOption = False) -> None:
+    """Show what is known against nodes: strikes from the incidents of all runs, and which are left alone until when.
+
+    A strike weighs half after three days. A lost node or a failed GPU is left alone for a day, one that has come up
+    again and again for six hours; new attempts on Slurm go without them as long as enough others are there.
+    """
+    from rlhf_core.diagnosis.ledger import REMEMBERED, Strike, standings
+    from rlhf_core.history import queries
+    from rlhf_core.schemas.base import utc_now
+    from rlhf_core.schemas.failures import FailureKind
+
+    now = utc_now()
+    with _history() as store:
+        strikes = [
+            Strike(node, FailureKind(kind), time) for node, kind, time in queries.node_strikes(store, now - REMEMBERED)
+        ]
+    found = standings(strikes, now)
+    if as_json:
+        output.print_json([vars(one) for one in found])
+        return
+    if not found:
+        output.print_text("Nothing is known against any node.")
+        return
+    rows = [
+        (
+            one.node,
+            f"{one.score:.2f}",
+            one.num_strikes,
+            one.last_kind.value,
+            _moment(one.last_at.isoformat()),
+            _moment(one.excluded_until.isoformat()) if one.excluded_until is not None else "",
+        )
+        for one in found
+    ]
+    output.print_table(("node", "score", "strikes", "last", "when (UTC)", "left alone until"), rows)
+
+
 def sql(
     question: Annotated[
         str, typer.Argument(metavar="SQL", help='One statement, for instance "SELECT name, state FROM runs".')

@@ -55,6 +55,7 @@ app.command("show", rich_help_panel=_LOOKING)(history_commands.show)
 app.command("watch", rich_help_panel=_LOOKING)(run_commands.watch)
 app.command("logs", rich_help_panel=_LOOKING)(run_commands.logs)
 app.command("report", rich_help_panel=_LOOKING)(report_command.report)
+app.command("nodes", rich_help_panel=_LOOKING)(history_commands.nodes)
 app.command("sql", rich_help_panel=_LOOKING)(history_commands.sql)
 
 app.command("doctor", rich_help_panel=_SITE)(run_commands.doctor)

@@ -31,9 +31,11 @@ from rlhf_core.history.write import (
     RUNS,
     SAMPLES,
     STAGES,
+    STRIKES,
 )
 from rlhf_core.schemas.attempts import ATTEMPT_ENDS
 from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.failures import Action
 
 Facts = dict[str, Any]
 
@@ -48,6 +50,29 @@ LOST_TIME = table(
 )
 
 _ENDED_ATTEMPTS = frozenset(state.value for state in ATTEMPT_ENDS)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Over all runs
+
+
+def node_strikes(store: HistoryStore, since: datetime) -> list[tuple[str, str, datetime]]:
+    """Incidents that count against nodes: node, kind of failure, when; oldest first."""
+    question = (
+        select(STRIKES.c.node, STRIKES.c.failure_kind, STRIKES.c.struck_at)
+        .where(STRIKES.c.struck_at >= since)
+        .order_by(STRIKES.c.struck_at)
+    )
+    with store.reading() as connection:
+        return [(row.node, row.failure_kind, row.struck_at) for row in connection.execute(question)]
+
+
+def restarts_since(store: HistoryStore, since: datetime) -> int:
+    """Restarts in place and new attempts that were decided on, of all runs."""
+    again = (Action.RESTART_IN_PLACE.value, Action.NEW_ATTEMPT.value)
+    question = select(func.count()).where(DECISIONS.c.decided_at >= since, DECISIONS.c.action.in_(again))
+    with store.reading() as connection:
+        return int(connection.execute(question).scalar_one())
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -76,6 +76,8 @@ NODE_FAILURES = frozenset(
         FailureKind.HANG,
         FailureKind.ILLEGAL_ACCESS,
         FailureKind.FILE_SYSTEM,
+        FailureKind.WORKER_KILLED,
+        FailureKind.AGENT_KILLED,
     }
 )
 """Failures that count against the suspect nodes. The others are the code's, the config's or the user's doing."""

@@ -26,7 +26,7 @@ from rlhf_core.scheduler.command import PRIVATE_VARIABLES, job_environment
 from rlhf_core.scheduler.slurm_queue import Row
 from rlhf_core.schemas.resources import Inventory, Submission, job_marker
 
-CANCEL_S = 60.0
+CANCEL_S = 90.0
 """How long a job may take to be gone after it was cancelled; Slurm's own KillWait is 30 s by default."""
 KILL_AFTER_S = 15.0
 """When it is asked to kill instead."""
@@ -141,8 +141,8 @@ class SlurmScheduler:
     def cancel(self, submission: Submission) -> bool:
         """End the job, and see it gone from the queue; its processes have ended then, also those that ignore SIGTERM.
 
-        Takes up to ``CANCEL_S`` seconds. What a node that is lost still runs is ended by the agents of the next
-        attempt.
+        Takes up to ``CANCEL_S`` seconds. Nodes that do not answer are not waited for: agents there have lost agent 0
+        by then and have ended what they had started, and what an agent that was killed left is ended by the next one.
         """
         job_id = submission.job_id
         began = time.monotonic()
@@ -152,7 +152,7 @@ class SlurmScheduler:
             if not found.problem:
                 row = found.rows.get(job_id)
                 status = _status(row) if row is not None else _look_up(job_id)
-                if status.state is JobState.ENDED:
+                if status.state is JobState.ENDED or _only_the_lost_remain(status):
                     return True
                 if not killed and time.monotonic() - began > KILL_AFTER_S:
                     killed = True
@@ -307,6 +307,11 @@ def _from_accounting(job_id: str) -> JobStatus:
         if found and found[0] in _ENDED:
             return JobStatus(JobState.ENDED, f"Slurm's accounting says {found[0]}", scheduler_state=found[0])
     return JobStatus(JobState.ENDED, "Slurm has forgotten the job")
+
+
+def _only_the_lost_remain(status: JobStatus) -> bool:
+    """Slurm waits for a job's last nodes, and they do not answer."""
+    return status.scheduler_state == "COMPLETING" and set(status.nodes) == set(_down(",".join(status.nodes)))
 
 
 def _down(nodes: str) -> tuple[str, ...]:

@@ -33,6 +33,8 @@ TICK_S = 0.25
 PUBLISH_S = 2.0
 ORDERS_S = 1.0
 REAP_S = 10.0
+LAST_WORD_S = 15.0
+"""Silence of an agent after which its node is given up, once all workers are being ended."""
 
 
 @dataclass(frozen=True)
@@ -271,9 +273,15 @@ class Supervisor(threading.Thread):
             silence_s = self._team.silence_s(index)
             if state.broken:
                 self._give_up(names[index], state.broken, state.broken_kind)
-            elif silence_s > self._patience.agent_s:
+            elif silence_s > self._patience_for_agents_s():
                 message = f"the agent of {names[index]} has not been heard for {silence_s:.0f} s"
                 self._give_up(names[index], message, FailureKind.NODE_LOST)
+
+    def _patience_for_agents_s(self) -> float:
+        """All workers are being ended: an agent that lives says so within seconds, and everybody waits for it."""
+        watch = self._watch
+        ending = watch is not None and self._orders.kill == watch.restart_dir.restart
+        return min(LAST_WORD_S, self._patience.agent_s) if ending else self._patience.agent_s
 
     def _give_up(self, node: str, message: str, kind: FailureKind) -> None:
         if not self.asked.broken:

@@ -160,6 +160,15 @@ def test_show_of_an_unknown_run(rlhf: Rlhf, known: RunFiles) -> None:
     assert answer.err == "error: the history has no run 'nothing'. `rlhf runs` lists them; `last` is the newest.\n"
 
 
+def test_nodes_for_people_and_programs(rlhf: Rlhf, known: RunFiles) -> None:
+    (node,) = rlhf("nodes", "--json").json() or [None]
+    if node is None:  # the run of the fixture is older than what the ledger remembers
+        assert "Nothing is known" in rlhf("nodes").out
+    else:
+        assert node["node"] == "n2"
+        assert "n2" in rlhf("nodes").out
+
+
 def test_sql_for_people_and_programs(rlhf: Rlhf, known: RunFiles) -> None:
     question = "SELECT number, state FROM attempts ORDER BY number"
     assert rlhf("sql", question, "--json").json() == [

@@ -179,6 +179,58 @@ def test_the_back_off_is_waited_for(desk: Desk) -> None:
     assert any("attempt 2 begins in" in text for text in desk.notes.sayings)
 
 
+def lost_node(desk: Desk, run_dir: RunDir, times: int) -> None:
+    """The first attempts lose node n1 on Slurm; the one after them runs well."""
+    well = desk.scheduler.on_submit
+    desk.scheduler.name = "slurm"
+
+    def behave(request: JobRequest) -> None:
+        if request.placement.attempt > times:
+            well(request)
+            return
+        agent = agent_of(request, run_dir)
+        agent.begin()
+        agent.incident(FailureKind.NODE_LOST)
+        agent.end(AttemptState.FAILED, FailureKind.NODE_LOST)
+
+    desk.scheduler.on_submit = behave
+
+
+def test_a_lost_node_is_left_out_by_its_run_and_by_the_next(desk: Desk) -> None:
+    desk.scheduler.nodes = ("n1", "n2", "n3")
+    first = desk.run()
+    runs_well(desk, first)
+    lost_node(desk, first, times=1)
+    drive(desk.controller(first))
+    assert [request.placement.excluded_nodes for request in desk.scheduler.submitted] == [(), ("n1",)]
+    second = desk.run()
+    runs_well(desk, second)
+    drive(desk.controller(second))
+    assert desk.scheduler.submitted[-1].placement.excluded_nodes == ("n1",)
+
+
+def test_a_suspect_is_not_left_out_when_there_are_too_few_nodes(desk: Desk) -> None:
+    run_dir = desk.run()
+    runs_well(desk, run_dir)
+    lost_node(desk, run_dir, times=1)
+    drive(desk.controller(run_dir))
+    assert desk.scheduler.submitted[-1].placement.excluded_nodes == ()
+    assert any("n1 is suspect but not excluded" in text for text in desk.notes.sayings)
+
+
+def test_when_everything_comes_back_attempts_wait(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the control: at the cap nothing waits yet."""
+    run_dir = desk.run()
+    fails_then_runs(desk, run_dir, FailureKind.NODE_LOST, failures=1)
+    answers = iter([62, 61, 60])
+    monkeypatch.setattr(queries, "restarts_since", lambda store, since: next(answers))
+    drive(desk.controller(run_dir))
+    waits = [text for text in desk.notes.sayings if text.startswith("attempt 2 waits")]
+    assert [text.split(": ")[1].split()[0] for text in waits] == ["62", "61"]
+    assert desk.clock.now >= 120
+    assert queries.show_run(desk.store, run_dir.run_id)["run"]["state"] == "completed"
+
+
 def test_a_job_that_vanishes_is_lost_and_tried_again(desk: Desk) -> None:
     run_dir = desk.run()
     runs_well(desk, run_dir)

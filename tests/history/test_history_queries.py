@@ -2,6 +2,7 @@
 
 import json
 import math
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -300,7 +301,27 @@ def test_node_health(store: HistoryStore, runs: Path) -> None:
     run = whole_run(runs)
     sync(run.dir, store)
     question = "SELECT node, num_attempts, num_runs, num_strikes, last_failure_kind FROM node_health ORDER BY node"
-    assert queries.run_sql(store, question).rows == [["n1", 2, 1, 0, None], ["n2", 1, 1, 1, "node_lost"]]
+    assert queries.run_sql(store, question).rows == [["n1", 2, 1, 0, None], ["n2", 1, 1, 2, "node_lost"]]
+
+
+def test_strikes_are_kept_once_and_from_a_time_on(store: HistoryStore, runs: Path) -> None:
+    run = whole_run(runs)
+    for _ in range(2):  # read again, as after a crash
+        sync(run.dir, store)
+    strikes = queries.node_strikes(store, at(0))
+    assert [(node, kind) for node, kind, _ in strikes] == [("n2", "worker_killed"), ("n2", "node_lost")]
+    last = strikes[-1][2]
+    assert queries.node_strikes(store, last) == strikes[1:]
+    assert queries.node_strikes(store, last + timedelta(seconds=1)) == []
+
+
+def test_restarts_of_all_runs_are_counted_from_a_time_on(store: HistoryStore, runs: Path) -> None:
+    for name in ("aaaaaa", "bbbbbb"):
+        sync(whole_run(runs, "sort", name, 0).dir, store)
+    one_run = queries.restarts_since(store, at(0)) // 2
+    assert one_run >= 1
+    assert queries.restarts_since(store, at(0)) == 2 * one_run
+    assert queries.restarts_since(store, at(10**6)) == 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,64 @@
+"""What the history of all runs says about nodes: strikes that fade, and nodes that are left alone for a while. Pure.
+
+A strike is one incident that suspects a node. It weighs 1 when it is new and half of that three days later, so a node
+that was mended, or was unlucky once, is forgiven by itself.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from rlhf_core.diagnosis.policy import EXCLUDED_AT_ONCE
+from rlhf_core.schemas.failures import FailureKind
+
+HALF_LIFE = timedelta(days=3)
+REMEMBERED = timedelta(days=30)
+"""A strike older than this weighs a thousandth: it need not be asked for."""
+BROKEN_FOR = timedelta(hours=24)
+"""How long a node is left alone after a failure of its hardware, or after it was lost."""
+SUSPECT_FOR = timedelta(hours=6)
+"""How long a node is left alone that has come up again and again."""
+SUSPECT_SCORE = 2.0
+"""Weight of strikes from which on that holds."""
+
+
+@dataclass(frozen=True)
+class Strike:
+    """One incident that suspects a node."""
+
+    node: str
+    kind: FailureKind
+    time: datetime
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What is known against a node."""
+
+    node: str
+    score: float
+    """Weight of its strikes now."""
+    num_strikes: int
+    last_kind: FailureKind
+    last_at: datetime
+    excluded_until: datetime | None
+    """No new attempt goes there before; None where it may be used."""
+
+
+def standings(strikes: Iterable[Strike], now: datetime) -> list[Standing]:
+    """What is known against each node, the worst first."""
+    by_node: dict[str, list[Strike]] = {}
+    for strike in strikes:
+        if now - strike.time < REMEMBERED:
+            by_node.setdefault(strike.node, []).append(strike)
+    found = [_standing(node, sorted(known, key=lambda one: one.time), now) for node, known in by_node.items()]
+    return sorted(found, key=lambda one: (-one.score, one.node))
+
+
+def _standing(node: str, strikes: list[Strike], now: datetime) -> Standing:
+    score = sum(0.5 ** (max(now - strike.time, timedelta(0)) / HALF_LIFE) for strike in strikes)
+    until = [strike.time + BROKEN_FOR for strike in strikes if strike.kind in EXCLUDED_AT_ONCE]
+    if score >= SUSPECT_SCORE:
+        until.append(strikes[-1].time + SUSPECT_FOR)
+    later = [time for time in until if time > now]
+    return Standing(node, score, len(strikes), strikes[-1].kind, strikes[-1].time, max(later, default=None))

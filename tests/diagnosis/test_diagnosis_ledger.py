@@ -1,0 +1,38 @@
+"""Strikes fade; broken nodes are left alone at once, suspect ones when they come up again and again."""
+
+from datetime import UTC, datetime, timedelta
+
+from rlhf_core.diagnosis.ledger import BROKEN_FOR, HALF_LIFE, REMEMBERED, SUSPECT_FOR, Strike, standings
+from rlhf_core.schemas.failures import FailureKind
+
+NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
+
+
+def strike(node: str, kind: FailureKind = FailureKind.HANG, ago: timedelta = timedelta(0)) -> Strike:
+    return Strike(node, kind, NOW - ago)
+
+
+def test_a_strike_weighs_half_after_its_half_life() -> None:
+    (one,) = standings([strike("n1"), strike("n1", ago=HALF_LIFE)], NOW)
+    assert (one.score, one.num_strikes) == (1.5, 2)
+    assert one.excluded_until is None
+
+
+def test_two_fresh_strikes_leave_a_node_alone_for_hours() -> None:
+    (one,) = standings([strike("n1"), strike("n1")], NOW)
+    assert one.excluded_until == NOW + SUSPECT_FOR
+    # Negative control: the same strikes a day ago do not.
+    (old,) = standings([strike("n1", ago=timedelta(days=1))] * 2, NOW)
+    assert old.excluded_until is None
+
+
+def test_a_lost_node_is_left_alone_for_a_day_at_the_first_strike() -> None:
+    (one,) = standings([strike("n1", FailureKind.NODE_LOST, timedelta(hours=1))], NOW)
+    assert one.excluded_until == NOW - timedelta(hours=1) + BROKEN_FOR
+    (over,) = standings([strike("n1", FailureKind.NODE_LOST, BROKEN_FOR)], NOW)
+    assert over.excluded_until is None
+
+
+def test_the_worst_comes_first_and_the_old_is_forgotten() -> None:
+    known = standings([strike("n1"), strike("n2"), strike("n2"), strike("n3", ago=REMEMBERED)], NOW)
+    assert [one.node for one in known] == ["n2", "n1"]
