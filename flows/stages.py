@@ -35,6 +35,7 @@ from rlhf_core.schemas.failures import Action, Decision, FailureKind
 from rlhf_core.schemas.journal import ChecksMade, DecisionMade, IncidentFound
 from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.resources import Inventory, Submission
+from rlhf_core.schemas.run import shape_key
 from rlhf_core.watchdog.watch import Failure, Look, Verdict, explain
 
 Call = Callable[[str, str, Callable[[], None]], None]
@@ -224,6 +225,7 @@ def _plan(session: Session, number: int) -> None:
             **(before.placement.config_diff if before is not None else {}),
             **(decision.config_diff if decision is not None else {}),
         },
+        longest_gaps_s=_longest_gaps_s(session),
     )
     if placement.resume_checkpoint:
         session.observer.says(f"attempt {number} goes on from step {placement.resumed_from_step}")
@@ -244,6 +246,15 @@ def _exclusions(session: Session, inventory: Inventory, number: int) -> tuple[st
         spared = ", ".join(excluded[: len(excluded) - len(kept)])
         session.observer.says(f"{spared} is suspect but not excluded: without it there are too few nodes")
     return kept
+
+
+def _longest_gaps_s(session: Session) -> dict[str, float]:
+    if not session.spec.supervise.learn_from_history:
+        return {}
+    try:
+        return queries.longest_gaps(session.store, shape_key(session.spec))
+    except HistoryError:
+        return {}  # they are learned anew then
 
 
 def _left_alone(session: Session) -> tuple[str, ...]:

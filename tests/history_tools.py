@@ -143,6 +143,7 @@ class RunFiles:
             role=Role.TRAINER,
             ranks=(rank,),
             telemetry={"cpu_percent": 42.0, "broken_sensor": float("nan")},
+            longest_gaps_s={"trainer/rollout": 3.5, "trainer/train": 0.5},
         )
         write_model(self.dir.attempt(attempt).restart(restart).agent_status(node), status)
 

@@ -18,6 +18,7 @@ def plan(
     resume_from: CheckpointDir | None = None,
     excluded_nodes: Sequence[str] = (),
     config_diff: Mapping[str, JsonValue] | None = None,
+    longest_gaps_s: Mapping[str, float] | None = None,
 ) -> Placement:
     """Place one attempt: the trainer's ranks on every node, then as many of the evaluator in the same places.
 
@@ -26,6 +27,7 @@ def plan(
         resume_from: the checkpoint to go on from; None starts from the beginning.
         excluded_nodes: nodes that it must not get.
         config_diff: settings that it and earlier attempts change.
+        longest_gaps_s: longest silences of earlier runs of the same shape: ``role/phase`` to seconds.
 
     Raises:
         BadInput: the inventory cannot hold it, now or later; the message says by how much.
@@ -44,6 +46,7 @@ def plan(
         gpus_per_node=spec.resources.gpus_per_node,
         excluded_nodes=tuple(excluded_nodes),
         config_diff=dict(config_diff or {}),
+        longest_gaps_s=dict(longest_gaps_s or {}),
         resume_checkpoint=resume_from.root.name if resume_from else "",
         resumed_from_step=resume_from.step if resume_from else 0,
     )

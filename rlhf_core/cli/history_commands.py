@@ -294,7 +294,10 @@ def _incident_in_words(incident: Facts) -> str:
         ", ".join(suspects),
     ]
     kind = incident["failure_kind"].replace("_", " ")
-    return f"{kind} ({'; '.join(text for text in circumstances if text)}): {incident['message']}"
+    words = f"{kind} ({'; '.join(text for text in circumstances if text)}): {incident['message']}"
+    if incident["evidence_dir"]:
+        words += f" Stacks, states and logs: {incident['evidence_dir']}."
+    return words
 
 
 def _decision_in_words(decision: Facts) -> str:

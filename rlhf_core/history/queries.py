@@ -33,7 +33,7 @@ from rlhf_core.history.write import (
     STAGES,
     STRIKES,
 )
-from rlhf_core.schemas.attempts import ATTEMPT_ENDS
+from rlhf_core.schemas.attempts import ATTEMPT_ENDS, RunState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Action
 
@@ -73,6 +73,24 @@ def restarts_since(store: HistoryStore, since: datetime) -> int:
     question = select(func.count()).where(DECISIONS.c.decided_at >= since, DECISIONS.c.action.in_(again))
     with store.reading() as connection:
         return int(connection.execute(question).scalar_one())
+
+
+def longest_gaps(store: HistoryStore, shape: str, num_runs: int = 5) -> dict[str, float]:
+    """Longest silences that ended well in the newest completed runs of a shape: ``role/phase`` to seconds."""
+    newest = (
+        select(RUNS.c.run_id)
+        .where(RUNS.c.shape == shape, RUNS.c.state == RunState.COMPLETED.value)
+        .order_by(RUNS.c.created_at.desc())
+        .limit(num_runs)
+    )
+    found: dict[str, float] = {}
+    with store.reading() as connection:
+        runs = list(connection.execute(newest).scalars())
+        question = select(NODES.c.longest_gaps_s).where(NODES.c.run_id.in_(runs), NODES.c.node_index == 0)
+        for gaps in connection.execute(question).scalars():
+            for place, seconds in gaps.items():
+                found[place] = max(found.get(place, 0.0), float(seconds))
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------------

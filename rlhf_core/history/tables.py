@@ -148,6 +148,8 @@ class Run(Base):
     overrides: Mapped[list[Any]]
     spec: Mapped[dict[str, Any]]
     """The resolved ``RunSpec``."""
+    shape: Mapped[str]
+    """Runs of one shape take about as long in every phase: see ``shape_key``."""
     package_version: Mapped[str]
     code_revision: Mapped[str]
     run_dir: Mapped[str]
@@ -166,6 +168,7 @@ class Run(Base):
     __table_args__ = (
         Index(None, "created_at"),
         Index(None, "name", "created_at"),
+        Index(None, "shape", "created_at"),
         Index(None, "state", "created_at"),
     )
 
@@ -307,6 +310,8 @@ class AttemptNode(Base):
     ranks: Mapped[list[Any]]
     """Its workers, as in ``RankStatus``."""
     telemetry: Mapped[dict[str, Any]]
+    longest_gaps_s: Mapped[dict[str, Any]]
+    """Longest gaps between beats that ended well: ``role/phase`` to seconds. Agent 0 knows those of all nodes."""
 
     __table_args__ = (
         ForeignKeyConstraint(["run_id", "attempt"], ["attempts.run_id", "attempts.number"], ondelete="CASCADE"),
@@ -390,6 +395,9 @@ class Incident(Base):
     evidence_dir: Mapped[str]
     """Relative to the run directory."""
     message: Mapped[str] = mapped_column(CleanText)
+    collective: Mapped[str]
+    """The collective it hung in or disagreed about; empty when none is known."""
+    collective_sequence: Mapped[int | None] = mapped_column(BigInteger)
 
     __table_args__ = (Index(None, "failure_kind", "seen_at"), Index(None, "fingerprint"))
 

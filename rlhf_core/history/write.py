@@ -44,7 +44,7 @@ from rlhf_core.schemas.journal import (
 )
 from rlhf_core.schemas.reports import AgentStatus, AttemptOutcome, CheckpointManifest, EvaluationReport
 from rlhf_core.schemas.resources import Placement
-from rlhf_core.schemas.run import StoredSpec
+from rlhf_core.schemas.run import StoredSpec, shape_key
 
 RUNS = tables.metadata.tables["runs"]
 OFFSETS = tables.metadata.tables["ingest_offsets"]
@@ -155,6 +155,7 @@ def _described_run(run_dir: str, stored: StoredSpec) -> Row:
         "config_source": stored.config_source,
         "overrides": list(stored.overrides),
         "spec": _as_json(spec),
+        "shape": shape_key(spec),
         "package_version": stored.package_version,
         "code_revision": stored.code_revision,
         "run_dir": run_dir,
@@ -594,13 +595,15 @@ def write_nodes(connection: Connection, run_id: str, statuses: Sequence[AgentSta
                 "sequence": status.sequence,
                 "ranks": content["ranks"],
                 "telemetry": content["telemetry"],
+                "longest_gaps_s": content["longest_gaps_s"],
             }
         )
     statement = upsert(connection, NODES)
     new = statement.excluded
+    changing = ("node_index", "restart", "role", "sequence", "ranks", "telemetry", "longest_gaps_s")
     statement = statement.on_conflict_do_update(
         index_elements=["run_id", "attempt", "node"],
-        set_={name: new[name] for name in ("node_index", "restart", "role", "sequence", "ranks", "telemetry")},
+        set_={name: new[name] for name in changing},
         where=new.restart >= NODES.c.restart,
     )
     connection.execute(statement, rows)
@@ -639,6 +642,8 @@ def write_incidents(
                 "fingerprint": incident.fingerprint,
                 "evidence_dir": incident.evidence_dir,
                 "message": incident.message,
+                "collective": incident.collective,
+                "collective_sequence": incident.collective_sequence,
             }
         )
         if incident.failure_kind in NODE_FAILURES:

@@ -5,6 +5,8 @@ Cross-field arithmetic (batch against ranks and so on) is a preflight check, not
 show all findings at once; validators here refuse only what has no meaning at all.
 """
 
+import hashlib
+import json
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Annotated, Literal, Self
@@ -342,6 +344,8 @@ class SuperviseSpec(Schema):
     """Silence of a node's agent after which the attempt is given up, in seconds."""
     max_excluded_nodes: NonNegative = 4
     """Most nodes that suspicion may keep out of a new attempt; never so many that it could not be placed."""
+    learn_from_history: bool = True
+    """Begin with the longest gaps of earlier runs of the same shape, instead of learning them anew."""
     oom_remediation: bool = True
     """After CUDA ran out of memory, go on with half the micro-batch and the same global batch, then with activation
     checkpointing, and so on; each change is recorded with the decision."""
@@ -389,6 +393,25 @@ class RunSpec(Schema):
     def total_steps(self) -> int:
         """Optimizer steps of the run: warm start and main algorithm."""
         return self.sft.num_steps + self.train.num_steps
+
+
+def shape_key(spec: RunSpec) -> str:
+    """Hash of what decides how long a run is silent in each phase: model, generation, how a batch is cut up, nodes.
+
+    Runs of the same shape learn from each other how long a silence may be.
+    """
+    part = spec.model_dump(
+        mode="json",
+        include={
+            "model": True,
+            "rollout": True,
+            "reward": True,
+            "grpo": {"prompts_per_step", "samples_per_prompt"},
+            "train": {"algorithm", "micro_batch_size", "gradient_checkpointing"},
+            "resources": {"num_nodes", "ranks_per_node", "gpus_per_node"},
+        },
+    )
+    return hashlib.blake2b(json.dumps(part, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def with_changes(spec: RunSpec, changes: Mapping[str, JsonValue]) -> RunSpec:

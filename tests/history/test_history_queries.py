@@ -13,6 +13,7 @@ from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.schemas.run import shape_key
 from rlhf_core.watchdog.ingest import sync
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -437,3 +438,21 @@ def test_what_is_no_sql(store: HistoryStore, statement: str) -> None:
 @pytest.mark.parametrize("statement", ["", "-- nothing"])
 def test_no_question_has_no_answer(store: HistoryStore, statement: str) -> None:
     assert queries.run_sql(store, statement) == queries.SqlResult([], [], False)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What runs of a shape have taught
+
+
+def test_silences_of_completed_runs_of_the_same_shape(store: HistoryStore, runs: Path) -> None:
+    """With the controls: another shape, and a run that did not end well, teach nothing."""
+    done = whole_run(runs, "sort", "aaaaaa", 0)
+    undone = RunFiles(runs, "sort", "bbbbbb", 100)
+    undone.created()
+    for run in (done, undone):
+        sync(run.dir, store)
+    shape = shape_key(done.dir.read_spec().spec)
+    assert queries.longest_gaps(store, shape) == {"trainer/rollout": 3.5, "trainer/train": 0.5}
+    assert queries.longest_gaps(store, "another") == {}
+    store.forget(done.run_id)
+    assert queries.longest_gaps(store, shape) == {}

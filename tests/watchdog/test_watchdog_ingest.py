@@ -40,7 +40,7 @@ def test_every_file_becomes_rows(store: HistoryStore, runs: Path) -> None:
         "latest_metrics": 2,
         "incidents": 2,
         "decisions": 1,
-        "node_strikes": 1,
+        "node_strikes": 2,
         "checkpoints": 4,
         "weight_versions": 4,
         "evaluations": 4,
@@ -301,6 +301,7 @@ def test_incidents_and_decisions_of_the_controller(store: HistoryStore, runs: Pa
     assert shown["decisions"][-1]["config_diff"] == {"train.micro_batch_size": 4}
     assert shown["decisions"][-1]["excluded_nodes"] == ["n7"]
     assert ask(store, "SELECT node, failure_kind FROM node_strikes ORDER BY struck_at") == [
+        ["n2", "worker_killed"],
         ["n2", "node_lost"],
         ["n7", "node_lost"],
     ]
