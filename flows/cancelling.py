@@ -3,9 +3,10 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from flows.session import opened
-from flows.stages import cancel
+from flows.stages import SAVE_PATIENCE_S, cancel
 from rlhf_core.config import Site
 from rlhf_core.errors import LeaseLost, SchedulerError
 from rlhf_core.history.store import HistoryStore
@@ -37,6 +38,7 @@ def cancel_run(
     store: HistoryStore,
     reason: str,
     *,
+    save: bool = False,
     say: Callable[[str], None],
     patience_s: float = CONTROLLER_PATIENCE_S,
     clock: Callable[[], float] = time.monotonic,
@@ -48,7 +50,8 @@ def cancel_run(
     that is alive but does not answer does not keep the job alive: the scheduler ends it.
 
     Args:
-        patience_s: how long the controller may take.
+        save: have a checkpoint written first.
+        patience_s: how long the controller may take; with ``save`` that much longer than writing may take.
 
     Raises:
         SchedulerError: something of the job is still there.
@@ -57,15 +60,16 @@ def cancel_run(
     if read_record(run_dir).ended:
         record(run_dir, store)
         return _result(run_dir, site, f"run {run_id} had ended already")
-    write_model(run_dir.cancel_request, AgentCommand(kind="cancel", reason=reason, time=utc_now()))
+    kind: Literal["cancel", "stop_after_step"] = "stop_after_step" if save else "cancel"
+    write_model(run_dir.cancel_request, AgentCommand(kind=kind, reason=reason, time=utc_now()))
     try:
         with opened(run_dir, site, store, patience_s=0) as session:
             say("no controller is at work on it; ending it from here")
-            cancel(session, reason)
+            cancel(session, reason, save=save)
         return _result(run_dir, site, f"run {run_id} is cancelled")
     except LeaseLost:
         say(f"asking the controller of {run_id} to end it")
-    until = clock() + patience_s
+    until = clock() + patience_s + (SAVE_PATIENCE_S if save else 0.0)
     while clock() < until:
         if read_record(run_dir).ended:
             return _result(run_dir, site, f"run {run_id} was ended by its controller")

@@ -57,6 +57,11 @@ class Quiet:
 class CancelAsked(Exception):
     """Somebody asked to end the run."""
 
+    def __init__(self, reason: str, *, save: bool = False) -> None:
+        super().__init__(reason)
+        self.save = save
+        """Whether a checkpoint is to be written first."""
+
 
 @dataclass
 class Session:
@@ -96,7 +101,7 @@ class Session:
             raise CancelAsked("interrupted at the terminal")
         request = read_model(self.run_dir.cancel_request, AgentCommand)
         if request is not None:
-            raise CancelAsked(request.reason or "rlhf cancel")
+            raise CancelAsked(request.reason or "rlhf cancel", save=request.kind == "stop_after_step")
 
     def wait(self, seconds: float) -> None:
         """Sleep, checking on the way."""

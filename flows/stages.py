@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from typing import Literal
 
 from flows.session import CancelAsked, Session
 from rlhf_core.allocation.planner import plan, shortages
@@ -47,6 +48,9 @@ WAIT = "wait"
 CLUSTER_PAUSE_S = 60.0
 """How long an attempt waits before it looks again whether fewer jobs of all runs come back."""
 
+SAVE_PATIENCE_S = 600.0
+"""How long the workers may take to end their step and to write a checkpoint, when that was asked for."""
+
 CANCEL_PATIENCE_S = 10.0
 """How long agent 0 may take to follow the order to end, before the scheduler ends the job."""
 
@@ -82,7 +86,7 @@ def drive(session: Session, call: Call = plainly) -> None:
         try:
             _drive(session, call)
         except CancelAsked as asked:
-            cancel(session, str(asked))
+            cancel(session, str(asked), save=asked.save)
             if session.journal.record.state is not RunState.COMPLETED:
                 raise RunCancelled(f"run {session.run_dir.run_id} was cancelled: {asked}") from None
     except LeaseLost:
@@ -446,8 +450,11 @@ def diagnosis(run_dir: RunDir, number: int, failure: Failure, decision: Decision
 # Cancelling
 
 
-def cancel(session: Session, reason: str) -> None:
+def cancel(session: Session, reason: str, *, save: bool = False) -> None:
     """End the run's job, prove it, and write it down. The run's lease must be held.
+
+    Args:
+        save: write a checkpoint first, if the workers can within ``SAVE_PATIENCE_S``.
 
     Raises:
         SchedulerError: something of the job is still there.
@@ -458,10 +465,11 @@ def cancel(session: Session, reason: str) -> None:
     number = max(journal.record.attempts, default=0)
     attempt = journal.record.attempts.get(number)
     if attempt is not None and not attempt.ended:
-        session.observer.says(f"cancelling attempt {number}")
-        _order(session.run_dir, number, AgentCommand(kind="cancel", reason=reason, time=utc_now()))
+        session.observer.says(f"{'saving, then ' if save else ''}cancelling attempt {number}")
+        kind: Literal["cancel", "stop_after_step"] = "stop_after_step" if save else "cancel"
+        _order(session.run_dir, number, AgentCommand(kind=kind, reason=reason, time=utc_now()))
         submission = attempt.submission or session.scheduler.find(session.run_dir.run_id, number)
-        deadline = session.clock() + CANCEL_PATIENCE_S
+        deadline = session.clock() + (SAVE_PATIENCE_S if save else CANCEL_PATIENCE_S)
         while submission is not None and not session.watcher(number).look().ended and session.clock() < deadline:
             session.lease.keep()
             session.sleep(0.2)

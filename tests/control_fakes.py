@@ -151,6 +151,11 @@ class FakeAgent:
             AgentEvent(time=utc_now(), kind="role_started", node=NODE, message=f"role {role} starts", role=role)
         )
         writer.close()
+        self.status(role, step)
+
+    def status(self, role: Role = Role.TRAINER, step: int = 0, sequence: int = 1) -> None:
+        """Publish a status."""
+        folder = self.run_dir.attempt(self.attempt).restart(self.restart)
         ranks = tuple(
             RankStatus(
                 role=role,
@@ -168,7 +173,13 @@ class FakeAgent:
             for rank in (0, 1)
         )
         status = AgentStatus(
-            node=NODE, node_index=0, attempt=self.attempt, restart=self.restart, sequence=1, role=role, ranks=ranks
+            node=NODE,
+            node_index=0,
+            attempt=self.attempt,
+            restart=self.restart,
+            sequence=sequence,
+            role=role,
+            ranks=ranks,
         )
         write_model(folder.agent_status(NODE), status)
 

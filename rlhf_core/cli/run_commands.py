@@ -187,6 +187,7 @@ def resume(run: RunArgument, no_prefect: NoPrefectOption = False, as_json: JsonO
 def cancel(
     run: RunArgument,
     reason: Annotated[str, typer.Option(help="Why; stands in the history.")] = "",
+    save: Annotated[bool, typer.Option("--save", help="Write a checkpoint first, if the workers still can.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """End a run and prove that its job is gone, with or without a living controller."""
@@ -197,7 +198,7 @@ def cancel(
     site = load_site()
     with HistoryStore(site.database_url) as store:
         run_dir = find_run(store, site, run)
-        outcome = cancel_run(run_dir, site, store, reason or "rlhf cancel", say=output.note)
+        outcome = cancel_run(run_dir, site, store, reason or "rlhf cancel", save=save, say=output.note)
     if as_json:
         output.print_json({"run_id": run_dir.run_id, "state": outcome.state, "job_ended": outcome.job_ended})
     else:

@@ -37,7 +37,10 @@ class Progress:
     """Whether the evaluator was started: training is done."""
     events: list[AgentEvent] = field(default_factory=list)
     """What the agents did since the last look."""
+    signs: int = 0
+    """How often an agent was seen to have published anew; 0 before the first."""
     _offsets: dict[Path, int] = field(default_factory=dict)
+    _published: set[tuple[str, int, int]] = field(default_factory=set)
 
     def update(self) -> None:
         """Read what is new."""
@@ -67,14 +70,19 @@ class Progress:
                     self._enter(event.role)
 
     def _read_statuses(self, restart: RestartDir) -> None:
+        published = set()
         for path in sorted(restart.agents.glob("*.json")):
             status = read_model(path, AgentStatus)
             if status is None:
                 continue
+            published.add((status.node, status.restart, status.sequence))
             self._enter(status.role)
             first = min(status.ranks, key=lambda rank: rank.rank, default=None)
             if first is not None:
                 self.phase = first.phase.value
+        if published != self._published:
+            self._published = published
+            self.signs += 1
 
     def _enter(self, role: Role) -> None:
         self.role = role

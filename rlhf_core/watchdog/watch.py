@@ -34,6 +34,13 @@ GOOD_END_S = 30.0
 WORD_S = 15.0
 """How long the scheduler may take to say why it ended a job whose agents had time to save."""
 
+SILENT_S = 120.0
+"""Silence of all agents of a running job after which it is ended from here: the second net, for agents that hang
+themselves. Far more than they need to publish (2 s) and than shared file systems take to show it."""
+BLIND_S = 30.0
+"""A pause between two looks after which silence is counted anew: the watchdog was not looking."""
+
+_PAUSED = ("SUSPENDED", "STOPPED", "COMPLETING")
 _ASK_WHY = (
     FailureKind.AGENT_KILLED,
     FailureKind.COLLECTIVE_HANG,
@@ -124,6 +131,8 @@ class Watcher:
         self._last_job = JobStatus(JobState.PENDING if submission else JobState.ENDED)
         self._ended_since: float | None = None
         self._told_since: float | None = None
+        self._signs = 0
+        self._sign_at = self._looked_at = clock()
         self.history_behind = ""
 
     def look(self) -> Look:
@@ -132,7 +141,7 @@ class Watcher:
         # The outcome is read after the job's state: an attempt that ended in between is not taken for lost.
         self._progress.update()
         outcome = evidence.read_outcome(self._attempt)
-        verdict = judge(job, outcome, self._ended_for_s(job), self._told_for_s(outcome))
+        verdict = judge(job, outcome, self._ended_for_s(job), self._told_for_s(outcome), self._silent_for_s(job))
         self.record()
         progress = self._progress
         return Look(
@@ -178,6 +187,15 @@ class Watcher:
         self._ended_since = now if self._ended_since is None else self._ended_since
         return now - self._ended_since
 
+    def _silent_for_s(self, job: JobStatus) -> float:
+        """How long agents that had spoken have said nothing, while their job ran and somebody listened."""
+        now, signs = self._clock(), self._progress.signs
+        paused = job.state is not JobState.RUNNING or job.scheduler_state in _PAUSED
+        if signs == 0 or signs != self._signs or paused or now - self._looked_at > BLIND_S:
+            self._signs, self._sign_at = signs, now
+        self._looked_at = now
+        return now - self._sign_at
+
     def _told_for_s(self, outcome: AttemptOutcome | None) -> float:
         if outcome is None:
             return 0.0
@@ -201,7 +219,13 @@ def record(run_dir: RunDir, store: HistoryStore | None) -> str:
     return ""
 
 
-def judge(job: JobStatus, outcome: AttemptOutcome | None, ended_for_s: float, told_for_s: float = WORD_S) -> Verdict:
+def judge(
+    job: JobStatus,
+    outcome: AttemptOutcome | None,
+    ended_for_s: float,
+    told_for_s: float = WORD_S,
+    silent_for_s: float = 0.0,
+) -> Verdict:
     """Where an attempt stands. Pure.
 
     Args:
@@ -209,12 +233,16 @@ def judge(job: JobStatus, outcome: AttemptOutcome | None, ended_for_s: float, to
         outcome: what agent 0 wrote, if it did.
         ended_for_s: how long the job is known to have ended, in seconds.
         told_for_s: how long the outcome is known, in seconds.
+        silent_for_s: how long the agents of a running job have said nothing, in seconds.
     """
     if outcome is not None:
         return _with_the_schedulers_word(job, outcome, told_for_s)
     match job.state:
         case JobState.PENDING | JobState.UNKNOWN:
             return Verdict(AttemptState.SUBMITTED, job.reason)
+        case JobState.RUNNING if silent_for_s > SILENT_S:
+            cause = f"its agents have said nothing for {silent_for_s:.0f} s, although the scheduler says that it runs"
+            return Verdict(AttemptState.LOST, cause, FailureKind.AGENT_KILLED)
         case JobState.RUNNING:
             return Verdict(AttemptState.RUNNING, job.reason)
         case JobState.ENDED:
@@ -346,13 +374,16 @@ def _incident_of_a_lost_job(run_dir: RunDir, look: Look) -> Incident:
         text = "\n".join(line for line in text.splitlines() if line.startswith(("srun: error", "slurmstepd")))
     state = look.job.scheduler_state
     diagnosis = classify(Evidence(agent_vanished=True, agent_log=text, scheduler_state=state))
+    what = f"The job of attempt {look.attempt} is gone and left no outcome."
+    if look.job.state is JobState.RUNNING:
+        what = f"The job of attempt {look.attempt} is given up: {look.verdict.cause}."
     lines = text.strip().splitlines()
     said = f" The last line of {log}: {lines[-1].strip()[:300]}" if lines else ""
     return Incident(
         attempt=look.attempt,
         restart=max(look.restart, 0),
         failure_kind=diagnosis.kind,
-        message=f"The job of attempt {look.attempt} is gone and left no outcome. {diagnosis.message}{said}",
+        message=f"{what} {diagnosis.message}{said}",
         phase=look.phase,
         step=look.step or None,
         suspect_nodes=_lost_nodes(run_dir, look) or diagnosis.nodes,

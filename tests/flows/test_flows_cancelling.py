@@ -133,3 +133,21 @@ def test_a_job_that_lives_on_is_never_reported_as_gone(desk: Desk) -> None:
     found, _ = cancelled(desk, run_dir)
     assert not found.job_ended
     assert "may still be at work" in found.message
+
+
+@pytest.mark.parametrize("save", [True, False])
+def test_a_checkpoint_is_written_first_where_that_is_asked_for(desk: Desk, save: bool) -> None:
+    run_dir = left_alone(desk)
+    agent = FakeAgent(run_dir)
+
+    def obeys() -> None:
+        order = read_model(run_dir.attempt(1).commands / "1.json", AgentCommand)
+        if order is not None and order.kind == "stop_after_step":
+            agent.checkpoint(5)
+            agent.end(AttemptState.PREEMPTED)
+
+    desk.scheduler.on_status = obeys
+    found, _ = cancelled(desk, run_dir, save=save)
+    assert (found.state, found.job_ended) == (RunState.CANCELLED, True)
+    assert [checkpoint.step for checkpoint in run_dir.checkpoints()] == ([5] if save else [])
+    assert read_record(run_dir).attempts[1].state is AttemptState.CANCELLED

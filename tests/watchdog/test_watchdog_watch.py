@@ -15,7 +15,7 @@ from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.reports import AttemptOutcome
 from rlhf_core.schemas.resources import Placement, Role, Submission
 from rlhf_core.watchdog.evidence import look_back, scheduler_log
-from rlhf_core.watchdog.watch import LOST_AFTER_S, WORD_S, Look, Verdict, Watcher, explain, judge
+from rlhf_core.watchdog.watch import LOST_AFTER_S, SILENT_S, WORD_S, Look, Verdict, Watcher, explain, judge
 
 
 class Clock:
@@ -103,6 +103,48 @@ def test_the_grace_begins_again_when_the_job_turns_out_to_live(run_dir: RunDir) 
     assert one.look().verdict.state is AttemptState.RUNNING, "it has only just been seen to have ended"
     clock.now += LOST_AFTER_S + 1
     assert one.look().verdict.state is AttemptState.LOST
+
+
+def listen(run_dir: RunDir, state: str, speaks: bool) -> AttemptState:
+    """Look at a running job every second for longer than silence is allowed; what it is taken for."""
+    clock = Clock()
+    running = JobStatus(JobState.RUNNING, scheduler_state=state)
+    scheduler = FakeScheduler()
+    scheduler.status = lambda submissions: {one.job_id: running for one in submissions}  # type: ignore[method-assign]
+    one = Watcher(run_dir, placed(run_dir), submission(), scheduler, None, clock)
+    agent = FakeAgent(run_dir)
+    agent.begin()
+    agent.role(Role.TRAINER)
+    for second in range(int(SILENT_S) + 10):
+        clock.now = float(second)
+        if speaks and second % 20 == 0:
+            agent.status(sequence=second + 2)
+        verdict = one.look().verdict
+    return verdict.state
+
+
+@pytest.mark.parametrize(
+    ("state", "speaks", "expected"),
+    [
+        ("RUNNING", False, AttemptState.LOST),
+        ("RUNNING", True, AttemptState.RUNNING),
+        ("SUSPENDED", False, AttemptState.RUNNING),
+    ],
+)
+def test_a_running_job_whose_agents_all_fall_silent_is_given_up(
+    run_dir: RunDir, state: str, speaks: bool, expected: AttemptState
+) -> None:
+    """The second net; with the controls that one who speaks, and one who is suspended, is left alone."""
+    assert listen(run_dir, state, speaks) is expected
+
+
+def test_a_watchdog_that_was_not_looking_counts_anew(run_dir: RunDir) -> None:
+    clock = Clock()
+    one = watcher(run_dir, Answers(JobState.RUNNING), clock)
+    FakeAgent(run_dir).role(Role.TRAINER)
+    one.look()
+    clock.now = 10 * SILENT_S
+    assert one.look().verdict.state is AttemptState.RUNNING
 
 
 def test_a_job_that_was_never_recorded_has_ended(run_dir: RunDir) -> None:
