@@ -64,11 +64,11 @@ def cancel_run(
     write_model(run_dir.cancel_request, AgentCommand(kind=kind, reason=reason, time=utc_now()))
     try:
         with opened(run_dir, site, store, patience_s=0) as session:
-            say("no controller is at work on it; ending it from here")
+            say("no controller is at work on it; ending it from here" + _patience(save))
             cancel(session, reason, save=save)
         return _result(run_dir, site, f"run {run_id} is cancelled")
     except LeaseLost:
-        say(f"asking the controller of {run_id} to end it")
+        say(f"asking the controller of {run_id} to end it" + _patience(save))
     until = clock() + patience_s + (SAVE_PATIENCE_S if save else 0.0)
     while clock() < until:
         if read_record(run_dir).ended:
@@ -81,6 +81,10 @@ def cancel_run(
         f"the job of run {run_id} was ended, but its controller does not answer; the run is marked when it does, or by "
         f"`rlhf cancel {run_id}` once its lease has run out",
     )
+
+
+def _patience(save: bool) -> str:
+    return f", with a checkpoint first, for which {SAVE_PATIENCE_S / 60:.0f} minutes are given" if save else ""
 
 
 def _end_job(run_dir: RunDir, site: Site) -> None:
