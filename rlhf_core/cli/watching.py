@@ -74,7 +74,7 @@ def watch_run(run_dir: RunDir, interval_s: float, *, as_json: bool = False) -> N
     if console.is_terminal and not as_json:
         _watch_live(viewer, console, interval_s)
     else:
-        _watch_in_lines(viewer, interval_s, json_line if as_json else headline)
+        _watch_in_lines(viewer, interval_s, json_lines if as_json else Lines())
 
 
 def _watch_live(viewer: Viewer, console: Console, interval_s: float) -> None:
@@ -87,18 +87,36 @@ def _watch_live(viewer: Viewer, console: Console, interval_s: float) -> None:
             time.sleep(interval_s)
 
 
-def _watch_in_lines(viewer: Viewer, interval_s: float, line_of: Callable[[View], str]) -> None:
-    last = ""
+def _watch_in_lines(viewer: Viewer, interval_s: float, lines_of: Callable[[View], Sequence[str]]) -> None:
+    last: Sequence[str] = ()
     while True:
         view = viewer.read()
-        line = line_of(view)
-        if line != last:
-            sys.stdout.write(line + "\n")
+        lines = lines_of(view)
+        if lines and lines != last:
+            sys.stdout.write("\n".join(lines) + "\n")
             sys.stdout.flush()
-            last = line
+            last = lines
         if view.record.ended:
             return
         time.sleep(interval_s)
+
+
+class Lines:
+    """What to print of one view after another: what was found and decided since, and how far the run is."""
+
+    def __init__(self) -> None:
+        self._told = 0
+        self._last = ""
+
+    def __call__(self, view: View) -> list[str]:
+        """Lines that say something new."""
+        found = list(view.story[self._told :])
+        self._told = len(view.story)
+        line = headline(view)
+        if line != self._last:
+            self._last = line
+            found.append(line)
+        return found
 
 
 def headline(view: View) -> str:
@@ -117,7 +135,7 @@ def headline(view: View) -> str:
     return ", ".join(parts)
 
 
-def json_line(view: View) -> str:
+def json_lines(view: View) -> list[str]:
     """The run in one line of JSON."""
     progress = view.progress
     shown = {
@@ -132,7 +150,7 @@ def json_line(view: View) -> str:
         "ranks": [{"role": one.role, "rank": one.rank, "phase": one.phase, "step": one.step} for one in view.ranks],
         "story": view.story,
     }
-    return json.dumps(output.jsonable(shown), ensure_ascii=False)
+    return [json.dumps(output.jsonable(shown), ensure_ascii=False)]
 
 
 def draw(view: View) -> Group:
@@ -146,10 +164,18 @@ def draw(view: View) -> Group:
         parts.append(output.table(("stage", "attempt", "state", "took"), stages))
     if view.ranks and not view.record.ended:
         rows = [
-            (rank.role.value, rank.rank, rank.phase.value, rank.step, f"{rank.age_s:.1f} s ago", rank.process_state)
+            (
+                rank.role.value,
+                rank.rank,
+                rank.node,
+                rank.phase.value,
+                rank.step,
+                f"{rank.age_s:.1f} s ago",
+                rank.process_state,
+            )
             for rank in view.ranks
         ]
-        parts.append(output.table(("role", "rank", "phase", "step", "last beat", "process"), rows))
+        parts.append(output.table(("role", "rank", "node", "phase", "step", "last beat", "process"), rows))
     metrics = view.progress.metrics if view.progress is not None else {}
     shown = [(name, f"{metrics[name]:.4g}") for name in SHOWN_METRICS if name in metrics]
     if shown:

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -426,3 +427,12 @@ def test_doctor_says_what_is_there_and_what_is_not(capsys: Printed, monkeypatch:
     assert items["Prefect"]["ok"] is True
     assert items["history"]["ok"] is True
     assert not load_site().home.exists(), "looking changes nothing"
+
+
+def test_watching_in_lines_tells_what_was_found_once(with_logs: RunDir) -> None:
+    lines = watching.Lines()
+    view = watching.Viewer(with_logs).read()
+    story = ["12:00:00 hang: rank 1 was stopped", "12:00:00 -> restart_in_place: once"]
+    assert lines(replace(view, story=story[:1])) == [story[0], watching.headline(view)]
+    assert lines(replace(view, story=story)) == [story[1]]
+    assert lines(replace(view, story=story)) == []
