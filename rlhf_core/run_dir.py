@@ -474,14 +474,21 @@ class RunDir:
                     found.append(checkpoint)
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
+    def aside(self, attempt: int) -> Path:
+        """Folder of the checkpoints whose branch was given up after an attempt."""
+        return self.checkpoints_dir / f"aside-{attempt}"
+
     def put_aside_newer_than(self, name: str, attempt: int) -> None:
-        """Move checkpoints that are newer than one into ``checkpoints/aside-<attempt>``: the branch they belong to is
-        given up, and nobody may go on from them. Harmless when it was done before, in whole or in part.
+        """Move checkpoints that are newer than one out of the way: the branch they belong to is given up, and nobody
+        may go on from them. Harmless when it was done before, in whole or in part.
+
+        Raises:
+            RunDirError: ``name`` is none of a checkpoint.
         """
         kept = _CHECKPOINT_NAME.match(name)
         if kept is None:
             raise RunDirError(f"found {name}, expected the name of a checkpoint, as step-20")
-        aside = self.checkpoints_dir / f"aside-{attempt}"
+        aside = self.aside(attempt)
         for checkpoint in self.checkpoints():
             if checkpoint.step > int(kept[1]):
                 aside.mkdir(exist_ok=True)

@@ -72,7 +72,7 @@ def show(run: RunArgument = "last", as_json: output.JsonOption = False) -> None:
     _print_stages(shown["stages"])
     _print_checks(shown["checks"])
     _print_attempts(shown["attempts"])
-    _print_incidents(shown["incidents"], shown["decisions"])
+    _print_story(shown)
     _print_evaluations(shown["evaluations"])
     _print_checkpoints(shown["checkpoints"])
     _print_metrics(shown["metrics"])
@@ -275,39 +275,14 @@ def _print_attempts(attempts: Sequence[Facts]) -> None:
     _print_section("Attempts", ("attempt", "state", "job", "nodes", "from step", "restarts", "why"), rows)
 
 
-def _print_incidents(incidents: Sequence[Facts], decisions: Sequence[Facts]) -> None:
-    if not incidents and not decisions:
-        return
-    told = [(incident["seen_at"], 0, _incident_in_words(incident)) for incident in incidents]
-    told += [(decision["decided_at"], 1, _decision_in_words(decision)) for decision in decisions]
-    output.print_text("\nIncidents and decisions")
-    for moment, _, words in sorted(told):
-        output.print_text(f"  {_moment(moment)}  {words}")
+def _print_story(shown: Facts) -> None:
+    from rlhf_core.cli import story
 
-
-def _incident_in_words(incident: Facts) -> str:
-    suspects = [f"rank {rank}" for rank in incident["suspect_ranks"]] + list(incident["suspect_nodes"])
-    circumstances = [
-        f"attempt {incident['attempt']}.{incident['restart']}",
-        f"step {incident['step']}" if incident["step"] is not None else "",
-        incident["phase"],
-        ", ".join(suspects),
-    ]
-    kind = incident["failure_kind"].replace("_", " ")
-    words = f"{kind} ({'; '.join(text for text in circumstances if text)}): {incident['message']}"
-    if incident["evidence_dir"]:
-        words += f" Stacks, states and logs: {incident['evidence_dir']}."
-    return words
-
-
-def _decision_in_words(decision: Facts) -> str:
-    words = f"-> {decision['action'].replace('_', ' ')}: {decision['reason']}"
-    if decision["excluded_nodes"]:
-        words += f" Without {', '.join(decision['excluded_nodes'])}."
-    if decision["config_diff"]:
-        changes = ", ".join(f"{name} = {value}" for name, value in decision["config_diff"].items())
-        words += f" Changed: {changes}."
-    return words
+    told = story.of_facts(shown["incidents"], shown["decisions"], shown["restarts"])
+    if told:
+        output.print_text("\nIncidents and decisions")
+    for line in told:
+        output.print_text(f"  {line.time:%Y-%m-%d %H:%M:%S}  {line.text}")
 
 
 def _print_evaluations(evaluations: Sequence[Facts]) -> None:

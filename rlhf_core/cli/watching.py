@@ -10,10 +10,10 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from rlhf_core.cli import output
+from rlhf_core.cli import output, story
 from rlhf_core.launch.journal import RunRecord, read_record
-from rlhf_core.run_dir import RestartDir, RunDir, read_model
-from rlhf_core.schemas.reports import AgentStatus, RankStatus
+from rlhf_core.run_dir import RestartDir, RunDir, parse_lines, read_lines, read_model
+from rlhf_core.schemas.reports import AgentStatus, MetricsLine, RankStatus
 from rlhf_core.schemas.run import StoredSpec
 from rlhf_core.watchdog.evidence import Progress, agent_decisions, incidents
 
@@ -28,6 +28,9 @@ SHOWN_METRICS = (
     "speed/tokens_per_s",
 )
 """Metrics in the view, where the run has them."""
+
+FIRST_LINE_BYTES = 1 << 16
+"""No line of metrics is longer."""
 
 
 @dataclass
@@ -105,13 +108,14 @@ class Lines:
     """What to print of one view after another: what was found and decided since, and how far the run is."""
 
     def __init__(self) -> None:
-        self._told = 0
+        self._told: set[str] = set()
         self._last = ""
 
     def __call__(self, view: View) -> list[str]:
         """Lines that say something new."""
-        found = list(view.story[self._told :])
-        self._told = len(view.story)
+        # By their words, not by their number: when progress stopped is known late, and stands before what was told.
+        found = [line for line in view.story if line not in self._told]
+        self._told.update(found)
         line = headline(view)
         if line != self._last:
             self._last = line
@@ -195,13 +199,19 @@ def _ranks(restart: RestartDir) -> list[RankStatus]:
 
 
 def _story(run_dir: RunDir) -> list[str]:
-    found = []
-    for attempt in run_dir.attempts():
-        found += [(one.seen_at, f"{one.failure_kind.value}: {one.message}") for one in incidents(attempt)]
-        found += [(one.decided_at, f"-> {one.action.value}: {one.reason}") for one in agent_decisions(attempt)]
-    for record in read_record(run_dir).attempts.values():
-        if record.incident is not None:
-            found.append((record.incident.seen_at, f"{record.incident.failure_kind.value}: {record.incident.message}"))
-        if record.decision is not None:
-            found.append((record.decision.decided_at, f"-> {record.decision.action.value}: {record.decision.reason}"))
-    return [f"{moment:%H:%M:%S} {text}" for moment, text in sorted(found)]
+    attempts, told = run_dir.attempts(), read_record(run_dir).attempts.values()
+    found = [incident for attempt in attempts for incident in incidents(attempt)]
+    found += [one.incident for one in told if one.incident is not None]
+    decided = [decision for attempt in attempts for decision in agent_decisions(attempt)]
+    decided += [one.decision for one in told if one.decision is not None]
+    if not found and not decided:
+        return []
+    starts = [start for attempt in attempts for restart in attempt.restarts() if (start := _start(restart)) is not None]
+    return [f"{line.time:%H:%M:%S} {line.text}" for line in story.tell(found, decided, starts)]
+
+
+def _start(restart: RestartDir) -> story.Start | None:
+    """The first step of a start of the workers, if it has made one."""
+    lines, _ = read_lines(restart.metrics, 0, FIRST_LINE_BYTES)
+    first = next(iter(parse_lines(lines[:1], MetricsLine)), None)
+    return None if first is None else story.Start(restart.attempt, restart.restart, first.step, first.time)

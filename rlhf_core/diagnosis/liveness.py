@@ -52,7 +52,8 @@ class GapTracker:
         self._floor_s = floor_s
         self._setup_floor_s = setup_floor_s
         self._phase_floors_s = dict(phase_floors_s or {})
-        self._longest_s: dict[str, float] = dict(longest_s or {})
+        self._earlier_s: dict[str, float] = dict(longest_s or {})
+        self._longest_s: dict[str, float] = {}
         self._last: dict[tuple[str, int], RankStatus] = {}
         self._spoiled: set[tuple[str, int]] = set()
 
@@ -75,11 +76,13 @@ class GapTracker:
 
     def longest_s(self, phase: Phase, role: Role = Role.TRAINER) -> float:
         """Longest silence of a phase that ended well, in seconds; 0 when none was seen."""
-        return self._longest_s.get(f"{role}/{phase}", 0.0)
+        place = f"{role}/{phase}"
+        return max(self._earlier_s.get(place, 0.0), self._longest_s.get(place, 0.0))
 
     @property
     def all_longest_s(self) -> dict[str, float]:
-        """Longest silences that ended well: ``role/phase`` to seconds."""
+        """Longest silences of this run that ended well: ``role/phase`` to seconds. Without those of earlier runs, which
+        would otherwise be handed on for ever."""
         return dict(self._longest_s)
 
     def observe(self, ranks: Sequence[RankStatus]) -> None:
@@ -100,8 +103,8 @@ class GapTracker:
 
     def _learn(self, ended: RankStatus) -> None:
         if ended.warm and _place(ended) not in self._spoiled:
-            longest_s = max(self.longest_s(ended.phase, ended.role), ended.age_s)
-            self._longest_s[f"{ended.role}/{ended.phase}"] = longest_s
+            place = f"{ended.role}/{ended.phase}"
+            self._longest_s[place] = max(self._longest_s.get(place, 0.0), ended.age_s)
         self._spoiled.discard(_place(ended))
 
     def limit_s(self, rank: RankStatus) -> float:

@@ -26,6 +26,7 @@ from rlhf_core.history.write import (
     INCIDENTS,
     KEYS,
     LATEST,
+    METRICS,
     NODES,
     RESTARTS,
     RUNS,
@@ -48,6 +49,9 @@ LOST_TIME = table(
     "run_lost_time",
     *map(column, ("run_id", "failure_kind", "num_incidents", "downtime_s", "repeated_s", "lost_s")),
 )
+
+STEP_SECONDS = "time/step_s"
+"""The metric that every step has."""
 
 _ENDED_ATTEMPTS = frozenset(state.value for state in ATTEMPT_ENDS)
 
@@ -206,7 +210,7 @@ def show_run(store: HistoryStore, run_id: str) -> Facts:
             "stages": _stages(connection, run_id),
             "checks": _checks(connection, run_id),
             "attempts": attempts,
-            "restarts": _parts(connection, RESTARTS, run_id, "attempt", "restart"),
+            "restarts": _restarts(connection, run_id),
             "incidents": _parts(connection, INCIDENTS, run_id, "seen_at", "incident_id"),
             "decisions": _parts(connection, DECISIONS, run_id, "decided_at", "decision_id"),
             "checkpoints": _parts(connection, CHECKPOINTS, run_id, "step"),
@@ -265,6 +269,19 @@ def _attempts(connection: Connection, run_id: str) -> list[Facts]:
         ended_as = row.state if row.state in _ENDED_ATTEMPTS else None
         found.append({**facts, "nodes": nodes.get(row.number, []), "outcome": row.outcome_state or ended_as})
     return found
+
+
+def _restarts(connection: Connection, run_id: str) -> list[Facts]:
+    """With ``first_step_at``, when the first step was done: null where none was."""
+    first = (
+        select(METRICS.c.attempt, METRICS.c.restart, func.min(METRICS.c.time).label("first_step_at"))
+        .join(KEYS, KEYS.c.key_id == METRICS.c.key_id)
+        .where(METRICS.c.run_id == run_id, KEYS.c.name == STEP_SECONDS)
+        .group_by(METRICS.c.attempt, METRICS.c.restart)
+    )
+    done = {(row.attempt, row.restart): _plain_value(row.first_step_at) for row in connection.execute(first)}
+    rows = _parts(connection, RESTARTS, run_id, "attempt", "restart")
+    return [{**row, "first_step_at": done.get((row["attempt"], row["restart"]))} for row in rows]
 
 
 def _evaluations(connection: Connection, run_id: str) -> list[Facts]:

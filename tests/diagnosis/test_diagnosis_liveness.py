@@ -88,6 +88,29 @@ def test_the_first_time_in_a_phase_has_the_allowance_of_set_up_and_teaches_nothi
     assert suspects([rank(0, 11.0, phase=Phase.REWARD)], tracker) == [0]
 
 
+def test_what_earlier_runs_have_taught_holds_from_the_beginning_and_is_not_handed_on() -> None:
+    """With the control: handed on, one long silence would raise the thresholds of all later runs for ever."""
+    tracker = GapTracker(FACTOR, FLOOR_S, SETUP_S, longest_s={"trainer/rollout": 50.0})
+    assert suspects([rank(0, 200.0, phase=Phase.ROLLOUT)], tracker) == []
+    assert suspects([rank(0, 251.0, phase=Phase.ROLLOUT)], tracker) == [0]
+    assert suspects([rank(0, 20.0)], tracker) == [0], "another phase"
+    evaluator = rank(0, 200.0, phase=Phase.ROLLOUT).model_copy(update={"role": Role.EVALUATOR})
+    assert suspects([evaluator], tracker) == [0], "another role"
+    assert tracker.all_longest_s == {}
+    tracker.observe([rank(0, 3.0, phase=Phase.ROLLOUT, sequence=next(_sequence))])
+    tracker.observe([rank(0, 0.1, phase=Phase.ROLLOUT, sequence=next(_sequence))])
+    assert tracker.all_longest_s == {"trainer/rollout": 3.0}
+
+
+def test_ranks_of_different_nodes_are_told_apart_by_their_node() -> None:
+    """With the control: taken for one, each would seem to end the other's silence."""
+    tracker = GapTracker(FACTOR, FLOOR_S, SETUP_S)
+    for sequence in (5, 6):
+        here = rank(0, 9.0, sequence=100)
+        tracker.observe([here, here.model_copy(update={"node": "n2", "rank": 1, "sequence": sequence, "age_s": 0.1})])
+    assert tracker.all_longest_s == {"trainer/train": 0.1}
+
+
 def test_who_waits_in_a_collective_for_somebody_at_work_is_not_hung() -> None:
     """A rollout that takes five times as long as the floor, because rollouts of that length were seen to end well."""
     tracker = make_tracker()

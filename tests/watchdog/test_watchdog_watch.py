@@ -340,7 +340,7 @@ def test_checkpoints_of_a_branch_that_is_given_up_are_put_aside(run_dir: RunDir)
     for _ in range(2):
         run_dir.put_aside_newer_than(run_dir.checkpoint(2).root.name, 1)
         assert [checkpoint.step for checkpoint in run_dir.checkpoints()] == [2]
-    aside = run_dir.checkpoints_dir / "aside-1"
+    aside = run_dir.aside(1)
     assert sorted(path.name for path in aside.iterdir()) == [run_dir.checkpoint(step).root.name for step in (4, 6)]
 
 
