@@ -198,7 +198,6 @@ def upgrade() -> None:
         sa.Column("config_source", sa.Text(), nullable=False),
         sa.Column("overrides", JSON, nullable=False),
         sa.Column("spec", JSON, nullable=False),
-        sa.Column("shape", sa.Text(), nullable=False),
         sa.Column("package_version", sa.Text(), nullable=False),
         sa.Column("code_revision", sa.Text(), nullable=False),
         sa.Column("run_dir", sa.Text(), nullable=False),
@@ -212,7 +211,6 @@ def upgrade() -> None:
     )
     op.create_index("ix_runs_created_at", "runs", ["created_at"])
     op.create_index("ix_runs_name_created_at", "runs", ["name", "created_at"])
-    op.create_index("ix_runs_shape_created_at", "runs", ["shape", "created_at"])
     op.create_index("ix_runs_state_created_at", "runs", ["state", "created_at"])
     op.create_table(
         "attempts",
@@ -346,8 +344,6 @@ def upgrade() -> None:
         sa.Column("fingerprint", sa.Text(), nullable=False),
         sa.Column("evidence_dir", sa.Text(), nullable=False),
         sa.Column("message", sa.Text(), nullable=False),
-        sa.Column("collective", sa.Text(), nullable=False),
-        sa.Column("collective_sequence", sa.BigInteger(), nullable=True),
         sa.ForeignKeyConstraint(["run_id"], ["runs.run_id"], name="fk_incidents_run_id", ondelete="CASCADE"),
         sa.PrimaryKeyConstraint("run_id", "incident_id", name="pk_incidents"),
     )
@@ -428,7 +424,6 @@ def upgrade() -> None:
         sa.Column("sequence", sa.BigInteger(), nullable=False),
         sa.Column("ranks", JSON, nullable=False),
         sa.Column("telemetry", JSON, nullable=False),
-        sa.Column("longest_gaps_s", JSON, nullable=False),
         sa.ForeignKeyConstraint(["run_id", "attempt"], ["attempts.run_id", "attempts.number"], name="fk_attempt_nodes_run_id_attempt", ondelete="CASCADE"),
         sa.PrimaryKeyConstraint("run_id", "attempt", "node", name="pk_attempt_nodes"),
     )

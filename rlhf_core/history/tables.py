@@ -25,12 +25,13 @@ from sqlalchemy import (
     MetaData,
     Text,
     TypeDecorator,
+    text,
 )
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeEngine
 
-SCHEMA_REVISION = "0001"
+SCHEMA_REVISION = "0002"
 """The newest migration: the schema that this program reads and writes."""
 
 VIEWS = ("run_curve", "run_lost_time", "run_goodput", "node_health")
@@ -148,7 +149,7 @@ class Run(Base):
     overrides: Mapped[list[Any]]
     spec: Mapped[dict[str, Any]]
     """The resolved ``RunSpec``."""
-    shape: Mapped[str]
+    shape: Mapped[str] = mapped_column(server_default=text("''"))
     """Runs of one shape take about as long in every phase: see ``shape_key``."""
     package_version: Mapped[str]
     code_revision: Mapped[str]
@@ -310,7 +311,7 @@ class AttemptNode(Base):
     ranks: Mapped[list[Any]]
     """Its workers, as in ``RankStatus``."""
     telemetry: Mapped[dict[str, Any]]
-    longest_gaps_s: Mapped[dict[str, Any]]
+    longest_gaps_s: Mapped[dict[str, Any]] = mapped_column(server_default=text("'{}'"))
     """Longest gaps between beats that ended well: ``role/phase`` to seconds. Agent 0 knows those of all nodes."""
 
     __table_args__ = (
@@ -395,7 +396,7 @@ class Incident(Base):
     evidence_dir: Mapped[str]
     """Relative to the run directory."""
     message: Mapped[str] = mapped_column(CleanText)
-    collective: Mapped[str]
+    collective: Mapped[str] = mapped_column(server_default=text("''"))
     """The collective it hung in or disagreed about; empty when none is known."""
     collective_sequence: Mapped[int | None] = mapped_column(BigInteger)
 

@@ -85,9 +85,9 @@ def test_upgrading_an_up_to_date_database_changes_nothing(store: HistoryStore, r
 
 
 def test_an_older_schema_names_the_command(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(migrate, "SCHEMA_REVISION", "0002")
+    monkeypatch.setattr(migrate, "SCHEMA_REVISION", "0003")
     with pytest.raises(
-        SchemaOutOfDate, match=r"has schema 0001, this program needs 0002. Run `rlhf db upgrade`"
+        SchemaOutOfDate, match=r"has schema 0002, this program needs 0003. Run `rlhf db upgrade`"
     ) as error:
         HistoryStore(database_url)
     assert error.value.exit_code == 2
@@ -142,7 +142,7 @@ def alembic(*arguments: str, url: str, cwd: Path = CHECKOUT) -> str:
 def test_alembic_works_from_the_checkout(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/history.db"
     alembic("upgrade", "head", url=url)
-    assert "0001 (head)" in alembic("current", url=url)
+    assert "0002 (head)" in alembic("current", url=url)
     assert "No new upgrade operations" in alembic("check", url=url)
     with HistoryStore(url) as store:
         assert store.run_ids() == []
@@ -150,6 +150,43 @@ def test_alembic_works_from_the_checkout(tmp_path: Path) -> None:
     with database.writing_engine(database.parse_url(url)).begin() as connection:
         assert sa.inspect(connection).get_table_names() == ["alembic_version"]
         assert sa.inspect(connection).get_view_names() == []
+
+
+def test_a_database_of_the_first_schema_is_upgraded_with_what_is_in_it(tmp_path: Path, runs: Path) -> None:
+    url = f"sqlite:///{tmp_path}/history.db"
+    alembic("upgrade", "0001", url=url)
+    row = {
+        "run_id": "sort-20260301-120000-aaaaaa",
+        "name": "sort",
+        "state": "completed",
+        "message": "",
+        "owner": "tester",
+        "seed": 7,
+        "algorithm": "grpo",
+        "total_steps": 10,
+        "config_source": "",
+        "overrides": "[]",
+        "spec": "{}",
+        "package_version": "0",
+        "code_revision": "",
+        "run_dir": "/gone",
+        "created_at": "2026-03-01 12:00:00.000000",
+        "progress_at": "2026-03-01 12:00:00.000000",
+        "journal_token": 0,
+        "ingest_stamp": 1,
+    }
+    names = ", ".join(row)
+    with database.writing_engine(database.parse_url(url)).begin() as connection:
+        places = ", ".join("?" for _ in row)
+        connection.exec_driver_sql(f"INSERT INTO runs ({names}) VALUES ({places})", tuple(row.values()))
+    with pytest.raises(SchemaOutOfDate, match="Run `rlhf db upgrade`"):
+        HistoryStore(url)
+    assert migrate.upgrade(database.parse_url(url)) == ("0001", SCHEMA_REVISION)
+    with HistoryStore(url) as store:
+        assert differences(store, metadata) == []
+        assert store.run_ids() == [row["run_id"]]
+        sync(whole_run(runs, "sort", "bbbbbb", 0).dir, store)
+        assert len(store.run_ids()) == 2
 
 
 def test_alembic_prints_the_sql(tmp_path: Path) -> None:

@@ -1,0 +1,31 @@
+"""What runs of a shape teach each other, and the collective of an incident.
+
+Revision: 0002, after 0001. Rows that are there get empty values: ``rlhf db rebuild`` fills them from the run directories.
+"""
+
+import sqlalchemy as sa
+from alembic import op
+from sqlalchemy.dialects.postgresql import JSONB
+
+revision = "0002"
+down_revision = "0001"
+branch_labels = None
+depends_on = None
+
+JSON = sa.JSON().with_variant(JSONB(), "postgresql")
+
+
+def upgrade() -> None:
+    op.add_column("runs", sa.Column("shape", sa.Text(), nullable=False, server_default=sa.text("''")))
+    op.create_index("ix_runs_shape_created_at", "runs", ["shape", "created_at"])
+    op.add_column("attempt_nodes", sa.Column("longest_gaps_s", JSON, nullable=False, server_default=sa.text("'{}'")))
+    op.add_column("incidents", sa.Column("collective", sa.Text(), nullable=False, server_default=sa.text("''")))
+    op.add_column("incidents", sa.Column("collective_sequence", sa.BigInteger(), nullable=True))
+
+
+def downgrade() -> None:
+    op.drop_column("incidents", "collective_sequence")
+    op.drop_column("incidents", "collective")
+    op.drop_column("attempt_nodes", "longest_gaps_s")
+    op.drop_index("ix_runs_shape_created_at", "runs")
+    op.drop_column("runs", "shape")
