@@ -45,7 +45,6 @@ _ASK_WHY = (
     FailureKind.AGENT_KILLED,
     FailureKind.COLLECTIVE_HANG,
     FailureKind.NETWORK,
-    FailureKind.NODE_LOST,
     FailureKind.PREEMPTION,
     FailureKind.WORKER_KILLED,
 )
