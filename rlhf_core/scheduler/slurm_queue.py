@@ -24,6 +24,8 @@ FRESH_S = 2.0
 """How long an answer is good enough."""
 COMMAND_S = 30.0
 """How long a command of Slurm may take; with its controller away each blocks for about ten seconds."""
+PING_S = 10.0
+"""How long the question whether the controller is there may take; normally milliseconds."""
 _FORMAT = "%i|%T|%r|%N|%S|%k"
 
 
@@ -54,19 +56,22 @@ class Listing:
     """Why there is no answer; empty when there is."""
 
 
-def run(*words: str) -> str:
+def run(*words: str, seconds: float = COMMAND_S) -> str:
     """What a command of Slurm prints.
+
+    Args:
+        seconds: How long it may take.
 
     Raises:
         SchedulerError: it failed or did not answer, with what it said.
     """
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=COMMAND_S, check=False)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=seconds, check=False)
     except FileNotFoundError:
         message = f"{words[0]} is not there; on this machine RLHF_SCHEDULER=slurm cannot work, use local"
         raise SchedulerError(message) from None
     except subprocess.TimeoutExpired:
-        raise SchedulerError(f"{words[0]} did not answer within {COMMAND_S:.0f} s") from None
+        raise SchedulerError(f"{words[0]} did not answer within {seconds:.0f} s") from None
     if done.returncode != 0:
         said = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
         raise SchedulerError(f"{words[0]}: {said}")
@@ -80,7 +85,7 @@ def require_controller() -> None:
         SchedulerError: it does not.
     """
     try:
-        answer = run("scontrol", "ping")
+        answer = run("scontrol", "ping", seconds=PING_S)
     except SchedulerError as error:
         raise SchedulerError(f"Slurm's controller does not answer: {error}") from None
     if " UP" not in answer:

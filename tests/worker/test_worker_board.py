@@ -116,7 +116,7 @@ HOST = textwrap.dedent(
 @pytest.mark.parametrize("dies", [True, False])
 def test_agent_0_is_lost_when_its_process_dies(marker: str, monkeypatch: pytest.MonkeyPatch, dies: bool) -> None:
     """With the control: while it lives it is not."""
-    monkeypatch.setattr(team, "LOST_S", 1.0)
+    monkeypatch.setattr(team, "LOST_S", 4.0)
     with subprocess.Popen([sys.executable, "-c", HOST, marker], stdout=subprocess.PIPE, text=True) as host:
         assert host.stdout is not None
         assert host.stdout.readline() == "up\n"
@@ -124,7 +124,7 @@ def test_agent_0_is_lost_when_its_process_dies(marker: str, monkeypatch: pytest.
         follower = Team(nodes, join_board("127.0.0.1", marker, asleep, 20.0))
         if dies:
             host.kill()
-        time.sleep(3.0)
+        time.sleep(7.0)
         assert follower.is_lost is dies
         host.kill()
         follower.part()

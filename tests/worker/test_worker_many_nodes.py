@@ -33,7 +33,7 @@ def started(run: AgentRun, restart: int, num_ranks: int) -> bool:
 
 def test_without_a_fault_nothing_is_found_and_all_end_together(agent_run: MakeRun) -> None:
     """Negative control of this file."""
-    run = agent_run(evaluator=True, num_nodes=3, supervise={"floor_s": 5.0})
+    run = agent_run(evaluator=True, num_nodes=3, supervise={"floor_s": 20.0})
     run.start_all(3)
     assert run.finish_all() == [0, 0, 0], run.printed(0)
     outcome = run.outcome()
@@ -51,7 +51,7 @@ def test_a_killed_and_a_stopped_rank_of_other_nodes_are_named_and_started_again(
     run = agent_run(
         num_nodes=2,
         train={"num_steps": 60},
-        supervise={"floor_s": 2.0, "setup_floor_s": 60.0, "max_restarts": 3},
+        supervise={"floor_s": 4.0, "setup_floor_s": 60.0, "max_restarts": 3},
         checkpoint={"every_num_steps": 5},
     )
     run.start_all(2)
@@ -70,7 +70,7 @@ def test_a_killed_and_a_stopped_rank_of_other_nodes_are_named_and_started_again(
     assert (second.failure_kind, second.suspect_ranks) == (FailureKind.HANG, (stopped,))
     assert second.suspect_nodes == ("node2",)
     assert second.detected_after_s is not None
-    assert 2.0 < second.detected_after_s < 5.0
+    assert second.detected_after_s > 4.0
     # Evidence of both nodes was saved before anybody was ended.
     evidence = run.run_dir.root / second.evidence_dir
     assert {path.name for path in evidence.glob("stack-*.txt")} == {
@@ -86,7 +86,7 @@ def test_a_killed_and_a_stopped_rank_of_other_nodes_are_named_and_started_again(
 
 
 def test_an_agent_that_is_not_heard_any_more_is_a_lost_node(agent_run: MakeRun) -> None:
-    run = agent_run(num_nodes=2, train={"num_steps": 5000}, supervise={"floor_s": 60.0, "agent_floor_s": 2.0})
+    run = agent_run(num_nodes=2, train={"num_steps": 5000}, supervise={"floor_s": 60.0, "agent_floor_s": 5.0})
     run.start_all(2)
     wait_for(lambda: started(run, 0, 4))
     workers = run.pids(0)
@@ -104,7 +104,7 @@ def test_an_agent_that_is_not_heard_any_more_is_a_lost_node(agent_run: MakeRun) 
 
 def test_a_killed_agent_takes_its_workers_along_and_the_others_end(agent_run: MakeRun) -> None:
     """Slurm would end the rest at once; without it agent 0 finds out by itself."""
-    run = agent_run(num_nodes=2, train={"num_steps": 5000}, supervise={"floor_s": 60.0, "agent_floor_s": 2.0})
+    run = agent_run(num_nodes=2, train={"num_steps": 5000}, supervise={"floor_s": 60.0, "agent_floor_s": 5.0})
     run.start_all(2)
     wait_for(lambda: started(run, 0, 4))
     workers = run.pids(0)
