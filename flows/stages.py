@@ -29,6 +29,7 @@ from rlhf_core.launch.start import job_request, record_plan, submit_once
 from rlhf_core.preflight.gather import Surroundings
 from rlhf_core.preflight.static import make_checks, require_passed
 from rlhf_core.run_dir import RunDir, write_model
+from rlhf_core.scheduler.base import JobState
 from rlhf_core.schemas.attempts import AttemptState, RunState, StageName, StageState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.checks import CheckStatus
@@ -403,11 +404,7 @@ def _after_failure(session: Session, number: int, attempt: AttemptRecord, look: 
         look,
         session.spec,
         first_attempt=first,
-        rolled_back=any(
-            before.decision is not None and bool(before.decision.resume_checkpoint)
-            for past, before in journal.record.attempts.items()
-            if first <= past < number
-        ),
+        rolled_back=_went_back_in_vain(session, first, number),
     )
     # Each line may be the last one written before a kill: what stands is not written again.
     if failure.found_here and failure.incident is not None and attempt.incident is None:
@@ -418,6 +415,8 @@ def _after_failure(session: Session, number: int, attempt: AttemptRecord, look: 
     journal.move_attempt(number, look.verdict.state, failure.message, failure.kind)
     session.record()
     if decision.action is not Action.NEW_ATTEMPT:
+        if look.verdict.state is AttemptState.LOST and look.job.state is not JobState.ENDED:
+            _end_job(session, attempt.submission)  # agents that are silent may only be stopped
         journal.move_run(RunState.FAILED, failure.message or failure.kind.value)
         session.record()
         raise RunFailed(diagnosis(session.run_dir, number, failure, decision))
@@ -426,6 +425,19 @@ def _after_failure(session: Session, number: int, attempt: AttemptRecord, look: 
     session.observer.says(f"attempt {number} ended: {failure.kind.value}. {decision.reason}")
     journal.move_run(RunState.QUEUED, decision.reason)
     session.record()
+
+
+def _went_back_in_vain(session: Session, first: int, number: int) -> bool:
+    """Whether an attempt went back to an older checkpoint, and none has got further since than training was then."""
+    newest = session.run_dir.newest_checkpoint()
+    reached = newest.step if newest is not None else 0
+    return any(
+        before.decision is not None
+        and bool(before.decision.resume_checkpoint)
+        and reached <= session.run_dir.newest_put_aside(past)
+        for past, before in session.journal.record.attempts.items()
+        if first <= past < number
+    )
 
 
 def diagnosis(run_dir: RunDir, number: int, failure: Failure, decision: Decision) -> str:
@@ -465,6 +477,8 @@ def cancel(session: Session, reason: str, *, save: bool = False) -> None:
     number = max(journal.record.attempts, default=0)
     attempt = journal.record.attempts.get(number)
     if attempt is not None and not attempt.ended:
+        # Of a job that waits for nodes there is nothing to save.
+        save = save and session.watcher(number).look().verdict.state is AttemptState.RUNNING
         session.observer.says(f"{'saving, then ' if save else ''}cancelling attempt {number}")
         kind: Literal["cancel", "stop_after_step"] = "stop_after_step" if save else "cancel"
         _order(session.run_dir, number, AgentCommand(kind=kind, reason=reason, time=utc_now()))

@@ -494,6 +494,12 @@ class RunDir:
                 aside.mkdir(exist_ok=True)
                 checkpoint.root.rename(aside / checkpoint.root.name)
 
+    def newest_put_aside(self, attempt: int) -> int:
+        """Highest step of what :meth:`put_aside_newer_than` moved away after an attempt; 0 when it moved nothing."""
+        aside = self.checkpoints_dir / f"aside-{attempt}"
+        found = map(_CHECKPOINT_NAME.match, (path.name for path in aside.iterdir()) if aside.is_dir() else ())
+        return max((int(name[1]) for name in found if name is not None), default=0)
+
     def newest_checkpoint(self) -> CheckpointDir | None:
         """The complete checkpoint of the highest step, if there is any."""
         return next(reversed(self.checkpoints()), None)

@@ -18,8 +18,9 @@ BROKEN_FOR = timedelta(hours=24)
 """How long a node is left alone after a failure of its hardware, or after it was lost."""
 SUSPECT_FOR = timedelta(hours=6)
 """How long a node is left alone that has come up again and again."""
-SUSPECT_SCORE = 2.0
-"""Weight of strikes from which on that holds."""
+SUSPECT_SCORE = 1.75
+"""Weight of strikes from which on that holds: two, if the first is not older than about 30 hours. Not 2, which two
+strikes never reach: the older one has always faded a little."""
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlhf_core.run_dir import AttemptDir, RestartDir, RunDir, parse_lines, read_blocks, read_model
+from rlhf_core.run_dir import AttemptDir, RestartDir, RunDir, parse_lines, read_blocks, read_model, read_models
 from rlhf_core.schemas.failures import Action, Decision, Incident
+from rlhf_core.schemas.journal import IncidentFound, JournalLine
 from rlhf_core.schemas.reports import AgentEvent, AgentStatus, AttemptOutcome, MetricsLine
 from rlhf_core.schemas.resources import Placement, Role
 
@@ -130,11 +131,30 @@ def scheduler_log(attempt: AttemptDir) -> Path | None:
     return max(files, key=lambda path: path.stat().st_mtime, default=None)
 
 
-def strikes(run_dir: RunDir) -> Mapping[str, int]:
-    """How often each node was suspected in this run."""
-    return Counter(
-        node for attempt in run_dir.attempts() for incident in incidents(attempt) for node in incident.suspect_nodes
-    )
+def strikes(run_dir: RunDir, own: Incident | None = None) -> Mapping[str, int]:
+    """How often each node was suspected in this run, by its agents and by the controller.
+
+    Args:
+        own: the controller's finding about the attempt that has just ended, which may not be in the journal yet.
+    """
+    lines = read_models(run_dir.control, JournalLine)
+    # One per attempt: a controller that was killed may have left the one that is passed here.
+    here = {line.event.incident.attempt: line.event.incident for line in lines if isinstance(line.event, IncidentFound)}
+    if own is not None:
+        here[own.attempt] = own
+    found = [incident for attempt in run_dir.attempts() for incident in incidents(attempt)]
+    return Counter(node for incident in [*found, *here.values()] for node in incident.suspect_nodes)
+
+
+def can_be_written(attempt: AttemptDir) -> bool:
+    """Whether agents could leave a sign of life: a disk that is full makes silent, it does not kill."""
+    probe = attempt.root / ".can-be-written"
+    try:
+        probe.write_bytes(bytes(4096))
+        probe.unlink()
+    except OSError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

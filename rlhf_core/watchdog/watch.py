@@ -130,6 +130,8 @@ class Watcher:
         self._last_job = JobStatus(JobState.PENDING if submission else JobState.ENDED)
         self._ended_since: float | None = None
         self._told_since: float | None = None
+        self._answered = False
+        self._given_up_after_s = 0.0
         self._signs = 0
         self._sign_at = self._looked_at = clock()
         self.history_behind = ""
@@ -172,6 +174,7 @@ class Watcher:
             status = self._scheduler.status([self._submission]).get(self._submission.job_id)
         except SchedulerError as error:
             status = JobStatus(JobState.UNKNOWN, str(error))
+        self._answered = status is not None and status.state is not JobState.UNKNOWN
         if status is None or status.state is JobState.UNKNOWN:
             reason = status.reason if status else "the scheduler did not mention the job"
             return replace(self._last_job, reason=f"state unknown: {reason}")
@@ -187,13 +190,21 @@ class Watcher:
         return now - self._ended_since
 
     def _silent_for_s(self, job: JobStatus) -> float:
-        """How long agents that had spoken have said nothing, while their job ran and somebody listened."""
+        """How long agents that had spoken have said nothing, while their job ran and somebody listened.
+
+        0 before that was too long. From then on it stays so, for the job is given up: nobody may find it alive between
+        the verdict and its end.
+        """
         now, signs = self._clock(), self._progress.signs
-        paused = job.state is not JobState.RUNNING or job.scheduler_state in _PAUSED
+        # What the scheduler last said of it does not count here: it may be away together with the file system.
+        paused = not self._answered or job.state is not JobState.RUNNING or job.scheduler_state in _PAUSED
         if signs == 0 or signs != self._signs or paused or now - self._looked_at > BLIND_S:
             self._signs, self._sign_at = signs, now
         self._looked_at = now
-        return now - self._sign_at
+        silent_s = now - self._sign_at
+        if silent_s > SILENT_S and not self._given_up_after_s and evidence.can_be_written(self._attempt):
+            self._given_up_after_s = silent_s
+        return self._given_up_after_s
 
     def _told_for_s(self, outcome: AttemptOutcome | None) -> float:
         if outcome is None:
@@ -232,7 +243,7 @@ def judge(
         outcome: what agent 0 wrote, if it did.
         ended_for_s: how long the job is known to have ended, in seconds.
         told_for_s: how long the outcome is known, in seconds.
-        silent_for_s: how long the agents of a running job have said nothing, in seconds.
+        silent_for_s: how long the agents of a running job have said nothing, in seconds; 0 where that means nothing.
     """
     if outcome is not None:
         return _with_the_schedulers_word(job, outcome, told_for_s)
@@ -291,7 +302,7 @@ def explain(
     Args:
         spec: what the run asked for.
         first_attempt: first attempt since a person last started or resumed the run; the budget counts from here.
-        rolled_back: whether an attempt since then went back to an older checkpoint.
+        rolled_back: whether an attempt since then went back to an older checkpoint, and none got further than before.
         chance: number in [0, 1) that spreads the back-off.
     """
     attempt = run_dir.attempt(look.attempt)
@@ -312,7 +323,7 @@ def explain(
     excluded = excluded_after(
         kind,
         incident.suspect_nodes if incident is not None else (),
-        evidence.strikes(run_dir),
+        evidence.strikes(run_dir, own),
         placement.excluded_nodes if placement is not None else (),
         spec.supervise.max_excluded_nodes,
     )
@@ -373,7 +384,7 @@ def _incident_of_a_lost_job(run_dir: RunDir, look: Look) -> Incident:
         text = "\n".join(line for line in text.splitlines() if line.startswith(("srun: error", "slurmstepd")))
     state = look.job.scheduler_state
     diagnosis = classify(Evidence(agent_vanished=True, agent_log=text, scheduler_state=state))
-    what = f"The job of attempt {look.attempt} is gone and left no outcome."
+    what = f"The job of attempt {look.attempt} is gone and left no outcome. {diagnosis.message}"
     if look.job.state is JobState.RUNNING:
         what = f"The job of attempt {look.attempt} is given up: {look.verdict.cause}."
     lines = text.strip().splitlines()
@@ -382,7 +393,7 @@ def _incident_of_a_lost_job(run_dir: RunDir, look: Look) -> Incident:
         attempt=look.attempt,
         restart=max(look.restart, 0),
         failure_kind=diagnosis.kind,
-        message=f"{what} {diagnosis.message}{said}",
+        message=f"{what}{said}",
         phase=look.phase,
         step=look.step or None,
         suspect_nodes=_lost_nodes(run_dir, look) or diagnosis.nodes,

@@ -203,8 +203,8 @@ def test_sql_help_names_every_table(rlhf: Rlhf) -> None:
 
 
 def test_upgrade(rlhf: Rlhf) -> None:
-    assert "upgraded from nothing to schema 0001" in rlhf("db", "upgrade").out
-    assert "is up to date (schema 0001)" in rlhf("db", "upgrade").out
+    assert "upgraded from nothing to schema 0002" in rlhf("db", "upgrade").out
+    assert "is up to date (schema 0002)" in rlhf("db", "upgrade").out
 
 
 def test_upgrade_of_postgresql(rlhf: Rlhf, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,9 @@ def test_a_strike_weighs_half_after_its_half_life() -> None:
 def test_two_fresh_strikes_leave_a_node_alone_for_hours() -> None:
     (one,) = standings([strike("n1"), strike("n1")], NOW)
     assert one.excluded_until == NOW + SUSPECT_FOR
+    # As in life: they never come at the same moment.
+    (apart,) = standings([strike("n1"), strike("n1", ago=timedelta(hours=6))], NOW)
+    assert apart.excluded_until == NOW + SUSPECT_FOR
     # Negative control: the same strikes a day ago do not.
     (old,) = standings([strike("n1", ago=timedelta(days=1))] * 2, NOW)
     assert old.excluded_until is None

@@ -7,10 +7,11 @@ from control_fakes import FakeAgent
 from desk import Desk
 
 from flows.cancelling import Cancelled, cancel_run
-from flows.stages import drive
+from flows.stages import CANCEL_PATIENCE_S, cancel, drive
 from rlhf_core.errors import SchedulerError
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir import RunDir, read_model
+from rlhf_core.scheduler.base import JobState
 from rlhf_core.schemas.attempts import AttemptState, RunState
 from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.resources import Role
@@ -135,6 +136,7 @@ def test_a_job_that_lives_on_is_never_reported_as_gone(desk: Desk) -> None:
     assert "may still be at work" in found.message
 
 
+@pytest.mark.usefixtures("follows_orders")
 @pytest.mark.parametrize("save", [True, False])
 def test_a_checkpoint_is_written_first_where_that_is_asked_for(desk: Desk, save: bool) -> None:
     run_dir = left_alone(desk)
@@ -151,3 +153,14 @@ def test_a_checkpoint_is_written_first_where_that_is_asked_for(desk: Desk, save:
     assert (found.state, found.job_ended) == (RunState.CANCELLED, True)
     assert [checkpoint.step for checkpoint in run_dir.checkpoints()] == ([5] if save else [])
     assert read_record(run_dir).attempts[1].state is AttemptState.CANCELLED
+
+
+def test_a_job_that_still_waits_for_nodes_has_nothing_to_save(desk: Desk) -> None:
+    """It must not be waited for as if it had."""
+    run_dir = left_alone(desk)
+    desk.scheduler.jobs["101"].state = JobState.PENDING
+    began = desk.clock.now
+    session = desk.controller(run_dir)
+    cancel(session, "enough", save=True)
+    assert desk.clock.now - began < 2 * CANCEL_PATIENCE_S
+    assert read_record(run_dir).state is RunState.CANCELLED
