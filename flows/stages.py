@@ -237,19 +237,21 @@ def _plan(session: Session, number: int) -> None:
     record_plan(session.run_dir, placement, session.journal)
 
 
-def _exclusions(session: Session, inventory: Inventory, number: int) -> tuple[str, ...]:
-    """Nodes that all runs of the history speak against, and what was decided about the attempt before; of these, the
-    newest suspects as long as it can still be placed."""
+def _exclusions(session: Session, inventory: Inventory, number: int) -> dict[str, str]:
+    """Nodes to go without, and why: those that all runs of the history speak against, and what was decided about the
+    attempt before; of these, the newest suspects as long as it can still be placed."""
     before = session.journal.record.attempts.get(number - 1)
-    decided = before.decision.excluded_nodes if before is not None and before.decision is not None else ()
+    decision = before.decision if before is not None else None
+    decided = dict.fromkeys(decision.excluded_nodes, decision.reason) if decision is not None else {}
     # The run's own suspects come last, and so are kept longest.
-    excluded = tuple(dict.fromkeys([node for node in _left_alone(session) if node not in decided] + list(decided)))
-    kept = excluded
-    while kept and shortages(session.spec.resources, inventory, kept):
-        kept = kept[1:]
-    if kept != excluded:
-        spared = ", ".join(excluded[: len(excluded) - len(kept)])
-        session.observer.says(f"{spared} is suspect but not excluded: without it there are too few nodes")
+    kept = {node: why for node, why in _left_alone(session).items() if node not in decided} | decided
+    spared = []
+    while kept and shortages(session.spec.resources, inventory, tuple(kept)):
+        spared.append(next(iter(kept)))
+        del kept[spared[-1]]
+    if spared:
+        names = ", ".join(spared)
+        session.observer.says(f"{names} is suspect but not excluded: without it there are too few nodes")
     return kept
 
 
@@ -262,18 +264,22 @@ def _longest_gaps_s(session: Session) -> dict[str, float]:
         return {}  # they are learned anew then
 
 
-def _left_alone(session: Session) -> tuple[str, ...]:
-    """Nodes that the ledger leaves alone for now; those of a machine that is its own scheduler have no ledger."""
+def _left_alone(session: Session) -> dict[str, str]:
+    """Nodes that the ledger leaves alone for now, and why; a machine that is its own scheduler has no ledger."""
     if session.scheduler.name == "local":
-        return ()
+        return {}
     now = utc_now()
     try:
         strikes = queries.node_strikes(session.store, now - REMEMBERED)
     except HistoryError as error:
         session.observer.says(f"the history does not answer, so nodes are taken as they come: {error}")
-        return ()
+        return {}
     known = standings([Strike(node, FailureKind(kind), time) for node, kind, time in strikes], now)
-    return tuple(one.node for one in reversed(known) if one.excluded_until is not None)
+    return {
+        one.node: f"strikes in all runs: {one.num_strikes}, the last {one.last_kind}; until {one.excluded_until:%F %R}"
+        for one in reversed(known)
+        if one.excluded_until is not None
+    }
 
 
 def _submit(session: Session, number: int) -> None:

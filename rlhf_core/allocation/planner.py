@@ -16,7 +16,7 @@ def plan(
     *,
     attempt: int,
     resume_from: CheckpointDir | None = None,
-    excluded_nodes: Sequence[str] = (),
+    excluded_nodes: Mapping[str, str] | None = None,
     config_diff: Mapping[str, JsonValue] | None = None,
     longest_gaps_s: Mapping[str, float] | None = None,
 ) -> Placement:
@@ -25,14 +25,15 @@ def plan(
     Args:
         attempt: its number, from 1.
         resume_from: the checkpoint to go on from; None starts from the beginning.
-        excluded_nodes: nodes that it must not get.
+        excluded_nodes: nodes that it must not get, and why.
         config_diff: settings that it and earlier attempts change.
         longest_gaps_s: longest silences of earlier runs of the same shape: ``role/phase`` to seconds.
 
     Raises:
         BadInput: the inventory cannot hold it, now or later; the message says by how much.
     """
-    shortage = shortages(spec.resources, inventory, excluded_nodes)
+    excluded = dict(excluded_nodes or {})
+    shortage = shortages(spec.resources, inventory, tuple(excluded))
     if shortage:
         raise BadInput(f"attempt {attempt} cannot be placed: {'; '.join(shortage)}")
     ranks = spec.resources.ranks_per_node
@@ -44,7 +45,8 @@ def plan(
             RolePlan(role=Role.EVALUATOR, workers_per_node=ranks),
         ),
         gpus_per_node=spec.resources.gpus_per_node,
-        excluded_nodes=tuple(excluded_nodes),
+        excluded_nodes=tuple(excluded),
+        exclusion_reasons=excluded,
         config_diff=dict(config_diff or {}),
         longest_gaps_s=dict(longest_gaps_s or {}),
         resume_checkpoint=resume_from.root.name if resume_from else "",

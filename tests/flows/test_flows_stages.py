@@ -206,7 +206,9 @@ def test_a_lost_node_is_left_out_by_its_run_and_by_the_next(desk: Desk) -> None:
     second = desk.run()
     runs_well(desk, second)
     drive(desk.controller(second))
-    assert desk.scheduler.submitted[-1].placement.excluded_nodes == ("n1",)
+    placement = desk.scheduler.submitted[-1].placement
+    assert placement.excluded_nodes == ("n1",)
+    assert placement.exclusion_reasons["n1"].startswith("strikes in all runs: 1, the last node_lost; until ")
 
 
 def test_a_suspect_is_not_left_out_when_there_are_too_few_nodes(desk: Desk) -> None:
