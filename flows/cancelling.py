@@ -3,10 +3,9 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 from flows.session import opened
-from flows.stages import SAVE_PATIENCE_S, cancel
+from flows.stages import SAVE_PATIENCE_S, cancel, order_to_end
 from rlhf_core.config import Site
 from rlhf_core.errors import LeaseLost, SchedulerError
 from rlhf_core.history.store import HistoryStore
@@ -14,8 +13,6 @@ from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir import RunDir, write_model
 from rlhf_core.scheduler import JobState, get_scheduler
 from rlhf_core.schemas.attempts import RunState
-from rlhf_core.schemas.base import utc_now
-from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.watchdog.watch import record
 
 CONTROLLER_PATIENCE_S = 60.0
@@ -60,8 +57,7 @@ def cancel_run(
     if read_record(run_dir).ended:
         record(run_dir, store)
         return _result(run_dir, site, f"run {run_id} had ended already")
-    kind: Literal["cancel", "stop_after_step"] = "stop_after_step" if save else "cancel"
-    write_model(run_dir.cancel_request, AgentCommand(kind=kind, reason=reason, time=utc_now()))
+    write_model(run_dir.cancel_request, order_to_end(reason, save=save))
     try:
         with opened(run_dir, site, store, patience_s=0) as session:
             say("no controller is at work on it; ending it from here" + _patience(save))

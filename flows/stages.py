@@ -9,11 +9,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Literal
 
 from flows.session import CancelAsked, Session
 from rlhf_core.allocation.planner import plan, shortages
-from rlhf_core.diagnosis.ledger import REMEMBERED, Strike, standings
 from rlhf_core.errors import (
     BadInput,
     HistoryError,
@@ -38,6 +36,7 @@ from rlhf_core.schemas.journal import ChecksMade, DecisionMade, IncidentFound
 from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.resources import Inventory, Submission
 from rlhf_core.schemas.run import shape_key
+from rlhf_core.watchdog.nodes import node_standings
 from rlhf_core.watchdog.watch import Failure, Look, Verdict, explain
 
 Call = Callable[[str, str, Callable[[], None]], None]
@@ -138,9 +137,9 @@ def title_of(session: Session, name: StageName, number: int) -> str:
     attempts = session.journal.record.attempts
     if number in attempts:
         without = attempts[number].placement.excluded_nodes
-    else:  # not planned yet: what was decided about the attempt before
-        before = attempts.get(number - 1)
-        without = before.decision.excluded_nodes if before is not None and before.decision is not None else ()
+    else:  # not planned yet
+        decision = _decision_before(session, number)
+        without = decision.excluded_nodes if decision is not None else ()
     return f"{name.value} attempt {number}" + (f" - excluding {', '.join(without)}" if without else "")
 
 
@@ -214,10 +213,16 @@ def evaluate(session: Session, number: int) -> None:
             raise AttemptFailed(look.verdict)
 
 
+def _decision_before(session: Session, number: int) -> Decision | None:
+    """What was decided about the attempt before this one."""
+    before = session.journal.record.attempts.get(number - 1)
+    return before.decision if before is not None else None
+
+
 def _plan(session: Session, number: int) -> None:
     inventory = session.scheduler.inventory()
     before = session.journal.record.attempts.get(number - 1)
-    decision = before.decision if before is not None else None
+    decision = _decision_before(session, number)
     if decision is not None and decision.resume_checkpoint:
         session.run_dir.put_aside_newer_than(decision.resume_checkpoint, number - 1)
     placement = plan(
@@ -240,8 +245,7 @@ def _plan(session: Session, number: int) -> None:
 def _exclusions(session: Session, inventory: Inventory, number: int) -> dict[str, str]:
     """Nodes to go without, and why: those that all runs of the history speak against, and what was decided about the
     attempt before; of these, the newest suspects as long as it can still be placed."""
-    before = session.journal.record.attempts.get(number - 1)
-    decision = before.decision if before is not None else None
+    decision = _decision_before(session, number)
     decided = dict.fromkeys(decision.excluded_nodes, decision.reason) if decision is not None else {}
     # The run's own suspects come last, and so are kept longest.
     kept = {node: why for node, why in _left_alone(session).items() if node not in decided} | decided
@@ -268,13 +272,11 @@ def _left_alone(session: Session) -> dict[str, str]:
     """Nodes that the ledger leaves alone for now, and why; a machine that is its own scheduler has no ledger."""
     if session.scheduler.name == "local":
         return {}
-    now = utc_now()
     try:
-        strikes = queries.node_strikes(session.store, now - REMEMBERED)
+        known = node_standings(session.store, utc_now())
     except HistoryError as error:
         session.observer.says(f"the history does not answer, so nodes are taken as they come: {error}")
         return {}
-    known = standings([Strike(node, FailureKind(kind), time) for node, kind, time in strikes], now)
     return {
         one.node: f"strikes in all runs: {one.num_strikes}, the last {one.last_kind}; until {one.excluded_until:%F %R}"
         for one in reversed(known)
@@ -468,6 +470,11 @@ def diagnosis(run_dir: RunDir, number: int, failure: Failure, decision: Decision
 # Cancelling
 
 
+def order_to_end(reason: str, *, save: bool) -> AgentCommand:
+    """The order to end, with a checkpoint first or without."""
+    return AgentCommand(kind="stop_after_step" if save else "cancel", reason=reason, time=utc_now())
+
+
 def cancel(session: Session, reason: str, *, save: bool = False) -> None:
     """End the run's job, prove it, and write it down. The run's lease must be held.
 
@@ -486,8 +493,7 @@ def cancel(session: Session, reason: str, *, save: bool = False) -> None:
         # Of a job that waits for nodes there is nothing to save.
         save = save and session.watcher(number).look().verdict.state is AttemptState.RUNNING
         session.observer.says(f"{'saving, then ' if save else ''}cancelling attempt {number}")
-        kind: Literal["cancel", "stop_after_step"] = "stop_after_step" if save else "cancel"
-        _order(session.run_dir, number, AgentCommand(kind=kind, reason=reason, time=utc_now()))
+        _order(session.run_dir, number, order_to_end(reason, save=save))
         submission = attempt.submission or session.scheduler.find(session.run_dir.run_id, number)
         deadline = session.clock() + (SAVE_PATIENCE_S if save else CANCEL_PATIENCE_S)
         while submission is not None and not session.watcher(number).look().ended and session.clock() < deadline:

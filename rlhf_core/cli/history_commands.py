@@ -85,17 +85,11 @@ def nodes(as_json: output.JsonOption = False) -> None:
     A strike weighs half after three days. A lost node or a failed GPU is left alone for a day, one that has come up
     again and again for six hours; new attempts on Slurm go without them as long as enough others are there.
     """
-    from rlhf_core.diagnosis.ledger import REMEMBERED, Strike, standings
-    from rlhf_core.history import queries
     from rlhf_core.schemas.base import utc_now
-    from rlhf_core.schemas.failures import FailureKind
+    from rlhf_core.watchdog.nodes import node_standings
 
-    now = utc_now()
     with _history() as store:
-        strikes = [
-            Strike(node, FailureKind(kind), time) for node, kind, time in queries.node_strikes(store, now - REMEMBERED)
-        ]
-    found = standings(strikes, now)
+        found = node_standings(store, utc_now())
     if as_json:
         output.print_json([vars(one) for one in found])
         return

@@ -7,11 +7,11 @@ which many clusters do not have and which lags behind on the others.
 """
 
 import contextlib
+import functools
 import math
 import re
 import shlex
 import shutil
-import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -324,14 +324,19 @@ def _down(nodes: str) -> tuple[str, ...]:
 
 
 def _names(nodes: str) -> tuple[str, ...]:
-    """``node[1-3]`` as three names; Slurm does it itself, without asking its controller."""
+    """``node[1-3]`` as three names."""
     if not re.search(r"[\[,]", nodes):
         return (nodes,) if nodes else ()
     try:
-        done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
+        return _expanded(nodes)
+    except SchedulerError:
         return (nodes,)
-    return tuple(done.stdout.split())
+
+
+@functools.lru_cache(maxsize=1024)
+def _expanded(nodes: str) -> tuple[str, ...]:
+    """Slurm does it itself, without its controller. Once: every look at a job comes by here."""
+    return tuple(slurm_queue.run("scontrol", "show", "hostnames", nodes).split())
 
 
 def _number(text: str) -> int:

@@ -28,10 +28,8 @@ class Step(Schema):
 class NodeState(Schema):
     """How a node stands, several times a second."""
 
-    sequence: int
-    """States told so far."""
     wall_s: float
-    """When it was told, by the node's own clock, in seconds since the epoch."""
+    """When it was told, by the node's own clock, in seconds since the epoch; that it changes is the sign of life."""
     restart: int
     """Restart that the node is at."""
     started: bool = False
@@ -69,10 +67,7 @@ class Orders(Schema):
 
 
 class Ready(Schema):
-    """A node can start workers, or says why it cannot."""
-
-    problem: str = ""
-    kind: FailureKind = FailureKind.UNKNOWN
+    """A node has come so far: no more is to be said."""
 
 
 class Collected(Schema):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from pydantic import JsonValue
 
-from rlhf_core.diagnosis.classify import SCHEDULER_STATES, Evidence, classify
+from rlhf_core.diagnosis.classify import SCHEDULER_STATES, Evidence, classify, fingerprint
 from rlhf_core.diagnosis.policy import decide_next, excluded_after, oom_remedy
 from rlhf_core.errors import HistoryError, SchedulerError
 from rlhf_core.history.store import HistoryStore
@@ -405,10 +405,12 @@ def _incident_of_a_lost_job(run_dir: RunDir, look: Look) -> Incident:
 
 def _lost_nodes(run_dir: RunDir, look: Look) -> tuple[str, ...]:
     """What the scheduler names, or srun has: a node may have come back before it was asked for."""
+    if look.job.lost_nodes:
+        return look.job.lost_nodes
     log = evidence.scheduler_log(run_dir.attempt(look.attempt))
     text = read_tail(log, LOG_TAIL_BYTES) if log is not None else ""
     named = re.findall(r"^srun: error: Node failure on (\S+)", text, re.MULTILINE)
-    return look.job.lost_nodes or tuple(dict.fromkeys(named))
+    return tuple(dict.fromkeys(named))
 
 
 def _incident_of_lost_nodes(look: Look, lost: tuple[str, ...]) -> Incident:
@@ -423,5 +425,5 @@ def _incident_of_lost_nodes(look: Look, lost: tuple[str, ...]) -> Incident:
         step=look.step or None,
         suspect_nodes=lost,
         seen_at=utc_now(),
-        fingerprint=f"{FailureKind.NODE_LOST} {names}",
+        fingerprint=fingerprint(FailureKind.NODE_LOST, names),
     )

@@ -11,12 +11,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel, JsonValue
 
-from rlhf_core.diagnosis.classify import Diagnosis, Evidence, classify
+from rlhf_core.diagnosis.classify import Diagnosis, Evidence, classify, fingerprint
 from rlhf_core.diagnosis.liveness import GapTracker
 from rlhf_core.diagnosis.policy import Choice
 from rlhf_core.errors import RunDirError
@@ -94,7 +94,7 @@ class Site:
     inbox: SignalInbox
     leader: Leader
     events: EventLog
-    team: Team | None = field(default=None)
+    team: Team | None = None
 
 
 def run_agent(
@@ -194,8 +194,7 @@ def _tell_broken(site: Site, message: str, kind: FailureKind) -> Ending:
         team.announce("orders", Orders(over=over))
     elif team is not None:
         said = f"{site.nodes.name}: {message}"
-        # Later than anything its supervisor can have told.
-        team.tell("state", NodeState(sequence=1 << 40, wall_s=0.0, restart=-1, broken=said, broken_kind=kind))
+        team.tell("state", NodeState(wall_s=time.time(), restart=-1, broken=said, broken_kind=kind))
     return Ending(AttemptState.FAILED, message, kind)
 
 
@@ -378,14 +377,16 @@ class Agent:
         team.tell(topic, message)
         if not team.leads:
             return self._await_step(f"step/{topic}", asked)
-        to_end_since: list[float] = []
+        latest_s = float("inf")
 
         def enough() -> bool:
-            missing = [name for index, name in enumerate(team.nodes.names) if index not in team.heard(topic, kind)]
-            if asked.to_end and not to_end_since:
-                to_end_since.append(time.monotonic())
-            late = bool(to_end_since) and time.monotonic() - to_end_since[0] > END_PATIENCE_S
-            return late or set(missing) <= {asked.broken_node}
+            nonlocal latest_s
+            now_s = time.monotonic()
+            if asked.to_end:
+                latest_s = min(latest_s, now_s + END_PATIENCE_S)
+            heard = team.heard(topic, kind)
+            missing = {name for index, name in enumerate(team.nodes.names) if index not in heard}
+            return now_s > latest_s or missing <= {asked.broken_node}
 
         self._wait_until(enough)
         step = decide(team.heard(topic, kind))
@@ -522,7 +523,7 @@ class Agent:
             return self._end_role(watch.role, ends, asked)
         if asked.broken:
             kind, node = asked.broken_kind, asked.broken_node
-            diagnosis = Diagnosis(kind, asked.broken, f"{kind} {node}", nodes=(node,) if node else ())
+            diagnosis = Diagnosis(kind, asked.broken, fingerprint(kind, node), nodes=(node,) if node else ())
             failure = Failure(diagnosis, "", None, None)
         else:
             reports = [

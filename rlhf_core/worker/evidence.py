@@ -39,17 +39,17 @@ def collect(ranks: Sequence[RankStatus], logs: Mapping[int, Path], folder: Path,
         What could not be had, in sentences; evidence is never worth an exception.
     """
     missing: list[str] = []
-    _save(folder / f"ranks-{node}.json", _RANKS.dump_json(tuple(ranks), indent=2).decode(), missing)
+    save(folder / f"ranks-{node}.json", _RANKS.dump_json(tuple(ranks), indent=2).decode(), missing)
     dumps = {rank.local_rank: _start_py_spy(rank) for rank in ranks}
     for rank in ranks:
-        _save(folder / f"process-{node}-{rank.local_rank}.txt", _process_facts(rank.pid), missing)
+        save(folder / f"process-{node}-{rank.local_rank}.txt", _process_facts(rank.pid), missing)
     deadline = time.monotonic() + STACK_PATIENCE_S
     for rank in ranks:
         text, problem = _finish_py_spy(dumps[rank.local_rank], deadline)
         if problem:
             missing.append(f"no stack of rank {rank.rank} from py-spy: {problem}")
             text = f"py-spy: {problem}\n{_ask_for_stack(rank)}\n"
-        _save(folder / f"stack-{node}-{rank.local_rank}.txt", text, missing)
+        save(folder / f"stack-{node}-{rank.local_rank}.txt", text, missing)
     missing.extend(save_log_tails(logs, folder, node))
     return missing
 
@@ -58,7 +58,7 @@ def save_log_tails(logs: Mapping[int, Path], folder: Path, node: str) -> list[st
     """Copy the ends of the workers' logs into the incident's folder; returns what could not be had."""
     missing: list[str] = []
     for local_rank, path in logs.items():
-        _save(folder / f"log-{node}-{local_rank}.txt", log_tail(path), missing)
+        save(folder / f"log-{node}-{local_rank}.txt", log_tail(path), missing)
     return missing
 
 
@@ -67,7 +67,8 @@ def log_tail(path: Path) -> str:
     return read_tail(path, LOG_TAIL_BYTES)
 
 
-def _save(path: Path, text: str, missing: list[str]) -> None:
+def save(path: Path, text: str, missing: list[str]) -> None:
+    """Write one piece of evidence; what keeps it from being written becomes a sentence in ``missing``."""
     try:
         write_text(path, text)
     except OSError as error:

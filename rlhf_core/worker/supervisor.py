@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rlhf_core.diagnosis.liveness import GapTracker, LoopClock, Suspect, judge
 from rlhf_core.diagnosis.verdict import blame
-from rlhf_core.run_dir import RestartDir, write_model, write_text
+from rlhf_core.run_dir import RestartDir, write_model
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import AgentCommand, AgentStatus, RankStatus
 from rlhf_core.schemas.resources import Role
@@ -100,7 +100,6 @@ class Supervisor(threading.Thread):
         self._watch: Watch | None = None
         self._lock = threading.Lock()
         self._over = threading.Event()
-        self._told = 0
         self._published = 0
         self._reading: dict[str, float] = {}
         self._failed_at_s: float | None = None
@@ -171,7 +170,7 @@ class Supervisor(threading.Thread):
             state = self._state(now_s)
             self._team.tell("state", state)
             if self._team.leads:
-                self._lead(state)
+                self._lead()
             else:
                 self._follow()
             self._publish(state, now_s)
@@ -185,9 +184,7 @@ class Supervisor(threading.Thread):
         if self._place is not None and now_s >= self._publish_at_s:
             self._published += 1
             self._reading = self._telemetry.read([rank.pid for rank in ranks])
-        self._told += 1
         return NodeState(
-            sequence=self._told,
             wall_s=time.time(),
             restart=watch.restart_dir.restart if watch is not None else -1,
             started=watch is not None and bool(watch.workers),
@@ -251,10 +248,9 @@ class Supervisor(threading.Thread):
         self._orders = self._orders.model_copy(update=changes)
         self._team.announce("orders", self._orders)
 
-    def _lead(self, own: NodeState) -> None:
+    def _lead(self) -> None:
         """Look at all nodes: somebody to give up, somebody who failed, somebody who hangs."""
-        nodes = self._team.nodes
-        states = self._team.heard("state", NodeState) | {nodes.index: own}
+        states = self._team.heard("state", NodeState)
         self._look_for_the_lost(states)
         watch = self._watch
         if watch is None:
@@ -262,7 +258,7 @@ class Supervisor(threading.Thread):
         here = {index: state for index, state in states.items() if state.restart == watch.restart_dir.restart}
         if any(state.failed for state in here.values()) or self.asked.to_end:
             self._end_all(watch)
-        elif len(here) == nodes.num and all(state.started for state in here.values()):
+        elif len(here) == self._team.nodes.num and all(state.started for state in here.values()):
             self._judge(watch, [rank for index in sorted(here) for rank in here[index].ranks])
 
     def _look_for_the_lost(self, states: dict[int, NodeState]) -> None:
@@ -384,10 +380,7 @@ class Supervisor(threading.Thread):
         answers = collectives.read_answers(ranks, self._slots.path, question)
         for local_rank, content in answers.items():
             path = watch.restart_dir.incident_dir / f"collectives-{self._node}-{local_rank}.json"
-            try:
-                write_text(path, content)
-            except OSError as error:
-                missing.append(f"{path.name} could not be written: {error.strerror}")
+            evidence.save(path, content, missing)
         for problem in missing:
             self._events.say(problem)
         return answers
@@ -411,7 +404,7 @@ class Supervisor(threading.Thread):
             ranks=state.ranks,
             telemetry=state.telemetry,
             longest_gaps_s=self._tracker.all_longest_s,
-            findings=self._findings.look(self._readings(state), now_s) if self._team.leads else (),
+            findings=self._findings.look(self._readings(), now_s) if self._team.leads else (),
         )
         try:
             write_model(restart_dir.agent_status(self._node), status)
@@ -420,11 +413,9 @@ class Supervisor(threading.Thread):
             # Training does not need it; the next one is tried in two seconds.
             self._say_once(f"the status could not be written: {error}")
 
-    def _readings(self, own: NodeState) -> Iterable[NodeReading]:
-        nodes = self._team.nodes
-        states = self._team.heard("state", NodeState) | {nodes.index: own}
-        for index, state in states.items():
-            yield NodeReading(nodes.names[index], state.published, state.telemetry, state.ranks)
+    def _readings(self) -> Iterable[NodeReading]:
+        for index, state in self._team.heard("state", NodeState).items():
+            yield NodeReading(self._team.nodes.names[index], state.published, state.telemetry, state.ranks)
 
     def _reap(self, now_s: float) -> None:
         # Not while workers are being started: their exits belong to elastic, which does not know them by then.

@@ -38,6 +38,7 @@ class Team:
         self._outbox: dict[str, str] = {}
         self._wanted: set[str] = set()
         self._texts: dict[str, str] = {}
+        self._messages: dict[str, Schema] = {}
         self._changed_at: dict[str, float] = {}
         self._offsets: dict[int, float] = {}
         self._answered_at = time.monotonic()
@@ -117,24 +118,32 @@ class Team:
     # Keys and texts
 
     def _put(self, key: str, message: Schema, *, send: bool) -> None:
-        text = message.model_dump_json()
         with self._lock:
-            self._texts[key] = text
+            self._messages[key] = message
             if send:
-                self._outbox[key] = text
+                self._outbox[key] = message.model_dump_json()
         self._wake.set()
 
     def _get(self, key: str, kind: type[Message]) -> Message | None:
         with self._lock:
-            text = self._texts.get(key)
-            if text is None and self.nodes.num > 1 and key not in self._live:
+            message, text = self._messages.get(key), self._texts.get(key)
+            if message is None and text is None and self.nodes.num > 1 and key not in self._live:
                 self._wanted.add(key)
-        if not text:
-            return None
+        if message is None and text:
+            message = self._parse(key, text, kind)
+        assert message is None or isinstance(message, kind)
+        return message
+
+    def _parse(self, key: str, text: str, kind: type[Message]) -> Message | None:
+        """What was read, once for all who ask: it is asked for many times until all have spoken."""
         try:
-            return kind.model_validate_json(text)
+            message = kind.model_validate_json(text)
         except ValidationError:
             return None  # another version of this program; what it says is as good as unsaid
+        with self._lock:
+            if self._texts.get(key) == text:
+                self._messages[key] = message
+        return message
 
     # -----------------------------------------------------------------------------------------------------------------
     # The thread that speaks with the store
@@ -163,18 +172,22 @@ class Team:
         # Two questions: those that are asked all the time are answered at once, as their keys are always there.
         found = [*zip(self._live, self._board.get(self._live), strict=True)]
         found += zip(wanted, self._board.get(wanted), strict=True)
+        new = [key for key, text in found if text and self._texts.get(key) != text]
         with self._changed:
             for key, text in found:
-                if text and self._texts.get(key) != text:
+                if text and key in new:
                     self._texts[key] = text
+                    self._messages.pop(key, None)
                     self._changed_at[key] = time.monotonic()
                     self._wanted.discard(key)
-                    self._measure_clock(key, text)
             self._changed.notify_all()
+        for key in new:
+            self._measure_clock(key)
 
-    def _measure_clock(self, key: str, text: str) -> None:
+    def _measure_clock(self, key: str) -> None:
         """The smallest difference ever seen between two clocks is that of the fastest message."""
         topic, _, index = key.partition("/")
-        if topic == "state":
-            difference = time.time() - NodeState.model_validate_json(text).wall_s
+        state = self._get(key, NodeState) if topic == "state" else None
+        if state is not None:
+            difference = time.time() - state.wall_s
             self._offsets[int(index)] = min(difference, self._offsets.get(int(index), difference))

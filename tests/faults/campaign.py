@@ -1,6 +1,6 @@
 """The fault campaign: real runs, disturbed in every way of ``fault_cases`` at random moments.
 
-On a real four-node Slurm; where infra/slurm has none yet, on this machine as one node.
+On a real four-node Slurm, which it starts by itself.
 
     python tests/faults/campaign.py                        the whole campaign; `make faults`
     python tests/faults/campaign.py --only "SIGSTOP"       rows whose name contains this
@@ -26,12 +26,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from fault_cases import CHAIN, NUM_RANKS, PACE_S, SPACING, Fault, Scenario, on_one_node, scenarios
 from fault_inject import OUTSIDE, Place, Truth
 from fault_measure import Row, all_incidents, measure, same_parameters
-from fault_services import CLUSTER_SCRIPT, Cluster, Postgres, PrefectServer, has_memory_groups, memory_group, small_disk
+from fault_services import Cluster, Postgres, PrefectServer, has_memory_groups, memory_group, small_disk
 from fault_site import Site, Stuck, last_step, steps
 from fault_table import markdown, write_between
 
@@ -223,9 +224,7 @@ def main() -> None:
     """Parse the options and go on with the campaign."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=Path("build/faults/results.jsonl"))
-    parser.add_argument(
-        "--scheduler", choices=("slurm", "local"), default="slurm" if CLUSTER_SCRIPT.exists() else "local"
-    )
+    parser.add_argument("--scheduler", choices=("slurm", "local"), default="slurm")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--times-hang", type=int, default=10, help="cases of every hanging kind")
     parser.add_argument("--times", type=int, default=3, help="cases of every other kind")

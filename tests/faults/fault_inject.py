@@ -115,33 +115,29 @@ def kill_slurmd(place: Place) -> Truth:
     return truth
 
 
+def _away(place: Place, stop: Callable[[], None], start: Callable[[], None], seconds: float) -> Truth:
+    truth = place.truth()
+    stop()
+    time.sleep(seconds)
+    start()
+    return truth
+
+
 def slurmctld_away(place: Place) -> Truth:
     """Take the controller of the cluster away for 30 s."""
-    truth = place.truth()
-    place.slurm.stop_controller()
-    time.sleep(30)
-    place.slurm.start_controller()
-    return truth
+    return _away(place, place.slurm.stop_controller, place.slurm.start_controller, 30)
 
 
 def database_away(place: Place) -> Truth:
     """Take the database away for 60 s."""
     assert place.postgres is not None
-    truth = place.truth()
-    place.postgres.stop()
-    time.sleep(60)
-    place.postgres.start()
-    return truth
+    return _away(place, place.postgres.stop, place.postgres.start, 60)
 
 
 def prefect_away(place: Place) -> Truth:
     """Take the Prefect server away for 60 s."""
     assert place.prefect is not None
-    truth = place.truth()
-    place.prefect.stop()
-    time.sleep(60)
-    place.prefect.start()
-    return truth
+    return _away(place, place.prefect.stop, place.prefect.start, 60)
 
 
 def kill_flow(place: Place) -> Truth:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from slurm_cluster import throwaway
 
 
 def free_port() -> int:
@@ -195,9 +196,6 @@ def has_memory_groups() -> bool:
     return (MEMORY_GROUPS / "memory.limit_in_bytes").exists() and os.access(MEMORY_GROUPS, os.W_OK)
 
 
-CLUSTER_SCRIPT = Path(__file__).parents[2] / "infra" / "slurm" / "cluster.py"
-
-
 class Cluster:
     """The throw-away Slurm of ``infra/slurm``, and what can happen to it."""
 
@@ -210,11 +208,8 @@ class Cluster:
     @contextmanager
     def started(cls, num_nodes: int) -> "Iterator[Cluster]":
         """A cluster of so many nodes for as long as the block lasts."""
-        sys.path.insert(0, str(CLUSTER_SCRIPT.parent))
-        from cluster import Cluster as Throwaway
-
         folder = Path(tempfile.mkdtemp(prefix="rlhf-slurm-"))
-        slurm = Throwaway(folder, nodes=num_nodes, cpus=8, gpus=0)
+        slurm = throwaway.Cluster(folder, nodes=num_nodes, cpus=8, gpus=0)
         slurm.up()
         try:
             yield cls(slurm)
@@ -283,13 +278,3 @@ class Cluster:
     def _states(self) -> dict[str, str]:
         lines = self.command("sinfo", "--noheader", "--Node", "--format=%N %T").splitlines()
         return dict(line.split() for line in lines)  # type: ignore[misc]
-
-
-def missing_programs() -> list[str]:
-    """What there is not of what a throw-away Slurm needs."""
-    programs = ("slurmctld", "slurmd", "sbatch", "srun", "munged")
-    path = os.environ.get("PATH", "") + ":/usr/sbin"
-    missing = [program for program in programs if shutil.which(program, path=path) is None]
-    return (
-        missing if CLUSTER_SCRIPT.exists() else [*missing, str(CLUSTER_SCRIPT.relative_to(CLUSTER_SCRIPT.parents[2]))]
-    )

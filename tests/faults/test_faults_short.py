@@ -9,7 +9,8 @@ import pytest
 from campaign import Campaign
 from fault_cases import KINDS, NUM_RANKS, SPACING, Expected, Fault, Scenario, on_one_node
 from fault_measure import Row
-from fault_services import Cluster, missing_programs
+from fault_services import Cluster
+from slurm_cluster import WHY_NOT, missing_programs
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.training, pytest.mark.timeout(900)]
 
@@ -64,7 +65,7 @@ def goes_on(campaign: Campaign, reference: dict[str, str]) -> dict[str, Row]:
 @pytest.fixture(scope="module")
 def leaves_nodes(campaign: Campaign, reference: dict[str, str]) -> dict[str, Row]:
     if campaign.cluster is None:
-        pytest.skip(f"needs Slurm; not installed: {', '.join(missing_programs())} (sh infra/system_packages.sh slurm)")
+        pytest.skip(WHY_NOT)
     return {row.row: row for row in campaign.disturb(chain("leaves-nodes", LEAVES_NODES, 2), reference)}
 
 

@@ -4,47 +4,18 @@ The points are not listed by hand. Every effect that the control plane has on th
 the question to the scheduler and its answer) is counted, and each is a point before and a point after it.
 """
 
-from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
 from control_fakes import FakeScheduler, make_run, make_spec
+from kill_points import Killed, Points
 
 from rlhf_core.allocation.planner import plan
 from rlhf_core.launch import start
 from rlhf_core.launch.journal import Journal
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import AttemptState
-
-
-class Killed(BaseException):
-    """The controller was killed here."""
-
-
-class Points:
-    """Counts the points that a life of the controller passes, and ends it at one of them."""
-
-    def __init__(self, kill_at: int | None) -> None:
-        self._kill_at = kill_at
-        self.passed = 0
-
-    def around(self, effect: Callable[..., Any]) -> Callable[..., Any]:
-        """The effect, with a point before and a point after it."""
-
-        def wrapped(*arguments: Any, **keywords: Any) -> Any:
-            self._pass()
-            answer = effect(*arguments, **keywords)
-            self._pass()
-            return answer
-
-        return wrapped
-
-    def _pass(self) -> None:
-        if self.passed == self._kill_at:
-            raise Killed
-        self.passed += 1
 
 
 def live(run_dir: RunDir, scheduler: FakeScheduler, token: int, kill_at: int | None) -> int | None:

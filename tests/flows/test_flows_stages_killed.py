@@ -6,14 +6,13 @@ the way is counted, and is a point before and a point after it.
 """
 
 import dataclasses
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 from control_fakes import FakeAgent, make_spec
 from desk import Desk
+from kill_points import Killed, Points
 
 from flows.stages import drive
 from rlhf_core.errors import RunFailed
@@ -24,34 +23,6 @@ from rlhf_core.scheduler.base import JobRequest, JobState
 from rlhf_core.schemas.attempts import AttemptState, RunState
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.resources import Role
-
-
-class Killed(BaseException):
-    """The controller is killed here."""
-
-
-class Points:
-    """Counts the points that a life of the controller passes, and ends it at one of them."""
-
-    def __init__(self, kill_at: int | None) -> None:
-        self._kill_at = kill_at
-        self.passed = 0
-
-    def around(self, effect: Callable[..., Any]) -> Callable[..., Any]:
-        """The effect, with a point before and a point after it."""
-
-        def wrapped(*arguments: Any, **keywords: Any) -> Any:
-            self._pass()
-            answer = effect(*arguments, **keywords)
-            self._pass()
-            return answer
-
-        return wrapped
-
-    def _pass(self) -> None:
-        if self.passed == self._kill_at:
-            raise Killed
-        self.passed += 1
 
 
 def three_attempts(desk: Desk, run_dir: RunDir) -> None:

@@ -7,15 +7,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from slurm_cluster import WHY_NOT, throwaway
 
 SLURM = Path(__file__).parents[2] / "infra" / "slurm"
-sys.path.insert(0, str(SLURM))
-
-import cluster as throwaway  # noqa: E402
-
-needs_slurm = pytest.mark.skipif(
-    bool(throwaway.missing_programs()), reason=f"missing: {', '.join(throwaway.missing_programs())}"
-)
+needs_slurm = pytest.mark.skipif(bool(throwaway.missing_programs()), reason=WHY_NOT)
 
 
 @pytest.fixture

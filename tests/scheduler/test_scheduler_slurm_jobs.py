@@ -9,10 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "infra" / "slurm"))
-
-import cluster as throwaway
+from slurm_cluster import WHY_NOT, Cluster, missing_programs
 
 from rlhf_core.errors import SchedulerError, SubmissionFailed
 from rlhf_core.launch.journal import Journal
@@ -25,22 +22,20 @@ from rlhf_core.schemas.run import SlurmSpec
 
 pytestmark = [
     pytest.mark.end_to_end,
-    pytest.mark.skipif(
-        bool(throwaway.missing_programs()), reason=f"missing: {', '.join(throwaway.missing_programs())}"
-    ),
+    pytest.mark.skipif(bool(missing_programs()), reason=WHY_NOT),
 ]
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[throwaway.Cluster]:
-    made = throwaway.Cluster(tmp_path_factory.mktemp("slurm"), nodes=3, gpus=2, forget_s=5)
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    made = Cluster(tmp_path_factory.mktemp("slurm"), nodes=3, gpus=2, forget_s=5)
     made.up()
     yield made
     made.down()
 
 
 @pytest.fixture
-def scheduler(cluster: throwaway.Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmScheduler]:
+def scheduler(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmScheduler]:
     """The scheduler, with a queue cache of its own; whatever a failing test leaves is ended."""
     monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -111,7 +106,7 @@ def test_a_job_that_ignores_sigterm_is_cancelled_all_the_same(tmp_path: Path, sc
     assert scheduler.cancel(submission)  # harmless
 
 
-def test_a_waiting_job_says_why(tmp_path: Path, cluster: throwaway.Cluster, scheduler: SlurmScheduler) -> None:
+def test_a_waiting_job_says_why(tmp_path: Path, cluster: Cluster, scheduler: SlurmScheduler) -> None:
     first = scheduler.submit(make_request(tmp_path, "sleep 300", num_nodes=3, gpus_per_node=2))
     wait_for(lambda: state(scheduler, first) is JobState.RUNNING)
     second = scheduler.submit(make_request(tmp_path, "true", num_nodes=3, gpus_per_node=2, attempt=2))
@@ -136,7 +131,7 @@ def test_a_forgotten_job_has_ended(tmp_path: Path, scheduler: SlurmScheduler, mo
 
 
 def test_without_its_controller_nothing_is_known_and_nothing_is_submitted(
-    tmp_path: Path, cluster: throwaway.Cluster, scheduler: SlurmScheduler
+    tmp_path: Path, cluster: Cluster, scheduler: SlurmScheduler
 ) -> None:
     submission = scheduler.submit(make_request(tmp_path, "sleep 300"))
     wait_for(lambda: state(scheduler, submission) is JobState.RUNNING)
@@ -178,14 +173,14 @@ def lose_the_answer(folder: Path, monkeypatch: pytest.MonkeyPatch, *, accept: bo
     monkeypatch.setenv("PATH", f"{shim.parent}:{path}")
 
 
-def jobs_of(cluster: throwaway.Cluster, folder: Path) -> list[str]:
+def jobs_of(cluster: Cluster, folder: Path) -> list[str]:
     return cluster.command("squeue", "--noheader", f"--name={run_id_of(folder)}", "--format=%i").split()
 
 
 @pytest.mark.parametrize("accept", [True, False], ids=["accepted", "control: not accepted"])
 def test_a_lost_answer_never_makes_two_jobs(
     tmp_path: Path,
-    cluster: throwaway.Cluster,
+    cluster: Cluster,
     scheduler: SlurmScheduler,
     monkeypatch: pytest.MonkeyPatch,
     accept: bool,

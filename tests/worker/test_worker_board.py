@@ -9,7 +9,7 @@ import time
 import pytest
 
 from rlhf_core.run_dir import new_run_id
-from rlhf_core.schemas.team import Ready
+from rlhf_core.schemas.team import Ready, Step
 from rlhf_core.worker import board, team
 from rlhf_core.worker.board import BoardLost, MemoryBoard, candidate_ports, host_board, join_board
 from rlhf_core.worker.nodes import Nodes
@@ -80,13 +80,13 @@ def _wait(condition: object) -> None:
 
 def test_a_team_hears_tells_and_parts() -> None:
     first, second = _two(MemoryBoard())
-    second.tell("hello", Ready(problem="from b"))
-    first.tell("hello", Ready(problem="from a"))
-    _wait(lambda: len(first.heard("hello", Ready)) == 2)
-    assert [ready.problem for _, ready in sorted(first.heard("hello", Ready).items())] == ["from a", "from b"]
-    assert second.announced("word", Ready) is None
-    first.announce("word", Ready(problem="all"))
-    _wait(lambda: second.announced("word", Ready))
+    second.tell("hello", Step(action="end", message="from b"))
+    first.tell("hello", Step(action="end", message="from a"))
+    _wait(lambda: len(first.heard("hello", Step)) == 2)
+    assert [step.message for _, step in sorted(first.heard("hello", Step).items())] == ["from a", "from b"]
+    assert second.announced("word", Step) is None
+    first.announce("word", Step(action="end", message="all"))
+    _wait(lambda: second.announced("word", Step))
     second.part()
     first.part()
 
@@ -94,9 +94,9 @@ def test_a_team_hears_tells_and_parts() -> None:
 def test_an_agent_that_is_alone_hears_itself() -> None:
     alone = Team(Nodes(("a",), ("127.0.0.1",), 0), MemoryBoard())
     alone.tell("hello", Ready())
-    alone.announce("word", Ready(problem="me"))
+    alone.announce("word", Step(action="end", message="me"))
     assert alone.heard("hello", Ready) == {0: Ready()}
-    assert alone.announced("word", Ready) == Ready(problem="me")
+    assert alone.announced("word", Step) == Step(action="end", message="me")
     assert not alone.is_lost
     alone.part()
 
