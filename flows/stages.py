@@ -12,10 +12,12 @@ from functools import partial
 
 from flows.session import CancelAsked, Session
 from rlhf_core.allocation.planner import plan, shortages
+from rlhf_core.diagnosis.ledger import REMEMBERED
 from rlhf_core.errors import (
     BadInput,
     HistoryError,
     LeaseLost,
+    PreflightBlocked,
     RunCancelled,
     RunFailed,
     SchedulerError,
@@ -26,13 +28,14 @@ from rlhf_core.launch.journal import AttemptRecord
 from rlhf_core.launch.start import job_request, record_plan, submit_once
 from rlhf_core.preflight.gather import Surroundings
 from rlhf_core.preflight.static import make_checks, require_passed
-from rlhf_core.run_dir import RunDir, write_model
+from rlhf_core.run_dir import RunDir, read_model, write_model
 from rlhf_core.scheduler.base import JobState
 from rlhf_core.schemas.attempts import AttemptState, RunState, StageName, StageState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.checks import CheckStatus
 from rlhf_core.schemas.failures import Action, Decision, FailureKind
 from rlhf_core.schemas.journal import ChecksMade, DecisionMade, IncidentFound
+from rlhf_core.schemas.probe import ProbeReport
 from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.resources import Inventory, Submission
 from rlhf_core.schemas.run import shape_key
@@ -76,7 +79,7 @@ def drive(session: Session, call: Call = plainly) -> None:
     """Bring a run to its end, from wherever it stands. Returns when it is completed.
 
     Raises:
-        PreflightBlocked: a check blocks it.
+        PreflightBlocked: a check blocks it, before an allocation or on its nodes.
         RunFailed: it was stopped; the message is the diagnosis.
         RunCancelled: somebody ended it.
         LeaseLost: another controller has taken it over. Nothing was changed since.
@@ -236,6 +239,7 @@ def _plan(session: Session, number: int) -> None:
             **(decision.config_diff if decision is not None else {}),
         },
         longest_gaps_s=_longest_gaps_s(session),
+        usual_speeds=_usual_speeds(session),
     )
     if placement.resume_checkpoint:
         session.observer.says(f"attempt {number} goes on from step {placement.resumed_from_step}")
@@ -266,6 +270,15 @@ def _longest_gaps_s(session: Session) -> dict[str, float]:
         return queries.longest_gaps(session.store, shape_key(session.spec))
     except HistoryError:
         return {}  # they are learned anew then
+
+
+def _usual_speeds(session: Session) -> dict[str, dict[str, dict[str, float]]]:
+    if not session.spec.preflight.probe:
+        return {}
+    try:
+        return queries.usual_speeds(session.store, utc_now() - REMEMBERED)
+    except HistoryError:
+        return {}  # each node is then held against the others only
 
 
 def _left_alone(session: Session) -> dict[str, str]:
@@ -375,6 +388,7 @@ def conclude(session: Session, number: int) -> None:
 
     Raises:
         RunFailed: the decision is to stop.
+        PreflightBlocked: likewise, for what the probe of the nodes has found.
         RunCancelled: somebody ended the job.
     """
     journal = session.journal
@@ -418,6 +432,7 @@ def _after_failure(session: Session, number: int, attempt: AttemptRecord, look: 
     if failure.found_here and failure.incident is not None and attempt.incident is None:
         journal.append(IncidentFound(incident=failure.incident))
     if attempt.decision is None:
+        failure = replace(failure, decision=_placeable(session, failure))
         journal.append(DecisionMade(decision=failure.decision))
     decision = attempt.decision or failure.decision
     journal.move_attempt(number, look.verdict.state, failure.message, failure.kind)
@@ -427,12 +442,37 @@ def _after_failure(session: Session, number: int, attempt: AttemptRecord, look: 
             _end_job(session, attempt.submission)  # agents that are silent may only be stopped
         journal.move_run(RunState.FAILED, failure.message or failure.kind.value)
         session.record()
-        raise RunFailed(diagnosis(session.run_dir, number, failure, decision))
+        ended = PreflightBlocked if _is_blocked_by_probe(session.run_dir, number) else RunFailed
+        raise ended(diagnosis(session.run_dir, number, failure, decision))
     # Two attempts of one run must never be at work at the same time: they would write the same checkpoints.
     _end_job(session, attempt.submission)
     session.observer.says(f"attempt {number} ended: {failure.kind.value}. {decision.reason}")
     journal.move_run(RunState.QUEUED, decision.reason)
     session.record()
+
+
+def _placeable(session: Session, failure: Failure) -> Decision:
+    """What was decided; or to stop, where it takes another node in place of an unfit one, and there is none.
+
+    Other suspects are used again where nobody can take their place: they may have been unlucky. This one would only be
+    found unfit again.
+    """
+    decision = failure.decision
+    if failure.kind is not FailureKind.NODE_UNFIT or decision.action is not Action.NEW_ATTEMPT:
+        return decision
+    try:
+        lacks = shortages(session.spec.resources, session.scheduler.inventory(), decision.excluded_nodes)
+    except SchedulerError:
+        return decision  # nobody knows; the next attempt will find out
+    if not lacks:
+        return decision
+    reason = f"no other node can take the place of {', '.join(decision.excluded_nodes)}: {'; '.join(lacks)}"
+    return decision.model_copy(update={"action": Action.STOP, "reason": reason, "delay_s": 0.0, "excluded_nodes": ()})
+
+
+def _is_blocked_by_probe(run_dir: RunDir, number: int) -> bool:
+    report = read_model(run_dir.attempt(number).probe_report, ProbeReport)
+    return report is not None and any(result.status is CheckStatus.BLOCKED for result in report.results)
 
 
 def _went_back_in_vain(session: Session, first: int, number: int) -> bool:

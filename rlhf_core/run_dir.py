@@ -310,6 +310,20 @@ class AttemptDir:
         return self.root / "commands"
 
     @property
+    def probe(self) -> Path:
+        """Folder of what the nodes say of themselves, and of what agent 0 makes of it."""
+        return self.root / "probe"
+
+    def node_facts(self, node: str) -> Path:
+        """What a node says of itself; its agent writes it."""
+        return self.probe / f"{node}.json"
+
+    @property
+    def probe_report(self) -> Path:
+        """Findings about the nodes; agent 0 writes it once."""
+        return self.root / "probe-report.json"
+
+    @property
     def outcome(self) -> Path:
         """How the attempt ended; agent 0 writes it once, last."""
         return self.root / "outcome.json"

@@ -19,8 +19,9 @@ def plan(
     excluded_nodes: Mapping[str, str] | None = None,
     config_diff: Mapping[str, JsonValue] | None = None,
     longest_gaps_s: Mapping[str, float] | None = None,
+    usual_speeds: Mapping[str, dict[str, dict[str, float]]] | None = None,
 ) -> Placement:
-    """Place one attempt: the trainer's ranks on every node, then as many of the evaluator in the same places.
+    """Place one attempt: a probe, the trainer's ranks on every node, then as many of the evaluator in the same places.
 
     Args:
         attempt: its number, from 1.
@@ -28,6 +29,7 @@ def plan(
         excluded_nodes: nodes that it must not get, and why.
         config_diff: settings that it and earlier attempts change.
         longest_gaps_s: longest silences of earlier runs of the same shape: ``role/phase`` to seconds.
+        usual_speeds: what earlier probes measured: node to device to reading.
 
     Raises:
         BadInput: the inventory cannot hold it, now or later; the message says by how much.
@@ -41,6 +43,7 @@ def plan(
         attempt=attempt,
         num_nodes=spec.resources.num_nodes,
         roles=(
+            *([RolePlan(role=Role.PROBE, workers_per_node=ranks)] if spec.preflight.probe else []),
             RolePlan(role=Role.TRAINER, workers_per_node=ranks),
             RolePlan(role=Role.EVALUATOR, workers_per_node=ranks),
         ),
@@ -49,6 +52,7 @@ def plan(
         exclusion_reasons=excluded,
         config_diff=dict(config_diff or {}),
         longest_gaps_s=dict(longest_gaps_s or {}),
+        usual_speeds=dict(usual_speeds or {}),
         resume_checkpoint=resume_from.root.name if resume_from else "",
         resumed_from_step=resume_from.step if resume_from else 0,
     )

@@ -250,7 +250,7 @@ def _print_checks(checks: Sequence[Facts]) -> None:
         for check in checks
         if check["status"] in ("warning", "blocked")
     ]
-    _print_section("Preflight findings", ("check", "status", "found", "advice"), rows)
+    _print_section("Findings before training", ("check", "status", "found", "advice"), rows)
 
 
 def _print_attempts(attempts: Sequence[Facts]) -> None:

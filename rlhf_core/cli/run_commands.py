@@ -74,11 +74,20 @@ def init(
     output.print_text(f"{target} written. Next: rlhf check {target}, then rlhf run {target}")
 
 
-def check(config: ConfigArgument, set_: SetOption = None, as_json: JsonOption = False) -> None:
+def check(
+    config: ConfigArgument,
+    set_: SetOption = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Also take the allocation, and compare and measure its nodes.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
     """Check a config before anything is started: all findings at once. Exit code 0 fine, 2 blocked."""
     from rlhf_core.preflight.static import blocking
 
-    results = _checks(config, set_ or [])
+    results = [*_checks(config, set_ or [])]
+    if probe and not blocking(results):
+        results += _probe(config, set_ or [])
     if as_json:
         output.print_json([result.model_dump() for result in results])
     else:
@@ -117,6 +126,18 @@ def _checks(config: str, overrides: Sequence[str]) -> "Sequence[CheckResult]":
             code_path=Path(folder) / "snapshot",
         )
         return make_checks(spec, around)
+
+
+def _probe(config: str, overrides: Sequence[str]) -> "Sequence[CheckResult]":
+    from flows.probing import probe_nodes
+    from flows.session import resolve
+    from rlhf_core.config import load_site
+    from rlhf_core.launch.prepare import absolute_paths
+    from rlhf_core.scheduler import get_scheduler
+
+    site = load_site()
+    spec = absolute_paths(resolve(config, overrides), Path.cwd())
+    return probe_nodes(spec, site, get_scheduler(site.scheduler), output.note)
 
 
 def _print_checks(results: "Sequence[CheckResult]") -> None:

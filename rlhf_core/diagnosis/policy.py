@@ -48,6 +48,7 @@ _EVERY_TIME = "it would fail in the same way again"
 RULES: dict[FailureKind, Rule] = {
     FailureKind.PREEMPTION: Rule(0, ALLOWED_BY_SPEC, "the scheduler took the nodes back"),
     FailureKind.TIME_LIMIT: Rule(0, ALLOWED_BY_SPEC, "the allocation has no time left"),
+    FailureKind.NODE_UNFIT: Rule(0, 3, "the allocation has a node that cannot be used"),
     FailureKind.NODE_LOST: Rule(0, 3, "the allocation lacks a node"),
     FailureKind.AGENT_KILLED: Rule(0, 3, "nobody watches the workers any more"),
     FailureKind.GPU_HARDWARE: Rule(0, 3, "the GPU must be left alone"),
@@ -162,9 +163,11 @@ def decide_next(
         )
     if attempts_without_progress == 0:
         return Choice(Action.NEW_ATTEMPT, 0.0, f"{kind} after a new checkpoint: going on from it")
+    # Another node is taken at once: nothing gets better by waiting.
+    waiting = 0.0 if kind is FailureKind.NODE_UNFIT else backoff_s(attempts_without_progress, spec, random)
     return Choice(
         Action.NEW_ATTEMPT,
-        backoff_s(attempts_without_progress, spec, random),
+        waiting,
         f"attempt without a new checkpoint {attempts_without_progress} of {allowed} allowed for {kind}",
     )
 
@@ -190,7 +193,7 @@ def oom_remedy(spec: RunSpec) -> dict[str, JsonValue]:
     return {}
 
 
-EXCLUDED_AT_ONCE = frozenset({FailureKind.NODE_LOST, FailureKind.GPU_HARDWARE})
+EXCLUDED_AT_ONCE = frozenset({FailureKind.NODE_UNFIT, FailureKind.NODE_LOST, FailureKind.GPU_HARDWARE})
 """Kinds after which a node is not tried again; after the others a second strike is needed, for one may be chance."""
 SUSPICIOUS = frozenset(
     {

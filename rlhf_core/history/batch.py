@@ -5,6 +5,7 @@ from datetime import datetime
 
 from rlhf_core.schemas.failures import Decision, Incident
 from rlhf_core.schemas.journal import JournalLine
+from rlhf_core.schemas.probe import ProbeReport
 from rlhf_core.schemas.reports import (
     AgentEvent,
     AgentStatus,
@@ -77,6 +78,7 @@ class IngestBatch:
     metrics: list[MetricsEntry] = field(default_factory=list)
     events: list[EventEntry] = field(default_factory=list)
     nodes: list[AgentStatus] = field(default_factory=list)
+    probes: list[ProbeReport] = field(default_factory=list)
     incidents: list[Incident] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     outcomes: list[AttemptOutcome] = field(default_factory=list)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import date, datetime, time
 from decimal import Decimal
+from statistics import median
 from typing import Any
 
 from sqlalchemy import Connection, Table, column, func, select, table
@@ -31,6 +32,7 @@ from rlhf_core.history.write import (
     RESTARTS,
     RUNS,
     SAMPLES,
+    SPEEDS,
     STAGES,
     STRIKES,
 )
@@ -77,6 +79,38 @@ def restarts_since(store: HistoryStore, since: datetime) -> int:
     question = select(func.count()).where(DECISIONS.c.decided_at >= since, DECISIONS.c.action.in_(again))
     with store.reading() as connection:
         return int(connection.execute(question).scalar_one())
+
+
+def usual_speeds(
+    store: HistoryStore, since: datetime, min_earlier: int = 3, num_newest: int = 10
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Medians of the newest probes of every node: node to device to ``matmul_tflops`` and ``bandwidth_gb_s``.
+
+    Args:
+        since: Older ones do not count.
+        min_earlier: A node with fewer on a device has nothing that is usual yet.
+        num_newest: So many count.
+    """
+    question = (
+        select(SPEEDS.c.node, SPEEDS.c.device, SPEEDS.c.matmul_tflops, SPEEDS.c.bandwidth_gb_s)
+        .where(SPEEDS.c.measured_at >= since, SPEEDS.c.device != "")
+        .order_by(SPEEDS.c.measured_at.desc())
+    )
+    measured: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    with store.reading() as connection:
+        for node, device, tflops, gb_s in connection.execute(question):
+            readings = measured.setdefault((node, device), [])
+            if len(readings) < num_newest:
+                readings.append((tflops, gb_s))
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for (node, device), readings in measured.items():
+        if len(readings) >= min_earlier:
+            usual = {
+                "matmul_tflops": median(tflops for tflops, _ in readings),
+                "bandwidth_gb_s": median(gb_s for _, gb_s in readings),
+            }
+            found.setdefault(node, {})[device] = usual
+    return found
 
 
 def longest_gaps(store: HistoryStore, shape: str, num_runs: int = 5) -> dict[str, float]:

@@ -232,6 +232,7 @@ class HistoryStore:
         names = {name for entry in batch.metrics for name in entry.line.metrics}
         write.write_metrics(connection, run_id, batch.metrics, write.write_metric_keys(connection, names))
         write.write_nodes(connection, run_id, batch.nodes)
+        write.write_probes(connection, run_id, batch.probes)
         write.write_incidents(connection, run_id, batch.incidents)
         write.write_decisions(connection, run_id, batch.decisions)
         write.write_outcomes(connection, run_id, batch.outcomes)

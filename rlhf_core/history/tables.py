@@ -31,7 +31,7 @@ from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeEngine
 
-SCHEMA_REVISION = "0002"
+SCHEMA_REVISION = "0003"
 """The newest migration: the schema that this program reads and writes."""
 
 VIEWS = ("run_curve", "run_lost_time", "run_goodput", "node_health")
@@ -218,13 +218,13 @@ class Stage(Base):
 
 
 class Check(Base):
-    """One preflight finding. From the journal."""
+    """One finding: of preflight, from the journal; or of the probe of an attempt, from its ``probe-report.json``."""
 
     __tablename__ = "checks"
 
     run_id: Mapped[str] = _run_id()
     round: Mapped[int] = mapped_column(BigInteger, primary_key=True)
-    """Position of the journal line that brought it: a resumed run is checked again."""
+    """Position of the journal line that brought it: a resumed run is checked again. Of a probe, minus its attempt."""
     position: Mapped[int] = mapped_column(primary_key=True)
     check_id: Mapped[str]
     status: Mapped[str]
@@ -234,6 +234,30 @@ class Check(Base):
     node: Mapped[str]
     seconds: Mapped[float]
     made_at: Mapped[datetime]
+    attempt: Mapped[int] = mapped_column(server_default=text("0"))
+    """The attempt whose nodes were probed; 0 for preflight."""
+
+
+class NodeSpeed(Base):
+    """What a node measured in the probe of an attempt. From ``probe-report.json``."""
+
+    __tablename__ = "node_speeds"
+
+    run_id: Mapped[str] = _run_id()
+    attempt: Mapped[int] = mapped_column(primary_key=True)
+    node: Mapped[str] = mapped_column(primary_key=True)
+    device: Mapped[str]
+    matmul_tflops: Mapped[float]
+    """Of its slowest device, in TFLOP/s."""
+    core_share: Mapped[float]
+    """Share of its cores that it got, 0 to 1."""
+    bandwidth_gb_s: Mapped[float]
+    """To its fastest neighbour, in GB/s; 0 where it had none."""
+    latency_ms: Mapped[float]
+    """To its nearest neighbour, in milliseconds."""
+    measured_at: Mapped[datetime]
+
+    __table_args__ = (Index(None, "node", "measured_at"),)
 
 
 class Attempt(Base):

@@ -26,7 +26,7 @@ from rlhf_core.schemas.attempts import (
     attempt_sources,
     run_sources,
 )
-from rlhf_core.schemas.checks import CheckStatus
+from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import Decision, FailureKind, Incident
 from rlhf_core.schemas.journal import (
     AttemptMoved,
@@ -42,6 +42,7 @@ from rlhf_core.schemas.journal import (
     StageEnded,
     StageStarted,
 )
+from rlhf_core.schemas.probe import ProbeReport
 from rlhf_core.schemas.reports import AgentStatus, AttemptOutcome, CheckpointManifest, EvaluationReport
 from rlhf_core.schemas.resources import Placement
 from rlhf_core.schemas.run import StoredSpec, shape_key
@@ -50,6 +51,7 @@ RUNS = tables.metadata.tables["runs"]
 OFFSETS = tables.metadata.tables["ingest_offsets"]
 STAGES = tables.metadata.tables["stages"]
 CHECKS = tables.metadata.tables["checks"]
+SPEEDS = tables.metadata.tables["node_speeds"]
 ATTEMPTS = tables.metadata.tables["attempts"]
 RESTARTS = tables.metadata.tables["restarts"]
 NODES = tables.metadata.tables["attempt_nodes"]
@@ -70,6 +72,7 @@ Row = dict[str, Any]
 NODE_FAILURES = frozenset(
     {
         FailureKind.NODE_LOST,
+        FailureKind.NODE_UNFIT,
         FailureKind.GPU_HARDWARE,
         FailureKind.COLLECTIVE_HANG,
         FailureKind.NETWORK,
@@ -215,7 +218,7 @@ def _write_journal_event(connection: Connection, run_id: str, entry: JournalEntr
         case StageEnded() as event:
             _end_stage(connection, run_id, event, line.time)
         case ChecksMade() as event:
-            _write_checks(connection, run_id, event, entry)
+            _write_checks(connection, run_id, event.results, entry.position, line.time)
         case AttemptPlanned() as event:
             write_placement(connection, run_id, event.placement, line.time)
         case AttemptSubmitted() as event:
@@ -307,11 +310,13 @@ def _end_stage(connection: Connection, run_id: str, event: StageEnded, time: dat
     )
 
 
-def _write_checks(connection: Connection, run_id: str, event: ChecksMade, entry: JournalEntry) -> None:
+def _write_checks(
+    connection: Connection, run_id: str, results: Sequence[CheckResult], round: int, made_at: datetime, attempt: int = 0
+) -> None:
     rows = [
         {
             "run_id": run_id,
-            "round": entry.position,
+            "round": round,
             "position": position,
             "check_id": result.id,
             "status": result.status.value,
@@ -320,11 +325,35 @@ def _write_checks(connection: Connection, run_id: str, event: ChecksMade, entry:
             "advice": result.advice,
             "node": result.node,
             "seconds": result.seconds,
-            "made_at": entry.line.time,
+            "made_at": made_at,
+            "attempt": attempt,
         }
-        for position, result in enumerate(event.results)
+        for position, result in enumerate(results)
     ]
     insert_or_replace(connection, CHECKS, rows)
+
+
+def write_probes(connection: Connection, run_id: str, probes: Sequence[ProbeReport]) -> None:
+    """Findings about the nodes of an attempt, and what they measured."""
+    for probe in probes:
+        _write_checks(connection, run_id, probe.results, -probe.attempt, probe.made_at, probe.attempt)
+        rows = []
+        for speed in probe.speeds:
+            spoke = [pair for pair in speed.pairs if not pair.problem]
+            rows.append(
+                {
+                    "run_id": run_id,
+                    "attempt": probe.attempt,
+                    "node": speed.node,
+                    "device": speed.device,
+                    "matmul_tflops": speed.matmul_tflops,
+                    "core_share": speed.core_share,
+                    "bandwidth_gb_s": max((pair.gb_s for pair in spoke), default=0.0),
+                    "latency_ms": min((pair.latency_ms for pair in spoke), default=0.0),
+                    "measured_at": probe.made_at,
+                }
+            )
+        insert_or_replace(connection, SPEEDS, rows)
 
 
 def write_placement(connection: Connection, run_id: str, placement: Placement, planned_at: datetime) -> None:

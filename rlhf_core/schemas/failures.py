@@ -15,6 +15,8 @@ class FailureKind(StrEnum):
     """The scheduler took the nodes back."""
     TIME_LIMIT = "time_limit"
     """The job reached its time limit."""
+    NODE_UNFIT = "node_unfit"
+    """A node did not pass the checks before training: slow, broken, or different from the others."""
     NODE_LOST = "node_lost"
     """A node went away: down, drained, unreachable."""
     GPU_HARDWARE = "gpu_hardware"

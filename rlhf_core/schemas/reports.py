@@ -107,6 +107,7 @@ class AgentEvent(Schema):
     """When (UTC)."""
     kind: Literal[
         "agent_started",
+        "probe",
         "prebuild",
         "role_started",
         "workers_started",

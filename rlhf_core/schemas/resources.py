@@ -62,6 +62,8 @@ class Placement(Schema):
     """Longest gaps between beats of earlier runs of the same shape, in seconds: ``role/phase`` to gap."""
     exclusion_reasons: dict[str, str] = {}
     """Why each excluded node is: for a person."""
+    usual_speeds: dict[str, dict[str, dict[str, float]]] = {}
+    """Medians of what earlier probes of all runs measured: node to device to reading."""
 
 
 class Submission(Schema):

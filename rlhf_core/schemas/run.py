@@ -381,6 +381,8 @@ class PreflightSpec(Schema):
     """Largest time of a small message to another node and back, in milliseconds; 0 for no limit of its own."""
     min_matmul_tflops: NonNegativeFloat = 0.0
     """Least speed of matrix products per rank, in TFLOP/s; 0 for no floor of its own."""
+    meet_s: PositiveFloat = 60.0
+    """How long the first node waits for the others, in seconds; then it names who has not come."""
     probe_s: PositiveFloat = 60.0
     """Longest time for all measurements together, in seconds; what does not answer until then is named."""
 

@@ -11,8 +11,9 @@ from rlhf_core.schemas.reports import RankStatus, WorkerOutcome
 class Step(Schema):
     """What all agents do next."""
 
-    action: Literal["start", "restart", "next_role", "end"]
-    """Start the workers now; start them again; go on with the next role; end the attempt."""
+    action: Literal["start", "again", "restart", "next_role", "end"]
+    """Go on: start what comes next now; measure once more; start the workers again; go on with the next role; end the
+    attempt."""
     state: AttemptState = AttemptState.FAILED
     """How the attempt ends."""
     message: str = ""

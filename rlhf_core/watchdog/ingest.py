@@ -25,6 +25,7 @@ from rlhf_core.run_dir import AttemptDir, RestartDir, RunDir, read_lines, read_m
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Decision, Incident
 from rlhf_core.schemas.journal import JournalLine
+from rlhf_core.schemas.probe import ProbeReport
 from rlhf_core.schemas.reports import (
     AgentEvent,
     AgentStatus,
@@ -186,6 +187,7 @@ class _Reader:
         touched = len(self._batch.offsets)
         for restart in attempt.restarts():
             self._read_restart(restart)
+        self._document(attempt.probe_report, ProbeReport, self._batch.probes)
         self._document(attempt.outcome, AttemptOutcome, self._batch.outcomes)
         if len(self._batch.offsets) > touched:
             self._batch.attempts.add(attempt.number)

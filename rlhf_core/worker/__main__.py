@@ -3,6 +3,7 @@
     agent         one per node: starts, watches and ends the workers of an attempt
     role          one worker; started by an agent
     check-import  whether a module:function can be imported here; one JSON line
+    probe         measures the node before training; started by an agent, one JSON line per step
     prebuild      compiles what training needs, so that no worker does it
 
 What is heavy is imported after the arguments are read.
@@ -15,6 +16,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 from rlhf_core.schemas.resources import Role
 
@@ -26,6 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
         "agent": _agent,
         "role": _role,
         "check-import": _check_import,
+        "probe": _probe,
         "prebuild": _prebuild,
     }
     return commands[parsed.command](parsed)
@@ -58,6 +61,9 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check-import", help="whether a module:function can be imported; one JSON line")
     check.add_argument("target", metavar="MODULE:FUNCTION")
     check.add_argument("--path", type=Path, action="append", default=[], help="folder to import from")
+
+    probe = commands.add_parser("probe", help="measure this node, with all others; started by an agent")
+    probe.add_argument("place", type=json.loads, help="where this process stands, as a JSON object")
 
     commands.add_parser("prebuild", help="compile what training needs on this node")
     return parser
@@ -114,6 +120,17 @@ def _check_import(parsed: argparse.Namespace) -> int:
         error = f"{type(failure).__name__}: {failure}"
     print(json.dumps({"ok": not error, "error": error}))
     return 0 if not error else 1
+
+
+def _probe(parsed: argparse.Namespace) -> int:
+    from rlhf_core.worker.processes import die_with_parent
+    from rlhf_core.worker.roles import PROBE, load
+
+    die_with_parent()
+    code = load(PROBE)(parsed.place)
+    sys.stdout.flush()
+    # Not through the tear-down of process groups whose peers may be gone.
+    os._exit(cast("int", code))
 
 
 def _prebuild(parsed: argparse.Namespace) -> int:

@@ -10,8 +10,10 @@ import os
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from pydantic import BaseModel, JsonValue
@@ -20,15 +22,17 @@ from rlhf_core.diagnosis.classify import Diagnosis, Evidence, classify, fingerpr
 from rlhf_core.diagnosis.liveness import GapTracker
 from rlhf_core.diagnosis.policy import Choice
 from rlhf_core.errors import RunDirError
-from rlhf_core.run_dir import RestartDir, RunDir, read_model, write_model
+from rlhf_core.run_dir import AttemptDir, RestartDir, RunDir, read_model, write_model
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.base import Schema, utc_now
+from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import Action, FailureKind
+from rlhf_core.schemas.probe import NodeFacts, NodeSpeed
 from rlhf_core.schemas.reports import AttemptOutcome
 from rlhf_core.schemas.resources import JOB_VARIABLE, Placement, Role, RolePlan, job_marker
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.team import NodeEnd, NodeState, Orders, Ready, Step
-from rlhf_core.worker import endings, processes
+from rlhf_core.worker import endings, node_facts, probing, processes
 from rlhf_core.worker.board import JOIN_S, Board, BoardLost, MemoryBoard, host_board, join_board
 from rlhf_core.worker.collectives import BUFFER_SIZE, BUFFER_VARIABLE
 from rlhf_core.worker.endings import Failure, NodeReport
@@ -44,6 +48,10 @@ from rlhf_core.worker.team import Message, Team
 from rlhf_core.worker.watch import Exit, Started, Watch
 from rlhf_core.worker.worker_process import AGENT_VARIABLE, SLOTS_VARIABLE, spare_outcome
 
+ALONE_S = 15.0
+"""After this an agent that contradicts the plan, and sees no agent 0, takes it that all do."""
+CONFUSED_S = 1.0
+"""How often agent 0 looks for nodes that cannot join and say so in a file."""
 END_PATIENCE_S = 5.0
 """How long agent 0 waits for the last words of the others when all is to end."""
 
@@ -115,13 +123,9 @@ def run_agent(
     inbox = SignalInbox()
     directory = RunDir(run_dir.absolute())
     leader = Leader(directory, attempt)
-    try:
-        nodes, problem = Nodes.of(), ""
-    except NodesError as error:
-        nodes, problem = Nodes((os.environ.get("SLURMD_NODENAME", "unknown"),), ("",), 0), str(error)
-        if os.environ.get("SLURM_NODEID", "0") != "0":
-            print(problem, file=sys.stderr, flush=True)
-            return 1
+    nodes, problem = _place_of(directory, attempt)
+    if problem and not _is_left_to_say_so(directory.attempt(attempt), nodes.name, problem, inbox):
+        return 1
     if nodes.is_first:
         taken = leader.claim()
         if taken:
@@ -131,7 +135,7 @@ def run_agent(
     site = Site(directory, attempt, nodes, inbox, leader, EventLog(nodes.name, directory.attempt(attempt).restart(0)))
     try:
         if problem:
-            raise AttemptFailed(FailureKind.CONFIG, problem)
+            raise AttemptFailed(FailureKind.CONFIG, f"{nodes.name}: {problem}")
         site.team = Team(nodes, _board(site))
         spec, placement = _read(directory, attempt, nodes)
         job = Job(directory, attempt, nodes, spec, placement, targets or {}, import_paths)
@@ -145,6 +149,39 @@ def run_agent(
             site, f"the agent failed: {type(error).__name__}: {error}", classify(Evidence(agent_log=text)).kind
         )
     return _finish(site, ending)
+
+
+def _place_of(run_dir: RunDir, attempt: int) -> tuple[Nodes, str]:
+    """Which node of the attempt this is, and what contradicts that; then it stands alone."""
+    try:
+        nodes = Nodes.of()
+    except NodesError as error:
+        return Nodes((os.environ.get("SLURMD_NODENAME", "unknown"),), ("",), 0), str(error)
+    placement = read_model(run_dir.attempt(attempt).placement, Placement)
+    if placement is None or placement.num_nodes == nodes.num:
+        return nodes, ""
+    problem = (
+        f"the attempt was planned for {placement.num_nodes} nodes, but here RLHF_NODES names "
+        f"{nodes.num} ({', '.join(nodes.names)})"
+    )
+    return Nodes((nodes.name,), ("",), 0), problem
+
+
+def _is_left_to_say_so(attempt: AttemptDir, name: str, problem: str, inbox: SignalInbox) -> bool:
+    """Of a node that contradicts the plan: leave it to agent 0 to end the attempt and to name this node.
+
+    Returns:
+        Whether there is no agent 0, as all nodes may be wrong: then it is for this one to say so.
+    """
+    print(f"{name}: {problem}", file=sys.stderr, flush=True)
+    _try_to_write(attempt.node_facts(name), node_facts.confused(name, problem))
+    deadline = time.monotonic() + JOIN_S
+    while time.monotonic() < deadline:
+        if any(number in ENDING for number in inbox.wait(1.0)):
+            return False
+        if not attempt.claim.exists() and time.monotonic() > deadline - JOIN_S + ALONE_S:
+            return True
+    return False
 
 
 def _board(site: Site) -> Board:
@@ -177,12 +214,6 @@ def _read(run_dir: RunDir, attempt: int, nodes: Nodes) -> tuple[RunSpec, Placeme
     placement = read_model(path, Placement)
     if placement is None or not placement.roles:
         raise AttemptFailed(FailureKind.CONFIG, f"{path} is missing, damaged or names no role")
-    if placement.num_nodes != nodes.num:
-        message = (
-            f"{path} asks for {placement.num_nodes} nodes, but the job has {nodes.num} ({', '.join(nodes.names)}): "
-            "the job's script must set RLHF_NODES for all of them"
-        )
-        raise AttemptFailed(FailureKind.CONFIG, message)
     return spec, placement
 
 
@@ -233,6 +264,9 @@ class Agent:
         self._events = events
         self._team = team
         self._budget = RestartBudget(job.run_dir, job.spec.supervise)
+        self._probe = probing.Probe(
+            probing.Place(job.run_dir, job.attempt, job.nodes, job.spec, job.placement, team.endpoint)
+        )
         self._gpus: GpuWait | None = None
         self._restart = 0
         self._restart_is_used = False
@@ -264,9 +298,15 @@ class Agent:
         supervisor.start()
         self._events.add("agent_started", f"agent of attempt {job.attempt} started with pid {os.getpid()}")
         try:
-            self._meet(supervisor)
-            self._prepare(slots, supervisor)
-            for plan in job.placement.roles:
+            self._set_environment(slots)
+            probed = any(plan.role is Role.PROBE for plan in job.placement.roles)
+            ending = self._meet(supervisor) or (self._check_nodes(supervisor) if probed else None)
+            if ending is not None:
+                return ending
+            roles = [plan for plan in job.placement.roles if plan.role is not Role.PROBE]
+            if roles:
+                self._prepare(supervisor)
+            for plan in roles:
                 ending = self._run_role(plan, slots, supervisor)
                 if ending is not None:
                     return ending
@@ -278,32 +318,95 @@ class Agent:
                 spare_outcome(slots.path, index).unlink(missing_ok=True)
             slots.remove()
 
-    def _meet(self, supervisor: Supervisor) -> None:
-        """Agent 0 waits until the agents of all nodes are there.
-
-        Raises:
-            AttemptFailed: they did not come in time.
-        """
+    def _meet(self, supervisor: Supervisor) -> Ending | None:
+        """Agent 0 waits until the agents of all nodes are there; the end, where they do not come in time."""
         team = self._team
         if team.nodes.num == 1:
-            return
+            return None
         team.tell("hello", Ready())
         if not team.leads:
-            return
+            return None
+        look_at_s = 0.0
 
-        def all_there() -> bool:
-            return len(team.heard("hello", Ready)) == team.nodes.num or supervisor.asked.to_end
+        def enough() -> bool:
+            nonlocal look_at_s
+            # With the first state of each there is also a first measure of its clock.
+            came = team.heard("hello", Ready).keys() & team.heard("state", NodeState).keys()
+            if len(came) == team.nodes.num or supervisor.asked.to_end:
+                return True
+            now_s = time.monotonic()
+            if now_s < look_at_s:
+                return False
+            look_at_s = now_s + CONFUSED_S
+            return bool(self._probe.confused())
 
-        if not self._wait_until(all_there, JOIN_S):
-            came = team.heard("hello", Ready)
-            missing = [name for index, name in enumerate(team.nodes.names) if index not in came]
-            message = (
-                f"{len(came)} of {team.nodes.num} agents came within {JOIN_S:.0f} s; missing: {', '.join(missing)}"
-            )
-            raise AttemptFailed(FailureKind.RENDEZVOUS, message)
+        self._wait_until(enough, self._job.spec.preflight.meet_s)
+        came = [name for index, name in enumerate(team.nodes.names) if index in team.heard("hello", Ready)]
+        if len(came) < team.nodes.num and not supervisor.asked.to_end:
+            self._probe.without(came)
+            step = self._after_checks(last=True)
+            team.announce("orders", Orders(over=step))
+            return _ending(step)
         self._events.add("peer", f"the agents of all {team.nodes.num} nodes are here: {', '.join(team.nodes.names)}")
+        return None
 
-    def _prepare(self, slots: SlotFile, supervisor: Supervisor) -> None:
+    # -----------------------------------------------------------------------------------------------------------------
+    # The probe
+
+    def _check_nodes(self, supervisor: Supervisor) -> Ending | None:
+        """Compare and measure the nodes; the end, where one is not fit."""
+        probe, asked = self._probe, supervisor.asked
+
+        def after_facts(facts: Mapping[int, NodeFacts]) -> Step:
+            # One that cannot read its orders is a finding, not the end of everything.
+            unread = asked.broken_kind is FailureKind.CONFIG and asked.broken_node != ""
+            step = self._asked_to_end(asked) if unread else self._may_start(asked)
+            if step is not None and step.action == "end":
+                return step
+            ahead_s = {index: self._team.ahead_s(index) for index in facts}
+            probe.take_facts(facts, ahead_s, {asked.broken_node: asked.broken} if unread else {})
+            return self._after_checks(last=not probe.measures)
+
+        def after_speeds(speeds: Mapping[int, NodeSpeed], look: int) -> Step:
+            step = self._may_start(asked)
+            if step.action == "end":
+                return step
+            return Step(action="again") if probe.take_speeds(speeds, look) else self._after_checks(last=True)
+
+        step = self._agree("facts", probe.facts(), NodeFacts, after_facts, supervisor, probing.FACTS_S)
+        for look in (1, 2):
+            if probe.measures and step.action in ("start", "again"):
+                speed = probe.measure(look, lambda: asked.to_end)
+                after = partial(after_speeds, look=look)
+                step = self._agree(f"speed-{look}", speed, NodeSpeed, after, supervisor, probe.patience_s)
+            if step.action != "again":
+                break
+        return _ending(step) if step.action == "end" else None
+
+    def _after_checks(self, *, last: bool) -> Step:
+        """What follows from the findings so far; they are written down when they end something or are all."""
+        report = self._probe.report()
+        blocking = [one for one in report.results if one.status is CheckStatus.BLOCKED]
+        if blocking or last:
+            self._leader.write(self._attempt_dir.probe_report, report)
+            counts = Counter(one.status.value for one in report.results)
+            listed = ", ".join(f"{count} {status}" for status, count in counts.items())
+            self._events.add("probe", f"nodes checked in {report.seconds} s: {listed}", Role.PROBE)
+        return self._unfit(blocking) if blocking else Step(action="start")
+
+    def _unfit(self, blocking: Sequence[CheckResult]) -> Step:
+        """The end; with the nodes to do without, unless no node is to blame."""
+        nodes = tuple(dict.fromkeys(one.node for one in blocking if one.node))
+        kind = FailureKind.NODE_UNFIT if all(one.node for one in blocking) else FailureKind.CONFIG
+        message = probing.in_a_sentence(blocking)
+        what = f"{' '.join(sorted({one.id for one in blocking}))} {' '.join(nodes)}"
+        blamed = nodes if kind is FailureKind.NODE_UNFIT else ()
+        failure = Failure(Diagnosis(kind, message, fingerprint(kind, what), nodes=blamed), "", None, None)
+        record_incident(self._leader, self._events, self._restart_dir, self._job.run_dir, failure)
+        record_decision(self._leader, self._events, self._restart_dir, self._budget.choose(failure.diagnosis))
+        return self._end(AttemptState.FAILED, message, kind)
+
+    def _set_environment(self, slots: SlotFile) -> None:
         job = self._job
         os.environ[JOB_VARIABLE] = job_marker(job.run_dir.run_id, job.attempt)
         os.environ[SLOTS_VARIABLE] = str(slots.path)
@@ -313,6 +416,9 @@ class Agent:
         if job.nodes.num > 1 and (interface := interface_of(job.nodes.address)):
             # gloo would take the interface of the host's name, which on many clusters is the wrong one.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+    def _prepare(self, supervisor: Supervisor) -> None:
+        job = self._job
         native = any(plan.role in TARGETS and plan.role not in job.targets for plan in job.placement.roles)
         if job.placement.gpus_per_node > 0:
             self._gpus = GpuWait(self._events)
@@ -359,7 +465,7 @@ class Agent:
             if step.action == "next_role":
                 return None
             if step.action == "end":
-                return Ending(step.state, step.message, step.kind, step.ended_by, step.num_restarts)
+                return _ending(step)
             self._enter_restart(plan.role, supervisor)
             if self._gpus is not None:
                 self._gpus.wait()
@@ -371,8 +477,13 @@ class Agent:
         kind: type[Message],
         decide: Callable[[Mapping[int, Message]], Step],
         supervisor: Supervisor,
+        patience_s: float = float("inf"),
     ) -> Step:
-        """Tell agent 0 something; once it has heard all, it decides for all. The same step comes back on every node."""
+        """Tell agent 0 something; once it has heard all, it decides for all. The same step comes back on every node.
+
+        Args:
+            patience_s: How long agent 0 waits for those who are alive and say nothing.
+        """
         team, asked = self._team, supervisor.asked
         team.tell(topic, message)
         if not team.leads:
@@ -388,7 +499,7 @@ class Agent:
             missing = {name for index, name in enumerate(team.nodes.names) if index not in heard}
             return now_s > latest_s or missing <= {asked.broken_node}
 
-        self._wait_until(enough)
+        self._wait_until(enough, patience_s)
         step = decide(team.heard(topic, kind))
         team.announce(f"step/{topic}", step)
         return step
@@ -414,8 +525,12 @@ class Agent:
         return True
 
     @property
+    def _attempt_dir(self) -> AttemptDir:
+        return self._job.run_dir.attempt(self._job.attempt)
+
+    @property
     def _restart_dir(self) -> RestartDir:
-        return self._job.run_dir.attempt(self._job.attempt).restart(self._restart)
+        return self._attempt_dir.restart(self._restart)
 
     def _enter_restart(self, role: Role, supervisor: Supervisor) -> None:
         """Go on to the next restart, unless this one was not used yet. They are counted over all roles."""
@@ -554,6 +669,10 @@ class Agent:
             choice = Choice(Action.NEW_ATTEMPT, 0.0, reason)
         record_decision(self._leader, self._events, self._restart_dir, choice)
         return choice
+
+
+def _ending(step: Step) -> Ending:
+    return Ending(step.state, step.message, step.kind, step.ended_by, step.num_restarts)
 
 
 def _try_to_write(path: Path, model: BaseModel) -> bool:

@@ -59,6 +59,14 @@ class GpuTelemetry:
             found |= {f"gpu{index}_{name}": value for name, value in self._read_one(device).items()}
         return found
 
+    def names(self) -> list[str]:
+        """Types of the GPUs, in their order."""
+        return [_text(self._nvml.nvmlDeviceGetName(device.handle)) for device in self._devices]
+
+    def driver(self) -> str:
+        """Version of the driver."""
+        return _text(self._nvml.nvmlSystemGetDriverVersion())
+
     def _visible(self) -> list[str]:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         if visible is not None:
@@ -149,3 +157,8 @@ class GpuTelemetry:
                 event = self._nvml.nvmlEventSetWait_v2(device.xids, 0)
                 device.last_xid = int(event.eventData)
         return {"xid": float(device.last_xid)} if device.last_xid else {}
+
+
+def _text(name: str | bytes) -> str:
+    """NVML's Python bindings gave bytes until version 12."""
+    return name.decode() if isinstance(name, bytes) else name

@@ -1,0 +1,98 @@
+"""``rlhf check --probe``: takes the allocation that a run would get, checks its nodes, and gives it back."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from rlhf_core.allocation.planner import plan
+from rlhf_core.config import Site
+from rlhf_core.errors import RunFailed
+from rlhf_core.launch.prepare import prepare
+from rlhf_core.launch.start import job_request
+from rlhf_core.run_dir import AttemptDir, RunDir, read_model, remove_tree, write_model
+from rlhf_core.scheduler.base import JobState, JobStatus, Scheduler
+from rlhf_core.schemas.checks import CheckResult, CheckStatus
+from rlhf_core.schemas.probe import ProbeReport
+from rlhf_core.schemas.reports import AttemptOutcome
+from rlhf_core.schemas.resources import Role, RolePlan, Submission
+from rlhf_core.schemas.run import RunSpec
+
+PROBES = ".probes"
+"""Folder of their run directories, beside the runs: they are no runs, and the history does not know them."""
+POLL_S = 0.5
+OUTCOME_S = 10.0
+"""How long the outcome of an ended job may take to be seen."""
+MARGIN_S = 600
+"""Time limit of the job, beside what the measurements may take: interpreters start slowly on a cold file system."""
+
+
+def probe_nodes(spec: RunSpec, site: Site, scheduler: Scheduler, say: Callable[[str], None]) -> tuple[CheckResult, ...]:
+    """Check the nodes that a run would get. Its directory is kept only where something was found.
+
+    Args:
+        spec: With absolute paths.
+        say: Told what is waited for.
+
+    Raises:
+        BadInput: the inventory cannot hold it.
+        SchedulerError: the scheduler does not answer, or did not accept the job.
+        RunFailed: the agents ended without findings.
+    """
+    run_dir = prepare(spec, site.runs_dir / PROBES, config_source="rlhf check --probe")
+    attempt = run_dir.attempt(1)
+    ranks = spec.resources.ranks_per_node
+    placement = plan(spec, scheduler.inventory(), attempt=1).model_copy(
+        update={"roles": (RolePlan(role=Role.PROBE, workers_per_node=ranks),)}
+    )
+    write_model(attempt.placement, placement)
+    request = job_request(run_dir, spec, placement, site.compute_python, site.slurm)
+    limit_s = min(request.time_limit_s, round(spec.preflight.meet_s + spec.preflight.probe_s) + MARGIN_S)
+    submission = scheduler.submit(replace(request, time_limit_s=limit_s))
+    try:
+        report = _await_report(attempt, submission, scheduler, say)
+    finally:
+        if not scheduler.cancel(submission):
+            say(f"job {submission.job_id} may still run; the scheduler did not confirm its end")
+    say(f"nodes checked in {report.seconds:.1f} s")
+    _tidy_up(run_dir, report, say)
+    return report.results
+
+
+def _await_report(
+    attempt: AttemptDir, submission: Submission, scheduler: Scheduler, say: Callable[[str], None]
+) -> ProbeReport:
+    said, ended_at_s = "", None
+    while True:
+        status = scheduler.status([submission]).get(submission.job_id, JobStatus(JobState.UNKNOWN))
+        outcome = read_model(attempt.outcome, AttemptOutcome)
+        report = read_model(attempt.probe_report, ProbeReport)
+        if report is not None and outcome is not None:
+            return report
+        if outcome is not None:
+            raise RunFailed(f"the nodes were not checked: {outcome.message}. Logs: {attempt.scheduler_dir}")
+        if status.state is JobState.ENDED:
+            ended_at_s = time.monotonic() if ended_at_s is None else ended_at_s
+            if time.monotonic() - ended_at_s > OUTCOME_S:
+                why = status.reason or "no reason given"
+                raise RunFailed(f"the job ended without findings ({why}). Logs: {attempt.scheduler_dir}")
+        now = _in_words(submission, status)
+        if now != said:
+            said = now
+            say(now)
+        time.sleep(POLL_S)
+
+
+def _in_words(submission: Submission, status: JobStatus) -> str:
+    job = f"{submission.scheduler} job {submission.job_id}"
+    if status.state is JobState.PENDING:
+        return f"{job} waits for nodes: {status.reason}" if status.reason else f"{job} waits for nodes"
+    if status.state is JobState.RUNNING:
+        return f"{job} checks {', '.join(status.nodes)}" if status.nodes else f"{job} runs"
+    return f"{job}: {status.state.value}"
+
+
+def _tidy_up(run_dir: RunDir, report: ProbeReport, say: Callable[[str], None]) -> None:
+    if all(result.status in (CheckStatus.PASSED, CheckStatus.SKIPPED) for result in report.results):
+        remove_tree(run_dir.root)
+    else:
+        say(f"what the nodes said is in {run_dir.attempt(1).probe}")

@@ -1,0 +1,480 @@
+"""The checks that are made on the nodes of an attempt, and what follows from what the nodes say of themselves. Pure.
+
+Nodes that disagree on settings, versions or data hang in the first collective, or train apart without a word (ms-swift
+#3695, #2057, #4897). So every node says what it has before there is a process group, and the one that differs is named
+together with what differs.
+"""
+
+import fnmatch
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rlhf_core.schemas.checks import CheckResult, CheckStatus
+from rlhf_core.schemas.probe import NodeFacts
+
+
+@dataclass(frozen=True)
+class NodeCheck:
+    """A check made on nodes."""
+
+    id: str
+    prevents: str
+    """What it is for, in a sentence."""
+
+
+MISSING = NodeCheck(
+    "node.missing", "A node that never comes lets all others wait in the rendezvous until it times out."
+)
+IDENTITY = NodeCheck(
+    "node.identity", "Two nodes that take themselves for the same one, or for alone, never form one world."
+)
+LAUNCH = NodeCheck(
+    "node.launch",
+    "NNODES, NODE_RANK or NPROC_PER_NODE that differ make two worlds, or one that is never complete (ms-swift #3695).",
+)
+VARIABLES = NodeCheck(
+    "node.variables", "A variable of NCCL, CUDA or torch set on one node only lets ranks choose different algorithms."
+)
+VERSIONS = NodeCheck("node.versions", "Packages of other versions speak other protocols, or compute something else.")
+CONTENT = NodeCheck(
+    "node.content", "A node that reads another config, code, data file or tokenizer takes other branches, and hangs."
+)
+HARDWARE = NodeCheck(
+    "node.hardware", "A node with 7 GPUs among nodes with 8, or with slower ones, holds up all others."
+)
+GPU_HEALTH = NodeCheck("node.gpu_health", "A GPU with uncorrected errors or an XID fails again, some steps later.")
+DISK = NodeCheck("node.disk", "A full temporary folder or shared memory ends a rank when it first writes there.")
+LIMITS = NodeCheck("node.limits", "Too few open files or locked memory end in errors of NCCL that do not name them.")
+CLOCK = NodeCheck("node.clock", "A wrong clock breaks certificates, build caches and the order of what happened.")
+SHARED_FILES = NodeCheck("node.shared_files", "A node that does not see the run directory can neither load nor save.")
+NETWORK = NodeCheck(
+    "node.network", "An address on no interface, or a port in use, ends in a rendezvous that times out."
+)
+PTRACE = NodeCheck("node.ptrace", "Where processes may not be traced, a hung rank cannot show where it hangs.")
+PLUGIN = NodeCheck("node.plugin", "What a site checks on its nodes by itself (entry points `rlhf_flows.node_checks`).")
+ANSWER = NodeCheck("probe.answer", "A rank that does not get through a small measurement would hang the training.")
+MATMUL = NodeCheck("probe.matmul", "One slow device holds up every step of all others.")
+BANDWIDTH = NodeCheck("probe.bandwidth", "One slow link sets the pace of every all-reduce (NeMo-RL #3670).")
+LATENCY = NodeCheck("probe.latency", "Detours of small messages add up over thousands of collectives in a step.")
+ALL_REDUCE = NodeCheck("probe.all_reduce", "An all-reduce with a wrong sum trains on noise, silently.")
+ALL_GATHER = NodeCheck("probe.all_gather", "An all-gather with wrong or swapped parts mixes up the ranks' data.")
+
+NODE_CHECKS = (
+    MISSING,
+    IDENTITY,
+    LAUNCH,
+    VARIABLES,
+    VERSIONS,
+    CONTENT,
+    HARDWARE,
+    GPU_HEALTH,
+    DISK,
+    LIMITS,
+    CLOCK,
+    SHARED_FILES,
+    NETWORK,
+    PTRACE,
+    PLUGIN,
+    ANSWER,
+    MATMUL,
+    BANDWIDTH,
+    LATENCY,
+    ALL_REDUCE,
+    ALL_GATHER,
+)
+"""Every check on nodes, in the order in which they are shown."""
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+PER_NODE = _words(
+    """
+    SLURM* RLHF_* PMI* PMIX* OMPI_* HYDRA* HOST HOSTNAME PWD OLDPWD SHLVL _ TMP TEMP TMPDIR SSH_* XDG_* DBUS_*
+    KRB5CCNAME TERM LS_COLORS MAIL GPU_DEVICE_ORDINAL ROCR_VISIBLE_DEVICES HIP_VISIBLE_DEVICES
+    CUDA_VISIBLE_DEVICES ZE_AFFINITY_MASK INVOCATION_ID JOURNAL_STREAM SYSTEMD_* LESS* XAUTHORITY DISPLAY
+    TORCH_NCCL_TRACE_BUFFER_SIZE
+    """
+)
+"""Variables that always differ between nodes, or mean nothing to training; ``*`` stands for any text."""
+
+LAUNCHING = (
+    "NNODES",
+    "PET_NNODES",
+    "NODE_RANK",
+    "GROUP_RANK",
+    "PET_NODE_RANK",
+    "NPROC_PER_NODE",
+    "PET_NPROC_PER_NODE",
+    "LOCAL_WORLD_SIZE",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+"""Variables from which launchers build the world; checked against the plan as well as against each other."""
+
+MUST_AGREE = _words(
+    """
+    NCCL_* GLOO_* TORCH_* TORCHELASTIC_* PYTORCH_* CUDA_* CUBLAS* CUDNN* VLLM_* DS_* DEEPSPEED_* ACCELERATE_*
+    TRITON_* HF_* TRANSFORMERS_* TOKENIZERS_* OMP_* MKL_* KMP_* UCX_* FI_* RDMAV_* SHARP_* PYTHONHASHSEED
+    """
+)
+"""Variables that change what ranks compute or how they speak: a node where one differs is not trained on."""
+
+MAY_DIFFER = (
+    "NCCL_SOCKET_IFNAME",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_IB_HCA",
+    "NCCL_TOPO_FILE",
+    "UCX_NET_DEVICES",
+    "HF_TOKEN",
+)
+"""Of those, what names a device of the node: worth reading when it differs."""
+
+CORE_PACKAGES = _words(
+    """
+    accelerate bitsandbytes datasets deepspeed flash-attn flashinfer-python liger-kernel numpy nvidia-* peft
+    python ray rlhf-flows safetensors sglang tokenizers torch torchvision transformer-engine transformers triton
+    trl verl vllm vllm-* xformers ms-swift openrlhf
+    """
+)
+"""Packages whose versions must agree; where others differ it is worth reading."""
+
+ABSENT = "absent"
+SHOWN_KEYS = 6
+SHOWN_CHARACTERS = 120
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the nodes should be, from the run's spec and placement."""
+
+    names: tuple[str, ...]
+    """Names of the nodes in the order of the allocation."""
+    ranks_per_node: int
+    gpus_per_node: int = 0
+    per_node_variables: tuple[str, ...] = ()
+    """What else may differ between nodes."""
+    max_clock_offset_s: float = 5.0
+
+
+def compare(facts: Mapping[int, NodeFacts], ahead_s: Mapping[int, float], plan: Plan) -> list[CheckResult]:
+    """What is wrong with a node, and where nodes disagree.
+
+    Args:
+        facts: What the nodes said of themselves, by their place in the allocation.
+        ahead_s: How far the clock of node 0 is ahead of each other's, in seconds.
+        plan: What the nodes should be.
+
+    Returns:
+        All findings. One that is blocked names its node, unless no single node is to blame.
+    """
+    found = [*_missing(facts, plan)]
+    found += [complaint for index in sorted(facts) for complaint in facts[index].complaints]
+    there = {index: one for index, one in sorted(facts.items()) if one.index >= 0}
+    found += _launch(there, plan)
+    found += _variables(there, plan)
+    found += _versions(there)
+    found += _differing(
+        CONTENT, {one.node: one.content for one in there.values()}, CheckStatus.BLOCKED, _CONTENT_ADVICE
+    )
+    found += _hardware(there, plan)
+    found += _clocks(there, ahead_s, plan)
+    troubled = {result.id for result in found}
+    compared = f"the same on all {len(there)} nodes" if len(there) > 1 else "one node, nothing to compare with"
+    agreed = (LAUNCH, VARIABLES, VERSIONS, CONTENT, HARDWARE, CLOCK)
+    found += [_passed(check, compared) for check in agreed if check.id not in troubled]
+    own = (GPU_HEALTH, DISK, LIMITS, SHARED_FILES, NETWORK, PTRACE)
+    found += [_passed(check, f"well on all {len(there)} nodes") for check in own if check.id not in troubled]
+    return found
+
+
+def blocked(check: NodeCheck, found: str, expected: str, advice: str, node: str = "") -> CheckResult:
+    """A finding with which the node, or without a node the run, cannot work."""
+    return CheckResult(
+        id=check.id, status=CheckStatus.BLOCKED, found=found, expected=expected, advice=advice, node=node
+    )
+
+
+def warning(check: NodeCheck, found: str, expected: str, advice: str, node: str = "") -> CheckResult:
+    """Worth reading."""
+    return blocked(check, found, expected, advice, node).model_copy(update={"status": CheckStatus.WARNING})
+
+
+def _passed(check: NodeCheck, found: str) -> CheckResult:
+    return CheckResult(id=check.id, status=CheckStatus.PASSED, found=found)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Differences
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A key on which nodes disagree."""
+
+    key: str
+    usual: str | None
+    """What more than half of the nodes have; None when no value has such a majority."""
+    odd: Mapping[str, str]
+    """Node to its value, of those that have another one; without a majority all nodes."""
+    num_usual: int
+    """Nodes that have the usual value."""
+
+
+def differences(values: Mapping[str, Mapping[str, str]]) -> list[Difference]:
+    """Where nodes disagree.
+
+    Args:
+        values: Node to what it has: key to value. A key that a node lacks counts as ``absent``.
+    """
+    keys = sorted({key for own in values.values() for key in own})
+    found = []
+    for key in keys:
+        held = {node: own.get(key, ABSENT) for node, own in values.items()}
+        usual, count = Counter(held.values()).most_common(1)[0]
+        if count == len(held):
+            continue
+        if 2 * count > len(held):
+            odd = {node: value for node, value in held.items() if value != usual}
+            found.append(Difference(key, usual, odd, count))
+        else:
+            found.append(Difference(key, None, held, 0))
+    return found
+
+
+def _differing(
+    check: NodeCheck, values: Mapping[str, Mapping[str, str]], status: CheckStatus, advice: str
+) -> list[CheckResult]:
+    """One finding for each odd node with all that differs there; one for what has no majority."""
+    found = differences(values)
+    results = []
+    for node in values:
+        own = [difference for difference in found if difference.usual is not None and node in difference.odd]
+        if own:
+            shown = own[:SHOWN_KEYS]
+            more = f" and {len(own) - len(shown)} more" if len(own) > len(shown) else ""
+            results.append(
+                CheckResult(
+                    id=check.id,
+                    status=status,
+                    found=f"on {node}: " + _listed((one.key, one.odd[node]) for one in shown) + more,
+                    expected=_listed((one.key, one.usual or "") for one in shown)
+                    + f", as on {_count(own[0].num_usual)}",
+                    advice=advice,
+                    node=node,
+                )
+            )
+    results += [
+        CheckResult(
+            id=check.id,
+            status=status,
+            found=f"{one.key} differs, and no value has a majority: "
+            + ", ".join(f"{_short(value)} on {_nodes(who)}" for value, who in _by_value(one.odd).items()),
+            expected=f"the same {one.key} on all nodes",
+            advice=advice,
+        )
+        for one in found
+        if one.usual is None
+    ]
+    return results
+
+
+def _by_value(held: Mapping[str, str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for node, value in held.items():
+        found.setdefault(value, []).append(node)
+    return found
+
+
+def _listed(pairs: Iterable[tuple[str, str]]) -> str:
+    return ", ".join(f"{key} {value}" if value == ABSENT else f"{key} = {_short(value)}" for key, value in pairs)
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= SHOWN_CHARACTERS else f"{value[:SHOWN_CHARACTERS]} ..."
+
+
+def _count(number: int) -> str:
+    return "the other node" if number == 1 else f"{number} nodes"
+
+
+def _nodes(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One check each
+
+_CONTENT_ADVICE = (
+    "put the same files on all nodes, best on a shared file system; a file system that caches may need a moment after "
+    "a change"
+)
+
+
+def _missing(facts: Mapping[int, NodeFacts], plan: Plan) -> list[CheckResult]:
+    known = {one.node for one in facts.values()}
+    return [
+        blocked(
+            MISSING,
+            f"{name} did not come; {len(known)} of {len(plan.names)} nodes did",
+            "the agents of all nodes",
+            f"read in the job's own log what {name} says: its interpreter, container or shared folder may be gone",
+            name,
+        )
+        for name in plan.names
+        if name not in known
+    ]
+
+
+def _launch(facts: Mapping[int, NodeFacts], plan: Plan) -> list[CheckResult]:
+    """Variables of launchers against the plan. Each node is blamed for its own values, the run for those of all."""
+    num_nodes, num_ranks = len(plan.names), len(plan.names) * plan.ranks_per_node
+    right = {
+        "NNODES": {str(num_nodes)},
+        "PET_NNODES": {str(num_nodes), f"{num_nodes}:{num_nodes}"},
+        "NPROC_PER_NODE": {str(plan.ranks_per_node)},
+        "PET_NPROC_PER_NODE": {str(plan.ranks_per_node)},
+        "LOCAL_WORLD_SIZE": {str(plan.ranks_per_node)},
+        # Kubernetes calls the number of nodes so.
+        "WORLD_SIZE": {str(num_ranks), str(num_nodes)},
+    }
+    found = []
+    for name, values in right.items():
+        held = {one.node: one.variables.get(name, ABSENT) for one in facts.values()}
+        if set(held.values()) == {ABSENT}:
+            continue
+        wrong = {node: value for node, value in held.items() if value not in values}
+        found += _blame(
+            wrong, len(held), name, f"{name} = {' or '.join(sorted(values))}, as planned, or unset everywhere"
+        )
+    found += _node_ranks(facts)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        own = {one.node: {name: one.variables.get(name, ABSENT)} for one in facts.values()}
+        found += _differing(LAUNCH, own, CheckStatus.BLOCKED, "set it to the same on all nodes, or nowhere")
+    return found
+
+
+_WHAT_FOLLOWS = {
+    "NNODES": "a launcher there starts a world of its own, and the node trains alone",
+    "PET_NNODES": "a launcher there starts a world of its own, and the node trains alone",
+}
+
+
+def _blame(wrong: Mapping[str, str], num_nodes: int, name: str, expected: str) -> list[CheckResult]:
+    follows = _WHAT_FOLLOWS.get(name, "the world is never complete, and all wait for ranks that do not exist")
+    advice = f"set {name} in one place for all nodes, or unset it: rlhf-flows does not need it ({follows})"
+    if len(wrong) == num_nodes and len(set(wrong.values())) == 1:
+        value = next(iter(wrong.values()))
+        return [blocked(LAUNCH, f"{name} = {value} on all nodes", expected, advice)]
+    return [
+        blocked(LAUNCH, f"on {node}: {_listed([(name, value)])}", expected, advice, node)
+        for node, value in wrong.items()
+    ]
+
+
+def _node_ranks(facts: Mapping[int, NodeFacts]) -> list[CheckResult]:
+    found = []
+    for name in ("NODE_RANK", "GROUP_RANK", "PET_NODE_RANK"):
+        held = {index: one.variables.get(name, ABSENT) for index, one in facts.items()}
+        if set(held.values()) == {ABSENT}:
+            continue
+        ranks = {index: int(value) for index, value in held.items() if value.isdigit()}
+        counts = Counter(ranks.values())
+        for index, one in facts.items():
+            if index not in ranks:
+                said = _listed([(name, held[index])])
+                problem = f"on {one.node}: {said}; a launcher takes 0, like the first node"
+            elif counts[ranks[index]] > 1 and ranks[index] != index:
+                twins = [facts[other].node for other, rank in ranks.items() if rank == ranks[index]]
+                problem = f"{' and '.join(twins)} have the same {name} = {ranks[index]}"
+            elif ranks[index] >= len(facts):
+                problem = f"on {one.node}: {name} = {ranks[index]}, with {len(facts)} nodes"
+            else:
+                continue
+            advice = f"give each node its own {name}, or unset it: rlhf-flows does not need it"
+            found.append(blocked(LAUNCH, problem, f"{name} = {index} on {one.node}", advice, one.node))
+    return found
+
+
+def _variables(facts: Mapping[int, NodeFacts], plan: Plan) -> list[CheckResult]:
+    skipped = (*PER_NODE, *LAUNCHING, *plan.per_node_variables)
+    hard: dict[str, dict[str, str]] = {}
+    soft: dict[str, dict[str, str]] = {}
+    for one in facts.values():
+        own = {name: value for name, value in one.variables.items() if not _matches(name, skipped)}
+        strict = {name for name in own if _matches(name, MUST_AGREE) and not _matches(name, MAY_DIFFER)}
+        hard[one.node] = {name: own[name] for name in strict}
+        soft[one.node] = {name: own[name] for name in own if name not in strict}
+    advice = (
+        "set it on all nodes alike (slurm.environment does), or name it in preflight.per_node_variables if it is right"
+    )
+    return [
+        *_differing(VARIABLES, hard, CheckStatus.BLOCKED, advice),
+        *_differing(VARIABLES, soft, CheckStatus.WARNING, advice),
+    ]
+
+
+def _versions(facts: Mapping[int, NodeFacts]) -> list[CheckResult]:
+    core: dict[str, dict[str, str]] = {}
+    other: dict[str, dict[str, str]] = {}
+    for one in facts.values():
+        core[one.node] = {name: held for name, held in one.versions.items() if _matches(name, CORE_PACKAGES)}
+        other[one.node] = {name: held for name, held in one.versions.items() if name not in core[one.node]}
+    advice = "install the same environment on all nodes, best one on a shared file system or in one image"
+    return [
+        *_differing(VERSIONS, core, CheckStatus.BLOCKED, advice),
+        *_differing(VERSIONS, other, CheckStatus.WARNING, advice),
+    ]
+
+
+def _hardware(facts: Mapping[int, NodeFacts], plan: Plan) -> list[CheckResult]:
+    found = []
+    for one in facts.values():
+        there = int(one.hardware.get("gpus", "0"))
+        if there < plan.gpus_per_node:
+            found.append(
+                blocked(
+                    HARDWARE,
+                    f"{one.node} has {there} GPUs that work",
+                    f"{plan.gpus_per_node}, as planned",
+                    "ask the administrators; `nvidia-smi -L` and the kernel's log (Xid) on the node say which is gone",
+                    one.node,
+                )
+            )
+    short = {result.node for result in found}
+    rest = {one.node: one.hardware for one in facts.values() if one.node not in short}
+    advice = "ask for one kind of node (slurm.constraint, slurm.gpu_type): the slowest sets the pace"
+    hard = {node: {key: value for key, value in own.items() if key == "gpu_types"} for node, own in rest.items()}
+    soft = {node: {key: value for key, value in own.items() if key != "gpu_types"} for node, own in rest.items()}
+    found += _differing(HARDWARE, hard, CheckStatus.BLOCKED, advice)
+    found += _differing(HARDWARE, soft, CheckStatus.WARNING, advice)
+    return found
+
+
+def _clocks(facts: Mapping[int, NodeFacts], ahead_s: Mapping[int, float], plan: Plan) -> list[CheckResult]:
+    """Against the middle one of all clocks: it may be node 0 that is wrong."""
+    if len(facts) < 2:
+        return []
+    behind = {index: ahead_s.get(index, 0.0) for index in facts}
+    middle = sorted(behind.values())[(len(behind) - 1) // 2]
+    found = []
+    for index, one in facts.items():
+        offset = middle - behind[index]
+        if abs(offset) > plan.max_clock_offset_s:
+            found.append(
+                blocked(
+                    CLOCK,
+                    f"the clock of {one.node} is {abs(offset):.1f} s {'ahead' if offset > 0 else 'behind'}",
+                    f"at most {plan.max_clock_offset_s:g} s from that of the other nodes",
+                    f"start chrony or ntpd on {one.node}; preflight.max_clock_offset_s is the limit",
+                    one.node if len(facts) > 2 else "",
+                )
+            )
+    return found

@@ -1,0 +1,74 @@
+"""What nodes say of themselves and of each other before training."""
+
+from datetime import datetime
+
+from rlhf_core.schemas.base import Schema
+from rlhf_core.schemas.checks import CheckResult
+
+
+class NodeFacts(Schema):
+    """What a node says of itself before any process group (``attempts/<n>/probe/<node>.json``)."""
+
+    node: str
+    """Its name."""
+    index: int
+    """Its place in the allocation, from 0; -1 where its environment contradicts itself."""
+    versions: dict[str, str] = {}
+    """Package to version; also ``python``, ``glibc`` and ``nvidia-driver``."""
+    variables: dict[str, str] = {}
+    """Its environment; of what looks secret only a hash."""
+    content: dict[str, str] = {}
+    """``config``, ``code``, ``data.train`` and so on, to a hash of what this node reads there."""
+    hardware: dict[str, str] = {}
+    """Number and type of its GPUs, its cores."""
+    complaints: tuple[CheckResult, ...] = ()
+    """What it finds wrong by itself."""
+
+
+class PairSpeed(Schema):
+    """How two nodes spoke with each other."""
+
+    peer: int
+    """Place of the other node in the allocation."""
+    gb_s: float = 0.0
+    """Best bandwidth in each direction, in GB/s, summed over the ranks that spoke at the same time."""
+    latency_ms: float = 0.0
+    """Shortest time of an all-reduce of one number, in milliseconds."""
+    problem: str = ""
+    """Why they did not speak; empty when they did."""
+
+
+class NodeSpeed(Schema):
+    """What the ranks of one node measured."""
+
+    node: str
+    """Its name."""
+    device: str = ""
+    """What was measured, for instance ``cpu x 2 threads`` or the name of a GPU."""
+    matmul_tflops: float = 0.0
+    """Speed of matrix products on its slowest device, in TFLOP/s; 0 when none was measured."""
+    slowest_rank: int = 0
+    """Local rank of that device."""
+    core_share: float = 1.0
+    """Share of its cores that this rank got meanwhile, 0 to 1; on GPUs always 1."""
+    pairs: tuple[PairSpeed, ...] = ()
+    """The nodes it spoke with."""
+    reached: tuple[str, ...] = ()
+    """Per local rank, the last step that it has finished."""
+    problems: tuple[str, ...] = ()
+    """Per local rank, what went wrong; empty where nothing did."""
+
+
+class ProbeReport(Schema):
+    """What agent 0 makes of it (``attempts/<n>/probe-report.json``)."""
+
+    attempt: int
+    """Number of the attempt, from 1."""
+    results: tuple[CheckResult, ...]
+    """All findings."""
+    speeds: tuple[NodeSpeed, ...] = ()
+    """What the nodes measured, in the order of the allocation."""
+    seconds: float = 0.0
+    """How long all of it took, in seconds."""
+    made_at: datetime
+    """When (UTC)."""

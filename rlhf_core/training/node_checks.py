@@ -1,0 +1,252 @@
+"""Measures a node before training: its devices, its links, and whether collectives give the right result.
+
+One process per rank, each for itself: what hangs here hangs alone, and its agent ends it at the deadline. Every step
+that is done is one line on standard output, so that what a rank reached is known even when it got stuck.
+
+Nodes speak in pairs first, each pair in a process group of its own, so that a link that is slow or dead has two names.
+Two rounds in a ring give every node two partners; one that is slow with both is to blame (the pairwise check of
+DLRover, https://github.com/intelligent-machine-learning/dlrover). Then all ranks meet. All is measured twice and the
+better counts: what was slow once may have been chance.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+MATMUL_S = 0.2
+"""How long matrix products are timed, each time."""
+PAIR_S = 0.1
+"""How long a pair exchanges data, each time."""
+REPEATS = 2
+LATENCY_ROUNDS = 20
+CPU_SIZE, GPU_SIZE = 256, 8192
+CPU_BYTES, GPU_BYTES = 1 << 20, 256 << 20
+"""What a pair exchanges at once: enough to fill the link."""
+MAX_EXCHANGES = 50
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands."""
+
+    node: int
+    """Its node's place in the allocation."""
+    num_nodes: int
+    local_rank: int
+    ranks_per_node: int
+    store: str
+    """``host:port`` of the agents' store, or the path of a file where there is one node only."""
+    prefix: str
+    """Under which the ranks meet in it."""
+    gpu: bool
+    start_s: float
+    """How long the ranks wait until all have started."""
+    patience_s: float
+    """For one step in which others take part."""
+
+    @property
+    def rank(self) -> int:
+        """Over all nodes."""
+        return self.node * self.ranks_per_node + self.local_rank
+
+    @property
+    def world(self) -> int:
+        """Ranks over all nodes."""
+        return self.num_nodes * self.ranks_per_node
+
+
+def run(place: dict[str, Any]) -> int:
+    """Measure, and print one JSON object per step. Returns the exit code.
+
+    Args:
+        place: The fields of :class:`Place`.
+    """
+    try:
+        for line in _steps(Place(**place)):
+            print(json.dumps(line), flush=True)
+    except Exception as error:  # noqa: BLE001 - what went wrong is the finding
+        said = str(error).strip().splitlines()
+        print(json.dumps({"problem": f"{type(error).__name__}: {said[0] if said else ''}"}), flush=True)
+        return 1
+    return 0
+
+
+def rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
+    """Who speaks with whom: a ring of nodes in two halves, and what closes the ring of an odd number in a third.
+
+    Every node has two partners, or one where there are two nodes only; nobody speaks with two at the same time.
+    """
+    if num_nodes < 2:
+        return []
+    ring = [(node, (node + 1) % num_nodes) for node in range(num_nodes)]
+    if num_nodes == 2:
+        return [ring[:1]]
+    even, odd = ring[0 : num_nodes - 1 : 2], ring[1 : num_nodes - num_nodes % 2 : 2]
+    closing = [ring[-1]] if num_nodes % 2 else []
+    return [each for each in (even, odd, closing) if each]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The steps
+
+
+def _steps(place: Place) -> Iterator[dict[str, Any]]:
+    device = torch.device("cuda", place.local_rank) if place.gpu else torch.device("cpu")
+    if place.gpu:
+        torch.cuda.set_device(device)
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = f"cpu x {torch.get_num_threads()} threads"
+    yield {"step": "started", "device": name, "versions": _versions(place)}
+    store = _store(place) if place.world > 1 else None
+    if store is not None:
+        _meet(place, store)  # first of all: who still imports takes cores from those who measure
+    yield {"step": "met"}
+    first = _matmul(device)
+    yield {"step": "matmul", **first}
+    if store is not None:
+        for repeat in range(REPEATS):
+            for number, pairs in enumerate(rounds(place.num_nodes)):
+                peer = next((sum(pair) - place.node for pair in pairs if place.node in pair), None)
+                if peer is not None:
+                    yield {"pair": _exchange(place, store, f"{repeat}.{number}", peer, device)}
+        yield {"step": "pairs"}
+        group = _group(place, PrefixStore("all", store), place.rank, place.world)
+        yield _right("all_reduce", _sum_is_right(place, group, device))
+        yield _right("all_gather", _parts_are_right(place, group, device))
+    second = _matmul(device)
+    yield {"step": "done", **max(first, second, key=lambda one: one["tflops"])}
+
+
+def _right(step: str, problem: str) -> dict[str, Any]:
+    return {"step": step, "problem": f"{step}: {problem}"} if problem else {"step": step}
+
+
+def _versions(place: Place) -> dict[str, str]:
+    """What only the libraries themselves know."""
+    found = {"torch's CUDA": str(torch.version.cuda)}
+    if place.gpu:
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def _store(place: Place) -> Any:
+    patience = timedelta(seconds=place.patience_s)
+    store: Any
+    if place.store.startswith("/"):
+        store = FileStore(place.store, place.world)
+    else:
+        host, _, port = place.store.rpartition(":")
+        store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=patience)
+    store.set_timeout(patience)
+    return PrefixStore(place.prefix, store)
+
+
+def _meet(place: Place, store: Any) -> None:
+    """Until all have come so far: one that still imports must not be taken for one that is silent."""
+    if store.add("here", 1) == place.world:
+        store.set("all here", "")
+    try:
+        store.wait(["all here"], timedelta(seconds=place.start_s))
+    except RuntimeError as error:
+        came = store.add("here", 0)
+        raise RuntimeError(f"{came} of {place.world} ranks started within {place.start_s:.0f} s") from error
+
+
+def _group(place: Place, store: Any, rank: int, size: int) -> Any:
+    """A process group of its own: it leaves nothing behind for others, and connects only whom it is for."""
+    patience = timedelta(seconds=place.patience_s)
+    if not place.gpu:
+        return dist.ProcessGroupGloo(store, rank, size, patience)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = patience
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _matmul(device: torch.device) -> dict[str, float]:
+    """Speed of matrix products over a while, not of the fastest one: a quota on cores stops it in between.
+
+    ``core_share`` is the processor time it got over what its threads could have had.
+    """
+    gpu = device.type == "cuda"
+    size = GPU_SIZE if gpu else CPU_SIZE
+    left = torch.ones(size, size, device=device, dtype=torch.bfloat16 if gpu else torch.float32)
+    for _ in range(3):
+        left @ left
+    _synchronise(device)
+    count, began_s, began_cpu_s = 0, time.perf_counter(), time.process_time()
+    while (passed_s := time.perf_counter() - began_s) < MATMUL_S:
+        left @ left
+        _synchronise(device)
+        count += 1
+    share = 1.0 if gpu else min(1.0, (time.process_time() - began_cpu_s) / (passed_s * torch.get_num_threads()))
+    return {"tflops": count * 2 * size**3 / passed_s / 1e12, "core_share": share}
+
+
+def _exchange(place: Place, store: Any, name: str, peer: int, device: torch.device) -> dict[str, Any]:
+    """Speak with the same rank of another node; what goes wrong is the result."""
+    low, high = sorted((place.node, peer))
+    own = PrefixStore(f"{name}/{low}-{high}/{place.local_rank}", store)
+    try:
+        group = _group(place, own, int(place.node == high), 2)
+        small = torch.ones(1, device=device)
+        latencies = []
+        for _ in range(LATENCY_ROUNDS):
+            began_s = time.perf_counter()
+            group.allreduce([small]).wait()
+            _synchronise(device)
+            latencies.append(time.perf_counter() - began_s)
+        data = torch.ones((GPU_BYTES if place.gpu else CPU_BYTES) // 4, device=device)
+        first_s = _time_exchange(group, data)
+        # One of the two says how often, for both must do the same.
+        if place.node == low:
+            own.set("count", str(min(MAX_EXCHANGES, max(1, round(PAIR_S / first_s)))))
+        count = int(own.get("count"))
+        best_s = min(first_s, *(_time_exchange(group, data) for _ in range(count)))
+    except RuntimeError as error:
+        said = str(error).strip().splitlines()
+        return {"peer": peer, "problem": _plain(said[0] if said else type(error).__name__)}
+    # An all-reduce of two sends the data once in each direction.
+    return {"peer": peer, "gb_s": data.numel() * 4 / best_s / 1e9, "latency_ms": 1e3 * min(latencies)}
+
+
+def _time_exchange(group: Any, data: torch.Tensor) -> float:
+    began_s = time.perf_counter()
+    group.allreduce([data]).wait()
+    _synchronise(data.device)
+    return time.perf_counter() - began_s
+
+
+def _plain(error: str) -> str:
+    """The end of torch's message, without the path of its source in front."""
+    return error.rpartition("] ")[2][:200]
+
+
+def _sum_is_right(place: Place, group: Any, device: torch.device) -> str:
+    """Whole numbers, so that the sum is exact in every order."""
+    own = torch.arange(1024, device=device, dtype=torch.float32) % 7 + place.rank
+    group.allreduce([own]).wait()
+    world = place.world
+    expected = (torch.arange(1024, device=device, dtype=torch.float32) % 7) * world + world * (world - 1) / 2
+    wrong = int((own != expected).sum())
+    return f"{wrong} of 1024 sums are wrong" if wrong else ""
+
+
+def _parts_are_right(place: Place, group: Any, device: torch.device) -> str:
+    own = torch.full((256,), float(place.rank), device=device)
+    parts = [torch.empty_like(own) for _ in range(place.world)]
+    group.allgather([parts], [own]).wait()
+    wrong = [str(rank) for rank, part in enumerate(parts) if not bool((part == rank).all())]
+    return f"the parts of ranks {', '.join(wrong)} are wrong" if wrong else ""
