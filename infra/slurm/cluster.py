@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
 """A throw-away Slurm cluster in one folder: real munged, slurmctld and one slurmd per node, all on this machine.
 
-    cluster.py up FOLDER [--nodes 4] [--cpus 8] [--gpus 2]     prints `export SLURM_CONF=...`
+    cluster.py up FOLDER [--nodes 4] [--cpus 8] [--gpus 2] [--namespaces]     prints `export SLURM_CONF=...`
     cluster.py down FOLDER
 
 Nothing is written outside the folder, nothing listens on a port that another cluster uses, and every daemon is ended by
 its process id, so that several clusters live side by side and beside a real one. Needs the packages slurmctld, slurmd,
 slurm-client and munge, and nothing of Python beyond its standard library.
+
+With --namespaces, for which one has to be root, every node has its own network, address, host name and control group;
+`down` removes them.
 
 The cluster has two partitions over all nodes: ``main``, and ``first``, whose jobs end those of ``main`` (preemption
 with a grace of some seconds, which Slurm announces with SIGTERM).
@@ -18,7 +21,6 @@ import getpass
 import os
 import random
 import secrets
-import shutil
 import signal
 import socket
 import stat
@@ -27,6 +29,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+
+from node_space import ClusterError, Network, Processor, program_path, search_path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "scontrol", "sbatch", "srun", "squeue", "scancel", "sinfo")
 # A unix socket's path is at most 107 bytes long.
@@ -38,7 +42,7 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 CONFIG = """\
 ClusterName=throwaway
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={host}({controller_address})
 SlurmctldPort={controller_port}
 SlurmUser={user}
 SlurmdUser={user}
@@ -85,10 +89,6 @@ PartitionName=first Nodes={names} MaxTime=INFINITE DefaultTime=60 State=UP Prior
 """
 
 
-class ClusterError(Exception):
-    """The cluster could not be made; the message says what is missing or which log says why."""
-
-
 class Cluster:
     """One cluster; :meth:`up` starts it, :meth:`down` ends all of it.
 
@@ -102,6 +102,7 @@ class Cluster:
         kill_wait_s: Time between SIGTERM and SIGKILL when a job is cancelled, in seconds.
         grace_s: Time that a preempted job has to save, in seconds.
         forget_s: Time for which ended jobs are remembered, in seconds.
+        namespaces: Give every node its own network, address, host name and control group; only root may.
 
     Raises:
         ClusterError: a program is missing, or the folder's path is too long for a unix socket.
@@ -119,6 +120,7 @@ class Cluster:
         kill_wait_s: int = 5,
         grace_s: int = 20,
         forget_s: int = 300,
+        namespaces: bool = False,
     ) -> None:
         self.folder = Path(folder).resolve()
         if len(str(self.folder)) > LONGEST_FOLDER:
@@ -136,6 +138,8 @@ class Cluster:
         self._cpus, self._gpus, self._memory_mb = cpus, gpus, memory_mb
         self._node_timeout_s, self._kill_wait_s = node_timeout_s, kill_wait_s
         self._grace_s, self._forget_s = grace_s, forget_s
+        self._namespaces = namespaces
+        self._network, self._processor = Network(self.folder), Processor(self.folder)
 
     @property
     def conf(self) -> Path:
@@ -176,6 +180,8 @@ class Cluster:
         running = sorted(path.stem for path in (self.folder / "run").glob("*.pid"))
         for name in sorted(running, key=lambda name: ("munged" in name, "slurmctld" in name)):
             self.stop(name)
+        self._network.remove()
+        self._processor.remove()
 
     # -----------------------------------------------------------------------------------------------------------------
     # Single daemons
@@ -200,7 +206,11 @@ class Cluster:
             node = name.removeprefix("slurmd-")
             if node not in self.nodes:
                 raise ClusterError(f"found {name}; the daemons are munged, slurmctld and slurmd-{self.nodes[0]} ...")
-            self._spawn(name, ["slurmd", "-D", "-N", node])
+            self._spawn(name, self._network.inside(node, ["slurmd", "-D", "-N", node]))
+            if self._network.has(node):
+                pid = self.pid(name)
+                assert pid is not None
+                self._processor.add(node, pid)
 
     def stop(self, name: str, number: signal.Signals = signal.SIGTERM) -> None:
         """End one daemon with a signal, and wait until it is gone; harmless if it is not there."""
@@ -265,19 +275,23 @@ class Cluster:
             key.touch(0o600)
             key.write_bytes(secrets.token_bytes(128))
             key.chmod(0o400)
+        self._network.remove()
+        self._processor.remove()
+        bridge, addresses = self._network.make(self.nodes) if self._namespaces else ("127.0.0.1", {})
         ports = iter(_free_ports(len(self.nodes) + 1))
         names = ",".join(self.nodes)
         fields = {
             "host": socket.gethostname(),
             "user": getpass.getuser(),
             "folder": self.folder,
+            "controller_address": bridge,
             "controller_port": next(ports),
             "node_timeout_s": self._node_timeout_s,
             "kill_wait_s": self._kill_wait_s,
             "grace_s": self._grace_s,
             "forget_s": self._forget_s,
             "first_job": 1 + int(time.time()) % 60_000_000,
-            "nodes": "\n".join(self._node_lines(ports)),
+            "nodes": "\n".join(self._node_lines(addresses, ports)),
             "names": names,
         }
         self.conf.write_text(CONFIG.format(**fields))
@@ -285,10 +299,11 @@ class Cluster:
             lines = [f"NodeName={names} Name=gpu File={device}\n" for device in self._devices()]
             (self.folder / "etc" / "gres.conf").write_text("".join(lines))
 
-    def _node_lines(self, ports: Iterator[int]) -> Iterator[str]:
+    def _node_lines(self, addresses: Mapping[str, str], ports: Iterator[int]) -> Iterator[str]:
         for node in self.nodes:
             has = f"CPUs={self._cpus} RealMemory={self._memory_mb}" + (f" Gres=gpu:{self._gpus}" if self._gpus else "")
-            where = f"NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={next(ports)}"
+            host, address = (node, addresses[node]) if addresses else (socket.gethostname(), "127.0.0.1")
+            where = f"NodeHostname={host} NodeAddr={address} Port={next(ports)}"
             yield f"NodeName={node} {where} {has} State=UNKNOWN"
 
     def _devices(self) -> list[str]:
@@ -306,7 +321,7 @@ class Cluster:
     def _spawn(self, name: str, words: list[str]) -> None:
         if self.pid(name) is not None:
             raise ClusterError(f"{name} already runs in {self.folder}")
-        program = _program(words[0])
+        program = program_path(words[0])
         assert program is not None
         with (self.folder / "log" / f"{name}.out").open("ab") as log:
             process = subprocess.Popen(
@@ -330,7 +345,7 @@ class Cluster:
         return self.folder / "run" / f"{name}.pid"
 
     def _full_environment(self) -> dict[str, str]:
-        return {**os.environ, **self.environment, "PATH": _path()}
+        return {**os.environ, **self.environment, "PATH": search_path()}
 
     def _wait(self, ready: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
         deadline = time.monotonic() + timeout_s
@@ -342,16 +357,7 @@ class Cluster:
 
 def missing_programs() -> list[str]:
     """Programs of Slurm and munge that this machine lacks."""
-    return [program for program in PROGRAMS if _program(program) is None]
-
-
-def _path() -> str:
-    # Daemons live where the PATH of a user who is not root does not look.
-    return os.environ.get("PATH", os.defpath) + ":/usr/sbin"
-
-
-def _program(name: str) -> str | None:
-    return shutil.which(name, path=_path())
+    return [program for program in PROGRAMS if program_path(program) is None]
 
 
 def _born(pid: int) -> str:
@@ -393,9 +399,12 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--cpus", type=int, default=8, help="cores that each node claims to have")
     parser.add_argument("--gpus", type=int, default=0, help="GPUs that each node claims to have")
+    parser.add_argument("--namespaces", action="store_true", help="each node has its own network (only root may)")
     arguments = parser.parse_args()
     try:
-        cluster = Cluster(arguments.folder, arguments.nodes, arguments.cpus, arguments.gpus)
+        cluster = Cluster(
+            arguments.folder, arguments.nodes, arguments.cpus, arguments.gpus, namespaces=arguments.namespaces
+        )
         if arguments.action == "down":
             cluster.down()
         else:
