@@ -6,9 +6,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "infra" / "slurm"))
 
 import cluster as throwaway
+import node_space
 
-__all__ = ["WHY_NOT", "Cluster", "missing_programs", "throwaway"]
+__all__ = ["WHY_NOT", "WHY_NO_NAMESPACES", "Cluster", "missing_programs", "node_space", "throwaway"]
 
 Cluster = throwaway.Cluster
 missing_programs = throwaway.missing_programs
 WHY_NOT = f"Slurm is not installed ({', '.join(missing_programs())}): sh infra/system_packages.sh slurm"
+WHY_NO_NAMESPACES = WHY_NOT if missing_programs() else node_space.why_not()

@@ -1,12 +1,22 @@
 #!/usr/bin/env python3
 """A throw-away Slurm cluster in one folder: real munged, slurmctld and one slurmd per node, all on this machine.
 
-    cluster.py up FOLDER [--nodes 4] [--cpus 8] [--gpus 2]     prints `export SLURM_CONF=...`
+    cluster.py up FOLDER [--nodes 4] [--cpus 8] [--gpus 2] [--namespaces]     prints `export SLURM_CONF=...`
     cluster.py down FOLDER
+
+and, while it runs, what disturbs one node, or ends that:
+
+    cluster.py slow-link FOLDER NODE RATE_MBIT [--latency-ms 5]     cluster.py mend-link FOLDER NODE
+    cluster.py slow-cpu FOLDER NODE CORES                           cluster.py mend-cpu FOLDER NODE
+    cluster.py variables FOLDER NODE [NAME=VALUE ...] [NAME ...]    a bare NAME is unset; none at all ends it
+    cluster.py clock FOLDER NODE OFFSET_S                           0 ends it
 
 Nothing is written outside the folder, nothing listens on a port that another cluster uses, and every daemon is ended by
 its process id, so that several clusters live side by side and beside a real one. Needs the packages slurmctld, slurmd,
 slurm-client and munge, and nothing of Python beyond its standard library.
+
+With --namespaces, for which one has to be root, every node has its own network, address, host name and control group;
+`down` removes them. The links and processors of nodes can be slowed only then.
 
 The cluster has two partitions over all nodes: ``main``, and ``first``, whose jobs end those of ``main`` (preemption
 with a grace of some seconds, which Slurm announces with SIGTERM).
@@ -17,8 +27,9 @@ import contextlib
 import getpass
 import os
 import random
+import re
 import secrets
-import shutil
+import shlex
 import signal
 import socket
 import stat
@@ -27,6 +38,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+
+from node_space import ClusterError, Network, Processor, program_path, search_path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "scontrol", "sbatch", "srun", "squeue", "scancel", "sinfo")
 # A unix socket's path is at most 107 bytes long.
@@ -38,7 +51,7 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 CONFIG = """\
 ClusterName=throwaway
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={host}({controller_address})
 SlurmctldPort={controller_port}
 SlurmUser={user}
 SlurmdUser={user}
@@ -51,6 +64,7 @@ SlurmctldPidFile={folder}/run/slurmctld.own
 SlurmdPidFile={folder}/run/slurmd-%n.own
 SlurmctldLogFile={folder}/log/slurmctld.log
 SlurmdLogFile={folder}/log/slurmd-%n.log
+TaskProlog={folder}/etc/task_prolog
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -84,9 +98,18 @@ PartitionName=main Nodes={names} Default=YES MaxTime=INFINITE DefaultTime=60 Sta
 PartitionName=first Nodes={names} MaxTime=INFINITE DefaultTime=60 State=UP PriorityTier=10 PreemptMode=OFF
 """
 
-
-class ClusterError(Exception):
-    """The cluster could not be made; the message says what is missing or which log says why."""
+# Slurm puts into the environment of a task what this prints. A batch script is left alone: its environment would go to
+# the steps on all nodes.
+TASK_PROLOG = """\
+#!/bin/sh
+[ -n "$SLURM_STEP_ID" ] || exit 0
+cd {disturbed} || exit 0
+[ ! -e "$SLURMD_NODENAME.variables" ] || cat "$SLURMD_NODENAME.variables"
+[ ! -e "$SLURMD_NODENAME.clock" ] || {{
+    echo "export RLHF_TEST_CLOCK_OFFSET_S=$(cat "$SLURMD_NODENAME.clock")"
+    echo "export LD_PRELOAD=$PWD/clock.so${{LD_PRELOAD:+:$LD_PRELOAD}}"
+}}
+"""
 
 
 class Cluster:
@@ -102,6 +125,7 @@ class Cluster:
         kill_wait_s: Time between SIGTERM and SIGKILL when a job is cancelled, in seconds.
         grace_s: Time that a preempted job has to save, in seconds.
         forget_s: Time for which ended jobs are remembered, in seconds.
+        namespaces: Give every node its own network, address, host name and control group; only root may.
 
     Raises:
         ClusterError: a program is missing, or the folder's path is too long for a unix socket.
@@ -119,6 +143,7 @@ class Cluster:
         kill_wait_s: int = 5,
         grace_s: int = 20,
         forget_s: int = 300,
+        namespaces: bool = False,
     ) -> None:
         self.folder = Path(folder).resolve()
         if len(str(self.folder)) > LONGEST_FOLDER:
@@ -136,6 +161,8 @@ class Cluster:
         self._cpus, self._gpus, self._memory_mb = cpus, gpus, memory_mb
         self._node_timeout_s, self._kill_wait_s = node_timeout_s, kill_wait_s
         self._grace_s, self._forget_s = grace_s, forget_s
+        self._namespaces = namespaces
+        self._network, self._processor = Network(self.folder), Processor(self.folder)
 
     @property
     def conf(self) -> Path:
@@ -176,6 +203,7 @@ class Cluster:
         running = sorted(path.stem for path in (self.folder / "run").glob("*.pid"))
         for name in sorted(running, key=lambda name: ("munged" in name, "slurmctld" in name)):
             self.stop(name)
+        self._undisturb()
 
     # -----------------------------------------------------------------------------------------------------------------
     # Single daemons
@@ -200,7 +228,11 @@ class Cluster:
             node = name.removeprefix("slurmd-")
             if node not in self.nodes:
                 raise ClusterError(f"found {name}; the daemons are munged, slurmctld and slurmd-{self.nodes[0]} ...")
-            self._spawn(name, ["slurmd", "-D", "-N", node])
+            self._spawn(name, self._network.inside(node, ["slurmd", "-D", "-N", node]))
+            if self._network.has(node):
+                pid = self.pid(name)
+                assert pid is not None
+                self._processor.add(node, pid)
 
     def stop(self, name: str, number: signal.Signals = signal.SIGTERM) -> None:
         """End one daemon with a signal, and wait until it is gone; harmless if it is not there."""
@@ -226,6 +258,94 @@ class Cluster:
             return None
         # The time of birth tells it from a later process with the same id.
         return int(pid) if _lives(int(pid)) and _born(int(pid)) == born else None
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Disturbances of one node
+
+    def slow_link(self, node: str, rate_mbit: float, latency_ms: float = 0) -> None:
+        """Let each direction of the node's cable pass ``rate_mbit`` megabits per second, ``latency_ms`` late.
+
+        Raises:
+            ClusterError: the cluster has no namespaces, or the kernel cannot delay packets.
+        """
+        self._network.slow(self._known(node), rate_mbit, latency_ms)
+
+    def mend_link(self, node: str) -> None:
+        """Let the node's cable pass everything again; harmless where it does.
+
+        Raises:
+            ClusterError: the cluster has no namespaces.
+        """
+        self._network.mend(self._known(node))
+
+    def slow_cpu(self, node: str, share: float) -> None:
+        """Give all that runs on the node, now and later, ``share`` cores together: 0.25 is a quarter of one core.
+
+        Raises:
+            ClusterError: the cluster has no namespaces or no control groups, or the share is below 0.01.
+        """
+        self._processor.slow(self._known(node), share)
+
+    def mend_cpu(self, node: str) -> None:
+        """Give the node all it can get again; harmless where it does.
+
+        Raises:
+            ClusterError: the cluster has no namespaces or no control groups.
+        """
+        self._processor.mend(self._known(node))
+
+    def variables(self, node: str, /, **values: str | int | float | None) -> None:
+        """Let the tasks that later steps start on the node have these variables, and lack those that are None.
+
+        They take the place of what an earlier call gave; without values the node is like the others again.
+
+        Raises:
+            ClusterError: a value has more than one line, which Slurm cannot pass on.
+        """
+        lines = []
+        for name, value in values.items():
+            if "\n" in str(value):
+                raise ClusterError(f"found a value of {name} with more than one line")
+            lines.append(f"unset {name}\n" if value is None else f"export {name}={value}\n")
+        self._disturb(node, "variables", "".join(lines))
+
+    def clock(self, node: str, offset_s: float) -> None:
+        """Let the tasks that later steps start on the node see a wall clock that is ``offset_s`` ahead; 0 ends it.
+
+        Only programs that ask the C library see it. Times of files, and the time since start, stay right.
+
+        Raises:
+            ClusterError: there is no C compiler, or it said no.
+        """
+        library = self.folder / "disturbed" / "clock.so"
+        if offset_s and not library.exists():
+            self._compile(Path(__file__).with_name("node_clock.c"), library)
+        self._disturb(node, "clock", str(offset_s) if offset_s else "")
+
+    def _disturb(self, node: str, kind: str, text: str) -> None:
+        file = self.folder / "disturbed" / f"{self._known(node)}.{kind}"
+        if not text:
+            file.unlink(missing_ok=True)
+            return
+        # A task may start at this moment: it finds all of the text or none.
+        draft = file.with_suffix(".draft")
+        draft.write_text(text)
+        draft.replace(file)
+
+    def _compile(self, source: Path, library: Path) -> None:
+        compiler = program_path("cc")
+        if compiler is None:
+            raise ClusterError("missing: cc, which makes the library that shifts the clock; install gcc")
+        draft = library.with_suffix(".draft")
+        # After the source, or the linker leaves the library of mathematics out.
+        self.command(compiler, "-O2", "-shared", "-fPIC", "-o", str(draft), str(source), "-lm")
+        draft.replace(library)
+
+    def _known(self, node: str) -> str:
+        nodes = _nodes_of(self.conf)
+        if node not in nodes:
+            raise ClusterError(f"found {node}; the nodes of {self.folder} are {', '.join(nodes) or 'none'}")
+        return node
 
     # -----------------------------------------------------------------------------------------------------------------
     # Questions
@@ -257,7 +377,16 @@ class Cluster:
     def _write(self) -> None:
         if any(self.pid(path.stem) for path in (self.folder / "run").glob("*.pid")):
             raise ClusterError(f"a cluster already runs in {self.folder}; end it with `cluster.py down {self.folder}`")
-        for path in ("run", "log", "etc", "state", "munge", "dev", *(f"spool/{node}" for node in self.nodes)):
+        for path in (
+            "run",
+            "log",
+            "etc",
+            "state",
+            "munge",
+            "dev",
+            "disturbed",
+            *(f"spool/{node}" for node in self.nodes),
+        ):
             (self.folder / path).mkdir(parents=True, exist_ok=True)
         (self.folder / "munge").chmod(0o755)
         key = self.folder / "munge" / "key"
@@ -265,30 +394,44 @@ class Cluster:
             key.touch(0o600)
             key.write_bytes(secrets.token_bytes(128))
             key.chmod(0o400)
+        self._undisturb()
+        bridge, addresses = self._network.make(self.nodes) if self._namespaces else ("127.0.0.1", {})
         ports = iter(_free_ports(len(self.nodes) + 1))
         names = ",".join(self.nodes)
         fields = {
             "host": socket.gethostname(),
             "user": getpass.getuser(),
             "folder": self.folder,
+            "controller_address": bridge,
             "controller_port": next(ports),
             "node_timeout_s": self._node_timeout_s,
             "kill_wait_s": self._kill_wait_s,
             "grace_s": self._grace_s,
             "forget_s": self._forget_s,
             "first_job": 1 + int(time.time()) % 60_000_000,
-            "nodes": "\n".join(self._node_lines(ports)),
+            "nodes": "\n".join(self._node_lines(addresses, ports)),
             "names": names,
         }
         self.conf.write_text(CONFIG.format(**fields))
+        prolog = self.folder / "etc" / "task_prolog"
+        prolog.write_text(TASK_PROLOG.format(disturbed=shlex.quote(str(self.folder / "disturbed"))))
+        prolog.chmod(0o755)
         if self._gpus:
             lines = [f"NodeName={names} Name=gpu File={device}\n" for device in self._devices()]
             (self.folder / "etc" / "gres.conf").write_text("".join(lines))
 
-    def _node_lines(self, ports: Iterator[int]) -> Iterator[str]:
+    def _undisturb(self) -> None:
+        self._network.remove()
+        self._processor.remove()
+        for kind in ("variables", "clock"):
+            for file in (self.folder / "disturbed").glob(f"*.{kind}"):
+                file.unlink()
+
+    def _node_lines(self, addresses: Mapping[str, str], ports: Iterator[int]) -> Iterator[str]:
         for node in self.nodes:
             has = f"CPUs={self._cpus} RealMemory={self._memory_mb}" + (f" Gres=gpu:{self._gpus}" if self._gpus else "")
-            where = f"NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={next(ports)}"
+            host, address = (node, addresses[node]) if addresses else (socket.gethostname(), "127.0.0.1")
+            where = f"NodeHostname={host} NodeAddr={address} Port={next(ports)}"
             yield f"NodeName={node} {where} {has} State=UNKNOWN"
 
     def _devices(self) -> list[str]:
@@ -306,7 +449,7 @@ class Cluster:
     def _spawn(self, name: str, words: list[str]) -> None:
         if self.pid(name) is not None:
             raise ClusterError(f"{name} already runs in {self.folder}")
-        program = _program(words[0])
+        program = program_path(words[0])
         assert program is not None
         with (self.folder / "log" / f"{name}.out").open("ab") as log:
             process = subprocess.Popen(
@@ -330,7 +473,7 @@ class Cluster:
         return self.folder / "run" / f"{name}.pid"
 
     def _full_environment(self) -> dict[str, str]:
-        return {**os.environ, **self.environment, "PATH": _path()}
+        return {**os.environ, **self.environment, "PATH": search_path()}
 
     def _wait(self, ready: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
         deadline = time.monotonic() + timeout_s
@@ -342,16 +485,11 @@ class Cluster:
 
 def missing_programs() -> list[str]:
     """Programs of Slurm and munge that this machine lacks."""
-    return [program for program in PROGRAMS if _program(program) is None]
+    return [program for program in PROGRAMS if program_path(program) is None]
 
 
-def _path() -> str:
-    # Daemons live where the PATH of a user who is not root does not look.
-    return os.environ.get("PATH", os.defpath) + ":/usr/sbin"
-
-
-def _program(name: str) -> str | None:
-    return shutil.which(name, path=_path())
+def _nodes_of(conf: Path) -> list[str]:
+    return re.findall(r"^NodeName=(\S+)", conf.read_text(), re.MULTILINE) if conf.exists() else []
 
 
 def _born(pid: int) -> str:
@@ -385,22 +523,60 @@ def _free_ports(number: int) -> range:
     raise ClusterError(f"found no {number} free ports in a row between {PORTS.start} and {PORTS.stop}")
 
 
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    actions = parser.add_subparsers(dest="action", required=True)
+    up = actions.add_parser("up")
+    up.add_argument("folder", type=Path)
+    up.add_argument("--nodes", type=int, default=4)
+    up.add_argument("--cpus", type=int, default=8, help="cores that each node claims to have")
+    up.add_argument("--gpus", type=int, default=0, help="GPUs that each node claims to have")
+    up.add_argument("--namespaces", action="store_true", help="each node has its own network (only root may)")
+    actions.add_parser("down").add_argument("folder", type=Path)
+    of_node = {}
+    for action in ("slow-link", "mend-link", "slow-cpu", "mend-cpu", "variables", "clock"):
+        of_node[action] = actions.add_parser(action)
+        of_node[action].add_argument("folder", type=Path)
+        of_node[action].add_argument("node")
+    of_node["slow-link"].add_argument("rate_mbit", type=float, help="megabits per second, in each direction")
+    of_node["slow-link"].add_argument("--latency-ms", type=float, default=0, help="in each direction")
+    of_node["slow-cpu"].add_argument("share", type=float, help="cores for all of the node: 0.25 is a quarter of one")
+    of_node["variables"].add_argument("values", nargs="*", metavar="NAME[=VALUE]", help="a bare NAME is unset")
+    of_node["clock"].add_argument("offset_s", type=float, help="seconds by which the node's clock is ahead")
+    return parser
+
+
+def _do(arguments: argparse.Namespace) -> None:
+    if arguments.action == "up":
+        cluster = Cluster(
+            arguments.folder, arguments.nodes, arguments.cpus, arguments.gpus, namespaces=arguments.namespaces
+        )
+        cluster.up()
+        print(f"export SLURM_CONF={cluster.conf}")
+        return
+    cluster = Cluster(arguments.folder)
+    match arguments.action:
+        case "down":
+            cluster.down()
+        case "slow-link":
+            cluster.slow_link(arguments.node, arguments.rate_mbit, arguments.latency_ms)
+        case "mend-link":
+            cluster.mend_link(arguments.node)
+        case "slow-cpu":
+            cluster.slow_cpu(arguments.node, arguments.share)
+        case "mend-cpu":
+            cluster.mend_cpu(arguments.node)
+        case "variables":
+            pairs = (text.partition("=") for text in arguments.values)
+            cluster.variables(arguments.node, **{name: value if equals else None for name, equals, value in pairs})
+        case "clock":
+            cluster.clock(arguments.node, arguments.offset_s)
+
+
 def main() -> int:
     """The command line; its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=("up", "down"))
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--nodes", type=int, default=4)
-    parser.add_argument("--cpus", type=int, default=8, help="cores that each node claims to have")
-    parser.add_argument("--gpus", type=int, default=0, help="GPUs that each node claims to have")
-    arguments = parser.parse_args()
     try:
-        cluster = Cluster(arguments.folder, arguments.nodes, arguments.cpus, arguments.gpus)
-        if arguments.action == "down":
-            cluster.down()
-        else:
-            cluster.up()
-            print(f"export SLURM_CONF={cluster.conf}")
+        _do(_parser().parse_args())
     except ClusterError as error:
         print(error, file=sys.stderr)
         return 1
