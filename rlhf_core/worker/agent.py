@@ -123,8 +123,8 @@ def run_agent(
     inbox = SignalInbox()
     directory = RunDir(run_dir.absolute())
     leader = Leader(directory, attempt)
-    nodes, problem = _place_of(directory, attempt)
-    if problem and not _is_left_to_say_so(directory.attempt(attempt), nodes.name, problem, inbox):
+    nodes, problem, leads = _place_of(directory, attempt)
+    if problem and not leads and not _is_left_to_say_so(directory.attempt(attempt), nodes.name, problem, inbox):
         return 1
     if nodes.is_first:
         taken = leader.claim()
@@ -151,20 +151,21 @@ def run_agent(
     return _finish(site, ending)
 
 
-def _place_of(run_dir: RunDir, attempt: int) -> tuple[Nodes, str]:
-    """Which node of the attempt this is, and what contradicts that; then it stands alone."""
+def _place_of(run_dir: RunDir, attempt: int) -> tuple[Nodes, str, bool]:
+    """Which node of the attempt this is, what contradicts that (then it stands alone), and whether it is the first of
+    several all the same."""
     try:
         nodes = Nodes.of()
     except NodesError as error:
-        return Nodes((os.environ.get("SLURMD_NODENAME", "unknown"),), ("",), 0), str(error)
+        return Nodes((os.environ.get("SLURMD_NODENAME", "unknown"),), ("",), 0), str(error), False
     placement = read_model(run_dir.attempt(attempt).placement, Placement)
     if placement is None or placement.num_nodes == nodes.num:
-        return nodes, ""
+        return nodes, "", nodes.is_first
     problem = (
-        f"the attempt was planned for {placement.num_nodes} nodes, but here RLHF_NODES names "
-        f"{nodes.num} ({', '.join(nodes.names)})"
+        f"the attempt was planned for {placement.num_nodes} nodes, but RLHF_NODES names "
+        f"{nodes.num} ({', '.join(nodes.names)}): the job's script must set it for all of them"
     )
-    return Nodes((nodes.name,), ("",), 0), problem
+    return Nodes((nodes.name,), ("",), 0), problem, nodes.is_first and nodes.num > 1
 
 
 def _is_left_to_say_so(attempt: AttemptDir, name: str, problem: str, inbox: SignalInbox) -> bool:
@@ -177,7 +178,7 @@ def _is_left_to_say_so(attempt: AttemptDir, name: str, problem: str, inbox: Sign
     _try_to_write(attempt.node_facts(name), node_facts.confused(name, problem))
     deadline = time.monotonic() + JOIN_S
     while time.monotonic() < deadline:
-        if any(number in ENDING for number in inbox.wait(1.0)):
+        if any(number in ENDING for number in inbox.wait(1.0)) or attempt.outcome.exists():
             return False
         if not attempt.claim.exists() and time.monotonic() > deadline - JOIN_S + ALONE_S:
             return True
@@ -338,7 +339,8 @@ class Agent:
             if now_s < look_at_s:
                 return False
             look_at_s = now_s + CONFUSED_S
-            return bool(self._probe.confused())
+            known = {team.nodes.names[index] for index in came} | {one.node for one in self._probe.confused()}
+            return known >= set(team.nodes.names)
 
         self._wait_until(enough, self._job.spec.preflight.meet_s)
         came = [name for index, name in enumerate(team.nodes.names) if index in team.heard("hello", Ready)]

@@ -8,8 +8,8 @@ from rlhf_core.diagnosis.signatures import SIGNATURES, Part, Signature, find, ma
 from rlhf_core.schemas.failures import FailureKind
 
 NUMBERED = list(enumerate(SIGNATURES))
-NOT_IN_LOGS = {FailureKind.HANG, FailureKind.DEGENERATE_RL}
-"""Kinds that no line of a log shows: they come from the watch and from the trainer itself."""
+NOT_IN_LOGS = {FailureKind.HANG, FailureKind.NODE_UNFIT, FailureKind.DEGENERATE_RL}
+"""Kinds that no line of a log shows: they come from the watch, the probe and the trainer itself."""
 
 
 @pytest.mark.parametrize(("number", "row"), NUMBERED, ids=[f"{number}-{row.kind}" for number, row in NUMBERED])

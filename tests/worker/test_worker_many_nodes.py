@@ -4,7 +4,6 @@ its node, and all go on together."""
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 
@@ -13,7 +12,8 @@ from agent_runs import AgentRun, is_alive, wait_for
 
 from rlhf_core.run_dir import read_model, read_models, write_model
 from rlhf_core.schemas.attempts import AttemptState
-from rlhf_core.schemas.failures import Action, FailureKind
+from rlhf_core.schemas.failures import Action, FailureKind, Incident
+from rlhf_core.schemas.probe import ProbeReport
 from rlhf_core.schemas.reports import AgentStatus, MetricsLine
 from rlhf_core.schemas.resources import JOB_VARIABLE, Placement, job_marker
 
@@ -150,17 +150,16 @@ def test_cancel_ends_all_nodes(agent_run: MakeRun) -> None:
     assert not any(map(is_alive, workers.values()))
 
 
-def test_a_node_that_never_comes_is_named(agent_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = agent_run(num_nodes=2)
-    # The patience of the real one is a minute.
-    script = "import rlhf_core.worker.agent as agent; agent.JOIN_S = 1.0\n"
-    script += "import rlhf_core.worker.__main__ as program\n"
-    script += f"program.main(['agent', '--run-dir', {str(run.run_dir.root)!r}, '--attempt', '1'])"
-    monkeypatch.setenv("RLHF_NODES", "node1=127.0.0.1,node2=127.0.0.1")
-    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 1
+def test_a_node_that_never_comes_is_named(agent_run: MakeRun) -> None:
+    run = agent_run(num_nodes=2, preflight={"meet_s": 1.0})
+    run.start(0, 2)
+    assert run.finish_all() == [1]
     outcome = run.outcome()
-    assert outcome.failure_kind is FailureKind.RENDEZVOUS
-    assert "missing: node2" in outcome.message
+    assert outcome.failure_kind is FailureKind.NODE_UNFIT
+    assert "node2 did not come; 1 of 2 nodes did" in outcome.message
+    incident = read_model(run.restart(0).incident, Incident)
+    assert incident is not None
+    assert incident.suspect_nodes == ("node2",)
 
 
 def test_a_job_with_fewer_nodes_than_planned_is_refused_with_both_numbers(agent_run: MakeRun) -> None:
@@ -169,7 +168,7 @@ def test_a_job_with_fewer_nodes_than_planned_is_refused_with_both_numbers(agent_
     assert run.finish_all() == [1, 1]
     outcome = run.outcome()
     assert outcome.failure_kind is FailureKind.CONFIG
-    assert "asks for 3 nodes, but the job has 2 (node1, node2)" in outcome.message
+    assert "planned for 3 nodes, but RLHF_NODES names 2 (node1, node2)" in outcome.message
 
 
 def test_an_agent_that_cannot_go_on_is_heard(agent_run: MakeRun) -> None:
@@ -185,9 +184,11 @@ def test_an_agent_that_cannot_go_on_is_heard(agent_run: MakeRun) -> None:
     run.start(1, 2)
     assert run.finish_all() == [1, 1]
     outcome = run.outcome()
-    assert outcome.failure_kind is FailureKind.CONFIG
-    assert "node2: " in outcome.message
-    assert "asks for 7 nodes" in outcome.message
+    assert outcome.failure_kind is FailureKind.NODE_UNFIT
+    assert "planned for 7 nodes" in outcome.message
+    report = read_model(run.dir.probe_report, ProbeReport)
+    assert report is not None
+    assert [(one.id, one.node) for one in report.results if one.status == "blocked"] == [("node.identity", "node2")]
 
 
 def test_what_an_older_attempt_left_on_the_node_is_ended(agent_run: MakeRun) -> None:

@@ -1,0 +1,278 @@
+"""What can be wrong with one node of a job, made on the throw-away Slurm, and what the probe must say about it."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slurm_cluster import throwaway
+
+from flows.probing import probe_nodes
+from rlhf_core.config import Site, load
+from rlhf_core.scheduler import get_scheduler
+from rlhf_core.scheduler.base import JobRequest
+from rlhf_core.schemas.checks import CheckResult, CheckStatus
+from rlhf_core.schemas.resources import Submission
+from rlhf_core.schemas.run import RunSpec
+
+NUM_NODES = 4
+ROWS = '{"prompt": "3 1 2", "answer": "1 2 3"}\n{"prompt": "5 4", "answer": "4 5"}\n'
+
+
+class Scene:
+    """A cluster, a run that would take place on it, and what is done to one node."""
+
+    def __init__(self, cluster: throwaway.Cluster, folder: Path) -> None:
+        self.cluster = cluster
+        self.folder = folder
+        self.settings: list[str] = ["preflight.meet_s=12"]
+        self.before_submission: Callable[[Path], None] = lambda run_dir: None
+        """Called with the run directory, which is there then, and no job yet."""
+
+    def on_node(self, node: str, *words: str) -> None:
+        """Carry something out in the namespaces of a node."""
+        subprocess.run([*self.inside(node), *words], check=True, capture_output=True)
+
+    def inside(self, node: str) -> list[str]:
+        """The words that lead into a node."""
+        return ["nsenter", "--target", str(self.cluster.pid(f"slurmd-{node}")), "--mount", "--net"]
+
+    @contextmanager
+    def mounted(self, node: str, target: Path, *what: str) -> Iterator[None]:
+        """Mount something on a node, where no other node sees it."""
+        self.on_node(node, "mount", *what, str(target))
+        try:
+            yield
+        finally:
+            self.on_node(node, "umount", "--lazy", str(target))
+
+    @contextmanager
+    def variables(self, **of_nodes: dict[str, Any]) -> Iterator[None]:
+        """Set or unset variables on nodes."""
+        for node, values in of_nodes.items():
+            self.cluster.variables(node, **values)
+        try:
+            yield
+        finally:
+            for node in of_nodes:
+                self.cluster.variables(node)
+
+
+Disturb = Callable[[Scene, ExitStack], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing that is wrong."""
+
+    name: str
+    disturb: Disturb
+    check: str
+    """Id of the finding that must block."""
+    node: str = ""
+    """The node that must be named; empty where no node is to blame."""
+    says: tuple[str, ...] = ()
+    """What must stand in the finding."""
+    also: tuple[str, ...] = field(default=())
+    """Ids of other findings that may come with it."""
+
+
+def all_nodes(**values: Any) -> dict[str, dict[str, Any]]:
+    """The same variables on every node."""
+    return {f"node{number}": dict(values) for number in range(1, NUM_NODES + 1)}
+
+
+def _nproc(scene: Scene, stack: ExitStack) -> None:
+    scene.settings += ["resources.ranks_per_node=8", "grpo.prompts_per_step=32"]
+    of_nodes = all_nodes(NPROC_PER_NODE="8")
+    of_nodes["node3"]["NPROC_PER_NODE"] = "7"
+    stack.enter_context(scene.variables(**of_nodes))
+
+
+def _version(scene: Scene, stack: ExitStack) -> None:
+    paths = {}
+    for version in ("0.32.0", "0.31.1"):
+        info = scene.folder / version / f"vllm-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+        paths[version] = str(info.parent)
+    of_nodes = all_nodes(PYTHONPATH=paths["0.32.0"])
+    of_nodes["node2"]["PYTHONPATH"] = paths["0.31.1"]
+    stack.enter_context(scene.variables(**of_nodes))
+
+
+def _variable(scene: Scene, stack: ExitStack) -> None:
+    stack.enter_context(scene.variables(node2={"NCCL_ALGO": "Ring"}))
+
+
+def _config(scene: Scene, stack: ExitStack) -> None:
+    def other_spec(run_dir: Path) -> None:
+        spec = run_dir / "spec.json"
+        other = scene.folder / "other-spec.json"
+        other.write_text(spec.read_text().replace('"learning_rate": 0.0003', '"learning_rate": 0.003'))
+        assert other.read_text() != spec.read_text()
+        stack.enter_context(scene.mounted("node3", spec, "--bind", str(other)))
+
+    scene.before_submission = other_spec
+
+
+def _data(scene: Scene, stack: ExitStack) -> None:
+    rows, other = scene.folder / "train.jsonl", scene.folder / "other.jsonl"
+    rows.write_text(ROWS)
+    other.write_text(ROWS.replace("5 4", "5 4 3"))
+    scene.settings += [f"data.train={rows}", f"data.eval={rows}", "data.generator=", "data.generator_args={}"]
+    stack.enter_context(scene.mounted("node4", rows, "--bind", str(other)))
+
+
+def _same_rank(scene: Scene, stack: ExitStack) -> None:
+    of_nodes = {f"node{number}": {"NODE_RANK": str(number - 1)} for number in range(1, NUM_NODES + 1)}
+    of_nodes["node3"]["NODE_RANK"] = "1"
+    stack.enter_context(scene.variables(**of_nodes))
+
+
+def _no_nnodes(scene: Scene, stack: ExitStack) -> None:
+    stack.enter_context(scene.variables(**{node: {"NNODES": "4"} for node in ("node1", "node2", "node3")}))
+
+
+def _missing(scene: Scene, stack: ExitStack) -> None:
+    (scene.folder / "sitecustomize.py").write_text("import time\ntime.sleep(60)\n")
+    stack.enter_context(scene.variables(node3={"PYTHONPATH": str(scene.folder)}))
+
+
+def _port(scene: Scene, stack: ExitStack) -> None:
+    port = 29517
+    code = (
+        f"import socket, time; kept = socket.create_server(('', {port})); print('listens', flush=True); time.sleep(120)"
+    )
+    words = [*scene.inside("node1"), sys.executable, "-c", code]
+    listener = stack.enter_context(subprocess.Popen(words, stdout=subprocess.PIPE, text=True))
+    stack.callback(listener.kill)
+    assert listener.stdout is not None
+    assert listener.stdout.readline() == "listens\n"
+    stack.enter_context(scene.variables(**all_nodes(MASTER_PORT=str(port))))
+
+
+def _clock(scene: Scene, stack: ExitStack) -> None:
+    scene.cluster.clock("node4", 3600)
+    stack.callback(scene.cluster.clock, "node4", 0)
+
+
+def _disk(scene: Scene, stack: ExitStack) -> None:
+    stack.enter_context(scene.mounted("node2", Path("/dev/shm"), "-t", "tmpfs", "-o", "size=1m", "tmpfs"))
+
+
+def _link(scene: Scene, stack: ExitStack) -> None:
+    scene.cluster.slow_link("node3", 50)
+    stack.callback(scene.cluster.mend_link, "node3")
+
+
+def _processor(scene: Scene, stack: ExitStack) -> None:
+    scene.cluster.slow_cpu("node2", 0.15)
+    stack.callback(scene.cluster.mend_cpu, "node2")
+
+
+def _twin(scene: Scene, stack: ExitStack) -> None:
+    stack.enter_context(scene.variables(node3={"SLURM_NODEID": "1"}))
+
+
+def _alone(scene: Scene, stack: ExitStack) -> None:
+    stack.enter_context(scene.variables(node4={"SLURM_NODEID": None, "RLHF_NODES": None}))
+
+
+def _no_file(scene: Scene, stack: ExitStack) -> None:
+    def hide(run_dir: Path) -> None:
+        stack.enter_context(scene.mounted("node2", run_dir / "spec.json", "--bind", "/dev/null"))
+
+    scene.before_submission = hide
+
+
+CASES = (
+    Case("NPROC_PER_NODE 7 against 8", _nproc, "node.launch", "node3", ("NPROC_PER_NODE = 7",)),
+    Case("another vllm version", _version, "node.versions", "node2", ("vllm = 0.31.1",), ("node.variables",)),
+    Case("another environment variable", _variable, "node.variables", "node2", ("NCCL_ALGO = Ring",)),
+    Case("another config", _config, "node.content", "node3", ("config (spec.json)",)),
+    Case("another dataset file", _data, "node.content", "node4", ("data.train",)),
+    Case("the same NODE_RANK twice", _same_rank, "node.launch", "node3", ("node2 and node3", "NODE_RANK = 1")),
+    Case("NNODES unset on one node", _no_nnodes, "node.launch", "node4", ("NNODES absent",)),
+    Case("a node that does not come", _missing, "node.missing", "node3", ("3 of 4 nodes",)),
+    Case("MASTER_PORT in use", _port, "node.network", "node1", ("29517",)),
+    Case("a wrong clock", _clock, "node.clock", "node4", ("3600.0 s ahead",), ("node.variables",)),
+    Case("full shared memory", _disk, "node.disk", "node2", ("/dev/shm",)),
+    Case("a slow link", _link, "probe.bandwidth", "node3", ("GB/s with node2", "GB/s with node4")),
+    Case("a slow processor", _processor, "probe.matmul", "node2", ("of its cores",)),
+    Case("the same SLURM_NODEID twice", _twin, "node.identity", "node3", ("node 1 is node2",)),
+    Case("a node that takes itself for alone", _alone, "node.identity", "node4", ("planned for 4 nodes",)),
+    Case("a run directory that shows something else", _no_file, "node.shared_files", "node2", ("spec.json",)),
+)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What came of a case."""
+
+    results: tuple[CheckResult, ...]
+    seconds: float
+    """From the submission to the findings."""
+
+    @property
+    def troubles(self) -> list[CheckResult]:
+        """Findings that are not well."""
+        return [one for one in self.results if one.status in (CheckStatus.BLOCKED, CheckStatus.WARNING)]
+
+    def problems_with(self, case: Case | None) -> list[str]:
+        """What is not as it should be; a case of None is a healthy cluster."""
+        if case is None:
+            return [f"false alarm: {one.id} {one.node} {one.found}" for one in self.troubles]
+        told = [one for one in self.troubles if (one.id, one.node) == (case.check, case.node)]
+        blocks = [one for one in told if one.status is CheckStatus.BLOCKED]
+        if not blocks:
+            return [f"not found; instead: {[(one.id, one.node, one.found) for one in self.troubles]}"]
+        text = " ".join(f"{one.found} {one.expected}" for one in blocks)
+        problems = [f"{says!r} is missing in {text!r}" for says in case.says if says not in text]
+        known = {case.check, *case.also}
+        problems += [
+            f"also found: {one.id} {one.node} {one.found}"
+            for one in self.troubles
+            if one.id not in known or (one.status is CheckStatus.BLOCKED and one.node != case.node)
+        ]
+        return problems
+
+
+class _Watched:
+    """The scheduler, with a moment before each submission."""
+
+    def __init__(self, behind: Any, scene: Scene) -> None:
+        self._behind = behind
+        self._scene = scene
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._behind, name)
+
+    def submit(self, request: JobRequest) -> Submission:
+        self._scene.before_submission(request.scheduler_dir.parents[2])
+        return self._behind.submit(request)  # type: ignore[no-any-return]
+
+
+def probe(cluster: throwaway.Cluster, folder: Path, case: Case | None) -> Seen:
+    """Probe the nodes of a cluster with one thing wrong, or nothing."""
+    with ExitStack() as stack:
+        scene = Scene(cluster, folder)
+        if case is not None:
+            case.disturb(scene, stack)
+        spec, site = _run(scene, folder)
+        scheduler: Any = _Watched(get_scheduler("slurm"), scene)
+        began_s = time.monotonic()
+        results = probe_nodes(spec, site, scheduler, lambda text: None)
+        return Seen(results, time.monotonic() - began_s)
+
+
+def _run(scene: Scene, folder: Path) -> tuple[RunSpec, Site]:
+    (folder / "runs").mkdir(parents=True, exist_ok=True)
+    site = Site(
+        home=folder, runs_dir=folder / "runs", database_url="", scheduler="slurm", compute_python=sys.executable
+    )
+    return load("slurm-quickstart", scene.settings), site

@@ -1,0 +1,39 @@
+"""The probe on a real Slurm of four nodes: each thing that is wrong is named with its node; a healthy cluster is not.
+
+All of it with 30 healthy probes: ``tests/benchmarks/bench_probe.py``.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from probe_faults import CASES, NUM_NODES, Case, probe
+from slurm_cluster import WHY_NO_NAMESPACES, Cluster
+
+pytestmark = pytest.mark.skipif(bool(WHY_NO_NAMESPACES), reason=WHY_NO_NAMESPACES)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path_factory.mktemp("slurm"), nodes=NUM_NODES, namespaces=True)
+    cluster.up()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in cluster.environment.items():
+            patch.setenv(name, value)
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield cluster
+    cluster.down()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_what_is_wrong_is_named_with_its_node(cluster: Cluster, case: Case, tmp_path: Path) -> None:
+    seen = probe(cluster, tmp_path, case)
+    assert seen.problems_with(case) == []
+
+
+def test_a_healthy_cluster_is_well(cluster: Cluster, tmp_path: Path) -> None:
+    seen = probe(cluster, tmp_path, None)
+    assert seen.problems_with(None) == []
+    made = {result.id for result in seen.results}
+    assert {"probe.all_reduce", "probe.all_gather", "probe.bandwidth", "probe.matmul", "node.content"} <= made
+    assert list((tmp_path / "runs" / ".probes").iterdir()) == []
