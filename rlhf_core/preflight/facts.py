@@ -1,6 +1,6 @@
 """What the checks look at. Gathered by ``gather.py``; in tests, written by hand."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,6 +105,18 @@ class CheckpointFacts:
 
 
 @dataclass(frozen=True)
+class Plugin:
+    """A check of the site, found by its entry point."""
+
+    id: str
+    """Name of the entry point."""
+    function: Callable[..., Any] | None = None
+    """Takes the facts and yields findings, as our own checks do; None when it could not be imported."""
+    problem: str = ""
+    """Why not, in one line."""
+
+
+@dataclass(frozen=True)
 class Facts:
     """Everything the static checks know."""
 
@@ -138,3 +150,5 @@ class Facts:
     """Set when a run is gone on with from a checkpoint."""
     stored_version: str = ""
     """Version of rlhf-flows that made the run; empty for a new one."""
+    plugins: tuple[Plugin, ...] = ()
+    """Checks of the site."""

@@ -18,6 +18,7 @@ from packaging.requirements import Requirement as PackageRequirement
 from rlhf_core import __version__
 from rlhf_core.preflight.data_file import scan
 from rlhf_core.preflight.facts import CheckpointFacts, ComputeSide, Disk, Facts, ModelFolder, Requirement
+from rlhf_core.preflight.plugins import load_plugins
 from rlhf_core.run_dir import CheckpointDir
 from rlhf_core.schemas.resources import Inventory
 from rlhf_core.schemas.run import ModelSpec, RunSpec
@@ -69,6 +70,7 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
         built_ops=built_operators(compute.packages),
         resume=look_at_checkpoint(around.resume),
         stored_version=around.stored_version,
+        plugins=load_plugins(),
     )
 
 

@@ -185,6 +185,9 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
         "model: gone",
     ),
     ("resume.version", WARNING, healthy(stored_version="0.0.9"), "0.0.9"),
+    ("preflight.off", BLOCKED, with_spec(preflight={"off": {"batch.mikro_batch": "known"}}), "batch.micro_batch"),
+    ("preflight.off", BLOCKED, with_spec(preflight={"off": {"disk.space": " "}}), "no reason"),
+    ("preflight.off", BLOCKED, with_spec(preflight={"off": {"preflight.off": "all is well"}}), "itself"),
 ]
 
 
