@@ -1,11 +1,21 @@
 """How large things will be, from the model's config alone. Estimates: good to some ten per cent, not to the byte."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from rlhf_core.preflight.facts import Facts
+from rlhf_core.schemas.run import RunSpec
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_SHARD_BYTES = 4e9
+"""Largest file of weights, as the trainer writes them."""
+_FILES_BESIDES = 12
+"""COMPLETE, settings, configuration, index, tokenizer, and the folders."""
+_FILES_PER_RANK = 3
+"""Log, stack, flight record."""
+_FILES_PER_NODE = 12
+"""State, events and telemetry of the agent, and its evidence."""
 _SMALL_VOCABULARIES = {"char": 128, "byte": 260}
 
 
@@ -15,6 +25,24 @@ def checkpoint_bytes(facts: Facts) -> int | None:
     if parameters is None:
         return None
     return parameters * (_BYTES[facts.spec.model.dtype] + 3 * 4)
+
+
+def checkpoint_files(facts: Facts) -> int:
+    """Files and folders of one checkpoint: a state per rank, the shards of the weights, what describes them."""
+    weights = (num_parameters(facts) or 0) * _BYTES[facts.spec.model.dtype]
+    shards = max(1, math.ceil(weights / _SHARD_BYTES))
+    return facts.spec.num_ranks + shards + _FILES_BESIDES
+
+
+def checkpoints_kept(spec: RunSpec) -> int:
+    """Most checkpoints that lie on the disk at once: the newest, the end of the warm start, the last one."""
+    return min(spec.checkpoint.keep_last + 2, spec.total_steps // spec.checkpoint.every_num_steps + 2)
+
+
+def run_files(spec: RunSpec) -> int:
+    """Files of a run besides its checkpoints, if every attempt and restart is used: logs, states, evidence."""
+    starts = spec.supervise.max_attempts * (spec.supervise.max_restarts + 1)
+    return starts * (_FILES_PER_RANK * spec.num_ranks + _FILES_PER_NODE * spec.resources.num_nodes)
 
 
 def num_parameters(facts: Facts) -> int | None:

@@ -42,6 +42,15 @@ class DataFile:
     empty_answers: tuple[int, ...] = ()
     """First lines whose answer is empty."""
     num_empty_answers: int = 0
+    blank_prompts: tuple[int, ...] = ()
+    """First lines whose prompt is white space only."""
+    num_blank_prompts: int = 0
+    duplicates: tuple[int, ...] = ()
+    """First lines that hold prompt and answer of an earlier line once more."""
+    num_duplicates: int = 0
+    contradictions: tuple[int, ...] = ()
+    """First lines whose prompt came before with another answer."""
+    num_contradictions: int = 0
     prompt_hashes: frozenset[bytes] = frozenset()
     """Short hashes of the prompts, to find the same prompt in another file."""
 
@@ -91,6 +100,8 @@ class Disk:
     problem: str = ""
     """Why it cannot be written; empty when it can."""
     free_bytes: int = 0
+    free_files: int | None = None
+    """Files that can still be made; None where the file system sets no limit."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +113,8 @@ class CheckpointFacts:
     num_ranks: int
     problems: tuple[str, ...] = ()
     """Files that are missing or have another size than ``COMPLETE`` says."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """What it was trained with, as far as it decides what is learned; sections as in the config."""
 
 
 @dataclass(frozen=True)

@@ -242,7 +242,10 @@ def look_at_disk(runs_dir: Path) -> Disk:
     try:
         with tempfile.TemporaryDirectory(prefix=".rlhf-check-", dir=existing):
             pass
-        return Disk(runs_dir, free_bytes=shutil.disk_usage(existing).free)
+        room = os.statvfs(existing)
+        # A file system that makes inodes as it needs them (btrfs, many network ones) says that it has none at all.
+        free_files = room.f_favail if room.f_files else None
+        return Disk(runs_dir, free_bytes=shutil.disk_usage(existing).free, free_files=free_files)
     except OSError as error:
         return Disk(runs_dir, problem=error.strerror or str(error))
 
@@ -307,4 +310,5 @@ def look_at_checkpoint(checkpoint: CheckpointDir | None) -> CheckpointFacts | No
             continue
         if size != expected.bytes:
             problems.append(f"{name}: found {size} bytes, expected {expected.bytes}")
-    return CheckpointFacts(checkpoint.root.name, checkpoint.step, manifest.num_ranks, tuple(problems))
+    settings = _read_json(checkpoint.trainer_state / "settings.json")
+    return CheckpointFacts(checkpoint.root.name, checkpoint.step, manifest.num_ranks, tuple(problems), settings)

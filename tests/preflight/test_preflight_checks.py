@@ -112,6 +112,18 @@ def compute(**changes: Any) -> Facts:
     return healthy(compute=replace(healthy().compute, **changes))
 
 
+def on_gpus(gpus: dict[str, int], **asked: Any) -> Facts:
+    """A run on a Slurm cluster whose nodes have so many GPUs."""
+    scheduler = FakeScheduler(nodes=tuple(gpus), gpus_per_node=max(gpus.values()), node_gpus=gpus)
+    facts = with_spec(resources={"gpus_per_node": 8, "ranks_per_node": 8, "num_nodes": 2, **asked})
+    return replace(facts, inventory=scheduler.inventory(), scheduler="slurm")
+
+
+def resumed(step: int = 10, **settings: Any) -> Facts:
+    """A run that is gone on with."""
+    return healthy(resume=CheckpointFacts("step-000010", step, num_ranks=2, settings=settings))
+
+
 BLOCKED, WARNING, SKIPPED = CheckStatus.BLOCKED, CheckStatus.WARNING, CheckStatus.SKIPPED
 BAD_LINES = (LineProblem(41, "not valid JSON"),)
 
@@ -135,6 +147,9 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("data.columns", BLOCKED, with_spec(data={"prompt_template": "{context} {prompt}"}), "'context'"),
     ("data.empty_prompts", BLOCKED, train_file(empty_prompts=(3,), num_empty_prompts=1), "train.jsonl:3"),
     ("data.empty_answers", WARNING, train_file(empty_answers=(4,), num_empty_answers=1), "train.jsonl:4"),
+    ("data.blank_prompts", WARNING, train_file(blank_prompts=(8,), num_blank_prompts=1), "train.jsonl:8"),
+    ("data.duplicates", WARNING, train_file(duplicates=(5, 6), num_duplicates=2), "2 of 100 rows"),
+    ("data.duplicates", WARNING, train_file(contradictions=(7,), num_contradictions=1), "train.jsonl:7"),
     ("data.overlap", WARNING, train_file(prompt_hashes=frozenset({b"b"})), "1 of 1 held-out"),
     ("data.enough_prompts", WARNING, train_file(num_rows=5), "5 training rows"),
     ("data.enough_prompts", WARNING, with_spec(evaluate={"num_prompts": 500}), "num_prompts = 500"),
@@ -149,6 +164,8 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("disk.space", BLOCKED, healthy(disk=Disk(Path("/runs"), free_bytes=10_000)), "at least one"),
     ("disk.space", WARNING, healthy(disk=Disk(Path("/runs"), free_bytes=4 * 2**20)), "being written"),
     ("disk.space", SKIPPED, healthy(model_config={}), "cannot be estimated"),
+    ("disk.files", BLOCKED, healthy(disk=Disk(Path("/runs"), free_bytes=100 * GIB, free_files=3)), "can be made"),
+    ("disk.files", WARNING, healthy(disk=Disk(Path("/runs"), free_bytes=100 * GIB, free_files=90)), "keep_last"),
     ("environment.python", BLOCKED, compute(problem="cannot be started"), "RLHF_COMPUTE_PYTHON"),
     ("environment.python", BLOCKED, compute(version=(3, 9, 2)), "3.9.2"),
     ("environment.rlhf_flows", BLOCKED, compute(rlhf_flows=""), "not installed"),
@@ -167,6 +184,9 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ),
     ("resources.gpus", BLOCKED, with_spec(resources={"gpus_per_node": 2}), "train on CPU"),
     ("resources.gpus", WARNING, healthy(inventory=FakeScheduler(gpus_per_node=4).inventory()), "4 GPUs"),
+    ("resources.uneven_gpus", BLOCKED, on_gpus({"a": 8, "b": 7}), "b (7)"),
+    ("resources.uneven_gpus", WARNING, on_gpus({"a": 8, "b": 8, "c": 7}), "c (7)"),
+    ("resources.uneven_gpus", WARNING, on_gpus({"a": 8, "b": 8, "c": 7}, gpus_per_node=7), "slurm.exclude to ['c']"),
     ("resources.cores", WARNING, with_spec(resources={"cpus_per_rank": 5}), "10 cores per node, 8 there"),
     ("resources.memory", BLOCKED, with_spec(resources={"memory_gb": 64}), "resources.memory_gb=32"),
     ("resources.time_limit", WARNING, with_spec(resources={"time_limit_s": 60}), "at least 300 s"),
@@ -184,6 +204,9 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
         healthy(resume=CheckpointFacts("step-000010", 10, num_ranks=2, problems=("model: gone",))),
         "model: gone",
     ),
+    ("resume.settings", BLOCKED, resumed(train={"learning_rate": 0.5}), "train.learning_rate is 1e-06"),
+    ("resume.settings", BLOCKED, resumed(model={"config": {"model_type": "llama"}}), "set model.config back"),
+    ("resume.steps", WARNING, resumed(step=500), "raise train.num_steps"),
     ("resume.version", WARNING, healthy(stored_version="0.0.9"), "0.0.9"),
     ("preflight.off", BLOCKED, with_spec(preflight={"off": {"batch.mikro_batch": "known"}}), "batch.micro_batch"),
     ("preflight.off", BLOCKED, with_spec(preflight={"off": {"disk.space": " "}}), "no reason"),
@@ -207,6 +230,29 @@ def test_every_check_has_a_run_that_fails_it() -> None:
 def test_every_check_says_what_it_prevents() -> None:
     assert [one.id for one in CHECKS if len(one.prevents) < 20] == []
     assert len({one.id for one in CHECKS}) == len(CHECKS)
+
+
+def test_nodes_without_gpus_or_of_another_kind_are_not_odd() -> None:
+    gpus = {"cpu1": 0, "cpu2": 0, "a1": 8, "a2": 8, "b1": 4, "b2": 4}
+    kinds = {"a1": "h100", "a2": "h100", "b1": "a100", "b2": "a100"}
+    facts = on_gpus(gpus)
+    facts = replace(facts, inventory=facts.inventory.model_copy(update={"node_gpu_types": kinds}))
+    assert [one.status for one in found(facts, "resources.uneven_gpus")] == [CheckStatus.PASSED]
+
+
+def test_a_node_that_is_excluded_does_not_count() -> None:
+    facts = on_gpus({"a": 8, "b": 8, "c": 7})
+    spec = facts.spec.model_copy(update={"slurm": facts.spec.slurm.model_copy(update={"exclude": ("c",)})})
+    assert [one.status for one in found(replace(facts, spec=spec), "resources.uneven_gpus")] == [CheckStatus.PASSED]
+
+
+def test_a_file_system_that_counts_no_files_is_not_judged() -> None:
+    assert found(healthy(), "disk.files") == []
+
+
+def test_the_same_settings_may_be_gone_on_with() -> None:
+    same = healthy().spec.model_dump(mode="json", include={"seed", "model", "train"})
+    assert [one.status for one in found(resumed(**same), "resume.settings")] == [CheckStatus.PASSED]
 
 
 def test_gpu_ranks_need_a_gpu_each() -> None:

@@ -91,6 +91,7 @@ def test_requirements_of_one_extra() -> None:
 def test_disks(tmp_path: Path) -> None:
     good = gather.look_at_disk(tmp_path / "not" / "yet")
     assert (good.problem, good.free_bytes > 0) == ("", True)
+    assert good.free_files is None or good.free_files > 0
     assert list(tmp_path.iterdir()) == [], "looking leaves nothing behind"
     file = tmp_path / "file"
     file.write_text("")
@@ -126,7 +127,13 @@ def test_a_checkpoint_with_a_missing_file_is_seen(tmp_path: Path) -> None:
     FakeAgent(run_dir).checkpoint(10, num_ranks=4)
     found = gather.look_at_checkpoint(run_dir.checkpoint(10))
     assert found is not None
-    assert (found.num_ranks, found.problems) == (4, ())
+    assert (found.num_ranks, found.problems, found.settings) == (4, (), {})
+    state = run_dir.checkpoint(10).trainer_state
+    state.mkdir()
+    (state / "settings.json").write_text('{"seed": 7}')
+    found = gather.look_at_checkpoint(run_dir.checkpoint(10))
+    assert found is not None
+    assert found.settings == {"seed": 7}
     manifest = run_dir.checkpoint(10).complete
     manifest.write_text(manifest.read_text().replace('"files": {}', '"files": {"a": {"bytes": 3, "sha256": "x"}}'))
     found = gather.look_at_checkpoint(run_dir.checkpoint(10))

@@ -118,6 +118,39 @@ def empty_answers(facts: Facts) -> Iterator[Finding]:
             )
 
 
+@check("data.blank_prompts")
+def blank_prompts(facts: Facts) -> Iterator[Finding]:
+    """A prompt of white space alone asks nothing: its reward is noise, and its share of every batch is lost."""
+    for name, file in _read(facts):
+        if file.num_blank_prompts:
+            yield warning(
+                f"{file.num_blank_prompts} rows of {name} have a prompt of white space only: "
+                f"{_places(file, file.blank_prompts)}",
+                "text in every prompt",
+                "remove these rows",
+            )
+
+
+@check("data.duplicates")
+def duplicates(facts: Facts) -> Iterator[Finding]:
+    """Rows that come twice are trained on twice as often; the same prompt with two answers cannot be learned at all."""
+    for name, file in _read(facts):
+        if file.num_duplicates:
+            yield warning(
+                f"{file.num_duplicates} of {file.num_rows} rows of {name} hold an earlier row once more: "
+                f"{_places(file, file.duplicates)}",
+                "every row once",
+                "remove them, unless they are meant to weigh more",
+            )
+        if file.num_contradictions:
+            yield warning(
+                f"{file.num_contradictions} rows of {name} have the prompt of an earlier row with another answer: "
+                f"{_places(file, file.contradictions)}",
+                "one answer for each prompt",
+                "keep one of them, unless several answers are right and the reward functions know it",
+            )
+
+
 @check("data.overlap")
 def overlap(facts: Facts) -> Iterator[Finding]:
     """Held-out prompts that were trained on make the evaluation look better than the model is."""
