@@ -51,9 +51,12 @@ def num_parameters(facts: Facts) -> int | None:
         stored = str(facts.model_config.get("torch_dtype") or facts.model_config.get("dtype") or "float32")
         weight_bytes = facts.model_folder.weight_bytes
         return weight_bytes // _BYTES.get(stored, 4) if weight_bytes else None
-    model = facts.spec.model
-    vocabulary = _SMALL_VOCABULARIES.get(model.tokenizer, model.tokenizer_vocab_size)
-    return decoder_parameters({"vocab_size": vocabulary, **facts.model_config})
+    return decoder_parameters({"vocab_size": vocabulary_size(facts.spec), **facts.model_config})
+
+
+def vocabulary_size(spec: RunSpec) -> int:
+    """Tokens of a tokenizer that is built."""
+    return _SMALL_VOCABULARIES.get(spec.model.tokenizer, spec.model.tokenizer_vocab_size)
 
 
 def decoder_parameters(config: Mapping[str, Any]) -> int | None:

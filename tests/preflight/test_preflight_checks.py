@@ -88,7 +88,8 @@ def test_a_healthy_run_has_no_finding() -> None:
 
 def test_a_healthy_run_on_gpus_has_no_finding() -> None:
     facts = with_spec(resources={"gpus_per_node": 2})
-    facts = replace(facts, inventory=FakeScheduler(gpus_per_node=2).inventory(), compiler="")
+    inventory = FakeScheduler(gpus_per_node=2, node_gpus={"n1": 2}, node_gpu_types={"n1": "NVIDIA L4"}).inventory()
+    facts = replace(facts, inventory=inventory, compiler="")
     assert [result for result in run_checks(facts) if result.status is not CheckStatus.PASSED] == []
 
 
@@ -187,6 +188,9 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("resources.uneven_gpus", BLOCKED, on_gpus({"a": 8, "b": 7}), "b (7)"),
     ("resources.uneven_gpus", WARNING, on_gpus({"a": 8, "b": 8, "c": 7}), "c (7)"),
     ("resources.uneven_gpus", WARNING, on_gpus({"a": 8, "b": 8, "c": 7}, gpus_per_node=7), "slurm.exclude to ['c']"),
+    ("memory.trainer", BLOCKED, with_spec(resources={"memory_gb": 0.5}), "0.2"),
+    ("memory.trainer", SKIPPED, healthy(model_config={}), "does not tell"),
+    ("memory.evaluator", BLOCKED, with_spec(resources={"memory_gb": 0.5}), "rollout.batch_size"),
     ("resources.cores", WARNING, with_spec(resources={"cpus_per_rank": 5}), "10 cores per node, 8 there"),
     ("resources.memory", BLOCKED, with_spec(resources={"memory_gb": 64}), "resources.memory_gb=32"),
     ("resources.time_limit", WARNING, with_spec(resources={"time_limit_s": 60}), "at least 300 s"),
