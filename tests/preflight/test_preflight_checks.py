@@ -125,6 +125,12 @@ def resumed(step: int = 10, **settings: Any) -> Facts:
     return healthy(resume=CheckpointFacts("step-000010", step, num_ranks=2, settings=settings))
 
 
+def with_packages(packages: dict[str, str], **sections: Any) -> Facts:
+    """Healthy facts but for some packages of the compute interpreter."""
+    base = with_spec(**sections)
+    return replace(base, compute=replace(base.compute, packages={**base.compute.packages, **packages}))
+
+
 BLOCKED, WARNING, SKIPPED = CheckStatus.BLOCKED, CheckStatus.WARNING, CheckStatus.SKIPPED
 BAD_LINES = (LineProblem(41, "not valid JSON"),)
 
@@ -175,6 +181,14 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("environment.packages", BLOCKED, compute(packages={"torch": "2.7", "transformers": "4.50"}), "<6,>=5.0"),
     ("environment.packages", WARNING, healthy(requirements=(Requirement("pyarrow", ">=15"),)), "pyarrow is missing"),
     ("environment.packages", SKIPPED, healthy(requirements=()), "not known"),
+    (
+        "environment.versions",
+        BLOCKED,
+        with_packages({"torch": "2.7.0+cu128"}, resources={"gpus_per_node": 2}),
+        "pip install 'torch>=2.7.1'",
+    ),
+    ("environment.versions", WARNING, with_packages({"torch": "2.7.0"}), "does not come upon it"),
+    ("environment.versions", WARNING, with_packages({"deepspeed": "0.18.0"}), "DeepSpeed/issues/7718"),
     ("environment.compiler", BLOCKED, healthy(compiler=""), "apt-get install g++"),
     ("resources.nodes", BLOCKED, with_spec(resources={"num_nodes": 2}), "one node"),
     (

@@ -6,6 +6,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from rlhf_core.preflight.facts import Facts
+from rlhf_core.preflight.known_bad import KNOWN_BAD
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
 
 OLDEST_PYTHON = (3, 11)
@@ -81,6 +82,25 @@ def packages(facts: Facts) -> Iterator[Finding]:
     if not wrong:
         shown = [f"{name} {compute.packages[name]}" for name in sorted(NEEDED_ALWAYS) if name in compute.packages]
         yield passed(", ".join(shown))
+
+
+@check("environment.versions")
+def versions(facts: Facts) -> Iterator[Finding]:
+    """Versions that are known to hang, to compute wrong numbers, or not to load together."""
+    installed = facts.compute.packages
+    found = [row for row in KNOWN_BAD if row.matches(installed)]
+    for row in found:
+        shown = " with ".join(f"{name} {installed[name]}" for name in row.packages)
+        fatal = row.concerns(facts.spec) and row.certain
+        report = blocked if fatal else warning
+        meant = "" if row.concerns(facts.spec) else "; this run does not come upon it"
+        yield report(
+            f"{shown}: {row.happens}{meant}",
+            f"versions without this ({row.source})",
+            f"{facts.compute.python} -m pip install '{row.instead}'",
+        )
+    if installed and not found:
+        yield passed(f"none of {len(KNOWN_BAD)} combinations that are known to go wrong is installed")
 
 
 @check("environment.compiler")
