@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.schemas.content import ContentReport
 from rlhf_core.schemas.resources import Inventory
 from rlhf_core.schemas.run import RunSpec
 
@@ -165,3 +166,7 @@ class Facts:
     """Version of rlhf-flows that made the run; empty for a new one."""
     plugins: tuple[Plugin, ...] = ()
     """Checks of the site."""
+    content: ContentReport | None = None
+    """What a look at the data itself found; None where there was none."""
+    content_problem: str = ""
+    """Why there was none; empty when nobody asked, or another check says so."""

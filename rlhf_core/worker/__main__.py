@@ -3,6 +3,7 @@
     agent         one per node: starts, watches and ends the workers of an attempt
     role          one worker; started by an agent
     check-import  whether a module:function can be imported here; one JSON line
+    check-content looks at rows, tokenizer and rewards of a spec; one JSON line
     prebuild      compiles what training needs, so that no worker does it
 
 What is heavy is imported after the arguments are read.
@@ -26,6 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
         "agent": _agent,
         "role": _role,
         "check-import": _check_import,
+        "check-content": _check_content,
         "prebuild": _prebuild,
     }
     return commands[parsed.command](parsed)
@@ -58,6 +60,10 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check-import", help="whether a module:function can be imported; one JSON line")
     check.add_argument("target", metavar="MODULE:FUNCTION")
     check.add_argument("--path", type=Path, action="append", default=[], help="folder to import from")
+
+    content = commands.add_parser("check-content", help="look at rows, tokenizer and rewards of a spec; one JSON line")
+    content.add_argument("--spec", type=Path, required=True, help="the spec as JSON, with absolute paths")
+    content.add_argument("--path", type=Path, action="append", default=[], help="folder to import functions from")
 
     commands.add_parser("prebuild", help="compile what training needs on this node")
     return parser
@@ -114,6 +120,20 @@ def _check_import(parsed: argparse.Namespace) -> int:
         error = f"{type(failure).__name__}: {failure}"
     print(json.dumps({"ok": not error, "error": error}))
     return 0 if not error else 1
+
+
+def _check_content(parsed: argparse.Namespace) -> int:
+    from rlhf_core.schemas.content import ContentReport
+    from rlhf_core.worker.processes import die_with_parent
+    from rlhf_core.worker.roles import CONTENT, load
+
+    die_with_parent()
+    sys.path[:0] = [str(path) for path in parsed.path]
+    with contextlib.redirect_stdout(sys.stderr):  # generators and tokenizers may print
+        report = load(CONTENT)(parsed.spec)
+    assert isinstance(report, ContentReport)
+    print(report.model_dump_json())
+    return 0
 
 
 def _prebuild(parsed: argparse.Namespace) -> int:

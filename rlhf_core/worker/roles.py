@@ -23,6 +23,9 @@ TARGETS: dict[Role, str] = {
 PREBUILD = "rlhf_core.training.prebuild:prebuild"
 """What native trainers on CPU need built before the first of them starts."""
 
+CONTENT = "rlhf_core.training.content:check_content"
+"""What looks at the data before a run."""
+
 
 def target_of(role: Role, given: dict[Role, str]) -> str:
     """The target of a role: what was given, or the native one.

@@ -21,6 +21,7 @@ from rlhf_core.preflight.facts import (
 )
 from rlhf_core.preflight.registry import CHECKS, run_checks
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
+from rlhf_core.schemas.content import ContentReport, RewardTrial, SplitLook, TokenizerLook
 
 GIB = 2**30
 FILES = {"generator": "", "train": "/d/train.jsonl", "eval": "/d/eval.jsonl"}
@@ -131,6 +132,35 @@ def with_packages(packages: dict[str, str], **sections: Any) -> Facts:
     return replace(base, compute=replace(base.compute, packages={**base.compute.packages, **packages}))
 
 
+TRAIN = SplitLook(
+    split="train", num_rows=100, columns=("answer", "prompt"), longest_prompt=40, longest_kept=40, longest_taught=50
+)
+TOKENS = TokenizerLook(num_texts=200)
+TRIAL = RewardTrial(function="my_rewards:score", num_completions=16, num_distinct=2, right=1.0, seconds=0.001)
+
+
+def looked_at(
+    train: dict[str, Any] | None = None,
+    tokens: dict[str, Any] | None = None,
+    trial: dict[str, Any] | None = None,
+    **sections: Any,
+) -> Facts:
+    """Healthy facts with a look at the data; parts of what it found are changed."""
+    report = ContentReport(
+        splits=(TRAIN.model_copy(update=train or {}),),
+        tokenizer=TOKENS.model_copy(update=tokens or {}),
+        rewards=(RewardTrial.model_validate({**TRIAL.model_dump(), **(trial or {})}),),
+    )
+    sections.setdefault("reward", {"functions": ["my_rewards:score"]})
+    return replace(with_spec(**sections), content=report)
+
+
+def generated(**train: Any) -> Facts:
+    """The same for rows that a generator makes."""
+    data = {"generator": "my_data:rows", "train": "", "eval": ""}
+    return replace(looked_at(train=train, data=data), train=None, eval=None)
+
+
 BLOCKED, WARNING, SKIPPED = CheckStatus.BLOCKED, CheckStatus.WARNING, CheckStatus.SKIPPED
 BAD_LINES = (LineProblem(41, "not valid JSON"),)
 
@@ -161,6 +191,32 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("data.enough_prompts", WARNING, train_file(num_rows=5), "5 training rows"),
     ("data.enough_prompts", WARNING, with_spec(evaluate={"num_prompts": 500}), "num_prompts = 500"),
     ("functions.import", BLOCKED, healthy(imports={"a:b": "No module named 'a'"}), "No module named 'a'"),
+    ("content.columns", BLOCKED, generated(problem='no column "prompt"'), "correct data.generator"),
+    ("content.columns", WARNING, generated(num_duplicates=3), "3 of 100 rows"),
+    ("content.columns", BLOCKED, looked_at(trial={"problem": "columns", "message": "it needs level"}), "needs level"),
+    ("content.columns", SKIPPED, healthy(content_problem="no answer within 120 s"), "no answer"),
+    ("content.tokenizer", BLOCKED, looked_at(tokens={"problem": "it has no end token"}), "no end token"),
+    ("content.tokenizer", WARNING, looked_at(tokens={"num_changed": 7, "example": "'a b' came back"}), "7 of 200"),
+    ("content.tokenizer", WARNING, looked_at(tokens={"unknown_share": 0.02}), "2.0% of the tokens"),
+    ("content.tokenizer", WARNING, looked_at(tokens={"chat_problem": "does not render"}), "chat_template"),
+    ("content.lengths", WARNING, looked_at({"num_overlong": 30, "longest_prompt": 900}), "max_prompt_tokens=900"),
+    ("content.lengths", BLOCKED, looked_at({"num_overlong": 100, "longest_prompt": 900}), "100 of 100"),
+    (
+        "content.lengths",
+        BLOCKED,
+        looked_at({"num_overlong": 1, "longest_prompt": 900}, data={"overlong_prompts": "error"}),
+        "1 of 100",
+    ),
+    ("content.lengths", BLOCKED, looked_at({"num_empty": 2}), "2 prompts"),
+    ("content.lengths", BLOCKED, looked_at({"longest_taught": 1025}), "1025 tokens"),
+    ("content.rewards", WARNING, looked_at(trial={"num_distinct": 1, "right": 0.0}), "nothing is learned"),
+    ("content.rewards", WARNING, looked_at(trial={"right": 0.0, "wrong": 1.0}), "more for the reference answer"),
+    ("content.rewards", WARNING, looked_at(trial={"seconds": 100.0}), "supervise.reward_floor_s"),
+    ("content.rewards", BLOCKED, looked_at(trial={"problem": "failed", "message": "raised KeyError"}), "KeyError"),
+    ("content.rewards", BLOCKED, looked_at(trial={"problem": "timeout", "message": "no answer"}), "preflight.off"),
+    ("content.rewards", WARNING, looked_at(trial={"problem": "memory", "message": "MemoryError"}), "more memory"),
+    ("content.rewards", SKIPPED, looked_at(trial={"problem": "not_tried", "message": "no time"}), "not tried"),
+    ("content.pipeline", WARNING, looked_at({"read_s": 700.0}), "supervise.setup_floor_s"),
     ("code.paths", BLOCKED, healthy(missing_code=("/d/lib.py",)), "/d/lib.py"),
     ("model.folder", BLOCKED, healthy(model_folder=ModelFolder(Path("/m"), problem="no config.json")), "config.json"),
     ("model.tokenizer", BLOCKED, healthy(tokenizer_problem="there is no such folder"), "no such folder"),
@@ -271,6 +327,19 @@ def test_a_file_system_that_counts_no_files_is_not_judged() -> None:
 def test_the_same_settings_may_be_gone_on_with() -> None:
     same = healthy().spec.model_dump(mode="json", include={"seed", "model", "train"})
     assert [one.status for one in found(resumed(**same), "resume.settings")] == [CheckStatus.PASSED]
+
+
+def test_a_look_at_healthy_data_has_no_finding() -> None:
+    results = run_checks(looked_at())
+    assert [one for one in results if one.status is not CheckStatus.PASSED] == []
+    assert {"content.columns", "content.tokenizer", "content.lengths", "content.rewards", "content.pipeline"} <= {
+        one.id for one in results
+    }
+
+
+def test_what_the_control_plane_has_read_itself_is_said_once() -> None:
+    assert found(looked_at({"problem": "line 3 is malformed"}), "content.columns") == []
+    assert found(looked_at({"num_duplicates": 3}), "content.columns")[0].status is CheckStatus.PASSED
 
 
 def test_gpu_ranks_need_a_gpu_each() -> None:

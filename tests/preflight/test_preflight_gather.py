@@ -175,3 +175,20 @@ def test_everything_at_once(tmp_path: Path) -> None:
     assert facts.compute.problem == ""
     assert facts.train is None
     assert facts.disk.problem == ""
+    assert facts.content is not None
+    assert [look.problem for look in facts.content.splits] == ["", ""]
+
+
+def test_nobody_looks_at_the_content_when_its_checks_are_off(tmp_path: Path) -> None:
+    spec = make_spec(preflight={"off": dict.fromkeys(gather.CONTENT_CHECKS, "the data is on the nodes only")})
+    assert gather.gather(spec, around(tmp_path)).content is None
+    some = make_spec(preflight={"off": dict.fromkeys(gather.CONTENT_CHECKS[1:], "known")})
+    assert gather.gather(some, around(tmp_path)).content is not None
+
+
+def test_content_that_cannot_be_looked_at_has_a_reason(tmp_path: Path) -> None:
+    spec = make_spec(reward={"functions": ["no_such_module:score"]})
+    facts = gather.gather(spec, around(tmp_path))
+    assert facts.content is None
+    assert "no_such_module:score does not import" in facts.content_problem
+    assert "exit code" in str(gather.look_at_content(spec, around(tmp_path, "/bin/false")))
