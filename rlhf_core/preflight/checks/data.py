@@ -46,7 +46,7 @@ def lines(facts: Facts) -> Iterator[Finding]:
 
 @check("data.rows")
 def rows(facts: Facts) -> Iterator[Finding]:
-    """A file without rows."""
+    """A file without rows stops every rank when it is read, after the queue and the start of the nodes."""
     for name, file in _read(facts):
         if not file.num_rows:
             yield blocked(f"{name} has no rows: {file.path}", "at least one row", f"correct {name}")
@@ -67,7 +67,7 @@ def templates(facts: Facts) -> Iterator[Finding]:
 
 @check("data.columns")
 def columns(facts: Facts) -> Iterator[Finding]:
-    """A setting that names a column which the data does not have."""
+    """A setting that names a column which the data does not have stops every rank at the first row."""
     for name, file in _read(facts):
         if not file.num_rows:
             continue
@@ -170,7 +170,7 @@ def overlap(facts: Facts) -> Iterator[Finding]:
 
 @check("data.enough_prompts")
 def enough_prompts(facts: Facts) -> Iterator[Finding]:
-    """Fewer rows than asked for."""
+    """With fewer rows than asked for, prompts come several times in a step, or less is evaluated than was meant."""
     spec = facts.spec
     if spec.train.algorithm == "grpo" and _rows(facts.train) and _rows(facts.train) < spec.grpo.prompts_per_step:
         yield warning(

@@ -105,7 +105,7 @@ def versions(facts: Facts) -> Iterator[Finding]:
 
 @check("environment.compiler")
 def compiler(facts: Facts) -> Iterator[Finding]:
-    """On CPU, DeepSpeed compiles its shared-memory operator when training starts."""
+    """Without a compiler DeepSpeed cannot build its operator for CPUs, and every worker ends when training starts."""
     if facts.spec.resources.gpus_per_node or facts.scheduler != "local":
         return
     if facts.built_ops:

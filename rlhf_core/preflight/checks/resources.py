@@ -32,7 +32,7 @@ def nodes(facts: Facts) -> Iterator[Finding]:
 
 @check("resources.gpus")
 def gpus(facts: Facts) -> Iterator[Finding]:
-    """GPUs that are not there, or not used, or shared by two ranks."""
+    """A job for GPUs that no node has waits for ever; unused ones are paid for; two ranks on one run out of memory."""
     resources, there = facts.spec.resources, facts.inventory.gpus_per_node
     asked, ranks = resources.gpus_per_node, resources.ranks_per_node
     if asked > there:
@@ -152,7 +152,7 @@ def time_limit(facts: Facts) -> Iterator[Finding]:
 
 @check("supervise.backoff")
 def backoff(facts: Facts) -> Iterator[Finding]:
-    """A longest wait that is shorter than the first one."""
+    """With a longest wait below the first, every retry comes sooner than was meant, into the same broken node."""
     supervise = facts.spec.supervise
     if supervise.max_backoff_s < supervise.backoff_s:
         yield warning(

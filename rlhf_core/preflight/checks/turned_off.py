@@ -3,6 +3,7 @@
 import difflib
 import importlib
 from collections.abc import Iterator
+from typing import Protocol
 
 from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.registry import CHECKS, OFF, Finding, blocked, check, passed
@@ -11,11 +12,23 @@ NODE_PREFIXES = ("node.", "probe.")
 """What the ids of checks begin with that the nodes make, not the control plane."""
 
 
+class NodeCheck(Protocol):
+    """What is known here of a check that nodes make."""
+
+    @property
+    def id(self) -> str:
+        """Stable dotted name."""
+
+    @property
+    def prevents(self) -> str:
+        """What it is for, in a sentence."""
+
+
 @check(OFF)
 def off(facts: Facts) -> Iterator[Finding]:
     """A mistyped id leaves a check on that was meant to be off; an exception without a reason outlives its cause."""
     named = facts.spec.preflight.off
-    known = {*(one.id for one in CHECKS), *(plugin.id for plugin in facts.plugins), *node_check_ids()}
+    known = {*(one.id for one in CHECKS), *(plugin.id for plugin in facts.plugins), *(one.id for one in node_checks())}
     for id, reason in named.items():
         if id == OFF:
             yield blocked(
@@ -38,15 +51,15 @@ def off(facts: Facts) -> Iterator[Finding]:
         yield passed(f"{len(named)} turned off: {', '.join(named)}")
 
 
-def node_check_ids() -> tuple[str, ...]:
-    """Ids of the checks that nodes make; none where this version has no such checks."""
+def node_checks() -> tuple[NodeCheck, ...]:
+    """The checks that nodes make; none where this version has no list of them."""
     try:
-        checks = importlib.import_module("rlhf_core.diagnosis.node_checks").NODE_CHECKS
+        checks: tuple[NodeCheck, ...] = importlib.import_module("rlhf_core.diagnosis.node_checks").NODE_CHECKS
     except ModuleNotFoundError:
         return ()
-    return tuple(str(one.id) for one in checks)
+    return checks
 
 
 def _is_of_a_node(id: str) -> bool:
     """Without a list of them, checks of nodes are known by how their ids begin."""
-    return not node_check_ids() and id.startswith(NODE_PREFIXES)
+    return not node_checks() and id.startswith(NODE_PREFIXES)
