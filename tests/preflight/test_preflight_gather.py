@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 from control_fakes import FakeAgent, FakeScheduler, make_run, make_spec
 
+import rlhf_core.preflight.checks  # noqa: F401 - importing it registers the checks
 from rlhf_core.preflight import gather
 from rlhf_core.preflight.estimate import decoder_parameters
 from rlhf_core.preflight.gather import Surroundings
+from rlhf_core.preflight.registry import CHECKS
 from rlhf_core.schemas.run import ModelSpec, RunSpec
 
 
@@ -184,6 +186,10 @@ def test_nobody_looks_at_the_content_when_its_checks_are_off(tmp_path: Path) -> 
     assert gather.gather(spec, around(tmp_path)).content is None
     some = make_spec(preflight={"off": dict.fromkeys(gather.CONTENT_CHECKS[1:], "known")})
     assert gather.gather(some, around(tmp_path)).content is not None
+
+
+def test_the_checks_of_the_content_are_those_that_there_are() -> None:
+    assert list(gather.CONTENT_CHECKS) == [one.id for one in CHECKS if one.id.startswith("content.")]
 
 
 def test_content_that_cannot_be_looked_at_has_a_reason(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def trainer(facts: Facts) -> Iterator[Finding]:
         yield skipped(room if isinstance(room, str) else "the model's config does not tell its sizes")
         return
     estimate = trainer_estimate(facts.spec, shape)
-    yield _finding(facts, "trainer", estimate, room, _advice(facts, shape, estimate, room))
+    yield _finding(facts, "a trainer", estimate, room, _advice(facts, shape, estimate, room))
 
 
 @check("memory.evaluator")
@@ -43,7 +43,7 @@ def evaluator(facts: Facts) -> Iterator[Finding]:
     if shape is None or isinstance(room, str):
         return  # memory.trainer says so
     estimate = evaluator_estimate(facts.spec, shape)
-    yield _finding(facts, "evaluator", estimate, room, "lower rollout.batch_size")
+    yield _finding(facts, "an evaluator", estimate, room, "lower rollout.batch_size")
 
 
 def _shape(facts: Facts) -> Shape | None:
@@ -66,9 +66,9 @@ def _room(facts: Facts) -> int | str:
 
 
 def _finding(facts: Facts, role: str, estimate: Estimate, room: int, advice: str) -> Finding:
-    parts = ", ".join(f"{name} {_gib(size)}" for name, size in estimate.largest[:4] if size > estimate.peak_bytes / 100)
+    parts = ", ".join(f"{name} {_gib(size)}" for name, size in estimate.largest[:4] if size > GIB / 20)
     peak, where = estimate.peak_bytes, "GPU" if facts.spec.resources.gpus_per_node else "rank of a node"
-    found = f"a {role} rank takes about {_gib(peak)} GiB (estimate: {parts}), a {where} has {_gib(room)}"
+    found = f"{role} rank takes about {_gib(peak)} GiB (estimate: {parts}), a {where} has {_gib(room)} GiB"
     if estimate.resident_bytes > room or peak > SURELY_TOO_MUCH * room:
         return blocked(found, f"at most {_gib(room)} GiB on a rank: {_gib(peak - room)} GiB too much", advice)
     if peak > TIGHT * room:
