@@ -1,7 +1,7 @@
 """Writes the pages of docs/ that are made from the code: ``python docs/generate.py`` (``make docs``).
 
 ``configuration.md`` from the schema, ``failures.md`` from the failure kinds and the retry policy, ``cli.md`` from the
-commands. ``tests/docs`` fails when one of them is not up to date.
+commands, ``preflight.md`` from the checks. ``tests/docs`` fails when one of them is not up to date.
 """
 
 import ast
@@ -18,10 +18,15 @@ if __name__ == "__main__":
 
 import typer  # noqa: E402
 
+import rlhf_core.preflight.checks  # noqa: E402, F401 - importing it registers the checks
 from rlhf_core import config  # noqa: E402
 from rlhf_core.cli.main import app  # noqa: E402
 from rlhf_core.diagnosis import classify, policy, signatures  # noqa: E402
 from rlhf_core.diagnosis.signatures import Part  # noqa: E402
+from rlhf_core.preflight.checks.turned_off import node_checks  # noqa: E402
+from rlhf_core.preflight.known_bad import KNOWN_BAD  # noqa: E402
+from rlhf_core.preflight.memory import GPU_MEMORY_GB  # noqa: E402
+from rlhf_core.preflight.registry import CHECKS, PLUGINS  # noqa: E402
 from rlhf_core.schemas.failures import Action, FailureKind  # noqa: E402
 from rlhf_core.schemas.run import SuperviseSpec  # noqa: E402
 
@@ -99,6 +104,94 @@ nothing by themselves: the agents' outcomes and the lines of srun do.
 
 | state | kind |
 |---|---|
+"""
+
+PREFLIGHT = """\
+# Preflight
+
+Before a job is submitted, everything is looked at that can be known without it. All findings are shown at once; one
+that blocks keeps the run from starting (exit code 2), and its message says what was found, what was expected and what
+to do. `rlhf check` does this alone and starts nothing.
+
+The checks are arithmetic on facts that are gathered once: the config, the data files, the scheduler's nodes, the
+packages of the compute interpreter, the disk. The checks whose names begin with `content` are made of one look at the
+first {rows} rows of the data in the compute interpreter. It takes some seconds and is bounded in time and memory; each
+reward function is called there with real rows in a process of its own, so that one that never returns is a finding.
+
+## The checks
+"""
+
+OFF = '''
+## Turning checks off
+
+A check that does not apply is turned off by its name, with the reason, which is kept with the run:
+
+```toml
+[preflight.off]
+"data.overlap" = "the held-out set repeats some prompts on purpose"
+"content.rewards" = "the reward model is served on the compute nodes only"
+```
+
+On the command line: `--set 'preflight.off={{"data.overlap" = "on purpose"}}'`. It is then shown as skipped. A name that
+is none, and an empty reason, block.
+
+## Checks of your own
+
+A site knows things that this program does not: quotas, accounts, a mount that must be there. A package that is
+installed beside the control plane adds a check by an entry point of the group `{group}`. The name of the entry point
+is the check's name; the docstring of the function says what it prevents.
+
+```toml
+# pyproject.toml of the package
+[project.entry-points."{group}"]
+"site.scratch" = "our_checks:scratch"
+```
+
+```python
+# our_checks.py
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlhf_core.preflight.facts import Facts
+from rlhf_core.preflight.registry import Finding, blocked, passed
+
+
+def scratch(facts: Facts) -> Iterator[Finding]:
+    """Without the scratch file system every run writes to the home directories, and fills them."""
+    if Path("/scratch").is_mount():
+        yield passed("/scratch is mounted")
+    else:
+        yield blocked("/scratch is not mounted", "the scratch file system", "ask the administrators")
+```
+
+Facts are what the function should look at; they are described in `rlhf_core/preflight/facts.py`. A plug-in that does
+not import, raises, yields something else than findings, or takes the name of another check, is a warning and nothing
+more. It must return within a second or so: nobody waits for it with a deadline.
+'''
+
+MEMORY = """
+## The memory model
+
+`memory.trainer` and `memory.evaluator` add up what one rank holds (`rlhf_core/preflight/memory.py` has every formula
+with its source): weights, gradients in float32, AdamW's master weights and moments split over the ranks by ZeRO 1, the
+reference model when `grpo.kl_coefficient` or `grpo.measure_kl` asks for one; on top of that whatever is larger,
+activations and one chunk of logits in training, or the KV cache in sampling. It reckons with the longest prompts and
+completions that the config allows. Against it stands the memory of the GPU, by `slurm.gpu_type` or what the nodes say;
+on CPU that of the node, divided by its ranks. One rank of a float32 model with 34 million parameters (8 layers, hidden
+size 512, 32 sequences of 256 tokens at once) on CPU: 6.2 GiB by the estimate, 5.9 GiB at its peak in a run.
+
+| type of GPU | memory in GB |
+|---|---|
+"""
+
+VERSIONS = """
+## Versions that go wrong together
+
+`environment.versions` compares the packages of the compute interpreter with this table. A row blocks the runs that
+come upon it for certain; for others it is a warning.
+
+| installed | what happens | instead | source |
+|---|---|---|---|
 """
 
 CLI = """\
@@ -205,6 +298,29 @@ def _allowed(times: int) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# preflight.md
+
+
+def preflight() -> str:
+    """Every check and what it prevents; how one is turned off or added; the tables that they look things up in."""
+    head = ["| check | prevents |", "|---|---|"]
+    checks = [f"| `{one.id}` | {_cell(one.prevents)} |" for one in CHECKS]
+    parts = [GENERATED, PREFLIGHT.format(rows=2000), *head, *checks]
+    if node_checks():
+        parts += ["\nOn the nodes of every attempt, before its workers start:\n", *head]
+        parts += [f"| `{one.id}` | {_cell(one.prevents)} |" for one in node_checks()]
+    gpus = [f"| `{name}` | {' or '.join(map(str, sizes))} |" for name, sizes in sorted(GPU_MEMORY_GB.items())]
+    text = "\n".join(parts) + "\n" + OFF.format(group=PLUGINS) + MEMORY + "\n".join(gpus) + "\n"
+    return text + VERSIONS + "\n".join(_known_bad()) + "\n"
+
+
+def _known_bad() -> Iterator[str]:
+    for row in KNOWN_BAD:
+        installed = " with ".join(f"`{name}{versions}`" for name, versions in row.packages.items())
+        yield f"| {installed} | {_cell(row.happens)} | `{row.instead}` | {row.source} |"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # cli.md
 
 
@@ -291,6 +407,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "configuration.md": configuration,
     "failures.md": failures_page,
     "cli.md": cli,
+    "preflight.md": preflight,
 }
 
 if __name__ == "__main__":

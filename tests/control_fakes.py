@@ -68,6 +68,8 @@ class FakeScheduler:
     cpus_per_node: int = 8
     memory_gb: float = 32.0
     gpus_per_node: int = 0
+    node_gpus: dict[str, int] = field(default_factory=dict)
+    node_gpu_types: dict[str, str] = field(default_factory=dict)
     first_state: JobState = JobState.RUNNING
     on_submit: Callable[[JobRequest], None] = lambda request: None
     """Called when a job is accepted: what its agent does at once."""
@@ -85,6 +87,8 @@ class FakeScheduler:
             cpus_per_node=self.cpus_per_node,
             memory_gb=self.memory_gb,
             gpus_per_node=self.gpus_per_node,
+            node_gpus=self.node_gpus,
+            node_gpu_types=self.node_gpu_types,
         )
 
     def script(self, request: JobRequest) -> str:

@@ -72,7 +72,10 @@ class _Scan:
         self._null = _First()
         self._empty_prompts = _First()
         self._empty_answers = _First()
-        self._hashes: set[bytes] = set()
+        self._blank_prompts = _First()
+        self._duplicates = _First()
+        self._contradictions = _First()
+        self._answers: dict[bytes, bytes] = {}
 
     def add(self, line: int, row: Mapping[str, Any] | str) -> None:
         if isinstance(row, str):
@@ -100,9 +103,15 @@ class _Scan:
             return
         if not prompt:
             self._empty_prompts.add(line)
+        elif prompt.isspace():
+            self._blank_prompts.add(line)
         if not answer:
             self._empty_answers.add(line)
-        self._hashes.add(blake2b(encoded, digest_size=8).digest())
+        key, answered = _hash(encoded), _hash(answer.encode())
+        if key in self._answers:
+            (self._duplicates if self._answers[key] == answered else self._contradictions).add(line)
+        else:
+            self._answers[key] = answered
 
     def result(self, path: Path) -> DataFile:
         # A column that no row has is a wrong setting, reported once; one that some rows lack is a fault of those rows.
@@ -119,8 +128,18 @@ class _Scan:
             num_empty_prompts=self._empty_prompts.count,
             empty_answers=self._empty_answers.lines(),
             num_empty_answers=self._empty_answers.count,
-            prompt_hashes=frozenset(self._hashes),
+            blank_prompts=self._blank_prompts.lines(),
+            num_blank_prompts=self._blank_prompts.count,
+            duplicates=self._duplicates.lines(),
+            num_duplicates=self._duplicates.count,
+            contradictions=self._contradictions.lines(),
+            num_contradictions=self._contradictions.count,
+            prompt_hashes=frozenset(self._answers),
         )
+
+
+def _hash(text: bytes) -> bytes:
+    return blake2b(text, digest_size=8).digest()
 
 
 def _rows(path: Path, suffix: str) -> Iterator[Row]:

@@ -1,11 +1,21 @@
 """How large things will be, from the model's config alone. Estimates: good to some ten per cent, not to the byte."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from rlhf_core.preflight.facts import Facts
+from rlhf_core.schemas.run import RunSpec
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_SHARD_BYTES = 4e9
+"""Largest file of weights, as the trainer writes them."""
+_FILES_BESIDES = 12
+"""COMPLETE, settings, configuration, index, tokenizer, and the folders."""
+_FILES_PER_RANK = 3
+"""Log, stack, flight record."""
+_FILES_PER_NODE = 12
+"""State, events and telemetry of the agent, and its evidence."""
 _SMALL_VOCABULARIES = {"char": 128, "byte": 260}
 
 
@@ -17,15 +27,36 @@ def checkpoint_bytes(facts: Facts) -> int | None:
     return parameters * (_BYTES[facts.spec.model.dtype] + 3 * 4)
 
 
+def checkpoint_files(facts: Facts) -> int:
+    """Files and folders of one checkpoint: a state per rank, the shards of the weights, what describes them."""
+    weights = (num_parameters(facts) or 0) * _BYTES[facts.spec.model.dtype]
+    shards = max(1, math.ceil(weights / _SHARD_BYTES))
+    return facts.spec.num_ranks + shards + _FILES_BESIDES
+
+
+def checkpoints_kept(spec: RunSpec) -> int:
+    """Most checkpoints that lie on the disk at once: the newest, the end of the warm start, the last one."""
+    return min(spec.checkpoint.keep_last + 2, spec.total_steps // spec.checkpoint.every_num_steps + 2)
+
+
+def run_files(spec: RunSpec) -> int:
+    """Files of a run besides its checkpoints, if every attempt and restart is used: logs, states, evidence."""
+    starts = spec.supervise.max_attempts * (spec.supervise.max_restarts + 1)
+    return starts * (_FILES_PER_RANK * spec.num_ranks + _FILES_PER_NODE * spec.resources.num_nodes)
+
+
 def num_parameters(facts: Facts) -> int | None:
     """Parameters of the model; None when its config does not tell."""
     if facts.model_folder is not None:
         stored = str(facts.model_config.get("torch_dtype") or facts.model_config.get("dtype") or "float32")
         weight_bytes = facts.model_folder.weight_bytes
         return weight_bytes // _BYTES.get(stored, 4) if weight_bytes else None
-    model = facts.spec.model
-    vocabulary = _SMALL_VOCABULARIES.get(model.tokenizer, model.tokenizer_vocab_size)
-    return decoder_parameters({"vocab_size": vocabulary, **facts.model_config})
+    return decoder_parameters({"vocab_size": vocabulary_size(facts.spec), **facts.model_config})
+
+
+def vocabulary_size(spec: RunSpec) -> int:
+    """Tokens of a tokenizer that is built."""
+    return _SMALL_VOCABULARIES.get(spec.model.tokenizer, spec.model.tokenizer_vocab_size)
 
 
 def decoder_parameters(config: Mapping[str, Any]) -> int | None:

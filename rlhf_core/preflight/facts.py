@@ -1,10 +1,11 @@
 """What the checks look at. Gathered by ``gather.py``; in tests, written by hand."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.schemas.content import ContentReport
 from rlhf_core.schemas.resources import Inventory
 from rlhf_core.schemas.run import RunSpec
 
@@ -42,6 +43,15 @@ class DataFile:
     empty_answers: tuple[int, ...] = ()
     """First lines whose answer is empty."""
     num_empty_answers: int = 0
+    blank_prompts: tuple[int, ...] = ()
+    """First lines whose prompt is white space only."""
+    num_blank_prompts: int = 0
+    duplicates: tuple[int, ...] = ()
+    """First lines that hold prompt and answer of an earlier line once more."""
+    num_duplicates: int = 0
+    contradictions: tuple[int, ...] = ()
+    """First lines whose prompt came before with another answer."""
+    num_contradictions: int = 0
     prompt_hashes: frozenset[bytes] = frozenset()
     """Short hashes of the prompts, to find the same prompt in another file."""
 
@@ -91,6 +101,8 @@ class Disk:
     problem: str = ""
     """Why it cannot be written; empty when it can."""
     free_bytes: int = 0
+    free_files: int | None = None
+    """Files that can still be made; None where the file system sets no limit."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +114,20 @@ class CheckpointFacts:
     num_ranks: int
     problems: tuple[str, ...] = ()
     """Files that are missing or have another size than ``COMPLETE`` says."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """What it was trained with, as far as it decides what is learned; sections as in the config."""
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """A check of the site, found by its entry point."""
+
+    id: str
+    """Name of the entry point."""
+    function: Callable[..., Any] | None = None
+    """Takes the facts and yields findings, as our own checks do; None when it could not be imported."""
+    problem: str = ""
+    """Why not, in one line."""
 
 
 @dataclass(frozen=True)
@@ -138,3 +164,9 @@ class Facts:
     """Set when a run is gone on with from a checkpoint."""
     stored_version: str = ""
     """Version of rlhf-flows that made the run; empty for a new one."""
+    plugins: tuple[Plugin, ...] = ()
+    """Checks of the site."""
+    content: ContentReport | None = None
+    """What a look at the data itself found; None where there was none."""
+    content_problem: str = ""
+    """Why there was none; empty when nobody asked, or another check says so."""

@@ -18,12 +18,17 @@ from packaging.requirements import Requirement as PackageRequirement
 from rlhf_core import __version__
 from rlhf_core.preflight.data_file import scan
 from rlhf_core.preflight.facts import CheckpointFacts, ComputeSide, Disk, Facts, ModelFolder, Requirement
+from rlhf_core.preflight.plugins import load_plugins
 from rlhf_core.run_dir import CheckpointDir
+from rlhf_core.schemas.content import ContentReport
 from rlhf_core.schemas.resources import Inventory
 from rlhf_core.schemas.run import ModelSpec, RunSpec
 
 IMPORT_TIMEOUT_S = 120.0
 """Longest a user's module may take to import. Generous: a cold shared file system is slow."""
+
+CONTENT_CHECKS = ("content.columns", "content.tokenizer", "content.lengths", "content.rewards", "content.pipeline")
+"""Checks that are made of one look at the data, which costs some seconds."""
 
 Tick = Callable[[], None]
 """Called about every half second while something is waited for; may raise to stop."""
@@ -50,6 +55,8 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
     compute = ask_compute_python(around.compute_python, tick)
     # Without these nothing of ours imports there, and environment.packages says so.
     usable = bool(compute.rlhf_flows) and "pydantic" in compute.packages
+    imports = try_imports(spec, around, tick) if usable else {}
+    content = _content(spec, around, compute, imports, tick) if usable else None
     return Facts(
         spec=spec,
         inventory=around.inventory,
@@ -58,7 +65,7 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
         compute=compute,
         requirements=training_requirements(),
         disk=look_at_disk(around.runs_dir),
-        imports=try_imports(spec, around, tick) if usable else {},
+        imports=imports,
         missing_code=tuple(path for path in spec.code.paths if not Path(path).exists()),
         train=scan(Path(spec.data.train), spec.data, tick) if spec.data.train else None,
         eval=scan(Path(spec.data.eval), spec.data, tick) if spec.data.eval else None,
@@ -69,7 +76,20 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
         built_ops=built_operators(compute.packages),
         resume=look_at_checkpoint(around.resume),
         stored_version=around.stored_version,
+        plugins=load_plugins(),
+        content=content if isinstance(content, ContentReport) else None,
+        content_problem=content if isinstance(content, str) else "",
     )
+
+
+def _content(
+    spec: RunSpec, around: Surroundings, compute: ComputeSide, imports: Mapping[str, str], tick: Tick
+) -> ContentReport | str | None:
+    """None where another check says already why the content cannot be looked at, or where nobody wants to know."""
+    if all(id in spec.preflight.off for id in CONTENT_CHECKS) or "transformers" not in compute.packages:
+        return None
+    broken = [name for name, problem in imports.items() if problem]
+    return f"{', '.join(broken)} does not import" if broken else look_at_content(spec, around, tick)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -124,6 +144,16 @@ def try_imports(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) 
         else:
             found[name] = "" if answer["ok"] else str(answer["error"])
     return found
+
+
+def look_at_content(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> ContentReport | str:
+    """Rows, tokenizer and rewards as the compute interpreter sees them; a sentence where it cannot say."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "spec.json"
+        path.write_text(spec.model_dump_json(), encoding="utf-8")
+        command = [around.compute_python, "-m", "rlhf_core.worker", "check-content", "--spec", str(path)]
+        answer = _ask([*command, "--path", str(around.code_path)], tick)
+    return answer if isinstance(answer, str) else ContentReport.model_validate(answer)
 
 
 def _ask(command: Sequence[str], tick: Tick) -> dict[str, Any] | str:
@@ -240,7 +270,10 @@ def look_at_disk(runs_dir: Path) -> Disk:
     try:
         with tempfile.TemporaryDirectory(prefix=".rlhf-check-", dir=existing):
             pass
-        return Disk(runs_dir, free_bytes=shutil.disk_usage(existing).free)
+        room = os.statvfs(existing)
+        # A file system that makes inodes as it needs them (btrfs, many network ones) says that it has none at all.
+        free_files = room.f_favail if room.f_files else None
+        return Disk(runs_dir, free_bytes=shutil.disk_usage(existing).free, free_files=free_files)
     except OSError as error:
         return Disk(runs_dir, problem=error.strerror or str(error))
 
@@ -305,4 +338,5 @@ def look_at_checkpoint(checkpoint: CheckpointDir | None) -> CheckpointFacts | No
             continue
         if size != expected.bytes:
             problems.append(f"{name}: found {size} bytes, expected {expected.bytes}")
-    return CheckpointFacts(checkpoint.root.name, checkpoint.step, manifest.num_ranks, tuple(problems))
+    settings = _read_json(checkpoint.trainer_state / "settings.json")
+    return CheckpointFacts(checkpoint.root.name, checkpoint.step, manifest.num_ranks, tuple(problems), settings)

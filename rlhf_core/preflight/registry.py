@@ -3,9 +3,15 @@
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from rlhf_core.preflight.facts import Facts
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
+
+PLUGINS = "rlhf_flows.checks"
+"""Entry point group of a site's own checks."""
+OFF = "preflight.off"
+"""The check of what is turned off; it cannot be turned off itself."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +55,16 @@ def check(id: str) -> Callable[[CheckFunction], CheckFunction]:
 
 
 def run_checks(facts: Facts, checks: Iterable[Check] | None = None) -> tuple[CheckResult, ...]:
-    """Make every check, in order, and return all findings."""
+    """Make every check, in order, then those of plug-ins, and return all findings.
+
+    A check that ``preflight.off`` names is not made; its one finding says so and why.
+    """
+    off = facts.spec.preflight.off
     results = []
-    for each in CHECKS if checks is None else checks:
+    for each in _all_checks(facts) if checks is None else checks:
+        function = _turned_off(off[each.id]) if each.id in off and each.id != OFF else each.function
         started = time.monotonic()
-        for finding in each.function(facts):
+        for finding in function(facts):
             now = time.monotonic()
             results.append(
                 CheckResult(
@@ -67,6 +78,57 @@ def run_checks(facts: Facts, checks: Iterable[Check] | None = None) -> tuple[Che
             )
             started = now
     return tuple(results)
+
+
+def _turned_off(reason: str) -> CheckFunction:
+    return lambda facts: iter([skipped(f"turned off: {reason.strip() or 'no reason given'}")])
+
+
+def _all_checks(facts: Facts) -> Iterator[Check]:
+    yield from CHECKS
+    taken = {one.id for one in CHECKS}
+    for plugin in facts.plugins:
+        if plugin.id in taken:
+            yield Check(plugin.id, _unusable(plugin.id, "there is a check with this id already"))
+            continue
+        taken.add(plugin.id)
+        function = plugin.function
+        yield Check(
+            plugin.id, _unusable(plugin.id, plugin.problem) if function is None else _guarded(plugin.id, function)
+        )
+
+
+def _guarded(id: str, function: Callable[..., Any]) -> CheckFunction:
+    """The site's own code may do anything; a mistake in it must not keep a run from starting."""
+
+    def made(facts: Facts) -> Iterator[Finding]:
+        try:
+            for finding in function(facts) or ():
+                if not isinstance(finding, Finding):
+                    raise TypeError(f"yielded {finding!r:.80}, expected a Finding")
+                yield finding
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it is becomes a finding
+            yield from _unusable(id, one_line(error))(facts)
+
+    made.__doc__ = function.__doc__
+    return made
+
+
+def _unusable(id: str, problem: str) -> CheckFunction:
+    return lambda facts: iter(
+        [
+            warning(
+                f"the plug-in {id} could not be used: {problem}",
+                f'a function of the entry point group "{PLUGINS}" that takes the facts and yields findings',
+                f'correct its package or remove it, or say preflight.off = {{"{id}" = "why"}}',
+            )
+        ]
+    )
+
+
+def one_line(error: BaseException, limit: int = 300) -> str:
+    """An exception in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:limit].removesuffix(": ")
 
 
 def passed(found: str) -> Finding:

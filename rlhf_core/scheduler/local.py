@@ -48,11 +48,15 @@ class LocalScheduler:
 
     def inventory(self) -> Inventory:
         """This machine: cores this process may use, memory it may have, NVIDIA GPUs by their device files."""
+        name, kind = socket.gethostname(), _gpu_type()
+        num_gpus = sum(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia*"))
         return Inventory(
-            node_names=(socket.gethostname(),),
+            node_names=(name,),
             cpus_per_node=len(os.sched_getaffinity(0)),
             memory_gb=_memory_bytes() / 2**30,
-            gpus_per_node=sum(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia*")),
+            gpus_per_node=num_gpus,
+            node_gpus={name: num_gpus},
+            node_gpu_types={name: kind} if kind else {},
         )
 
     def script(self, request: JobRequest) -> str:
@@ -278,6 +282,17 @@ def _start_time(pid: int) -> float:
     except psutil.Error:
         # It has ended already; any time is right, as no process of that id is the job any more.
         return time.time()
+
+
+def _gpu_type(folder: Path = Path("/proc/driver/nvidia/gpus")) -> str:
+    """What the driver calls the GPUs of this machine; empty where it does not say, or they differ."""
+    kinds = set()
+    for path in folder.glob("*/information"):
+        with contextlib.suppress(OSError):
+            kinds |= {
+                line.partition(":")[2].strip() for line in path.read_text().splitlines() if line.startswith("Model:")
+            }
+    return kinds.pop() if len(kinds) == 1 else ""
 
 
 def _memory_bytes() -> int:

@@ -84,6 +84,8 @@ class SlurmScheduler:
             cpus_per_node=max(_number(row[1]) for row in rows.values()),
             memory_gb=max(_number(row[2]) for row in rows.values()) / 1024,
             gpus_per_node=max(_num_gpus(row[3]) for row in rows.values()),
+            node_gpus={name: _num_gpus(row[3]) for name, row in rows.items()},
+            node_gpu_types={name: kind for name, row in rows.items() if (kind := _gpu_type(row[3]))},
         )
 
     def script(self, request: JobRequest) -> str:
@@ -347,6 +349,12 @@ def _number(text: str) -> int:
 def _num_gpus(gres: str) -> int:
     """GPUs in a node's generic resources, for instance ``gpu:h100:8(S:0-1),nvme:1``."""
     return sum(int(number) for number in re.findall(r"(?:^|,)gpu(?::[^:,(]+)?:(\d+)", gres))
+
+
+def _gpu_type(gres: str) -> str:
+    """Type of a node's GPUs; empty where Slurm was told none, or several."""
+    kinds = set(re.findall(r"(?:^|,)gpu:([^:,(]+):\d+", gres))
+    return kinds.pop() if len(kinds) == 1 else ""
 
 
 def _refusal(text: str) -> str:

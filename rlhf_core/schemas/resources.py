@@ -28,6 +28,10 @@ class Inventory(Schema):
     """Main memory of the smallest node, in GiB."""
     gpus_per_node: int
     """GPUs of the smallest node."""
+    node_gpus: dict[str, int] = {}
+    """GPUs of each node; empty where the scheduler does not tell them apart."""
+    node_gpu_types: dict[str, str] = {}
+    """Type of GPU of each node, in the scheduler's words, for instance ``h100``; only nodes whose type is known."""
 
 
 class RolePlan(Schema):

@@ -6,6 +6,7 @@ Data is read by our own readers, so that a bad line is named by file and number 
 import codecs
 import csv
 import importlib
+import itertools
 import json
 import random
 import string
@@ -67,11 +68,14 @@ def load_rows(spec: RunSpec, split: Split) -> list[Row]:
     return load_data(spec, split)[0]
 
 
-def load_data(spec: RunSpec, split: Split) -> tuple[list[Row], DataReport]:
+def load_data(spec: RunSpec, split: Split, limit: int | None = None) -> tuple[list[Row], DataReport]:
     """Read a split and fill its templates. The same on every rank: order and identities follow from the data alone.
 
     In templates ``{prompt}`` and ``{answer}`` are the columns that ``data.prompt_column`` and ``data.answer_column``
     name; other names are columns of those names. Values that are no text are turned into text with ``str``.
+
+    Args:
+        limit: read no more rows than this; None for all.
 
     Raises:
         BadData: the file is missing or of an unknown kind, a row is not valid and ``data.malformed_rows`` is ``error``
@@ -85,7 +89,7 @@ def load_data(spec: RunSpec, split: Split) -> tuple[list[Row], DataReport]:
     rows: list[Row] = []
     seen: Counter[str] = Counter()
     problems: list[str] = []
-    for place, content in _records(spec, split, source):
+    for place, content in itertools.islice(_records(spec, split, source), limit):
         try:
             if isinstance(content, _Malformed):
                 raise content

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf_core.errors import BadConfig
 
@@ -71,6 +71,8 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """
     if not path.is_dir():
         raise BadConfig(f"{path} is no folder here; expected a folder with a Hugging Face tokenizer")
+    from transformers import AutoTokenizer  # it brings torch along, which a tokenizer that is built does not need
+
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError) as error:

@@ -4,6 +4,7 @@
     role          one worker; started by an agent
     check-import  whether a module:function can be imported here; one JSON line
     probe         measures the node before training; started by an agent, one JSON line per step
+    check-content looks at rows, tokenizer and rewards of a spec; one JSON line
     prebuild      compiles what training needs, so that no worker does it
 
 What is heavy is imported after the arguments are read.
@@ -29,6 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
         "role": _role,
         "check-import": _check_import,
         "probe": _probe,
+        "check-content": _check_content,
         "prebuild": _prebuild,
     }
     return commands[parsed.command](parsed)
@@ -64,6 +66,9 @@ def _parser() -> argparse.ArgumentParser:
 
     probe = commands.add_parser("probe", help="measure this node, with all others; started by an agent")
     probe.add_argument("place", type=json.loads, help="where this process stands, as a JSON object")
+    content = commands.add_parser("check-content", help="look at rows, tokenizer and rewards of a spec; one JSON line")
+    content.add_argument("--spec", type=Path, required=True, help="the spec as JSON, with absolute paths")
+    content.add_argument("--path", type=Path, action="append", default=[], help="folder to import functions from")
 
     commands.add_parser("prebuild", help="compile what training needs on this node")
     return parser
@@ -131,6 +136,20 @@ def _probe(parsed: argparse.Namespace) -> int:
     sys.stdout.flush()
     # Not through the tear-down of process groups whose peers may be gone.
     os._exit(cast("int", code))
+
+
+def _check_content(parsed: argparse.Namespace) -> int:
+    from rlhf_core.schemas.content import ContentReport
+    from rlhf_core.worker.processes import die_with_parent
+    from rlhf_core.worker.roles import CONTENT, load
+
+    die_with_parent()
+    sys.path[:0] = [str(path) for path in parsed.path]
+    with contextlib.redirect_stdout(sys.stderr):  # generators and tokenizers may print
+        report = load(CONTENT)(parsed.spec)
+    assert isinstance(report, ContentReport)
+    print(report.model_dump_json())
+    return 0
 
 
 def _prebuild(parsed: argparse.Namespace) -> int:

@@ -25,6 +25,8 @@ PREBUILD = "rlhf_core.training.prebuild:prebuild"
 
 PROBE = "rlhf_core.training.node_checks:run"
 """What measures a node."""
+CONTENT = "rlhf_core.training.content:check_content"
+"""What looks at the data before a run."""
 
 
 def target_of(role: Role, given: dict[Role, str]) -> str:

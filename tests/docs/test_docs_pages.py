@@ -3,13 +3,17 @@
 import importlib.util
 import inspect
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
+import rlhf_core.preflight.checks  # noqa: F401 - importing it registers the checks
 from rlhf_core import config
+from rlhf_core.preflight.registry import CHECKS
 from rlhf_core.run_dir import AttemptDir, CheckpointDir, RestartDir, RunDir
 
 ROOT = Path(__file__).parents[2]
@@ -27,18 +31,30 @@ def generate() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["configuration.md", "failures.md", "cli.md"])
+@pytest.mark.parametrize("name", ["configuration.md", "failures.md", "cli.md", "preflight.md"])
 def test_generated_page_is_up_to_date(generate: ModuleType, name: str) -> None:
     written = (ROOT / "docs" / name).read_text()
     assert written == generate.PAGES[name](), "run `make docs`"
 
 
 def test_every_generated_page_is_checked(generate: ModuleType) -> None:
-    assert set(generate.PAGES) == {"configuration.md", "failures.md", "cli.md"}
+    assert set(generate.PAGES) == {"configuration.md", "failures.md", "cli.md", "preflight.md"}
 
 
 def test_every_setting_says_what_it_means() -> None:
     assert [field.name for field in config.describe_fields() if not field.meaning.endswith(".")] == []
+
+
+def test_the_example_of_a_check_in_the_docs_is_one() -> None:
+    page = (ROOT / "docs" / "preflight.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(code, "our_checks.py", "exec"), names)
+    assert [type(finding).__name__ for finding in names["scratch"](None)] == ["Finding"]
+    tables = [tomllib.loads(text) for text in re.findall(r"```toml\n(.*?)```", page, flags=re.DOTALL)]
+    assert {key for table in tables for key in table} == {"preflight", "project"}
+    ids = {one.id for one in CHECKS}
+    assert set(tables[0]["preflight"]["off"]) <= ids
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from rlhf_core.preflight.facts import (
 )
 from rlhf_core.preflight.registry import CHECKS, run_checks
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
+from rlhf_core.schemas.content import ContentReport, RewardTrial, SplitLook, TokenizerLook
 
 GIB = 2**30
 FILES = {"generator": "", "train": "/d/train.jsonl", "eval": "/d/eval.jsonl"}
@@ -88,7 +89,8 @@ def test_a_healthy_run_has_no_finding() -> None:
 
 def test_a_healthy_run_on_gpus_has_no_finding() -> None:
     facts = with_spec(resources={"gpus_per_node": 2})
-    facts = replace(facts, inventory=FakeScheduler(gpus_per_node=2).inventory(), compiler="")
+    inventory = FakeScheduler(gpus_per_node=2, node_gpus={"n1": 2}, node_gpu_types={"n1": "NVIDIA L4"}).inventory()
+    facts = replace(facts, inventory=inventory, compiler="")
     assert [result for result in run_checks(facts) if result.status is not CheckStatus.PASSED] == []
 
 
@@ -110,6 +112,53 @@ def train_file(**changes: Any) -> Facts:
 
 def compute(**changes: Any) -> Facts:
     return healthy(compute=replace(healthy().compute, **changes))
+
+
+def on_gpus(gpus: dict[str, int], **asked: Any) -> Facts:
+    """A run on a Slurm cluster whose nodes have so many GPUs."""
+    scheduler = FakeScheduler(nodes=tuple(gpus), gpus_per_node=max(gpus.values()), node_gpus=gpus)
+    facts = with_spec(resources={"gpus_per_node": 8, "ranks_per_node": 8, "num_nodes": 2, **asked})
+    return replace(facts, inventory=scheduler.inventory(), scheduler="slurm")
+
+
+def resumed(step: int = 10, **settings: Any) -> Facts:
+    """A run that is gone on with."""
+    return healthy(resume=CheckpointFacts("step-000010", step, num_ranks=2, settings=settings))
+
+
+def with_packages(packages: dict[str, str], **sections: Any) -> Facts:
+    """Healthy facts but for some packages of the compute interpreter."""
+    base = with_spec(**sections)
+    return replace(base, compute=replace(base.compute, packages={**base.compute.packages, **packages}))
+
+
+TRAIN = SplitLook(
+    split="train", num_rows=100, columns=("answer", "prompt"), longest_prompt=40, longest_kept=40, longest_taught=50
+)
+TOKENS = TokenizerLook(num_texts=200)
+TRIAL = RewardTrial(function="my_rewards:score", num_completions=16, num_distinct=2, right=1.0, seconds=0.001)
+
+
+def looked_at(
+    train: dict[str, Any] | None = None,
+    tokens: dict[str, Any] | None = None,
+    trial: dict[str, Any] | None = None,
+    **sections: Any,
+) -> Facts:
+    """Healthy facts with a look at the data; parts of what it found are changed."""
+    report = ContentReport(
+        splits=(TRAIN.model_copy(update=train or {}),),
+        tokenizer=TOKENS.model_copy(update=tokens or {}),
+        rewards=(RewardTrial.model_validate({**TRIAL.model_dump(), **(trial or {})}),),
+    )
+    sections.setdefault("reward", {"functions": ["my_rewards:score"]})
+    return replace(with_spec(**sections), content=report)
+
+
+def generated(**train: Any) -> Facts:
+    """The same for rows that a generator makes."""
+    data = {"generator": "my_data:rows", "train": "", "eval": ""}
+    return replace(looked_at(train=train, data=data), train=None, eval=None)
 
 
 BLOCKED, WARNING, SKIPPED = CheckStatus.BLOCKED, CheckStatus.WARNING, CheckStatus.SKIPPED
@@ -135,10 +184,39 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("data.columns", BLOCKED, with_spec(data={"prompt_template": "{context} {prompt}"}), "'context'"),
     ("data.empty_prompts", BLOCKED, train_file(empty_prompts=(3,), num_empty_prompts=1), "train.jsonl:3"),
     ("data.empty_answers", WARNING, train_file(empty_answers=(4,), num_empty_answers=1), "train.jsonl:4"),
+    ("data.blank_prompts", WARNING, train_file(blank_prompts=(8,), num_blank_prompts=1), "train.jsonl:8"),
+    ("data.duplicates", WARNING, train_file(duplicates=(5, 6), num_duplicates=2), "2 of 100 rows"),
+    ("data.duplicates", WARNING, train_file(contradictions=(7,), num_contradictions=1), "train.jsonl:7"),
     ("data.overlap", WARNING, train_file(prompt_hashes=frozenset({b"b"})), "1 of 1 held-out"),
     ("data.enough_prompts", WARNING, train_file(num_rows=5), "5 training rows"),
     ("data.enough_prompts", WARNING, with_spec(evaluate={"num_prompts": 500}), "num_prompts = 500"),
     ("functions.import", BLOCKED, healthy(imports={"a:b": "No module named 'a'"}), "No module named 'a'"),
+    ("content.columns", BLOCKED, generated(problem='no column "prompt"'), "correct data.generator"),
+    ("content.columns", WARNING, generated(num_duplicates=3), "3 of 100 rows"),
+    ("content.columns", BLOCKED, looked_at(trial={"problem": "columns", "message": "it needs level"}), "needs level"),
+    ("content.columns", SKIPPED, healthy(content_problem="no answer within 120 s"), "no answer"),
+    ("content.tokenizer", BLOCKED, looked_at(tokens={"problem": "it has no end token"}), "no end token"),
+    ("content.tokenizer", WARNING, looked_at(tokens={"num_changed": 7, "example": "'a b' came back"}), "7 of 200"),
+    ("content.tokenizer", WARNING, looked_at(tokens={"unknown_share": 0.02}), "2.0% of the tokens"),
+    ("content.tokenizer", WARNING, looked_at(tokens={"chat_problem": "does not render"}), "chat_template"),
+    ("content.lengths", WARNING, looked_at({"num_overlong": 30, "longest_prompt": 900}), "max_prompt_tokens=900"),
+    ("content.lengths", BLOCKED, looked_at({"num_overlong": 100, "longest_prompt": 900}), "100 of 100"),
+    (
+        "content.lengths",
+        BLOCKED,
+        looked_at({"num_overlong": 1, "longest_prompt": 900}, data={"overlong_prompts": "error"}),
+        "1 of 100",
+    ),
+    ("content.lengths", BLOCKED, looked_at({"num_empty": 2}), "2 prompts"),
+    ("content.lengths", BLOCKED, looked_at({"longest_taught": 1025}), "1025 tokens"),
+    ("content.rewards", WARNING, looked_at(trial={"num_distinct": 1, "right": 0.0}), "nothing is learned"),
+    ("content.rewards", WARNING, looked_at(trial={"right": 0.0, "wrong": 1.0}), "more for the reference answer"),
+    ("content.rewards", WARNING, looked_at(trial={"seconds": 100.0}), "supervise.reward_floor_s"),
+    ("content.rewards", BLOCKED, looked_at(trial={"problem": "failed", "message": "raised KeyError"}), "KeyError"),
+    ("content.rewards", BLOCKED, looked_at(trial={"problem": "timeout", "message": "no answer"}), "preflight.off"),
+    ("content.rewards", WARNING, looked_at(trial={"problem": "memory", "message": "MemoryError"}), "more memory"),
+    ("content.rewards", SKIPPED, looked_at(trial={"problem": "not_tried", "message": "no time"}), "not tried"),
+    ("content.pipeline", WARNING, looked_at({"read_s": 700.0}), "supervise.setup_floor_s"),
     ("code.paths", BLOCKED, healthy(missing_code=("/d/lib.py",)), "/d/lib.py"),
     ("model.folder", BLOCKED, healthy(model_folder=ModelFolder(Path("/m"), problem="no config.json")), "config.json"),
     ("model.tokenizer", BLOCKED, healthy(tokenizer_problem="there is no such folder"), "no such folder"),
@@ -149,6 +227,8 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("disk.space", BLOCKED, healthy(disk=Disk(Path("/runs"), free_bytes=10_000)), "at least one"),
     ("disk.space", WARNING, healthy(disk=Disk(Path("/runs"), free_bytes=4 * 2**20)), "being written"),
     ("disk.space", SKIPPED, healthy(model_config={}), "cannot be estimated"),
+    ("disk.files", BLOCKED, healthy(disk=Disk(Path("/runs"), free_bytes=100 * GIB, free_files=3)), "can be made"),
+    ("disk.files", WARNING, healthy(disk=Disk(Path("/runs"), free_bytes=100 * GIB, free_files=90)), "keep_last"),
     ("environment.python", BLOCKED, compute(problem="cannot be started"), "RLHF_COMPUTE_PYTHON"),
     ("environment.python", BLOCKED, compute(version=(3, 9, 2)), "3.9.2"),
     ("environment.rlhf_flows", BLOCKED, compute(rlhf_flows=""), "not installed"),
@@ -157,6 +237,14 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("environment.packages", BLOCKED, compute(packages={"torch": "2.7", "transformers": "4.50"}), "<6,>=5.0"),
     ("environment.packages", WARNING, healthy(requirements=(Requirement("pyarrow", ">=15"),)), "pyarrow is missing"),
     ("environment.packages", SKIPPED, healthy(requirements=()), "not known"),
+    (
+        "environment.versions",
+        BLOCKED,
+        with_packages({"torch": "2.7.0+cu128"}, resources={"gpus_per_node": 2}),
+        "pip install 'torch>=2.7.1'",
+    ),
+    ("environment.versions", WARNING, with_packages({"torch": "2.7.0"}), "does not come upon it"),
+    ("environment.versions", WARNING, with_packages({"deepspeed": "0.18.0"}), "DeepSpeed/issues/7718"),
     ("environment.compiler", BLOCKED, healthy(compiler=""), "apt-get install g++"),
     ("resources.nodes", BLOCKED, with_spec(resources={"num_nodes": 2}), "one node"),
     (
@@ -167,6 +255,12 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ),
     ("resources.gpus", BLOCKED, with_spec(resources={"gpus_per_node": 2}), "train on CPU"),
     ("resources.gpus", WARNING, healthy(inventory=FakeScheduler(gpus_per_node=4).inventory()), "4 GPUs"),
+    ("resources.uneven_gpus", BLOCKED, on_gpus({"a": 8, "b": 7}), "b (7)"),
+    ("resources.uneven_gpus", WARNING, on_gpus({"a": 8, "b": 8, "c": 7}), "c (7)"),
+    ("resources.uneven_gpus", WARNING, on_gpus({"a": 8, "b": 8, "c": 7}, gpus_per_node=7), "slurm.exclude to ['c']"),
+    ("memory.trainer", BLOCKED, with_spec(resources={"memory_gb": 0.5}), "0.2"),
+    ("memory.trainer", SKIPPED, healthy(model_config={}), "does not tell"),
+    ("memory.evaluator", BLOCKED, with_spec(resources={"memory_gb": 0.5}), "rollout.batch_size"),
     ("resources.cores", WARNING, with_spec(resources={"cpus_per_rank": 5}), "10 cores per node, 8 there"),
     ("resources.memory", BLOCKED, with_spec(resources={"memory_gb": 64}), "resources.memory_gb=32"),
     ("resources.time_limit", WARNING, with_spec(resources={"time_limit_s": 60}), "at least 300 s"),
@@ -184,7 +278,13 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
         healthy(resume=CheckpointFacts("step-000010", 10, num_ranks=2, problems=("model: gone",))),
         "model: gone",
     ),
+    ("resume.settings", BLOCKED, resumed(train={"learning_rate": 0.5}), "train.learning_rate is 1e-06"),
+    ("resume.settings", BLOCKED, resumed(model={"config": {"model_type": "llama"}}), "set model.config back"),
+    ("resume.steps", WARNING, resumed(step=500), "raise train.num_steps"),
     ("resume.version", WARNING, healthy(stored_version="0.0.9"), "0.0.9"),
+    ("preflight.off", BLOCKED, with_spec(preflight={"off": {"batch.mikro_batch": "known"}}), "batch.micro_batch"),
+    ("preflight.off", BLOCKED, with_spec(preflight={"off": {"disk.space": " "}}), "no reason"),
+    ("preflight.off", BLOCKED, with_spec(preflight={"off": {"preflight.off": "all is well"}}), "itself"),
 ]
 
 
@@ -204,6 +304,42 @@ def test_every_check_has_a_run_that_fails_it() -> None:
 def test_every_check_says_what_it_prevents() -> None:
     assert [one.id for one in CHECKS if len(one.prevents) < 20] == []
     assert len({one.id for one in CHECKS}) == len(CHECKS)
+
+
+def test_nodes_without_gpus_or_of_another_kind_are_not_odd() -> None:
+    gpus = {"cpu1": 0, "cpu2": 0, "a1": 8, "a2": 8, "b1": 4, "b2": 4}
+    kinds = {"a1": "h100", "a2": "h100", "b1": "a100", "b2": "a100"}
+    facts = on_gpus(gpus)
+    facts = replace(facts, inventory=facts.inventory.model_copy(update={"node_gpu_types": kinds}))
+    assert [one.status for one in found(facts, "resources.uneven_gpus")] == [CheckStatus.PASSED]
+
+
+def test_a_node_that_is_excluded_does_not_count() -> None:
+    facts = on_gpus({"a": 8, "b": 8, "c": 7})
+    spec = facts.spec.model_copy(update={"slurm": facts.spec.slurm.model_copy(update={"exclude": ("c",)})})
+    assert [one.status for one in found(replace(facts, spec=spec), "resources.uneven_gpus")] == [CheckStatus.PASSED]
+
+
+def test_a_file_system_that_counts_no_files_is_not_judged() -> None:
+    assert found(healthy(), "disk.files") == []
+
+
+def test_the_same_settings_may_be_gone_on_with() -> None:
+    same = healthy().spec.model_dump(mode="json", include={"seed", "model", "train"})
+    assert [one.status for one in found(resumed(**same), "resume.settings")] == [CheckStatus.PASSED]
+
+
+def test_a_look_at_healthy_data_has_no_finding() -> None:
+    results = run_checks(looked_at())
+    assert [one for one in results if one.status is not CheckStatus.PASSED] == []
+    assert {"content.columns", "content.tokenizer", "content.lengths", "content.rewards", "content.pipeline"} <= {
+        one.id for one in results
+    }
+
+
+def test_what_the_control_plane_has_read_itself_is_said_once() -> None:
+    assert found(looked_at({"problem": "line 3 is malformed"}), "content.columns") == []
+    assert found(looked_at({"num_duplicates": 3}), "content.columns")[0].status is CheckStatus.PASSED
 
 
 def test_gpu_ranks_need_a_gpu_each() -> None:

@@ -168,3 +168,12 @@ def test_the_nodes_would_say_the_same(tmp_path: Path, line: str) -> None:
     except BadData:
         refused_there = True
     assert refused_here == refused_there
+
+
+def test_rows_that_come_twice_are_counted(tmp_path: Path) -> None:
+    other = {"prompt": "12>", "answer": "21"}
+    found = scan(write(tmp_path / "a.jsonl", GOOD, other, GOOD, {"prompt": " \t", "answer": "1"}), DATA)
+    assert (found.duplicates, found.num_duplicates) == ((3,), 1)
+    assert (found.contradictions, found.num_contradictions) == ((2,), 1)
+    assert (found.blank_prompts, found.num_blank_prompts) == ((4,), 1)
+    assert len(found.prompt_hashes) == 2

@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 from control_fakes import FakeAgent, FakeScheduler, make_run, make_spec
 
+import rlhf_core.preflight.checks  # noqa: F401 - importing it registers the checks
 from rlhf_core.preflight import gather
 from rlhf_core.preflight.estimate import decoder_parameters
 from rlhf_core.preflight.gather import Surroundings
+from rlhf_core.preflight.registry import CHECKS
 from rlhf_core.schemas.run import ModelSpec, RunSpec
 
 
@@ -91,6 +93,7 @@ def test_requirements_of_one_extra() -> None:
 def test_disks(tmp_path: Path) -> None:
     good = gather.look_at_disk(tmp_path / "not" / "yet")
     assert (good.problem, good.free_bytes > 0) == ("", True)
+    assert good.free_files is None or good.free_files > 0
     assert list(tmp_path.iterdir()) == [], "looking leaves nothing behind"
     file = tmp_path / "file"
     file.write_text("")
@@ -126,7 +129,13 @@ def test_a_checkpoint_with_a_missing_file_is_seen(tmp_path: Path) -> None:
     FakeAgent(run_dir).checkpoint(10, num_ranks=4)
     found = gather.look_at_checkpoint(run_dir.checkpoint(10))
     assert found is not None
-    assert (found.num_ranks, found.problems) == (4, ())
+    assert (found.num_ranks, found.problems, found.settings) == (4, (), {})
+    state = run_dir.checkpoint(10).trainer_state
+    state.mkdir()
+    (state / "settings.json").write_text('{"seed": 7}')
+    found = gather.look_at_checkpoint(run_dir.checkpoint(10))
+    assert found is not None
+    assert found.settings == {"seed": 7}
     manifest = run_dir.checkpoint(10).complete
     manifest.write_text(manifest.read_text().replace('"files": {}', '"files": {"a": {"bytes": 3, "sha256": "x"}}'))
     found = gather.look_at_checkpoint(run_dir.checkpoint(10))
@@ -168,3 +177,24 @@ def test_everything_at_once(tmp_path: Path) -> None:
     assert facts.compute.problem == ""
     assert facts.train is None
     assert facts.disk.problem == ""
+    assert facts.content is not None
+    assert [look.problem for look in facts.content.splits] == ["", ""]
+
+
+def test_nobody_looks_at_the_content_when_its_checks_are_off(tmp_path: Path) -> None:
+    spec = make_spec(preflight={"off": dict.fromkeys(gather.CONTENT_CHECKS, "the data is on the nodes only")})
+    assert gather.gather(spec, around(tmp_path)).content is None
+    some = make_spec(preflight={"off": dict.fromkeys(gather.CONTENT_CHECKS[1:], "known")})
+    assert gather.gather(some, around(tmp_path)).content is not None
+
+
+def test_the_checks_of_the_content_are_those_that_there_are() -> None:
+    assert list(gather.CONTENT_CHECKS) == [one.id for one in CHECKS if one.id.startswith("content.")]
+
+
+def test_content_that_cannot_be_looked_at_has_a_reason(tmp_path: Path) -> None:
+    spec = make_spec(reward={"functions": ["no_such_module:score"]})
+    facts = gather.gather(spec, around(tmp_path))
+    assert facts.content is None
+    assert "no_such_module:score does not import" in facts.content_problem
+    assert "exit code" in str(gather.look_at_content(spec, around(tmp_path, "/bin/false")))

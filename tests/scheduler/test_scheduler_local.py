@@ -221,6 +221,7 @@ def test_what_cannot_be_started_is_refused(tmp_path: Path, scheduler: LocalSched
 def test_the_inventory_is_this_machine(scheduler: LocalScheduler) -> None:
     inventory = scheduler.inventory()
     assert inventory.node_names == (socket.gethostname(),)
+    assert inventory.node_gpus == {socket.gethostname(): inventory.gpus_per_node}
     assert 1 <= inventory.cpus_per_node <= (os.cpu_count() or 1)
     assert inventory.memory_gb > 0.1
 

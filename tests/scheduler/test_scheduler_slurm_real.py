@@ -74,6 +74,7 @@ def test_inventory_counts_nodes_cores_memory_and_gpus(slurm: SlurmScheduler) -> 
     found = slurm.inventory()
     assert found.node_names == ("node1", "node2", "node3")
     assert (found.cpus_per_node, found.gpus_per_node) == (8, 2)
+    assert found.node_gpus == dict.fromkeys(found.node_names, 2)
     assert found.memory_gb == pytest.approx(8000 / 1024)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from rlhf_core.scheduler import get_scheduler
 from rlhf_core.scheduler.base import JobRequest, JobState
-from rlhf_core.scheduler.slurm import SlurmScheduler, _is_no_answer, _num_gpus, _refusal, _status
+from rlhf_core.scheduler.slurm import SlurmScheduler, _gpu_type, _is_no_answer, _num_gpus, _refusal, _status
 from rlhf_core.scheduler.slurm_queue import Row
 from rlhf_core.schemas.resources import Placement, Role, RolePlan
 from rlhf_core.schemas.run import SlurmSpec
@@ -156,6 +156,14 @@ def test_why_a_job_waits_and_when_it_is_expected_to_start() -> None:
 )
 def test_gpus_of_a_node(gres: str, number: int) -> None:
     assert _num_gpus(gres) == number
+
+
+@pytest.mark.parametrize(
+    ("gres", "kind"),
+    [("gpu:h100:4(S:0-1),nvme:1", "h100"), ("gpu:8", ""), ("(null)", ""), ("gpu:a:1,gpu:b:2", ""), ("nvme:2", "")],
+)
+def test_type_of_the_gpus_of_a_node(gres: str, kind: str) -> None:
+    assert _gpu_type(gres) == kind
 
 
 def test_a_refusal_is_told_from_silence() -> None:

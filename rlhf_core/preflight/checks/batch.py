@@ -15,7 +15,7 @@ def prompts_divide_ranks(facts: Facts) -> Iterator[Finding]:
 
 @check("batch.rows_divide_ranks")
 def rows_divide_ranks(facts: Facts) -> Iterator[Finding]:
-    """The same for the rows of supervised training."""
+    """Ranks with different numbers of rows wait for each other for ever in supervised training, too."""
     if facts.spec.sft.num_steps or facts.spec.train.algorithm == "sft":
         yield _divides("sft.batch_size", facts.spec.sft.batch_size, facts.spec.num_ranks)
 

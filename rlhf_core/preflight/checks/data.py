@@ -46,7 +46,7 @@ def lines(facts: Facts) -> Iterator[Finding]:
 
 @check("data.rows")
 def rows(facts: Facts) -> Iterator[Finding]:
-    """A file without rows."""
+    """A file without rows stops every rank when it is read, after the queue and the start of the nodes."""
     for name, file in _read(facts):
         if not file.num_rows:
             yield blocked(f"{name} has no rows: {file.path}", "at least one row", f"correct {name}")
@@ -67,7 +67,7 @@ def templates(facts: Facts) -> Iterator[Finding]:
 
 @check("data.columns")
 def columns(facts: Facts) -> Iterator[Finding]:
-    """A setting that names a column which the data does not have."""
+    """A setting that names a column which the data does not have stops every rank at the first row."""
     for name, file in _read(facts):
         if not file.num_rows:
             continue
@@ -118,6 +118,39 @@ def empty_answers(facts: Facts) -> Iterator[Finding]:
             )
 
 
+@check("data.blank_prompts")
+def blank_prompts(facts: Facts) -> Iterator[Finding]:
+    """A prompt of white space alone asks nothing: its reward is noise, and its share of every batch is lost."""
+    for name, file in _read(facts):
+        if file.num_blank_prompts:
+            yield warning(
+                f"{file.num_blank_prompts} rows of {name} have a prompt of white space only: "
+                f"{_places(file, file.blank_prompts)}",
+                "text in every prompt",
+                "remove these rows",
+            )
+
+
+@check("data.duplicates")
+def duplicates(facts: Facts) -> Iterator[Finding]:
+    """Rows that come twice are trained on twice as often; the same prompt with two answers cannot be learned at all."""
+    for name, file in _read(facts):
+        if file.num_duplicates:
+            yield warning(
+                f"{file.num_duplicates} of {file.num_rows} rows of {name} hold an earlier row once more: "
+                f"{_places(file, file.duplicates)}",
+                "every row once",
+                "remove them, unless they are meant to weigh more",
+            )
+        if file.num_contradictions:
+            yield warning(
+                f"{file.num_contradictions} rows of {name} have the prompt of an earlier row with another answer: "
+                f"{_places(file, file.contradictions)}",
+                "one answer for each prompt",
+                "keep one of them, unless several answers are right and the reward functions know it",
+            )
+
+
 @check("data.overlap")
 def overlap(facts: Facts) -> Iterator[Finding]:
     """Held-out prompts that were trained on make the evaluation look better than the model is."""
@@ -137,7 +170,7 @@ def overlap(facts: Facts) -> Iterator[Finding]:
 
 @check("data.enough_prompts")
 def enough_prompts(facts: Facts) -> Iterator[Finding]:
-    """Fewer rows than asked for."""
+    """With fewer rows than asked for, prompts come several times in a step, or less is evaluated than was meant."""
     spec = facts.spec
     if spec.train.algorithm == "grpo" and _rows(facts.train) and _rows(facts.train) < spec.grpo.prompts_per_step:
         yield warning(

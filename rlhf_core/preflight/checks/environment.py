@@ -6,6 +6,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from rlhf_core.preflight.facts import Facts
+from rlhf_core.preflight.known_bad import KNOWN_BAD
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
 
 OLDEST_PYTHON = (3, 11)
@@ -83,9 +84,28 @@ def packages(facts: Facts) -> Iterator[Finding]:
         yield passed(", ".join(shown))
 
 
+@check("environment.versions")
+def versions(facts: Facts) -> Iterator[Finding]:
+    """Versions that are known to hang, to compute wrong numbers, or not to load together."""
+    installed = facts.compute.packages
+    found = [row for row in KNOWN_BAD if row.matches(installed)]
+    for row in found:
+        shown = " with ".join(f"{name} {installed[name]}" for name in row.packages)
+        fatal = row.concerns(facts.spec) and row.certain
+        report = blocked if fatal else warning
+        meant = "" if row.concerns(facts.spec) else "; this run does not come upon it"
+        yield report(
+            f"{shown}: {row.happens}{meant}",
+            f"versions without this ({row.source})",
+            f"{facts.compute.python} -m pip install '{row.instead}'",
+        )
+    if installed and not found:
+        yield passed(f"none of {len(KNOWN_BAD)} combinations that are known to go wrong is installed")
+
+
 @check("environment.compiler")
 def compiler(facts: Facts) -> Iterator[Finding]:
-    """On CPU, DeepSpeed compiles its shared-memory operator when training starts."""
+    """Without a compiler DeepSpeed cannot build its operator for CPUs, and every worker ends when training starts."""
     if facts.spec.resources.gpus_per_node or facts.scheduler != "local":
         return
     if facts.built_ops:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from rlhf_core.preflight.estimate import checkpoint_bytes
+from rlhf_core.preflight.estimate import checkpoint_bytes, checkpoint_files, checkpoints_kept, run_files
 from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
 
@@ -100,8 +100,7 @@ def disk_space(facts: Facts) -> Iterator[Finding]:
     if one is None:
         yield skipped("the size of a checkpoint cannot be estimated from this model's config")
         return
-    # The newest ones, the end of the warm start, the last one; and one more while it is being written.
-    kept = min(facts.spec.checkpoint.keep_last + 2, facts.spec.total_steps // facts.spec.checkpoint.every_num_steps + 2)
+    kept = checkpoints_kept(facts.spec)
     free = facts.disk.free_bytes
     found = f"{_size(free)} free in {facts.disk.runs_dir}, a checkpoint takes about {_size(one)} (estimate)"
     if free < one:
@@ -111,6 +110,31 @@ def disk_space(facts: Facts) -> Iterator[Finding]:
             found,
             f"room for {kept} checkpoints kept and one being written, about {_size((kept + 1) * one)}",
             "make room, lower checkpoint.keep_last, or set RLHF_RUNS to another file system",
+        )
+    else:
+        yield passed(found)
+
+
+@check("disk.files")
+def disk_files(facts: Facts) -> Iterator[Finding]:
+    """A quota of files that is used up ends the run at a checkpoint with "No space left", with room on the disk."""
+    free = facts.disk.free_files
+    if facts.disk.problem or free is None:
+        return
+    one, kept = checkpoint_files(facts), checkpoints_kept(facts.spec)
+    found = f"{free} more files can be made in {facts.disk.runs_dir}, a checkpoint takes about {one}"
+    needed = (kept + 1) * one + run_files(facts.spec)
+    if free < one:
+        yield blocked(
+            found,
+            f"room for about {needed} files",
+            "remove old runs, or set RLHF_RUNS to another file system",
+        )
+    elif free < needed:
+        yield warning(
+            found,
+            f"room for about {needed} files: {kept} checkpoints kept, one being written, logs and evidence",
+            "remove old runs, lower checkpoint.keep_last, or set RLHF_RUNS to another file system",
         )
     else:
         yield passed(found)

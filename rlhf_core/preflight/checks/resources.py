@@ -1,6 +1,7 @@
 """What is asked of the machines, against what there is."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 
 from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, warning
@@ -31,7 +32,7 @@ def nodes(facts: Facts) -> Iterator[Finding]:
 
 @check("resources.gpus")
 def gpus(facts: Facts) -> Iterator[Finding]:
-    """GPUs that are not there, or not used, or shared by two ranks."""
+    """A job for GPUs that no node has waits for ever; unused ones are paid for; two ranks on one run out of memory."""
     resources, there = facts.spec.resources, facts.inventory.gpus_per_node
     asked, ranks = resources.gpus_per_node, resources.ranks_per_node
     if asked > there:
@@ -60,6 +61,45 @@ def gpus(facts: Facts) -> Iterator[Finding]:
         )
     else:
         yield passed(f"{asked} GPUs per node for {ranks} ranks" if asked else "CPU, no GPU asked for")
+
+
+@check("resources.uneven_gpus")
+def uneven_gpus(facts: Facts) -> Iterator[Finding]:
+    """One node with a GPU less than the others makes the job wait for ever, or every rank wait for that node."""
+    resources, exclude = facts.spec.resources, facts.spec.slurm.exclude
+    asked = resources.gpus_per_node
+    there = {node: count for node, count in facts.inventory.node_gpus.items() if node not in exclude}
+    if not asked or asked > max(there.values(), default=0):
+        return  # resources.gpus says so
+    enough = [node for node, count in there.items() if count >= asked]
+    less = {node: count for node, count in there.items() if 0 < count < asked}
+    if len(enough) < resources.num_nodes:
+        lacking = less or {node: count for node, count in there.items() if count < asked}
+        fewer = f" or resources.gpus_per_node to {min(less.values())}" if less else ""
+        yield blocked(
+            f"{resources.num_nodes} nodes with {asked} GPUs are asked for, {_count(len(enough))} so many"
+            + (f"; fewer have {_shown(lacking)}" if lacking else ""),
+            f"{resources.num_nodes} nodes with at least {asked} GPUs",
+            f"lower resources.num_nodes to {len(enough)}{fewer}, or have the GPUs of these nodes looked at",
+        )
+        return
+    odd = _odd_ones(there, facts.inventory.node_gpu_types)
+    if odd and any(count < asked for count in odd.values()):
+        yield warning(
+            f"{_shown(odd)}; the other nodes of the kind have more, and {asked} are asked for",
+            "the same number of GPUs on every node of a kind",
+            "the job will not run there; if a GPU dropped off its bus, have these nodes looked at",
+        )
+    elif odd:
+        usual = max(there.values())
+        yield warning(
+            f"{_shown(odd)}, the others {usual}: with resources.gpus_per_node = {asked} these have "
+            f"{usual - asked} idle",
+            "a number of GPUs that is right for most nodes",
+            f"set slurm.exclude to {list(odd)} and resources.gpus_per_node={usual}",
+        )
+    else:
+        yield passed(f"{len(enough)} nodes have {asked} GPUs or more")
 
 
 @check("resources.cores")
@@ -112,7 +152,7 @@ def time_limit(facts: Facts) -> Iterator[Finding]:
 
 @check("supervise.backoff")
 def backoff(facts: Facts) -> Iterator[Finding]:
-    """A longest wait that is shorter than the first one."""
+    """With a longest wait below the first, every retry comes sooner than was meant, into the same broken node."""
     supervise = facts.spec.supervise
     if supervise.max_backoff_s < supervise.backoff_s:
         yield warning(
@@ -120,3 +160,24 @@ def backoff(facts: Facts) -> Iterator[Finding]:
             "a longest wait of at least the first one",
             f"every wait will be {supervise.max_backoff_s:g} s; raise supervise.max_backoff_s if that is not meant",
         )
+
+
+def _odd_ones(gpus: Mapping[str, int], types: Mapping[str, str]) -> dict[str, int]:
+    """Nodes with fewer GPUs than most nodes of their kind."""
+    odd: dict[str, int] = {}
+    for kind in {types.get(node, "") for node in gpus}:
+        counts = {node: count for node, count in gpus.items() if count and types.get(node, "") == kind}
+        if counts:
+            (usual, times), *_ = Counter(counts.values()).most_common(1)
+            if times > 1:
+                odd |= {node: count for node, count in counts.items() if count < usual}
+    return odd
+
+
+def _count(nodes: int) -> str:
+    return {0: "no node has", 1: "one node has"}.get(nodes, f"{nodes} nodes have")
+
+
+def _shown(gpus: Mapping[str, int], limit: int = 8) -> str:
+    names = [f"{node} ({count})" for node, count in list(gpus.items())[:limit]]
+    return ", ".join(names) + (f" and {len(gpus) - limit} more" if len(gpus) > limit else "")

@@ -1,9 +1,14 @@
 """Whether a run can be gone on with from its checkpoint."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, warning
+
+_WHOLE = ("model.config", "data.generator_args")
+"""Tables of the user's own: compared as one value, because a key more or less is a change as well."""
 
 
 @check("resume.checkpoint")
@@ -37,3 +42,48 @@ def version(facts: Facts) -> Iterator[Finding]:
             "the version it was started with, when its numbers are to be compared",
             f"install rlhf-flows=={facts.stored_version}, or read the curve with this in mind",
         )
+
+
+@check("resume.settings")
+def settings(facts: Facts) -> Iterator[Finding]:
+    """A checkpoint of other settings is refused by every rank, after the queue and the start of the nodes."""
+    found = facts.resume
+    if found is None or not found.settings:
+        return
+    now = facts.spec.model_dump(mode="json")
+    changed = list(_differences(found.settings, now))
+    for name, before, after in changed:
+        yield blocked(
+            f"{name} is {_shown(after)}, {found.name} was trained with {_shown(before)}",
+            f"{name} = {_shown(before)}, as before",
+            f"set {name} back, or start a new run from the model in {found.name}/model",
+        )
+    if not changed:
+        yield passed(f"{found.name} was trained with the same settings")
+
+
+@check("resume.steps")
+def steps(facts: Facts) -> Iterator[Finding]:
+    """A run that has nothing left to do ends at once and well, having trained nothing."""
+    found, total = facts.resume, facts.spec.total_steps
+    if found is not None and found.step > total:
+        yield warning(
+            f"{found.name} is at step {found.step}, the run has {total} steps in all",
+            "a checkpoint before the last step",
+            "raise train.num_steps; otherwise only the evaluation is made",
+        )
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Settings of a checkpoint that are others now: dotted name, then and now. Newer settings are not in older ones."""
+    for key, value in before.items():
+        name = f"{above}{key}"
+        if isinstance(value, Mapping) and isinstance(now.get(key), Mapping) and name not in _WHOLE:
+            yield from _differences(value, now[key], f"{name}.")
+        elif now.get(key) != value:
+            yield name, value, now.get(key)
+
+
+def _shown(value: Any, limit: int = 100) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

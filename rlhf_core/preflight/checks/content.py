@@ -1,0 +1,252 @@
+"""The data itself: made of one look at it in the compute interpreter (``rlhf_core/training/content.py``)."""
+
+from collections.abc import Iterator
+
+from rlhf_core.preflight.facts import DataFile, Facts
+from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
+from rlhf_core.schemas.content import RewardTrial, SplitLook, TrialProblem
+
+MANY_OVERLONG = 0.1
+"""Share of prompts left out from which on it is said aloud."""
+MANY_UNKNOWN = 0.001
+"""Share of unknown tokens from which on it is said aloud."""
+
+
+@check("content.columns")
+def columns(facts: Facts) -> Iterator[Finding]:
+    """Rows that a generator or a Parquet file does not have, or a reward function asks for, end every rank at once."""
+    report = facts.content
+    if report is None:
+        if facts.content_problem:
+            yield skipped(f"the data was not looked at: {facts.content_problem}")
+        return
+    for look in report.splits:
+        if look.problem:
+            if not _is_judged_already(facts, look):
+                yield blocked(
+                    f"{_source(facts, look)} cannot be used: {look.problem}",
+                    "rows with the columns that the settings of [data] name",
+                    f"correct {_setting(facts, look)}, or the settings that name its columns",
+                )
+        else:
+            yield passed(f"{_source(facts, look)}: columns {', '.join(look.columns)}")
+    yield from _unsuitable_functions(report.rewards)
+    yield from _repeated_rows(facts)
+
+
+@check("content.tokenizer")
+def tokenizer(facts: Facts) -> Iterator[Finding]:
+    """A tokenizer that loses characters makes right answers impossible: the reward stays at zero for days."""
+    look = facts.content.tokenizer if facts.content else None
+    if look is None:
+        return
+    if look.problem:
+        if not facts.tokenizer_problem:
+            yield blocked(
+                f"the tokenizer cannot be used: {look.problem}", "a tokenizer that loads", "correct model.tokenizer"
+            )
+        return
+    if look.unknown_share > MANY_UNKNOWN:
+        yield warning(
+            f"{look.unknown_share:.1%} of the tokens stand for characters that the tokenizer does not know",
+            "a token for everything in prompts and answers",
+            'take another model.tokenizer ("byte" and "bpe" know every text), or clean the data',
+        )
+    if look.num_changed:
+        yield warning(
+            f"{look.num_changed} of {look.num_texts} texts are changed by encoding and decoding: {look.example}",
+            "the same text again",
+            "where exact answers are rewarded, clean the data of these characters or take another model.tokenizer",
+        )
+    else:
+        yield passed(f"{look.num_texts} texts come back as they went in")
+    if look.chat_problem:
+        yield warning(
+            f"the chat template of the tokenizer {look.chat_problem}",
+            "a template that renders a conversation and ends with the beginning of the model's turn",
+            "correct chat_template in the folder of the tokenizer; it is saved with the model that is trained",
+        )
+
+
+@check("content.lengths")
+def lengths(facts: Facts) -> Iterator[Finding]:
+    """Prompts that are left out unseen train another task; texts beyond the model's positions crash it mid-run."""
+    if facts.content is None:
+        return
+    data, limit = facts.spec.data, facts.model_config.get("max_position_embeddings")
+    for look in facts.content.splits:
+        if look.problem or not look.longest_prompt:
+            continue
+        source, share = _source(facts, look), look.num_overlong / look.num_rows
+        found = (
+            f"{look.num_overlong} of {look.num_rows} prompts of {source} are longer than data.max_prompt_tokens = "
+            f"{data.max_prompt_tokens} (the longest has {look.longest_prompt} tokens)"
+        )
+        raising = f"set data.max_prompt_tokens={look.longest_prompt}, if the model has as many positions"
+        if share == 1 or (share and data.overlong_prompts == "error"):
+            yield blocked(found, "prompts that fit", f'{raising}, or data.overlong_prompts="drop" if some fit')
+        elif share > MANY_OVERLONG:
+            yield warning(found, f"at most {MANY_OVERLONG:.0%} left out", raising)
+        else:
+            yield passed(f"{source}: the longest prompt has {look.longest_prompt} tokens, {share:.1%} are left out")
+        if look.num_empty:
+            yield blocked(
+                f"{look.num_empty} prompts of {source} have no token", "a token in every prompt", "remove these rows"
+            )
+        teaches = facts.spec.train.algorithm == "sft" or facts.spec.sft.num_steps
+        if teaches and look.split == "train" and isinstance(limit, int) and look.longest_taught > limit:
+            yield blocked(
+                f"a row of {source} has {look.longest_taught} tokens with its answer, the model has {limit} positions",
+                f"at most {limit} tokens in prompt and answer together",
+                "remove long answers, or lower data.max_prompt_tokens",
+            )
+
+
+@check("content.rewards")
+def rewards(facts: Facts) -> Iterator[Finding]:
+    """A reward function that fails, hangs, or pays the same for every answer wastes every step that it is asked in."""
+    if facts.content is None:
+        return
+    for trial in facts.content.rewards:
+        if trial.problem is TrialProblem.COLUMNS:
+            continue  # content.columns says so
+        if trial.problem:
+            yield _failed(trial)
+            continue
+        shown = f"{trial.function}: {trial.num_completions} completions in {trial.seconds * 1000:.0f} ms"
+        if trial.num_distinct == 1:
+            yield warning(
+                f"{shown}, all rewarded with {trial.right:g}: reference answers, those of other rows, and nonsense",
+                "different rewards for right and wrong answers",
+                f"look at {trial.function} and data.answer_column; with the same reward for all nothing is learned",
+            )
+        elif trial.right <= trial.wrong:
+            yield warning(
+                f"{shown}, reference answers {trial.right:g} on the mean, wrong ones {trial.wrong:g}",
+                "more for the reference answer than for wrong ones",
+                f"look at {trial.function} and data.answer_column, unless this reward is about something else",
+            )
+        else:
+            yield passed(f"{shown}, reference answers {trial.right:g} on the mean, wrong ones {trial.wrong:g}")
+        yield from _slow(facts, trial)
+
+
+@check("content.pipeline")
+def pipeline(facts: Facts) -> Iterator[Finding]:
+    """Data that takes longer to read than a start may take looks like a hang, at every start and restart."""
+    if facts.content is None:
+        return
+    spec = facts.spec
+    seconds = rows = 0.0
+    for look in facts.content.splits:
+        if not look.problem and look.num_rows:
+            total = _num_rows(facts, look)
+            rows += total
+            seconds += (look.read_s + look.encode_s) / look.num_rows * total
+    if not rows:
+        return
+    consumed = spec.grpo.prompts_per_step if spec.train.algorithm == "grpo" else spec.sft.batch_size
+    rate = rows / max(seconds, 1e-6)
+    found = (
+        f"{rate:.0f} rows/s are read and tokenized, about {seconds:.0f} s at every start; a step takes {consumed} rows"
+    )
+    if seconds > spec.supervise.setup_floor_s / 2:
+        yield warning(
+            found,
+            f"well below supervise.setup_floor_s = {spec.supervise.setup_floor_s:g} s",
+            f"raise supervise.setup_floor_s to {seconds * 4:.0f} or take fewer rows",
+        )
+    else:
+        yield passed(found)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _unsuitable_functions(trials: tuple[RewardTrial, ...]) -> Iterator[Finding]:
+    for trial in trials:
+        if trial.problem is TrialProblem.COLUMNS:
+            yield blocked(
+                f"{trial.function}: {trial.message}",
+                "function(*, prompts, completions, answer, **columns) with columns of the data",
+                f"correct {trial.function}, or add the columns to the data",
+            )
+
+
+def _repeated_rows(facts: Facts) -> Iterator[Finding]:
+    """What the static checks say of files that they can read themselves."""
+    assert facts.content is not None
+    for look in facts.content.splits:
+        if look.num_duplicates and not _is_scanned(facts, look):
+            yield warning(
+                f"{look.num_duplicates} of {look.num_rows} rows of {_source(facts, look)} hold an earlier row again",
+                "every row once",
+                "remove them, unless they are meant to weigh more",
+            )
+    unseen = any(not _is_scanned(facts, look) for look in facts.content.splits)
+    if facts.content.num_shared and unseen:
+        yield warning(
+            f"{facts.content.num_shared} held-out prompts are in the training data as well",
+            "no prompt in both",
+            "remove them from one of the two; the evaluation measures memory otherwise",
+        )
+
+
+def _failed(trial: RewardTrial) -> Finding:
+    off = 'preflight.off = {"content.rewards" = "why"}'
+    if trial.problem is TrialProblem.NOT_TRIED:
+        return skipped(f"{trial.function} was not tried: {trial.message}")
+    if trial.problem is TrialProblem.MEMORY:
+        return warning(
+            f"{trial.function} took more memory than a trial may have: {trial.message}",
+            "a reward function that leaves the memory to the model",
+            f"look for what it keeps; if it loads a model of its own, say {off}",
+        )
+    said = trial.message if trial.function in trial.message else f"{trial.function}: {trial.message}"
+    return blocked(
+        f"tried on real rows, {said}",
+        "one finite number for each completion, also for empty and odd ones",
+        f"correct {trial.function}; if it needs something that only the nodes have, say {off}",
+    )
+
+
+def _slow(facts: Facts, trial: RewardTrial) -> Iterator[Finding]:
+    spec = facts.spec
+    if spec.train.algorithm != "grpo" or trial.function not in spec.reward.functions:
+        return
+    count = spec.grpo.prompts_per_step * spec.grpo.samples_per_prompt // spec.num_ranks
+    seconds = trial.seconds / trial.num_completions * count
+    if seconds > spec.supervise.reward_floor_s / 2:
+        yield warning(
+            f"{trial.function} would take about {seconds:.0f} s for the {count} completions of a rank in a step",
+            f"well below supervise.reward_floor_s = {spec.supervise.reward_floor_s:g}; after that it is taken for hung",
+            f"make it faster, or raise supervise.reward_floor_s to {seconds * 4:.0f}",
+        )
+
+
+def _file(facts: Facts, look: SplitLook) -> DataFile | None:
+    return facts.train if look.split == "train" else facts.eval
+
+
+def _is_scanned(facts: Facts, look: SplitLook) -> bool:
+    file = _file(facts, look)
+    return file is not None and file.scanned
+
+
+def _is_judged_already(facts: Facts, look: SplitLook) -> bool:
+    """Whether the control plane has read the file itself and says what is wrong with it."""
+    file = _file(facts, look)
+    return file is not None and (file.scanned or bool(file.problem))
+
+
+def _num_rows(facts: Facts, look: SplitLook) -> int:
+    file = _file(facts, look)
+    return max(look.num_rows, 0 if file is None else file.num_rows)
+
+
+def _setting(facts: Facts, look: SplitLook) -> str:
+    return "data.generator" if facts.spec.data.generator else f"data.{look.split}"
+
+
+def _source(facts: Facts, look: SplitLook) -> str:
+    return f"{look.split} of {facts.spec.data.generator}" if facts.spec.data.generator else f"data.{look.split}"

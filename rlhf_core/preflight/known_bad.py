@@ -1,0 +1,153 @@
+"""Versions that are known to go wrong together: data, each row with the place where it was reported.
+
+A row is here because somebody lost a run to it and said so in public; nothing is guessed. New rows: what is installed
+(all of it must match), what happens, what to install instead, the source.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from rlhf_core.schemas.run import RunSpec
+
+
+@dataclass(frozen=True)
+class KnownBad:
+    """One combination. The conditions say for which runs it is fatal; for others it is worth a warning at most."""
+
+    packages: Mapping[str, str]
+    """Distribution (normalised) to versions; all of them must be installed and match."""
+    happens: str
+    """What goes wrong."""
+    instead: str
+    """What to install, as a requirement."""
+    source: str
+    """Where it was reported or fixed."""
+    algorithms: frozenset[str] = frozenset()
+    """Algorithms that meet it; empty for all."""
+    engine: str = ""
+    """Rollout engine that meets it; empty for all."""
+    only_on_gpus: bool = False
+    """Whether it needs NCCL."""
+    only_many_ranks: bool = False
+    """Whether it needs several ranks."""
+    certain: bool = True
+    """Whether every run that meets the conditions fails; otherwise some do."""
+
+    def matches(self, installed: Mapping[str, str]) -> bool:
+        """Whether these versions are installed."""
+        return all(_is_in(installed.get(name, ""), versions) for name, versions in self.packages.items())
+
+    def concerns(self, spec: RunSpec) -> bool:
+        """Whether a run meets the conditions."""
+        return (
+            (not self.algorithms or spec.train.algorithm in self.algorithms)
+            and (not self.engine or spec.rollout.engine == self.engine)
+            and (not self.only_on_gpus or spec.resources.gpus_per_node > 0)
+            and (not self.only_many_ranks or spec.num_ranks > 1)
+        )
+
+
+def _is_in(installed: str, versions: str) -> bool:
+    try:
+        # Local labels (2.6.0+cpu) do not count.
+        return bool(installed) and SpecifierSet(versions).contains(Version(installed), prereleases=True)
+    except InvalidVersion:
+        return False
+
+
+def _built_for(vllm: str, torch: str, source: str) -> KnownBad:
+    """vLLM's compiled code is for exactly one version of torch."""
+    return KnownBad(
+        {"vllm": f"=={vllm}", "torch": f"!={torch}"},
+        f"vllm {vllm} is compiled for torch {torch}; with another one its code does not load (undefined symbol)",
+        f"torch=={torch}",
+        source,
+        engine="vllm",
+    )
+
+
+KNOWN_BAD: tuple[KnownBad, ...] = (
+    KnownBad(
+        {"trl": ">=0.14,<0.17"},
+        "CPO, SimPO and ORPO gather logits of different lengths from the ranks and hang in the first step",
+        "trl>=0.17",
+        "https://github.com/huggingface/trl/issues/3068 (fixed by #3069)",
+        algorithms=frozenset({"cpo", "simpo", "orpo"}),
+        only_many_ranks=True,
+    ),
+    KnownBad(
+        {"torch": "==2.7.0"},
+        "NCCL hangs now and then when the process group is given its device, as it is here",
+        "torch>=2.7.1",
+        "https://github.com/pytorch/pytorch/issues/153960",
+        only_on_gpus=True,
+        only_many_ranks=True,
+    ),
+    KnownBad(
+        {"nvidia-nccl-cu12": "==2.25.1"},
+        "aborting a communicator hangs, so that ranks do not end after one of them has failed",
+        "nvidia-nccl-cu12>=2.26.2",
+        "https://github.com/pytorch/pytorch/issues/149153",
+        only_on_gpus=True,
+        only_many_ranks=True,
+        certain=False,
+    ),
+    KnownBad(
+        {"nvidia-nccl-cu12": "==2.29.2"},
+        "a regression of NCCL 2.29.2 hangs; 2.29.3 was made for that alone",
+        "nvidia-nccl-cu12>=2.29.3",
+        "https://github.com/pytorch/pytorch/pull/174338",
+        only_on_gpus=True,
+        only_many_ranks=True,
+        certain=False,
+    ),
+    KnownBad(
+        {"nvidia-nccl-cu13": "==2.29.2"},
+        "a regression of NCCL 2.29.2 hangs; 2.29.3 was made for that alone",
+        "nvidia-nccl-cu13>=2.29.3",
+        "https://github.com/pytorch/pytorch/pull/174338",
+        only_on_gpus=True,
+        only_many_ranks=True,
+        certain=False,
+    ),
+    KnownBad(
+        {"deepspeed": ">=0.17.6,<0.18.3"},
+        "gradients of ZeRO 2 come out too small; of ZeRO 1, which is used here, nobody has reported it",
+        "deepspeed>=0.18.3",
+        "https://github.com/deepspeedai/DeepSpeed/issues/7718",
+        certain=False,
+    ),
+    KnownBad(
+        {"vllm": "<0.19.1", "transformers": ">=5"},
+        "vllm before 0.19.1 is made for transformers 4; with 5 its tokenizer does not load",
+        "vllm>=0.19.1",
+        "https://github.com/runpod-workers/worker-vllm/pull/258 and https://github.com/vllm-project/vllm/issues/30466",
+        engine="vllm",
+    ),
+    KnownBad(
+        {"trl": "<0.26", "vllm": ">=0.12"},
+        "this trl cannot talk to vllm 0.12 and newer",
+        "trl>=1",
+        "https://github.com/huggingface/trl/pull/4633",
+        engine="vllm",
+        certain=False,
+    ),
+    KnownBad(
+        {"latex2sympy2-extended": "<1.0.9", "antlr4-python3-runtime": "!=4.13.2"},
+        "math-verify's parser does not load, and with it the reward function gsm8k_answer",
+        "math-verify[antlr4_13_2]>=0.8",
+        "https://github.com/huggingface/lighteval/pull/1321 and https://github.com/TideDra/lmm-r1/issues/45",
+        certain=False,
+    ),
+    _built_for("0.8.5", "2.6.0", "https://github.com/LMCache/LMCache/pull/583"),
+    _built_for("0.10.0", "2.7.1", "https://github.com/nvidia-cosmos/cosmos-rl/pull/183"),
+    _built_for("0.14.0", "2.9.1", "https://github.com/tenstorrent/tt-xla/issues/3402"),
+    _built_for("0.16.0", "2.9.1", "https://github.com/vllm-project/vllm/issues/35462"),
+    _built_for("0.17.1", "2.10.0", "https://github.com/infly-ai/INF-MLLM/issues/86"),
+    _built_for("0.20.2", "2.11.0", "https://github.com/tenstorrent/tt-xla/issues/5559"),
+    _built_for("0.27.0", "2.13.0", "https://github.com/huggingface/trl/pull/6742"),
+    _built_for("0.27.1", "2.13.0", "https://github.com/huggingface/trl/pull/6742"),
+)

@@ -1,0 +1,22 @@
+"""A site's own checks: functions that installed packages name as entry points (docs/preflight.md)."""
+
+import importlib.metadata
+
+from rlhf_core.preflight.facts import Plugin
+from rlhf_core.preflight.registry import PLUGINS, one_line
+
+
+def load_plugins() -> tuple[Plugin, ...]:
+    """Import every plug-in that is installed beside this program, in the order of their names."""
+    found = sorted(importlib.metadata.entry_points(group=PLUGINS), key=lambda point: (point.name, point.value))
+    return tuple(_load(point) for point in found)
+
+
+def _load(point: importlib.metadata.EntryPoint) -> Plugin:
+    try:
+        function = point.load()
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code; what it raises becomes a finding
+        return Plugin(point.name, problem=f"{point.value} does not import: {one_line(error)}")
+    if not callable(function):
+        return Plugin(point.name, problem=f"{point.value} is no function")
+    return Plugin(point.name, function)

@@ -1,0 +1,187 @@
+"""A look at the data itself before any node is taken: rows, tokenizer, lengths, rewards. Bounded in time and memory.
+
+Runs in the compute interpreter, where tokenizers and reward functions can be imported, on the machine that starts the
+run. It answers with a :class:`ContentReport`; preflight judges it.
+"""
+
+import os
+import resource
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf_core.errors import RlhfError
+from rlhf_core.schemas.content import ContentReport, SplitLook, TokenizerLook
+from rlhf_core.schemas.run import RunSpec
+from rlhf_core.training.data import Split, load_data
+from rlhf_core.training.trials import try_rewards
+from rlhf_core.training.types import Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+NUM_ROWS = 2000
+"""Rows of each split that are looked at: enough to see a share of a per cent, few enough to take a second."""
+MEMORY_BYTES = 16 << 30
+"""What all of it may take."""
+
+CHAT = [{"role": "user", "content": "What is 2 + 2?"}]
+
+
+def check_content(spec_path: Path) -> ContentReport:
+    """Look at the rows of a spec, and at what reads and rewards them.
+
+    Args:
+        spec_path: a ``RunSpec`` as JSON, with absolute paths.
+    """
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    spec = RunSpec.model_validate_json(spec_path.read_bytes())
+    looks, rows = _read(spec)
+    report = ContentReport(splits=tuple(looks.values()))
+    if not rows.get("train"):
+        return report
+    # Before anything heavy is imported: the functions run in forks of this process, which must have no threads.
+    named = dict.fromkeys([*spec.reward.functions, spec.evaluate.scorer])
+    rewards = try_rewards(list(named), rows["train"])
+    prompts = {split: {row.prompt for row in of} for split, of in rows.items()}
+    shared = len(prompts["train"] & prompts.get("eval", set()))
+    tokenizer, look = _tokenizer(spec, rows)
+    if tokenizer is not None:
+        looks = {split: _with_lengths(one, rows.get(split, []), tokenizer, spec) for split, one in looks.items()}
+    return report.model_copy(
+        update={
+            "splits": tuple(looks.values()),
+            "num_shared": shared,
+            "tokenizer": look,
+            "rewards": tuple(rewards),
+        }
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows
+
+
+def _read(spec: RunSpec) -> tuple[dict[str, SplitLook], dict[str, list[Row]]]:
+    looks: dict[str, SplitLook] = {}
+    rows: dict[str, list[Row]] = {}
+    splits: tuple[Split, ...] = ("train", "eval") if spec.data.generator or spec.data.eval else ("train",)
+    for split in splits:
+        started = time.monotonic()
+        try:
+            found, _ = load_data(spec, split, limit=NUM_ROWS + 1)
+        except RlhfError as error:
+            looks[split] = SplitLook(split=split, problem=" ".join(str(error).split()))
+            continue
+        except Exception as error:  # noqa: BLE001 - a generator is user code and may raise anything
+            looks[split] = SplitLook(split=split, problem=f"{type(error).__name__}: {' '.join(str(error).split())}")
+            continue
+        seconds = time.monotonic() - started
+        rows[split] = found[:NUM_ROWS]
+        looks[split] = SplitLook(
+            split=split,
+            num_rows=len(rows[split]),
+            is_whole=len(found) <= NUM_ROWS,
+            columns=tuple(sorted({name for row in rows[split] for name in row.columns})),
+            num_duplicates=len(rows[split]) - len({(row.prompt, row.answer) for row in rows[split]}),
+            read_s=seconds,
+        )
+    return looks, rows
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokens
+
+
+def _tokenizer(
+    spec: RunSpec, rows: Mapping[str, Sequence[Row]]
+) -> "tuple[PreTrainedTokenizerBase | None, TokenizerLook]":
+    from rlhf_core.training.tokenizers import BUILT_KINDS, build_tokenizer, load_tokenizer
+
+    kind = spec.model.tokenizer
+    texts = [text for row in rows["train"] for text in (row.prompt, row.target)]
+    tokenizer: PreTrainedTokenizerBase
+    try:
+        if kind in BUILT_KINDS and not spec.model.path:
+            tokenizer = build_tokenizer(kind, texts, spec.model.tokenizer_vocab_size)
+        else:
+            tokenizer = load_tokenizer(Path(kind or spec.model.path))
+    except RlhfError as error:
+        return None, TokenizerLook(problem=" ".join(str(error).split()))
+    return tokenizer, look_at_tokenizer(tokenizer, [text for of in rows.values() for row in of for text in _texts(row)])
+
+
+def _texts(row: Row) -> tuple[str, str]:
+    return row.prompt, row.target
+
+
+def look_at_tokenizer(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> TokenizerLook:
+    """Whether texts come back as they went in, what the tokenizer does not know, whether its chat template renders."""
+    num_changed, example, num_tokens, num_unknown = 0, "", 0, 0
+    for text in texts:
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        num_tokens += len(tokens)
+        num_unknown += tokens.count(tokenizer.unk_token_id) if tokenizer.unk_token_id is not None else 0
+        back = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if back != text:
+            num_changed += 1
+            example = example or _difference(text, str(back))
+    return TokenizerLook(
+        num_texts=len(texts),
+        num_changed=num_changed,
+        example=example,
+        unknown_share=num_unknown / max(num_tokens, 1),
+        chat_problem=_chat_problem(tokenizer),
+    )
+
+
+def _difference(text: str, back: str, around: int = 20) -> str:
+    """Where two texts part."""
+    at = next((i for i, (a, b) in enumerate(zip(text, back, strict=False)) if a != b), min(len(text), len(back)))
+    start = max(0, at - around)
+    return f"{text[start : at + around]!r} came back as {back[start : at + around]!r}"
+
+
+def _chat_problem(tokenizer: "PreTrainedTokenizerBase") -> str:
+    if not tokenizer.chat_template:
+        return ""
+    try:
+        plain: Any = tokenizer.apply_chat_template(CHAT, tokenize=False)
+        prompt: Any = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    except ImportError:
+        return ""  # without jinja2 nothing renders it here, nor in training
+    except Exception as error:  # noqa: BLE001 - a template is code, and raises what it likes
+        return f"does not render: {type(error).__name__}: {' '.join(str(error).split())}"
+    if CHAT[0]["content"] not in prompt:
+        return "leaves the user's message out"
+    if prompt == plain:
+        return "adds no generation prompt: the model is not told that it is its turn"
+    return ""
+
+
+def _with_lengths(
+    look: SplitLook, rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", spec: RunSpec
+) -> SplitLook:
+    if not rows:
+        return look
+    bos = tokenizer.bos_token
+    started = time.monotonic()
+    prompts = [
+        len(tokenizer.encode(row.prompt, add_special_tokens=not (bos and row.prompt.startswith(bos)))) for row in rows
+    ]
+    seconds = time.monotonic() - started
+    limit = spec.data.max_prompt_tokens
+    kept = [(length, row) for length, row in zip(prompts, rows, strict=True) if length <= limit]
+    taught = [length + len(tokenizer.encode(row.target, add_special_tokens=False)) + 1 for length, row in kept]
+    return look.model_copy(
+        update={
+            "encode_s": seconds,
+            "num_overlong": len(rows) - len(kept),
+            "num_empty": prompts.count(0),
+            "longest_prompt": max(prompts),
+            "longest_kept": max((length for length, _ in kept), default=0),
+            "longest_taught": max(taught, default=0),
+        }
+    )

@@ -1,0 +1,125 @@
+"""Broken configs, one mistake each: found before anything is taken, in words that name the setting and the way out.
+
+Each file of ``broken/`` says in its first lines what is wrong with it, which check finds that (or ``config``: it cannot
+even be read), and what the message has to say.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from control_fakes import FakeScheduler
+from test_preflight_checks import healthy
+
+from rlhf_core import config
+from rlhf_core.errors import BadConfig
+from rlhf_core.launch.prepare import absolute_paths
+from rlhf_core.preflight import gather
+from rlhf_core.preflight.data_file import scan
+from rlhf_core.preflight.facts import Disk, Facts
+from rlhf_core.preflight.gather import Surroundings
+from rlhf_core.preflight.registry import run_checks
+from rlhf_core.schemas.checks import CheckStatus
+from rlhf_core.schemas.content import ContentReport
+from rlhf_core.schemas.run import RunSpec
+
+FOLDER = Path(__file__).parent / "broken"
+CASES = sorted(FOLDER.glob("*.toml"))
+UNWANTED = {CheckStatus.BLOCKED, CheckStatus.WARNING}
+
+
+def header(path: Path) -> dict[str, list[str]]:
+    """The comments at the top: word to what stands after it."""
+    found: dict[str, list[str]] = {}
+    for line in path.read_text().splitlines():
+        if not line.startswith("# "):
+            break
+        word, _, text = line.removeprefix("# ").partition(": ")
+        found.setdefault(word, []).append(text)
+    return found
+
+
+def surroundings(path: Path) -> dict[str, Any]:
+    around: dict[str, Any] = json.loads(header(path).get("Around", ["{}"])[0])
+    return around
+
+
+def facts_of(path: Path, spec: RunSpec) -> Facts:
+    """What would be gathered, with the files as they are and a cluster as the case describes it."""
+    around = surroundings(path)
+    scheduler, packages = around.pop("scheduler", "local"), around.pop("packages", {})
+    base = healthy()
+    return replace(
+        base,
+        spec=spec,
+        scheduler=scheduler,
+        inventory=FakeScheduler(**around).inventory(),
+        compute=replace(base.compute, packages={**base.compute.packages, **packages}),
+        disk=Disk(Path("/runs"), free_bytes=10 * 2**40),
+        train=scan(Path(spec.data.train), spec.data),
+        eval=scan(Path(spec.data.eval), spec.data),
+        model_config=spec.model.config,
+    )
+
+
+def messages(path: Path, tmp_path: Path) -> tuple[set[str], str]:
+    """Who complains about a config, and in which words."""
+    try:
+        spec = absolute_paths(config.load(path), FOLDER)
+    except BadConfig as error:
+        return {"config"}, str(error)
+    facts = facts_of(path, spec)
+    if any(found.startswith("content.") for found in header(path)["Found by"]):
+        around = Surroundings(facts.inventory, "local", sys.executable, tmp_path, code_path=FOLDER / "files")
+        content = gather.look_at_content(spec, around)
+        assert isinstance(content, ContentReport), content
+        facts = replace(facts, content=content)
+    found = [one for one in run_checks(facts) if one.status in UNWANTED]
+    return {one.id for one in found}, "\n".join(f"{one.found}; {one.expected}; {one.advice}" for one in found)
+
+
+@pytest.mark.parametrize("path", CASES, ids=[path.stem for path in CASES])
+def test_a_broken_config_is_found_and_explained(path: Path, tmp_path: Path) -> None:
+    said = header(path)
+    by, text = messages(path, tmp_path)
+    assert said["Found by"] == sorted(by), text
+    assert len(said["Says"]) >= 2
+    assert [words for words in said["Says"] if words not in text] == [], text
+
+
+def test_there_are_twenty_and_each_says_what_is_wrong() -> None:
+    assert len(CASES) >= 20
+    assert [path.name for path in CASES if not header(path)["Wrong"][0].endswith(".")] == []
+
+
+def gsm8k_files(folder: Path) -> list[str]:
+    settings = []
+    for split, first in (("train", 0), ("eval", 500)):
+        rows = [
+            {"question": f"What is {n} + {n}?", "answer": f"It is {n + n}.\n#### {n + n}"}
+            for n in range(first, first + 100)
+        ]
+        path = folder / f"{split}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        settings.append(f"data.{split}={path}")
+    return settings
+
+
+@pytest.mark.training
+@pytest.mark.parametrize("name", config.PRESETS)
+def test_no_preset_is_blocked(name: str, tmp_path: Path) -> None:
+    spec = config.load(name, gsm8k_files(tmp_path) if name == "gsm8k" else ())
+    scheduler = FakeScheduler(nodes=tuple("abcd")[: spec.resources.num_nodes])
+    around = Surroundings(
+        scheduler.inventory(),
+        "slurm" if spec.resources.num_nodes > 1 else "local",
+        sys.executable,
+        tmp_path / "runs",
+        code_path=tmp_path,
+    )
+    facts = gather.gather(spec, around)
+    assert facts.content is not None
+    assert [one for one in run_checks(facts) if one.status is CheckStatus.BLOCKED] == []

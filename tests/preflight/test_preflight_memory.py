@@ -1,0 +1,206 @@
+"""The memory model: against hand counts, against what torch really keeps, and in words."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from control_fakes import FakeScheduler
+from test_preflight_checks import found, healthy, with_spec
+
+from rlhf_core.preflight import memory
+from rlhf_core.preflight.facts import Facts
+from rlhf_core.preflight.memory import GIB, Shape
+from rlhf_core.schemas.checks import CheckResult, CheckStatus
+
+QWEN3_8B = {
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+}
+
+
+def shape() -> Shape:
+    found = memory.shape_of(QWEN3_8B, 8_190_000_000, 0)
+    assert found is not None
+    return found
+
+
+def big(kind: str = "h100", ranks: int = 8, **sections: Any) -> Facts:
+    """Qwen3-8B on GPUs of one kind."""
+    settings: dict[str, Any] = {
+        "resources": {"gpus_per_node": ranks, "ranks_per_node": ranks},
+        "slurm": {"gpu_type": kind},
+        "train": {"micro_batch_size": 1, "gradient_checkpointing": True},
+        "grpo": {"prompts_per_step": 32},
+        "rollout": {"max_new_tokens": 1024, "batch_size": 32},
+    }
+    for name, values in sections.items():
+        settings[name] = {**settings.get(name, {}), **values}
+    facts = with_spec(**settings)
+    spec = facts.spec.model_copy(update={"model": facts.spec.model.model_copy(update={"dtype": "bfloat16"})})
+    inventory = FakeScheduler(gpus_per_node=ranks).inventory()
+    return replace(facts, spec=spec, model_config=QWEN3_8B, inventory=inventory)
+
+
+def only(facts: Facts, id: str = "memory.trainer") -> CheckResult:
+    (result,) = found(facts, id)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [
+        ("h100", 80),
+        ("NVIDIA H100 80GB HBM3", 80),
+        ("NVIDIA H100 NVL 94GB", 94),
+        ("a100", 40),
+        ("a100-sxm4-80gb", 80),
+        ("nvidia_a100_80gb_pcie", 80),
+        ("Tesla V100-SXM2-32GB", 32),
+        ("v100", 16),
+        ("NVIDIA A10", 24),
+        ("l4", 24),
+        ("l40s", 48),
+        ("h200", 141),
+        ("b200", 180),
+        ("gb200", 186),
+        ("NVIDIA GeForce RTX 4090", 24),
+    ],
+)
+def test_memory_of_gpus(kind: str, size: int) -> None:
+    assert memory.gpu_memory_bytes(kind) == int(size * GIB * memory.USABLE_SHARE)
+
+
+@pytest.mark.parametrize("kind", ["", "mi300x", "h1000"])
+def test_a_gpu_that_is_not_in_the_table(kind: str) -> None:
+    assert memory.gpu_memory_bytes(kind) is None
+
+
+def test_a_cache_is_as_large_as_published() -> None:
+    """Qwen3-8B: 144 KiB a token in 16 bit."""
+    one = memory.cache_bytes(shape(), "bfloat16", 1, 1)
+    assert one * 36 // 37 == 144 * 1024, "but for the layer that is copied while it grows"
+
+
+def test_states_are_those_of_zero_1() -> None:
+    """Rajbhandari et al. 2020: 2 + 2 bytes and 12 / N; the gradients here are summed in float32."""
+    estimate = memory.trainer_estimate(big().spec, shape())
+    parameters = shape().parameters
+    assert estimate.resident["weights"] == 2 * parameters
+    assert estimate.resident["gradients"] == 6 * parameters
+    assert estimate.resident["optimizer (ZeRO 1 over 8 ranks)"] == pytest.approx(12 * parameters / 8, abs=1)
+
+
+def test_a_reference_model_is_counted_when_there_is_one() -> None:
+    def resident(**grpo: Any) -> int:
+        return memory.trainer_estimate(with_spec(grpo=grpo).spec, shape()).resident_bytes
+
+    assert resident(measure_kl=True) - resident() == 4 * shape().parameters
+    assert resident(kl_coefficient=0.1) == resident(measure_kl=True)
+
+
+def test_logits_never_exceed_a_chunk() -> None:
+    assert memory.logit_bytes(shape(), 10) == 10 * 151936 * 20
+    assert memory.logit_bytes(shape(), 10**6) == memory.LOGIT_ELEMENTS * 20
+
+
+def test_an_8b_model_on_eight_h100_is_too_much_for_zero_1_alone_with_a_reference() -> None:
+    result = only(big(grpo={"measure_kl": True}))
+    assert result.status is CheckStatus.BLOCKED
+    assert "gradients 45." in result.found
+    assert "a GPU has 74.4" in result.found
+
+
+def test_a_large_micro_batch_is_named_with_one_that_fits() -> None:
+    facts = big("h200", train={"micro_batch_size": 64, "gradient_checkpointing": False})
+    result = only(facts)
+    assert result.status is CheckStatus.BLOCKED
+    assert "train.micro_batch_size=2 (" in result.advice, result
+    assert "activations" in result.found
+
+
+def test_a_large_rollout_batch_is_named_with_one_that_fits() -> None:
+    result = only(big("h200", rollout={"batch_size": 1024, "max_new_tokens": 8192}, grpo={"samples_per_prompt": 64}))
+    assert result.status is CheckStatus.BLOCKED
+    assert "rollout.batch_size=" in result.advice
+    assert result.found.index("KV cache") < result.found.index("gradients")
+
+
+def test_what_no_setting_can_help_is_said() -> None:
+    result = only(big("l4"))
+    assert result.status is CheckStatus.BLOCKED
+    assert "no batch size makes it fit" in result.advice
+
+
+def test_an_unknown_gpu_is_not_judged() -> None:
+    assert "slurm.gpu_type" in only(big("")).found
+    assert "mi300x" in only(big("mi300x")).found
+    assert found(big(""), "memory.evaluator") == []
+
+
+def test_the_type_may_come_from_the_nodes() -> None:
+    inventory = FakeScheduler(nodes=("a", "b"), gpus_per_node=8, node_gpu_types={"a": "h200", "b": "l4"}).inventory()
+    assert "a GPU has 22.3" in only(replace(big(""), inventory=inventory)).found, "the smallest must do"
+
+
+def test_the_evaluator_has_its_own_estimate() -> None:
+    facts = big("l40s", evaluate={"num_prompts": 0}, rollout={"batch_size": 512, "max_new_tokens": 8192})
+    result = only(facts, "memory.evaluator")
+    assert result.status is CheckStatus.BLOCKED
+    assert only(big("h200"), "memory.evaluator").status is CheckStatus.PASSED
+
+
+def test_on_cpu_the_ranks_share_the_memory_of_their_node() -> None:
+    fits = only(healthy())
+    assert fits.status is CheckStatus.PASSED
+    assert "a rank of a node has 16.0" in fits.found
+    assert only(with_spec(resources={"memory_gb": 1})).status is CheckStatus.BLOCKED
+
+
+@pytest.mark.training
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_are_what_torch_keeps(checkpointing: bool) -> None:
+    """Every tensor that the backward pass of a small Qwen3 holds on to, but for the weights, is counted once."""
+    import torch
+
+    from rlhf_core.training.models import PolicyModel, build_causal_lm
+    from rlhf_core.training.tokenizers import build_tokenizer
+
+    config = {
+        "model_type": "qwen3",
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 256,
+    }
+    causal_lm = build_causal_lm(config, build_tokenizer("char", (), 0), seed=0)
+    model = PolicyModel(causal_lm).train()
+    if checkpointing:
+        model.enable_gradient_checkpointing()
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        hidden = model._hidden_states(torch.randint(0, 100, (4, 200)), None)
+    shape = memory.shape_of(config, 0, 128)
+    assert shape is not None
+    counted = memory.activation_bytes(shape, "float32", 4 * 200, checkpointing)
+    if checkpointing:  # the one layer that is computed again is not there in the forward pass
+        counted -= memory.activation_bytes(shape, "float32", 4 * 200, False) // 6
+    assert hidden.requires_grad
+    assert sum(kept.values()) == pytest.approx(counted, rel=0.25)

@@ -1,0 +1,108 @@
+"""The look at the data: what real tokenizers and files do, through the command that preflight starts."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from control_fakes import make_spec
+
+from rlhf_core.schemas.content import ContentReport
+from rlhf_core.schemas.run import RunSpec
+from rlhf_core.training.content import look_at_tokenizer
+from rlhf_core.training.tokenizers import build_tokenizer
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.training
+
+
+def asked(spec: RunSpec, tmp_path: Path, code: str = "") -> ContentReport:
+    """What the command answers."""
+    (tmp_path / "spec.json").write_text(spec.model_dump_json())
+    (tmp_path / "my_data.py").write_text(code)
+    command = [sys.executable, "-m", "rlhf_core.worker", "check-content", "--spec", str(tmp_path / "spec.json")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, "--path", str(tmp_path)], capture_output=True, text=True, env=environment, check=True
+    )
+    (line,) = done.stdout.splitlines()
+    return ContentReport.model_validate_json(line)
+
+
+def with_files(tmp_path: Path, rows: list[dict[str, Any]], held: list[dict[str, Any]], **sections: Any) -> RunSpec:
+    paths = {}
+    for name, content in (("train", rows), ("eval", held)):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in content))
+        paths[name] = str(path)
+    data = {"generator": "", **paths, **sections.pop("data", {})}
+    return make_spec(data=data, **sections)
+
+
+def test_a_healthy_run(tmp_path: Path) -> None:
+    report = asked(make_spec(), tmp_path)
+    train, held = report.splits
+    assert (train.problem, train.num_rows, train.is_whole) == ("", 2000, False)
+    assert (held.num_rows, held.is_whole, held.columns) == (512, True, ("answer", "prompt"))
+    assert (train.longest_prompt, train.longest_taught, train.num_overlong) == (7, 14, 0)
+    assert report.tokenizer is not None
+    assert (report.tokenizer.problem, report.tokenizer.num_changed, report.tokenizer.chat_problem) == ("", 0, "")
+    (trial,) = report.rewards
+    assert (trial.num_distinct, trial.right, trial.wrong) == (2, 1.0, 0.0)
+    assert report.num_shared == 0
+
+
+def test_long_rows_repeated_rows_and_unknown_characters(tmp_path: Path) -> None:
+    rows = [{"prompt": "a" * n, "answer": "é"} for n in (3, 3, 30)]
+    spec = with_files(tmp_path, rows, rows[:1], data={"max_prompt_tokens": 10})
+    report = asked(spec, tmp_path)
+    train = report.splits[0]
+    assert (train.num_overlong, train.longest_prompt, train.longest_kept, train.longest_taught) == (1, 30, 3, 5)
+    assert (train.num_duplicates, report.num_shared) == (1, 1)
+    assert report.tokenizer is not None
+    assert report.tokenizer.num_changed == 4
+    assert report.tokenizer.unknown_share > 0
+    assert "'é' came back as" in report.tokenizer.example
+
+
+def test_a_generator_that_breaks_is_a_sentence(tmp_path: Path) -> None:
+    code = "def rows(split, seed):\n    print('hello')\n    raise KeyError('no such split')\n"
+    report = asked(make_spec(data={"generator": "my_data:rows"}), tmp_path, code)
+    assert [look.problem for look in report.splits] == ["KeyError: 'no such split'"] * 2
+    assert (report.tokenizer, report.rewards) == (None, ())
+
+
+def test_a_reward_function_that_hangs_does_not_keep_the_rest_from_being_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "def kills(**columns):\n    import os\n    os._exit(9)\n"
+    report = asked(make_spec(reward={"functions": ["my_data:kills"]}), tmp_path, code)
+    assert [trial.problem for trial in report.rewards] == ["died", ""]
+    assert report.tokenizer is not None
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ nothing.here }}", "does not render"),
+        ("{% for m in messages %}{{ m['content'] }}{% endfor %}", "no generation prompt"),
+        ("{% if add_generation_prompt %}go{% endif %}", "leaves the user's message out"),
+        ("", ""),
+    ],
+)
+def test_chat_templates(template: str, says: str) -> None:
+    tokenizer = build_tokenizer("byte", (), 0)
+    tokenizer.chat_template = template
+    assert says in look_at_tokenizer(tokenizer, ["x"]).chat_problem
+    assert bool(says) == bool(look_at_tokenizer(tokenizer, ["x"]).chat_problem)
+
+
+def test_tokenizers_that_know_everything_change_nothing() -> None:
+    texts = ["a  b\n\tc ", "é 中文 🎉", "<|im_end|>", ""]
+    for kind in ("byte", "bpe"):
+        look = look_at_tokenizer(build_tokenizer(kind, texts, 512), texts)
+        assert (look.num_changed, look.unknown_share) == (0, 0.0)
