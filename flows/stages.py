@@ -10,6 +10,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
+from flows.past import look_back
 from flows.session import CancelAsked, Session
 from rlhf_core.allocation.planner import plan, shortages
 from rlhf_core.errors import (
@@ -164,6 +165,7 @@ def preflight(session: Session) -> None:
             code_path=session.run_dir.code / "snapshot",
             resume=session.run_dir.newest_checkpoint(),
             stored_version=session.stored.package_version,
+            past=look_back(session.store, session.spec, session.observer.says),
         )
         results = make_checks(session.spec, around, session.check)
         session.journal.append(ChecksMade(results=results))

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import date, datetime, time
 from decimal import Decimal
+from statistics import median
 from typing import Any
 
-from sqlalchemy import Connection, Table, column, func, select, table
+from sqlalchemy import Connection, Select, Table, column, func, select, table
 
 from rlhf_core.errors import BadInput, UnknownRun
 from rlhf_core.history import database
@@ -81,20 +82,38 @@ def restarts_since(store: HistoryStore, since: datetime) -> int:
 
 def longest_gaps(store: HistoryStore, shape: str, num_runs: int = 5) -> dict[str, float]:
     """Longest silences that ended well in the newest completed runs of a shape: ``role/phase`` to seconds."""
-    newest = (
-        select(RUNS.c.run_id)
-        .where(RUNS.c.shape == shape, RUNS.c.state == RunState.COMPLETED.value)
-        .order_by(RUNS.c.created_at.desc())
-        .limit(num_runs)
-    )
     found: dict[str, float] = {}
     with store.reading() as connection:
-        runs = list(connection.execute(newest).scalars())
+        runs = list(connection.execute(_newest_completed(shape, num_runs)).scalars())
         question = select(NODES.c.longest_gaps_s).where(NODES.c.run_id.in_(runs), NODES.c.node_index == 0)
         for gaps in connection.execute(question).scalars():
             for place, seconds in gaps.items():
                 found[place] = max(found.get(place, 0.0), float(seconds))
     return found
+
+
+def seconds_per_step(store: HistoryStore, shape: str, num_runs: int = 5) -> float | None:
+    """How long a step takes: the median over the newest completed runs of a shape, each with the mean of its steps.
+    None where there is no such run."""
+    newest = _newest_completed(shape, num_runs)
+    means = (
+        select(func.avg(METRICS.c.value))
+        .join(KEYS, KEYS.c.key_id == METRICS.c.key_id)
+        .where(METRICS.c.run_id.in_(newest), KEYS.c.name == STEP_SECONDS, METRICS.c.value.is_not(None))
+        .group_by(METRICS.c.run_id)
+    )
+    with store.reading() as connection:
+        found = list(connection.execute(means).scalars())
+    return median(found) if found else None
+
+
+def _newest_completed(shape: str, num_runs: int) -> Select[tuple[str]]:
+    return (
+        select(RUNS.c.run_id)
+        .where(RUNS.c.shape == shape, RUNS.c.state == RunState.COMPLETED.value)
+        .order_by(RUNS.c.created_at.desc())
+        .limit(num_runs)
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

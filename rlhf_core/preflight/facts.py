@@ -105,6 +105,17 @@ class CheckpointFacts:
 
 
 @dataclass(frozen=True)
+class Past:
+    """What the history has about runs like this one; empty where there is none, or it does not answer."""
+
+    seconds_per_step: float | None = None
+    """Median over the last completed runs of the same shape."""
+
+
+NO_PAST = Past()
+
+
+@dataclass(frozen=True)
 class Facts:
     """Everything the static checks know."""
 
@@ -138,3 +149,4 @@ class Facts:
     """Set when a run is gone on with from a checkpoint."""
     stored_version: str = ""
     """Version of rlhf-flows that made the run; empty for a new one."""
+    past: Past = NO_PAST

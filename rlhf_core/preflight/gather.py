@@ -17,7 +17,7 @@ from packaging.requirements import Requirement as PackageRequirement
 
 from rlhf_core import __version__
 from rlhf_core.preflight.data_file import scan
-from rlhf_core.preflight.facts import CheckpointFacts, ComputeSide, Disk, Facts, ModelFolder, Requirement
+from rlhf_core.preflight.facts import NO_PAST, CheckpointFacts, ComputeSide, Disk, Facts, ModelFolder, Past, Requirement
 from rlhf_core.run_dir import CheckpointDir
 from rlhf_core.schemas.resources import Inventory
 from rlhf_core.schemas.run import ModelSpec, RunSpec
@@ -43,6 +43,7 @@ class Surroundings:
     """The checkpoint to go on from, when a run is resumed."""
     stored_version: str = ""
     """Version of rlhf-flows that made the run, when it is resumed."""
+    past: Past = NO_PAST
 
 
 def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Facts:
@@ -69,6 +70,7 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
         built_ops=built_operators(compute.packages),
         resume=look_at_checkpoint(around.resume),
         stored_version=around.stored_version,
+        past=around.past,
     )
 
 

@@ -116,6 +116,19 @@ def test_check_of_a_good_config_is_fine(capsys: Printed, monkeypatch: pytest.Mon
     assert "1 passed" in shown
 
 
+@pytest.mark.usefixtures("scheduler")
+def test_check_goes_without_a_history_that_does_not_answer(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = CheckResult(id="a.check", status=CheckStatus.PASSED, found="all is well")
+    monkeypatch.setattr("rlhf_core.preflight.static.make_checks", lambda spec, around: (good,))
+    rlhf("check", "quickstart")
+    file = load_site().home / "history.db"
+    assert not file.exists(), "checking makes no history"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("this is no database" * 100)
+    rlhf("check", "quickstart")
+    assert "nothing is compared with earlier runs" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["check", "run"])
 def test_a_wrong_key_is_answered_with_the_right_one(command: str, capsys: Printed) -> None:
     rlhf(command, "quickstart", "--set", "train.num_stepps=3", expect=2)

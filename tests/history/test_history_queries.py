@@ -456,3 +456,22 @@ def test_silences_of_completed_runs_of_the_same_shape(store: HistoryStore, runs:
     assert queries.longest_gaps(store, "another") == {}
     store.forget(done.run_id)
     assert queries.longest_gaps(store, shape) == {}
+
+
+def test_seconds_per_step_are_the_median_of_completed_runs(store: HistoryStore, runs: Path) -> None:
+    """Each with the mean of its steps; a run that was not completed does not count."""
+    made = []
+    for index, seconds in enumerate((1.0, 4.0, 9.0, 100.0)):
+        run = RunFiles(runs, "sort", f"{index:06d}", 100.0 * index)
+        run.created()
+        for state in (RunState.PREFLIGHT, RunState.QUEUED, RunState.TRAINING, RunState.EVALUATING):
+            run.moved(state, 100.0 * index + 1)
+        for step, factor in ((1, 1.5), (2, 0.5)):
+            run.metrics(1, 0, step, 100.0 * index + step, **{"time/step_s": seconds * factor})
+        run.moved(RunState.COMPLETED if seconds < 50 else RunState.FAILED, 100.0 * index + 9)
+        sync(run.dir, store)
+        made.append(run)
+    shape = shape_key(made[0].dir.read_spec().spec)
+    assert queries.seconds_per_step(store, shape) == 4.0
+    assert queries.seconds_per_step(store, shape, num_runs=2) == 6.5
+    assert queries.seconds_per_step(store, "another") is None
