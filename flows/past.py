@@ -6,7 +6,8 @@ from rlhf_core.config import Site
 from rlhf_core.errors import HistoryError
 from rlhf_core.history import database, migrate, queries
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.preflight.facts import NO_PAST, Past
+from rlhf_core.preflight.facts import NO_PAST, GoodRun, Past
+from rlhf_core.preflight.trial import read_basis
 from rlhf_core.schemas.run import RunSpec, shape_key
 
 Say = Callable[[str], None]
@@ -16,7 +17,12 @@ Say = Callable[[str], None]
 def look_back(store: HistoryStore, spec: RunSpec, say: Say) -> Past:
     """The past of a run; empty where there is none."""
     try:
-        return Past(seconds_per_step=queries.seconds_per_step(store, shape_key(spec)))
+        found = queries.last_good(store, spec.name)
+        return Past(
+            seconds_per_step=queries.seconds_per_step(store, shape_key(spec)),
+            last_good=GoodRun(found["run_id"], found["spec"], read_basis(found["basis"])) if found else None,
+            known=True,
+        )
     except HistoryError as error:
         say(_without(error))
         return NO_PAST
@@ -27,7 +33,7 @@ def look_back_from(site: Site, spec: RunSpec, say: Say) -> Past:
     try:
         file = database.sqlite_file(database.parse_url(site.database_url))
         if file is not None and migrate.is_new(file):
-            return NO_PAST
+            return Past(known=True)
         with HistoryStore(site.database_url) as store:
             return look_back(store, spec, say)
     except HistoryError as error:

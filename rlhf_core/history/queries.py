@@ -37,6 +37,7 @@ from rlhf_core.history.write import (
 )
 from rlhf_core.schemas.attempts import ATTEMPT_ENDS, RunState
 from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.checks import CheckStatus
 from rlhf_core.schemas.failures import Action
 
 Facts = dict[str, Any]
@@ -105,6 +106,31 @@ def seconds_per_step(store: HistoryStore, shape: str, num_runs: int = 5) -> floa
     with store.reading() as connection:
         found = list(connection.execute(means).scalars())
     return median(found) if found else None
+
+
+def last_good(store: HistoryStore, name: str) -> Facts | None:
+    """The newest completed run of a name: ``run_id, spec, basis`` (what its check ``trial.basis`` found)."""
+    newest = (
+        select(RUNS.c.run_id, RUNS.c.spec)
+        .where(RUNS.c.name == name, RUNS.c.state == RunState.COMPLETED.value)
+        .order_by(RUNS.c.created_at.desc())
+        .limit(1)
+    )
+    with store.reading() as connection:
+        run = connection.execute(newest).one_or_none()
+        if run is None:
+            return None
+        basis = (
+            select(CHECKS.c.found)
+            .where(
+                CHECKS.c.run_id == run.run_id,
+                CHECKS.c.check_id == "trial.basis",
+                CHECKS.c.status == CheckStatus.PASSED.value,
+            )
+            .order_by(CHECKS.c.round.desc())
+            .limit(1)
+        )
+        return {"run_id": run.run_id, "spec": run.spec, "basis": connection.execute(basis).scalar() or ""}
 
 
 def _newest_completed(shape: str, num_runs: int) -> Select[tuple[str]]:

@@ -12,8 +12,10 @@ from rlhf_core.errors import BadInput, UnknownRun
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.schemas.attempts import RunState
+from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import FailureKind
-from rlhf_core.schemas.run import shape_key
+from rlhf_core.schemas.journal import ChecksMade
+from rlhf_core.schemas.run import RunSpec, shape_key
 from rlhf_core.watchdog.ingest import sync
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -475,3 +477,23 @@ def test_seconds_per_step_are_the_median_of_completed_runs(store: HistoryStore, 
     assert queries.seconds_per_step(store, shape) == 4.0
     assert queries.seconds_per_step(store, shape, num_runs=2) == 6.5
     assert queries.seconds_per_step(store, "another") is None
+
+
+def test_the_last_good_run_of_a_name(store: HistoryStore, runs: Path) -> None:
+    """The newest completed one, with what the newest of its rounds of checks found that it stood on."""
+    assert queries.last_good(store, "sort") is None
+    for index, state in enumerate((RunState.COMPLETED, RunState.COMPLETED, RunState.FAILED)):
+        run = RunFiles(runs, "sort", f"{index:06d}", 100.0 * index)
+        run.created()
+        for basis in ("torch = 7", f"torch = {index}"):
+            result = CheckResult(id="trial.basis", status=CheckStatus.PASSED, found=basis)
+            run.journal(ChecksMade(results=(result,)), 100.0 * index + 1)
+        for passed in (RunState.PREFLIGHT, RunState.QUEUED, RunState.TRAINING, RunState.EVALUATING, state):
+            run.moved(passed, 100.0 * index + 2)
+        sync(run.dir, store)
+    found = queries.last_good(store, "sort")
+    assert found is not None
+    assert found["run_id"].endswith("000001")
+    assert found["basis"] == "torch = 1"
+    assert RunSpec.model_validate(found["spec"]).name == "sort"
+    assert queries.last_good(store, "another") is None

@@ -191,6 +191,13 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
         "model: gone",
     ),
     ("resume.version", WARNING, healthy(stored_version="0.0.9"), "0.0.9"),
+    ("trial.basis", SKIPPED, compute(problem="cannot be started"), "cannot be started"),
+    (
+        "trial.needed",
+        WARNING,
+        replace(with_spec(resources={"num_nodes": 2}), past=Past(known=True)),
+        "--set preflight.trial=run",
+    ),
 ]
 
 

@@ -1,0 +1,140 @@
+"""Whether a run should be tried out first, in small: what has changed since the last good run of its name.
+
+Only what can stop a run that used to work, or make it run out of memory, counts: data, algorithm, versions, scale. A
+learning rate does not: no trial of a few steps would tell anything about it.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_core.preflight.facts import DataFile, Facts, GoodRun
+from rlhf_core.schemas.run import RunSpec
+
+SMALL = 3
+"""A run on one node of at most so many times the steps of a trial is tried out by itself."""
+
+WATCHED = (
+    "data",
+    "model",
+    "trainer",
+    "reward",
+    "evaluate.scorer",
+    "train.algorithm",
+    "train.micro_batch_size",
+    "train.gradient_checkpointing",
+    "grpo",
+    "sft.batch_size",
+    "rollout.engine",
+    "rollout.max_new_tokens",
+    "rollout.batch_size",
+    "resources.num_nodes",
+    "resources.ranks_per_node",
+    "resources.gpus_per_node",
+)
+"""Settings, or whole sections, whose change asks for a trial."""
+
+NOTHING = "nothing"
+_LONGEST = 60
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing that is not as it was."""
+
+    what: str
+    """Dotted name of a setting, or a name of :func:`basis_of`."""
+    old: str
+    new: str
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.old} -> {self.new}"
+
+
+def changes_since(before: GoodRun, spec: RunSpec, basis: Mapping[str, str]) -> list[Change]:
+    """What is different from an earlier run. What one of the two does not tell is taken for the same: another version
+    of this program may have had other settings, or asked less."""
+    found = [
+        Change(name, _shown(old), _shown(new))
+        for watched in WATCHED
+        for name, old, new in _differences(watched, _pick(before.spec, watched), _pick(_content(spec), watched))
+    ]
+    old_warm_start, new_warm_start = _pick(before.spec, "sft.num_steps"), spec.sft.num_steps
+    if old_warm_start is not None and bool(old_warm_start) != bool(new_warm_start):
+        found.append(Change("sft.num_steps", str(old_warm_start), str(new_warm_start)))
+    found += [
+        Change(name, before.basis[name], basis[name])
+        for name in basis
+        if name in before.basis and before.basis[name] != basis[name]
+    ]
+    return found
+
+
+def is_small(spec: RunSpec) -> bool:
+    """Whether a trial would cost about as much as the run."""
+    return spec.resources.num_nodes == 1 and spec.total_steps <= SMALL * spec.preflight.trial_steps
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a run stands on besides its settings
+
+
+def basis_of(facts: Facts) -> dict[str, str]:
+    """Versions, rows and code: what may change while the config stays as it is."""
+    found = {f"rows of {name}": _rows(file) for name, file in (("data.train", facts.train), ("data.eval", facts.eval))}
+    found["code"] = facts.code_hash or "none"
+    found["rlhf-flows"] = facts.control_version
+    for requirement in facts.requirements:
+        found[requirement.name] = facts.compute.packages.get(requirement.name, "")
+    return {name: value for name, value in found.items() if value}
+
+
+def basis_text(basis: Mapping[str, str]) -> str:
+    """The basis as one line, for a person and for :func:`read_basis`."""
+    return "; ".join(f"{name} = {value}" for name, value in basis.items())
+
+
+def read_basis(text: str) -> dict[str, str]:
+    """The basis that :func:`basis_text` wrote."""
+    pairs = (part.partition(" = ") for part in text.split("; "))
+    return {name: value for name, sign, value in pairs if sign}
+
+
+def _rows(file: DataFile | None) -> str:
+    if file is None or file.problem or not file.scanned:
+        return ""
+    prompts = hashlib.blake2b(b"".join(sorted(file.prompt_hashes)), digest_size=4).hexdigest()
+    return f"{file.num_rows}, prompts {prompts}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Differences
+
+
+def _content(spec: RunSpec) -> Mapping[str, Any]:
+    content: Mapping[str, Any] = spec.model_dump(mode="json")
+    return content
+
+
+def _pick(spec: Mapping[str, Any], name: str) -> Any:
+    """A section or setting of a spec as JSON; None where it has none."""
+    section, _, field = name.partition(".")
+    found = spec.get(section)
+    return found.get(field) if field and isinstance(found, Mapping) else found
+
+
+def _differences(name: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        free = name in ("model.config", "data.generator_args")  # there a missing key says something
+        for key in dict.fromkeys([*old, *new]):
+            if free or (key in old and key in new):
+                yield from _differences(f"{name}.{key}", old.get(key, NOTHING), new.get(key, NOTHING))
+    elif old is not None and new is not None and old != new:
+        yield name, old, new
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) and value else json.dumps(value)
+    return text if len(text) <= _LONGEST else f"...{text[-_LONGEST:]}"
