@@ -14,10 +14,10 @@ Say = Callable[[str], None]
 """Told that the history does not answer."""
 
 
-def look_back(store: HistoryStore, spec: RunSpec, say: Say) -> Past:
-    """The past of a run; empty where there is none."""
+def look_back(store: HistoryStore, spec: RunSpec, say: Say, run_id: str = "") -> Past:
+    """The past of a run; empty where there is none. What was tried out for the run itself is no past."""
     try:
-        found = queries.last_good(store, spec.name)
+        found = queries.last_good(store, spec.name, run_id)
         return Past(
             seconds_per_step=queries.seconds_per_step(store, shape_key(spec)),
             last_good=GoodRun(found["run_id"], found["spec"], read_basis(found["basis"])) if found else None,

@@ -165,7 +165,7 @@ def preflight(session: Session) -> None:
             code_path=session.run_dir.code / "snapshot",
             resume=session.run_dir.newest_checkpoint(),
             stored_version=session.stored.package_version,
-            past=look_back(session.store, session.spec, session.observer.says),
+            past=look_back(session.store, session.spec, session.observer.says, session.run_dir.run_id),
         )
         results = make_checks(session.spec, around, session.check)
         session.journal.append(ChecksMade(results=results))

@@ -64,6 +64,19 @@ def test_a_run_is_found_by_what_people_call_it(store: HistoryStore, three: dict[
         assert queries.resolve_run(store, text) == three[expected], text
 
 
+def test_a_trial_is_listed_when_asked_for_and_meant_by_its_id_only(
+    store: HistoryStore, runs: Path, three: dict[str, str]
+) -> None:
+    trial = RunFiles(runs, "sort", "dddddd", 200, trial_of=three["new"])
+    trial.created()
+    sync(trial.dir, store)
+    assert trial.run_id not in [run["run_id"] for run in queries.list_runs(store)]
+    listed = {run["run_id"]: run["trial_of"] for run in queries.list_runs(store, trials=True)}
+    assert listed == {trial.run_id: three["new"], **dict.fromkeys(three.values(), "")}
+    assert queries.resolve_run(store, "last") == queries.resolve_run(store, "sort") == three["new"]
+    assert queries.resolve_run(store, trial.run_id) == trial.run_id
+
+
 def test_a_beginning_that_fits_several(store: HistoryStore, three: dict[str, str]) -> None:
     with pytest.raises(UnknownRun, match=f"fits several runs: {three['new']}, {three['old']}"):
         queries.resolve_run(store, "sor")
@@ -497,3 +510,17 @@ def test_the_last_good_run_of_a_name(store: HistoryStore, runs: Path) -> None:
     assert found["basis"] == "torch = 1"
     assert RunSpec.model_validate(found["spec"]).name == "sort"
     assert queries.last_good(store, "another") is None
+
+
+def test_a_trial_is_a_good_run_for_others_and_its_pace_is_none(store: HistoryStore, runs: Path) -> None:
+    trial = RunFiles(runs, "sort", "aaaaaa", 0, trial_of="the-run")
+    trial.created()
+    for state in (RunState.PREFLIGHT, RunState.QUEUED, RunState.TRAINING, RunState.EVALUATING, RunState.COMPLETED):
+        trial.moved(state, 1)
+    trial.metrics(1, 0, 1, 2)
+    sync(trial.dir, store)
+    found = queries.last_good(store, "sort", "another-run")
+    assert found is not None
+    assert found["run_id"] == trial.run_id
+    assert queries.last_good(store, "sort", "the-run") is None
+    assert queries.seconds_per_step(store, shape_key(trial.dir.read_spec().spec)) is None
