@@ -6,12 +6,13 @@ learning rate does not: no trial of a few steps would tell anything about it.
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlhf_core.preflight.facts import DataFile, Facts, GoodRun
-from rlhf_core.schemas.run import RunSpec
+from rlhf_core.schemas.checks import CheckResult, CheckStatus
+from rlhf_core.schemas.run import RunSpec, with_changes
 
 SMALL = 3
 """A run on one node of at most so many times the steps of a trial is tried out by itself."""
@@ -138,3 +139,64 @@ def _differences(name: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]
 def _shown(value: Any) -> str:
     text = value if isinstance(value, str) and value else json.dumps(value)
     return text if len(text) <= _LONGEST else f"...{text[-_LONGEST:]}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The ladder
+
+PROMPTS = 8
+"""Held-out prompts of a trial: enough to see that the evaluation works."""
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One trial of the ladder."""
+
+    check_id: str
+    """The check whose verdict it gives."""
+    num_nodes: int
+
+    @property
+    def title(self) -> str:
+        """What it is called, for a person."""
+        return "trial on one node" if self.num_nodes == 1 else f"trial on all {self.num_nodes} nodes"
+
+
+def rungs(spec: RunSpec) -> tuple[Rung, ...]:
+    """The trials of a run, in their order. On one node there is one."""
+    whole = Rung("trial.all_nodes", spec.resources.num_nodes)
+    return (whole,) if whole.num_nodes == 1 else (Rung("trial.one_node", 1), whole)
+
+
+def is_due(spec: RunSpec, results: Sequence[CheckResult]) -> bool:
+    """Whether the trials are to be made, by what the check ``trial.needed`` found."""
+    asks = any(result.id == "trial.needed" and result.status is CheckStatus.WARNING for result in results)
+    return asks and spec.preflight.trial == "run"
+
+
+def trial_spec(spec: RunSpec, rung: Rung) -> RunSpec:
+    """A run made small: few steps and prompts, one checkpoint, on the nodes of a rung.
+
+    Batches stay as they are, so that a step needs the memory it will need, and still divide over the ranks: those of
+    one node are a divisor of those of all nodes, and what a number divides, its divisors divide.
+    """
+    steps, evaluate = spec.preflight.trial_steps, spec.evaluate
+    num_steps = {name: min(getattr(spec, name).num_steps, steps) for name in ("sft", "train")}
+    return with_changes(
+        spec,
+        {
+            "resources.num_nodes": rung.num_nodes,
+            "sft.num_steps": num_steps["sft"],
+            "train.num_steps": num_steps["train"],
+            "evaluate.num_prompts": min(evaluate.num_prompts or PROMPTS, PROMPTS),
+            # An evaluation on the way may break too: one is made.
+            "evaluate.every_num_steps": min(evaluate.every_num_steps, num_steps["train"]),
+            "checkpoint.every_num_steps": sum(num_steps.values()),
+            "preflight.trial": "off",
+            "preflight.off": {
+                **spec.preflight.off,
+                "steps.checkpoints": "a trial is saved once, at its end",
+                "steps.learning_rate_warmup": "a trial begins as its run will begin",
+            },
+        },
+    )

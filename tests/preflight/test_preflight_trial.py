@@ -8,7 +8,8 @@ import pytest
 from test_preflight_checks import found, healthy, with_spec
 
 from rlhf_core.preflight.facts import Facts, GoodRun, Past
-from rlhf_core.preflight.trial import basis_of, basis_text, changes_since, read_basis
+from rlhf_core.preflight.registry import run_checks
+from rlhf_core.preflight.trial import Rung, basis_of, basis_text, changes_since, is_due, read_basis, rungs, trial_spec
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 
 RUN_ID = "small-20260301-120000-aaaaaa"
@@ -121,3 +122,61 @@ def test_the_basis_survives_being_written_down() -> None:
     assert read_basis("") == {}
     (finding,) = found(healthy(code_hash="ab12"), "trial.basis")
     assert read_basis(finding.found) == basis
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The ladder
+
+
+def test_the_ladder_has_two_rungs_and_one_on_one_node() -> None:
+    assert rungs(with_spec(resources={"num_nodes": 4}).spec) == (Rung("trial.one_node", 1), Rung("trial.all_nodes", 4))
+    assert rungs(healthy().spec) == (Rung("trial.all_nodes", 1),)
+
+
+def test_a_trial_is_its_run_made_small() -> None:
+    spec = with_spec(
+        resources={"num_nodes": 4},
+        train={"num_steps": 500, "warmup_steps": 50},
+        evaluate={"num_prompts": 0, "every_num_steps": 100},
+        preflight={"trial": "run", "trial_steps": 3, "off": {"data.overlap": "known"}},
+    ).spec
+    small = trial_spec(spec, Rung("trial.one_node", 1))
+    assert (small.resources.num_nodes, small.sft.num_steps, small.train.num_steps) == (1, 2, 3)
+    assert (small.evaluate.num_prompts, small.evaluate.every_num_steps) == (8, 3)
+    assert small.checkpoint.every_num_steps == small.total_steps == 5
+    assert small.preflight.trial == "off"
+    assert small.preflight.off["data.overlap"] == "known"
+    assert small.train.warmup_steps == 50, "the first steps are those that the run will make"
+    unchanged = {"grpo", "rollout", "model", "data", "reward", "supervise", "name", "seed"}
+    assert small.model_dump(include=unchanged) == spec.model_dump(include=unchanged)
+
+
+def test_a_trial_is_never_larger_than_its_run() -> None:
+    spec = with_spec(train={"num_steps": 1}, sft={"num_steps": 0}, evaluate={"num_prompts": 4}).spec
+    small = trial_spec(spec, Rung("trial.all_nodes", 1))
+    assert (small.total_steps, small.evaluate.num_prompts, small.evaluate.every_num_steps) == (1, 4, 0)
+
+
+@pytest.mark.parametrize("num_nodes", [2, 3, 8])
+@pytest.mark.parametrize("ranks_per_node", [1, 3, 8])
+def test_batches_divide_over_the_ranks_of_every_rung(num_nodes: int, ranks_per_node: int) -> None:
+    ranks = num_nodes * ranks_per_node
+    spec = with_spec(
+        resources={"num_nodes": num_nodes, "ranks_per_node": ranks_per_node},
+        grpo={"prompts_per_step": 2 * ranks},
+        sft={"batch_size": ranks},
+    ).spec
+    for rung in rungs(spec):
+        results = run_checks(healthy(spec=trial_spec(spec, rung)))
+        divided = [one for one in results if one.id in ("batch.prompts_divide_ranks", "batch.rows_divide_ranks")]
+        assert [one.status for one in divided] == [CheckStatus.PASSED] * 2
+
+
+def test_trials_are_due_when_the_check_says_so_and_the_config_wants_them() -> None:
+    says = CheckResult(id="trial.needed", status=CheckStatus.WARNING, found="data changed")
+    fine = CheckResult(id="trial.needed", status=CheckStatus.PASSED, found="nothing changed")
+    wants = with_spec(preflight={"trial": "run"}).spec
+    assert is_due(wants, [says])
+    assert not is_due(wants, [fine])
+    assert not is_due(wants, [])
+    assert not is_due(healthy().spec, [says])
