@@ -109,13 +109,13 @@ def seconds_per_step(store: HistoryStore, shape: str, num_runs: int = 5) -> floa
 
 
 def last_good(store: HistoryStore, name: str, run_id: str = "") -> Facts | None:
-    """The newest completed run of a name: ``run_id, spec, basis`` (what its check ``trial.basis`` found). A trial
+    """The last completed run of a name: ``run_id, spec, basis`` (what its check ``trial.basis`` found). A trial
     counts, but not for the run that it was made for (``run_id``), which knows its trials itself."""
     newest = (
         select(RUNS.c.run_id, RUNS.c.spec)
         .where(RUNS.c.name == name, RUNS.c.state == RunState.COMPLETED.value)
         .where((RUNS.c.trial_of == "") | (RUNS.c.trial_of != run_id))
-        .order_by(RUNS.c.created_at.desc())
+        .order_by(RUNS.c.ended_at.desc())  # a trial is made later than its run, and ends before it
         .limit(1)
     )
     with store.reading() as connection:
