@@ -27,7 +27,7 @@ from rlhf_core.history import queries
 from rlhf_core.launch.journal import AttemptRecord
 from rlhf_core.launch.start import job_request, record_plan, submit_once
 from rlhf_core.preflight.gather import Surroundings
-from rlhf_core.preflight.static import make_checks, require_passed
+from rlhf_core.preflight.static import blocking, make_checks, require_passed
 from rlhf_core.preflight.trial import Rung
 from rlhf_core.run_dir import RunDir, write_model
 from rlhf_core.scheduler.base import JobState
@@ -177,6 +177,8 @@ def preflight(session: Session) -> None:
             if result.status is CheckStatus.WARNING:
                 session.observer.says(f"warning {result.id}: {result.found}; expected {result.expected}")
         session.record()
+        if blocking(results):  # perhaps only now, after a controller before this one began with the trials
+            cancel_trials(session, "its run is blocked", cancel)
         require_passed(results)
 
 

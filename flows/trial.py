@@ -18,6 +18,7 @@ from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.journal import TrialPlanned
 from rlhf_core.schemas.reports import MetricsLine
+from rlhf_core.schemas.run import RunSpec
 from rlhf_core.watchdog.watch import Look
 
 TRIAL = "trial"
@@ -99,6 +100,7 @@ def _driven(session: Session, rung: Rung, trial: RunDir, drive: Callable[[Sessio
     try:
         with opened(trial, session.site, session.store, onlooker, resumed=again) as inner:
             _keep_time(inner, session)
+            onlooker.turns_to(inner.spec)
             drive(inner)
     except (RunFailed, BadInput) as error:
         return _diagnosis(error)
@@ -109,6 +111,8 @@ def _driven(session: Session, rung: Rung, trial: RunDir, drive: Callable[[Sessio
         if session.lease_lost:
             raise
         return _diagnosis(error)
+    finally:
+        onlooker.turns_to(session.spec)
     return ""
 
 
@@ -143,6 +147,10 @@ class _Onlooker:
     def __init__(self, session: Session, title: str) -> None:
         self._session = session
         self._title = title
+
+    def turns_to(self, spec: RunSpec) -> None:
+        """What follows is about a run with this spec."""
+        self._session.observer.turns_to(spec)
 
     def begins(self, title: str) -> None:
         """A stage of the trial begins."""

@@ -417,6 +417,19 @@ def test_a_second_ctrl_c_while_cancelling_leaves_at_once() -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
 
+def test_the_steps_shown_are_those_of_the_trial_while_it_is_made(capsys: Printed) -> None:
+    spec = load("quickstart")
+    with TerminalProgress(spec, "the-run") as progress:
+        progress.turns_to(load("quickstart", ["sft.num_steps=1", "train.num_steps=2"]))
+        progress.looked(look(step=2, loop="grpo"))
+        progress.turns_to(spec)
+        progress._last_line = ("", float("-inf"))
+        progress.looked(look(step=1, loop="grpo"))
+    shown = capsys.readouterr().err
+    assert "step 2/3" in shown
+    assert f"step 1/{spec.total_steps}" in shown
+
+
 def test_the_history_being_behind_is_said_once_and_taken_back(capsys: Printed) -> None:
     with TerminalProgress(load("quickstart"), "the-run") as progress:
         for behind in ("away", "away", ""):

@@ -120,6 +120,7 @@ def test_a_run_is_tried_on_one_node_then_on_all_then_made(site: Desk) -> None:
         assert (row["name"], row["state"], row["trial_of"]) == ("small", "completed", run_dir.run_id)
     assert [run["run_id"] for run in queries.list_runs(site.store)] == [run_dir.run_id]
     assert "trial on all 4 nodes: train attempt 1" in site.notes.titles
+    assert site.notes.totals == [5, 502, 5, 502], "the steps shown are those of the trial, then again of the run"
 
 
 def test_each_trial_is_carried_out_under_its_own_name(site: Desk) -> None:
@@ -322,6 +323,15 @@ def test_a_running_trial_is_adopted(site: Desk) -> None:
     drive(site.controller(run_dir, resumed=True))
     assert sizes(site) == [1, NUM_NODES, NUM_NODES]
     assert read_record(run_dir).state is RunState.COMPLETED
+
+
+def test_a_trial_is_not_left_at_work_by_a_run_that_is_blocked_since(site: Desk, checks: list[CheckResult]) -> None:
+    run_dir, trial = left_in_a_trial(site)
+    checks.append(CheckResult(id="b.check", status=CheckStatus.BLOCKED, found="7", expected="8", advice="eight"))
+    with pytest.raises(PreflightBlocked, match=r"b\.check"):
+        drive(site.controller(run_dir, resumed=True))
+    assert read_record(trial).state is RunState.CANCELLED
+    assert site.scheduler.jobs["101"].state is JobState.ENDED
 
 
 def test_a_controller_that_lost_the_run_leaves_its_trial_alone(site: Desk) -> None:
