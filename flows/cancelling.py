@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from flows.session import opened
 from flows.stages import SAVE_PATIENCE_S, cancel, order_to_end
+from flows.trial import trials_of
 from rlhf_core.config import Site
 from rlhf_core.errors import LeaseLost, SchedulerError
 from rlhf_core.history.store import HistoryStore
@@ -84,13 +85,16 @@ def _patience(save: bool) -> str:
 
 
 def _end_job(run_dir: RunDir, site: Site) -> None:
-    attempt = read_record(run_dir).last_attempt
-    if (
-        attempt is not None
-        and attempt.submission is not None
-        and not get_scheduler(site.scheduler).cancel(attempt.submission)
-    ):
-        raise SchedulerError(f"job {attempt.submission.job_id} could not be ended: something of it is still at work")
+    for concerned in (run_dir, *trials_of(run_dir)):
+        attempt = read_record(concerned).last_attempt
+        if (
+            attempt is not None
+            and attempt.submission is not None
+            and not get_scheduler(site.scheduler).cancel(attempt.submission)
+        ):
+            raise SchedulerError(
+                f"job {attempt.submission.job_id} could not be ended: something of it is still at work"
+            )
 
 
 def _result(run_dir: RunDir, site: Site, message: str) -> Cancelled:
@@ -98,7 +102,10 @@ def _result(run_dir: RunDir, site: Site, message: str) -> Cancelled:
     present = read_record(run_dir)
     if present.ended:
         run_dir.cancel_request.unlink(missing_ok=True)
-    submissions = [attempt.submission for attempt in present.attempts.values() if attempt.submission is not None]
+    attempts = [
+        attempt for concerned in (run_dir, *trials_of(run_dir)) for attempt in read_record(concerned).attempts.values()
+    ]
+    submissions = [attempt.submission for attempt in attempts if attempt.submission is not None]
     states = get_scheduler(site.scheduler).status(submissions) if submissions else {}
     alive = [job_id for job_id, status in states.items() if status.state is not JobState.ENDED]
     proof = f"job {', '.join(alive)} may still be at work" if alive else "none of its jobs is at work"

@@ -24,6 +24,9 @@ from rlhf_core.watchdog.watch import Look, Watcher, record
 class Observer(Protocol):
     """Who looks on: the progress display, or nobody."""
 
+    def turns_to(self, spec: RunSpec) -> None:
+        """What follows is about a run with this spec: a trial, or again the run itself."""
+
     def begins(self, title: str) -> None:
         """A stage begins."""
 
@@ -39,6 +42,9 @@ class Observer(Protocol):
 
 class Quiet:
     """Nobody looks on."""
+
+    def turns_to(self, spec: RunSpec) -> None:
+        """Not shown."""
 
     def begins(self, title: str) -> None:
         """Not shown."""

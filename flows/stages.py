@@ -10,7 +10,9 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
+from flows.past import look_back
 from flows.session import CancelAsked, Session
+from flows.trial import TRIAL, cancel_trials, carry_out, due
 from rlhf_core.allocation.planner import plan, shortages
 from rlhf_core.diagnosis.ledger import REMEMBERED
 from rlhf_core.errors import (
@@ -27,7 +29,8 @@ from rlhf_core.history import queries
 from rlhf_core.launch.journal import AttemptRecord
 from rlhf_core.launch.start import job_request, record_plan, submit_once
 from rlhf_core.preflight.gather import Surroundings
-from rlhf_core.preflight.static import make_checks, require_passed
+from rlhf_core.preflight.static import blocking, make_checks, require_passed
+from rlhf_core.preflight.trial import Rung
 from rlhf_core.run_dir import RunDir, read_model, write_model
 from rlhf_core.scheduler.base import JobState
 from rlhf_core.schemas.attempts import AttemptState, RunState, StageName, StageState
@@ -104,6 +107,8 @@ def _drive(session: Session, call: Call) -> None:
     journal = session.journal
     if journal.record.state in (RunState.PENDING, RunState.PREFLIGHT, RunState.FAILED, RunState.CANCELLED):
         call("preflight", StageName.PREFLIGHT, lambda: preflight(session))
+        for rung in due(session):
+            call(rung.title, TRIAL, partial(trial, session, rung))
     last = max(journal.record.attempts, default=0)
     if last >= journal.record.first_attempt and journal.record.attempts[last].ended:
         conclude(session, last)  # the controller before this one may have been killed on the way
@@ -167,6 +172,7 @@ def preflight(session: Session) -> None:
             code_path=session.run_dir.code / "snapshot",
             resume=session.run_dir.newest_checkpoint(),
             stored_version=session.stored.package_version,
+            past=look_back(session.store, session.spec, session.observer.says, session.run_dir.run_id),
         )
         results = make_checks(session.spec, around, session.check)
         session.journal.append(ChecksMade(results=results))
@@ -174,7 +180,22 @@ def preflight(session: Session) -> None:
             if result.status is CheckStatus.WARNING:
                 session.observer.says(f"warning {result.id}: {result.found}; expected {result.expected}")
         session.record()
+        if blocking(results):  # perhaps only now, after a controller before this one began with the trials
+            cancel_trials(session, "its run is blocked", cancel)
         require_passed(results)
+
+
+def trial(session: Session, rung: Rung) -> None:
+    """Try the run out in small, as a run of its own that comes before it.
+
+    Raises:
+        PreflightBlocked: the trial failed; the run moves to failed.
+    """
+    with _stage(session, StageName.PREFLIGHT, 0, rung.title, said=rung.title):
+        verdict = carry_out(session, rung, drive)
+        session.journal.append(ChecksMade(results=(*session.journal.record.checks, verdict)))
+        session.record()
+        require_passed([verdict])
 
 
 def allocate(session: Session, number: int) -> None:
@@ -360,8 +381,12 @@ def _restarts_in_the_last_hour(session: Session) -> int:
 
 
 @contextmanager
-def _stage(session: Session, name: StageName, attempt: int, title: str) -> Iterator[None]:
-    """Time a stage and record how it went. What is no end of the stage (a lost lease, a bug) leaves it open."""
+def _stage(session: Session, name: StageName, attempt: int, title: str, said: str = "") -> Iterator[None]:
+    """Time a stage and record how it went. What is no end of the stage (a lost lease, a bug) leaves it open.
+
+    Args:
+        said: what there is to say about it when it went well.
+    """
     index = session.journal.begin_stage(name, attempt)
     session.record()
     session.observer.begins(title)
@@ -375,7 +400,7 @@ def _stage(session: Session, name: StageName, attempt: int, title: str) -> Itera
         session.journal.end_stage(index, StageState.FAILED, str(error))
         session.journal.move_run(RunState.FAILED, str(error).partition("\n")[0])
         raise
-    session.journal.end_stage(index, StageState.COMPLETED)
+    session.journal.end_stage(index, StageState.COMPLETED, said)
     session.record()
 
 
@@ -527,6 +552,7 @@ def cancel(session: Session, reason: str, *, save: bool = False) -> None:
     journal = session.journal
     if journal.record.ended:
         return
+    cancel_trials(session, reason, cancel)
     number = max(journal.record.attempts, default=0)
     attempt = journal.record.attempts.get(number)
     if attempt is not None and not attempt.ended:

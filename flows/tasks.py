@@ -7,6 +7,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from flows.server import server_answers
+from flows.trial import TRIAL
 from rlhf_core.schemas.attempts import StageName
 
 MAX_TITLE = 160
@@ -70,7 +71,7 @@ def shorten(text: str) -> str:
 
 def as_task(title: str, name: str, work: Callable[[], None]) -> None:
     """One task run. Our own policy decides about retries, our own journal about what was done."""
-    is_stage = name in list(StageName)
+    kind = "A trial" if name == TRIAL else f"The stage {name}" if name in list(StageName) else "A wait between attempts"
 
     @task(
         name=str(name),
@@ -79,7 +80,7 @@ def as_task(title: str, name: str, work: Callable[[], None]) -> None:
         cache_policy=NO_CACHE,
         retries=0,
         persist_result=False,
-        description=f"The stage {name} of a run." if is_stage else "A wait between two attempts of a run.",
+        description=f"{kind} of a run.",
     )
     def stage() -> None:
         work()

@@ -22,6 +22,7 @@ from flows.session import Observer, Session
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.failures import Decision, Incident
+from rlhf_core.schemas.run import RunSpec
 from rlhf_core.watchdog.evidence import agent_decisions, incidents
 from rlhf_core.watchdog.watch import Look
 
@@ -82,6 +83,10 @@ class _Onlooker:
     def __init__(self, behind: Observer, teller: "Teller") -> None:
         self._behind = behind
         self._teller = teller
+
+    def turns_to(self, spec: RunSpec) -> None:
+        """What follows is about a run with this spec."""
+        self._behind.turns_to(spec)
 
     def begins(self, title: str) -> None:
         """A stage begins."""

@@ -68,7 +68,9 @@ def at(seconds: float) -> datetime:
 class RunFiles:
     """A run directory written by hand, the way controller, agents and trainer write it."""
 
-    def __init__(self, runs: Path, name: str = "sort", tail: str = "aaaaaa", created: float = 0.0) -> None:
+    def __init__(
+        self, runs: Path, name: str = "sort", tail: str = "aaaaaa", created: float = 0.0, trial_of: str = ""
+    ) -> None:
         self.run_id = f"{name}-{at(created):%Y%m%d-%H%M%S}-{tail}"
         self.dir = RunDir.of(runs, self.run_id)
         self._sequence = 0
@@ -88,6 +90,7 @@ class RunFiles:
             config_source="sort.toml",
             overrides=("train.num_steps=8",),
             package_version="0.1.0",
+            trial_of=trial_of,
             spec=spec,
         )
         write_model(self.dir.spec, stored)

@@ -30,13 +30,14 @@ def runs(
     state: Annotated[RunState | None, typer.Option(help="Only runs in this state.")] = None,
     name: Annotated[str | None, typer.Option(help="Only runs of this name.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="At most so many, the newest first.")] = 50,
+    trials: Annotated[bool, typer.Option("--trials", help="Also the trials that were made for runs.")] = False,
     as_json: output.JsonOption = False,
 ) -> None:
     """List runs, newest first."""
     from rlhf_core.history import queries
 
     with _history() as store:
-        found = queries.list_runs(store, state.value if state else None, name, limit)
+        found = queries.list_runs(store, state.value if state else None, name, limit, trials=trials)
     if as_json:
         output.print_json(found)
         return
@@ -47,14 +48,14 @@ def runs(
         (
             run["run_id"],
             run["state"],
-            _moment(run["created_at"]),
+            run["trial_of"] if trials else _moment(run["created_at"]),  # the id tells that too; both are too wide
             output.seconds_text(run["seconds"]),
             f"{run['last_step'] or 0}/{run['total_steps']}",
             run["num_attempts"],
         )
         for run in found
     ]
-    output.print_table(("run", "state", "created (UTC)", "took", "step", "attempts"), rows)
+    output.print_table(("run", "state", "trial of" if trials else "created (UTC)", "took", "step", "attempts"), rows)
 
 
 def show(run: RunArgument = "last", as_json: output.JsonOption = False) -> None:
@@ -233,6 +234,8 @@ def _print_head(shown: Facts) -> None:
     )
     if run["message"]:
         output.print_text(run["message"])
+    if run["trial_of"]:
+        output.print_text(f"Trial of: {run['trial_of']}")
     output.print_text(f"Directory: {run['run_dir']}")
 
 

@@ -133,6 +133,12 @@ class TerminalProgress:
 
     # What the flow calls ---------------------------------------------------------------------------------------------
 
+    def turns_to(self, spec: RunSpec) -> None:
+        """What follows is about a run with this spec: its steps, and its pace."""
+        self._spec, self._pace = spec, Pace(self._clock)
+        if self._live is not None and self._bar is not None:
+            self._live.update(self._bar, total=spec.total_steps, completed=0)
+
     def begins(self, title: str) -> None:
         """A stage begins."""
         self._title = title

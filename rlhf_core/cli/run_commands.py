@@ -99,6 +99,7 @@ def check(
 def _checks(config: str, overrides: Sequence[str]) -> "Sequence[CheckResult]":
     import tempfile
 
+    from flows.past import look_back_from
     from flows.session import resolve
     from rlhf_core.config import load_site
     from rlhf_core.launch.prepare import keep_code
@@ -124,6 +125,7 @@ def _checks(config: str, overrides: Sequence[str]) -> "Sequence[CheckResult]":
             compute_python=site.compute_python,
             runs_dir=site.runs_dir,
             code_path=Path(folder) / "snapshot",
+            past=look_back_from(site, spec, output.note),
         )
         return make_checks(spec, around)
 

@@ -11,7 +11,7 @@ from decimal import Decimal
 from statistics import median
 from typing import Any
 
-from sqlalchemy import Connection, Table, column, func, select, table
+from sqlalchemy import Connection, Select, Table, column, func, select, table
 
 from rlhf_core.errors import BadInput, UnknownRun
 from rlhf_core.history import database
@@ -38,6 +38,7 @@ from rlhf_core.history.write import (
 )
 from rlhf_core.schemas.attempts import ATTEMPT_ENDS, RunState
 from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.checks import CheckStatus
 from rlhf_core.schemas.failures import Action
 
 Facts = dict[str, Any]
@@ -115,15 +116,9 @@ def usual_speeds(
 
 def longest_gaps(store: HistoryStore, shape: str, num_runs: int = 5) -> dict[str, float]:
     """Longest silences that ended well in the newest completed runs of a shape: ``role/phase`` to seconds."""
-    newest = (
-        select(RUNS.c.run_id)
-        .where(RUNS.c.shape == shape, RUNS.c.state == RunState.COMPLETED.value)
-        .order_by(RUNS.c.created_at.desc())
-        .limit(num_runs)
-    )
     found: dict[str, float] = {}
     with store.reading() as connection:
-        runs = list(connection.execute(newest).scalars())
+        runs = list(connection.execute(_newest_completed(shape, num_runs)).scalars())
         question = select(NODES.c.longest_gaps_s).where(NODES.c.run_id.in_(runs), NODES.c.node_index == 0)
         for gaps in connection.execute(question).scalars():
             for place, seconds in gaps.items():
@@ -131,12 +126,68 @@ def longest_gaps(store: HistoryStore, shape: str, num_runs: int = 5) -> dict[str
     return found
 
 
+def seconds_per_step(store: HistoryStore, shape: str, num_runs: int = 5) -> float | None:
+    """How long a step takes: the median over the newest completed runs of a shape, each with the mean of its steps.
+    None where there is no such run. Trials do not count: their few steps are mostly warming up."""
+    newest = _newest_completed(shape, num_runs).where(RUNS.c.trial_of == "")
+    means = (
+        select(func.avg(METRICS.c.value))
+        .join(KEYS, KEYS.c.key_id == METRICS.c.key_id)
+        .where(METRICS.c.run_id.in_(newest), KEYS.c.name == STEP_SECONDS, METRICS.c.value.is_not(None))
+        .group_by(METRICS.c.run_id)
+    )
+    with store.reading() as connection:
+        found = list(connection.execute(means).scalars())
+    return median(found) if found else None
+
+
+def last_good(store: HistoryStore, name: str, run_id: str = "") -> Facts | None:
+    """The last completed run of a name: ``run_id, spec, basis`` (what its check ``trial.basis`` found). A trial
+    counts, but not for the run that it was made for (``run_id``), which knows its trials itself."""
+    newest = (
+        select(RUNS.c.run_id, RUNS.c.spec)
+        .where(RUNS.c.name == name, RUNS.c.state == RunState.COMPLETED.value)
+        .where((RUNS.c.trial_of == "") | (RUNS.c.trial_of != run_id))
+        .order_by(RUNS.c.ended_at.desc())  # a trial is made later than its run, and ends before it
+        .limit(1)
+    )
+    with store.reading() as connection:
+        run = connection.execute(newest).one_or_none()
+        if run is None:
+            return None
+        basis = (
+            select(CHECKS.c.found)
+            .where(
+                CHECKS.c.run_id == run.run_id,
+                CHECKS.c.check_id == "trial.basis",
+                CHECKS.c.status == CheckStatus.PASSED.value,
+            )
+            .order_by(CHECKS.c.round.desc())
+            .limit(1)
+        )
+        return {"run_id": run.run_id, "spec": run.spec, "basis": connection.execute(basis).scalar() or ""}
+
+
+def _newest_completed(shape: str, num_runs: int) -> Select[tuple[str]]:
+    return (
+        select(RUNS.c.run_id)
+        .where(RUNS.c.shape == shape, RUNS.c.state == RunState.COMPLETED.value)
+        .order_by(RUNS.c.created_at.desc())
+        .limit(num_runs)
+    )
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Which run
 
 
 def list_runs(
-    store: HistoryStore, state: str | None = None, name: str | None = None, limit: int | None = 50
+    store: HistoryStore,
+    state: str | None = None,
+    name: str | None = None,
+    limit: int | None = 50,
+    *,
+    trials: bool = False,
 ) -> list[Facts]:
     """Runs, newest first.
 
@@ -144,9 +195,10 @@ def list_runs(
         state: only those in this state.
         name: only those of this name.
         limit: at most so many; None for all.
+        trials: also the trials of runs.
 
     Returns: For each: ``run_id, name, state, created_at, num_attempts, owner, ended_at, seconds, last_step,
-        total_steps, message``. ``seconds`` is from the request to the end, or to the newest sign of it.
+        total_steps, message, trial_of``. ``seconds`` is from the request to the end, or to the newest sign of it.
     """
     num_attempts = select(func.count()).where(ATTEMPTS.c.run_id == RUNS.c.run_id).scalar_subquery()
     last_step = select(func.max(LATEST.c.step)).where(LATEST.c.run_id == RUNS.c.run_id).scalar_subquery()
@@ -162,11 +214,14 @@ def list_runs(
         last_step.label("last_step"),
         RUNS.c.total_steps,
         RUNS.c.message,
+        RUNS.c.trial_of,
     ).order_by(RUNS.c.created_at.desc(), RUNS.c.run_id.desc())
     if state is not None:
         question = question.where(RUNS.c.state == state)
     if name is not None:
         question = question.where(RUNS.c.name == name)
+    if not trials:
+        question = question.where(RUNS.c.trial_of == "")
     with store.reading() as connection:
         rows = connection.execute(question.limit(limit)).all()
     return [_listed_run(row) for row in rows]
@@ -181,17 +236,18 @@ def _listed_run(row: Any) -> Facts:
 
 def resolve_run(store: HistoryStore, text: str) -> str:
     """The run that a person means: its id, ``last`` for the newest, a name for the newest of that name, or the
-    beginning of one id.
+    beginning of one id. A trial is meant only by its id.
 
     Raises:
         UnknownRun: there is none, or the beginning fits several.
     """
     newest_first = (RUNS.c.created_at.desc(), RUNS.c.run_id.desc())
+    own = select(RUNS.c.run_id).where(RUNS.c.trial_of == "").order_by(*newest_first).limit(1)
     with store.reading() as connection:
         questions = [select(RUNS.c.run_id).where(RUNS.c.run_id == text)]
         if text == "last":
-            questions.append(select(RUNS.c.run_id).order_by(*newest_first).limit(1))
-        questions.append(select(RUNS.c.run_id).where(RUNS.c.name == text).order_by(*newest_first).limit(1))
+            questions.append(own)
+        questions.append(own.where(RUNS.c.name == text))
         for question in questions:
             found = connection.execute(question).scalar()
             if found is not None:

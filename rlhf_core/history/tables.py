@@ -31,7 +31,7 @@ from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeEngine
 
-SCHEMA_REVISION = "0003"
+SCHEMA_REVISION = "0004"
 """The newest migration: the schema that this program reads and writes."""
 
 VIEWS = ("run_curve", "run_lost_time", "run_goodput", "node_health")
@@ -151,6 +151,8 @@ class Run(Base):
     """The resolved ``RunSpec``."""
     shape: Mapped[str] = mapped_column(server_default=text("''"))
     """Runs of one shape take about as long in every phase: see ``shape_key``."""
+    trial_of: Mapped[str] = mapped_column(server_default=text("''"))
+    """Run that this one tries out first; empty for a run of its own. Not a reference: either may be removed alone."""
     package_version: Mapped[str]
     code_revision: Mapped[str]
     run_dir: Mapped[str]

@@ -41,6 +41,7 @@ from rlhf_core.schemas.journal import (
     RunMoved,
     StageEnded,
     StageStarted,
+    TrialPlanned,
 )
 from rlhf_core.schemas.probe import ProbeReport
 from rlhf_core.schemas.reports import AgentStatus, AttemptOutcome, CheckpointManifest, EvaluationReport
@@ -159,6 +160,7 @@ def _described_run(run_dir: str, stored: StoredSpec) -> Row:
         "overrides": list(stored.overrides),
         "spec": _as_json(spec),
         "shape": shape_key(spec),
+        "trial_of": stored.trial_of,
         "package_version": stored.package_version,
         "code_revision": stored.code_revision,
         "run_dir": run_dir,
@@ -209,8 +211,8 @@ def write_journal(connection: Connection, run_id: str, entries: Sequence[Journal
 def _write_journal_event(connection: Connection, run_id: str, entry: JournalEntry) -> None:
     line = entry.line
     match line.event:
-        case RunCreated():
-            pass  # the row is made from spec.json
+        case RunCreated() | TrialPlanned():
+            pass  # the row of each is made from its spec.json
         case RunMoved() as event:
             _move_run(connection, run_id, event, line.time)
         case StageStarted() as event:
@@ -472,6 +474,8 @@ def _tell(event: ControlEvent) -> _Told:
         case ChecksMade(results=results):
             counts = ((status, sum(result.status is status for result in results)) for status in CheckStatus)
             return _Told(", ".join(f"{count} {status.value}" for status, count in counts if count) or "no checks")
+        case TrialPlanned(check_id=check_id, run_id=trial):
+            return _Told(f"{check_id} is decided by the trial {trial}")
         case AttemptPlanned(placement=placement):
             origin = placement.resume_checkpoint or "the beginning"
             return _Told(

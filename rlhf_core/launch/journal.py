@@ -35,6 +35,7 @@ from rlhf_core.schemas.journal import (
     RunMoved,
     StageEnded,
     StageStarted,
+    TrialPlanned,
 )
 from rlhf_core.schemas.resources import Placement, Submission
 
@@ -82,6 +83,8 @@ class RunRecord:
     stages: list[StageRecord] = field(default_factory=list)
     attempts: dict[int, AttemptRecord] = field(default_factory=dict)
     checks: tuple[CheckResult, ...] = ()
+    trials: dict[str, str] = field(default_factory=dict)
+    """Id of each trial, by the check that it decides."""
     first_attempt: int = 1
     """First attempt after the run was last started or resumed by a person: budgets count from here."""
 
@@ -123,6 +126,8 @@ class RunRecord:
                         stage.state, stage.ended_at = stage_state, line.time
             case ChecksMade(results=results):
                 self.checks = results
+            case TrialPlanned(check_id=check_id, run_id=trial):
+                self.trials[check_id] = trial
             case AttemptPlanned(placement=placement):
                 self.attempts.setdefault(placement.attempt, AttemptRecord(placement))
             case AttemptSubmitted(submission=submission) if submission.attempt in self.attempts:

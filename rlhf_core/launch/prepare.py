@@ -3,7 +3,7 @@
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rlhf_core import __version__
@@ -60,11 +60,8 @@ def prepare(
         BadConfig: something in ``code.paths`` is not there.
     """
     folder = folder or Path.cwd()
-    run_id = new_run_id(spec.name)
-    run_dir = RunDir.of(runs, run_id)
-    unfinished = RunDir(runs / f".{run_id}.new")
     stored = StoredSpec(
-        run_id=run_id,
+        run_id=new_run_id(spec.name),
         created_at=utc_now(),
         owner=user_name(),
         config_source=config_source,
@@ -73,12 +70,44 @@ def prepare(
         code_revision=git_revision(folder),
         spec=spec,
     )
+    return _make_whole(runs, stored, lambda code: keep_code(code, spec, folder, stored.code_revision))
+
+
+def prepare_trial(main: RunDir, run_id: str, spec: RunSpec) -> RunDir:
+    """Make the directory of a run that tries another one out: beside it, with the same code. One that stands is kept.
+
+    Args:
+        main: the run that is tried out.
+        run_id: of the trial.
+        spec: of the trial.
+
+    Raises:
+        RunDirError: it cannot be written, or the main run is damaged.
+    """
+    runs = main.root.parent
+    present = RunDir.of(runs, run_id)
+    if present.spec.is_file():
+        return present
+    stored = main.read_spec().model_copy(
+        update={"run_id": run_id, "created_at": utc_now(), "spec": spec, "trial_of": main.run_id}
+    )
+    # What the controller before this one was killed over has this name too.
+    remove_tree(_unfinished(runs, run_id).root)
+    return _make_whole(runs, stored, lambda code: shutil.copytree(main.code, code, ignore=_NOT_CODE))
+
+
+def _unfinished(runs: Path, run_id: str) -> RunDir:
+    return RunDir(runs / f".{run_id}.new")
+
+
+def _make_whole(runs: Path, stored: StoredSpec, keep: Callable[[Path], object]) -> RunDir:
+    run_dir, unfinished = RunDir.of(runs, stored.run_id), _unfinished(runs, stored.run_id)
     try:
         unfinished.root.mkdir(parents=True)
-        keep_code(unfinished.code, spec, folder, stored.code_revision)
+        keep(unfinished.code)
         write_model(unfinished.spec, stored)
         journal = Journal(unfinished, token=0)
-        journal.append(RunCreated(name=spec.name, owner=stored.owner, config_source=config_source))
+        journal.append(RunCreated(name=stored.spec.name, owner=stored.owner, config_source=stored.config_source))
         journal.close()
         unfinished.root.rename(run_dir.root)
     except OSError as error:

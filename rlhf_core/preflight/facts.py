@@ -131,6 +131,31 @@ class Plugin:
 
 
 @dataclass(frozen=True)
+class GoodRun:
+    """The newest completed run of the same name."""
+
+    run_id: str
+    spec: Mapping[str, Any]
+    """Its resolved spec, as JSON: another version of this program may have written it."""
+    basis: Mapping[str, str] = field(default_factory=dict)
+    """What it stood on besides: see ``trial.basis_of``."""
+
+
+@dataclass(frozen=True)
+class Past:
+    """What the history has about runs like this one; empty where there is none, or it does not answer."""
+
+    seconds_per_step: float | None = None
+    """Median over the last completed runs of the same shape."""
+    last_good: GoodRun | None = None
+    known: bool = False
+    """Whether the history answered: otherwise that there is no good run means nothing."""
+
+
+NO_PAST = Past()
+
+
+@dataclass(frozen=True)
 class Facts:
     """Everything the static checks know."""
 
@@ -148,6 +173,8 @@ class Facts:
     """``module:function`` to why it does not import; empty text when it does."""
     missing_code: tuple[str, ...] = ()
     """Entries of ``code.paths`` that are not there."""
+    code_hash: str = ""
+    """Hash of the user's code as the nodes will see it; empty when there is none."""
     train: DataFile | None = None
     eval: DataFile | None = None
     model_config: Mapping[str, Any] = field(default_factory=dict)
@@ -170,3 +197,4 @@ class Facts:
     """What a look at the data itself found; None where there was none."""
     content_problem: str = ""
     """Why there was none; empty when nobody asked, or another check says so."""
+    past: Past = NO_PAST

@@ -1,5 +1,6 @@
 """Gathers the facts: thin functions that look at files, ask the scheduler and start one subprocess per question."""
 
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -17,7 +18,7 @@ from packaging.requirements import Requirement as PackageRequirement
 
 from rlhf_core import __version__
 from rlhf_core.preflight.data_file import scan
-from rlhf_core.preflight.facts import CheckpointFacts, ComputeSide, Disk, Facts, ModelFolder, Requirement
+from rlhf_core.preflight.facts import NO_PAST, CheckpointFacts, ComputeSide, Disk, Facts, ModelFolder, Past, Requirement
 from rlhf_core.preflight.plugins import load_plugins
 from rlhf_core.run_dir import CheckpointDir
 from rlhf_core.schemas.content import ContentReport
@@ -48,6 +49,7 @@ class Surroundings:
     """The checkpoint to go on from, when a run is resumed."""
     stored_version: str = ""
     """Version of rlhf-flows that made the run, when it is resumed."""
+    past: Past = NO_PAST
 
 
 def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Facts:
@@ -67,6 +69,7 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
         disk=look_at_disk(around.runs_dir),
         imports=imports,
         missing_code=tuple(path for path in spec.code.paths if not Path(path).exists()),
+        code_hash=hash_code(around.code_path, tick),
         train=scan(Path(spec.data.train), spec.data, tick) if spec.data.train else None,
         eval=scan(Path(spec.data.eval), spec.data, tick) if spec.data.eval else None,
         model_config=model_config(spec.model),
@@ -79,6 +82,7 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
         plugins=load_plugins(),
         content=content if isinstance(content, ContentReport) else None,
         content_problem=content if isinstance(content, str) else "",
+        past=around.past,
     )
 
 
@@ -260,6 +264,20 @@ def built_operators(packages: Mapping[str, str]) -> tuple[str, ...]:
         if versions == {name: packages.get(name, "") for name in versions} and any(stamp.parent.glob("*.so")):
             found.add(stamp.parent.name)
     return tuple(sorted(found))
+
+
+def hash_code(folder: Path, tick: Tick = lambda: None) -> str:
+    """Short hash of every file in a folder, with their names; empty when it holds none. What Python compiled there
+    while it was tried out is not code."""
+    found = folder.rglob("*") if folder.is_dir() else ()
+    files = sorted(path for path in found if path.is_file() and path.suffix != ".pyc")
+    digest = hashlib.blake2b(digest_size=4)
+    for path in files:
+        tick()
+        with path.open("rb") as file:
+            content = hashlib.file_digest(file, "sha256").hexdigest()
+        digest.update(f"{path.relative_to(folder)} {content}\n".encode())
+    return digest.hexdigest() if files else ""
 
 
 def look_at_disk(runs_dir: Path) -> Disk:

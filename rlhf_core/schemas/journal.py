@@ -71,6 +71,16 @@ class ChecksMade(Schema):
     """The findings."""
 
 
+class TrialPlanned(Schema):
+    """A trial of this run has an id. Written before the trial is made, so that it is made once."""
+
+    kind: Literal["trial_planned"] = "trial_planned"
+    check_id: str
+    """The check that its end will be the verdict of: ``trial.one_node`` or ``trial.all_nodes``."""
+    run_id: str
+    """Identity of the trial, which is a run of its own."""
+
+
 class AttemptPlanned(Schema):
     """An attempt has a placement. Written before it is submitted."""
 
@@ -123,6 +133,7 @@ ControlEvent = Annotated[
     | StageStarted
     | StageEnded
     | ChecksMade
+    | TrialPlanned
     | AttemptPlanned
     | AttemptSubmitted
     | AttemptMoved

@@ -489,5 +489,7 @@ class StoredSpec(Schema):
     """Version of rlhf-flows."""
     code_revision: str = ""
     """Git revision of the folder it was started from, with ``-dirty`` if it had changes; empty outside a repository."""
+    trial_of: str = ""
+    """Run that this one tries out first; empty for a run of its own."""
     spec: RunSpec
     """The resolved spec."""

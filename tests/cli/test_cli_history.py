@@ -91,6 +91,18 @@ def test_runs_for_people(rlhf: Rlhf, known: RunFiles) -> None:
     assert max(map(len, lines)) <= 100
 
 
+def test_trials_are_listed_when_asked_for(rlhf: Rlhf, runs: Path, known: RunFiles) -> None:
+    trial = RunFiles(runs, "sort", "bbbbbb", 100, trial_of=known.run_id)
+    trial.created()
+    with HistoryStore(load_site().database_url) as store:
+        sync(trial.dir, store)
+    assert trial.run_id not in rlhf("runs").out
+    lines = rlhf("runs", "--trials").out.splitlines()
+    assert trial.run_id in lines[2]
+    assert [word.strip() for word in lines[2].split("│")][2] == known.run_id
+    assert f"Trial of: {known.run_id}" in rlhf("show", trial.run_id).out
+
+
 def test_an_unknown_state_is_bad_input(rlhf: Rlhf) -> None:
     assert rlhf("runs", "--state", "sleeping").code == 2
 
@@ -203,8 +215,8 @@ def test_sql_help_names_every_table(rlhf: Rlhf) -> None:
 
 
 def test_upgrade(rlhf: Rlhf) -> None:
-    assert "upgraded from nothing to schema 0002" in rlhf("db", "upgrade").out
-    assert "is up to date (schema 0002)" in rlhf("db", "upgrade").out
+    assert "upgraded from nothing to schema 0004" in rlhf("db", "upgrade").out
+    assert "is up to date (schema 0004)" in rlhf("db", "upgrade").out
 
 
 def test_upgrade_of_postgresql(rlhf: Rlhf, monkeypatch: pytest.MonkeyPatch) -> None:

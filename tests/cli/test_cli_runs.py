@@ -116,6 +116,19 @@ def test_check_of_a_good_config_is_fine(capsys: Printed, monkeypatch: pytest.Mon
     assert "1 passed" in shown
 
 
+@pytest.mark.usefixtures("scheduler")
+def test_check_goes_without_a_history_that_does_not_answer(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = CheckResult(id="a.check", status=CheckStatus.PASSED, found="all is well")
+    monkeypatch.setattr("rlhf_core.preflight.static.make_checks", lambda spec, around: (good,))
+    rlhf("check", "quickstart")
+    file = load_site().home / "history.db"
+    assert not file.exists(), "checking makes no history"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("this is no database" * 100)
+    rlhf("check", "quickstart")
+    assert "nothing is compared with earlier runs" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["check", "run"])
 def test_a_wrong_key_is_answered_with_the_right_one(command: str, capsys: Printed) -> None:
     rlhf(command, "quickstart", "--set", "train.num_stepps=3", expect=2)
@@ -402,6 +415,19 @@ def test_a_second_ctrl_c_while_cancelling_leaves_at_once() -> None:
         assert progress.wants_to_stop()
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_the_steps_shown_are_those_of_the_trial_while_it_is_made(capsys: Printed) -> None:
+    spec = load("quickstart")
+    with TerminalProgress(spec, "the-run") as progress:
+        progress.turns_to(load("quickstart", ["sft.num_steps=1", "train.num_steps=2"]))
+        progress.looked(look(step=2, loop="grpo"))
+        progress.turns_to(spec)
+        progress._last_line = ("", float("-inf"))
+        progress.looked(look(step=1, loop="grpo"))
+    shown = capsys.readouterr().err
+    assert "step 2/3" in shown
+    assert f"step 1/{spec.total_steps}" in shown
 
 
 def test_the_history_being_behind_is_said_once_and_taken_back(capsys: Printed) -> None:

@@ -34,7 +34,11 @@ class Notes:
     titles: list[str] = field(default_factory=list)
     sayings: list[str] = field(default_factory=list)
     looks: list[Look] = field(default_factory=list)
+    totals: list[int] = field(default_factory=list)
     stop: Callable[[], bool] = lambda: False
+
+    def turns_to(self, spec: RunSpec) -> None:
+        self.totals.append(spec.total_steps)
 
     def begins(self, title: str) -> None:
         self.titles.append(title)

@@ -23,6 +23,7 @@ from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir import RunDir, read_models
 from rlhf_core.scheduler.base import JobRequest
 from rlhf_core.schemas.attempts import AttemptState, RunState, StageName
+from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.journal import JournalLine
 from rlhf_core.schemas.resources import Placement, Role
@@ -180,6 +181,17 @@ def test_a_server_that_is_lost_in_the_middle_does_not_stop_the_run(desk: Desk, m
     seen = task_runs(run_dir.run_id)
     assert "train attempt 1" not in seen
     assert seen["evaluate"] == "Completed", "a server that is back is used again"
+
+
+@pytest.mark.usefixtures("server")
+def test_a_trial_is_a_task_run_with_its_own_name(desk: Desk, checks: list[CheckResult]) -> None:
+    checks.append(CheckResult(id="trial.needed", status=CheckStatus.WARNING, found="data changed"))
+    run_dir = desk.run(make_spec(preflight={"trial": "run"}))
+    desk.scheduler.on_submit = lambda request: FakeAgent(RunDir.of(desk.site.runs_dir, request.run_id)).whole_run()
+    run_in_prefect(desk.controller(run_dir))
+    assert task_runs(run_dir.run_id)["trial on one node"] == "Completed"
+    assert flow_runs()[run_dir.run_id] == "Completed"
+    assert len(desk.scheduler.submitted) == 2
 
 
 @pytest.mark.usefixtures("server")

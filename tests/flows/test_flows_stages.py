@@ -99,6 +99,18 @@ def test_a_blocking_check_starts_nothing(desk: Desk, checks: list[CheckResult]) 
     assert [check["status"] for check in shown["checks"]] == ["passed", "blocked"]
 
 
+def test_preflight_goes_without_a_history_that_does_not_answer(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(store: object, shape: str) -> None:
+        raise DatabaseUnavailable("the database is away")
+
+    monkeypatch.setattr(queries, "seconds_per_step", away)
+    run_dir = desk.run()
+    runs_well(desk, run_dir)
+    drive(desk.controller(run_dir))
+    assert read_record(run_dir).state is RunState.COMPLETED
+    assert any("nothing is compared with earlier runs: the database is away" in text for text in desk.notes.sayings)
+
+
 def fails_then_runs(desk: Desk, run_dir: RunDir, kind: FailureKind, *, failures: int, checkpoint: int = 0) -> None:
     """The first jobs fail, those after them run well. With ``checkpoint`` a failing one leaves it behind."""
 

@@ -12,8 +12,10 @@ from rlhf_core.errors import BadInput, UnknownRun
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.schemas.attempts import RunState
+from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import FailureKind
-from rlhf_core.schemas.run import shape_key
+from rlhf_core.schemas.journal import ChecksMade
+from rlhf_core.schemas.run import RunSpec, shape_key
 from rlhf_core.watchdog.ingest import sync
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -60,6 +62,19 @@ def test_a_run_is_found_by_what_people_call_it(store: HistoryStore, three: dict[
         (three["old"][:-5], "old"),
     ]:
         assert queries.resolve_run(store, text) == three[expected], text
+
+
+def test_a_trial_is_listed_when_asked_for_and_meant_by_its_id_only(
+    store: HistoryStore, runs: Path, three: dict[str, str]
+) -> None:
+    trial = RunFiles(runs, "sort", "dddddd", 200, trial_of=three["new"])
+    trial.created()
+    sync(trial.dir, store)
+    assert trial.run_id not in [run["run_id"] for run in queries.list_runs(store)]
+    listed = {run["run_id"]: run["trial_of"] for run in queries.list_runs(store, trials=True)}
+    assert listed == {trial.run_id: three["new"], **dict.fromkeys(three.values(), "")}
+    assert queries.resolve_run(store, "last") == queries.resolve_run(store, "sort") == three["new"]
+    assert queries.resolve_run(store, trial.run_id) == trial.run_id
 
 
 def test_a_beginning_that_fits_several(store: HistoryStore, three: dict[str, str]) -> None:
@@ -456,3 +471,56 @@ def test_silences_of_completed_runs_of_the_same_shape(store: HistoryStore, runs:
     assert queries.longest_gaps(store, "another") == {}
     store.forget(done.run_id)
     assert queries.longest_gaps(store, shape) == {}
+
+
+def test_seconds_per_step_are_the_median_of_completed_runs(store: HistoryStore, runs: Path) -> None:
+    """Each with the mean of its steps; a run that was not completed does not count."""
+    made = []
+    for index, seconds in enumerate((1.0, 4.0, 9.0, 100.0)):
+        run = RunFiles(runs, "sort", f"{index:06d}", 100.0 * index)
+        run.created()
+        for state in (RunState.PREFLIGHT, RunState.QUEUED, RunState.TRAINING, RunState.EVALUATING):
+            run.moved(state, 100.0 * index + 1)
+        for step, factor in ((1, 1.5), (2, 0.5)):
+            run.metrics(1, 0, step, 100.0 * index + step, **{"time/step_s": seconds * factor})
+        run.moved(RunState.COMPLETED if seconds < 50 else RunState.FAILED, 100.0 * index + 9)
+        sync(run.dir, store)
+        made.append(run)
+    shape = shape_key(made[0].dir.read_spec().spec)
+    assert queries.seconds_per_step(store, shape) == 4.0
+    assert queries.seconds_per_step(store, shape, num_runs=2) == 6.5
+    assert queries.seconds_per_step(store, "another") is None
+
+
+def test_the_last_good_run_of_a_name(store: HistoryStore, runs: Path) -> None:
+    """The newest completed one, with what the newest of its rounds of checks found that it stood on."""
+    assert queries.last_good(store, "sort") is None
+    for index, state in enumerate((RunState.COMPLETED, RunState.COMPLETED, RunState.FAILED)):
+        run = RunFiles(runs, "sort", f"{index:06d}", 100.0 * index)
+        run.created()
+        for basis in ("torch = 7", f"torch = {index}"):
+            result = CheckResult(id="trial.basis", status=CheckStatus.PASSED, found=basis)
+            run.journal(ChecksMade(results=(result,)), 100.0 * index + 1)
+        for passed in (RunState.PREFLIGHT, RunState.QUEUED, RunState.TRAINING, RunState.EVALUATING, state):
+            run.moved(passed, 100.0 * index + 2)
+        sync(run.dir, store)
+    found = queries.last_good(store, "sort")
+    assert found is not None
+    assert found["run_id"].endswith("000001")
+    assert found["basis"] == "torch = 1"
+    assert RunSpec.model_validate(found["spec"]).name == "sort"
+    assert queries.last_good(store, "another") is None
+
+
+def test_a_trial_is_a_good_run_for_others_and_its_pace_is_none(store: HistoryStore, runs: Path) -> None:
+    trial = RunFiles(runs, "sort", "aaaaaa", 0, trial_of="the-run")
+    trial.created()
+    for state in (RunState.PREFLIGHT, RunState.QUEUED, RunState.TRAINING, RunState.EVALUATING, RunState.COMPLETED):
+        trial.moved(state, 1)
+    trial.metrics(1, 0, 1, 2)
+    sync(trial.dir, store)
+    found = queries.last_good(store, "sort", "another-run")
+    assert found is not None
+    assert found["run_id"] == trial.run_id
+    assert queries.last_good(store, "sort", "the-run") is None
+    assert queries.seconds_per_step(store, shape_key(trial.dir.read_spec().spec)) is None

@@ -7,8 +7,8 @@ import pytest
 from control_fakes import make_spec
 
 from rlhf_core.errors import BadConfig, RunDirError
-from rlhf_core.launch.prepare import absolute_paths, git_revision, prepare, user_modules
-from rlhf_core.run_dir import is_run_id, read_models, run_dirs
+from rlhf_core.launch.prepare import absolute_paths, git_revision, prepare, prepare_trial, user_modules
+from rlhf_core.run_dir import is_run_id, new_run_id, read_models, run_dirs
 from rlhf_core.schemas.journal import JournalLine
 
 
@@ -49,6 +49,26 @@ def test_the_snapshot_does_not_change_with_the_code(tmp_path: Path, folder: Path
     (folder / "my_rewards.py").write_text("changed while queued\n")
     kept = run.code / "snapshot" / "my_rewards.py"
     assert kept.read_text().startswith("def score")
+
+
+def test_a_trial_has_the_code_of_its_run_and_is_made_once(tmp_path: Path, folder: Path) -> None:
+    """Also where the code has changed since, and where a killed controller has left a half-made one behind."""
+    spec = make_spec(reward={"functions": ["my_rewards:score"]})
+    main = prepare(spec, tmp_path / "runs", config_source="a.toml", folder=folder)
+    (folder / "my_rewards.py").unlink()
+    trial_id = new_run_id(spec.name)
+    (tmp_path / "runs" / f".{trial_id}.new" / "code").mkdir(parents=True)
+    small = make_spec(train={"num_steps": 3})
+    trial = prepare_trial(main, trial_id, small)
+    stored = trial.read_spec()
+    assert (stored.run_id, stored.trial_of, stored.spec) == (trial_id, main.run_id, small)
+    assert stored.code_revision == main.read_spec().code_revision
+    assert (trial.code / "snapshot" / "my_rewards.py").read_text().startswith("def score")
+    (trial.root / "mark").touch()
+    assert prepare_trial(main, trial_id, small) == trial
+    assert (trial.root / "mark").exists(), "one that stands is kept"
+    assert {one.run_id for one in run_dirs(tmp_path / "runs")} == {main.run_id, trial_id}
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == sorted([main.run_id, trial_id])
 
 
 def test_uncommitted_changes_are_kept_as_a_diff(tmp_path: Path, folder: Path) -> None:

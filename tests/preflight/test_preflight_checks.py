@@ -17,6 +17,7 @@ from rlhf_core.preflight.facts import (
     Facts,
     LineProblem,
     ModelFolder,
+    Past,
     Requirement,
 )
 from rlhf_core.preflight.registry import CHECKS, run_checks
@@ -161,6 +162,10 @@ def generated(**train: Any) -> Facts:
     return replace(looked_at(train=train, data=data), train=None, eval=None)
 
 
+def lasts(seconds_per_step: float, **resources: Any) -> Facts:
+    return replace(with_spec(resources=resources), past=Past(seconds_per_step))
+
+
 BLOCKED, WARNING, SKIPPED = CheckStatus.BLOCKED, CheckStatus.WARNING, CheckStatus.SKIPPED
 BAD_LINES = (LineProblem(41, "not valid JSON"),)
 
@@ -265,6 +270,7 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("resources.memory", BLOCKED, with_spec(resources={"memory_gb": 64}), "resources.memory_gb=32"),
     ("resources.time_limit", WARNING, with_spec(resources={"time_limit_s": 60}), "at least 300 s"),
     ("resources.time_limit", WARNING, with_spec(resources={"time_limit_s": 400}, supervise={"floor_s": 900}), "hang"),
+    ("resources.duration", WARNING, lasts(600.0, time_limit_s=3600), "about 4 attempts of 60 min"),
     ("supervise.backoff", WARNING, with_spec(supervise={"backoff_s": 60, "max_backoff_s": 1}), "every wait"),
     (
         "resume.checkpoint",
@@ -285,6 +291,13 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("preflight.off", BLOCKED, with_spec(preflight={"off": {"batch.mikro_batch": "known"}}), "batch.micro_batch"),
     ("preflight.off", BLOCKED, with_spec(preflight={"off": {"disk.space": " "}}), "no reason"),
     ("preflight.off", BLOCKED, with_spec(preflight={"off": {"preflight.off": "all is well"}}), "itself"),
+    ("trial.basis", SKIPPED, compute(problem="cannot be started"), "cannot be started"),
+    (
+        "trial.needed",
+        WARNING,
+        replace(with_spec(resources={"num_nodes": 2}), past=Past(known=True)),
+        "--set preflight.trial=run",
+    ),
 ]
 
 
@@ -350,6 +363,23 @@ def test_gpu_ranks_need_a_gpu_each() -> None:
     idle = replace(with_spec(resources={"gpus_per_node": 4}), inventory=inventory)
     (finding,) = found(idle, "resources.gpus")
     assert (finding.status, "2 GPUs idle" in finding.found) == (WARNING, True)
+
+
+def test_the_predicted_duration_has_its_numbers() -> None:
+    (finding,) = found(lasts(600.0, time_limit_s=4 * 3600), "resources.duration")
+    assert finding.status is CheckStatus.PASSED
+    assert "22 steps x 600 s, as in earlier runs of this shape, are 3 h 40 min" in finding.found
+    (finding,) = found(lasts(600.0, time_limit_s=3600), "resources.duration")
+    assert "goes on from the newest checkpoint by itself" in finding.advice
+    assert "resources.time_limit_s=15840" in finding.advice
+    assert found(healthy(), "resources.duration") == [], "without a past nothing is predicted"
+
+
+def test_a_resumed_run_has_only_its_rest_before_it() -> None:
+    facts = replace(lasts(600.0, time_limit_s=3600), resume=CheckpointFacts("step-000020", 20, num_ranks=2))
+    (finding,) = found(facts, "resources.duration")
+    assert finding.status is CheckStatus.PASSED
+    assert "2 steps x 600 s" in finding.found
 
 
 def test_rows_that_are_left_out_on_purpose_only_warn() -> None:

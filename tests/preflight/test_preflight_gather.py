@@ -90,6 +90,19 @@ def test_requirements_of_one_extra() -> None:
     assert [(one.name, one.accepts) for one in found] == [("torch", ">=2.6"), ("math-verify", ">=0.8")]
 
 
+def test_code_is_told_apart_by_name_and_content(tmp_path: Path) -> None:
+    assert gather.hash_code(tmp_path / "none") == gather.hash_code(tmp_path) == ""
+    (tmp_path / "a.py").write_text("one")
+    first = gather.hash_code(tmp_path)
+    (tmp_path / "__pycache__").mkdir()
+    (tmp_path / "__pycache__" / "a.cpython-311.pyc").write_text("compiled")
+    assert gather.hash_code(tmp_path) == first
+    (tmp_path / "a.py").write_text("two")
+    second = gather.hash_code(tmp_path)
+    (tmp_path / "a.py").rename(tmp_path / "b.py")
+    assert len({first, second, gather.hash_code(tmp_path)}) == 3
+
+
 def test_disks(tmp_path: Path) -> None:
     good = gather.look_at_disk(tmp_path / "not" / "yet")
     assert (good.problem, good.free_bytes > 0) == ("", True)

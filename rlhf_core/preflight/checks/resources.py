@@ -1,5 +1,6 @@
 """What is asked of the machines, against what there is."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
@@ -148,6 +149,37 @@ def time_limit(facts: Facts) -> Iterator[Finding]:
         )
     else:
         yield passed(f"attempts of at most {limit} s")
+
+
+@check("resources.duration")
+def duration(facts: Facts) -> Iterator[Finding]:
+    """A run that needs several attempts spends the night in queues that nobody reckoned with."""
+    seconds, limit = facts.past.seconds_per_step, facts.spec.resources.time_limit_s
+    if seconds is None:
+        return
+    steps = facts.spec.total_steps - (facts.resume.step if facts.resume is not None else 0)
+    predicted = steps * seconds
+    found = f"{steps} steps x {seconds:.3g} s, as in earlier runs of this shape, are {_time(predicted)}"
+    if predicted <= limit:
+        yield passed(f"{found}; an attempt may take {_time(limit)}")
+        return
+    yield warning(
+        f"{found}; resources.time_limit_s allows {_time(limit)}",
+        "a run that ends within one attempt, or the knowledge that it does not",
+        f"about {math.ceil(predicted / limit)} attempts of {_time(limit)} will follow; each goes on from the newest "
+        f"checkpoint by itself. For one attempt set resources.time_limit_s={math.ceil(predicted * 1.2)} or so",
+    )
+
+
+def _time(seconds: float) -> str:
+    """A duration as people say it, in at most two units."""
+    minutes = round(seconds / 60)
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if minutes < 120:
+        return f"{minutes} min"
+    hours, rest = divmod(minutes, 60)
+    return f"{hours} h {rest} min" if rest else f"{hours} h"
 
 
 @check("supervise.backoff")

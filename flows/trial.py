@@ -1,0 +1,181 @@
+"""Carries out the trials of a run: runs of their own, in front of it, under the same supervision.
+
+The order of the steps of a trial is that of any run, :func:`flows.stages.drive`, which is handed in: the stages call
+this module. Whoever looks on at the run looks on at its trial too, and ends both at once.
+"""
+
+from collections.abc import Callable
+from statistics import median
+
+from flows.session import CancelAsked, Session, opened
+from flows.summary import summarise
+from rlhf_core.errors import BadInput, LeaseLost, RunCancelled, RunFailed, SchedulerError
+from rlhf_core.launch.journal import read_record
+from rlhf_core.launch.prepare import prepare_trial
+from rlhf_core.preflight.trial import Rung, is_due, rungs, trial_spec
+from rlhf_core.run_dir import RunDir, new_run_id, read_models
+from rlhf_core.schemas.attempts import RunState
+from rlhf_core.schemas.checks import CheckResult, CheckStatus
+from rlhf_core.schemas.journal import TrialPlanned
+from rlhf_core.schemas.reports import MetricsLine
+from rlhf_core.schemas.run import RunSpec
+from rlhf_core.watchdog.watch import Look
+
+TRIAL = "trial"
+"""Name of a trial, where stages have theirs."""
+
+
+def due(session: Session) -> tuple[Rung, ...]:
+    """The trials to make before a run takes its nodes; those that were made have their verdict at once."""
+    record = session.journal.record
+    if session.stored.trial_of or record.attempts:
+        return ()  # what has been on its nodes needs no trial any more
+    return rungs(session.spec) if record.trials or is_due(session.spec, record.checks) else ()
+
+
+def carry_out(session: Session, rung: Rung, drive: Callable[[Session], None]) -> CheckResult:
+    """Make a trial, or go on with it, and give its verdict. One that is completed is not made again.
+
+    Raises:
+        CancelAsked: the run is to be ended. Its trial has been.
+        LeaseLost: another controller has taken the run over.
+        SchedulerError: the scheduler does not answer.
+    """
+    began = session.clock()
+    trial = _made(session, rung)
+    failure = "" if read_record(trial).state is RunState.COMPLETED else _driven(session, rung, trial, drive)
+    if failure:
+        return CheckResult(
+            id=rung.check_id,
+            status=CheckStatus.BLOCKED,
+            found=f"{rung.title} failed: {failure}",
+            expected="a trial that is completed",
+            advice=f"`rlhf show {trial.run_id}` tells more; mend it, then start a new run, or "
+            f"`rlhf resume {session.run_dir.run_id}` where the config may stay as it is",
+            seconds=session.clock() - began,
+        )
+    return CheckResult(
+        id=rung.check_id, status=CheckStatus.PASSED, found=_success(rung, trial), seconds=session.clock() - began
+    )
+
+
+def trials_of(run_dir: RunDir) -> list[RunDir]:
+    """The trials that were made for a run."""
+    found = [RunDir.of(run_dir.root.parent, run_id) for run_id in read_record(run_dir).trials.values()]
+    return [trial for trial in found if trial.spec.is_file()]
+
+
+def cancel_trials(session: Session, reason: str, cancel: Callable[[Session, str], None]) -> None:
+    """End the trial that the controller before this one has left at work.
+
+    Raises:
+        SchedulerError: something of it is still there, or another controller drives it.
+    """
+    for trial in trials_of(session.run_dir):
+        if read_record(trial).ended:
+            continue
+        try:
+            with opened(trial, session.site, session.store, session.observer) as inner:
+                _keep_time(inner, session)
+                cancel(inner, reason)
+        except LeaseLost as error:
+            raise SchedulerError(f"the trial {trial.run_id} could not be ended: {error}") from None
+
+
+def _made(session: Session, rung: Rung) -> RunDir:
+    trials = session.journal.record.trials
+    if rung.check_id not in trials:
+        # Written down first: a controller that is killed before the directory stands makes the same one.
+        planned = TrialPlanned(check_id=rung.check_id, run_id=new_run_id(session.spec.name))
+        session.journal.append(planned)
+    return prepare_trial(session.run_dir, trials[rung.check_id], trial_spec(session.spec, rung))
+
+
+def _driven(session: Session, rung: Rung, trial: RunDir, drive: Callable[[Session], None]) -> str:
+    """Bring a trial to its end; why it failed, or an empty text."""
+    session.observer.says(f"{rung.title}: run {trial.run_id}")
+    onlooker = _Onlooker(session, rung.title)
+    # One that had ended is gone on with because a person asked to go on with its run.
+    again = read_record(trial).ended
+    try:
+        with opened(trial, session.site, session.store, onlooker, resumed=again) as inner:
+            _keep_time(inner, session)
+            onlooker.turns_to(inner.spec)
+            drive(inner)
+    except (RunFailed, BadInput) as error:
+        return _diagnosis(error)
+    except RunCancelled as error:
+        session.check()  # raises when it is the run that is to be ended
+        return _diagnosis(error)
+    except LeaseLost as error:
+        if session.lease_lost:
+            raise
+        return _diagnosis(error)
+    finally:
+        onlooker.turns_to(session.spec)
+    return ""
+
+
+def _keep_time(inner: Session, session: Session) -> None:
+    inner.clock, inner.sleep, inner.poll_s = session.clock, session.sleep, session.poll_s
+
+
+def _diagnosis(error: Exception) -> str:
+    """The diagnosis in one line, without its advice to resume the trial: it is the run that is to be resumed."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return "; ".join(line for line in lines if not line.startswith("logs: "))
+
+
+def _success(rung: Rung, trial: RunDir) -> str:
+    summary = summarise(trial)
+    nodes = f"{rung.num_nodes} node" + ("" if rung.num_nodes == 1 else "s")
+    seconds = [
+        line.metrics["time/step_s"]
+        for attempt in trial.attempts()
+        for restart in attempt.restarts()
+        for line in read_models(restart.metrics, MetricsLine)
+        if "time/step_s" in line.metrics
+    ]
+    pace = f", {median(seconds):.3g} s per step" if seconds else ""
+    trouble = f", {len(summary.incidents)} incidents on the way" if summary.incidents else ""
+    return f"{trial.run_id}: {summary.steps} steps on {nodes}{pace}{trouble}"
+
+
+class _Onlooker:
+    """Hands on what a trial has to say, and asks its run, as often as the trial asks, whether it is to go on."""
+
+    def __init__(self, session: Session, title: str) -> None:
+        self._session = session
+        self._title = title
+
+    def turns_to(self, spec: RunSpec) -> None:
+        """What follows is about a run with this spec."""
+        self._session.observer.turns_to(spec)
+
+    def begins(self, title: str) -> None:
+        """A stage of the trial begins."""
+        self._session.observer.begins(f"{self._title}: {title}")
+
+    def looked(self, look: Look) -> None:
+        """The watchdog has looked at the trial."""
+        self._session.observer.looked(look)
+
+    def says(self, text: str) -> None:
+        """Something a person should read."""
+        self._session.observer.says(f"{self._title}: {text}")
+
+    def wants_to_stop(self) -> bool:
+        """Keep the lease of the run too, and end the trial with its run.
+
+        Raises:
+            CancelAsked: somebody asked to end the run. Nothing of a trial is worth saving.
+            LeaseLost: another controller has the run.
+        """
+        try:
+            self._session.check()
+        except CancelAsked as asked:
+            raise CancelAsked(str(asked)) from None
+        except LeaseLost:
+            self._session.lease_lost = True
+            raise
+        return False

@@ -1,0 +1,52 @@
+"""Whether a run should be tried out in small before it takes what it asks for."""
+
+from collections.abc import Iterator
+
+from rlhf_core.preflight.facts import Facts
+from rlhf_core.preflight.registry import Finding, check, passed, skipped, warning
+from rlhf_core.preflight.trial import basis_of, basis_text, changes_since, is_small
+from rlhf_core.schemas.run import RunSpec
+
+
+@check("trial.basis")
+def basis(facts: Facts) -> Iterator[Finding]:
+    """A run of which nobody knows what it stood on cannot be compared with the next one."""
+    if facts.compute.problem:
+        yield skipped(f"the versions are not known: {facts.compute.python} {facts.compute.problem}")
+    else:
+        yield passed(basis_text(basis_of(facts)))
+
+
+@check("trial.needed")
+def needed(facts: Facts) -> Iterator[Finding]:
+    """Many nodes wait for hours, to find out in the first minute that something which was changed does not work."""
+    spec, past = facts.spec, facts.past
+    # A run with a checkpoint has shown that it works.
+    if spec.preflight.trial == "off" or facts.resume is not None:
+        return
+    if is_small(spec):
+        yield passed(f"{spec.total_steps} steps on one node are their own trial")
+    elif not past.known:
+        return
+    elif past.last_good is None:
+        # On one node the first steps of a run cost no more than a trial of it.
+        if spec.resources.num_nodes == 1:
+            yield passed("the first run of this name, on one node")
+        else:
+            yield _proposed(spec, f"no good run of the name {spec.name} yet")
+    elif changed := changes_since(past.last_good, spec, basis_of(facts)):
+        what = "; ".join(map(str, changed))
+        yield _proposed(spec, f"changed since {past.last_good.run_id}, the last good run of this name: {what}")
+    else:
+        yield passed(f"data, algorithm, versions and scale are those of {past.last_good.run_id}")
+
+
+def _proposed(spec: RunSpec, found: str) -> Finding:
+    steps, num_nodes = spec.preflight.trial_steps, spec.resources.num_nodes
+    where = "one node" if num_nodes == 1 else f"one node, then on {num_nodes} nodes"
+    expected = f"a trial before {spec.total_steps} steps on {num_nodes} node{'' if num_nodes == 1 else 's'}"
+    if spec.preflight.trial == "run":
+        return warning(found, expected, f"nothing: {steps} steps on {where} are made first, by themselves")
+    return warning(
+        found, expected, f"`rlhf run CONFIG --set preflight.trial=run` makes {steps} steps on {where}, then the run"
+    )

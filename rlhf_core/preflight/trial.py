@@ -1,0 +1,202 @@
+"""Whether a run should be tried out first, in small: what has changed since the last good run of its name.
+
+Only what can stop a run that used to work, or make it run out of memory, counts: data, algorithm, versions, scale. A
+learning rate does not: no trial of a few steps would tell anything about it.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_core.preflight.facts import DataFile, Facts, GoodRun
+from rlhf_core.schemas.checks import CheckResult, CheckStatus
+from rlhf_core.schemas.run import RunSpec, with_changes
+
+SMALL = 3
+"""A run on one node of at most so many times the steps of a trial is tried out by itself."""
+
+WATCHED = (
+    "data",
+    "model",
+    "trainer",
+    "reward",
+    "evaluate.scorer",
+    "train.algorithm",
+    "train.micro_batch_size",
+    "train.gradient_checkpointing",
+    "grpo",
+    "sft.batch_size",
+    "rollout.engine",
+    "rollout.max_new_tokens",
+    "rollout.batch_size",
+    "resources.num_nodes",
+    "resources.ranks_per_node",
+    "resources.gpus_per_node",
+)
+"""Settings, or whole sections, whose change asks for a trial."""
+
+NOTHING = "nothing"
+_LONGEST = 60
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing that is not as it was."""
+
+    what: str
+    """Dotted name of a setting, or a name of :func:`basis_of`."""
+    old: str
+    new: str
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.old} -> {self.new}"
+
+
+def changes_since(before: GoodRun, spec: RunSpec, basis: Mapping[str, str]) -> list[Change]:
+    """What is different from an earlier run. What one of the two does not tell is taken for the same: another version
+    of this program may have had other settings, or asked less."""
+    found = [
+        Change(name, _shown(old), _shown(new))
+        for watched in WATCHED
+        for name, old, new in _differences(watched, _pick(before.spec, watched), _pick(_content(spec), watched))
+    ]
+    old_warm_start, new_warm_start = _pick(before.spec, "sft.num_steps"), spec.sft.num_steps
+    if old_warm_start is not None and bool(old_warm_start) != bool(new_warm_start):
+        found.append(Change("sft.num_steps", str(old_warm_start), str(new_warm_start)))
+    found += [
+        Change(name, before.basis[name], basis[name])
+        for name in basis
+        if name in before.basis and before.basis[name] != basis[name]
+    ]
+    return found
+
+
+def is_small(spec: RunSpec) -> bool:
+    """Whether a trial would cost about as much as the run."""
+    return spec.resources.num_nodes == 1 and spec.total_steps <= SMALL * spec.preflight.trial_steps
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a run stands on besides its settings
+
+
+def basis_of(facts: Facts) -> dict[str, str]:
+    """Versions, rows and code: what may change while the config stays as it is."""
+    found = {f"rows of {name}": _rows(file) for name, file in (("data.train", facts.train), ("data.eval", facts.eval))}
+    found["code"] = facts.code_hash or "none"
+    found["rlhf-flows"] = facts.control_version
+    for requirement in facts.requirements:
+        found[requirement.name] = facts.compute.packages.get(requirement.name, "")
+    return {name: value for name, value in found.items() if value}
+
+
+def basis_text(basis: Mapping[str, str]) -> str:
+    """The basis as one line, for a person and for :func:`read_basis`."""
+    return "; ".join(f"{name} = {value}" for name, value in basis.items())
+
+
+def read_basis(text: str) -> dict[str, str]:
+    """The basis that :func:`basis_text` wrote."""
+    pairs = (part.partition(" = ") for part in text.split("; "))
+    return {name: value for name, sign, value in pairs if sign}
+
+
+def _rows(file: DataFile | None) -> str:
+    if file is None or file.problem or not file.scanned:
+        return ""
+    prompts = hashlib.blake2b(b"".join(sorted(file.prompt_hashes)), digest_size=4).hexdigest()
+    return f"{file.num_rows}, prompts {prompts}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Differences
+
+
+def _content(spec: RunSpec) -> Mapping[str, Any]:
+    content: Mapping[str, Any] = spec.model_dump(mode="json")
+    return content
+
+
+def _pick(spec: Mapping[str, Any], name: str) -> Any:
+    """A section or setting of a spec as JSON; None where it has none."""
+    section, _, field = name.partition(".")
+    found = spec.get(section)
+    return found.get(field) if field and isinstance(found, Mapping) else found
+
+
+def _differences(name: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        free = name in ("model.config", "data.generator_args")  # there a missing key says something
+        for key in dict.fromkeys([*old, *new]):
+            if free or (key in old and key in new):
+                yield from _differences(f"{name}.{key}", old.get(key, NOTHING), new.get(key, NOTHING))
+    elif old is not None and new is not None and old != new:
+        yield name, old, new
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) and value else json.dumps(value)
+    return text if len(text) <= _LONGEST else f"...{text[-_LONGEST:]}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The ladder
+
+PROMPTS = 8
+"""Held-out prompts of a trial: enough to see that the evaluation works."""
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One trial of the ladder."""
+
+    check_id: str
+    """The check whose verdict it gives."""
+    num_nodes: int
+
+    @property
+    def title(self) -> str:
+        """What it is called, for a person."""
+        return "trial on one node" if self.num_nodes == 1 else f"trial on all {self.num_nodes} nodes"
+
+
+def rungs(spec: RunSpec) -> tuple[Rung, ...]:
+    """The trials of a run, in their order. On one node there is one."""
+    whole = Rung("trial.all_nodes", spec.resources.num_nodes)
+    return (whole,) if whole.num_nodes == 1 else (Rung("trial.one_node", 1), whole)
+
+
+def is_due(spec: RunSpec, results: Sequence[CheckResult]) -> bool:
+    """Whether the trials are to be made, by what the check ``trial.needed`` found."""
+    asks = any(result.id == "trial.needed" and result.status is CheckStatus.WARNING for result in results)
+    return asks and spec.preflight.trial == "run"
+
+
+def trial_spec(spec: RunSpec, rung: Rung) -> RunSpec:
+    """A run made small: few steps and prompts, one checkpoint, on the nodes of a rung.
+
+    Batches stay as they are, so that a step needs the memory it will need, and still divide over the ranks: those of
+    one node are a divisor of those of all nodes, and what a number divides, its divisors divide.
+    """
+    steps, evaluate = spec.preflight.trial_steps, spec.evaluate
+    num_steps = {name: min(getattr(spec, name).num_steps, steps) for name in ("sft", "train")}
+    return with_changes(
+        spec,
+        {
+            "resources.num_nodes": rung.num_nodes,
+            "sft.num_steps": num_steps["sft"],
+            "train.num_steps": num_steps["train"],
+            "evaluate.num_prompts": min(evaluate.num_prompts or PROMPTS, PROMPTS),
+            # An evaluation on the way may break too: one is made.
+            "evaluate.every_num_steps": min(evaluate.every_num_steps, num_steps["train"]),
+            "checkpoint.every_num_steps": sum(num_steps.values()),
+            "preflight.trial": "off",
+            "preflight.off": {
+                **spec.preflight.off,
+                "steps.checkpoints": "a trial is saved once, at its end",
+                "steps.learning_rate_warmup": "a trial begins as its run will begin",
+            },
+        },
+    )

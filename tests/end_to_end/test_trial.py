@@ -1,0 +1,46 @@
+"""A change is tried out on this machine before the run itself begins, with real workers."""
+
+import pytest
+from shop import Shop
+
+pytestmark = [pytest.mark.end_to_end, pytest.mark.training]
+
+BREAKS = """
+def score(*, completions, **columns):
+    raise RuntimeError("the new reward does not work")
+"""
+
+SHORT = ("--set", "sft.num_steps=1", "--set", "train.num_steps=4", "--no-prefect")
+TRIAL = ("--set", "preflight.trial=run", "--set", "preflight.trial_steps=1", *SHORT)
+
+
+def test_a_change_is_tried_out_and_one_that_breaks_costs_its_trial_only(shop: Shop) -> None:
+    config = shop.config()
+    shop.rlhf("run", config, *SHORT)
+    (shop.home / "broken.py").write_text(BREAKS)
+
+    broken = shop.rlhf("run", config, "--set", 'reward.functions=["broken:score"]', *TRIAL, expect=2)
+    assert "trial.all_nodes" in broken.stderr
+    assert "the new reward does not work" in broken.stderr
+    (run, *_) = shop.rlhf("runs", "--json").json()
+    shown = shop.rlhf("show", run["run_id"], "--json").json()
+    assert (run["state"], shown["attempts"]) == ("failed", [])
+    found = {check["id"]: check for check in shown["checks"]}
+    assert "reward.functions" in found["trial.needed"]["found"]
+    assert "code none -> " in found["trial.needed"]["found"]
+
+    shop.rlhf("run", config, "--set", "rollout.max_new_tokens=5", *TRIAL)
+    (run, *_) = shop.rlhf("runs", "--json").json()
+    shown = shop.rlhf("show", run["run_id"], "--json").json()
+    assert run["state"] == "completed"
+    found = {check["id"]: check for check in shown["checks"]}
+    assert found["trial.all_nodes"]["status"] == "passed"
+    assert "2 steps on 1 node" in found["trial.all_nodes"]["found"]
+    assert "s per step" in found["trial.all_nodes"]["found"]
+
+    trials = [one for one in shop.rlhf("runs", "--trials", "--json").json() if one["trial_of"]]
+    assert [one["state"] for one in trials] == ["completed", "failed"]
+    checked = shop.rlhf("check", config, "--set", "rollout.max_new_tokens=5", "--json").json()
+    needed = next(check for check in checked if check["id"] == "trial.needed")
+    assert (needed["status"], run["run_id"] in needed["found"]) == ("passed", True)
+    assert any(check["id"] == "resources.duration" for check in checked)

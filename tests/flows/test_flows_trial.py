@@ -1,0 +1,426 @@
+"""The trials in front of a run: carried out once, cancelled with it, and in its way when they fail."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from control_fakes import FakeAgent, make_spec
+from desk import Desk
+from kill_points import Killed, Points
+
+from flows.cancelling import cancel_run
+from flows.session import Session
+from flows.stages import drive
+from flows.trial import trials_of
+from rlhf_core.errors import LeaseLost, PreflightBlocked, RunCancelled, RunFailed
+from rlhf_core.history import queries
+from rlhf_core.launch import prepare, start
+from rlhf_core.launch.journal import Journal, read_record
+from rlhf_core.preflight.trial import Rung, trial_spec
+from rlhf_core.run_dir import RunDir, new_run_id, run_dirs, write_model
+from rlhf_core.scheduler.base import JobRequest, JobState
+from rlhf_core.schemas.attempts import AttemptState, RunState
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.checks import CheckResult, CheckStatus
+from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.schemas.journal import TrialPlanned
+from rlhf_core.schemas.reports import AgentCommand
+from rlhf_core.schemas.resources import Role
+from rlhf_core.schemas.run import RunSpec
+
+NUM_NODES = 4
+CHANGED = CheckResult(id="trial.needed", status=CheckStatus.WARNING, found="data changed", expected="a trial")
+
+
+@pytest.fixture
+def site(desk: Desk, checks: list[CheckResult], monkeypatch: pytest.MonkeyPatch) -> Desk:
+    """A cluster of four nodes, on which something has changed since the last good run."""
+    desk.scheduler.nodes = tuple(f"n{number}" for number in range(1, NUM_NODES + 1))
+    checks.append(CHANGED)
+    monkeypatch.setattr("flows.stages.CANCEL_PATIENCE_S", 0.0)
+    return desk
+
+
+def wanted(trial: str = "run", num_nodes: int = NUM_NODES, **sections: Any) -> RunSpec:
+    resources = {"num_nodes": num_nodes, "ranks_per_node": 2}
+    return make_spec(resources=resources, preflight={"trial": trial}, train={"num_steps": 500}, **sections)
+
+
+def agent_of(desk: Desk, request: JobRequest) -> FakeAgent:
+    return FakeAgent(RunDir.of(desk.site.runs_dir, request.run_id), attempt=request.placement.attempt)
+
+
+def behaves(desk: Desk, act: Callable[[FakeAgent, int], None]) -> None:
+    """What the agents of every job do: given the number of its nodes."""
+    desk.scheduler.on_submit = lambda request: act(agent_of(desk, request), request.placement.num_nodes)
+
+
+def goes_well(agent: FakeAgent, num_nodes: int) -> None:
+    agent.begin()
+    agent.role(Role.TRAINER)
+    for step in (1, 2, 3):
+        agent.step(step, **{"time/step_s": 2.0 * num_nodes})
+    agent.checkpoint(3)
+    agent.role(Role.EVALUATOR)
+    agent.end(AttemptState.COMPLETED)
+
+
+def breaks(agent: FakeAgent, num_nodes: int) -> None:
+    agent.begin()
+    agent.role(Role.TRAINER)
+    agent.incident(FailureKind.REWARD_FUNCTION)
+    agent.end(AttemptState.FAILED, FailureKind.REWARD_FUNCTION)
+
+
+def trains_for_ever(agent: FakeAgent, num_nodes: int) -> None:
+    agent.begin()
+    agent.role(Role.TRAINER)
+
+
+def sizes(desk: Desk) -> list[int]:
+    return [request.placement.num_nodes for request in desk.scheduler.submitted]
+
+
+def verdicts(desk: Desk, run_dir: RunDir) -> dict[str, tuple[str, str]]:
+    checks = queries.show_run(desk.store, run_dir.run_id)["checks"]
+    return {
+        one["id"]: (one["status"], one["found"]) for one in checks if one["id"] in ("trial.one_node", "trial.all_nodes")
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The ladder
+
+
+def test_a_run_is_tried_on_one_node_then_on_all_then_made(site: Desk) -> None:
+    run_dir = site.run(wanted())
+    behaves(site, goes_well)
+    drive(site.controller(run_dir))
+    assert sizes(site) == [1, NUM_NODES, NUM_NODES]
+    one, all_nodes = trials_of(run_dir)
+    assert [request.run_id for request in site.scheduler.submitted] == [one.run_id, all_nodes.run_id, run_dir.run_id]
+    assert verdicts(site, run_dir) == {
+        "trial.one_node": ("passed", f"{one.run_id}: 3 steps on 1 node, 2 s per step"),
+        "trial.all_nodes": ("passed", f"{all_nodes.run_id}: 3 steps on 4 nodes, 8 s per step"),
+    }
+    shown = queries.show_run(site.store, run_dir.run_id)
+    assert [check["id"] for check in shown["checks"]] == ["a.check", "trial.needed", *verdicts(site, run_dir)]
+    stages = [(stage["name"], stage["state"], stage["message"]) for stage in shown["stages"]]
+    assert stages == [
+        ("preflight", "completed", ""),
+        ("preflight", "completed", "trial on one node"),
+        ("preflight", "completed", "trial on all 4 nodes"),
+        ("allocate", "completed", ""),
+        ("train", "completed", ""),
+        ("evaluate", "completed", ""),
+    ]
+    for trial in (one, all_nodes):
+        row = queries.show_run(site.store, trial.run_id)["run"]
+        assert (row["name"], row["state"], row["trial_of"]) == ("small", "completed", run_dir.run_id)
+    assert [run["run_id"] for run in queries.list_runs(site.store)] == [run_dir.run_id]
+    assert "trial on all 4 nodes: train attempt 1" in site.notes.titles
+    assert site.notes.totals == [5, 502, 5, 502], "the steps shown are those of the trial, then again of the run"
+
+
+def test_each_trial_is_carried_out_under_its_own_name(site: Desk) -> None:
+    """As Prefect sees it: a task run each."""
+    run_dir = site.run(wanted())
+    behaves(site, goes_well)
+    called: list[tuple[str, str]] = []
+
+    def call(title: str, name: str, work: Callable[[], None]) -> None:
+        called.append((title, name))
+        work()
+
+    drive(site.controller(run_dir), call)
+    assert called[:4] == [
+        ("preflight", "preflight"),
+        ("trial on one node", "trial"),
+        ("trial on all 4 nodes", "trial"),
+        ("allocate attempt 1", "allocate"),
+    ]
+
+
+def test_one_node_is_tried_once(site: Desk) -> None:
+    run_dir = site.run(wanted(num_nodes=1))
+    behaves(site, goes_well)
+    drive(site.controller(run_dir))
+    assert sizes(site) == [1, 1]
+    assert list(verdicts(site, run_dir)) == ["trial.all_nodes"]
+
+
+@pytest.mark.parametrize("trial", ["off", "propose"])
+def test_no_trial_is_made_unless_asked_for(site: Desk, trial: str) -> None:
+    run_dir = site.run(wanted(trial))
+    behaves(site, goes_well)
+    drive(site.controller(run_dir))
+    assert sizes(site) == [NUM_NODES]
+    assert trials_of(run_dir) == []
+
+
+def test_no_trial_is_made_where_nothing_has_changed(site: Desk, checks: list[CheckResult]) -> None:
+    checks.remove(CHANGED)
+    run_dir = site.run(wanted())
+    behaves(site, goes_well)
+    drive(site.controller(run_dir))
+    assert sizes(site) == [NUM_NODES]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A trial that fails
+
+
+def test_a_trial_that_fails_keeps_the_run_from_its_nodes(site: Desk) -> None:
+    run_dir = site.run(wanted())
+    behaves(site, breaks)
+    with pytest.raises(PreflightBlocked, match=r"trial\.one_node: found trial on one node failed") as caught:
+        drive(site.controller(run_dir))
+    assert sizes(site) == [1], "one node was lent, and no more"
+    (trial,) = trials_of(run_dir)
+    for text in (trial.run_id, "reward_function", "suspect ranks: 1 on n1", f"rlhf resume {run_dir.run_id}"):
+        assert text in str(caught.value)
+    record = read_record(run_dir)
+    assert (record.state, record.attempts) == (RunState.FAILED, {})
+    assert verdicts(site, run_dir)["trial.one_node"][0] == "blocked"
+
+
+def test_without_a_trial_the_same_config_burns_all_nodes(site: Desk) -> None:
+    """Negative control."""
+    run_dir = site.run(wanted("off"))
+    behaves(site, breaks)
+    with pytest.raises(RunFailed):
+        drive(site.controller(run_dir))
+    assert sizes(site) == [NUM_NODES]
+
+
+def test_what_fails_on_several_nodes_only_is_found_by_the_second_trial(site: Desk) -> None:
+    run_dir = site.run(wanted())
+    behaves(site, lambda agent, num_nodes: (goes_well if num_nodes == 1 else breaks)(agent, num_nodes))
+    with pytest.raises(PreflightBlocked, match=r"trial\.all_nodes"):
+        drive(site.controller(run_dir))
+    assert sizes(site) == [1, NUM_NODES]
+    assert [status for status, _ in verdicts(site, run_dir).values()] == ["passed", "blocked"]
+
+
+def test_a_trial_has_the_retries_of_any_run(site: Desk) -> None:
+    run_dir = site.run(wanted(num_nodes=1))
+
+    def lost_once(agent: FakeAgent, num_nodes: int) -> None:
+        if agent.run_dir == run_dir or agent.attempt > 1:
+            return goes_well(agent, num_nodes)
+        agent.begin()
+        agent.incident(FailureKind.NODE_LOST)
+        return agent.end(AttemptState.FAILED, FailureKind.NODE_LOST)
+
+    behaves(site, lost_once)
+    drive(site.controller(run_dir))
+    (trial,) = trials_of(run_dir)
+    assert [request.run_id for request in site.scheduler.submitted] == [trial.run_id, trial.run_id, run_dir.run_id]
+    assert "1 incident" in verdicts(site, run_dir)["trial.all_nodes"][1]
+
+
+def test_after_mending_the_run_is_resumed_with_its_trial(site: Desk) -> None:
+    run_dir = site.run(wanted())
+    behaves(site, breaks)
+    with pytest.raises(PreflightBlocked):
+        drive(site.controller(run_dir))
+    behaves(site, goes_well)
+    drive(site.controller(run_dir, resumed=True))
+    assert read_record(run_dir).state is RunState.COMPLETED
+    assert sizes(site) == [1, 1, NUM_NODES, NUM_NODES]
+    one, _ = trials_of(run_dir)
+    assert sorted(read_record(one).attempts) == [1, 2], "the same trial was gone on with"
+    assert {status for status, _ in verdicts(site, run_dir).values()} == {"passed"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Cancelling
+
+
+@pytest.mark.parametrize("way", ["rlhf cancel", "rlhf cancel --save", "Ctrl-C"])
+def test_the_trial_is_cancelled_with_its_run(site: Desk, way: str) -> None:
+    run_dir = site.run(wanted())
+    behaves(site, trains_for_ever)
+
+    def ask() -> None:
+        if len(site.notes.looks) == 3 and way != "Ctrl-C":
+            kind = "stop_after_step" if "save" in way else "cancel"
+            write_model(run_dir.cancel_request, AgentCommand(kind=kind, reason="enough", time=utc_now()))
+
+    site.scheduler.on_status = ask
+    site.notes.stop = lambda: way == "Ctrl-C" and len(site.notes.looks) >= 3
+    with pytest.raises(RunCancelled, match=run_dir.run_id):
+        drive(site.controller(run_dir))
+    (trial,) = trials_of(run_dir)
+    assert read_record(run_dir).state is read_record(trial).state is RunState.CANCELLED
+    assert site.scheduler.cancelled == ["101"]
+    assert sizes(site) == [1]
+    states = [stage["state"] for stage in queries.show_run(site.store, run_dir.run_id)["stages"]]
+    assert states == ["completed", "cancelled"]
+
+
+def left_in_a_trial(site: Desk) -> tuple[RunDir, RunDir]:
+    """A run whose controller was killed while its first trial trained."""
+    run_dir = site.run(wanted())
+    behaves(site, trains_for_ever)
+
+    def killed() -> None:
+        if len(site.notes.looks) == 3:
+            raise Killed
+
+    site.scheduler.on_status = killed
+    with pytest.raises(Killed):
+        drive(site.controller(run_dir))
+    site.scheduler.on_status = lambda: None
+    site._stack.close()
+    (trial,) = trials_of(run_dir)
+    assert (read_record(run_dir).state, read_record(trial).state) == (RunState.PREFLIGHT, RunState.TRAINING)
+    return run_dir, trial
+
+
+def test_without_a_controller_the_trial_is_cancelled_from_here(site: Desk) -> None:
+    run_dir, trial = left_in_a_trial(site)
+    said: list[str] = []
+    found = cancel_run(run_dir, site.site, site.store, "enough", say=said.append)
+    assert (found.state, found.job_ended) == (RunState.CANCELLED, True)
+    assert read_record(trial).state is RunState.CANCELLED
+    assert site.scheduler.jobs["101"].state is JobState.ENDED
+
+
+def test_a_controller_that_does_not_answer_does_not_keep_a_trial_alive(site: Desk) -> None:
+    run_dir, _ = left_in_a_trial(site)
+    site.store.acquire_lease(run_dir.run_id, "b@elsewhere:1:1.00", 3600)
+    clock = site.clock
+    found = cancel_run(run_dir, site.site, site.store, "enough", say=lambda text: None, clock=clock, sleep=clock.sleep)
+    assert found.job_ended
+    assert site.scheduler.cancelled == ["101"]
+
+
+def test_a_trial_that_is_cancelled_by_itself_blocks_its_run(site: Desk) -> None:
+    run_dir = site.run(wanted())
+    behaves(site, trains_for_ever)
+
+    def ask() -> None:
+        if len(site.notes.looks) == 3:
+            (trial,) = trials_of(run_dir)
+            write_model(trial.cancel_request, AgentCommand(kind="cancel", reason="not this one", time=utc_now()))
+
+    site.scheduler.on_status = ask
+    with pytest.raises(PreflightBlocked, match="was cancelled: not this one"):
+        drive(site.controller(run_dir))
+    assert read_record(run_dir).state is RunState.FAILED
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Controllers that are killed
+
+
+def test_a_running_trial_is_adopted(site: Desk) -> None:
+    run_dir, trial = left_in_a_trial(site)
+    goes_well(FakeAgent(trial), 1)
+    behaves(site, goes_well)
+    drive(site.controller(run_dir, resumed=True))
+    assert sizes(site) == [1, NUM_NODES, NUM_NODES]
+    assert read_record(run_dir).state is RunState.COMPLETED
+
+
+def test_a_trial_is_not_left_at_work_by_a_run_that_is_blocked_since(site: Desk, checks: list[CheckResult]) -> None:
+    run_dir, trial = left_in_a_trial(site)
+    checks.append(CheckResult(id="b.check", status=CheckStatus.BLOCKED, found="7", expected="8", advice="eight"))
+    with pytest.raises(PreflightBlocked, match=r"b\.check"):
+        drive(site.controller(run_dir, resumed=True))
+    assert read_record(trial).state is RunState.CANCELLED
+    assert site.scheduler.jobs["101"].state is JobState.ENDED
+
+
+def test_a_controller_that_lost_the_run_leaves_its_trial_alone(site: Desk) -> None:
+    run_dir = site.run(wanted())
+    behaves(site, trains_for_ever)
+    session = site.controller(run_dir)
+
+    def taken_over() -> None:
+        if len(site.notes.looks) == 3:
+            site.store.acquire_lease(run_dir.run_id, "b@elsewhere:1:1.00", 60, takeover=lambda owner: True)
+            session.lease._renewed = -1e9
+
+    site.scheduler.on_status = taken_over
+    with pytest.raises(LeaseLost):
+        drive(session)
+    site._stack.close()
+    (trial,) = trials_of(run_dir)
+    assert read_record(trial).state is RunState.TRAINING
+    assert site.scheduler.cancelled == []
+
+
+def live(site: Desk, run_dir: RunDir, kill_at: int | None) -> int:
+    """One life of a controller; how many points it passed."""
+    points = Points(kill_at)
+    session = site.controller(run_dir)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(start, "write_model", points.around(start.write_model))
+        patch.setattr(prepare, "write_model", points.around(prepare.write_model))
+        patch.setattr(Journal, "_write", points.around(Journal._write))
+        patch.setattr(Path, "rename", points.around(Path.rename))
+        for name in ("find", "submit", "cancel"):
+            patch.setattr(site.scheduler, name, points.around(getattr(site.scheduler, name)))
+        try:
+            drive(session)
+        except Killed:
+            assert kill_at is not None
+    return points.passed
+
+
+def begins_when_asked(site: Desk) -> None:
+    """Agents begin when their job is asked for, as in the test of a whole run that is killed."""
+    accepted: list[JobRequest] = []
+
+    def begin() -> None:
+        while accepted:
+            request = accepted.pop(0)
+            goes_well(agent_of(site, request), request.placement.num_nodes)
+
+    site.scheduler.on_submit = accepted.append
+    site.scheduler.on_status = begin
+
+
+def test_killed_around_every_effect_every_trial_is_made_once(site: Desk) -> None:
+    run_dir = site.run(wanted())
+    begins_when_asked(site)
+    points = live(site, run_dir, None)
+    assert points >= 80, "lines, files, directories, searches, submissions"
+    for point in range(points):
+        site.scheduler.submitted.clear()
+        present = len(run_dirs(site.site.runs_dir))
+        run_dir = site.run(wanted())
+        begins_when_asked(site)
+        assert live(site, run_dir, point) == point
+        live(site, run_dir, None)
+        assert read_record(run_dir).state is RunState.COMPLETED, point
+        assert sizes(site) == [1, NUM_NODES, NUM_NODES], point
+        assert len(run_dirs(site.site.runs_dir)) == present + 3, point
+        assert [status for status, _ in verdicts(site, run_dir).values()] == ["passed"] * 2, point
+
+
+def test_a_trial_that_is_written_down_too_late_is_made_twice(site: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the test above would see it."""
+
+    def too_late(session: Session, rung: Rung) -> RunDir:
+        known = session.journal.record.trials.get(rung.check_id)
+        made = prepare.prepare_trial(
+            session.run_dir, known or new_run_id(session.spec.name), trial_spec(session.spec, rung)
+        )
+        if known is None:
+            session.journal.append(TrialPlanned(check_id=rung.check_id, run_id=made.run_id))
+        return made
+
+    monkeypatch.setattr("flows.trial._made", too_late)
+    for point in range(20):
+        present = len(run_dirs(site.site.runs_dir))
+        run_dir = site.run(wanted())
+        begins_when_asked(site)
+        live(site, run_dir, point)
+        live(site, run_dir, None)
+        if len(run_dirs(site.site.runs_dir)) > present + 3:
+            return
+    pytest.fail("no point made a third trial")

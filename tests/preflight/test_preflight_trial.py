@@ -1,0 +1,182 @@
+"""When a run is to be tried out first: what has changed since the last good one, and who is not to be nagged."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from test_preflight_checks import found, healthy, with_spec
+
+from rlhf_core.preflight.facts import Facts, GoodRun, Past
+from rlhf_core.preflight.registry import run_checks
+from rlhf_core.preflight.trial import Rung, basis_of, basis_text, changes_since, is_due, read_basis, rungs, trial_spec
+from rlhf_core.schemas.checks import CheckResult, CheckStatus
+
+RUN_ID = "small-20260301-120000-aaaaaa"
+
+
+def after(past: Facts, present: Facts) -> Facts:
+    """Facts of a run whose last good run had those of ``past``."""
+    good = GoodRun(RUN_ID, past.spec.model_dump(mode="json"), basis_of(past))
+    return replace(present, past=Past(last_good=good, known=True))
+
+
+def needed(facts: Facts) -> CheckResult:
+    (finding,) = found(facts, "trial.needed")
+    return finding
+
+
+def test_the_same_again_needs_no_trial() -> None:
+    finding = needed(after(healthy(), healthy()))
+    assert finding.status is CheckStatus.PASSED
+    assert RUN_ID in finding.found
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        (with_spec(data={"train": "/d/other.jsonl"}), "data.train /d/train.jsonl -> /d/other.jsonl"),
+        (with_spec(train={"algorithm": "sft"}, sft={"num_steps": 0}), "train.algorithm grpo -> sft"),
+        (with_spec(sft={"num_steps": 0}), "sft.num_steps 2 -> 0"),
+        (with_spec(reward={"functions": ["mine:score"]}), '["mine:score"]'),
+        (with_spec(resources={"num_nodes": 4}), "resources.num_nodes 1 -> 4"),
+        (
+            with_spec(model={"config": {"model_type": "qwen3", "hidden_size": 128}}),
+            "model.config.hidden_size 64 -> 128",
+        ),
+        (with_spec(model={"config": {"model_type": "qwen3"}}), "model.config.hidden_size 64 -> nothing"),
+        (healthy(control_version="0.2.0"), "rlhf-flows 0.1.0 -> 0.2.0"),
+        (healthy(compute=replace(healthy().compute, packages={"torch": "2.14.0"})), "torch 2.13.0+cpu -> 2.14.0"),
+        (healthy(code_hash="ab12"), "code none -> ab12"),
+        (healthy(train=replace(healthy().train, num_rows=99)), "rows of data.train 100, prompts"),
+        (healthy(train=replace(healthy().train, prompt_hashes=frozenset({b"z"}))), "rows of data.train 100, prompts"),
+    ],
+    ids=range(12),
+)
+def test_what_has_changed_is_said_with_old_and_new_value(changed: Facts, says: str) -> None:
+    finding = needed(after(healthy(), changed))
+    assert finding.status is CheckStatus.WARNING
+    assert finding.found.startswith(f"changed since {RUN_ID}")
+    assert says in finding.found
+    assert "--set preflight.trial=run" in finding.advice
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        with_spec(train={"learning_rate": 1e-3, "num_steps": 500}),
+        with_spec(sft={"num_steps": 4}),
+        with_spec(checkpoint={"every_num_steps": 7}, evaluate={"num_prompts": 3}),
+        with_spec(seed=5, supervise={"max_attempts": 9}, resources={"time_limit_s": 7200}),
+    ],
+    ids=range(4),
+)
+def test_what_a_trial_would_not_tell_asks_for_none(changed: Facts) -> None:
+    assert needed(after(healthy(), changed)).status is CheckStatus.PASSED
+
+
+def test_a_setting_that_the_older_version_did_not_have_is_no_change() -> None:
+    content: dict[str, Any] = healthy().spec.model_dump(mode="json")
+    del content["grpo"]["measure_kl"], content["rollout"]
+    good = GoodRun(RUN_ID, content, {"a package of then": "1"})
+    assert changes_since(good, healthy().spec, basis_of(healthy())) == []
+
+
+@pytest.mark.parametrize(("num_nodes", "status"), [(1, CheckStatus.PASSED), (2, CheckStatus.WARNING)])
+def test_the_first_run_of_a_name_is_tried_out_on_several_nodes_only(num_nodes: int, status: CheckStatus) -> None:
+    facts = replace(with_spec(resources={"num_nodes": num_nodes}), past=Past(known=True))
+    assert needed(facts).status is status
+
+
+def test_a_small_run_is_its_own_trial() -> None:
+    small = with_spec(train={"num_steps": 7, "micro_batch_size": 4})
+    assert needed(after(healthy(), small)).status is CheckStatus.PASSED
+    assert (
+        needed(after(healthy(), with_spec(train={"num_steps": 8, "micro_batch_size": 4}))).status is CheckStatus.WARNING
+    )
+    on_two = replace(small, spec=with_spec(train={"num_steps": 7}, resources={"num_nodes": 2}).spec)
+    assert needed(after(healthy(), on_two)).status is CheckStatus.WARNING
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        replace(with_spec(preflight={"trial": "off"}, resources={"num_nodes": 2}), past=Past(known=True)),
+        replace(with_spec(resources={"num_nodes": 2}), past=Past()),
+    ],
+    ids=["off", "no-history"],
+)
+def test_nothing_is_said(facts: Facts) -> None:
+    assert found(facts, "trial.needed") == []
+
+
+def test_a_trial_that_comes_by_itself_asks_nothing_of_a_person() -> None:
+    facts = replace(with_spec(preflight={"trial": "run"}, resources={"num_nodes": 2}), past=Past(known=True))
+    assert needed(facts).advice.startswith("nothing: 3 steps on one node, then on 2 nodes")
+
+
+def test_the_basis_survives_being_written_down() -> None:
+    basis: Mapping[str, str] = basis_of(healthy(code_hash="ab12"))
+    assert set(basis) == {"rows of data.train", "rows of data.eval", "code", "rlhf-flows", "torch", "transformers"}
+    assert read_basis(basis_text(basis)) == basis
+    assert read_basis("") == {}
+    (finding,) = found(healthy(code_hash="ab12"), "trial.basis")
+    assert read_basis(finding.found) == basis
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The ladder
+
+
+def test_the_ladder_has_two_rungs_and_one_on_one_node() -> None:
+    assert rungs(with_spec(resources={"num_nodes": 4}).spec) == (Rung("trial.one_node", 1), Rung("trial.all_nodes", 4))
+    assert rungs(healthy().spec) == (Rung("trial.all_nodes", 1),)
+
+
+def test_a_trial_is_its_run_made_small() -> None:
+    spec = with_spec(
+        resources={"num_nodes": 4},
+        train={"num_steps": 500, "warmup_steps": 50},
+        evaluate={"num_prompts": 0, "every_num_steps": 100},
+        preflight={"trial": "run", "trial_steps": 3, "off": {"data.overlap": "known"}},
+    ).spec
+    small = trial_spec(spec, Rung("trial.one_node", 1))
+    assert (small.resources.num_nodes, small.sft.num_steps, small.train.num_steps) == (1, 2, 3)
+    assert (small.evaluate.num_prompts, small.evaluate.every_num_steps) == (8, 3)
+    assert small.checkpoint.every_num_steps == small.total_steps == 5
+    assert small.preflight.trial == "off"
+    assert small.preflight.off["data.overlap"] == "known"
+    assert small.train.warmup_steps == 50, "the first steps are those that the run will make"
+    unchanged = {"grpo", "rollout", "model", "data", "reward", "supervise", "name", "seed"}
+    assert small.model_dump(include=unchanged) == spec.model_dump(include=unchanged)
+
+
+def test_a_trial_is_never_larger_than_its_run() -> None:
+    spec = with_spec(train={"num_steps": 1}, sft={"num_steps": 0}, evaluate={"num_prompts": 4}).spec
+    small = trial_spec(spec, Rung("trial.all_nodes", 1))
+    assert (small.total_steps, small.evaluate.num_prompts, small.evaluate.every_num_steps) == (1, 4, 0)
+
+
+@pytest.mark.parametrize("num_nodes", [2, 3, 8])
+@pytest.mark.parametrize("ranks_per_node", [1, 3, 8])
+def test_batches_divide_over_the_ranks_of_every_rung(num_nodes: int, ranks_per_node: int) -> None:
+    ranks = num_nodes * ranks_per_node
+    spec = with_spec(
+        resources={"num_nodes": num_nodes, "ranks_per_node": ranks_per_node},
+        grpo={"prompts_per_step": 2 * ranks},
+        sft={"batch_size": ranks},
+    ).spec
+    for rung in rungs(spec):
+        results = run_checks(healthy(spec=trial_spec(spec, rung)))
+        divided = [one for one in results if one.id in ("batch.prompts_divide_ranks", "batch.rows_divide_ranks")]
+        assert [one.status for one in divided] == [CheckStatus.PASSED] * 2
+
+
+def test_trials_are_due_when_the_check_says_so_and_the_config_wants_them() -> None:
+    says = CheckResult(id="trial.needed", status=CheckStatus.WARNING, found="data changed")
+    fine = CheckResult(id="trial.needed", status=CheckStatus.PASSED, found="nothing changed")
+    wants = with_spec(preflight={"trial": "run"}).spec
+    assert is_due(wants, [says])
+    assert not is_due(wants, [fine])
+    assert not is_due(wants, [])
+    assert not is_due(healthy().spec, [says])
