@@ -1,4 +1,4 @@
-"""Incidents and decisions in Prefect: one Markdown artifact per run, and events that automations can listen to.
+"""Findings, incidents and decisions in Prefect: a table and a Markdown artifact per run, and events for automations.
 
 Prefect is told by a thread of its own: neither a server that is away nor one that never answers may hold a controller,
 which has a lease to keep. What could not be told is told later, when the server is back, or never; the run directory
@@ -9,19 +9,22 @@ import contextlib
 import contextvars
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from prefect.artifacts import create_markdown_artifact
+from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.events import emit_event
 
 from flows.server import server_answers
 from flows.session import Observer, Session
 from rlhf_core.launch.journal import read_record
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir import RunDir, read_model
+from rlhf_core.schemas.checks import CheckStatus
 from rlhf_core.schemas.failures import Decision, Incident
+from rlhf_core.schemas.probe import ProbeReport
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.watchdog.evidence import agent_decisions, incidents
 from rlhf_core.watchdog.watch import Look
@@ -59,9 +62,30 @@ def read_story(run_dir: RunDir) -> Story:
     )
 
 
-def artifact_key(run_id: str) -> str:
-    """Key of a run's artifact: lower-case letters, digits and dashes."""
-    return f"rlhf-incidents-{run_id.replace('_', '-')}"
+def artifact_key(run_id: str, what: str = "incidents") -> str:
+    """Key of an artifact of a run: lower-case letters, digits and dashes."""
+    return f"rlhf-{what}-{run_id.replace('_', '-')}"
+
+
+def read_checks(run_dir: RunDir) -> list[dict[str, str]]:
+    """Findings of preflight and of the probes of all attempts so far, the bad ones first, as rows of a table."""
+    found = [("preflight", result) for result in read_record(run_dir).checks]
+    for attempt in run_dir.attempts():
+        report = read_model(attempt.probe_report, ProbeReport)
+        found += [(f"attempt {attempt.number}", result) for result in (report.results if report is not None else ())]
+    order = (CheckStatus.BLOCKED, CheckStatus.WARNING, CheckStatus.SKIPPED, CheckStatus.PASSED)
+    return [
+        {
+            "status": result.status.value,
+            "check": result.id,
+            "when": when,
+            "node": result.node,
+            "found": result.found,
+            "expected": result.expected,
+            "what to do": result.advice,
+        }
+        for when, result in sorted(found, key=lambda pair: order.index(pair[1].status))
+    ]
 
 
 @contextmanager
@@ -121,6 +145,7 @@ class Teller:
         self._run_dir = run_dir
         self._say = say
         self._told: set[uuid.UUID] = set()
+        self._checks_told: list[dict[str, str]] = []
         self._something = threading.Event()
         self._over = threading.Event()
         self._silent = False
@@ -163,13 +188,16 @@ class Teller:
     def _tell(self) -> None:
         story = read_story(self._run_dir)
         new = [event for event in _events(self._run_dir.run_id, story) if event.id not in self._told]
-        if not new:
+        checks = read_checks(self._run_dir)
+        if not new and checks == self._checks_told:
             return
         # Prefect's own client tries again for a minute.
         if not server_answers():
             raise ConnectionError("its server does not answer")
+        if checks != self._checks_told:
+            self._tell_checks(checks)
         # First what is answered: an event is only queued, and would be lost with a server that is away.
-        if story.incidents:
+        if new and story.incidents:
             create_markdown_artifact(
                 markdown(self._run_dir, story),
                 key=artifact_key(self._run_dir.run_id),
@@ -178,6 +206,15 @@ class Teller:
         for event in new:
             emit_event(event.name, event.resource, payload=event.payload, id=event.id)
             self._told.add(event.id)
+
+    def _tell_checks(self, checks: list[dict[str, str]]) -> None:
+        counts = Counter(row["status"] for row in checks)
+        create_table_artifact(
+            table=checks,
+            key=artifact_key(self._run_dir.run_id, "checks"),
+            description=f"{self._run_dir.run_id}: " + ", ".join(f"{count} {name}" for name, count in counts.items()),
+        )
+        self._checks_told = checks
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,9 @@ from rlhf_core.run_dir import LineWriter, RunDir, write_model
 from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import FailureKind, Incident
+from rlhf_core.schemas.probe import ProbeReport
 from rlhf_core.schemas.reports import (
     AgentEvent,
     AgentStatus,
@@ -224,6 +226,12 @@ class FakeAgent:
             samples=(),
         )
         write_model(self.run_dir.evaluation(when, name), report)
+
+    def probe(self, unfit: str) -> None:
+        """What agent 0 writes when a node is too slow."""
+        found = CheckResult(id="probe.matmul", status=CheckStatus.BLOCKED, found="slow", expected="fast", node=unfit)
+        report = ProbeReport(attempt=self.attempt, results=(found,), made_at=utc_now())
+        write_model(self.run_dir.attempt(self.attempt).probe_report, report)
 
     def incident(self, kind: FailureKind, fingerprint: str = "") -> None:
         """What agent 0 writes about a failure."""

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from rlhf_core.schemas.journal import (
     StageEnded,
     StageStarted,
 )
+from rlhf_core.schemas.probe import NodeSpeed, PairSpeed, ProbeReport
 from rlhf_core.schemas.reports import (
     AgentEvent,
     AgentStatus,
@@ -191,6 +192,17 @@ class RunFiles:
         self.journal(AttemptSubmitted(submission=submission), seconds + 0.5)
         self.journal(AttemptMoved(attempt=attempt, state=AttemptState.RUNNING, cause="agents are there"), seconds + 1.5)
 
+    def probe(self, attempt: int, nodes: Sequence[str], seconds: float, matmul_tflops: float = 0.1) -> None:
+        """What the probe of an attempt found: all well, and how fast its nodes are."""
+        found = CheckResult(id="node.content", status=CheckStatus.PASSED, found=f"the same on all {len(nodes)} nodes")
+        pairs = (PairSpeed(peer=1, gb_s=2.0, latency_ms=0.1),)
+        speeds = tuple(
+            NodeSpeed(node=node, device="cpu x 1 threads", matmul_tflops=matmul_tflops, pairs=pairs, reached=("done",))
+            for node in nodes
+        )
+        report = ProbeReport(attempt=attempt, results=(found,), speeds=speeds, seconds=4.0, made_at=at(seconds))
+        write_model(self.dir.attempt(attempt).probe_report, report)
+
     def outcome(self, attempt: int, state: AttemptState, seconds: float, last_step: int) -> None:
         """Agent 0 ended."""
         outcome = AttemptOutcome(
@@ -260,6 +272,7 @@ def whole_run(runs: Path, name: str = "sort", tail: str = "aaaaaa", created: flo
     run.moved(RunState.TRAINING, 6, "workers are there")
     run.journal(StageStarted(stage_index=2, name=StageName.TRAIN, attempt=1), 6)
     run.event(1, 0, "agent_started", 6)
+    run.probe(1, ("n1", "n2"), 6.5)
     for step in (1, 2, 3, 4):
         run.metrics(1, 0, step, 8 + 2 * step)  # ends at 10, 12, 14, 16
     run.checkpoint(2, 12.5)

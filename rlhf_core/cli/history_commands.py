@@ -124,7 +124,7 @@ def sql(
     """Ask the history in SQL. Read-only: the database itself refuses everything else.
 
     Tables: runs, stages, checks, attempts, restarts, attempt_nodes,
-    metric_keys, metrics, latest_metrics, incidents, decisions, checkpoints,
+    node_speeds, metric_keys, metrics, latest_metrics, incidents, decisions, checkpoints,
     evaluations, evaluation_samples, weight_versions, node_strikes, events.
 
     Views: run_curve (the metrics that count, by step), run_goodput,

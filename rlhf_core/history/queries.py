@@ -330,7 +330,7 @@ def _stages(connection: Connection, run_id: str) -> list[Facts]:
 
 def _checks(connection: Connection, run_id: str) -> list[Facts]:
     rows = connection.execute(
-        select(CHECKS).where(CHECKS.c.run_id == run_id).order_by(CHECKS.c.round, CHECKS.c.position)
+        select(CHECKS).where(CHECKS.c.run_id == run_id).order_by(CHECKS.c.attempt, CHECKS.c.round, CHECKS.c.position)
     ).all()
     newest: dict[tuple[str, str], Facts] = {}
     for row in rows:

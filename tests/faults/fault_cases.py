@@ -91,6 +91,8 @@ class Kind:
     outside: str = ""
     ends_run: bool = False
     """Nothing goes on after it: one fault per run."""
+    takes_node: bool = False
+    """Its node stays away until the run is over: as many per run as there are nodes that the run does not need."""
     num_nodes: int = NUM_RANKS
     overrides: tuple[str, ...] = ()
     needs: frozenset[str] = frozenset()
@@ -221,6 +223,7 @@ KINDS: tuple[Kind, ...] = (
         "node down (scontrol)",
         _expect("node_lost", "new_attempt", "node", "death"),
         outside="node_down",
+        takes_node=True,
         num_nodes=2,
         needs=_SLURM,
     ),
@@ -228,6 +231,7 @@ KINDS: tuple[Kind, ...] = (
         "slurmd killed with its tasks",
         _expect("node_lost agent_killed", "new_attempt", "node", "death"),
         outside="kill_slurmd",
+        takes_node=True,
         num_nodes=2,
         needs=_SLURM,
     ),
@@ -291,7 +295,7 @@ def scenarios(
     found: list[Scenario] = []
     for kind in (kind for kind in KINDS if kind.needs <= available):
         times = times_hang if kind.is_hang else times_other
-        size = 1 if kind.ends_run or kind.more_steps else CHAIN
+        size = 1 if kind.ends_run or kind.more_steps else NUM_RANKS - kind.num_nodes if kind.takes_node else CHAIN
         for number, count in enumerate(_chunks(times, size)):
             found.append(_chain(f"{_slug(kind.row)}-{number}", [kind] * count, seed))
     possible = [kind for kind in CONTROLS if kind.needs <= available]

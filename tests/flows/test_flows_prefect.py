@@ -317,6 +317,10 @@ def test_a_run_without_incidents_has_no_artifact_of_them_and_no_events(desk: Des
     desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
     run_in_prefect(desk.controller(run_dir))
     assert Artifact.get(artifact_key(run_dir.run_id)) is None
+    table = Artifact.get(artifact_key(run_dir.run_id, "checks"))
+    assert table is not None
+    rows = json.loads(str(table.data))
+    assert {row["check"] for row in rows} == {"a.check"}
     assert not any(name.startswith("wait ") for name in task_runs(run_dir.run_id))
     assert events_of(run_dir) == []
 

@@ -20,6 +20,7 @@ from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.journal import JournalLine
 from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.resources import Role
+from rlhf_core.watchdog.nodes import node_standings
 
 
 def agent_of(request: JobRequest, run_dir: RunDir) -> FakeAgent:
@@ -191,8 +192,8 @@ def test_the_back_off_is_waited_for(desk: Desk) -> None:
     assert any("attempt 2 begins in" in text for text in desk.notes.sayings)
 
 
-def lost_node(desk: Desk, run_dir: RunDir, times: int) -> None:
-    """The first attempts lose node n1 on Slurm; the one after them runs well."""
+def lost_node(desk: Desk, run_dir: RunDir, times: int, kind: FailureKind = FailureKind.NODE_LOST) -> None:
+    """The first attempts fail for node n1 on Slurm; the one after them runs well."""
     well = desk.scheduler.on_submit
     desk.scheduler.name = "slurm"
 
@@ -202,8 +203,10 @@ def lost_node(desk: Desk, run_dir: RunDir, times: int) -> None:
             return
         agent = agent_of(request, run_dir)
         agent.begin()
-        agent.incident(FailureKind.NODE_LOST)
-        agent.end(AttemptState.FAILED, FailureKind.NODE_LOST)
+        if kind is FailureKind.NODE_UNFIT:
+            agent.probe(unfit="n1")
+        agent.incident(kind)
+        agent.end(AttemptState.FAILED, kind)
 
     desk.scheduler.on_submit = behave
 
@@ -221,6 +224,33 @@ def test_a_lost_node_is_left_out_by_its_run_and_by_the_next(desk: Desk) -> None:
     placement = desk.scheduler.submitted[-1].placement
     assert placement.excluded_nodes == ("n1",)
     assert placement.exclusion_reasons["n1"].startswith("strikes in all runs: 1, the last node_lost; until ")
+
+
+def test_an_unfit_node_is_replaced_at_once(desk: Desk) -> None:
+    desk.scheduler.nodes = ("n1", "n2")
+    run_dir = desk.run()
+    runs_well(desk, run_dir)
+    lost_node(desk, run_dir, times=1, kind=FailureKind.NODE_UNFIT)
+    drive(desk.controller(run_dir))
+    assert [request.placement.excluded_nodes for request in desk.scheduler.submitted] == [(), ("n1",)]
+    shown = queries.show_run(desk.store, run_dir.run_id)
+    assert shown["run"]["state"] == "completed"
+    assert shown["decisions"][-1]["delay_s"] == 0
+    (found,) = [check for check in shown["checks"] if check["attempt"] == 1]
+    assert (found["id"], found["status"], found["node"]) == ("probe.matmul", "blocked", "n1")
+    assert [one.node for one in node_standings(desk.store, utc_now()) if one.excluded_until] == ["n1"]
+
+
+def test_an_unfit_node_that_nobody_can_replace_ends_the_run(desk: Desk) -> None:
+    """Other suspects are used again then; this one would only be found unfit again."""
+    run_dir = desk.run()
+    runs_well(desk, run_dir)
+    lost_node(desk, run_dir, times=1, kind=FailureKind.NODE_UNFIT)
+    with pytest.raises(PreflightBlocked, match="no other node can take the place of n1") as error:
+        drive(desk.controller(run_dir))
+    assert error.value.exit_code == 2
+    assert read_record(run_dir).state is RunState.FAILED
+    assert len(desk.scheduler.submitted) == 1
 
 
 def test_a_suspect_is_not_left_out_when_there_are_too_few_nodes(desk: Desk) -> None:

@@ -187,7 +187,22 @@ def test_checks_of_a_resumed_run_are_the_newest_of_each(store: HistoryStore, run
     assert [(check["id"], check["status"], check["found"]) for check in checks] == [
         ("batch.divides_ranks", "passed", "32 over 2 ranks"),
         ("disk.free", "passed", "99 GiB free"),
+        ("node.content", "passed", "the same on all 2 nodes"),
     ]
+
+
+def test_what_is_usual_on_a_node_are_medians_of_enough_probes(store: HistoryStore, runs: Path) -> None:
+    for number, tflops in enumerate((0.1, 0.4, 0.2)):
+        assert queries.usual_speeds(store, at(0)) == {}  # two are not enough to say what is usual
+        run = RunFiles(runs, tail=f"{number:06}", created=number)
+        run.created()
+        run.planned(1, 1)
+        run.probe(1, ("n1",), 10 + number, matmul_tflops=tflops)
+        sync(run.dir, store)
+    assert queries.usual_speeds(store, at(0)) == {
+        "n1": {"cpu x 1 threads": {"matmul_tflops": 0.2, "bandwidth_gb_s": 2.0}}
+    }
+    assert queries.usual_speeds(store, at(11)) == {}
 
 
 def test_an_attempt_that_left_no_outcome(store: HistoryStore, runs: Path) -> None:

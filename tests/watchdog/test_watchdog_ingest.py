@@ -30,9 +30,10 @@ def test_every_file_becomes_rows(store: HistoryStore, runs: Path) -> None:
     counts = {name: len(rows) for name, rows in dump(store).items()}
     assert counts == {
         "runs": 1,
-        "ingest_offsets": 24,
+        "ingest_offsets": 25,
         "stages": 6,
-        "checks": 2,
+        "checks": 3,
+        "node_speeds": 2,
         "attempts": 2,
         "restarts": 3,
         "attempt_nodes": 3,

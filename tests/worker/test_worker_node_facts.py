@@ -1,0 +1,106 @@
+"""What a node says of itself: hashes that change with the content, secrets that stay secret, plug-ins that may fail."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from control_fakes import make_run, make_spec
+
+from rlhf_core.diagnosis.node_checks import Plan, compare
+from rlhf_core.schemas.checks import CheckStatus
+from rlhf_core.worker import node_facts
+from rlhf_core.worker.nodes import Nodes
+
+ALONE = Nodes(("n1",), ("127.0.0.1",), 0)
+
+
+def test_a_healthy_node_has_nothing_to_complain_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control of this file."""
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    run_dir = make_run(tmp_path / "runs")
+    facts = node_facts.gather(run_dir, 1, ALONE, make_spec(preflight={"min_free_disk_gb": 0.001}), gpus=0)
+    assert facts.complaints == ()
+    assert {"python", "torch", "pydantic", "rlhf-flows"} <= facts.versions.keys()
+    assert {"config (spec.json)", "rlhf_core", "user code"} <= facts.content.keys()
+    blocked = [one for one in compare({0: facts}, {}, Plan(("n1",), 2)) if one.status is not CheckStatus.PASSED]
+    assert blocked == []
+
+
+def test_secrets_do_not_leave_the_node() -> None:
+    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "PGPASSWORD"):
+        shown = node_facts.hidden(name, "hunter2")
+        assert "hunter2" not in shown
+        assert shown != node_facts.hidden(name, "hunter3")  # so that a difference is still seen
+    assert node_facts.hidden("NCCL_ALGO", "Ring") == "Ring"
+
+
+@pytest.mark.parametrize("size", [10, 1000], ids=["whole", "in pieces"])
+def test_a_file_that_differs_has_another_hash(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_facts, "WHOLE_FILE_BYTES", 100)
+    monkeypatch.setattr(node_facts, "PIECE_BYTES", 4)
+    file = tmp_path / "data"
+    file.write_bytes(bytes(size))
+    before = node_facts.fingerprint(file)
+    assert before == node_facts.fingerprint(file)
+    file.write_bytes(b"x" + bytes(size - 1))
+    assert node_facts.fingerprint(file) != before
+    file.write_bytes(bytes(size + 1))
+    assert node_facts.fingerprint(file) != before
+
+
+def test_a_folder_counts_with_the_names_in_it(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("1")
+    before = node_facts.fingerprint(tmp_path)
+    (tmp_path / "a").rename(tmp_path / "b")
+    assert node_facts.fingerprint(tmp_path) != before
+    assert node_facts.fingerprint(tmp_path / "a") == "not there"
+
+
+def test_a_port_in_use_and_an_address_of_nobody_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        nodes = Nodes(("n1", "n2"), ("192.0.2.1", "192.0.2.2"), 0)
+        facts = node_facts.gather(make_run(tmp_path / "runs"), 1, nodes, make_spec(), gpus=0)
+    found = [one.found for one in facts.complaints if one.id == "node.network"]
+    assert any(f"MASTER_PORT = {port} is in use" in text for text in found)
+    assert any("192.0.2.1 is on none of the interfaces" in text for text in found)
+    assert {one.node for one in facts.complaints} == {"n1"}
+
+
+def plug_in(folder: Path, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install a package with one check of nodes."""
+    info = folder / "site_checks-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: site-checks\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[rlhf_flows.node_checks]\nsite.licence = site_checks_here:look\n")
+    (folder / "site_checks_here.py").write_text(code)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(os.sys.modules, "site_checks_here", raising=False)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("code", "id", "status", "says"),
+    [
+        (
+            "def look(): return [dict(id='', status='blocked', found='no licence', expected='one', advice='buy')]",
+            "site.licence",
+            "blocked",
+            "no licence",
+        ),
+        ("def look(): raise OSError('server away')", "node.plugin", "warning", "OSError: server away"),
+        ("def look(): return [dict(status='perhaps')]", "node.plugin", "warning", "no finding"),
+        ("raise ImportError('gone')", "node.plugin", "warning", "ImportError: gone"),
+    ],
+)
+def test_a_site_adds_its_own_checks_of_nodes(
+    code: str, id: str, status: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "site"
+    folder.mkdir()
+    plug_in(folder, code, monkeypatch)
+    facts = node_facts.gather(make_run(tmp_path / "runs"), 1, ALONE, make_spec(), gpus=0)
+    (found,) = [one for one in facts.complaints if one.id in ("site.licence", "node.plugin")]
+    assert (found.id, found.status.value, found.node) == (id, status, "n1")
+    assert says in found.found
