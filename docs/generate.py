@@ -22,8 +22,8 @@ import rlhf_core.preflight.checks  # noqa: E402, F401 - importing it registers t
 from rlhf_core import config  # noqa: E402
 from rlhf_core.cli.main import app  # noqa: E402
 from rlhf_core.diagnosis import classify, policy, signatures  # noqa: E402
+from rlhf_core.diagnosis.node_checks import NODE_CHECKS  # noqa: E402
 from rlhf_core.diagnosis.signatures import Part  # noqa: E402
-from rlhf_core.preflight.checks.turned_off import node_checks  # noqa: E402
 from rlhf_core.preflight.known_bad import KNOWN_BAD  # noqa: E402
 from rlhf_core.preflight.memory import GPU_MEMORY_GB  # noqa: E402
 from rlhf_core.preflight.registry import CHECKS, PLUGINS  # noqa: E402
@@ -106,6 +106,28 @@ nothing by themselves: the agents' outcomes and the lines of srun do.
 |---|---|
 """
 
+PROBE = """
+## On the nodes
+
+Before the workers of an attempt start, its nodes are compared and measured (`preflight.probe`); `rlhf check CONFIG
+--probe` does that alone, and gives the allocation back.
+
+1. Every agent says what its node has: environment, versions, hashes of config, code, data, model and tokenizer as
+   this node reads them, GPUs, room, clock. Agent 0 compares, before there is any process group. The value that
+   more than half of the nodes have is what is expected; a finding names the node that has another one, and the
+   key. Without such a majority all values are shown, and no node is blamed. What each node said is kept in
+   `attempts/<n>/probe/`.
+2. One process per rank measures matrix products, then bandwidth and latency in pairs (every node with two others,
+   so that a slow node and a slow link are told apart), then an all-reduce and an all-gather over all ranks, whose
+   results are known beforehand. Everything has a deadline (`preflight.probe_s`). What was found slow is measured a
+   second time before it is said. Slow is less than `preflight.min_relative_speed` of the median of all nodes; less
+   than that of a node's own earlier readings is a warning (table `node_speeds`).
+
+A node that is blocked is struck in the ledger (`rlhf nodes`) and left out, and the run is placed anew at once.
+Where no other node can take its place, or where no single node is to blame, the run ends with exit code 2 and the
+finding. Findings are rows of `checks`, stand in `rlhf show` and the report, and are a table artifact in Prefect.
+"""
+
 PREFLIGHT = """\
 # Preflight
 
@@ -167,6 +189,17 @@ def scratch(facts: Facts) -> Iterator[Finding]:
 Facts are what the function should look at; they are described in `rlhf_core/preflight/facts.py`. A plug-in that does
 not import, raises, yields something else than findings, or takes the name of another check, is a warning and nothing
 more. It must return within a second or so: nobody waits for it with a deadline.
+
+On the nodes, a package in the compute environment does the same with the group `rlhf_flows.node_checks`. Its
+function takes nothing and returns a list of findings, each a dictionary; with status `blocked` its node is replaced.
+The names of such checks begin with `site.`:
+
+```python
+def licence() -> list[dict[str, str]]:
+    if server_answers():
+        return []
+    return [dict(id="site.licence", status="blocked", found="no licence", expected="one", advice="ask for one")]
+```
 '''
 
 MEMORY = """
@@ -306,9 +339,8 @@ def preflight() -> str:
     head = ["| check | prevents |", "|---|---|"]
     checks = [f"| `{one.id}` | {_cell(one.prevents)} |" for one in CHECKS]
     parts = [GENERATED, PREFLIGHT.format(rows=2000), *head, *checks]
-    if node_checks():
-        parts += ["\nOn the nodes of every attempt, before its workers start:\n", *head]
-        parts += [f"| `{one.id}` | {_cell(one.prevents)} |" for one in node_checks()]
+    parts += [PROBE, *head]
+    parts += [f"| `{one.id}` | {_cell(one.prevents)} |" for one in NODE_CHECKS]
     gpus = [f"| `{name}` | {' or '.join(map(str, sizes))} |" for name, sizes in sorted(GPU_MEMORY_GB.items())]
     text = "\n".join(parts) + "\n" + OFF.format(group=PLUGINS) + MEMORY + "\n".join(gpus) + "\n"
     return text + VERSIONS + "\n".join(_known_bad()) + "\n"

@@ -1,40 +1,27 @@
 """What is turned off, and why."""
 
 import difflib
-import importlib
 from collections.abc import Iterator
-from typing import Protocol
 
+from rlhf_core.diagnosis.node_checks import NODE_CHECKS
 from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.registry import CHECKS, OFF, Finding, blocked, check, passed
 
-NODE_PREFIXES = ("node.", "probe.")
-"""What the ids of checks begin with that the nodes make, not the control plane."""
-
-
-class NodeCheck(Protocol):
-    """What is known here of a check that nodes make."""
-
-    @property
-    def id(self) -> str:
-        """Stable dotted name."""
-
-    @property
-    def prevents(self) -> str:
-        """What it is for, in a sentence."""
+SITE = "site."
+"""What the ids of a site's own checks of nodes begin with: they are installed there, and not known here."""
 
 
 @check(OFF)
 def off(facts: Facts) -> Iterator[Finding]:
     """A mistyped id leaves a check on that was meant to be off; an exception without a reason outlives its cause."""
     named = facts.spec.preflight.off
-    known = {*(one.id for one in CHECKS), *(plugin.id for plugin in facts.plugins), *(one.id for one in node_checks())}
+    known = {*(one.id for one in CHECKS), *(plugin.id for plugin in facts.plugins), *(one.id for one in NODE_CHECKS)}
     for id, reason in named.items():
         if id == OFF:
             yield blocked(
                 f"preflight.off names {OFF} itself", "ids of other checks", f"remove {OFF} from preflight.off"
             )
-        elif id not in known and not _is_of_a_node(id):
+        elif id not in known and not id.startswith(SITE):
             near = difflib.get_close_matches(id, sorted(known), n=3, cutoff=0.5)
             yield blocked(
                 f"preflight.off names {id}, which is no check",
@@ -49,17 +36,3 @@ def off(facts: Facts) -> Iterator[Finding]:
             )
     if named:
         yield passed(f"{len(named)} turned off: {', '.join(named)}")
-
-
-def node_checks() -> tuple[NodeCheck, ...]:
-    """The checks that nodes make; none where this version has no list of them."""
-    try:
-        checks: tuple[NodeCheck, ...] = importlib.import_module("rlhf_core.diagnosis.node_checks").NODE_CHECKS
-    except ModuleNotFoundError:
-        return ()
-    return checks
-
-
-def _is_of_a_node(id: str) -> bool:
-    """Without a list of them, checks of nodes are known by how their ids begin."""
-    return not node_checks() and id.startswith(NODE_PREFIXES)
