@@ -42,8 +42,8 @@ from pathlib import Path
 from node_space import ClusterError, Network, Processor, program_path, search_path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "scontrol", "sbatch", "srun", "squeue", "scancel", "sinfo")
-# A unix socket's path is at most 107 bytes long.
-LONGEST_FOLDER = 90
+# A unix socket's path is at most 107 bytes long; the longest here is that of a job's step, /spool/node4/node4_JOB.STEP
+LONGEST_FOLDER = 66
 # Below the range from which Linux hands out ports to clients.
 PORTS = range(11000, 31000)
 # Devices that every user may name as GPUs; root makes as many as are asked for.

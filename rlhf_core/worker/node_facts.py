@@ -36,19 +36,31 @@ WHOLE_FILE_BYTES = 64 << 20
 PIECES = 64
 PIECE_BYTES = 64 << 10
 
+SHARED_MEMORY = Path("/dev/shm")
+CPU_SHARED_MEMORY_GB = 0.03
+"""What is enough of it for ranks on processor cores."""
+
 MIN_OPEN_FILES = 4096
 """Fewer are used up by a few hundred ranks' sockets."""
 
 _SECRET = re.compile(r"TOKEN|SECRET|PASS|CREDENTIAL|COOKIE|API_?KEY|ACCESS_KEY|PRIVATE", re.IGNORECASE)
 
 
-def gather(run_dir: RunDir, attempt: int, nodes: Nodes, spec: RunSpec, gpus: int) -> NodeFacts:
+def gather(
+    run_dir: RunDir,
+    attempt: int,
+    nodes: Nodes,
+    spec: RunSpec,
+    gpus: int,
+    environment: Mapping[str, str] = os.environ,
+) -> NodeFacts:
     """Everything that this node says of itself.
 
     Args:
         gpus: How many GPUs it should have.
+        environment: What the node was given.
     """
-    complaints = [*_room(spec), *_limits(nodes.num), *_tracing(), *_network(nodes), *_plugins()]
+    complaints = [*_room(spec, gpus), *_limits(nodes.num), *_tracing(), *_network(nodes), *_plugins()]
     hardware = {"cores": str(len(os.sched_getaffinity(0)))}
     versions = package_versions()
     if gpus:
@@ -59,7 +71,7 @@ def gather(run_dir: RunDir, attempt: int, nodes: Nodes, spec: RunSpec, gpus: int
         node=nodes.name,
         index=nodes.index,
         versions=versions,
-        variables={name: hidden(name, value) for name, value in os.environ.items()},
+        variables={name: hidden(name, value) for name, value in environment.items()},
         content=content(run_dir, attempt, spec),
         hardware=hardware,
         complaints=tuple(one.model_copy(update={"node": nodes.name}) for one in complaints),
@@ -152,11 +164,11 @@ def _add_file(digest: "hashlib._Hash | hashlib.blake2b", path: Path) -> None:
 # What a node sees by itself
 
 
-def _room(spec: RunSpec) -> Iterable[CheckResult]:
+def _room(spec: RunSpec, gpus: int) -> Iterable[CheckResult]:
     least_gb = spec.preflight.min_free_disk_gb
     for what, path in (
         ("temporary folder", Path(os.environ.get("TMPDIR") or "/tmp")),
-        ("shared memory", Path("/dev/shm")),
+        ("shared memory", SHARED_MEMORY),
     ):
         try:
             free_gb = shutil.disk_usage(path).free / 2**30
@@ -164,7 +176,10 @@ def _room(spec: RunSpec) -> Iterable[CheckResult]:
             yield blocked(node_checks.DISK, f"{path}: {error.strerror}", f"a {what} that can be used", "make it")
             continue
         if free_gb < least_gb:
-            yield blocked(
+            # Containers have little shared memory by default. NCCL fails on it; without GPUs some megabytes do.
+            enough = path == SHARED_MEMORY and not gpus and free_gb > CPU_SHARED_MEMORY_GB
+            say = warning if enough else blocked
+            yield say(
                 node_checks.DISK,
                 f"{free_gb:.2f} GiB free in {path}",
                 f"at least {least_gb:g} GiB in the {what} (preflight.min_free_disk_gb)",

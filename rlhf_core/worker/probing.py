@@ -7,6 +7,7 @@ is not fit ends the attempt with its name, so that the next one goes without it.
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -61,6 +62,8 @@ class Probe:
             max_clock_offset_s=place.spec.preflight.max_clock_offset_s,
         )
         self._began_s = time.monotonic()
+        # As it was given: what an agent sets for its workers follows from the node, and may differ.
+        self._environment = dict(os.environ)
         self._found: list[CheckResult] = []
         self._speeds: dict[int, NodeSpeed] = {}
         self._first_look: dict[int, NodeSpeed] = {}
@@ -81,7 +84,14 @@ class Probe:
     def facts(self) -> NodeFacts:
         """What this node says of itself; also written down, as far as that is possible."""
         place = self._place
-        own = node_facts.gather(place.run_dir, place.attempt, place.nodes, place.spec, place.placement.gpus_per_node)
+        own = node_facts.gather(
+            place.run_dir,
+            place.attempt,
+            place.nodes,
+            place.spec,
+            place.placement.gpus_per_node,
+            self._environment,
+        )
         with contextlib.suppress(OSError):
             write_model(self._folder.node_facts(own.node), own)
         return own

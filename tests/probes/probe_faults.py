@@ -200,7 +200,7 @@ CASES = (
     Case("NNODES unset on one node", _no_nnodes, "node.launch", "node4", ("NNODES absent",)),
     Case("a node that does not come", _missing, "node.missing", "node3", ("3 of 4 nodes",)),
     Case("MASTER_PORT in use", _port, "node.network", "node1", ("29517",)),
-    Case("a wrong clock", _clock, "node.clock", "node4", ("3600.0 s ahead",), ("node.variables",)),
+    Case("a wrong clock", _clock, "node.clock", "node4", ("s ahead",), ("node.variables",)),
     Case("full shared memory", _disk, "node.disk", "node2", ("/dev/shm",)),
     Case("a slow link", _link, "probe.bandwidth", "node3", ("GB/s with node2", "GB/s with node4")),
     Case("a slow processor", _processor, "probe.matmul", "node2", ("of its cores",)),
