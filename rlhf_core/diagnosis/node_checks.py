@@ -85,6 +85,9 @@ NODE_CHECKS = (
 )
 """Every check on nodes, in the order in which they are shown."""
 
+NEVER_OFF = frozenset({MISSING.id, IDENTITY.id})
+"""Checks that cannot be turned off: without that node there is nothing to go on with."""
+
 
 def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())

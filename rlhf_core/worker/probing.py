@@ -234,7 +234,7 @@ def _without_those_turned_off(results: Iterable[CheckResult], off: Mapping[str, 
                 "found": f"turned off: {off[one.id]}" + (f" ({one.found})" if one.expected else ""),
             }
         )
-        if one.id in off
+        if one.id in off and one.id not in node_checks.NEVER_OFF
         else one
         for one in results
     ]

@@ -15,6 +15,7 @@ import rlhf_core.preflight.checks  # noqa: F401 - importing it registers the che
 from rlhf_core import config
 from rlhf_core.preflight.registry import CHECKS
 from rlhf_core.run_dir import AttemptDir, CheckpointDir, RestartDir, RunDir
+from rlhf_core.schemas.checks import CheckResult
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -45,12 +46,15 @@ def test_every_setting_says_what_it_means() -> None:
     assert [field.name for field in config.describe_fields() if not field.meaning.endswith(".")] == []
 
 
-def test_the_example_of_a_check_in_the_docs_is_one() -> None:
+def test_the_examples_of_checks_in_the_docs_are_some() -> None:
     page = (ROOT / "docs" / "preflight.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    code, of_nodes = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     names: dict[str, Any] = {}
     exec(compile(code, "our_checks.py", "exec"), names)
     assert [type(finding).__name__ for finding in names["scratch"](None)] == ["Finding"]
+    names = {"server_answers": lambda: False}
+    exec(compile(of_nodes, "our_checks.py", "exec"), names)
+    assert [CheckResult.model_validate(finding).status for finding in names["licence"]()] == ["blocked"]
     tables = [tomllib.loads(text) for text in re.findall(r"```toml\n(.*?)```", page, flags=re.DOTALL)]
     assert {key for table in tables for key in table} == {"preflight", "project"}
     ids = {one.id for one in CHECKS}

@@ -291,6 +291,7 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("preflight.off", BLOCKED, with_spec(preflight={"off": {"batch.mikro_batch": "known"}}), "batch.micro_batch"),
     ("preflight.off", BLOCKED, with_spec(preflight={"off": {"disk.space": " "}}), "no reason"),
     ("preflight.off", BLOCKED, with_spec(preflight={"off": {"preflight.off": "all is well"}}), "itself"),
+    ("preflight.off", BLOCKED, with_spec(preflight={"off": {"node.missing": "never mind"}}), "cannot go on without"),
     ("trial.basis", SKIPPED, compute(problem="cannot be started"), "cannot be started"),
     (
         "trial.needed",

@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterator
 
-from rlhf_core.diagnosis.node_checks import NODE_CHECKS
+from rlhf_core.diagnosis.node_checks import NEVER_OFF, NODE_CHECKS
 from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.registry import CHECKS, OFF, Finding, blocked, check, passed
 
@@ -17,10 +17,9 @@ def off(facts: Facts) -> Iterator[Finding]:
     named = facts.spec.preflight.off
     known = {*(one.id for one in CHECKS), *(plugin.id for plugin in facts.plugins), *(one.id for one in NODE_CHECKS)}
     for id, reason in named.items():
-        if id == OFF:
-            yield blocked(
-                f"preflight.off names {OFF} itself", "ids of other checks", f"remove {OFF} from preflight.off"
-            )
+        if id == OFF or id in NEVER_OFF:
+            why = "itself" if id == OFF else f"{id}: the run cannot go on without that node"
+            yield blocked(f"preflight.off names {why}", "ids of other checks", f"remove {id} from preflight.off")
         elif id not in known and not id.startswith(SITE):
             near = difflib.get_close_matches(id, sorted(known), n=3, cutoff=0.5)
             yield blocked(
