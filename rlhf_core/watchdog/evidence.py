@@ -38,6 +38,8 @@ class Progress:
     """Whether the evaluator was started: training is done."""
     events: list[AgentEvent] = field(default_factory=list)
     """What the agents did since the last look."""
+    deserted: set[str] = field(default_factory=set)
+    """Nodes whose agents have ended because they lost agent 0."""
     signs: int = 0
     """How often an agent was seen to have published anew; 0 before the first."""
     _offsets: dict[Path, int] = field(default_factory=dict)
@@ -67,6 +69,8 @@ class Progress:
         for path in sorted(restart.root.glob("events-*.jsonl")):
             for event in parse_lines(self._new_lines(path), AgentEvent):
                 self.events.append(event)
+                if event.kind == "agent_ended" and event.data.get("leader_lost"):
+                    self.deserted.add(event.node)
                 if event.kind == "role_started" and event.role is not None:
                     self._enter(event.role)
 

@@ -37,6 +37,9 @@ WORD_S = 15.0
 SILENT_S = 120.0
 """Silence of all agents of a running job after which it is ended from here: the second net, for agents that hang
 themselves. Far more than they need to publish (2 s) and than shared file systems take to show it."""
+DESERTED_S = 5.0
+"""How long an outcome may still come after the agents of all other nodes have lost agent 0 and have ended. A scheduler
+notices a lost node much later: Slurm after ``SlurmdTimeout``, five minutes by default."""
 BLIND_S = 30.0
 """A pause between two looks after which silence is counted anew: the watchdog was not looking."""
 
@@ -129,6 +132,7 @@ class Watcher:
         self._progress = evidence.Progress(self._attempt, step=placement.resumed_from_step)
         self._last_job = JobStatus(JobState.PENDING if submission else JobState.ENDED)
         self._ended_since: float | None = None
+        self._deserted_since: float | None = None
         self._told_since: float | None = None
         self._answered = False
         self._given_up_after_s = 0.0
@@ -142,7 +146,14 @@ class Watcher:
         # The outcome is read after the job's state: an attempt that ended in between is not taken for lost.
         self._progress.update()
         outcome = evidence.read_outcome(self._attempt)
-        verdict = judge(job, outcome, self._ended_for_s(job), self._told_for_s(outcome), self._silent_for_s(job))
+        verdict = judge(
+            job,
+            outcome,
+            self._ended_for_s(job),
+            self._told_for_s(outcome),
+            self._silent_for_s(job),
+            self._deserted_for_s(job),
+        )
         self.record()
         progress = self._progress
         return Look(
@@ -188,6 +199,16 @@ class Watcher:
         now = self._clock()
         self._ended_since = now if self._ended_since is None else self._ended_since
         return now - self._ended_since
+
+    def _deserted_for_s(self, job: JobStatus) -> float:
+        """How long it is known that the agents of all nodes but the first have ended because they lost agent 0."""
+        others = set(job.nodes[1:])
+        if not others or not others <= self._progress.deserted:
+            self._deserted_since = None
+            return 0.0
+        now = self._clock()
+        self._deserted_since = now if self._deserted_since is None else self._deserted_since
+        return now - self._deserted_since
 
     def _silent_for_s(self, job: JobStatus) -> float:
         """How long agents that had spoken have said nothing, while their job ran and somebody listened.
@@ -235,6 +256,7 @@ def judge(
     ended_for_s: float,
     told_for_s: float = WORD_S,
     silent_for_s: float = 0.0,
+    deserted_for_s: float = 0.0,
 ) -> Verdict:
     """Where an attempt stands. Pure.
 
@@ -244,12 +266,16 @@ def judge(
         ended_for_s: how long the job is known to have ended, in seconds.
         told_for_s: how long the outcome is known, in seconds.
         silent_for_s: how long the agents of a running job have said nothing, in seconds; 0 where that means nothing.
+        deserted_for_s: how long all other agents are known to have lost agent 0, in seconds.
     """
     if outcome is not None:
         return _with_the_schedulers_word(job, outcome, told_for_s)
     match job.state:
         case JobState.PENDING | JobState.UNKNOWN:
             return Verdict(AttemptState.SUBMITTED, job.reason)
+        case JobState.RUNNING if deserted_for_s > DESERTED_S:
+            cause = f"the agents of all other nodes have lost that of {job.nodes[0]}, and have ended"
+            return Verdict(AttemptState.LOST, cause, FailureKind.NODE_LOST)
         case JobState.RUNNING if silent_for_s > SILENT_S:
             cause = f"its agents have said nothing for {silent_for_s:.0f} s, although the scheduler says that it runs"
             return Verdict(AttemptState.LOST, cause, FailureKind.AGENT_KILLED)
@@ -308,7 +334,9 @@ def explain(
     attempt = run_dir.attempt(look.attempt)
     found = evidence.incidents(attempt)
     own = None
-    if look.verdict.state is AttemptState.LOST:
+    if look.verdict.state is AttemptState.LOST and look.verdict.failure_kind is FailureKind.NODE_LOST:
+        own = _incident_of_lost_nodes(look, look.job.nodes[:1])  # agent 0's, which the scheduler does not know yet
+    elif look.verdict.state is AttemptState.LOST:
         own = _incident_of_a_lost_job(run_dir, look)
     elif look.verdict.failure_kind is FailureKind.NODE_LOST and (lost := _lost_nodes(run_dir, look)):
         own = _incident_of_lost_nodes(look, lost)

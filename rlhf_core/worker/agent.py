@@ -232,7 +232,9 @@ def _tell_broken(site: Site, message: str, kind: FailureKind) -> Ending:
 
 def _finish(site: Site, ending: Ending) -> int:
     message = f"attempt {site.attempt} is {ending.state}: {ending.message}"
-    site.events.add("agent_ended", message, state=ending.state)
+    # Of a lost agent 0 only the others can tell: it has left no outcome.
+    leader_lost = site.team is not None and site.team.is_lost
+    site.events.add("agent_ended", message, state=ending.state, leader_lost=leader_lost)
     written = True
     if site.nodes.is_first:
         leader = site.leader

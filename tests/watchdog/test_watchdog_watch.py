@@ -7,15 +7,15 @@ import pytest
 from control_fakes import FakeAgent, FakeScheduler, make_run, make_spec
 
 from rlhf_core.errors import DatabaseUnavailable, SchedulerError
-from rlhf_core.run_dir import RunDir, write_model
+from rlhf_core.run_dir import LineWriter, RunDir, write_model
 from rlhf_core.scheduler.base import JobState, JobStatus
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Action, FailureKind
-from rlhf_core.schemas.reports import AttemptOutcome
+from rlhf_core.schemas.reports import AgentEvent, AttemptOutcome
 from rlhf_core.schemas.resources import Placement, Role, Submission
 from rlhf_core.watchdog.evidence import look_back, scheduler_log
-from rlhf_core.watchdog.watch import LOST_AFTER_S, SILENT_S, WORD_S, Look, Verdict, Watcher, explain, judge
+from rlhf_core.watchdog.watch import DESERTED_S, LOST_AFTER_S, SILENT_S, WORD_S, Look, Verdict, Watcher, explain, judge
 
 
 class Clock:
@@ -136,6 +136,35 @@ def test_a_running_job_whose_agents_all_fall_silent_is_given_up(
 ) -> None:
     """The second net; with the controls that one who speaks, and one who is suspended, is left alone."""
     assert listen(run_dir, state, speaks) is expected
+
+
+@pytest.mark.parametrize(
+    ("ended", "expected"),
+    [({"n2", "n3"}, AttemptState.LOST), ({"n2"}, AttemptState.RUNNING), (set(), AttemptState.RUNNING)],
+)
+def test_when_all_others_have_lost_agent_0_its_node_is_lost(
+    run_dir: RunDir, ended: set[str], expected: AttemptState
+) -> None:
+    """Long before the scheduler notices; with the controls that one of the others is still at work."""
+    clock = Clock()
+    running = JobStatus(JobState.RUNNING, nodes=("n1", "n2", "n3"), scheduler_state="RUNNING")
+    scheduler = FakeScheduler()
+    scheduler.status = lambda submissions: {one.job_id: running for one in submissions}  # type: ignore[method-assign]
+    one = Watcher(run_dir, placed(run_dir), submission(), scheduler, None, clock)
+    for node in ended:
+        writer = LineWriter(run_dir.attempt(1).restart(0).events(node))
+        lost = {"leader_lost": True}
+        writer.write(AgentEvent(time=utc_now(), kind="agent_ended", node=node, message="ended", data=lost))
+        writer.close()
+    one.look()
+    clock.now = DESERTED_S + 1
+    look = one.look()
+    assert look.verdict.state is expected
+    if expected is AttemptState.LOST:
+        failure = explain(run_dir, look, make_spec(), first_attempt=1)
+        assert failure.incident is not None
+        assert (failure.kind, failure.incident.suspect_nodes) == (FailureKind.NODE_LOST, ("n1",))
+        assert failure.decision.excluded_nodes == ("n1",)
 
 
 def test_a_watchdog_that_was_not_looking_counts_anew(run_dir: RunDir) -> None:
