@@ -6,9 +6,14 @@ from shop import Shop
 pytestmark = [pytest.mark.end_to_end, pytest.mark.training]
 
 BREAKS = """
+import os
+
 def score(*, completions, **columns):
-    raise RuntimeError("the new reward does not work")
+    if "RANK" in os.environ:
+        raise RuntimeError("the new reward does not work")
+    return [float("1" in completion) for completion in completions]
 """
+"""What only shows on the nodes: a look at the data before finds nothing wrong with it."""
 
 SHORT = ("--set", "sft.num_steps=1", "--set", "train.num_steps=4", "--no-prefect")
 TRIAL = ("--set", "preflight.trial=run", "--set", "preflight.trial_steps=1", *SHORT)
