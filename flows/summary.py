@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_core.launch.journal import RunRecord, read_record
+from rlhf_core.launch.journal import RunRecord, StageRecord, read_record
 from rlhf_core.run_dir import RunDir, read_model
-from rlhf_core.schemas.attempts import RunState
+from rlhf_core.schemas.attempts import RunState, StageState
 from rlhf_core.schemas.failures import Incident
 from rlhf_core.schemas.reports import EvaluationReport
 from rlhf_core.schemas.run import StoredSpec
@@ -140,11 +140,14 @@ def _incidents(run_dir: RunDir, record: RunRecord) -> list[Incident]:
 
 def _stage_seconds(record: RunRecord) -> list[tuple[str, float]]:
     many = len(record.attempts) > 1
+
+    def title(stage: StageRecord) -> str:
+        if stage.state is StageState.COMPLETED and stage.message:
+            return stage.message  # a trial
+        return f"{stage.name.value} {stage.attempt}" if many and stage.attempt else stage.name.value
+
     return [
-        (
-            f"{stage.name.value} {stage.attempt}" if many and stage.attempt else stage.name.value,
-            (stage.ended_at - stage.started_at).total_seconds(),
-        )
+        (title(stage), (stage.ended_at - stage.started_at).total_seconds())
         for stage in record.stages
         if stage.ended_at is not None
     ]

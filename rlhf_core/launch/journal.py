@@ -50,6 +50,8 @@ class StageRecord:
     started_at: datetime
     state: StageState = StageState.RUNNING
     ended_at: datetime | None = None
+    message: str = ""
+    """What there is to say about it: of a trial, which."""
 
 
 @dataclass
@@ -120,10 +122,10 @@ class RunRecord:
                 self.state, self.cause = state, cause
             case StageStarted(stage_index=index, name=name, attempt=attempt):
                 self.stages.append(StageRecord(index, name, attempt, line.time))
-            case StageEnded(stage_index=index, state=stage_state):
+            case StageEnded(stage_index=index, state=stage_state, message=message):
                 for stage in self.stages:
                     if stage.index == index:
-                        stage.state, stage.ended_at = stage_state, line.time
+                        stage.state, stage.ended_at, stage.message = stage_state, line.time, message
             case ChecksMade(results=results):
                 self.checks = results
             case TrialPlanned(check_id=check_id, run_id=trial):

@@ -34,7 +34,8 @@ def test_a_change_is_tried_out_and_one_that_breaks_costs_its_trial_only(shop: Sh
     assert "reward.functions" in found["trial.needed"]["found"]
     assert "code none -> " in found["trial.needed"]["found"]
 
-    shop.rlhf("run", config, "--set", "rollout.max_new_tokens=5", *TRIAL)
+    good = shop.rlhf("run", config, "--set", "rollout.max_new_tokens=5", *TRIAL, "--json")
+    assert "trial on one node" in [stage["name"] for stage in good.json()["stages"]]
     (run, *_) = shop.rlhf("runs", "--json").json()
     shown = shop.rlhf("show", run["run_id"], "--json").json()
     assert run["state"] == "completed"
