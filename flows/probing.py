@@ -9,19 +9,21 @@ from rlhf_core.config import Site
 from rlhf_core.errors import RunFailed
 from rlhf_core.launch.prepare import prepare
 from rlhf_core.launch.start import job_request
-from rlhf_core.run_dir import AttemptDir, RunDir, read_model, remove_tree, write_model
+from rlhf_core.run_dir import AttemptDir, RunDir, read_model, read_tail, remove_tree, write_model
 from rlhf_core.scheduler.base import JobState, JobStatus, Scheduler
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.probe import ProbeReport
 from rlhf_core.schemas.reports import AttemptOutcome
 from rlhf_core.schemas.resources import Role, RolePlan, Submission
 from rlhf_core.schemas.run import RunSpec
+from rlhf_core.watchdog.evidence import scheduler_log
 
 PROBES = ".probes"
 """Folder of their run directories, beside the runs: they are no runs, and the history does not know them."""
 POLL_S = 0.5
 OUTCOME_S = 10.0
 """How long the outcome of an ended job may take to be seen."""
+LOG_TAIL_BYTES = 16 << 10
 MARGIN_S = 600
 """Time limit of the job, beside what the measurements may take: interpreters start slowly on a cold file system."""
 
@@ -73,13 +75,20 @@ def _await_report(
         if status.state is JobState.ENDED:
             ended_at_s = time.monotonic() if ended_at_s is None else ended_at_s
             if time.monotonic() - ended_at_s > OUTCOME_S:
-                why = status.reason or "no reason given"
+                why = f"{status.reason or 'no reason given'}{_said(attempt)}"
                 raise RunFailed(f"the job ended without findings ({why}). Logs: {attempt.scheduler_dir}")
         now = _in_words(submission, status)
         if now != said:
             said = now
             say(now)
         time.sleep(POLL_S)
+
+
+def _said(attempt: AttemptDir) -> str:
+    """What srun said about a node whose agent could not even start; empty where it said nothing."""
+    log = scheduler_log(attempt)
+    lines = read_tail(log, LOG_TAIL_BYTES).splitlines() if log is not None else []
+    return next((f"; {line.strip()}" for line in lines if line.startswith(("srun: error", "slurmstepd: error"))), "")
 
 
 def _in_words(submission: Submission, status: JobStatus) -> str:
