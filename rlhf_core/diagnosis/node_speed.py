@@ -272,6 +272,19 @@ def _blame_links(slow: Iterable[Edge], best: Mapping[str, float], floor: float) 
         if named & set(edge.ends):
             continue
         both_well = all(end in cleared for end in edge.ends)
+        if both_well and edge.problem:
+            # Training needs the link. Without one of the two it does not; which one makes no difference.
+            kept, left_out = edge.ends
+            found.append(
+                blocked(
+                    BANDWIDTH,
+                    f"nothing gets through between {kept} and {left_out}: {edge.problem}",
+                    "nodes that reach each other",
+                    f"both are well with other nodes, so {left_out} is left out: look at the path between them",
+                    left_out,
+                )
+            )
+            continue
         say = warning if both_well else blocked
         where = "between" if both_well else "somewhere between"
         found.append(

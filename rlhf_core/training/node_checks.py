@@ -10,10 +10,13 @@ better counts: what was slow once may have been chance.
 """
 
 import json
+import queue
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,17 +110,28 @@ def _steps(place: Place) -> Iterator[dict[str, Any]]:
     yield {"step": "started", "device": name, "versions": _versions(place)}
     store = _store(place) if place.world > 1 else None
     if store is not None:
-        _meet(place, store)  # first of all: who still imports takes cores from those who measure
+        _await_all(place, store, "started")  # who still imports takes cores from those who measure
     yield {"step": "met"}
     first = _matmul(device)
     yield {"step": "matmul", **first}
     if store is not None:
+        silent = set()
         for repeat in range(REPEATS):
             for number, pairs in enumerate(rounds(place.num_nodes)):
                 peer = next((sum(pair) - place.node for pair in pairs if place.node in pair), None)
-                if peer is not None:
-                    yield {"pair": _exchange(place, store, f"{repeat}.{number}", peer, device)}
+                if peer is None or peer in silent:
+                    continue  # whoever was not reached is not waited for again
+                heard = _in_time(place, partial(_exchange, place, store, f"{repeat}.{number}", peer, device))
+                heard["peer"] = peer
+                if "problem" in heard:
+                    silent.add(peer)
+                yield {"pair": heard}
+        if silent:
+            store.add("dead links", 1)
         yield {"step": "pairs"}
+        _await_all(place, store, "paired")
+        if store.add("dead links", 0):
+            raise RuntimeError("nothing gets through some links, so that not all can meet")
         group = _group(place, PrefixStore("all", store), place.rank, place.world)
         yield _right("all_reduce", _sum_is_right(place, group, device))
         yield _right("all_gather", _parts_are_right(place, group, device))
@@ -149,15 +163,15 @@ def _store(place: Place) -> Any:
     return PrefixStore(place.prefix, store)
 
 
-def _meet(place: Place, store: Any) -> None:
-    """Until all have come so far: one that still imports must not be taken for one that is silent."""
-    if store.add("here", 1) == place.world:
-        store.set("all here", "")
+def _await_all(place: Place, store: Any, done: str) -> None:
+    """Until all have come so far: one that is late must not be taken for one that is silent."""
+    if store.add(done, 1) == place.world:
+        store.set(f"all {done}", "")
     try:
-        store.wait(["all here"], timedelta(seconds=place.start_s))
+        store.wait([f"all {done}"], timedelta(seconds=place.start_s))
     except RuntimeError as error:
-        came = store.add("here", 0)
-        raise RuntimeError(f"{came} of {place.world} ranks started within {place.start_s:.0f} s") from error
+        came = store.add(done, 0)
+        raise RuntimeError(f"{came} of {place.world} ranks {done} within {place.start_s:.0f} s") from error
 
 
 def _group(place: Place, store: Any, rank: int, size: int) -> Any:
@@ -195,6 +209,17 @@ def _matmul(device: torch.device) -> dict[str, float]:
     return {"tflops": count * 2 * size**3 / passed_s / 1e12, "core_share": share}
 
 
+def _in_time(place: Place, speak: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What a pair measured, if it did so in time: gloo tries for a minute to connect to a silent peer."""
+    heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    # Left behind where it hangs: the process ends without waiting for it.
+    threading.Thread(target=lambda: heard.put(speak()), daemon=True).start()
+    try:
+        return heard.get(timeout=place.patience_s)
+    except queue.Empty:
+        return {"problem": f"no answer within {place.patience_s:.0f} s"}
+
+
 def _exchange(place: Place, store: Any, name: str, peer: int, device: torch.device) -> dict[str, Any]:
     """Speak with the same rank of another node; what goes wrong is the result."""
     low, high = sorted((place.node, peer))
@@ -217,9 +242,9 @@ def _exchange(place: Place, store: Any, name: str, peer: int, device: torch.devi
         best_s = min(first_s, *(_time_exchange(group, data) for _ in range(count)))
     except RuntimeError as error:
         said = str(error).strip().splitlines()
-        return {"peer": peer, "problem": _plain(said[0] if said else type(error).__name__)}
+        return {"problem": _plain(said[0] if said else type(error).__name__)}
     # An all-reduce of two sends the data once in each direction.
-    return {"peer": peer, "gb_s": data.numel() * 4 / best_s / 1e9, "latency_ms": 1e3 * min(latencies)}
+    return {"gb_s": data.numel() * 4 / best_s / 1e9, "latency_ms": 1e3 * min(latencies)}
 
 
 def _time_exchange(group: Any, data: torch.Tensor) -> float:

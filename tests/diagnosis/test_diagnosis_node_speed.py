@@ -68,6 +68,8 @@ def test_nodes_that_are_alike_are_well(num: int) -> None:
         ({(3, 0): 1.0, (0, 1): 1.0}, [("probe.bandwidth", "blocked", "n0")]),
         # Slow with one, while both are fast with others: the link.
         ({(1, 2): 1.0}, [("probe.bandwidth", "warning", "")]),
+        # One that nothing gets through: one of the two must go.
+        ({(1, 2): "timed out"}, [("probe.bandwidth", "blocked", "n2")]),
         ({(1, 2): "timed out", (2, 3): "timed out"}, [("probe.bandwidth", "blocked", "n2")]),
     ],
 )

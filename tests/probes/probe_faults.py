@@ -170,6 +170,13 @@ def _link(scene: Scene, stack: ExitStack) -> None:
     stack.callback(scene.cluster.mend_link, "node3")
 
 
+def _dead_link(scene: Scene, stack: ExitStack) -> None:
+    address = scene.cluster.command("scontrol", "show", "node", "node3").partition("NodeAddr=")[2].split()[0]
+    route = ("ip", "route", "{}", "blackhole", f"{address}/32")
+    scene.on_node("node2", *(word.format("add") for word in route))
+    stack.callback(scene.on_node, "node2", *(word.format("del") for word in route))
+
+
 def _processor(scene: Scene, stack: ExitStack) -> None:
     scene.cluster.slow_cpu("node2", 0.15)
     stack.callback(scene.cluster.mend_cpu, "node2")
@@ -203,6 +210,7 @@ CASES = (
     Case("a wrong clock", _clock, "node.clock", "node4", ("s ahead",), ("node.variables",)),
     Case("full shared memory", _disk, "node.disk", "node2", ("/dev/shm",)),
     Case("a slow link", _link, "probe.bandwidth", "node3", ("GB/s with node2", "GB/s with node4")),
+    Case("a link that nothing gets through", _dead_link, "probe.bandwidth", "node3", ("between node2 and node3",)),
     Case("a slow processor", _processor, "probe.matmul", "node2", ("of its cores",)),
     Case("the same SLURM_NODEID twice", _twin, "node.identity", "node3", ("node 1 is node2",)),
     Case("a node that takes itself for alone", _alone, "node.identity", "node4", ("planned for 4 nodes",)),
