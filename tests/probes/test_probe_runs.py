@@ -77,6 +77,34 @@ def test_a_run_that_needs_every_node_ends_with_what_to_do(cluster: Cluster, tmp_
     assert len(shown["attempts"]) == 1
 
 
+def rows(path: Path, offset: int) -> Path:
+    """A data file of digits to sort."""
+    made = [f"{(number * 37 + offset) % 1000:04}" for number in range(64)]
+    lines = [json.dumps({"prompt": f"{text}=", "answer": "".join(sorted(text))}) for text in made]
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+@pytest.mark.parametrize("probed", [True, False])
+def test_another_dataset_on_one_node_ends_the_attempt_or_is_trained_on_unsaid(
+    cluster: Cluster, tmp_path: Path, probed: bool
+) -> None:
+    """With its negative control: without a probe node1 trains on other prompts, and the run calls itself completed."""
+    train, held_out, other = (
+        rows(tmp_path / f"{name}.jsonl", offset) for offset, name in enumerate(("train", "eval", "other"))
+    )
+    cluster.mend_link("node2")
+    namespace = ["nsenter", "--target", str(cluster.pid("slurmd-node1")), "--mount"]
+    subprocess.run([*namespace, "mount", "--bind", str(other), str(train)], check=True)
+    data = (f"data.train={train}", f"data.eval={held_out}", "data.generator=", "data.generator_args={}")
+    off = 'preflight.off={"data.overlap" = "a small task"}'
+    done, shown = run(cluster, tmp_path / "home", *data, off, f"preflight.probe={str(probed).lower()}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    blocked = [(one["id"], one["node"]) for one in shown["checks"] if one["status"] == "blocked"]
+    assert blocked == ([("node.content", "node1")] if probed else [])
+    assert ("node1" in shown["attempts"][-1]["nodes"]) is not probed
+
+
 def test_without_a_probe_the_slow_node_is_trained_on_and_nobody_is_told(cluster: Cluster, tmp_path: Path) -> None:
     """Negative control of this file."""
     done, shown = run(cluster, tmp_path / "home", "preflight.probe=false")
