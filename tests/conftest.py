@@ -17,11 +17,16 @@ os.environ.update(
     }
 )
 
+SITE_VARIABLES = ("RLHF_RUNS", "RLHF_DATABASE_URL", "RLHF_SCHEDULER", "RLHF_COMPUTE_PYTHON", "PREFECT_API_URL")
+"""Settings of the person who runs the tests. Gone at once: fixtures of a whole session come before those of a test."""
+for _variable in SITE_VARIABLES:
+    os.environ.pop(_variable, None)
+
 
 @pytest.fixture(autouse=True)
 def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Site settings of this test alone: a fresh RLHF_HOME and no setting of the person who runs the tests."""
-    for variable in ("RLHF_RUNS", "RLHF_DATABASE_URL", "RLHF_SCHEDULER", "RLHF_COMPUTE_PYTHON", "PREFECT_API_URL"):
+    for variable in SITE_VARIABLES:
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("RLHF_HOME", str(tmp_path / "rlhf-home"))
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect-home"))
