@@ -1,7 +1,14 @@
 """Kills a controller at a point of its life: every effect that is wrapped is a point before and a point after it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+import pytest
+
+from rlhf_core.launch.journal import Journal
 
 
 class Killed(BaseException):
@@ -30,3 +37,15 @@ class Points:
         if self.passed == self._kill_at:
             raise Killed
         self.passed += 1
+
+    @contextmanager
+    def at_every_effect(self, scheduler: Any, *writers: ModuleType) -> Iterator[None]:
+        """Points around all that a controller does to the world: journal, files that these modules write, scheduler."""
+        with pytest.MonkeyPatch.context() as patch:
+            for module in writers:
+                patch.setattr(module, "write_model", self.around(module.write_model))
+            patch.setattr(Journal, "_write", self.around(Journal._write))
+            patch.setattr(Path, "rename", self.around(Path.rename))
+            for name in ("find", "submit", "cancel"):
+                patch.setattr(scheduler, name, self.around(getattr(scheduler, name)))
+            yield

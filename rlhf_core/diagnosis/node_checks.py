@@ -7,7 +7,7 @@ together with what differs.
 
 import fnmatch
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
@@ -174,7 +174,7 @@ def compare(facts: Mapping[int, NodeFacts], ahead_s: Mapping[int, float], plan: 
     Returns:
         All findings. One that is blocked names its node, unless no single node is to blame.
     """
-    found = [*_missing(facts, plan)]
+    found = missing({one.node for one in facts.values()}, plan)
     found += [complaint for index in sorted(facts) for complaint in facts[index].complaints]
     there = {index: one for index, one in sorted(facts.items()) if one.index >= 0}
     found += _launch(there, plan)
@@ -188,9 +188,9 @@ def compare(facts: Mapping[int, NodeFacts], ahead_s: Mapping[int, float], plan: 
     troubled = {result.id for result in found}
     compared = f"the same on all {len(there)} nodes" if len(there) > 1 else "one node, nothing to compare with"
     agreed = (LAUNCH, VARIABLES, VERSIONS, CONTENT, HARDWARE, CLOCK)
-    found += [_passed(check, compared) for check in agreed if check.id not in troubled]
+    found += [passed(check, compared) for check in agreed if check.id not in troubled]
     own = (GPU_HEALTH, DISK, LIMITS, SHARED_FILES, NETWORK, PTRACE)
-    found += [_passed(check, f"well on all {len(there)} nodes") for check in own if check.id not in troubled]
+    found += [passed(check, f"well on all {len(there)} nodes") for check in own if check.id not in troubled]
     return found
 
 
@@ -206,7 +206,8 @@ def warning(check: NodeCheck, found: str, expected: str, advice: str, node: str 
     return blocked(check, found, expected, advice, node).model_copy(update={"status": CheckStatus.WARNING})
 
 
-def _passed(check: NodeCheck, found: str) -> CheckResult:
+def passed(check: NodeCheck, found: str) -> CheckResult:
+    """All is well."""
     return CheckResult(id=check.id, status=CheckStatus.PASSED, found=found)
 
 
@@ -321,8 +322,8 @@ _CONTENT_ADVICE = (
 )
 
 
-def _missing(facts: Mapping[int, NodeFacts], plan: Plan) -> list[CheckResult]:
-    known = {one.node for one in facts.values()}
+def missing(known: Collection[str], plan: Plan) -> list[CheckResult]:
+    """Findings about planned nodes that are not among those known."""
     return [
         blocked(
             MISSING,

@@ -15,8 +15,8 @@ from rlhf_core.diagnosis.node_checks import (
     BANDWIDTH,
     LATENCY,
     MATMUL,
-    NodeCheck,
     blocked,
+    passed,
     warning,
 )
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
@@ -68,7 +68,7 @@ def judge_speed(
     troubled = {result.id for result in found}
     if any(result.id == ANSWER.id and result.status is CheckStatus.PASSED for result in found) and len(speeds) > 1:
         found += [
-            _passed(check, what)
+            passed(check, what)
             for check, what in ((ALL_REDUCE, "every rank got the right sum"), (ALL_GATHER, "every rank got all parts"))
             if check.id not in troubled
         ]
@@ -118,10 +118,6 @@ def edges(speeds: Mapping[int, NodeSpeed]) -> list[Edge]:
     return found
 
 
-def _passed(check: NodeCheck, found: str) -> CheckResult:
-    return CheckResult(id=check.id, status=CheckStatus.PASSED, found=found)
-
-
 def _answers(speeds: Mapping[int, NodeSpeed]) -> list[CheckResult]:
     """Ranks that did not get through. Those that came least far are to blame; the others only waited for them."""
     places = {
@@ -144,7 +140,7 @@ def _answers(speeds: Mapping[int, NodeSpeed]) -> list[CheckResult]:
     if wrong:
         return wrong
     if all(place == len(STEPS) - 1 for place in places.values()):
-        return [_passed(ANSWER, f"all {len(places)} ranks got through")] if places else []
+        return [passed(ANSWER, f"all {len(places)} ranks got through")] if places else []
     least = min(places.values())
     slow_nodes = dict.fromkeys(node for (node, _), place in places.items() if place == least)
     everybody = len(slow_nodes) == len(speeds) and len(speeds) > 1
@@ -204,7 +200,7 @@ def _matmul(
             expected = f"about the {_tflops(earlier)} that this node had before"
             found.append(warning(MATMUL, what, expected, advice, one.node))
     slowest = min(one.matmul_tflops for one in measured)
-    return found or [_passed(MATMUL, f"{_tflops(slowest)} to {_tflops(max(one.matmul_tflops for one in measured))}")]
+    return found or [passed(MATMUL, f"{_tflops(slowest)} to {_tflops(max(one.matmul_tflops for one in measured))}")]
 
 
 def _tflops(value: float) -> str:
@@ -240,7 +236,7 @@ def _links(
             )
     if not found:
         speeds_ = [edge.gb_s for edge in links]
-        found = [_passed(BANDWIDTH, f"{_gb_s(min(speeds_))} to {_gb_s(max(speeds_))} between {len(best)} nodes")]
+        found = [passed(BANDWIDTH, f"{_gb_s(min(speeds_))} to {_gb_s(max(speeds_))} between {len(best)} nodes")]
     return [*found, *_latency([edge for edge in links if not edge.problem], floors)]
 
 
@@ -314,7 +310,7 @@ def _latency(links: Iterable[Edge], floors: Floors) -> list[CheckResult]:
                 "look whether the right network interface is used",
             )
         ]
-    return [_passed(LATENCY, f"{min(edge.latency_ms for edge in links):.2f} to {worst.latency_ms:.2f} ms")]
+    return [passed(LATENCY, f"{min(edge.latency_ms for edge in links):.2f} to {worst.latency_ms:.2f} ms")]
 
 
 def _gb_s(value: float) -> str:

@@ -13,7 +13,7 @@ from rlhf_core.launch.lease import user_name
 from rlhf_core.run_dir import RunDir, new_run_id, remove_tree, write_model, write_text
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.journal import RunCreated
-from rlhf_core.schemas.run import RunSpec, StoredSpec
+from rlhf_core.schemas.run import BUILT_TOKENIZERS, RunSpec, StoredSpec
 
 DIFF_LIMIT_BYTES = 4 << 20
 """Longest diff that is kept; a longer one is cut and says so."""
@@ -30,7 +30,7 @@ def absolute_paths(spec: RunSpec, folder: Path) -> RunSpec:
         return str(Path(os.path.normpath(folder / Path(text).expanduser()))) if text else text
 
     tokenizer = spec.model.tokenizer
-    if tokenizer not in ("", "char", "byte", "bpe"):
+    if tokenizer not in ("", *BUILT_TOKENIZERS):
         tokenizer = absolute(tokenizer)
     return spec.model_copy(
         update={

@@ -23,7 +23,7 @@ from rlhf_core.preflight.plugins import load_plugins
 from rlhf_core.run_dir import CheckpointDir
 from rlhf_core.schemas.content import ContentReport
 from rlhf_core.schemas.resources import Inventory
-from rlhf_core.schemas.run import ModelSpec, RunSpec
+from rlhf_core.schemas.run import BUILT_TOKENIZERS, ModelSpec, RunSpec
 
 IMPORT_TIMEOUT_S = 120.0
 """Longest a user's module may take to import. Generous: a cold shared file system is slow."""
@@ -331,7 +331,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 def look_at_tokenizer(model: ModelSpec) -> str:
     """Why the tokenizer is no tokenizer folder; empty when it is one, or is built."""
-    if model.tokenizer in ("char", "byte", "bpe"):
+    if model.tokenizer in BUILT_TOKENIZERS:
         return ""
     folder = Path(model.tokenizer or model.path)
     if not model.tokenizer and not folder.is_dir():

@@ -27,6 +27,10 @@ ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 OptionalImportPath = Annotated[str, Field(pattern=r"^([A-Za-z_][\w.]*:[A-Za-z_]\w*)?$")]
 
 
+BUILT_TOKENIZERS = ("char", "byte", "bpe")
+"""Values of `model.tokenizer` that are built from the data; others are folders."""
+
+
 class ModelSpec(Schema):
     """Which model is trained, and with which tokenizer."""
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core.errors import RlhfError
 from rlhf_core.schemas.content import ContentReport, SplitLook, TokenizerLook
-from rlhf_core.schemas.run import RunSpec
+from rlhf_core.schemas.run import BUILT_TOKENIZERS, RunSpec
 from rlhf_core.training.data import Split, load_data
 from rlhf_core.training.trials import try_rewards
 from rlhf_core.training.types import Row
@@ -98,13 +98,13 @@ def _read(spec: RunSpec) -> tuple[dict[str, SplitLook], dict[str, list[Row]]]:
 def _tokenizer(
     spec: RunSpec, rows: Mapping[str, Sequence[Row]]
 ) -> "tuple[PreTrainedTokenizerBase | None, TokenizerLook]":
-    from rlhf_core.training.tokenizers import BUILT_KINDS, build_tokenizer, load_tokenizer
+    from rlhf_core.training.tokenizers import build_tokenizer, load_tokenizer
 
     kind = spec.model.tokenizer
     texts = [text for row in rows["train"] for text in (row.prompt, row.target)]
     tokenizer: PreTrainedTokenizerBase
     try:
-        if kind in BUILT_KINDS and not spec.model.path:
+        if kind in BUILT_TOKENIZERS and not spec.model.path:
             tokenizer = build_tokenizer(kind, texts, spec.model.tokenizer_vocab_size)
         else:
             tokenizer = load_tokenizer(Path(kind or spec.model.path))

@@ -15,8 +15,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rlhf_core.errors import BadConfig
 from rlhf_core.run_dir import RunDir, remove_tree
-from rlhf_core.schemas.run import RunSpec
-from rlhf_core.training.tokenizers import BUILT_KINDS, VOCAB_MULTIPLE, build_tokenizer, load_tokenizer
+from rlhf_core.schemas.run import BUILT_TOKENIZERS, RunSpec
+from rlhf_core.training.tokenizers import VOCAB_MULTIPLE, build_tokenizer, load_tokenizer
 from rlhf_core.training.types import Row
 
 __all__ = [
@@ -53,7 +53,7 @@ def prepare_initial_model(spec: RunSpec, run_dir: RunDir, rows: Iterable[Row]) -
     if run_dir.initial_model.is_dir():
         return run_dir.initial_model
     tokenizer: PreTrainedTokenizerBase
-    if spec.model.tokenizer in BUILT_KINDS:
+    if spec.model.tokenizer in BUILT_TOKENIZERS:
         texts = (text for row in rows for text in (row.prompt, row.target))
         tokenizer = build_tokenizer(spec.model.tokenizer, texts, spec.model.tokenizer_vocab_size)
     else:
@@ -77,7 +77,7 @@ def tokenizer_folder(spec: RunSpec, model_path: Path) -> Path:
     """
     if not spec.model.path or not spec.model.tokenizer:
         return model_path
-    if spec.model.tokenizer in BUILT_KINDS:
+    if spec.model.tokenizer in BUILT_TOKENIZERS:
         raise BadConfig(
             f'found model.tokenizer = "{spec.model.tokenizer}" with model.path = "{spec.model.path}"; a model that '
             f"exists brings its own tokenizer: leave model.tokenizer out, or name the folder of one that fits it"

@@ -107,7 +107,7 @@ def _steps(place: Place) -> Iterator[dict[str, Any]]:
         name = torch.cuda.get_device_name(device)
     else:
         name = f"cpu x {torch.get_num_threads()} threads"
-    yield {"step": "started", "device": name, "versions": _versions(place)}
+    yield {"step": "started", "device": name}
     store = _store(place) if place.world > 1 else None
     if store is not None:
         _await_all(place, store, "started")  # who still imports takes cores from those who measure
@@ -141,14 +141,6 @@ def _steps(place: Place) -> Iterator[dict[str, Any]]:
 
 def _right(step: str, problem: str) -> dict[str, Any]:
     return {"step": step, "problem": f"{step}: {problem}"} if problem else {"step": step}
-
-
-def _versions(place: Place) -> dict[str, str]:
-    """What only the libraries themselves know."""
-    found = {"torch's CUDA": str(torch.version.cuda)}
-    if place.gpu:
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found
 
 
 def _store(place: Place) -> Any:

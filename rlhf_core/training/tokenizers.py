@@ -12,9 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf_core.errors import BadConfig
-
-BUILT_KINDS = ("char", "byte", "bpe")
-"""Values of ``model.tokenizer`` that mean a tokenizer built here; everything else is a folder."""
+from rlhf_core.schemas.run import BUILT_TOKENIZERS
 
 VOCAB_MULTIPLE = 64
 """Vocabularies are rounded up to this: matrix kernels like it."""
@@ -48,7 +46,9 @@ def build_tokenizer(kind: str, texts: Iterable[str], vocab_size: int) -> PreTrai
     elif kind == "bpe":
         core = _bpe(texts, vocab_size)
     else:
-        raise BadConfig(f'found tokenizer "{kind}", which is none that can be built: expected {", ".join(BUILT_KINDS)}')
+        raise BadConfig(
+            f'found tokenizer "{kind}", which is none that can be built: expected {", ".join(BUILT_TOKENIZERS)}'
+        )
     size = core.get_vocab_size()
     reserved = [f"<|reserved_{number}|>" for number in range(-size % VOCAB_MULTIPLE)]
     core.add_special_tokens([*_SPECIAL, *reserved])

@@ -20,11 +20,11 @@ from pydantic import ValidationError
 
 import rlhf_core
 from rlhf_core.diagnosis import node_checks
-from rlhf_core.diagnosis.node_checks import NodeCheck, blocked, warning
+from rlhf_core.diagnosis.node_checks import blocked, warning
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.probe import NodeFacts
-from rlhf_core.schemas.run import RunSpec
+from rlhf_core.schemas.run import BUILT_TOKENIZERS, RunSpec
 from rlhf_core.worker.gpu_telemetry import GpuTelemetry
 from rlhf_core.worker.nodes import Nodes, interface_of
 
@@ -64,7 +64,8 @@ def gather(
     hardware = {"cores": str(len(os.sched_getaffinity(0)))}
     versions = package_versions()
     if gpus:
-        found, driver = _gpus(complaints, nodes.name)
+        found, driver, trouble = _gpus()
+        complaints += trouble
         hardware |= found
         versions |= driver
     return NodeFacts(
@@ -120,7 +121,7 @@ def content(run_dir: RunDir, attempt: int, spec: RunSpec) -> dict[str, str]:
         "data.train": _path(spec.data.train),
         "data.eval": _path(spec.data.eval),
         "model.path": _path(spec.model.path),
-        "model.tokenizer": None if spec.model.tokenizer in ("char", "byte", "bpe") else _path(spec.model.tokenizer),
+        "model.tokenizer": None if spec.model.tokenizer in BUILT_TOKENIZERS else _path(spec.model.tokenizer),
     }
     return {name: fingerprint(path) for name, path in sources.items() if path is not None}
 
@@ -243,42 +244,39 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def _gpus(complaints: list[CheckResult], node: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Number and types of the GPUs that work, and the driver's version; what is wrong with one becomes a complaint."""
+def _gpus() -> tuple[dict[str, str], dict[str, str], list[CheckResult]]:
+    """Number and types of the GPUs that work, the driver's version, and what is wrong with one of them."""
     try:
         telemetry = GpuTelemetry()
     except OSError as error:
-        complaints.append(
-            blocked(node_checks.GPU_HEALTH, f"the driver does not answer: {error}", "NVML", "run nvidia-smi there")
-        )
-        return {"gpus": "0"}, {}
+        silent = blocked(node_checks.GPU_HEALTH, f"the driver does not answer: {error}", "NVML", "run nvidia-smi there")
+        return {"gpus": "0"}, {}, [silent]
     readings = telemetry.read()
     names = telemetry.names()
     lost = {name.partition("_")[0] for name, value in readings.items() if name.endswith("_lost") and value}
+    trouble = []
     for name, value in sorted(readings.items()):
         device, _, what = name.partition("_")
         said = _GPU_TROUBLE.get(what)
         if said is not None and value:
-            check, make, text = said
+            say, text = said
             advice = "leave the node alone until the GPU was reset or changed; `nvidia-smi -q` has the details"
-            complaints.append(make(check, f"{device}: {text.format(value)}", "a GPU without errors", advice))
+            what_is = f"{device}: {text.format(value)}"
+            trouble.append(say(node_checks.GPU_HEALTH, what_is, "a GPU without errors", advice))
     working = [name for index, name in enumerate(names) if f"gpu{index}" not in lost]
     types = ", ".join(sorted(set(working)))
-    return {"gpus": str(len(working)), "gpu_types": types}, {"nvidia-driver": telemetry.driver()}
+    return {"gpus": str(len(working)), "gpu_types": types}, {"nvidia-driver": telemetry.driver()}, trouble
 
 
 _Say = Callable[..., CheckResult]
-_GPU_TROUBLE: Mapping[str, tuple[NodeCheck, _Say, str]] = {
-    "ecc_uncorrected": (
-        node_checks.GPU_HEALTH,
-        blocked,
-        "{:.0f} uncorrected memory errors since its driver was loaded",
-    ),
-    "xid": (node_checks.GPU_HEALTH, blocked, "Xid {:.0f}"),
-    "lost": (node_checks.GPU_HEALTH, blocked, "has fallen off the bus"),
-    "throttle_thermal": (node_checks.GPU_HEALTH, warning, "slowed down by heat before anything runs"),
-    "throttle_power_brake": (node_checks.GPU_HEALTH, blocked, "slowed down by its power supply"),
+_GPU_TROUBLE: Mapping[str, tuple[_Say, str]] = {
+    "ecc_uncorrected": (blocked, "{:.0f} uncorrected memory errors since its driver was loaded"),
+    "xid": (blocked, "Xid {:.0f}"),
+    "lost": (blocked, "has fallen off the bus"),
+    "throttle_thermal": (warning, "slowed down by heat before anything runs"),
+    "throttle_power_brake": (blocked, "slowed down by its power supply"),
 }
+"""Readings of a GPU that are not 0, how grave that is, and what to say."""
 
 
 def _plugins() -> list[CheckResult]:

@@ -157,12 +157,8 @@ class Probe:
             came: Names of those that did.
         """
         confused = self.confused()
-        known = {*came, *(one.node for one in confused)}
-        facts = {
-            index: NodeFacts(node=name, index=index) for index, name in enumerate(self._plan.names) if name in known
-        }
         self._found += [complaint for one in confused for complaint in one.complaints]
-        self._found += [one for one in compare(facts, {}, self._plan) if one.id == node_checks.MISSING.id]
+        self._found += node_checks.missing({*came, *(one.node for one in confused)}, self._plan)
 
     def take_facts(
         self, facts: Mapping[int, NodeFacts], ahead_s: Mapping[int, float], broken: Mapping[str, str]

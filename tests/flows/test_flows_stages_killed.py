@@ -7,7 +7,6 @@ the way is counted, and is a point before and a point after it.
 
 import dataclasses
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 from control_fakes import FakeAgent, make_spec
@@ -17,7 +16,7 @@ from kill_points import Killed, Points
 from flows.stages import drive
 from rlhf_core.errors import RunFailed
 from rlhf_core.launch import start
-from rlhf_core.launch.journal import Journal, read_record
+from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir import RunDir
 from rlhf_core.scheduler.base import JobRequest, JobState
 from rlhf_core.schemas.attempts import AttemptState, RunState
@@ -59,12 +58,7 @@ def live(desk: Desk, run_dir: RunDir, kill_at: int | None) -> int:
     """One life of a controller; how many points it passed."""
     points = Points(kill_at)
     session = desk.controller(run_dir)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(start, "write_model", points.around(start.write_model))
-        patch.setattr(Journal, "_write", points.around(Journal._write))
-        patch.setattr(Path, "rename", points.around(Path.rename))
-        for name in ("find", "submit", "cancel"):
-            patch.setattr(desk.scheduler, name, points.around(getattr(desk.scheduler, name)))
+    with points.at_every_effect(desk.scheduler, start):
         try:
             drive(session)
         except Killed:

@@ -1,7 +1,6 @@
 """The trials in front of a run: carried out once, cancelled with it, and in its way when they fail."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from flows.trial import trials_of
 from rlhf_core.errors import LeaseLost, PreflightBlocked, RunCancelled, RunFailed
 from rlhf_core.history import queries
 from rlhf_core.launch import prepare, start
-from rlhf_core.launch.journal import Journal, read_record
+from rlhf_core.launch.journal import read_record
 from rlhf_core.preflight.trial import Rung, trial_spec
 from rlhf_core.run_dir import RunDir, new_run_id, run_dirs, write_model
 from rlhf_core.scheduler.base import JobRequest, JobState
@@ -357,13 +356,7 @@ def live(site: Desk, run_dir: RunDir, kill_at: int | None) -> int:
     """One life of a controller; how many points it passed."""
     points = Points(kill_at)
     session = site.controller(run_dir)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(start, "write_model", points.around(start.write_model))
-        patch.setattr(prepare, "write_model", points.around(prepare.write_model))
-        patch.setattr(Journal, "_write", points.around(Journal._write))
-        patch.setattr(Path, "rename", points.around(Path.rename))
-        for name in ("find", "submit", "cancel"):
-            patch.setattr(site.scheduler, name, points.around(getattr(site.scheduler, name)))
+    with points.at_every_effect(site.scheduler, start, prepare):
         try:
             drive(session)
         except Killed:

@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.errors import BadConfig
-from rlhf_core.training.tokenizers import BUILT_KINDS, build_tokenizer, load_tokenizer
+from rlhf_core.schemas.run import BUILT_TOKENIZERS
+from rlhf_core.training.tokenizers import build_tokenizer, load_tokenizer
 
 pytestmark = pytest.mark.training
 
 CORPUS = ["Natalia sold clips to 48 of her friends in April.", "48/2 = <<48/2=24>>24 clips in May.\n#### 72"] * 20
-TOKENIZERS = {kind: build_tokenizer(kind, CORPUS, 320) for kind in BUILT_KINDS}
+TOKENIZERS = {kind: build_tokenizer(kind, CORPUS, 320) for kind in BUILT_TOKENIZERS}
 
 any_text = st.text(st.characters(exclude_categories=["Cs"]))
 printable = st.text("".join(c for c in string.printable if c.isprintable()) + "\n")
@@ -43,7 +44,7 @@ def test_other_characters_are_shown_as_unknown() -> None:
     assert round_trip(TOKENIZERS["char"], "a é") == "a <|unk|>"
 
 
-@pytest.mark.parametrize("kind", BUILT_KINDS)
+@pytest.mark.parametrize("kind", BUILT_TOKENIZERS)
 def test_every_number_has_a_visible_text(kind: str) -> None:
     tokenizer = TOKENIZERS[kind]
     assert len(tokenizer) % 64 == 0
@@ -51,7 +52,7 @@ def test_every_number_has_a_visible_text(kind: str) -> None:
     assert all(tokenizer.decode([number]) for number in range(len(tokenizer)))
 
 
-@pytest.mark.parametrize("kind", BUILT_KINDS)
+@pytest.mark.parametrize("kind", BUILT_TOKENIZERS)
 def test_a_saved_tokenizer_loads_alike(kind: str, tmp_path: Path) -> None:
     built = TOKENIZERS[kind]
     built.save_pretrained(tmp_path)
@@ -64,7 +65,7 @@ def test_a_saved_tokenizer_loads_alike(kind: str, tmp_path: Path) -> None:
     assert loaded.chat_template == built.chat_template
 
 
-@pytest.mark.parametrize("kind", BUILT_KINDS)
+@pytest.mark.parametrize("kind", BUILT_TOKENIZERS)
 def test_a_chat_turn_ends_with_the_end_token(kind: str) -> None:
     tokenizer = TOKENIZERS[kind]
     messages = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
