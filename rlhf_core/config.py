@@ -13,13 +13,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 
 from rlhf_core.errors import BadConfig
+from rlhf_core.schemas.base import Schema
 from rlhf_core.schemas.run import RunSpec, SlurmSpec
+from rlhf_core.schemas.site import NotifySite, PrefectSite
 
 PRESETS = ("quickstart", "gsm8k", "slurm-quickstart")
 """Names that may be given instead of a config file; the files ship with the package."""
@@ -296,6 +298,10 @@ class Site:
     """``RLHF_MAX_RESTARTS_PER_HOUR``: restarts and new attempts of all runs of the history in an hour, above which
     further attempts wait (default 60). When everything fails the cluster is at fault, and jobs that come back at once
     make it worse."""
+    prefect: PrefectSite = dataclasses.field(default_factory=PrefectSite)
+    """``[prefect]``: how ``rlhf up`` sets Prefect up."""
+    notify: NotifySite = dataclasses.field(default_factory=NotifySite)
+    """``[notify]``: who is told what."""
     slurm: SlurmSpec = dataclasses.field(default_factory=SlurmSpec)
     """``[slurm]``: a table of ``rlhf.toml`` with the settings of the section ``slurm`` of a run: what every job asks
     of Slurm, unless its run says otherwise. Lists and variables of both are used."""
@@ -308,7 +314,15 @@ _SITE_KEYS = {
     "compute_python": "RLHF_COMPUTE_PYTHON",
     "max_restarts_per_hour": "RLHF_MAX_RESTARTS_PER_HOUR",
 }
+_SITE_TABLES = ("prefect", "notify", "slurm")
+_SECRETS = {
+    "prefect": {"database_url": "RLHF_PREFECT_DATABASE_URL"},
+    "notify": {"webhook_url": "RLHF_NOTIFY_WEBHOOK_URL"},
+}
+"""What may hold a password, and the variable that keeps it out of files."""
 SCHEDULERS = ("local", "slurm")
+
+Table = TypeVar("Table", bound=Schema)
 
 
 def load_site(environ: Mapping[str, str] | None = None) -> Site:
@@ -333,7 +347,9 @@ def load_site(environ: Mapping[str, str] | None = None) -> Site:
         scheduler=scheduler,
         compute_python=settings.get("compute_python") or sys.executable,
         max_restarts_per_hour=_whole_number("max_restarts_per_hour", settings.get("max_restarts_per_hour", "60")),
-        slurm=_site_slurm(home / "rlhf.toml", settings.get("slurm", {})),
+        prefect=_site_table(PrefectSite, "prefect", home, settings, environment),
+        notify=_site_table(NotifySite, "notify", home, settings, environment),
+        slurm=_site_table(SlurmSpec, "slurm", home, settings, environment),
     )
 
 
@@ -343,12 +359,19 @@ def _whole_number(key: str, text: str) -> int:
     return int(text)
 
 
-def _site_slurm(path: Path, table: Any) -> SlurmSpec:
+def _site_table(
+    schema: type[Table], name: str, home: Path, settings: Mapping[str, Any], environment: Mapping[str, str]
+) -> Table:
+    """A table of ``rlhf.toml``; environment variables of its own win."""
+    table = settings.get(name, {})
+    secrets = {
+        field: environment[variable] for field, variable in _SECRETS.get(name, {}).items() if variable in environment
+    }
     try:
-        return SlurmSpec.model_validate(table)
+        return schema.model_validate({**table, **secrets} if isinstance(table, dict) else table)
     except ValidationError as error:
-        problems = [_explain({**detail, "loc": ("slurm", *detail["loc"])}) for detail in error.errors()]
-    raise BadConfig(f"{path}:\n" + "\n".join(f"  {problem}" for problem in problems))
+        problems = [_explain({**detail, "loc": (name, *detail["loc"])}) for detail in error.errors()]
+    raise BadConfig(f"{home / 'rlhf.toml'}:\n" + "\n".join(f"  {problem}" for problem in problems))
 
 
 def _site_file(path: Path) -> dict[str, Any]:
@@ -359,10 +382,10 @@ def _site_file(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise BadConfig(f"cannot read the site settings {path}: {error}") from None
     for key, value in list(content.items()):
-        if key == "slurm":
+        if key in _SITE_TABLES:
             continue
         if key not in _SITE_KEYS:
-            keys = [*_SITE_KEYS, "slurm"]
+            keys = [*_SITE_KEYS, *_SITE_TABLES]
             near = difflib.get_close_matches(key, keys, n=1)
             hint = f'did you mean "{near[0]}"?' if near else f"the keys are {', '.join(keys)}"
             raise BadConfig(f'{path}: unknown key "{key}"; {hint}')

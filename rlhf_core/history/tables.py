@@ -31,7 +31,7 @@ from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeEngine
 
-SCHEMA_REVISION = "0004"
+SCHEMA_REVISION = "0005"
 """The newest migration: the schema that this program reads and writes."""
 
 VIEWS = ("run_curve", "run_lost_time", "run_goodput", "node_health")
@@ -153,6 +153,8 @@ class Run(Base):
     """Runs of one shape take about as long in every phase: see ``shape_key``."""
     trial_of: Mapped[str] = mapped_column(server_default=text("''"))
     """Run that this one tries out first; empty for a run of its own. Not a reference: either may be removed alone."""
+    tags: Mapped[list[Any]] = mapped_column(server_default=text("'[]'"))
+    """Words to find it by."""
     package_version: Mapped[str]
     code_revision: Mapped[str]
     run_dir: Mapped[str]
@@ -217,6 +219,42 @@ class Stage(Base):
     ended_at: Mapped[datetime | None]
     seconds: Mapped[float | None]
     message: Mapped[str] = mapped_column(CleanText)
+
+
+class Controller(Base):
+    """A controller that took the run. From the journal."""
+
+    __tablename__ = "controllers"
+
+    run_id: Mapped[str] = _run_id()
+    position: Mapped[int] = mapped_column(BigInteger, primary_key=True)
+    """Position of the journal line that brought it."""
+    controller: Mapped[str]
+    """User, machine, process."""
+    flow_run_id: Mapped[str]
+    """Prefect flow run that it is; empty without Prefect."""
+    flow_run_url: Mapped[str]
+    started_at: Mapped[datetime]
+
+    __table_args__ = (Index(None, "flow_run_id"),)
+
+
+class Promotion(Base):
+    """Where the promotion of a run's model stands. From the journal."""
+
+    __tablename__ = "promotions"
+
+    run_id: Mapped[str] = _run_id()
+    state: Mapped[str]
+    checkpoint_step: Mapped[int]
+    decided_by: Mapped[str]
+    """Who decided; empty while nobody has."""
+    reason: Mapped[str] = mapped_column(CleanText)
+    path: Mapped[str]
+    """Folder of the model, once it is there."""
+    asked_at: Mapped[datetime]
+    moved_at: Mapped[datetime]
+    """Last change of state."""
 
 
 class Check(Base):

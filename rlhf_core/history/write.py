@@ -34,9 +34,11 @@ from rlhf_core.schemas.journal import (
     AttemptSubmitted,
     ChecksMade,
     ControlEvent,
+    ControllerStarted,
     DecisionMade,
     IncidentFound,
     JournalLine,
+    PromotionMoved,
     RunCreated,
     RunMoved,
     StageEnded,
@@ -51,6 +53,8 @@ from rlhf_core.schemas.run import StoredSpec, shape_key
 RUNS = tables.metadata.tables["runs"]
 OFFSETS = tables.metadata.tables["ingest_offsets"]
 STAGES = tables.metadata.tables["stages"]
+CONTROLLERS = tables.metadata.tables["controllers"]
+PROMOTIONS = tables.metadata.tables["promotions"]
 CHECKS = tables.metadata.tables["checks"]
 SPEEDS = tables.metadata.tables["node_speeds"]
 ATTEMPTS = tables.metadata.tables["attempts"]
@@ -161,6 +165,7 @@ def _described_run(run_dir: str, stored: StoredSpec) -> Row:
         "spec": _as_json(spec),
         "shape": shape_key(spec),
         "trial_of": stored.trial_of,
+        "tags": list(stored.tags),
         "package_version": stored.package_version,
         "code_revision": stored.code_revision,
         "run_dir": run_dir,
@@ -231,6 +236,11 @@ def _write_journal_event(connection: Connection, run_id: str, entry: JournalEntr
             write_incidents(connection, run_id, [event.incident], _control_id(entry), "controller")
         case DecisionMade() as event:
             write_decisions(connection, run_id, [event.decision], _control_id(entry))
+        case ControllerStarted() as event:
+            row = {**event.model_dump(exclude={"kind"}), "started_at": line.time}
+            insert_or_keep(connection, CONTROLLERS, [{"run_id": run_id, "position": entry.position, **row}])
+        case PromotionMoved() as event:
+            _move_promotion(connection, run_id, event, line.time)
 
 
 def _control_id(entry: JournalEntry) -> str:
@@ -280,6 +290,20 @@ def _refuse_move(what: str, present: str | None, target: str, sources: Sequence[
         f"{what} is {present or 'unknown'} and cannot become {target}; that is possible only from "
         f"{', '.join(sources) or 'no state'}. Look into its control.jsonl"
     )
+
+
+def _move_promotion(connection: Connection, run_id: str, event: PromotionMoved, time: datetime) -> None:
+    row = {
+        "run_id": run_id,
+        "state": event.state.value,
+        "checkpoint_step": event.checkpoint_step,
+        "decided_by": event.by,
+        "reason": event.reason,
+        "path": event.path,
+        "asked_at": time,
+        "moved_at": time,
+    }
+    insert_or_replace(connection, PROMOTIONS, [row], keep=["asked_at"])
 
 
 def _start_stage(connection: Connection, run_id: str, event: StageStarted, time: datetime) -> None:
@@ -490,6 +514,11 @@ def _tell(event: ControlEvent) -> _Told:
             return _Told(incident.message, incident.attempt, incident.restart)
         case DecisionMade(decision=decision):
             return _Told(decision.reason, decision.attempt, decision.restart)
+        case ControllerStarted(controller=controller):
+            return _Told(f"{controller} drives the run")
+        case PromotionMoved(state=promotion_state, checkpoint_step=step, by=by, reason=reason):
+            why = ": ".join(part for part in (by, reason) if part)
+            return _Told(f"promotion of step {step} {promotion_state.value}" + (f" ({why})" if why else ""))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

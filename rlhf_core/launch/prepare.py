@@ -42,7 +42,14 @@ def absolute_paths(spec: RunSpec, folder: Path) -> RunSpec:
 
 
 def prepare(
-    spec: RunSpec, runs: Path, *, config_source: str, overrides: Sequence[str] = (), folder: Path | None = None
+    spec: RunSpec,
+    runs: Path,
+    *,
+    config_source: str,
+    overrides: Sequence[str] = (),
+    folder: Path | None = None,
+    owner: str = "",
+    tags: Sequence[str] = (),
 ) -> RunDir:
     """Make the directory of a new run.
 
@@ -54,6 +61,8 @@ def prepare(
         config_source: the config file, as given.
         overrides: the ``--set`` overrides, as given.
         folder: where the user is; user code and the git revision are taken from here. Default: the current folder.
+        owner: who asked. Default: the user of this process.
+        tags: words to find it by.
 
     Raises:
         RunDirError: the folder of the runs cannot be written.
@@ -63,11 +72,12 @@ def prepare(
     stored = StoredSpec(
         run_id=new_run_id(spec.name),
         created_at=utc_now(),
-        owner=user_name(),
+        owner=owner or user_name(),
         config_source=config_source,
         overrides=tuple(overrides),
         package_version=__version__,
         code_revision=git_revision(folder),
+        tags=tuple(tags),
         spec=spec,
     )
     return _make_whole(runs, stored, lambda code: keep_code(code, spec, folder, stored.code_revision))

@@ -28,12 +28,14 @@ class RunState(StrEnum):
 
 
 class StageName(StrEnum):
-    """The four steps of a run, in their order."""
+    """The steps of a run, in their order."""
 
     PREFLIGHT = "preflight"
     ALLOCATE = "allocate"
     TRAIN = "train"
     EVALUATE = "evaluate"
+    PROMOTE = "promote"
+    """Comes after the run has completed, and only where ``promote.when`` asks for it."""
 
 
 class StageState(StrEnum):
@@ -43,6 +45,23 @@ class StageState(StrEnum):
     COMPLETED = "completed"
     FAILED = "failed"
     CANCELLED = "cancelled"
+
+
+class PromotionState(StrEnum):
+    """Where the promotion of a run's model stands."""
+
+    WAITING = "waiting"
+    """A person is asked."""
+    APPROVED = "approved"
+    """To be written: a person said so, or nobody had to be asked."""
+    REFUSED = "refused"
+    """A person said no."""
+    EXPIRED = "expired"
+    """Nobody answered in time."""
+    PROMOTED = "promoted"
+    """The model directory is there, whole."""
+    FAILED = "failed"
+    """It could not be written; asking again is possible."""
 
 
 class AttemptState(StrEnum):
@@ -92,6 +111,17 @@ ATTEMPT_MOVES: dict[AttemptState, frozenset[AttemptState]] = {
     **{end: frozenset() for end in _ENDS},
 }
 """From each state of an attempt, the states it may move to."""
+
+PROMOTION_MOVES: dict[PromotionState, frozenset[PromotionState]] = {
+    PromotionState.WAITING: frozenset({PromotionState.APPROVED, PromotionState.REFUSED, PromotionState.EXPIRED}),
+    PromotionState.APPROVED: frozenset({PromotionState.PROMOTED, PromotionState.FAILED}),
+    # A person may think again, and a disk may have room again.
+    PromotionState.REFUSED: frozenset({PromotionState.WAITING, PromotionState.APPROVED}),
+    PromotionState.EXPIRED: frozenset({PromotionState.WAITING, PromotionState.APPROVED, PromotionState.REFUSED}),
+    PromotionState.FAILED: frozenset({PromotionState.WAITING, PromotionState.APPROVED, PromotionState.REFUSED}),
+    PromotionState.PROMOTED: frozenset(),
+}
+"""From each state of a promotion, the states it may move to. It begins as waiting or approved."""
 
 RUN_ENDS: frozenset[RunState] = frozenset({RunState.COMPLETED, RunState.FAILED, RunState.CANCELLED})
 """States in which nothing of the run is at work."""

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlhf_core.schemas.attempts import AttemptState, RunState, StageName, StageState
+from rlhf_core.schemas.attempts import AttemptState, PromotionState, RunState, StageName, StageState
 from rlhf_core.schemas.base import Schema
 from rlhf_core.schemas.checks import CheckResult
 from rlhf_core.schemas.failures import Decision, FailureKind, Incident
@@ -127,6 +127,34 @@ class DecisionMade(Schema):
     """What."""
 
 
+class ControllerStarted(Schema):
+    """A controller took the run."""
+
+    kind: Literal["controller_started"] = "controller_started"
+    controller: str
+    """Text that names it: user, machine, process."""
+    flow_run_id: str = ""
+    """Prefect flow run that it is; empty without Prefect."""
+    flow_run_url: str = ""
+    """Page of that flow run, as a browser of that site reaches it."""
+
+
+class PromotionMoved(Schema):
+    """The promotion of the run's model began or changed its state."""
+
+    kind: Literal["promotion_moved"] = "promotion_moved"
+    state: PromotionState
+    """The new state."""
+    checkpoint_step: int
+    """Checkpoint that is to become the model."""
+    by: str = ""
+    """Who decided; empty while nobody has."""
+    reason: str = ""
+    """Why, in a sentence for a person."""
+    path: str = ""
+    """Folder of the model, once it is there."""
+
+
 ControlEvent = Annotated[
     RunCreated
     | RunMoved
@@ -138,7 +166,9 @@ ControlEvent = Annotated[
     | AttemptSubmitted
     | AttemptMoved
     | IncidentFound
-    | DecisionMade,
+    | DecisionMade
+    | ControllerStarted
+    | PromotionMoved,
     Field(discriminator="kind"),
 ]
 

@@ -391,6 +391,23 @@ class PreflightSpec(Schema):
     """Longest time for all measurements together, in seconds; what does not answer until then is named."""
 
 
+class PromoteSpec(Schema):
+    """Whether the best checkpoint becomes a model directory that others may use."""
+
+    when: Literal["never", "approved", "always"] = "never"
+    """`never`; `approved`: after the evaluation the run waits for a person (Prefect, or `rlhf approve`); `always`:
+    nobody is asked."""
+    folder: str = ""
+    """Folder of promoted models; each becomes `<folder>/<run id>`. Empty: `promoted` beside the run directories."""
+    metric: str = ""
+    """Evaluation that decides which checkpoint is the best, by its name (`greedy`, `sampled`); empty takes the
+    first."""
+    min_gain: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    """Least gain over the evaluation before training; with less nobody is asked and nothing is promoted."""
+    timeout_h: PositiveFloat = 72.0
+    """How long a person may take, in hours; after that nothing is promoted, but `rlhf approve` still can."""
+
+
 class CodeSpec(Schema):
     """User code that the run needs."""
 
@@ -420,6 +437,7 @@ class RunSpec(Schema):
     slurm: SlurmSpec = SlurmSpec()
     preflight: PreflightSpec = PreflightSpec()
     supervise: SuperviseSpec = SuperviseSpec()
+    promote: PromoteSpec = PromoteSpec()
     code: CodeSpec = CodeSpec()
 
     @property
@@ -495,5 +513,7 @@ class StoredSpec(Schema):
     """Git revision of the folder it was started from, with ``-dirty`` if it had changes; empty outside a repository."""
     trial_of: str = ""
     """Run that this one tries out first; empty for a run of its own."""
+    tags: tuple[str, ...] = ()
+    """Words to find it by."""
     spec: RunSpec
     """The resolved spec."""

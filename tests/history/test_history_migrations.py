@@ -85,9 +85,9 @@ def test_upgrading_an_up_to_date_database_changes_nothing(store: HistoryStore, r
 
 
 def test_an_older_schema_names_the_command(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(migrate, "SCHEMA_REVISION", "0005")
+    monkeypatch.setattr(migrate, "SCHEMA_REVISION", "9998")
     with pytest.raises(
-        SchemaOutOfDate, match=r"has schema 0004, this program needs 0005. Run `rlhf db upgrade`"
+        SchemaOutOfDate, match=rf"has schema {SCHEMA_REVISION}, this program needs 9998. Run `rlhf db upgrade`"
     ) as error:
         HistoryStore(database_url)
     assert error.value.exit_code == 2
@@ -142,7 +142,7 @@ def alembic(*arguments: str, url: str, cwd: Path = CHECKOUT) -> str:
 def test_alembic_works_from_the_checkout(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/history.db"
     alembic("upgrade", "head", url=url)
-    assert "0004 (head)" in alembic("current", url=url)
+    assert f"{SCHEMA_REVISION} (head)" in alembic("current", url=url)
     assert "No new upgrade operations" in alembic("check", url=url)
     with HistoryStore(url) as store:
         assert store.run_ids() == []

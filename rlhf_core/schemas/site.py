@@ -1,0 +1,47 @@
+"""What a site says once for all of its runs, beside where things are: the tables of ``rlhf.toml``."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rlhf_core.schemas.base import Schema
+
+Port = Annotated[int, Field(ge=1, le=65535)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Occasion = Literal["failed", "completed", "cancelled", "incident", "approval"]
+
+
+class PrefectSite(Schema):
+    """``[prefect]``: how ``rlhf up`` sets Prefect up on this machine."""
+
+    host: str = "127.0.0.1"
+    """Address that server and UI listen on. On any other than loopback a password is asked for."""
+    port: Port = 4200
+    """Their port."""
+    url: str = ""
+    """Address of the UI as browsers of the site reach it (behind a proxy, say); empty takes host and port."""
+    database_url: str = ""
+    """Database of the Prefect server: `postgresql+asyncpg://user@host/name`, or empty for SQLite in the home folder. A
+    password belongs into the environment variable `RLHF_PREFECT_DATABASE_URL`, which wins."""
+    pool: str = "rlhf"
+    """Work pool of the deployments."""
+    max_runs: Annotated[int, Field(ge=1)] = 50
+    """Runs that are driven at the same time on this machine; further ones wait. Each is a process here, whatever its
+    size on the cluster."""
+    reconcile_s: Seconds = 15.0
+    """How often database, Prefect and scheduler are compared, in seconds."""
+    ingest_s: Seconds = 2.0
+    """How often the files of all active runs are read into the history, in seconds."""
+    keep_days: Annotated[int, Field(ge=1)] = 30
+    """How long Prefect keeps flow runs that have ended. The history keeps everything."""
+
+
+class NotifySite(Schema):
+    """``[notify]``: who is told what, through automations of Prefect."""
+
+    webhook_url: str = ""
+    """Address that a JSON message is posted to. One with a secret in it belongs into the environment variable
+    `RLHF_NOTIFY_WEBHOOK_URL`, which wins."""
+    on: tuple[Occasion, ...] = ("failed", "incident", "completed", "approval")
+    """What is told: a run that `failed`, was `completed` or `cancelled`; an `incident`; an `approval` that is waited
+    for."""
