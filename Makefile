@@ -41,8 +41,9 @@ $(VENV)/.test-ready: pyproject.toml constraints.txt | $(BIN)/python
 	@sh infra/system_packages.sh compiler $(PYTHON)
 	@sh infra/system_packages.sh postgresql $(PYTHON)
 	@sh infra/system_packages.sh slurm $(PYTHON) || true
-	@echo "installing rlhf-flows with its training, postgres and dev extras (some minutes the first time)"
-	$(PIP) install -c constraints.txt -e '.[training,postgres,dev]'
+	@sh infra/system_packages.sh browser $(PYTHON)
+	@echo "installing rlhf-flows with its training, postgres, export and dev extras (some minutes the first time)"
+	$(PIP) install -c constraints.txt -e '.[training,postgres,export,dev]'
 	@touch $@
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Makes sure of one group of system packages: installs with apt where this user is root, says what is missing otherwise.
-# usage: system_packages.sh python|compiler|postgresql|slurm PYTHON
+# usage: system_packages.sh python|compiler|postgresql|slurm|browser PYTHON
 set -eu
 group=$1
 python=$2
@@ -39,6 +39,11 @@ slurm)
     # Only the programs are wanted: the daemons of the packages themselves stay as they are, without a configuration.
     { command -v slurmctld && command -v slurmd && command -v sbatch && command -v munged; } >/dev/null \
         || install "a throw-away Slurm cluster (infra/slurm)" slurmctld slurmd slurm-client munge
+    ;;
+browser)
+    # Optional: without it the tests of the Prefect UI are skipped with a reason.
+    { command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null \
+        || install "tests of the Prefect UI in a real browser" chromium || true
     ;;
 *)
     echo "unknown group $group" >&2
