@@ -1,20 +1,26 @@
-"""The Prefect server of a run: the configured one, or a temporary one for as long as the run lasts."""
+"""The Prefect server: the site's own, with its settings, or a temporary one for as long as a run lasts."""
 
+import contextlib
 import ctypes
+import ipaddress
 import logging
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import time
+import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from rlhf_core.errors import PrefectUnavailable
+from flows.processes import HOME_MARKER, ServiceState, look
+from rlhf_core.config import Site
+from rlhf_core.errors import BadInput, PrefectUnavailable
 
 STARTUP_TIMEOUT_S = 180.0
 """How long a temporary server may take to answer. Its first start makes a database: 20 s, longer on a busy machine."""
@@ -24,6 +30,187 @@ ANSWER_TIMEOUT_S = 10.0
 
 NO_PREFECT = "Run without Prefect: add --no-prefect."
 
+AUTH_VARIABLE = "RLHF_PREFECT_AUTH"
+"""Variable with the password of the site's server, as ``user:password``."""
+
+DAY_S = 24 * 3600
+
+SILENCE = {
+    "DO_NOT_TRACK": "1",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_CLOUD_ENABLE_ORCHESTRATION_TELEMETRY": "false",
+    "PREFECT_TELEMETRY_ENABLE_RESOURCE_METRICS": "false",
+    "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+}
+"""Everything by which Prefect would tell others that it is used."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The server of the site
+
+
+def own_url(site: Site) -> str:
+    """Address of the API of the server that ``rlhf up`` starts, as programs on this machine reach it."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(site.prefect.host, site.prefect.host)
+    return f"http://{_in_url(host)}:{site.prefect.port}/api"
+
+
+def ui_url(site: Site) -> str:
+    """Address of its UI, as browsers reach it."""
+    if site.prefect.url:
+        return site.prefect.url.rstrip("/")
+    host = socket.gethostname() if site.prefect.host in ("0.0.0.0", "::") else site.prefect.host
+    return f"http://{_in_url(host)}:{site.prefect.port}"
+
+
+def is_public(site: Site) -> bool:
+    """Whether other machines reach the server."""
+    host = site.prefect.host
+    try:
+        return not ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host != "localhost"
+
+
+def password_file(site: Site) -> Path:
+    """Where the password of the server is kept, readable by this user alone."""
+    return site.home / "prefect" / "auth"
+
+
+def password(site: Site) -> str:
+    """The password of the site's server, as ``user:password``; empty where none is asked for.
+
+    ``RLHF_PREFECT_AUTH`` wins over the file; where neither is there and other machines reach the server, one is made
+    and kept in the file. On loopback a password is asked for when there is one.
+
+    Raises:
+        BadInput: the file is empty, or readable by others.
+    """
+    given = os.environ.get(AUTH_VARIABLE, "")
+    if given:
+        return given
+    path = password_file(site)
+    if not path.exists():
+        if not is_public(site):
+            return ""
+        _make_password(path)
+    if path.stat().st_mode & 0o077:
+        raise BadInput(f"{path} holds the password of the Prefect server and others may read it; chmod 600 {path}")
+    found = path.read_text(encoding="utf-8").strip()
+    if not found:
+        raise BadInput(f"{path} is empty, expected user:password; write one, or remove the file and one is made")
+    return found
+
+
+def _make_password(path: Path) -> None:
+    """Make one, whole or not at all; where another process was faster, its password holds."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".auth.{os.getpid()}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        os.write(descriptor, f"rlhf:{secrets.token_urlsafe(24)}\n".encode("ascii"))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    try:
+        with contextlib.suppress(FileExistsError):
+            path.hardlink_to(temporary)
+    finally:
+        temporary.unlink()
+
+
+def configured_url(environment: Mapping[str, str] = os.environ) -> str:
+    """The server that this user has configured for Prefect, in the environment or in the active profile; or empty.
+
+    Read without importing Prefect, which takes its settings when it is imported.
+    """
+    if environment.get("PREFECT_API_URL"):
+        return environment["PREFECT_API_URL"]
+    home = Path(environment.get("PREFECT_HOME") or Path.home() / ".prefect").expanduser()
+    try:
+        content = tomllib.loads((home / "profiles.toml").read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+        return ""
+    name = environment.get("PREFECT_PROFILE") or content.get("active", "")
+    return str(content.get("profiles", {}).get(name, {}).get("PREFECT_API_URL", ""))
+
+
+def connect(site: Site) -> str:
+    """Make this process use the site's server: a configured one, else the one that ``rlhf up`` started, else none.
+
+    Call it before Prefect is imported. Returns the address of the API, or an empty text.
+    """
+    quiet_settings(site.home)
+    configured = configured_url()
+    if configured and configured != own_url(site):
+        if os.environ.get(AUTH_VARIABLE):
+            os.environ.setdefault("PREFECT_API_AUTH_STRING", os.environ[AUTH_VARIABLE])
+        return configured
+    if not configured and (look(site.home, "server").state is ServiceState.STOPPED or not answers(own_url(site))):
+        return ""
+    os.environ.update(client_settings(site, own_url(site)))
+    return own_url(site)
+
+
+def client_settings(site: Site, url: str) -> dict[str, str]:
+    """What a client of a server needs. The password of the site goes to its own server only, unless it was given."""
+    settings = {"PREFECT_API_URL": url, "PREFECT_UI_URL": ui_url(site)}
+    auth = password(site) if url == own_url(site) else os.environ.get(AUTH_VARIABLE, "")
+    return {**settings, "PREFECT_API_AUTH_STRING": auth} if auth else settings
+
+
+def service_settings(site: Site) -> dict[str, str]:
+    """Environment of every service of a site: its files in the home folder, and silence towards anybody else."""
+    url = configured_url() or own_url(site)
+    return {
+        **SILENCE,
+        "RLHF_HOME": str(site.home),
+        HOME_MARKER: str(site.home),
+        "PREFECT_HOME": str(site.home / "prefect"),
+        "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
+        **client_settings(site, url),
+    }
+
+
+def server_settings(site: Site) -> dict[str, str]:
+    """Environment of the server, beside that of every service."""
+    settings = {
+        "PREFECT_API_DATABASE_CONNECTION_URL": site.prefect.database_url
+        or f"sqlite+aiosqlite:///{site.home / 'prefect' / 'prefect.db'}",
+        "PREFECT_SERVER_API_HOST": site.prefect.host,
+        "PREFECT_SERVER_API_PORT": str(site.prefect.port),
+        # Relative: whatever name a browser knows this server by, and through whatever proxy.
+        "PREFECT_UI_API_URL": "/api",
+        # Prefect copies its pages before it serves them, by default into its own package, which may be read-only.
+        "PREFECT_UI_STATIC_DIRECTORY": str(site.home / "prefect" / "ui"),
+        # Prefect lets pages of any site call the API from a browser on this machine; only its own UI has to.
+        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": ui_url(site),
+        "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
+        "PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD": str(site.prefect.keep_days * DAY_S),
+        "PREFECT_SERVER_EVENTS_RETENTION_PERIOD": f"P{site.prefect.keep_days}D",
+        "PREFECT__SERVER_FINAL": "1",
+    }
+    auth = password(site)
+    return {**settings, "PREFECT_SERVER_API_AUTH_STRING": auth} if auth else settings
+
+
+def worker_settings(site: Site) -> dict[str, str]:
+    """Environment of the worker and of the flow runs that it starts, beside that of every service.
+
+    ``PREFECT_RUNNER_CRASH_ON_CANCELLATION_FAILURE`` stays off: an outage of the server must not end the controllers of
+    healthy runs. A flow run that can no longer be cancelled for that reason is ended by the keeper.
+    """
+    del site  # the same everywhere; asked for like the settings of the server
+    return {"PREFECT_WORKER_QUERY_SECONDS": "5", "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"}
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The server of a run
+
 
 def quiet_settings(home: Path) -> None:
     """Set what Prefect reads when it is imported: no telemetry, no log lines into the progress display.
@@ -32,8 +219,7 @@ def quiet_settings(home: Path) -> None:
     imported.
     """
     quiet = {
-        "DO_NOT_TRACK": "1",
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        **SILENCE,
         # Log lines still reach the server, where they belong to the flow run.
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
         "PREFECT_LOGGING_HANDLERS_DEBUG_LEVEL": "CRITICAL",
@@ -65,7 +251,7 @@ def prefect_server(home: Path, say: Callable[[str], None]) -> Iterator[str]:
         yield configured
         return
     say(
-        "no Prefect server is configured (PREFECT_API_URL): a temporary one is started for this run; "
+        "there is no Prefect server (`rlhf up` starts one): a temporary one is started for this run; "
         "--no-prefect runs without"
     )
     with _temporary_server(home / "prefect") as url, temporary_settings({PREFECT_API_URL: url}):
@@ -103,7 +289,7 @@ def _send_what_is_queued() -> None:
 
 def _require_answer(url: str) -> None:
     deadline = time.monotonic() + ANSWER_TIMEOUT_S
-    while not _answers(url):
+    while not answers(url):
         if time.monotonic() > deadline:
             raise PrefectUnavailable(f"the Prefect server at {url} (PREFECT_API_URL) does not answer. {NO_PREFECT}")
         time.sleep(0.5)
@@ -157,13 +343,14 @@ def _start(folder: Path, log: int) -> tuple[str, "subprocess.Popen[bytes]"]:
 
 def _wait_for_answer(url: str, process: "subprocess.Popen[bytes]", deadline: float) -> bool:
     while time.monotonic() < deadline and process.poll() is None:
-        if _answers(url):
+        if answers(url):
             return True
         time.sleep(0.2)
     return False
 
 
-def _answers(url: str) -> bool:
+def answers(url: str) -> bool:
+    """Whether a Prefect server answers at an address of an API; at most two seconds. No password is needed for this."""
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=2.0) as response:
             return bool(response.status == 200)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from rlhf_core import __version__
-from rlhf_core.cli import history_commands, output, report_command, run_commands
+from rlhf_core.cli import history_commands, output, report_command, run_commands, service_commands
 from rlhf_core.errors import RlhfError
 
 app = typer.Typer(
@@ -58,6 +58,9 @@ app.command("report", rich_help_panel=_LOOKING)(report_command.report)
 app.command("nodes", rich_help_panel=_LOOKING)(history_commands.nodes)
 app.command("sql", rich_help_panel=_LOOKING)(history_commands.sql)
 
+app.command("up", rich_help_panel=_SITE)(service_commands.up)
+app.command("down", rich_help_panel=_SITE)(service_commands.down)
+app.command("serve", rich_help_panel=_SITE)(service_commands.serve)
 app.command("doctor", rich_help_panel=_SITE)(run_commands.doctor)
 app.add_typer(db_app, name="db", rich_help_panel=_SITE)
 db_app.command("upgrade")(history_commands.db_upgrade)

@@ -253,9 +253,9 @@ def _server(site: "Site", no_prefect: bool) -> Iterator[None]:
     if no_prefect:
         yield
         return
-    from flows.server import prefect_server, quiet_settings
+    from flows.server import connect, prefect_server
 
-    quiet_settings(site.home)
+    connect(site)
     with prefect_server(site.home, output.note):
         yield
 

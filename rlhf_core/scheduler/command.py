@@ -7,7 +7,16 @@ interpreter, with other packages.
 from rlhf_core.scheduler.base import JobRequest
 from rlhf_core.schemas.resources import JOB_VARIABLE, job_marker
 
-PRIVATE_VARIABLES = ("RLHF_DATABASE_URL", "PREFECT_API_KEY", "PREFECT_API_AUTH_STRING")
+PRIVATE_VARIABLES = (
+    "RLHF_DATABASE_URL",
+    "RLHF_NOTIFY_WEBHOOK_URL",
+    "RLHF_PREFECT_AUTH",
+    "RLHF_PREFECT_DATABASE_URL",
+    "PREFECT_API_AUTH_STRING",
+    "PREFECT_API_DATABASE_CONNECTION_URL",
+    "PREFECT_API_KEY",
+    "PREFECT_SERVER_API_AUTH_STRING",
+)
 """Settings of the control plane that hold secrets; user code in a job has no business with them."""
 
 

@@ -1,0 +1,74 @@
+"""The web application of a site's Prefect server: Prefect's own, kept from reaching anything but this machine.
+
+Browsers are told by a Content-Security-Policy to talk to this server only: the pages of Prefect ask hosts outside for
+their configuration and statistics, and a Markdown artifact may name images of anywhere. The server itself serves the
+lists of worker types that come with the package, instead of asking the network for newer ones.
+"""
+
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from pathlib import Path
+from typing import Any
+
+from prefect.server.api import collections
+from prefect.server.api.server import create_app as prefect_app
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+POLICY = "; ".join(
+    [
+        "default-src 'self'",
+        # Prefect's pages carry styles and scripts inline, and the drawing of flow runs compiles its shaders.
+        "script-src 'self' 'unsafe-inline' 'unsafe-eval'",
+        "style-src 'self' 'unsafe-inline'",
+        "img-src 'self' data: blob:",
+        "font-src 'self' data:",
+        "worker-src 'self' blob:",
+        "connect-src 'self'",
+        "form-action 'self'",
+        "frame-ancestors 'none'",
+        "base-uri 'self'",
+        "object-src 'none'",
+    ]
+)
+"""What a page of this server may load and whom it may ask: this server, and images that stand in the page itself."""
+
+
+class Guarded:
+    """An ASGI application whose every answer says what its page may reach."""
+
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass everything on; add the header where an answer begins."""
+
+        async def guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = [(b"content-security-policy", POLICY.encode()), (b"referrer-policy", b"same-origin")]
+                message = {**message, "headers": [*message.get("headers", ()), *headers]}
+            await send(message)
+
+        await self._app(scope, receive, guarded)
+
+
+def create_app() -> Guarded:
+    """What uvicorn serves."""
+    collections.get_collection_view = shipped_view
+    return Guarded(prefect_app())
+
+
+async def shipped_view(view: str) -> dict[str, Any]:
+    """A list of what workers and blocks there are, as it was when this version of Prefect was made.
+
+    Raises:
+        KeyError: there is no list of that name; Prefect answers 404.
+    """
+    file = Path(collections.__file__).parent / "collections_data" / "views" / f"{view}.json"
+    if view not in collections.KNOWN_VIEWS or not file.is_file():
+        raise KeyError(view)
+    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return content

@@ -1,0 +1,275 @@
+"""What each service of a site does, in the foreground: ``rlhf serve server|worker|keeper``.
+
+``rlhf up``, systemd units and containers all start these, so that they do the same.
+"""
+
+import asyncio
+import contextlib
+import importlib
+import os
+import shlex
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from flows.processes import BEAT_S, end_all, holding, is_flow_process
+from flows.server import answers, own_url, server_settings, service_settings, ui_url, worker_settings
+from rlhf_core.config import Site
+from rlhf_core.errors import BadInput
+
+if TYPE_CHECKING:
+    from prefect.workers.process import ProcessWorker
+
+Beat = Callable[[], None]
+
+QUEUES = ("high", "default", "low")
+"""The queues of the work pool; runs of an earlier one start first."""
+
+FLOW_END_S = 20.0
+"""How long the processes of flow runs may take to let go of their runs, before they are killed."""
+SERVER_END_S = 5
+"""How long the server may take to finish what it is answering."""
+
+
+def serve(site: Site, name: str) -> None:
+    """Be one service until SIGTERM or SIGINT.
+
+    Raises:
+        BadInput: it is running already, or its port is taken.
+    """
+    # A shell that starts something in the background has it ignore SIGINT, and Prefect ends its worker with SIGINT.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    settings = {"server": server_settings, "worker": worker_settings}
+    os.environ.update({**service_settings(site), **(settings[name](site) if name in settings else {})})
+    (site.home / "prefect").mkdir(parents=True, exist_ok=True)
+    with holding(site.home, name, ui_url(site) if name == "server" else "") as beat:
+        {"server": _serve_server, "worker": _serve_worker, "keeper": _serve_keeper}[name](site, beat)
+
+
+def require_free_port(site: Site) -> None:
+    """Find out before the server is started whether it can listen.
+
+    Raises:
+        BadInput: something else listens there; the message says what, where this user may know it.
+    """
+    host, port = site.prefect.host, site.prefect.port
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server itself does
+            probe.bind(address)
+    except socket.gaierror as error:
+        raise BadInput(f"prefect.host: found {host!r}, expected an address of this machine: {error.strerror}") from None
+    except OSError as error:
+        raise BadInput(
+            f"the Prefect server cannot listen on {host} port {port}: {error.strerror}{_listener(port)}. "
+            f"End that, or give the server another port: port under [prefect] in {site.home / 'rlhf.toml'}"
+        ) from None
+
+
+def _listener(port: int) -> str:
+    """Who listens on a port of this machine, as far as this user may know."""
+    with contextlib.suppress(psutil.Error):
+        for one in psutil.net_connections(kind="tcp"):
+            if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == port and one.pid:
+                return f" (process {one.pid}, {' '.join(psutil.Process(one.pid).cmdline())[:120]})"
+    return ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Server
+
+
+def _serve_server(site: Site, beat: Beat) -> None:
+    import uvicorn
+
+    require_free_port(site)
+    threading.Thread(target=_beat_while_answering, args=(own_url(site), beat), daemon=True).start()
+    uvicorn.run(
+        "flows.server_app:create_app",
+        factory=True,
+        host=site.prefect.host,
+        port=site.prefect.port,
+        log_level="warning",
+        lifespan="on",
+        # Browsers keep their event streams open for as long as the page is.
+        timeout_graceful_shutdown=SERVER_END_S,
+    )
+
+
+def _beat_while_answering(url: str, beat: Beat) -> None:
+    while True:
+        if answers(url):
+            beat()
+        time.sleep(BEAT_S)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Worker
+
+
+def _serve_worker(site: Site, beat: Beat) -> None:
+    _wait_for_server()
+    set_up(site)
+    asyncio.run(_work(site, beat))
+
+
+def _wait_for_server() -> None:
+    while not answers(os.environ["PREFECT_API_URL"]):
+        time.sleep(BEAT_S)
+
+
+async def _work(site: Site, beat: Beat) -> None:
+    from prefect.workers.process import ProcessWorker
+
+    worker = ProcessWorker(
+        work_pool_name=site.prefect.pool,
+        name=socket.gethostname(),
+        limit=site.prefect.max_runs,
+        create_pool_if_not_found=False,
+    )
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    # An instance's own attributes: the worker looks its two loops' work up when it starts them.
+    for name in ("get_and_submit_flow_runs", "sync_with_backend"):
+        setattr(worker, name, _forgiving(getattr(worker, name), stop))
+    working = asyncio.create_task(worker.start(printer=_say))
+    beating = asyncio.create_task(_beat_while_working(worker, beat))
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait((working, beating, stopping), return_when=asyncio.FIRST_COMPLETED)
+    if stop.is_set():
+        await asyncio.to_thread(end_all, _children_with_flow_runs(site), FLOW_END_S)
+        await _settled(worker)
+    for task in (beating, stopping, working):
+        task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await working
+
+
+def _forgiving(work: Callable[[], Awaitable[Any]], stop: asyncio.Event) -> Callable[[], Awaitable[Any]]:
+    """The same, but for an outage of the server: Prefect's worker ends itself after some minutes, and with it every
+    flow run that it has started. And nothing, once the worker is to end.
+    """
+    import httpx
+
+    async def forgiving() -> Any:
+        if stop.is_set():
+            return []
+        try:
+            return await work()
+        except httpx.TransportError as error:
+            _say(f"the server does not answer, waiting for it: {type(error).__name__}")
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code < 500:
+                raise
+            _say(f"the server has a problem, waiting for it: {error.response.status_code}")
+        return []
+
+    return forgiving
+
+
+async def _beat_while_working(worker: "ProcessWorker", beat: Beat) -> None:
+    while True:
+        if worker.is_setup:
+            beat()
+        await asyncio.sleep(BEAT_S if worker.is_setup else 0.1)
+
+
+async def _settled(worker: "ProcessWorker") -> None:
+    """Let the worker tell the server how the flow runs that were ended have ended."""
+    deadline = time.monotonic() + FLOW_END_S
+    while worker.limiter.borrowed_tokens and time.monotonic() < deadline:
+        await asyncio.sleep(0.1)
+
+
+def _children_with_flow_runs(site: Site) -> list[psutil.Process]:
+    found = []
+    for process in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if is_flow_process(process, site.home):
+                found.append(process)
+    return found
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Keeper
+
+
+def _serve_keeper(site: Site, beat: Beat) -> None:
+    keep = importlib.import_module("flows.keeper").keep
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    threading.Thread(target=_beat_until, args=(stop, beat), daemon=True).start()
+    keep(site, stop)
+
+
+def _beat_until(stop: threading.Event, beat: Beat) -> None:
+    while True:
+        beat()
+        if stop.wait(BEAT_S):
+            return
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the server has to know
+
+
+def set_up(site: Site) -> None:
+    """Give the site's server what it needs to have: idempotent, and changed settings are applied.
+
+    The process must be connected to the server (:func:`flows.server.connect`) before Prefect is imported.
+    """
+    _set_up_pool(site)
+    # Deployments of the presets, housekeeping and notifications are registered here, one line each.
+
+
+def _set_up_pool(site: Site) -> None:
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
+    from prefect.exceptions import ObjectAlreadyExists
+
+    wanted = {"concurrency_limit": site.prefect.max_runs, "base_job_template": _job_template(site)}
+    with get_client(sync_client=True) as client:
+        with contextlib.suppress(ObjectAlreadyExists):
+            client.create_work_pool(WorkPoolCreate(name=site.prefect.pool, type="process", **wanted))
+        pool = client.read_work_pool(site.prefect.pool)
+        if pool.type != "process":
+            raise BadInput(
+                f"the work pool {site.prefect.pool} of the Prefect server has type {pool.type!r}, expected 'process'; "
+                f"name another one as pool under [prefect] in {site.home / 'rlhf.toml'}"
+            )
+        if any(getattr(pool, name) != value for name, value in wanted.items()):
+            client.update_work_pool(site.prefect.pool, WorkPoolUpdate(**wanted))
+        there = {queue.name for queue in client.read_work_queues(work_pool_name=site.prefect.pool)}
+        for name in QUEUES:
+            if name not in there:
+                client.create_work_queue(name=name, work_pool_name=site.prefect.pool)
+        for priority, name in enumerate(QUEUES, start=1):
+            queue = client.read_work_queue_by_name(name, work_pool_name=site.prefect.pool)
+            if queue.priority != priority:  # each move shifts the others: they are looked at one by one
+                client.update_work_queue(queue.id, priority=priority)
+
+
+def _job_template(site: Site) -> dict[str, Any]:
+    """Flow runs write to one log file themselves. Through a pipe of the worker, they would break when it is killed."""
+    from prefect.workers.process import ProcessWorker
+
+    template = ProcessWorker.get_default_base_job_template()
+    log = site.home / "logs" / "flow-runs.log"
+    script = 'exec "$0" -m prefect.engine >>"$1" 2>&1'
+    variables = template["variables"]["properties"]
+    variables["command"]["default"] = shlex.join(["/bin/sh", "-c", script, sys.executable, str(log)])
+    variables["stream_output"]["default"] = False
+    return template

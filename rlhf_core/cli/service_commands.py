@@ -1,0 +1,106 @@
+"""``rlhf up``, ``down`` and ``serve``: the services of a site. What is heavy is imported inside the functions."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rlhf_core.cli import output
+from rlhf_core.cli.output import JsonOption
+
+if TYPE_CHECKING:
+    from rlhf_core.config import Site
+
+ServicesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[SERVICE]...", help="Only these: server, worker, keeper. All of them when left out."),
+]
+
+
+def up(
+    services: ServicesArgument = None,
+    status: Annotated[bool, typer.Option("--status", help="Start nothing; say how each service stands.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Start what a site needs on this machine: Prefect server with its UI, worker, and keeper; what runs is left alone.
+
+    The services go on in the background; their logs are in the folder logs of RLHF_HOME. Runs of `rlhf run` use the
+    server from then on. Nothing is fetched from, or sent to, the network.
+    """
+    from flows.server import password, password_file, ui_url
+    from flows.services import up as start
+    from rlhf_core.config import load_site
+
+    site = load_site()
+    if not status:
+        site.home.mkdir(parents=True, exist_ok=True)
+        started = start(site, services or (), output.note)
+        for one in started:
+            output.note(f"{one.name}: {one.what} (process {one.pid})")
+    if as_json:
+        output.print_json(_seen(site))
+        return
+    if status:
+        _print_status(site)
+        return
+    output.print_text(f"Prefect: {ui_url(site)}")
+    if password(site) and password_file(site).is_file():
+        output.print_text(f"It asks for a password, which stands in {password_file(site)}")
+
+
+def down(services: ServicesArgument = None) -> None:
+    """End what `rlhf up` started. The jobs of runs go on by themselves; the next `rlhf up` picks the runs up again."""
+    from flows.services import active_runs
+    from flows.services import down as stop
+    from rlhf_core.config import load_site
+    from rlhf_core.errors import HistoryError
+
+    site = load_site()
+    ended = stop(site, services or (), output.note)
+    output.print_text(f"ended: {', '.join(ended)}" if ended else "nothing was running")
+    try:
+        runs = active_runs(site)
+    except HistoryError as error:
+        output.warn(f"which runs go on is not known: {error}")
+        return
+    if runs:
+        output.print_text(
+            f"{len(runs)} run(s) have not ended: {', '.join(runs)}. Their jobs go on by themselves; the next "
+            f"`rlhf up` picks them up again, `rlhf resume RUN` one of them, `rlhf cancel RUN` ends one"
+        )
+
+
+def serve(
+    service: Annotated[str, typer.Argument(metavar="SERVICE", help="server, worker or keeper.")],
+) -> None:
+    """Be one service in the foreground, until SIGTERM: what systemd units, containers and `rlhf up` start."""
+    from flows.services import wanted_services
+    from flows.serving import serve as be
+    from rlhf_core.config import load_site
+
+    site = load_site()
+    (name,) = wanted_services(site, (service,))
+    site.home.mkdir(parents=True, exist_ok=True)
+    be(site, name)
+
+
+def _seen(site: "Site") -> list[dict[str, Any]]:
+    from flows.processes import ServiceFiles
+    from flows.services import status
+
+    return [
+        {
+            "name": one.name,
+            "state": one.state,
+            "pid": one.pid or None,
+            "since": one.record.since if one.record else None,
+            "started_by": one.record.started_by if one.record else None,
+            "address": one.record.address if one.record else None,
+            "log": ServiceFiles(site.home, one.name).log,
+        }
+        for one in status(site)
+    ]
+
+
+def _print_status(site: "Site") -> None:
+    columns = ("service", "state", "process", "since", "started by", "address", "log")
+    output.print_table(columns, [tuple(row.values()) for row in _seen(site)])
