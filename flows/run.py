@@ -1,27 +1,44 @@
 """``rlhf-run``: the Prefect flow of one run. ``flows.stages`` has the order of its steps; here they become visible."""
 
+import os
 import textwrap
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
 
-from prefect import State, flow, runtime
+from prefect import Flow, State, flow
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun as PrefectFlowRun
+from prefect.context import FlowRunContext
 from prefect.exceptions import CancelledRun
+from prefect.logging.loggers import flow_run_logger
+from prefect.settings import PREFECT_UI_URL
 from prefect.states import Cancelled, Completed
 
+from flows.cancelling import cancel_run
+from flows.form import Form, meanings, overrides_of, read_form
+from flows.kept import kept_with
+from flows.limits import run_slot
 from flows.server import server_answers
-from flows.session import Session, new_run, opened
+from flows.session import FlowRun, Session, new_run, opened
 from flows.stages import drive
 from flows.summary import markdown, summarise
 from flows.tasks import TaskCaller, Work
 from flows.view import shown_in_prefect
-from rlhf_core.config import PRESETS, describe_fields, load_site
-from rlhf_core.errors import BadInput, RunCancelled
+from rlhf_core.config import Site, load_site
+from rlhf_core.errors import RunCancelled
+from rlhf_core.history.controllers import run_of_flow_run
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir import RunDir
+
+FLOW = "rlhf-run"
+"""Name of the flow; deployments are called ``rlhf-run/<name>``."""
 
 DESCRIPTION = "One RLHF run: preflight, allocate, train, evaluate. Failures are diagnosed and retried."
 """What the flow is, in Prefect's list of flows."""
@@ -41,42 +58,162 @@ class _Handed:
 _handed: ContextVar[_Handed | None] = ContextVar("handed", default=None)
 
 
-def settings_text() -> str:
-    """Every setting with its meaning, as Markdown for the run form."""
-    rows = [
-        f"| `{field.name}` | {field.type} | {'required' if field.required else field.default} | {field.meaning} |"
-        for field in describe_fields()
-    ]
-    return "\n".join(["| setting | type | default | meaning |", "|---|---|---|---|", *rows])
-
-
 def _described(function: Callable[..., State[None]]) -> Callable[..., State[None]]:
-    """Give the flow function the docstring from which Prefect makes the texts of its form."""
-    meanings = {
-        "config": f"Path of a TOML config on this machine, or the name of a preset: {', '.join(PRESETS)}.",
-        "overrides": "Settings to change, each as section.field=value, for instance train.num_steps=10.\n\n"
-        + settings_text(),
-        "run_id": "Id of a run to go on with, instead of starting a new one from a config.",
-    }
-    arguments = "\n".join(f"{name}: {meaning}".replace("\n", "\n    ") for name, meaning in meanings.items())
+    """Give the flow function the docstring and the bounds from which Prefect makes its form."""
+    arguments = "\n".join(f"{name}: {meaning}".replace("\n", "\n    ") for name, meaning in meanings().items())
+    function.__annotations__ |= {name: field.rebuild_annotation() for name, field in Form.model_fields.items()}
     function.__doc__ = f"{DESCRIPTION}\n\nArgs:\n{textwrap.indent(arguments, '    ')}\n"
     return function
 
 
-@flow(name="rlhf-run", flow_run_name="{run_id}", description=DESCRIPTION, retries=0, persist_result=False)
+# ---------------------------------------------------------------------------------------------------------------------
+# What Prefect calls when its worker has ended the process of a flow run, from the worker's own process
+
+
+def end_run(flow: Flow[Any, Any], flow_run: PrefectFlowRun, state: State[Any]) -> None:
+    """The flow run was cancelled in Prefect: end its run and the run's job."""
+    say = flow_run_logger(flow_run, flow).info
+    site = _site_of(flow_run)
+    with HistoryStore(site.database_url) as store:
+        run_dir = _run_of(flow_run, site, store)
+        if run_dir is None:
+            say("this flow run had not made a run yet; there is nothing to end")
+            return
+        say(cancel_run(run_dir, site, store, "cancelled in Prefect", say=say).message)
+
+
+def leave_run(flow: Flow[Any, Any], flow_run: PrefectFlowRun, state: State[Any]) -> None:
+    """The process of the flow run died. Its job trains on and must not suffer from that, unless it was to be ended."""
+    say = flow_run_logger(flow_run, flow).info
+    site = _site_of(flow_run)
+    with HistoryStore(site.database_url) as store:
+        run_dir = _run_of(flow_run, site, store)
+        if run_dir is None:
+            return
+        if run_dir.cancel_request.exists():
+            say(cancel_run(run_dir, site, store, "it was to be ended when its controller died", say=say).message)
+        else:
+            say(
+                f"the controller of run {run_dir.run_id} died; what it has started goes on. Retry this flow run, or "
+                f"`rlhf resume {run_dir.run_id}`, to adopt it; `rlhf cancel {run_dir.run_id}` ends it"
+            )
+
+
+def _site_of(flow_run: PrefectFlowRun) -> Site:
+    """The site whose runs this flow run drives: its deployment says which, as it did to its process."""
+    environment = dict(os.environ)
+    if flow_run.deployment_id is not None:
+        with get_client(sync_client=True) as client:
+            deployment = client.read_deployment(flow_run.deployment_id)
+        environment |= deployment.job_variables.get("env") or {}
+    return load_site(environment)
+
+
+def _run_of(flow_run: PrefectFlowRun, site: Site, store: HistoryStore) -> RunDir | None:
+    """The run of a flow run: the one that it was to go on with, the one that it made, or the one that it drove."""
+    found = flow_run.parameters.get("run_id") or ""
+    made = FlowRun(str(flow_run.id)).run_dir(site.runs_dir)
+    if not found and made is not None:
+        return made
+    run_id = found or run_of_flow_run(store, str(flow_run.id))
+    run_dir = RunDir.of(site.runs_dir, run_id) if run_id else None
+    return run_dir if run_dir is not None and run_dir.spec.is_file() else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The flow
+
+
+@flow(
+    name=FLOW,
+    description=DESCRIPTION,
+    retries=0,
+    persist_result=False,
+    validate_parameters=False,  # flows.form does, and says what to do
+    on_cancellation=[end_run],
+    on_crashed=[leave_run],
+)
 @_described
-def rlhf_run(config: str = "", overrides: Sequence[str] = (), run_id: str = "") -> State[None]:
+def rlhf_run(
+    config: str = "",
+    name: str = "",
+    nodes: int = 0,
+    gpus_per_node: int = -1,
+    steps: int = 0,
+    learning_rate: float = 0.0,
+    seed: int = -1,
+    owner: str = "",
+    tags: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+    run_id: str = "",
+) -> State[None]:
     handed = _handed.get()
     if handed is not None:
+        link = _this_flow_run(handed.session.site)
+        _try(lambda: _label(link, handed.session.run_dir), handed.session.observer.says)
+        handed.session.announce(link)
         return _finish(handed.session, handed.work)
-    if bool(config) == bool(run_id):
-        raise BadInput("give either config (and overrides) for a new run, or run_id to go on with one")
+    form = read_form(
+        {
+            "config": config,
+            "name": name,
+            "nodes": nodes,
+            "gpus_per_node": gpus_per_node,
+            "steps": steps,
+            "learning_rate": learning_rate,
+            "seed": seed,
+            "owner": owner,
+            "tags": tags,
+            "overrides": overrides,
+            "run_id": run_id,
+        }
+    )
     site = load_site()
+    link = _this_flow_run(site)
     with HistoryStore(site.database_url) as store:
-        run_dir = RunDir.of(site.runs_dir, run_id) if run_id else new_run(config, overrides, site)
-        _name_flow_run(run_dir.run_id)
-        with opened(run_dir, site, store, resumed=bool(run_id)) as session:
+        run_dir, resumed = _begun(form, site, link)
+        _try(lambda: _label(link, run_dir), print)
+        with opened(run_dir, site, store, resumed=resumed, flow_run=link) as session:
             return _finish(session, _work(session))
+
+
+def _begun(form: Form, site: Site, link: FlowRun) -> tuple[RunDir, bool]:
+    """The run of this flow run, and whether it is gone on with: a flow run that is tried again never makes a second."""
+    if form.run_id:
+        return RunDir.of(site.runs_dir, form.run_id), True
+    made = link.run_dir(site.runs_dir)
+    if made is not None:
+        return made, True
+    overrides = overrides_of(form)
+    kept = kept_with(form.config)
+    folder = kept.folder if kept is not None else site.home  # this process is in a folder that goes with it
+    return new_run(form.config, overrides, site, folder=folder, owner=form.owner, tags=form.tags, flow_run=link), False
+
+
+def _this_flow_run(site: Site) -> FlowRun:
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None:
+        return FlowRun()
+    flow_run = context.flow_run
+    return FlowRun(str(flow_run.id), _page(site, str(flow_run.id)), flow_run.created)
+
+
+def _page(site: Site, flow_run_id: str) -> str:
+    """Where a browser finds a flow run; empty where the server in use has no pages, as a temporary one."""
+    address = site.prefect.url or PREFECT_UI_URL.value() or ""
+    if not site.prefect.url and not _is_a_page(address):
+        return ""
+    return f"{address.rstrip('/')}/runs/flow-run/{flow_run_id}"
+
+
+def _is_a_page(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(address, timeout=2.0):
+            return True
+    except urllib.error.HTTPError as error:
+        return error.code in (401, 403)  # it wants a password, as it may
+    except (OSError, ValueError):
+        return False
 
 
 def run_in_prefect(session: Session) -> None:
@@ -97,7 +234,12 @@ def run_in_prefect(session: Session) -> None:
 
 
 def _work(session: Session) -> Work:
-    return Work(lambda: drive(session, TaskCaller(session.observer.says)))
+    def do() -> None:
+        session.announce(FlowRun())  # unless the flow run did: Prefect may have failed before it began
+        with run_slot(session):
+            drive(session, TaskCaller(session.observer.says))
+
+    return Work(do)
 
 
 @contextmanager
@@ -128,12 +270,14 @@ def _show_result(session: Session) -> None:
     create_markdown_artifact(markdown(summary), key=RESULT_KEY, description=f"{summary.run_id}: {summary.state.value}")
 
 
-def _name_flow_run(run_id: str) -> None:
-    def rename() -> None:
-        with get_client(sync_client=True) as client:
-            client.update_flow_run(runtime.flow_run.id, name=run_id)
-
-    _try(rename, print)
+def _label(link: FlowRun, run_dir: RunDir) -> None:
+    """Name the flow run after its run, and let it be found by the run's id, owner and tags."""
+    stored = run_dir.read_spec()
+    flow_run_id = UUID(link.id)
+    with get_client(sync_client=True) as client:
+        present = client.read_flow_run(flow_run_id)
+        client.update_flow_run(flow_run_id, name=stored.run_id, tags=sorted({*present.tags, *stored.tags}))
+        client.update_flow_run_labels(flow_run_id, {"rlhf.run_id": stored.run_id, "rlhf.owner": stored.owner})
 
 
 def _try(action: Callable[[], None], say: Callable[[str], None]) -> None:

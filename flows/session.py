@@ -4,18 +4,23 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime
+from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol
 
+from flows.kept import kept_with
 from rlhf_core import config
 from rlhf_core.config import Site
+from rlhf_core.errors import RunDirError
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import Journal, read_record
-from rlhf_core.launch.lease import TTL_S, Lease, acquire
+from rlhf_core.launch.lease import TTL_S, Lease, Owner, acquire
 from rlhf_core.launch.prepare import absolute_paths, prepare
 from rlhf_core.run_dir import RunDir, read_model
 from rlhf_core.scheduler import get_scheduler
 from rlhf_core.scheduler.base import Scheduler
+from rlhf_core.schemas.journal import ControllerStarted
 from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.run import RunSpec, StoredSpec
 from rlhf_core.watchdog.watch import Look, Watcher, record
@@ -60,6 +65,41 @@ class Quiet:
         return False
 
 
+@dataclass(frozen=True)
+class FlowRun:
+    """The Prefect flow run that a controller is; all empty without Prefect."""
+
+    id: str = ""
+    url: str = ""
+    """Its page, as a browser of the site reaches it."""
+    created: datetime | None = None
+    """When it was asked for: the same whenever it is tried again."""
+
+    def run_id(self, name: str) -> str:
+        """The id of the run that it makes. Always the same, so that it can never make a second one."""
+        moment = self.created or datetime.min
+        return f"{name}-{moment:%Y%m%d-%H%M%S}-{self._mark}"
+
+    def run_dir(self, runs: Path) -> RunDir | None:
+        """The run that it has made, if it has.
+
+        This is asked of the run directories, which are whole or not there, never of the history: the first row of a
+        run is written long after its directory, and a flow run can be killed in between.
+        """
+        for path in sorted(runs.glob(f"*-{self._mark}")) if self.id else ():
+            run_dir = RunDir(path)
+            try:
+                if run_dir.read_spec().flow_run_id == self.id:
+                    return run_dir
+            except RunDirError:
+                continue  # damaged, or of a newer version: not known to be ours
+        return None
+
+    @property
+    def _mark(self) -> str:
+        return blake2b(self.id.encode(), digest_size=3).hexdigest()
+
+
 class CancelAsked(Exception):
     """Somebody asked to end the run."""
 
@@ -88,6 +128,8 @@ class Session:
     poll_s: float = 1.0
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
+    announced: bool = False
+    """Whether the journal says that this controller has the run."""
     _watcher: Watcher | None = None
     _watched: int = 0
 
@@ -129,6 +171,20 @@ class Session:
             self._watched = number
         return self._watcher
 
+    def announce(self, flow_run: FlowRun) -> None:
+        """Write down, once, who drives the run from here, so that either is found from the other.
+
+        Raises:
+            RunDirError: the journal cannot be written.
+        """
+        if not self.announced:
+            controller = str(Owner.this_process())
+            self.journal.append(
+                ControllerStarted(controller=controller, flow_run_id=flow_run.id, flow_run_url=flow_run.url)
+            )
+            self.announced = True
+            self.record()
+
     def record(self) -> str:
         """Bring the history up to date; why that was not possible, or an empty text."""
         return record(self.run_dir, self.store)
@@ -144,17 +200,45 @@ def resolve(source: str, overrides: Sequence[str] = (), name: str = "", folder: 
     return absolute_paths(config.load(source, named), folder or Path.cwd())
 
 
-def new_run(source: str, overrides: Sequence[str], site: Site, name: str = "") -> RunDir:
+def new_run(
+    source: str,
+    overrides: Sequence[str],
+    site: Site,
+    name: str = "",
+    *,
+    folder: Path | None = None,
+    owner: str = "",
+    tags: Sequence[str] = (),
+    flow_run: FlowRun | None = None,
+) -> RunDir:
     """Make a run from a config file. Nothing is started.
+
+    Args:
+        folder: where relative paths begin. Default: the current folder.
+        owner: who asked. Default: the user of this process.
+        tags: words to find it by.
+        flow_run: the Prefect flow run that makes it.
 
     Raises:
         BadConfig: the config cannot be used.
         BadInput: the site's scheduler is none.
         RunDirError: the run directory cannot be made.
     """
-    spec = resolve(source, overrides, name)
+    spec = resolve(source, overrides, name, folder)
     get_scheduler(site.scheduler)  # a run that can never start is not made
-    return prepare(spec, site.runs_dir, config_source=str(source), overrides=overrides)
+    kept = kept_with(source)
+    return prepare(
+        spec,
+        site.runs_dir,
+        config_source=str(source),
+        overrides=overrides,
+        folder=kept.code if kept is not None else folder,
+        revision=kept.revision if kept is not None else None,
+        owner=owner,
+        tags=tags,
+        run_id=flow_run.run_id(spec.name) if flow_run is not None and flow_run.id else "",
+        flow_run_id=flow_run.id if flow_run is not None else "",
+    )
 
 
 @contextmanager
@@ -165,6 +249,7 @@ def opened(
     observer: Observer | None = None,
     *,
     resumed: bool = False,
+    flow_run: FlowRun | None = FlowRun(),
     on_wait: Callable[[str, float], None] = lambda owner, seconds: None,
     patience_s: float = TTL_S + 5,
 ) -> Iterator[Session]:
@@ -173,6 +258,7 @@ def opened(
     Args:
         observer: who looks on.
         resumed: a person asked to go on with the run.
+        flow_run: the Prefect flow run that this controller is; None where :meth:`Session.announce` tells it later.
         on_wait: told when another controller's lease has to run out first, and how long that may take (seconds).
         patience_s: how long to wait for that.
 
@@ -201,9 +287,11 @@ def opened(
         observer=observer or Quiet(),
         resumed_at=max(journal.record.attempts, default=0) if resumed else 0,
     )
-    if resumed or journal.record.ended:
-        run_dir.cancel_request.unlink(missing_ok=True)  # it was about an earlier life of the run
     try:
+        if resumed or journal.record.ended:
+            run_dir.cancel_request.unlink(missing_ok=True)  # it was about an earlier life of the run
+        if flow_run is not None:
+            session.announce(flow_run)
         yield session
     finally:
         close(session)

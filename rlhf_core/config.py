@@ -7,6 +7,7 @@ the nearest right one, and all mistakes of a file are reported at once.
 import dataclasses
 import difflib
 import os
+import re
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +26,8 @@ from rlhf_core.schemas.site import NotifySite, PrefectSite
 
 PRESETS = ("quickstart", "gsm8k", "slurm-quickstart")
 """Names that may be given instead of a config file; the files ship with the package."""
+
+_NAME = r"[a-z0-9][a-z0-9_-]{0,62}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -70,6 +73,11 @@ def find(config: str | Path) -> Path:
     hint = f'; did you mean the preset "{near[0]}"?' if near else f"; shipped presets are {', '.join(PRESETS)}"
     kind = "is a folder" if path.is_dir() else "does not exist"
     raise BadConfig(f"config file {path.absolute()} {kind}{hint}")
+
+
+def is_name(text: str) -> bool:
+    """Whether a run, and what makes runs, may be called so."""
+    return re.fullmatch(_NAME, text) is not None
 
 
 def preset_path(name: str) -> Path:

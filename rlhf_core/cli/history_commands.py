@@ -29,6 +29,8 @@ _TABLE_ROWS = 1000
 def runs(
     state: Annotated[RunState | None, typer.Option(help="Only runs in this state.")] = None,
     name: Annotated[str | None, typer.Option(help="Only runs of this name.")] = None,
+    tag: Annotated[str | None, typer.Option(help="Only runs with this tag.")] = None,
+    owner: Annotated[str | None, typer.Option(help="Only runs that this person asked for.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="At most so many, the newest first.")] = 50,
     trials: Annotated[bool, typer.Option("--trials", help="Also the trials that were made for runs.")] = False,
     as_json: output.JsonOption = False,
@@ -37,12 +39,13 @@ def runs(
     from rlhf_core.history import queries
 
     with _history() as store:
-        found = queries.list_runs(store, state.value if state else None, name, limit, trials=trials)
+        wanted = state.value if state else None
+        found = queries.list_runs(store, wanted, name, limit, trials=trials, tag=tag, owner=owner)
     if as_json:
         output.print_json(found)
         return
     if not found:
-        output.print_text("No runs yet." if state is None and name is None else "No such runs.")
+        output.print_text("No runs yet." if (state, name, tag, owner) == (None,) * 4 else "No such runs.")
         return
     rows = [
         (
@@ -123,7 +126,7 @@ def sql(
 ) -> None:
     """Ask the history in SQL. Read-only: the database itself refuses everything else.
 
-    Tables: runs, stages, checks, attempts, restarts, attempt_nodes,
+    Tables: runs, controllers, stages, checks, attempts, restarts, attempt_nodes,
     node_speeds, metric_keys, metrics, latest_metrics, incidents, decisions, checkpoints,
     evaluations, evaluation_samples, weight_versions, node_strikes, events.
 
@@ -236,7 +239,13 @@ def _print_head(shown: Facts) -> None:
         output.print_text(run["message"])
     if run["trial_of"]:
         output.print_text(f"Trial of: {run['trial_of']}")
+    if run["tags"]:
+        output.print_text(f"Tags: {', '.join(run['tags'])}")
     output.print_text(f"Directory: {run['run_dir']}")
+    # The newest controller with a page: one that only ended the run, say, has none.
+    pages = [one["flow_run_url"] for one in shown["controllers"] if one["flow_run_url"]]
+    if pages:
+        output.print_text(f"In Prefect: {pages[-1]}")
 
 
 def _print_stages(stages: Sequence[Facts]) -> None:

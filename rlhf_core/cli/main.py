@@ -9,7 +9,14 @@ from typing import Annotated
 import typer
 
 from rlhf_core import __version__
-from rlhf_core.cli import history_commands, output, report_command, run_commands, service_commands
+from rlhf_core.cli import (
+    deploy_commands,
+    history_commands,
+    output,
+    report_command,
+    run_commands,
+    service_commands,
+)
 from rlhf_core.errors import RlhfError
 
 app = typer.Typer(
@@ -49,6 +56,8 @@ app.command("check", rich_help_panel=_RUNNING, cls=run_commands.CommandWithSetti
 app.command("run", rich_help_panel=_RUNNING, cls=run_commands.CommandWithSettings)(run_commands.run)
 app.command("resume", rich_help_panel=_RUNNING)(run_commands.resume)
 app.command("cancel", rich_help_panel=_RUNNING)(run_commands.cancel)
+app.command("deploy", rich_help_panel=_RUNNING)(deploy_commands.deploy)
+app.command("submit", rich_help_panel=_RUNNING)(deploy_commands.submit)
 
 app.command("runs", rich_help_panel=_LOOKING)(history_commands.runs)
 app.command("show", rich_help_panel=_LOOKING)(history_commands.show)

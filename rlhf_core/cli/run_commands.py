@@ -31,6 +31,9 @@ SetOption = Annotated[
     typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Change one setting; may be given several times."),
 ]
 NameOption = Annotated[str, typer.Option("--name", help="Name of the run, instead of the one in the config.")]
+TagOption = Annotated[
+    list[str] | None, typer.Option("--tag", metavar="TAG", help="A word to find it by; may be given several times.")
+]
 NoPrefectOption = Annotated[bool, typer.Option("--no-prefect", help="Run the same steps without Prefect.")]
 
 
@@ -161,6 +164,7 @@ def run(
     config: ConfigArgument,
     set_: SetOption = None,
     name: NameOption = "",
+    tag: TagOption = None,
     no_prefect: NoPrefectOption = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done; start nothing.")] = False,
     as_json: JsonOption = False,
@@ -181,7 +185,7 @@ def run(
         _print_plan(spec, site, as_json)
         return
     with HistoryStore(site.database_url) as store, _server(site, no_prefect):
-        run_dir = new_run(config, overrides, site, name)
+        run_dir = new_run(config, overrides, site, name, tags=tag or ())
         output.note(f"run {run_dir.run_id} in {run_dir.root}")
         _drive(run_dir, site, store, no_prefect=no_prefect, resumed=False)
     _print_summary(run_dir, as_json)
@@ -261,7 +265,7 @@ def _server(site: "Site", no_prefect: bool) -> Iterator[None]:
 
 
 def _drive(run_dir: "RunDir", site: "Site", store: "HistoryStore", *, no_prefect: bool, resumed: bool) -> None:
-    from flows.session import opened
+    from flows.session import FlowRun, opened
     from rlhf_core.cli.progress import TerminalProgress, person_at_terminal
 
     progress = TerminalProgress(run_dir.read_spec().spec, run_dir.run_id, person_at_terminal())
@@ -269,7 +273,9 @@ def _drive(run_dir: "RunDir", site: "Site", store: "HistoryStore", *, no_prefect
     def waits(owner: str, seconds: float) -> None:
         output.note(f"{owner} Waiting for its lease to run out, {seconds:.0f} s at most ...")
 
-    with opened(run_dir, site, store, progress, resumed=resumed, on_wait=waits) as session, progress:
+    # With Prefect the flow run that this process becomes is known later; it tells the journal itself.
+    link = FlowRun() if no_prefect else None
+    with opened(run_dir, site, store, progress, resumed=resumed, flow_run=link, on_wait=waits) as session, progress:
         try:
             _carry_out(session, no_prefect)
         except KeyboardInterrupt:

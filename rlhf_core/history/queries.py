@@ -4,6 +4,7 @@ Times are ISO 8601 text in UTC. A metric that is not finite is the text ``NaN``,
 the files; only :func:`curve`, which is for plotting, gives it as a float.
 """
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import date, datetime, time
@@ -11,7 +12,7 @@ from decimal import Decimal
 from statistics import median
 from typing import Any
 
-from sqlalchemy import Connection, Select, Table, column, func, select, table
+from sqlalchemy import ColumnElement, Connection, Select, Table, Text, cast, column, func, or_, select, table
 
 from rlhf_core.errors import BadInput, UnknownRun
 from rlhf_core.history import database
@@ -21,6 +22,7 @@ from rlhf_core.history.write import (
     ATTEMPTS,
     CHECKPOINTS,
     CHECKS,
+    CONTROLLERS,
     DECISIONS,
     EVALUATIONS,
     EVENTS,
@@ -188,6 +190,8 @@ def list_runs(
     limit: int | None = 50,
     *,
     trials: bool = False,
+    tag: str | None = None,
+    owner: str | None = None,
 ) -> list[Facts]:
     """Runs, newest first.
 
@@ -196,8 +200,10 @@ def list_runs(
         name: only those of this name.
         limit: at most so many; None for all.
         trials: also the trials of runs.
+        tag: only those with this tag.
+        owner: only those that this person asked for.
 
-    Returns: For each: ``run_id, name, state, created_at, num_attempts, owner, ended_at, seconds, last_step,
+    Returns: For each: ``run_id, name, state, created_at, num_attempts, owner, tags, ended_at, seconds, last_step,
         total_steps, message, trial_of``. ``seconds`` is from the request to the end, or to the newest sign of it.
     """
     num_attempts = select(func.count()).where(ATTEMPTS.c.run_id == RUNS.c.run_id).scalar_subquery()
@@ -209,6 +215,7 @@ def list_runs(
         RUNS.c.created_at,
         num_attempts.label("num_attempts"),
         RUNS.c.owner,
+        RUNS.c.tags,
         RUNS.c.ended_at,
         RUNS.c.progress_at,
         last_step.label("last_step"),
@@ -220,11 +227,23 @@ def list_runs(
         question = question.where(RUNS.c.state == state)
     if name is not None:
         question = question.where(RUNS.c.name == name)
+    if owner is not None:
+        question = question.where(RUNS.c.owner == owner)
+    if tag is not None:
+        question = question.where(_tagged(tag))
     if not trials:
         question = question.where(RUNS.c.trial_of == "")
     with store.reading() as connection:
         rows = connection.execute(question.limit(limit)).all()
     return [_listed_run(row) for row in rows]
+
+
+def _tagged(tag: str) -> ColumnElement[bool]:
+    """Whether a list of tags has this one, asked of its text: quotes in a tag are escaped there, so that no part of
+    another tag looks like it. SQLite keeps other alphabets as escapes, PostgreSQL as they are."""
+    text = cast(RUNS.c.tags, Text)
+    forms = {json.dumps(tag), json.dumps(tag, ensure_ascii=False)}
+    return or_(*(text.contains(form, autoescape=True) for form in forms))
 
 
 def _listed_run(row: Any) -> Facts:
@@ -283,7 +302,8 @@ def show_run(store: HistoryStore, run_id: str) -> Facts:
     """Everything about a run, in the shape of ``rlhf show --json``, as of one moment.
 
     Returns: ``run`` (with ``spec``), ``stages``, ``checks`` (the newest finding of each), ``attempts``, ``restarts``,
-        ``incidents``, ``decisions``, ``checkpoints``, ``evaluations``; further ``metrics`` (newest value of each),
+        ``incidents``, ``decisions``, ``checkpoints``, ``evaluations``; further ``controllers`` (who drove it, with the
+        page in Prefect), ``metrics`` (newest value of each),
         ``metric_keys``, ``goodput`` (view ``run_goodput``) and ``lost_time`` (view ``run_lost_time``).
 
     Raises:
@@ -300,6 +320,7 @@ def show_run(store: HistoryStore, run_id: str) -> Facts:
             "stages": _stages(connection, run_id),
             "checks": _checks(connection, run_id),
             "attempts": attempts,
+            "controllers": _parts(connection, CONTROLLERS, run_id, "position"),
             "restarts": _restarts(connection, run_id),
             "incidents": _parts(connection, INCIDENTS, run_id, "seen_at", "incident_id"),
             "decisions": _parts(connection, DECISIONS, run_id, "decided_at", "decision_id"),

@@ -1,5 +1,6 @@
 """Makes the run directory: the resolved spec, the code it was asked for with, and the first line of the journal."""
 
+import errno
 import os
 import shutil
 import subprocess
@@ -48,8 +49,11 @@ def prepare(
     config_source: str,
     overrides: Sequence[str] = (),
     folder: Path | None = None,
+    revision: str | None = None,
     owner: str = "",
     tags: Sequence[str] = (),
+    run_id: str = "",
+    flow_run_id: str = "",
 ) -> RunDir:
     """Make the directory of a new run.
 
@@ -61,25 +65,32 @@ def prepare(
         config_source: the config file, as given.
         overrides: the ``--set`` overrides, as given.
         folder: where the user is; user code and the git revision are taken from here. Default: the current folder.
+        revision: git revision of that code, where the folder is a copy. Default: git is asked.
         owner: who asked. Default: the user of this process.
         tags: words to find it by.
+        run_id: its id, where whoever asks again must get the same one. Default: a new one.
+        flow_run_id: the Prefect flow run that makes it.
 
     Raises:
-        RunDirError: the folder of the runs cannot be written.
+        RunDirError: the folder of the runs cannot be written, or there is a run of that id.
         BadConfig: something in ``code.paths`` is not there.
     """
     folder = folder or Path.cwd()
     stored = StoredSpec(
-        run_id=new_run_id(spec.name),
+        run_id=run_id or new_run_id(spec.name),
         created_at=utc_now(),
         owner=owner or user_name(),
         config_source=config_source,
         overrides=tuple(overrides),
         package_version=__version__,
-        code_revision=git_revision(folder),
+        code_revision=git_revision(folder) if revision is None else revision,
         tags=tuple(tags),
+        flow_run_id=flow_run_id,
         spec=spec,
     )
+    if run_id:
+        # Whoever was killed while making it has this name too.
+        remove_tree(_unfinished(runs, run_id).root)
     return _make_whole(runs, stored, lambda code: keep_code(code, spec, folder, stored.code_revision))
 
 
@@ -123,7 +134,9 @@ def _make_whole(runs: Path, stored: StoredSpec, keep: Callable[[Path], object]) 
     except OSError as error:
         remove_tree(unfinished.root)
         raise RunDirError(
-            f"cannot make the run directory {run_dir.root}: {error.strerror}. Set RLHF_RUNS to a writable folder"
+            f"the run directory {run_dir.root} is there already"
+            if error.errno in (errno.EEXIST, errno.ENOTEMPTY)
+            else f"cannot make the run directory {run_dir.root}: {error.strerror}. Set RLHF_RUNS to a writable folder"
         ) from None
     except BaseException:
         remove_tree(unfinished.root)

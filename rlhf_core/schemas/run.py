@@ -515,5 +515,7 @@ class StoredSpec(Schema):
     """Run that this one tries out first; empty for a run of its own."""
     tags: tuple[str, ...] = ()
     """Words to find it by."""
+    flow_run_id: str = ""
+    """Prefect flow run that made it; one that is tried again finds its run by this. Empty without Prefect."""
     spec: RunSpec
     """The resolved spec."""

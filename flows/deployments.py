@@ -1,0 +1,384 @@
+"""Deployments: runs that can be asked for in Prefect, by a form whose fields have the values of a config, or on time.
+
+Registering again brings a deployment up to date: its config, form and environment. What a person has set in the UI in
+the meantime (schedules, limits, a pause) stays, unless it is given anew.
+"""
+
+import os
+import urllib.parse
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import DeploymentScheduleCreate, DeploymentUpdate
+from prefect.client.schemas.objects import ConcurrencyLimitStrategy, ConcurrencyOptions
+from prefect.client.schemas.responses import DeploymentResponse
+from prefect.client.schemas.schedules import CronSchedule
+from prefect.exceptions import ObjectNotFound
+from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL
+from pydantic import ValidationError
+
+from flows.form import BOUNDS, MAX_SEED, Form, overrides_of, prefilled, read_form
+from flows.kept import keep
+from flows.run import DESCRIPTION, FLOW, rlhf_run
+from flows.server import server_answers
+from flows.session import FlowRun
+from rlhf_core import config as configs
+from rlhf_core.config import PRESETS, Site
+from rlhf_core.errors import BadInput, PrefectUnavailable
+from rlhf_core.launch.lease import user_name
+
+ENTRYPOINT = "flows.run.rlhf_run"
+"""How a worker finds the flow: as a module of this installation, whatever folder its process is in."""
+
+RESUME = "resume"
+RESUME_DEPLOYMENT = f"{FLOW}/{RESUME}"
+"""The deployment that goes on with a run; its only parameter is ``run_id``."""
+
+PRIORITIES = ("high", "default", "low")
+"""Work queues of the pool, the one that comes first at first."""
+
+SCHEDULE = "rlhf-deploy"
+"""Slug of the schedule that is given on the command line; those that are made in the UI have others."""
+
+TOLD_SITE = ("RLHF_RUNS", "RLHF_SCHEDULER", "RLHF_COMPUTE_PYTHON", "RLHF_MAX_RESTARTS_PER_HOUR")
+"""Settings of the site that go to the processes of flow runs where they come from the environment. What may hold a
+password does not: Prefect would show it. Those come from the environment of the worker, or from ``rlhf.toml``."""
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A deployment as Prefect has it."""
+
+    name: str
+    """``rlhf-run/<name>``."""
+    id: str
+    url: str
+    """Its page."""
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A flow run that was asked for."""
+
+    run_id: str
+    """Id that its run will have; also the name of the flow run."""
+    flow_run_id: str
+    url: str
+    """Its page."""
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A deployment before Prefect has it."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    schema: Mapping[str, Any]
+    tags: Sequence[str]
+    priority: str | None
+    limit: int | None = None
+    schedule: CronSchedule | None = None
+
+
+def register(
+    config: str,
+    site: Site,
+    *,
+    name: str = "",
+    cron: str = "",
+    timezone: str = "",
+    limit: int | None = None,
+    priority: str | None = None,
+    tags: Sequence[str] = (),
+    owner: str = "",
+    overrides: Sequence[str] = (),
+    folder: Path | None = None,
+) -> Registered:
+    """Make a config a deployment, or bring the deployment of that name up to date.
+
+    Args:
+        config: a config file, or the name of a preset. A file is kept as it is now, with the user's code.
+        name: of the deployment. Default: the name in the config.
+        cron: when it is to run by itself, as in cron(8); empty leaves the schedules as they are.
+        timezone: in which that is meant, as ``Europe/Berlin``. Default: UTC.
+        limit: how many runs of it may be driven at the same time; further ones wait. 0 for no limit. None leaves it.
+        priority: ``high``, ``default`` or ``low``. None leaves it.
+        tags: words to find its runs by.
+        owner: who asks. Default: the user of this process.
+        overrides: settings to change, each as ``section.field=value``.
+        folder: where relative paths begin. Default: the current folder.
+
+    Raises:
+        BadConfig: the config cannot be used.
+        BadInput: the schedule, the name or the priority cannot be, or there is no work pool.
+        PrefectUnavailable: no server answers.
+    """
+    schedule = _schedule(cron, timezone)
+    if priority is not None and priority not in PRIORITIES:
+        raise BadInput(f"--priority: found {priority!r}, expected one of {', '.join(PRIORITIES)}")
+    if limit is not None and limit < 0:
+        raise BadInput(f"--limit: found {limit}, expected a number of runs, or 0 for no limit")
+    spec = configs.load(config, overrides)
+    name = name or spec.name
+    if name == RESUME or not configs.is_name(name):
+        raise BadInput(
+            f"a deployment cannot be called {name!r}: expected lower-case letters, digits, - and _, and not "
+            f"{RESUME!r}, which goes on with runs; give --name"
+        )
+    # A preset goes with the version of the program; a file, or a changed preset, is kept.
+    is_preset = config in PRESETS and not overrides and not Path(config).is_file()
+    source = config if is_preset else str(keep(config, overrides, name, site.home, folder or Path.cwd()).config)
+    parameters = {
+        "config": source,
+        **prefilled(spec),
+        "owner": owner or user_name(),
+        "tags": list(tags),
+        "overrides": [],
+    }
+    wanted = _Wanted(
+        name=name,
+        description=_description(config, overrides),
+        parameters=parameters,
+        schema=_schema(parameters, hidden=("config", "run_id")),
+        tags=["rlhf", *tags],
+        priority=priority,
+        limit=limit,
+        schedule=schedule,
+    )
+    with _client() as client:
+        return _put(client, site, wanted)
+
+
+def register_presets(site: Site) -> list[Registered]:
+    """Make every preset a deployment, and :data:`RESUME_DEPLOYMENT`. What ``rlhf up`` does.
+
+    Raises:
+        BadInput: there is no work pool.
+        PrefectUnavailable: no server answers.
+    """
+    resume = _Wanted(
+        name=RESUME,
+        description="Goes on with a run: adopts its job if it is alive, else starts it again from its last complete "
+        "checkpoint. `rlhf runs` lists the ids.",
+        parameters={},
+        schema=_schema({}, hidden=[field for field in Form.model_fields if field != "run_id"]),
+        tags=["rlhf"],
+        priority=None,
+    )
+    presets = [register(preset, site) for preset in PRESETS]
+    with _client() as client:
+        return [*presets, _put(client, site, resume)]
+
+
+def submit(
+    name: str, site: Site, *, overrides: Sequence[str] = (), config: str = "", tags: Sequence[str] = (), owner: str = ""
+) -> Submitted:
+    """Ask for a run of a deployment, and return at once.
+
+    Args:
+        name: of the deployment, with or without ``rlhf-run/``.
+        overrides: settings to change, each as ``section.field=value``.
+        config: take this config instead of the one that was deployed; it must have been kept.
+        tags: further words to find it by.
+        owner: who asks. Default: the owner of the deployment.
+
+    Raises:
+        BadConfig: the overrides cannot be used.
+        BadInput: there is no such deployment, or it goes on with runs.
+        PrefectUnavailable: no server answers.
+    """
+    full = name if name.startswith(f"{FLOW}/") else f"{FLOW}/{name}"
+    with _client() as client:
+        try:
+            deployment = client.read_deployment_by_name(full)
+        except ObjectNotFound:
+            known = [one.name for one in client.read_deployments()]
+            raise BadInput(
+                f"there is no deployment {full!r}, and no file of that name; there are {', '.join(known) or 'none'}"
+            ) from None
+        if full == RESUME_DEPLOYMENT:
+            raise BadInput(f"{full} goes on with runs: `rlhf resume RUN` does that, or its form in the UI")
+        given: dict[str, Any] = {"overrides": list(overrides)} if overrides else {}
+        if config:
+            given |= {"config": config, **prefilled(configs.load(config))}
+        if tags:
+            given["tags"] = sorted({*deployment.parameters.get("tags", ()), *tags})
+        if owner:
+            given["owner"] = owner
+        # What is wrong is said here, not in a flow run that fails later.
+        form = read_form({**deployment.parameters, **given})
+        spec = configs.load(form.config, overrides_of(form))
+        flow_run = client.create_flow_run_from_deployment(deployment.id, parameters=given, tags=form.tags)
+        run_id = FlowRun(str(flow_run.id), created=flow_run.created).run_id(spec.name)
+        client.update_flow_run(flow_run.id, name=run_id)
+    return Submitted(run_id, str(flow_run.id), page(site, "runs/flow-run", flow_run.id))
+
+
+def submit_config(
+    config: str, site: Site, *, overrides: Sequence[str] = (), tags: Sequence[str] = (), owner: str = ""
+) -> Submitted:
+    """Ask for a run of a config file as it is now, or of a deployment; what is not deployed yet is deployed first.
+
+    Raises:
+        As :func:`register` and :func:`submit`.
+    """
+    if not Path(config).is_file():
+        if config in PRESETS and not is_deployed(config):
+            register(config, site)
+        return submit(config, site, overrides=overrides, tags=tags, owner=owner)
+    name = configs.load(config).name
+    if not is_deployed(name):
+        register(config, site, tags=tags, owner=owner)
+    kept = keep(config, (), name, site.home, Path.cwd())
+    return submit(name, site, overrides=overrides, config=str(kept.config), tags=tags, owner=owner)
+
+
+def is_deployed(name: str) -> bool:
+    """Whether there is a deployment of that name.
+
+    Raises:
+        PrefectUnavailable: no server answers.
+    """
+    with _client() as client:
+        try:
+            client.read_deployment_by_name(f"{FLOW}/{name}")
+        except ObjectNotFound:
+            return False
+    return True
+
+
+def page(site: Site, kind: str, id: UUID) -> str:
+    """Address of a page of the UI, as a browser of the site reaches it."""
+    address = site.prefect.url or PREFECT_UI_URL.value() or ""
+    return f"{address.rstrip('/')}/{kind}/{id}"
+
+
+def environment(site: Site) -> dict[str, str]:
+    """What the processes of flow runs must be told of the site. Nothing that may hold a password."""
+    told = {name: os.environ[name] for name in TOLD_SITE if os.environ.get(name)}
+    database = os.environ.get("RLHF_DATABASE_URL", "")
+    if database and not urllib.parse.urlsplit(database).password and "password" not in database.lower():
+        told["RLHF_DATABASE_URL"] = database
+    return {"RLHF_HOME": str(site.home), **told}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Prefect
+
+
+@contextmanager
+def _client() -> Iterator[SyncPrefectClient]:
+    """A client of the server in use.
+
+    Raises:
+        PrefectUnavailable: there is none, or it does not answer.
+    """
+    if not server_answers():
+        url = PREFECT_API_URL.value()
+        found = f"the Prefect server at {url} does not answer" if url else "no Prefect server is configured"
+        raise PrefectUnavailable(f"{found}. `rlhf up` starts one here; PREFECT_API_URL names another")
+    with get_client(sync_client=True) as client:
+        yield client
+
+
+def _put(client: SyncPrefectClient, site: Site, wanted: _Wanted) -> Registered:
+    try:
+        client.read_work_pool(site.prefect.pool)
+    except ObjectNotFound:
+        raise BadInput(
+            f"the Prefect server has no work pool {site.prefect.pool!r} ([prefect] pool of rlhf.toml). "
+            f"`rlhf up` makes it"
+        ) from None
+    try:
+        deployment = client.read_deployment_by_name(f"{FLOW}/{wanted.name}")
+    except ObjectNotFound:
+        deployment_id = _create(client, site, wanted)
+    else:
+        deployment_id = deployment.id
+        _update(client, site, wanted, deployment)
+    if wanted.schedule is not None:
+        _set_schedule(client, deployment_id, wanted.schedule)
+    return Registered(f"{FLOW}/{wanted.name}", str(deployment_id), page(site, "deployments/deployment", deployment_id))
+
+
+def _common(site: Site, wanted: _Wanted) -> dict[str, Any]:
+    common: dict[str, Any] = {
+        "description": wanted.description,
+        "parameters": dict(wanted.parameters),
+        "parameter_openapi_schema": dict(wanted.schema),
+        "enforce_parameter_schema": True,
+        "entrypoint": ENTRYPOINT,
+        "path": None,
+        "pull_steps": [],
+        "job_variables": {"env": environment(site)},
+        "tags": list(wanted.tags),
+        "work_pool_name": site.prefect.pool,
+    }
+    if wanted.limit is not None:
+        common["concurrency_limit"] = wanted.limit or None
+        common["concurrency_options"] = _ENQUEUE if wanted.limit else None
+    return common
+
+
+_ENQUEUE = ConcurrencyOptions(collision_strategy=ConcurrencyLimitStrategy.ENQUEUE)
+
+
+def _create(client: SyncPrefectClient, site: Site, wanted: _Wanted) -> UUID:
+    flow_id = client.create_flow_from_name(FLOW)
+    queue = wanted.priority or "default"
+    return client.create_deployment(flow_id, wanted.name, work_queue_name=queue, **_common(site, wanted))
+
+
+def _update(client: SyncPrefectClient, site: Site, wanted: _Wanted, deployment: DeploymentResponse) -> None:
+    # Asked for without a queue, Prefect would go back to the pool's default one.
+    queue = wanted.priority or deployment.work_queue_name or "default"
+    client.update_deployment(deployment.id, DeploymentUpdate(work_queue_name=queue, **_common(site, wanted)))
+
+
+def _set_schedule(client: SyncPrefectClient, deployment_id: UUID, schedule: CronSchedule) -> None:
+    for present in client.read_deployment_schedules(deployment_id):
+        if present.slug == SCHEDULE:
+            client.delete_deployment_schedule(deployment_id, present.id)
+    client.create_deployment_schedules(deployment_id, [DeploymentScheduleCreate(schedule=schedule, slug=SCHEDULE)])
+
+
+def _schedule(cron: str, timezone: str) -> CronSchedule | None:
+    if not cron:
+        if timezone:
+            raise BadInput("--timezone is about --cron, which is not given")
+        return None
+    try:
+        return CronSchedule(cron=cron, timezone=timezone or "UTC")
+    except ValidationError as error:
+        said = "; ".join(detail["msg"].removeprefix("Value error, ") for detail in error.errors())
+    raise BadInput(
+        f"--cron {cron!r}{f' in {timezone!r}' if timezone else ''} is no schedule: {said}. Expected minute, hour, day "
+        f'of the month, month, day of the week, for instance "0 2 * * *" for two o\'clock every night'
+    )
+
+
+def _description(config: str, overrides: Sequence[str]) -> str:
+    changed = f", with {', '.join(f'`{one}`' for one in overrides)}" if overrides else ""
+    return f"{DESCRIPTION}\n\nFrom `{config}`{changed}. All settings: `rlhf run --help`."
+
+
+def _schema(parameters: Mapping[str, Any], hidden: Sequence[str]) -> dict[str, Any]:
+    """The form of one deployment: its own values, and no fields that it has fixed."""
+    schema = rlhf_run.parameters.model_dump()
+    fields = {name: dict(field) for name, field in schema["properties"].items() if name not in hidden}
+    for name, field in fields.items():
+        if name not in parameters:
+            continue
+        field["default"] = parameters[name]
+        if name in BOUNDS:
+            field.pop("minimum", None)
+            field |= BOUNDS[name]
+            if name == "seed" and parameters[name] > MAX_SEED:
+                del field["maximum"]
+    return {**schema, "properties": fields, "required": ["run_id"] if "run_id" in fields else []}

@@ -1,0 +1,165 @@
+"""The form in which a run is asked for in Prefect: flat, with the values of a config filled in, and what is made of it.
+
+Only texts, numbers and lists of texts: the forms and the schedule dialog of Prefect's UI cannot handle anything else
+(they write objects of their own for tables, alternatives and empty values). What differs from the config becomes an
+override, so that the history shows what was changed.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError
+
+from rlhf_core import config
+from rlhf_core.config import PRESETS, describe_fields, to_toml
+from rlhf_core.errors import BadConfig, BadInput
+from rlhf_core.schemas.base import Schema
+from rlhf_core.schemas.run import RunSpec
+
+MAX_SEED = 2**53 - 1
+"""Largest seed of the form: browsers lose digits of larger numbers. `seed=` among the overrides takes them all."""
+
+SETTINGS = {
+    "name": "name",
+    "nodes": "resources.num_nodes",
+    "gpus_per_node": "resources.gpus_per_node",
+    "steps": "train.num_steps",
+    "learning_rate": "train.learning_rate",
+    "seed": "seed",
+}
+"""Fields of the form that stand for a setting of the config."""
+
+
+class Form(Schema):
+    """What may be asked for. A value that no setting can have stands for "as in the config"."""
+
+    config: str = ""
+    """Path of a TOML config on the machine of the worker, or the name of a preset."""
+    name: Annotated[str, Field(pattern=r"^([a-z0-9][a-z0-9_-]{0,62})?$")] = ""
+    """Name of the run: lower-case letters, digits, `-` and `_`; runs of the same name are compared with each other."""
+    nodes: Annotated[int, Field(ge=0, le=100_000)] = 0
+    """Nodes; 0 for as many as in the config."""
+    gpus_per_node: Annotated[int, Field(ge=-1, le=1024)] = -1
+    """GPUs on every node; 0 trains on CPU, -1 is for as many as in the config."""
+    steps: Annotated[int, Field(ge=0)] = 0
+    """Optimizer steps of the main algorithm, without those of a warm start; 0 for as many as in the config."""
+    learning_rate: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Peak learning rate of the main algorithm; 0 for the one in the config."""
+    seed: Annotated[int, Field(ge=-1, le=MAX_SEED)] = -1
+    """Everything random follows from it; -1 for the one in the config."""
+    owner: str = ""
+    """Who asks: a name to find the run by. Empty for the user of the worker."""
+    tags: tuple[str, ...] = ()
+    """Words to find the run by, with `rlhf runs --tag`."""
+    overrides: tuple[str, ...] = ()
+    """Any other settings to change, each as `section.field=value`, for instance `rollout.temperature=0.8`. Paths must
+    be absolute."""
+    run_id: str = ""
+    """Id of a run to go on with, instead of starting a new one: its job is adopted if it is alive, else it starts
+    again from its last complete checkpoint. The other fields do not count then."""
+
+
+BOUNDS: dict[str, dict[str, float]] = {
+    "nodes": {"minimum": 1},
+    "gpus_per_node": {"minimum": 0},
+    "steps": {"minimum": 1},
+    "learning_rate": {"exclusiveMinimum": 0},
+    "seed": {"minimum": 0},
+}
+"""Bounds in the form of a deployment, whose config gives every value: none stands for "as in the config" there."""
+
+
+def meanings() -> dict[str, str]:
+    """What each field means, for the form: unit, setting that it stands for, and for the overrides all settings."""
+    texts = {}
+    for name, field in Form.model_fields.items():
+        text = " ".join((field.description or "").split())
+        texts[name] = f"{text} Setting: `{SETTINGS[name]}`." if name in SETTINGS else text
+    texts["config"] += f" Presets: {', '.join(PRESETS)}."
+    texts["overrides"] += f"\n\n{settings_text()}"
+    return texts
+
+
+def settings_text() -> str:
+    """Every setting with its meaning, as Markdown."""
+    rows = [
+        f"| `{field.name}` | {field.type} | {'required' if field.required else field.default} | {field.meaning} |"
+        for field in describe_fields()
+    ]
+    return "\n".join(["| setting | type | default | meaning |", "|---|---|---|---|", *rows])
+
+
+def read_form(given: Mapping[str, Any]) -> Form:
+    """The form as it was filled in.
+
+    Raises:
+        BadInput: with every field that has a value that cannot be.
+    """
+    objects = [name for name, value in given.items() if isinstance(value, Mapping)]
+    if objects:
+        found = ", ".join(f"{name} = {dict(given[name])}" for name in objects)
+        raise BadInput(
+            f"found {found}: objects like this come from a form of Prefect that was left empty or had JSON entered. "
+            f"Expected plain texts, numbers and lists of texts: open the run form or the schedule again and fill in "
+            f"{', '.join(objects)}"
+        )
+    try:
+        form = Form.model_validate(dict(given))
+    except ValidationError as error:
+        problems = [_explain(detail) for detail in error.errors(include_url=False)]
+    else:
+        # A line of a list that was left empty is no entry.
+        lists = {name: tuple(text.strip() for text in getattr(form, name) if text.strip()) for name in _LISTS}
+        return form.model_copy(update=lists)
+    raise BadInput("the form cannot be used:\n" + "\n".join(f"  {problem}" for problem in problems))
+
+
+_LISTS = ("tags", "overrides")
+
+
+def _explain(detail: Any) -> str:
+    name = ".".join(map(str, detail["loc"]))
+    setting = SETTINGS.get(name)
+    expected = detail["msg"][0].lower() + detail["msg"][1:]
+    return f"{name}{f' ({setting})' if setting else ''}: found {detail.get('input')!r}, {expected}"
+
+
+def prefilled(spec: RunSpec) -> dict[str, Any]:
+    """The fields that stand for settings, with the values of a config."""
+    return {
+        "name": spec.name,
+        "nodes": spec.resources.num_nodes,
+        "gpus_per_node": spec.resources.gpus_per_node,
+        "steps": spec.train.num_steps,
+        "learning_rate": spec.train.learning_rate,
+        "seed": spec.seed,
+    }
+
+
+def overrides_of(form: Form) -> list[str]:
+    """What a filled-in form changes in its config: its overrides, then each field that differs from the config.
+
+    Raises:
+        BadConfig: config or overrides cannot be used.
+        BadInput: there is no config, or the form says two things about one setting.
+    """
+    if not form.config:
+        raise BadInput("give either config (and what is to be changed) for a new run, or run_id to go on with one")
+    after = prefilled(config.load(form.config, form.overrides))
+    try:
+        before = prefilled(config.load(form.config))
+    except BadConfig:
+        before = after  # only the overrides make it whole
+    named = [text.partition("=")[0].strip() for text in form.overrides]
+    changed: list[str] = []
+    for field, setting in SETTINGS.items():
+        value = getattr(form, field)
+        if value in (Form.model_fields[field].default, before[field], after[field]):
+            continue
+        if setting in named:
+            raise BadInput(
+                f"found {field} = {value!r}, and {setting} = {after[field]!r} among the overrides: "
+                f"they are the same setting; give it once"
+            )
+        changed.append(f"{setting}={to_toml(value)}")
+    return [*form.overrides, *changed]

@@ -1,0 +1,106 @@
+"""Configs that were deployed, kept so that what is scheduled does not change when somebody edits the file or the code.
+
+``<home>/deployments/<name>/<hash>/`` holds the config with absolute paths, the user's code as of then, and where both
+came from. The hash is one of their content: nothing in there is ever changed, and what is the same is there once.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tomli_w
+
+from rlhf_core import config
+from rlhf_core.errors import BadInput
+from rlhf_core.launch.prepare import absolute_paths, git_revision, keep_code
+from rlhf_core.run_dir import read_model, remove_tree, write_model, write_text
+from rlhf_core.schemas.base import Schema
+
+CONFIG = "config.toml"
+ORIGIN = "origin.json"
+CODE = "code"
+
+
+class Origin(Schema):
+    """Where a kept config came from."""
+
+    source: str
+    """The config file, or the name of a preset."""
+    overrides: tuple[str, ...] = ()
+    """What was changed when it was deployed."""
+    folder: str
+    """Folder from which it was deployed: relative paths begin there."""
+    revision: str = ""
+    """Git revision of that folder; empty outside a repository."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A kept config."""
+
+    config: Path
+    """The TOML file."""
+    code: Path
+    """Folder with the user's code."""
+    folder: Path
+    """Where relative paths begin."""
+    revision: str
+    """Git revision of the code."""
+
+
+def keep(source: str, overrides: Sequence[str], name: str, home: Path, folder: Path) -> Kept:
+    """Keep a config, with its overrides applied, and the user's code that it needs.
+
+    Args:
+        source: a config file, or the name of a preset.
+        overrides: each ``section.field=value``.
+        name: of the deployment.
+        home: folder of this user (``RLHF_HOME``).
+        folder: where relative paths begin, and where reward modules are looked for.
+
+    Raises:
+        BadConfig: the config cannot be used.
+        BadInput: the folder cannot be written.
+    """
+    place = home / "deployments" / name
+    unfinished = place / ".new"
+    spec = absolute_paths(config.load(source, overrides), folder)
+    revision = git_revision(folder)
+    try:
+        remove_tree(unfinished)
+        keep_code(unfinished / CODE, spec, folder, revision)
+        snapshot = unfinished / CODE / "snapshot"
+        digest = _digest(snapshot, spec.model_dump_json())
+        kept = place / digest
+        # The copies are what a later run takes; their folder has its final name already.
+        paths = tuple(str(kept / CODE / "snapshot" / Path(path).name) for path in spec.code.paths)
+        kept_spec = spec.model_copy(update={"code": spec.code.model_copy(update={"paths": paths})})
+        write_text(unfinished / CONFIG, tomli_w.dumps(kept_spec.model_dump(mode="json", exclude_unset=True)))
+        origin = Origin(source=source, overrides=tuple(overrides), folder=str(folder), revision=revision)
+        write_model(unfinished / ORIGIN, origin)
+        if kept.exists():
+            remove_tree(unfinished)
+        else:
+            unfinished.rename(kept)
+    except OSError as error:
+        raise BadInput(
+            f"cannot keep the config in {place}: {error.strerror}. Set RLHF_HOME to a writable folder"
+        ) from None
+    return Kept(kept / CONFIG, kept / CODE / "snapshot", folder, revision)
+
+
+def kept_with(source: str) -> Kept | None:
+    """What was kept with a config; None for a config file of a user, or a preset."""
+    path = Path(source)
+    origin = read_model(path.with_name(ORIGIN), Origin) if path.name == CONFIG else None
+    if origin is None:
+        return None
+    return Kept(path, path.parent / CODE / "snapshot", Path(origin.folder), origin.revision)
+
+
+def _digest(folder: Path, text: str) -> str:
+    digest = hashlib.blake2b(text.encode(), digest_size=6)
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()

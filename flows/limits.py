@@ -1,0 +1,127 @@
+"""The limit ``rlhf-runs``: how many runs may be driven at the same time, over all machines. Prefect keeps it.
+
+Whoever wants one makes a global concurrency limit of this name, in the UI or with ``prefect gcl create``, and changes
+it there at any time. Without it there is none.
+"""
+
+import contextvars
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from prefect.client.orchestration import get_client
+from prefect.concurrency.sync import concurrency
+from prefect.exceptions import ObjectNotFound
+
+from flows.server import server_answers
+from flows.session import CancelAsked, Session
+from rlhf_core.errors import LeaseLost
+
+LIMIT = "rlhf-runs"
+"""Name of the global concurrency limit."""
+
+AGAIN_S = 3.0
+"""Pause between two tries to get a place."""
+
+ANSWER_S = 20.0
+"""How long the server may take to say whether there is a place; after that the run goes on without one."""
+
+HELD_S = 90
+"""How long Prefect keeps a place for a controller that has died, in seconds."""
+
+_LOCKED = 423
+"""What Prefect's server answers where all places are taken."""
+
+
+@contextmanager
+def run_slot(session: Session) -> Iterator[None]:
+    """Hold one of the places for the block, once there is one. The lease on the run is kept while it waits.
+
+    Raises:
+        LeaseLost: another controller has the run.
+    """
+    place = _Place() if server_answers() else None
+    try:
+        if place is not None:
+            _wait(session, place)
+        yield
+    finally:
+        if place is not None:
+            place.give_back()
+
+
+def _wait(session: Session, place: "_Place") -> None:
+    """Wait for a place. Whoever asks to end the run is answered by what follows, which begins at once then."""
+    until = session.clock() + ANSWER_S
+    told = False
+    try:
+        while not place.decided.is_set() and (place.full or session.clock() < until):
+            if place.full and not told:
+                told = True
+                session.observer.says(f"waits for a place: the limit {LIMIT} of Prefect is reached")
+            session.wait(0.2)
+    except CancelAsked:
+        return
+    except LeaseLost:
+        session.lease_lost = True
+        raise
+    if place.failure or not place.decided.is_set():
+        why = place.failure or f"no answer within {ANSWER_S:g} s"
+        session.observer.says(f"the limit {LIMIT} of Prefect could not be asked ({why}); the run goes on without it")
+
+
+class _Place:
+    """A thread that gets a place, holds it, and gives it back: a server that never answers holds nobody up."""
+
+    def __init__(self) -> None:
+        self.decided = threading.Event()
+        """Whether a place is held, none is needed, or none can be had."""
+        self.full = False
+        self.failure = ""
+        self._over = threading.Event()
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(target=lambda: context.run(self._run), name="run-slot", daemon=True)
+        self._thread.start()
+
+    def give_back(self) -> None:
+        """Let go of it."""
+        self._over.set()
+        self._thread.join(timeout=ANSWER_S)
+
+    def _run(self) -> None:
+        try:
+            if _limit_is_there():
+                self._hold()
+        except Exception as error:  # noqa: BLE001 - whatever Prefect raises: training does not depend on it
+            self.failure = f"{type(error).__name__}: {error}"
+        finally:
+            self.decided.set()
+
+    def _hold(self) -> None:
+        while not self._over.is_set():
+            try:
+                with concurrency(
+                    LIMIT, max_retries=0, lease_duration=HELD_S, strict=False, raise_on_lease_renewal_failure=False
+                ):
+                    self.decided.set()
+                    self._over.wait()
+                return
+            except Exception as error:
+                if not _is_full(error):
+                    raise
+            self.full = True
+            self._over.wait(AGAIN_S)
+
+
+def _limit_is_there() -> bool:
+    with get_client(sync_client=True) as client:
+        try:
+            client.read_global_concurrency_limit_by_name(LIMIT)
+        except ObjectNotFound:
+            return False
+    return True
+
+
+def _is_full(error: BaseException) -> bool:
+    response = getattr(error.__cause__, "response", None)
+    return getattr(response, "status_code", None) == _LOCKED
