@@ -16,7 +16,7 @@ from sqlalchemy import Connection, Select, Table, column, func, select, table
 from rlhf_core.errors import BadInput, UnknownRun
 from rlhf_core.history import database
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.history.tables import VIEWS, metadata
+from rlhf_core.history.tables import VIEWS, UtcDateTime, metadata
 from rlhf_core.history.write import (
     ATTEMPTS,
     CHECKPOINTS,
@@ -35,6 +35,8 @@ from rlhf_core.history.write import (
     SPEEDS,
     STAGES,
     STRIKES,
+    TAGS,
+    TELEMETRY,
 )
 from rlhf_core.schemas.attempts import ATTEMPT_ENDS, RunState
 from rlhf_core.schemas.base import utc_now
@@ -47,6 +49,12 @@ CURVE = table("run_curve", *map(column, ("run_id", "key", "step", "attempt", "re
 GOODPUT = table(
     "run_goodput",
     *map(column, ("run_id", "wall_s", "queue_s", "productive_s", "repeated_s", "lost_s", "ettr")),
+)
+ALL_GOODPUT = table(
+    "all_goodput",
+    *map(column, ("run_id", "name", "state")),
+    column("created_at", UtcDateTime),
+    *map(column, ("wall_s", "queue_s", "productive_s", "repeated_s", "lost_s", "ettr")),
 )
 LOST_TIME = table(
     "run_lost_time",
@@ -177,6 +185,18 @@ def _newest_completed(shape: str, num_runs: int) -> Select[tuple[str]]:
     )
 
 
+def goodput_of_runs(store: HistoryStore, since: datetime | None = None, until: datetime | None = None) -> list[Facts]:
+    """Where the time of every run went that was asked for from ``since`` on and before ``until`` (view
+    ``all_goodput``), oldest first."""
+    question = select(ALL_GOODPUT).order_by(ALL_GOODPUT.c.created_at, ALL_GOODPUT.c.run_id)
+    if since is not None:
+        question = question.where(ALL_GOODPUT.c.created_at >= since)
+    if until is not None:
+        question = question.where(ALL_GOODPUT.c.created_at < until)
+    with store.reading() as connection:
+        return [_plain(row._mapping) for row in connection.execute(question)]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Which run
 
@@ -188,6 +208,8 @@ def list_runs(
     limit: int | None = 50,
     *,
     trials: bool = False,
+    owner: str | None = None,
+    tag: str | None = None,
 ) -> list[Facts]:
     """Runs, newest first.
 
@@ -196,34 +218,48 @@ def list_runs(
         name: only those of this name.
         limit: at most so many; None for all.
         trials: also the trials of runs.
+        owner: only those that this user asked for.
+        tag: only those with this tag.
 
     Returns: For each: ``run_id, name, state, created_at, num_attempts, owner, ended_at, seconds, last_step,
         total_steps, message, trial_of``. ``seconds`` is from the request to the end, or to the newest sign of it.
     """
+    # Which runs first, from narrow indexes; what is counted per run, only for those.
+    newest_first = (RUNS.c.created_at.desc(), RUNS.c.run_id.desc())
+    wanted = select(RUNS.c.run_id).order_by(*newest_first).limit(limit)
+    for asked, is_so in (
+        (state, RUNS.c.state == state),
+        (name, RUNS.c.name == name),
+        (owner, RUNS.c.owner == owner),
+        (tag, RUNS.c.run_id.in_(select(TAGS.c.run_id).where(TAGS.c.tag == tag))),
+    ):
+        if asked is not None:
+            wanted = wanted.where(is_so)
+    if not trials:
+        wanted = wanted.where(RUNS.c.trial_of == "")
+    chosen = wanted.subquery()
     num_attempts = select(func.count()).where(ATTEMPTS.c.run_id == RUNS.c.run_id).scalar_subquery()
     last_step = select(func.max(LATEST.c.step)).where(LATEST.c.run_id == RUNS.c.run_id).scalar_subquery()
-    question = select(
-        RUNS.c.run_id,
-        RUNS.c.name,
-        RUNS.c.state,
-        RUNS.c.created_at,
-        num_attempts.label("num_attempts"),
-        RUNS.c.owner,
-        RUNS.c.ended_at,
-        RUNS.c.progress_at,
-        last_step.label("last_step"),
-        RUNS.c.total_steps,
-        RUNS.c.message,
-        RUNS.c.trial_of,
-    ).order_by(RUNS.c.created_at.desc(), RUNS.c.run_id.desc())
-    if state is not None:
-        question = question.where(RUNS.c.state == state)
-    if name is not None:
-        question = question.where(RUNS.c.name == name)
-    if not trials:
-        question = question.where(RUNS.c.trial_of == "")
+    question = (
+        select(
+            RUNS.c.run_id,
+            RUNS.c.name,
+            RUNS.c.state,
+            RUNS.c.created_at,
+            num_attempts.label("num_attempts"),
+            RUNS.c.owner,
+            RUNS.c.ended_at,
+            RUNS.c.progress_at,
+            last_step.label("last_step"),
+            RUNS.c.total_steps,
+            RUNS.c.message,
+            RUNS.c.trial_of,
+        )
+        .join(chosen, chosen.c.run_id == RUNS.c.run_id)
+        .order_by(*newest_first)
+    )
     with store.reading() as connection:
-        rows = connection.execute(question.limit(limit)).all()
+        rows = connection.execute(question).all()
     return [_listed_run(row) for row in rows]
 
 
@@ -437,6 +473,29 @@ def events(store: HistoryStore, run_id: str) -> list[Facts]:
     """What happened in a run, in the order of time."""
     with store.reading() as connection:
         return _parts(connection, EVENTS, run_id, "time", "source", "position")
+
+
+def telemetry(store: HistoryStore, run_id: str, keys: Iterable[str] | None = None) -> dict[str, list[Facts]]:
+    """Figures of the nodes over time: node -> readings in the order of time, each ``time, seconds, attempt, restart,
+    figures``.
+
+    Args:
+        keys: names of figures; None for all.
+    """
+    wanted = None if keys is None else set(keys)
+    question = (
+        select(TELEMETRY)
+        .where(TELEMETRY.c.run_id == run_id)
+        .order_by(TELEMETRY.c.node, TELEMETRY.c.attempt, TELEMETRY.c.restart, TELEMETRY.c.position)
+    )
+    found: dict[str, list[Facts]] = {}
+    with store.reading() as connection:
+        for row in connection.execute(question):
+            figures = {name: value for name, value in row.figures.items() if wanted is None or name in wanted}
+            reading = {"time": _plain_value(row.time), "seconds": row.seconds}
+            where = {"attempt": row.attempt, "restart": row.restart}
+            found.setdefault(row.node, []).append({**reading, **where, "figures": figures})
+    return found
 
 
 def evaluation_samples(store: HistoryStore, run_id: str, when: str, name: str) -> list[Facts]:
