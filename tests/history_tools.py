@@ -357,7 +357,9 @@ def dump(store: HistoryStore) -> dict[str, list[tuple[Any, ...]]]:
                 if facts.get("removed_at") is not None:
                     facts["removed_at"] = "removed"
                 if table.name == "kept_goodput":  # SQLite's julianday() is off by some microseconds
-                    facts = {name: round(value, 3) if isinstance(value, float) else value for name, value in facts.items()}
+                    facts = {
+                        name: round(value, 3) if isinstance(value, float) else value for name, value in facts.items()
+                    }
                 rows.append(tuple(sorted((name, _stable(value)) for name, value in facts.items())))
             found[table.name] = sorted(rows)
     return found
@@ -459,6 +461,17 @@ class PostgresServer:
             connection.execute(text(f"CREATE DATABASE test_{self._count} TEMPLATE template0"))
         engine.dispose()
         return f"postgresql://rlhf@127.0.0.1:{self._port}/test_{self._count}"
+
+    @property
+    def folder(self) -> Path:
+        """A folder that the server may write."""
+        return self._folder
+
+    def superuser(self) -> Any:
+        """A connection of the server's superuser, past SQLAlchemy."""
+        import psycopg
+
+        return psycopg.connect(f"host=127.0.0.1 port={self._port} user=rlhf dbname=postgres", autocommit=True)
 
     def _admin(self) -> Engine:
         url = f"postgresql+psycopg://rlhf@127.0.0.1:{self._port}/postgres"

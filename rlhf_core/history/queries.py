@@ -4,6 +4,7 @@ Times are ISO 8601 text in UTC. A metric that is not finite is the text ``NaN``,
 the files; only :func:`curve`, which is for plotting, gives it as a float.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import date, datetime, time
@@ -194,7 +195,7 @@ def goodput_of_runs(store: HistoryStore, since: datetime | None = None, until: d
     if until is not None:
         question = question.where(ALL_GOODPUT.c.created_at < until)
     with store.reading() as connection:
-        return [_plain(row._mapping) for row in connection.execute(question)]
+        return [_plain(row._asdict()) for row in connection.execute(question)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -526,8 +527,8 @@ class SqlResult:
 
 
 def run_sql(store: HistoryStore, text: str, limit: int | None = None) -> SqlResult:
-    """Answer one SQL statement. It cannot change anything, whatever it says: SQLite opens the file read-only and an
-    authorizer refuses all but reading; PostgreSQL runs it in a read-only transaction, as one prepared statement.
+    """Answer one SQL statement. It cannot change anything, whatever it says: the database itself refuses
+    (``database.forbid_writing``, ``database.ask_postgres``).
 
     Args:
         limit: at most so many rows; None for all.
@@ -540,7 +541,7 @@ def run_sql(store: HistoryStore, text: str, limit: int | None = None) -> SqlResu
         driver: Any = connection.connection.driver_connection
         connection.detach()  # closed afterwards: nobody else gets a connection that the user's text has touched
         try:
-            cursor = _execute_alone(driver, text, connection.dialect.name)
+            cursor = _execute_alone(driver, text, connection.dialect.name, None if limit is None else limit + 1)
             columns = [str(described[0]) for described in cursor.description or ()]
             rows = (cursor.fetchall() if limit is None else cursor.fetchmany(limit + 1)) if columns else []
         except connection.dialect.loaded_dbapi.Error as error:
@@ -548,25 +549,38 @@ def run_sql(store: HistoryStore, text: str, limit: int | None = None) -> SqlResu
         finally:
             if connection.dialect.name == "sqlite":
                 driver.set_authorizer(None)  # the end of the transaction is ours
+            else:
+                driver.rollback()  # before 16, a read-only transaction may make large objects
     kept = rows if limit is None else rows[:limit]
     return SqlResult(columns, [[_plain_value(value) for value in row] for row in kept], len(kept) < len(rows))
 
 
-def _execute_alone(driver: Any, text: str, dialect: str) -> Any:
+def _execute_alone(driver: Any, text: str, dialect: str, limit: int | None) -> Any:
     if dialect == "sqlite":
         database.forbid_writing(driver)
         return driver.execute(text)
-    # Prepared, because PostgreSQL's simple protocol would take several statements: "COMMIT; DROP TABLE runs".
-    return driver.execute(text, prepare=True)
+    return database.ask_postgres(driver, text, limit)
 
 
 _NOT_THERE = ("no such table", "no such column", "does not exist")
-_FORBIDDEN = ("not authorized", "prohibited", "read-only", "readonly", "multiple commands", "one statement", "VACUUM")
+_FORBIDDEN = (
+    *("not authorized", "prohibited", "read-only", "readonly", "multiple commands", "one statement", "VACUUM"),
+    *("permission denied", "must be superuser", "must be a member", "must not contain data-modifying", "must not be"),
+)
+
+
+_NO_QUESTION = re.compile(
+    r'at or near "(ALTER|ANALYZE|BEGIN|CALL|CHECKPOINT|CLUSTER|COMMENT|COMMIT|COPY|CREATE|DELETE|DO|DROP|EXECUTE'
+    r"|EXPLAIN|GRANT|INSERT|LISTEN|LOAD|LOCK|MERGE|NOTIFY|PREPARE|REINDEX|RESET|REVOKE|ROLLBACK|SET|SHOW|TRUNCATE|UPDATE"
+    r'|VACUUM)"',
+    re.IGNORECASE,
+)
+"""What PostgreSQL's parser says of a statement that is no query; only for the words of the refusal."""
 
 
 def _bad_question(text: str, error: Exception) -> BadInput:
     said = " ".join(str(error).split())
-    if any(sign in said for sign in _FORBIDDEN):
+    if any(sign in said for sign in _FORBIDDEN) or _NO_QUESTION.search(said):
         return BadInput(
             f"refused: {text.strip()!r}. `rlhf sql` answers one reading statement (SELECT) at a time and changes "
             f"nothing. (The database says: {said})"
