@@ -248,6 +248,10 @@ class RestartDir:
         """What the agent of ``node`` did; that agent appends."""
         return self.root / f"events-{node}.jsonl"
 
+    def telemetry(self, node: str) -> Path:
+        """Figures of ``node`` over time; its agent appends."""
+        return self.root / f"telemetry-{node}.jsonl"
+
     @property
     def incident_dir(self) -> Path:
         """Evidence; each agent its own files."""

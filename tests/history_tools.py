@@ -53,6 +53,7 @@ from rlhf_core.schemas.reports import (
     MetricsLine,
     Phase,
     RankStatus,
+    TelemetryLine,
 )
 from rlhf_core.schemas.resources import Placement, Role, RolePlan, Submission
 from rlhf_core.schemas.run import DataSpec, ModelSpec, RunSpec, SftSpec, StoredSpec, TrainSpec
@@ -92,6 +93,7 @@ class RunFiles:
             overrides=("train.num_steps=8",),
             package_version="0.1.0",
             trial_of=trial_of,
+            tags=("nightly", name),
             spec=spec,
         )
         write_model(self.dir.spec, stored)
@@ -150,6 +152,11 @@ class RunFiles:
             longest_gaps_s={"trainer/rollout": 3.5, "trainer/train": 0.5},
         )
         write_model(self.dir.attempt(attempt).restart(restart).agent_status(node), status)
+
+    def telemetry(self, attempt: int, restart: int, seconds: float, node: str = "n1", **figures: float) -> None:
+        """A line of an agent: ten seconds of its node."""
+        line = TelemetryLine(time=at(seconds), seconds=10.0, figures={"cpu_percent": 42.0, **figures})
+        _append(self.dir.attempt(attempt).restart(restart).telemetry(node), line)
 
     def incident(self, attempt: int, restart: int, kind: FailureKind, seconds: float, **more: Any) -> Incident:
         """Agent 0 found an incident."""
@@ -287,6 +294,9 @@ def whole_run(runs: Path, name: str = "sort", tail: str = "aaaaaa", created: flo
     run.checkpoint(4, 24.5)
     run.status(1, 1, 12)
     run.status(1, 1, 12, node="n2")
+    for seconds in (20, 30):
+        run.telemetry(1, 1, seconds)
+        run.telemetry(1, 1, seconds, node="n2", gpu0_power_w=seconds * 10.0, broken_sensor=float("nan"))
     run.incident(1, 1, FailureKind.NODE_LOST, 30)
     run.outcome(1, AttemptState.FAILED, 31, 5)
     run.journal(
@@ -346,6 +356,10 @@ def dump(store: HistoryStore) -> dict[str, list[tuple[Any, ...]]]:
                     facts["key_id"] = names[facts["key_id"]]
                 if facts.get("removed_at") is not None:
                     facts["removed_at"] = "removed"
+                if table.name == "kept_goodput":  # SQLite's julianday() is off by some microseconds
+                    facts = {
+                        name: round(value, 3) if isinstance(value, float) else value for name, value in facts.items()
+                    }
                 rows.append(tuple(sorted((name, _stable(value)) for name, value in facts.items())))
             found[table.name] = sorted(rows)
     return found
@@ -447,6 +461,17 @@ class PostgresServer:
             connection.execute(text(f"CREATE DATABASE test_{self._count} TEMPLATE template0"))
         engine.dispose()
         return f"postgresql://rlhf@127.0.0.1:{self._port}/test_{self._count}"
+
+    @property
+    def folder(self) -> Path:
+        """A folder that the server may write."""
+        return self._folder
+
+    def superuser(self) -> Any:
+        """A connection of the server's superuser, past SQLAlchemy."""
+        import psycopg
+
+        return psycopg.connect(f"host=127.0.0.1 port={self._port} user=rlhf dbname=postgres", autocommit=True)
 
     def _admin(self) -> Engine:
         url = f"postgresql+psycopg://rlhf@127.0.0.1:{self._port}/postgres"

@@ -13,6 +13,7 @@ from rlhf_core.schemas.reports import (
     CheckpointManifest,
     EvaluationReport,
     MetricsLine,
+    TelemetryLine,
 )
 from rlhf_core.schemas.run import StoredSpec
 
@@ -57,6 +58,17 @@ class EventEntry:
     event: AgentEvent
 
 
+@dataclass(frozen=True)
+class TelemetryEntry:
+    """A line of a node's telemetry and where it begins."""
+
+    attempt: int
+    restart: int
+    node: str
+    position: int
+    line: TelemetryLine
+
+
 @dataclass
 class IngestBatch:
     """Rows to be and how far they bring the files. Applied whole or not at all."""
@@ -78,6 +90,7 @@ class IngestBatch:
     metrics: list[MetricsEntry] = field(default_factory=list)
     events: list[EventEntry] = field(default_factory=list)
     nodes: list[AgentStatus] = field(default_factory=list)
+    telemetry: list[TelemetryEntry] = field(default_factory=list)
     probes: list[ProbeReport] = field(default_factory=list)
     incidents: list[Incident] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
@@ -91,6 +104,8 @@ class IngestBatch:
     """New offsets of the files that were read."""
     forgotten: set[str] = field(default_factory=set)
     """Files that are gone: their offsets are dropped."""
+    is_last: bool = False
+    """Whether nothing was left unread: the run is then known as far as its files go."""
 
     def is_empty(self) -> bool:
         """Whether there is nothing to write."""

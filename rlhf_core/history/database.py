@@ -6,6 +6,7 @@ in the middle because another writer was faster.
 """
 
 import os
+import re
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -254,6 +255,52 @@ def _in_words(url: URL, error: BaseException) -> str:
             if sign in said:
                 return f"the history {shown(url)} {words} (SQLite: {said})"
     return f"the history {shown(url)} refused: {said}"
+
+
+READER_ROLE = "rlhf_reader"
+"""The PostgreSQL role that questions are asked as, where there is one (``infra/postgres_reader.sql`` makes it)."""
+
+QUESTION_TIMEOUT_S = 300
+"""After this PostgreSQL gives a question up, so that none holds the server for ever."""
+
+
+_ROLE_TO_ASK_AS = """
+SELECT CASE
+    WHEN EXISTS (SELECT 1 FROM pg_roles
+                  WHERE rolname = %(reader)s AND pg_has_role(current_user, oid, 'MEMBER')
+                    AND has_table_privilege(oid, 'runs', 'SELECT'))
+    THEN %(reader)s::text
+    WHEN EXISTS (SELECT 1 FROM pg_roles WHERE rolname = current_user AND rolsuper) THEN 'pg_read_all_data'
+END
+"""
+"""Roles are the server's: one that was made for another database has no rights in this one."""
+
+_NOTHING = re.compile(r"(?:\s|;|--[^\n]*(?:\n|$)|/\*.*?\*/)*", re.DOTALL)
+"""Text without a statement."""
+
+
+def ask_postgres(connection: Any, text: str, limit: int | None) -> Any:
+    """Ask PostgreSQL one question, in the read-only transaction of ``connection``; returns the driver's cursor.
+
+    Three things stand between a question and the server, beside the transaction. It is declared as a cursor, so that
+    the parser refuses whatever is no query: COPY, DO, SET, a WITH that writes. It is asked as a role that can only
+    read: ``rlhf_reader``, or for a superuser, who could do anything, the server's own ``pg_read_all_data``; an ordinary
+    user who is no member of ``rlhf_reader`` asks with his own rights. And it has a time limit.
+
+    Args:
+        connection: the driver's own connection.
+        text: the question.
+        limit: at most so many rows; None for all.
+    """
+    if _NOTHING.fullmatch(text):
+        return connection.cursor()
+    role = connection.execute(_ROLE_TO_ASK_AS, {"reader": READER_ROLE}).fetchone()[0]
+    connection.execute(f"SET LOCAL statement_timeout = '{QUESTION_TIMEOUT_S}s'")
+    if role is not None:
+        connection.execute(f"SET LOCAL ROLE {role}")
+    # Prepared, because the simple protocol would take several statements: "SELECT 1; DROP TABLE runs".
+    connection.execute(f"DECLARE question NO SCROLL CURSOR FOR {text}", prepare=True)
+    return connection.execute(f"FETCH {'ALL' if limit is None else limit} FROM question")
 
 
 def forbid_writing(connection: Any) -> None:

@@ -4,7 +4,7 @@ Times are ISO 8601 text in UTC. A metric that is not finite is the text ``NaN``,
 the files; only :func:`curve`, which is for plotting, gives it as a float.
 """
 
-import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import date, datetime, time
@@ -17,7 +17,7 @@ from sqlalchemy import ColumnElement, Connection, Select, Table, Text, cast, col
 from rlhf_core.errors import BadInput, UnknownRun
 from rlhf_core.history import database
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.history.tables import VIEWS, metadata
+from rlhf_core.history.tables import VIEWS, UtcDateTime, metadata
 from rlhf_core.history.write import (
     ATTEMPTS,
     CHECKPOINTS,
@@ -37,6 +37,8 @@ from rlhf_core.history.write import (
     SPEEDS,
     STAGES,
     STRIKES,
+    TAGS,
+    TELEMETRY,
 )
 from rlhf_core.schemas.attempts import ATTEMPT_ENDS, RunState
 from rlhf_core.schemas.base import utc_now
@@ -49,6 +51,12 @@ CURVE = table("run_curve", *map(column, ("run_id", "key", "step", "attempt", "re
 GOODPUT = table(
     "run_goodput",
     *map(column, ("run_id", "wall_s", "queue_s", "productive_s", "repeated_s", "lost_s", "ettr")),
+)
+ALL_GOODPUT = table(
+    "all_goodput",
+    *map(column, ("run_id", "name", "state")),
+    column("created_at", UtcDateTime),
+    *map(column, ("wall_s", "queue_s", "productive_s", "repeated_s", "lost_s", "ettr")),
 )
 LOST_TIME = table(
     "run_lost_time",
@@ -179,6 +187,18 @@ def _newest_completed(shape: str, num_runs: int) -> Select[tuple[str]]:
     )
 
 
+def goodput_of_runs(store: HistoryStore, since: datetime | None = None, until: datetime | None = None) -> list[Facts]:
+    """Where the time of every run went that was asked for from ``since`` on and before ``until`` (view
+    ``all_goodput``), oldest first."""
+    question = select(ALL_GOODPUT).order_by(ALL_GOODPUT.c.created_at, ALL_GOODPUT.c.run_id)
+    if since is not None:
+        question = question.where(ALL_GOODPUT.c.created_at >= since)
+    if until is not None:
+        question = question.where(ALL_GOODPUT.c.created_at < until)
+    with store.reading() as connection:
+        return [_plain(row._asdict()) for row in connection.execute(question)]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Which run
 
@@ -190,8 +210,8 @@ def list_runs(
     limit: int | None = 50,
     *,
     trials: bool = False,
-    tag: str | None = None,
     owner: str | None = None,
+    tag: str | None = None,
 ) -> list[Facts]:
     """Runs, newest first.
 
@@ -200,50 +220,50 @@ def list_runs(
         name: only those of this name.
         limit: at most so many; None for all.
         trials: also the trials of runs.
+        owner: only those that this user asked for.
         tag: only those with this tag.
-        owner: only those that this person asked for.
 
     Returns: For each: ``run_id, name, state, created_at, num_attempts, owner, tags, ended_at, seconds, last_step,
         total_steps, message, trial_of``. ``seconds`` is from the request to the end, or to the newest sign of it.
     """
+    # Which runs first, from narrow indexes; what is counted per run, only for those.
+    newest_first = (RUNS.c.created_at.desc(), RUNS.c.run_id.desc())
+    wanted = select(RUNS.c.run_id).order_by(*newest_first).limit(limit)
+    for asked, is_so in (
+        (state, RUNS.c.state == state),
+        (name, RUNS.c.name == name),
+        (owner, RUNS.c.owner == owner),
+        (tag, RUNS.c.run_id.in_(select(TAGS.c.run_id).where(TAGS.c.tag == tag))),
+    ):
+        if asked is not None:
+            wanted = wanted.where(is_so)
+    if not trials:
+        wanted = wanted.where(RUNS.c.trial_of == "")
+    chosen = wanted.subquery()
     num_attempts = select(func.count()).where(ATTEMPTS.c.run_id == RUNS.c.run_id).scalar_subquery()
     last_step = select(func.max(LATEST.c.step)).where(LATEST.c.run_id == RUNS.c.run_id).scalar_subquery()
-    question = select(
-        RUNS.c.run_id,
-        RUNS.c.name,
-        RUNS.c.state,
-        RUNS.c.created_at,
-        num_attempts.label("num_attempts"),
-        RUNS.c.owner,
-        RUNS.c.tags,
-        RUNS.c.ended_at,
-        RUNS.c.progress_at,
-        last_step.label("last_step"),
-        RUNS.c.total_steps,
-        RUNS.c.message,
-        RUNS.c.trial_of,
-    ).order_by(RUNS.c.created_at.desc(), RUNS.c.run_id.desc())
-    if state is not None:
-        question = question.where(RUNS.c.state == state)
-    if name is not None:
-        question = question.where(RUNS.c.name == name)
-    if owner is not None:
-        question = question.where(RUNS.c.owner == owner)
-    if tag is not None:
-        question = question.where(_tagged(tag))
-    if not trials:
-        question = question.where(RUNS.c.trial_of == "")
+    question = (
+        select(
+            RUNS.c.run_id,
+            RUNS.c.name,
+            RUNS.c.state,
+            RUNS.c.created_at,
+            num_attempts.label("num_attempts"),
+            RUNS.c.owner,
+            RUNS.c.tags,
+            RUNS.c.ended_at,
+            RUNS.c.progress_at,
+            last_step.label("last_step"),
+            RUNS.c.total_steps,
+            RUNS.c.message,
+            RUNS.c.trial_of,
+        )
+        .join(chosen, chosen.c.run_id == RUNS.c.run_id)
+        .order_by(*newest_first)
+    )
     with store.reading() as connection:
-        rows = connection.execute(question.limit(limit)).all()
+        rows = connection.execute(question).all()
     return [_listed_run(row) for row in rows]
-
-
-def _tagged(tag: str) -> ColumnElement[bool]:
-    """Whether a list of tags has this one, asked of its text: quotes in a tag are escaped there, so that no part of
-    another tag looks like it. SQLite keeps other alphabets as escapes, PostgreSQL as they are."""
-    text = cast(RUNS.c.tags, Text)
-    forms = {json.dumps(tag), json.dumps(tag, ensure_ascii=False)}
-    return or_(*(text.contains(form, autoescape=True) for form in forms))
 
 
 def _listed_run(row: Any) -> Facts:
@@ -460,6 +480,29 @@ def events(store: HistoryStore, run_id: str) -> list[Facts]:
         return _parts(connection, EVENTS, run_id, "time", "source", "position")
 
 
+def telemetry(store: HistoryStore, run_id: str, keys: Iterable[str] | None = None) -> dict[str, list[Facts]]:
+    """Figures of the nodes over time: node -> readings in the order of time, each ``time, seconds, attempt, restart,
+    figures``.
+
+    Args:
+        keys: names of figures; None for all.
+    """
+    wanted = None if keys is None else set(keys)
+    question = (
+        select(TELEMETRY)
+        .where(TELEMETRY.c.run_id == run_id)
+        .order_by(TELEMETRY.c.node, TELEMETRY.c.attempt, TELEMETRY.c.restart, TELEMETRY.c.position)
+    )
+    found: dict[str, list[Facts]] = {}
+    with store.reading() as connection:
+        for row in connection.execute(question):
+            figures = {name: value for name, value in row.figures.items() if wanted is None or name in wanted}
+            reading = {"time": _plain_value(row.time), "seconds": row.seconds}
+            where = {"attempt": row.attempt, "restart": row.restart}
+            found.setdefault(row.node, []).append({**reading, **where, "figures": figures})
+    return found
+
+
 def evaluation_samples(store: HistoryStore, run_id: str, when: str, name: str) -> list[Facts]:
     """The sample table of one evaluation."""
     question = (
@@ -488,8 +531,8 @@ class SqlResult:
 
 
 def run_sql(store: HistoryStore, text: str, limit: int | None = None) -> SqlResult:
-    """Answer one SQL statement. It cannot change anything, whatever it says: SQLite opens the file read-only and an
-    authorizer refuses all but reading; PostgreSQL runs it in a read-only transaction, as one prepared statement.
+    """Answer one SQL statement. It cannot change anything, whatever it says: the database itself refuses
+    (``database.forbid_writing``, ``database.ask_postgres``).
 
     Args:
         limit: at most so many rows; None for all.
@@ -502,7 +545,7 @@ def run_sql(store: HistoryStore, text: str, limit: int | None = None) -> SqlResu
         driver: Any = connection.connection.driver_connection
         connection.detach()  # closed afterwards: nobody else gets a connection that the user's text has touched
         try:
-            cursor = _execute_alone(driver, text, connection.dialect.name)
+            cursor = _execute_alone(driver, text, connection.dialect.name, None if limit is None else limit + 1)
             columns = [str(described[0]) for described in cursor.description or ()]
             rows = (cursor.fetchall() if limit is None else cursor.fetchmany(limit + 1)) if columns else []
         except connection.dialect.loaded_dbapi.Error as error:
@@ -510,25 +553,38 @@ def run_sql(store: HistoryStore, text: str, limit: int | None = None) -> SqlResu
         finally:
             if connection.dialect.name == "sqlite":
                 driver.set_authorizer(None)  # the end of the transaction is ours
+            else:
+                driver.rollback()  # before 16, a read-only transaction may make large objects
     kept = rows if limit is None else rows[:limit]
     return SqlResult(columns, [[_plain_value(value) for value in row] for row in kept], len(kept) < len(rows))
 
 
-def _execute_alone(driver: Any, text: str, dialect: str) -> Any:
+def _execute_alone(driver: Any, text: str, dialect: str, limit: int | None) -> Any:
     if dialect == "sqlite":
         database.forbid_writing(driver)
         return driver.execute(text)
-    # Prepared, because PostgreSQL's simple protocol would take several statements: "COMMIT; DROP TABLE runs".
-    return driver.execute(text, prepare=True)
+    return database.ask_postgres(driver, text, limit)
 
 
 _NOT_THERE = ("no such table", "no such column", "does not exist")
-_FORBIDDEN = ("not authorized", "prohibited", "read-only", "readonly", "multiple commands", "one statement", "VACUUM")
+_FORBIDDEN = (
+    *("not authorized", "prohibited", "read-only", "readonly", "multiple commands", "one statement", "VACUUM"),
+    *("permission denied", "must be superuser", "must be a member", "must not contain data-modifying", "must not be"),
+)
+
+
+_NO_QUESTION = re.compile(
+    r'at or near "(ALTER|ANALYZE|BEGIN|CALL|CHECKPOINT|CLUSTER|COMMENT|COMMIT|COPY|CREATE|DELETE|DO|DROP|EXECUTE'
+    r"|EXPLAIN|GRANT|INSERT|LISTEN|LOAD|LOCK|MERGE|NOTIFY|PREPARE|REINDEX|RESET|REVOKE|ROLLBACK|SET|SHOW|TRUNCATE|UPDATE"
+    r'|VACUUM)"',
+    re.IGNORECASE,
+)
+"""What PostgreSQL's parser says of a statement that is no query; only for the words of the refusal."""
 
 
 def _bad_question(text: str, error: Exception) -> BadInput:
     said = " ".join(str(error).split())
-    if any(sign in said for sign in _FORBIDDEN):
+    if any(sign in said for sign in _FORBIDDEN) or _NO_QUESTION.search(said):
         return BadInput(
             f"refused: {text.strip()!r}. `rlhf sql` answers one reading statement (SELECT) at a time and changes "
             f"nothing. (The database says: {said})"

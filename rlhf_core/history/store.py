@@ -239,8 +239,11 @@ class HistoryStore:
         write.write_checkpoints(connection, run_id, batch.checkpoints)
         write.write_removed_checkpoints(connection, run_id, batch.removed_checkpoints)
         write.write_evaluations(connection, run_id, batch.evaluations)
+        write.write_telemetry(connection, run_id, batch.telemetry)
         write.write_progress(connection, run_id, batch)
         write.write_offsets(connection, run_id, batch)
+        if batch.is_last:
+            write.keep_goodput(connection, run_id)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Making it again

@@ -5,7 +5,8 @@ Conventions: ids are text; times are UTC and aware (:class:`UtcDateTime`); units
 and never from a counter of the database, so that reading the same file twice cannot make two rows.
 ``metric_keys.key_id`` is the one exception: names of metrics are stored once.
 
-Views (made by the migrations): ``run_curve``, ``run_goodput``, ``run_lost_time``, ``node_health``.
+Views (made by the migrations): ``run_curve``, ``run_goodput``, ``run_lost_time``, ``run_step_time``,
+``run_recoveries``, ``all_goodput``, ``node_health``, ``node_figures``, ``node_imbalance``.
 """
 
 from datetime import UTC, datetime
@@ -31,10 +32,13 @@ from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeEngine
 
-SCHEMA_REVISION = "0005"
+SCHEMA_REVISION = "0006"
 """The newest migration: the schema that this program reads and writes."""
 
-VIEWS = ("run_curve", "run_lost_time", "run_goodput", "node_health")
+VIEWS = (
+    *("run_curve", "run_lost_time", "run_goodput", "run_step_time", "run_recoveries", "all_goodput"),
+    *("node_health", "node_figures", "node_imbalance"),
+)
 """Names of the views."""
 
 _NUL = "\x00"
@@ -154,7 +158,7 @@ class Run(Base):
     trial_of: Mapped[str] = mapped_column(server_default=text("''"))
     """Run that this one tries out first; empty for a run of its own. Not a reference: either may be removed alone."""
     tags: Mapped[list[Any]] = mapped_column(server_default=text("'[]'"))
-    """Words to find it by."""
+    """Words to find it by; searched by in ``run_tags``."""
     package_version: Mapped[str]
     code_revision: Mapped[str]
     run_dir: Mapped[str]
@@ -173,9 +177,38 @@ class Run(Base):
     __table_args__ = (
         Index(None, "created_at"),
         Index(None, "name", "created_at"),
+        Index(None, "owner", "created_at"),
         Index(None, "shape", "created_at"),
         Index(None, "state", "created_at"),
     )
+
+
+class RunTag(Base):
+    """A tag of a run, to search by. From ``spec.json``."""
+
+    __tablename__ = "run_tags"
+
+    run_id: Mapped[str] = _run_id()
+    tag: Mapped[str] = mapped_column(primary_key=True)
+
+    __table_args__ = (Index(None, "tag"),)
+
+
+class KeptGoodput(Base):
+    """``run_goodput`` of a run that is over, as it was when its newest batch was ingested. View ``all_goodput`` takes
+    it while ``ingest_stamp`` is the run's, and asks ``run_goodput`` otherwise: it can be missing, but not out of date.
+    """
+
+    __tablename__ = "kept_goodput"
+
+    run_id: Mapped[str] = _run_id()
+    ingest_stamp: Mapped[int] = mapped_column(BigInteger)
+    wall_s: Mapped[float]
+    queue_s: Mapped[float]
+    productive_s: Mapped[float]
+    repeated_s: Mapped[float]
+    lost_s: Mapped[float]
+    ettr: Mapped[float | None]
 
 
 class Lease(Base):
@@ -384,6 +417,27 @@ class AttemptNode(Base):
     )
 
 
+class NodeTelemetry(Base):
+    """Figures of a node: their means over some seconds. From ``telemetry-<node>.jsonl``. One row per reading and not
+    per figure, which would take several times the room; view ``node_figures`` has a row per figure."""
+
+    __tablename__ = "node_telemetry"
+
+    run_id: Mapped[str] = _run_id()
+    attempt: Mapped[int] = mapped_column(primary_key=True)
+    restart: Mapped[int] = mapped_column(primary_key=True)
+    node: Mapped[str] = mapped_column(primary_key=True)
+    position: Mapped[int] = mapped_column(BigInteger, primary_key=True)
+    """Byte at which its line begins."""
+    time: Mapped[datetime]
+    """End of the seconds, by the clock of the node."""
+    seconds: Mapped[float]
+    figures: Mapped[dict[str, Any]]
+    """Name to mean; only finite ones."""
+
+    __table_args__ = (Index(None, "node", "time"),)
+
+
 class MetricKey(Base):
     """Names of metrics, each once."""
 
@@ -404,7 +458,9 @@ class Metric(Base):
     __tablename__ = "metrics"
 
     run_id: Mapped[str] = _run_id()
-    key_id: Mapped[int] = mapped_column(ForeignKey("metric_keys.key_id"), primary_key=True)
+    key_id: Mapped[int] = mapped_column(primary_key=True)
+    """Of ``metric_keys``. No foreign key: checking it was a third of the cost of a row, the names are written in the
+    same transaction, and none is ever removed."""
     step: Mapped[int] = mapped_column(primary_key=True)
     attempt: Mapped[int] = mapped_column(primary_key=True)
     restart: Mapped[int] = mapped_column(primary_key=True)

@@ -11,12 +11,12 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
-from sqlalchemy import Connection, Table, case, delete, func, or_, select, tuple_, update
+from sqlalchemy import Connection, Table, case, column, delete, func, insert, or_, select, table, tuple_, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from rlhf_core.errors import IllegalMove
-from rlhf_core.history import tables
-from rlhf_core.history.batch import EventEntry, IngestBatch, JournalEntry, MetricsEntry
+from rlhf_core.history import metric_rows, tables
+from rlhf_core.history.batch import EventEntry, IngestBatch, JournalEntry, MetricsEntry, TelemetryEntry
 from rlhf_core.schemas.attempts import (
     ATTEMPT_ENDS,
     RUN_ENDS,
@@ -71,6 +71,12 @@ WEIGHTS = tables.metadata.tables["weight_versions"]
 EVALUATIONS = tables.metadata.tables["evaluations"]
 SAMPLES = tables.metadata.tables["evaluation_samples"]
 EVENTS = tables.metadata.tables["events"]
+TAGS = tables.metadata.tables["run_tags"]
+TELEMETRY = tables.metadata.tables["node_telemetry"]
+KEPT_GOODPUT = tables.metadata.tables["kept_goodput"]
+
+_KEPT = ("wall_s", "queue_s", "productive_s", "repeated_s", "lost_s", "ettr")
+GOODPUT = table("run_goodput", *map(column, ("run_id", *_KEPT)))
 
 Row = dict[str, Any]
 
@@ -144,12 +150,21 @@ def insert_run(connection: Connection, run_dir: str, stored: StoredSpec, stamp: 
         "ingest_stamp": stamp,
     }
     row = {"run_id": stored.run_id, **_described_run(run_dir, stored), **begun}
-    return insert_new(connection, RUNS, row)
+    inserted = insert_new(connection, RUNS, row)
+    if inserted:
+        _write_tags(connection, stored)
+    return inserted
 
 
 def describe_run(connection: Connection, run_dir: str, stored: StoredSpec) -> None:
     """What ``spec.json`` says, anew: the run directory was moved. What happened to the run is left as it is."""
     connection.execute(update(RUNS).where(RUNS.c.run_id == stored.run_id).values(_described_run(run_dir, stored)))
+    _write_tags(connection, stored)
+
+
+def _write_tags(connection: Connection, stored: StoredSpec) -> None:
+    connection.execute(delete(TAGS).where(TAGS.c.run_id == stored.run_id))
+    insert_or_keep(connection, TAGS, [{"run_id": stored.run_id, "tag": tag} for tag in sorted(set(stored.tags))])
 
 
 def _described_run(run_dir: str, stored: StoredSpec) -> Row:
@@ -183,6 +198,19 @@ def write_progress(connection: Connection, run_id: str, batch: IngestBatch) -> N
         newest = max(times)
         change["progress_at"] = case((RUNS.c.progress_at < newest, newest), else_=RUNS.c.progress_at)
     connection.execute(update(RUNS).where(RUNS.c.run_id == run_id).values(change))
+
+
+def keep_goodput(connection: Connection, run_id: str) -> None:
+    """Keep what the view says of a run that is over: it will not change, and making it from the steps takes long when
+    it is asked about all runs. Does nothing for a run that is not over."""
+    measured = select(RUNS.c.run_id, RUNS.c.ingest_stamp, *(GOODPUT.c[name] for name in _KEPT)).where(
+        RUNS.c.run_id == run_id,
+        GOODPUT.c.run_id == RUNS.c.run_id,
+        RUNS.c.state.in_(sorted(state.value for state in RUN_ENDS)),
+    )
+    names = ["run_id", "ingest_stamp", *_KEPT]
+    connection.execute(delete(KEPT_GOODPUT).where(KEPT_GOODPUT.c.run_id == run_id))
+    connection.execute(insert(KEPT_GOODPUT).from_select(names, measured))
 
 
 def write_offsets(connection: Connection, run_id: str, batch: IngestBatch) -> None:
@@ -596,28 +624,39 @@ def write_metrics(
     connection: Connection, run_id: str, entries: Sequence[MetricsEntry], key_ids: Mapping[str, int]
 ) -> None:
     """Metric rows, and the newest value of each metric."""
-    rows: list[Row] = []
-    latest: dict[str, tuple[tuple[int, int, int], Row]] = {}
-    for entry in entries:
+    rows: list[metric_rows.MetricRow] = []
+    latest: dict[int, tuple[MetricsEntry, float]] = {}
+    for entry in sorted(entries, key=_order):  # so that what comes later is newer
         line = entry.line
-        order = (entry.attempt, entry.restart, line.step)
+        time = metric_rows.stored_time(connection, line.time)
+        step, attempt, restart = line.step, entry.attempt, entry.restart
         for name, value in line.metrics.items():
-            finite = math.isfinite(value)
-            row = {
-                "run_id": run_id,
-                "key_id": key_ids[name],
-                "step": line.step,
-                "attempt": entry.attempt,
-                "restart": entry.restart,
-                "value": value if finite else None,
-                "non_finite": None if finite else _non_finite(value),
-                "time": line.time,
-            }
-            rows.append(row)
-            if name not in latest or order >= latest[name][0]:
-                latest[name] = (order, row)
-    insert_or_keep(connection, METRICS, rows)
-    _write_latest(connection, [row for _, row in latest.values()])
+            key_id = key_ids[name]
+            latest[key_id] = (entry, value)
+            if math.isfinite(value):
+                rows.append((run_id, key_id, step, attempt, restart, value, None, time))
+            else:
+                rows.append((run_id, key_id, step, attempt, restart, None, _non_finite(value), time))
+    metric_rows.insert(connection, rows)
+    _write_latest(connection, [_latest_row(run_id, key_id, *latest[key_id]) for key_id in sorted(latest)])
+
+
+def _order(entry: MetricsEntry) -> tuple[int, int, int]:
+    return entry.attempt, entry.restart, entry.line.step
+
+
+def _latest_row(run_id: str, key_id: int, entry: MetricsEntry, value: float) -> Row:
+    finite = math.isfinite(value)
+    return {
+        "run_id": run_id,
+        "key_id": key_id,
+        "step": entry.line.step,
+        "attempt": entry.attempt,
+        "restart": entry.restart,
+        "value": value if finite else None,
+        "non_finite": None if finite else _non_finite(value),
+        "time": entry.line.time,
+    }
 
 
 def _non_finite(value: float) -> str:
@@ -636,7 +675,25 @@ def _write_latest(connection: Connection, rows: Sequence[Row]) -> None:
         set_={name: new[name] for name in ("step", "attempt", "restart", "value", "non_finite", "time")},
         where=tuple_(new.attempt, new.restart, new.step) > tuple_(LATEST.c.attempt, LATEST.c.restart, LATEST.c.step),
     )
-    connection.execute(statement, sorted(rows, key=lambda row: row["key_id"]))
+    connection.execute(statement, list(rows))
+
+
+def write_telemetry(connection: Connection, run_id: str, entries: Sequence[TelemetryEntry]) -> None:
+    """Figures of the nodes over time."""
+    rows = [
+        {
+            "run_id": run_id,
+            "attempt": entry.attempt,
+            "restart": entry.restart,
+            "node": entry.node,
+            "position": entry.position,
+            "time": entry.line.time,
+            "seconds": entry.line.seconds,
+            "figures": {name: value for name, value in entry.line.figures.items() if math.isfinite(value)},
+        }
+        for entry in entries
+    ]
+    insert_or_keep(connection, TELEMETRY, rows)
 
 
 def write_nodes(connection: Connection, run_id: str, statuses: Sequence[AgentStatus]) -> None:

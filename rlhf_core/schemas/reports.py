@@ -86,6 +86,17 @@ class AgentStatus(Schema):
     """What the telemetry of the nodes shows, in sentences for a person: imbalance, a spinning collective."""
 
 
+class TelemetryLine(Schema):
+    """One line of ``telemetry-<node>.jsonl``: means of the figures of a node over some seconds."""
+
+    time: datetime
+    """End of these seconds (UTC), by the clock of the node."""
+    seconds: float
+    """How long they were."""
+    figures: dict[str, float]
+    """As ``AgentStatus.telemetry``, without what does not change (totals, limits)."""
+
+
 class MetricsLine(Schema):
     """One line of ``metrics.jsonl``: all metrics of one optimizer step, already reduced over the ranks."""
 

@@ -19,7 +19,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from rlhf_core.errors import RlhfError
-from rlhf_core.history.batch import EventEntry, IngestBatch, IngestState, JournalEntry, MetricsEntry
+from rlhf_core.history.batch import EventEntry, IngestBatch, IngestState, JournalEntry, MetricsEntry, TelemetryEntry
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir import AttemptDir, RestartDir, RunDir, read_lines, read_model, run_dirs
 from rlhf_core.schemas.base import utc_now
@@ -33,9 +33,10 @@ from rlhf_core.schemas.reports import (
     CheckpointManifest,
     EvaluationReport,
     MetricsLine,
+    TelemetryLine,
 )
 
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 2 << 20
 """How much of one appended file goes into one batch."""
 
 BATCH_BYTES = 4 << 20
@@ -164,6 +165,7 @@ class _Reader:
             self._read_attempt(attempt)
         self._read_checkpoints()
         self._read_evaluations()
+        self._batch.is_last = not self.left_some
         return self._batch
 
     def _read_spec(self) -> None:
@@ -201,6 +203,10 @@ class _Reader:
             source = self._relative(path)
             for position, event in self._new_lines(path, AgentEvent):
                 self._batch.events.append(EventEntry(source, position, *identity, event))
+        for path in sorted(restart.root.glob("telemetry-*.jsonl")):
+            node = path.stem.removeprefix("telemetry-")
+            for position, reading in self._new_lines(path, TelemetryLine):
+                self._batch.telemetry.append(TelemetryEntry(*identity, node, position, reading))
         for path in sorted(restart.agents.glob("*.json")):
             self._document(path, AgentStatus, self._batch.nodes)
         self._document(restart.incident, Incident, self._batch.incidents)
@@ -240,7 +246,7 @@ class _Reader:
             return
         self._batch.offsets[name] = end
         self._bytes += end - position
-        self.left_some |= path.stat().st_size > end  # or a torn last line: then the next round finds nothing
+        self.left_some |= path.stat().st_size - position > BLOCK_BYTES  # less is a torn last line
         for line in lines:
             try:
                 parsed = schema.model_validate_json(line)

@@ -27,6 +27,7 @@ from rlhf_core.worker.heartbeat import SlotFile
 from rlhf_core.worker.signals import ENDING, SAVING, SignalInbox
 from rlhf_core.worker.team import Team
 from rlhf_core.worker.telemetry import Telemetry
+from rlhf_core.worker.telemetry_series import TelemetrySeries
 from rlhf_core.worker.watch import PEER_PATIENCE_S, Hang, Watch
 
 TICK_S = 0.25
@@ -94,6 +95,7 @@ class Supervisor(threading.Thread):
         self._new_commands = new_commands
         self._patience = patience
         self._telemetry = Telemetry(events.say, telemetry_folder)
+        self._series = TelemetrySeries(self._node, events.say)
         self._findings = Findings(events)
         self._orders = Orders()
         self._place: tuple[Role, RestartDir] | None = None
@@ -141,6 +143,7 @@ class Supervisor(threading.Thread):
         """End the thread."""
         self._over.set()
         self.join(timeout=evidence.STACK_PATIENCE_S + 5.0)
+        self._series.stop(time.monotonic())
         self._telemetry.stop()
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -393,6 +396,7 @@ class Supervisor(threading.Thread):
             return
         self._publish_at_s = now_s + PUBLISH_S
         role, restart_dir = self._place
+        self._series.add(restart_dir, state.telemetry, now_s)
         nodes = self._team.nodes
         status = AgentStatus(
             node=self._node,

@@ -1,0 +1,166 @@
+"""Questions that want to do harm: what is refused, on real databases, and by whom."""
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+from history_tools import dump, new_sqlite, postgres, whole_run
+
+from rlhf_core.errors import BadInput
+from rlhf_core.history import database, migrate, queries
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.watchdog.ingest import sync
+
+READER_SQL = Path(__file__).parents[2] / "infra" / "postgres_reader.sql"
+
+PARSER = "refused: .*syntax error"
+"""Refused before anything is done: a cursor is declared for queries only."""
+
+REFUSED_BY_POSTGRES = {
+    "COPY (SELECT 1) TO PROGRAM 'touch {folder}/made'": PARSER,
+    "COPY runs FROM PROGRAM 'touch {folder}/made'": PARSER,
+    "COPY (SELECT 1) TO '{folder}/made'": PARSER,
+    "DO $$ BEGIN RESET ROLE; DELETE FROM runs; END $$": PARSER,
+    "RESET ROLE": PARSER,
+    "SET ROLE NONE": PARSER,
+    "EXPLAIN ANALYZE DELETE FROM runs": PARSER,
+    "CALL pg_catalog.pg_terminate_backend(1)": PARSER,
+    "WITH gone AS (DELETE FROM runs RETURNING 1) SELECT * FROM gone": "must not contain data-modifying statements",
+    "SELECT 1 FROM runs; DELETE FROM runs": "cannot insert multiple commands",
+    "SELECT * FROM runs FOR UPDATE": "read-only|permission denied|FOR UPDATE",
+    "SELECT pg_terminate_backend({victim})": "must be a (super|member)",
+    "SELECT pg_cancel_backend({victim})": "must be a (super|member)",
+    "SELECT lo_import('/etc/passwd')": "permission denied for function lo_import|read-only",
+    "SELECT lo_export(1, '{folder}/made')": "permission denied for function lo_export|read-only",
+    "SELECT pg_read_file('/etc/passwd')": "permission denied for function pg_read_file",
+    "SELECT pg_ls_dir('/')": "permission denied for function pg_ls_dir",
+    "SELECT pg_reload_conf()": "permission denied for function pg_reload_conf",
+    "SELECT pg_rotate_logfile()": "permission denied for function",
+    "SELECT set_config('transaction_read_only', 'off', true)": "read-write mode|permission denied",
+    "SELECT nextval('metric_keys_key_id_seq')": "read-only|permission denied",
+}
+
+
+@pytest.fixture(scope="module")
+def database_of_an_owner() -> Iterator[str]:
+    """URL of a migrated database whose user is no superuser, with the role of the questions."""
+    url = postgres().empty_database()
+    with psycopg.connect(url, autocommit=True) as admin:
+        admin.execute("CREATE ROLE hostile_owner LOGIN")
+        admin.execute("GRANT ALL ON SCHEMA public TO hostile_owner")
+    theirs = url.replace("//rlhf@", "//hostile_owner@")
+    migrate.upgrade(database.parse_url(theirs))
+    programs = sorted(Path("/usr/lib/postgresql").glob("*/bin/psql"))
+    psql = str(programs[-1]) if programs else shutil.which("psql")
+    assert psql is not None
+    subprocess.run([psql, "-q", "-d", url, "-v", "owner=hostile_owner", "-f", str(READER_SQL)], check=True)
+    yield theirs
+    with psycopg.connect(url, autocommit=True) as admin:
+        admin.execute("REASSIGN OWNED BY hostile_owner TO rlhf")
+        admin.execute("DROP OWNED BY hostile_owner; DROP OWNED BY rlhf_reader")
+        admin.execute("DROP ROLE hostile_owner; DROP ROLE rlhf_reader")
+
+
+@pytest.fixture(params=["superuser", "owner"])
+def postgres_store(request: pytest.FixtureRequest, runs: Path) -> Iterator[HistoryStore]:
+    """A history with a run, opened by the server's superuser, and by an ordinary owner."""
+    url = request.getfixturevalue("database_of_an_owner") if request.param == "owner" else None
+    with HistoryStore(url or postgres().migrated_database()) as store:
+        store.clear()
+        sync(whole_run(runs).dir, store)
+        yield store
+
+
+@pytest.mark.parametrize("question", REFUSED_BY_POSTGRES)
+def test_postgresql_refuses_harm(postgres_store: HistoryStore, question: str) -> None:
+    folder = postgres().folder
+    before = dump(postgres_store)
+    with postgres().superuser() as victim:
+        asked = question.format(folder=folder, victim=victim.info.backend_pid)
+        with pytest.raises(BadInput, match=REFUSED_BY_POSTGRES[question]):
+            queries.run_sql(postgres_store, asked)
+        assert victim.execute("SELECT 1").fetchone() == (1,)
+    assert dump(postgres_store) == before
+    assert not (folder / "made").exists()
+
+
+def test_without_these_walls_a_read_only_transaction_does_harm() -> None:
+    """Negative control: what a superuser's read-only transaction lets happen by itself."""
+    made = postgres().folder / "made"
+    with postgres().superuser() as connection, postgres().superuser() as victim:
+        connection.read_only = True
+        connection.execute(f"COPY (SELECT 1) TO PROGRAM 'touch {made}'")
+        connection.execute(f"SELECT pg_terminate_backend({victim.info.backend_pid}, 5000)")
+        with pytest.raises(psycopg.OperationalError):
+            victim.execute("SELECT 1")
+    made.unlink()  # fails where it was not made
+
+
+def test_what_a_question_makes_is_gone_with_it(postgres_store: HistoryStore) -> None:
+    """Before 16, PostgreSQL lets a read-only transaction make large objects."""
+    queries.run_sql(postgres_store, "SELECT lo_creat(-1)")
+    assert queries.run_sql(postgres_store, "SELECT oid FROM pg_largeobject_metadata").rows == []
+
+
+def test_a_question_cannot_take_the_rights_of_the_owner_back(database_of_an_owner: str) -> None:
+    with HistoryStore(database_of_an_owner) as store:
+        assert queries.run_sql(store, "SELECT current_user").rows == [["rlhf_reader"]]
+        with pytest.raises(BadInput, match="permission denied for function set_config"):
+            queries.run_sql(store, "SELECT set_config('role', 'none', true)")
+
+
+def test_a_question_has_a_time_limit(postgres_store: HistoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "QUESTION_TIMEOUT_S", 1)
+    with pytest.raises(BadInput, match="statement timeout"):
+        queries.run_sql(postgres_store, "SELECT pg_sleep(60)")
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        "SELECT name FROM runs",
+        "SELECT name FROM runs;",
+        "  -- a comment\nSELECT name FROM runs -- another",
+        "WITH r AS (SELECT name FROM runs) SELECT * FROM r",
+        "SELECT name FROM runs WHERE name LIKE '%o%'",
+        "TABLE run_goodput",
+        "VALUES (1)",
+    ],
+)
+def test_postgresql_answers_questions(postgres_store: HistoryStore, question: str) -> None:
+    assert len(queries.run_sql(postgres_store, question).rows) == 1
+
+
+REFUSED_BY_SQLITE = {
+    "ATTACH DATABASE '{folder}/made' AS other": "not authorized",
+    "DETACH DATABASE main": "not authorized",
+    "PRAGMA journal_mode = DELETE": "not authorized",
+    "PRAGMA writable_schema = ON": "not authorized",
+    "VACUUM INTO '{folder}/made'": "not authorized|VACUUM",
+    "SELECT load_extension('{folder}/evil.so')": "not authorized|no such function",
+    "SELECT writefile('{folder}/made', 'x')": "no such function",
+    "SELECT readfile('/etc/passwd')": "no such function",
+    "SELECT edit('x')": "no such function",
+    "CREATE TEMP TABLE mine (x)": "not authorized",
+    "CREATE TRIGGER t AFTER INSERT ON runs BEGIN SELECT 1; END": "not authorized",
+    "WITH r AS (SELECT 1) DELETE FROM runs": "not authorized",
+    "REPLACE INTO metric_keys (name) VALUES ('x')": "not authorized",
+    "REINDEX": "not authorized",
+    "ANALYZE": "not authorized",
+    "SAVEPOINT s": "not authorized",
+    "SELECT 1; DELETE FROM runs": "one statement",
+}
+
+
+@pytest.mark.parametrize("question", REFUSED_BY_SQLITE)
+def test_sqlite_refuses_harm(tmp_path: Path, runs: Path, question: str) -> None:
+    with HistoryStore(new_sqlite(tmp_path)) as store:
+        sync(whole_run(runs).dir, store)
+        before = dump(store)
+        with pytest.raises(BadInput, match=REFUSED_BY_SQLITE[question]):
+            queries.run_sql(store, question.format(folder=tmp_path))
+        assert dump(store) == before
+    assert not (tmp_path / "made").exists()
