@@ -271,4 +271,6 @@ def forbid_writing(connection: Any) -> None:
             return sqlite3.SQLITE_OK
         return sqlite3.SQLITE_DENY
 
+    for function in ("json_each", "json_tree"):  # tables that come into being when first asked: before it is forbidden
+        connection.execute(f"SELECT 1 FROM {function}('{{}}')").close()
     connection.set_authorizer(judge)

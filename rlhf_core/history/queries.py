@@ -466,12 +466,15 @@ class SqlResult:
     """Whether there were more rows than the limit."""
 
 
-def run_sql(store: HistoryStore, text: str, limit: int | None = None) -> SqlResult:
+def run_sql(
+    store: HistoryStore, text: str, limit: int | None = None, values: Mapping[str, Any] | None = None
+) -> SqlResult:
     """Answer one SQL statement. It cannot change anything, whatever it says: SQLite opens the file read-only and an
     authorizer refuses all but reading; PostgreSQL runs it in a read-only transaction, as one prepared statement.
 
     Args:
         limit: at most so many rows; None for all.
+        values: what is bound to the places for values in the text, in the form of the database's driver.
 
     Raises:
         BadInput: it is not SQL, wants to change something, or asks for what is not there.
@@ -481,7 +484,7 @@ def run_sql(store: HistoryStore, text: str, limit: int | None = None) -> SqlResu
         driver: Any = connection.connection.driver_connection
         connection.detach()  # closed afterwards: nobody else gets a connection that the user's text has touched
         try:
-            cursor = _execute_alone(driver, text, connection.dialect.name)
+            cursor = _execute_alone(driver, text, connection.dialect.name, values)
             columns = [str(described[0]) for described in cursor.description or ()]
             rows = (cursor.fetchall() if limit is None else cursor.fetchmany(limit + 1)) if columns else []
         except connection.dialect.loaded_dbapi.Error as error:
@@ -493,12 +496,12 @@ def run_sql(store: HistoryStore, text: str, limit: int | None = None) -> SqlResu
     return SqlResult(columns, [[_plain_value(value) for value in row] for row in kept], len(kept) < len(rows))
 
 
-def _execute_alone(driver: Any, text: str, dialect: str) -> Any:
+def _execute_alone(driver: Any, text: str, dialect: str, values: Mapping[str, Any] | None) -> Any:
     if dialect == "sqlite":
         database.forbid_writing(driver)
-        return driver.execute(text)
+        return driver.execute(text, values or {})
     # Prepared, because PostgreSQL's simple protocol would take several statements: "COMMIT; DROP TABLE runs".
-    return driver.execute(text, prepare=True)
+    return driver.execute(text, values, prepare=True)
 
 
 _NOT_THERE = ("no such table", "no such column", "does not exist")
