@@ -65,7 +65,7 @@ def show(run: RunArgument = "last", as_json: output.JsonOption = False) -> None:
 
     with _history() as store:
         run_id = queries.resolve_run(store, run)
-        _catch_up(store, run_id)
+        catch_up(store, run_id)
         shown = queries.show_run(store, run_id)
     if as_json:
         output.print_json(shown)
@@ -265,7 +265,7 @@ def _history() -> "HistoryStore":
     return HistoryStore(load_site().database_url)
 
 
-def _catch_up(store: "HistoryStore", run_id: str) -> None:
+def catch_up(store: "HistoryStore", run_id: str) -> None:
     """Read what the run directory has beyond the history: its controller may be gone while the agents go on."""
     from pathlib import Path
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from rlhf_core import __version__
-from rlhf_core.cli import history_commands, output, report_command, run_commands
+from rlhf_core.cli import compare_command, export_command, history_commands, output, report_command, run_commands
 from rlhf_core.errors import RlhfError
 
 app = typer.Typer(
@@ -55,6 +55,8 @@ app.command("show", rich_help_panel=_LOOKING)(history_commands.show)
 app.command("watch", rich_help_panel=_LOOKING)(run_commands.watch)
 app.command("logs", rich_help_panel=_LOOKING)(run_commands.logs)
 app.command("report", rich_help_panel=_LOOKING)(report_command.report)
+app.command("compare", rich_help_panel=_LOOKING)(compare_command.compare)
+app.command("export", rich_help_panel=_LOOKING)(export_command.export)
 app.command("nodes", rich_help_panel=_LOOKING)(history_commands.nodes)
 app.command("sql", rich_help_panel=_LOOKING)(history_commands.sql)
 
