@@ -3,6 +3,7 @@
 Heavy modules are imported inside the functions, so that ``rlhf --help`` stays fast.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
@@ -67,7 +68,7 @@ def show(run: RunArgument = "last", as_json: output.JsonOption = False) -> None:
 
     with _history() as store:
         run_id = queries.resolve_run(store, run)
-        _catch_up(store, run_id)
+        catch_up(store, run_id)
         shown = queries.show_run(store, run_id)
     if as_json:
         output.print_json(shown)
@@ -116,34 +117,102 @@ def nodes(as_json: output.JsonOption = False) -> None:
 
 def sql(
     question: Annotated[
-        str, typer.Argument(metavar="SQL", help='One statement, for instance "SELECT name, state FROM runs".')
-    ],
+        str,
+        typer.Argument(
+            metavar="QUESTION",
+            help='One statement, for instance "SELECT name, state FROM runs"; the name of a saved question; '
+            "or - to read a statement from standard input.",
+            show_default=False,
+        ),
+    ] = "",
+    values: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="NAME=VALUE", help="Values for the arguments of the question.", show_default=False),
+    ] = None,
+    listed: Annotated[bool, typer.Option("--list", help="List the saved questions and their arguments.")] = False,
+    show_it: Annotated[
+        bool, typer.Option("--show", help="Print the statement of a saved question instead of asking it.")
+    ] = False,
     limit: Annotated[
         int | None,
         typer.Option(min=1, help=f"At most so many rows. Default: {_TABLE_ROWS} in a table, all with --json."),
     ] = None,
     as_json: output.JsonOption = False,
 ) -> None:
-    """Ask the history in SQL. Read-only: the database itself refuses everything else.
+    """Ask the history in SQL, or one of the saved questions by its name.
+
+    Read-only: the database itself refuses everything else. A value is bound to its place :name in the statement
+    and never becomes part of it.
 
     Tables: runs, controllers, stages, checks, attempts, restarts, attempt_nodes,
     node_speeds, metric_keys, metrics, latest_metrics, incidents, decisions, checkpoints,
-    evaluations, evaluation_samples, weight_versions, node_strikes, events.
+    evaluations, evaluation_samples, weight_versions, node_strikes, events, controllers, promotions.
 
     Views: run_curve (the metrics that count, by step), run_goodput,
     run_lost_time, node_health.
     """
-    from rlhf_core.history import queries
+    from rlhf_core.errors import BadInput
+    from rlhf_core.history import questions
 
+    if listed:
+        _list_questions(as_json)
+        return
+    if not question:
+        raise BadInput("there is nothing to ask: give a statement or the name of a saved question (`rlhf sql --list`)")
+    text = sys.stdin.read() if question == "-" else question
+    asked = questions.find(text) if questions.is_name(text) else questions.parse(text)
     most = limit if limit is not None or as_json else _TABLE_ROWS
     with _history() as store:
-        answer = queries.run_sql(store, question, most)
+        if show_it:
+            output.print_text(questions.statement(asked, questions.dialect_of(store)).rstrip())
+            return
+        answer = questions.ask(store, asked, _named(values or []), most)
     if as_json:
         output.print_json([dict(zip(answer.columns, row, strict=True)) for row in answer.rows])
+    elif answer.columns and not answer.rows and asked.name:
+        output.print_text("No rows.")
     elif answer.columns:
         output.print_table(answer.columns, answer.rows)
     if answer.truncated:
         output.warn(f"only the first {most} rows are shown; give --limit for more")
+
+
+def _list_questions(as_json: bool) -> None:
+    from rlhf_core.history import questions
+
+    found = questions.saved()
+    if as_json:
+        output.print_json([{**vars(one), "arguments": [vars(argument) for argument in one.arguments]} for one in found])
+        return
+    rows = [
+        (
+            one.name,
+            one.title,
+            " ".join(
+                argument.name + ("=" + argument.default if argument.default is not None else "=...")
+                for argument in one.arguments
+            ),
+        )
+        for one in found
+    ]
+    output.print_table(("question", "what it answers", "arguments"), rows)
+
+
+def _named(values: Sequence[str]) -> dict[str, str]:
+    """Values by their names.
+
+    Raises:
+        BadInput: one has no name.
+    """
+    from rlhf_core.errors import BadInput
+
+    named = {}
+    for given in values:
+        name, separator, value = given.partition("=")
+        if not separator or not name:
+            raise BadInput(f"found {given!r}, expected NAME=VALUE, for instance days=7")
+        named[name] = value
+    return named
 
 
 def db_upgrade() -> None:
@@ -199,7 +268,7 @@ def _history() -> "HistoryStore":
     return HistoryStore(load_site().database_url)
 
 
-def _catch_up(store: "HistoryStore", run_id: str) -> None:
+def catch_up(store: "HistoryStore", run_id: str) -> None:
     """Read what the run directory has beyond the history: its controller may be gone while the agents go on."""
     from pathlib import Path
 

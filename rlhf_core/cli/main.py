@@ -10,7 +10,9 @@ import typer
 
 from rlhf_core import __version__
 from rlhf_core.cli import (
+    compare_command,
     deploy_commands,
+    export_command,
     history_commands,
     output,
     report_command,
@@ -64,6 +66,8 @@ app.command("show", rich_help_panel=_LOOKING)(history_commands.show)
 app.command("watch", rich_help_panel=_LOOKING)(run_commands.watch)
 app.command("logs", rich_help_panel=_LOOKING)(run_commands.logs)
 app.command("report", rich_help_panel=_LOOKING)(report_command.report)
+app.command("compare", rich_help_panel=_LOOKING)(compare_command.compare)
+app.command("export", rich_help_panel=_LOOKING)(export_command.export)
 app.command("nodes", rich_help_panel=_LOOKING)(history_commands.nodes)
 app.command("sql", rich_help_panel=_LOOKING)(history_commands.sql)
 

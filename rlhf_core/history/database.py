@@ -8,7 +8,7 @@ in the middle because another writer was faster.
 import os
 import re
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -279,7 +279,7 @@ _NOTHING = re.compile(r"(?:\s|;|--[^\n]*(?:\n|$)|/\*.*?\*/)*", re.DOTALL)
 """Text without a statement."""
 
 
-def ask_postgres(connection: Any, text: str, limit: int | None) -> Any:
+def ask_postgres(connection: Any, text: str, values: Mapping[str, Any] | None, limit: int | None) -> Any:
     """Ask PostgreSQL one question, in the read-only transaction of ``connection``; returns the driver's cursor.
 
     Three things stand between a question and the server, beside the transaction. It is declared as a cursor, so that
@@ -290,6 +290,7 @@ def ask_postgres(connection: Any, text: str, limit: int | None) -> Any:
     Args:
         connection: the driver's own connection.
         text: the question.
+        values: what its parameters (``%(name)s``) stand for; None where it has none, and a percent sign is one.
         limit: at most so many rows; None for all.
     """
     if _NOTHING.fullmatch(text):
@@ -299,7 +300,7 @@ def ask_postgres(connection: Any, text: str, limit: int | None) -> Any:
     if role is not None:
         connection.execute(f"SET LOCAL ROLE {role}")
     # Prepared, because the simple protocol would take several statements: "SELECT 1; DROP TABLE runs".
-    connection.execute(f"DECLARE question NO SCROLL CURSOR FOR {text}", prepare=True)
+    connection.execute(f"DECLARE question NO SCROLL CURSOR FOR {text}", values, prepare=True)
     return connection.execute(f"FETCH {'ALL' if limit is None else limit} FROM question")
 
 
@@ -318,4 +319,6 @@ def forbid_writing(connection: Any) -> None:
             return sqlite3.SQLITE_OK
         return sqlite3.SQLITE_DENY
 
+    for function in ("json_each", "json_tree"):  # tables that come into being when first asked: before it is forbidden
+        connection.execute(f"SELECT 1 FROM {function}('{{}}')").close()
     connection.set_authorizer(judge)

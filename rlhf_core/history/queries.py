@@ -12,7 +12,7 @@ from decimal import Decimal
 from statistics import median
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Select, Table, Text, cast, column, func, or_, select, table
+from sqlalchemy import Connection, Select, Table, column, func, select, table
 
 from rlhf_core.errors import BadInput, UnknownRun
 from rlhf_core.history import database
@@ -530,12 +530,15 @@ class SqlResult:
     """Whether there were more rows than the limit."""
 
 
-def run_sql(store: HistoryStore, text: str, limit: int | None = None) -> SqlResult:
+def run_sql(
+    store: HistoryStore, text: str, limit: int | None = None, values: Mapping[str, Any] | None = None
+) -> SqlResult:
     """Answer one SQL statement. It cannot change anything, whatever it says: the database itself refuses
     (``database.forbid_writing``, ``database.ask_postgres``).
 
     Args:
         limit: at most so many rows; None for all.
+        values: what is bound to the places for values in the text, in the form of the database's driver.
 
     Raises:
         BadInput: it is not SQL, wants to change something, or asks for what is not there.
@@ -545,7 +548,7 @@ def run_sql(store: HistoryStore, text: str, limit: int | None = None) -> SqlResu
         driver: Any = connection.connection.driver_connection
         connection.detach()  # closed afterwards: nobody else gets a connection that the user's text has touched
         try:
-            cursor = _execute_alone(driver, text, connection.dialect.name, None if limit is None else limit + 1)
+            cursor = _execute_alone(driver, text, connection.dialect.name, values, None if limit is None else limit + 1)
             columns = [str(described[0]) for described in cursor.description or ()]
             rows = (cursor.fetchall() if limit is None else cursor.fetchmany(limit + 1)) if columns else []
         except connection.dialect.loaded_dbapi.Error as error:
@@ -559,11 +562,11 @@ def run_sql(store: HistoryStore, text: str, limit: int | None = None) -> SqlResu
     return SqlResult(columns, [[_plain_value(value) for value in row] for row in kept], len(kept) < len(rows))
 
 
-def _execute_alone(driver: Any, text: str, dialect: str, limit: int | None) -> Any:
+def _execute_alone(driver: Any, text: str, dialect: str, values: Mapping[str, Any] | None, limit: int | None) -> Any:
     if dialect == "sqlite":
         database.forbid_writing(driver)
-        return driver.execute(text)
-    return database.ask_postgres(driver, text, limit)
+        return driver.execute(text, values or {})
+    return database.ask_postgres(driver, text, values, limit)
 
 
 _NOT_THERE = ("no such table", "no such column", "does not exist")

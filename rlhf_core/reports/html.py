@@ -57,8 +57,8 @@ def write_report(store: HistoryStore, run_dir: RunDir, out: Path) -> Path:
 def page(record: RunRecord) -> str:
     """The whole document."""
     happened, plotted = what_happened(record), _plots(record)
-    body = tag(
-        "main",
+    return document(
+        f"{record.run['name']} · {record.run_id}",
         _header(record),
         _tiles(record),
         _facts(record),
@@ -68,14 +68,18 @@ def page(record: RunRecord) -> str:
         _settings(record),
         _footer(record),
     )
+
+
+def document(title: str, *content: object) -> str:
+    """A page with a title, in the style of all reports."""
     head = tag(
         "head",
         Markup('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
         Markup('<meta name="color-scheme" content="light dark">'),
-        tag("title", f"{record.run['name']} · {record.run_id}"),
+        tag("title", title),
         tag("style", Markup(resources.files("rlhf_core.reports").joinpath("report.css").read_text(encoding="utf-8"))),
     )
-    return f'<!DOCTYPE html>\n<html lang="en">{head}{tag("body", body)}</html>\n'
+    return f'<!DOCTYPE html>\n<html lang="en">{head}{tag("body", tag("main", *content))}</html>\n'
 
 
 # ---------------------------------------------------------------------------------------------------------------------

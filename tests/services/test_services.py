@@ -224,12 +224,17 @@ def test_services_that_do_not_answer_are_replaced(floor: Floor) -> None:
     before = floor.pids()
     os.kill(before["worker"], signal.SIGSTOP)
     os.kill(before["server"], signal.SIGSTOP)
-    until(lambda: "SILENT" in floor.python("""
+    until(
+        lambda: (
+            "SILENT"
+            in floor.python("""
 from flows import processes
 from rlhf_core.config import load_site
 processes.STALE_S = 4.0
 print([processes.look(load_site().home, name).state.name for name in ("server", "worker")].count("SILENT") * "SILENT")
-"""))
+""")
+        )
+    )
     said = floor.python(SHORT_PATIENCE)
     assert "['replaced', 'replaced']" in said
     after = floor.pids()

@@ -1,0 +1,180 @@
+"""``rlhf compare``: what differs between runs."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rlhf_core.cli import output
+
+Facts = Mapping[str, Any]
+
+_BARS = "▁▂▃▄▅▆▇█"
+_CURVE_WIDTH = 32
+
+
+def compare(
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN RUN...",
+            help="Two or more: ids or beginnings of ids, names (the newest of that name), or `last`. "
+            "The first is what the others are held against.",
+        ),
+    ],
+    metrics: Annotated[
+        list[str] | None,
+        typer.Option("--metric", metavar="NAME", help="Metric to compare; may be given again. Default: the key ones."),
+    ] = None,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with curves.")] = None,
+    show: Annotated[bool, typer.Option("--open", help="Open that page in a browser.")] = False,
+    as_json: output.JsonOption = False,
+) -> None:
+    """Compare runs: settings that differ, evaluations with their intervals, metrics at the last common step, time and
+    incidents. Runs of different algorithms and lengths may be compared."""
+    from rlhf_core.cli.history_commands import catch_up
+    from rlhf_core.config import load_site
+    from rlhf_core.errors import BadInput
+    from rlhf_core.history import queries
+    from rlhf_core.history.store import HistoryStore
+    from rlhf_core.reports.compare import compare as compare_runs
+
+    if show and html is None:
+        raise BadInput("--open needs a page to open: give --html FILE")
+    with HistoryStore(load_site().database_url) as store:
+        run_ids = [queries.resolve_run(store, run) for run in runs]
+        for run_id in run_ids:
+            catch_up(store, run_id)
+        compared = compare_runs(store, run_ids, metrics or ())
+    if html is not None:
+        _write_page(compared, html.absolute(), show)
+    if as_json:
+        output.print_json(compared)
+        return
+    _print_runs(compared["runs"])
+    _print_config(compared)
+    _print_evaluations(compared)
+    _print_metrics(compared)
+    if html is not None:
+        output.print_text(f"\nPage: {html.absolute()}")
+
+
+def _write_page(compared: Facts, path: Path, show: bool) -> None:
+    from rlhf_core.errors import BadInput
+    from rlhf_core.reports.compare_page import write_comparison
+
+    try:
+        write_comparison(compared, path)
+    except OSError as error:
+        raise BadInput(f"cannot write {path}: {error.strerror}; choose another file with --html") from None
+    if show:
+        import webbrowser
+
+        if not webbrowser.open(path.as_uri()):
+            output.warn("found no browser to open it with")
+
+
+def _print_runs(runs: Sequence[Facts]) -> None:
+    rows = [
+        (
+            run["label"],
+            run["run_id"],
+            run["state"],
+            run["algorithm"],
+            f"{run['last_step']}/{run['total_steps']}",
+            output.seconds_text(run["wall_s"]),
+            "-" if run["ettr"] is None else f"{run['ettr']:.0%}",
+            run["num_attempts"],
+            ", ".join(f"{kind.replace('_', ' ')} x {number}" for kind, number in run["incidents"].items()),
+            output.seconds_text(run["lost_s"]),
+        )
+        for run in runs
+    ]
+    columns = ("", "run", "state", "algorithm", "step", "took", "goodput", "attempts", "incidents", "lost")
+    output.print_table(columns, rows)
+
+
+def _print_config(compared: Facts) -> None:
+    output.print_text("")
+    if not compared["config"]:
+        output.print_text("No setting differs.")
+        return
+    rows = [(row["setting"], *(_setting(value) for value in row["values"])) for row in compared["config"]]
+    output.print_table(("setting", *(run["label"] for run in compared["runs"])), rows, "Settings that differ")
+
+
+def _setting(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return "null" if value is None else str(value)
+
+
+def _print_evaluations(compared: Facts) -> None:
+    rows = [
+        (
+            f"{evaluation['name']} {evaluation['metric'].replace('_', ' ')}",
+            run["label"],
+            _measured(of_run["before"]),
+            _measured(of_run["after"]),
+            "" if of_run["gain"] is None else f"{of_run['gain']:+.3f}",
+            of_run["against_first"],
+        )
+        for evaluation in compared["evaluations"]
+        for run, of_run in zip(compared["runs"], evaluation["runs"], strict=True)
+    ]
+    if rows:
+        output.print_text("")
+        output.print_table(("evaluation", "run", "before", "after", "gain", "after, to A"), rows)
+
+
+def _measured(value: Facts | None) -> str:
+    if value is None:
+        return ""
+    if value["ci_low"] is None or value["ci_high"] is None:
+        return f"{value['value']:.3f}"
+    return f"{value['value']:.3f} [{value['ci_low']:.3f}, {value['ci_high']:.3f}]"
+
+
+def _print_metrics(compared: Facts) -> None:
+    rows = []
+    for metric in compared["metrics"]:
+        lines = sparklines(compared["curves"][metric["key"]])
+        for run, line, value in zip(compared["runs"], lines, metric["values"], strict=True):
+            step = metric["step"] if metric["step"] is not None else "last"
+            rows.append((metric["key"], run["label"], line, "" if value is None else f"{value:.5g}", step))
+        if metric["note"]:
+            rows.append(("", "", metric["note"], "", ""))
+    if rows:
+        output.print_text("")
+        output.print_table(("metric", "run", "curve", "value", "at step"), rows)
+
+
+def sparklines(curves: Sequence[Sequence[tuple[int, float]]], width: int = _CURVE_WIDTH) -> list[str]:
+    """Each curve as a line of bars, all on the same two axes; blank before its first step and after its last."""
+    from rlhf_core.reports.plots import finite
+
+    known = [finite(curve) for curve in curves]
+    points = [point for curve in known for point in curve]
+    if not points:
+        return [""] * len(curves)
+    first, last = min(step for step, _ in points), max(step for step, _ in points)
+    low, high = min(value for _, value in points), max(value for _, value in points)
+    cells = min(width, last - first + 1)
+    return [_sparkline(curve, cells, (first, last), (low, high)) for curve in known]
+
+
+def _sparkline(
+    curve: Sequence[tuple[int, float]], cells: int, span: tuple[int, int], extremes: tuple[float, float]
+) -> str:
+    (first, last), (low, high) = span, extremes
+    gathered: list[list[float]] = [[] for _ in range(cells)]
+    for step, value in curve:
+        gathered[(step - first) * cells // (last - first + 1)].append(value)
+    drawn, bar = "", " "
+    for position, values in enumerate(gathered):
+        if values:
+            share = (sum(values) / len(values) - low) / (high - low) if high > low else 0.5
+            bar = _BARS[min(len(_BARS) - 1, int(share * len(_BARS)))]
+        drawn += bar if any(gathered[position:]) else " "
+    return drawn.rstrip()

@@ -1,0 +1,68 @@
+"""``rlhf export``: runs for other programs."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rlhf_core.cli import output
+
+
+class Target(StrEnum):
+    """What runs can be exported to."""
+
+    PARQUET = "parquet"
+    CSV = "csv"
+    MLFLOW = "mlflow"
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+
+
+def export(
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN...", help="Ids or beginnings of ids, names (the newest of that name), or `last`."),
+    ],
+    to: Annotated[Target, typer.Option("--to", help="Format.", show_default=False)],
+    out: Annotated[
+        str,
+        typer.Option(
+            "--out", metavar="PATH", help="Folder to write to; for mlflow also a tracking URI.", show_default=False
+        ),
+    ],
+    as_json: output.JsonOption = False,
+) -> None:
+    """Export runs to files or to an experiment tracker. Exporting again replaces what was there, or adds what is new.
+
+    parquet and csv: one file for each table of the history. mlflow: parameters, metrics, evaluations and tags, in a
+    database in that folder or on a server. tensorboard: event files. wandb: an offline run, which
+    `wandb sync` sends; nothing is sent here.
+    """
+    from rlhf_core.cli.history_commands import catch_up
+    from rlhf_core.config import load_site
+    from rlhf_core.history import queries
+    from rlhf_core.history.store import HistoryStore
+    from rlhf_core.reports.exports import files, mlflow, tensorboard, wandb
+
+    with HistoryStore(load_site().database_url) as store:
+        run_ids = list(dict.fromkeys(queries.resolve_run(store, run) for run in runs))
+        for run_id in run_ids:
+            catch_up(store, run_id)
+        written: list[Path] | list[str]
+        match to:
+            case Target.PARQUET:
+                written = files.to_parquet(store, run_ids, Path(out))
+            case Target.CSV:
+                written = files.to_csv(store, run_ids, Path(out))
+            case Target.MLFLOW:
+                written = mlflow.to_mlflow(store, run_ids, out)
+            case Target.TENSORBOARD:
+                written = tensorboard.to_tensorboard(store, run_ids, Path(out))
+            case Target.WANDB:
+                written = wandb.to_wandb(store, run_ids, Path(out))
+    if as_json:
+        output.print_json({"runs": run_ids, "to": to.value, "out": out, "written": written})
+        return
+    for one in written:
+        output.print_text(f"MLflow run {one}" if to is Target.MLFLOW else str(one))

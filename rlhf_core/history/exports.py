@@ -1,0 +1,163 @@
+"""Reading for export: whole tables in batches, so that a history of any size needs no more memory than a small one."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import (
+    JSON,
+    Boolean,
+    ColumnElement,
+    Connection,
+    DateTime,
+    Double,
+    Float,
+    FromClause,
+    Integer,
+    Select,
+    Text,
+    TypeDecorator,
+    column,
+    select,
+    table,
+)
+from sqlalchemy.types import TypeEngine
+
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.history.tables import UtcDateTime, metadata
+
+BATCH_ROWS = 10_000
+"""At most so many rows are in memory at a time."""
+
+_INTERNAL = frozenset({"leases", "ingest_offsets"})
+"""Tables that say nothing about a run."""
+
+_CURVE = table(
+    "run_curve",
+    *(column(name, Text()) for name in ("run_id", "key")),
+    *(column(name, Integer()) for name in ("step", "attempt", "restart")),
+    column("value", Double()),
+    column("non_finite", Text()),
+    column("time", UtcDateTime()),
+)
+_VIEWS = (
+    _CURVE,
+    table(
+        "run_goodput",
+        column("run_id", Text()),
+        *(column(name, Double()) for name in ("wall_s", "queue_s", "productive_s", "repeated_s", "lost_s", "ettr")),
+    ),
+    table(
+        "run_lost_time",
+        *(column(name, Text()) for name in ("run_id", "failure_kind")),
+        column("num_incidents", Integer()),
+        *(column(name, Double()) for name in ("downtime_s", "repeated_s", "lost_s")),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of an exported table."""
+
+    name: str
+    kind: str
+    """``text``, ``integer``, ``number``, ``boolean``, ``time`` (aware, UTC) or ``json`` (dictionaries and lists)."""
+
+
+@dataclass(frozen=True)
+class ExportTable:
+    """A table or view with the rows of some runs. Valid inside of :func:`reading_tables`."""
+
+    name: str
+    columns: tuple[Column, ...]
+    _connection: Connection
+    _question: Select[Any]
+
+    def batches(self, num_rows: int = BATCH_ROWS) -> Iterator[Sequence[Sequence[Any]]]:
+        """The rows, at most ``num_rows`` at a time, in the order of their keys."""
+        with self._connection.execute(self._question, execution_options={"yield_per": num_rows}) as result:
+            yield from result.partitions()
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """A value of a metric that counts."""
+
+    key: str
+    step: int
+    value: float
+    time: datetime
+
+
+@contextmanager
+def reading_tables(store: HistoryStore, run_ids: Sequence[str]) -> Iterator[list[ExportTable]]:
+    """Every table and view that has rows of runs, all as of one moment; metrics have their names in ``key``.
+
+    ``metrics`` has every value, those that were superseded after a rewind as well; ``run_curve`` those that count.
+    """
+    keys = metadata.tables["metric_keys"]
+    with store.reading() as connection:
+        found = []
+        for source in metadata.sorted_tables:
+            if source.name in _INTERNAL or "run_id" not in source.c:
+                continue
+            if "key_id" not in source.c:
+                found.append(_table(connection, source.name, source, list(source.c), run_ids))
+                continue
+            joined = source.join(keys, keys.c.key_id == source.c.key_id)
+            columns = [keys.c.name.label("key") if one.name == "key_id" else one for one in source.c]
+            found.append(_table(connection, source.name, joined, columns, run_ids, source))
+        found += [_table(connection, view.name, view, list(view.c), run_ids) for view in _VIEWS]
+        yield found
+
+
+def curve_points(
+    store: HistoryStore, run_id: str, num_rows: int = BATCH_ROWS, *, by_step: bool = False
+) -> Iterator[CurvePoint]:
+    """The metrics of a run that count; by key and step, or by step and key."""
+    order = (_CURVE.c.step, _CURVE.c.key) if by_step else (_CURVE.c.key, _CURVE.c.step)
+    question = (
+        select(_CURVE.c.key, _CURVE.c.step, _CURVE.c.value, _CURVE.c.non_finite, _CURVE.c.time)
+        .where(_CURVE.c.run_id == run_id)
+        .order_by(*order)
+    )
+    with (
+        store.reading() as connection,
+        connection.execute(question, execution_options={"yield_per": num_rows}) as result,
+    ):
+        for key, step, value, non_finite, time in result:
+            yield CurvePoint(key, step, float(non_finite) if value is None else value, time)
+
+
+def _table(
+    connection: Connection,
+    name: str,
+    source: FromClause,
+    columns: Sequence[ColumnElement[Any]],
+    run_ids: Sequence[str],
+    keyed: FromClause | None = None,
+) -> ExportTable:
+    owner = source if keyed is None else keyed
+    order: list[ColumnElement[Any]] = [*owner.primary_key] or [owner.c[0], owner.c[1]]
+    question = select(*columns).select_from(source).where(owner.c.run_id.in_(run_ids)).order_by(*order)
+    described = tuple(Column(str(one.key), _kind(one.type)) for one in columns)
+    return ExportTable(name, described, connection, question)
+
+
+def _kind(kind: TypeEngine[Any]) -> str:
+    plain = kind.impl_instance if isinstance(kind, TypeDecorator) else kind
+    match plain:
+        case Boolean():
+            return "boolean"
+        case Integer():
+            return "integer"
+        case Float():
+            return "number"
+        case DateTime():
+            return "time"
+        case JSON():
+            return "json"
+    return "text"

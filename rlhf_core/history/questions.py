@@ -1,0 +1,256 @@
+"""Saved questions: one file of SQL each, for both databases, with arguments that are bound and never pasted.
+
+A question begins with a comment: its title, what it means, and a line for each argument,
+``name (type) = default: meaning``, where a type is ``text``, ``number`` or ``run`` (an id, a name, or ``last``), and an
+argument without a default must be given. In the statement ``:name`` stands for the value.
+
+Where SQLite and PostgreSQL differ, a question says ``@seconds(start, end)`` and the like; :data:`FUNCTIONS` has what
+becomes of it in each. A statement of a person's own may have such a comment and such arguments too.
+"""
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import resources
+
+from rlhf_core.errors import BadInput
+from rlhf_core.history import queries
+from rlhf_core.history.queries import SqlResult
+from rlhf_core.history.store import HistoryStore
+
+Value = str | int | float
+
+FUNCTIONS: Mapping[str, Mapping[str, str]] = {
+    "sqlite": {
+        "seconds": "((julianday({1}) - julianday({0})) * 86400.0)",
+        # In the form in which times are stored, so that they compare as text.
+        "days_ago": "strftime('%Y-%m-%d %H:%M:%f000', 'now', '-' || {0} || ' days')",
+        "week": "date({0}, 'weekday 0', '-6 days')",
+        "leaves": "json_tree({0})",
+        "leaf_name": "replace(substr({0}.fullkey, 3), '\"', '')",
+        "leaf_value": "CASE {0}.type WHEN 'true' THEN 'true' WHEN 'false' THEN 'false' "
+        "ELSE CAST({0}.value AS text) END",
+        "is_leaf": "({0}.type <> 'object' AND {0}.fullkey NOT LIKE '%[%')",
+    },
+    "postgresql": {
+        "seconds": "CAST(EXTRACT(EPOCH FROM ({1} - {0})) AS double precision)",
+        "days_ago": "(now() - CAST({0} AS double precision) * INTERVAL '1 day')",
+        "week": "to_char(date_trunc('week', {0} AT TIME ZONE 'UTC'), 'YYYY-MM-DD')",
+        "leaves": "LATERAL (WITH RECURSIVE walk(name, value) AS (SELECT '', {0} UNION ALL "
+        "SELECT w.name || '.' || e.key, e.value FROM walk w, "
+        "LATERAL jsonb_each(CASE jsonb_typeof(w.value) WHEN 'object' THEN w.value END) e) "
+        "SELECT substr(name, 2) AS name, value FROM walk)",
+        "leaf_name": "{0}.name",
+        "leaf_value": "({0}.value #>> '{{}}')",
+        "is_leaf": "(jsonb_typeof({0}.value) <> 'object')",
+    },
+}
+"""What questions may say as ``@name(...)``, in the words of each database.
+
+``seconds(start, end)``: between two times. ``days_ago(n)``: that moment. ``week(time)``: the Monday of its week, as
+text. ``leaves(column) leaf``: in ``FROM``, the values inside of a JSON column, lists as one; with ``leaf_name(leaf)``
+(dotted), ``leaf_value(leaf)`` (text) and, in ``WHERE``, ``is_leaf(leaf)``.
+"""
+
+TYPES = ("text", "number", "run")
+"""What an argument may be."""
+
+_HEADER = re.compile(r"\s*/\*(.*?)\*/", re.DOTALL)
+_ARGUMENT = re.compile(rf"(?P<name>[a-z_]+) \((?P<type>{'|'.join(TYPES)})\)(?: = (?P<default>[^:]*))?: (?P<meaning>.+)")
+_FUNCTION = re.compile(r"@([a-z_]+)\(")
+# What is no place for a value comes first: texts, quoted names, comments, and the casts of PostgreSQL.
+_PLACE = re.compile(r"'(?:[^']|'')*'|\"[^\"]*\"|--[^\n]*|/\*.*?\*/|::|:([A-Za-z_]\w*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Argument:
+    """What a question wants to know before it can be asked."""
+
+    name: str
+    type: str
+    """One of :data:`TYPES`."""
+    default: str | None
+    """As it would be given; None where there must be one."""
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question that can be asked again."""
+
+    name: str
+    """Empty for a statement of a person's own."""
+    title: str
+    meaning: str
+    arguments: tuple[Argument, ...]
+    sql: str
+    """The whole text, its comment included."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which there are
+
+
+def saved() -> list[Question]:
+    """All saved questions, by name."""
+    folder = resources.files("rlhf_core.history").joinpath("questions")
+    found = [file for file in folder.iterdir() if file.name.endswith(".sql")]
+    return [
+        replace(parse(file.read_text(encoding="utf-8")), name=file.name.removesuffix(".sql"))
+        for file in sorted(found, key=lambda file: file.name)
+    ]
+
+
+def find(name: str) -> Question:
+    """The saved question of a name.
+
+    Raises:
+        BadInput: there is none; names the nearest.
+    """
+    known = {question.name: question for question in saved()}
+    if name in known:
+        return known[name]
+    near = difflib.get_close_matches(name, known, 1)
+    meant = f"; did you mean {near[0]}?" if near else "."
+    raise BadInput(f"there is no saved question {name!r}{meant} `rlhf sql --list` has them all.")
+
+
+def is_name(text: str) -> bool:
+    """Whether a text can only be the name of a question: no statement is one word."""
+    return re.fullmatch(r"[A-Za-z0-9_-]+", text) is not None
+
+
+def parse(text: str) -> Question:
+    """A statement with its comment taken apart; without one it has no title and no arguments of a known type."""
+    header = _HEADER.match(text)
+    lines = [line.strip() for line in header[1].strip().splitlines()] if header else []
+    arguments, words = [], []
+    for line in lines:
+        found = _ARGUMENT.fullmatch(line)
+        if found is None:
+            words.append(line)
+            continue
+        default = found["default"]
+        shown = None if default is None else default.strip().strip("'")
+        arguments.append(Argument(found["name"], found["type"], shown, found["meaning"]))
+    title = words[0] if words else ""
+    return Question("", title, " ".join(" ".join(words[1:]).split()), tuple(arguments), text)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Asking
+
+
+def ask(store: HistoryStore, question: Question, given: Mapping[str, str], limit: int | None = None) -> SqlResult:
+    """Ask a question, under the guard of :func:`queries.run_sql`.
+
+    Args:
+        given: values of arguments, as text.
+        limit: at most so many rows; None for all.
+
+    Raises:
+        BadInput: an argument is missing, unknown or of another type; or as :func:`queries.run_sql`.
+    """
+    dialect = dialect_of(store)
+    text = statement(question, dialect) if question.name else question.sql
+    values = _values(store, question, given)
+    wanted = places(text)
+    if unknown := sorted(given.keys() - wanted):
+        listed = ", ".join(sorted(wanted)) or "none"
+        raise BadInput(f"the question has no argument {unknown[0]!r}. It has: {listed}.")
+    if missing := sorted(wanted - values.keys()):
+        raise BadInput(f"the question needs a value for {missing[0]!r}: give {missing[0]}=VALUE.")
+    if not wanted:
+        return queries.run_sql(store, text, limit)
+    bound = _bound(text) if dialect == "postgresql" else text
+    return queries.run_sql(store, bound, limit, {name: values[name] for name in wanted})
+
+
+def statement(question: Question, dialect: str) -> str:
+    """The text of a question in the words of one database: ``sqlite`` or ``postgresql``."""
+    return "".join(_expanded(question.sql, FUNCTIONS[dialect]))
+
+
+def dialect_of(store: HistoryStore) -> str:
+    """Which database it is: ``sqlite`` or ``postgresql``."""
+    return store.url.get_backend_name()
+
+
+def places(text: str) -> set[str]:
+    """Names of the values that a statement wants."""
+    return {found[1] for found in _PLACE.finditer(text) if found[1]}
+
+
+def _bound(text: str) -> str:
+    """A statement in the form of PostgreSQL's driver: ``%(name)s``, and every other percent sign doubled."""
+    parts, end = [], 0
+    for found in _PLACE.finditer(text):
+        if found[1]:
+            parts += [text[end : found.start()].replace("%", "%%"), f"%({found[1]})s"]
+            end = found.end()
+    return "".join([*parts, text[end:].replace("%", "%%")])
+
+
+def _values(store: HistoryStore, question: Question, given: Mapping[str, str]) -> dict[str, Value]:
+    declared = {argument.name: argument for argument in question.arguments}
+    values: dict[str, Value] = {
+        name: _number(text) if _is_number(text) else text for name, text in given.items() if name not in declared
+    }
+    for name, argument in declared.items():
+        text = given.get(name, argument.default)
+        if text is not None:
+            values[name] = _value(store, argument, text)
+    return values
+
+
+def _value(store: HistoryStore, argument: Argument, text: str) -> Value:
+    match argument.type:
+        case "run":
+            return queries.resolve_run(store, text)
+        case "number":
+            if not _is_number(text):
+                raise BadInput(f"found {argument.name}={text}, expected a number: {argument.meaning}.")
+            return _number(text)
+        case _:
+            return text
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch(r"[+-]?\d+(\.\d+)?", text) is not None
+
+
+def _number(text: str) -> int | float:
+    return float(text) if "." in text else int(text)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The words of a database
+
+
+def _expanded(text: str, functions: Mapping[str, str]) -> Iterator[str]:
+    found = next((match for match in _FUNCTION.finditer(text) if match[1] in functions), None)
+    if found is None:
+        yield text
+        return
+    arguments, end = _call(text, found.end())
+    yield text[: found.start()]
+    yield functions[found[1]].format(*("".join(_expanded(argument, functions)) for argument in arguments))
+    yield from _expanded(text[end:], functions)
+
+
+def _call(text: str, start: int) -> tuple[Sequence[str], int]:
+    """The arguments of a call whose opening bracket ends at ``start``, and where it ends."""
+    depth, begin, arguments = 0, start, []
+    for position in range(start, len(text)):
+        character = text[position]
+        if character == "," and depth == 0:
+            arguments.append(text[begin:position].strip())
+            begin = position + 1
+        elif character == "(":
+            depth += 1
+        elif character == ")":
+            if depth == 0:
+                return [*arguments, text[begin:position].strip()], position + 1
+            depth -= 1
+    raise BadInput(f"a bracket is not closed: {text[start:].strip()!r}")

@@ -1,0 +1,14 @@
+/*
+How often each kind of failure happened
+
+num_stopped counts the incidents that ended their run: nothing could be done about them.
+
+days (number) = 30: how far back to look
+*/
+SELECT i.failure_kind, COUNT(*) AS num_incidents, COUNT(DISTINCT i.run_id) AS num_runs,
+       SUM(CASE WHEN d.action = 'stop' THEN 1 ELSE 0 END) AS num_stopped, MAX(i.seen_at) AS last_seen_at
+FROM incidents i
+LEFT JOIN decisions d ON d.run_id = i.run_id AND d.decision_id = i.incident_id
+WHERE i.seen_at >= @days_ago(:days)
+GROUP BY i.failure_kind
+ORDER BY num_incidents DESC, i.failure_kind

@@ -1,0 +1,181 @@
+"""What differs between runs: settings, evaluations, metrics, time, incidents. Plain data, ready for JSON."""
+
+import difflib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlhf_core.errors import BadInput
+from rlhf_core.history import queries
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.reports.exports.common import flat
+from rlhf_core.reports.plots import Curve, finite
+
+Facts = dict[str, Any]
+
+MOST_RUNS = 7
+"""As many as there are colours that can be told apart."""
+
+KEY_METRICS = (
+    "reward/mean",
+    "eval/greedy",
+    "train/loss",
+    "train/grad_norm",
+    "policy/kl",
+    "rollout/entropy",
+    "rollout/length_mean",
+    "time/step_s",
+    "speed/tokens_per_s",
+)
+"""Compared unless others are asked for, as far as a run has them."""
+
+_NO_SETTING = "(none)"
+
+
+def compare(store: HistoryStore, run_ids: Sequence[str], metrics: Sequence[str] = ()) -> Facts:
+    """Compare runs.
+
+    Args:
+        run_ids: two to :data:`MOST_RUNS`; the first is what the others are held against.
+        metrics: names of metrics; empty for :data:`KEY_METRICS`.
+
+    Returns:
+        ``runs`` (facts of each, with a ``label``: A, B ...), ``config`` (``setting, values``: what differs),
+        ``evaluations``, ``metrics`` (``key, step, values, note``: at the last common step) and ``curves`` (metric to
+        the curve of each run). Lists inside are in the order of the runs.
+
+    Raises:
+        BadInput: fewer than two different runs, or too many; a metric that none of them has.
+        UnknownRun: the history does not have one of them.
+    """
+    if len(set(run_ids)) < 2 or len(set(run_ids)) != len(run_ids):
+        raise BadInput(f"found {', '.join(run_ids) or 'no run'}; give two or more different runs to compare")
+    if len(run_ids) > MOST_RUNS:
+        raise BadInput(f"found {len(run_ids)} runs; at most {MOST_RUNS} can be compared at a time")
+    shown = [queries.show_run(store, run_id) for run_id in run_ids]
+    keys = _wanted(shown, metrics)
+    curves = [queries.curve(store, run_id, keys) for run_id in run_ids]
+    return {
+        "runs": [_run(label, facts) for label, facts in zip("ABCDEFG", shown, strict=False)],
+        "config": config_differences([facts["run"]["spec"] for facts in shown]),
+        "evaluations": evaluations([facts["evaluations"] for facts in shown]),
+        "metrics": [
+            {"key": key, **at_last_common_step(key, [of_run[key] for of_run in curves], shown)} for key in keys
+        ],
+        "curves": {key: [of_run[key] for of_run in curves] for key in keys},
+    }
+
+
+def _wanted(shown: Sequence[Facts], metrics: Sequence[str]) -> list[str]:
+    known = {key for facts in shown for key in facts["metric_keys"]}
+    for key in metrics:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            meant = f"; did you mean {near[0]}?" if near else f". They have: {', '.join(sorted(known)) or 'none'}."
+            raise BadInput(f"none of the runs has the metric {key!r}{meant}")
+    return list(metrics) or [key for key in KEY_METRICS if key in known]
+
+
+def _run(label: str, facts: Facts) -> Facts:
+    run, goodput = facts["run"], facts["goodput"]
+    kept = ("run_id", "name", "state", "algorithm", "created_at", "total_steps", "num_attempts", "seed")
+    times = ("wall_s", "queue_s", "productive_s", "repeated_s", "lost_s", "ettr")
+    return {
+        "label": label,
+        **{name: run[name] for name in kept},
+        "last_step": max((metric["step"] for metric in facts["metrics"].values()), default=0),
+        "warm_start_steps": warm_start_steps(run),
+        **{name: goodput.get(name) for name in times},
+        "num_incidents": len(facts["incidents"]),
+        "incidents": dict(Counter(incident["failure_kind"] for incident in facts["incidents"])),
+    }
+
+
+def warm_start_steps(run: Mapping[str, Any]) -> int:
+    """Supervised steps before the main algorithm."""
+    return int(run["spec"].get("sft", {}).get("num_steps", 0)) if run["algorithm"] != "sft" else 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Settings
+
+
+def config_differences(specs: Sequence[Mapping[str, Any]]) -> list[Facts]:
+    """The settings that are not the same in all specs, by dotted names; one that a spec lacks is ``(none)``."""
+    settings = [flat(spec) for spec in specs]
+    found = []
+    for name in sorted(set().union(*settings)):
+        values = [of_run.get(name, _NO_SETTING) for of_run in settings]
+        if any(value != values[0] for value in values):
+            found.append({"setting": name, "values": values})
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Evaluations
+
+
+def evaluations(rows: Sequence[Sequence[Facts]]) -> list[Facts]:
+    """Evaluations side by side: ``name, metric, runs``, and of each run ``before``, ``after``, ``gain`` (null where one
+    is missing) and ``against_first``, how its last value stands to that of the first run: ``higher`` or ``lower`` where
+    the intervals do not meet, ``overlap`` where they do."""
+    kinds = dict.fromkeys((row["name"], row["metric"]) for of_run in rows for row in of_run)
+    found = []
+    for name, metric in kinds:
+        sides = [_sides([row for row in of_run if (row["name"], row["metric"]) == (name, metric)]) for of_run in rows]
+        first = sides[0]["after"]
+        compared = [{**side, "against_first": _standing(first, side["after"])} for side in sides[1:]]
+        found.append({"name": name, "metric": metric, "runs": [{**sides[0], "against_first": None}, *compared]})
+    return found
+
+
+def _sides(rows: Sequence[Facts]) -> Facts:
+    kept = ("value", "ci_low", "ci_high", "checkpoint_step", "num_samples")
+    found: Facts = {"before": None, "after": None}
+    found |= {row["when"]: {name: row[name] for name in kept} for row in rows if row["value"] is not None}
+    before, after = found["before"], found["after"]
+    return {**found, "gain": after["value"] - before["value"] if before and after else None}
+
+
+def _standing(first: Facts | None, other: Facts | None) -> str | None:
+    if first is None or other is None or None in (first["ci_low"], first["ci_high"], other["ci_low"], other["ci_high"]):
+        return None
+    if other["ci_low"] > first["ci_high"]:
+        return "higher"
+    return "lower" if other["ci_high"] < first["ci_low"] else "overlap"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Metrics
+
+
+def at_last_common_step(key: str, curves: Sequence[Curve], shown: Sequence[Facts]) -> Facts:
+    """The values of a metric at the last step that all runs have it at, of those that have it at all.
+
+    A loss is another quantity in supervised and in reinforcement learning: a step at which all runs are in the same
+    loop is preferred, and where there is none a note says so. Runs without a common step are shown where they ended.
+
+    Returns:
+        ``step`` (null without a common one), ``values`` (null where a run lacks it) and ``note``.
+    """
+    known = [dict(finite(curve)) for curve in curves]
+    having = [index for index, values in enumerate(known) if values]
+    common = set[int].intersection(*(set(known[index]) for index in having)) if len(having) > 1 else set()
+    if not common:
+        values = [points[max(points)] if points else None for points in known]
+        note = "no step in common: the last value of each" if len(having) > 1 else ""
+        return {"step": None, "values": values, "note": note}
+
+    def loops(step: int) -> list[str]:
+        return [_loop(shown[index]["run"], step) for index in having]
+
+    same_loop = [step for step in common if len(set(loops(step))) == 1]
+    step = max(same_loop or common)
+    note = ""
+    if not same_loop and key.startswith("train/"):
+        note = f"not the same quantity: {' and '.join(dict.fromkeys(loops(step)))}"
+    return {"step": step, "values": [points.get(step) for points in known], "note": note}
+
+
+def _loop(run: Mapping[str, Any], step: int) -> str:
+    return "sft" if step <= warm_start_steps(run) else str(run["algorithm"])

@@ -1,0 +1,84 @@
+"""What the formats share."""
+
+import heapq
+import importlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.errors import BadInput
+from rlhf_core.history.exports import CurvePoint, curve_points
+from rlhf_core.history.store import HistoryStore
+
+
+def require(module: str, target: str) -> None:
+    """See to it that the library of a format is there.
+
+    Raises:
+        BadInput: it is not; says how to install it.
+    """
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise BadInput(
+            f"exporting to {target} needs the package {module}, which is missing here ({error}): "
+            "pip install 'rlhf-flows[export]'"
+        ) from None
+
+
+def make_folder(out: Path) -> None:
+    """Make the folder to export to.
+
+    Raises:
+        BadInput: it cannot be one.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"cannot make the folder {out}: {error.strerror}; choose another with --out") from None
+
+
+def flat(spec: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by their dotted names; lists stay whole."""
+    found: dict[str, Any] = {}
+    for name, value in spec.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = value
+    return found
+
+
+def setting_text(value: Any) -> str:
+    """A setting as text: JSON, but for texts, which stay what they are."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def evaluation_points(shown: Mapping[str, Any]) -> list[CurvePoint]:
+    """The evaluations of a run by step: points ``evaluation/<when>/<name>``, ``..._ci_low`` and ``..._ci_high``."""
+    points = []
+    for row in shown["evaluations"]:
+        name = f"evaluation/{row['when']}/{row['name']}"
+        time = datetime.fromisoformat(row["made_at"])
+        for key, value in (
+            (name, row["value"]),
+            (f"{name}_ci_low", row["ci_low"]),
+            (f"{name}_ci_high", row["ci_high"]),
+        ):
+            if value is not None:
+                points.append(CurvePoint(key, row["checkpoint_step"], value, time))
+    return sorted(points, key=lambda point: (point.step, point.key))
+
+
+def all_points(store: HistoryStore, shown: Mapping[str, Any]) -> Iterator[CurvePoint]:
+    """Metrics that count and evaluations of a run, by step."""
+    curve = curve_points(store, shown["run"]["run_id"], by_step=True)
+    return heapq.merge(curve, evaluation_points(shown), key=lambda point: point.step)
+
+
+def clean_name(text: str) -> str:
+    """A name in the characters that every tracker takes."""
+    return re.sub(r"[^\w\-./ ]", "_", text)

@@ -1,0 +1,107 @@
+"""One file for each table: CSV, or Parquet."""
+
+import csv
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.history.exports import Column, ExportTable, reading_tables
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.reports.exports.common import make_folder, require
+
+
+def to_csv(store: HistoryStore, run_ids: Sequence[str], out: Path) -> list[Path]:
+    """``<table>.csv`` in the folder ``out``: UTF-8, with a line of names; times are ISO 8601, JSON is text, nothing is
+    empty."""
+    return _tables(store, run_ids, out, "csv", _write_csv)
+
+
+def to_parquet(store: HistoryStore, run_ids: Sequence[str], out: Path) -> list[Path]:
+    """``<table>.parquet`` in the folder ``out``, also for tables without rows; JSON is text.
+
+    Raises:
+        BadInput: pyarrow is missing.
+    """
+    require("pyarrow.parquet", "parquet")
+    return _tables(store, run_ids, out, "parquet", _write_parquet)
+
+
+def _tables(
+    store: HistoryStore, run_ids: Sequence[str], out: Path, suffix: str, write: Callable[[ExportTable, Path], None]
+) -> list[Path]:
+    make_folder(out)
+    written = []
+    with reading_tables(store, run_ids) as tables:
+        for table in tables:
+            path = out / f"{table.name}.{suffix}"
+            with _replaced_whole(path) as temporary:
+                write(table, temporary)
+            written.append(path)
+    return written
+
+
+@contextmanager
+def _replaced_whole(path: Path) -> Iterator[Path]:
+    """A file to write to, which takes the place of ``path`` when it is whole."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _write_csv(table: ExportTable, path: Path) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow([column.name for column in table.columns])
+        for batch in table.batches():
+            writer.writerows([_text(value) for value in row] for row in batch)
+
+
+def _write_parquet(table: ExportTable, path: Path) -> None:
+    import pyarrow  # type: ignore[import-untyped]
+    from pyarrow import parquet
+
+    kinds = {
+        "text": pyarrow.string(),
+        "integer": pyarrow.int64(),
+        "number": pyarrow.float64(),
+        "boolean": pyarrow.bool_(),
+        "time": pyarrow.timestamp("us", tz="UTC"),
+        "json": pyarrow.string(),
+    }
+    schema = pyarrow.schema([(column.name, kinds[column.kind]) for column in table.columns])
+    with parquet.ParquetWriter(path, schema) as writer:
+        for batch in table.batches():
+            values = zip(*batch, strict=True)
+            arrays = [
+                pyarrow.array(_plain(column, content), kinds[column.kind])
+                for column, content in zip(table.columns, values, strict=True)
+            ]
+            writer.write_table(pyarrow.Table.from_arrays(arrays, schema=schema))
+
+
+def _plain(column: Column, values: Sequence[Any]) -> Sequence[Any]:
+    match column.kind:
+        case "json":
+            return [None if value is None else json.dumps(value, ensure_ascii=False) for value in values]
+        case "number":
+            return [None if value is None else float(value) for value in values]
+        case "integer":
+            return [None if value is None else int(value) for value in values]
+    return values
+
+
+def _text(value: Any) -> Any:
+    match value:
+        case datetime():
+            return value.isoformat()
+        case dict() | list():
+            return json.dumps(value, ensure_ascii=False)
+    return value

@@ -1,0 +1,166 @@
+"""Runs in MLflow: parameters, metrics with steps and times, tags, evaluations. Exporting again adds what is new."""
+
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf_core.history import queries
+from rlhf_core.history.exports import CurvePoint, curve_points
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.reports.exports.common import (
+    clean_name,
+    evaluation_points,
+    flat,
+    make_folder,
+    require,
+    setting_text,
+)
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
+
+RUN_TAG = "rlhf.run_id"
+"""Tag by which an exported run is found again."""
+
+_MOST_METRICS = 1000
+_MOST_PARAMS = 100
+_LONGEST_PARAM = 6000
+
+_STATUS = {"completed": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
+
+
+def to_mlflow(store: HistoryStore, run_ids: Sequence[str], out: str) -> list[str]:
+    """One MLflow run per run, in the experiment of the run's name, found again by its tag :data:`RUN_TAG`.
+
+    Args:
+        out: a tracking URI (``http://...``, ``sqlite:///...``, ``file://...``), or a folder, which gets ``mlflow.db``.
+
+    Returns:
+        For each run, the id that MLflow gave it.
+
+    Raises:
+        BadInput: MLflow is missing.
+    """
+    require("mlflow", "mlflow")
+    from mlflow import MlflowClient
+
+    artifacts = None
+    if "://" not in out:
+        folder = Path(out).absolute()
+        make_folder(folder)
+        out, artifacts = f"sqlite:///{folder / 'mlflow.db'}", (folder / "artifacts").as_uri()
+    client = MlflowClient(tracking_uri=out)
+    return [_export(client, store, run_id, artifacts) for run_id in run_ids]
+
+
+def _export(client: "MlflowClient", store: HistoryStore, run_id: str, artifacts: str | None) -> str:
+    shown = queries.show_run(store, run_id)
+    experiment = _experiment(client, shown["run"]["name"], artifacts)
+    there = _find(client, experiment, run_id)
+    known = _known_points(client, there) if there is not None else {}
+    if there is not None and _is_stale(known, _points(store, shown)):
+        # Steps were made again since the last export, and MLflow forgets no value.
+        client.delete_run(there.info.run_id)
+        there, known = None, {}
+    if there is None:
+        started = _milliseconds(shown["run"]["created_at"])
+        there = client.create_run(experiment, start_time=started, tags={RUN_TAG: run_id}, run_name=run_id)
+    target = str(there.info.run_id)
+    _log_facts(client, target, shown)
+    _log_points(client, target, known, _points(store, shown))
+    status = _STATUS.get(shown["run"]["state"])
+    if status is not None:
+        client.set_terminated(target, status, end_time=_milliseconds(shown["run"]["ended_at"]))
+    else:
+        client.update_run(target, "RUNNING")
+    return target
+
+
+def _experiment(client: "MlflowClient", name: str, artifacts: str | None) -> str:
+    found = client.get_experiment_by_name(name)
+    if found is not None:
+        return str(found.experiment_id)
+    return str(client.create_experiment(name, artifact_location=f"{artifacts}/{name}" if artifacts else None))
+
+
+def _find(client: "MlflowClient", experiment: str, run_id: str) -> "Run | None":
+    found = client.search_runs([experiment], f"tags.`{RUN_TAG}` = '{run_id}'")
+    return found[0] if found else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Numbers
+
+
+def _points(store: HistoryStore, shown: Mapping[str, Any]) -> Iterator[CurvePoint]:
+    return chain(curve_points(store, shown["run"]["run_id"]), evaluation_points(shown))
+
+
+def _known_points(client: "MlflowClient", run: "Run") -> dict[str, set[tuple[int, int]]]:
+    """Step and time of every value that MLflow has, by name. A step that is made again has another time."""
+    return {
+        key: {(point.step, point.timestamp) for point in client.get_metric_history(run.info.run_id, key)}
+        for key in run.data.metrics
+    }
+
+
+def _is_stale(known: Mapping[str, set[tuple[int, int]]], points: Iterator[CurvePoint]) -> bool:
+    """Whether MLflow has values that count no more."""
+    num_still_true = sum(_identity(point) in known.get(clean_name(point.key), ()) for point in points)
+    return num_still_true < sum(map(len, known.values()))
+
+
+def _log_points(
+    client: "MlflowClient", target: str, known: Mapping[str, set[tuple[int, int]]], points: Iterator[CurvePoint]
+) -> None:
+    from mlflow.entities import Metric
+
+    new = (
+        Metric(clean_name(point.key), _storable(point.value), _identity(point)[1], point.step)
+        for point in points
+        if _identity(point) not in known.get(clean_name(point.key), ())
+    )
+    while batch := list(islice(new, _MOST_METRICS)):
+        client.log_batch(target, metrics=batch)
+
+
+def _identity(point: CurvePoint) -> tuple[int, int]:
+    return point.step, round(point.time.timestamp() * 1000)
+
+
+def _storable(value: float) -> float:
+    """Infinity becomes the largest number, as in MLflow's own databases; NaN stays."""
+    return math.copysign(sys.float_info.max, value) if math.isinf(value) else value
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Words
+
+
+def _log_facts(client: "MlflowClient", target: str, shown: Mapping[str, Any]) -> None:
+    from mlflow.entities import Param, RunTag
+
+    run = shown["run"]
+    params = [
+        Param(clean_name(name), setting_text(value)[:_LONGEST_PARAM]) for name, value in flat(run["spec"]).items()
+    ]
+    for start in range(0, len(params), _MOST_PARAMS):
+        client.log_batch(target, params=params[start : start + _MOST_PARAMS])
+    facts = {name: run[name] for name in ("state", "owner", "algorithm", "code_revision", "package_version", "message")}
+    facts |= {
+        "tags": ", ".join(run["tags"]),
+        "num_attempts": len(shown["attempts"]),
+        "num_incidents": len(shown["incidents"]),
+    }
+    facts |= {f"goodput.{name}": shown["goodput"].get(name) for name in ("ettr", "wall_s", "lost_s")}
+    tags = [RunTag(f"rlhf.{name}", str(value)) for name, value in facts.items() if value not in (None, "")]
+    client.log_batch(target, tags=tags)
+
+
+def _milliseconds(iso: str) -> int:
+    return round(datetime.fromisoformat(iso).timestamp() * 1000)

@@ -1,0 +1,42 @@
+"""Event files of TensorBoard, without TensorFlow and without torch."""
+
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+
+from rlhf_core.history import queries
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.reports.exports.common import all_points, make_folder, require
+from rlhf_core.run_dir import remove_tree
+
+
+def to_tensorboard(store: HistoryStore, run_ids: Sequence[str], out: Path) -> list[Path]:
+    """A folder ``<run_id>`` in ``out`` for each run, made anew: the metrics that count and the evaluations, at the wall
+    time at which they were measured. ``tensorboard --logdir OUT`` shows them side by side.
+
+    Raises:
+        BadInput: tensorboard is missing.
+    """
+    require("tensorboard", "tensorboard")
+    make_folder(out)
+    return [_write(store, run_id, out) for run_id in run_ids]
+
+
+def _write(store: HistoryStore, run_id: str, out: Path) -> Path:
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    folder, temporary = out / run_id, out / f".{run_id}.tmp"
+    remove_tree(temporary)  # of an export that was killed
+    writer = EventFileWriter(str(temporary))
+    try:
+        points = all_points(store, queries.show_run(store, run_id))
+        for (step, time), here in groupby(points, key=lambda point: (point.step, point.time)):
+            values = [Summary.Value(tag=point.key, simple_value=point.value) for point in here]
+            writer.add_event(Event(wall_time=time.timestamp(), step=step, summary=Summary(value=values)))
+    finally:
+        writer.close()
+    remove_tree(folder)
+    temporary.rename(folder)
+    return folder

@@ -1,0 +1,74 @@
+"""Offline runs of Weights & Biases: a folder that ``wandb sync`` sends when its owner wants to.
+
+Nothing is sent here, and nobody has to be logged in.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.history import queries
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.reports.exports.common import all_points, make_folder, require
+from rlhf_core.run_dir import remove_tree
+
+
+def to_wandb(store: HistoryStore, run_ids: Sequence[str], out: Path) -> list[Path]:
+    """A folder ``wandb/offline-run-...-<run_id>`` in ``out`` for each run; one that an earlier export made is replaced.
+
+    Raises:
+        BadInput: wandb is missing.
+    """
+    require("wandb", "wandb")
+    make_folder(out)
+    return [_write(store, run_id, out) for run_id in run_ids]
+
+
+def _write(store: HistoryStore, run_id: str, out: Path) -> Path:
+    import wandb
+
+    for earlier in sorted(out.glob(f"wandb/offline-run-*-{run_id}")):
+        remove_tree(earlier)
+    shown = queries.show_run(store, run_id)
+    run = shown["run"]
+    # What the machine of the export does, has installed or has checked out is nothing about the run.
+    settings = wandb.Settings(
+        mode="offline",
+        console="off",
+        disable_git=True,
+        save_code=False,
+        silent=True,
+        x_disable_meta=True,
+        x_disable_stats=True,
+        x_save_requirements=False,
+    )
+    exported = wandb.init(
+        project=run["name"],
+        name=run_id,
+        id=run_id,
+        config=run["spec"],
+        tags=[*run["tags"], run["algorithm"], run["state"]],
+        notes=run["message"],
+        dir=str(out),
+        settings=settings,
+    )
+    try:
+        for step, points in groupby(all_points(store, shown), key=lambda point: point.step):
+            here = list(points)
+            values = {point.key: point.value for point in here}
+            exported.log({**values, "_timestamp": here[0].time.timestamp()}, step=step)
+        exported.summary.update(_summary(shown))
+    finally:
+        exported.finish(exit_code=0 if run["state"] == "completed" else 1)
+    (written,) = out.glob(f"wandb/offline-run-*-{run_id}")
+    return written
+
+
+def _summary(shown: dict[str, Any]) -> dict[str, Any]:
+    known = {f"goodput/{name}": shown["goodput"].get(name) for name in ("ettr", "wall_s", "lost_s")}
+    return {
+        **{name: value for name, value in known.items() if value is not None},
+        "num_attempts": len(shown["attempts"]),
+        "num_incidents": len(shown["incidents"]),
+    }

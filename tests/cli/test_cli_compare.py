@@ -1,0 +1,285 @@
+"""``rlhf compare``: what differs between runs, for people, for programs, and as a page."""
+
+import itertools
+import json
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from history_tools import RunFiles, whole_run
+
+from rlhf_core.cli.compare_command import sparklines
+from rlhf_core.cli.main import execute
+from rlhf_core.config import load_site
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.reports.compare import at_last_common_step, config_differences, evaluations
+from rlhf_core.run_dir import write_model
+from rlhf_core.watchdog.ingest import sync
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+    """Two runs: A has gone back twice and was evaluated; B asked for another rate and made four steps so far."""
+    monkeypatch.setenv("COLUMNS", "140")
+    site = load_site()
+    first = whole_run(site.runs_dir)
+    second = RunFiles(site.runs_dir, "sort", "bbbbbb", 100)
+    stored = second.dir.read_spec()
+    changed = stored.spec.model_copy(update={"seed": 8, "sft": stored.spec.sft.model_copy(update={"num_steps": 0})})
+    write_model(second.dir.spec, stored.model_copy(update={"spec": changed}))
+    second.created()
+    for step in (1, 2, 3, 4):
+        second.metrics(1, 0, step, 100 + 2 * step, **{"reward/mean": 0.1 * step})
+    second.evaluation("after", "greedy", 0.5, 120)
+    with HistoryStore(site.database_url) as store:
+        for run in (first, second):
+            sync(run.dir, store)
+    return first.run_id, second.run_id
+
+
+def _json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert execute(["compare", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command
+
+
+def test_for_programs(two: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    found = _json(capsys, *two)
+    assert [(run["label"], run["run_id"]) for run in found["runs"]] == [("A", two[0]), ("B", two[1])]
+    assert found["runs"][0]["incidents"] == {"worker_killed": 1, "node_lost": 1}
+    assert (found["runs"][0]["productive_s"], found["runs"][0]["last_step"], found["runs"][1]["last_step"]) == (
+        20.0,
+        10,
+        4,
+    )
+    assert found["config"] == [
+        {"setting": "seed", "values": [7, 8]},
+        {"setting": "sft.num_steps", "values": [2, 0]},
+    ]
+    (greedy,) = [row for row in found["evaluations"] if row["name"] == "greedy"]
+    assert greedy["runs"][0]["gain"] == pytest.approx(0.18)
+    assert [row["against_first"] for row in greedy["runs"]] == [None, "lower"]
+    metrics = {row["key"]: row for row in found["metrics"]}
+    loss = metrics["train/loss"]
+    assert (loss["step"], loss["note"]) == (4, "")
+    assert loss["values"] == pytest.approx([1.35, 1.25])  # of A, that of its second start
+    assert metrics["reward/mean"] == {
+        "key": "reward/mean",
+        "step": None,
+        "values": [None, pytest.approx(0.4)],
+        "note": "",
+    }
+    assert [step for step, _ in found["curves"]["train/loss"][0]] == list(range(1, 11))
+
+
+def test_for_people(two: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute(["compare", *two]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 140
+    for said in (*two, "worker killed x 1", "sft.num_steps", "0.930 [0.880, 0.980]", "lower", "▁", "train/loss"):
+        assert said in text, said
+
+
+def test_the_first_run_is_what_the_others_are_held_against(
+    two: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = _json(capsys, two[1], two[0])
+    (greedy,) = [row for row in found["evaluations"] if row["name"] == "greedy"]
+    assert [row["against_first"] for row in greedy["runs"]] == [None, "higher"]
+
+
+def test_metrics_are_chosen(two: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    found = _json(capsys, *two, "--metric", "reward/mean", "--metric", "time/step_s")
+    assert [row["key"] for row in found["metrics"]] == list(found["curves"]) == ["reward/mean", "time/step_s"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["last", "last"], "give two or more different runs"),
+        (["last"], "give two or more different runs"),
+        (["last", "nobody"], "the history has no run 'nobody'"),
+        (
+            ["A", "B", "--metric", "reward/men"],
+            "none of the runs has the metric 'reward/men'; did you mean reward/mean?",
+        ),
+        (["A", "B", "--open"], "give --html FILE"),
+        (["A", "B", "--html", "/dev/null/page.html"], "choose another file with --html"),
+    ],
+)
+def test_bad_input(two: tuple[str, str], arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    names = {"A": two[0], "B": two[1]}
+    assert execute(["compare", *(names.get(word, word) for word in arguments)]) == 2
+    assert said in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is compared
+
+
+def test_only_settings_that_differ() -> None:
+    specs: list[dict[str, Any]] = [
+        {"a": {"x": 1, "y": [1, 2]}, "b": None, "c": "s"},
+        {"a": {"x": 1, "y": [1, 3]}, "b": None, "c": "s", "d": True},
+    ]
+    assert config_differences(specs) == [
+        {"setting": "a.y", "values": [[1, 2], [1, 3]]},
+        {"setting": "d", "values": ["(none)", True]},
+    ]
+    assert config_differences([specs[0], specs[0]]) == []
+
+
+def _evaluation(value: float | None, low: float | None, high: float | None, when: str = "after") -> dict[str, Any]:
+    return {
+        "name": "greedy",
+        "metric": "exact_match",
+        "when": when,
+        "value": value,
+        "ci_low": low,
+        "ci_high": high,
+        "checkpoint_step": 10,
+        "num_samples": 512,
+    }
+
+
+@pytest.mark.parametrize(
+    ("other", "standing"),
+    [
+        (_evaluation(0.9, 0.85, 0.95), "higher"),
+        (_evaluation(0.1, 0.05, 0.15), "lower"),
+        (_evaluation(0.7, 0.6, 0.8), "overlap"),
+        (_evaluation(0.9, None, None), None),
+        (_evaluation(None, None, None), None),
+    ],
+)
+def test_no_more_is_said_than_the_intervals_allow(other: dict[str, Any], standing: str | None) -> None:
+    (found,) = evaluations([[_evaluation(0.5, 0.4, 0.6)], [other]])
+    assert found["runs"][1]["against_first"] == standing
+    assert found["runs"][0]["gain"] is None
+
+
+def _shown(algorithm: str, warm_start: int = 0) -> dict[str, Any]:
+    return {"run": {"algorithm": algorithm, "spec": {"sft": {"num_steps": warm_start}}}}
+
+
+def _steps(*steps: int) -> list[tuple[int, float]]:
+    return [(step, step / 10) for step in steps]
+
+
+@pytest.mark.parametrize(
+    ("curves", "shown", "step", "values", "note"),
+    [
+        ([_steps(1, 2, 3), _steps(1, 2)], [_shown("grpo"), _shown("grpo")], 2, [0.2, 0.2], ""),
+        ([_steps(1, 2, 3), []], [_shown("grpo"), _shown("grpo")], None, [0.3, None], ""),
+        (
+            [_steps(1, 3), _steps(2, 4)],
+            [_shown("grpo"), _shown("grpo")],
+            None,
+            [0.3, 0.4],
+            "no step in common: the last value of each",
+        ),
+        # B is still in its warm start at step 3, where A is not: step 2 is the last of one kind
+        ([_steps(1, 2, 3), _steps(1, 2, 3)], [_shown("grpo", 2), _shown("grpo", 3)], 2, [0.2, 0.2], ""),
+        (
+            [_steps(1, 2), _steps(1, 2)],
+            [_shown("sft"), _shown("grpo")],
+            2,
+            [0.2, 0.2],
+            "not the same quantity: sft and grpo",
+        ),
+        ([[(1, 0.1), (2, float("nan"))], _steps(1, 2)], [_shown("grpo"), _shown("grpo")], 1, [0.1, 0.1], ""),
+    ],
+)
+def test_the_last_common_step(
+    curves: Sequence[Any], shown: Sequence[Any], step: int | None, values: list[float | None], note: str
+) -> None:
+    found = at_last_common_step("train/loss", curves, shown)
+    assert found == {"step": step, "values": values, "note": note}
+
+
+def test_sparklines_share_their_axes() -> None:
+    rising = [(step, float(step)) for step in range(1, 9)]
+    assert sparklines([rising, [(step, 1.0) for step in (5, 6)]], 8) == ["▁▂▃▄▅▆▇█", "    ▁▁"]
+    assert sparklines([rising, []], 4) == ["▁▃▆█", ""]
+    assert sparklines([[(1, 2.0), (3, 2.0)]]) == ["▅▅▅"]
+    assert sparklines([[], []]) == ["", ""]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The page
+
+
+class _Tags(HTMLParser):
+    """Whether every element is closed, and what a page asks for from elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.addresses: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+        self.addresses += [value or "" for name, value in attributes if name in ("src", "href")]
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.addresses += [value or "" for name, value in attributes if name == "src"]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_needs_nothing_else(two: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "page.html"
+    assert execute(["compare", *two, "--html", str(path)]) == 0
+    assert f"Page: {path}" in capsys.readouterr().out
+    page = path.read_text()
+    reader = _Tags()
+    reader.feed(page)
+    assert reader.open == []
+    assert [address for address in reader.addresses if not address.startswith("#")] == []
+    for said in (*two, "lower than A", "sft.num_steps", "node lost × 1", "2 settings differ."):
+        assert said in page, said
+
+
+def test_a_page_of_hostile_names(two: tuple[str, str], tmp_path: Path) -> None:
+    from rlhf_core.reports.compare import compare
+    from rlhf_core.reports.compare_page import write_comparison
+
+    with HistoryStore(load_site().database_url) as store:
+        compared = compare(store, two)
+    compared["config"] = [{"setting": "<script>", "values": ["<b>", "&"]}]
+    page = write_comparison(compared, tmp_path / "page.html").read_text()
+    assert "<script>" not in page
+    assert "&lt;script&gt;" in page
+
+
+@pytest.mark.parametrize(("width", "scheme"), list(itertools.product((1280, 390), ("light", "dark"))))
+def test_the_page_fits_its_screen(two: tuple[str, str], tmp_path: Path, width: int, scheme: Any) -> None:
+    from shutil import which
+
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    chromium = which("chromium") or which("google-chrome")
+    if chromium is None:
+        pytest.skip("needs a browser (Debian: apt-get install chromium)")
+    path = tmp_path / "page.html"
+    assert execute(["compare", *two, "--html", str(path)]) == 0
+    with playwright.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        tab = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        tab.goto(path.as_uri())
+        assert tab.evaluate("document.documentElement.scrollWidth") <= width
+        curves = tab.locator("svg.plot")
+        assert curves.count() >= 3
+        lines = tab.eval_on_selector_all("svg.plot path", "all => all.map(one => getComputedStyle(one).stroke)")
+        colours = {
+            "light": ("rgb(37, 99, 201)", "rgb(211, 105, 11)"),
+            "dark": ("rgb(110, 163, 247)", "rgb(240, 154, 75)"),
+        }
+        assert set(colours[scheme]) <= set(lines)
+        browser.close()

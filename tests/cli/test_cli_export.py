@@ -1,0 +1,341 @@
+"""``rlhf export``: what each format holds, read with the reader of the program that it is for."""
+
+import csv
+import json
+import math
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from history_tools import RunFiles, at, postgres, whole_run
+
+from rlhf_core.cli.main import execute
+from rlhf_core.config import load_site
+from rlhf_core.history.exports import curve_points, reading_tables
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.schemas.attempts import RunState
+from rlhf_core.watchdog.ingest import sync
+
+# The loss that RunFiles writes is 1 / step + attempt + restart / 10. Of the whole run, steps 1 and 2 of the first start
+# count, 3 and 4 of the second, 5 to 10 of the second attempt.
+LOSS = {1: 2.0, 2: 1.5, 3: 1 / 3 + 1.1, 4: 1.35, **{step: 1 / step + 2 for step in range(5, 11)}}
+ENDS = {1: 10, 2: 12, 3: 22, 4: 24, **{step: 30 + 2 * step for step in range(5, 11)}}
+
+
+@pytest.fixture
+def run() -> RunFiles:
+    """A whole run with two rewinds, which the history knows."""
+    site = load_site()
+    made = whole_run(site.runs_dir)
+    with HistoryStore(site.database_url) as store:
+        sync(made.dir, store)
+    return made
+
+
+def export(to: str, out: Path | str, *runs: str) -> None:
+    """The command; it must succeed."""
+    assert execute(["export", *(runs or ("last",)), "--to", to, "--out", str(out)]) == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables
+
+
+def test_csv(run: RunFiles, tmp_path: Path) -> None:
+    export("csv", tmp_path / "out")
+    tables = {path.stem: list(csv.DictReader(path.open(newline=""))) for path in (tmp_path / "out").glob("*.csv")}
+    curve = [row for row in tables["run_curve"] if row["key"] == "train/loss"]
+    assert {int(row["step"]): float(row["value"]) for row in curve} == pytest.approx(LOSS)
+    assert [datetime.fromisoformat(row["time"]) for row in curve] == [at(ENDS[step]) for step in LOSS]
+    assert len([row for row in tables["metrics"] if row["key"] == "train/loss"]) == 13  # all, also those made again
+    assert [row["failure_kind"] for row in tables["incidents"]] == ["worker_killed", "node_lost"]
+    assert json.loads(tables["runs"][0]["spec"])["name"] == "sort"
+    assert (tables["runs"][0]["started_at"] != "", tables["promotions"]) == (True, [])
+    assert {"leases", "ingest_offsets"} & tables.keys() == set()
+
+
+def test_parquet(run: RunFiles, tmp_path: Path) -> None:
+    from pyarrow import parquet
+
+    export("parquet", tmp_path)
+    curve = parquet.read_table(tmp_path / "run_curve.parquet").to_pylist()
+    assert {row["step"]: row["value"] for row in curve if row["key"] == "train/loss"} == pytest.approx(LOSS)
+    times = {row["step"]: row["time"] for row in curve}
+    assert times == {step: at(ends).astimezone(UTC) for step, ends in ENDS.items()}
+    (goodput,) = parquet.read_table(tmp_path / "run_goodput.parquet").to_pylist()
+    assert (goodput["productive_s"], goodput["repeated_s"]) == (20.0, 6.0)
+    assert parquet.read_table(tmp_path / "promotions.parquet").num_rows == 0
+    assert json.loads(parquet.read_table(tmp_path / "runs.parquet").to_pylist()[0]["spec"])["seed"] == 7
+    assert list(tmp_path.glob(".*")) == []
+
+
+def test_parquet_of_postgresql_is_the_same(run: RunFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pyarrow import parquet
+
+    export("parquet", tmp_path / "sqlite")
+    url = postgres().migrated_database()
+    with HistoryStore(url) as store:
+        sync(run.dir, store)
+    monkeypatch.setenv("RLHF_DATABASE_URL", url)
+    export("parquet", tmp_path / "postgresql")
+    stamped = {"runs", "run_goodput", "run_lost_time"}  # a stamp of the ingestion; sums in another order
+    for path in sorted((tmp_path / "sqlite").glob("*.parquet")):
+        other = parquet.read_table(tmp_path / "postgresql" / path.name)
+        assert other.schema.equals(parquet.read_table(path).schema), path.name
+        if path.stem not in stamped:
+            rows, others = (
+                sorted(json.dumps(_loaded(row), sort_keys=True, default=str) for row in table.to_pylist())
+                for table in (parquet.read_table(path), other)
+            )
+            assert rows == others, path.name
+
+
+def _loaded(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with its JSON taken apart: PostgreSQL keeps no order of names."""
+    return {
+        name: json.loads(value) if isinstance(value, str) and value[:1] in ("{", "[") else value
+        for name, value in row.items()
+    }
+
+
+def test_only_the_runs_that_were_asked_for(run: RunFiles, tmp_path: Path) -> None:
+    site = load_site()
+    others = [whole_run(site.runs_dir, "other", tail, 10) for tail in ("bbbbbb", "cccccc")]
+    with HistoryStore(site.database_url) as store:
+        for other in others:
+            sync(other.dir, store)
+    export("csv", tmp_path, run.run_id, others[0].run_id, others[0].run_id)
+    for path in tmp_path.glob("*.csv"):
+        found = {row["run_id"] for row in csv.DictReader(path.open(newline=""))}
+        assert found in ({run.run_id, others[0].run_id}, set()), path.name
+
+
+def test_no_more_than_a_batch_is_in_memory(run: RunFiles) -> None:
+    with HistoryStore(load_site().database_url) as store, reading_tables(store, [run.run_id]) as tables:
+        metrics = next(table for table in tables if table.name == "metrics")
+        assert [len(batch) for batch in metrics.batches(10)] == [10, 10, 6]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# TensorBoard
+
+
+def _scalars(folder: Path) -> dict[str, list[tuple[int, float, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    reader.Reload()
+    return {
+        tag: [(event.step, event.value, event.wall_time) for event in reader.Scalars(tag)]
+        for tag in reader.Tags()["scalars"]
+    }
+
+
+def test_tensorboard(run: RunFiles, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    export("tensorboard", out)
+    export("tensorboard", out)  # again: replaced, not doubled
+    scalars = _scalars(out / run.run_id)
+    assert [step for step, _, _ in scalars["train/loss"]] == list(LOSS)
+    assert {step: value for step, value, _ in scalars["train/loss"]} == pytest.approx(LOSS)
+    assert [wall for _, _, wall in scalars["train/loss"]] == [at(ENDS[step]).timestamp() for step in LOSS]
+    assert scalars["evaluation/after/greedy"] == [(10, pytest.approx(0.93), at(52).timestamp())]
+    assert scalars["evaluation/before/greedy"][0][0] == 2
+    assert [path.name for path in out.iterdir()] == [run.run_id]
+
+
+def test_numbers_that_are_none_reach_tensorboard(run: RunFiles, tmp_path: Path) -> None:
+    run.metrics(2, 0, 11, 60, **{"reward/mean": math.nan})
+    export("tensorboard", tmp_path)
+    ((step, value, _),) = _scalars(tmp_path / run.run_id)["reward/mean"]
+    assert step == 11
+    assert math.isnan(value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# MLflow
+
+
+def _mlflow(folder: Path) -> Any:
+    from mlflow import MlflowClient
+
+    return MlflowClient(tracking_uri=f"sqlite:///{folder}/mlflow.db")
+
+
+def _mlflow_runs(folder: Path, name: str = "sort") -> list[Any]:
+    client = _mlflow(folder)
+    return list(client.search_runs([client.get_experiment_by_name(name).experiment_id]))
+
+
+def test_mlflow(run: RunFiles, tmp_path: Path) -> None:
+    export("mlflow", tmp_path)
+    (found,) = _mlflow_runs(tmp_path)
+    assert (found.info.run_name, found.info.status) == (run.run_id, "FINISHED")
+    assert (found.info.start_time, found.info.end_time) == (at(0).timestamp() * 1000, at(55).timestamp() * 1000)
+    assert (found.data.tags["rlhf.run_id"], found.data.tags["rlhf.owner"]) == (run.run_id, "anna")
+    assert (found.data.params["train.num_steps"], found.data.params["model.tokenizer"]) == ("8", "char")
+    history = _mlflow(tmp_path).get_metric_history(found.info.run_id, "train/loss")
+    assert {point.step: point.value for point in history} == pytest.approx(LOSS)
+    assert {point.step: point.timestamp for point in history} == {
+        step: at(ends).timestamp() * 1000 for step, ends in ENDS.items()
+    }
+    assert found.data.metrics["evaluation/after/greedy"] == 0.93
+    assert found.data.metrics["evaluation/before/sampled_ci_low"] == 0.25
+
+
+def _run_of(num_steps: int) -> RunFiles:
+    """A run that has made some steps and is not over."""
+    site = load_site()
+    run = RunFiles(site.runs_dir)
+    run.created()
+    run.moved(RunState.PREFLIGHT, 1)
+    for step in range(1, num_steps + 1):
+        run.metrics(1, 0, step, 10 * step)
+    with HistoryStore(site.database_url) as store:
+        sync(run.dir, store)
+    return run
+
+
+def test_exporting_again_to_mlflow_adds_what_is_new(tmp_path: Path) -> None:
+    run = _run_of(2)
+    export("mlflow", tmp_path, run.run_id)
+    (first,) = _mlflow_runs(tmp_path)
+    assert first.info.status == "RUNNING"
+    run.metrics(1, 0, 3, 30, **{"reward/mean": math.nan, "train/grad_norm": math.inf})
+    run.moved(RunState.FAILED, 40)
+    export("mlflow", tmp_path, run.run_id)
+    export("mlflow", tmp_path, run.run_id)
+    (found,) = _mlflow_runs(tmp_path)
+    assert (found.info.run_id, found.info.status) == (first.info.run_id, "FAILED")
+    client = _mlflow(tmp_path)
+    assert [point.step for point in client.get_metric_history(found.info.run_id, "train/loss")] == [1, 2, 3]
+    (reward,) = client.get_metric_history(found.info.run_id, "reward/mean")
+    assert math.isnan(reward.value)
+
+
+def test_steps_that_were_made_again_replace_those_in_mlflow(tmp_path: Path) -> None:
+    run = _run_of(3)
+    export("mlflow", tmp_path, run.run_id)
+    for step in (2, 3):  # back to step 1
+        run.metrics(1, 1, step, 100 + 10 * step)
+    export("mlflow", tmp_path, run.run_id)
+    (found,) = _mlflow_runs(tmp_path)
+    history = _mlflow(tmp_path).get_metric_history(found.info.run_id, "train/loss")
+    assert [(point.step, point.value) for point in history] == [(1, 2.0), (2, 1.6), (3, pytest.approx(1 / 3 + 1.1))]
+
+
+def test_a_tracking_uri(run: RunFiles, tmp_path: Path) -> None:
+    export("mlflow", f"sqlite:///{tmp_path}/mlflow.db")
+    assert len(_mlflow_runs(tmp_path)) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Weights & Biases
+
+
+def _wandb_records(file: Path) -> Iterator[Any]:
+    """The records of an offline run: a LevelDB log of protocol buffers, after a head of seven bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, position, parts = file.read_bytes(), 7, b""
+    while position + 7 <= len(content):
+        if 32768 - position % 32768 < 7:  # what is left of a block is filled up
+            position += 32768 - position % 32768
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, position)
+        parts += content[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            record = Record()
+            record.ParseFromString(parts)
+            parts = b""
+            yield record
+
+
+def test_wandb(run: RunFiles, tmp_path: Path) -> None:
+    export("wandb", tmp_path)
+    export("wandb", tmp_path)
+    (folder,) = tmp_path.glob("wandb/offline-run-*")
+    records = list(_wandb_records(folder / f"run-{run.run_id}.wandb"))
+    (about,) = [record.run for record in records if record.WhichOneof("record_type") == "run"]
+    assert (about.run_id, about.project, list(about.tags)) == (run.run_id, "sort", ["grpo", "completed"])
+    assert "train" in {item.key for item in about.config.update}
+    history = [
+        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        for record in records
+        if record.WhichOneof("record_type") == "history"
+    ]
+    assert {row["_step"]: row["train/loss"] for row in history} == pytest.approx(LOSS)
+    assert {row["_step"]: row["_timestamp"] for row in history} == {
+        step: at(ends).timestamp() for step, ends in ENDS.items()
+    }
+    assert [row["evaluation/after/greedy"] for row in history if "evaluation/after/greedy" in row] == [0.93]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The control plane
+
+
+WITHOUT = """
+import sys
+blocked = sys.argv[1].split(",")
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in blocked:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Blocker())
+from rlhf_core.cli.main import execute
+sys.exit(execute(sys.argv[2:]))
+"""
+
+
+def _without(blocked: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT, blocked, *arguments], capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("to", "package"),
+    [("parquet", "pyarrow"), ("mlflow", "mlflow"), ("tensorboard", "tensorboard"), ("wandb", "wandb")],
+)
+def test_a_missing_library_is_named_with_what_to_do(run: RunFiles, tmp_path: Path, to: str, package: str) -> None:
+    done = _without(package, "export", "last", "--to", to, "--out", str(tmp_path / "out"))
+    assert done.returncode == 2
+    assert f"exporting to {to} needs the package {package}" in done.stderr
+    assert "pip install 'rlhf-flows[export]'" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("to", ["csv", "tensorboard", "mlflow", "wandb"])
+def test_no_export_needs_torch(run: RunFiles, tmp_path: Path, to: str) -> None:
+    done = _without("torch,tensorflow,transformers", "export", "last", "--to", to, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+
+
+def test_bad_input(run: RunFiles, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute(["export", "nobody", "--to", "csv", "--out", str(tmp_path)]) == 2
+    assert execute(["export", "last", "--to", "excel", "--out", str(tmp_path)]) == 2
+    capsys.readouterr()
+    assert execute(["export", "last", "--to", "csv", "--out", "/dev/null/out"]) == 2
+    assert "choose another with --out" in capsys.readouterr().err
+
+
+def test_points_of_both_orders_are_the_same(run: RunFiles) -> None:
+    with HistoryStore(load_site().database_url) as store:
+        by_key = list(curve_points(store, run.run_id, 3))
+        by_step = list(curve_points(store, run.run_id, 3, by_step=True))
+    assert [point.step for point in by_step] == sorted(point.step for point in by_key)
+    assert sorted(by_key, key=lambda point: (point.step, point.key)) == by_step
+
+
+def test_what_the_run_directory_has_beyond_the_history_is_exported(run: RunFiles, tmp_path: Path) -> None:
+    run.metrics(2, 0, 11, 60)
+    export("csv", tmp_path)
+    steps = {int(row["step"]) for row in csv.DictReader((tmp_path / "run_curve.csv").open(newline=""))}
+    assert max(steps) == 11

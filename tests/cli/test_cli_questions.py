@@ -1,0 +1,75 @@
+"""``rlhf sql`` with saved questions: listed, asked, shown, changed."""
+
+import io
+import json
+
+import pytest
+from history_tools import RunFiles, whole_run
+
+from rlhf_core.cli.main import execute
+from rlhf_core.config import load_site
+from rlhf_core.history.questions import saved
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.watchdog.ingest import sync
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> RunFiles:
+    """A whole run that the history knows."""
+    monkeypatch.setenv("COLUMNS", "120")
+    site = load_site()
+    run = whole_run(site.runs_dir)
+    with HistoryStore(site.database_url) as store:
+        sync(run.dir, store)
+    return run
+
+
+def test_the_list_has_every_question(capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute(["sql", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 120
+    for question in saved():
+        assert any(line.startswith(question.name + " ") for line in lines)
+    assert execute(["sql", "--list", "--json"]) == 0
+    (first, *_) = json.loads(capsys.readouterr().out)
+    assert first["name"] == "best-checkpoint"
+    assert first["arguments"][0] == {
+        "name": "evaluation",
+        "type": "text",
+        "default": "greedy",
+        "meaning": "which evaluation",
+    }
+
+
+def test_a_question_with_and_without_values(known: RunFiles, capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute(["sql", "best-checkpoint", "evaluation=sampled", "--json"]) == 0
+    (best, before) = json.loads(capsys.readouterr().out)
+    assert (best["run_id"], best["step"], best["value"], before["step"]) == (known.run_id, 10, 0.8, 2)
+    assert execute(["sql", "evaluated-checkpoints"]) == 0
+    assert "checkpoints/step-000010" in capsys.readouterr().out
+    assert execute(["sql", "trials"]) == 0
+    assert capsys.readouterr().out == "No rows.\n"
+
+
+def test_what_is_shown_can_be_changed_and_asked(
+    known: RunFiles, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert execute(["sql", "best-checkpoint", "--show"]) == 0
+    shown = capsys.readouterr().out
+    monkeypatch.setattr("sys.stdin", io.StringIO(shown.replace("s.value DESC", "s.value ASC")))
+    assert execute(["sql", "-", "evaluation=sampled", "limit=1", "--json"]) == 0
+    assert [row["value"] for row in json.loads(capsys.readouterr().out)] == [0.3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "there is nothing to ask"),
+        (["godput"], "did you mean goodput?"),
+        (["goodput", "3"], "found '3', expected NAME=VALUE"),
+        (["step-time", "run=nobody"], "the history has no run 'nobody'"),
+    ],
+)
+def test_bad_input(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute(["sql", *arguments]) == 2
+    assert said in capsys.readouterr().err

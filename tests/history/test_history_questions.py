@@ -1,0 +1,459 @@
+"""The saved questions, on both databases, with rows whose answers were worked out by hand."""
+
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from sqlalchemy import Integer, Table, insert, select
+
+from rlhf_core.errors import BadInput, UnknownRun
+from rlhf_core.history import questions
+from rlhf_core.history.questions import ask, find, parse, saved
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.history.tables import CleanJson, CleanText, UtcDateTime, metadata
+
+NOW = datetime.now(UTC).replace(microsecond=0)
+"""Questions look back from the present."""
+
+
+class History:
+    """A history written row by row: what a row does not say is empty."""
+
+    def __init__(self, store: HistoryStore) -> None:
+        self.store = store
+
+    def add(self, table: str, **facts: Any) -> None:
+        """A row. Times may be given in seconds before :data:`NOW`."""
+        target = metadata.tables[table]
+        row = {name: self._value(target, name, value) for name, value in facts.items()}
+        for column in target.columns:
+            if not (column.nullable or column.server_default or column.name in row or column.autoincrement is True):
+                row[column.name] = _empty(column.type)
+        with self.store.writing() as connection:
+            connection.execute(insert(target).values(row))
+
+    def _value(self, table: Table, name: str, value: Any) -> Any:
+        is_time = isinstance(table.c[name].type, UtcDateTime)
+        return NOW - timedelta(seconds=value) if is_time and isinstance(value, int | float) else value
+
+    def metric(
+        self, run_id: str, key: str, step: int, ago: float, value: float, start: tuple[int, int] = (1, 0)
+    ) -> None:
+        """A metric of a step that ended so many seconds ago."""
+        keys = metadata.tables["metric_keys"]
+        with self.store.writing() as connection:
+            found = connection.execute(select(keys.c.key_id).where(keys.c.name == key)).scalar()
+            if found is None:
+                found = connection.execute(insert(keys).values(name=key).returning(keys.c.key_id)).scalar_one()
+        attempt, restart = start
+        self.add(
+            "metrics", run_id=run_id, key_id=found, step=step, attempt=attempt, restart=restart, value=value, time=ago
+        )
+
+    def run(self, run_id: str, **facts: Any) -> None:
+        """A completed run with one attempt on two nodes, asked for 1000 s ago and ended 100 s ago."""
+        known = {"name": "sort", "state": "completed", "created_at": 1000, "ended_at": 100, "progress_at": 100}
+        self.add("runs", run_id=run_id, **{**known, **facts})
+        self.add("attempts", run_id=run_id, number=1, num_nodes=2, state="completed")
+
+    def incident(self, run_id: str, ago: float, kind: str, **facts: Any) -> None:
+        """Something went wrong in the first start of the first attempt."""
+        known = {"incident_id": "1.0", "attempt": 1, "restart": 0, "failure_kind": kind, "seen_at": ago}
+        self.add("incidents", run_id=run_id, **{**known, **facts})
+
+    def ask(self, question: str, **given: str) -> list[dict[str, Any]]:
+        """The answer to a saved question; numbers to four digits, because the databases add up in their own ways."""
+        answer = ask(self.store, find(question), given)
+        return [
+            {
+                column: float(f"{value:.4g}") if isinstance(value, float) else value
+                for column, value in zip(answer.columns, row, strict=True)
+            }
+            for row in answer.rows
+        ]
+
+
+def _empty(kind: Any) -> Any:
+    match kind:
+        case UtcDateTime():
+            return NOW
+        case CleanJson():
+            return {}
+        case CleanText():
+            return ""
+        case Integer():
+            return 0
+    return "" if kind.python_type is str else 0
+
+
+@pytest.fixture
+def history(store: HistoryStore) -> History:
+    """An empty history."""
+    return History(store)
+
+
+def pick(rows: list[dict[str, Any]], *columns: str) -> list[tuple[Any, ...]]:
+    """Some columns of all rows."""
+    return [tuple(row[column] for column in columns) for row in rows]
+
+
+DAY = 86400.0
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Failures and what they cost
+
+
+def test_failures_by_kind(history: History) -> None:
+    history.run("a")
+    history.run("b")
+    history.incident("a", 900, "hang")
+    history.incident("a", 800, "hang", incident_id="1.1", restart=1)
+    history.incident("b", 700, "hang")
+    history.incident("b", 600, "cuda_oom", incident_id="1.1", restart=1)
+    history.incident("b", 40 * DAY, "network", incident_id="1.2", restart=2)
+    history.add("decisions", run_id="b", decision_id="1.0", attempt=1, action="stop")
+    history.add("decisions", run_id="a", decision_id="1.0", attempt=1, action="restart_in_place")
+    counted = ("failure_kind", "num_incidents", "num_runs", "num_stopped")
+    assert pick(history.ask("failures-by-kind"), *counted) == [("hang", 3, 2, 1), ("cuda_oom", 1, 1, 0)]
+    assert len(history.ask("failures-by-kind", days="50")) == 3
+
+
+def a_run_that_was_stopped_once(history: History, run_id: str = "a", **facts: Any) -> None:
+    """Steps 1 to 3 of 10 s each, a hang, then steps 3 and 4 by another start: 40 s of steps that count."""
+    history.run(run_id, **facts)
+    history.add("attempts", run_id=run_id, number=2, num_nodes=2, submitted_at=700, started_at=600)
+    history.add("restarts", run_id=run_id, attempt=1, restart=0, first_step=1, last_step=3, started_at=960)
+    history.add("restarts", run_id=run_id, attempt=2, restart=0, first_step=3, last_step=4, started_at=600)
+    for step, ago in ((1, 950), (2, 940), (3, 930)):
+        history.metric(run_id, "time/step_s", step, ago, 10.0)
+    history.incident(run_id, 900, "hang")
+    history.add("node_strikes", run_id=run_id, incident_id="1.0", node="n2", attempt=1, struck_at=900)
+    for step, ago in ((3, 500), (4, 490)):
+        history.metric(run_id, "time/step_s", step, ago, 10.0, (2, 0))
+
+
+def test_goodput(history: History) -> None:
+    a_run_that_was_stopped_once(history)
+    history.run("b", name="other")
+    history.run("c", trial_of="a")
+    history.run("d", created_at=60 * DAY)
+    # a: 900 s from begin to end, 100 s of them in a queue; 4 steps count, 1 was made again; 420 s from the end of
+    # step 3 to the beginning of the next, and the 10 s of that step.
+    columns = ("run_id", "ettr", "wall_s", "queue_s", "productive_s", "repeated_s", "lost_s")
+    assert pick(history.ask("goodput"), *columns) == [
+        ("b", 0.0, 900.0, 0, 0.0, 0.0, 0),
+        ("a", 0.05, 900.0, 100.0, 40.0, 10.0, 430.0),
+    ]
+    assert pick(history.ask("goodput", name="other"), "run_id") == [("b",)]
+
+
+def test_time_lost(history: History) -> None:
+    a_run_that_was_stopped_once(history)
+    a_run_that_was_stopped_once(history, "b")
+    history.incident("b", 300, "network", incident_id="2.0", attempt=2)  # 490 s ago to the end, 100 s ago
+    columns = ("failure_kind", "num_incidents", "num_runs", "downtime_s", "repeated_s", "lost_s")
+    rows = history.ask("time-lost")
+    assert pick(rows, *columns) == [("hang", 2, 2, 840.0, 20.0, 860.0), ("network", 1, 1, 390.0, 0.0, 390.0)]
+    assert pick(rows, "share") == [(0.688,), (0.312,)]
+    assert history.ask("time-lost", days="0") == []
+
+
+def test_nodes_by_cost(history: History) -> None:
+    a_run_that_was_stopped_once(history)  # 400 s from detection to step 3, on two nodes
+    a_run_that_was_stopped_once(history, "b")
+    history.incident("b", 850, "hang", incident_id="1.1", restart=1)  # n2 costs 50 s there, and n3 350 s
+    history.add("node_strikes", run_id="b", incident_id="1.1", node="n3", attempt=1, struck_at=850)
+    rows = history.ask("nodes-by-cost")
+    assert pick(rows, "node", "num_strikes", "num_runs", "lost_s", "node_hours") == [
+        ("n2", 2, 2, 450.0, 0.25),
+        ("n3", 1, 1, 350.0, 0.1944),
+    ]
+
+
+def test_recovery_times(history: History) -> None:
+    for run_id, seen in (("a", 900), ("b", 800), ("c", 700), ("d", 690)):
+        history.run(run_id)
+        history.incident(run_id, seen, "hang")
+    for run_id, ago in (("a", 890), ("b", 770), ("c", 600)):  # after 10, 30 and 100 s
+        history.metric(run_id, "time/step_s", 5, ago, 1.0, (1, 1))
+    history.metric("a", "time/step_s", 4, 895, 1.0)  # the old start was still at it
+    history.run("e")
+    history.incident("e", 500, "network")
+    history.metric("e", "time/step_s", 5, 460, 1.0, (2, 0))
+    history.run("f")
+    history.incident("f", 500, "network")
+    history.metric("f", "time/step_s", 5, 480, 1.0, (2, 0))
+    columns = ("failure_kind", "num_recovered", "num_without", "fastest_s", "median_s", "slowest_s")
+    assert pick(history.ask("recovery-times"), *columns) == [
+        ("hang", 3, 1, 10.0, 30.0, 100.0),
+        ("network", 2, 0, 20.0, 30.0, 40.0),
+    ]
+
+
+def test_same_root_cause(history: History) -> None:
+    for run_id, fingerprint in (("a", "f1"), ("b", "f1"), ("c", "f2"), ("d", "")):
+        history.run(run_id)
+        history.incident(run_id, 900, "shape", fingerprint=fingerprint, message=f"of {run_id}")
+    history.incident("c", 800, "shape", incident_id="1.1", restart=1, fingerprint="f2")  # the same attempt
+    history.incident("d", 40 * DAY, "shape", incident_id="1.1", restart=1, fingerprint="f2")
+    columns = ("fingerprint", "failure_kind", "num_attempts", "num_runs", "one_run", "message")
+    assert pick(history.ask("same-root-cause"), *columns) == [("f1", "shape", 2, 2, "b", "of a")]
+    assert pick(history.ask("same-root-cause", at_least="1"), "fingerprint") == [("f1",), ("f2",)]
+    assert pick(history.ask("same-root-cause", days="50"), "fingerprint") == [("f1",), ("f2",)]
+
+
+def test_remedies(history: History) -> None:
+    history.run("a")
+    history.incident("a", 900, "cuda_oom")
+    changed = {"train.micro_batch_size": 2, "train.checkpointing": True, "rollout": {"engine": "slow"}}
+    history.add("decisions", run_id="a", decision_id="1.0", attempt=1, action="new_attempt", config_diff=changed)
+    history.add("decisions", run_id="a", decision_id="1.1", attempt=1, action="restart_in_place", config_diff={})
+    columns = ("run_id", "failure_kind", "setting", "new_value", "action", "run_state")
+    common = ("new_attempt", "completed")
+    assert pick(history.ask("remedies"), *columns) == [
+        ("a", "cuda_oom", "rollout.engine", "slow", *common),
+        ("a", "cuda_oom", "train.checkpointing", "true", *common),
+        ("a", "cuda_oom", "train.micro_batch_size", "2", *common),
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Runs and models
+
+
+def test_best_checkpoint(history: History) -> None:
+    for run_id, name in (("a", "sort"), ("b", "other")):
+        history.run(run_id, name=name)
+        for step, removed in ((5, None), (10, None), (15, 50)):
+            path = f"checkpoints/step-{step:06d}"
+            history.add("checkpoints", run_id=run_id, step=step, path=path, removed_at=removed)
+    for run_id, step, value in (("a", 10, 0.8), ("b", 10, 0.7)):
+        history.add(
+            "evaluations", run_id=run_id, when_made="after", name="greedy", value=value, checkpoint_step=step,
+            ci_low=value - 0.1, ci_high=value + 0.1, metric="exact_match",
+        )  # fmt: skip
+    history.add("evaluations", run_id="a", when_made="before", name="sampled", value=0.99, checkpoint_step=5)
+    for step, value in ((5, 0.9), (7, 0.95), (15, 0.97)):  # no checkpoint at 7; the one at 15 is gone
+        history.metric("a", "eval/greedy", step, 500, value)
+    columns = ("run_id", "step", "path", "value", "ci_low", "measured")
+    assert pick(history.ask("best-checkpoint"), *columns) == [
+        ("a", 5, "checkpoints/step-000005", 0.9, None, "in training"),
+        ("a", 10, "checkpoints/step-000010", 0.8, 0.7, "after"),
+        ("b", 10, "checkpoints/step-000010", 0.7, 0.6, "after"),
+    ]
+    assert pick(history.ask("best-checkpoint", name="other"), "run_id") == [("b",)]
+    assert pick(history.ask("best-checkpoint", limit="1"), "value") == [(0.9,)]
+    assert pick(history.ask("best-checkpoint", evaluation="sampled"), "value") == [(0.99,)]
+
+
+def test_config_differences(history: History) -> None:
+    history.run(
+        "a-1", spec={"seed": 1, "train": {"rate": 0.5, "clip": True}, "tags": ["x", "y"], "same": "s", "gone": None}
+    )
+    history.run(
+        "b-1", spec={"seed": 2, "train": {"rate": 0.5, "clip": False, "more": "m"}, "tags": ["x"], "same": "s"},
+        created_at=900,
+    )  # fmt: skip
+    rows = pick(history.ask("config-differences", a="a-1"), "setting", "in_a", "in_b")
+    assert [(setting, left, right) for setting, left, right in rows if setting != "tags"] == [
+        ("seed", "1", "2"),
+        ("train.clip", "true", "false"),
+        ("train.more", None, "m"),
+    ]
+    assert [setting for setting, _, _ in rows] == ["seed", "tags", "train.clip", "train.more"]
+    assert history.ask("config-differences", a="a-1", b="a-1") == []
+
+
+def test_step_time(history: History) -> None:
+    history.run("a")
+    for step, whole in ((1, 10.0), (2, 14.0)):
+        history.metric("a", "time/step_s", step, 500, whole)
+        history.metric("a", "time/rollout_s", step, 500, 6.0)
+        history.metric("a", "time/train_s", step, 500, 3.0)
+        history.metric("a", "time/checkpoint_s", step, 500, 2.0)
+    history.metric("a", "speed/tokens_per_s", 1, 500, 99.0)
+    columns = ("part", "num_steps", "mean_s", "longest_s", "total_s", "share")
+    assert pick(history.ask("step-time"), *columns) == [
+        ("time/step_s", 2, 12.0, 14.0, 24.0, 1.0),
+        ("time/rollout_s", 2, 6.0, 6.0, 12.0, 0.5),
+        ("other", 2, 3.0, 5.0, 6.0, 0.25),
+        ("time/train_s", 2, 3.0, 3.0, 6.0, 0.25),
+        ("time/checkpoint_s", 2, 2.0, 2.0, 4.0, 0.1667),
+    ]
+
+
+def test_reward_collapses(history: History) -> None:
+    for run_id, after in (("bad", 0.2), ("good", 0.7), ("below-zero", -0.9)):
+        history.run(run_id)
+        before = -0.4 if run_id == "below-zero" else 0.8
+        history.add("restarts", run_id=run_id, attempt=1, restart=0, first_step=1, last_step=6, started_at=900)
+        history.add("restarts", run_id=run_id, attempt=1, restart=1, first_step=5, last_step=8, started_at=800)
+        for step in range(1, 7):  # steps 1 and 2 are too long ago, 5 and 6 were made again
+            value = {1: 9.0, 2: 9.0}.get(step, before if step < 5 else 9.0)
+            history.metric(run_id, "reward/mean", step, 850, value)
+        for step in (5, 6, 7, 8):
+            history.metric(run_id, "reward/mean", step, 700, after if step < 7 else 9.0, (1, 1))
+    columns = ("run_id", "attempt", "restart", "first_step", "reward_before", "reward_after")
+    assert pick(history.ask("reward-collapses", steps="2"), *columns) == [
+        ("bad", 1, 1, 5, 0.8, 0.2),
+        ("below-zero", 1, 1, 5, -0.4, -0.9),
+    ]
+    assert pick(history.ask("reward-collapses", steps="2", share="0.1"), "run_id") == [
+        ("bad",),
+        ("below-zero",),
+        ("good",),
+    ]
+    assert history.ask("reward-collapses", steps="2", days="0") == []
+
+
+def test_evaluated_checkpoints(history: History) -> None:
+    history.run("a")
+    history.add("checkpoints", run_id="a", step=4, path="checkpoints/step-000004", removed_at=50)
+    history.add("checkpoints", run_id="a", step=8, path="checkpoints/step-000008")
+    history.add("weight_versions", run_id="a", version=8, checkpoint_step=8, sha256="feedfeedfeed0000")
+    for when, name, step, ago in (("before", "greedy", 0, 900), ("after", "greedy", 8, 200), ("after", "pass", 4, 190)):
+        history.add("evaluations", run_id="a", when_made=when, name=name, value=0.5, checkpoint_step=step, made_at=ago)
+    columns = ("when_made", "name", "checkpoint_step", "checkpoint", "now", "weights")
+    assert pick(history.ask("evaluated-checkpoints", run="sort"), *columns) == [
+        ("before", "greedy", 0, None, "", None),
+        ("after", "greedy", 8, "checkpoints/step-000008", "there", "feedfeedfeed"),
+        ("after", "pass", 4, "checkpoints/step-000004", "removed", None),
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The site
+
+
+def test_slowest_nodes(history: History) -> None:
+    history.run("a")
+    history.add("attempts", run_id="a", number=2)
+    speeds = (
+        ("n1", 1, "cpu", 1.0, 4.0),
+        ("n1", 2, "cpu", 3.0, 4.0),
+        ("n2", 1, "cpu", 2.0, 1.0),
+        ("n3", 1, "cpu", 2.0, 0.0),  # had no neighbour
+        ("n4", 1, "gpu", 1.0, 9.0),
+    )
+    for node, attempt, device, tflops, gb_s in speeds:
+        history.add(
+            "node_speeds", run_id="a", attempt=attempt, node=node, device=device, matmul_tflops=tflops,
+            bandwidth_gb_s=gb_s, core_share=1.0,
+        )  # fmt: skip
+    columns = ("node", "num_probes", "matmul_tflops", "compute_share", "bandwidth_gb_s", "bandwidth_share")
+    assert pick(history.ask("slowest-nodes"), *columns) == [
+        ("n2", 1, 2.0, 1.0, 1.0, 0.4),
+        ("n1", 2, 2.0, 1.0, 4.0, 1.6),
+        ("n3", 1, 2.0, 1.0, None, None),
+        ("n4", 1, 1.0, 1.0, 9.0, 1.0),
+    ]
+
+
+def test_queue_time_by_week(history: History) -> None:
+    monday = (NOW - timedelta(days=14 + NOW.weekday())).replace(hour=0, minute=0, second=0)
+    history.run("a")
+    waits = (
+        (2, monday, 10, True),
+        (3, monday + timedelta(days=7, seconds=-1), 30, True),  # the end of Sunday
+        (4, monday + timedelta(days=7), 60, True),
+        (5, monday + timedelta(days=8), 100, False),
+    )
+    for number, submitted, seconds, started in waits:
+        ended = {"started_at" if started else "ended_at": submitted + timedelta(seconds=seconds)}
+        history.add("attempts", run_id="a", number=number, submitted_at=submitted, **ended)
+    history.add("attempts", run_id="a", number=6, submitted_at=monday)  # waits to this day
+    columns = ("week", "num_attempts", "mean_s", "longest_s", "num_never_started")
+    assert pick(history.ask("queue-time"), *columns) == [
+        (f"{monday:%Y-%m-%d}", 2, 20.0, 30.0, 0),
+        (f"{monday + timedelta(days=7):%Y-%m-%d}", 2, 80.0, 100.0, 1),
+    ]
+
+
+def test_trials(history: History) -> None:
+    history.run("a")
+    history.run("a-trial", trial_of="a", message="loss is finite", created_at=1000, ended_at=400, state="failed")
+    history.add("attempts", run_id="a-trial", number=2, num_nodes=4, started_at=910, ended_at=460)  # 1800 s of nodes
+    history.run("of-none", trial_of="gone", created_at=900)
+    columns = ("trial", "trial_of", "state", "message", "wall_s", "node_hours", "run_state")
+    assert pick(history.ask("trials"), *columns) == [
+        ("of-none", "gone", "completed", "", 800.0, 0.0, None),
+        ("a-trial", "a", "failed", "loss is finite", 600.0, 0.5, "completed"),
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# All questions
+
+
+def test_every_question_has_a_test_and_says_what_it_means() -> None:
+    tests = {name.removeprefix("test_").replace("_", "-") for name in globals()}
+    for question in saved():
+        assert any(name.startswith(question.name) for name in tests), question.name
+        assert question.title
+        assert question.meaning, question.name
+        assert len(question.title) <= 80, question.name
+        assert questions.places(question.sql) == {argument.name for argument in question.arguments}, question.name
+    assert len(saved()) >= 15
+
+
+def test_the_text_that_is_shown_can_be_asked_again(history: History) -> None:
+    """With another argument, and as a statement of one's own."""
+    a_run_that_was_stopped_once(history)
+    own_dialect = questions.dialect_of(history.store)
+    for question in saved():
+        given = {"a": "a"} if question.name == "config-differences" else {}
+        shown = parse(questions.statement(question, own_dialect))
+        assert shown.arguments == question.arguments
+        assert ask(history.store, shown, given) == ask(history.store, question, given), question.name
+        assert "@" not in shown.sql, question.name
+
+
+@pytest.mark.parametrize("value", ["x'; DROP TABLE runs; --", "%s", ":days", "100%", "'"])
+def test_a_value_is_never_part_of_the_statement(history: History, value: str) -> None:
+    history.run("a", name=value)
+    history.run("b")
+    assert pick(history.ask("goodput", name=value), "run_id") == [("a",)]
+    assert ask(history.store, parse("SELECT :v AS v"), {"v": value}).rows == [[value]]
+
+
+def test_a_statement_of_ones_own_takes_values(history: History) -> None:
+    history.run("a", name="50% 'of'")
+    history.run("b", seed=3)
+    own = "SELECT run_id, ':name' FROM runs -- :comment\nWHERE seed = :seed AND name LIKE '%or%'"
+    assert ask(history.store, parse(own), {"seed": "3"}).rows == [["b", ":name"]]
+
+
+Given = Mapping[str, str]
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "said"),
+    [
+        ("goodput", {"dys": "3"}, "the question has no argument 'dys'. It has: days, name."),
+        ("goodput", {"days": "many"}, "found days=many, expected a number: how far back to look."),
+        ("config-differences", {}, "the question needs a value for 'a': give a=VALUE."),
+    ],
+)
+def test_wrong_arguments(history: History, name: str, given: Given, said: str) -> None:
+    history.run("a")
+    with pytest.raises(BadInput) as error:
+        ask(history.store, find(name), given)
+    assert str(error.value) == said
+
+
+def test_an_unknown_question_and_an_unknown_run(history: History) -> None:
+    with pytest.raises(BadInput, match=r"no saved question 'godput'; did you mean goodput\?"):
+        find("godput")
+    history.run("a")
+    with pytest.raises(UnknownRun):
+        history.ask("step-time", run="nobody")
+
+
+def test_a_question_changes_nothing(history: History) -> None:
+    """The guard of free SQL holds for statements with values too; PostgreSQL would take ``RETURNING`` as an answer."""
+    history.run("a")
+    for text in ("DELETE FROM runs WHERE seed = :seed", "DELETE FROM runs WHERE seed = :seed RETURNING run_id"):
+        with pytest.raises(BadInput, match="refused"):
+            ask(history.store, parse(text), {"seed": "0"})
+    assert ask(history.store, parse("SELECT COUNT(*) FROM runs"), {}).rows == [[1]]
