@@ -7,15 +7,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 from prefect import State, flow, runtime
-from prefect.artifacts import create_markdown_artifact
 from prefect.client.orchestration import get_client
 from prefect.exceptions import CancelledRun
 from prefect.states import Cancelled, Completed
 
-from flows.server import server_answers
 from flows.session import Session, new_run, opened
 from flows.stages import drive
-from flows.summary import markdown, summarise
 from flows.tasks import TaskCaller, Work
 from flows.view import shown_in_prefect
 from rlhf_core.config import PRESETS, describe_fields, load_site
@@ -25,9 +22,6 @@ from rlhf_core.run_dir import RunDir
 
 DESCRIPTION = "One RLHF run: preflight, allocate, train, evaluate. Failures are diagnosed and retried."
 """What the flow is, in Prefect's list of flows."""
-
-RESULT_KEY = "rlhf-result"
-"""Key of the Markdown artifact with the result of a run."""
 
 
 @dataclass(frozen=True)
@@ -110,22 +104,13 @@ def _hand_over(handed: _Handed) -> Iterator[None]:
 
 
 def _finish(session: Session, work: Work) -> State[None]:
-    """Do the work, show the result as an artifact, and say in Prefect's words how it ended."""
+    """Do the work, and say in Prefect's words how it ended."""
     try:
         with shown_in_prefect(session):
             work()
     except RunCancelled as cancelled:
         return Cancelled(message=str(cancelled))
-    finally:
-        _try(lambda: _show_result(session), session.observer.says)
     return Completed(message=f"run {session.run_dir.run_id} completed")
-
-
-def _show_result(session: Session) -> None:
-    if not server_answers():  # Prefect's own client would try for a minute
-        raise ConnectionError("its server does not answer")
-    summary = summarise(session.run_dir)
-    create_markdown_artifact(markdown(summary), key=RESULT_KEY, description=f"{summary.run_id}: {summary.state.value}")
 
 
 def _name_flow_run(run_id: str) -> None:
