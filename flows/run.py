@@ -12,7 +12,6 @@ from typing import Any
 from uuid import UUID
 
 from prefect import Flow, State, flow
-from prefect.artifacts import create_markdown_artifact
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun as PrefectFlowRun
 from prefect.context import FlowRunContext
@@ -25,10 +24,8 @@ from flows.cancelling import cancel_run
 from flows.form import Form, meanings, overrides_of, read_form
 from flows.kept import kept_with
 from flows.limits import run_slot
-from flows.server import server_answers
 from flows.session import FlowRun, Session, new_run, opened
 from flows.stages import drive
-from flows.summary import markdown, summarise
 from flows.tasks import TaskCaller, Work
 from flows.view import shown_in_prefect
 from rlhf_core.config import Site, load_site
@@ -42,9 +39,6 @@ FLOW = "rlhf-run"
 
 DESCRIPTION = "One RLHF run: preflight, allocate, train, evaluate. Failures are diagnosed and retried."
 """What the flow is, in Prefect's list of flows."""
-
-RESULT_KEY = "rlhf-result"
-"""Key of the Markdown artifact with the result of a run."""
 
 
 @dataclass(frozen=True)
@@ -252,22 +246,13 @@ def _hand_over(handed: _Handed) -> Iterator[None]:
 
 
 def _finish(session: Session, work: Work) -> State[None]:
-    """Do the work, show the result as an artifact, and say in Prefect's words how it ended."""
+    """Do the work, and say in Prefect's words how it ended."""
     try:
         with shown_in_prefect(session):
             work()
     except RunCancelled as cancelled:
         return Cancelled(message=str(cancelled))
-    finally:
-        _try(lambda: _show_result(session), session.observer.says)
     return Completed(message=f"run {session.run_dir.run_id} completed")
-
-
-def _show_result(session: Session) -> None:
-    if not server_answers():  # Prefect's own client would try for a minute
-        raise ConnectionError("its server does not answer")
-    summary = summarise(session.run_dir)
-    create_markdown_artifact(markdown(summary), key=RESULT_KEY, description=f"{summary.run_id}: {summary.state.value}")
 
 
 def _label(link: FlowRun, run_dir: RunDir) -> None:

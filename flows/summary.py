@@ -12,6 +12,9 @@ from rlhf_core.schemas.reports import EvaluationReport
 from rlhf_core.schemas.run import StoredSpec
 from rlhf_core.watchdog.evidence import Progress, incidents, num_restarts
 
+Section = Sequence[str]
+"""Lines of Markdown."""
+
 
 @dataclass(frozen=True)
 class Accuracy:
@@ -73,12 +76,18 @@ def summarise(run_dir: RunDir) -> Summary:
     )
 
 
-def markdown(summary: Summary) -> str:
-    """The summary as Markdown."""
+def markdown(summary: Summary, sections: Sequence[Section] = ()) -> str:
+    """The summary as Markdown.
+
+    Args:
+        sections: what else is told, between what it came to and how long its stages took.
+    """
     spec = summary.stored.spec
+    good = summary.state is RunState.COMPLETED
     lines = [
         f"# {summary.run_id}: {summary.state.value}",
         "",
+        *([] if good or not summary.cause else [f"> {_cell(summary.cause)}", ""]),
         f"{spec.train.algorithm.upper()}, {summary.steps} of {spec.total_steps} steps on {spec.num_ranks} ranks, "
         f"{_count(summary.num_attempts, 'attempt')}, {_count(summary.num_restarts, 'restart')}.",
         "",
@@ -89,19 +98,15 @@ def markdown(summary: Summary) -> str:
             for row in summary.accuracy
         ),
         "",
+        *(line for section in sections for line in section),
         "| stage | seconds |",
         "|---|---|",
         *(f"| {title} | {seconds:.1f} |" for title, seconds in summary.stage_seconds),
         "",
-    ]
-    if summary.incidents:
-        lines += ["| incident | attempt | what happened |", "|---|---|---|"]
-        lines += [f"| {one.failure_kind.value} | {one.attempt} | {_cell(one.message)} |" for one in summary.incidents]
-        lines.append("")
-    lines += [
         f"Run directory: `{summary.run_dir}`",
         "",
-        f"More: `rlhf show {summary.run_id}`, `rlhf report {summary.run_id}`",
+        f"More: `rlhf show {summary.run_id}`; with plots and samples: `rlhf report {summary.run_id}`, which writes "
+        f"`{RunDir(summary.run_dir).report}`",
     ]
     return "\n".join(lines)
 

@@ -3,11 +3,15 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from prefect import task
+from prefect import State, Task, task
 from prefect.cache_policies import NO_CACHE
+from prefect.states import Cancelled, Completed, Failed
 
 from flows.server import server_answers
+from flows.session import CancelAsked
+from flows.stages import AttemptFailed
 from flows.trial import TRIAL
+from rlhf_core.errors import RlhfError, RunCancelled
 from rlhf_core.schemas.attempts import StageName
 
 MAX_TITLE = 160
@@ -69,20 +73,45 @@ def shorten(text: str) -> str:
     return f"{first[: MAX_TITLE - 3]}..." if len(first) > MAX_TITLE or more else first
 
 
-def as_task(title: str, name: str, work: Callable[[], None]) -> None:
-    """One task run. Our own policy decides about retries, our own journal about what was done."""
-    kind = "A trial" if name == TRIAL else f"The stage {name}" if name in list(StageName) else "A wait between attempts"
+def as_task(title: str, name: str, work: Work) -> None:
+    """One task run. Our own policy decides about retries, our own journal about what was done.
 
-    @task(
+    What a person needs to know of a failure is its message, not the place in this program where it was raised: the
+    state of the task run says it.
+    """
+
+    def stage() -> State[None]:
+        try:
+            work()
+        except (CancelAsked, RunCancelled) as cancelled:
+            return Cancelled(message=str(cancelled))
+        except AttemptFailed as failed:
+            return Cancelled(message=str(failed)) if failed.cancelled else Failed(message=str(failed))
+        except RlhfError as error:
+            return Failed(message=str(error))
+        return Completed()
+
+    kind = "A trial" if name == TRIAL else f"The stage {name}" if name in list(StageName) else "A wait between attempts"
+    state = _task(title, name, f"{kind} of a run.", stage)(return_state=True)
+    if work.error is not None:
+        raise work.error
+    if not work.begun:
+        raise RuntimeError(f"it did not begin the task run: {state.message}")
+
+
+def note(title: str, name: str, message: str) -> None:
+    """A task run for what has happened by itself and takes no time here, so that it is seen among the stages."""
+    _task(title, name, "Something that happened in a run.", lambda: Completed(message=message))(return_state=True)
+
+
+def _task(title: str, name: str, description: str, do: Callable[[], State[None]]) -> Task[[], State[None]]:
+    as_prefect_sees_it = task(
         name=str(name),
         # Prefect fills in braces; a reason may hold some, from the text of an error.
         task_run_name=shorten(title).replace("{", "(").replace("}", ")"),
         cache_policy=NO_CACHE,
         retries=0,
         persist_result=False,
-        description=f"{kind} of a run.",
+        description=description,
     )
-    def stage() -> None:
-        work()
-
-    stage()
+    return as_prefect_sees_it(do)

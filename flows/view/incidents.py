@@ -1,0 +1,206 @@
+"""The incidents of a run as Markdown for a person who has a browser and no shell on the cluster.
+
+Browsers do not follow links from a web page to files, so the essentials of the evidence stand in the text, and where
+the rest lies is said as a path and a command. The new UI shows HTML in Markdown as text, and blocks of code light on
+light: neither is used.
+"""
+
+import re
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from flows.view.keys import artifact_link, cell
+from flows.view.story import Story, ToldIncident
+from rlhf_core.run_dir import read_tail
+from rlhf_core.schemas.failures import Decision, Incident
+from rlhf_core.schemas.reports import RankStatus
+
+MAX_INCIDENTS = 20
+"""Incidents that are told whole, the newest; of those before them there is a count."""
+
+MAX_WITH_EVIDENCE = 5
+"""Of these, incidents whose evidence is shown."""
+
+MAX_STACKS, STACK_LINES = 3, 24
+"""Stacks shown per incident, and lines of each from its top."""
+
+MAX_LOGS, LOG_LINES = 2, 15
+"""Logs shown per incident, and lines of each from its end."""
+
+MAX_LINE = 200
+"""Longest line of a stack or log, in characters."""
+
+MAX_FILES = 40
+"""Names of files of evidence listed per incident."""
+
+HARD_SPACES = "\u00a0\u00a0"
+
+_TAIL_BYTES = 16 << 10
+_RANKS = TypeAdapter(tuple[RankStatus, ...])
+
+
+def incidents_markdown(story: Story) -> str:
+    """The story, newest incident first."""
+    count = len(story.incidents)
+    lines = [
+        f"# {count} incident{'' if count == 1 else 's'} of {story.run_id}",
+        "",
+        f"[progress]({artifact_link(story.run_id, 'progress')}) · [curves]({artifact_link(story.run_id, 'curves')})",
+        "",
+    ]
+    newest = list(reversed(story.incidents))
+    for index, told in enumerate(newest[:MAX_INCIDENTS]):
+        lines += _section(story, told, shows_evidence=index < MAX_WITH_EVIDENCE)
+    if count > MAX_INCIDENTS:
+        lines += [f"{count - MAX_INCIDENTS} earlier incidents are left out here: `rlhf show {story.run_id}`", ""]
+    lines += [
+        "## More",
+        "",
+        *(f"- `rlhf {command} {story.run_id}`" for command in ("show", "report", "logs")),
+        "",
+        f"Paths are those of `{socket.gethostname()}`, and of every machine that has the folder of the runs at the "
+        "same place.",
+    ]
+    return "\n".join(lines)
+
+
+def _section(story: Story, told: ToldIncident, *, shows_evidence: bool) -> list[str]:
+    incident = told.incident
+    trial = story.trial_of(told.run_dir)
+    found_after = (
+        "" if incident.detected_after_s is None else f", {incident.detected_after_s:.1f} s after the last beat"
+    )
+    suspects = ", ".join(f"rank {rank}" for rank in incident.suspect_ranks)
+    number = "" if incident.collective_sequence is None else f", number {incident.collective_sequence}"
+    facts = {
+        "trial": f"{trial}, run `{told.run_dir.run_id}`" if trial else "",
+        "attempt, restart": f"{incident.attempt}, {incident.restart}",
+        "found": f"{incident.seen_at:%Y-%m-%d %H:%M:%S} UTC{found_after}",
+        "step": "" if incident.step is None else str(incident.step),
+        "phase": incident.phase,
+        "to blame": " on ".join(part for part in (suspects, ", ".join(incident.suspect_nodes)) if part),
+        "collective": f"`{incident.collective}`{number}" if incident.collective else "",
+    }
+    here = (told.run_dir, incident.attempt, incident.restart)
+    done = [
+        one.decision for one in story.decisions if (one.run_dir, one.decision.attempt, one.decision.restart) == here
+    ]
+    return [
+        f"## {incident.failure_kind.value}, step {incident.step}"
+        if incident.step
+        else f"## {incident.failure_kind.value}",
+        "",
+        _quoted(incident.message),
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {name} | {cell(value)} |" for name, value in facts.items() if value),
+        *(f"| decided by the {one.decided_by.value} | {cell(decided(one))} |" for one in done),
+        "",
+        *(_evidence(told) if shows_evidence else []),
+    ]
+
+
+def decided(decision: Decision) -> str:
+    """A decision in a sentence, with what it changes."""
+    changed = ", ".join(f"`{name}` = {value}" for name, value in decision.config_diff.items())
+    parts = [
+        f"**{decision.action.value}**: {decision.reason.rstrip('.')}",
+        f"after {decision.delay_s:g} s" if decision.delay_s else "",
+        f"without {', '.join(decision.excluded_nodes)}" if decision.excluded_nodes else "",
+        f"with {changed}" if changed else "",
+        f"from {decision.resume_checkpoint}" if decision.resume_checkpoint else "",
+    ]
+    return "; ".join(part for part in parts if part)
+
+
+def _evidence(told: ToldIncident) -> list[str]:
+    incident = told.incident
+    if not incident.evidence_dir:
+        return []
+    folder = (told.run_dir.root / incident.evidence_dir).absolute()
+    files = _files(folder)
+    lines = []
+    for path in _first(files, "stack", told, folder)[:MAX_STACKS]:
+        lines += [f"**{path.name}**", "", *_as_code(_head(path, STACK_LINES)), ""]
+    for path in _first(files, "log", told, folder)[:MAX_LOGS]:
+        lines += [f"End of **{path.name}**", "", *_as_code(_shortened(read_tail(path, _TAIL_BYTES))[-LOG_LINES:]), ""]
+    names = [f"`{path.relative_to(folder)}`" for path in files[:MAX_FILES]]
+    more = f" and {len(files) - MAX_FILES} more" if len(files) > MAX_FILES else ""
+    logs = f"rlhf logs {told.run_dir.run_id} --attempt {incident.attempt} --restart {incident.restart}"
+    return [
+        *lines,
+        f"Evidence: `{folder}`",
+        "",
+        *([f"{', '.join(names)}{more}", ""] if names else []),
+        f"Whole logs: `{logs}`",
+        "",
+    ]
+
+
+def _files(folder: Path) -> list[Path]:
+    try:
+        return sorted(path for path in folder.rglob("*") if path.is_file())
+    except OSError:
+        return []
+
+
+def _first(files: Sequence[Path], what: str, told: ToldIncident, folder: Path) -> list[Path]:
+    """The files of one sort (``<sort>-<node>-<local rank>.txt``), those of the suspects first."""
+    suspects = set(_suspects(told.incident, folder))
+    named = (path for path in files if path.name.startswith(f"{what}-") and path.suffix == ".txt")
+    found = [path for path in named if _is_something(path)]  # ranks other than the first print nothing
+    return sorted(found, key=lambda path: path.stem.removeprefix(f"{what}-") not in suspects)
+
+
+def _is_something(path: Path) -> bool:
+    try:
+        return path.stat().st_size > 0
+    except OSError:
+        return False
+
+
+def _suspects(incident: Incident, folder: Path) -> Iterator[str]:
+    """``<node>-<local rank>`` of each suspect rank, as the agents saw them."""
+    for path in folder.glob("ranks-*.json"):
+        try:
+            ranks = _RANKS.validate_json(path.read_bytes())
+        except (OSError, ValidationError):
+            continue
+        node = path.stem.removeprefix("ranks-")
+        yield from (f"{node}-{one.local_rank}" for one in ranks if one.rank in incident.suspect_ranks)
+
+
+def _head(path: Path, lines: int) -> list[str]:
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            text = file.read(_TAIL_BYTES)
+    except OSError:
+        return []
+    found = _shortened(text)
+    return [*found[:lines], f"... {len(found) - lines} more lines"] if len(found) > lines else found
+
+
+def _shortened(text: str) -> list[str]:
+    lines = text.rstrip().splitlines()
+    return [line if len(line) <= MAX_LINE else f"{line[: MAX_LINE - 3]}..." for line in lines]
+
+
+def _as_code(lines: Sequence[str]) -> list[str]:
+    """Lines as code, each by itself: the new UI shows blocks of code light on light in its light scheme."""
+    # An end of a line with two spaces is a line break; hard spaces keep the indentation.
+    return [f"{_code(line)}  " for line in lines if line.strip()]
+
+
+def _code(line: str) -> str:
+    """A line as code that nothing in it can end."""
+    longest = max((len(run) for run in re.findall("`+", line)), default=0)
+    tick, space = "`" * (longest + 1), " " if longest else ""
+    return f"{tick}{space}{line.expandtabs(4).replace('  ', HARD_SPACES)}{space}{tick}"
+
+
+def _quoted(text: str) -> str:
+    return "\n".join(f"> {line}" for line in text.splitlines())
