@@ -12,6 +12,8 @@ from prefect.client.orchestration import get_client
 from prefect.exceptions import CancelledRun
 from prefect.states import Cancelled, Completed
 
+from flows.approval import asked_in_prefect
+from flows.promotion import describe
 from flows.server import server_answers
 from flows.session import Session, new_run, opened
 from flows.stages import drive
@@ -97,7 +99,7 @@ def run_in_prefect(session: Session) -> None:
 
 
 def _work(session: Session) -> Work:
-    return Work(lambda: drive(session, TaskCaller(session.observer.says)))
+    return Work(lambda: drive(session, TaskCaller(session.observer.says), asked_in_prefect))
 
 
 @contextmanager
@@ -118,7 +120,8 @@ def _finish(session: Session, work: Work) -> State[None]:
         return Cancelled(message=str(cancelled))
     finally:
         _try(lambda: _show_result(session), session.observer.says)
-    return Completed(message=f"run {session.run_dir.run_id} completed")
+    promoted = describe(session.journal.record.promotion)
+    return Completed(message=f"run {session.run_dir.run_id} completed" + (f"; {promoted}" if promoted else ""))
 
 
 def _show_result(session: Session) -> None:

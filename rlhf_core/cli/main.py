@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from rlhf_core import __version__
-from rlhf_core.cli import history_commands, output, report_command, run_commands
+from rlhf_core.cli import history_commands, output, promote_commands, report_command, run_commands
 from rlhf_core.errors import RlhfError
 
 app = typer.Typer(
@@ -50,6 +50,9 @@ app.command("run", rich_help_panel=_RUNNING, cls=run_commands.CommandWithSetting
 app.command("resume", rich_help_panel=_RUNNING)(run_commands.resume)
 app.command("cancel", rich_help_panel=_RUNNING)(run_commands.cancel)
 
+app.command("approve", rich_help_panel=_RUNNING)(promote_commands.approve)
+app.command("refuse", rich_help_panel=_RUNNING)(promote_commands.refuse)
+
 app.command("runs", rich_help_panel=_LOOKING)(history_commands.runs)
 app.command("show", rich_help_panel=_LOOKING)(history_commands.show)
 app.command("watch", rich_help_panel=_LOOKING)(run_commands.watch)
@@ -58,6 +61,7 @@ app.command("report", rich_help_panel=_LOOKING)(report_command.report)
 app.command("nodes", rich_help_panel=_LOOKING)(history_commands.nodes)
 app.command("sql", rich_help_panel=_LOOKING)(history_commands.sql)
 
+app.command("notify", rich_help_panel=_SITE)(promote_commands.notify)
 app.command("doctor", rich_help_panel=_SITE)(run_commands.doctor)
 app.add_typer(db_app, name="db", rich_help_panel=_SITE)
 db_app.command("upgrade")(history_commands.db_upgrade)

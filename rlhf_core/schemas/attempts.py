@@ -121,7 +121,10 @@ PROMOTION_MOVES: dict[PromotionState, frozenset[PromotionState]] = {
     PromotionState.FAILED: frozenset({PromotionState.WAITING, PromotionState.APPROVED, PromotionState.REFUSED}),
     PromotionState.PROMOTED: frozenset(),
 }
-"""From each state of a promotion, the states it may move to. It begins as waiting or approved."""
+"""From each state of a promotion, the states it may move to."""
+
+PROMOTION_BEGINNINGS: frozenset[PromotionState] = frozenset({PromotionState.WAITING, PromotionState.APPROVED})
+"""States in which a promotion may begin."""
 
 RUN_ENDS: frozenset[RunState] = frozenset({RunState.COMPLETED, RunState.FAILED, RunState.CANCELLED})
 """States in which nothing of the run is at work."""
