@@ -20,6 +20,7 @@ from prefect.events.schemas.automations import AutomationCore, EventTrigger, Pos
 from prefect.exceptions import ObjectNotFound
 from pydantic import SecretStr
 
+from flows.server import server_answers
 from rlhf_core.config import Site
 from rlhf_core.errors import BadConfig, PrefectUnavailable
 
@@ -72,6 +73,8 @@ def register(site: Site) -> list[str]:
     """
     url = site.notify.webhook_url
     _require_address(url)
+    if not server_answers():
+        raise PrefectUnavailable("no Prefect server answers at PREFECT_API_URL; start it, then try again")
     wanted = {_name(occasion): occasion for occasion in (*site.notify.on, TEST)} if url else {}
     try:
         with get_client(sync_client=True) as client:

@@ -138,6 +138,11 @@ def run_sources(target: RunState) -> frozenset[RunState]:
     return frozenset(source for source, targets in RUN_MOVES.items() if target in targets)
 
 
+def promotion_sources(target: PromotionState) -> frozenset[PromotionState]:
+    """The states from which a promotion may move to ``target``."""
+    return frozenset(source for source, targets in PROMOTION_MOVES.items() if target in targets)
+
+
 def attempt_sources(target: AttemptState) -> frozenset[AttemptState]:
     """The states from which an attempt may move to ``target``."""
     return frozenset(source for source, targets in ATTEMPT_MOVES.items() if target in targets)

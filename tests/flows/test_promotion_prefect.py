@@ -45,9 +45,7 @@ def until(seen: Callable[[], Any]) -> Any:
 
 def flow_run_of(run_dir: RunDir) -> FlowRun:
     with get_client(sync_client=True) as client:
-        (found,) = client.read_flow_runs(
-            flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[run_dir.run_id]))
-        )
+        (found,) = client.read_flow_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[run_dir.run_id])))
         return found
 
 
@@ -109,17 +107,16 @@ def page_of(server: RealServer, path: str) -> Iterator[Any]:
 
 
 def test_a_person_approves_in_the_browser(desk: Desk, real_prefect: RealServer) -> None:
-    with waiting_run(desk) as run_dir:
-        with page_of(real_prefect, f"/runs/flow-run/{flow_run_of(run_dir).id}") as page:
-            page.get_by_role("button", name="Resume").first.click()
-            form = page.locator(".p-modal__card")
-            form.get_by_text("+0.700", exact=True).wait_for()
-            assert "exact_match, greedy" in form.inner_text(), "the evaluation stands beside the button"
-            form.locator(".p-toggle").click()
-            form.locator("textarea").nth(0).fill("Ada")
-            form.locator("textarea").nth(1).fill("good enough")
-            form.get_by_role("button", name="Submit").click()
-            until(lambda: "promoted" in states(run_dir))
+    with waiting_run(desk) as run_dir, page_of(real_prefect, f"/runs/flow-run/{flow_run_of(run_dir).id}") as page:
+        page.get_by_role("button", name="Resume").first.click()
+        form = page.locator(".p-modal__card")
+        form.get_by_text("+0.700", exact=True).wait_for()
+        assert "exact_match, greedy" in form.inner_text(), "the evaluation stands beside the button"
+        form.get_by_role("switch").click()
+        form.locator("textarea").nth(0).fill("Ada")
+        form.locator("textarea").nth(1).fill("good enough")
+        form.get_by_role("button", name="Submit").click()
+        until(lambda: "promoted" in states(run_dir))
     assert states(run_dir) == ["waiting", "approved", "promoted"]
     assert (standing(run_dir).by, standing(run_dir).reason) == ("Ada", "good enough")
     name, message = message_of(run_dir)
@@ -129,14 +126,13 @@ def test_a_person_approves_in_the_browser(desk: Desk, real_prefect: RealServer) 
 
 def test_a_person_refuses_in_the_newer_ui(desk: Desk, real_prefect: RealServer) -> None:
     """A switch that is left alone refuses."""
-    with waiting_run(desk) as run_dir:
-        with page_of(real_prefect, f"/v2/runs/flow-run/{flow_run_of(run_dir).id}") as page:
-            page.locator("button[aria-haspopup=menu]").first.click()
-            page.get_by_role("menuitem", name="Resume").click()
-            form = page.get_by_role("dialog")
-            form.locator("textarea").nth(0).fill("Bea")
-            form.get_by_role("button", name="Resume").click()
-            until(lambda: "refused" in states(run_dir))
+    with waiting_run(desk) as run_dir, page_of(real_prefect, f"/v2/runs/flow-run/{flow_run_of(run_dir).id}") as page:
+        page.locator("button[aria-haspopup=menu]").first.click()
+        page.get_by_role("menuitem", name="Resume").click()
+        form = page.get_by_role("dialog")
+        form.locator("textarea").nth(0).fill("Bea")
+        form.get_by_role("button", name="Resume").click()
+        until(lambda: "refused" in states(run_dir))
     assert standing(run_dir).by == "Bea"
     name, message = message_of(run_dir)
     assert name == "Completed"
