@@ -20,10 +20,12 @@ from prefect.logging.loggers import flow_run_logger
 from prefect.settings import PREFECT_UI_URL
 from prefect.states import Cancelled, Completed
 
+from flows.approval import asked_in_prefect
 from flows.cancelling import cancel_run
 from flows.form import Form, meanings, overrides_of, read_form
 from flows.kept import kept_with
 from flows.limits import run_slot
+from flows.promotion import describe
 from flows.session import FlowRun, Session, new_run, opened
 from flows.stages import drive
 from flows.tasks import TaskCaller, Work
@@ -231,7 +233,7 @@ def _work(session: Session) -> Work:
     def do() -> None:
         session.announce(FlowRun())  # unless the flow run did: Prefect may have failed before it began
         with run_slot(session):
-            drive(session, TaskCaller(session.observer.says))
+            drive(session, TaskCaller(session.observer.says), asked_in_prefect)
 
     return Work(do)
 
@@ -252,7 +254,8 @@ def _finish(session: Session, work: Work) -> State[None]:
             work()
     except RunCancelled as cancelled:
         return Cancelled(message=str(cancelled))
-    return Completed(message=f"run {session.run_dir.run_id} completed")
+    promoted = describe(session.journal.record.promotion)
+    return Completed(message=f"run {session.run_dir.run_id} completed" + (f"; {promoted}" if promoted else ""))
 
 
 def _label(link: FlowRun, run_dir: RunDir) -> None:

@@ -1,5 +1,7 @@
 """The steps of a run and their order, without Prefect: preflight -> allocate -> train -> evaluate; and after failures.
 
+A completed run may be promoted, which is a step of its own (``flows/promotion.py``): by then its job is gone.
+
 :func:`drive` is re-entrant. It may be killed at any point; started again for the same run, in whatever state that is,
 it goes on from what the journal and the run directory say, and adopts the job that is running. It never submits twice.
 """
@@ -10,6 +12,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
+from flows import promotion
 from flows.past import look_back
 from flows.session import CancelAsked, Session
 from flows.trial import TRIAL, cancel_trials, carry_out, due
@@ -20,6 +23,7 @@ from rlhf_core.errors import (
     HistoryError,
     LeaseLost,
     PreflightBlocked,
+    PromotionFailed,
     RunCancelled,
     RunFailed,
     SchedulerError,
@@ -61,6 +65,10 @@ CANCEL_PATIENCE_S = 10.0
 """How long agent 0 may take to follow the order to end, before the scheduler ends the job."""
 
 
+RELEASE_PATIENCE_S = 60.0
+"""How long the job of a completed run may take to end by itself, before its model is asked about."""
+
+
 class AttemptFailed(Exception):
     """The attempt a stage belongs to did not end well; :func:`drive` decides what follows."""
 
@@ -78,8 +86,13 @@ def plainly(title: str, name: str, work: Callable[[], None]) -> None:
     work()
 
 
-def drive(session: Session, call: Call = plainly) -> None:
-    """Bring a run to its end, from wherever it stands. Returns when it is completed.
+def drive(session: Session, call: Call = plainly, ask: promotion.Ask = promotion.in_the_terminal) -> None:
+    """Bring a run to its end, from wherever it stands. Returns when it is completed, and its promotion, where one was
+    asked for, has come to an end: whichever that is, the run is completed.
+
+    Args:
+        call: carries the stages out.
+        ask: makes the question visible whether the model may be promoted.
 
     Raises:
         PreflightBlocked: a check blocks it, before an allocation or on its nodes.
@@ -90,7 +103,7 @@ def drive(session: Session, call: Call = plainly) -> None:
     """
     try:
         try:
-            _drive(session, call)
+            _drive(session, call, ask)
         except CancelAsked as asked:
             cancel(session, str(asked), save=asked.save)
             if session.journal.record.state is not RunState.COMPLETED:
@@ -103,7 +116,7 @@ def drive(session: Session, call: Call = plainly) -> None:
             session.record()
 
 
-def _drive(session: Session, call: Call) -> None:
+def _drive(session: Session, call: Call, ask: promotion.Ask) -> None:
     journal = session.journal
     if journal.record.state in (RunState.PENDING, RunState.PREFLIGHT, RunState.FAILED, RunState.CANCELLED):
         call("preflight", StageName.PREFLIGHT, lambda: preflight(session))
@@ -119,6 +132,12 @@ def _drive(session: Session, call: Call) -> None:
         with suppress(AttemptFailed):
             _attempt(session, number, call)
         conclude(session, number)
+    if promotion.due(session):
+        _release(session)
+        try:
+            call("promote", StageName.PROMOTE, lambda: promotion.carry_out(session, ask))
+        except PromotionFailed as error:
+            session.observer.says(str(error))
 
 
 def _attempt(session: Session, number: int, call: Call) -> None:
@@ -402,6 +421,21 @@ def _stage(session: Session, name: StageName, attempt: int, title: str, said: st
         raise
     session.journal.end_stage(index, StageState.COMPLETED, said)
     session.record()
+
+
+def _release(session: Session) -> None:
+    """See the job of the last attempt gone: nodes must not wait for a person. It ends by itself a moment after its
+    outcome is written; one that does not is ended."""
+    last = session.journal.record.last_attempt
+    if last is None or last.submission is None:
+        return
+    deadline = session.clock() + RELEASE_PATIENCE_S
+    while session.clock() < deadline:
+        status = session.scheduler.status([last.submission])[last.submission.job_id]
+        if status.state is JobState.ENDED:
+            return
+        session.wait(session.poll_s)
+    _end_job(session, last.submission)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

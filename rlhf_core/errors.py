@@ -17,6 +17,7 @@
     ├── RunDirError                 the run directory is missing, foreign or damaged
     │   └── CheckpointCorrupt       a checkpoint's checksums do not hold
     ├── PrefectUnavailable          no Prefect server can be used; nothing of a run depends on one
+    ├── PromotionFailed             the model of a completed run could not be written; it can be tried again
     ├── RunFailed                   a run ended without a model; the diagnosis is the message
     ├── RunCancelled (130)          the user ended the run
     └── WorkerError                 raised on the nodes; crosses to the control plane as text in outcome.json
@@ -104,6 +105,10 @@ class CheckpointCorrupt(RunDirError):
 
 class PrefectUnavailable(RlhfError):
     """No Prefect server can be used. Nothing of a run depends on one: ``--no-prefect`` runs without."""
+
+
+class PromotionFailed(RlhfError):
+    """The model directory of a completed run could not be written. The run is untouched; `rlhf approve` tries again."""
 
 
 class RunFailed(RlhfError):

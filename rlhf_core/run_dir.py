@@ -87,6 +87,28 @@ def claim(path: Path, text: str) -> bool:
     return True
 
 
+def create_once(path: Path, text: str) -> bool:
+    """Write a whole file that must not exist yet; False when somebody else was first.
+
+    Unlike :func:`claim`, whose file may be seen while it is empty: what is here is whole, also after a kill.
+
+    Raises:
+        OSError: the file system is full, read-only or gone.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        path.hardlink_to(temporary)
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink(missing_ok=True)
+    return True
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Full disks
 
@@ -436,6 +458,11 @@ class RunDir:
     def cancel_request(self) -> Path:
         """What `rlhf cancel` asks of the controller (an ``AgentCommand``); the controller removes it when done."""
         return self.root / "cancel.json"
+
+    @property
+    def promotion_answer(self) -> Path:
+        """The one answer that counts to the question whether the model may be promoted; whoever answers first."""
+        return self.root / "promotion.json"
 
     @property
     def code(self) -> Path:

@@ -15,6 +15,7 @@ from rlhf_core.cli import (
     export_command,
     history_commands,
     output,
+    promote_commands,
     report_command,
     run_commands,
     service_commands,
@@ -61,6 +62,9 @@ app.command("cancel", rich_help_panel=_RUNNING)(run_commands.cancel)
 app.command("deploy", rich_help_panel=_RUNNING)(deploy_commands.deploy)
 app.command("submit", rich_help_panel=_RUNNING)(deploy_commands.submit)
 
+app.command("approve", rich_help_panel=_RUNNING)(promote_commands.approve)
+app.command("refuse", rich_help_panel=_RUNNING)(promote_commands.refuse)
+
 app.command("runs", rich_help_panel=_LOOKING)(history_commands.runs)
 app.command("show", rich_help_panel=_LOOKING)(history_commands.show)
 app.command("watch", rich_help_panel=_LOOKING)(run_commands.watch)
@@ -74,6 +78,7 @@ app.command("sql", rich_help_panel=_LOOKING)(history_commands.sql)
 app.command("up", rich_help_panel=_SITE)(service_commands.up)
 app.command("down", rich_help_panel=_SITE)(service_commands.down)
 app.command("serve", rich_help_panel=_SITE)(service_commands.serve)
+app.command("notify", rich_help_panel=_SITE)(promote_commands.notify)
 app.command("doctor", rich_help_panel=_SITE)(run_commands.doctor)
 app.add_typer(db_app, name="db", rich_help_panel=_SITE)
 db_app.command("upgrade")(history_commands.db_upgrade)

@@ -193,6 +193,7 @@ def run(
 
 def resume(run: RunArgument, no_prefect: NoPrefectOption = False, as_json: JsonOption = False) -> None:
     """Go on with a run: adopt its job if it is alive, else start a new attempt from the last complete checkpoint."""
+    from flows.promotion import is_due
     from rlhf_core.config import load_site
     from rlhf_core.history.store import HistoryStore
     from rlhf_core.launch.journal import read_record
@@ -202,7 +203,8 @@ def resume(run: RunArgument, no_prefect: NoPrefectOption = False, as_json: JsonO
     site = load_site()
     with HistoryStore(site.database_url) as store:
         run_dir = find_run(store, site, run)
-        if read_record(run_dir).state is RunState.COMPLETED:
+        present = read_record(run_dir)
+        if present.state is RunState.COMPLETED and not is_due(run_dir.read_spec(), present):
             record(run_dir, store)
             output.note(f"run {run_dir.run_id} is completed; there is nothing to go on with")
         else:

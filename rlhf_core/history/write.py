@@ -19,11 +19,15 @@ from rlhf_core.history import metric_rows, tables
 from rlhf_core.history.batch import EventEntry, IngestBatch, JournalEntry, MetricsEntry, TelemetryEntry
 from rlhf_core.schemas.attempts import (
     ATTEMPT_ENDS,
+    PROMOTION_BEGINNINGS,
+    PROMOTION_MOVES,
     RUN_ENDS,
     AttemptState,
+    PromotionState,
     RunState,
     StageState,
     attempt_sources,
+    promotion_sources,
     run_sources,
 )
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
@@ -321,6 +325,11 @@ def _refuse_move(what: str, present: str | None, target: str, sources: Sequence[
 
 
 def _move_promotion(connection: Connection, run_id: str, event: PromotionMoved, time: datetime) -> None:
+    question = select(PROMOTIONS.c.state).where(PROMOTIONS.c.run_id == run_id)
+    present = connection.execute(question).scalar_one_or_none()
+    allowed = PROMOTION_BEGINNINGS if present is None else PROMOTION_MOVES[PromotionState(present)]
+    if event.state not in allowed:
+        _refuse_move(f"the promotion of {run_id}", present, event.state.value, sorted(promotion_sources(event.state)))
     row = {
         "run_id": run_id,
         "state": event.state.value,

@@ -13,9 +13,12 @@ from rlhf_core.run_dir import LineWriter, Reserve, RunDir, is_disk_full, read_mo
 from rlhf_core.schemas.attempts import (
     ATTEMPT_ENDS,
     ATTEMPT_MOVES,
+    PROMOTION_BEGINNINGS,
+    PROMOTION_MOVES,
     RUN_ENDS,
     RUN_MOVES,
     AttemptState,
+    PromotionState,
     RunState,
     StageName,
     StageState,
@@ -32,6 +35,7 @@ from rlhf_core.schemas.journal import (
     DecisionMade,
     IncidentFound,
     JournalLine,
+    PromotionMoved,
     RunMoved,
     StageEnded,
     StageStarted,
@@ -73,6 +77,24 @@ class AttemptRecord:
         return self.state in ATTEMPT_ENDS
 
 
+@dataclass(frozen=True)
+class PromotionRecord:
+    """Where the promotion of the model stands, as the journal tells it."""
+
+    state: PromotionState
+    checkpoint_step: int
+    asked_at: datetime
+    """When it began; of one that waits, what its deadline counts from."""
+    by: str = ""
+    reason: str = ""
+    path: str = ""
+
+    @property
+    def open(self) -> bool:
+        """Whether a controller has something to do about it: wait for the answer, or write the model."""
+        return self.state in (PromotionState.WAITING, PromotionState.APPROVED)
+
+
 @dataclass
 class RunRecord:
     """A whole run as its journal tells it."""
@@ -87,6 +109,8 @@ class RunRecord:
     checks: tuple[CheckResult, ...] = ()
     trials: dict[str, str] = field(default_factory=dict)
     """Id of each trial, by the check that it decides."""
+    promotion: PromotionRecord | None = None
+    """None where nobody was asked and nothing was promoted."""
     first_attempt: int = 1
     """First attempt after the run was last started or resumed by a person: budgets count from here."""
 
@@ -143,6 +167,11 @@ class RunRecord:
                 self.attempts[incident.attempt].incident = incident
             case DecisionMade(decision=decision) if decision.attempt in self.attempts:
                 self.attempts[decision.attempt].decision = decision
+            case PromotionMoved(state=promotion_state, checkpoint_step=step, by=by, reason=reason, path=path):
+                before = self.promotion
+                asked_again = before is None or promotion_state is PromotionState.WAITING
+                asked_at = line.time if asked_again or before is None else before.asked_at
+                self.promotion = PromotionRecord(promotion_state, step, asked_at, by, reason, path)
             case _:
                 pass
 
@@ -226,6 +255,21 @@ class Journal:
                 f"attempt {number} of {self._run_dir.run_id} is {present.value} and cannot become {state.value}"
             )
         self.append(AttemptMoved(attempt=number, state=state, cause=cause, failure_kind=failure_kind))
+
+    def move_promotion(self, event: PromotionMoved) -> None:
+        """Begin the promotion or move it on.
+
+        Raises:
+            IllegalMove: the table of moves does not have it.
+        """
+        present = self.record.promotion
+        allowed = PROMOTION_BEGINNINGS if present is None else PROMOTION_MOVES[present.state]
+        if event.state not in allowed:
+            found = "not begun" if present is None else present.state.value
+            raise IllegalMove(
+                f"the promotion of {self._run_dir.run_id} is {found} and cannot become {event.state.value}"
+            )
+        self.append(event)
 
     def begin_stage(self, name: StageName, attempt: int) -> int:
         """Begin a stage and return its index; one that a killed controller left open is gone on with."""

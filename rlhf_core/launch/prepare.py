@@ -37,6 +37,7 @@ def absolute_paths(spec: RunSpec, folder: Path) -> RunSpec:
         update={
             "model": spec.model.model_copy(update={"path": absolute(spec.model.path), "tokenizer": tokenizer}),
             "data": spec.data.model_copy(update={"train": absolute(spec.data.train), "eval": absolute(spec.data.eval)}),
+            "promote": spec.promote.model_copy(update={"folder": absolute(spec.promote.folder)}),
             "code": spec.code.model_copy(update={"paths": tuple(absolute(path) for path in spec.code.paths)}),
         }
     )

@@ -59,6 +59,7 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
     usable = bool(compute.rlhf_flows) and "pydantic" in compute.packages
     imports = try_imports(spec, around, tick) if usable else {}
     content = _content(spec, around, compute, imports, tick) if usable else None
+    promoted = Path(spec.promote.folder) if spec.promote.folder else around.runs_dir.absolute().parent / "promoted"
     return Facts(
         spec=spec,
         inventory=around.inventory,
@@ -75,6 +76,8 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
         model_config=model_config(spec.model),
         model_folder=look_at_model(spec.model),
         tokenizer_problem=look_at_tokenizer(spec.model),
+        promote_folder="" if spec.promote.when == "never" else str(promoted),
+        promote_problem="" if spec.promote.when == "never" else look_at_disk(promoted).problem,
         compiler=find_compiler(),
         built_ops=built_operators(compute.packages),
         resume=look_at_checkpoint(around.resume),

@@ -121,7 +121,10 @@ PROMOTION_MOVES: dict[PromotionState, frozenset[PromotionState]] = {
     PromotionState.FAILED: frozenset({PromotionState.WAITING, PromotionState.APPROVED, PromotionState.REFUSED}),
     PromotionState.PROMOTED: frozenset(),
 }
-"""From each state of a promotion, the states it may move to. It begins as waiting or approved."""
+"""From each state of a promotion, the states it may move to."""
+
+PROMOTION_BEGINNINGS: frozenset[PromotionState] = frozenset({PromotionState.WAITING, PromotionState.APPROVED})
+"""States in which a promotion may begin."""
 
 RUN_ENDS: frozenset[RunState] = frozenset({RunState.COMPLETED, RunState.FAILED, RunState.CANCELLED})
 """States in which nothing of the run is at work."""
@@ -133,6 +136,11 @@ ATTEMPT_ENDS: frozenset[AttemptState] = _ENDS
 def run_sources(target: RunState) -> frozenset[RunState]:
     """The states from which a run may move to ``target``."""
     return frozenset(source for source, targets in RUN_MOVES.items() if target in targets)
+
+
+def promotion_sources(target: PromotionState) -> frozenset[PromotionState]:
+    """The states from which a promotion may move to ``target``."""
+    return frozenset(source for source, targets in PROMOTION_MOVES.items() if target in targets)
 
 
 def attempt_sources(target: AttemptState) -> frozenset[AttemptState]:

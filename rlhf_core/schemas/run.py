@@ -399,9 +399,8 @@ class PromoteSpec(Schema):
     nobody is asked."""
     folder: str = ""
     """Folder of promoted models; each becomes `<folder>/<run id>`. Empty: `promoted` beside the run directories."""
-    metric: str = ""
-    """Evaluation that decides which checkpoint is the best, by its name (`greedy`, `sampled`); empty takes the
-    first."""
+    metric: Literal["greedy", "sampled"] = "greedy"
+    """Evaluation that decides which checkpoint is the best."""
     min_gain: Annotated[float, Field(allow_inf_nan=False)] = 0.0
     """Least gain over the evaluation before training; with less nobody is asked and nothing is promoted."""
     timeout_h: PositiveFloat = 72.0

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from control_fakes import FakeScheduler
 from desk import Clock, Desk, Notes
+from real_server import RealServer, real_server
 
 from flows import stages
 from rlhf_core.config import load_site
@@ -31,3 +32,10 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checks: list[CheckResu
     site.home.mkdir()
     with ExitStack() as stack, HistoryStore(site.database_url) as store:
         yield Desk(site, scheduler, store, Clock(), Notes(), stack)
+
+
+@pytest.fixture(scope="session")
+def real_prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    """A real server with its UI."""
+    with real_server(tmp_path_factory.mktemp("prefect")) as server:
+        yield server

@@ -228,6 +228,12 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("model.length", BLOCKED, healthy(model_config={**MODEL, "max_position_embeddings": 100}), "max_prompt_tokens=84"),
     ("model.heads", BLOCKED, healthy(model_config={**MODEL, "num_key_value_heads": 3}), "multiple"),
     ("model.heads", BLOCKED, healthy(model_config={**MODEL, "hidden_size": 65}), "head_dim"),
+    (
+        "promote.folder",
+        BLOCKED,
+        healthy(promote_folder="/models", promote_problem="Read-only file system"),
+        "promote.when=never",
+    ),
     ("disk.writable", BLOCKED, healthy(disk=Disk(Path("/runs"), problem="Read-only file system")), "RLHF_RUNS"),
     ("disk.space", BLOCKED, healthy(disk=Disk(Path("/runs"), free_bytes=10_000)), "at least one"),
     ("disk.space", WARNING, healthy(disk=Disk(Path("/runs"), free_bytes=4 * 2**20)), "being written"),

@@ -1,6 +1,18 @@
 """The static checks, by what they look at. Importing this package registers them all, in this order."""
 
 from rlhf_core.preflight.checks import batch, data, content, model, memory, environment, resources  # isort: skip
-from rlhf_core.preflight.checks import resume, trial, turned_off  # isort: skip
+from rlhf_core.preflight.checks import promote, resume, trial, turned_off  # isort: skip
 
-__all__ = ["batch", "content", "data", "environment", "memory", "model", "resources", "resume", "trial", "turned_off"]
+__all__ = [
+    "batch",
+    "content",
+    "data",
+    "environment",
+    "memory",
+    "model",
+    "promote",
+    "resources",
+    "resume",
+    "trial",
+    "turned_off",
+]

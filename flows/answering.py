@@ -1,0 +1,140 @@
+"""Answers the question about a promotion from another process than the one that waits, or when none does."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from flows.promotion import approve_anew, carry_out, describe, refuse_anew
+from flows.session import Session, opened
+from rlhf_core.config import Site
+from rlhf_core.errors import BadInput, LeaseLost
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.launch.journal import PromotionRecord, read_record
+from rlhf_core.launch.promote import choose, give_answer, promoted_folder, read_answer
+from rlhf_core.run_dir import RunDir
+from rlhf_core.schemas.attempts import PromotionState, RunState
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.promotion import PromotionAnswer
+
+Verdict = Literal["approved", "refused"]
+
+CONTROLLER_PATIENCE_S = 60.0
+"""How long a living controller may take to act on an answer, before it is said that it will."""
+
+_WANTED = {"approved": (PromotionState.APPROVED, PromotionState.PROMOTED), "refused": (PromotionState.REFUSED,)}
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What came of an answer."""
+
+    state: PromotionState
+    message: str
+    path: Path | None = None
+    """Folder of the model, once it is there."""
+
+
+def answer_promotion(
+    run_dir: RunDir,
+    site: Site,
+    store: HistoryStore,
+    verdict: Verdict,
+    by: str,
+    reason: str = "",
+    *,
+    say: Callable[[str], None],
+    patience_s: float = CONTROLLER_PATIENCE_S,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Answered:
+    """Approve or refuse the promotion of a completed run.
+
+    While it is waited for, the first answer counts; its controller acts on it, or, without a living one, this process.
+    After a refusal, a deadline that has passed, or a disk that was full, the lease of the run decides who is first.
+
+    Raises:
+        BadInput: the run is not completed, somebody answered before, or there is nothing to answer.
+        PromotionFailed: the model could not be written.
+    """
+    _require_open(run_dir, verdict)
+    present = read_record(run_dir).promotion
+    if present is not None and present.state is PromotionState.WAITING:
+        _give(run_dir, PromotionAnswer(verdict=verdict, by=by, reason=reason, time=utc_now()))
+    until = clock() + patience_s
+    while True:
+        try:
+            with opened(run_dir, site, store, patience_s=0) as session:
+                say(f"no controller is at work on {run_dir.run_id}; acting on it from here")
+                _act(session, verdict, by, reason)
+                return _result(run_dir)
+        except LeaseLost:
+            promotion = read_record(run_dir).promotion
+            expired = promotion is not None and promotion.state is PromotionState.EXPIRED
+            if promotion is not None and not promotion.open and promotion != present and not expired:
+                _require_ours(run_dir, promotion, verdict, by)
+                return _result(run_dir)
+        if clock() >= until:
+            return Answered(
+                PromotionState.WAITING, f"the answer is given; the controller of {run_dir.run_id} will act on it"
+            )
+        sleep(0.3)
+
+
+def _act(session: Session, verdict: Verdict, by: str, reason: str) -> None:
+    """Do it under the lease. What was settled by somebody else meanwhile is not settled again."""
+    promotion = session.journal.record.promotion
+    if promotion is not None and promotion.open:
+        carry_out(session)
+        promotion = session.journal.record.promotion
+        if promotion is not None and promotion.state is not PromotionState.EXPIRED:
+            _require_ours(session.run_dir, promotion, verdict, by)
+            return
+        # The time had run out under a controller that was killed before it could write that down.
+    _require_open(session.run_dir, verdict)
+    if verdict == "approved":
+        approve_anew(session, by, reason)
+    else:
+        refuse_anew(session, by, reason)
+
+
+def _require_open(run_dir: RunDir, verdict: Verdict) -> None:
+    run_id, record = run_dir.run_id, read_record(run_dir)
+    if run_dir.read_spec().trial_of:
+        raise BadInput(f"{run_id} is a trial; nothing of it is promoted")
+    if record.state is not RunState.COMPLETED:
+        raise BadInput(f"run {run_id} is {record.state.value}; only a completed run can be promoted")
+    state = record.promotion.state if record.promotion is not None else None
+    if verdict == "refused" and state is None:
+        raise BadInput(f"nobody has asked whether {run_id} may be promoted, so there is nothing to refuse")
+    if verdict == "approved" and state is None:
+        spec = run_dir.read_spec().spec
+        choice = choose(run_dir, spec.promote)
+        if choice.checkpoint is None:
+            raise BadInput(f"{run_id} cannot be promoted to {promoted_folder(run_dir, spec.promote)}: {choice.reason}")
+    if state is PromotionState.PROMOTED or (verdict, state) in {
+        ("refused", PromotionState.REFUSED),
+        ("refused", PromotionState.APPROVED),
+    }:
+        raise BadInput(f"too late: {describe(record.promotion)}")
+
+
+def _give(run_dir: RunDir, answer: PromotionAnswer) -> None:
+    if give_answer(run_dir, answer):
+        return
+    first = read_answer(run_dir)
+    if first is not None and first.verdict != "expired":
+        raise BadInput(f"too late: {first.by} has {first.verdict} it" + f": {first.reason}" * bool(first.reason))
+
+
+def _require_ours(run_dir: RunDir, settled: PromotionRecord, verdict: Verdict, by: str) -> None:
+    """The answer that counted may be another one, given at the same moment."""
+    if settled.state not in (*_WANTED[verdict], PromotionState.FAILED) or settled.by != by:
+        raise BadInput(f"another answer for {run_dir.run_id} came first: {describe(settled)}")
+
+
+def _result(run_dir: RunDir) -> Answered:
+    promotion = read_record(run_dir).promotion
+    assert promotion is not None  # it was settled a moment ago
+    return Answered(promotion.state, describe(promotion), Path(promotion.path) if promotion.path else None)

@@ -1,0 +1,216 @@
+"""The question whether a model may be promoted, as a pause of the flow run: a form in Prefect's UI, with the evaluation
+in its text.
+
+Prefect is told and asked by a thread of its own, so that the controller keeps its lease whatever the server does. The
+form's answer goes the way of every answer (``promotion.json``); one that comes from elsewhere resumes the flow run.
+"""
+
+import contextvars
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from uuid import UUID, uuid4
+
+from prefect import State, runtime
+from prefect.artifacts import create_markdown_artifact
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
+from prefect.exceptions import PrefectHTTPStatusError
+from prefect.input import RunInput
+from prefect.input.run_input import Keyset, keyset_from_base_key
+from prefect.states import Cancelled, Paused
+from pydantic import Field
+
+from flows.promotion import Question
+from flows.server import server_answers
+from flows.session import Session
+from flows.view import artifact_key
+from rlhf_core.launch.promote import give_answer, read_answer
+from rlhf_core.run_dir import RunDir
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.promotion import PromotionAnswer
+
+POLL_S = 2.0
+"""How often the flow run is asked whether somebody has answered."""
+
+AGAIN_S = 10.0
+"""Pause after Prefect could not be reached."""
+
+FAREWELL_S = 15.0
+"""How long the controller waits for Prefect to hear of an answer."""
+
+SLACK = timedelta(hours=1)
+"""How much longer than our own deadline Prefect's is: it fails a flow run that nobody resumed. With a living controller
+that does not happen."""
+
+_KEY_PREFIX = "rlhf-promotion"
+"""Beginning of the keys under which form and answer lie in Prefect."""
+
+
+class Approval(RunInput):
+    """The form. Flat, and with a switch: a list to choose from does not open with the mouse in Prefect's older UI."""
+
+    approve: bool = Field(default=False, description="On: it is promoted. Off: it is refused.")
+    by: str = Field(min_length=1, description="Your name; stands in the history and in the model card.")
+    reason: str = Field(default="", description="Why, in a sentence.")
+
+    def as_answer(self) -> PromotionAnswer:
+        """What counts."""
+        return PromotionAnswer(
+            verdict="approved" if self.approve else "refused", by=self.by, reason=self.reason, time=utc_now()
+        )
+
+
+@contextmanager
+def asked_in_prefect(session: Session, question: Question) -> Iterator[None]:
+    """Pause the flow run with the form for as long as the block lasts. Outside of a flow run nothing happens."""
+    flow_run_id = runtime.flow_run.id
+    if not flow_run_id:
+        yield
+        return
+    asker = _Asker(session, question, UUID(flow_run_id))
+    asker.start()
+    try:
+        yield
+    finally:
+        asker.close()
+
+
+class _Asker:
+    """The thread that talks to Prefect."""
+
+    def __init__(self, session: Session, question: Question, flow_run_id: UUID) -> None:
+        self._say = session.observer.says
+        self._question = question
+        self._run_dir = question.run_dir
+        self._flow_run_id = flow_run_id
+        self._asked: Keyset | None = None
+        """Keys of the form that is shown; None before."""
+        self._shown = False
+        self._silent = False
+        self._over = threading.Event()
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(target=lambda: context.run(self._run), name="prefect-asker", daemon=True)
+
+    def start(self) -> None:
+        """Begin to ask."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """The question is answered, or nobody waits for the answer any more."""
+        self._over.set()
+        self._thread.join(timeout=FAREWELL_S)
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            self._over.wait(POLL_S if self._tried(self._look) else AGAIN_S)
+        self._tried(self._resume)
+
+    def _tried(self, action: Callable[[SyncPrefectClient], None]) -> bool:
+        try:
+            if not server_answers():  # Prefect's own client would try for a minute
+                raise ConnectionError("its server does not answer")
+            with get_client(sync_client=True) as client:
+                action(client)
+            self._silent = False
+        except Exception as error:  # noqa: BLE001 - whatever Prefect raises, the question is open in the terminal too
+            if not self._silent:
+                self._silent = True
+                self._say(f"Prefect could not be asked for approval: {type(error).__name__}: {error}")
+            return False
+        return True
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _look(self, client: SyncPrefectClient) -> None:
+        """Ask where that is still to be done; else see whether there is an answer."""
+        if not self._shown:
+            _take_over(client, self._run_dir, self._flow_run_id)
+            self._show()
+        flow_run = client.read_flow_run(self._flow_run_id)
+        state = flow_run.state
+        if state is None or state.is_paused():
+            return
+        if self._asked is not None:
+            answer = _form(client, self._flow_run_id, self._asked)
+            if answer is not None:
+                self._give(answer)
+                self._over.set()
+                return
+        if state.is_running():
+            self._ask(client)  # for the first time, or again: it was resumed by a way that has no form
+
+    def _show(self) -> None:
+        text = self._question.text
+        key = artifact_key(self._run_dir.run_id, "approval")
+        create_markdown_artifact(text, key=key, description=f"{self._run_dir.run_id}: to be approved")
+        self._shown = True
+
+    def _ask(self, client: SyncPrefectClient) -> None:
+        key = f"{_KEY_PREFIX}-{uuid4().hex[:8]}"
+        keys = keyset_from_base_key(key)
+        form = Approval.with_initial_data(description=self._question.text)
+        form.save(keys, self._flow_run_id)
+        state: State[None] = Paused(
+            pause_expiration_time=self._question.deadline + SLACK, pause_key=key, message="waits for approval"
+        )
+        state.state_details.run_input_keyset = {str(name): value for name, value in keys.items()}
+        client.set_flow_run_state(self._flow_run_id, state)
+        self._asked = keys
+
+    def _give(self, form: Approval) -> None:
+        if give_answer(self._run_dir, form.as_answer()):
+            return
+        first = read_answer(self._run_dir)
+        if first is not None:
+            self._say(
+                f"{form.by} has {form.as_answer().verdict} it in Prefect, but {first.by or 'the clock'} was first: "
+                f"{first.verdict}"
+            )
+
+    def _resume(self, client: SyncPrefectClient) -> None:
+        """Let the flow run go on, with the answer that counted; without one it stays paused, as the question does."""
+        answer = read_answer(self._run_dir)
+        if answer is None or self._asked is None:
+            return
+        client.resume_flow_run(self._flow_run_id, run_input=_as_form(answer))  # refused where it goes on already
+        late = _form(client, self._flow_run_id, self._asked)
+        if late is not None and late != Approval.model_validate(_as_form(answer)):
+            self._give(late)  # pressed at the same moment: says that it does not count
+
+
+def _take_over(client: SyncPrefectClient, run_dir: RunDir, own: UUID | None) -> None:
+    """Flow runs whose controller was killed while they asked the same: an answer given there counts, and a form that is
+    still shown is taken away, because nobody would read it."""
+    wanted = FlowRunFilter(name=FlowRunFilterName(any_=[run_dir.run_id]))
+    for other in client.read_flow_runs(flow_run_filter=wanted):
+        if other.id == own:
+            continue
+        for entry in client.filter_flow_run_input(other.id, key_prefix=_KEY_PREFIX, limit=50, exclude_keys=set()):
+            if entry.key.endswith("-response"):
+                give_answer(run_dir, Approval.load_from_flow_run_input(entry).as_answer())
+        if other.state is not None and other.state.is_paused():
+            over: State[None] = Cancelled(
+                message="its controller is gone; the question was asked again, or answered, elsewhere"
+            )
+            client.set_flow_run_state(other.id, over, force=True)
+
+
+def _form(client: SyncPrefectClient, flow_run_id: UUID, keys: Keyset) -> Approval | None:
+    """What was filled in; None where the flow run was resumed without."""
+    try:
+        content = client.read_flow_run_input(flow_run_id, keys["response"])
+    except PrefectHTTPStatusError as error:
+        if error.response.status_code == 404:
+            return None
+        raise
+    return Approval.model_validate_json(content)
+
+
+def _as_form(answer: PromotionAnswer) -> dict[str, str | bool]:
+    return {
+        "approve": answer.verdict == "approved",
+        "by": answer.by or "nobody",
+        "reason": answer.reason or ("nobody answered in time" if answer.verdict == "expired" else ""),
+    }

@@ -1,0 +1,214 @@
+"""Who is told what: automations of Prefect that post a message when something happens to a run.
+
+The events come from the controllers (``rlhf.run.failed``, ``rlhf.incident.node_lost``, ``rlhf.promotion.waiting`` ...),
+the messages are sent by the Prefect server. The address may hold a secret: it lies encrypted in a block of Prefect, and
+nowhere else.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+from uuid import UUID, uuid4
+
+from prefect.blocks.webhook import Webhook
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.events import emit_event
+from prefect.events.actions import CallWebhook
+from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
+from prefect.exceptions import ObjectNotFound
+from pydantic import SecretStr
+
+from flows.server import server_answers
+from rlhf_core.config import Site
+from rlhf_core.errors import BadConfig, PrefectUnavailable
+
+BLOCK = "rlhf-notify"
+"""Name of the block with the address."""
+
+PREFIX = "rlhf notify: "
+"""Beginning of the names of our automations; all of that name are ours, and are removed when they are not wanted."""
+
+TEST = "test"
+_TEST_EVENT = "rlhf.notify.test"
+TEST_TIMEOUT_S = 60.0
+"""How long a test message may take: events are written in batches, some seconds late."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What an occasion is."""
+
+    events: tuple[str, ...]
+    """Names of its events; an asterisk at the end stands for any ending."""
+    text: str
+    """The sentence, as a Jinja expression over the event."""
+
+
+OCCASIONS: Mapping[str, Told] = {
+    "failed": Told(("rlhf.run.failed",), "'run ' ~ run_id ~ ' failed'"),
+    "completed": Told(("rlhf.run.completed",), "'run ' ~ run_id ~ ' completed'"),
+    "cancelled": Told(("rlhf.run.cancelled",), "'run ' ~ run_id ~ ' was cancelled'"),
+    "incident": Told(("rlhf.incident.*",), "'run ' ~ run_id ~ ' had an incident: ' ~ failure_kind"),
+    "approval": Told(("rlhf.promotion.waiting",), "'the model of run ' ~ run_id ~ ' waits for approval'"),
+    TEST: Told((_TEST_EVENT,), "'a test message of rlhf-flows'"),
+}
+
+_FIELDS = ("run_id", "name", "owner", "state", "failure_kind", "phase", "step", "suspect_nodes", "message", "url")
+"""What of the payload goes into a message."""
+
+
+def register(site: Site) -> list[str]:
+    """Have the configured Prefect server tell what the site wants to be told, and nothing else of ours.
+
+    Harmless when it was done before; changed settings are applied. An automation that somebody has paused stays so.
+
+    Returns:
+        The names of the automations.
+
+    Raises:
+        BadConfig: the address is none.
+        PrefectUnavailable: the server did not take it.
+    """
+    url = site.notify.webhook_url
+    _require_address(url)
+    if not server_answers():
+        raise PrefectUnavailable("no Prefect server answers at PREFECT_API_URL; start it, then try again")
+    wanted = {_name(occasion): occasion for occasion in (*site.notify.on, TEST)} if url else {}
+    try:
+        with get_client(sync_client=True) as client:
+            if wanted:
+                block_id = Webhook(method="POST", url=SecretStr(url)).save(BLOCK, overwrite=True)
+                assert isinstance(block_id, UUID)  # outside of an event loop it is saved at once
+                for name, occasion in wanted.items():
+                    _put(client, _automation(name, OCCASIONS[occasion], block_id))
+            _remove_others(client, set(wanted))
+            if not wanted:
+                _remove_block(client)
+    except Exception as error:  # noqa: BLE001 - Prefect raises many kinds; one sentence is what is needed
+        raise PrefectUnavailable(
+            f"the notifications could not be set up: {_without_secret(error, url)}. Runs are not touched by this"
+        ) from None
+    return sorted(wanted)
+
+
+def send_test(
+    site: Site, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
+) -> str:
+    """Send a message the way all are sent, and say what the other side answered. Register before.
+
+    Raises:
+        BadConfig: nobody is told anything on this site.
+        PrefectUnavailable: it could not be sent, or was not taken.
+    """
+    if not site.notify.webhook_url:
+        raise BadConfig("notify.webhook_url is empty; set it in rlhf.toml, or RLHF_NOTIFY_WEBHOOK_URL, then try again")
+    event_id = uuid4()
+    payload = {"message": "if you can read this, it arrives", "state": TEST}
+    emit_event(_TEST_EVENT, {"prefect.resource.id": "rlhf.notify"}, payload=payload, id=event_id)
+    until = clock() + TEST_TIMEOUT_S
+    with get_client(sync_client=True) as client:
+        while (outcome := _outcome(client, event_id)) is None:
+            if clock() > until:
+                raise PrefectUnavailable(
+                    f"the Prefect server has not sent the test message within {TEST_TIMEOUT_S:g} s; is its automation "
+                    f"`{_name(TEST)}` paused, or are its services not running?"
+                )
+            sleep(0.5)
+    return _judged(outcome, site.notify.webhook_url)
+
+
+def _outcome(client: SyncPrefectClient, event_id: UUID) -> dict[str, Any] | None:
+    """The event that says what became of the message about another event."""
+    wanted = {
+        "event": {"name": ["prefect.automation.action.executed", "prefect.automation.action.failed"]},
+        "related": {"id": [f"prefect.event.{event_id}"]},
+    }
+    answer = client.request("POST", "/events/filter", json={"filter": wanted, "limit": 1})
+    found: list[dict[str, Any]] = answer.json()["events"]
+    return found[0] if found else None
+
+
+def _judged(outcome: Mapping[str, Any], url: str) -> str:
+    payload = outcome["payload"]
+    status = payload.get("status_code")
+    if outcome["event"].endswith("failed") or status is None:
+        raise PrefectUnavailable(
+            f"the message was not sent: {_without_secret(payload.get('reason', 'no reason'), url)}"
+        )
+    if not 200 <= status < 300:
+        said = _without_secret(str(payload.get("response_body", "")), url).strip()[:200]
+        raise PrefectUnavailable(f"the message was refused with HTTP status {status}" + f": {said}" * bool(said))
+    return f"HTTP status {status}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Automations
+
+
+def _name(occasion: str) -> str:
+    return f"{PREFIX}{occasion}"
+
+
+def _automation(name: str, told: Told, block_id: UUID) -> AutomationCore:
+    return AutomationCore(
+        name=name,
+        description="Made by `rlhf up` from [notify] of rlhf.toml. Messages that could not be sent: Event Feed, "
+        "prefect.automation.action.failed; status of the others: prefect.automation.action.executed.",
+        trigger=EventTrigger(expect=set(told.events), posture=Posture.Reactive, threshold=1),
+        actions=[CallWebhook(block_document_id=block_id, payload=template(told))],
+    )
+
+
+def template(told: Told) -> str:
+    """The message as a Jinja template: JSON with `text`, which chats understand, and the fields for programs.
+
+    Every value goes through ``string`` and ``tojson``, so that neither a quote, nor a number, nor a field that an event
+    lacks makes it something else than JSON.
+    """
+    values = [f"{{% set {field} = event.payload.{field} | default('') | string %}}" for field in _FIELDS]
+    text = f"{told.text} ~ (': ' ~ message if message else '') ~ ('\\n' ~ url if url else '')"
+    fields = {"text": f"({text})", "event": "event.event", "occurred": "event.occurred | string"}
+    fields |= {field: field for field in _FIELDS}
+    body = ", ".join(f'"{field}": {{{{ ({value}) | tojson }}}}' for field, value in fields.items())
+    return "".join(values) + "{" + body + "}"
+
+
+def _put(client: SyncPrefectClient, wanted: AutomationCore) -> None:
+    present = client.read_automations_by_name(wanted.name)
+    if not present:
+        client.create_automation(wanted)
+        return
+    client.update_automation(present[0].id, wanted.model_copy(update={"enabled": present[0].enabled}))
+    for double in present[1:]:  # two `rlhf up` at the same time
+        client.delete_automation(double.id)
+
+
+def _remove_others(client: SyncPrefectClient, wanted: set[str]) -> None:
+    for automation in client.read_automations():
+        if automation.name.startswith(PREFIX) and automation.name not in wanted:
+            client.delete_automation(automation.id)
+
+
+def _remove_block(client: SyncPrefectClient) -> None:
+    try:
+        block = client.read_block_document_by_name(BLOCK, Webhook.get_block_type_slug(), include_secrets=False)
+    except ObjectNotFound:
+        return
+    if block.id is not None:
+        client.delete_block_document(block.id)
+
+
+def _require_address(url: str) -> None:
+    parts = urlsplit(url)
+    if url and (parts.scheme not in ("http", "https") or not parts.hostname):
+        raise BadConfig(
+            "notify.webhook_url (RLHF_NOTIFY_WEBHOOK_URL) is no address that a message can be posted to; expected "
+            "https://..."
+        )
+
+
+def _without_secret(text: object, url: str) -> str:
+    """What is said about an error, without the address."""
+    return str(text).replace(url, "the webhook") if url else str(text)

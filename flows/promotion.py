@@ -1,0 +1,323 @@
+"""The last step of a run, free of Prefect: whether its best checkpoint becomes a model that others may use.
+
+The run is completed by then, and stays so whatever becomes of its promotion. Who answers, answers through one file
+(``promotion.json``), which exists once: so it does not matter whether the answer comes from Prefect's form, from
+`rlhf approve` on another machine, or from the clock, nor how many come at the same time.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from flows.session import CancelAsked, Session
+from flows.summary import Summary, interval, signed, summarise
+from rlhf_core.errors import CheckpointCorrupt, PromotionFailed
+from rlhf_core.launch.journal import PromotionRecord, RunRecord
+from rlhf_core.launch.model_card import model_card
+from rlhf_core.launch.promote import (
+    choose,
+    give_answer,
+    promoted_folder,
+    read_answer,
+    write_model_directory,
+)
+from rlhf_core.run_dir import RunDir
+from rlhf_core.schemas.attempts import PromotionState, RunState, StageName, StageState
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.journal import PromotionMoved
+from rlhf_core.schemas.promotion import ModelProvenance, PromotionAnswer
+from rlhf_core.schemas.reports import EvaluationReport
+from rlhf_core.schemas.run import StoredSpec
+
+POLICY = "promote.when=always"
+"""Who approves where nobody is asked."""
+
+SHOWN_SAMPLES = 5
+"""Completions shown beside the question."""
+
+_MACHINES = {"slurm", "resources", "supervise", "preflight"}
+"""Parts of the spec that say nothing about the model, and may hold what is nobody else's business."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a person is asked."""
+
+    run_dir: RunDir
+    checkpoint_step: int
+    target: Path
+    """Folder that the model will have."""
+    asked_at: datetime
+    deadline: datetime
+    reason: str
+    """What speaks for it."""
+
+    @property
+    def text(self) -> str:
+        """The question with what is needed to answer it, as Markdown."""
+        run_id = self.run_dir.run_id
+        summary = summarise(self.run_dir)
+        lines = [
+            f"**May step {self.checkpoint_step} of {run_id} become a model for others?** {self.reason}.",
+            "",
+            f"Approved, it is copied to `{self.target}`. Without an answer until {self.deadline:%Y-%m-%d %H:%M} UTC "
+            f"nothing is promoted. From a terminal: `rlhf approve {run_id}` or `rlhf refuse {run_id} --reason ...`",
+            "",
+            *_results(summary),
+            *_samples(summary),
+            *_incidents(summary),
+        ]
+        return "\n".join(lines)
+
+
+Ask = Callable[[Session, Question], AbstractContextManager[None]]
+"""Makes the question visible for as long as the block lasts; an answer goes to :func:`give_answer`."""
+
+
+@contextmanager
+def in_the_terminal(session: Session, question: Question) -> Iterator[None]:
+    """Say how to answer, and nothing else."""
+    yield
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The step
+
+
+def due(session: Session) -> bool:
+    """Whether a controller of this run has something to do about its promotion: begin it, wait, or write the model."""
+    return is_due(session.stored, session.journal.record)
+
+
+def is_due(stored: StoredSpec, record: RunRecord) -> bool:
+    """The same for those who hold no lease, and only want to know whether a controller is needed."""
+    if stored.trial_of or record.state is not RunState.COMPLETED:
+        return False
+    if record.promotion is not None:
+        return record.promotion.open
+    done = record.stage_state(StageName.PROMOTE, 0) is StageState.COMPLETED
+    return stored.spec.promote.when != "never" and not done
+
+
+def carry_out(session: Session, ask: Ask = in_the_terminal) -> None:
+    """Bring the promotion to its end, from wherever it stands. May be killed at any point and started again.
+
+    Raises:
+        PromotionFailed: the model could not be written; nothing of it is left.
+        CancelAsked: the person at this terminal went away; the question stays open.
+    """
+    journal = session.journal
+    index = journal.begin_stage(StageName.PROMOTE, 0)
+    session.record()
+    session.observer.begins("promote")
+    try:
+        _begin(session)
+        _wait_for_answer(session, ask)
+        _write(session)
+    except CancelAsked:
+        journal.end_stage(index, StageState.CANCELLED, "left; the question stays open")
+        session.observer.says(f"left; {how_to_answer(session.run_dir.run_id)}")
+        raise
+    except (PromotionFailed, CheckpointCorrupt) as error:
+        _move(session, PromotionState.FAILED, reason=str(error))
+        journal.end_stage(index, StageState.FAILED, str(error))
+        session.record()
+        raise PromotionFailed(str(error)) from error
+    said = describe(journal.record.promotion) or f"not promoted: {choose(session.run_dir, session.spec.promote).reason}"
+    journal.end_stage(index, StageState.COMPLETED, said)
+    session.record()
+    session.observer.says(said)
+
+
+def approve_anew(session: Session, by: str, reason: str) -> None:
+    """Approve what was never asked about, refused, expired or could not be written, and write the model.
+
+    Raises:
+        PromotionFailed: there is nothing to promote, or it could not be written.
+    """
+    choice = choose(session.run_dir, session.spec.promote)
+    if choice.checkpoint is None:
+        raise PromotionFailed(f"{session.run_dir.run_id} cannot be promoted: {choice.reason}")
+    _move(session, PromotionState.APPROVED, by=by, reason=reason, step=choice.checkpoint.step)
+    carry_out(session)
+
+
+def refuse_anew(session: Session, by: str, reason: str) -> None:
+    """Refuse what has expired or could not be written, so that it says so."""
+    _move(session, PromotionState.REFUSED, by=by, reason=reason)
+    session.record()
+
+
+def describe(promotion: PromotionRecord | None) -> str:
+    """Where a promotion stands, in a sentence; empty where there is none."""
+    if promotion is None:
+        return ""
+    why = f" by {promotion.by}" * bool(promotion.by) + f": {promotion.reason}" * bool(promotion.reason)
+    match promotion.state:
+        case PromotionState.PROMOTED:
+            return f"step {promotion.checkpoint_step} was promoted to {promotion.path}{why}"
+        case PromotionState.WAITING:
+            return f"step {promotion.checkpoint_step} waits for approval"
+        case PromotionState.EXPIRED:
+            return f"step {promotion.checkpoint_step} was not promoted: nobody answered in time"
+        case PromotionState.FAILED:
+            return f"step {promotion.checkpoint_step} could not be promoted: {promotion.reason}"
+        case PromotionState.APPROVED | PromotionState.REFUSED:
+            return f"step {promotion.checkpoint_step} was {promotion.state.value}{why}"
+
+
+def how_to_answer(run_id: str) -> str:
+    """How a person answers from a terminal."""
+    return f"`rlhf approve {run_id}` promotes it, `rlhf refuse {run_id} --reason ...` does not"
+
+
+def _begin(session: Session) -> None:
+    """Ask, or approve where nobody is to be asked; nothing where it was begun or there is nothing to promote."""
+    if session.journal.record.promotion is not None:
+        return
+    choice = choose(session.run_dir, session.spec.promote)
+    if choice.checkpoint is None:
+        return
+    if session.spec.promote.when == "approved":
+        _move(session, PromotionState.WAITING, reason=choice.reason, step=choice.checkpoint.step)
+    else:
+        _move(session, PromotionState.APPROVED, by=POLICY, reason=choice.reason, step=choice.checkpoint.step)
+    session.record()
+
+
+def _wait_for_answer(session: Session, ask: Ask) -> None:
+    waiting = session.journal.record.promotion
+    if waiting is None or waiting.state is not PromotionState.WAITING:
+        return
+    question = _question(session, waiting)
+    run_id = session.run_dir.run_id
+    session.observer.says(
+        f"waits for approval until {question.deadline:%Y-%m-%d %H:%M} UTC: {waiting.reason}. {how_to_answer(run_id)}"
+    )
+    with ask(session, question):
+        while (answer := read_answer(session.run_dir)) is None:
+            if utc_now() >= question.deadline:
+                # Through the same file: an answer that comes in this moment and this one cannot both count.
+                give_answer(session.run_dir, PromotionAnswer(verdict="expired", time=utc_now()))
+            else:
+                session.wait(session.poll_s)
+        _move(session, PromotionState(answer.verdict), by=answer.by, reason=answer.reason)
+        session.record()
+
+
+def _question(session: Session, waiting: PromotionRecord) -> Question:
+    return Question(
+        session.run_dir,
+        waiting.checkpoint_step,
+        promoted_folder(session.run_dir, session.spec.promote),
+        waiting.asked_at,
+        waiting.asked_at + timedelta(hours=session.spec.promote.timeout_h),
+        waiting.reason,
+    )
+
+
+def _write(session: Session) -> None:
+    """Write the model where it was approved.
+
+    Raises:
+        PromotionFailed: it could not be written.
+        CheckpointCorrupt: the checkpoint is not what it was.
+    """
+    approved = session.journal.record.promotion
+    if approved is None or approved.state is not PromotionState.APPROVED:
+        return
+    target = promoted_folder(session.run_dir, session.spec.promote)
+    checkpoint = session.run_dir.checkpoint(approved.checkpoint_step)
+    provenance = _provenance(session, approved)
+    session.observer.says(f"step {approved.checkpoint_step} is being copied to {target}")
+    write_model_directory(checkpoint, target, model_card(provenance, session.spec), provenance, session.lease.keep)
+    _move(session, PromotionState.PROMOTED, by=approved.by, reason=approved.reason, path=str(target))
+
+
+def _move(
+    session: Session, state: PromotionState, *, by: str = "", reason: str = "", path: str = "", step: int | None = None
+) -> None:
+    present = session.journal.record.promotion
+    if step is None:
+        assert present is not None  # only where it begins there is none, and then the step is given
+        step = present.checkpoint_step
+    session.journal.move_promotion(PromotionMoved(state=state, checkpoint_step=step, by=by, reason=reason, path=path))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is told about it
+
+
+def _provenance(session: Session, approved: PromotionRecord) -> ModelProvenance:
+    summary, stored, spec = summarise(session.run_dir), session.stored, session.spec
+    manifest = session.run_dir.checkpoint(approved.checkpoint_step).manifest()
+    return ModelProvenance(
+        run_id=stored.run_id,
+        name=spec.name,
+        owner=stored.owner,
+        tags=stored.tags,
+        created_at=stored.created_at,
+        promoted_at=utc_now(),
+        approved_by=approved.by,
+        reason=approved.reason,
+        checkpoint_step=approved.checkpoint_step,
+        spec_hash=manifest.spec_hash if manifest is not None else "",
+        base_model=spec.model.path,
+        seed=spec.seed,
+        package_version=stored.package_version,
+        code_revision=stored.code_revision,
+        config_source=stored.config_source,
+        overrides=stored.overrides,
+        num_attempts=summary.num_attempts,
+        num_restarts=summary.num_restarts,
+        incidents=tuple(
+            f"{one.failure_kind.value} in attempt {one.attempt}: {one.message}" for one in summary.incidents
+        ),
+        evaluations=tuple(_without_samples(summary, approved.checkpoint_step)),
+        spec=spec.model_dump(mode="json", exclude=_MACHINES),
+    )
+
+
+def _without_samples(summary: Summary, step: int) -> Iterator[EvaluationReport]:
+    for report in itertools.chain.from_iterable((row.before, row.after) for row in summary.accuracy):
+        if report is not None and (report.when == "before" or report.checkpoint_step == step):
+            yield report.model_copy(update={"samples": ()})
+
+
+def _results(summary: Summary) -> Iterator[str]:
+    yield "| held-out | before | after | gain |"
+    yield "|---|---|---|---|"
+    for row in summary.accuracy:
+        if row.after is not None:
+            yield f"| {row.metric}, {row.name} | {interval(row.before)} | {interval(row.after)} | {signed(row.gain)} |"
+    yield ""
+
+
+def _incidents(summary: Summary) -> Iterator[str]:
+    if not summary.incidents:
+        yield "No incidents on the way."
+        return
+    yield "| incident | attempt | what happened |"
+    yield "|---|---|---|"
+    for one in summary.incidents:
+        yield f"| {one.failure_kind.value} | {one.attempt} | {_cell(one.message)} |"
+
+
+def _samples(summary: Summary) -> Sequence[str]:
+    """Some completions after training, so that a person sees what the numbers stand for."""
+    after = next((row.after for row in summary.accuracy if row.after is not None and row.after.samples), None)
+    if after is None:
+        return ()
+    rows = [
+        f"| {_cell(sample.prompt)} | {_cell(sample.completion)} | {_cell(sample.answer)} | {sample.score:g} |"
+        for sample in after.samples[:SHOWN_SAMPLES]
+    ]
+    return ("| prompt | completion | answer | score |", "|---|---|---|---|", *rows, "")
+
+
+def _cell(text: str) -> str:
+    shown = text if len(text) <= 200 else f"{text[:197]}..."
+    return shown.replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,81 @@
+"""``rlhf approve``, ``refuse`` and ``notify``: what a person says about a model, and what people are told."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rlhf_core.cli import output
+from rlhf_core.cli.history_commands import RunArgument
+from rlhf_core.cli.output import JsonOption
+
+if TYPE_CHECKING:
+    from flows.answering import Verdict
+
+ByOption = Annotated[str, typer.Option("--by", help="Who decides. Default: the user of this process.")]
+
+
+def approve(
+    run: RunArgument,
+    reason: Annotated[str, typer.Option(help="Why; stands in the history and in the model card.")] = "",
+    by: ByOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Let the best checkpoint of a completed run become a model directory.
+
+    Also after a refusal, after the deadline, or when it could not be written: then this process writes it.
+    """
+    _answer(run, "approved", by, reason, as_json)
+
+
+def refuse(
+    run: RunArgument,
+    reason: Annotated[str, typer.Option(help="Why; stands in the history.")],
+    by: ByOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Say that the model of a completed run is not to be promoted."""
+    _answer(run, "refused", by, reason, as_json)
+
+
+def _answer(run: str, verdict: "Verdict", by: str, reason: str, as_json: bool) -> None:
+    from flows.answering import answer_promotion
+    from rlhf_core.cli.run_commands import find_run
+    from rlhf_core.config import load_site
+    from rlhf_core.errors import PromotionFailed
+    from rlhf_core.history.store import HistoryStore
+    from rlhf_core.launch.lease import user_name
+    from rlhf_core.schemas.attempts import PromotionState
+
+    site = load_site()
+    with HistoryStore(site.database_url) as store:
+        run_dir = find_run(store, site, run)
+        answered = answer_promotion(run_dir, site, store, verdict, by or user_name(), reason, say=output.note)
+    if answered.state is PromotionState.FAILED:
+        raise PromotionFailed(answered.message)
+    if as_json:
+        output.print_json({"run_id": run_dir.run_id, "state": answered.state, "path": answered.path})
+    else:
+        output.print_text(answered.message)
+
+
+def notify(
+    test: Annotated[bool, typer.Option("--test", help="Send one message now, to see whether it arrives.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Tell Prefect what this site wants to be told of ([notify] of rlhf.toml); with --test, also send a message."""
+    from flows.notify import register, send_test
+    from flows.server import quiet_settings
+    from rlhf_core.config import load_site
+
+    site = load_site()
+    quiet_settings(site.home)
+    names = register(site)
+    answer = send_test(site) if test else ""
+    if as_json:
+        output.print_json({"automations": names, "test": answer or None})
+        return
+    output.print_text(
+        f"registered: {', '.join(names)}" if names else "nothing is notified: notify.webhook_url is empty"
+    )
+    if test:
+        output.print_text(f"test message sent: {answer}")

@@ -1,0 +1,133 @@
+"""The model card of a promoted model: what is known, for the Hub's reader and for a person; nothing is made up."""
+
+import json
+from collections.abc import Iterator
+
+from rlhf_core.schemas.promotion import ModelProvenance
+from rlhf_core.schemas.reports import EvaluationReport
+from rlhf_core.schemas.run import RunSpec
+
+TO_WRITE = "*To be written by the person who publishes this model.*"
+
+
+def model_card(provenance: ModelProvenance, spec: RunSpec) -> str:
+    """``README.md``: YAML front matter as the Hugging Face Hub reads it, then the same for a person."""
+    return "\n".join(["---", *_front_matter(provenance, spec), "---", "", *_body(provenance, spec), ""])
+
+
+def data_name(spec: RunSpec) -> str:
+    """What the model was trained on: the file, or what made the data."""
+    return spec.data.generator or spec.data.train.rpartition("/")[2]
+
+
+def _front_matter(provenance: ModelProvenance, spec: RunSpec) -> Iterator[str]:
+    yield "library_name: transformers"
+    yield "pipeline_tag: text-generation"
+    if provenance.base_model:
+        yield f"base_model: {_scalar(provenance.base_model)}"
+    yield "tags:"
+    for tag in dict.fromkeys(["rlhf", spec.train.algorithm, *provenance.tags]):
+        yield f"- {_scalar(tag)}"
+    yield "datasets:"
+    yield f"- {_scalar(data_name(spec))}"
+    results = [report for report in provenance.evaluations if report.when == "after"]
+    yield "model-index:"
+    yield f"- name: {_scalar(provenance.run_id)}"
+    yield "  results:"
+    for report in results:
+        yield "  - task:"
+        yield "      type: text-generation"
+        yield "    dataset:"
+        yield f"      name: {_scalar(f'held-out part of {data_name(spec)}')}"
+        yield f"      type: {_scalar(data_name(spec))}"
+        yield "    metrics:"
+        yield f"    - type: {_scalar(report.metric)}"
+        yield f"      name: {_scalar(f'{report.metric}, {report.name}')}"
+        yield f"      value: {_number(report.value)}"
+        yield "      args:"
+        yield f"        ci_low: {_number(report.ci_low)}"
+        yield f"        ci_high: {_number(report.ci_high)}"
+        yield f"        confidence: {spec.evaluate.confidence:g}"
+        yield f"        num_samples: {report.num_samples}"
+
+
+def _body(provenance: ModelProvenance, spec: RunSpec) -> Iterator[str]:
+    yield f"# {provenance.run_id}"
+    yield ""
+    started = f"`{provenance.base_model}`" if provenance.base_model else "random weights"
+    trained = f"{spec.train.algorithm.upper()}" + (" after a supervised warm start" if spec.sft.num_steps else "")
+    yield (
+        f"Trained from {started} by {trained}, {provenance.checkpoint_step} optimizer steps, on `{data_name(spec)}` "
+        f"with the reward {', '.join(f'`{name}`' for name in spec.reward.functions)}."
+    )
+    yield ""
+    yield "## Evaluation"
+    yield ""
+    yield f"On held-out data; in brackets the {spec.evaluate.confidence:.0%} confidence interval."
+    yield ""
+    yield from _table(provenance.evaluations)
+    yield ""
+    yield "## How it was made"
+    yield ""
+    yield "| | |"
+    yield "|---|---|"
+    for name, value in _making(provenance, spec).items():
+        yield f"| {name} | {_cell(value)} |"
+    yield ""
+    yield "`rlhf.json` has the whole specification and the SHA-256 of every file of this folder."
+    yield ""
+    yield "## Intended use"
+    yield ""
+    yield TO_WRITE
+    yield ""
+    yield "## Limitations"
+    yield ""
+    yield TO_WRITE
+    yield ""
+    yield "## License"
+    yield ""
+    yield TO_WRITE
+
+
+def _table(reports: tuple[EvaluationReport, ...]) -> Iterator[str]:
+    yield "| | before | after |"
+    yield "|---|---|---|"
+    for name in dict.fromkeys(report.name for report in reports):
+        of_name = {report.when: report for report in reports if report.name == name}
+        shown = next(iter(of_name.values()))
+        yield f"| {shown.metric}, {name} | {_interval(of_name.get('before'))} | {_interval(of_name.get('after'))} |"
+
+
+def _interval(report: EvaluationReport | None) -> str:
+    if report is None:
+        return "-"
+    return f"{report.value:.3f} [{report.ci_low:.3f}, {report.ci_high:.3f}], {report.num_samples} samples"
+
+
+def _making(provenance: ModelProvenance, spec: RunSpec) -> dict[str, str]:
+    return {
+        "run": f"`{provenance.run_id}`, asked for by {provenance.owner} on {provenance.created_at:%Y-%m-%d %H:%M} UTC",
+        "checkpoint": f"step {provenance.checkpoint_step} of {spec.total_steps}",
+        "seed": str(provenance.seed),
+        "code": f"`{provenance.code_revision}`" if provenance.code_revision else "not from a git repository",
+        "made with": f"rlhf-flows {provenance.package_version}, config `{provenance.config_source}`"
+        + (f" with {', '.join(f'`{text}`' for text in provenance.overrides)}" if provenance.overrides else ""),
+        "ranks": f"{spec.num_ranks}",
+        "attempts, restarts": f"{provenance.num_attempts}, {provenance.num_restarts}",
+        "incidents": "; ".join(provenance.incidents) or "none",
+        "promoted": f"{provenance.promoted_at:%Y-%m-%d %H:%M} UTC, by {provenance.approved_by}"
+        + (f": {provenance.reason}" if provenance.reason else ""),
+    }
+
+
+def _scalar(text: str) -> str:
+    """A text as YAML: JSON is a part of it."""
+    return json.dumps(text)
+
+
+def _number(value: float) -> str:
+    return json.dumps(value) if value == value else ".nan"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

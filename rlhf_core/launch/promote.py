@@ -1,0 +1,245 @@
+"""Promotion: which checkpoint is the best, the one answer that counts, and the model directory, whole or not at all.
+
+    <folder>/<run_id>/
+        model weights, configuration, tokenizer     as in the checkpoint, byte for byte
+        README.md                                   the model card
+        rlhf.json                                   where it comes from, and the sha256 of every other file
+
+The folder is written under another name and renamed when everything is on the disk: whoever finds it under its own
+name finds a whole model, also after a kill or a power cut.
+"""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf_core.errors import CheckpointCorrupt, PromotionFailed, RunDirError
+from rlhf_core.run_dir import CheckpointDir, RunDir, checksum, create_once, is_disk_full, read_model, write_text
+from rlhf_core.schemas.promotion import ModelProvenance, PromotionAnswer
+from rlhf_core.schemas.reports import CheckpointManifest, EvaluationReport, FileChecksum
+from rlhf_core.schemas.run import PromoteSpec
+
+CARD = "README.md"
+PROVENANCE = "rlhf.json"
+_MODEL_FILES = "model/"
+"""Beginning of the names of the model's files in the manifest of a checkpoint."""
+_BLOCK_BYTES = 8 << 20
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which checkpoint
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The checkpoint to promote, or why there is none."""
+
+    reason: str
+    """What speaks for it or against it, in a sentence for a person."""
+    checkpoint: CheckpointDir | None = None
+    before: EvaluationReport | None = None
+    after: EvaluationReport | None = None
+
+
+def choose(run_dir: RunDir, wanted: PromoteSpec) -> Choice:
+    """The complete checkpoint that was evaluated best after training, if it is enough better than the start.
+
+    Today's evaluator measures the last checkpoint only, so that there is one to choose from; several evaluations of the
+    same name are compared all the same, and of equally good ones the latest is taken.
+    """
+    reports = _evaluations(run_dir, wanted.metric)
+    complete = {checkpoint.step: checkpoint for checkpoint in run_dir.checkpoints()}
+    measured = [report for report in reports if report.when == "after" and report.checkpoint_step in complete]
+    if not measured:
+        return Choice(f"found no complete checkpoint with a {wanted.metric} evaluation after training")
+    best = max(measured, key=lambda report: (report.value, report.checkpoint_step))
+    start = min(
+        (report for report in reports if report.when == "before"),
+        key=lambda report: report.checkpoint_step,
+        default=None,
+    )
+    if start is None:
+        return Choice(f"found no {wanted.metric} evaluation before training to hold the gain against", after=best)
+    gain = best.value - start.value
+    told = f"{best.metric} ({best.name}) {start.value:.3f} -> {best.value:.3f}, gain {gain:+.3f}"
+    if not gain >= wanted.min_gain:  # also when it is not a number
+        return Choice(f"{told}; promote.min_gain is {wanted.min_gain:g}", None, start, best)
+    return Choice(told, complete[best.checkpoint_step], start, best)
+
+
+def _evaluations(run_dir: RunDir, name: str) -> list[EvaluationReport]:
+    found = (read_model(path, EvaluationReport) for path in sorted(run_dir.evaluations_dir.glob("*.json")))
+    return [report for report in found if report is not None and report.name == name]
+
+
+def promoted_folder(run_dir: RunDir, wanted: PromoteSpec) -> Path:
+    """Where the model of a run goes: ``promoted`` stands beside the folder of the run directories."""
+    folder = Path(wanted.folder) if wanted.folder else run_dir.root.absolute().parent.parent / "promoted"
+    return folder / run_dir.run_id
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The answer
+
+
+def give_answer(run_dir: RunDir, answer: PromotionAnswer) -> bool:
+    """Answer the question; False when somebody else was first.
+
+    Raises:
+        RunDirError: it cannot be written.
+    """
+    try:
+        return create_once(run_dir.promotion_answer, answer.model_dump_json(indent=2) + "\n")
+    except OSError as error:
+        raise RunDirError(f"cannot write {run_dir.promotion_answer}: {error.strerror}") from None
+
+
+def read_answer(run_dir: RunDir) -> PromotionAnswer | None:
+    """The answer that counts; None while there is none.
+
+    Raises:
+        RunDirError: what is there is no answer.
+    """
+    answer = read_model(run_dir.promotion_answer, PromotionAnswer)
+    if answer is None and run_dir.promotion_answer.exists():
+        answer = read_model(run_dir.promotion_answer, PromotionAnswer)  # it may have come in between
+        if answer is None:
+            raise RunDirError(f"{run_dir.promotion_answer} is no answer to a promotion; remove it, then answer again")
+    return answer
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The model directory
+
+
+def write_model_directory(
+    checkpoint: CheckpointDir, target: Path, card: str, provenance: ModelProvenance, tick: Callable[[], None]
+) -> None:
+    """Write ``target``, whole or not at all. One that holds this very model already is left as it is.
+
+    Call it under the lease of the run: what an earlier writer of the same target has left unfinished is removed.
+
+    Args:
+        card: text of the model card.
+        provenance: without its files.
+        tick: called for every block that is copied; may raise to stop.
+
+    Raises:
+        PromotionFailed: something else stands there, or there is no room or no permission.
+        CheckpointCorrupt: a file of the checkpoint is not what its manifest says.
+    """
+    manifest = checkpoint.manifest()
+    if manifest is None:
+        raise CheckpointCorrupt(f"checkpoint {checkpoint.root} is not complete: {checkpoint.complete} is missing")
+    if target.exists():
+        _require_same(target, manifest, provenance)
+        return
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        _fill(partial, checkpoint, manifest, card, provenance, tick)
+        partial.rename(target)
+        _sync(target.parent)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        what = "the disk is full" if is_disk_full(error) else error.strerror or str(error)
+        raise PromotionFailed(
+            f"cannot write the model of {provenance.run_id} to {target}: {what}. Nothing is left there; mend it, then "
+            f"`rlhf approve {provenance.run_id}`"
+        ) from error
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _fill(
+    folder: Path,
+    checkpoint: CheckpointDir,
+    manifest: CheckpointManifest,
+    card: str,
+    provenance: ModelProvenance,
+    tick: Callable[[], None],
+) -> None:
+    files = {}
+    for name, expected in _model_files(manifest).items():
+        files[name] = _copy(checkpoint.model / name, folder / name, tick)
+        if files[name] != expected:
+            raise CheckpointCorrupt(
+                f"checkpoint {checkpoint.root} is damaged: model/{name} has {files[name].bytes} bytes with sha256 "
+                f"{files[name].sha256[:12]}, expected {expected.bytes} bytes with {expected.sha256[:12]}. Nothing was "
+                f"promoted"
+            )
+    if "config.json" not in files:
+        raise CheckpointCorrupt(f"checkpoint {checkpoint.root} has no model: its manifest names no model/config.json")
+    write_text(folder / CARD, card)
+    files[CARD] = checksum(folder / CARD)
+    whole = provenance.model_copy(update={"files": dict(sorted(files.items()))})
+    write_text(folder / PROVENANCE, whole.model_dump_json(indent=2) + "\n")
+    for path in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
+        _sync(path)
+
+
+def _model_files(manifest: CheckpointManifest) -> dict[str, FileChecksum]:
+    return {
+        name.removeprefix(_MODEL_FILES): expected
+        for name, expected in manifest.files.items()
+        if name.startswith(_MODEL_FILES)
+    }
+
+
+def _require_same(target: Path, manifest: CheckpointManifest, provenance: ModelProvenance) -> None:
+    problems = damage(target)
+    present = read_model(target / PROVENANCE, ModelProvenance)
+    if present is not None and not problems:
+        same_files = _model_files(manifest).items() <= present.files.items()
+        if same_files and (present.run_id, present.checkpoint_step) == (provenance.run_id, manifest.step):
+            return
+        problems = [f"it holds step {present.checkpoint_step} of {present.run_id}"]
+    raise PromotionFailed(
+        f"{target} exists already and is not the model of {provenance.run_id}, step {manifest.step}: "
+        f"{'; '.join(problems)}. Move it away, then `rlhf approve {provenance.run_id}`"
+    )
+
+
+def damage(folder: Path) -> Sequence[str]:
+    """What is wrong with a promoted model, by size and hash of every file; empty for a sound one."""
+    provenance = read_model(folder / PROVENANCE, ModelProvenance)
+    if provenance is None:
+        return [f"it has no {PROVENANCE} that can be read"]
+    problems = []
+    for name, expected in provenance.files.items():
+        try:
+            found = checksum(folder / name)
+        except OSError as error:
+            problems.append(f"{name}: {error.strerror}")
+            continue
+        if found != expected:
+            problems.append(f"{name}: sha256 {found.sha256[:12]}, expected {expected.sha256[:12]}")
+    return problems
+
+
+def _copy(source: Path, target: Path, tick: Callable[[], None]) -> FileChecksum:
+    """Copy a file to the disk, and say what was copied: the source is read once."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    digest, size = hashlib.sha256(), 0
+    with source.open("rb") as reader, target.open("wb") as writer:
+        while block := reader.read(_BLOCK_BYTES):
+            tick()
+            digest.update(block)
+            size += len(block)
+            writer.write(block)
+        writer.flush()
+        os.fsync(writer.fileno())
+    return FileChecksum(bytes=size, sha256=digest.hexdigest())
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,80 @@
+"""A real Prefect server with its UI, for as long as a test session lasts: what is pressed in a browser needs one."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+
+@dataclass(frozen=True)
+class RealServer:
+    """Where it is, and where its files are."""
+
+    url: str
+    home: Path
+
+    @property
+    def api(self) -> str:
+        return f"{self.url}/api"
+
+    @property
+    def log(self) -> Path:
+        return self.home / "server.log"
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """What is done in the block is told this server."""
+        with temporary_settings({PREFECT_API_URL: self.api}):
+            yield
+
+
+@contextmanager
+def real_server(home: Path) -> Iterator[RealServer]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = RealServer(f"http://127.0.0.1:{port}", home)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "RLHF_"))}
+    environment |= {"PREFECT_HOME": str(home), "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
+    environment |= {"PREFECT_API_URL": server.api}
+    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+    with server.log.open("wb") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 180
+        while not _answers(server):
+            assert process.poll() is None, server.log.read_text()
+            assert time.monotonic() < deadline, server.log.read_text()
+            time.sleep(0.3)
+        yield server
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(timeout=15)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _answers(server: RealServer) -> bool:
+    try:
+        with urllib.request.urlopen(f"{server.api}/health", timeout=2):
+            return True
+    except OSError:
+        return False
+
+
+def browser() -> str | None:
+    """The browser of this machine."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    return next((path for name in names if (path := shutil.which(name)) is not None), None)

@@ -1,0 +1,607 @@
+"""Promotion without Prefect: who answers, in which order, after which kill; and what is written."""
+
+import dataclasses
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from control_fakes import FakeAgent, make_spec
+from desk import Desk
+from kill_points import Killed, Points
+
+from flows import answering, promotion, stages
+from flows.answering import answer_promotion
+from flows.session import Session
+from flows.stages import drive
+from rlhf_core.errors import BadInput, IllegalMove, PromotionFailed
+from rlhf_core.history import promotions, queries
+from rlhf_core.launch import lease, promote
+from rlhf_core.launch.journal import PromotionRecord, read_record
+from rlhf_core.launch.promote import damage, give_answer, promoted_folder
+from rlhf_core.run_dir import RunDir, checksum, read_model, read_models, write_model, write_text
+from rlhf_core.scheduler.base import JobState
+from rlhf_core.schemas.attempts import PromotionState, RunState
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.journal import JournalLine, PromotionMoved
+from rlhf_core.schemas.promotion import ModelProvenance, PromotionAnswer
+from rlhf_core.schemas.reports import CheckpointManifest, EvaluationReport
+from rlhf_core.schemas.run import RunSpec
+
+
+def asked(**promote: Any) -> RunSpec:
+    return make_spec(promote={"when": "approved", **promote})
+
+
+def checkpoint_with_model(run_dir: RunDir, step: int = 10) -> None:
+    """A complete checkpoint with the files of a model, as text."""
+    checkpoint = run_dir.checkpoint(step)
+    files = {"model/config.json": "{}", "model/model.safetensors": f"weights of step {step}", "trainer_state/a": "x"}
+    for name, text in files.items():
+        write_text(checkpoint.root / name, text)
+    manifest = CheckpointManifest(
+        step=step,
+        stage="grpo",
+        stage_finished=True,
+        num_ranks=2,
+        spec_hash="abc",
+        files={name: checksum(checkpoint.root / name) for name in files},
+        time=utc_now(),
+    )
+    write_model(checkpoint.complete, manifest)
+
+
+def completes(desk: Desk, run_dir: RunDir) -> None:
+    """The next job of the run does all it should."""
+
+    def behave(request: object) -> None:
+        FakeAgent(run_dir).whole_run()
+        checkpoint_with_model(run_dir)
+
+    desk.scheduler.on_submit = behave
+
+
+def completed(desk: Desk, spec: RunSpec) -> RunDir:
+    """A run that has completed; its controller is about to ask."""
+    run_dir = desk.run(spec)
+    completes(desk, run_dir)
+    session = desk.controller(run_dir)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages.promotion, "due", lambda session: False)
+        drive(session)
+    return run_dir
+
+
+def states(run_dir: RunDir) -> list[str]:
+    moves = (line.event for line in read_models(run_dir.control, JournalLine))
+    return [event.state.value for event in moves if isinstance(event, PromotionMoved)]
+
+
+def standing(run_dir: RunDir) -> PromotionRecord:
+    found = read_record(run_dir).promotion
+    assert found is not None
+    return found
+
+
+def stage_of(desk: Desk, run_dir: RunDir) -> tuple[str, str]:
+    (stage,) = [one for one in queries.show_run(desk.store, run_dir.run_id)["stages"] if one["name"] == "promote"]
+    return stage["state"], stage["message"]
+
+
+def answers(run_dir: RunDir, verdict: str, by: str = "ada", reason: str = "") -> bool:
+    return give_answer(
+        run_dir, PromotionAnswer.model_validate({"verdict": verdict, "by": by, "reason": reason, "time": utc_now()})
+    )
+
+
+def when_asked(run_dir: RunDir, do: Callable[[], object]) -> promotion.Ask:
+    """Somebody sees the question and does something."""
+
+    @contextmanager
+    def ask(session: Session, question: promotion.Question) -> Iterator[None]:
+        do()
+        yield
+
+    return ask
+
+
+def answer(desk: Desk, run_dir: RunDir, verdict: answering.Verdict, by: str, reason: str = "") -> answering.Answered:
+    return answer_promotion(run_dir, desk.site, desk.store, verdict, by, reason, say=desk.notes.says, patience_s=20)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The order
+
+
+def test_nobody_is_asked_unless_the_run_says_so(desk: Desk) -> None:
+    run_dir = desk.run()
+    completes(desk, run_dir)
+    drive(desk.controller(run_dir))
+    assert read_record(run_dir).promotion is None
+    assert "promote" not in desk.notes.titles
+
+
+def test_an_approved_model_is_written_whole_with_its_origin(desk: Desk) -> None:
+    run_dir = desk.run(asked())
+    completes(desk, run_dir)
+    drive(desk.controller(run_dir), ask=when_asked(run_dir, lambda: answers(run_dir, "approved", reason="good")))
+    record = read_record(run_dir)
+    assert record.state is RunState.COMPLETED
+    assert states(run_dir) == ["waiting", "approved", "promoted"]
+    target = promoted_folder(run_dir, run_dir.read_spec().spec.promote)
+    assert target == desk.site.home / "promoted" / run_dir.run_id
+    assert standing(run_dir).path == str(target)
+    assert (target / "model.safetensors").read_text() == "weights of step 10"
+    assert not (target / "a").exists(), "the trainer's state is nobody's business"
+    assert damage(target) == []
+    origin = read_model(target / promote.PROVENANCE, ModelProvenance)
+    assert origin is not None
+    assert (origin.run_id, origin.checkpoint_step, origin.approved_by) == (run_dir.run_id, 10, "ada")
+    assert set(origin.files) == {"README.md", "config.json", "model.safetensors"}
+    assert {path.name for path in target.iterdir()} == {*origin.files, "rlhf.json"}
+    state, said = stage_of(desk, run_dir)
+    assert state == "completed"
+    assert said == f"step 10 was promoted to {target} by ada: good"
+    assert promotions.promotion_of(desk.store, run_dir.run_id) == {
+        "state": "promoted",
+        "checkpoint_step": 10,
+        "decided_by": "ada",
+        "reason": "good",
+        "path": str(target),
+        "asked_at": promotions.promotion_of(desk.store, run_dir.run_id)["asked_at"],
+        "moved_at": promotions.promotion_of(desk.store, run_dir.run_id)["moved_at"],
+    }
+
+
+def test_the_allocation_is_gone_before_anybody_is_asked(desk: Desk) -> None:
+    run_dir = desk.run(asked())
+    completes(desk, run_dir)
+    seen = []
+
+    def look() -> None:
+        seen.extend(job.state for job in desk.scheduler.jobs.values())
+        answers(run_dir, "refused")
+
+    drive(desk.controller(run_dir), ask=when_asked(run_dir, look))
+    assert seen == [JobState.ENDED]
+
+
+def test_always_asks_nobody(desk: Desk) -> None:
+    run_dir = desk.run(make_spec(promote={"when": "always"}))
+    completes(desk, run_dir)
+    drive(desk.controller(run_dir), ask=when_asked(run_dir, lambda: pytest.fail("asked")))
+    assert states(run_dir) == ["approved", "promoted"]
+    assert standing(run_dir).by == promotion.POLICY
+
+
+def test_a_refusal_writes_nothing_and_the_run_stays_completed(desk: Desk) -> None:
+    run_dir = desk.run(asked())
+    completes(desk, run_dir)
+    drive(desk.controller(run_dir), ask=when_asked(run_dir, lambda: answers(run_dir, "refused", reason="too terse")))
+    assert read_record(run_dir).state is RunState.COMPLETED
+    assert stage_of(desk, run_dir) == ("completed", "step 10 was refused by ada: too terse")
+    assert not (desk.site.home / "promoted").exists()
+
+
+def test_a_question_that_nobody_answers_expires_and_can_still_be_approved(desk: Desk) -> None:
+    run_dir = desk.run(asked(timeout_h=1e-9))
+    completes(desk, run_dir)
+    drive(desk.controller(run_dir))
+    assert states(run_dir) == ["waiting", "expired"]
+    desk.controller(desk.run())  # lets go of the run
+    assert answer(desk, run_dir, "approved", "bea").state is PromotionState.PROMOTED
+    assert states(run_dir) == ["waiting", "expired", "approved", "promoted"]
+
+
+def test_a_gain_that_is_too_small_asks_nobody(desk: Desk) -> None:
+    run_dir = desk.run(asked(min_gain=0.71))
+    completes(desk, run_dir)
+    drive(desk.controller(run_dir), ask=when_asked(run_dir, lambda: pytest.fail("asked")))
+    assert states(run_dir) == []
+    state, said = stage_of(desk, run_dir)
+    assert (state, said.partition(";")[0]) == (
+        "completed",
+        "not promoted: exact_match (greedy) 0.200 -> 0.900, gain +0.700",
+    )
+    desk.controller(desk.run())
+    with pytest.raises(BadInput, match=r"promote\.min_gain is 0\.71"):
+        answer(desk, run_dir, "approved", "bea")
+
+
+def test_a_gain_that_is_just_enough_asks(desk: Desk) -> None:
+    """Negative control of the test before."""
+    run_dir = desk.run(asked(min_gain=0.69))
+    completes(desk, run_dir)
+    drive(desk.controller(run_dir), ask=when_asked(run_dir, lambda: answers(run_dir, "refused")))
+    assert states(run_dir) == ["waiting", "refused"]
+
+
+def report(run_dir: RunDir, file: str, **changes: Any) -> None:
+    path = run_dir.evaluation("after", "greedy")
+    known = read_model(path, EvaluationReport)
+    assert known is not None
+    write_model(run_dir.evaluations_dir / file, known.model_copy(update=changes))
+
+
+def test_of_several_evaluated_checkpoints_the_best_one_that_is_there_is_taken(desk: Desk) -> None:
+    run_dir = completed(desk, asked())
+    wanted = run_dir.read_spec().spec.promote
+    for step, value in ((4, 0.95), (6, 0.93), (8, 0.93)):
+        report(run_dir, f"after-greedy-{step}.json", checkpoint_step=step, value=value)
+    report(run_dir, "after-sampled.json", name="sampled", value=0.99, checkpoint_step=2)
+    checkpoint_with_model(run_dir, 6)
+    checkpoint_with_model(run_dir, 8)
+    chosen = promote.choose(run_dir, wanted)
+    assert chosen.checkpoint is not None
+    assert chosen.checkpoint.step == 8, "step 4 is gone, 6 and 8 are equal, 10 is worse"
+    checkpoint_with_model(run_dir, 4)
+    best = promote.choose(run_dir, wanted).checkpoint
+    assert best is not None
+    assert best.step == 4
+
+
+def test_without_an_evaluation_there_is_nothing_to_choose(desk: Desk) -> None:
+    run_dir = completed(desk, asked())
+    wanted = run_dir.read_spec().spec.promote
+    run_dir.evaluation("before", "greedy").unlink()
+    assert "before training" in promote.choose(run_dir, wanted).reason
+    run_dir.evaluation("after", "greedy").unlink()
+    nothing = promote.choose(run_dir, wanted)
+    assert (nothing.checkpoint, nothing.reason.split()[:2]) == (None, ["found", "no"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Answers
+
+
+@pytest.fixture
+def threads_are_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the lease, each thread of this process is a controller of its own, and alive."""
+    mine = lease.Owner.this_process()
+    monkeypatch.setattr(
+        lease.Owner, "this_process", lambda: dataclasses.replace(mine, user=f"thread{threading.get_ident()}")
+    )
+
+
+@pytest.mark.usefixtures("threads_are_processes")
+def test_of_many_answers_at_once_one_counts_and_the_others_are_told(desk: Desk) -> None:
+    run_dir = completed(desk, asked())
+    session = desk.controller(run_dir)
+    told: dict[str, str] = {}
+
+    def says(verdict: answering.Verdict, by: str) -> None:
+        try:
+            told[by] = answer(desk, run_dir, verdict, by).message
+        except BadInput as error:
+            told[by] = f"refused: {error}"
+
+    people = [
+        threading.Thread(target=says, args=("approved" if number % 2 else "refused", f"person{number}"))
+        for number in range(8)
+    ]
+
+    def all_answer() -> None:
+        for person in people:
+            person.start()
+        while len(told) < len(people) - 1 and any(person.is_alive() for person in people):
+            people[0].join(timeout=0.01)
+
+    promotion.carry_out(session, when_asked(run_dir, all_answer))
+    for person in people:
+        person.join()
+    assert len(states(run_dir)) == 2 + (standing(run_dir).state is PromotionState.PROMOTED)
+    winner = standing(run_dir).by
+    losers = {by: text for by, text in told.items() if by != winner}
+    assert len(losers) == 7
+    assert {text.partition(" has ")[0] for text in losers.values()} == {f"refused: too late: {winner}"}
+    assert f"by {winner}" in told[winner]
+
+
+@pytest.mark.usefixtures("threads_are_processes")
+def test_of_two_who_think_again_at_once_one_promotes_and_the_other_is_told(desk: Desk) -> None:
+    run_dir = completed(desk, asked())
+    promotion.carry_out(desk.controller(run_dir), when_asked(run_dir, lambda: answers(run_dir, "refused")))
+    desk.controller(desk.run())
+    told: dict[str, str] = {}
+
+    def says(by: str) -> None:
+        try:
+            told[by] = answer(desk, run_dir, "approved", by).state.value
+        except BadInput as error:
+            told[by] = str(error)
+
+    people = [threading.Thread(target=says, args=(by,)) for by in ("bea", "cy")]
+    for person in people:
+        person.start()
+    for person in people:
+        person.join()
+    winner = standing(run_dir).by
+    (loser,) = {"bea", "cy"} - {winner}
+    assert told[winner] == "promoted"
+    assert f"by {winner}" in told[loser]
+    assert states(run_dir) == ["waiting", "refused", "approved", "promoted"]
+
+
+def test_with_an_answer_that_may_be_replaced_two_count(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the test above would see it."""
+
+    def replaced(path: Path, text: str) -> bool:
+        write_text(path, text)
+        return True
+
+    run_dir = completed(desk, asked())
+    monkeypatch.setattr(promote, "create_once", replaced)
+    assert answers(run_dir, "approved", by="ada")
+    assert answers(run_dir, "refused", by="bea")
+
+
+@pytest.mark.parametrize("first", ["approved", "refused"])
+def test_without_a_controller_the_answer_is_acted_on_from_here(desk: Desk, first: answering.Verdict) -> None:
+    run_dir = completed(desk, asked())
+    session = desk.controller(run_dir)
+    with pytest.raises(Killed):
+        promotion.carry_out(session, when_asked(run_dir, killed))
+    assert states(run_dir) == ["waiting"]
+    desk.controller(desk.run())
+    done = answer(desk, run_dir, first, "ada", "because")
+    assert done.state is (PromotionState.PROMOTED if first == "approved" else PromotionState.REFUSED)
+    assert stage_of(desk, run_dir)[0] == "completed"
+
+
+def killed() -> None:
+    raise Killed
+
+
+def test_a_refusal_can_be_thought_over_and_a_promotion_cannot(desk: Desk) -> None:
+    run_dir = completed(desk, asked())
+    promotion.carry_out(desk.controller(run_dir), when_asked(run_dir, lambda: answers(run_dir, "refused")))
+    desk.controller(desk.run())
+    with pytest.raises(BadInput, match="too late: step 10 was refused by ada"):
+        answer(desk, run_dir, "refused", "bea")
+    assert answer(desk, run_dir, "approved", "bea").state is PromotionState.PROMOTED
+    for verdict in ("approved", "refused"):
+        with pytest.raises(BadInput, match="too late: step 10 was promoted to"):
+            answer(desk, run_dir, verdict, "cy")
+
+
+def test_what_was_never_asked_can_be_approved_and_not_refused(desk: Desk) -> None:
+    run_dir = completed(desk, make_spec())
+    desk.controller(desk.run())
+    with pytest.raises(BadInput, match="nobody has asked"):
+        answer(desk, run_dir, "refused", "ada")
+    assert answer(desk, run_dir, "approved", "ada").state is PromotionState.PROMOTED
+
+
+def test_a_run_that_is_not_completed_is_not_promoted(desk: Desk) -> None:
+    with pytest.raises(BadInput, match="only a completed run"):
+        answer(desk, desk.run(asked()), "approved", "ada")
+
+
+def test_the_journal_refuses_a_move_that_the_table_lacks(desk: Desk) -> None:
+    run_dir = completed(desk, asked())
+    journal = desk.controller(run_dir).journal
+    with pytest.raises(IllegalMove, match="not begun and cannot become promoted"):
+        journal.move_promotion(PromotionMoved(state=PromotionState.PROMOTED, checkpoint_step=10))
+    journal.move_promotion(PromotionMoved(state=PromotionState.WAITING, checkpoint_step=10))
+    with pytest.raises(IllegalMove, match="waiting and cannot become promoted"):
+        journal.move_promotion(PromotionMoved(state=PromotionState.PROMOTED, checkpoint_step=10))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kills
+
+
+def test_killed_while_waiting_the_next_controller_waits_until_the_first_deadline(desk: Desk) -> None:
+    run_dir = completed(desk, asked(timeout_h=5))
+    deadlines = []
+
+    @contextmanager
+    def killed_here(session: Session, question: promotion.Question) -> Iterator[None]:
+        deadlines.append(question.deadline)
+        raise Killed
+        yield
+
+    for _ in range(2):
+        session = desk.controller(run_dir)
+        assert promotion.due(session)
+        with pytest.raises(Killed):
+            promotion.carry_out(session, killed_here)
+    assert deadlines[0] == deadlines[1] == standing(run_dir).asked_at + timedelta(hours=5)
+    assert states(run_dir) == ["waiting"]
+    answers(run_dir, "approved")  # nobody lives to see it
+    drive(desk.controller(run_dir))
+    assert states(run_dir) == ["waiting", "approved", "promoted"]
+    assert len(desk.scheduler.submitted) == 1
+
+
+def test_killed_around_every_line_and_file_the_model_is_promoted_once(desk: Desk) -> None:
+    def live(run_dir: RunDir, kill_at: int | None) -> int:
+        points = Points(kill_at)
+        session = desk.controller(run_dir)
+        with points.at_every_effect(desk.scheduler), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(promote, "_copy", points.around(promote._copy))
+            patch.setattr(promote, "create_once", points.around(promote.create_once))
+            with suppress(Killed):
+                promotion.carry_out(session, when_asked(run_dir, lambda: answers(run_dir, "approved")))
+        return points.passed
+
+    total = live(completed(desk, asked()), None)
+    assert total >= 18, "six lines of the journal, two files, the answer, the rename"
+    for point in range(total):
+        run_dir = completed(desk, asked())
+        assert live(run_dir, point) == point
+        drive(desk.controller(run_dir), ask=when_asked(run_dir, lambda run_dir=run_dir: answers(run_dir, "approved")))
+        assert damage(promoted_folder(run_dir, run_dir.read_spec().spec.promote)) == [], point
+        assert states(run_dir) == ["waiting", "approved", "promoted"], point
+
+
+def write_and_die(run_dir: RunDir, target: Path, origin: ModelProvenance, die_at: int) -> bool:
+    """Write the model in a process of its own that is killed, as by SIGKILL, at one of its effects; whether it was."""
+    child = os.fork()
+    if child == 0:
+        passed = 0
+
+        def mortal(effect: Callable[..., Any]) -> Callable[..., Any]:
+            def wrapped(*arguments: Any, **keywords: Any) -> Any:
+                nonlocal passed
+                if passed == die_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                passed += 1
+                return effect(*arguments, **keywords)
+
+            return wrapped
+
+        os.fsync = mortal(os.fsync)
+        Path.rename = mortal(Path.rename)  # type: ignore[method-assign]
+        Path.open = mortal(Path.open)  # type: ignore[method-assign]
+        Path.mkdir = mortal(Path.mkdir)  # type: ignore[method-assign]
+        promote.write_model_directory(run_dir.checkpoint(10), target, "card", origin, mortal(lambda: None))
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_killed_while_it_is_written_there_is_nothing_or_a_whole_model(desk: Desk, in_place: bool) -> None:
+    """And, as a control, a writer without the other name leaves halves behind."""
+    run_dir = approved(desk)
+    origin = promotion._provenance(
+        desk.controller(run_dir), PromotionRecord(PromotionState.APPROVED, 10, utc_now(), "ada")
+    )
+    halves, point = 0, 0
+    with pytest.MonkeyPatch.context() as patch:
+        if in_place:
+            patch.setattr(Path, "with_name", lambda path, name: path)
+            patch.setattr(promote.shutil, "rmtree", lambda path, ignore_errors: None)
+        while True:
+            target = desk.site.home / "models" / str(point) / run_dir.run_id
+            if not write_and_die(run_dir, target, origin, point):
+                break
+            halves += target.exists() and damage(target) != []
+            point += 1
+    assert point > 15
+    assert (halves > 0) == in_place
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What can go wrong with the folder
+
+
+def approved(desk: Desk, **promote: Any) -> RunDir:
+    run_dir = completed(desk, make_spec(promote={"when": "always", **promote}))
+    desk.controller(run_dir)
+    return run_dir
+
+
+def test_a_damaged_checkpoint_is_not_promoted(desk: Desk) -> None:
+    run_dir = approved(desk)
+    weights = run_dir.checkpoint(10).model / "model.safetensors"
+    good = weights.read_text()
+    weights.write_text("weights of step 11")
+    drive(desk.controller(run_dir))
+    assert states(run_dir) == ["approved", "failed"]
+    assert "model/model.safetensors has 18 bytes" in standing(run_dir).reason
+    assert list((desk.site.home / "promoted").iterdir()) == []
+    assert read_record(run_dir).state is RunState.COMPLETED
+    assert stage_of(desk, run_dir)[0] == "failed"
+    weights.write_text(good)
+    desk.controller(desk.run())
+    assert answer(desk, run_dir, "approved", "ada").state is PromotionState.PROMOTED
+
+
+def test_without_the_comparison_a_damaged_checkpoint_would_pass(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control of the test before."""
+    run_dir = approved(desk)
+    (run_dir.checkpoint(10).model / "model.safetensors").write_text("weights of step 11")
+    copy = promote._copy
+    manifest = run_dir.checkpoint(10).manifest()
+    assert manifest is not None
+
+    def blind(source: Path, target: Path, tick: Callable[[], None]) -> Any:
+        copy(source, target, tick)
+        return manifest.files[f"model/{source.name}"]
+
+    monkeypatch.setattr(promote, "_copy", blind)
+    drive(desk.controller(run_dir))
+    assert states(run_dir)[-1] == "promoted"
+    assert damage(promoted_folder(run_dir, run_dir.read_spec().spec.promote)) != []
+
+
+def test_something_else_at_the_target_is_not_touched(desk: Desk) -> None:
+    run_dir = approved(desk)
+    target = desk.site.home / "promoted" / run_dir.run_id
+    target.mkdir(parents=True)
+    (target / "notes.txt").write_text("mine")
+    drive(desk.controller(run_dir))
+    assert standing(run_dir).state is PromotionState.FAILED
+    assert f"{target} exists already" in standing(run_dir).reason
+    assert [path.name for path in target.iterdir()] == ["notes.txt"]
+
+
+def test_a_full_disk_is_said_and_can_be_tried_again(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = approved(desk)
+    desk.controller(desk.run())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(promote, "write_text", full)
+        session = desk.controller(run_dir)
+        with pytest.raises(PromotionFailed, match=r"the disk is full\. Nothing is left there"):
+            promotion.carry_out(session)
+    assert standing(run_dir).state is PromotionState.FAILED
+    assert list((desk.site.home / "promoted").iterdir()) == []
+    desk.controller(desk.run())
+    done = answer(desk, run_dir, "approved", "ada")
+    assert done.path is not None
+    assert damage(done.path) == []
+
+
+def full(path: Path, text: str) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_folder_that_cannot_be_made_is_said(desk: Desk) -> None:
+    (desk.site.home / "file").write_text("")
+    run_dir = approved(desk, folder=str(desk.site.home / "file" / "models"))
+    drive(desk.controller(run_dir))
+    assert "Not a directory" in standing(run_dir).reason
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is told
+
+
+def test_the_card_says_what_is_known_and_leaves_the_rest_to_a_person(desk: Desk) -> None:
+    run_dir = approved(desk)
+    drive(desk.controller(run_dir))
+    card = Path(standing(run_dir).path, "README.md").read_text()
+    _, front, body = card.split("---\n", 2)
+    assert 'tags:\n- "rlhf"\n- "grpo"' in front
+    assert "value: 0.9\n" in front
+    assert "ci_low: 0.8\n" in front
+    assert "| exact_match, greedy | 0.200 [0.100, 0.300], 8 samples | 0.900 [0.800, 1.000], 8 samples |" in body
+    assert "random weights" in body
+    assert body.count("*To be written by the person who publishes this model.*") == 3
+    origin = json.loads(Path(standing(run_dir).path, "rlhf.json").read_text())
+    assert "slurm" not in origin["spec"]
+
+
+def test_the_question_has_all_that_is_needed_to_answer_it(desk: Desk) -> None:
+    run_dir = completed(desk, asked())
+    shown = []
+
+    @contextmanager
+    def ask(session: Session, question: promotion.Question) -> Iterator[None]:
+        shown.append(question.text)
+        answers(run_dir, "refused")
+        yield
+
+    promotion.carry_out(desk.controller(run_dir), ask)
+    (text,) = shown
+    assert "| exact_match, greedy | 0.200 [0.100, 0.300] | 0.900 [0.800, 1.000] | +0.700 |" in text
+    assert f"rlhf approve {run_dir.run_id}" in text
+    assert "No incidents on the way." in text

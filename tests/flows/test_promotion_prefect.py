@@ -1,0 +1,214 @@
+"""The question in Prefect: a real server, its form in a real browser, and answers that come from elsewhere."""
+
+import contextvars
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from uuid import UUID
+
+import pytest
+from control_fakes import make_spec
+from desk import Desk
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
+from prefect.client.schemas.objects import FlowRun
+from prefect.states import Running
+from real_server import RealServer, browser
+from test_promotion import answers, completes, standing, states
+
+from flows import approval
+from flows.run import run_in_prefect
+from flows.session import Session
+from rlhf_core.launch.journal import read_record
+from rlhf_core.launch.lease import TTL_S
+from rlhf_core.run_dir import RunDir
+from rlhf_core.schemas.attempts import PromotionState, RunState
+
+
+@pytest.fixture(autouse=True)
+def _quick(real_prefect: RealServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(approval, "POLL_S", 0.2)
+    monkeypatch.setattr(approval, "AGAIN_S", 0.5)
+    with real_prefect.in_use():
+        yield
+
+
+def until(seen: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + 60
+    while not (found := seen()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return found
+
+
+def flow_run_of(run_dir: RunDir) -> FlowRun:
+    with get_client(sync_client=True) as client:
+        (found,) = client.read_flow_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[run_dir.run_id])))
+        return found
+
+
+def paused(run_dir: RunDir) -> FlowRun | None:
+    found = flow_run_of(run_dir)
+    return found if found.state is not None and found.state.is_paused() else None
+
+
+def controller(desk: Desk, run_dir: RunDir) -> Session:
+    """With real time: it waits for a person."""
+    session = desk.controller(run_dir)
+    session.clock, session.sleep, session.poll_s = time.monotonic, time.sleep, 0.1
+    return session
+
+
+@contextmanager
+def waiting_run(desk: Desk, **promote: Any) -> Iterator[RunDir]:
+    """A run whose flow run is paused; at the end of the block its controller must have finished by itself."""
+    run_dir = desk.run(make_spec(promote={"when": "approved", **promote}))
+    completes(desk, run_dir)
+    desk.scheduler.on_status = lambda: desk.scheduler.end_all() if read_record(run_dir).ended else None
+    session = controller(desk, run_dir)
+    context = contextvars.copy_context()
+    thread = threading.Thread(target=lambda: context.run(run_in_prefect, session))
+    thread.start()
+    try:
+        until(lambda: thread.is_alive() and _seen(run_dir) and paused(run_dir))
+        yield run_dir
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+    finally:
+        answers(run_dir, "refused")  # lets the thread go when the test has failed
+        thread.join(timeout=60)
+
+
+def _seen(run_dir: RunDir) -> bool:
+    return read_record(run_dir).promotion is not None
+
+
+def message_of(run_dir: RunDir) -> tuple[str, str]:
+    state = flow_run_of(run_dir).state
+    assert state is not None
+    return state.name or "", state.message or ""
+
+
+@contextmanager
+def page_of(server: RealServer, path: str) -> Iterator[Any]:
+    executable = browser()
+    if executable is None:
+        pytest.skip("there is no browser on this machine (chromium)")
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        page = chromium.new_page(viewport={"width": 1400, "height": 1200})
+        page.set_default_timeout(45_000)
+        page.goto(f"{server.url}{path}", wait_until="domcontentloaded")
+        yield page
+        chromium.close()
+
+
+def test_a_person_approves_in_the_browser(desk: Desk, real_prefect: RealServer) -> None:
+    with waiting_run(desk) as run_dir, page_of(real_prefect, f"/runs/flow-run/{flow_run_of(run_dir).id}") as page:
+        page.get_by_role("button", name="Resume").first.click()
+        form = page.locator(".p-modal__card")
+        form.get_by_text("+0.700", exact=True).wait_for()
+        assert "exact_match, greedy" in form.inner_text(), "the evaluation stands beside the button"
+        form.get_by_role("switch").click()
+        form.locator("textarea").nth(0).fill("Ada")
+        form.locator("textarea").nth(1).fill("good enough")
+        form.get_by_role("button", name="Submit").click()
+        until(lambda: "promoted" in states(run_dir))
+    assert states(run_dir) == ["waiting", "approved", "promoted"]
+    assert (standing(run_dir).by, standing(run_dir).reason) == ("Ada", "good enough")
+    name, message = message_of(run_dir)
+    assert name == "Completed"
+    assert message.endswith("by Ada: good enough")
+
+
+def test_a_person_refuses_in_the_newer_ui(desk: Desk, real_prefect: RealServer) -> None:
+    """A switch that is left alone refuses."""
+    with waiting_run(desk) as run_dir, page_of(real_prefect, f"/v2/runs/flow-run/{flow_run_of(run_dir).id}") as page:
+        page.locator("button[aria-haspopup=menu]").first.click()
+        page.get_by_role("menuitem", name="Resume").click()
+        form = page.get_by_role("dialog")
+        form.locator("textarea").nth(0).fill("Bea")
+        form.get_by_role("button", name="Resume").click()
+        until(lambda: "refused" in states(run_dir))
+    assert standing(run_dir).by == "Bea"
+    name, message = message_of(run_dir)
+    assert name == "Completed"
+    assert "was refused by Bea" in message
+    assert read_record(run_dir).state is RunState.COMPLETED
+
+
+def test_an_answer_from_a_terminal_resumes_the_flow_run_by_itself(desk: Desk) -> None:
+    with waiting_run(desk) as run_dir:
+        answers(run_dir, "approved", by="cy")
+    assert standing(run_dir).state is PromotionState.PROMOTED
+    assert message_of(run_dir)[0] == "Completed"
+
+
+def test_a_flow_run_that_is_resumed_without_the_form_asks_again(desk: Desk) -> None:
+    with waiting_run(desk) as run_dir:
+        first = flow_run_of(run_dir)
+        with get_client(sync_client=True) as client:
+            client.set_flow_run_state(first.id, Running(), force=True)
+        until(lambda: (again := paused(run_dir)) is not None and again.state_id != first.state_id)
+        assert states(run_dir) == ["waiting"]
+        answers(run_dir, "refused")
+
+
+def test_time_that_ran_out_ends_the_pause(desk: Desk) -> None:
+    with waiting_run(desk, timeout_h=6 / 3600) as run_dir:
+        pass
+    assert states(run_dir) == ["waiting", "expired"]
+    name, message = message_of(run_dir)
+    assert (name, message.endswith("nobody answered in time")) == ("Completed", True)
+
+
+def test_an_answer_to_a_dead_controllers_form_counts(desk: Desk) -> None:
+    """Its flow run stays paused when the controller is killed; the next controller finds what was answered there."""
+    with waiting_run(desk) as run_dir, get_client(sync_client=True) as client:
+        # As a second controller would, in a flow run of its own.
+        dead = flow_run_of(run_dir)
+        form = {"approve": True, "by": "dee", "reason": "late"}
+        client.resume_flow_run(dead.id, run_input=form)
+        approval._take_over(client, run_dir, UUID(int=0))
+    assert standing(run_dir).by == "dee"
+
+
+def test_a_form_that_nobody_reads_any_more_is_taken_away(desk: Desk) -> None:
+    with waiting_run(desk) as run_dir:
+        with get_client(sync_client=True) as client:
+            approval._take_over(client, run_dir, UUID(int=0))
+        assert message_of(run_dir)[0] == "Cancelled"
+        answers(run_dir, "refused")
+
+
+def test_a_server_that_never_answers_does_not_hold_the_lease(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefect hangs for as long as the question is open; the controller sees the answer all the same."""
+    never, asked = threading.Event(), threading.Event()
+
+    def hangs() -> bool:
+        asked.set()
+        never.wait()
+        return False
+
+    run_dir = desk.run(make_spec(promote={"when": "approved"}))
+    completes(desk, run_dir)
+    desk.scheduler.on_status = lambda: desk.scheduler.end_all() if read_record(run_dir).ended else None
+    session = controller(desk, run_dir)
+    kept = []
+    monkeypatch.setattr(session.lease, "keep", lambda: kept.append(1))
+    monkeypatch.setattr(approval, "server_answers", hangs)
+    monkeypatch.setattr(approval, "FAREWELL_S", 0.2)
+    context = contextvars.copy_context()
+    thread = threading.Thread(target=lambda: context.run(run_in_prefect, session))
+    thread.start()
+    assert asked.wait(TTL_S)
+    before = len(kept)
+    until(lambda: len(kept) > before + 3)
+    answers(run_dir, "refused")
+    thread.join(timeout=TTL_S)
+    never.set()
+    assert not thread.is_alive()
+    assert states(run_dir) == ["waiting", "refused"]

@@ -1,0 +1,123 @@
+"""A promoted model is one for the libraries that others use: it loads, says the same, and has a card they can read."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from rank_launcher import tiny_spec
+
+from rlhf_core.launch.model_card import model_card
+from rlhf_core.launch.promote import damage, write_model_directory
+from rlhf_core.run_dir import RunDir
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.promotion import ModelProvenance
+from rlhf_core.schemas.reports import EvaluationReport
+from rlhf_core.schemas.run import RunSpec
+
+torch = pytest.importorskip("torch")
+
+from huggingface_hub import ModelCard  # noqa: E402 - comes with transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig  # noqa: E402
+
+from rlhf_core.training.checkpoints import CheckpointWriter, Progress  # noqa: E402
+from rlhf_core.training.distributed import Ranks  # noqa: E402
+from rlhf_core.training.models import build_causal_lm  # noqa: E402
+from rlhf_core.training.tokenizers import build_tokenizer  # noqa: E402
+from rlhf_core.training.types import NullReporter  # noqa: E402
+
+pytestmark = pytest.mark.training
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    """A process group of one."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield Ranks(0, 1, torch.device("cpu"), NullReporter(), store)
+    torch.distributed.destroy_process_group()
+
+
+def evaluation(when: Literal["before", "after"], value: float) -> EvaluationReport:
+    return EvaluationReport(
+        name="greedy",
+        when=when,
+        metric="exact_match",
+        value=value,
+        ci_low=value - 0.1,
+        ci_high=value + 0.1,
+        num_prompts=8,
+        num_samples=8,
+        checkpoint_step=4,
+        seconds=1.0,
+        time=utc_now(),
+        samples=(),
+    )
+
+
+def origin(run_id: str, spec: RunSpec) -> ModelProvenance:
+    return ModelProvenance(
+        run_id=run_id,
+        name=spec.name,
+        owner="ada",
+        tags=("quote \" and 'tick': yes",),
+        created_at=utc_now(),
+        promoted_at=utc_now(),
+        approved_by="bea",
+        reason="it | sorts",
+        checkpoint_step=4,
+        spec_hash="abc",
+        base_model=spec.model.path,
+        seed=spec.seed,
+        package_version="0",
+        code_revision="",
+        config_source="tiny.toml",
+        overrides=(),
+        num_attempts=1,
+        num_restarts=0,
+        incidents=(),
+        evaluations=(evaluation("before", 0.25), evaluation("after", 0.75)),
+        spec={},
+    )
+
+
+def promoted(run_dir: RunDir, ranks: Ranks, target: Path) -> Any:
+    """Save a checkpoint as training does, and promote it; the model that was saved."""
+    spec = RunSpec.model_validate(tiny_spec())
+    tokenizer = build_tokenizer("char", [], 0)
+    model = build_causal_lm(tiny_spec()["model"]["config"], tokenizer, 0)
+    writer = CheckpointWriter(run_dir, spec, tokenizer, ranks, lambda: None)
+    saved = writer.save(Progress(step=4, stage="grpo", stage_finished=True, position=32), model, {})
+    provenance = origin(run_dir.run_id, spec)
+    write_model_directory(saved, target, model_card(provenance, spec), provenance, lambda: None)
+    return model
+
+
+def test_a_promoted_model_loads_and_says_what_the_checkpoint_said(tmp_path: Path, ranks: Ranks) -> None:
+    run_dir, target = RunDir(tmp_path / "run"), tmp_path / "models" / "run"
+    run_dir.root.mkdir()
+    trained = promoted(run_dir, ranks, target)
+    assert damage(target) == []
+    loaded = AutoModelForCausalLM.from_pretrained(target)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    prompt = tokenizer("31420>", return_tensors="pt")
+    with torch.no_grad():
+        expected = trained.eval()(prompt["input_ids"]).logits
+        found = loaded.eval()(prompt["input_ids"]).logits
+    assert torch.equal(found, expected)
+    assert GenerationConfig.from_pretrained(target).eos_token_id is not None
+    answer = loaded.generate(**prompt, max_new_tokens=4, do_sample=False)
+    assert answer.shape[1] > prompt["input_ids"].shape[1]
+
+
+def test_the_card_is_one_that_the_hub_reads(tmp_path: Path, ranks: Ranks) -> None:
+    run_dir, target = RunDir(tmp_path / "run"), tmp_path / "models" / "run"
+    run_dir.root.mkdir()
+    promoted(run_dir, ranks, target)
+    card = ModelCard.load(target / "README.md")
+    assert card.data.library_name == "transformers"
+    assert card.data.tags == ["rlhf", "grpo", "quote \" and 'tick': yes"]
+    (result,) = card.data.eval_results
+    assert (result.metric_type, result.metric_value) == ("exact_match", 0.75)
+    assert result.metric_args == {"ci_low": 0.65, "ci_high": 0.85, "confidence": 0.95, "num_samples": 8}
+    assert "by bea: it \\| sorts" in card.text
