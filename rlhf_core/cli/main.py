@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from rlhf_core import __version__
-from rlhf_core.cli import history_commands, output, report_command, run_commands
+from rlhf_core.cli import history_commands, keeper_command, output, report_command, run_commands
 from rlhf_core.errors import RlhfError
 
 app = typer.Typer(
@@ -58,6 +58,7 @@ app.command("report", rich_help_panel=_LOOKING)(report_command.report)
 app.command("nodes", rich_help_panel=_LOOKING)(history_commands.nodes)
 app.command("sql", rich_help_panel=_LOOKING)(history_commands.sql)
 
+app.command("reconcile", rich_help_panel=_SITE)(keeper_command.reconcile)
 app.command("doctor", rich_help_panel=_SITE)(run_commands.doctor)
 app.add_typer(db_app, name="db", rich_help_panel=_SITE)
 db_app.command("upgrade")(history_commands.db_upgrade)

@@ -46,7 +46,7 @@ from rlhf_core.schemas.journal import (
     TrialPlanned,
 )
 from rlhf_core.schemas.probe import ProbeReport
-from rlhf_core.schemas.reports import AgentStatus, AttemptOutcome, CheckpointManifest, EvaluationReport
+from rlhf_core.schemas.reports import AgentStatus, AttemptOutcome, CheckpointManifest, EvaluationReport, KeeperNote
 from rlhf_core.schemas.resources import Placement
 from rlhf_core.schemas.run import StoredSpec, shape_key
 
@@ -453,6 +453,28 @@ def write_events(connection: Connection, run_id: str, entries: Sequence[EventEnt
             "data": _as_json(entry.event)["data"],
         }
         for entry in entries
+    ]
+    insert_or_keep(connection, EVENTS, rows)
+
+
+def write_notes(connection: Connection, run_id: str, source: str, notes: Sequence[tuple[int, KeeperNote]]) -> None:
+    """What the keeper of the site wrote down."""
+    rows = [
+        {
+            "run_id": run_id,
+            "source": source,
+            "position": position,
+            "time": note.time,
+            "kind": f"keeper_{note.kind}",
+            "attempt": note.attempt,
+            "restart": None,
+            "node": "",
+            "role": None,
+            "state": None,
+            "message": note.message,
+            "data": dict(note.data),
+        }
+        for position, note in notes
     ]
     insert_or_keep(connection, EVENTS, rows)
 
