@@ -24,7 +24,6 @@ from prefect.exceptions import ObjectNotFound
 from rlhf_core.diagnosis.reconcile import FlowRunFacts, FlowState, ProcessState
 from rlhf_core.launch.lease import Owner
 from rlhf_core.run_dir import is_run_id
-from rlhf_core.schemas.resources import JOB_VARIABLE
 
 __all__ = ["RESUME_DEPLOYMENT", "ObjectNotFound", "Seen", "adopt", "end", "facts", "look"]
 
@@ -124,14 +123,17 @@ def _process(flow_run: FlowRun, is_here: bool, controller: str, pool: str) -> Pr
 
 
 def _flow_run_processes() -> Iterator[str]:
-    """Ids of the flow runs that have a living process of this user here. The jobs they started do not count."""
+    """Ids of the flow runs that have a living process of this user here.
+
+    It is known by its command line too: jobs inherit the environment of the flow run that submitted them.
+    """
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.uids().real != os.getuid() or process.status() == psutil.STATUS_ZOMBIE:
                 continue
-            variables = process.environ()
-            if FLOW_RUN_VARIABLE in variables and JOB_VARIABLE not in variables:
-                yield variables[FLOW_RUN_VARIABLE]
+            flow_run_id = process.environ().get(FLOW_RUN_VARIABLE, "")
+            if flow_run_id and any(word.startswith("prefect.") for word in process.cmdline()):
+                yield flow_run_id
 
 
 # ---------------------------------------------------------------------------------------------------------------------
