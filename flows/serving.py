@@ -231,8 +231,12 @@ def set_up(site: Site) -> None:
 
     The process must be connected to the server (:func:`flows.server.connect`) before Prefect is imported.
     """
+    from flows import deployments, housekeeping, notify
+
     _set_up_pool(site)
-    # Deployments of the presets, housekeeping and notifications are registered here, one line each.
+    deployments.register_presets(site)
+    housekeeping.register(site)
+    notify.register(site)
 
 
 def _set_up_pool(site: Site) -> None:

@@ -22,7 +22,7 @@ from pydantic_core import PydanticUndefined
 from rlhf_core.errors import BadConfig
 from rlhf_core.schemas.base import Schema
 from rlhf_core.schemas.run import RunSpec, SlurmSpec
-from rlhf_core.schemas.site import NotifySite, PrefectSite
+from rlhf_core.schemas.site import NotifySite, PrefectSite, RetentionSite
 
 PRESETS = ("quickstart", "gsm8k", "slurm-quickstart")
 """Names that may be given instead of a config file; the files ship with the package."""
@@ -310,6 +310,8 @@ class Site:
     """``[prefect]``: how ``rlhf up`` sets Prefect up."""
     notify: NotifySite = dataclasses.field(default_factory=NotifySite)
     """``[notify]``: who is told what."""
+    retention: RetentionSite = dataclasses.field(default_factory=RetentionSite)
+    """``[retention]``: what the keeper of the site removes."""
     slurm: SlurmSpec = dataclasses.field(default_factory=SlurmSpec)
     """``[slurm]``: a table of ``rlhf.toml`` with the settings of the section ``slurm`` of a run: what every job asks
     of Slurm, unless its run says otherwise. Lists and variables of both are used."""
@@ -322,7 +324,7 @@ _SITE_KEYS = {
     "compute_python": "RLHF_COMPUTE_PYTHON",
     "max_restarts_per_hour": "RLHF_MAX_RESTARTS_PER_HOUR",
 }
-_SITE_TABLES = ("prefect", "notify", "slurm")
+_SITE_TABLES = ("prefect", "notify", "retention", "slurm")
 _SECRETS = {
     "prefect": {"database_url": "RLHF_PREFECT_DATABASE_URL"},
     "notify": {"webhook_url": "RLHF_NOTIFY_WEBHOOK_URL"},
@@ -357,6 +359,7 @@ def load_site(environ: Mapping[str, str] | None = None) -> Site:
         max_restarts_per_hour=_whole_number("max_restarts_per_hour", settings.get("max_restarts_per_hour", "60")),
         prefect=_site_table(PrefectSite, "prefect", home, settings, environment),
         notify=_site_table(NotifySite, "notify", home, settings, environment),
+        retention=_site_table(RetentionSite, "retention", home, settings, environment),
         slurm=_site_table(SlurmSpec, "slurm", home, settings, environment),
     )
 

@@ -465,6 +465,11 @@ class RunDir:
         return self.root / "promotion.json"
 
     @property
+    def housekeeping(self) -> Path:
+        """What the keeper of the site did about the run; the holder of the keeper's lease appends."""
+        return self.root / "housekeeping.jsonl"
+
+    @property
     def code(self) -> Path:
         """Revision, diff and snapshot of the user's code."""
         return self.root / "code"

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlhf_core.launch.prepare import prepare
 from rlhf_core.run_dir import LineWriter, RunDir, write_model
-from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus
+from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus, LivingJob
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
@@ -120,6 +120,9 @@ class FakeScheduler:
             if (job.run_id, job.submission.attempt) == (run_id, attempt) and job.state is not JobState.ENDED:
                 return job.submission
         return None
+
+    def living(self) -> list[LivingJob]:
+        return [LivingJob(job.run_id, job.submission) for job in self.jobs.values() if job.state is not JobState.ENDED]
 
     def cancel(self, submission: Submission) -> bool:
         self.cancelled.append(submission.job_id)

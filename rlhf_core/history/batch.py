@@ -12,6 +12,7 @@ from rlhf_core.schemas.reports import (
     AttemptOutcome,
     CheckpointManifest,
     EvaluationReport,
+    KeeperNote,
     MetricsLine,
     TelemetryLine,
 )
@@ -83,6 +84,8 @@ class IngestBatch:
     """Highest fencing token after this batch."""
     journal: list[JournalEntry] = field(default_factory=list)
     """Lines that count, in the order of the file."""
+    notes: list[tuple[int, KeeperNote]] = field(default_factory=list)
+    """What the keeper of the site did, each with the byte at which its line begins."""
     attempts: set[int] = field(default_factory=set)
     """Attempts that have a folder."""
     restarts: set[tuple[int, int]] = field(default_factory=set)

@@ -113,7 +113,7 @@ class HistoryStore:
         with self.reading() as connection:
             present = connection.execute(select(LEASES).where(LEASES.c.run_id == run_id)).one_or_none()
             ingested = connection.execute(select(RUNS.c.journal_token).where(RUNS.c.run_id == run_id)).scalar()
-            now = self._time(connection)
+            now = self.time(connection)
         held = present is not None and present.expires_at > now and present.owner not in ("", owner)
         # The owner is asked about outside of any transaction: looking for a process may take its time.
         if present is not None and held and (takeover is None or not takeover(present.owner)):
@@ -123,7 +123,7 @@ class HistoryStore:
             )
         token = max(present.token if present is not None else 0, ingested or 0, above) + 1
         with self.writing() as connection:
-            expires_at = self._time(connection) + timedelta(seconds=ttl_s)
+            expires_at = self.time(connection) + timedelta(seconds=ttl_s)
             taken = {"owner": owner, "token": token, "expires_at": expires_at}
             if present is None:
                 return token if write.insert_new(connection, LEASES, {"run_id": run_id, **taken}) else None
@@ -145,7 +145,7 @@ class HistoryStore:
             renewed = connection.execute(
                 update(LEASES)
                 .where(LEASES.c.run_id == run_id, LEASES.c.owner == owner, LEASES.c.token == token)
-                .values(expires_at=self._time(connection) + timedelta(seconds=ttl_s))
+                .values(expires_at=self.time(connection) + timedelta(seconds=ttl_s))
             )
             if renewed.rowcount == 1:
                 return
@@ -163,10 +163,11 @@ class HistoryStore:
             connection.execute(
                 update(LEASES)
                 .where(LEASES.c.run_id == run_id, LEASES.c.owner == owner, LEASES.c.token == token)
-                .values(owner="", expires_at=self._time(connection))
+                .values(owner="", expires_at=self.time(connection))
             )
 
-    def _time(self, connection: Connection) -> datetime:
+    def time(self, connection: Connection) -> datetime:
+        """The present, by the clock that leases are measured with."""
         if connection.dialect.name == "sqlite":
             return self._now()
         moment: datetime = connection.execute(select(func.clock_timestamp())).scalar_one()
@@ -226,6 +227,7 @@ class HistoryStore:
 
     def _write(self, connection: Connection, run_id: str, batch: IngestBatch) -> None:
         write.write_journal(connection, run_id, batch.journal)
+        write.write_notes(connection, run_id, "housekeeping.jsonl", batch.notes)
         write.write_attempts(connection, run_id, batch.attempts)
         write.write_restarts(connection, run_id, batch)
         write.write_events(connection, run_id, batch.events)

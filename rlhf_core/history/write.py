@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
+from functools import cache
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
@@ -50,7 +51,7 @@ from rlhf_core.schemas.journal import (
     TrialPlanned,
 )
 from rlhf_core.schemas.probe import ProbeReport
-from rlhf_core.schemas.reports import AgentStatus, AttemptOutcome, CheckpointManifest, EvaluationReport
+from rlhf_core.schemas.reports import AgentStatus, AttemptOutcome, CheckpointManifest, EvaluationReport, KeeperNote
 from rlhf_core.schemas.resources import Placement
 from rlhf_core.schemas.run import StoredSpec, shape_key
 
@@ -105,14 +106,14 @@ NODE_FAILURES = frozenset(
 # Upserts, the same for both databases
 
 
-def upsert(connection: Connection, table: Table) -> Any:
+def upsert(dialect: str, table: Table) -> Any:
     # Both dialects have the same on_conflict_* methods, but no common type.
-    return sqlite.insert(table) if connection.dialect.name == "sqlite" else postgresql.insert(table)
+    return sqlite.insert(table) if dialect == "sqlite" else postgresql.insert(table)
 
 
 def insert_new(connection: Connection, table: Table, row: Row) -> bool:
     """Insert one row; False, with nothing done, where its key is taken."""
-    statement = upsert(connection, table).on_conflict_do_nothing().values(row)
+    statement = upsert(connection.dialect.name, table).on_conflict_do_nothing().values(row)
     # Without the option, SQLAlchemy does not keep the count of an INSERT.
     result = connection.execute(statement.execution_options(preserve_rowcount=True))
     return result.rowcount == 1
@@ -121,18 +122,23 @@ def insert_new(connection: Connection, table: Table, row: Row) -> bool:
 def insert_or_keep(connection: Connection, table: Table, rows: Sequence[Row]) -> None:
     """Insert rows; where the key is taken, the row that is there stays."""
     if rows:
-        connection.execute(upsert(connection, table).on_conflict_do_nothing(), list(rows))
+        connection.execute(upsert(connection.dialect.name, table).on_conflict_do_nothing(), list(rows))
 
 
 def insert_or_replace(connection: Connection, table: Table, rows: Sequence[Row], keep: Iterable[str] = ()) -> None:
     """Insert rows; where the key is taken, the given columns are replaced, but for those in ``keep``."""
     if not rows:
         return
-    statement = upsert(connection, table)
+    connection.execute(_replacing(connection.dialect.name, table, tuple(rows[0]), frozenset(keep)), list(rows))
+
+
+@cache  # a statement takes longer to build than to carry out, and there are only so many
+def _replacing(dialect: str, table: Table, columns: tuple[str, ...], keep: frozenset[str]) -> Any:
+    statement = upsert(dialect, table)
     key = [column.name for column in table.primary_key]
     kept = {*key, *keep}
-    changes = {name: statement.excluded[name] for name in rows[0] if name not in kept}
-    connection.execute(statement.on_conflict_do_update(index_elements=key, set_=changes), list(rows))
+    changes = {name: statement.excluded[name] for name in columns if name not in kept}
+    return statement.on_conflict_do_update(index_elements=key, set_=changes)
 
 
 def _as_json(model: BaseModel) -> Any:
@@ -494,6 +500,28 @@ def write_events(connection: Connection, run_id: str, entries: Sequence[EventEnt
     insert_or_keep(connection, EVENTS, rows)
 
 
+def write_notes(connection: Connection, run_id: str, source: str, notes: Sequence[tuple[int, KeeperNote]]) -> None:
+    """What the keeper of the site wrote down."""
+    rows = [
+        {
+            "run_id": run_id,
+            "source": source,
+            "position": position,
+            "time": note.time,
+            "kind": f"keeper_{note.kind}",
+            "attempt": note.attempt,
+            "restart": None,
+            "node": "",
+            "role": None,
+            "state": None,
+            "message": note.message,
+            "data": dict(note.data),
+        }
+        for position, note in notes
+    ]
+    insert_or_keep(connection, EVENTS, rows)
+
+
 class _Told(NamedTuple):
     """What an event row says of a journal line."""
 
@@ -587,16 +615,20 @@ def write_restarts(connection: Connection, run_id: str, batch: IngestBatch) -> N
         }
         for (attempt, restart), seen in times.items()
     ]
-    if not rows:
-        return
-    statement = upsert(connection, RESTARTS)
+    if rows:
+        connection.execute(_widening(connection.dialect.name), rows)
+
+
+@cache
+def _widening(dialect: str) -> Any:
+    statement = upsert(dialect, RESTARTS)
     new = statement.excluded
 
     def wider(name: str, is_wider: Callable[[Any, Any], Any]) -> Any:
         old = RESTARTS.c[name]
         return case((new[name].is_(None), old), (or_(old.is_(None), is_wider(new[name], old)), new[name]), else_=old)
 
-    statement = statement.on_conflict_do_update(
+    return statement.on_conflict_do_update(
         index_elements=["run_id", "attempt", "restart"],
         set_={
             "role": func.coalesce(new.role, RESTARTS.c.role),
@@ -606,7 +638,6 @@ def write_restarts(connection: Connection, run_id: str, batch: IngestBatch) -> N
             "last_step": wider("last_step", lambda new, old: new > old),
         },
     )
-    connection.execute(statement, rows)
 
 
 def write_metric_keys(connection: Connection, names: Iterable[str]) -> dict[str, int]:
@@ -675,16 +706,20 @@ def _non_finite(value: float) -> str:
 
 
 def _write_latest(connection: Connection, rows: Sequence[Row]) -> None:
-    if not rows:
-        return
-    statement = upsert(connection, LATEST)
+    if rows:
+        ordered = sorted(rows, key=lambda row: row["key_id"])
+        connection.execute(_newest_metric(connection.dialect.name), ordered)
+
+
+@cache
+def _newest_metric(dialect: str) -> Any:
+    statement = upsert(dialect, LATEST)
     new = statement.excluded
-    statement = statement.on_conflict_do_update(
+    return statement.on_conflict_do_update(
         index_elements=["run_id", "key_id"],
         set_={name: new[name] for name in ("step", "attempt", "restart", "value", "non_finite", "time")},
         where=tuple_(new.attempt, new.restart, new.step) > tuple_(LATEST.c.attempt, LATEST.c.restart, LATEST.c.step),
     )
-    connection.execute(statement, list(rows))
 
 
 def write_telemetry(connection: Connection, run_id: str, entries: Sequence[TelemetryEntry]) -> None:
@@ -726,15 +761,19 @@ def write_nodes(connection: Connection, run_id: str, statuses: Sequence[AgentSta
                 "longest_gaps_s": content["longest_gaps_s"],
             }
         )
-    statement = upsert(connection, NODES)
+    connection.execute(_newest_status(connection.dialect.name), rows)
+
+
+@cache
+def _newest_status(dialect: str) -> Any:
+    statement = upsert(dialect, NODES)
     new = statement.excluded
     changing = ("node_index", "restart", "role", "sequence", "ranks", "telemetry", "longest_gaps_s")
-    statement = statement.on_conflict_do_update(
+    return statement.on_conflict_do_update(
         index_elements=["run_id", "attempt", "node"],
         set_={name: new[name] for name in changing},
         where=new.restart >= NODES.c.restart,
     )
-    connection.execute(statement, rows)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

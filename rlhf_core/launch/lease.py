@@ -46,9 +46,13 @@ class Owner:
         except ValueError:
             return None
 
+    def is_here(self) -> bool:
+        """Whether it is, or was, a process of this host."""
+        return self.host == socket.gethostname()
+
     def is_known_dead(self) -> bool:
         """Whether this host can tell that the process is gone. About other hosts nothing is known: False."""
-        if self.host != socket.gethostname():
+        if not self.is_here():
             return False
         try:
             process = psutil.Process(self.pid)

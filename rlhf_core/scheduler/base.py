@@ -70,6 +70,14 @@ class JobRequest:
     """What Slurm is asked for besides; other schedulers do not look at it."""
 
 
+@dataclass(frozen=True)
+class LivingJob:
+    """A job of this user that has not ended, and the attempt that it says it is."""
+
+    run_id: str
+    submission: Submission
+
+
 class Scheduler(Protocol):
     """What the control plane asks of a scheduler. No method waits for a job."""
 
@@ -101,6 +109,13 @@ class Scheduler(Protocol):
 
         Raises:
             SchedulerError: it does not answer; whether there is one cannot be said.
+        """
+
+    def living(self) -> Sequence[LivingJob]:
+        """Every job of this user that has not ended and carries the marker of an attempt, whatever site it is of.
+
+        Raises:
+            SchedulerError: it does not answer.
         """
 
     def cancel(self, submission: Submission) -> bool:

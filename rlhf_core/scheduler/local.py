@@ -23,9 +23,9 @@ import psutil
 from submitit.local.local import LocalExecutor, LocalJob
 
 from rlhf_core.errors import SubmissionFailed
-from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus
+from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus, LivingJob
 from rlhf_core.scheduler.command import PRIVATE_VARIABLES, job_environment
-from rlhf_core.schemas.resources import JOB_VARIABLE, Inventory, Submission, job_marker
+from rlhf_core.schemas.resources import JOB_VARIABLE, Inventory, Submission, job_marker, parse_job_marker
 
 END_PATIENCE_S = 15.0
 """How long an agent may take to end its workers and write its outcome before it is killed."""
@@ -118,6 +118,13 @@ class LocalScheduler:
                         marker=marker,
                     )
         return None
+
+    def living(self) -> Sequence[LivingJob]:
+        """Jobs of this user on this machine, by the marker that their processes carry."""
+        markers = {_marker_of(process) for process in psutil.process_iter()} - {""}
+        parsed = [named for marker in sorted(markers) if (named := parse_job_marker(marker)) is not None]
+        found = [(run_id, self.find(run_id, attempt)) for run_id, attempt in parsed]
+        return [LivingJob(run_id, submission) for run_id, submission in found if submission is not None]
 
     def cancel(self, submission: Submission) -> bool:
         """End the job: its agent is asked first, so that it can write its outcome, then everything is killed.
@@ -233,13 +240,18 @@ def _marked(marker: str) -> Iterator[psutil.Process]:
     """Living processes of this user that carry the marker in their environment, but for this one."""
     if not marker:
         return
-    user = os.getuid()
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.pid == os.getpid() or process.uids().real != user:
-                continue
-            if process.environ().get(JOB_VARIABLE) == marker and process.status() != psutil.STATUS_ZOMBIE:
-                yield process
+        if _marker_of(process) == marker:
+            yield process
+
+
+def _marker_of(process: psutil.Process) -> str:
+    """Marker in the environment of a living process of this user; empty for others, and for this very process."""
+    with contextlib.suppress(psutil.Error):
+        if process.pid != os.getpid() and process.uids().real == os.getuid():
+            marker = process.environ().get(JOB_VARIABLE, "")
+            return marker if process.status() != psutil.STATUS_ZOMBIE else ""
+    return ""
 
 
 def _drives(process: psutil.Process, command: tuple[str, ...]) -> bool:

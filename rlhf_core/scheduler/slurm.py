@@ -21,10 +21,10 @@ from submitit.slurm.slurm import SlurmExecutor
 
 from rlhf_core.errors import SchedulerError, SubmissionFailed
 from rlhf_core.scheduler import slurm_queue
-from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus
+from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus, LivingJob
 from rlhf_core.scheduler.command import PRIVATE_VARIABLES, job_environment
 from rlhf_core.scheduler.slurm_queue import Row
-from rlhf_core.schemas.resources import Inventory, Submission, job_marker
+from rlhf_core.schemas.resources import Inventory, Submission, job_marker, parse_job_marker
 
 CANCEL_S = 90.0
 """How long a job may take to be gone after it was cancelled; Slurm's own KillWait is 30 s by default."""
@@ -139,6 +139,20 @@ class SlurmScheduler:
         mine = [row for row in found.rows.values() if row.comment == marker]
         mine.sort(key=lambda row: (row.state not in _ENDED, int(row.job_id)))
         return _submission(run_id, attempt, mine[-1].job_id, ()) if mine else None
+
+    def living(self) -> Sequence[LivingJob]:
+        """Jobs of this user whose comment is that of an attempt, from one question.
+
+        Raises:
+            SchedulerError: Slurm does not answer.
+        """
+        found = slurm_queue.listing()
+        if found.problem:
+            raise SchedulerError(found.problem)
+        marked = [(parse_job_marker(row.comment), row.job_id) for row in found.rows.values() if row.state not in _ENDED]
+        return [
+            LivingJob(marker[0], _submission(*marker, job_id, ())) for marker, job_id in marked if marker is not None
+        ]
 
     def cancel(self, submission: Submission) -> bool:
         """End the job, and see it gone from the queue; its processes have ended then, also those that ignore SIGTERM.

@@ -303,3 +303,18 @@ class AgentCommand(Schema):
     """Why, in a sentence for a person."""
     time: datetime
     """When it was given (UTC)."""
+
+
+class KeeperNote(Schema):
+    """One line of ``housekeeping.jsonl``: what the keeper of the site did about the run."""
+
+    time: datetime
+    """When (UTC)."""
+    kind: str
+    """What was done, for instance ``adopt``."""
+    message: str
+    """Why, and how it went."""
+    attempt: int | None = None
+    """Attempt that it was about."""
+    data: dict[str, str] = {}
+    """Job, flow run or checkpoint that it was about."""

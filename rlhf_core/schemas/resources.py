@@ -97,3 +97,9 @@ JOB_VARIABLE = "RLHF_JOB"
 def job_marker(run_id: str, attempt: int) -> str:
     """Value of :data:`JOB_VARIABLE`; in Slurm also the comment of the job."""
     return f"{run_id}/{attempt}"
+
+
+def parse_job_marker(text: str) -> tuple[str, int] | None:
+    """Run and attempt that a marker names; None where the text is none."""
+    run_id, _, attempt = text.rpartition("/")
+    return (run_id, int(attempt)) if run_id and attempt.isdecimal() else None

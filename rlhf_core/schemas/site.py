@@ -45,3 +45,11 @@ class NotifySite(Schema):
     on: tuple[Occasion, ...] = ("failed", "incident", "completed", "approval")
     """What is told: a run that `failed`, was `completed` or `cancelled`; an `incident`; an `approval` that is waited
     for."""
+
+
+class RetentionSite(Schema):
+    """``[retention]``: what the keeper of the site removes."""
+
+    checkpoints_days: Annotated[int, Field(ge=0)] = 0
+    """How long checkpoints are kept after their run has ended, in days; 0 keeps all. The newest, the best of every
+    evaluation, promoted ones, and those that another run at work begins from are always kept."""

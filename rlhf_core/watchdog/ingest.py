@@ -10,6 +10,7 @@ their fingerprint changes, and replace their row.
 """
 
 import hashlib
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from rlhf_core.schemas.reports import (
     AttemptOutcome,
     CheckpointManifest,
     EvaluationReport,
+    KeeperNote,
     MetricsLine,
     TelemetryLine,
 )
@@ -117,6 +119,39 @@ def sync(run_dir: RunDir, store: HistoryStore) -> SyncReport:
             return report
 
 
+def glance(run_dir: RunDir) -> int | None:
+    """What the files that :func:`sync` reads look like, as one number; None where there is no directory.
+
+    Whoever reads many runs compares it with the glance from before the last reading: where they are equal there is
+    nothing to read, and the database need not be asked.
+    """
+    marks = [f"{path}:{size}:{time_ns}" for path, size, time_ns in _looks(run_dir.root, 0)]
+    if not marks:
+        return None
+    return int.from_bytes(hashlib.blake2b("\n".join(sorted(marks)).encode(), digest_size=8).digest(), "big")
+
+
+_UNREAD = frozenset(
+    {"code", "commands", "initial_model", "logs", "model", "outcomes", "probe", "scheduler", "trainer_state"}
+)
+"""Folders of a run directory in which there is nothing to read into the history."""
+
+
+def _looks(folder: str | Path, depth: int) -> Iterator[tuple[str, int, int]]:
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.startswith(".") or entry.name in _UNREAD:
+                    continue
+                if entry.is_dir(follow_symlinks=depth == 0):
+                    yield from _looks(entry.path, depth + 1)
+                else:
+                    status = entry.stat()
+                    yield entry.path, status.st_size, status.st_mtime_ns
+    except (FileNotFoundError, NotADirectoryError):
+        return  # gone while it was looked at: the next glance is another one
+
+
 def rebuild(runs: Path, store: HistoryStore, on_run: Callable[[str], None] = lambda run_id: None) -> RebuildReport:
     """Make the history of every run directory again, from its files alone. Runs without a directory keep their rows.
 
@@ -161,6 +196,7 @@ class _Reader:
             return self._batch
         self._read_spec()
         self._read_journal()
+        self._batch.notes += self._new_lines(self._run_dir.housekeeping, KeeperNote)
         for attempt in self._run_dir.attempts():
             self._read_attempt(attempt)
         self._read_checkpoints()

@@ -1,0 +1,63 @@
+"""``python -m flows.adopting RUN``: a controller for a run that has lost its own, without Prefect.
+
+The keeper starts it, as a process of its own, where Prefect cannot be asked to. It is the same controller as any: the
+lease lets one drive the run, and a second one ends at once. Nobody asked for it, so that budgets of retries, back-offs
+and requests to end the run hold as they did.
+"""
+
+import os
+import subprocess
+import sys
+
+from rlhf_core.config import Site, load_site
+from rlhf_core.errors import RlhfError
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.run_dir import RunDir
+
+
+def start(run_id: str, site: Site) -> "subprocess.Popen[bytes]":
+    """Start the process; it outlives this one. Its output goes to ``logs/adopted-<run>.log`` of the home folder."""
+    logs = site.home / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    with (logs / f"adopted-{run_id}.log").open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "flows.adopting", run_id],
+            env={**os.environ, **_site_variables(site)},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def _site_variables(site: Site) -> dict[str, str]:
+    """The site as this process sees it, whatever its environment says."""
+    return {
+        "RLHF_HOME": str(site.home),
+        "RLHF_RUNS": str(site.runs_dir),
+        "RLHF_DATABASE_URL": site.database_url,
+        "RLHF_SCHEDULER": site.scheduler,
+        "RLHF_COMPUTE_PYTHON": site.compute_python,
+    }
+
+
+def main(run_id: str) -> int:
+    """Drive the run to its end; the exit code is that of `rlhf run`."""
+    from flows.session import opened
+    from flows.stages import drive
+
+    site = load_site()
+    try:
+        with (
+            HistoryStore(site.database_url) as store,
+            opened(RunDir.of(site.runs_dir, run_id), site, store, patience_s=0) as session,
+        ):
+            drive(session)
+    except RlhfError as error:
+        print(error, file=sys.stderr, flush=True)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

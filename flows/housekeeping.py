@@ -1,0 +1,191 @@
+"""``rlhf-reconcile``: the rounds of the reconciler as flow runs, with a schedule and a table of what was done.
+
+No worker carries them out: that a worker has died is what they are there to mend. The keeper polls for those that are
+due and runs them in its own process. Between them it looks more often; a look that finds nothing leaves no flow run.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import UTC, datetime, timedelta
+
+from prefect import State, flow
+from prefect.artifacts import create_table_artifact
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import DeploymentScheduleCreate
+from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.schedules import IntervalSchedule
+from prefect.exceptions import ObjectNotFound
+from prefect.flow_engine import run_flow
+from prefect.states import Cancelled, Completed, Pending
+from prefect.utilities.callables import parameter_schema
+
+from flows.reconciler import QUIET, Deed, Reconciler
+from flows.server import server_answers
+from rlhf_core.config import Site
+from rlhf_core.diagnosis.reconcile import Action
+from rlhf_core.errors import BadInput
+
+DEPLOYMENT = "rlhf-reconcile/site"
+"""The deployment whose flow runs the keeper carries out."""
+
+ARTIFACT_KEY = "rlhf-reconcile"
+"""Key of the table of what was found and done."""
+
+EVERY_S = 600.0
+"""How often a round is scheduled that leaves a flow run in any case."""
+
+DESCRIPTION = (
+    "Compares database, Prefect and scheduler, and mends what disagrees. The keeper of the site (`rlhf serve keeper`) "
+    "carries it out; *Quick run* has it do a round now."
+)
+
+
+class Turn:
+    """One round, carried out once, whatever happens to Prefect before, during and after it."""
+
+    def __init__(self, work: Callable[[], Sequence[Deed]]) -> None:
+        self._work = work
+        self._deeds: Sequence[Deed] | None = None
+        self._begun = False
+
+    def __call__(self) -> Sequence[Deed]:
+        """What was done."""
+        if not self._begun:
+            self._begun = True
+            self._deeds = self._work()
+        return self._deeds or ()
+
+
+_turn: ContextVar[Turn | None] = ContextVar("turn", default=None)
+
+
+@flow(name="rlhf-reconcile", description=DESCRIPTION, retries=0, persist_result=False)
+def rlhf_reconcile() -> State[None]:
+    """Compares database, Prefect and scheduler, and mends what disagrees."""
+    turn = _turn.get()
+    if turn is None:
+        raise BadInput("this flow is carried out by the keeper of the site alone: start it with `rlhf serve keeper`")
+    deeds = [deed for deed in turn() if deed.action.kind not in QUIET]
+    create_table_artifact(table=_table(deeds), key=ARTIFACT_KEY, description=_summary(deeds))
+    return Completed(message=_summary(deeds))
+
+
+def register(site: Site) -> None:
+    """Make the deployment, with its schedule; harmless when it is there.
+
+    Raises whatever Prefect raises when it does not answer.
+    """
+    del site  # one deployment per server, which is the site's own
+    with get_client(sync_client=True) as client:
+        client.create_deployment(
+            flow_id=client.create_flow(rlhf_reconcile),
+            name=DEPLOYMENT.partition("/")[2],
+            description=DESCRIPTION,
+            schedules=[
+                DeploymentScheduleCreate(
+                    schedule=IntervalSchedule(
+                        interval=timedelta(seconds=EVERY_S), anchor_date=datetime(2026, 1, 1, tzinfo=UTC)
+                    ),
+                    active=True,
+                )
+            ],
+            parameter_openapi_schema=parameter_schema(rlhf_reconcile).model_dump(),
+            tags=["rlhf"],
+        )
+
+
+def take_turn(reconciler: Reconciler, may: Callable[[], bool], *, retention: bool) -> Sequence[Deed]:
+    """One round: as the flow run that is due, as a new one where there is something to do, or plainly.
+
+    Raises:
+        HistoryError: the history does not answer.
+    """
+    due = _quietly(_due)
+    if due is not None:
+        # The round looks by itself: what its flow run shows is what is so when it begins.
+        whole = Turn(lambda: reconciler.carry_out(reconciler.look(retention=retention), may))
+        return _as_flow_run(due, whole)
+    actions = reconciler.look(retention=retention)
+    turn = Turn(lambda: reconciler.carry_out(actions, may))
+    made = _quietly(_new_flow_run) if any(one.kind not in QUIET for one in actions) else None
+    return _as_flow_run(made, turn) if made is not None else turn()
+
+
+def _as_flow_run(flow_run: FlowRun, turn: Turn) -> Sequence[Deed]:
+    with _handed(turn), contextlib.suppress(Exception):
+        # return_type: how it went stands in the flow run; an error of the round itself is raised below, by the turn.
+        run_flow(rlhf_reconcile, flow_run=flow_run, parameters={}, return_type="state")
+    return turn()
+
+
+@contextmanager
+def _handed(turn: Turn) -> Iterator[None]:
+    token = _turn.set(turn)
+    try:
+        yield
+    finally:
+        _turn.reset(token)
+
+
+def _due() -> FlowRun | None:
+    """The newest flow run that is due; older ones, from a time when nobody reconciled, are called off."""
+    with get_client(sync_client=True) as client:
+        deployment = client.read_deployment_by_name(DEPLOYMENT)
+        waiting = client.get_scheduled_flow_runs_for_deployments([deployment.id], scheduled_before=datetime.now(UTC))
+        dated = [(one.next_scheduled_start_time or datetime.max.replace(tzinfo=UTC), one.id) for one in waiting]
+        ids = [flow_run_id for _, flow_run_id in sorted(dated)]
+        for missed in ids[:-1]:
+            client.set_flow_run_state(missed, Cancelled(message="missed: a later round does its work"))
+        return client.read_flow_run(ids[-1]) if ids else None
+
+
+def _new_flow_run() -> FlowRun:
+    with get_client(sync_client=True) as client:
+        deployment = client.read_deployment_by_name(DEPLOYMENT)
+        # Not scheduled: it is carried out here and now, and must not be found due by the next round as well.
+        made = client.create_flow_run_from_deployment(deployment.id, state=Pending())
+        return client.read_flow_run(made.id)
+
+
+def _quietly(ask: Callable[[], FlowRun | None]) -> FlowRun | None:
+    """An answer of Prefect; None where it gives none: the round is done without a flow run then."""
+    if not server_answers():
+        return None
+    try:
+        return ask()
+    except ObjectNotFound:
+        return None  # the deployment is not registered
+    except Exception:  # noqa: BLE001 - whatever its client raises must not keep a round from being done
+        return None
+
+
+def _table(deeds: Sequence[Deed]) -> list[dict[str, str]]:
+    return [
+        {
+            "run": deed.action.run_id,
+            "done": deed.action.kind.value.replace("_", " ") if deed.done else f"{deed.action.kind.value} FAILED",
+            "about": _about(deed.action),
+            "why": deed.action.reason,
+            "how it went": deed.said,
+        }
+        for deed in deeds
+    ] or [{"run": "", "done": "nothing", "about": "", "why": "all three agree", "how it went": ""}]
+
+
+def _about(action: Action) -> str:
+    named = {
+        "job": action.job_id,
+        "flow run": action.flow_run_id,
+        "attempt": str(action.attempt or ""),
+        "checkpoint": str(action.step or ""),
+    }
+    return ", ".join(f"{name} {value}" for name, value in named.items() if value)
+
+
+def _summary(deeds: Sequence[Deed]) -> str:
+    if not deeds:
+        return "database, Prefect and scheduler agree"
+    failed = sum(not deed.done for deed in deeds)
+    return f"{len(deeds) - failed} done" + (f", {failed} failed and tried again in the next round" if failed else "")

@@ -1,0 +1,56 @@
+"""``rlhf reconcile``: one round of the reconciler by hand.
+
+What is heavy is imported inside the function, so that ``rlhf --help`` stays fast.
+"""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rlhf_core.cli import output
+from rlhf_core.cli.output import JsonOption
+
+if TYPE_CHECKING:
+    from rlhf_core.diagnosis.reconcile import Action
+
+
+def reconcile(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare database, Prefect and scheduler once, and mend what disagrees: as the keeper of the site does all the
+    time. Exit code 1 where something could not be done."""
+    from flows.by_hand import look_once, reconcile_once
+    from rlhf_core.config import load_site
+    from rlhf_core.diagnosis.reconcile import Action, ActionKind
+    from rlhf_core.history.store import HistoryStore
+
+    site = load_site()
+    found: list[tuple[Action, bool | None, str]]
+    with HistoryStore(site.database_url) as store:
+        if dry_run:
+            found = [(action, None, "would be done") for action in look_once(site, store)]
+        else:
+            found = [(deed.action, deed.done, deed.said) for deed in reconcile_once(site, store)]
+    if as_json:
+        output.print_json([{**_as_dict(action), "done": done, "said": said} for action, done, said in found])
+    elif not found:
+        output.print_text("Database, Prefect and scheduler agree.")
+    else:
+        rows = [(one.run_id, one.kind.value.replace("_", " "), one.reason, said) for one, _, said in found]
+        output.print_table(("run", "action", "why", "how it went"), rows)
+    if any(done is False for action, done, _ in found if action.kind is not ActionKind.NOTE):
+        raise typer.Exit(1)
+
+
+def _as_dict(action: "Action") -> dict[str, object]:
+    return {
+        "action": action.kind,
+        "run_id": action.run_id,
+        "reason": action.reason,
+        "attempt": action.attempt or None,
+        "job_id": action.job_id or None,
+        "flow_run_id": action.flow_run_id or None,
+        "flow_state": action.flow_state,
+        "step": action.step or None,
+    }

@@ -1,0 +1,351 @@
+"""Three books about one thing: the run directories (and the history made from them), Prefect, the scheduler's queue.
+
+:func:`decide` is given what each of them says and names what is to be done so that they agree again. Pure: the same
+facts give the same actions, and once these are carried out, the next look finds nothing to do. What a book does not
+say is unknown, and unknown is never taken for dead.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+
+from rlhf_core.schemas.attempts import RUN_ENDS, PromotionState, RunState
+
+ADOPT_AFTER_S = 30.0
+"""How long nobody must have driven a run before it is adopted; a controller that is proven dead is not waited for."""
+
+NEW_RUN_S = 120.0
+"""How long a new run may wait for its first controller: `rlhf run` may have to start a Prefect server before."""
+
+AGAIN_S = 15.0
+"""Pause before a run is adopted that had two controllers within an hour; doubled with each further one."""
+
+LONGEST_PAUSE_S = 600.0
+"""The longest such pause."""
+
+PREFECT_PATIENCE_S = 120.0
+"""How long Prefect must have been away before a run is adopted without it: its server starts again, most times."""
+
+START_S = 300.0
+"""How long a flow run may be said to start, or to run, while no process is known for it."""
+
+CANCEL_PATIENCE_S = 60.0
+"""How long Prefect may take to cancel a flow run before the run is ended without it."""
+
+JOB_GRACE_S = 60.0
+"""How long the job of a run that has ended may take to be gone."""
+
+MISSING_S = 600.0
+"""How long a run directory must have been gone before the jobs of its run are ended."""
+
+
+class Holder(StrEnum):
+    """Who has the lease of a run."""
+
+    FREE = "free"
+    """Nobody: it was never taken, or given back."""
+    DEAD = "dead"
+    """A process of this machine that is gone."""
+    SILENT = "silent"
+    """A process of another machine, which has not renewed it in time."""
+    LIVING = "living"
+    """A controller at work."""
+
+
+class ProcessState(StrEnum):
+    """What is known of the process of a flow run."""
+
+    ALIVE = "alive"
+    GONE = "gone"
+    UNKNOWN = "unknown"
+
+
+class FlowState(StrEnum):
+    """Types of states of a flow run, as Prefect calls them."""
+
+    SCHEDULED = "SCHEDULED"
+    PENDING = "PENDING"
+    RUNNING = "RUNNING"
+    PAUSED = "PAUSED"
+    CANCELLING = "CANCELLING"
+    CANCELLED = "CANCELLED"
+    COMPLETED = "COMPLETED"
+    FAILED = "FAILED"
+    CRASHED = "CRASHED"
+
+
+FLOW_ENDS = frozenset({FlowState.CANCELLED, FlowState.COMPLETED, FlowState.FAILED, FlowState.CRASHED})
+"""States in which a flow run stays."""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """One run: what its journal says, what the history says, who drives it."""
+
+    run_id: str
+    state: RunState
+    """As its journal tells."""
+    recorded: str
+    """As the history tells; empty where it does not know the run."""
+    holder: Holder = Holder.FREE
+    owner: str = ""
+    """The controller, for a person."""
+    undriven_s: float = 0.0
+    """How long nobody has driven it, at least; in seconds."""
+    num_controllers: int = 0
+    """Controllers that took it within the last hour."""
+    controller_started_at: datetime | None = None
+    """When the newest of all its controllers took it."""
+    attempt: int = 0
+    """Newest attempt; 0 before the first."""
+    jobs: Mapping[int, str] = field(default_factory=dict)
+    """Scheduler's id of the job of each attempt, where the scheduler's answer is known."""
+    ended_s: float = 0.0
+    """How long ago it ended, in seconds."""
+    cancel_asked: str = ""
+    """Why somebody asked to end it with `rlhf cancel`; empty where nobody did."""
+    trial_of: str = ""
+    """The run that it tries out; empty for a run of its own."""
+    promotion: str = ""
+    """Where the promotion of its model stands; empty where there is none."""
+    missing_s: float = 0.0
+    """How long its directory is known to be gone, in seconds; 0 where it is there or nothing is known."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing of it is at work."""
+        return self.state in RUN_ENDS
+
+    @property
+    def wants_controller(self) -> bool:
+        """Whether there is something left to drive; a promotion may come after the end."""
+        return not self.ended or self.promotion in (PromotionState.WAITING, PromotionState.APPROVED)
+
+
+@dataclass(frozen=True)
+class FlowRunFacts:
+    """One flow run of a run, as Prefect knows it."""
+
+    flow_run_id: str
+    run_id: str
+    """The run that it drives; empty where that is not known (it may never have made one)."""
+    state: FlowState
+    changed_at: datetime
+    """When it got into this state."""
+    state_s: float
+    """How long ago that was, in seconds."""
+    created_at: datetime
+    process: ProcessState = ProcessState.UNKNOWN
+    suspended: bool = False
+    """Whether it waits without a process, as Prefect allows."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether Prefect takes it for alive although nothing of it is."""
+        if self.state in FLOW_ENDS or self.state is FlowState.SCHEDULED or self.suspended:
+            return False
+        if self.process is ProcessState.UNKNOWN:
+            return self.state is FlowState.PENDING and self.state_s > START_S
+        return self.process is ProcessState.GONE
+
+    @property
+    def may_drive(self) -> bool:
+        """Whether it drives its run, or soon will."""
+        if self.state in FLOW_ENDS or self.is_lost:
+            return False
+        running = self.state in (FlowState.RUNNING, FlowState.CANCELLING)
+        # On another machine only the lease tells: it is there to take it soon after it has begun.
+        return not (running and self.process is ProcessState.UNKNOWN and self.state_s > START_S)
+
+
+@dataclass(frozen=True)
+class JobFacts:
+    """One living job of this user in the scheduler's queue."""
+
+    job_id: str
+    run_id: str
+    attempt: int
+
+
+@dataclass(frozen=True)
+class World:
+    """What all three say."""
+
+    runs: Mapping[str, RunFacts]
+    """Runs of this site that are not ended, and those that a job or a flow run speaks of."""
+    flow_runs: Sequence[FlowRunFacts] = ()
+    jobs: Sequence[JobFacts] = ()
+    """Empty also where the scheduler does not answer: nothing is known then, and nothing done."""
+    prefect_away_s: float = 0.0
+    """How long Prefect has not answered; infinite where the site has none."""
+    watched_s: float = 0.0
+    """How long the history has answered without a break: after one, leases have run out that are still renewed."""
+
+
+class ActionKind(StrEnum):
+    """What can be done."""
+
+    INGEST = "ingest"
+    """Read the run directory into the history."""
+    ADOPT = "adopt"
+    """Start a controller for a run that has none."""
+    CANCEL_RUN = "cancel_run"
+    """End a run and its job, because somebody asked."""
+    CANCEL_JOB = "cancel_job"
+    """End a job that nobody needs."""
+    END_FLOW_RUN = "end_flow_run"
+    """Give a flow run without a process the state that fits."""
+    REMOVE_CHECKPOINT = "remove_checkpoint"
+    """Remove a checkpoint that the site's retention does not keep."""
+    NOTE = "note"
+    """Nothing is done; a person may want to know."""
+
+
+@dataclass(frozen=True)
+class Action:
+    """One thing to do, and why."""
+
+    kind: ActionKind
+    run_id: str
+    reason: str
+    attempt: int = 0
+    job_id: str = ""
+    flow_run_id: str = ""
+    flow_state: FlowState | None = None
+    """State that the flow run gets."""
+    step: int = 0
+    """Of the checkpoint."""
+
+
+def decide(world: World) -> list[Action]:
+    """What is to be done, in this order."""
+    actions: list[Action] = []
+    for run in world.runs.values():
+        actions += _about_run(run, [one for one in world.flow_runs if one.run_id == run.run_id], world)
+    for flow_run in world.flow_runs:
+        actions += _about_flow_run(flow_run, world.runs.get(flow_run.run_id))
+    for job in world.jobs:
+        run_of_job = world.runs.get(job.run_id)
+        if run_of_job is not None:  # of a run that this site does not know: another site's
+            actions += _about_job(job, run_of_job, world.jobs)
+    return actions
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Runs
+
+
+def _about_run(run: RunFacts, flow_runs: Sequence[FlowRunFacts], world: World) -> Iterator[Action]:
+    if run.missing_s:
+        return
+    if run.recorded != run.state:
+        found = f"the history says {run.recorded or 'nothing'}, its journal {run.state.value}"
+        yield Action(ActionKind.INGEST, run.run_id, found)
+    newest = max(flow_runs, key=lambda one: one.created_at, default=None)
+    if not run.wants_controller:
+        return
+    asked = "" if run.ended else _cancellation(run, newest)
+    if asked:
+        yield Action(ActionKind.CANCEL_RUN, run.run_id, asked, run.attempt)
+    elif run.holder is Holder.LIVING:
+        if newest is not None and newest.state in FLOW_ENDS and not run.ended:
+            said = f"Prefect calls its flow run {newest.state.value.lower()}, but {run.owner} is at work on it"
+            yield Action(ActionKind.NOTE, run.run_id, said, flow_run_id=newest.flow_run_id)
+    elif run.trial_of:
+        parent = world.runs.get(run.trial_of)
+        if (parent is None or parent.ended) and run.undriven_s > NEW_RUN_S:
+            yield Action(ActionKind.CANCEL_RUN, run.run_id, f"{run.trial_of}, which it tries out, has ended")
+    elif _is_to_be_adopted(run, world) and not any(one.may_drive for one in flow_runs):
+        yield Action(ActionKind.ADOPT, run.run_id, _why_undriven(run), run.attempt)
+
+
+def _cancellation(run: RunFacts, newest: FlowRunFacts | None) -> str:
+    """Why a run that is at work is to be ended from here; empty where it is not."""
+    if run.cancel_asked and run.holder is not Holder.LIVING:
+        return run.cancel_asked  # a living controller sees the request by itself
+    if newest is None or newest.state not in (FlowState.CANCELLED, FlowState.CANCELLING):
+        return ""
+    if run.controller_started_at is not None and newest.created_at < run.controller_started_at > newest.changed_at:
+        return ""  # somebody went on with the run since
+    cared_for = newest.state is FlowState.CANCELLING and newest.process is not ProcessState.GONE
+    if cared_for and newest.state_s < CANCEL_PATIENCE_S:
+        return ""
+    return "its flow run was cancelled in Prefect"
+
+
+def _is_to_be_adopted(run: RunFacts, world: World) -> bool:
+    if 0 < world.prefect_away_s < PREFECT_PATIENCE_S:
+        return False
+    if run.undriven_s < _pause(run.num_controllers):
+        return False
+    match run.holder:
+        case Holder.DEAD:
+            return True
+        case Holder.SILENT:
+            return min(run.undriven_s, world.watched_s) >= ADOPT_AFTER_S
+        case _:
+            return run.undriven_s >= (NEW_RUN_S if run.controller_started_at is None else ADOPT_AFTER_S)
+
+
+def _pause(num_controllers: int) -> float:
+    """What a controller dies of may be the run itself: one that loses them again and again is adopted ever later."""
+    return 0.0 if num_controllers < 2 else min(AGAIN_S * 2.0 ** min(num_controllers - 2, 10), LONGEST_PAUSE_S)
+
+
+def _why_undriven(run: RunFacts) -> str:
+    match run.holder:
+        case Holder.DEAD:
+            return f"its controller {run.owner} is gone"
+        case Holder.SILENT:
+            return f"its controller {run.owner} has not renewed its lease for {run.undriven_s:.0f} s"
+        case _:
+            return f"nobody has driven it for {run.undriven_s:.0f} s"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Flow runs
+
+_ENDS_AS = {
+    RunState.COMPLETED: FlowState.COMPLETED,
+    RunState.FAILED: FlowState.FAILED,
+    RunState.CANCELLED: FlowState.CANCELLED,
+}
+
+
+def _about_flow_run(flow_run: FlowRunFacts, run: RunFacts | None) -> Iterator[Action]:
+    if not flow_run.is_lost:
+        return
+    if flow_run.state is FlowState.CANCELLING:
+        state, why = FlowState.CANCELLED, "it was cancelled, and its process is gone"
+    elif run is None:
+        state, why = FlowState.CRASHED, "its process is gone, and it had not begun a run that is known here"
+    elif run.ended:
+        state, why = _ENDS_AS[run.state], f"its process is gone; run {run.run_id} is {run.state.value}"
+    elif run.holder is Holder.LIVING:
+        state, why = FlowState.CRASHED, f"its process is gone; run {run.run_id} goes on under {run.owner}"
+    else:
+        state, why = FlowState.CRASHED, f"its process is gone; run {run.run_id} gets another controller"
+    yield Action(ActionKind.END_FLOW_RUN, flow_run.run_id, why, flow_run_id=flow_run.flow_run_id, flow_state=state)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Jobs
+
+
+def _about_job(job: JobFacts, run: RunFacts, jobs: Sequence[JobFacts]) -> Iterator[Action]:
+    recorded = run.jobs.get(job.attempt, "")
+    is_second = recorded not in ("", job.job_id) and any(other.job_id == recorded for other in jobs)
+    if run.missing_s > MISSING_S:
+        why = "the directory of its run is gone"
+    elif run.missing_s:
+        return
+    elif run.ended and run.ended_s > JOB_GRACE_S:
+        why = f"its run is {run.state.value}"
+    elif not run.ended and job.attempt < run.attempt:
+        why = f"attempt {job.attempt} was given up for attempt {run.attempt}"
+    elif not run.ended and is_second:
+        why = f"attempt {job.attempt} has job {recorded} already"
+    else:
+        return
+    yield Action(ActionKind.CANCEL_JOB, run.run_id, why, job.attempt, job.job_id)

@@ -1,0 +1,52 @@
+"""Which checkpoints of a run may go. Pure; who removes them is the keeper of the site."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from rlhf_core.schemas.attempts import PromotionState
+
+_KEEPING = frozenset(PromotionState) - {PromotionState.REFUSED, PromotionState.EXPIRED}
+"""States of a promotion in which its checkpoint is still wanted, or is what a model came from."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What an evaluation says about a checkpoint."""
+
+    name: str
+    step: int
+    value: float
+
+
+def removable(
+    made_at: dict[int, datetime],
+    evaluations: Sequence[Scored],
+    promotion: tuple[str, int] | None,
+    used: Collection[int],
+    *,
+    ended_at: datetime | None,
+    days: int,
+    now: datetime,
+) -> list[int]:
+    """Steps of the complete checkpoints that may go, the oldest first.
+
+    Args:
+        made_at: when each complete checkpoint was made, by its step.
+        evaluations: what was measured of them.
+        promotion: state and step of the promotion of the run's model; None where there is none.
+        used: steps that something else needs, for instance another run that begins from one.
+        ended_at: when the run ended; None while it is at work: then all are kept.
+        days: how long a checkpoint is kept after it was made and its run has ended; 0 keeps all.
+        now: the present.
+    """
+    if not days or ended_at is None or not made_at:
+        return []
+    kept = {max(made_at), *used}
+    for name in {one.name for one in evaluations}:
+        # The later of two that are equally good has learnt more.
+        kept.add(max((one for one in evaluations if one.name == name), key=lambda one: (one.value, one.step)).step)
+    if promotion is not None and promotion[0] in _KEEPING:
+        kept.add(promotion[1])
+    latest = now - timedelta(days=days)
+    return [step for step, made in sorted(made_at.items()) if step not in kept and max(made, ended_at) < latest]

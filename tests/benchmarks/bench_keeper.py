@@ -1,0 +1,140 @@
+"""How far the history is behind when one process reads many growing run directories: ``python tests/benchmarks/...``.
+
+Writes steps into synthetic runs as fast as real ones make them, while one :class:`flows.keeper.Ingester` reads them;
+prints the percentiles of the time from a line being written to its row being there, and the memory of the process.
+
+Usage: bench_keeper.py [database URL] [--runs 200] [--seconds 60] [--step-s 1.0]
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from history_tools import RunFiles  # noqa: E402
+
+from flows.keeper import Ingester  # noqa: E402
+from rlhf_core.config import load_site  # noqa: E402
+from rlhf_core.history import queries  # noqa: E402
+from rlhf_core.history.store import HistoryStore  # noqa: E402
+from rlhf_core.schemas.attempts import RunState  # noqa: E402
+
+NUM_KEYS = 30
+"""Metrics of a step, as a GRPO run of this project has."""
+
+
+def new_run(runs: Path, number: int) -> RunFiles:
+    """A run in training."""
+    run = RunFiles(runs, tail=f"{number:06x}")
+    run.created()
+    run.moved(RunState.PREFLIGHT, 1)
+    run.moved(RunState.QUEUED, 2)
+    run.planned(1, 3)
+    run.moved(RunState.TRAINING, 4)
+    return run
+
+
+def write(folder: Path, num_runs: int, seconds: float, step_s: float) -> None:
+    """The nodes: a step of every run each ``step_s`` seconds, and the status of its agent each 2 s. Run apart."""
+    runs = [new_run(folder, number) for number in range(num_runs)]
+    print("ready", flush=True)
+    sys.stdin.readline()
+    began = time.monotonic()
+    step = 0
+    while time.monotonic() - began < seconds:
+        step += 1
+        for number, run in enumerate(runs):
+            due = began + (step - 1 + number / num_runs) * step_s
+            time.sleep(max(due - time.monotonic(), 0.0))
+            values = {f"group/key_{key}": 0.5 for key in range(NUM_KEYS - 3)}
+            run.metrics(1, 0, step, step, **values, written=time.time())
+            if (step * step_s) % 2 < step_s:
+                run.status(1, 0, step)
+
+
+def measure(store: HistoryStore, ingester: Ingester, seconds: float, pause_s: float) -> tuple[list[float], list[float]]:
+    """Lag of each step at the moment after its turn, and how long each turn took."""
+    lags: list[float] = []
+    turns: list[float] = []
+    seen: dict[str, int] = {}
+    began = time.monotonic()
+    while time.monotonic() - began < seconds:
+        turn = time.monotonic()
+        ingester.turn()
+        now = time.time()
+        turns.append(time.monotonic() - turn)
+        question = (
+            "SELECT l.run_id, l.step, l.value FROM latest_metrics l JOIN metric_keys k ON k.key_id = l.key_id "
+            "WHERE k.name = 'written'"
+        )
+        for run_id, step, written in queries.run_sql(store, question, limit=1_000_000).rows:
+            if int(str(step)) > seen.get(str(run_id), 0):
+                seen[str(run_id)] = int(str(step))
+                lags.append(now - float(str(written)))
+        time.sleep(max(pause_s - (time.monotonic() - turn), 0.0))
+    return lags, turns
+
+
+def main() -> None:
+    """Measure, and print."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("url", nargs="?", default="")
+    parser.add_argument("--runs", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--step-s", type=float, default=1.0)
+    parser.add_argument("--write", type=Path, default=None)
+    options = parser.parse_args()
+    if options.write is not None:
+        write(options.write, options.runs, options.seconds, options.step_s)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        url = options.url or f"sqlite:///{folder}/history.db"
+        site = replace(load_site({"RLHF_HOME": folder}), database_url=url, runs_dir=Path(folder) / "runs")
+        words = ["--write", str(site.runs_dir), "--runs", str(options.runs)]
+        words += ["--seconds", str(options.seconds), "--step-s", str(options.step_s)]
+        command = [sys.executable, __file__, *words]
+        writer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert writer.stdin is not None
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        with HistoryStore(url) as store:
+            store.clear()
+            ingester = Ingester(site, store)
+            while ingester.turn():
+                pass
+            process = psutil.Process(os.getpid())
+            before, cpu = process.memory_info().rss, sum(process.cpu_times()[:2])
+            writer.stdin.write("go\n")
+            writer.stdin.flush()
+            lags, turns = measure(store, ingester, options.seconds, site.prefect.ingest_s)
+            used = sum(process.cpu_times()[:2]) - cpu
+            after = process.memory_info().rss
+            writer.wait()
+            while ingester.turn():
+                pass
+            idle = time.monotonic()
+            ingester.turn()
+            idle = time.monotonic() - idle
+            backend = store.url.get_backend_name()
+        lags.sort()
+        at = {name: lags[min(int(len(lags) * share), len(lags) - 1)] for name, share in _SHARES.items()}
+        print(f"{backend}: {options.runs} runs, a step of {NUM_KEYS} metrics each {options.step_s:g} s")
+        print("lag, s:  " + "  ".join(f"{name} {value:.2f}" for name, value in at.items()) + f"  ({len(lags)} steps)")
+        print(f"a turn: median {statistics.median(turns):.2f} s, longest {max(turns):.2f} s; idle {idle * 1e3:.0f} ms")
+        print(f"memory: {before / 2**20:.0f} MiB, then {after / 2**20:.0f} MiB; processor {used:.1f} s")
+
+
+_SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""What the reconciler decides: a table of situations, each with what follows, and its control beside it."""
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from rlhf_core.diagnosis.reconcile import (
+    ActionKind,
+    FlowRunFacts,
+    FlowState,
+    Holder,
+    JobFacts,
+    ProcessState,
+    RunFacts,
+    World,
+    decide,
+)
+from rlhf_core.diagnosis.retention import Scored, removable
+from rlhf_core.schemas.attempts import PromotionState, RunState
+
+NOW = datetime(2026, 5, 1, tzinfo=UTC)
+RUN = RunFacts(
+    "r",
+    RunState.TRAINING,
+    "training",
+    holder=Holder.DEAD,
+    owner="anna@n1:1:1.00",
+    undriven_s=100.0,
+    num_controllers=1,
+    controller_started_at=NOW - timedelta(hours=1),
+    attempt=2,
+    jobs={1: "11", 2: "12"},
+)
+ENDED = replace(RUN, state=RunState.COMPLETED, recorded="completed", ended_s=100.0, holder=Holder.FREE)
+DRIVEN = replace(RUN, holder=Holder.LIVING, undriven_s=0.0)
+FLOW = FlowRunFacts("f", "r", FlowState.RUNNING, NOW, 1000.0, NOW - timedelta(hours=1), ProcessState.GONE)
+ALIVE = replace(FLOW, process=ProcessState.ALIVE)
+
+
+def decided(run: RunFacts | None = RUN, *flow_runs: FlowRunFacts, **world: Any) -> list[str]:
+    runs = {} if run is None else {run.run_id: run}
+    actions = decide(World(runs, flow_runs, **{"watched_s": 1000.0, **world}))
+    return [one.kind.value + (f" {one.flow_state}" if one.flow_state else "") + one.job_id for one in actions]
+
+
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [
+        (RUN, ["adopt"]),
+        (DRIVEN, []),
+        (ENDED, []),
+        (replace(RUN, undriven_s=0.0), ["adopt"]),
+        (replace(RUN, holder=Holder.FREE), ["adopt"]),
+        (replace(RUN, holder=Holder.FREE, undriven_s=29.0), []),
+        (replace(RUN, holder=Holder.FREE, controller_started_at=None), []),
+        (replace(RUN, holder=Holder.FREE, controller_started_at=None, undriven_s=121.0), ["adopt"]),
+        (replace(RUN, holder=Holder.SILENT, undriven_s=31.0), ["adopt"]),
+        (replace(RUN, holder=Holder.SILENT, undriven_s=29.0), []),
+        # One that loses its controllers again and again waits ever longer.
+        (replace(RUN, num_controllers=2, undriven_s=14.0), []),
+        (replace(RUN, num_controllers=4, undriven_s=59.0), []),
+        (replace(RUN, num_controllers=4, undriven_s=61.0), ["adopt"]),
+        (replace(RUN, num_controllers=2000, undriven_s=599.0), []),
+        (replace(RUN, num_controllers=2000, undriven_s=601.0), ["adopt"]),
+        (replace(RUN, recorded="queued"), ["ingest", "adopt"]),
+        (replace(ENDED, recorded="training"), ["ingest"]),
+        (replace(RUN, cancel_asked="enough"), ["cancel_run"]),
+        (replace(DRIVEN, cancel_asked="enough"), []),
+        (replace(ENDED, promotion=PromotionState.WAITING), ["adopt"]),
+        (replace(ENDED, promotion=PromotionState.EXPIRED), []),
+        (replace(RUN, missing_s=1.0), []),
+    ],
+)
+def test_a_run_without_flow_runs(run: RunFacts, expected: list[str]) -> None:
+    assert decided(run) == expected
+
+
+def test_a_silent_controller_is_given_time_after_an_outage_of_the_history() -> None:
+    run = replace(RUN, holder=Holder.SILENT, undriven_s=1000.0)
+    assert decided(run, watched_s=5.0) == []
+    assert decided(run, watched_s=31.0) == ["adopt"]
+
+
+def test_while_prefect_starts_again_nobody_is_adopted_behind_its_back() -> None:
+    assert decided(prefect_away_s=1.0) == []
+    assert decided(prefect_away_s=121.0) == ["adopt"]
+    assert decided(prefect_away_s=float("inf")) == ["adopt"], "a site without Prefect"
+
+
+@pytest.mark.parametrize(
+    ("run", "flow_run", "expected"),
+    [
+        (RUN, FLOW, ["adopt", "end_flow_run CRASHED"]),
+        (RUN, ALIVE, []),
+        (RUN, replace(FLOW, state=FlowState.SCHEDULED, process=ProcessState.UNKNOWN), []),
+        (RUN, replace(FLOW, state=FlowState.PENDING, process=ProcessState.UNKNOWN, state_s=10.0), []),
+        (RUN, replace(FLOW, state=FlowState.PENDING, process=ProcessState.UNKNOWN), ["adopt", "end_flow_run CRASHED"]),
+        (RUN, replace(FLOW, state=FlowState.PAUSED, suspended=True), []),
+        # On another machine only the lease tells, and Prefect is not contradicted.
+        (RUN, replace(FLOW, process=ProcessState.UNKNOWN), ["adopt"]),
+        (RUN, replace(FLOW, process=ProcessState.UNKNOWN, state_s=10.0), []),
+        (RUN, replace(FLOW, state=FlowState.CRASHED), ["adopt"]),
+        (RUN, replace(FLOW, state=FlowState.FAILED), ["adopt"]),
+        (RUN, replace(FLOW, state=FlowState.CANCELLED), ["cancel_run"]),
+        (RUN, replace(FLOW, state=FlowState.CANCELLING), ["cancel_run", "end_flow_run CANCELLED"]),
+        (DRIVEN, replace(ALIVE, state=FlowState.CANCELLING, state_s=10.0), []),
+        (DRIVEN, replace(ALIVE, state=FlowState.CANCELLING), ["cancel_run"]),
+        (DRIVEN, replace(FLOW, state=FlowState.CANCELLED), ["cancel_run"]),
+        (DRIVEN, FLOW, ["end_flow_run CRASHED"]),
+        (DRIVEN, replace(FLOW, state=FlowState.CRASHED), ["note"]),
+        (DRIVEN, ALIVE, []),
+        (ENDED, FLOW, ["end_flow_run COMPLETED"]),
+        (replace(ENDED, state=RunState.FAILED, recorded="failed"), FLOW, ["end_flow_run FAILED"]),
+        (replace(ENDED, state=RunState.CANCELLED, recorded="cancelled"), FLOW, ["end_flow_run CANCELLED"]),
+        (ENDED, ALIVE, []),
+        (ENDED, replace(FLOW, state=FlowState.CANCELLED), []),
+        (None, replace(FLOW, run_id=""), ["end_flow_run CRASHED"]),
+        (None, replace(ALIVE, run_id=""), []),
+    ],
+)
+def test_a_run_and_its_flow_run(run: RunFacts | None, flow_run: FlowRunFacts, expected: list[str]) -> None:
+    assert decided(run, flow_run) == expected
+
+
+def test_a_cancelled_flow_run_does_not_end_a_run_that_somebody_went_on_with() -> None:
+    old = replace(FLOW, state=FlowState.CANCELLED, changed_at=NOW - timedelta(minutes=50))
+    assert decided(DRIVEN, old) == ["cancel_run"]
+    later = replace(DRIVEN, controller_started_at=NOW - timedelta(minutes=10))
+    assert decided(later, old) == ["note"]
+    newer = replace(ALIVE, flow_run_id="g", created_at=NOW)
+    assert decided(DRIVEN, old, newer) == []
+
+
+def test_a_flow_run_that_is_to_come_keeps_a_second_one_away() -> None:
+    scheduled = replace(FLOW, flow_run_id="g", state=FlowState.SCHEDULED, created_at=NOW)
+    assert decided(RUN, replace(FLOW, state=FlowState.CRASHED), scheduled) == []
+
+
+@pytest.mark.parametrize(
+    ("run", "job", "expected"),
+    [
+        (DRIVEN, JobFacts("12", "r", 2), []),
+        (DRIVEN, JobFacts("11", "r", 1), ["cancel_job11"]),
+        (ENDED, JobFacts("12", "r", 2), ["cancel_job12"]),
+        (replace(ENDED, ended_s=59.0), JobFacts("12", "r", 2), []),
+        (replace(DRIVEN, missing_s=601.0), JobFacts("12", "r", 2), ["cancel_job12"]),
+        (replace(DRIVEN, missing_s=599.0), JobFacts("12", "r", 2), []),
+        (None, JobFacts("12", "r", 2), []),
+        (DRIVEN, JobFacts("13", "r", 2), []),
+    ],
+)
+def test_a_job(run: RunFacts | None, job: JobFacts, expected: list[str]) -> None:
+    assert decided(run, jobs=[job]) == expected
+
+
+def test_of_two_jobs_of_an_attempt_the_recorded_one_stays() -> None:
+    assert decided(DRIVEN, jobs=[JobFacts("12", "r", 2), JobFacts("13", "r", 2)]) == ["cancel_job13"]
+
+
+def test_a_trial_is_its_runs_business_until_that_has_ended() -> None:
+    trial = replace(RUN, run_id="t", trial_of="r", undriven_s=200.0)
+    for parent, expected in ((DRIVEN, []), (ENDED, [ActionKind.CANCEL_RUN])):
+        world = World({"r": parent, "t": trial}, watched_s=1000.0)
+        assert [one.kind for one in decide(world)] == expected
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Retention
+
+MADE = {step: NOW - timedelta(days=40 - step) for step in (10, 20, 30)}
+
+
+def removed(**changes: Any) -> list[int]:
+    facts: dict[str, Any] = {"ended_at": NOW - timedelta(days=9), "days": 7, "now": NOW}
+    evaluations: list[Scored] = changes.pop("evaluations", [])
+    promotion, used = changes.pop("promotion", None), changes.pop("used", ())
+    return removable(changes.pop("made_at", MADE), evaluations, promotion, used, **{**facts, **changes})
+
+
+def test_old_checkpoints_go_but_for_the_newest() -> None:
+    assert removed() == [10, 20]
+    assert removed(days=0) == []
+    assert removed(ended_at=None) == [], "a run at work keeps all"
+    assert removed(ended_at=NOW - timedelta(days=6)) == []
+    assert removed(days=25, ended_at=NOW - timedelta(days=26)) == [10]
+    assert removed(made_at={}) == []
+
+
+def test_the_best_the_promoted_and_those_in_use_stay() -> None:
+    scores = [Scored("greedy", 20, 0.9), Scored("greedy", 30, 0.5), Scored("sampled", 10, 0.2)]
+    assert removed(evaluations=scores) == []
+    assert removed(evaluations=scores[:2]) == [10]
+    assert removed(evaluations=[Scored("greedy", 10, 0.5), Scored("greedy", 20, 0.5)]) == [10]
+    assert removed(promotion=(PromotionState.PROMOTED, 10)) == [20]
+    assert removed(promotion=(PromotionState.REFUSED, 10)) == [10, 20]
+    assert removed(used={10}) == [20]

@@ -1,0 +1,366 @@
+"""The reconciler on a fake scheduler and a real history: what is found, what is done, and what is never touched."""
+
+import dataclasses
+import os
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+from control_fakes import FakeAgent, FakeJob, make_run
+from desk import Desk
+
+from flows import adopting, keeper
+from flows.by_hand import look_once, reconcile_once
+from flows.keeper import Ingester, lease_name
+from flows.reconciler import Deed, Reconciler
+from flows.stages import drive
+from rlhf_core.diagnosis.reconcile import Action, ActionKind
+from rlhf_core.errors import LeaseLost
+from rlhf_core.history import queries
+from rlhf_core.launch.journal import Journal, read_record
+from rlhf_core.launch.lease import Owner
+from rlhf_core.run_dir import RunDir, write_model
+from rlhf_core.schemas.attempts import RunState
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.reports import AgentCommand
+from rlhf_core.schemas.resources import Role, Submission
+from rlhf_core.schemas.site import RetentionSite
+
+DEAD = f"anna@{os.uname().nodename}:{psutil.pids()[-1]}:1.00"
+"""A process of this machine that is known to be gone: nobody was there at the beginning of 1970."""
+
+
+class Killed(BaseException):
+    """The controller is killed here."""
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Runs for which a controller was started; none of them ever comes."""
+    found: list[str] = []
+
+    class Gone:
+        pid = 1
+
+        def poll(self) -> int:
+            return 0
+
+    def start(run_id: str, site: object) -> Gone:
+        found.append(run_id)
+        return Gone()
+
+    monkeypatch.setattr(adopting, "start", start)
+    return found
+
+
+@pytest.fixture
+def reconciler(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> Reconciler:
+    monkeypatch.setattr("flows.reconciler.get_scheduler", lambda name: desk.scheduler)
+    monkeypatch.setattr("flows.stages.CANCEL_PATIENCE_S", 0.0)
+    return Reconciler(desk.site, desk.store, has_prefect=False, clock=desk.clock)
+
+
+def training(desk: Desk) -> RunDir:
+    """A run in training whose controller was killed: its lease names a process that is gone."""
+    run_dir = desk.run()
+    desk.notes.looks.clear()
+
+    def killed() -> None:
+        FakeAgent(run_dir).begin()
+        FakeAgent(run_dir).role(Role.TRAINER)
+        if len(desk.notes.looks) == 2:
+            raise Killed
+
+    desk.scheduler.on_status = killed
+    with pytest.raises(Killed):
+        drive(desk.controller(run_dir))
+    desk.scheduler.on_status = lambda: None
+    desk._stack.close()
+    desk.store.acquire_lease(run_dir.run_id, DEAD, 60)
+    assert read_record(run_dir).state is RunState.TRAINING
+    return run_dir
+
+
+def completed(desk: Desk) -> RunDir:
+    """A run that is completed, with checkpoints 4, 8 and 10."""
+    run_dir = desk.run()
+
+    def agents(request: object) -> None:
+        agent = FakeAgent(run_dir)
+        agent.checkpoint(4)
+        agent.checkpoint(8)
+        agent.whole_run()
+
+    desk.scheduler.on_submit = agents
+    drive(desk.controller(run_dir))
+    desk._stack.close()
+    return run_dir
+
+
+def kinds(actions: list[Action]) -> list[ActionKind]:
+    return [one.kind for one in actions]
+
+
+def told(desk: Desk, run_dir: RunDir) -> list[tuple[str, str]]:
+    """What the history says that the keeper did."""
+    return [
+        (str(one["kind"]), str(one["message"]))
+        for one in queries.events(desk.store, run_dir.run_id)
+        if str(one["kind"]).startswith("keeper_")
+    ]
+
+
+def one_round(reconciler: Reconciler) -> list[Deed]:
+    return reconciler.carry_out(reconciler.look())
+
+
+def test_a_run_whose_controller_is_gone_is_adopted(desk: Desk, reconciler: Reconciler, started: list[str]) -> None:
+    run_dir = training(desk)
+    one_round(reconciler)
+    assert started == [run_dir.run_id]
+    assert told(desk, run_dir)[0][0] == "keeper_adopt"
+    assert "is gone" in told(desk, run_dir)[0][1]
+
+
+def test_a_run_with_a_living_controller_is_left_alone(desk: Desk, reconciler: Reconciler, started: list[str]) -> None:
+    """Also when its lease has run out, as after an outage of the database."""
+    run_dir = training(desk)
+    desk.store.acquire_lease(run_dir.run_id, str(Owner.this_process()), -500, takeover=lambda owner: True)
+    assert one_round(reconciler) == []
+    assert started == []
+
+
+def test_an_adopted_run_goes_on_with_its_job_and_ends(desk: Desk, reconciler: Reconciler) -> None:
+    run_dir = training(desk)
+    FakeAgent(run_dir).whole_run()
+    drive(desk.controller(run_dir))
+    desk._stack.close()
+    assert read_record(run_dir).state is RunState.COMPLETED
+    assert len(desk.scheduler.submitted) == 1
+    assert reconciler.look() == []
+
+
+def test_a_request_to_end_a_run_that_nobody_drives_is_carried_out(desk: Desk, reconciler: Reconciler) -> None:
+    run_dir = training(desk)
+    write_model(run_dir.cancel_request, AgentCommand(kind="cancel", reason="enough", time=utc_now()))
+    (deed,) = one_round(reconciler)
+    assert deed.done
+    assert read_record(run_dir).state is RunState.CANCELLED
+    assert desk.scheduler.living() == []
+    assert one_round(reconciler) == []
+
+
+def test_the_job_of_a_run_that_has_ended_is_cancelled_after_a_while(desk: Desk, reconciler: Reconciler) -> None:
+    run_dir = completed(desk)
+    assert reconciler.look() == [], "its agents may take a moment to leave"
+    later = Reconciler(desk.site, desk.store, has_prefect=False, now=lambda: utc_now() + timedelta(seconds=90))
+    (deed,) = one_round(later)
+    assert (deed.action.kind, deed.done) == (ActionKind.CANCEL_JOB, True)
+    assert desk.scheduler.cancelled == ["101"]
+    assert told(desk, run_dir)[0][0] == "keeper_cancel_job"
+    assert one_round(later) == []
+
+
+def test_jobs_of_other_sites_are_never_touched(desk: Desk, reconciler: Reconciler, tmp_path: Path) -> None:
+    """Neither of a site with a history of its own, nor of one that shares this history."""
+    other = dataclasses.replace(desk.site, runs_dir=tmp_path / "others")
+    sharing = make_run(other.runs_dir)
+    Ingester(other, desk.store).turn()
+    assert sharing.run_id in desk.store.run_ids()
+    journal = Journal(sharing, 1)
+    journal.move_run(RunState.FAILED, "it failed")
+    journal.close()
+    Ingester(other, desk.store).turn()
+    for number, run_id in enumerate((sharing.run_id, "else-20260101-000000-aaaaaa", "not a run of ours")):
+        submission = Submission(attempt=1, scheduler="local", job_id=str(900 + number), command=())
+        desk.scheduler.jobs[submission.job_id] = FakeJob(run_id, submission)
+    later = Reconciler(desk.site, desk.store, has_prefect=False, now=lambda: utc_now() + timedelta(hours=2))
+    assert one_round(later) == []
+    assert desk.scheduler.cancelled == []
+    (deed,) = one_round(Reconciler(other, desk.store, has_prefect=False, now=lambda: utc_now() + timedelta(hours=2)))
+    assert deed.action.job_id == "900", "the control: its own site would"
+
+
+def test_a_lost_folder_of_runs_is_not_taken_for_lost_runs(desk: Desk, reconciler: Reconciler) -> None:
+    run_dir = training(desk)
+    desk.site.runs_dir.rename(desk.site.home / "away")
+    assert reconciler.look() == []
+    desk.clock.now += 3600
+    assert reconciler.look() == []
+    desk.site.runs_dir.mkdir()
+    assert reconciler.look() == [], "now it is gone, but not for long"
+    desk.clock.now += 601
+    (action,) = reconciler.look()
+    assert (action.kind, action.run_id) == (ActionKind.CANCEL_JOB, run_dir.run_id)
+
+
+def test_a_scheduler_that_does_not_answer_costs_nothing(desk: Desk, reconciler: Reconciler) -> None:
+    from rlhf_core.errors import SchedulerError
+
+    completed(desk)
+
+    def silent() -> list[object]:
+        raise SchedulerError("away")
+
+    desk.scheduler.living = silent  # type: ignore[method-assign,assignment]
+    later = Reconciler(desk.site, desk.store, has_prefect=False, now=lambda: utc_now() + timedelta(hours=2))
+    assert one_round(later) == []
+
+
+def test_damaged_run_directories_do_not_keep_the_others_from_being_looked_after(
+    desk: Desk, reconciler: Reconciler, started: list[str]
+) -> None:
+    damaged, run_dir = training(desk), training(desk)
+    damaged.spec.write_text("{")
+    one_round(reconciler)
+    assert started == [run_dir.run_id]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Retention
+
+
+def with_retention(desk: Desk, days: int) -> Reconciler:
+    site = dataclasses.replace(desk.site, retention=RetentionSite(checkpoints_days=days))
+    return Reconciler(site, desk.store, has_prefect=False, now=lambda: utc_now() + timedelta(days=8))
+
+
+@pytest.mark.usefixtures("reconciler")
+def test_old_checkpoints_are_removed_and_the_history_remembers_them(desk: Desk) -> None:
+    run_dir = completed(desk)
+    desk.scheduler.end_all()
+    assert with_retention(desk, 0).look(retention=True) == []
+    keeping = with_retention(desk, 7)
+    assert [one.step for one in keeping.look(retention=True)] == [4, 8]
+    assert [one.step for one in run_dir.checkpoints()] == [4, 8, 10], "looking removes nothing"
+    keeping.carry_out(keeping.look(retention=True))
+    assert [one.step for one in run_dir.checkpoints()] == [10]
+    rows = queries.run_sql(desk.store, "SELECT step, removed_at IS NOT NULL FROM checkpoints ORDER BY step").rows
+    assert [list(map(int, row)) for row in rows] == [[4, 1], [8, 1], [10, 0]]
+    assert keeping.look(retention=True) == []
+
+
+@pytest.mark.usefixtures("reconciler")
+def test_a_link_is_never_followed(desk: Desk, tmp_path: Path) -> None:
+    run_dir = completed(desk)
+    desk.scheduler.end_all()
+    elsewhere = tmp_path / "elsewhere"
+    run_dir.checkpoint(4).root.rename(elsewhere)
+    run_dir.checkpoint(4).root.symlink_to(elsewhere)
+    (run_dir.checkpoint(8).root / "model").symlink_to(elsewhere)
+    keeping = with_retention(desk, 7)
+    keeping.carry_out(keeping.look(retention=True))
+    assert not run_dir.checkpoint(8).root.exists()
+    assert run_dir.checkpoint(4).root.is_symlink()
+    assert (elsewhere / "COMPLETE").is_file()
+
+
+@pytest.mark.usefixtures("reconciler")
+def test_what_a_run_at_work_begins_from_stays(desk: Desk) -> None:
+    from control_fakes import make_spec
+
+    run_dir = completed(desk)
+    desk.scheduler.end_all()
+    desk.run(make_spec(model={"path": str(run_dir.checkpoint(4).model), "config": {}, "tokenizer": ""}))
+    Ingester(desk.site, desk.store).turn()
+    found = [one for one in with_retention(desk, 7).look(retention=True) if one.kind is ActionKind.REMOVE_CHECKPOINT]
+    assert [one.step for one in found] == [8]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# By hand, and the keeper
+
+
+@pytest.mark.usefixtures("reconciler")
+def test_by_hand_only_where_no_keeper_is_at_work(desk: Desk, started: list[str]) -> None:
+    run_dir = training(desk)
+    assert kinds(list(look_once(desk.site, desk.store))) == [ActionKind.ADOPT]
+    assert started == []
+    token = desk.store.acquire_lease(lease_name(desk.site), "keeper@elsewhere:1:1.00", 60)
+    with pytest.raises(LeaseLost, match="keeper of this site is at work"):
+        reconcile_once(desk.site, desk.store)
+    assert started == []
+    desk.store.release_lease(lease_name(desk.site), "keeper@elsewhere:1:1.00", token)
+    reconcile_once(desk.site, desk.store)
+    assert started == [run_dir.run_id]
+    reconcile_once(desk.site, desk.store)  # the lease was given back
+
+
+def wait_for(condition: threading.Event) -> None:
+    assert condition.wait(60), "it did not happen within a minute"
+
+
+@pytest.mark.usefixtures("reconciler")
+def test_of_two_keepers_one_acts_until_it_goes(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    acting, acted = [], threading.Condition()
+    stops = {name: threading.Event() for name in ("first", "second")}
+    monkeypatch.setattr(keeper, "AGAIN_S", 0.05)
+    owners = iter(("a@elsewhere:1:1.00", "b@elsewhere:2:1.00"))
+    monkeypatch.setattr(keeper.Owner, "this_process", lambda: next(owners))
+
+    def act(site: object, store: object, lease: keeper.Lease, stop: threading.Event) -> None:
+        with acted:
+            acting.append(next(name for name, one in stops.items() if one is stop))
+            acted.notify_all()
+        stop.wait()
+        lease.release()
+
+    monkeypatch.setattr(keeper, "_act", act)
+    threads = []
+    for name, stop in stops.items():
+        threads.append(threading.Thread(target=keeper.keep, args=(desk.site, stop), name=name, daemon=True))
+        threads[-1].start()
+        with acted:
+            assert acted.wait_for(lambda: acting, timeout=60)
+    assert acting == ["first"]
+    stops["first"].set()
+    with acted:
+        assert acted.wait_for(lambda: len(acting) == 2, timeout=60)
+    assert acting == ["first", "second"]
+    stops["second"].set()
+    for thread in threads:
+        thread.join(60)
+
+
+@pytest.mark.usefixtures("reconciler")
+def test_the_keeper_reads_adopts_and_outlives_damage(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, started: list[str]
+) -> None:
+    orphan, damaged = training(desk), training(desk)
+    damaged.spec.write_text("{")
+    fresh = desk.run()  # which the history does not know
+    desk.scheduler.jobs.clear()
+    stop, done = threading.Event(), threading.Event()
+    monkeypatch.setattr("flows.keeper.take_turn", _then(keeper.take_turn, done))
+    thread = threading.Thread(target=keeper.keep, args=(desk.site, stop), daemon=True)
+    thread.start()
+    wait_for(done)
+    stop.set()
+    thread.join(60)
+    assert started == [orphan.run_id]
+    assert fresh.run_id in desk.store.run_ids()
+    # It gave its lease back: nobody has to wait for it.
+    desk.store.acquire_lease(lease_name(desk.site), "next@elsewhere:1:1.00", 60)
+
+
+def _then(work: object, done: threading.Event) -> object:
+    def both(*arguments: object, **named: object) -> object:
+        try:
+            return work(*arguments, **named)  # type: ignore[operator]
+        finally:
+            done.set()
+
+    return both
+
+
+def test_the_ingester_skips_what_has_not_changed(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = training(desk)
+    ingester = Ingester(desk.site, desk.store)
+    ingester.turn()
+    assert ingester.turn() == 0
+    FakeAgent(run_dir).step(3)
+    assert ingester.turn() == 1
+    assert queries.run_sql(desk.store, "SELECT max(step) FROM metrics").rows == [[3]]
+    assert ingester.turn() == 0

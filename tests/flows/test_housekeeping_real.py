@@ -1,0 +1,245 @@
+"""The reconciler against a real Prefect server, a real worker and a real Slurm, with services killed in the middle."""
+
+from collections.abc import Iterator
+
+import pytest
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.objects import FlowRun
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import Cancelling, Crashed
+from slurm_cluster import WHY_NOT, Cluster, missing_programs
+from zombies import ROOT, Services, go, starts, state_of, wait_for
+
+from flows import housekeeping
+from flows.flow_runs import ADOPTED_TAG
+from flows.reconciler import Deed, Reconciler
+from flows.run import rlhf_run
+from rlhf_core.diagnosis import reconcile
+from rlhf_core.diagnosis.reconcile import ActionKind
+from rlhf_core.history import queries
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.run_dir import RunDir
+from rlhf_core.scheduler.slurm import SlurmScheduler
+from rlhf_core.schemas.attempts import RunState
+
+pytestmark = [
+    pytest.mark.skipif(bool(missing_programs()), reason=WHY_NOT),
+    pytest.mark.end_to_end,
+    pytest.mark.timeout(300),
+]
+
+
+@pytest.fixture(scope="module")
+def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
+    folder = tmp_path_factory.mktemp("site")
+    cluster = Cluster(tmp_path_factory.mktemp("slurm"), nodes=2, kill_wait_s=1)
+    cluster.up()
+    cache = {"XDG_CACHE_HOME": str(folder / "cache")}
+    services = Services(folder, {**cluster.environment, **cache, "RLHF_SCHEDULER": "slurm"})
+    try:
+        services.start("server")
+        with temporary_settings({PREFECT_API_URL: services.url}):
+            set_up()
+            yield services
+    finally:
+        services.kill("keeper", "worker", "server")
+        cluster.down()
+
+
+@pytest.fixture(autouse=True)
+def _site(services: Services, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("SLURM_CONF", "XDG_CACHE_HOME", "RLHF_HOME", "RLHF_SCHEDULER", "RLHF_COMPUTE_PYTHON"):
+        monkeypatch.setenv(name, services.environment[name])
+    yield
+    services.kill("keeper", "worker")
+    for job in SlurmScheduler().living():
+        SlurmScheduler().cancel(job.submission)
+
+
+@pytest.fixture
+def client(services: Services) -> Iterator[SyncPrefectClient]:
+    with get_client(sync_client=True) as client:
+        yield client
+
+
+@pytest.fixture
+def store(services: Services) -> Iterator[HistoryStore]:
+    with HistoryStore(services.site.database_url) as store:
+        yield store
+
+
+def set_up() -> None:
+    with get_client(sync_client=True) as client:
+        client.create_work_pool(WorkPoolCreate(name="rlhf", type="process"))
+        client.create_deployment(
+            client.create_flow(rlhf_run),
+            name="resume",
+            work_pool_name="rlhf",
+            path=str(ROOT),
+            entrypoint="flows/run.py:rlhf_run",
+        )
+
+
+def asked(client: SyncPrefectClient, run_dir: RunDir) -> FlowRun:
+    deployment = client.read_deployment_by_name("rlhf-run/resume")
+    return client.create_flow_run_from_deployment(
+        deployment.id, parameters={"run_id": run_dir.run_id}, name=run_dir.run_id
+    )
+
+
+def flow_runs(client: SyncPrefectClient, run_dir: RunDir) -> list[tuple[str, bool]]:
+    """State of each flow run of a run, and whether the reconciler started it; in their order."""
+    found = [one for one in client.read_flow_runs() if one.name == run_dir.run_id]
+    found.sort(key=lambda one: str(one.created))
+    return [(str(one.state_name), ADOPTED_TAG in one.tags) for one in found]
+
+
+def in_training(services: Services, client: SyncPrefectClient) -> RunDir:
+    """A run that is driven by a flow run of the worker, with its job at work."""
+    run_dir = services.checked_run()
+    asked(client, run_dir)
+    wait_for(lambda: state_of(run_dir) is RunState.TRAINING, "it trains")
+    return run_dir
+
+
+def rounds(services: Services, store: HistoryStore) -> list[Deed]:
+    """One round, in this process."""
+    one = Reconciler(services.site, store, has_prefect=True)
+    return list(housekeeping.take_turn(one, lambda: True, retention=False))
+
+
+def ended(client: SyncPrefectClient, store: HistoryStore, run_dir: RunDir, state: RunState, flow_state: str) -> None:
+    """All three books agree on how it ended, and each attempt had one job."""
+    wait_for(lambda: state_of(run_dir) is state, f"it is {state}")
+    wait_for(lambda: flow_runs(client, run_dir)[-1][0] == flow_state, f"Prefect says {flow_state}")
+    wait_for(lambda: SlurmScheduler().living() == [], "its job is gone from the queue")
+    rows = queries.run_sql(store, "SELECT run_id, state FROM runs").rows
+    assert [run_dir.run_id, state.value] in [list(row) for row in rows]
+    assert len(starts(run_dir)) == len(set(starts(run_dir)))
+
+
+def test_a_worker_that_is_terminated_leaves_a_zombie_which_is_ended_and_its_run_adopted(
+    services: Services, client: SyncPrefectClient, store: HistoryStore
+) -> None:
+    services.start("worker")
+    run_dir = in_training(services, client)
+    services.terminate("worker")
+    services.start("worker")
+    # The control: nobody but the reconciler notices, also not a new worker.
+    other = in_training(services, client)
+    assert flow_runs(client, run_dir) == [("Running", False)], "a zombie"
+    services.start("keeper")
+    wait_for(lambda: flow_runs(client, run_dir)[-1] == ("Running", True), "it is adopted")
+    assert flow_runs(client, run_dir)[0][0] == "Crashed"
+    go(run_dir)
+    go(other)
+    ended(client, store, run_dir, RunState.COMPLETED, "Completed")
+    ended(client, store, other, RunState.COMPLETED, "Completed")
+    assert starts(run_dir) == ["1"], "adopted, not submitted again"
+    kinds = {row[0] for row in queries.run_sql(store, "SELECT kind FROM events WHERE kind LIKE 'keeper%'").rows}
+    assert kinds == {"keeper_adopt", "keeper_end_flow_run"}
+    assert len(flow_runs(client, run_dir)) == 2
+
+
+def test_everything_is_killed_and_started_again(
+    services: Services, client: SyncPrefectClient, store: HistoryStore
+) -> None:
+    services.start("worker", "keeper")
+    run_dir = in_training(services, client)
+    services.kill("worker", "keeper", "server")
+    assert state_of(run_dir) is RunState.TRAINING
+    services.start("server", "worker", "keeper")
+    wait_for(lambda: flow_runs(client, run_dir)[-1] == ("Running", True), "it is adopted")
+    go(run_dir)
+    ended(client, store, run_dir, RunState.COMPLETED, "Completed")
+    assert starts(run_dir) == ["1"]
+
+
+def test_an_outage_of_the_server_ends_no_run(
+    services: Services, client: SyncPrefectClient, store: HistoryStore
+) -> None:
+    services.start("worker", "keeper")
+    run_dir = in_training(services, client)
+    services.kill("server")
+    go(run_dir)
+    wait_for(lambda: state_of(run_dir) is RunState.COMPLETED, "it ends without Prefect")
+    services.start("server")
+    ended(client, store, run_dir, RunState.COMPLETED, "Completed")
+    assert len(flow_runs(client, run_dir)) == 1, "its controller lived: nobody adopted it"
+
+
+def test_a_cancellation_that_nobody_hears_is_carried_out(
+    services: Services, client: SyncPrefectClient, store: HistoryStore
+) -> None:
+    services.start("worker")
+    run_dir = in_training(services, client)
+    services.kill("worker")
+    (flow_run,) = [one for one in client.read_flow_runs() if one.name == run_dir.run_id]
+    client.set_flow_run_state(flow_run.id, Cancelling(), force=True)
+    assert state_of(run_dir) is RunState.TRAINING
+    deeds = rounds(services, store)
+    assert [one.action.kind for one in deeds] == [ActionKind.CANCEL_RUN, ActionKind.END_FLOW_RUN]
+    ended(client, store, run_dir, RunState.CANCELLED, "Cancelled")
+
+
+def test_a_controller_that_prefect_takes_for_dead_keeps_its_run(
+    services: Services, client: SyncPrefectClient, store: HistoryStore
+) -> None:
+    services.start("worker")
+    run_dir = in_training(services, client)
+    (flow_run,) = [one for one in client.read_flow_runs() if one.name == run_dir.run_id]
+    client.set_flow_run_state(flow_run.id, Crashed(), force=True)
+    (deed,) = rounds(services, store)
+    assert deed.action.kind is ActionKind.NOTE
+    go(run_dir)
+    wait_for(lambda: state_of(run_dir) is RunState.COMPLETED, "it ends")
+    assert len(flow_runs(client, run_dir)) == 1
+
+
+def test_two_rounds_that_see_the_same_make_one_flow_run(
+    services: Services, client: SyncPrefectClient, store: HistoryStore
+) -> None:
+    services.start("worker")
+    run_dir = in_training(services, client)
+    services.kill("worker")
+    both = [Reconciler(services.site, store, has_prefect=True) for _ in range(2)]
+    looks = [one.look() for one in both]
+    for one, actions in zip(both, looks, strict=True):
+        one.carry_out(actions)
+    assert flow_runs(client, run_dir) == [("Crashed", False), ("Scheduled", True)]
+    assert rounds(services, store) == [], "the flow run that is to come is waited for"
+    services.start("worker")
+    go(run_dir)
+    ended(client, store, run_dir, RunState.COMPLETED, "Completed")
+
+
+def test_rounds_are_flow_runs_where_they_are_due_or_do_something(
+    services: Services, client: SyncPrefectClient, store: HistoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    housekeeping.register(services.site)
+    housekeeping.register(services.site)
+    deployment = client.read_deployment_by_name(housekeeping.DEPLOYMENT)
+    assert len(deployment.schedules) == 1
+
+    def made() -> list[str]:
+        found = [one for one in client.read_flow_runs() if one.deployment_id == deployment.id]
+        return sorted(str(one.state_name) for one in found if one.state_name not in ("Scheduled", "Late"))
+
+    rounds(services, store)
+    first = made()
+    assert rounds(services, store) == []
+    assert made() == first, "nothing due, nothing found: no flow run"
+    quick = client.create_flow_run_from_deployment(deployment.id)
+    rounds(services, store)
+    assert client.read_flow_run(quick.id).state_name == "Completed"
+    services.start("worker")
+    run_dir = in_training(services, client)
+    services.kill("worker")
+    monkeypatch.setattr(reconcile, "AGAIN_S", 0.0)
+    deeds = rounds(services, store)
+    assert [one.action.kind for one in deeds] == [ActionKind.ADOPT, ActionKind.END_FLOW_RUN]
+    assert len(made()) == len(first) + 2
+    (artifact,) = [one for one in client.read_artifacts() if one.key == housekeeping.ARTIFACT_KEY][-1:]
+    assert run_dir.run_id in str([one.data for one in client.read_artifacts()])
+    assert artifact.type == "table"
