@@ -98,11 +98,11 @@ def submit(
 
 def _site_in_prefect() -> "Site":
     """The site's settings, with Prefect's own set before it is imported."""
-    from flows.server import quiet_settings
+    from flows.server import connect
     from rlhf_core.config import load_site
 
     site = load_site()
-    quiet_settings(site.home)
+    connect(site)
     return site
 
 

@@ -64,11 +64,11 @@ def notify(
 ) -> None:
     """Tell Prefect what this site wants to be told of ([notify] of rlhf.toml); with --test, also send a message."""
     from flows.notify import register, send_test
-    from flows.server import quiet_settings
+    from flows.server import connect
     from rlhf_core.config import load_site
 
     site = load_site()
-    quiet_settings(site.home)
+    connect(site)
     names = register(site)
     answer = send_test(site) if test else ""
     if as_json:
