@@ -1,8 +1,8 @@
 """The incidents of a run as Markdown for a person who has a browser and no shell on the cluster.
 
 Browsers do not follow links from a web page to files, so the essentials of the evidence stand in the text, and where
-the rest lies is said as a path and a command. The new UI shows no HTML in Markdown and no pictures of its own: only
-plain Markdown is used.
+the rest lies is said as a path and a command. The new UI shows HTML in Markdown as text, and blocks of code light on
+light: neither is used.
 """
 
 import re
@@ -35,6 +35,8 @@ MAX_LINE = 200
 
 MAX_FILES = 40
 """Names of files of evidence listed per incident."""
+
+HARD_SPACES = "\u00a0\u00a0"
 
 _TAIL_BYTES = 16 << 10
 _RANKS = TypeAdapter(tuple[RankStatus, ...])
@@ -123,9 +125,9 @@ def _evidence(told: ToldIncident) -> list[str]:
     files = _files(folder)
     lines = []
     for path in _first(files, "stack", told, folder)[:MAX_STACKS]:
-        lines += [f"**{path.name}**", "", *_fenced(_head(path, STACK_LINES)), ""]
+        lines += [f"**{path.name}**", "", *_as_code(_head(path, STACK_LINES)), ""]
     for path in _first(files, "log", told, folder)[:MAX_LOGS]:
-        lines += [f"End of **{path.name}**", "", *_fenced(_shortened(read_tail(path, _TAIL_BYTES))[-LOG_LINES:]), ""]
+        lines += [f"End of **{path.name}**", "", *_as_code(_shortened(read_tail(path, _TAIL_BYTES))[-LOG_LINES:]), ""]
     names = [f"`{path.relative_to(folder)}`" for path in files[:MAX_FILES]]
     more = f" and {len(files) - MAX_FILES} more" if len(files) > MAX_FILES else ""
     logs = f"rlhf logs {told.run_dir.run_id} --attempt {incident.attempt} --restart {incident.restart}"
@@ -187,11 +189,17 @@ def _shortened(text: str) -> list[str]:
     return [line if len(line) <= MAX_LINE else f"{line[: MAX_LINE - 3]}..." for line in lines]
 
 
-def _fenced(lines: Sequence[str]) -> list[str]:
-    """A block of code, with a fence that nothing in it can close."""
-    longest = max((len(run) for line in lines for run in re.findall("`+", line)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return [f"{fence}text", *(lines or ["(empty)"]), fence]
+def _as_code(lines: Sequence[str]) -> list[str]:
+    """Lines as code, each by itself: the new UI shows blocks of code light on light in its light scheme."""
+    # An end of a line with two spaces is a line break; hard spaces keep the indentation.
+    return [f"{_code(line)}  " for line in lines if line.strip()]
+
+
+def _code(line: str) -> str:
+    """A line as code that nothing in it can end."""
+    longest = max((len(run) for run in re.findall("`+", line)), default=0)
+    tick, space = "`" * (longest + 1), " " if longest else ""
+    return f"{tick}{space}{line.expandtabs(4).replace('  ', HARD_SPACES)}{space}{tick}"
 
 
 def _quoted(text: str) -> str:

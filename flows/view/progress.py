@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from flows.view.story import Story
 from rlhf_core.launch.journal import RunRecord
 from rlhf_core.run_dir import RunDir
-from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.watchdog.evidence import Progress
 from rlhf_core.watchdog.watch import Look
@@ -75,9 +74,10 @@ class Seen:
     @property
     def percent(self) -> float:
         """Steps that are done, of all; a trial makes none of them."""
-        if self.now_about is not None or self.look is None:
+        if self.now_about is not None:
             return 0.0
-        return round(100 * min(self.look.step / max(self.spec.total_steps, 1), 1.0), 1)
+        step = self.furthest if self.look is None else self.look.step
+        return round(100 * min(step / max(self.spec.total_steps, 1), 1.0), 1)
 
     def left_s(self) -> float | None:
         """Seconds that the steps of the main algorithm still take; None before the first of them, for those of the warm
@@ -123,7 +123,7 @@ def duration(seconds: float) -> str:
 
 def _doing(seen: Seen, record: RunRecord) -> str:
     look = seen.look
-    if record.ended or record.state is RunState.PENDING or look is None:
+    if record.ended or look is None:
         return record.state.value if record.ended or not seen.title else seen.title
     if seen.now_about is not None:
         return f"{seen.title}, step {look.step} of {seen.now_about.total_steps}"

@@ -1,7 +1,9 @@
 """The run as a Prefect flow: what is seen there, and that a server that is lost does not matter."""
 
 import json
+import logging
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,17 +17,22 @@ from flows.run import rlhf_run, run_in_prefect
 from flows.session import Session
 from flows.stages import drive
 from flows.tasks import MAX_TITLE, TaskCaller, Work, shorten
-from flows.view import artifact_key, parts, tell
+from flows.view import artifact_key, events, parts, tell
+from flows.view.progress import Seen
+from flows.view.story import read_story
 from rlhf_core.config import describe_fields
 from rlhf_core.errors import RunCancelled, RunFailed
 from rlhf_core.launch.journal import read_record
-from rlhf_core.run_dir import RunDir, read_models
+from rlhf_core.run_dir import RunDir, read_models, write_model
 from rlhf_core.scheduler.base import JobRequest
 from rlhf_core.schemas.attempts import AttemptState, RunState, StageName
+from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
-from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind
 from rlhf_core.schemas.journal import JournalLine
 from rlhf_core.schemas.resources import Placement, Role
+
+LOG = logging.getLogger("test")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Without a server
@@ -302,13 +309,13 @@ def test_a_failure_and_its_recovery_are_told_in_prefect(desk: Desk, monkeypatch:
     assert "file://" not in text
 
     moves = ["preflight", "queued", "evaluating", "completed"]
-    events = events_when_all_are_there(run_dir, 2 + len(moves))
-    assert {f"rlhf.run.{state}" for state in moves} < events.keys()
-    end = events["rlhf.run.completed"]
+    found = events_when_all_are_there(run_dir, 2 + len(moves))
+    assert {f"rlhf.run.{state}" for state in moves} < found.keys()
+    end = found["rlhf.run.completed"]
     assert set(end["payload"]) == {"run_id", "name", "owner", "state", "url", "run_dir", "message"}
     assert end["payload"]["state"] == "completed"
     assert end["payload"]["url"].endswith(related_flow_run(end))
-    incident, made = events["rlhf.incident.node_lost"], events["rlhf.decision.new_attempt"]
+    incident, made = found["rlhf.incident.node_lost"], found["rlhf.decision.new_attempt"]
     assert incident["payload"]["suspect_ranks"] == "1"
     assert made["payload"]["reason"] == decision.reason
     assert all(isinstance(value, str) for event in (incident, made) for value in event["payload"].values())
@@ -336,8 +343,204 @@ def test_a_run_without_incidents_has_no_artifact_and_no_events_of_them(desk: Des
     rows = json.loads(str(table.data))
     assert {row["check"] for row in rows} == {"a.check"}
     assert not any(name.startswith("wait ") for name in task_runs(run_dir.run_id))
-    events = events_when_all_are_there(run_dir, 4)
-    assert not any(re.match(r"rlhf\.(incident|decision)", name) for name in events)
+    found = events_when_all_are_there(run_dir, 4)
+    assert not any(re.match(r"rlhf\.(incident|decision)", name) for name in found)
+
+
+@pytest.mark.usefixtures("server")
+def test_progress_curves_and_result_are_pages_of_the_run(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    from prefect.artifacts import Artifact
+
+    monkeypatch.setattr(parts, "PROGRESS_EVERY_S", 0.0)
+    run_dir = desk.run()
+    desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
+    run_in_prefect(desk.controller(run_dir))
+    progress, curves = (Artifact.get(artifact_key(run_dir.run_id, what)) for what in ("progress", "curves"))
+    assert progress is not None
+    assert (progress.type, progress.data) == ("progress", 100.0)
+    assert str(progress.description).startswith("**completed**")
+    assert curves is not None
+    assert curves.type == "image"
+    assert str(curves.data).startswith("data:image/png;base64,")
+    assert len(versions(run_dir, "progress")) == len(versions(run_dir, "curves")) == 1, "changed in place"
+
+
+def versions(run_dir: RunDir, what: str) -> list[Any]:
+    from prefect.client.orchestration import get_client
+
+    wanted = {"artifacts": {"key": {"any_": [artifact_key(run_dir.run_id, what)]}}}
+    with get_client(sync_client=True) as client:
+        found: list[Any] = client.request("POST", "/artifacts/filter", json=wanted).json()
+        return found
+
+
+@pytest.mark.usefixtures("server")
+def test_an_artifact_that_somebody_deleted_is_made_anew(desk: Desk) -> None:
+    from prefect.client.orchestration import get_client
+
+    run_dir = desk.run()
+    seen = Seen(run_dir.read_spec().spec)
+    part = parts.Progress(seen, threading.Lock(), clock=lambda: 0.0)
+    story = read_story(run_dir)
+
+    def tells(title: str) -> None:
+        seen.title = title
+        telling = part.due(story, last=True)
+        assert telling is not None
+        telling()
+
+    tells("first")
+    (made,) = versions(run_dir, "progress")
+    with get_client(sync_client=True) as client:
+        client.delete_artifact(made["id"])
+    with pytest.raises(Exception, match="404"):
+        tells("second")
+    tells("second")
+    (anew,) = versions(run_dir, "progress")
+    assert anew["description"] == "**second**"
+
+
+@pytest.mark.usefixtures("server")
+def test_a_restart_in_place_is_a_task_run_and_the_log_has_it(desk: Desk) -> None:
+    """It happens in the middle of a stage, which goes on and ends well."""
+    from prefect.settings import PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
+
+    run_dir = desk.run()
+
+    def restarts(request: JobRequest) -> None:
+        agent = FakeAgent(run_dir)
+        agent.begin()
+        agent.role(Role.TRAINER)
+        agent.step(1)
+        agent.incident(FailureKind.HANG)
+        made = Decision(
+            attempt=1,
+            restart=0,
+            action=Action.RESTART_IN_PLACE,
+            reason="it may go well {this} time",
+            decided_by=DecidedBy.AGENT,
+            decided_at=utc_now(),
+        )
+        write_model(run_dir.attempt(1).restart(0).decision, made)
+        FakeAgent(run_dir, restart=1).whole_run()
+
+    desk.scheduler.on_submit = restarts
+    with temporary_settings({PREFECT_LOGGING_TO_API_ENABLED: True}):
+        run_in_prefect(desk.controller(run_dir))
+    runs = task_runs(run_dir.run_id)
+    assert runs["restart 1 in attempt 1 - it may go well (this) time"] == "Completed"
+    assert runs["train attempt 1"] == "Completed"
+    lines = log_of(run_dir.run_id, "run is completed")
+    assert "begins: train attempt 1" in lines
+    assert "hang: it was hang" in lines
+    assert any(line.startswith("decided by the agent: **restart_in_place**") for line in lines)
+    states = [line for line in lines if line.startswith("run is ")]
+    assert [line.split()[2] for line in states] == ["preflight:", "queued:", "evaluating:", "completed:"]
+
+
+def log_of(flow_run: str, last: str) -> list[str]:
+    """Lines of the log of a flow run; they are sent in batches, some seconds late."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName, LogFilter, LogFilterFlowRunId
+
+    lines: list[str] = []
+    with get_client(sync_client=True) as client:
+        (found,) = client.read_flow_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[flow_run])))
+        wanted = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[found.id])).model_dump(mode="json")
+        for _ in range(200):
+            answer = client.request("POST", "/logs/filter", json={"logs": wanted, "sort": "TIMESTAMP_ASC"})
+            lines = [line["message"] for line in answer.json()]
+            if any(line.startswith(last) for line in lines):
+                break
+            time.sleep(0.1)
+    return lines
+
+
+@pytest.mark.usefixtures("server")
+def test_the_task_run_of_a_failed_stage_says_why(desk: Desk) -> None:
+    run_dir = desk.run()
+
+    def fails(request: object) -> None:
+        FakeAgent(run_dir).begin()
+        FakeAgent(run_dir).end(AttemptState.FAILED, FailureKind.SHAPE, "rank 1 brought 3 rows, rank 0 4")
+
+    desk.scheduler.on_submit = fails
+    with pytest.raises(RunFailed):
+        run_in_prefect(desk.controller(run_dir))
+    assert task_messages(run_dir.run_id)["train attempt 1"] == "rank 1 brought 3 rows, rank 0 4"
+
+
+def task_messages(flow_run: str) -> dict[str, str]:
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
+
+    with get_client(sync_client=True) as client:
+        found = client.read_task_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[flow_run])))
+        return {one.name: str(one.state.message) for one in found if one.state is not None}
+
+
+@pytest.mark.usefixtures("server")
+def test_work_that_prefect_did_not_begin_is_done_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the state given back instead of raised, a task run that was never begun must not look like one that was."""
+    from prefect.states import Crashed
+
+    monkeypatch.setattr("flows.tasks._task", lambda *arguments: lambda return_state: Crashed(message="no slot"))
+    done, said = [], []
+    TaskCaller(said.append)("train attempt 1", StageName.TRAIN, lambda: done.append(1))
+    assert done == [1]
+    assert "no slot" in said[0]
+
+
+@pytest.mark.usefixtures("server")
+def test_the_server_is_asked_what_it_was_told(desk: Desk) -> None:
+    """It forgets within minutes that it has seen an event, and would let an automation fire again."""
+    run_dir = desk.run()
+    desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
+    drive(desk.controller(run_dir))
+    found = events.happenings(read_story(run_dir), run_dir.read_spec(), events.FlowRun("", ""))
+    assert events.unknown_to_the_server(found) == found
+    events.tell(found[:2], run_dir.run_id, events.FlowRun("", ""))
+    events_when_all_are_there(run_dir, 2)
+    assert events.unknown_to_the_server(found) == found[2:]
+
+
+@pytest.mark.usefixtures("server")
+def test_one_part_that_prefect_does_not_take_leaves_the_others_alone(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prefect.artifacts import Artifact
+
+    def refuses(**artifact: Any) -> None:
+        raise ValueError("too large")
+
+    monkeypatch.setattr(parts, "create_table_artifact", refuses)
+    monkeypatch.setattr(tell, "AGAIN_S", 0.05)
+    monkeypatch.setattr(tell, "LAST_PAUSE_S", 0.05)
+    run_dir = desk.run()
+    desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
+    run_in_prefect(desk.controller(run_dir))
+    assert Artifact.get(artifact_key(run_dir.run_id, "checks")) is None
+    assert Artifact.get(artifact_key(run_dir.run_id, "result")) is not None
+    assert "rlhf.run.completed" in events_when_all_are_there(run_dir, 4)
+
+
+def test_a_server_that_takes_connections_and_never_answers_changes_nothing(desk: Desk) -> None:
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    plain = story_of(desk, drive)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        address = f"http://127.0.0.1:{mute.getsockname()[1]}/api"
+        run_dir = desk.run()
+        fails_once(desk, run_dir)
+        desk.scheduler.submitted.clear()
+        with temporary_settings({PREFECT_API_URL: address}):
+            teller = tell.Teller(
+                run_dir, [parts.Checks(run_dir)], lambda text: None, tell.Chronicle(LOG, read_story(run_dir))
+            )
+            teller.start()
+            drive(desk.controller(run_dir))
+            teller.close(farewell=False)
+    assert [line.event.kind for line in read_models(run_dir.control, JournalLine)] == plain
 
 
 @pytest.mark.usefixtures("server")

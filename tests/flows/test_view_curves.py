@@ -1,0 +1,107 @@
+"""The picture of the curves: what is in it, when it is drawn, and that a drawing can go wrong."""
+
+import io
+import random
+from pathlib import Path
+
+from control_fakes import FakeAgent, make_run, make_spec
+from PIL import Image
+
+from flows.view.curves import EVERY_S, MAX_BYTES, Curves, picture_of
+from rlhf_core.reports.charts import LEARNING
+from rlhf_core.reports.curves_image import draw, effective_curves, marks_of, plots_of
+from rlhf_core.reports.plots import Marks
+from rlhf_core.run_dir import RunDir
+from rlhf_core.schemas.failures import FailureKind
+
+ALL_STEPS = 20_000
+
+
+def trained(runs: Path) -> RunDir:
+    """A run that made seven steps, hung, and goes on from the fourth."""
+    run_dir = make_run(runs)
+    first, second = FakeAgent(run_dir), FakeAgent(run_dir, restart=1)
+    for step in range(1, 8):
+        first.step(step, **{"reward/mean": 0.1 * step})
+    first.checkpoint(4)
+    first.incident(FailureKind.HANG)
+    second.step(5, **{"reward/mean": 0.9})
+    return run_dir
+
+
+def test_what_a_rewind_took_back_is_not_drawn(tmp_path: Path) -> None:
+    curves = effective_curves(trained(tmp_path / "runs"), frozenset({"reward/mean"}))
+    assert [step for step, _ in curves["reward/mean"]] == [1, 2, 3, 4, 5], "6 and 7 were made on weights that are gone"
+    assert curves["reward/mean"][-1] == (5, 0.9)
+
+
+def test_marks_stand_where_something_happened(tmp_path: Path) -> None:
+    run_dir = trained(tmp_path / "runs")
+    assert marks_of(run_dir, make_spec(), 5) == Marks(5, 2, checkpoints=(4,), incidents=(3,), resumes=(4,))
+
+
+def test_the_curves_are_those_of_the_algorithm() -> None:
+    assert "reward" in {plot.name for plot in plots_of(make_spec())}
+    sft = plots_of(make_spec(train={"algorithm": "sft"}, sft={"num_steps": 0}))
+    assert {plot.name for plot in sft} == {"loss-sft", "grad-norm", "step-time"}
+
+
+def test_a_long_and_noisy_run_is_a_small_picture() -> None:
+    chance = random.Random(0)
+    plots = plots_of(make_spec())
+    noise = {key: [(step, chance.random()) for step in range(ALL_STEPS)] for plot in plots for key, _ in plot.keys}
+    picture = draw(plots, noise, Marks(ALL_STEPS, 100, tuple(range(0, ALL_STEPS, 500)), (7000,), (6000,)))
+    assert len(picture) < MAX_BYTES
+    with Image.open(io.BytesIO(picture)) as image:
+        assert image.width == 1380
+
+
+def test_the_picture_is_drawn_by_a_process_of_its_own(tmp_path: Path) -> None:
+    with Image.open(io.BytesIO(picture_of(trained(tmp_path / "runs")))) as image:
+        assert image.format == "PNG"
+
+
+def test_nothing_is_drawn_before_the_first_step(tmp_path: Path) -> None:
+    assert picture_of(make_run(tmp_path / "runs")) == b""
+    assert draw(LEARNING, {}, Marks()) == b""
+
+
+def test_a_drawing_that_fails_or_takes_too_long_is_no_picture(tmp_path: Path) -> None:
+    assert picture_of(RunDir(tmp_path / "none")) == b""
+    assert picture_of(trained(tmp_path / "runs"), timeout_s=0.001) == b""
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_it_is_drawn_at_once_then_seldom_and_at_the_end(tmp_path: Path) -> None:
+    clock = Clock()
+    curves = Curves(trained(tmp_path / "runs"), clock)
+    assert not curves.is_due((1, 0, 0)), "no step yet"
+    assert curves.is_due((1, 0, 1))
+    assert curves.draw((1, 0, 1)).startswith("data:image/png;base64,")
+    clock.now = EVERY_S - 1
+    assert not curves.is_due((1, 0, 2))
+    assert curves.is_due((1, 0, 2), last=True)
+    clock.now = EVERY_S
+    assert curves.is_due((1, 0, 2))
+    assert not curves.is_due((1, 0, 1)), "nothing was done since"
+    assert not curves.is_due((1, 0, 1), last=True)
+
+
+def test_a_run_of_days_is_drawn_less_often(tmp_path: Path) -> None:
+    """Fifty controllers share a machine, and in half a minute of three days nothing changes."""
+    clock = Clock()
+    curves = Curves(trained(tmp_path / "runs"), clock)
+    assert curves.is_due((1, 0, 1))
+    clock.now = 3 * 24 * 3600.0
+    curves.draw((1, 0, 1))
+    clock.now += 3600
+    assert not curves.is_due((1, 0, 2))
+    clock.now += 3600
+    assert curves.is_due((1, 0, 2))

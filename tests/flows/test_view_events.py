@@ -1,0 +1,87 @@
+"""Events for automations: which there are, that they are texts, and that they are the same whoever tells them."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+from control_fakes import FakeAgent
+from desk import Desk
+
+from flows.stages import drive
+from flows.view.events import NEWS, FlowRun, Happening, happenings
+from flows.view.story import read_story
+from rlhf_core.launch.journal import Journal
+from rlhf_core.run_dir import LineWriter, RunDir
+from rlhf_core.schemas.attempts import PromotionState, RunState
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.schemas.journal import ControllerStarted, JournalLine, PromotionMoved, RunMoved
+
+FLOW_RUN = FlowRun("0d6f2a5e-0000-0000-0000-000000000000", "a flow run")
+ANOTHER = FlowRun("1d6f2a5e-0000-0000-0000-000000000000", "another one")
+
+
+def told(run_dir: RunDir, flow_run: FlowRun = FLOW_RUN) -> Sequence[Happening]:
+    return happenings(read_story(run_dir), run_dir.read_spec(), flow_run)
+
+
+def completed(desk: Desk) -> RunDir:
+    run_dir = desk.run()
+    desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
+    session = desk.controller(run_dir)
+    session.journal.append(ControllerStarted(controller="me", flow_run_id="x", flow_run_url="http://ui/runs/x"))
+    drive(session)
+    return run_dir
+
+
+def test_every_state_of_a_run_is_an_event_with_texts_alone(desk: Desk) -> None:
+    run_dir = completed(desk)
+    found = told(run_dir)
+    assert [one.name for one in found] == [
+        f"rlhf.run.{state}" for state in ("preflight", "queued", "evaluating", "completed")
+    ]
+    assert found[-1].payload == {
+        "run_id": run_dir.run_id,
+        "name": "small",
+        "owner": run_dir.read_spec().owner,
+        "state": "completed",
+        "message": "attempt 1 completed",
+        "url": "http://ui/runs/x",
+        "run_dir": str(run_dir.root),
+    }
+    assert all(isinstance(value, str) for one in found for value in one.payload.values())
+
+
+def test_a_promotion_is_told_with_its_step_and_who_decided(desk: Desk) -> None:
+    run_dir = completed(desk)
+    journal = Journal(run_dir, token=100)
+    journal.append(PromotionMoved(state=PromotionState.WAITING, checkpoint_step=10, reason="gained 0.7"))
+    journal.append(PromotionMoved(state=PromotionState.PROMOTED, checkpoint_step=10, by="ada", path="/models/a"))
+    waiting, promoted = told(run_dir)[-2:]
+    assert (waiting.name, promoted.name) == ("rlhf.promotion.waiting", "rlhf.promotion.promoted")
+    assert waiting.payload["message"] == "gained 0.7"
+    assert (promoted.payload["by"], promoted.payload["path"]) == ("ada", "/models/a")
+    assert promoted.payload["checkpoint_step"] == "10"
+
+
+def test_ids_do_not_depend_on_who_tells(desk: Desk) -> None:
+    run_dir = completed(desk)
+    FakeAgent(run_dir).incident(FailureKind.HANG)
+    ids = [one.id for one in told(run_dir)]
+    assert len(set(ids)) == len(ids) == 5
+    assert [one.id for one in told(run_dir, ANOTHER)] == ids
+
+
+def test_what_a_controller_wrote_that_had_lost_the_run_is_not_told(desk: Desk) -> None:
+    run_dir = completed(desk)
+    sequence = read_story(run_dir).record.next_sequence
+    writer = LineWriter(run_dir.control)
+    moved = RunMoved(state=RunState.FAILED, cause="nobody should be called for this")
+    writer.write(JournalLine(sequence=sequence, token=0, time=utc_now(), event=moved))
+    writer.close()
+    assert told(run_dir)[-1].name == "rlhf.run.completed"
+
+
+def test_old_news_are_none(desk: Desk) -> None:
+    run_dir = completed(desk)
+    later = utc_now() + NEWS + timedelta(minutes=1)
+    assert happenings(read_story(run_dir), run_dir.read_spec(), FLOW_RUN, later) == []
