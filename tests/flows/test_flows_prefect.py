@@ -480,6 +480,20 @@ def task_messages(flow_run: str) -> dict[str, str]:
 
 
 @pytest.mark.usefixtures("server")
+def test_files_that_the_view_cannot_read_do_not_stop_the_run(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreadable(run_dir: RunDir) -> None:
+        raise OSError("stale file handle")
+
+    monkeypatch.setattr(tell, "read_story", unreadable)
+    monkeypatch.setattr(tell, "LAST_PAUSE_S", 0.05)
+    run_dir = desk.run()
+    desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
+    run_in_prefect(desk.controller(run_dir))
+    assert flow_runs()[run_dir.run_id] == "Completed"
+    assert any("stale file handle" in text for text in desk.notes.sayings)
+
+
+@pytest.mark.usefixtures("server")
 def test_work_that_prefect_did_not_begin_is_done_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the state given back instead of raised, a task run that was never begun must not look like one that was."""
     from prefect.states import Crashed
