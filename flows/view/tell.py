@@ -32,6 +32,7 @@ from flows.view.parts import (
 )
 from flows.view.progress import Seen, furthest_step
 from flows.view.story import Story, read_story
+from rlhf_core.launch.journal import RunRecord
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.journal import RunMoved
 from rlhf_core.schemas.run import RunSpec
@@ -60,8 +61,8 @@ def shown_in_prefect(session: Session) -> Iterator[None]:
     """Show the run in Prefect for as long as the block lasts. Use it in the flow run."""
     log = get_run_logger()
     seen, lock = Seen(session.spec), threading.Lock()
-    flow_run = FlowRun(str(runtime.flow_run.id or ""), str(runtime.flow_run.name or session.run_dir.run_id))
-    begun = read_story(session.run_dir)
+    flow_run = FlowRun(str(runtime.flow_run.id or ""), session.run_dir.run_id)
+    begun = _begun(session.run_dir)
     parts: list[Part] = [
         Events(session.stored, flow_run),
         Progress(seen, lock),
@@ -82,6 +83,14 @@ def shown_in_prefect(session: Session) -> Iterator[None]:
         session.observer = observer
         # Another controller tells the rest of a run that was taken over.
         teller.close(farewell=not session.lease_lost)
+
+
+def _begun(run_dir: RunDir) -> Story:
+    """What had happened before; nothing, where a file system that does not answer for a moment would cost the run."""
+    try:
+        return read_story(run_dir)
+    except OSError:
+        return Story(run_dir, (), RunRecord(), (), ())
 
 
 def _catch_up(seen: Seen, run_dir: RunDir) -> None:

@@ -167,7 +167,13 @@ def _libraries_of(graph: grimp.ImportGraph, *ours: str) -> dict[str, str]:
     return found
 
 
-PARTS = {"pydantic": {"pydantic_core"}, "typer": {"click"}, "torch": {"numpy"}, "nvidia_ml_py": {"pynvml"}}
+PARTS = {
+    "pydantic": {"pydantic_core"},
+    "typer": {"click"},
+    "torch": {"numpy"},
+    "nvidia_ml_py": {"pynvml"},
+    "pillow": {"PIL"},
+}
 """Import names that a declared library brings along: its own, where it has another, and parts of its interface."""
 
 

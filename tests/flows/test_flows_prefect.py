@@ -403,6 +403,8 @@ def test_an_artifact_that_somebody_deleted_is_made_anew(desk: Desk) -> None:
 @pytest.mark.usefixtures("server")
 def test_a_restart_in_place_is_a_task_run_and_the_log_has_it(desk: Desk) -> None:
     """It happens in the middle of a stage, which goes on and ends well."""
+    from prefect.settings import PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
+
     run_dir = desk.run()
 
     def restarts(request: JobRequest) -> None:
@@ -423,7 +425,8 @@ def test_a_restart_in_place_is_a_task_run_and_the_log_has_it(desk: Desk) -> None
         FakeAgent(run_dir, restart=1).whole_run()
 
     desk.scheduler.on_submit = restarts
-    run_in_prefect(desk.controller(run_dir))
+    with temporary_settings({PREFECT_LOGGING_TO_API_ENABLED: True}):
+        run_in_prefect(desk.controller(run_dir))
     runs = task_runs(run_dir.run_id)
     assert runs["restart 1 in attempt 1 - it may go well (this) time"] == "Completed"
     assert runs["train attempt 1"] == "Completed"
@@ -474,6 +477,20 @@ def task_messages(flow_run: str) -> dict[str, str]:
     with get_client(sync_client=True) as client:
         found = client.read_task_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[flow_run])))
         return {one.name: str(one.state.message) for one in found if one.state is not None}
+
+
+@pytest.mark.usefixtures("server")
+def test_files_that_the_view_cannot_read_do_not_stop_the_run(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreadable(run_dir: RunDir) -> None:
+        raise OSError("stale file handle")
+
+    monkeypatch.setattr(tell, "read_story", unreadable)
+    monkeypatch.setattr(tell, "LAST_PAUSE_S", 0.05)
+    run_dir = desk.run()
+    desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
+    run_in_prefect(desk.controller(run_dir))
+    assert flow_runs()[run_dir.run_id] == "Completed"
+    assert any("stale file handle" in text for text in desk.notes.sayings)
 
 
 @pytest.mark.usefixtures("server")
