@@ -117,17 +117,43 @@ WHERE NOT EXISTS (SELECT 1 FROM kept_goodput k WHERE k.run_id = n.run_id AND k.i
     }
 
 
-def replace_lost_time(dialect: str, *, anew: bool) -> None:
-    """Make the view ``run_lost_time`` again: with the same answers, sooner; or as it was first."""
-    question = FIRST["run_lost_time"](*FIRST["TIME_FUNCTIONS"][dialect])
-    if anew:
-        begin, rest = question.index("\nWITH ordered AS ("), question.index("\nseen AS (") + len("\nseen AS (")
-        question = question[:begin] + ORDERED + question[rest:]
-    if dialect == "sqlite":
-        op.execute("DROP VIEW run_lost_time")
-    else:  # another view reads it
-        question = question.replace("CREATE VIEW", "CREATE OR REPLACE VIEW")
-    op.execute(sa.text(question.replace(":", "\\:")))
+def lost_time_views(dialect: str) -> dict[str, str]:
+    """``run_lost_time`` and ``run_goodput`` with the same answers, from a view that has a row per incident: into that
+    one a question about one run finds its way."""
+    functions = FIRST["TIME_FUNCTIONS"][dialect]
+    lost = FIRST["run_lost_time"](*functions)
+    tail = lost[lost.index("\nseen AS (") + len("\nseen AS (") : lost.index("\nSELECT run_id, failure_kind, COUNT(*)")]
+    tail = tail.replace("SELECT s.run_id, s.failure_kind,", "SELECT s.run_id, s.incident_id, s.failure_kind,")
+    tail = tail.replace("SELECT run_id, failure_kind, repeated_s,", "SELECT run_id, incident_id, failure_kind, repeated_s,")
+    return {
+        "incident_lost_time": f"""{ORDERED}{tail}
+SELECT run_id, incident_id, failure_kind, downtime_s, repeated_s, downtime_s + repeated_s AS lost_s FROM measured""",
+        "run_lost_time": """
+SELECT run_id, failure_kind, COUNT(*) AS num_incidents, SUM(downtime_s) AS downtime_s, SUM(repeated_s) AS repeated_s,
+       SUM(lost_s) AS lost_s
+FROM incident_lost_time
+GROUP BY run_id, failure_kind""",
+        "run_goodput": FIRST["run_goodput"](*functions)
+        .replace("CREATE VIEW run_goodput AS", "")
+        .replace("FROM run_lost_time l", "FROM incident_lost_time l"),
+    }
+
+
+def first_lost_time_views(dialect: str) -> dict[str, str]:
+    """The same as the first schema had them."""
+    functions = FIRST["TIME_FUNCTIONS"][dialect]
+    return {
+        name: FIRST[name](*functions).replace(f"CREATE VIEW {name} AS", "") for name in ("run_lost_time", "run_goodput")
+    }
+
+
+def replace_views(dialect: str, questions: dict[str, str]) -> None:
+    for name, question in questions.items():
+        if dialect == "sqlite":
+            op.execute(f"DROP VIEW IF EXISTS {name}")
+        # PostgreSQL keeps the views that read it.
+        create = "CREATE VIEW" if dialect == "sqlite" else "CREATE OR REPLACE VIEW"
+        op.execute(sa.text(f"{create} {name} AS {question}".replace(":", "\\:")))
 
 
 def upgrade() -> None:
@@ -172,7 +198,7 @@ def upgrade() -> None:
         make_metrics_again("")
     else:
         op.drop_constraint("fk_metrics_key_id", "metrics", type_="foreignkey")
-    replace_lost_time(dialect, anew=True)
+    replace_views(dialect, lost_time_views(dialect))
     for name, question in views(dialect).items():
         op.execute(sa.text(f"CREATE VIEW {name} AS {question}".replace(":", "\\:")))
     op.execute(sa.text(f"INSERT INTO run_tags (run_id, tag) {DIALECTS[dialect]['tags']}".replace(":", "\\:")))
@@ -213,7 +239,8 @@ def downgrade() -> None:
         make_metrics_again(reference)
     else:
         op.create_foreign_key("fk_metrics_key_id", "metrics", "metric_keys", ["key_id"], ["key_id"])
-    replace_lost_time(dialect, anew=False)
+    replace_views(dialect, first_lost_time_views(dialect))
+    op.execute("DROP VIEW incident_lost_time")
     for table in ("kept_goodput", "node_telemetry", "run_tags"):
         op.drop_table(table)
     op.drop_index("ix_runs_owner_created_at", "runs")
