@@ -6,14 +6,15 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   := .venv
+PEERS  := .venv-peers
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: help demo slurm-demo test lint types contracts pytest format docs bench faults clean
+.PHONY: help demo slurm-demo test lint types contracts pytest format docs bench bench-history faults clean
 
 help:
 	@sed -n '2,5s/^# //p' Makefile
-	@echo "also: make lint | types | contracts | pytest | format | docs | bench | faults | clean"
+	@echo "also: make lint | types | contracts | pytest | format | docs | bench | bench-history | faults | clean"
 
 demo: $(VENV)/.demo-ready
 	@sh infra/demo.sh $(BIN)
@@ -76,9 +77,18 @@ docs: $(VENV)/.test-ready
 bench: $(VENV)/.test-ready
 	@for bench in tests/benchmarks/bench_*.py; do echo "== $$bench"; $(BIN)/python $$bench || exit 1; done
 
+# The history at scale, against MLflow in an environment of its own. The full size: make bench-history HISTORY=--full
+bench-history: $(VENV)/.test-ready $(PEERS)/.ready
+	$(BIN)/python tests/benchmarks/bench_history.py --mlflow $(PEERS)/bin/python $(HISTORY)
+
+$(PEERS)/.ready:
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip --disable-pip-version-check -q install 'mlflow>=3,<4' 'psycopg[binary]>=3.2'
+	@touch $@
+
 # The whole fault campaign: hours, and resumable. Options: make faults FAULTS="--shard 0/2"
 faults: $(VENV)/.test-ready
 	$(BIN)/python tests/faults/campaign.py $(FAULTS)
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis dist build
+	rm -rf $(VENV) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis dist build

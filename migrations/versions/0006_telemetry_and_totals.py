@@ -7,6 +7,9 @@ Revision: 0006, after 0005. Tags and goodput of the runs that are there are carr
 the same transaction, and no name is ever removed. SQLite can drop one only by making the table again.
 """
 
+import runpy
+from pathlib import Path
+
 import sqlalchemy as sa
 from alembic import op
 from sqlalchemy.dialects import postgresql
@@ -18,6 +21,24 @@ depends_on = None
 
 TIME = sa.DateTime(timezone=True)
 JSON = sa.JSON().with_variant(postgresql.JSONB(), "postgresql")
+
+FIRST = runpy.run_path(str(Path(__file__).with_name("0001_first_schema.py")))
+"""The first schema, whose views are made anew here."""
+
+EARLIER = "b.run_id = i.run_id AND (b.seen_at < i.seen_at OR (b.seen_at = i.seen_at AND b.incident_id < i.incident_id))"
+AFTER = "b.run_id = i.run_id AND (b.seen_at > i.seen_at OR (b.seen_at = i.seen_at AND b.incident_id > i.incident_id))"
+ORDERED = f"""
+WITH ordered AS (
+    SELECT i.run_id, i.incident_id, i.attempt, i.restart, i.failure_kind, i.seen_at,
+           (SELECT MAX(b.seen_at) FROM incidents b WHERE {EARLIER}) AS incident_before,
+           (SELECT MIN(b.seen_at) FROM incidents b WHERE {AFTER}) AS incident_after,
+           (SELECT COUNT(*) + 1 FROM incidents b
+             WHERE {EARLIER} AND b.attempt = i.attempt AND b.restart = i.restart) AS nth
+    FROM incidents i
+),
+seen AS ("""
+"""In place of window functions, through which SQLite does not look for one run: it went through the incidents of all
+runs to answer about one."""
 
 ENDED = "('completed', 'failed', 'cancelled')"
 GOODPUT = "wall_s, queue_s, productive_s, repeated_s, lost_s, ettr"
@@ -96,6 +117,45 @@ WHERE NOT EXISTS (SELECT 1 FROM kept_goodput k WHERE k.run_id = n.run_id AND k.i
     }
 
 
+def lost_time_views(dialect: str) -> dict[str, str]:
+    """``run_lost_time`` and ``run_goodput`` with the same answers, from a view that has a row per incident: into that
+    one a question about one run finds its way."""
+    functions = FIRST["TIME_FUNCTIONS"][dialect]
+    lost = FIRST["run_lost_time"](*functions)
+    tail = lost[lost.index("\nseen AS (") + len("\nseen AS (") : lost.index("\nSELECT run_id, failure_kind, COUNT(*)")]
+    tail = tail.replace("SELECT s.run_id, s.failure_kind,", "SELECT s.run_id, s.incident_id, s.failure_kind,")
+    tail = tail.replace("SELECT run_id, failure_kind, repeated_s,", "SELECT run_id, incident_id, failure_kind, repeated_s,")
+    return {
+        "incident_lost_time": f"""{ORDERED}{tail}
+SELECT run_id, incident_id, failure_kind, downtime_s, repeated_s, downtime_s + repeated_s AS lost_s FROM measured""",
+        "run_lost_time": """
+SELECT run_id, failure_kind, COUNT(*) AS num_incidents, SUM(downtime_s) AS downtime_s, SUM(repeated_s) AS repeated_s,
+       SUM(lost_s) AS lost_s
+FROM incident_lost_time
+GROUP BY run_id, failure_kind""",
+        "run_goodput": FIRST["run_goodput"](*functions)
+        .replace("CREATE VIEW run_goodput AS", "")
+        .replace("FROM run_lost_time l", "FROM incident_lost_time l"),
+    }
+
+
+def first_lost_time_views(dialect: str) -> dict[str, str]:
+    """The same as the first schema had them."""
+    functions = FIRST["TIME_FUNCTIONS"][dialect]
+    return {
+        name: FIRST[name](*functions).replace(f"CREATE VIEW {name} AS", "") for name in ("run_lost_time", "run_goodput")
+    }
+
+
+def replace_views(dialect: str, questions: dict[str, str]) -> None:
+    for name, question in questions.items():
+        if dialect == "sqlite":
+            op.execute(f"DROP VIEW IF EXISTS {name}")
+        # PostgreSQL keeps the views that read it.
+        create = "CREATE VIEW" if dialect == "sqlite" else "CREATE OR REPLACE VIEW"
+        op.execute(sa.text(f"{create} {name} AS {question}".replace(":", "\\:")))
+
+
 def upgrade() -> None:
     dialect = op.get_context().dialect.name
     op.create_index("ix_runs_owner_created_at", "runs", ["owner", "created_at"])
@@ -138,6 +198,7 @@ def upgrade() -> None:
         make_metrics_again("")
     else:
         op.drop_constraint("fk_metrics_key_id", "metrics", type_="foreignkey")
+    replace_views(dialect, lost_time_views(dialect))
     for name, question in views(dialect).items():
         op.execute(sa.text(f"CREATE VIEW {name} AS {question}".replace(":", "\\:")))
     op.execute(sa.text(f"INSERT INTO run_tags (run_id, tag) {DIALECTS[dialect]['tags']}".replace(":", "\\:")))
@@ -178,6 +239,8 @@ def downgrade() -> None:
         make_metrics_again(reference)
     else:
         op.create_foreign_key("fk_metrics_key_id", "metrics", "metric_keys", ["key_id"], ["key_id"])
+    replace_views(dialect, first_lost_time_views(dialect))
+    op.execute("DROP VIEW incident_lost_time")
     for table in ("kept_goodput", "node_telemetry", "run_tags"):
         op.drop_table(table)
     op.drop_index("ix_runs_owner_created_at", "runs")

@@ -144,12 +144,14 @@ def sql(
     Read-only: the database itself refuses everything else. A value is bound to its place :name in the statement
     and never becomes part of it.
 
-    Tables: runs, controllers, stages, checks, attempts, restarts, attempt_nodes,
-    node_speeds, metric_keys, metrics, latest_metrics, incidents, decisions, checkpoints,
-    evaluations, evaluation_samples, weight_versions, node_strikes, events, controllers, promotions.
+    Tables: runs, stages, checks, attempts, restarts, attempt_nodes,
+    node_speeds, node_telemetry, metric_keys, metrics, latest_metrics, incidents, decisions,
+    checkpoints, evaluations, evaluation_samples, weight_versions, node_strikes, events,
+    run_tags, kept_goodput, controllers, promotions, leases, ingest_offsets.
 
-    Views: run_curve (the metrics that count, by step), run_goodput,
-    run_lost_time, node_health.
+    Views: run_curve (the metrics that count, by step), run_goodput (all_goodput for all
+    runs), run_lost_time, incident_lost_time, run_recoveries, run_step_time, node_health,
+    node_figures (telemetry over time), node_imbalance (what stood out).
     """
     from rlhf_core.errors import BadInput
     from rlhf_core.history import questions

@@ -195,11 +195,20 @@ def _open_read_only(file: Path) -> sqlite3.Connection:
 def _postgres_engine(url: URL) -> Engine:
     try:
         # pre-ping: a server that was started again must not fail the first question after it
-        return create_engine(url, pool_pre_ping=True, connect_args={"connect_timeout": 10})
+        engine = create_engine(url, pool_pre_ping=True, connect_args={"connect_timeout": 10})
     except (ModuleNotFoundError, NoSuchModuleError):
         raise HistoryError(
             "RLHF_DATABASE_URL names a PostgreSQL server, but its driver is missing: pip install 'rlhf-flows[postgres]'"
         ) from None
+
+    @event.listens_for(engine, "connect")
+    def _prepare(connection: Any, _record: object) -> None:
+        # Compiling the plan of a view takes longer than running it. Not as an option of the connection: those who
+        # share connections (pgbouncer) refuse them.
+        connection.execute("SET jit = off")
+        connection.commit()
+
+    return engine
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ and never from a counter of the database, so that reading the same file twice ca
 ``metric_keys.key_id`` is the one exception: names of metrics are stored once.
 
 Views (made by the migrations): ``run_curve``, ``run_goodput``, ``run_lost_time``, ``run_step_time``,
-``run_recoveries``, ``all_goodput``, ``node_health``, ``node_figures``, ``node_imbalance``.
+``run_recoveries``, ``all_goodput``, ``incident_lost_time``, ``node_health``, ``node_figures``, ``node_imbalance``.
 """
 
 from datetime import UTC, datetime
@@ -37,7 +37,7 @@ SCHEMA_REVISION = "0006"
 
 VIEWS = (
     *("run_curve", "run_lost_time", "run_goodput", "run_step_time", "run_recoveries", "all_goodput"),
-    *("node_health", "node_figures", "node_imbalance"),
+    *("incident_lost_time", "node_health", "node_figures", "node_imbalance"),
 )
 """Names of the views."""
 

@@ -1,0 +1,161 @@
+"""Many runs at once, for ``bench_history.py``: the small tables by bulk inserts, the metrics by the database itself."""
+
+import math
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from history_tools import T0
+from sqlalchemy import insert, text
+
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.history.tables import metadata
+from rlhf_core.schemas.run import DataSpec, ModelSpec, RunSpec, TrainSpec
+
+KEYS = (*("time/step_s", "time/rollout_s", "time/train_s"), *(f"group/key_{key}" for key in range(17)))
+STEPS = 46
+"""Of a run; every hundredth has ten times as many. Together 1,000 rows a run."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much."""
+
+    num_runs: int
+
+
+SMALL = Scale(1_000)
+FULL = Scale(10_000)
+
+
+def load(store: HistoryStore, scale: Scale) -> None:
+    """Fill an empty history. Runs are spread over 100 days; one in ten had an incident and went back five steps; the
+    newest 20 are still at work."""
+    spec = RunSpec(
+        name="bench",
+        model=ModelSpec(config={"model_type": "qwen3"}, tokenizer="char"),
+        data=DataSpec(train="train.jsonl"),
+        train=TrainSpec(num_steps=STEPS),
+    ).model_dump(mode="json")
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for number in range(scale.num_runs):
+        for table, made in _run(number, scale.num_runs, spec).items():
+            rows.setdefault(table, []).extend(made)
+    with store.writing() as connection:
+        connection.execute(insert(metadata.tables["metric_keys"]), [{"name": name} for name in KEYS])
+        for table, made in rows.items():
+            for first in range(0, len(made), 5000):
+                connection.execute(insert(metadata.tables[table]), made[first : first + 5000])
+        for statement in _metrics(connection.dialect.name):
+            connection.execute(text(statement))
+        connection.execute(
+            text(
+                "INSERT INTO kept_goodput "
+                "(run_id, ingest_stamp, wall_s, queue_s, productive_s, repeated_s, lost_s, ettr) "
+                "SELECT n.run_id, n.ingest_stamp, wall_s, queue_s, productive_s, repeated_s, lost_s, ettr "
+                "FROM runs n JOIN run_goodput g ON g.run_id = n.run_id WHERE n.state <> 'training'"
+            )
+        )
+    with store.writing() as connection:
+        connection.execute(text("ANALYZE"))
+
+
+def count(store: HistoryStore) -> tuple[int, int]:
+    """Runs and metric rows."""
+    with store.reading() as connection:
+        counts = (connection.execute(text(f"SELECT COUNT(*) FROM {name}")).scalar_one() for name in ("runs", "metrics"))
+        runs, metrics = counts
+        return runs, metrics
+
+
+def compare_goodput(store: HistoryStore) -> None:
+    """What was kept of the runs that are over is what the view says."""
+    with store.reading() as connection:
+        columns = "run_id, wall_s, queue_s, productive_s, repeated_s, lost_s, ettr"
+        kept, true = (
+            connection.execute(text(f"SELECT {columns} FROM {name} ORDER BY run_id")).all()
+            for name in ("all_goodput", "run_goodput")
+        )
+    assert kept == true, "goodput that was kept is not what the view says"
+
+
+def _run(number: int, num_runs: int, spec: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    created = T0 + timedelta(days=100 * number / num_runs)
+    run_id = f"name-{number % 20}-{created:%Y%m%d-%H%M%S}-{number:06x}"
+    at_work = number >= num_runs - 20
+    broken = number % 10 == 0
+    num_steps = STEPS * (10 if number % 100 == 7 else 1)
+    ended = created + timedelta(seconds=60 + 2 * num_steps + 60)
+    state = "training" if at_work else "failed" if number % 8 == 5 else "completed"
+    run = {
+        "run_id": run_id, "name": f"name-{number % 20}", "state": state, "message": "", "owner": f"owner-{number % 10}",
+        "seed": number, "algorithm": "grpo", "total_steps": num_steps, "config_source": "bench.toml", "overrides": [],
+        "spec": spec, "shape": "", "trial_of": "", "tags": [f"tag-{number % 50}"], "package_version": "0",
+        "code_revision": "", "run_dir": f"/gone/{run_id}", "created_at": created, "started_at": created,
+        "ended_at": None if at_work else ended, "progress_at": ended, "journal_token": 1, "ingest_stamp": number + 1,
+    }  # fmt: skip
+    attempt = {
+        "run_id": run_id, "number": 1, "state": state, "message": "", "scheduler": "slurm", "scheduler_job_id": "1",
+        "num_nodes": 4, "resume_checkpoint": "", "resumed_from_step": 0, "planned_at": created,
+        "submitted_at": created, "started_at": created + timedelta(seconds=30),
+    }  # fmt: skip
+    restarts = [
+        {"run_id": run_id, "attempt": 1, "restart": 0, "started_at": created, "first_step": 1, "last_step": num_steps}
+    ]
+    made = {
+        "runs": [run],
+        "run_tags": [{"run_id": run_id, "tag": f"tag-{number % 50}"}],
+        "attempts": [attempt],
+        "restarts": restarts,
+        "stages": [
+            {"run_id": run_id, "stage_index": index, "name": name, "state": "completed", "attempt": 1,
+             "started_at": created, "seconds": 1.0, "message": ""}
+            for index, name in enumerate(("preflight", "allocate", "train", "evaluate"))
+        ],
+        "events": [
+            {"run_id": run_id, "source": "control.jsonl", "position": 100 * index, "time": created, "kind": "run_moved",
+             "node": "", "state": moved, "message": "", "data": {}}
+            for index, moved in enumerate(("preflight", "queued", "training", *(() if at_work else (state,))))
+        ],
+        "attempt_nodes": [
+            {"run_id": run_id, "attempt": 1, "node": f"node{(number + index) % 64}", "node_index": index, "restart": 0,
+             "role": "trainer", "sequence": 1, "ranks": [], "telemetry": {"cpu_percent": 1.0}, "longest_gaps_s": {}}
+            for index in range(4)
+        ],
+        "latest_metrics": [
+            {"run_id": run_id, "key_id": key, "step": num_steps, "attempt": 1, "restart": 0, "value": math.sin(key),
+             "time": ended}
+            for key in range(1, len(KEYS) + 1)
+        ],
+    }  # fmt: skip
+    if broken:
+        middle = num_steps // 2
+        restarts[0]["last_step"] = middle
+        restarts.append({**restarts[0], "restart": 1, "first_step": middle - 4, "last_step": num_steps})
+        made["incidents"] = [
+            {"run_id": run_id, "incident_id": "1.0", "attempt": 1, "restart": 0, "found_by": "agent",
+             "failure_kind": "hang" if number % 20 else "worker_killed", "phase": "train", "step": middle,
+             "suspect_ranks": [1], "suspect_nodes": ["node1"], "detected_after_s": 5.0,
+             "seen_at": created + timedelta(seconds=60 + 2 * middle + 5), "fingerprint": "f", "evidence_dir": "",
+             "message": "it hung", "collective": ""}
+        ]  # fmt: skip
+    return made
+
+
+def _metrics(dialect: str) -> list[str]:
+    """Rows of every step of every restart, two seconds each; made inside the database, in the order of the table."""
+    if dialect == "sqlite":
+        series = "WITH RECURSIVE steps(step) AS (SELECT 1 UNION ALL SELECT step + 1 FROM steps WHERE step < 460) "
+        steps, value = "steps s", "(abs(random()) % 1000000) / 1e6"
+        time = "strftime('%Y-%m-%d %H:%M:%f000', n.created_at, printf('+%d seconds', 60 + 2 * s.step + 30 * r.restart))"
+    else:
+        series, steps, value = "", "generate_series(1, 460) AS s(step)", "random()"
+        time = "n.created_at + (60 + 2 * s.step + 30 * r.restart) * INTERVAL '1 second'"
+    made = f"""
+{series}SELECT n.run_id, k.key_id, s.step, r.attempt, r.restart,
+       CASE WHEN k.name = 'time/step_s' THEN 2.0 ELSE {value} END, NULL, {time}
+FROM runs n CROSS JOIN metric_keys k CROSS JOIN {steps}
+     JOIN restarts r ON r.run_id = n.run_id AND s.step BETWEEN r.first_step AND r.last_step
+ORDER BY n.run_id, k.key_id, s.step, r.restart"""
+    columns = "run_id, key_id, step, attempt, restart, value, non_finite, time"
+    return [f"INSERT INTO metrics ({columns}) {made}"]
