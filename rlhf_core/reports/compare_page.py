@@ -99,7 +99,7 @@ def _runs(runs: Sequence[Facts]) -> Markup:
         ]
         for label, run in zip(_labels(runs), runs, strict=True)
     ]
-    return table(["", "run", "state", "algorithm", "steps", "asked for"], rows)
+    return table(["", "run", "state", "algorithm", "steps", "asked for"], rows, class_="runs")
 
 
 def _config(compared: Facts) -> Markup:
@@ -206,13 +206,15 @@ def _marks(runs: Sequence[Facts]) -> Marks:
 
 
 def _metrics(compared: Facts) -> Markup:
+    noted = any(row["note"] for row in compared["metrics"])
     rows = [
-        [code(row["key"]), row["step"], *(number(value) for value in row["values"]), row["note"]]
+        [code(row["key"]), row["step"], *(number(value) for value in row["values"]), *([row["note"]] if noted else [])]
         for row in compared["metrics"]
     ]
     if not rows:
         return tag("p", "None of the runs has these metrics.", class_="note")
-    return table(["metric", "step", *(run["label"] for run in compared["runs"]), ""], rows)
+    headers = ["metric", "step", *(run["label"] for run in compared["runs"]), *([""] if noted else [])]
+    return table(headers, rows)
 
 
 def _time(runs: Sequence[Facts]) -> Markup:

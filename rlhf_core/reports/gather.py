@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rlhf_core.history import queries
+from rlhf_core.history import queries, questions
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.reports.markup import as_time
 from rlhf_core.reports.plots import Curve
@@ -49,6 +49,8 @@ class RunRecord:
     """Parameters of the model; None where no model lies in the run directory."""
     notes: Sequence[str]
     """Sentences on what could not be read."""
+    probes: Rows = ()
+    """What the nodes measured before training: saved question ``probe-speeds``."""
 
     @property
     def run_id(self) -> str:
@@ -125,6 +127,7 @@ def gather(store: HistoryStore, run_dir: RunDir) -> RunRecord:
         samples=_training_samples(run_dir),
         num_parameters=_num_parameters(run_dir),
         notes=notes,
+        probes=_probes(store, run_id),
     )
 
 
@@ -132,6 +135,11 @@ def find_row(rows: Iterable[Mapping[str, Any]], **wanted: object) -> Mapping[str
     """The last of the rows that has all the wanted values; None where there is none."""
     matching = [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
     return matching[-1] if matching else None
+
+
+def _probes(store: HistoryStore, run_id: str) -> list[Mapping[str, Any]]:
+    answer = questions.ask(store, questions.find("probe-speeds"), {"run": run_id})
+    return [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]
 
 
 def _sample_table(store: HistoryStore, run_id: str, when: str, name: str) -> list[EvaluationSample]:

@@ -36,6 +36,7 @@ def what_happened(record: RunRecord) -> Markup:
         _incidents(record),
         _lost_time(record),
         _attempts(record),
+        _probes(record),
         _checkpoints(record),
         _checks(record),
     )
@@ -140,6 +141,25 @@ def _attempts(record: RunRecord) -> Markup:
         )
     headers = ["attempt", "state", "job", "nodes", "restarts", "from step", "steps made", "how it ended"]
     return join([tag("h3", "Attempts"), table(headers, rows)])
+
+
+def _probes(record: RunRecord) -> Markup:
+    if not record.probes:
+        return Markup("")
+    rows = [
+        [
+            row["attempt"],
+            row["node"],
+            row["device"],
+            row["matmul_tflops"],
+            "–" if row["compute_share"] is None else f"{row['compute_share']:.0%}",
+            row["bandwidth_gb_s"],
+            row["latency_ms"],
+        ]
+        for row in record.probes
+    ]
+    headers = ["attempt", "node", "device", "TFLOP/s", "of the mean", "GB/s", "latency, ms"]
+    return fold(f"Speed of the nodes before training, {count(len(rows), 'probe')}", table(headers, rows))
 
 
 def _checkpoints(record: RunRecord) -> Markup:

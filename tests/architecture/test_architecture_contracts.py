@@ -154,11 +154,14 @@ def graph() -> grimp.ImportGraph:
     return grimp.build_graph(*PACKAGES, include_external_packages=True, cache_dir=None)
 
 
-def _libraries_of(graph: grimp.ImportGraph, *ours: str) -> dict[str, str]:
-    """Third-party top-level packages that the modules under ``ours`` import: name to one importer."""
+def _libraries_of(graph: grimp.ImportGraph, *ours: str, but: str = "") -> dict[str, str]:
+    """Third-party top-level packages that the modules under ``ours`` import, those under ``but`` left out: name to one
+    importer."""
     found = {}
     for module in graph.modules:
         if not any(module == name or module.startswith(f"{name}.") for name in ours):
+            continue
+        if but and module.startswith(f"{but}."):
             continue
         for imported in graph.find_modules_directly_imported_by(module):
             library = imported.partition(".")[0]
@@ -173,6 +176,7 @@ PARTS = {
     "torch": {"numpy"},
     "nvidia_ml_py": {"pynvml"},
     "pillow": {"PIL"},
+    "mlflow_skinny": {"mlflow"},
 }
 """Import names that a declared library brings along: its own, where it has another, and parts of its interface."""
 
@@ -195,13 +199,23 @@ CONTROL_PLANE = tuple(
 )
 
 
+EXPORTS = "rlhf_core.reports.exports"
+"""Imports its libraries when they are needed, and says how to install one that is missing."""
+
+
 def test_schemas_stand_on_pydantic_alone(graph: grimp.ImportGraph) -> None:
     assert set(_libraries_of(graph, "rlhf_core.schemas", "rlhf_core.errors")) == {"pydantic"}
 
 
 def test_the_control_plane_imports_only_what_the_base_installation_declares(graph: grimp.ImportGraph) -> None:
-    libraries = _libraries_of(graph, *CONTROL_PLANE)
+    libraries = _libraries_of(graph, *CONTROL_PLANE, but=EXPORTS)
     assert {library: by for library, by in libraries.items() if library not in _declared()} == {}
+
+
+def test_the_exports_import_only_what_their_extra_declares(graph: grimp.ImportGraph) -> None:
+    libraries = _libraries_of(graph, EXPORTS)
+    assert {"mlflow", "pyarrow", "tensorboard", "wandb"} <= set(libraries)
+    assert {library: by for library, by in libraries.items() if library not in _declared("export")} == {}
 
 
 def test_the_compute_tower_imports_only_what_the_training_extra_declares(graph: grimp.ImportGraph) -> None:
@@ -210,6 +224,6 @@ def test_the_compute_tower_imports_only_what_the_training_extra_declares(graph: 
 
 
 def test_an_undeclared_library_would_be_seen(graph: grimp.ImportGraph) -> None:
-    libraries = _libraries_of(graph, *CONTROL_PLANE)
+    libraries = _libraries_of(graph, *CONTROL_PLANE, but=EXPORTS)
     assert "prefect" in libraries
     assert set(libraries) - (_declared() - {"prefect"}) == {"prefect"}

@@ -350,6 +350,16 @@ def test_slowest_nodes(history: History) -> None:
     ]
 
 
+def test_probe_speeds(history: History) -> None:
+    history.run("a", created_at=1001)
+    history.run("b")
+    for run_id, node, tflops, gb_s in (("b", "n1", 3.0, 2.0), ("b", "n2", 1.0, 0.0), ("a", "n3", 9.0, 9.0)):
+        facts = {"device": "cpu", "matmul_tflops": tflops, "bandwidth_gb_s": gb_s}
+        history.add("node_speeds", run_id=run_id, attempt=1, node=node, **facts)
+    columns = ("attempt", "node", "matmul_tflops", "compute_share", "bandwidth_gb_s")
+    assert pick(history.ask("probe-speeds"), *columns) == [(1, "n1", 3.0, 1.5, 2.0), (1, "n2", 1.0, 0.5, None)]
+
+
 def test_queue_time_by_week(history: History) -> None:
     monday = (NOW - timedelta(days=14 + NOW.weekday())).replace(hour=0, minute=0, second=0)
     history.run("a")

@@ -45,6 +45,7 @@ def test_the_report_of_a_real_history(site: config.Site, run_dir: RunDir, tmp_pa
     assert "worker killed" in page
     assert "start the workers again in the same allocation (by the agent): one restart is left." in page
     assert "the steps made again" not in page
+    assert "Speed of the nodes before training, 2 probes" in page
     assert page.count('class="sign saved"') == 4
     assert page.count('class="sign incident"') == 2
 

@@ -1,0 +1,236 @@
+"""The dashboards: their questions are asked of a real PostgreSQL, as the role that Grafana has, with Grafana's macros
+expanded as its documentation says. No Grafana takes part."""
+
+import json
+import re
+from collections.abc import Iterator
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from history_tools import T0, postgres, whole_run
+
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.watchdog.ingest import sync
+
+GRAFANA = Path(__file__).parents[2] / "infra" / "grafana"
+BOARDS = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in GRAFANA.glob("dashboards/*.json")}
+PANELS = [(name, panel) for name, board in BOARDS.items() for panel in board["panels"]]
+TYPES = {"barchart", "stat", "table", "timeseries", "trend"}
+
+FROM, TO = T0 - timedelta(days=10), T0 + timedelta(days=10)
+_SECONDS = {"m": 60, "h": 3600, "d": 86400}
+
+
+def expanded(sql: str, values: dict[str, list[str]]) -> str:
+    """A question as Grafana sends it: https://grafana.com/docs/grafana/latest/datasources/postgres/"""
+
+    def group(found: re.Match[str]) -> str:
+        seconds = int(found[3]) * _SECONDS[found[4]]
+        alias = ' AS "time"' if found[1] else ""
+        return f"floor(extract(epoch from {found[2]})/{seconds})*{seconds}{alias}"
+
+    sql = re.sub(r"\$__timeFilter\(([^)]+)\)", rf"\1 BETWEEN '{FROM.isoformat()}' AND '{TO.isoformat()}'", sql)
+    sql = re.sub(r"\$__timeGroup(Alias)?\(([^,]+), '(\d+)([mhd])'\)", group, sql)
+    for name, chosen in values.items():
+        quoted = ",".join("'" + value.replace("'", "''") + "'" for value in chosen)
+        sql = sql.replace(f"${{{name}:sqlstring}}", quoted)
+    assert "$" not in sql, f"a macro or variable is left: {sql}"
+    return sql
+
+
+@pytest.fixture(scope="module")
+def url() -> str:
+    """A history with a run, and the role that reads it."""
+    import psycopg
+
+    url = postgres().migrated_database()
+    with psycopg.connect(url) as connection:
+        connection.execute((GRAFANA / "reader.sql").read_text(encoding="utf-8"))
+        connection.execute((GRAFANA / "reader.sql").read_text(encoding="utf-8"))  # may be run again
+    return url
+
+
+@pytest.fixture(scope="module")
+def run_id(url: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A run with everything."""
+    run = whole_run(tmp_path_factory.mktemp("runs"))
+    with HistoryStore(url) as store:
+        sync(run.dir, store)
+    return run.run_id
+
+
+@pytest.fixture(scope="module")
+def grafana(url: str, run_id: str) -> Iterator[Any]:
+    """A connection as Grafana's role."""
+    import psycopg
+
+    with psycopg.connect(url.replace("rlhf@", "rlhf_reader@"), autocommit=True) as connection:
+        yield connection
+
+
+def values_of(board: dict[str, Any], run_id: str) -> dict[str, list[str]]:
+    """What a person picked for each variable."""
+    picked = {"run": [run_id], "metric": ["train/loss"], "node": ["n1", "n2"]}
+    return {variable["name"]: picked[variable["name"]] for variable in board["templating"]["list"]}
+
+
+def misfit(kind: str, names: list[str], rows: list[tuple[Any, ...]]) -> str:
+    """What a panel of a type cannot show of a table; empty where it fits."""
+
+    def numbers(columns: range) -> bool:
+        return all(not isinstance(row[index], str | datetime) for row in rows for index in columns)
+
+    rest = range(1, len(names))
+    first = [row[0] for row in rows]
+    match kind:
+        case "timeseries":
+            values = range(2, len(names)) if "metric" in names else rest
+            if names[0] != "time" or first != sorted(first) or not values or not numbers(values):
+                return "needs a rising column `time`, and numbers"
+        case "trend":
+            if names[0] != "step" or first != sorted(set(first)) or not rest or not numbers(rest):
+                return "needs a column `step` that rises, each once, and numbers"
+        case "barchart":
+            if not all(isinstance(value, str) for value in first) or not rest or not numbers(rest):
+                return "needs a text and numbers"
+        case "stat":
+            if len(names) != 1 or len(rows) != 1 or not numbers(range(1)):
+                return "needs one number"
+    return "" if rows else "has no rows"
+
+
+@pytest.mark.parametrize(("board", "panel"), PANELS, ids=lambda value: value if isinstance(value, str) else value["id"])
+def test_every_panel_has_an_answer_that_it_can_show(
+    board: str, panel: dict[str, Any], grafana: Any, run_id: str
+) -> None:
+    (target,) = panel["targets"]
+    cursor = grafana.execute(expanded(target["rawSql"], values_of(BOARDS[board], run_id)))
+    names = [column.name for column in cursor.description]
+    rows = cursor.fetchall()
+    if panel["title"] == "At work now":
+        assert rows == []  # the one run is over
+        return
+    assert misfit(panel["type"], names, rows) == ""
+    assert target["format"] == ("time_series" if panel["type"] == "timeseries" else "table")
+    known = set(names)
+    for override in panel["fieldConfig"]["overrides"]:
+        assert override["matcher"]["options"] in known
+
+
+@pytest.mark.parametrize("board", BOARDS)
+def test_every_variable_offers_what_was_there(board: str, grafana: Any, run_id: str) -> None:
+    offered = {}
+    for variable in BOARDS[board]["templating"]["list"]:
+        rows = grafana.execute(expanded(variable["query"], values_of(BOARDS[board], run_id))).fetchall()
+        offered[variable["name"]] = {row[0] for row in rows}
+    for name, picked in values_of(BOARDS[board], run_id).items():
+        assert set(picked) <= offered[name]
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "rows"),
+    [
+        ("timeseries", ["created_at", "v"], [(T0, 1.0)]),
+        ("timeseries", ["time", "v"], [(TO, 1.0), (T0, 1.0)]),
+        ("timeseries", ["time", "metric"], [(T0, "a")]),
+        ("trend", ["step", "v"], [(1, 0.5), (1, 0.6)]),
+        ("barchart", ["n", "v"], [(1, 2)]),
+        ("stat", ["a"], [("text",)]),
+        ("table", ["a"], []),
+    ],
+)
+def test_what_does_not_fit_is_noticed(kind: str, names: list[str], rows: list[tuple[Any, ...]]) -> None:
+    assert misfit(kind, names, rows)
+
+
+def test_a_macro_that_is_not_known_is_noticed() -> None:
+    with pytest.raises(AssertionError, match="is left"):
+        expanded("SELECT $__timeFiltre(created_at)", {})
+
+
+def test_the_answers_are_right(grafana: Any, run_id: str) -> None:
+    """Of the whole run of the history's own tests, worked out there."""
+
+    def ask(board: str, title: str) -> list[tuple[Any, ...]]:
+        (panel,) = [panel for panel in BOARDS[board]["panels"] if panel["title"] == title]
+        sql = expanded(panel["targets"][0]["rawSql"], values_of(BOARDS[board], run_id))
+        return list(grafana.execute(sql).fetchall())
+
+    assert ask("overview", "Runs by state") == [("completed", 1)]
+    assert {(kind, count) for _, kind, count in ask("overview", "Failures per day")} == {
+        ("worker_killed", 1),
+        ("node_lost", 1),
+    }
+    # 55 s, 2 s of them in queues, 20 s in steps that count
+    assert ask("overview", "Goodput (ETTR) of all runs") == [(pytest.approx(20 / 53),)]
+    # 5 s to the step that ended at 22, and 10 s to the one at 40, on one node; n2 was blamed for both
+    ((node, hours),) = ask("nodes", "Node hours lost")
+    assert (node, float(hours)) == ("n2", pytest.approx(15 / 3600))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The role, the provisioning, the form
+
+
+def test_the_role_reads_and_does_nothing_else(grafana: Any, url: str) -> None:
+    import psycopg
+
+    assert grafana.execute("SHOW default_transaction_read_only").fetchone() == ("on",)
+    grafana.execute("SET default_transaction_read_only = off")
+    try:
+        for statement in ("DELETE FROM runs", "UPDATE leases SET token = 0", "CREATE TABLE mine (a int)"):
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                grafana.execute(statement)
+    finally:
+        grafana.execute("SET default_transaction_read_only = on")
+    with psycopg.connect(url, autocommit=True) as owner:  # what a later migration makes
+        owner.execute("CREATE TABLE made_later (a int)")
+        try:
+            assert grafana.execute("SELECT COUNT(*) FROM made_later").fetchone() == (0,)
+        finally:
+            owner.execute("DROP TABLE made_later")
+
+
+def test_the_provisioning_fits_the_dashboards() -> None:
+    (source,) = yaml.safe_load((GRAFANA / "provisioning/datasources/rlhf.yaml").read_text())["datasources"]
+    (provider,) = yaml.safe_load((GRAFANA / "provisioning/dashboards/rlhf.yaml").read_text())["providers"]
+    assert source["user"] == "rlhf_reader"
+    assert (provider["type"], provider["options"]["path"]) == ("file", "${RLHF_GRAFANA_DASHBOARDS}")
+    expected = {"type": source["type"], "uid": source["uid"]}
+    for _, panel in PANELS:
+        assert panel["datasource"] == expected == panel["targets"][0]["datasource"]
+    for board in BOARDS.values():
+        assert all(variable["datasource"] == expected for variable in board["templating"]["list"])
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_the_form_of_a_dashboard(name: str) -> None:
+    board = BOARDS[name]
+    assert board["uid"] == f"rlhf-{name}"
+    panels = board["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        assert panel["type"] in TYPES
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken, f"{panel['title']} lies on another panel"
+        taken |= cells
+    variables = {variable["name"] for variable in board["templating"]["list"]}
+    used = set(re.findall(r"\$\{(\w+):sqlstring\}", json.dumps(board)))
+    assert used == variables
+    assert {panel["repeat"] for panel in panels if "repeat" in panel} <= variables
+
+
+def test_links_lead_to_a_dashboard_that_is_there() -> None:
+    links = set(re.findall(r'"url": "/d/([^/]+)/', json.dumps(BOARDS)))
+    assert links <= {board["uid"] for board in BOARDS.values()}
+    assert links
