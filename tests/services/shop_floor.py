@@ -1,0 +1,146 @@
+"""A site for the tests of its services: a home folder, the ``rlhf`` command in it, and questions to its server."""
+
+import base64
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def until(what: Callable[[], Any], patience_s: float = 60.0) -> Any:
+    """Wait for something to be true, and return it."""
+    deadline = time.monotonic() + patience_s
+    while not (found := what()):
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.1)
+    return found
+
+
+@dataclass
+class Floor:
+    """One site."""
+
+    home: Path
+    port: int
+    host: str = "127.0.0.1"
+    max_runs: int = 5
+    auth: str = ""
+
+    def write_settings(self) -> None:
+        lines = ["[prefect]", f'host = "{self.host}"', f"port = {self.port}", f"max_runs = {self.max_runs}"]
+        self.home.mkdir(parents=True, exist_ok=True)
+        (self.home / "rlhf.toml").write_text("\n".join(lines))
+
+    def environment(self, **more: str) -> dict[str, str]:
+        """Of a person who has nothing set but the home folder."""
+        plain = {key: value for key, value in os.environ.items() if not key.startswith(("RLHF_", "PREFECT_"))}
+        return {**plain, "RLHF_HOME": str(self.home), "HOME": str(self.home), "PYTHONPATH": str(ROOT), **more}
+
+    def start(self, *arguments: str, **more: str) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            [sys.executable, "-m", "rlhf_core.cli.main", *arguments],
+            env=self.environment(**more),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def rlhf(self, *arguments: str, code: int = 0, **more: str) -> "subprocess.CompletedProcess[str]":
+        process = self.start(*arguments, **more)
+        output, errors = process.communicate(timeout=100)
+        assert process.returncode == code, f"{output}\n{errors}\n{self.logs()}"
+        return subprocess.CompletedProcess(arguments, process.returncode, output, errors)
+
+    def python(self, code: str, **more: str) -> str:
+        """What a program of this site prints."""
+        found = subprocess.run(
+            [sys.executable, "-c", code],
+            env=self.environment(**more),
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert found.returncode == 0, found.stderr
+        return found.stdout.strip()
+
+    def logs(self) -> str:
+        return "\n".join(f"{path}:\n{path.read_text()}" for path in (self.home / "logs").glob("*"))
+
+    def status(self) -> dict[str, dict[str, Any]]:
+        return {one["name"]: one for one in json.loads(self.rlhf("up", "--status", "--json").stdout)}
+
+    def pids(self) -> dict[str, int]:
+        return {name: one["pid"] for name, one in self.status().items() if one["pid"]}
+
+    def processes(self) -> list[psutil.Process]:
+        """Every living process that carries the marker of this home folder."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("RLHF_HOME") == str(self.home) and process.status() != "zombie":
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def ask(self, path: str, body: Any = None, *, auth: str | None = None, method: str = "") -> tuple[int, Any]:
+        """Status and answer of the API, with this site's password unless another one (or none) is given."""
+        secret = self.auth if auth is None else auth
+        headers = {"content-type": "application/json"}
+        if secret:
+            headers["authorization"] = f"Basic {base64.b64encode(secret.encode()).decode()}"
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/api{path}",
+            data=None if body is None else json.dumps(body).encode(),
+            headers=headers,
+            method=method or ("GET" if body is None else "POST"),
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=20) as response:
+                content = response.read()
+                return response.status, json.loads(content) if content else None
+        except urllib.error.HTTPError as error:
+            return error.code, None
+
+    def start_flow(self, folder: Path, name: str = "waits") -> str:
+        """Have the worker run the sample flow. Returns the id of the flow run."""
+        folder.mkdir()
+        _, flow = self.ask("/flows/", {"name": name})
+        deployment = {
+            "name": name,
+            "flow_id": flow["id"],
+            "entrypoint": "sample_flow.py:waits",
+            "path": str(HERE),
+            "work_pool_name": "rlhf",
+            "work_queue_name": "high",
+            "parameter_openapi_schema": {},
+            "enforce_parameter_schema": False,
+        }
+        status, made = self.ask("/deployments/", deployment)
+        assert status in (200, 201)
+        _, run = self.ask(f"/deployments/{made['id']}/create_flow_run", {"parameters": {"folder": str(folder)}})
+        return str(run["id"])
+
+    def state_of(self, flow_run: str) -> str:
+        status, run = self.ask(f"/flow_runs/{flow_run}")
+        return str(run["state"]["name"]) if status == 200 else str(status)
