@@ -210,6 +210,12 @@ def test_a_flow_run_outlives_a_killed_worker_and_down_ends_it(floor: Floor, tmp_
     floor.rlhf(*UP)
 
 
+STATES = """
+from flows import processes
+from rlhf_core.config import load_site
+processes.STALE_S = 4.0
+print(*(processes.look(load_site().home, name).state for name in ("server", "worker")))
+"""
 SHORT_PATIENCE = """
 from flows import processes, services
 from rlhf_core.config import load_site
@@ -224,12 +230,7 @@ def test_services_that_do_not_answer_are_replaced(floor: Floor) -> None:
     before = floor.pids()
     os.kill(before["worker"], signal.SIGSTOP)
     os.kill(before["server"], signal.SIGSTOP)
-    until(lambda: "SILENT" in floor.python("""
-from flows import processes
-from rlhf_core.config import load_site
-processes.STALE_S = 4.0
-print([processes.look(load_site().home, name).state.name for name in ("server", "worker")].count("SILENT") * "SILENT")
-"""))
+    until(lambda: floor.python(STATES) == "silent silent")
     said = floor.python(SHORT_PATIENCE)
     assert "['replaced', 'replaced']" in said
     after = floor.pids()
