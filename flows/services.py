@@ -22,7 +22,7 @@ from flows.processes import (
     one_at_a_time,
 )
 from flows.server import STARTUP_TIMEOUT_S, answers, client_settings, configured_url, own_url, quiet_settings
-from flows.serving import FLOW_END_S, require_free_port, set_up
+from flows.serving import FLOW_END_S, FLOW_RUNS, require_free_port, set_up
 from rlhf_core.config import Site
 from rlhf_core.errors import BadInput, PrefectUnavailable
 from rlhf_core.history import database, migrate, queries
@@ -155,6 +155,8 @@ def _start(site: Site, name: str) -> int:
         require_free_port(site)
     files = ServiceFiles(site.home, name)
     _make_room(files.log)
+    if name == "worker":
+        _make_room(ServiceFiles(site.home, FLOW_RUNS).log)
     with files.log.open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "rlhf_core.cli.main", "serve", name],

@@ -276,6 +276,38 @@ def test_addresses(site: Site) -> None:
     assert server.ui_url(at(url="https://prefect.example.com/")) == "https://prefect.example.com"
 
 
+def test_the_worker_forgives_an_outage_of_the_server_and_nothing_else() -> None:
+    import asyncio
+
+    import httpx
+
+    from flows import serving
+
+    def answer(status: int) -> httpx.HTTPStatusError:
+        request = httpx.Request("GET", "http://server/api")
+        return httpx.HTTPStatusError("", request=request, response=httpx.Response(status, request=request))
+
+    def asked(error: Exception, stopped: bool = False) -> object:
+        async def work() -> str:
+            raise error
+
+        async def call() -> object:
+            stop = asyncio.Event()
+            if stopped:
+                stop.set()
+            return await serving._forgiving(work, stop)()
+
+        return asyncio.run(call())
+
+    assert asked(httpx.ConnectError("no server")) == []
+    assert asked(answer(503)) == []
+    with pytest.raises(httpx.HTTPStatusError):
+        asked(answer(401))
+    with pytest.raises(ZeroDivisionError):
+        asked(ZeroDivisionError())
+    assert asked(ZeroDivisionError(), stopped=True) == [], "nothing new is begun"
+
+
 def test_active_runs_need_no_history(site: Site) -> None:
     assert services.active_runs(site) == []
     assert not (site.home / "history.db").exists(), "asking makes none"
