@@ -168,6 +168,8 @@ def service_settings(site: Site) -> dict[str, str]:
         "RLHF_HOME": str(site.home),
         HOME_MARKER: str(site.home),
         "PREFECT_HOME": str(site.home / "prefect"),
+        # Stays in the user's folder whatever PREFECT_HOME says.
+        "PREFECT_SERVER_MEMO_STORE_PATH": str(site.home / "prefect" / "memo_store.toml"),
         "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
         # A client that does not know its server is to say so, not to start one of its own.
         "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",

@@ -284,6 +284,8 @@ def test_the_password_is_nowhere_and_down_leaves_nothing_behind(floor: Floor) ->
     assert floor.rlhf("down").stdout.startswith("nothing was running")
     with_secret = [path for path in floor.home.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
     assert with_secret == [floor.home / "prefect" / "auth"]
+    assert not (floor.home / ".prefect").exists(), "the files of Prefect that belong to the person are left alone"
+    assert "database is locked" not in (floor.home / "logs" / "server.log").read_text()
     assert not [line for line in lines if secret in line]
 
 
