@@ -331,3 +331,17 @@ def test_the_beat_is_read_whole(tmp_path: Path) -> None:
         stop.set()
         reader.join()
     assert seen == {ServiceState.RUNNING}
+
+
+def test_only_retries_of_a_busy_sqlite_are_left_out_of_the_log() -> None:
+    import logging
+
+    from flows.server_app import is_news
+
+    def line(error: Exception | None) -> logging.LogRecord:
+        info = (type(error), error, None) if error else None
+        return logging.LogRecord("docket", logging.ERROR, "", 1, "again", (), info)
+
+    assert not is_news(line(OSError("(sqlite3.OperationalError) database is locked")))
+    assert is_news(line(OSError("database disk image is malformed")))
+    assert is_news(line(None))
