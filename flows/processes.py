@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -220,7 +220,7 @@ def started_ticks(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-def _this_process(address: str, environment: Mapping[str, str] = os.environ) -> ServiceRecord:
+def _this_process(address: str) -> ServiceRecord:
     ticks = started_ticks(os.getpid())
     assert ticks is not None, "this process lives"
     return ServiceRecord(
@@ -229,7 +229,7 @@ def _this_process(address: str, environment: Mapping[str, str] = os.environ) -> 
         boot_id=_boot_id(),
         host=socket.gethostname(),
         since=utc_now(),
-        started_by=environment.get(STARTED_BY, "hand"),
+        started_by=os.environ.get(STARTED_BY, "hand"),
         address=address,
     )
 

@@ -105,8 +105,8 @@ def password(site: Site) -> str:
 def _make_password(path: Path) -> None:
     """Make one, whole or not at all; where another process was faster, its password holds."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".auth.{os.getpid()}.tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    temporary = path.with_name(f".auth.{secrets.token_hex(8)}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         os.write(descriptor, f"rlhf:{secrets.token_urlsafe(24)}\n".encode("ascii"))
         os.fsync(descriptor)
@@ -119,11 +119,12 @@ def _make_password(path: Path) -> None:
         temporary.unlink()
 
 
-def configured_url(environment: Mapping[str, str] = os.environ) -> str:
+def configured_url(environ: Mapping[str, str] | None = None) -> str:
     """The server that this user has configured for Prefect, in the environment or in the active profile; or empty.
 
     Read without importing Prefect, which takes its settings when it is imported.
     """
+    environment = os.environ if environ is None else environ
     if environment.get("PREFECT_API_URL"):
         return environment["PREFECT_API_URL"]
     home = Path(environment.get("PREFECT_HOME") or Path.home() / ".prefect").expanduser()
@@ -167,7 +168,11 @@ def service_settings(site: Site) -> dict[str, str]:
         "RLHF_HOME": str(site.home),
         HOME_MARKER: str(site.home),
         "PREFECT_HOME": str(site.home / "prefect"),
+        # Stays in the user's folder whatever PREFECT_HOME says.
+        "PREFECT_SERVER_MEMO_STORE_PATH": str(site.home / "prefect" / "memo_store.toml"),
         "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
+        # A client that does not know its server is to say so, not to start one of its own.
+        "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
         **client_settings(site, url),
     }
 

@@ -6,6 +6,7 @@ lists of worker types that come with the package, instead of asking the network 
 """
 
 import json
+import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,17 @@ class Guarded:
 def create_app() -> Guarded:
     """What uvicorn serves."""
     collections.get_collection_view = shipped_view
+    logging.getLogger("docket.dependencies").addFilter(is_news)
     return Guarded(prefect_app())
+
+
+def is_news(record: logging.LogRecord) -> bool:
+    """Whether a line of the server's log says something: not that SQLite was busy and the work is tried again.
+
+    Prefect keeps these out of its other logs itself. With a worker that polls they would be most of this one.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    return "database is locked" not in str(error)
 
 
 async def shipped_view(view: str) -> dict[str, Any]:

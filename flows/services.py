@@ -21,8 +21,8 @@ from flows.processes import (
     look,
     one_at_a_time,
 )
-from flows.server import STARTUP_TIMEOUT_S, configured_url, connect, own_url
-from flows.serving import FLOW_END_S, require_free_port, set_up
+from flows.server import STARTUP_TIMEOUT_S, answers, client_settings, configured_url, own_url, quiet_settings
+from flows.serving import FLOW_END_S, FLOW_RUNS, require_free_port, set_up
 from rlhf_core.config import Site
 from rlhf_core.errors import BadInput, PrefectUnavailable
 from rlhf_core.history import database, migrate, queries
@@ -82,7 +82,8 @@ def up(site: Site, names: Sequence[str] = (), say: Say = lambda text: None) -> l
         for name in wanted_services(site, names):
             done.append(_ensure(site, name, say))
             if name == "server":
-                connect(site)
+                quiet_settings(site.home)
+                os.environ.update(client_settings(site, own_url(site)))
                 set_up(site)
         return done
 
@@ -137,7 +138,7 @@ def _ensure(site: Site, name: str, say: Say) -> Started:
         found = _until(site, name, STARTUP_TIMEOUT_S, lambda status: status.state is not ServiceState.STARTING)
     if found.state is ServiceState.SILENT:
         found = _until(site, name, ANSWER_PATIENCE_S, lambda status: status.state is ServiceState.RUNNING)
-    if found.state is ServiceState.RUNNING:
+    if found.state is ServiceState.RUNNING and (name != "server" or _answers_soon(site)):
         return Started(name, found.pid, "was running")
     replaced = found.state is not ServiceState.STOPPED
     if replaced:
@@ -154,6 +155,8 @@ def _start(site: Site, name: str) -> int:
         require_free_port(site)
     files = ServiceFiles(site.home, name)
     _make_room(files.log)
+    if name == "worker":
+        _make_room(ServiceFiles(site.home, FLOW_RUNS).log)
     with files.log.open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "rlhf_core.cli.main", "serve", name],
@@ -180,6 +183,16 @@ def _start(site: Site, name: str) -> int:
     )
     said = read_tail(files.log, min(4000, max(0, files.log.stat().st_size - begin))).strip()
     raise PrefectUnavailable(f"the {name} {how}; its log is {files.log}:\n{said or '(nothing was said)'}")
+
+
+def _answers_soon(site: Site) -> bool:
+    """Whether the server answers now: its last beat may be older than its silence."""
+    deadline = time.monotonic() + ANSWER_PATIENCE_S
+    while not answers(own_url(site)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True
 
 
 def _until(site: Site, name: str, patience_s: float, enough: Callable[[ServiceStatus], bool]) -> ServiceStatus:

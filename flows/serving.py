@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from flows.processes import BEAT_S, end_all, holding, is_flow_process
+from flows.processes import BEAT_S, ServiceFiles, end_all, holding, is_flow_process
 from flows.server import answers, own_url, server_settings, service_settings, ui_url, worker_settings
 from rlhf_core.config import Site
 from rlhf_core.errors import BadInput
@@ -30,6 +30,9 @@ Beat = Callable[[], None]
 
 QUEUES = ("high", "default", "low")
 """The queues of the work pool; runs of an earlier one start first."""
+
+FLOW_RUNS = "flow-runs"
+"""Name of the log of all flow runs."""
 
 FLOW_END_S = 20.0
 """How long the processes of flow runs may take to let go of their runs, before they are killed."""
@@ -47,7 +50,8 @@ def serve(site: Site, name: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     settings = {"server": server_settings, "worker": worker_settings}
     os.environ.update({**service_settings(site), **(settings[name](site) if name in settings else {})})
-    (site.home / "prefect").mkdir(parents=True, exist_ok=True)
+    for folder in ("prefect", "logs"):
+        (site.home / folder).mkdir(parents=True, exist_ok=True)
     with holding(site.home, name, ui_url(site) if name == "server" else "") as beat:
         {"server": _serve_server, "worker": _serve_worker, "keeper": _serve_keeper}[name](site, beat)
 
@@ -271,7 +275,7 @@ def _job_template(site: Site) -> dict[str, Any]:
     from prefect.workers.process import ProcessWorker
 
     template = ProcessWorker.get_default_base_job_template()
-    log = site.home / "logs" / "flow-runs.log"
+    log = ServiceFiles(site.home, FLOW_RUNS).log
     script = 'exec "$0" -m prefect.engine >>"$1" 2>&1'
     variables = template["variables"]["properties"]
     variables["command"]["default"] = shlex.join(["/bin/sh", "-c", script, sys.executable, str(log)])

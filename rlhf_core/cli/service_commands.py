@@ -1,5 +1,6 @@
 """``rlhf up``, ``down`` and ``serve``: the services of a site. What is heavy is imported inside the functions."""
 
+import os
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -26,7 +27,7 @@ def up(
     The services go on in the background; their logs are in the folder logs of RLHF_HOME. Runs of `rlhf run` use the
     server from then on. Nothing is fetched from, or sent to, the network.
     """
-    from flows.server import password, password_file, ui_url
+    from flows.server import AUTH_VARIABLE, password, password_file, ui_url
     from flows.services import up as start
     from rlhf_core.config import load_site
 
@@ -43,7 +44,7 @@ def up(
         _print_status(site)
         return
     output.print_text(f"Prefect: {ui_url(site)}")
-    if password(site) and password_file(site).is_file():
+    if password(site) and AUTH_VARIABLE not in os.environ:
         output.print_text(f"It asks for a password, which stands in {password_file(site)}")
 
 

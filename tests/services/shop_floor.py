@@ -120,7 +120,7 @@ class Floor:
                 content = response.read()
                 return response.status, json.loads(content) if content else None
         except urllib.error.HTTPError as error:
-            return error.code, None
+            return error.code, error.read().decode(errors="replace")
 
     def start_flow(self, folder: Path, name: str = "waits") -> str:
         """Have the worker run the sample flow. Returns the id of the flow run."""
@@ -137,8 +137,9 @@ class Floor:
             "enforce_parameter_schema": False,
         }
         status, made = self.ask("/deployments/", deployment)
-        assert status in (200, 201)
-        _, run = self.ask(f"/deployments/{made['id']}/create_flow_run", {"parameters": {"folder": str(folder)}})
+        assert status in (200, 201), f"{status} {made}\n{self.logs()}"
+        status, run = self.ask(f"/deployments/{made['id']}/create_flow_run", {"parameters": {"folder": str(folder)}})
+        assert status in (200, 201), f"{status} {run}\n{self.logs()}"
         return str(run["id"])
 
     def state_of(self, flow_run: str) -> str:

@@ -210,6 +210,28 @@ def test_a_flow_run_outlives_a_killed_worker_and_down_ends_it(floor: Floor, tmp_
     floor.rlhf(*UP)
 
 
+STATES = """
+from flows import processes
+from rlhf_core.config import load_site
+processes.STALE_S = 4.0
+print(*(processes.look(load_site().home, name).state for name in ("server", "worker")))
+"""
+
+
+def test_an_outage_of_the_server_ends_neither_worker_nor_flow_runs(floor: Floor, tmp_path: Path) -> None:
+    run = floor.start_flow(tmp_path / "a", "through-an-outage")
+    until(lambda: (tmp_path / "a" / "begun").exists())
+    before = floor.pids()
+    os.kill(before["server"], signal.SIGKILL)
+    (tmp_path / "a" / "go").touch()
+    until(lambda: (tmp_path / "a" / "done").exists())
+    floor.rlhf(*UP)
+    assert {name: pid for name, pid in floor.pids().items() if name != "server"} == {
+        name: pid for name, pid in before.items() if name != "server"
+    }
+    assert until(lambda: floor.state_of(run) == "Completed")
+
+
 SHORT_PATIENCE = """
 from flows import processes, services
 from rlhf_core.config import load_site
@@ -224,17 +246,7 @@ def test_services_that_do_not_answer_are_replaced(floor: Floor) -> None:
     before = floor.pids()
     os.kill(before["worker"], signal.SIGSTOP)
     os.kill(before["server"], signal.SIGSTOP)
-    until(
-        lambda: (
-            "SILENT"
-            in floor.python("""
-from flows import processes
-from rlhf_core.config import load_site
-processes.STALE_S = 4.0
-print([processes.look(load_site().home, name).state.name for name in ("server", "worker")].count("SILENT") * "SILENT")
-""")
-        )
-    )
+    until(lambda: floor.python(STATES) == "silent silent")
     said = floor.python(SHORT_PATIENCE)
     assert "['replaced', 'replaced']" in said
     after = floor.pids()
@@ -272,6 +284,8 @@ def test_the_password_is_nowhere_and_down_leaves_nothing_behind(floor: Floor) ->
     assert floor.rlhf("down").stdout.startswith("nothing was running")
     with_secret = [path for path in floor.home.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
     assert with_secret == [floor.home / "prefect" / "auth"]
+    assert not (floor.home / ".prefect").exists(), "the files of Prefect that belong to the person are left alone"
+    assert "database is locked" not in (floor.home / "logs" / "server.log").read_text()
     assert not [line for line in lines if secret in line]
 
 
@@ -320,3 +334,32 @@ def test_help_needs_no_prefect() -> None:
     code = "import sys; from rlhf_core.cli import main; print('prefect' in sys.modules, 'flows' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False False"
+
+
+@pytest.fixture
+def database() -> str:
+    from history_tools import postgres
+
+    return postgres().empty_database()
+
+
+def test_the_server_keeps_its_rows_in_postgresql_where_a_site_says_so(tmp_path: Path, database: str) -> None:
+    floor = Floor(tmp_path / "site", free_port())
+    floor.write_settings()
+    import psycopg
+
+    url = database.replace("postgresql://rlhf@", "postgresql+asyncpg://rlhf:s3cret-of-the-database@")
+    try:
+        floor.rlhf("up", "server", RLHF_PREFECT_DATABASE_URL=url)
+        assert floor.ask("/work_pools/rlhf")[0] == 200
+        lines = [" ".join(process.cmdline()) for process in floor.processes()]
+        floor.rlhf("down")
+    finally:
+        for process in floor.processes():
+            process.kill()
+    with psycopg.connect(database) as connection:
+        assert connection.execute("SELECT name FROM work_pool").fetchall() == [("rlhf",)]
+    assert not list(floor.home.rglob("*.db"))
+    assert not [line for line in lines if "s3cret-of" in line]
+    files = [path for path in floor.home.rglob("*") if path.is_file()]
+    assert not [path for path in files if b"s3cret-of" in path.read_bytes()]

@@ -1,0 +1,347 @@
+"""What the services are made of: whom a signal reaches, where the password comes from, which server is used."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flows import processes, server, services
+from flows.processes import ServiceFiles, ServiceRecord, ServiceState, end, holding, look
+from rlhf_core.config import Site, load_site
+from rlhf_core.errors import BadInput
+from rlhf_core.run_dir import read_model, write_model
+from rlhf_core.scheduler.command import PRIVATE_VARIABLES
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
+    """A site with nothing set, in an environment that belongs to this test."""
+    plain = {key: value for key, value in os.environ.items() if not key.startswith(("RLHF_", "PREFECT_"))}
+    monkeypatch.setattr(os, "environ", {**plain, "HOME": str(tmp_path)})
+    monkeypatch.setattr(server.logging, "raiseExceptions", True)
+    return load_site({"RLHF_HOME": str(tmp_path / "home")})
+
+
+def open_to_others(site: Site) -> Site:
+    return replace(site, prefect=site.prefect.model_copy(update={"host": "0.0.0.0"}))
+
+
+@pytest.fixture
+def stranger() -> Iterator["subprocess.Popen[bytes]"]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)"], stdout=-1)
+    assert process.stdout is not None
+    process.stdout.readline()
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def record_of(home: Path, pid: int) -> ServiceRecord:
+    """What a service with this process would have written."""
+    with holding(home, "worker"):
+        mine = read_model(ServiceFiles(home, "worker").record, ServiceRecord)
+    assert mine is not None
+    return mine.model_copy(update={"pid": pid, "started_ticks": processes.started_ticks(pid)})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Processes
+
+
+@pytest.mark.parametrize("change", [{"started_ticks": 1}, {"boot_id": "another"}, {"host": "elsewhere"}])
+def test_a_process_that_only_has_the_same_id_is_never_signalled(
+    tmp_path: Path, stranger: "subprocess.Popen[bytes]", change: dict[str, object]
+) -> None:
+    record = record_of(tmp_path, stranger.pid).model_copy(update=change)
+    assert end(record, patience_s=0.1) is False
+    assert stranger.poll() is None
+
+
+def test_the_process_of_the_record_is(tmp_path: Path, stranger: "subprocess.Popen[bytes]") -> None:
+    """Negative control of the test before."""
+    assert end(record_of(tmp_path, stranger.pid), patience_s=20) is False
+    assert stranger.wait() == -signal.SIGTERM
+
+
+def test_one_that_does_not_listen_is_killed(tmp_path: Path) -> None:
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert end(record_of(tmp_path, process.pid), patience_s=0.2) is True
+        assert process.wait() == -signal.SIGKILL
+
+
+def test_how_a_service_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert look(tmp_path, "worker").state is ServiceState.STOPPED
+    with holding(tmp_path, "worker") as beat:
+        assert look(tmp_path, "worker").state is ServiceState.STARTING
+        beat()
+        assert look(tmp_path, "worker").state is ServiceState.RUNNING
+        assert look(tmp_path, "worker").pid == os.getpid()
+        monkeypatch.setattr(processes, "STALE_S", -1.0)
+        assert look(tmp_path, "worker").state is ServiceState.SILENT
+        files = ServiceFiles(tmp_path, "worker")
+        mine = read_model(files.record, ServiceRecord)
+        assert mine is not None
+        write_model(files.record, mine.model_copy(update={"host": "elsewhere"}))
+        assert look(tmp_path, "worker").state is ServiceState.ELSEWHERE
+        write_model(files.record, mine.model_copy(update={"started_ticks": 1}))
+        assert look(tmp_path, "worker").state is ServiceState.STARTING, "the record is of an earlier process"
+    assert look(tmp_path, "worker").state is ServiceState.STOPPED
+    with holding(tmp_path, "worker"):
+        assert look(tmp_path, "worker").state is ServiceState.STARTING, "the beat of an earlier process says nothing"
+
+
+def test_a_service_is_held_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "LOCK_PATIENCE_S", 0.1)
+    with (
+        holding(tmp_path, "worker"),
+        pytest.raises(BadInput, match=f"process {os.getpid()}"),
+        holding(tmp_path, "worker"),
+    ):
+        pytest.fail("there are two")
+
+
+def test_who_only_looks_keeps_nobody_from_starting(tmp_path: Path) -> None:
+    stop = threading.Event()
+
+    def looks() -> None:
+        while not stop.is_set():
+            look(tmp_path, "worker")
+
+    with holding(tmp_path, "worker"):
+        pass
+    watcher = threading.Thread(target=looks)
+    watcher.start()
+    try:
+        for _ in range(50):
+            with holding(tmp_path, "worker"):
+                pass
+    finally:
+        stop.set()
+        watcher.join()
+
+
+def test_a_service_elsewhere_is_neither_started_nor_ended(site: Site) -> None:
+    with holding(site.home, "worker"):
+        files = ServiceFiles(site.home, "worker")
+        mine = read_model(files.record, ServiceRecord)
+        assert mine is not None
+        write_model(files.record, mine.model_copy(update={"host": "login2"}))
+        for act in (services.up, services.down):
+            with pytest.raises(BadInput, match="runs on login2"):
+                act(site, ("worker",))
+
+
+def test_a_long_log_is_put_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "logs" / "server.log"
+    services._make_room(log)
+    log.write_text("short")
+    services._make_room(log)
+    assert log.read_text() == "short"
+    monkeypatch.setattr(services, "MAX_LOG_BYTES", 3)
+    services._make_room(log)
+    assert not log.exists()
+    assert (log.parent / "server.log.1").read_text() == "short"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Password
+
+
+def test_where_the_password_comes_from(site: Site) -> None:
+    assert server.password(site) == ""
+    public = open_to_others(site)
+    made = server.password(public)
+    assert made.startswith("rlhf:")
+    assert len(made) > 30
+    assert server.password_file(site).stat().st_mode & 0o777 == 0o600
+    assert server.password(public) == made
+    assert server.password(site) == made, "server and clients agree whatever the host is set to"
+    os.environ["RLHF_PREFECT_AUTH"] = "me:given"
+    assert server.password(public) == "me:given"
+    assert server.server_settings(public)["PREFECT_SERVER_API_AUTH_STRING"] == "me:given"
+    assert server.service_settings(public)["PREFECT_API_AUTH_STRING"] == "me:given"
+
+
+@pytest.mark.parametrize(
+    ("host", "public"),
+    [("127.0.0.1", False), ("::1", False), ("localhost", False), ("0.0.0.0", True), ("::", True), ("node1", True)],
+)
+def test_a_server_that_others_reach_asks_for_a_password(site: Site, host: str, public: bool) -> None:
+    site = replace(site, prefect=site.prefect.model_copy(update={"host": host}))
+    assert ("PREFECT_SERVER_API_AUTH_STRING" in server.server_settings(site)) is public
+
+
+def test_everybody_gets_the_same_password_at_once(site: Site) -> None:
+    public, found = open_to_others(site), []
+    together = threading.Barrier(8)
+
+    def asks() -> None:
+        together.wait()
+        found.append(server.password(public))
+
+    threads = [threading.Thread(target=asks) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    assert len(set(found)) == 1
+    assert [path.name for path in server.password_file(site).parent.iterdir()] == ["auth"]
+
+
+def test_a_password_that_is_none_or_that_others_read_is_refused(site: Site) -> None:
+    path = server.password_file(site)
+    path.parent.mkdir(parents=True)
+    path.write_text("")
+    path.chmod(0o600)
+    with pytest.raises(BadInput, match="is empty"):
+        server.password(open_to_others(site))
+    path.write_text("rlhf:known")
+    path.chmod(0o640)
+    with pytest.raises(BadInput, match="chmod 600"):
+        server.password(site)
+
+
+def test_jobs_get_none_of_the_secrets(site: Site) -> None:
+    os.environ["RLHF_PREFECT_AUTH"] = "me:given"
+    site = replace(site, prefect=site.prefect.model_copy(update={"database_url": "postgresql+asyncpg://u:given@h/n"}))
+    settings = {**server.service_settings(site), **server.server_settings(site)}
+    secret = {name for name, value in {**settings, **os.environ}.items() if "given" in value}
+    assert len(secret) == 4
+    assert secret <= set(PRIVATE_VARIABLES)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which server
+
+
+def test_a_configured_server_wins_and_does_not_get_the_password_of_the_site(site: Site) -> None:
+    server.password(open_to_others(site))
+    os.environ["PREFECT_API_URL"] = "http://prefect.example.com/api"
+    assert server.connect(site) == "http://prefect.example.com/api"
+    assert "PREFECT_API_AUTH_STRING" not in os.environ
+    assert services.wanted_services(site, ()) == ("worker", "keeper"), "no server of our own is needed"
+    os.environ["RLHF_PREFECT_AUTH"] = "me:given"
+    server.connect(site)
+    assert os.environ["PREFECT_API_AUTH_STRING"] == "me:given"
+
+
+def test_without_any_server_there_is_none(site: Site) -> None:
+    assert server.connect(site) == ""
+    assert "PREFECT_API_URL" not in os.environ
+    assert services.wanted_services(site, ()) == ("server", "worker", "keeper")
+    with pytest.raises(BadInput, match="'sever'"):
+        services.wanted_services(site, ("sever",))
+
+
+def test_something_else_on_the_port_is_not_the_server_of_the_site(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "answers", lambda url: True)
+    assert server.connect(site) == ""
+    with holding(site.home, "server"):
+        assert server.connect(site) == server.own_url(site)
+    assert os.environ["PREFECT_API_URL"] == "http://127.0.0.1:4200/api"
+
+
+def test_the_active_profile_of_prefect_is_a_configuration(site: Site, tmp_path: Path) -> None:
+    folder = tmp_path / ".prefect"
+    folder.mkdir()
+    (folder / "profiles.toml").write_text(
+        'active = "team"\n[profiles.team]\nPREFECT_API_URL = "http://team/api"\n[profiles.mine]\n'
+    )
+    assert server.configured_url({"PREFECT_HOME": str(folder)}) == "http://team/api"
+    assert server.configured_url({"PREFECT_HOME": str(folder), "PREFECT_PROFILE": "mine"}) == ""
+    assert server.configured_url({"PREFECT_HOME": str(folder), "PREFECT_API_URL": "http://a/api"}) == "http://a/api"
+    (folder / "profiles.toml").write_text("not TOML")
+    assert server.configured_url({"PREFECT_HOME": str(folder)}) == ""
+
+
+def test_addresses(site: Site) -> None:
+    def at(**settings: object) -> Site:
+        return replace(site, prefect=site.prefect.model_copy(update=settings))
+
+    assert server.own_url(at(host="::")) == "http://[::1]:4200/api"
+    assert server.own_url(at(host="10.0.0.5", port=80)) == "http://10.0.0.5:80/api"
+    assert server.ui_url(at(host="127.0.0.1")) == "http://127.0.0.1:4200"
+    assert server.ui_url(at(url="https://prefect.example.com/")) == "https://prefect.example.com"
+
+
+def test_the_worker_forgives_an_outage_of_the_server_and_nothing_else() -> None:
+    import asyncio
+
+    import httpx
+
+    from flows import serving
+
+    def answer(status: int) -> httpx.HTTPStatusError:
+        request = httpx.Request("GET", "http://server/api")
+        return httpx.HTTPStatusError("", request=request, response=httpx.Response(status, request=request))
+
+    def asked(error: Exception, stopped: bool = False) -> object:
+        async def work() -> str:
+            raise error
+
+        async def call() -> object:
+            stop = asyncio.Event()
+            if stopped:
+                stop.set()
+            return await serving._forgiving(work, stop)()
+
+        return asyncio.run(call())
+
+    assert asked(httpx.ConnectError("no server")) == []
+    assert asked(answer(503)) == []
+    with pytest.raises(httpx.HTTPStatusError):
+        asked(answer(401))
+    with pytest.raises(ZeroDivisionError):
+        asked(ZeroDivisionError())
+    assert asked(ZeroDivisionError(), stopped=True) == [], "nothing new is begun"
+
+
+def test_active_runs_need_no_history(site: Site) -> None:
+    assert services.active_runs(site) == []
+    assert not (site.home / "history.db").exists(), "asking makes none"
+
+
+def test_the_beat_is_read_whole(tmp_path: Path) -> None:
+    """A reader in between sees the old beat or the new one."""
+    stop, seen = threading.Event(), set()
+    with holding(tmp_path, "worker") as beat:
+        beat()
+
+        def reads() -> None:
+            while not stop.is_set():
+                seen.add(look(tmp_path, "worker").state)
+
+        reader = threading.Thread(target=reads)
+        reader.start()
+        until = time.monotonic() + 0.5
+        while time.monotonic() < until:
+            beat()
+        stop.set()
+        reader.join()
+    assert seen == {ServiceState.RUNNING}
+
+
+def test_only_retries_of_a_busy_sqlite_are_left_out_of_the_log() -> None:
+    import logging
+
+    from flows.server_app import is_news
+
+    def line(error: Exception | None) -> logging.LogRecord:
+        info = (type(error), error, None) if error else None
+        return logging.LogRecord("docket", logging.ERROR, "", 1, "again", (), info)
+
+    assert not is_news(line(OSError("(sqlite3.OperationalError) database is locked")))
+    assert is_news(line(OSError("database disk image is malformed")))
+    assert is_news(line(None))
