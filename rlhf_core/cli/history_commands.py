@@ -126,7 +126,7 @@ def sql(
 ) -> None:
     """Ask the history in SQL. Read-only: the database itself refuses everything else.
 
-    Tables: runs, controllers, stages, checks, attempts, restarts, attempt_nodes,
+    Tables: runs, controllers, promotions, stages, checks, attempts, restarts, attempt_nodes,
     node_speeds, metric_keys, metrics, latest_metrics, incidents, decisions, checkpoints,
     evaluations, evaluation_samples, weight_versions, node_strikes, events.
 
