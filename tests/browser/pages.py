@@ -67,12 +67,17 @@ def open_flow_run(page: Page, ui: str, flow_run_id: str) -> None:
     """The page of a flow run."""
     page.set_default_timeout(TIMEOUT_MS)
     page.goto(f"{ui}/v2/runs/flow-run/{flow_run_id}", wait_until="domcontentloaded")
-    page.get_by_role("button", name="Open menu").first.wait_for()
+    menu(page).wait_for()
+
+
+def menu(page: Page) -> Locator:
+    """The button of the menu of the flow run whose page is open; it has no name of its own."""
+    return page.locator('button[aria-haspopup="menu"]').first
 
 
 def choose(page: Page, entry: str) -> None:
     """An entry of the menu of the flow run whose page is open."""
-    page.get_by_role("button", name="Open menu").first.click()
+    menu(page).click()
     page.get_by_role("menuitem", name=entry).click()
 
 
