@@ -22,7 +22,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL
 from pydantic import ValidationError
 
-from flows.form import BOUNDS, MAX_SEED, Form, overrides_of, prefilled, read_form
+from flows.form import BOUNDS, MAX_SEED, Form, overrides_of, prefilled, read_form, settings_text
 from flows.kept import keep
 from flows.run import DESCRIPTION, FLOW, rlhf_run
 from flows.server import server_answers
@@ -138,8 +138,8 @@ def register(
         "config": source,
         **prefilled(spec),
         "owner": owner or user_name(),
-        "tags": list(tags),
-        "overrides": [],
+        "tags": ", ".join(tags),
+        "overrides": "",
     }
     wanted = _Wanted(
         name=name,
@@ -204,11 +204,12 @@ def submit(
             ) from None
         if full == RESUME_DEPLOYMENT:
             raise BadInput(f"{full} goes on with runs: `rlhf resume RUN` does that, or its form in the UI")
-        given: dict[str, Any] = {"overrides": list(overrides)} if overrides else {}
+        given: dict[str, Any] = {"overrides": "\n".join(overrides)} if overrides else {}
         if config:
             given |= {"config": config, **prefilled(configs.load(config))}
         if tags:
-            given["tags"] = sorted({*deployment.parameters.get("tags", ()), *tags})
+            present = read_form(deployment.parameters).tags
+            given["tags"] = ", ".join(dict.fromkeys((*present, *tags)))
         if owner:
             given["owner"] = owner
         # What is wrong is said here, not in a flow run that fails later.
@@ -365,7 +366,7 @@ def _schedule(cron: str, timezone: str) -> CronSchedule | None:
 
 def _description(config: str, overrides: Sequence[str]) -> str:
     changed = f", with {', '.join(f'`{one}`' for one in overrides)}" if overrides else ""
-    return f"{DESCRIPTION}\n\nFrom `{config}`{changed}. All settings: `rlhf run --help`."
+    return f"{DESCRIPTION}\n\nFrom `{config}`{changed}.\n\n## Settings\n\n{settings_text()}"
 
 
 def _schema(parameters: Mapping[str, Any], hidden: Sequence[str]) -> dict[str, Any]:

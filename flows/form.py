@@ -1,20 +1,37 @@
 """The form in which a run is asked for in Prefect: flat, with the values of a config filled in, and what is made of it.
 
-Only texts, numbers and lists of texts: the forms and the schedule dialog of Prefect's UI cannot handle anything else
-(they write objects of their own for tables, alternatives and empty values). What differs from the config becomes an
-override, so that the history shows what was changed.
+Only texts and numbers: the form and the schedule dialog of Prefect's UI cannot handle anything else. They write objects
+of their own for tables, alternatives and empty values, and lose the last entry of a list. What differs from the config
+becomes an override, so that the history shows what was changed.
 """
 
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
 from rlhf_core import config
 from rlhf_core.config import PRESETS, describe_fields, to_toml
 from rlhf_core.errors import BadConfig, BadInput
 from rlhf_core.schemas.base import Schema
 from rlhf_core.schemas.run import RunSpec
+
+
+def _split_at_commas(given: Any) -> Any:
+    return _entries(given.replace("\n", ",").split(",") if isinstance(given, str) else given)
+
+
+def _split_at_lines(given: Any) -> Any:
+    return _entries(given.splitlines() if isinstance(given, str) else given)
+
+
+def _entries(given: Any) -> Any:
+    """Without what is empty. Programs may give a list instead of a text."""
+    if not isinstance(given, list | tuple):
+        return given
+    stripped = [one.strip() if isinstance(one, str) else one for one in given]
+    return tuple(one for one in stripped if one not in ("", None))
+
 
 MAX_SEED = 2**53 - 1
 """Largest seed of the form: browsers lose digits of larger numbers. `seed=` among the overrides takes them all."""
@@ -36,24 +53,24 @@ class Form(Schema):
     config: str = ""
     """Path of a TOML config on the machine of the worker, or the name of a preset."""
     name: Annotated[str, Field(pattern=r"^([a-z0-9][a-z0-9_-]{0,62})?$")] = ""
-    """Name of the run: lower-case letters, digits, `-` and `_`; runs of the same name are compared with each other."""
+    """Name of the run: lower-case letters, digits, - and _; runs of the same name are compared with each other."""
     nodes: Annotated[int, Field(ge=0, le=100_000)] = 0
-    """Nodes; 0 for as many as in the config."""
+    """Nodes."""
     gpus_per_node: Annotated[int, Field(ge=-1, le=1024)] = -1
-    """GPUs on every node; 0 trains on CPU, -1 is for as many as in the config."""
+    """GPUs on every node; 0 trains on CPU."""
     steps: Annotated[int, Field(ge=0)] = 0
-    """Optimizer steps of the main algorithm, without those of a warm start; 0 for as many as in the config."""
+    """Optimizer steps of the main algorithm, without those of a warm start."""
     learning_rate: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Peak learning rate of the main algorithm; 0 for the one in the config."""
+    """Peak learning rate of the main algorithm."""
     seed: Annotated[int, Field(ge=-1, le=MAX_SEED)] = -1
-    """Everything random follows from it; -1 for the one in the config."""
+    """Everything random follows from it."""
     owner: str = ""
     """Who asks: a name to find the run by. Empty for the user of the worker."""
-    tags: tuple[str, ...] = ()
-    """Words to find the run by, with `rlhf runs --tag`."""
-    overrides: tuple[str, ...] = ()
-    """Any other settings to change, each as `section.field=value`, for instance `rollout.temperature=0.8`. Paths must
-    be absolute."""
+    tags: Annotated[tuple[str, ...], BeforeValidator(_split_at_commas)] = ()
+    """Words to find the run by (rlhf runs --tag), with commas between them."""
+    overrides: Annotated[tuple[str, ...], BeforeValidator(_split_at_lines)] = ()
+    """Any other settings to change, one per line, each as section.field=value, for instance
+    rollout.temperature=0.8; the description has them all. Relative paths begin in the folder of the deployed config."""
     run_id: str = ""
     """Id of a run to go on with, instead of starting a new one: its job is adopted if it is alive, else it starts
     again from its last complete checkpoint. The other fields do not count then."""
@@ -70,14 +87,19 @@ BOUNDS: dict[str, dict[str, float]] = {
 
 
 def meanings() -> dict[str, str]:
-    """What each field means, for the form: unit, setting that it stands for, and for the overrides all settings."""
+    """What each field means and which setting it stands for, in one plain line each: forms show no Markdown."""
     texts = {}
     for name, field in Form.model_fields.items():
         text = " ".join((field.description or "").split())
-        texts[name] = f"{text} Setting: `{SETTINGS[name]}`." if name in SETTINGS else text
+        texts[name] = f"{text} Setting: {SETTINGS[name]}." if name in SETTINGS else text
     texts["config"] += f" Presets: {', '.join(PRESETS)}."
-    texts["overrides"] += f"\n\n{settings_text()}"
     return texts
+
+
+def as_in_config() -> str:
+    """What stands for "as in the config" in a form that has no values filled in."""
+    texts = [f"{name} {Form.model_fields[name].default!r}" for name in SETTINGS if name != "name"]
+    return f"Empty, or {', '.join(texts)}: as in the config."
 
 
 def settings_text() -> str:
@@ -100,21 +122,14 @@ def read_form(given: Mapping[str, Any]) -> Form:
         found = ", ".join(f"{name} = {dict(given[name])}" for name in objects)
         raise BadInput(
             f"found {found}: objects like this come from a form of Prefect that was left empty or had JSON entered. "
-            f"Expected plain texts, numbers and lists of texts: open the run form or the schedule again and fill in "
+            f"Expected plain texts and numbers: open the run form or the schedule again and fill in "
             f"{', '.join(objects)}"
         )
     try:
-        form = Form.model_validate(dict(given))
+        return Form.model_validate(dict(given))
     except ValidationError as error:
         problems = [_explain(detail) for detail in error.errors(include_url=False)]
-    else:
-        # A line of a list that was left empty is no entry.
-        lists = {name: tuple(text.strip() for text in getattr(form, name) if text.strip()) for name in _LISTS}
-        return form.model_copy(update=lists)
     raise BadInput("the form cannot be used:\n" + "\n".join(f"  {problem}" for problem in problems))
-
-
-_LISTS = ("tags", "overrides")
 
 
 def _explain(detail: Any) -> str:

@@ -4,7 +4,7 @@ import os
 import textwrap
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -57,7 +57,8 @@ _handed: ContextVar[_Handed | None] = ContextVar("handed", default=None)
 def _described(function: Callable[..., State[None]]) -> Callable[..., State[None]]:
     """Give the flow function the docstring and the bounds from which Prefect makes its form."""
     arguments = "\n".join(f"{name}: {meaning}".replace("\n", "\n    ") for name, meaning in meanings().items())
-    function.__annotations__ |= {name: field.rebuild_annotation() for name, field in Form.model_fields.items()}
+    bounded = {name: field for name, field in Form.model_fields.items() if field.annotation in (str, int, float)}
+    function.__annotations__ |= {name: field.rebuild_annotation() for name, field in bounded.items()}
     function.__doc__ = f"{DESCRIPTION}\n\nArgs:\n{textwrap.indent(arguments, '    ')}\n"
     return function
 
@@ -139,8 +140,8 @@ def rlhf_run(
     learning_rate: float = 0.0,
     seed: int = -1,
     owner: str = "",
-    tags: Sequence[str] = (),
-    overrides: Sequence[str] = (),
+    tags: str = "",
+    overrides: str = "",
     run_id: str = "",
 ) -> State[None]:
     handed = _handed.get()

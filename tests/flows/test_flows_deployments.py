@@ -1,0 +1,344 @@
+"""Deployments on a real Prefect server; and a real worker whose flow runs are cancelled, killed and tried again."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+
+from flows.deployments import (
+    PRIORITIES,
+    RESUME_DEPLOYMENT,
+    SCHEDULE,
+    environment,
+    register,
+    register_presets,
+    submit,
+    submit_config,
+)
+from rlhf_core import config
+from rlhf_core.cli.main import execute
+from rlhf_core.config import PRESETS, Site, load_site
+from rlhf_core.errors import BadConfig, BadInput, PrefectUnavailable
+from rlhf_core.history.controllers import run_of_flow_run
+from rlhf_core.history.queries import show_run
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.launch.journal import read_record
+from rlhf_core.launch.lease import Owner
+from rlhf_core.run_dir import RunDir
+from rlhf_core.schemas.attempts import RunState
+
+ROOT = Path(__file__).parents[2]
+LONG = ["train.num_steps=3000", "sft.num_steps=1", "evaluate.num_prompts=16", "checkpoint.every_num_steps=5"]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.actions import WorkPoolCreate
+    from prefect.settings import PREFECT_API_URL
+    from prefect.testing.utilities import prefect_test_harness
+
+    with prefect_test_harness(server_startup_timeout=180), get_client(sync_client=True) as client:
+        client.create_work_pool(WorkPoolCreate(name="rlhf", type="process"))
+        url = PREFECT_API_URL.value()
+        assert url
+        yield url
+
+
+@pytest.fixture
+def site() -> Site:
+    home = load_site().home
+    home.mkdir(parents=True)
+    (home / "rlhf.toml").write_text('[prefect]\nurl = "https://prefect.example.org/ui/"\n')
+    return load_site()
+
+
+@pytest.fixture
+def client(server: str) -> Iterator[Any]:
+    from prefect.client.orchestration import get_client
+
+    with get_client(sync_client=True) as found:
+        yield found
+
+
+def until(check: Callable[[], Any], seconds: float = 120.0) -> Any:
+    """What the check says, once it says something."""
+    end = time.monotonic() + seconds
+    while not (found := check()):
+        assert time.monotonic() < end, f"not within {seconds:g} s"
+        time.sleep(0.3)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is registered
+
+
+def test_the_form_of_a_deployment_has_the_values_of_its_config(client: Any, site: Site) -> None:
+    done = register("quickstart", site, overrides=["train.num_steps=7"], name="seven", tags=["a"], owner="ann")
+    deployment = client.read_deployment(UUID(done.id))
+    assert done.name == "rlhf-run/seven"
+    assert done.url.endswith(f"/deployments/deployment/{done.id}")
+    assert deployment.parameters["steps"] == 7
+    assert (deployment.parameters["owner"], deployment.parameters["tags"]) == ("ann", "a")
+    properties = deployment.parameter_openapi_schema["properties"]
+    assert "config" not in properties
+    assert "run_id" not in properties
+    for name, field in properties.items():
+        assert field["default"] == deployment.parameters[name]
+    assert config.load(deployment.parameters["config"]).train.num_steps == 7
+    assert deployment.enforce_parameter_schema
+    assert (deployment.pull_steps or []) == []
+
+
+@pytest.mark.parametrize("wrong", [{"nodes": 0}, {"learning_rate": 0}, {"steps": -3}, {"name": "Has Spaces"}])
+def test_the_server_refuses_what_the_form_would(client: Any, site: Site, wrong: dict[str, Any]) -> None:
+    from prefect.exceptions import PrefectHTTPStatusError
+
+    done = register("quickstart", site, name="strict")
+    with pytest.raises(PrefectHTTPStatusError, match=f"Validation failed for field '{next(iter(wrong))}'"):
+        client.create_flow_run_from_deployment(UUID(done.id), parameters=wrong)
+
+
+def test_presets_and_resume_are_there_and_again_changes_nothing(client: Any, site: Site) -> None:
+    names = [one.name for one in register_presets(site)]
+    assert names == [*(f"rlhf-run/{preset}" for preset in PRESETS), RESUME_DEPLOYMENT]
+    resume = client.read_deployment_by_name(RESUME_DEPLOYMENT)
+    assert set(resume.parameter_openapi_schema["properties"]) == {"run_id"}
+    assert resume.parameter_openapi_schema["required"] == ["run_id"]
+    assert [one.id for one in register_presets(site)] == [one.id for one in register_presets(site)]
+
+
+def test_what_a_person_set_in_the_ui_stays(client: Any, site: Site) -> None:
+    from prefect.client.schemas.actions import DeploymentScheduleCreate, DeploymentUpdate
+    from prefect.client.schemas.schedules import CronSchedule
+
+    done = register(
+        "quickstart", site, name="mine", cron="0 2 * * *", timezone="Europe/Berlin", limit=2, priority="low"
+    )
+    deployment_id = UUID(done.id)
+    client.create_deployment_schedules(
+        deployment_id, [DeploymentScheduleCreate(schedule=CronSchedule(cron="0 9 * * *"), slug="by-hand")]
+    )
+    client.update_deployment(deployment_id, DeploymentUpdate(concurrency_limit=5, tags=["rlhf"]))
+    register("quickstart", site, name="mine")
+    found = client.read_deployment(deployment_id)
+    assert found.global_concurrency_limit.limit == 5
+    assert found.concurrency_options.collision_strategy == "ENQUEUE"
+    assert found.work_queue_name == "low"
+    assert {one.slug for one in client.read_deployment_schedules(deployment_id)} == {SCHEDULE, "by-hand"}
+    register("quickstart", site, name="mine", cron="30 4 * * *", priority="high")
+    crons = {one.slug: one.schedule.cron for one in client.read_deployment_schedules(deployment_id)}
+    assert crons == {SCHEDULE: "30 4 * * *", "by-hand": "0 9 * * *"}
+    assert client.read_deployment(deployment_id).work_queue_name == "high"
+
+
+@pytest.mark.usefixtures("server")
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"cron": "every night"}, "no schedule"),
+        ({"cron": "0 2 * * *", "timezone": "Mars/Base"}, "no schedule"),
+        ({"timezone": "UTC"}, "which is not given"),
+        ({"priority": "urgent"}, f"one of {', '.join(PRIORITIES)}"),
+        ({"name": "resume"}, "goes on with runs"),
+        ({"name": "No Name"}, "give --name"),
+    ],
+)
+def test_what_cannot_be_deployed_is_said(site: Site, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        register("quickstart", site, **given)
+
+
+def test_no_password_is_stored(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLHF_SCHEDULER", "slurm")
+    for url, told in (
+        ("postgresql://u:secret@h/d", False),
+        ("postgresql://u@h/d?password=x", False),
+        ("sqlite:///a", True),
+    ):
+        monkeypatch.setenv("RLHF_DATABASE_URL", url)
+        monkeypatch.setenv("RLHF_NOTIFY_WEBHOOK_URL", "https://hooks/secret")
+        found = environment(site)
+        assert ("RLHF_DATABASE_URL" in found) == told
+        assert "secret" not in json.dumps(found)
+        assert (found["RLHF_HOME"], found["RLHF_SCHEDULER"]) == (str(site.home), "slurm")
+
+
+def test_without_a_server_the_command_is_named(site: Site) -> None:
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}), pytest.raises(PrefectUnavailable, match="up"):
+        register("quickstart", site)
+
+
+def test_what_is_submitted_takes_the_file_as_it_is_and_leaves_what_is_scheduled(
+    client: Any, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "mine.toml"
+    text = config.preset_path("quickstart").read_text().replace('name = "quickstart"', 'name = "edited"')
+    file.write_text(text)
+    monkeypatch.chdir(tmp_path)
+    done = register("mine.toml", site)
+    file.write_text(text.replace("num_steps = 100", "num_steps = 50"))
+    asked = submit_config("mine.toml", site, overrides=["rollout.temperature=0.5"], tags=["b"])
+    flow_run = client.read_flow_run(UUID(asked.flow_run_id))
+    assert flow_run.name == asked.run_id
+    assert flow_run.parameters["steps"] == 50
+    assert config.load(flow_run.parameters["config"]).train.num_steps == 50
+    assert client.read_deployment(UUID(done.id)).parameters["steps"] == 100
+    with pytest.raises(BadConfig, match="train"):
+        submit("edited", site, overrides=["train.num_steps=0"])
+    with pytest.raises(BadInput, match="there is no deployment"):
+        submit("unheard-of", site)
+
+
+@pytest.mark.usefixtures("server")
+def test_the_commands_print_names_and_pages(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute(["deploy", "quickstart", "--name", "typed", "--cron", "0 2 * * *", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["deployment"] == "rlhf-run/typed"
+    assert execute(["submit", "typed", "--set", "seed=3", "--json"]) == 0
+    asked = json.loads(capsys.readouterr().out)
+    assert asked["run_id"].startswith("quickstart-")
+    assert asked["flow_run_id"] in asked["url"]
+    assert execute(["deploy", "quickstart", "--cron", "nightly"]) == 2
+    assert "no schedule" in capsys.readouterr().err
+
+
+def test_schedules_that_are_declared_as_code_are_deployed(client: Any, server: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "prefect",
+            "--no-prompt",
+            "deploy",
+            "--all",
+            "--prefect-file",
+            ROOT / "infra/prefect.yaml",
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "PREFECT_API_URL": server, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    nightly = client.read_deployment_by_name("rlhf-run/quickstart-nightly")
+    (schedule,) = client.read_deployment_schedules(nightly.id)
+    assert (schedule.schedule.cron, schedule.schedule.timezone) == ("0 2 * * *", "Europe/Berlin")
+    assert nightly.global_concurrency_limit.limit == 1
+    assert client.read_deployment_by_name("rlhf-run/slurm-weekly").work_queue_name == "low"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Under a worker
+
+
+@pytest.fixture
+def worker(server: str, site: Site, tmp_path: Path) -> Iterator[Path]:
+    """A worker of the pool, from another folder. Gives its log."""
+    log = tmp_path / "worker.log"
+    settings = {"PREFECT_WORKER_QUERY_SECONDS": "1", "PREFECT_RUNNER_POLL_FREQUENCY": "1"}
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "prefect", "worker", "start", "--pool", "rlhf", "--type", "process"],
+            cwd="/",
+            env={**os.environ, **settings, "PREFECT_API_URL": server, "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            yield log
+        finally:
+            process.terminate()
+            try:
+                process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def training(site: Site, asked_run_id: str) -> RunDir:
+    run_dir = RunDir.of(site.runs_dir, asked_run_id)
+    until(lambda: run_dir.spec.is_file() and read_record(run_dir).state is RunState.TRAINING)
+    return run_dir
+
+
+def state_of(client: Any, flow_run_id: str, *names: str) -> Any:
+    """The state of a flow run, once it is one of these."""
+
+    def now() -> Any:
+        state = client.read_flow_run(UUID(flow_run_id)).state
+        return state if state.name in names else None
+
+    return until(now)
+
+
+def jobs_at_work(site: Site, run_dir: RunDir) -> list[str]:
+    from rlhf_core.scheduler import JobState, get_scheduler
+
+    submissions = [one.submission for one in read_record(run_dir).attempts.values() if one.submission is not None]
+    states = get_scheduler(site.scheduler).status(submissions)
+    return [job for job, status in states.items() if status.state is not JobState.ENDED]
+
+
+@pytest.mark.end_to_end
+@pytest.mark.training
+def test_cancelled_in_prefect_ends_the_job_and_a_killed_process_does_not(client: Any, site: Site, worker: Path) -> None:
+    """One run: its process is killed, it is tried again and adopts its job, then it is cancelled."""
+    from prefect.states import AwaitingRetry, Cancelling
+
+    register("quickstart", site)
+    asked = submit("quickstart", site, overrides=LONG)
+    run_dir = training(site, asked.run_id)
+    with HistoryStore(site.database_url) as store:
+        assert run_of_flow_run(store, asked.flow_run_id) == run_dir.run_id
+        (first,) = show_run(store, run_dir.run_id)["controllers"]
+        assert first["flow_run_url"] == asked.url == f"https://prefect.example.org/ui/runs/flow-run/{asked.flow_run_id}"
+    controller = Owner.parse(first["controller"])
+    assert controller is not None
+    os.kill(controller.pid, signal.SIGKILL)
+    state_of(client, asked.flow_run_id, "Crashed")
+    until(lambda: f"the controller of run {run_dir.run_id} died" in worker.read_text())
+    (job,) = jobs_at_work(site, run_dir)
+
+    client.set_flow_run_state(UUID(asked.flow_run_id), AwaitingRetry(), force=True)
+    until(lambda: len(read_controllers(site, run_dir)) == 2)
+    assert jobs_at_work(site, run_dir) == [job], "adopted: not a second one"
+    assert [path.name for path in site.runs_dir.iterdir()] == [run_dir.run_id], "not a second run"
+    state_of(client, asked.flow_run_id, "Running")
+
+    client.set_flow_run_state(UUID(asked.flow_run_id), Cancelling())
+    state_of(client, asked.flow_run_id, "Cancelled")
+    assert jobs_at_work(site, run_dir) == []
+    record = read_record(run_dir)
+    assert (record.state, record.cause) == (RunState.CANCELLED, "cancelled in Prefect")
+    assert len(record.attempts) == 1
+
+
+def read_controllers(site: Site, run_dir: RunDir) -> list[dict[str, Any]]:
+    with HistoryStore(site.database_url) as store:
+        return [one for one in show_run(store, run_dir.run_id)["controllers"] if one["flow_run_id"]]
+
+
+def test_what_is_wrong_is_in_the_message_of_the_flow_run(client: Any, site: Site, worker: Path) -> None:
+    """What the form cannot know: nothing is made, nothing is submitted."""
+    done = register("quickstart", site)
+    overrides = {"overrides": "train.num_stepps=5"}
+    flow_run = client.create_flow_run_from_deployment(UUID(done.id), parameters=overrides)
+    failed = state_of(client, str(flow_run.id), "Failed")
+    assert "train.num_stepps" in failed.message
+    assert 'did you mean "num_steps"' in failed.message or "train.num_steps" in failed.message
+    assert not site.runs_dir.exists() or not list(site.runs_dir.iterdir())

@@ -1,0 +1,176 @@
+"""The form in which runs are asked for: flat, explained, bounded; and what is made of what was filled in."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.form import Form, overrides_of, prefilled, read_form, settings_text
+from flows.kept import keep, kept_with
+from flows.run import rlhf_run
+from flows.session import FlowRun, new_run
+from rlhf_core import config
+from rlhf_core.config import describe_fields, load_site
+from rlhf_core.errors import BadInput
+
+SMALL = """
+name = "small"
+model = { tokenizer = "char", config = { model_type = "qwen3" } }
+data = { generator = "my_data:rows" }
+reward = { functions = ["my_rewards:score"] }
+train = { num_steps = 8, learning_rate = 1e-4 }
+resources = { num_nodes = 2 }
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder of a user, with a config and the code it needs."""
+    place = tmp_path / "project"
+    place.mkdir()
+    (place / "small.toml").write_text(SMALL)
+    (place / "my_rewards.py").write_text("def score(**columns): return [1.0]\n")
+    (place / "my_data.py").write_text("def rows(split, seed): return []\n")
+    return place
+
+
+def test_every_field_is_flat_and_explained() -> None:
+    """Tables, lists, alternatives and empty values break the forms of Prefect's UI (measured with 3.7.7)."""
+    properties = rlhf_run.parameters.model_dump()["properties"]
+    assert set(properties) == set(Form.model_fields)
+    assert {one["type"] for one in properties.values()} == {"string", "integer", "number"}
+    assert not any("anyOf" in one or "allOf" in one or "$ref" in one for one in properties.values())
+    assert all(one["description"].endswith(".") for one in properties.values())
+    assert properties["nodes"]["minimum"] == 0
+    assert "train.learning_rate" in properties["learning_rate"]["description"]
+
+
+def test_the_table_of_settings_has_every_setting() -> None:
+    text = settings_text()
+    assert all(f"`{field.name}`" in text and field.meaning in text for field in describe_fields())
+
+
+def test_what_was_not_changed_is_no_override(folder: Path) -> None:
+    source = str(folder / "small.toml")
+    filled = prefilled(config.load(source))
+    assert overrides_of(read_form({"config": source, **filled})) == []
+    assert overrides_of(read_form({"config": source})) == [], "nor is a form without values"
+
+
+def test_what_was_changed_is_an_override_of_its_setting(folder: Path) -> None:
+    source = str(folder / "small.toml")
+    changed = {"name": "other", "nodes": 4, "gpus_per_node": 8, "steps": 5, "learning_rate": 3e-4, "seed": 7}
+    form = read_form({"config": source, **changed, "overrides": "rollout.temperature=0.5\n\n train.algorithm=sft "})
+    overrides = overrides_of(form)
+    assert overrides[:2] == ["rollout.temperature=0.5", "train.algorithm=sft"]
+    spec = config.load(source, overrides)
+    assert prefilled(spec) == changed
+    assert len(overrides) == 8
+
+
+def test_an_override_wins_over_a_field_that_was_left_as_it_was(folder: Path) -> None:
+    source = str(folder / "small.toml")
+    form = read_form({"config": source, **prefilled(config.load(source)), "overrides": "train.num_steps=3"})
+    assert config.load(source, overrides_of(form)).train.num_steps == 3
+
+
+def test_a_setting_that_is_given_twice_is_refused(folder: Path) -> None:
+    form = read_form({"config": str(folder / "small.toml"), "steps": 5, "overrides": "train.num_steps=3"})
+    with pytest.raises(BadInput, match=r"steps = 5, and train.num_steps = 3 among the overrides"):
+        overrides_of(form)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"nodes": -1}, r"nodes \(resources.num_nodes\): found -1"),
+        ({"seed": "abc"}, "seed"),
+        ({"name": "Has Spaces"}, "name"),
+        ({"steps": None}, "steps"),
+        ({"learning_rate": float("nan")}, "learning_rate"),
+        ({"tags": {"__prefect_kind": "json"}}, r"found tags = \{'__prefect_kind': 'json'\}.*fill in tags"),
+        ({"nodes": {"__prefect_kind": "none"}}, "fill in nodes"),
+        ({"unheard_of": 1}, "unheard_of"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_name(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        read_form({"config": "quickstart", **given})
+
+
+def test_a_form_without_a_config_says_what_is_missing() -> None:
+    with pytest.raises(BadInput, match="give either config"):
+        overrides_of(read_form({}))
+
+
+def test_texts_and_lists_mean_the_same() -> None:
+    one = read_form({"tags": "a, b c,\n", "overrides": "seed=1\ntrain.num_steps=2"})
+    assert one == read_form({"tags": ["a", "b c"], "overrides": ["seed=1", "train.num_steps=2"]})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is kept of a config
+
+
+def test_what_was_kept_does_not_change_with_the_file_and_the_code(folder: Path, tmp_path: Path) -> None:
+    kept = keep(str(folder / "small.toml"), ["seed=5"], "nightly", tmp_path / "home", folder)
+    (folder / "small.toml").write_text(SMALL.replace("num_steps = 8", "num_steps = 9"))
+    (folder / "my_rewards.py").write_text("changed")
+    spec = config.load(kept.config)
+    assert (spec.train.num_steps, spec.seed) == (8, 5)
+    site = load_site({"RLHF_HOME": str(tmp_path / "home")})
+    run_dir = new_run(str(kept.config), [], site)
+    snapshot = run_dir.code / "snapshot"
+    assert "changed" not in (snapshot / "my_rewards.py").read_text()
+    assert (snapshot / "my_data.py").is_file()
+
+
+def test_the_same_is_kept_once_and_a_change_beside_it(folder: Path, tmp_path: Path) -> None:
+    def again() -> Path:
+        return keep(str(folder / "small.toml"), [], "small", tmp_path / "home", folder).config
+
+    first = again()
+    assert again() == first
+    (folder / "my_rewards.py").write_text("changed")
+    assert again() != first
+    assert first.is_file(), "what is scheduled with it still finds it"
+
+
+def test_relative_paths_begin_where_it_was_deployed(folder: Path, tmp_path: Path) -> None:
+    (folder / "helpers").mkdir()
+    (folder / "helpers" / "one.py").write_text("")
+    (folder / "small.toml").write_text(SMALL + 'code = { paths = ["helpers"] }\n')
+    kept = keep(str(folder / "small.toml"), [], "small", tmp_path / "home", folder)
+    assert kept_with(str(kept.config)) == kept
+    site = load_site({"RLHF_HOME": str(tmp_path / "home")})
+    run_dir = new_run(str(kept.config), ["model.config={}", "model.path=weights"], site, folder=kept.folder)
+    assert run_dir.read_spec().spec.model.path == str(folder / "weights")
+    assert (run_dir.code / "snapshot" / "helpers" / "one.py").is_file()
+
+
+def test_a_config_of_a_user_was_not_kept(folder: Path) -> None:
+    assert kept_with(str(folder / "small.toml")) is None
+    assert kept_with("quickstart") is None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which run a flow run made
+
+
+def test_a_flow_run_finds_the_run_it_made_and_no_other(folder: Path, tmp_path: Path) -> None:
+    from rlhf_core.schemas.base import utc_now
+
+    site = load_site({"RLHF_HOME": str(tmp_path / "home")})
+    one, other = FlowRun("1" * 32, created=utc_now()), FlowRun("2" * 32, created=utc_now())
+    source = str(folder / "small.toml")
+    assert one.run_dir(site.runs_dir) is None
+    made = new_run(source, [], site, flow_run=one)
+    assert one.run_dir(site.runs_dir) == made
+    assert made.run_id == one.run_id("small")
+    assert other.run_dir(site.runs_dir) is None
+    assert FlowRun().run_dir(site.runs_dir) is None, "without Prefect there is nothing to find"
+    from rlhf_core.errors import RunDirError
+
+    with pytest.raises(RunDirError, match="there already"):
+        new_run(source, [], site, flow_run=one)
+    assert len(list(site.runs_dir.iterdir())) == 1, "two processes of one flow run cannot make two runs"

@@ -1,0 +1,108 @@
+"""The limit ``rlhf-runs`` of Prefect: kept where it is there, in nobody's way where it is not."""
+
+import contextvars
+import threading
+from collections.abc import Iterator
+from uuid import UUID
+
+import pytest
+from desk import Desk
+
+from flows import limits
+from flows.limits import LIMIT, run_slot
+from flows.session import Session
+from rlhf_core.run_dir import write_model
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.reports import AgentCommand
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[None]:
+    from prefect.testing.utilities import prefect_test_harness
+
+    with prefect_test_harness(server_startup_timeout=180):
+        yield
+
+
+@pytest.fixture
+def limit(server: None) -> Iterator[UUID]:
+    """A limit of one run."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
+
+    with get_client(sync_client=True) as client:
+        made = client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=LIMIT, limit=1))
+        yield made
+        client.delete_global_concurrency_limit_by_name(LIMIT)
+
+
+def a_session(desk: Desk) -> Session:
+    from flows.session import opened
+
+    return desk._stack.enter_context(opened(desk.run(), desk.site, desk.store, desk.notes, patience_s=0))
+
+
+def active_slots() -> int:
+    from prefect.client.orchestration import get_client
+
+    with get_client(sync_client=True) as client:
+        return client.read_global_concurrency_limit_by_name(LIMIT).active_slots
+
+
+@pytest.mark.usefixtures("limit")
+def test_the_second_run_waits_for_the_first_and_keeps_its_lease(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "AGAIN_S", 0.1)
+    first, second = a_session(desk), a_session(desk)
+    waiting, entered = threading.Event(), threading.Event()
+    checks: list[int] = []
+    check = second.check
+
+    def counted() -> None:
+        check()
+        checks.append(1)
+        if desk.notes.sayings and len(checks) > 3:
+            waiting.set()
+
+    monkeypatch.setattr(second, "check", counted)
+
+    def later() -> None:
+        with run_slot(second):
+            entered.set()
+
+    with run_slot(first):
+        assert active_slots() == 1
+        thread = threading.Thread(target=contextvars.copy_context().run, args=(later,))  # the server in use
+        thread.start()
+        assert waiting.wait(60)
+        assert not entered.is_set()
+        assert "the limit rlhf-runs" in desk.notes.sayings[0]
+        kept = len(checks)
+    assert entered.wait(60)
+    thread.join(60)
+    assert kept > 3, "the lease is kept while it waits"
+    assert active_slots() == 0
+
+
+@pytest.mark.usefixtures("limit")
+def test_who_waits_can_be_cancelled(desk: Desk) -> None:
+    first, second = a_session(desk), a_session(desk)
+    write_model(second.run_dir.cancel_request, AgentCommand(kind="cancel", reason="enough", time=utc_now()))
+    with run_slot(first), run_slot(second):
+        assert active_slots() == 1, "the steps that follow see the request at once"
+
+
+@pytest.mark.usefixtures("server")
+def test_without_the_limit_nobody_waits(desk: Desk) -> None:
+    first, second = a_session(desk), a_session(desk)
+    with run_slot(first), run_slot(second):
+        assert desk.notes.sayings == []
+
+
+@pytest.mark.usefixtures("limit")
+def test_a_server_that_never_answers_holds_nobody_up(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    never = threading.Event()
+    monkeypatch.setattr(limits, "ANSWER_S", 0.3)
+    monkeypatch.setattr(limits, "_limit_is_there", never.wait)
+    with run_slot(a_session(desk)):
+        assert "goes on without it" in desk.notes.sayings[0]
+    never.set()

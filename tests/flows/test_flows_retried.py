@@ -1,0 +1,164 @@
+"""A flow run that is tried again, or whose process was killed anywhere, goes on with its run: one run, one job each."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from control_fakes import FakeAgent
+from desk import Desk
+from kill_points import Killed, Points
+
+from flows import run as flow_module
+from flows.form import read_form
+from flows.run import _begun
+from flows.session import FlowRun, opened
+from flows.stages import drive
+from rlhf_core.errors import RunFailed
+from rlhf_core.history.controllers import flow_runs_of, run_of_flow_run
+from rlhf_core.history.queries import show_run
+from rlhf_core.launch import prepare, start
+from rlhf_core.launch.journal import read_record
+from rlhf_core.run_dir import RunDir
+from rlhf_core.scheduler.base import JobRequest
+from rlhf_core.schemas.attempts import AttemptState, RunState
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.failures import FailureKind
+
+OVERRIDES = "train.num_steps=8\nsft.num_steps=2\nsupervise.backoff_s=0"
+
+
+@pytest.fixture
+def well(desk: Desk) -> Desk:
+    """Every job runs well; agents begin when the job is asked for."""
+    accepted: list[JobRequest] = []
+
+    def begin() -> None:
+        while accepted:
+            request = accepted.pop(0)
+            FakeAgent(RunDir.of(desk.site.runs_dir, request.run_id), request.placement.attempt).whole_run()
+
+    desk.scheduler.on_submit = accepted.append
+    desk.scheduler.on_status = begin
+    return desk
+
+
+def a_flow_run() -> FlowRun:
+    return FlowRun(str(uuid4()), "http://ui/runs/flow-run/1", utc_now())
+
+
+def process(desk: Desk, link: FlowRun) -> RunDir:
+    """What the process of a flow run does, without Prefect around it."""
+    form = read_form({"config": "quickstart", "overrides": OVERRIDES, "tags": "canary", "owner": "ann"})
+    run_dir, resumed = _begun(form, desk.site, link)
+    with opened(run_dir, desk.site, desk.store, resumed=resumed, flow_run=link, patience_s=0) as session:
+        session.clock, session.sleep = desk.clock, desk.clock.sleep
+        drive(session)
+    return run_dir
+
+
+@contextmanager
+def killed_at(desk: Desk, point: int | None) -> Iterator[Points]:
+    points = Points(point)
+    with points.at_every_effect(desk.scheduler, start, prepare):
+        yield points
+
+
+def runs_of(desk: Desk) -> list[Path]:
+    return [path for path in desk.site.runs_dir.iterdir() if not path.name.startswith(".")]
+
+
+def one_life(desk: Desk, link: FlowRun, point: int | None) -> int:
+    with killed_at(desk, point) as points:
+        try:
+            process(desk, link)
+        except Killed:
+            assert point is not None
+    return points.passed
+
+
+def test_killed_around_every_effect_a_flow_run_makes_one_run_and_one_job(well: Desk) -> None:
+    """From before the run directory is made to after the last line of the journal."""
+    points = one_life(well, a_flow_run(), None)
+    assert points >= 20
+    for point in range(points):
+        link = a_flow_run()
+        before, jobs = len(runs_of(well)), len(well.scheduler.submitted)
+        assert one_life(well, link, point) == point
+        one_life(well, link, None)
+        assert len(runs_of(well)) == before + 1, point
+        assert len(well.scheduler.submitted) == jobs + 1, point
+        run_dir = link.run_dir(well.site.runs_dir)
+        assert run_dir is not None
+        assert read_record(run_dir).state is RunState.COMPLETED, point
+        assert run_of_flow_run(well.store, link.id) == run_dir.run_id, point
+
+
+def test_without_the_link_some_point_gives_two_runs(well: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the test above would see it."""
+    points = one_life(well, a_flow_run(), None)
+    make = flow_module.new_run
+    monkeypatch.setattr(flow_module, "new_run", lambda *given, flow_run, **more: make(*given, **more))
+    before, jobs = len(runs_of(well)), len(well.scheduler.submitted)
+    link = a_flow_run()
+    one_life(well, link, points - 3)
+    one_life(well, link, None)
+    assert len(runs_of(well)) == before + 2
+    assert len(well.scheduler.submitted) == jobs + 2
+
+
+def test_a_failed_run_that_is_tried_again_goes_on_with_its_next_attempt(desk: Desk) -> None:
+    link = a_flow_run()
+    broken = [True]
+
+    def behave(request: JobRequest) -> None:
+        agent = FakeAgent(RunDir.of(desk.site.runs_dir, request.run_id), request.placement.attempt)
+        if not broken:
+            agent.whole_run()
+            return
+        agent.begin()
+        agent.end(AttemptState.FAILED, FailureKind.SHAPE)
+
+    desk.scheduler.on_submit = behave
+    with pytest.raises(RunFailed, match="shape"):
+        process(desk, link)
+    broken.clear()
+    run_dir = process(desk, link)
+    assert runs_of(desk) == [run_dir.root]
+    assert [request.placement.attempt for request in desk.scheduler.submitted] == [1, 2]
+    record = read_record(run_dir)
+    assert (record.state, record.first_attempt) == (RunState.COMPLETED, 2)
+    shown = show_run(desk.store, run_dir.run_id)
+    assert [one["flow_run_id"] for one in shown["controllers"]] == [link.id, link.id]
+    assert {one["flow_run_url"] for one in shown["controllers"]} == {link.url}
+    assert flow_runs_of(desk.store, run_dir.run_id) == [link.id]
+    assert (shown["run"]["owner"], shown["run"]["tags"]) == ("ann", ["canary"])
+
+
+def test_a_run_that_is_gone_on_with_by_its_id_has_both_flow_runs(well: Desk) -> None:
+    first, second = a_flow_run(), a_flow_run()
+    one_life(well, first, 12)
+    run_dir = first.run_dir(well.site.runs_dir)
+    assert run_dir is not None
+    found, resumed = _begun(read_form({"config": "quickstart", "run_id": run_dir.run_id}), well.site, second)
+    assert (found, resumed) == (run_dir, True)
+    with opened(found, well.site, well.store, resumed=True, flow_run=second, patience_s=0) as session:
+        session.clock, session.sleep = well.clock, well.clock.sleep
+        drive(session)
+    assert run_of_flow_run(well.store, second.id) == run_dir.run_id
+    assert flow_runs_of(well.store, run_dir.run_id) == [first.id, second.id]
+    assert run_of_flow_run(well.store, "") is None
+    assert run_of_flow_run(well.store, "unknown") is None
+
+
+def test_a_controller_that_is_told_its_flow_run_later_is_in_the_journal_once(well: Desk) -> None:
+    run_dir = well.run()
+    link = replace(a_flow_run(), url="")
+    with opened(run_dir, well.site, well.store, flow_run=None, patience_s=0) as session:
+        assert show_run(well.store, run_dir.run_id)["controllers"] == []
+        session.announce(link)
+        session.announce(FlowRun())
+        assert run_of_flow_run(well.store, link.id) == run_dir.run_id
+    assert len(show_run(well.store, run_dir.run_id)["controllers"]) == 1
