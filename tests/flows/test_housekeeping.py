@@ -332,11 +332,13 @@ def test_the_keeper_reads_adopts_and_outlives_damage(
     damaged.spec.write_text("{")
     fresh = desk.run()  # which the history does not know
     desk.scheduler.jobs.clear()
-    stop, done = threading.Event(), threading.Event()
+    stop, done, read = threading.Event(), threading.Event(), threading.Event()
     monkeypatch.setattr("flows.keeper.take_turn", _then(keeper.take_turn, done))
+    monkeypatch.setattr("flows.keeper.Ingester.turn", _then(Ingester.turn, read))
     thread = threading.Thread(target=keeper.keep, args=(desk.site, stop), daemon=True)
     thread.start()
     wait_for(done)
+    wait_for(read)
     stop.set()
     thread.join(60)
     assert started == [orphan.run_id]

@@ -11,7 +11,7 @@ from prefect.states import Cancelling, Crashed
 from slurm_cluster import WHY_NOT, Cluster, missing_programs
 from zombies import ROOT, Services, go, starts, state_of, wait_for
 
-from flows import housekeeping
+from flows import adopting, housekeeping
 from flows.flow_runs import ADOPTED_TAG
 from flows.reconciler import Deed, Reconciler
 from flows.run import rlhf_run
@@ -243,3 +243,17 @@ def test_rounds_are_flow_runs_where_they_are_due_or_do_something(
     (artifact,) = [one for one in client.read_artifacts() if one.key == housekeeping.ARTIFACT_KEY][-1:]
     assert run_dir.run_id in str([one.data for one in client.read_artifacts()])
     assert artifact.type == "table"
+
+
+def test_of_two_controllers_started_for_one_run_one_drives_it(services: Services, store: HistoryStore) -> None:
+    run_dir = services.checked_run()
+    both = [adopting.start(run_dir.run_id, services.site) for _ in range(2)]
+    wait_for(lambda: any(one.poll() is not None for one in both), "one of them finds out")
+    assert sorted(one.poll() is None for one in both) == [False, True]
+    wait_for(lambda: state_of(run_dir) is RunState.TRAINING, "it trains")
+    go(run_dir)
+    for one in both:
+        one.wait(60)
+    assert sorted(one.returncode for one in both) == [0, 1]
+    assert state_of(run_dir) is RunState.COMPLETED
+    assert starts(run_dir) == ["1"]

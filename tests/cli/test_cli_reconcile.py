@@ -1,0 +1,57 @@
+"""``rlhf reconcile`` on a history of its own."""
+
+import json
+from pathlib import Path
+
+import pytest
+from control_fakes import make_run
+
+from rlhf_core.cli import main
+from rlhf_core.config import load_site
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.launch.journal import Journal
+from rlhf_core.launch.lease import Owner
+from rlhf_core.run_dir import RunDir
+from rlhf_core.schemas.attempts import RunState
+from rlhf_core.watchdog.ingest import sync
+
+GONE = str(Owner.this_process()).rpartition(":")[0] + ":1.00"
+"""This process as if it had been started long ago: its number was given to another one since."""
+
+
+@pytest.fixture
+def orphan() -> RunDir:
+    """A run whose controller is gone, and which somebody asked to end."""
+    site = load_site()
+    run_dir = make_run(site.runs_dir)
+    site.home.mkdir(parents=True, exist_ok=True)
+    journal = Journal(run_dir, 1)
+    journal.move_run(RunState.PREFLIGHT, "started")
+    journal.close()
+    with HistoryStore(site.database_url) as store:
+        store.acquire_lease(run_dir.run_id, GONE, 60)
+        sync(run_dir, store)
+    run_dir.cancel_request.write_text('{"kind": "cancel", "reason": "enough", "time": "2026-01-01T00:00:00Z"}')
+    return run_dir
+
+
+def test_what_would_be_done_is_said_and_not_done(orphan: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    before = orphan.control.read_bytes()
+    assert main.execute(["reconcile", "--dry-run", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["action"], found["run_id"], found["done"]) == ("cancel_run", orphan.run_id, None)
+    assert found["reason"] == "enough"
+    assert orphan.control.read_bytes() == before
+
+
+def test_it_is_done_once(orphan: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.execute(["reconcile"]) == 0
+    assert "cancelled" in capsys.readouterr().out
+    assert main.execute(["reconcile"]) == 0
+    assert "agree" in capsys.readouterr().out
+
+
+def test_a_site_without_runs_agrees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load_site().home.mkdir(parents=True)
+    assert main.execute(["reconcile", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []

@@ -1,0 +1,64 @@
+"""A keeper whose database goes away and comes back: nothing is raised, nobody is adopted meanwhile, nothing is lost."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from control_fakes import FakeAgent, FakeScheduler, make_run
+from history_tools import postgres
+from sqlalchemy import text
+from sqlalchemy.engine import make_url
+
+from flows.keeper import Ingester
+from flows.reconciler import Reconciler
+from rlhf_core.config import load_site
+from rlhf_core.errors import HistoryError
+from rlhf_core.history import queries
+from rlhf_core.history.store import HistoryStore
+
+
+@pytest.fixture
+def database() -> tuple[str, Callable[[bool], None]]:
+    """A database, and how to close and open it to everybody."""
+    server = postgres()
+    url = server.migrated_database()
+    name = make_url(url).database
+
+    def allow(open_: bool) -> None:
+        engine = server._admin()
+        with engine.connect() as connection:
+            connection.execute(text(f"ALTER DATABASE {name} WITH ALLOW_CONNECTIONS {str(open_).lower()}"))
+            if not open_:
+                connection.execute(
+                    text(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname='{name}'")
+                )
+        engine.dispose()
+
+    return url, allow
+
+
+def test_a_lost_database_is_lived_through(
+    database: tuple[str, Callable[[bool], None]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, allow = database
+    monkeypatch.setattr("flows.reconciler.get_scheduler", lambda name: FakeScheduler())
+    site = load_site({"RLHF_HOME": str(tmp_path / "site"), "RLHF_DATABASE_URL": url})
+    run_dir = make_run(site.runs_dir)
+    said: list[str] = []
+    with HistoryStore(url) as store:
+        ingester, reconciler = Ingester(site, store, said.append), Reconciler(site, store, has_prefect=False)
+        assert ingester.turn() == 1
+        assert reconciler.look() == []
+        allow(False)
+        try:
+            FakeAgent(run_dir).step(1)
+            assert [ingester.turn(), ingester.turn()] == [0, 0]
+            with pytest.raises(HistoryError):
+                reconciler.look()
+        finally:
+            allow(True)
+        assert len(said) == 1, "once, not at every turn"
+        assert ingester.turn() == 1
+        assert queries.run_sql(store, "SELECT max(step) FROM metrics").rows == [[1]]
+        assert reconciler.look() == []
+        store.clear()
