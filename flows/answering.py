@@ -23,7 +23,7 @@ Verdict = Literal["approved", "refused"]
 CONTROLLER_PATIENCE_S = 60.0
 """How long a living controller may take to act on an answer, before it is said that it will."""
 
-_WANTED = {"approved": (PromotionState.APPROVED, PromotionState.PROMOTED), "refused": (PromotionState.REFUSED,)}
+_WANTED = {"approved": (PromotionState.PROMOTED,), "refused": (PromotionState.REFUSED,)}
 
 
 @dataclass(frozen=True)
@@ -60,15 +60,18 @@ def answer_promotion(
     """
     _require_open(run_dir, verdict)
     present = read_record(run_dir).promotion
-    if present is not None and present.state is PromotionState.WAITING:
+    given = present is not None and present.state is PromotionState.WAITING
+    if given:
         _give(run_dir, PromotionAnswer(verdict=verdict, by=by, reason=reason, time=utc_now()))
     until = clock() + patience_s
     while True:
         try:
             with opened(run_dir, site, store, patience_s=0) as session:
-                say(f"no controller is at work on {run_dir.run_id}; acting on it from here")
-                _act(session, verdict, by, reason)
-                return _result(run_dir)
+                settled = session.journal.record.promotion
+                if not (given and settled is not None and _is_ours(settled, verdict, by)):
+                    say(f"no controller is at work on {run_dir.run_id}; acting on it from here")
+                    _act(session, verdict, by, reason)
+                return _result(run_dir)  # where the controller has acted on the answer already, that is all
         except LeaseLost:
             promotion = read_record(run_dir).promotion
             expired = promotion is not None and promotion.state is PromotionState.EXPIRED
@@ -130,8 +133,12 @@ def _give(run_dir: RunDir, answer: PromotionAnswer) -> None:
 
 def _require_ours(run_dir: RunDir, settled: PromotionRecord, verdict: Verdict, by: str) -> None:
     """The answer that counted may be another one, given at the same moment."""
-    if settled.state not in (*_WANTED[verdict], PromotionState.FAILED) or settled.by != by:
+    if settled.state is not PromotionState.FAILED and not _is_ours(settled, verdict, by):
         raise BadInput(f"another answer for {run_dir.run_id} came first: {describe(settled)}")
+
+
+def _is_ours(settled: PromotionRecord, verdict: Verdict, by: str) -> bool:
+    return not settled.open and settled.state in _WANTED[verdict] and settled.by == by
 
 
 def _result(run_dir: RunDir) -> Answered:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rlhf_core.launch.journal import RunRecord, StageRecord, read_record
 from rlhf_core.run_dir import RunDir, read_model
-from rlhf_core.schemas.attempts import RunState, StageState
+from rlhf_core.schemas.attempts import RunState, StageName, StageState
 from rlhf_core.schemas.failures import Incident
 from rlhf_core.schemas.reports import EvaluationReport
 from rlhf_core.schemas.run import StoredSpec
@@ -147,7 +147,7 @@ def _stage_seconds(record: RunRecord) -> list[tuple[str, float]]:
     many = len(record.attempts) > 1
 
     def title(stage: StageRecord) -> str:
-        if stage.state is StageState.COMPLETED and stage.message:
+        if stage.name is StageName.PREFLIGHT and stage.state is StageState.COMPLETED and stage.message:
             return stage.message  # a trial
         return f"{stage.name.value} {stage.attempt}" if many and stage.attempt else stage.name.value
 

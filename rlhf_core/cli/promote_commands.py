@@ -63,12 +63,13 @@ def notify(
     as_json: JsonOption = False,
 ) -> None:
     """Tell Prefect what this site wants to be told of ([notify] of rlhf.toml); with --test, also send a message."""
-    from flows.notify import register, send_test
     from flows.server import connect
     from rlhf_core.config import load_site
 
     site = load_site()
     connect(site)
+    from flows.notify import register, send_test  # only now: Prefect reads its settings when it is imported
+
     names = register(site)
     answer = send_test(site) if test else ""
     if as_json:

@@ -358,6 +358,25 @@ def killed() -> None:
     raise Killed
 
 
+def test_an_answer_that_the_controller_acted_on_at_once_is_no_error(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be done with it, and gone, before the one who answered looks whether a controller is there."""
+    run_dir = completed(desk, asked())
+    with pytest.raises(Killed):
+        promotion.carry_out(desk.controller(run_dir), when_asked(run_dir, killed))
+    opened = answering.opened
+
+    def quick(*arguments: Any, **options: Any) -> Any:
+        drive(desk.controller(run_dir))
+        desk.controller(desk.run())
+        return opened(*arguments, **options)
+
+    monkeypatch.setattr(answering, "opened", quick)
+    assert answer(desk, run_dir, "approved", "ada").state is PromotionState.PROMOTED
+    assert states(run_dir) == ["waiting", "approved", "promoted"]
+
+
 def test_a_refusal_can_be_thought_over_and_a_promotion_cannot(desk: Desk) -> None:
     run_dir = completed(desk, asked())
     promotion.carry_out(desk.controller(run_dir), when_asked(run_dir, lambda: answers(run_dir, "refused")))

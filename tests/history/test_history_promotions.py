@@ -1,0 +1,42 @@
+"""Promotions in the history: what the journal says, once, and which of them a controller has something to do about."""
+
+from pathlib import Path
+
+import pytest
+from control_fakes import make_run
+
+from rlhf_core.errors import IllegalMove
+from rlhf_core.history import promotions
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.launch.journal import Journal
+from rlhf_core.run_dir import RunDir
+from rlhf_core.schemas.attempts import PromotionState
+from rlhf_core.schemas.journal import PromotionMoved
+from rlhf_core.watchdog.ingest import sync
+
+
+def moved(run_dir: RunDir, *states: str) -> None:
+    journal = Journal(run_dir, token=1)
+    for state in states:
+        journal.append(PromotionMoved(state=PromotionState(state), checkpoint_step=7, by="ada", reason="good"))
+    journal.close()
+
+
+def test_where_it_stands_is_a_row(store: HistoryStore, runs: Path) -> None:
+    waiting, done = make_run(runs), make_run(runs)
+    moved(waiting, "waiting")
+    moved(done, "waiting", "approved", "promoted")
+    for run_dir in (waiting, done):
+        sync(run_dir, store)
+    assert promotions.open_promotions(store) == [waiting.run_id]
+    found = promotions.promotion_of(store, done.run_id)
+    assert (found["state"], found["checkpoint_step"], found["decided_by"]) == ("promoted", 7, "ada")
+    assert found["asked_at"] < found["moved_at"]
+    assert promotions.promotion_of(store, make_run(runs).run_id) == {}
+
+
+def test_a_move_that_the_table_lacks_is_refused(store: HistoryStore, runs: Path) -> None:
+    run_dir = make_run(runs)
+    moved(run_dir, "waiting", "promoted")
+    with pytest.raises(IllegalMove, match="is waiting and cannot become promoted; that is possible only from approved"):
+        sync(run_dir, store)
