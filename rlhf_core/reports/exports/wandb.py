@@ -3,6 +3,7 @@
 Nothing is sent here, and nobody has to be logged in.
 """
 
+import secrets
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -28,10 +29,11 @@ def to_wandb(store: HistoryStore, run_ids: Sequence[str], out: Path) -> list[Pat
 def _write(store: HistoryStore, run_id: str, out: Path) -> Path:
     import wandb
 
-    for earlier in sorted(out.glob(f"wandb/offline-run-*-{run_id}")):
-        remove_tree(earlier)
     shown = queries.show_run(store, run_id)
     run = shown["run"]
+    # A folder of its own: two exports within a second would have the same name, and must not write to one file.
+    temporary = out / f".{run_id}.{secrets.token_hex(4)}.tmp"
+    temporary.mkdir()
     # What the machine of the export does, has installed or has checked out is nothing about the run.
     settings = wandb.Settings(
         mode="offline",
@@ -50,7 +52,7 @@ def _write(store: HistoryStore, run_id: str, out: Path) -> Path:
         config=run["spec"],
         tags=[*run["tags"], run["algorithm"], run["state"]],
         notes=run["message"],
-        dir=str(out),
+        dir=str(temporary),
         settings=settings,
     )
     try:
@@ -61,7 +63,13 @@ def _write(store: HistoryStore, run_id: str, out: Path) -> Path:
         exported.summary.update(_summary(shown))
     finally:
         exported.finish(exit_code=0 if run["state"] == "completed" else 1)
-    (written,) = out.glob(f"wandb/offline-run-*-{run_id}")
+    (made,) = temporary.glob(f"wandb/offline-run-*-{run_id}")
+    for earlier in sorted(out.glob(f"wandb/offline-run-*-{run_id}")):
+        remove_tree(earlier)
+    written = out / "wandb" / made.name
+    written.parent.mkdir(exist_ok=True)
+    made.rename(written)
+    remove_tree(temporary)
     return written
 
 
