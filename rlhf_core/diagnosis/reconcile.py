@@ -21,6 +21,9 @@ NEW_RUN_S = 120.0
 AGAIN_S = 15.0
 """Pause before a run is adopted that had two controllers within an hour; doubled with each further one."""
 
+RECENT_S = 3600.0
+"""How far back controllers and flow runs are counted for that."""
+
 LONGEST_PAUSE_S = 600.0
 """The longest such pause."""
 
@@ -256,7 +259,7 @@ def _about_run(run: RunFacts, flow_runs: Sequence[FlowRunFacts], world: World) -
         parent = world.runs.get(run.trial_of)
         if (parent is None or parent.ended) and run.undriven_s > NEW_RUN_S:
             yield Action(ActionKind.CANCEL_RUN, run.run_id, f"{run.trial_of}, which it tries out, has ended")
-    elif _is_to_be_adopted(run, world) and not any(one.may_drive for one in flow_runs):
+    elif _is_to_be_adopted(run, flow_runs, world) and not any(one.may_drive for one in flow_runs):
         yield Action(ActionKind.ADOPT, run.run_id, _why_undriven(run), run.attempt)
 
 
@@ -274,10 +277,12 @@ def _cancellation(run: RunFacts, newest: FlowRunFacts | None) -> str:
     return "its flow run was cancelled in Prefect"
 
 
-def _is_to_be_adopted(run: RunFacts, world: World) -> bool:
+def _is_to_be_adopted(run: RunFacts, flow_runs: Sequence[FlowRunFacts], world: World) -> bool:
     if 0 < world.prefect_away_s < PREFECT_PATIENCE_S:
         return False
-    if run.undriven_s < _pause(run.num_controllers):
+    # Also flow runs that ended before they were controllers count: they would end so again at once.
+    tried_s = [one.state_s for one in flow_runs if one.state in FLOW_ENDS and one.state_s < RECENT_S]
+    if min([run.undriven_s, *tried_s]) < _pause(max(run.num_controllers, len(tried_s))):
         return False
     match run.holder:
         case Holder.DEAD:

@@ -133,6 +133,13 @@ def test_a_cancelled_flow_run_does_not_end_a_run_that_somebody_went_on_with() ->
     assert decided(DRIVEN, old, newer) == []
 
 
+def test_flow_runs_that_end_before_they_drive_anything_are_started_ever_later() -> None:
+    failed = [replace(FLOW, flow_run_id=str(n), state=FlowState.FAILED, state_s=50.0 + n) for n in range(4)]
+    assert decided(RUN, *failed) == [], "60 s after the fourth"
+    assert decided(RUN, *(replace(one, state_s=one.state_s + 20) for one in failed)) == ["adopt"]
+    assert decided(RUN, *failed[:1]) == ["adopt"]
+
+
 def test_a_flow_run_that_is_to_come_keeps_a_second_one_away() -> None:
     scheduled = replace(FLOW, flow_run_id="g", state=FlowState.SCHEDULED, created_at=NOW)
     assert decided(RUN, replace(FLOW, state=FlowState.CRASHED), scheduled) == []
