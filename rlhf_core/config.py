@@ -355,13 +355,18 @@ def load_site(environ: Mapping[str, str] | None = None) -> Site:
         runs_dir=Path(settings.get("runs") or home / "runs").expanduser().absolute(),
         database_url=settings.get("database_url") or f"sqlite:///{home / 'history.db'}",
         scheduler=scheduler,
-        compute_python=settings.get("compute_python") or sys.executable,
+        compute_python=_interpreter(settings.get("compute_python") or sys.executable),
         max_restarts_per_hour=_whole_number("max_restarts_per_hour", settings.get("max_restarts_per_hour", "60")),
         prefect=_site_table(PrefectSite, "prefect", home, settings, environment),
         notify=_site_table(NotifySite, "notify", home, settings, environment),
         retention=_site_table(RetentionSite, "retention", home, settings, environment),
         slurm=_site_table(SlurmSpec, "slurm", home, settings, environment),
     )
+
+
+def _interpreter(text: str) -> str:
+    """A path is taken from the current folder, now: jobs run elsewhere. A bare name is looked up on the nodes."""
+    return str(Path(text).expanduser().absolute()) if "/" in text else text
 
 
 def _whole_number(key: str, text: str) -> int:

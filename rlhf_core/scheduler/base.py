@@ -55,7 +55,7 @@ class JobRequest:
     placement: Placement
     """Number of the attempt, nodes, GPUs, exclusions."""
     scheduler_dir: Path
-    """Folder for the scheduler's own files: script, output of the agents."""
+    """Folder for the scheduler's own files: script, output of the agents. The job runs in it."""
     command: tuple[str, ...]
     """Command line of the agent, started once on every node."""
     cpus_per_node: int

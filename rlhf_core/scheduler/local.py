@@ -175,6 +175,8 @@ class _Executor(LocalExecutor):  # type: ignore[misc]
             process = subprocess.Popen(
                 [sys.executable, "-m", _CONTROLLER_MODULE, str(self.folder)],
                 env=environment,
+                # Not the folder of whoever submits: a flow run's is temporary, and a later attempt has another one.
+                cwd=self.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

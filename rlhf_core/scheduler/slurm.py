@@ -214,7 +214,8 @@ def _parameters(request: JobRequest) -> dict[str, object]:
     """What submitit is told; what it has no name for goes through as it is."""
     slurm, placement = request.slurm, request.placement
     minutes = math.ceil(request.time_limit_s / 60)
-    further: dict[str, object] = {"no-requeue": True}
+    # The folder is not that of whoever submits: a flow run's is temporary, and a later attempt has another one.
+    further: dict[str, object] = {"no-requeue": True, "chdir": str(request.scheduler_dir)}
     if slurm.reservation:
         further["reservation"] = slurm.reservation
     further |= dict(_further_options(slurm.extra))

@@ -231,3 +231,18 @@ def test_schedulers_are_found_by_name() -> None:
     assert get_scheduler("slurm").name == "slurm"
     with pytest.raises(BadInput, match="RLHF_SCHEDULER=pbs is no scheduler"):
         get_scheduler("pbs")
+
+
+def test_a_job_outlives_the_folder_it_was_submitted_from(
+    scheduler: LocalScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flow run of a Prefect worker is in a temporary folder, which goes away with it."""
+    gone = tmp_path / "temporary"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    scheduler.submit(make_request(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    gone.rmdir()
+    wait_for((tmp_path / "agent").exists)
+    agent = psutil.Process(int((tmp_path / "agent").read_text()))
+    assert agent.cwd() == str(tmp_path / "scheduler")

@@ -125,3 +125,18 @@ while time.time() < end:
     assert not listing().problem
     time.sleep(0.05)
 """
+
+
+def test_a_job_runs_in_its_own_folder_whatever_it_was_submitted_from(
+    slurm: SlurmScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flow run of a Prefect worker is in a temporary folder, which goes away with it."""
+    gone = tmp_path / "temporary"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    asked = request(tmp_path, "sleep 1; pwd -P", run_id="toy-cwd")
+    job = slurm.submit(asked)
+    monkeypatch.chdir(tmp_path)
+    gone.rmdir()
+    wait_for(lambda: ended(slurm, job))
+    assert str(asked.scheduler_dir.resolve()) in output(asked)

@@ -48,6 +48,7 @@ def test_the_plain_script_names_run_and_attempt_and_starts_one_agent_per_node() 
         "--mem=1536M",
         "--time=60",
         "--no-requeue",
+        "--chdir=/runs/toy-1/attempts/2/scheduler",
         "--signal=USR2@120",
         "--output=/runs/toy-1/attempts/2/scheduler/%j_0_log.out",
     ):
