@@ -289,6 +289,7 @@ def _client() -> Iterator[SyncPrefectClient]:
 
 
 def _put(client: SyncPrefectClient, site: Site, wanted: _Wanted) -> Registered:
+    _make_working_folder(site)
     try:
         client.read_work_pool(site.prefect.pool)
     except ObjectNotFound:
@@ -308,6 +309,15 @@ def _put(client: SyncPrefectClient, site: Site, wanted: _Wanted) -> Registered:
     return Registered(f"{FLOW}/{wanted.name}", str(deployment_id), page(site, "deployments/deployment", deployment_id))
 
 
+def _make_working_folder(site: Site) -> None:
+    try:
+        site.runs_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(
+            f"cannot make the folder of the runs {site.runs_dir}: {error.strerror}. Set RLHF_RUNS to a writable folder"
+        ) from None
+
+
 def _common(site: Site, wanted: _Wanted) -> dict[str, Any]:
     common: dict[str, Any] = {
         "description": wanted.description,
@@ -317,7 +327,9 @@ def _common(site: Site, wanted: _Wanted) -> dict[str, Any]:
         "entrypoint": ENTRYPOINT,
         "path": None,
         "pull_steps": [],
-        "job_variables": {"env": environment(site)},
+        # Else it would be in a folder that goes with it, and so would be the jobs that it starts and that outlive it:
+        # a process whose folder is gone cannot even load torch. The nodes see this one.
+        "job_variables": {"env": environment(site), "working_dir": str(site.runs_dir)},
         "tags": list(wanted.tags),
         "work_pool_name": site.prefect.pool,
     }

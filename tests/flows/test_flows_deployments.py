@@ -248,7 +248,11 @@ def test_schedules_that_are_declared_as_code_are_deployed(client: Any, server: s
 def worker(server: str, site: Site, tmp_path: Path) -> Iterator[Path]:
     """A worker of the pool, from another folder. Gives its log."""
     log = tmp_path / "worker.log"
-    settings = {"PREFECT_WORKER_QUERY_SECONDS": "1", "PREFECT_RUNNER_POLL_FREQUENCY": "1"}
+    settings = {
+        "PREFECT_WORKER_QUERY_SECONDS": "1",
+        "PREFECT_RUNNER_POLL_FREQUENCY": "1",
+        "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "INFO",  # a command that was tested before may have silenced it
+    }
     with log.open("wb") as out:
         process = subprocess.Popen(
             [sys.executable, "-m", "prefect", "worker", "start", "--pool", "rlhf", "--type", "process"],
