@@ -22,6 +22,7 @@ from prefect.states import Cancelled, Completed
 
 from flows.approval import asked_in_prefect
 from flows.cancelling import cancel_run
+from flows.flow_runs import ADOPTED_TAG
 from flows.form import Form, meanings, overrides_of, read_form
 from flows.kept import kept_with
 from flows.limits import run_slot
@@ -177,7 +178,7 @@ def rlhf_run(
 def _begun(form: Form, site: Site, link: FlowRun) -> tuple[RunDir, bool]:
     """The run of this flow run, and whether it is gone on with: a flow run that is tried again never makes a second."""
     if form.run_id:
-        return RunDir.of(site.runs_dir, form.run_id), True
+        return RunDir.of(site.runs_dir, form.run_id), not link.adopts
     made = link.run_dir(site.runs_dir)
     if made is not None:
         return made, True
@@ -192,7 +193,8 @@ def _this_flow_run(site: Site) -> FlowRun:
     if context is None or context.flow_run is None:
         return FlowRun()
     flow_run = context.flow_run
-    return FlowRun(str(flow_run.id), _page(site, str(flow_run.id)), flow_run.created)
+    adopts = ADOPTED_TAG in flow_run.tags and flow_run.run_count <= 1
+    return FlowRun(str(flow_run.id), _page(site, str(flow_run.id)), flow_run.created, adopts)
 
 
 def _page(site: Site, flow_run_id: str) -> str:

@@ -74,6 +74,9 @@ class FlowRun:
     """Its page, as a browser of the site reaches it."""
     created: datetime | None = None
     """When it was asked for: the same whenever it is tried again."""
+    adopts: bool = False
+    """Whether it was made by the reconciler for a run that had lost its controller, and is not tried again by a person.
+    Nobody asked to go on then: budgets of retries go on where they were, and a wish to end the run still counts."""
 
     def run_id(self, name: str) -> str:
         """The id of the run that it makes. Always the same, so that it can never make a second one."""

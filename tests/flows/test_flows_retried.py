@@ -153,6 +153,16 @@ def test_a_run_that_is_gone_on_with_by_its_id_has_both_flow_runs(well: Desk) -> 
     assert run_of_flow_run(well.store, "unknown") is None
 
 
+def test_a_run_that_the_reconciler_adopts_is_not_resumed_by_a_person(well: Desk) -> None:
+    """Its budget of retries goes on, and a wish to end it still counts; a person who presses Retry begins anew."""
+    one_life(well, first := a_flow_run(), 12)
+    run_dir = first.run_dir(well.site.runs_dir)
+    assert run_dir is not None
+    form = read_form({"run_id": run_dir.run_id})
+    assert _begun(form, well.site, replace(a_flow_run(), adopts=True)) == (run_dir, False)
+    assert _begun(form, well.site, replace(a_flow_run(), adopts=False)) == (run_dir, True)
+
+
 def test_a_controller_that_is_told_its_flow_run_later_is_in_the_journal_once(well: Desk) -> None:
     run_dir = well.run()
     link = replace(a_flow_run(), url="")
