@@ -8,7 +8,7 @@ import ast
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ SITE = """
 ## Site settings
 
 Where things are on a machine does not belong into the config of a run. It comes from environment variables, or from
-`rlhf.toml` in `RLHF_HOME` with the keys in the second column; the environment wins.
+`rlhf.toml` in `RLHF_HOME` with the keys in the second column; the environment wins. Tables of that file follow below.
 """
 
 FAILURES = """\
@@ -264,17 +264,21 @@ def configuration() -> str:
             parts.append(f"| | `{variable}` | {_cell(meaning)} |")
             continue
         parts.append(f"| `{variable}` | {_code(keys[variable]) if variable in keys else ''} | {_cell(meaning)} |")
+    for name, (about, fields) in config.describe_site_tables().items():
+        parts += [f"\n### `[{name}]` of `rlhf.toml`\n", f"{about[:1].upper()}{about[1:]}\n", *_table(fields)]
     return "\n".join(parts) + "\n"
 
 
 def _settings(section: str) -> Iterator[str]:
+    return _table(field for field in config.describe_fields() if field.name.rpartition(".")[0] == section)
+
+
+def _table(fields: Iterable[config.FieldHelp]) -> Iterator[str]:
     yield "| setting | type | default | meaning |"
     yield "|---|---|---|---|"
-    for field in config.describe_fields():
-        parent, _, _ = field.name.rpartition(".")
-        if parent == section:
-            default = "required" if field.required else _code(field.default)
-            yield f"| `{field.name}` | {_code(field.type)} | {default} | {_cell(field.meaning)} |"
+    for field in fields:
+        default = "required" if field.required else _code(field.default)
+        yield f"| `{field.name}` | {_code(field.type)} | {default} | {_cell(field.meaning)} |"
 
 
 def _site_settings() -> Iterator[tuple[str, str]]:

@@ -225,6 +225,16 @@ def describe_fields() -> list[FieldHelp]:
     return list(_describe(RunSpec, ""))
 
 
+def describe_site_tables() -> dict[str, tuple[str, list[FieldHelp]]]:
+    """Every table of ``rlhf.toml`` but ``[slurm]``, which has the settings of the section ``slurm`` of a run: what it is
+    about, and its settings."""
+    tables: dict[str, type[Schema]] = {"prefect": PrefectSite, "notify": NotifySite, "retention": RetentionSite}
+    return {
+        name: ((schema.__doc__ or "").partition(": ")[2].strip(), list(_describe(schema, "")))
+        for name, schema in tables.items()
+    }
+
+
 def describe_sections() -> dict[str, str]:
     """Every section and what it is about, in the order of the schema."""
     return {
