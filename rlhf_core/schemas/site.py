@@ -12,7 +12,7 @@ Occasion = Literal["failed", "completed", "cancelled", "incident", "approval"]
 
 
 class PrefectSite(Schema):
-    """``[prefect]``: how ``rlhf up`` sets Prefect up on this machine."""
+    """``[prefect]``: how `rlhf up` sets Prefect up on this machine."""
 
     host: str = "127.0.0.1"
     """Address that server and UI listen on. On any other than loopback a password is asked for."""
