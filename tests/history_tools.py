@@ -462,6 +462,10 @@ class PostgresServer:
         engine.dispose()
         return f"postgresql://rlhf@127.0.0.1:{self._port}/test_{self._count}"
 
+    def admin_environment(self) -> dict[str, str]:
+        """Variables with which PostgreSQL's own programs ask this server as its superuser."""
+        return {"PGHOST": "127.0.0.1", "PGPORT": str(self._port), "PGUSER": "rlhf", "PGDATABASE": "postgres"}
+
     @property
     def folder(self) -> Path:
         """A folder that the server may write."""
