@@ -226,7 +226,7 @@ def describe_fields() -> list[FieldHelp]:
 
 
 def describe_site_tables() -> dict[str, tuple[str, list[FieldHelp]]]:
-    """Every table of ``rlhf.toml``: what it is about, and its settings. Without ``[slurm]``, which has the settings of the
+    """Every table of ``rlhf.toml``: what it is about, and its settings. Not ``[slurm]``, which has the settings of the
     section ``slurm`` of a run."""
     tables: dict[str, type[Schema]] = {"prefect": PrefectSite, "notify": NotifySite, "retention": RetentionSite}
     return {
