@@ -14,7 +14,7 @@ from history_tools import RunFiles, postgres, whole_run
 from rlhf_core.cli.main import execute
 from rlhf_core.config import load_site
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.history.tables import VIEWS, metadata
+from rlhf_core.history.tables import SCHEMA_REVISION, VIEWS, metadata
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.watchdog.ingest import sync
 
@@ -215,8 +215,8 @@ def test_sql_help_names_every_table(rlhf: Rlhf) -> None:
 
 
 def test_upgrade(rlhf: Rlhf) -> None:
-    assert "upgraded from nothing to schema 0004" in rlhf("db", "upgrade").out
-    assert "is up to date (schema 0004)" in rlhf("db", "upgrade").out
+    assert f"upgraded from nothing to schema {SCHEMA_REVISION}" in rlhf("db", "upgrade").out
+    assert f"is up to date (schema {SCHEMA_REVISION})" in rlhf("db", "upgrade").out
 
 
 def test_upgrade_of_postgresql(rlhf: Rlhf, monkeypatch: pytest.MonkeyPatch) -> None:

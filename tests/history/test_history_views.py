@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from history_tools import T0, RunFiles, at, dump, whole_run
 
-from rlhf_core.history import queries, write
+from rlhf_core.errors import DatabaseUnavailable
+from rlhf_core.history import metric_rows, queries, write
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir import LineWriter
 from rlhf_core.schemas.attempts import RunState
@@ -205,3 +206,9 @@ def test_a_step_written_twice_keeps_its_first_value(store: HistoryStore, runs: P
     expected = dump(store)["metrics"]
     rebuild(runs, store)
     assert dump(store)["metrics"] == expected
+
+
+def test_what_the_database_refuses_is_said_in_words_also_past_sqlalchemy(store: HistoryStore) -> None:
+    rows = [("nobody", 1, 1, 1, 0, 0.5, None, "2026-03-01 12:00:00" if "sqlite" in str(store.url) else T0)]
+    with pytest.raises(DatabaseUnavailable, match=r"(?i)foreign key"), store.writing() as connection:
+        metric_rows.insert(connection, rows)
