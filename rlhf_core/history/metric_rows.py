@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from sqlalchemy import Connection
+from sqlalchemy.exc import DBAPIError
 
 MetricRow = tuple[str, int, int, int, int, float | None, str | None, Any]
 """``run_id, key_id, step, attempt, restart, value, non_finite, time``."""
@@ -39,17 +40,18 @@ def insert(connection: Connection, rows: list[MetricRow]) -> None:
 
 
 def _copy(connection: Connection, rows: Sequence[MetricRow]) -> None:
-    from psycopg.errors import UniqueViolation
-
+    driver_errors: Any = connection.dialect.loaded_dbapi
     try:
         with connection.begin_nested():
             _copy_into(connection, "metrics", rows)
-    except UniqueViolation:
+    except driver_errors.errors.UniqueViolation:
         connection.exec_driver_sql("CREATE TEMPORARY TABLE new_metrics (LIKE metrics) ON COMMIT DROP")
         _copy_into(connection, "new_metrics", rows)
         connection.exec_driver_sql(
             f"INSERT INTO metrics ({_COLUMNS}) SELECT {_COLUMNS} FROM new_metrics ON CONFLICT DO NOTHING"
         )
+    except driver_errors.Error as error:  # as SQLAlchemy tells of it, had it been asked
+        raise DBAPIError("COPY metrics", None, error) from error
 
 
 def _copy_into(connection: Connection, table: str, rows: Sequence[MetricRow]) -> None:

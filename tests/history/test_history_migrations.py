@@ -4,6 +4,7 @@ PostgreSQL."""
 import os
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from alembic.script import ScriptDirectory
 from history_tools import dump, new_sqlite, postgres, whole_run
 
 from rlhf_core.errors import SchemaOutOfDate
-from rlhf_core.history import database, migrate
+from rlhf_core.history import database, migrate, queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables import SCHEMA_REVISION, VIEWS, metadata
 from rlhf_core.watchdog.ingest import sync
@@ -152,41 +153,116 @@ def test_alembic_works_from_the_checkout(tmp_path: Path) -> None:
         assert sa.inspect(connection).get_view_names() == []
 
 
-def test_a_database_of_the_first_schema_is_upgraded_with_what_is_in_it(tmp_path: Path, runs: Path) -> None:
-    url = f"sqlite:///{tmp_path}/history.db"
-    alembic("upgrade", "0001", url=url)
-    row = {
-        "run_id": "sort-20260301-120000-aaaaaa",
-        "name": "sort",
+@pytest.fixture(params=["sqlite", "postgresql"])
+def empty_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """URL of a database without tables."""
+    return f"sqlite:///{tmp_path}/history.db" if request.param == "sqlite" else postgres().empty_database()
+
+
+RUN_ID = "sort-20260301-120000-aaaaaa"
+WHEN = datetime(2026, 3, 1, 12, tzinfo=UTC)
+
+
+def a_value(column: sa.Column[object]) -> object:
+    """Something that fits a column, and the rows of other tables that it may refer to."""
+    named = {
+        "run_id": RUN_ID,
         "state": "completed",
-        "message": "",
-        "owner": "tester",
-        "seed": 7,
-        "algorithm": "grpo",
-        "total_steps": 10,
-        "config_source": "",
-        "overrides": "[]",
-        "spec": "{}",
-        "package_version": "0",
-        "code_revision": "",
-        "run_dir": "/gone",
-        "created_at": "2026-03-01 12:00:00.000000",
-        "progress_at": "2026-03-01 12:00:00.000000",
-        "journal_token": 0,
-        "ingest_stamp": 1,
+        "overrides": ["a=1"],
+        "tags": ["nightly", "nightly", "sort"],
+        "non_finite": None,
+        "name": "sort",
+        "when_made": "before",
+        "incident_id": "1.0",
     }
-    names = ", ".join(row)
-    with database.writing_engine(database.parse_url(url)).begin() as connection:
-        places = ", ".join("?" for _ in row)
-        connection.exec_driver_sql(f"INSERT INTO runs ({names}) VALUES ({places})", tuple(row.values()))
+    if column.name in named:
+        return named[column.name]
+    match column.type:
+        case sa.DateTime():
+            return WHEN if column.type.timezone else WHEN.replace(tzinfo=None)
+        case sa.JSON():
+            return {"a": 1}
+        case sa.Boolean():
+            return True
+        case sa.Text():
+            return f"some {column.name}"
+        case sa.Float():
+            return 1.5
+        case _:
+            return 1
+
+
+def fill(url: str) -> dict[str, dict[str, object]]:
+    """A row in every table of whatever schema the database has; returns them as they are read back."""
+    schema = sa.MetaData()
+    engine = database.writing_engine(database.parse_url(url))
+    with engine.begin() as connection:
+        schema.reflect(connection)
+        for table in schema.sorted_tables:
+            if table.name != "alembic_version":
+                # The one number that the database gives: taken past its counter, it would be given again.
+                given = {"key_id"} if table.name == "metric_keys" else set()
+                row = {column.name: a_value(column) for column in table.columns if column.name not in given}
+                connection.execute(table.insert(), [row])
+    engine.dispose()
+    return read(url, schema)
+
+
+def read(url: str, schema: sa.MetaData) -> dict[str, dict[str, object]]:
+    """The one row of each table, in the columns that ``schema`` knows."""
+    engine = database.writing_engine(database.parse_url(url))
+    found = {}
+    with engine.begin() as connection:
+        for table in schema.sorted_tables:
+            if table.name != "alembic_version":
+                found[table.name] = dict(connection.execute(table.select()).one()._mapping)
+    engine.dispose()
+    return found
+
+
+@pytest.mark.parametrize("old", ["0001", "0002", "0003", "0004", "0005"])
+def test_an_older_database_is_upgraded_with_what_is_in_every_table(empty_url: str, runs: Path, old: str) -> None:
+    alembic("upgrade", old, url=empty_url)
+    before = fill(empty_url)
+    schema = sa.MetaData()
+    engine = database.writing_engine(database.parse_url(empty_url))
+    with engine.begin() as connection:
+        schema.reflect(connection)
+    engine.dispose()
     with pytest.raises(SchemaOutOfDate, match="Run `rlhf db upgrade`"):
-        HistoryStore(url)
-    assert migrate.upgrade(database.parse_url(url)) == ("0001", SCHEMA_REVISION)
-    with HistoryStore(url) as store:
+        HistoryStore(empty_url)
+    assert migrate.upgrade(database.parse_url(empty_url)) == (old, SCHEMA_REVISION)
+    assert read(empty_url, schema) == before
+    with HistoryStore(empty_url) as store:
         assert differences(store, metadata) == []
-        assert store.run_ids() == [row["run_id"]]
+        assert store.run_ids() == [RUN_ID]
+        tags = queries.run_sql(store, "SELECT tag FROM run_tags ORDER BY tag").rows
+        assert tags == ([["nightly"], ["sort"]] if old == "0005" else [])
+        kept, true = (
+            queries.run_sql(store, f"SELECT wall_s FROM {view}").rows for view in ("kept_goodput", "run_goodput")
+        )
+        assert kept == true
         sync(whole_run(runs, "sort", "bbbbbb", 0).dir, store)
         assert len(store.run_ids()) == 2
+    alembic("downgrade", old, url=empty_url)
+    alembic("upgrade", "head", url=empty_url)
+    with HistoryStore(empty_url) as store:
+        assert differences(store, metadata) == []
+        assert len(store.run_ids()) == 2
+
+
+def test_a_migration_that_forgets_rows_would_be_seen(tmp_path: Path) -> None:
+    """Negative control: a table that is made again without what was in it."""
+    url = f"sqlite:///{tmp_path}/history.db"
+    alembic("upgrade", "0005", url=url)
+    before = fill(url)
+    with database.writing_engine(database.parse_url(url)).begin() as connection:
+        connection.exec_driver_sql("DELETE FROM metrics")
+    schema = sa.MetaData()
+    with database.writing_engine(database.parse_url(url)).begin() as connection:
+        schema.reflect(connection)
+    with pytest.raises(sa.exc.NoResultFound):
+        assert read(url, schema) == before
 
 
 def test_alembic_prints_the_sql(tmp_path: Path) -> None:

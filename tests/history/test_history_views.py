@@ -1,0 +1,214 @@
+"""Views and kept totals: goodput of all runs, recoveries, where a step's time goes, telemetry, what stood out."""
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from history_tools import T0, RunFiles, at, dump, whole_run
+
+from rlhf_core.errors import DatabaseUnavailable
+from rlhf_core.history import metric_rows, queries, write
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.run_dir import LineWriter
+from rlhf_core.schemas.attempts import RunState
+from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.schemas.reports import AgentEvent
+from rlhf_core.watchdog.ingest import rebuild, sync
+
+
+def ask(store: HistoryStore, question: str) -> list[list[object]]:
+    """Rows of a question in SQL."""
+    return queries.run_sql(store, question).rows
+
+
+COLUMNS = "run_id, name, state, wall_s, queue_s, productive_s, repeated_s, lost_s, ettr"
+
+
+def assert_goodput_is_the_view(store: HistoryStore) -> None:
+    """Every run, every figure, to the last bit."""
+    kept, true = (
+        ask(store, f"SELECT {COLUMNS} FROM {view} ORDER BY run_id") for view in ("all_goodput", "run_goodput")
+    )
+    assert kept == true
+
+
+def test_goodput_of_all_runs_is_the_view_at_every_moment(store: HistoryStore, runs: Path) -> None:
+    """Over, at work, over and resumed, made again."""
+    whole_run(runs, "over", "aaaaaa")
+    resumed = RunFiles(runs, "resumed", "bbbbbb", 100)
+    resumed.created()
+    for seconds, state in ((101, RunState.PREFLIGHT), (102, RunState.QUEUED)):
+        resumed.moved(state, seconds)
+    resumed.planned(1, 103)
+    resumed.moved(RunState.TRAINING, 105)
+    for step in (1, 2, 3):
+        resumed.metrics(1, 0, step, 105 + 2 * step)
+    resumed.moved(RunState.FAILED, 120)
+    working = RunFiles(runs, "working", "cccccc", 200)
+    working.created()
+    rebuild(runs, store)
+    assert_goodput_is_the_view(store)
+    assert len(ask(store, "SELECT 1 FROM kept_goodput")) == 2
+    resumed.moved(RunState.PREFLIGHT, 500, "resumed")
+    sync(resumed.dir, store)
+    assert_goodput_is_the_view(store)
+    resumed.moved(RunState.QUEUED, 500.5)
+    resumed.planned(2, 501, resumed_from=2)
+    resumed.moved(RunState.TRAINING, 503)
+    resumed.metrics(2, 0, 3, 510)
+    sync(resumed.dir, store)
+    assert_goodput_is_the_view(store)
+    resumed.moved(RunState.CANCELLED, 520)
+    working.metrics(1, 0, 1, 210)
+    for run in (resumed, working):
+        sync(run.dir, store)
+    assert_goodput_is_the_view(store)
+    assert len(ask(store, "SELECT 1 FROM kept_goodput")) == 2
+
+
+def test_goodput_that_was_kept_too_early_does_not_count(store: HistoryStore, runs: Path) -> None:
+    """A late line of a run that is over: with the view made anew by nobody, what was kept is passed over."""
+    run = whole_run(runs)
+    sync(run.dir, store)
+    with store.writing() as connection:
+        connection.exec_driver_sql("UPDATE kept_goodput SET productive_s = 77")
+    assert ask(store, "SELECT productive_s FROM all_goodput") == [[77]], "control: it is what was kept that is shown"
+    with store.writing() as connection:
+        connection.exec_driver_sql("UPDATE runs SET ingest_stamp = ingest_stamp - 1")
+    assert_goodput_is_the_view(store)
+
+
+def test_without_the_stamp_stale_goodput_would_be_shown(
+    store: HistoryStore, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: an ingester that does not keep anew, and a stamp that does not tell."""
+    run = whole_run(runs)
+    sync(run.dir, store)
+    monkeypatch.setattr(write, "keep_goodput", lambda *_arguments: None)
+    run.metrics(2, 0, 11, 54.5)
+    sync(run.dir, store)
+    assert_goodput_is_the_view(store)
+    with store.writing() as connection:
+        connection.exec_driver_sql(
+            "UPDATE kept_goodput SET ingest_stamp = (SELECT r.ingest_stamp FROM runs r "
+            "WHERE r.run_id = kept_goodput.run_id)"
+        )
+    with pytest.raises(AssertionError):
+        assert_goodput_is_the_view(store)
+
+
+def test_goodput_of_a_month(store: HistoryStore, runs: Path) -> None:
+    early = whole_run(runs, "early", "aaaaaa")
+    late = whole_run(runs, "late", "bbbbbb", created=86400 * 40)
+    for run in (early, late):
+        sync(run.dir, store)
+    found = queries.goodput_of_runs(store, T0 + timedelta(30), T0 + timedelta(60))
+    assert [(one["run_id"], one["created_at"]) for one in found] == [(late.run_id, at(86400 * 40).isoformat())]
+    assert [one["run_id"] for one in queries.goodput_of_runs(store)] == [early.run_id, late.run_id]
+
+
+def test_recoveries(store: HistoryStore, runs: Path) -> None:
+    """Killed at 17, first step again at 22, new ground (step 5) at 26; lost at 30, step 5 again at 40, step 6 at 42."""
+    sync(whole_run(runs).dir, store)
+    found = ask(
+        store,
+        "SELECT incident_id, failure_kind, recovery_s, caught_up_s FROM run_recoveries ORDER BY incident_id",
+    )
+    assert found == [
+        ["1.0", "worker_killed", pytest.approx(5, abs=1e-4), pytest.approx(9, abs=1e-4)],
+        ["1.1", "node_lost", pytest.approx(10, abs=1e-4), pytest.approx(12, abs=1e-4)],
+    ]
+
+
+def test_an_incident_without_a_step_after_it(store: HistoryStore, runs: Path) -> None:
+    run = RunFiles(runs)
+    run.created()
+    run.metrics(1, 0, 1, 10)
+    run.incident(1, 0, FailureKind.HANG, 20)
+    sync(run.dir, store)
+    assert ask(store, "SELECT first_step_at, recovery_s, new_step_at FROM run_recoveries") == [[None, None, None]]
+
+
+def test_where_the_time_of_steps_went(store: HistoryStore, runs: Path) -> None:
+    """Steps that were made again count once."""
+    run = RunFiles(runs)
+    run.created()
+    for step in (1, 2, 3):
+        run.metrics(1, 0, step, step, **{"time/rollout_s": 1.5})
+    for step in (3, 4):
+        run.metrics(1, 1, step, 10 + step, **{"time/rollout_s": 0.5})
+    sync(run.dir, store)
+    found = ask(store, "SELECT key, num_steps, total_s, mean_s, share FROM run_step_time ORDER BY key")
+    assert found == [["time/rollout_s", 4, 4.0, 1.0, 0.5], ["time/step_s", 4, 8.0, 2.0, 1.0]]
+
+
+def test_telemetry_over_time(store: HistoryStore, runs: Path) -> None:
+    run = whole_run(runs)
+    sync(run.dir, store)
+    found = ask(store, "SELECT node, key, value FROM node_figures ORDER BY node, key, value")
+    cpu = [[node, "cpu_percent", 42.0] for node in ("n1", "n1", "n2", "n2")]
+    assert found == [*cpu, ["n2", "gpu0_power_w", 200.0], ["n2", "gpu0_power_w", 300.0]]
+    series = queries.telemetry(store, run.run_id, ["gpu0_power_w"])
+    assert [reading["figures"] for reading in series["n2"]] == [{"gpu0_power_w": 200.0}, {"gpu0_power_w": 300.0}]
+    assert [reading["time"] for reading in series["n1"]] == [at(20).isoformat(), at(30).isoformat()]
+
+
+def test_what_stood_out_and_until_when(store: HistoryStore, runs: Path) -> None:
+    run = RunFiles(runs)
+    run.created()
+    writer = LineWriter(run.dir.attempt(1).restart(0).events("n1"))
+    for seconds, message, finding in (
+        (10, "n2 is hot", "begins"),
+        (20, "n3 is slow", "begins"),
+        (30, "no longer: n2 is hot", "ends"),
+        (40, "n2 is hot", "begins"),
+    ):
+        writer.write(
+            AgentEvent(time=at(seconds), kind="telemetry", node="n1", message=message, data={"finding": finding})
+        )
+    writer.close()
+    sync(run.dir, store)
+    with store.reading() as connection:
+        rows = connection.exec_driver_sql("SELECT finding, ended_at FROM node_imbalance ORDER BY began_at").all()
+    assert [(finding, ended_at is not None) for finding, ended_at in rows] == [
+        ("n2 is hot", True),
+        ("n3 is slow", False),
+        ("n2 is hot", False),
+    ]
+
+
+def test_runs_are_filtered_by_owner_and_tag(store: HistoryStore, runs: Path) -> None:
+    first = whole_run(runs, "sort", "aaaaaa")
+    second = whole_run(runs, "other", "bbbbbb", created=100)
+    for run in (first, second):
+        sync(run.dir, store)
+
+    def found(**filters: str) -> list[str]:
+        return [run["run_id"] for run in queries.list_runs(store, **filters)]  # type: ignore[arg-type]
+
+    assert found(owner="anna") == found(tag="nightly") == [second.run_id, first.run_id]
+    assert found(tag="sort") == found(tag="nightly", name="sort") == [first.run_id]
+    assert found(owner="berta") == found(tag="night") == []
+
+
+def test_a_step_written_twice_keeps_its_first_value(store: HistoryStore, runs: Path) -> None:
+    """In one batch and in two: PostgreSQL's COPY alone would refuse the batch."""
+    run = RunFiles(runs)
+    run.created()
+    run.metrics(1, 0, 1, 1, **{"a/b": 1.0})
+    run.metrics(1, 0, 1, 2, **{"a/b": 2.0})
+    sync(run.dir, store)
+    run.metrics(1, 0, 1, 3, **{"a/b": 3.0, "a/c": 4.0})
+    run.metrics(1, 0, 2, 4, **{"a/b": 5.0})
+    sync(run.dir, store)
+    question = "SELECT step, value FROM run_curve WHERE key IN ('a/b', 'a/c') ORDER BY key, step"
+    assert ask(store, question) == [[1, 1.0], [2, 5.0], [1, 4.0]]
+    expected = dump(store)["metrics"]
+    rebuild(runs, store)
+    assert dump(store)["metrics"] == expected
+
+
+def test_what_the_database_refuses_is_said_in_words_also_past_sqlalchemy(store: HistoryStore) -> None:
+    rows = [("nobody", 1, 1, 1, 0, 0.5, None, "2026-03-01 12:00:00" if "sqlite" in str(store.url) else T0)]
+    with pytest.raises(DatabaseUnavailable, match=r"(?i)foreign key"), store.writing() as connection:
+        metric_rows.insert(connection, rows)
