@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 from control_fakes import make_run
 
-from flows.server import _answers
+from flows.server import answers
 from rlhf_core.config import Site, load_site
 from rlhf_core.launch.journal import Journal, read_record
 from rlhf_core.run_dir import RunDir
@@ -123,7 +123,7 @@ class Services:
                     start_new_session=True,
                 )
             if name == "server":
-                wait_for(lambda: _answers(self.url), "the server answers", 180)
+                wait_for(lambda: answers(self.url), "the server answers", 180)
 
     def kill(self, *names: str, with_children: bool = True) -> None:
         """SIGKILL, the flow processes of a worker included."""
