@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from flows import adopting, flow_runs
 from flows.cancelling import cancel_run
-from flows.server import server_answers
+from flows.keeping import adopting, flow_runs
+from flows.site.server import server_answers
 from rlhf_core.config import Site
 from rlhf_core.diagnosis.reconcile import (
     FLOW_ENDS,
