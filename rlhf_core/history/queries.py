@@ -196,7 +196,8 @@ def goodput_of_runs(store: HistoryStore, since: datetime | None = None, until: d
     if until is not None:
         question = question.where(ALL_GOODPUT.c.created_at < until)
     with store.reading() as connection:
-        return [_plain(row._asdict()) for row in connection.execute(question)]
+        rows = connection.execute(question).all()
+    return [{**row._asdict(), "created_at": row.created_at.isoformat()} for row in rows]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
