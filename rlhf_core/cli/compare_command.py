@@ -96,18 +96,14 @@ def _print_runs(runs: Sequence[Facts]) -> None:
 
 
 def _print_config(compared: Facts) -> None:
+    from rlhf_core.reports.config_text import setting_text
+
     output.print_text("")
     if not compared["config"]:
         output.print_text("No setting differs.")
         return
-    rows = [(row["setting"], *(_setting(value) for value in row["values"])) for row in compared["config"]]
+    rows = [(row["setting"], *(setting_text(value) for value in row["values"])) for row in compared["config"]]
     output.print_table(("setting", *(run["label"] for run in compared["runs"])), rows, "Settings that differ")
-
-
-def _setting(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return "null" if value is None else str(value)
 
 
 def _print_evaluations(compared: Facts) -> None:
@@ -115,8 +111,8 @@ def _print_evaluations(compared: Facts) -> None:
         (
             f"{evaluation['name']} {evaluation['metric'].replace('_', ' ')}",
             run["label"],
-            _measured(of_run["before"]),
-            _measured(of_run["after"]),
+            output.measured_text(of_run["before"]),
+            output.measured_text(of_run["after"]),
             "" if of_run["gain"] is None else f"{of_run['gain']:+.3f}",
             of_run["against_first"],
         )
@@ -126,14 +122,6 @@ def _print_evaluations(compared: Facts) -> None:
     if rows:
         output.print_text("")
         output.print_table(("evaluation", "run", "before", "after", "gain", "after, to A"), rows)
-
-
-def _measured(value: Facts | None) -> str:
-    if value is None:
-        return ""
-    if value["ci_low"] is None or value["ci_high"] is None:
-        return f"{value['value']:.3f}"
-    return f"{value['value']:.3f} [{value['ci_low']:.3f}, {value['ci_high']:.3f}]"
 
 
 def _print_metrics(compared: Facts) -> None:

@@ -12,6 +12,7 @@ import typer
 
 from rlhf_core.cli import output
 from rlhf_core.schemas.attempts import RunState
+from rlhf_core.words import count
 
 if TYPE_CHECKING:
     from rlhf_core.history.store import HistoryStore
@@ -245,16 +246,16 @@ def db_rebuild(as_json: output.JsonOption = False) -> None:
     if as_json:
         output.print_json({"rebuilt": sorted(report.runs), "failed": report.failed, "kept": report.kept})
     else:
-        output.print_text(f"{_count(len(report.runs), 'run')} made again from {runs_dir}.")
+        output.print_text(f"{count(len(report.runs), 'run')} made again from {runs_dir}.")
         if report.kept:
-            output.print_text(f"{_count(len(report.kept), 'run')} without a directory there kept as they were.")
+            output.print_text(f"{count(len(report.kept), 'run')} without a directory there kept as they were.")
     for run_id, why in report.failed.items():
         output.warn(f"{run_id}: {why}")
     for run_id, done in report.runs.items():
         if done.skipped:
             first = done.skipped[0]
             where = f"the first in {first.path} at byte {first.position}"
-            output.note(f"{run_id}: {_count(len(done.skipped), 'line')} could not be read, {where}")
+            output.note(f"{run_id}: {count(len(done.skipped), 'line')} could not be read, {where}")
     if report.failed:
         raise typer.Exit(1)
 
@@ -367,20 +368,20 @@ def _print_evaluations(evaluations: Sequence[Facts]) -> None:
     for name in dict.fromkeys(evaluation["name"] for evaluation in evaluations):
         found = {evaluation["when"]: evaluation for evaluation in evaluations if evaluation["name"] == name}
         before, after = found.get("before"), found.get("after")
-        rows.append((name, _any(found)["metric"], _value(before), _value(after), _change(before, after)))
+        rows.append(
+            (
+                name,
+                _any(found)["metric"],
+                output.measured_text(before),
+                output.measured_text(after),
+                _change(before, after),
+            )
+        )
     _print_section("Evaluation (mean, confidence interval)", ("", "measure", "before", "after", "change"), rows)
 
 
 def _any(found: Mapping[str, Facts]) -> Facts:
     return next(iter(found.values()))
-
-
-def _value(evaluation: Facts | None) -> str:
-    if evaluation is None or evaluation["value"] is None:
-        return "-"
-    low, high = evaluation["ci_low"], evaluation["ci_high"]
-    interval = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
-    return f"{evaluation['value']:.3f}{interval}"
 
 
 def _change(before: Facts | None, after: Facts | None) -> str:
@@ -422,7 +423,7 @@ def _print_time(goodput: Facts, lost_time: Sequence[Facts]) -> None:
     for loss in lost_time:
         kind = loss["failure_kind"].replace("_", " ")
         lost = output.seconds_text(loss["lost_s"])
-        output.print_text(f"Lost to {kind}: {lost} in {_count(loss['num_incidents'], 'incident')}.")
+        output.print_text(f"Lost to {kind}: {lost} in {count(loss['num_incidents'], 'incident')}.")
 
 
 def _print_section(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -433,10 +434,6 @@ def _print_section(title: str, columns: Sequence[str], rows: Sequence[Sequence[o
 
 def _number(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:.5g}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _moment(iso: str) -> str:

@@ -21,6 +21,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from rlhf_core.errors import RlhfError
+from rlhf_core.words import duration
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of a table for people.")]
 """The ``--json`` switch of every reading command."""
@@ -150,15 +151,17 @@ def report_unexpected(error: BaseException, folder: Path) -> None:
 
 
 def seconds_text(seconds: float | None) -> str:
-    """A duration for people: ``8.2 s``, ``3 min 05 s``, ``2 h 14 min``; ``-`` when not known."""
-    if seconds is None:
+    """A duration for people; ``-`` when not known."""
+    return "-" if seconds is None else duration(seconds)
+
+
+def measured_text(measured: Mapping[str, Any] | None) -> str:
+    """An evaluation for people: its value with its interval, ``0.930 [0.880, 0.980]``; ``-`` where there is none."""
+    if measured is None or measured["value"] is None:
         return "-"
-    if round(seconds, 1) < 60:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    low, high = measured["ci_low"], measured["ci_high"]
+    interval = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
+    return f"{measured['value']:.3f}{interval}"
 
 
 def _cell(value: object) -> str:

@@ -84,7 +84,7 @@ def test_runs_for_people(rlhf: Rlhf, known: RunFiles) -> None:
         known.run_id,
         "completed",
         "2026-03-01 12:00:00",
-        "55.0 s",
+        "55 s",
         "10/10",
         "2",
     ]
@@ -130,8 +130,8 @@ def test_show_for_people(rlhf: Rlhf, known: RunFiles) -> None:
         "+0.180",
         "checkpoints/step-000010",
         "train/loss",
-        "Productive training: 20.0 s (38% of the time outside of queues).",
-        "Lost to node lost: 14.0 s in 1 incident.",
+        "Productive training: 20 s (38% of the time outside of queues).",
+        "Lost to node lost: 14 s in 1 incident.",
     ):
         assert expected in text, expected
     assert "batch.divides_ranks" not in text, "a check that passed is no finding"
