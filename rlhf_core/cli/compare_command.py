@@ -53,6 +53,7 @@ def compare(
         output.print_json(compared)
         return
     _print_runs(compared["runs"])
+    _print_time(compared["runs"])
     _print_config(compared)
     _print_evaluations(compared)
     _print_metrics(compared)
@@ -77,22 +78,26 @@ def _write_page(compared: Facts, path: Path, show: bool) -> None:
 
 def _print_runs(runs: Sequence[Facts]) -> None:
     rows = [
+        (run["label"], run["run_id"], run["state"], run["algorithm"], f"{run['last_step']}/{run['total_steps']}")
+        for run in runs
+    ]
+    output.print_table(("", "run", "state", "algorithm", "step"), rows, spare="algorithm")
+
+
+def _print_time(runs: Sequence[Facts]) -> None:
+    rows = [
         (
             run["label"],
-            run["run_id"],
-            run["state"],
-            run["algorithm"],
-            f"{run['last_step']}/{run['total_steps']}",
             output.seconds_text(run["wall_s"]),
             "-" if run["ettr"] is None else f"{run['ettr']:.0%}",
             run["num_attempts"],
-            ", ".join(f"{kind.replace('_', ' ')} x {number}" for kind, number in run["incidents"].items()),
             output.seconds_text(run["lost_s"]),
+            ", ".join(f"{kind.replace('_', ' ')} x {number}" for kind, number in run["incidents"].items()),
         )
         for run in runs
     ]
-    columns = ("", "run", "state", "algorithm", "step", "took", "goodput", "attempts", "incidents", "lost")
-    output.print_table(columns, rows)
+    output.print_text("")
+    output.print_table(("run", "took", "goodput", "attempts", "lost to failures", "incidents"), rows)
 
 
 def _print_config(compared: Facts) -> None:
@@ -121,7 +126,7 @@ def _print_evaluations(compared: Facts) -> None:
     ]
     if rows:
         output.print_text("")
-        output.print_table(("evaluation", "run", "before", "after", "gain", "after, to A"), rows)
+        output.print_table(("evaluation", "run", "before", "after", "gain", "after, to A"), rows, spare="gain")
 
 
 def _print_metrics(compared: Facts) -> None:

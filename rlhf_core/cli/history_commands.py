@@ -60,7 +60,8 @@ def runs(
         )
         for run in found
     ]
-    output.print_table(("run", "state", "trial of" if trials else "created (UTC)", "took", "step", "attempts"), rows)
+    columns = ("run", "state", "trial of" if trials else "created (UTC)", "took", "step", "attempts")
+    output.print_table(columns, rows, spare=columns[2])
 
 
 def show(run: RunArgument = "last", as_json: output.JsonOption = False) -> None:
@@ -174,8 +175,10 @@ def sql(
         output.print_json([dict(zip(answer.columns, row, strict=True)) for row in answer.rows])
     elif answer.columns and not answer.rows and asked.name:
         output.print_text("No rows.")
-    elif answer.columns:
+    elif answer.columns and output.fits(answer.columns, answer.rows):
         output.print_table(answer.columns, answer.rows)
+    elif answer.columns:
+        output.print_records(answer.columns, answer.rows)
     if answer.truncated:
         output.warn(f"only the first {most} rows are shown; give --limit for more")
 
@@ -295,29 +298,46 @@ def _print_head(shown: Facts) -> None:
     run = shown["run"]
     step = max((metric["step"] for metric in shown["metrics"].values()), default=0)
     output.print_table(
-        ("run", "state", "created (UTC)", "took", "step", "asked for by"),
+        ("run", "state", "took", "step"),
         [
             (
                 run["run_id"],
                 run["state"],
-                _moment(run["created_at"]),
                 output.seconds_text(_seconds(run["created_at"], run["ended_at"] or run["progress_at"])),
                 f"{step}/{run['total_steps']}",
-                run["owner"],
             )
         ],
     )
     if run["message"]:
         output.print_text(run["message"])
+    output.print_text(f"Asked for: {_moment(run['created_at'])} UTC, by {run['owner']}")
     if run["trial_of"]:
         output.print_text(f"Trial of: {run['trial_of']}")
     if run["tags"]:
         output.print_text(f"Tags: {', '.join(run['tags'])}")
     output.print_text(f"Directory: {run['run_dir']}")
+    _print_controllers(shown["controllers"])
+    _print_promotion(shown["promotion"])
+
+
+def _print_controllers(controllers: Sequence[Facts]) -> None:
+    if controllers:
+        several = f", after {count(len(controllers) - 1, 'other')}" if len(controllers) > 1 else ""
+        output.print_text(f"Driven by: {controllers[-1]['controller']}{several}")
     # The newest controller with a page: one that only ended the run, say, has none.
-    pages = [one["flow_run_url"] for one in shown["controllers"] if one["flow_run_url"]]
+    pages = [one["flow_run_url"] for one in controllers if one["flow_run_url"]]
     if pages:
         output.print_text(f"In Prefect: {pages[-1]}")
+
+
+def _print_promotion(promotion: Facts) -> None:
+    if not promotion:
+        return
+    said = [f"Promotion: {promotion['state']}, checkpoint of step {promotion['checkpoint_step']}"]
+    said += [f"by {promotion['decided_by']}"] if promotion["decided_by"] else []
+    said += [promotion["path"]] if promotion["path"] else []
+    reason = f" ({promotion['reason']})" if promotion["reason"] else ""
+    output.print_text(", ".join(said) + reason)
 
 
 def _print_stages(stages: Sequence[Facts]) -> None:
