@@ -5,7 +5,6 @@
 
 import asyncio
 import contextlib
-import importlib
 import os
 import shlex
 import signal
@@ -33,6 +32,10 @@ QUEUES = ("high", "default", "low")
 
 FLOW_RUNS = "flow-runs"
 """Name of the log of all flow runs."""
+
+MAX_WAITING = 100
+"""Processes of flow runs that wait for an approval, beside those that drive a run: for Prefect they are paused and take
+no place of the work pool. Each holds some 200 MB, so that there is an end to it."""
 
 FLOW_END_S = 20.0
 """How long the processes of flow runs may take to let go of their runs, before they are killed."""
@@ -135,7 +138,7 @@ async def _work(site: Site, beat: Beat) -> None:
     worker = ProcessWorker(
         work_pool_name=site.prefect.pool,
         name=socket.gethostname(),
-        limit=site.prefect.max_runs,
+        limit=site.prefect.max_runs + MAX_WAITING,
         create_pool_if_not_found=False,
     )
     stop = asyncio.Event()
@@ -211,7 +214,8 @@ def _say(text: str) -> None:
 
 
 def _serve_keeper(site: Site, beat: Beat) -> None:
-    keep = importlib.import_module("flows.keeper").keep
+    from flows.keeper import keep
+
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
