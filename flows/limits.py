@@ -6,8 +6,8 @@ it there at any time. Without it there is none.
 
 import contextvars
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 from prefect.client.orchestration import get_client
 from prefect.concurrency.sync import concurrency
@@ -16,6 +16,7 @@ from prefect.exceptions import ObjectNotFound
 from flows.session import CancelAsked, Session
 from flows.site.server import server_answers
 from rlhf_core.errors import LeaseLost
+from rlhf_core.schemas.attempts import RunState
 
 LIMIT = "rlhf-runs"
 """Name of the global concurrency limit."""
@@ -34,20 +35,22 @@ _LOCKED = 423
 
 
 @contextmanager
-def run_slot(session: Session) -> Iterator[None]:
+def run_slot(session: Session) -> Iterator[Callable[[], None]]:
     """Hold one of the places for the block, once there is one. The lease on the run is kept while it waits.
+
+    Yields what gives the place back earlier: a completed run that waits days for an approval is not at work. One that
+    is completed already takes none.
 
     Raises:
         LeaseLost: another controller has the run.
     """
-    place = _Place() if server_answers() else None
-    try:
+    completed = session.journal.record.state is RunState.COMPLETED
+    place = _Place() if not completed and server_answers() else None
+    with ExitStack() as stack:
         if place is not None:
+            stack.callback(place.give_back)
             _wait(session, place)
-        yield
-    finally:
-        if place is not None:
-            place.give_back()
+        yield stack.close
 
 
 def _wait(session: Session, place: "_Place") -> None:

@@ -5,7 +5,7 @@ import textwrap
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,7 @@ from flows.cancelling import cancel_run
 from flows.keeping.flow_runs import ADOPTED_TAG
 from flows.limits import run_slot
 from flows.promoting.approval import asked_in_prefect
-from flows.promoting.promotion import describe
+from flows.promoting.promotion import Question, describe
 from flows.session import FlowRun, Session, new_run, opened
 from flows.stages import drive
 from flows.tasks import TaskCaller, Work
@@ -235,8 +235,13 @@ def run_in_prefect(session: Session) -> None:
 def _work(session: Session) -> Work:
     def do() -> None:
         session.announce(FlowRun())  # unless the flow run did: Prefect may have failed before it began
-        with run_slot(session):
-            drive(session, TaskCaller(session.observer.says), asked_in_prefect)
+        with run_slot(session) as give_back:
+
+            def ask(asking: Session, question: Question) -> AbstractContextManager[None]:
+                give_back()  # whoever waits for a person keeps no other run waiting
+                return asked_in_prefect(asking, question)
+
+            drive(session, TaskCaller(session.observer.says), ask)
 
     return Work(do)
 

@@ -11,13 +11,16 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
 from flows.cancelling import cancel_run
 from flows.keeping import adopting, flow_runs
+from flows.promoting.promotion import is_due
 from flows.site.server import server_answers
+from flows.view.events import FlowRun, Happening, happenings, tell, unknown_to_the_server
+from flows.view.story import read_story
 from rlhf_core.config import Site
 from rlhf_core.diagnosis.reconcile import (
     FLOW_ENDS,
@@ -42,6 +45,7 @@ from rlhf_core.scheduler import get_scheduler
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import AgentCommand, EvaluationReport, KeeperNote
 from rlhf_core.schemas.resources import Submission
+from rlhf_core.schemas.run import StoredSpec
 from rlhf_core.watchdog.watch import record
 
 log = logging.getLogger("rlhf.keeper")
@@ -102,6 +106,8 @@ class Reconciler:
         self._adopters: dict[str, subprocess.Popen[bytes]] = {}
         self._standings: dict[str, Standing] = {}
         self._prefect = _Prefect()
+        self._told: set[tuple[str, str, str]] = set()
+        """Run, its end and where its promotion stands, of what Prefect is known to have been told."""
         self._submissions: dict[str, Submission] = {}
 
     def look(self, *, retention: bool = False) -> list[Action]:
@@ -218,13 +224,43 @@ class Reconciler:
                 return self._missing(run_id, standing)
             written = read_record(run_dir)
             request = read_model(run_dir.cancel_request, AgentCommand)
-            trial_of = run_dir.read_spec().trial_of
+            stored = run_dir.read_spec()
         except (RlhfError, OSError) as error:
             self._note_once(run_id, "damaged", str(error))
             return None
         self._missing_since.pop(run_id, None)
         reason = (request.reason or "rlhf cancel") if request is not None else ""
-        return _facts(run_id, standing, written, reason, trial_of, now)
+        facts = _facts(run_id, standing, written, reason, stored, now)
+        return replace(facts, untold=self._num_untold(run_dir, stored, written)) if facts.ended else facts
+
+    def _num_untold(self, run_dir: RunDir, stored: StoredSpec, written: RunRecord) -> int:
+        """How many events of a run that has ended Prefect lacks. It is asked until it has them all."""
+        promotion = written.promotion.state.value if written.promotion is not None else ""
+        whole = (run_dir.run_id, written.state.value, promotion)
+        if whole in self._told:
+            return 0
+        try:
+            missing = len(self._untold(run_dir, stored))
+        except Exception as error:  # noqa: BLE001 - of Prefect's client, or a file system: the next round asks again
+            self._note_once(run_dir.run_id, "events", f"{type(error).__name__}: {error}")
+            return 0
+        if self._prefect.answers and not missing:
+            self._told.add(whole)
+        return missing
+
+    def _untold(self, run_dir: RunDir, stored: StoredSpec) -> list[Happening]:
+        """Events that nobody has told this server. None of a run that was told to another server, or to none."""
+        flow_run = self._teller_of(run_dir.run_id)
+        if flow_run is None:
+            return []
+        return unknown_to_the_server(happenings(read_story(run_dir), stored, flow_run))
+
+    def _teller_of(self, run_id: str) -> FlowRun | None:
+        """The flow run in whose name the end of a run is told; None where this server knows none."""
+        standing = self._standings.get(run_id)
+        flow_run_id = standing.controllers[-1].flow_run_id if standing is not None and standing.controllers else ""
+        known = any(one.flow_run_id == flow_run_id for one in self._prefect.flow_runs)
+        return FlowRun(flow_run_id, run_id) if known else None
 
     def _missing(self, run_id: str, standing: Standing | None) -> RunFacts | None:
         # Without its folder, the file system may be away as a whole; without a row, the run is another site's.
@@ -261,6 +297,8 @@ class Reconciler:
                 return Deed(action, gone, "ended" if gone else "something of it is still at work")
             case ActionKind.END_FLOW_RUN:
                 return self._end_flow_run(action)
+            case ActionKind.TELL:
+                return self._tell(action, run_dir)
             case ActionKind.REMOVE_CHECKPOINT:
                 remove_tree(run_dir.checkpoint(action.step).root)
                 return Deed(action, True, "removed")
@@ -291,6 +329,15 @@ class Reconciler:
         if flow_runs.end(action.flow_run_id, action.flow_state, seen.changed_at, action.reason):
             return Deed(action, True, f"it is {action.flow_state.value.capitalize()} now")
         return Deed(action, True, "its state has changed meanwhile; left alone")
+
+    def _tell(self, action: Action, run_dir: RunDir) -> Deed:
+        flow_run = self._teller_of(action.run_id)
+        assert flow_run is not None, "its events were found to be missing at this server"
+        missing = self._untold(run_dir, run_dir.read_spec())
+        tell(missing, action.run_id, flow_run)
+        return Deed(
+            action, True, f"told now: {', '.join(one.name for one in missing) or 'nothing is missing any more'}"
+        )
 
     def _write_down(self, deed: Deed) -> None:
         """Into the run directory, from where it reaches the history; where there is none, the log has it."""
@@ -374,7 +421,7 @@ class Reconciler:
 
 
 def _facts(
-    run_id: str, standing: Standing | None, written: RunRecord, cancel_asked: str, trial_of: str, now: datetime
+    run_id: str, standing: Standing | None, written: RunRecord, cancel_asked: str, stored: StoredSpec, now: datetime
 ) -> RunFacts:
     submissions = {number: one.submission for number, one in written.attempts.items()}
     newest = standing.controllers[-1] if standing is not None and standing.controllers else None
@@ -395,8 +442,8 @@ def _facts(
         jobs={number: one.job_id for number, one in submissions.items() if one is not None},
         ended_s=(now - ended_at).total_seconds() if ended_at is not None else 0.0,
         cancel_asked=cancel_asked,
-        trial_of=trial_of,
-        promotion=standing.promotion if standing is not None else "",
+        trial_of=stored.trial_of,
+        promotion_due=is_due(stored, written),
     )
 
 

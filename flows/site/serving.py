@@ -33,6 +33,10 @@ QUEUES = ("high", "default", "low")
 FLOW_RUNS = "flow-runs"
 """Name of the log of all flow runs."""
 
+MAX_WAITING = 100
+"""Processes of flow runs that wait for an approval, beside those that drive a run: for Prefect they are paused and take
+no place of the work pool. Each holds some 200 MB, so that there is an end to it."""
+
 FLOW_END_S = 20.0
 """How long the processes of flow runs may take to let go of their runs, before they are killed."""
 SERVER_END_S = 5
@@ -134,7 +138,7 @@ async def _work(site: Site, beat: Beat) -> None:
     worker = ProcessWorker(
         work_pool_name=site.prefect.pool,
         name=socket.gethostname(),
-        limit=site.prefect.max_runs,
+        limit=site.prefect.max_runs + MAX_WAITING,
         create_pool_if_not_found=False,
     )
     stop = asyncio.Event()

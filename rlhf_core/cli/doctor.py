@@ -4,7 +4,7 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,8 +28,13 @@ class Item:
     """What to do where it is not well."""
 
 
-def examine(site: Site) -> list[Item]:
-    """Look at everything. Starts the compute interpreter once; changes nothing."""
+def examine(site: Site, services: Mapping[str, str], server: str) -> list[Item]:
+    """Look at everything. Starts the compute interpreter once; changes nothing.
+
+    Args:
+        services: how each service of the site stands on this machine.
+        server: address of the Prefect server that this user has configured; empty without.
+    """
     compute = gather.ask_compute_python(site.compute_python)
     return [
         Item("rlhf-flows", True, f"{__version__} on Python {sys.version.split()[0]}"),
@@ -40,7 +45,8 @@ def examine(site: Site) -> list[Item]:
         _runs(site),
         _database(site),
         _scheduler(site),
-        _prefect(),
+        _prefect(server, services),
+        _services(server, services),
         _git(),
     ]
 
@@ -125,14 +131,28 @@ def _inventory(name: str, inventory: Inventory) -> str:
     )
 
 
-def _prefect() -> Item:
+def _prefect(server: str, services: Mapping[str, str]) -> Item:
     if importlib.util.find_spec("prefect") is None:
         return Item("Prefect", False, "not installed", "runs need --no-prefect then; pip install prefect")
     from importlib.metadata import version
 
-    server = os.environ.get("PREFECT_API_URL", "")
-    used = f"server {server}" if server else "no PREFECT_API_URL: each run starts a temporary server, or --no-prefect"
+    if server:
+        used = f"server {server}"
+    elif services["server"] == "running":
+        used = "the server of `rlhf up`"
+    else:
+        used = "no server: `rlhf up` starts one; until then each run starts a temporary one, or --no-prefect"
     return Item("Prefect", True, f"{version('prefect')}; {used}")
+
+
+def _services(server: str, services: Mapping[str, str]) -> Item:
+    """A site that is half there is what a person does not notice: runs are asked for, and nobody carries them out."""
+    found = ", ".join(f"{name} {state}" for name, state in services.items())
+    wanted = {name: state for name, state in services.items() if name != "server" or not server}
+    wrong = [name for name, state in wanted.items() if state not in ("running", "elsewhere")]
+    if len(wrong) == len(wanted):
+        return Item("services", True, "none on this machine; `rlhf up` starts server, worker and keeper")
+    return Item("services", not wrong, found, "rlhf up" if wrong else "")
 
 
 def _git() -> Item:

@@ -438,10 +438,13 @@ def _find(text: str) -> "RunDir":
 
 def doctor(as_json: JsonOption = False) -> None:
     """Show what this machine has for training, and what it lacks. Exit code 1 where something is missing."""
+    from flows.site.server import configured_url
+    from flows.site.services import status
     from rlhf_core.cli.doctor import examine
     from rlhf_core.config import load_site
 
-    items = examine(load_site())
+    site = load_site()
+    items = examine(site, {one.name: one.state.value for one in status(site)}, configured_url())
     if as_json:
         output.print_json([{"name": one.name, "ok": one.ok, "found": one.found, "advice": one.advice} for one in items])
     else:

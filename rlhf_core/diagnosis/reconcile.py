@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 
-from rlhf_core.schemas.attempts import RUN_ENDS, PromotionState, RunState
+from rlhf_core.schemas.attempts import RUN_ENDS, RunState
 
 ADOPT_AFTER_S = 30.0
 """How long nobody must have driven a run before it is adopted; a controller that is proven dead is not waited for."""
@@ -38,6 +38,9 @@ CANCEL_PATIENCE_S = 60.0
 
 JOB_GRACE_S = 60.0
 """How long the job of a run that has ended may take to be gone."""
+
+TELL_AFTER_S = 30.0
+"""How long a run must have ended before its end is told for its controller, which may be at it still."""
 
 MISSING_S = 600.0
 """How long a run directory must have been gone before the jobs of its run are ended."""
@@ -110,8 +113,11 @@ class RunFacts:
     """Why somebody asked to end it with `rlhf cancel`; empty where nobody did."""
     trial_of: str = ""
     """The run that it tries out; empty for a run of its own."""
-    promotion: str = ""
-    """Where the promotion of its model stands; empty where there is none."""
+    promotion_due: bool = False
+    """Whether it is completed and a controller has something to do about its promotion: begin it, wait for the answer,
+    or write the model."""
+    untold: int = 0
+    """Events of a run that has ended which Prefect does not have, because its server was away at the end."""
     missing_s: float = 0.0
     """How long its directory is known to be gone, in seconds; 0 where it is there or nothing is known."""
 
@@ -123,7 +129,7 @@ class RunFacts:
     @property
     def wants_controller(self) -> bool:
         """Whether there is something left to drive; a promotion may come after the end."""
-        return not self.ended or self.promotion in (PromotionState.WAITING, PromotionState.APPROVED)
+        return not self.ended or self.promotion_due
 
 
 @dataclass(frozen=True)
@@ -199,6 +205,8 @@ class ActionKind(StrEnum):
     """End a job that nobody needs."""
     END_FLOW_RUN = "end_flow_run"
     """Give a flow run without a process the state that fits."""
+    TELL = "tell"
+    """Post events to Prefect that its controller could not post any more."""
     REMOVE_CHECKPOINT = "remove_checkpoint"
     """Remove a checkpoint that the site's retention does not keep."""
     NOTE = "note"
@@ -245,6 +253,9 @@ def _about_run(run: RunFacts, flow_runs: Sequence[FlowRunFacts], world: World) -
     if run.recorded != run.state:
         found = f"the history says {run.recorded or 'nothing'}, its journal {run.state.value}"
         yield Action(ActionKind.INGEST, run.run_id, found)
+    if run.untold and run.holder is not Holder.LIVING and run.ended_s > TELL_AFTER_S:
+        said = f"its controller ended before Prefect had {run.untold} of its events"
+        yield Action(ActionKind.TELL, run.run_id, said)
     newest = max(flow_runs, key=lambda one: one.created_at, default=None)
     if not run.wants_controller:
         return
@@ -319,19 +330,26 @@ _ENDS_AS = {
 
 
 def _about_flow_run(flow_run: FlowRunFacts, run: RunFacts | None) -> Iterator[Action]:
-    if not flow_run.is_lost:
+    if not (flow_run.is_lost or _asks_in_vain(flow_run, run)):
         return
     if flow_run.state is FlowState.CANCELLING:
         state, why = FlowState.CANCELLED, "it was cancelled, and its process is gone"
     elif run is None:
         state, why = FlowState.CRASHED, "its process is gone, and it had not begun a run that is known here"
     elif run.ended:
-        state, why = _ENDS_AS[run.state], f"its process is gone; run {run.run_id} is {run.state.value}"
+        state, why = _ENDS_AS[run.state], f"nothing drives it any more; run {run.run_id} is {run.state.value}"
     elif run.holder is Holder.LIVING:
         state, why = FlowState.CRASHED, f"its process is gone; run {run.run_id} goes on under {run.owner}"
     else:
         state, why = FlowState.CRASHED, f"its process is gone; run {run.run_id} gets another controller"
     yield Action(ActionKind.END_FLOW_RUN, flow_run.run_id, why, flow_run_id=flow_run.flow_run_id, flow_state=state)
+
+
+def _asks_in_vain(flow_run: FlowRunFacts, run: RunFacts | None) -> bool:
+    """Whether it is paused with a question that was answered elsewhere, and nobody of another machine drives it."""
+    if flow_run.state is not FlowState.PAUSED or flow_run.process is ProcessState.ALIVE or flow_run.suspended:
+        return False
+    return run is not None and run.ended and not run.promotion_due and run.holder is not Holder.LIVING
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from control_fakes import FakeAgent, FakeScheduler, make_run
 
-from rlhf_core.cli import log_files, main, watching
+from rlhf_core.cli import doctor, log_files, main, watching
 from rlhf_core.cli.progress import Pace, TerminalProgress, describe
 from rlhf_core.config import PRESETS, describe_fields, load, load_site
 from rlhf_core.launch.journal import read_record
@@ -452,7 +452,20 @@ def test_doctor_says_what_is_there_and_what_is_not(capsys: Printed, monkeypatch:
     assert items["torch"]["ok"] is False
     assert items["Prefect"]["ok"] is True
     assert items["history"]["ok"] is True
+    assert "`rlhf up` starts" in items["Prefect"]["found"]
+    assert items["services"]["ok"] is True, "nobody has to have them"
     assert not load_site().home.exists(), "looking changes nothing"
+
+
+def test_doctor_knows_the_services_of_the_site() -> None:
+    up = dict.fromkeys(("server", "worker", "keeper"), "running")
+    assert doctor._services("", up).ok
+    assert "server of `rlhf up`" in doctor._prefect("", up).found
+    half = doctor._services("", {**up, "worker": "silent"})
+    assert (half.ok, half.advice) == (False, "rlhf up")
+    elsewhere = {**up, "server": "stopped"}
+    assert doctor._services("http://elsewhere/api", elsewhere).ok
+    assert not doctor._services("", elsewhere).ok
 
 
 def test_watching_in_lines_tells_what_was_found_once(with_logs: RunDir) -> None:

@@ -37,6 +37,7 @@ ENDED = replace(RUN, state=RunState.COMPLETED, recorded="completed", ended_s=100
 DRIVEN = replace(RUN, holder=Holder.LIVING, undriven_s=0.0)
 FLOW = FlowRunFacts("f", "r", FlowState.RUNNING, NOW, 1000.0, NOW - timedelta(hours=1), ProcessState.GONE)
 ALIVE = replace(FLOW, process=ProcessState.ALIVE)
+ASKS = replace(FLOW, state=FlowState.PAUSED)
 
 
 def decided(run: RunFacts | None = RUN, *flow_runs: FlowRunFacts, **world: Any) -> list[str]:
@@ -68,8 +69,10 @@ def decided(run: RunFacts | None = RUN, *flow_runs: FlowRunFacts, **world: Any) 
         (replace(ENDED, recorded="training"), ["ingest"]),
         (replace(RUN, cancel_asked="enough"), ["cancel_run"]),
         (replace(DRIVEN, cancel_asked="enough"), []),
-        (replace(ENDED, promotion=PromotionState.WAITING), ["adopt"]),
-        (replace(ENDED, promotion=PromotionState.EXPIRED), []),
+        (replace(ENDED, promotion_due=True), ["adopt"]),
+        (replace(ENDED, untold=2), ["tell"]),
+        (replace(ENDED, untold=2, ended_s=29.0), []),
+        (replace(ENDED, untold=2, holder=Holder.LIVING), []),
         (replace(RUN, missing_s=1.0), []),
     ],
 )
@@ -98,6 +101,14 @@ def test_while_prefect_starts_again_nobody_is_adopted_behind_its_back() -> None:
         (RUN, replace(FLOW, state=FlowState.PENDING, process=ProcessState.UNKNOWN, state_s=10.0), []),
         (RUN, replace(FLOW, state=FlowState.PENDING, process=ProcessState.UNKNOWN), ["adopt", "end_flow_run CRASHED"]),
         (RUN, replace(FLOW, state=FlowState.PAUSED, suspended=True), []),
+        # A question that was answered elsewhere is not shown for ever, wherever its controller was.
+        (ENDED, replace(ASKS, process=ProcessState.UNKNOWN), ["end_flow_run COMPLETED"]),
+        (ENDED, ASKS, ["end_flow_run COMPLETED"]),
+        (ENDED, replace(ASKS, process=ProcessState.ALIVE), []),
+        (ENDED, replace(ASKS, process=ProcessState.UNKNOWN, suspended=True), []),
+        (replace(ENDED, promotion_due=True), replace(ASKS, process=ProcessState.UNKNOWN), []),
+        (replace(ENDED, promotion_due=True), ASKS, ["adopt", "end_flow_run COMPLETED"]),
+        (replace(ENDED, holder=Holder.LIVING), replace(ASKS, process=ProcessState.UNKNOWN), []),
         # On another machine only the lease tells, and Prefect is not contradicted.
         (RUN, replace(FLOW, process=ProcessState.UNKNOWN), ["adopt"]),
         (RUN, replace(FLOW, process=ProcessState.UNKNOWN, state_s=10.0), []),

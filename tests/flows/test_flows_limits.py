@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from uuid import UUID
 
 import pytest
+from control_fakes import FakeAgent
 from desk import Desk
 
 from flows import limits
 from flows.limits import LIMIT, run_slot
 from flows.session import Session
+from flows.stages import drive
 from rlhf_core.run_dir import write_model
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import AgentCommand
@@ -89,6 +91,30 @@ def test_who_waits_can_be_cancelled(desk: Desk) -> None:
     write_model(second.run_dir.cancel_request, AgentCommand(kind="cancel", reason="enough", time=utc_now()))
     with run_slot(first), run_slot(second):
         assert active_slots() == 1, "the steps that follow see the request at once"
+
+
+@pytest.mark.usefixtures("limit")
+def test_who_waits_for_an_approval_keeps_no_other_run_waiting(desk: Desk) -> None:
+    first, second = a_session(desk), a_session(desk)
+    with run_slot(first) as give_back:
+        assert active_slots() == 1
+        give_back()
+        assert active_slots() == 0
+        with run_slot(second):
+            assert active_slots() == 1
+            give_back()
+            assert active_slots() == 1, "it is given back once"
+    assert desk.notes.sayings == []
+
+
+@pytest.mark.usefixtures("limit")
+def test_a_run_that_is_completed_already_takes_no_place(desk: Desk) -> None:
+    run_dir = desk.run()
+    desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
+    session = desk.controller(run_dir)
+    drive(session)
+    with run_slot(session):
+        assert active_slots() == 0
 
 
 @pytest.mark.usefixtures("server")

@@ -12,12 +12,14 @@ import pytest
 from control_fakes import make_spec
 from desk import Desk
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import Running
 from real_server import RealServer, browser
 from test_promotion import answers, completes, standing, states
 
+from flows.limits import LIMIT
 from flows.promoting import approval
 from flows.run import run_in_prefect
 from flows.session import Session
@@ -145,6 +147,18 @@ def test_an_answer_from_a_terminal_resumes_the_flow_run_by_itself(desk: Desk) ->
         answers(run_dir, "approved", by="cy")
     assert standing(run_dir).state is PromotionState.PROMOTED
     assert message_of(run_dir)[0] == "Completed"
+
+
+def test_while_a_person_is_asked_the_place_of_the_run_is_free_for_others(desk: Desk) -> None:
+    limit = GlobalConcurrencyLimitCreate(name=LIMIT, limit=1)
+    with get_client(sync_client=True) as client:
+        client.create_global_concurrency_limit(limit)
+        try:
+            with waiting_run(desk) as run_dir:
+                assert client.read_global_concurrency_limit_by_name(LIMIT).active_slots == 0
+                answers(run_dir, "refused")
+        finally:
+            client.delete_global_concurrency_limit_by_name(LIMIT)
 
 
 def test_a_flow_run_that_is_resumed_without_the_form_asks_again(desk: Desk) -> None:

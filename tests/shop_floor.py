@@ -10,14 +10,13 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+ROOT = Path(__file__).parents[1]
 
 
 def free_port() -> int:
@@ -44,16 +43,33 @@ class Floor:
     host: str = "127.0.0.1"
     max_runs: int = 5
     auth: str = ""
+    settings: str = ""
+    """Further lines under [prefect]."""
+    variables: dict[str, str] = field(default_factory=dict)
+    """What else everybody of this site has set."""
 
     def write_settings(self) -> None:
-        lines = ["[prefect]", f'host = "{self.host}"', f"port = {self.port}", f"max_runs = {self.max_runs}"]
+        lines = [
+            "[prefect]",
+            f'host = "{self.host}"',
+            f"port = {self.port}",
+            f"max_runs = {self.max_runs}",
+            self.settings,
+        ]
         self.home.mkdir(parents=True, exist_ok=True)
         (self.home / "rlhf.toml").write_text("\n".join(lines))
 
     def environment(self, **more: str) -> dict[str, str]:
         """Of a person who has nothing set but the home folder."""
         plain = {key: value for key, value in os.environ.items() if not key.startswith(("RLHF_", "PREFECT_"))}
-        return {**plain, "RLHF_HOME": str(self.home), "HOME": str(self.home), "PYTHONPATH": str(ROOT), **more}
+        return {
+            **plain,
+            "RLHF_HOME": str(self.home),
+            "HOME": str(self.home),
+            "PYTHONPATH": str(ROOT),
+            **self.variables,
+            **more,
+        }
 
     def start(self, *arguments: str, **more: str) -> "subprocess.Popen[str]":
         return subprocess.Popen(
@@ -130,7 +146,7 @@ class Floor:
             "name": name,
             "flow_id": flow["id"],
             "entrypoint": "sample_flow.py:waits",
-            "path": str(HERE),
+            "path": str(ROOT / "tests" / "services"),
             "work_pool_name": "rlhf",
             "work_queue_name": "high",
             "parameter_openapi_schema": {},

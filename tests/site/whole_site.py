@@ -1,0 +1,142 @@
+"""A site as people have it, for the tests of the whole: `rlhf up`, a real Slurm, runs asked for with `rlhf submit`.
+
+In most of them a job's agent is a small program that writes what a real one writes, and ends well once the test says
+so: what is tested is everything around it, and it trains for as long as it is needed to.
+"""
+
+import json
+import os
+import signal
+import sqlite3
+import stat
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from shop_floor import ROOT, Floor, until
+from slurm_cluster import Cluster
+
+from rlhf_core.launch.journal import read_record
+from rlhf_core.run_dir import RunDir
+from rlhf_core.schemas.attempts import RunState
+
+PYTHON = """\
+    #!{python}
+    # Python, but for the agent of a job.
+    import os, sys, time
+    from pathlib import Path
+    if "agent" not in sys.argv:
+        os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+    sys.path[:0] = [{root!r}, {tests!r}]
+    from control_fakes import FakeAgent
+    from rlhf_core.run_dir import RunDir
+    from rlhf_core.schemas.resources import Role
+    run = RunDir(Path(sys.argv[sys.argv.index("--run-dir") + 1]))
+    agent = FakeAgent(run, attempt=int(sys.argv[sys.argv.index("--attempt") + 1]))
+    with (run.root / "starts").open("a") as starts:
+        starts.write(f"{{agent.attempt}}\\n")
+    agent.begin()
+    agent.role(Role.TRAINER)
+    sequence = 1
+    while not (run.root / "go").exists():
+        sequence += 1
+        agent.status(sequence=sequence)
+        time.sleep(0.2)
+    agent.whole_run()
+"""
+
+SMALL = (
+    "model.config.num_hidden_layers=1", "data.generator_args.num_train=64", "preflight.probe=false",
+    "resources.num_nodes=1", "resources.ranks_per_node=1", "supervise.backoff_s=0",
+)  # fmt: skip
+"""Overrides of a preset that make a run as small as it can be."""
+
+
+def stand_in(folder: Path) -> Path:
+    """The compute interpreter whose agents only pretend."""
+    path = folder / "python"
+    path.write_text(textwrap.dedent(PYTHON).format(python=sys.executable, root=str(ROOT), tests=str(ROOT / "tests")))
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+@dataclass
+class Site:
+    """A site, its cluster, and what is asked of both."""
+
+    floor: Floor
+    cluster: Cluster
+
+    def submit(self, *overrides: str) -> RunDir:
+        """Ask for a run in Prefect, and wait until it trains."""
+        words = [word for override in (*SMALL, *overrides) for word in ("--set", override)]
+        asked = json.loads(self.floor.rlhf("submit", "slurm-quickstart", *words, "--json").stdout)
+        run_dir = RunDir.of(self.floor.home / "runs", asked["run_id"])
+        until(lambda: state_of(run_dir) is RunState.TRAINING or read_record(run_dir).ended)
+        assert state_of(run_dir) is RunState.TRAINING, f"{read_record(run_dir)}\n{self.floor.logs()}"
+        return run_dir
+
+    def flow_runs(self, run_dir: RunDir) -> list[tuple[str, bool]]:
+        """State of each flow run of a run, and whether the keeper asked for it; in their order."""
+        wanted = {"flow_runs": {"name": {"any_": [run_dir.run_id]}}, "sort": "EXPECTED_START_TIME_ASC"}
+        found = self.floor.ask("/flow_runs/filter", wanted)[1]
+        return [(str(one["state"]["name"]), "rlhf-adopted" in one["tags"]) for one in found]
+
+    def recorded(self, run_dir: RunDir) -> str:
+        """State of a run as the history has it."""
+        with sqlite3.connect(self.floor.home / "history.db") as history:
+            rows = history.execute("SELECT state FROM runs WHERE run_id = ?", (run_dir.run_id,)).fetchall()
+        history.close()
+        return str(rows[0][0]) if rows else ""
+
+    def agrees(self, run_dir: RunDir, state: str, *, jobs: list[str], flow_runs: list[tuple[str, bool]]) -> None:
+        """All books say the same in the end: journal, history, Prefect, the queue; and each attempt had one job."""
+        until(lambda: state_of(run_dir).value == state)
+        until(lambda: self.flow_runs(run_dir) == flow_runs)
+        until(lambda: self.recorded(run_dir) == state)
+        until(lambda: self.queue(run_dir) == [])
+        assert starts(run_dir) == jobs
+
+    def queue(self, run_dir: RunDir) -> list[str]:
+        """Ids of the jobs of a run that are in the queue."""
+        rows = [line.split() for line in self.cluster.command("squeue", "--noheader", "--format=%i %k").splitlines()]
+        return [job_id for job_id, comment in rows if run_dir.run_id in comment]
+
+    def kill(self, *names: str) -> None:
+        """SIGKILL services, and with the worker all flow runs."""
+        pids = self.floor.pids()
+        doomed = [psutil.Process(pids[name]) for name in names]
+        if "worker" in names:
+            doomed += [one for one in self.floor.processes() if "prefect.engine" in one.cmdline()]
+        for one in doomed:
+            one.kill()
+        until(lambda: not any(psutil.pid_exists(one.pid) for one in doomed))
+
+    def terminate(self, name: str) -> None:
+        """SIGTERM a service, and wait."""
+        pid = self.floor.pids()[name]
+        os.kill(pid, signal.SIGTERM)
+        until(lambda: not psutil.pid_exists(pid))
+
+
+def state_of(run_dir: RunDir) -> RunState:
+    return read_record(run_dir).state
+
+
+def starts(run_dir: RunDir) -> list[str]:
+    """Number of the attempt of each job that began to run."""
+    return (run_dir.root / "starts").read_text().split()
+
+
+def go(run_dir: RunDir) -> None:
+    """Have its agent end well."""
+    (run_dir.root / "go").touch()
+
+
+def events(site: Site, run_dir: RunDir) -> list[str]:
+    """Names of the events about a run that Prefect has, in the order of time."""
+    wanted: dict[str, Any] = {"filter": {"resource": {"id": [f"rlhf.run.{run_dir.run_id}"]}, "order": "ASC"}}
+    return [one["event"] for one in site.floor.ask("/events/filter", wanted)[1]["events"]]
