@@ -77,7 +77,8 @@ docs: $(VENV)/.test-ready
 bench: $(VENV)/.test-ready
 	@for bench in tests/benchmarks/bench_*.py; do echo "== $$bench"; $(BIN)/python $$bench || exit 1; done
 
-# The history at scale, against MLflow in an environment of its own. The full size: make bench-history HISTORY=--full
+# The history at scale, against MLflow in an environment of its own. Sizes, parts and how to go on after an interruption:
+# the head of the program. The full size: make bench-history HISTORY=--full
 bench-history: $(VENV)/.test-ready $(PEERS)/.ready
 	$(BIN)/python tests/benchmarks/bench_history.py --mlflow $(PEERS)/bin/python $(HISTORY)
 

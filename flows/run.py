@@ -20,13 +20,13 @@ from prefect.logging.loggers import flow_run_logger
 from prefect.settings import PREFECT_UI_URL
 from prefect.states import Cancelled, Completed
 
-from flows.approval import asked_in_prefect
+from flows.asking.form import Form, meanings, overrides_of, read_form
+from flows.asking.kept import kept_with
 from flows.cancelling import cancel_run
-from flows.flow_runs import ADOPTED_TAG
-from flows.form import Form, meanings, overrides_of, read_form
-from flows.kept import kept_with
+from flows.keeping.flow_runs import ADOPTED_TAG
 from flows.limits import run_slot
-from flows.promotion import Question, describe
+from flows.promoting.approval import asked_in_prefect
+from flows.promoting.promotion import Question, describe
 from flows.session import FlowRun, Session, new_run, opened
 from flows.stages import drive
 from flows.tasks import TaskCaller, Work
@@ -127,7 +127,7 @@ def _run_of(flow_run: PrefectFlowRun, site: Site, store: HistoryStore) -> RunDir
     description=DESCRIPTION,
     retries=0,
     persist_result=False,
-    validate_parameters=False,  # flows.form does, and says what to do
+    validate_parameters=False,  # flows.asking.form does, and says what to do
     on_cancellation=[end_run],
     on_crashed=[leave_run],
 )

@@ -9,7 +9,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol
 
-from flows.kept import kept_with
+from flows.asking.kept import kept_with
 from rlhf_core import config
 from rlhf_core.config import Site
 from rlhf_core.errors import RunDirError

@@ -11,6 +11,7 @@ from rlhf_core.schemas.failures import Incident
 from rlhf_core.schemas.reports import EvaluationReport
 from rlhf_core.schemas.run import StoredSpec
 from rlhf_core.watchdog.evidence import Progress, incidents, num_restarts
+from rlhf_core.words import count
 
 Section = Sequence[str]
 """Lines of Markdown."""
@@ -89,7 +90,7 @@ def markdown(summary: Summary, sections: Sequence[Section] = ()) -> str:
         "",
         *([] if good or not summary.cause else [f"> {_cell(summary.cause)}", ""]),
         f"{spec.train.algorithm.upper()}, {summary.steps} of {spec.total_steps} steps on {spec.num_ranks} ranks, "
-        f"{_count(summary.num_attempts, 'attempt')}, {_count(summary.num_restarts, 'restart')}.",
+        f"{count(summary.num_attempts, 'attempt')}, {count(summary.num_restarts, 'restart')}.",
         "",
         "| held-out | before | after | gain |",
         "|---|---|---|---|",
@@ -156,10 +157,6 @@ def _stage_seconds(record: RunRecord) -> list[tuple[str, float]]:
         for stage in record.stages
         if stage.ended_at is not None
     ]
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}" + ("" if number == 1 else "s")
 
 
 def _cell(text: str) -> str:

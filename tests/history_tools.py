@@ -466,6 +466,12 @@ class PostgresServer:
         """Variables with which PostgreSQL's own programs ask this server as its superuser."""
         return {"PGHOST": "127.0.0.1", "PGPORT": str(self._port), "PGUSER": "rlhf", "PGDATABASE": "postgres"}
 
+    def make_reader(self, url: str, owner: str) -> None:
+        """Make the reading role in a database, as ``infra/reader.sql`` says."""
+        psql = shutil.which("psql") or _postgres_programs() / "psql"
+        script = Path(__file__).parents[1] / "infra" / "reader.sql"
+        subprocess.run([psql, "-q", "-d", url, "-v", f"owner={owner}", "-f", script], check=True)
+
     @property
     def folder(self) -> Path:
         """A folder that the server may write."""

@@ -8,6 +8,7 @@ from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.watchdog.evidence import Progress
 from rlhf_core.watchdog.watch import Look
+from rlhf_core.words import duration
 
 SMOOTHING = 0.1
 """Share of the newest step in the mean time of a step."""
@@ -107,18 +108,6 @@ def describe(seen: Seen, story: Story) -> str:
     lines = [" · ".join(part for part in first if part)]
     lines += [_made_again(seen, story)] if _is_behind(seen) and not record.ended else []
     return "\n\n".join([*lines, *(" · ".join(line) for line in (_place(seen, story), _figures(seen)) if line)])
-
-
-def duration(seconds: float) -> str:
-    """Seconds as people say them."""
-    whole = round(seconds)
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
 def _doing(seen: Seen, record: RunRecord) -> str:

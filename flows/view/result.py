@@ -6,11 +6,11 @@ from typing import Any
 from flows.summary import Section, Summary, markdown
 from flows.view.incidents import decided
 from flows.view.keys import artifact_link, cell
-from flows.view.progress import duration
 from flows.view.story import Story
 from rlhf_core.errors import HistoryError
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
+from rlhf_core.words import duration
 
 
 def times_of(store: HistoryStore, run_id: str) -> Mapping[str, Any]:

@@ -3,8 +3,9 @@ there were, where the time of a step goes, and how long recoveries took.
 
 Revision: 0006, after 0005. Tags and goodput of the runs that are there are carried over; their telemetry was never kept.
 
-``metrics.key_id`` stops being a foreign key: its check was a third of the cost of every row, the names are written in
-the same transaction, and no name is ever removed. SQLite can drop one only by making the table again.
+``metrics`` loses its foreign keys: checking them was half of the cost of every row on PostgreSQL. The transaction that
+writes a row has claimed the row of its run and has written the names; no name is ever removed; and a trigger removes
+the metrics of a run that is removed. SQLite can drop foreign keys only by making the table again.
 """
 
 import runpy
@@ -197,7 +198,10 @@ def upgrade() -> None:
     if dialect == "sqlite":
         make_metrics_again("")
     else:
-        op.drop_constraint("fk_metrics_key_id", "metrics", type_="foreignkey")
+        for name in ("fk_metrics_key_id", "fk_metrics_run_id"):
+            op.drop_constraint(name, "metrics", type_="foreignkey")
+    for statement in FOLLOW[dialect]:
+        op.execute(statement)
     replace_views(dialect, lost_time_views(dialect))
     for name, question in views(dialect).items():
         op.execute(sa.text(f"CREATE VIEW {name} AS {question}".replace(":", "\\:")))
@@ -208,8 +212,26 @@ def upgrade() -> None:
     )
 
 
-def make_metrics_again(key_reference: str) -> None:
-    """Make the table again, with or without the reference, and the views that read it as they were."""
+FOLLOW = {
+    "sqlite": [
+        "CREATE TRIGGER metrics_follow_runs AFTER DELETE ON runs "
+        "BEGIN DELETE FROM metrics WHERE run_id = OLD.run_id; END"
+    ],
+    "postgresql": [
+        "CREATE FUNCTION metrics_follow_runs() RETURNS trigger LANGUAGE plpgsql AS "
+        "$$ BEGIN DELETE FROM metrics WHERE run_id = OLD.run_id; RETURN NULL; END $$",
+        "CREATE TRIGGER metrics_follow_runs AFTER DELETE ON runs "
+        "FOR EACH ROW EXECUTE FUNCTION metrics_follow_runs()",
+    ],
+}
+UNFOLLOW = {
+    "sqlite": ["DROP TRIGGER metrics_follow_runs"],
+    "postgresql": ["DROP TRIGGER metrics_follow_runs ON runs", "DROP FUNCTION metrics_follow_runs()"],
+}
+
+
+def make_metrics_again(references: str) -> None:
+    """Make the table again, with or without the references, and the views that read it as they were."""
     master = "SELECT name, sql FROM sqlite_master WHERE type = 'view'"
     made = [] if op.get_context().as_sql else op.get_bind().exec_driver_sql(master).all()
     for name, _ in made:
@@ -219,8 +241,7 @@ def make_metrics_again(key_reference: str) -> None:
         "CREATE TABLE metrics (run_id TEXT NOT NULL, key_id INTEGER NOT NULL, step INTEGER NOT NULL, "
         "attempt INTEGER NOT NULL, restart INTEGER NOT NULL, value DOUBLE, non_finite TEXT, time DATETIME NOT NULL, "
         "CONSTRAINT ck_metrics_value_or_non_finite CHECK ((value IS NULL) <> (non_finite IS NULL)), "
-        f"{key_reference}"
-        "CONSTRAINT fk_metrics_run_id FOREIGN KEY (run_id) REFERENCES runs (run_id) ON DELETE CASCADE, "
+        f"{references}"
         "CONSTRAINT pk_metrics PRIMARY KEY (run_id, key_id, step, attempt, restart)) WITHOUT ROWID"
     )
     columns = "run_id, key_id, step, attempt, restart, value, non_finite, time"
@@ -234,11 +255,16 @@ def downgrade() -> None:
     dialect = op.get_context().dialect.name
     for name in reversed(views(dialect)):
         op.execute(f"DROP VIEW {name}")
-    reference = "CONSTRAINT fk_metrics_key_id FOREIGN KEY (key_id) REFERENCES metric_keys (key_id), "
+    for statement in UNFOLLOW[dialect]:
+        op.execute(statement)
     if dialect == "sqlite":
-        make_metrics_again(reference)
+        make_metrics_again(
+            "CONSTRAINT fk_metrics_key_id FOREIGN KEY (key_id) REFERENCES metric_keys (key_id), "
+            "CONSTRAINT fk_metrics_run_id FOREIGN KEY (run_id) REFERENCES runs (run_id) ON DELETE CASCADE, "
+        )
     else:
         op.create_foreign_key("fk_metrics_key_id", "metrics", "metric_keys", ["key_id"], ["key_id"])
+        op.create_foreign_key("fk_metrics_run_id", "metrics", "runs", ["run_id"], ["run_id"], ondelete="CASCADE")
     replace_views(dialect, first_lost_time_views(dialect))
     op.execute("DROP VIEW incident_lost_time")
     for table in ("kept_goodput", "node_telemetry", "run_tags"):

@@ -53,6 +53,7 @@ def compare(
         output.print_json(compared)
         return
     _print_runs(compared["runs"])
+    _print_time(compared["runs"])
     _print_config(compared)
     _print_evaluations(compared)
     _print_metrics(compared)
@@ -77,37 +78,37 @@ def _write_page(compared: Facts, path: Path, show: bool) -> None:
 
 def _print_runs(runs: Sequence[Facts]) -> None:
     rows = [
+        (run["label"], run["run_id"], run["state"], run["algorithm"], f"{run['last_step']}/{run['total_steps']}")
+        for run in runs
+    ]
+    output.print_table(("", "run", "state", "algorithm", "step"), rows, spare="algorithm")
+
+
+def _print_time(runs: Sequence[Facts]) -> None:
+    rows = [
         (
             run["label"],
-            run["run_id"],
-            run["state"],
-            run["algorithm"],
-            f"{run['last_step']}/{run['total_steps']}",
             output.seconds_text(run["wall_s"]),
             "-" if run["ettr"] is None else f"{run['ettr']:.0%}",
             run["num_attempts"],
-            ", ".join(f"{kind.replace('_', ' ')} x {number}" for kind, number in run["incidents"].items()),
             output.seconds_text(run["lost_s"]),
+            ", ".join(f"{kind.replace('_', ' ')} x {number}" for kind, number in run["incidents"].items()),
         )
         for run in runs
     ]
-    columns = ("", "run", "state", "algorithm", "step", "took", "goodput", "attempts", "incidents", "lost")
-    output.print_table(columns, rows)
+    output.print_text("")
+    output.print_table(("run", "took", "goodput", "attempts", "lost to failures", "incidents"), rows)
 
 
 def _print_config(compared: Facts) -> None:
+    from rlhf_core.reports.config_text import setting_text
+
     output.print_text("")
     if not compared["config"]:
         output.print_text("No setting differs.")
         return
-    rows = [(row["setting"], *(_setting(value) for value in row["values"])) for row in compared["config"]]
+    rows = [(row["setting"], *(setting_text(value) for value in row["values"])) for row in compared["config"]]
     output.print_table(("setting", *(run["label"] for run in compared["runs"])), rows, "Settings that differ")
-
-
-def _setting(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return "null" if value is None else str(value)
 
 
 def _print_evaluations(compared: Facts) -> None:
@@ -115,8 +116,8 @@ def _print_evaluations(compared: Facts) -> None:
         (
             f"{evaluation['name']} {evaluation['metric'].replace('_', ' ')}",
             run["label"],
-            _measured(of_run["before"]),
-            _measured(of_run["after"]),
+            output.measured_text(of_run["before"]),
+            output.measured_text(of_run["after"]),
             "" if of_run["gain"] is None else f"{of_run['gain']:+.3f}",
             of_run["against_first"],
         )
@@ -125,15 +126,7 @@ def _print_evaluations(compared: Facts) -> None:
     ]
     if rows:
         output.print_text("")
-        output.print_table(("evaluation", "run", "before", "after", "gain", "after, to A"), rows)
-
-
-def _measured(value: Facts | None) -> str:
-    if value is None:
-        return ""
-    if value["ci_low"] is None or value["ci_high"] is None:
-        return f"{value['value']:.3f}"
-    return f"{value['value']:.3f} [{value['ci_low']:.3f}, {value['ci_high']:.3f}]"
+        output.print_table(("evaluation", "run", "before", "after", "gain", "after, to A"), rows, spare="gain")
 
 
 def _print_metrics(compared: Facts) -> None:

@@ -48,7 +48,7 @@ def deploy(
     Schedules and limits that were set in the UI stay, unless they are given here.
     """
     site = _site_in_prefect()
-    from flows.deployments import register
+    from flows.asking.deployments import register
 
     done = register(
         config,
@@ -85,7 +85,7 @@ def submit(
     deployment, with what it has scheduled, stays as it is.
     """
     site = _site_in_prefect()
-    from flows.deployments import submit_config
+    from flows.asking.deployments import submit_config
 
     asked = submit_config(config, site, overrides=set_ or (), tags=tag or (), owner=owner)
     if as_json:
@@ -98,7 +98,7 @@ def submit(
 
 def _site_in_prefect() -> "Site":
     """The site's settings, with Prefect's own set before it is imported."""
-    from flows.server import connect
+    from flows.site.server import connect
     from rlhf_core.config import load_site
 
     site = load_site()

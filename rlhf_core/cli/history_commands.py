@@ -12,6 +12,7 @@ import typer
 
 from rlhf_core.cli import output
 from rlhf_core.schemas.attempts import RunState
+from rlhf_core.words import count
 
 if TYPE_CHECKING:
     from rlhf_core.history.store import HistoryStore
@@ -59,7 +60,8 @@ def runs(
         )
         for run in found
     ]
-    output.print_table(("run", "state", "trial of" if trials else "created (UTC)", "took", "step", "attempts"), rows)
+    columns = ("run", "state", "trial of" if trials else "created (UTC)", "took", "step", "attempts")
+    output.print_table(columns, rows, spare=columns[2])
 
 
 def show(run: RunArgument = "last", as_json: output.JsonOption = False) -> None:
@@ -173,8 +175,10 @@ def sql(
         output.print_json([dict(zip(answer.columns, row, strict=True)) for row in answer.rows])
     elif answer.columns and not answer.rows and asked.name:
         output.print_text("No rows.")
-    elif answer.columns:
+    elif answer.columns and output.fits(answer.columns, answer.rows):
         output.print_table(answer.columns, answer.rows)
+    elif answer.columns:
+        output.print_records(answer.columns, answer.rows)
     if answer.truncated:
         output.warn(f"only the first {most} rows are shown; give --limit for more")
 
@@ -245,16 +249,16 @@ def db_rebuild(as_json: output.JsonOption = False) -> None:
     if as_json:
         output.print_json({"rebuilt": sorted(report.runs), "failed": report.failed, "kept": report.kept})
     else:
-        output.print_text(f"{_count(len(report.runs), 'run')} made again from {runs_dir}.")
+        output.print_text(f"{count(len(report.runs), 'run')} made again from {runs_dir}.")
         if report.kept:
-            output.print_text(f"{_count(len(report.kept), 'run')} without a directory there kept as they were.")
+            output.print_text(f"{count(len(report.kept), 'run')} without a directory there kept as they were.")
     for run_id, why in report.failed.items():
         output.warn(f"{run_id}: {why}")
     for run_id, done in report.runs.items():
         if done.skipped:
             first = done.skipped[0]
             where = f"the first in {first.path} at byte {first.position}"
-            output.note(f"{run_id}: {_count(len(done.skipped), 'line')} could not be read, {where}")
+            output.note(f"{run_id}: {count(len(done.skipped), 'line')} could not be read, {where}")
     if report.failed:
         raise typer.Exit(1)
 
@@ -294,29 +298,46 @@ def _print_head(shown: Facts) -> None:
     run = shown["run"]
     step = max((metric["step"] for metric in shown["metrics"].values()), default=0)
     output.print_table(
-        ("run", "state", "created (UTC)", "took", "step", "asked for by"),
+        ("run", "state", "took", "step"),
         [
             (
                 run["run_id"],
                 run["state"],
-                _moment(run["created_at"]),
                 output.seconds_text(_seconds(run["created_at"], run["ended_at"] or run["progress_at"])),
                 f"{step}/{run['total_steps']}",
-                run["owner"],
             )
         ],
     )
     if run["message"]:
         output.print_text(run["message"])
+    output.print_text(f"Asked for: {_moment(run['created_at'])} UTC, by {run['owner']}")
     if run["trial_of"]:
         output.print_text(f"Trial of: {run['trial_of']}")
     if run["tags"]:
         output.print_text(f"Tags: {', '.join(run['tags'])}")
     output.print_text(f"Directory: {run['run_dir']}")
+    _print_controllers(shown["controllers"])
+    _print_promotion(shown["promotion"])
+
+
+def _print_controllers(controllers: Sequence[Facts]) -> None:
+    if controllers:
+        several = f", after {count(len(controllers) - 1, 'other')}" if len(controllers) > 1 else ""
+        output.print_text(f"Driven by: {controllers[-1]['controller']}{several}")
     # The newest controller with a page: one that only ended the run, say, has none.
-    pages = [one["flow_run_url"] for one in shown["controllers"] if one["flow_run_url"]]
+    pages = [one["flow_run_url"] for one in controllers if one["flow_run_url"]]
     if pages:
         output.print_text(f"In Prefect: {pages[-1]}")
+
+
+def _print_promotion(promotion: Facts) -> None:
+    if not promotion:
+        return
+    said = [f"Promotion: {promotion['state']}, checkpoint of step {promotion['checkpoint_step']}"]
+    said += [f"by {promotion['decided_by']}"] if promotion["decided_by"] else []
+    said += [promotion["path"]] if promotion["path"] else []
+    reason = f" ({promotion['reason']})" if promotion["reason"] else ""
+    output.print_text(", ".join(said) + reason)
 
 
 def _print_stages(stages: Sequence[Facts]) -> None:
@@ -367,20 +388,20 @@ def _print_evaluations(evaluations: Sequence[Facts]) -> None:
     for name in dict.fromkeys(evaluation["name"] for evaluation in evaluations):
         found = {evaluation["when"]: evaluation for evaluation in evaluations if evaluation["name"] == name}
         before, after = found.get("before"), found.get("after")
-        rows.append((name, _any(found)["metric"], _value(before), _value(after), _change(before, after)))
+        rows.append(
+            (
+                name,
+                _any(found)["metric"],
+                output.measured_text(before),
+                output.measured_text(after),
+                _change(before, after),
+            )
+        )
     _print_section("Evaluation (mean, confidence interval)", ("", "measure", "before", "after", "change"), rows)
 
 
 def _any(found: Mapping[str, Facts]) -> Facts:
     return next(iter(found.values()))
-
-
-def _value(evaluation: Facts | None) -> str:
-    if evaluation is None or evaluation["value"] is None:
-        return "-"
-    low, high = evaluation["ci_low"], evaluation["ci_high"]
-    interval = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
-    return f"{evaluation['value']:.3f}{interval}"
 
 
 def _change(before: Facts | None, after: Facts | None) -> str:
@@ -422,7 +443,7 @@ def _print_time(goodput: Facts, lost_time: Sequence[Facts]) -> None:
     for loss in lost_time:
         kind = loss["failure_kind"].replace("_", " ")
         lost = output.seconds_text(loss["lost_s"])
-        output.print_text(f"Lost to {kind}: {lost} in {_count(loss['num_incidents'], 'incident')}.")
+        output.print_text(f"Lost to {kind}: {lost} in {count(loss['num_incidents'], 'incident')}.")
 
 
 def _print_section(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -433,10 +454,6 @@ def _print_section(title: str, columns: Sequence[str], rows: Sequence[Sequence[o
 
 def _number(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:.5g}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _moment(iso: str) -> str:

@@ -21,6 +21,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from rlhf_core.errors import RlhfError
+from rlhf_core.words import duration
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of a table for people.")]
 """The ``--json`` switch of every reading command."""
@@ -84,8 +85,12 @@ def jsonable(value: object) -> Any:
     raise TypeError(f"found a {type(value).__name__} in what --json prints, expected plain data")
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> Table:
-    """A table for people; cells are printed as they are, without markup. Columns of numbers are right-aligned."""
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "", width: int | None = None) -> Table:
+    """A table for people; cells are printed as they are, without markup. Columns of numbers are right-aligned.
+
+    Args:
+        width: columns of the terminal: sentences are then folded rather than names and figures, as far as that goes.
+    """
     content = [[_cell(value) for value in row] for row in rows]
     found = Table(
         title=escape(title) or None,
@@ -95,17 +100,46 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str =
         pad_edge=False,
         show_header=any(columns),
     )
+    widths = None if width is None else _widths(columns, content, width)
     for index, name in enumerate(columns):
         numeric = bool(content) and all(_is_number(row[index]) for row in content)
-        found.add_column(escape(name), justify="right" if numeric else "left", overflow="fold")
+        found.add_column(
+            escape(name),
+            justify="right" if numeric else "left",
+            overflow="fold",
+            width=None if widths is None else widths[index],
+        )
     for row in content:
         found.add_row(*(_styled(text) for text in row))
     return found
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> None:
-    """Print a table to standard output."""
-    output().print(table(columns, rows, title))
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "", spare: str = "") -> None:
+    """Print a table to standard output.
+
+    Args:
+        spare: a column that is left out where the others would not fit beside it.
+    """
+    content = [list(row) for row in rows]
+    spared = set() if fits(columns, content) else {spare}
+    kept = [index for index, name in enumerate(columns) if name not in spared or not name]
+    console = output()
+    shown = [[row[index] for index in kept] for row in content]
+    console.print(table([columns[index] for index in kept], shown, title, console.width))
+
+
+def fits(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> bool:
+    """Whether a table has room on standard output without a name or a figure being folded."""
+    return _widths(columns, [[_cell(value) for value in row] for row in rows], output().width) is not None
+
+
+def print_records(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print rows one below the other, a line for each value: for what is too wide for a table."""
+    widest = max(map(len, columns))
+    blocks = [
+        "\n".join(f"{name:{widest}}  {_cell(value)}" for name, value in zip(columns, row, strict=True)) for row in rows
+    ]
+    print_text("\n\n".join(blocks))
 
 
 def print_text(text: str) -> None:
@@ -150,15 +184,45 @@ def report_unexpected(error: BaseException, folder: Path) -> None:
 
 
 def seconds_text(seconds: float | None) -> str:
-    """A duration for people: ``8.2 s``, ``3 min 05 s``, ``2 h 14 min``; ``-`` when not known."""
-    if seconds is None:
+    """A duration for people; ``-`` when not known."""
+    return "-" if seconds is None else duration(seconds)
+
+
+def measured_text(measured: Mapping[str, Any] | None) -> str:
+    """An evaluation for people: its value with its interval, ``0.930 [0.880, 0.980]``; ``-`` where there is none."""
+    if measured is None or measured["value"] is None:
         return "-"
-    if round(seconds, 1) < 60:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    low, high = measured["ci_low"], measured["ci_high"]
+    interval = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
+    return f"{measured['value']:.3f}{interval}"
+
+
+_SHORT, _SHORT_FIGURE = 12, 20
+"""Cells that are no longer are not folded: states and names; durations, dates, values with their interval."""
+
+_BETWEEN = 3
+"""Characters between two columns."""
+
+
+def _widths(columns: Sequence[str], content: Sequence[Sequence[str]], width: int) -> list[int] | None:
+    """How wide columns may be so that together they fit and only sentences are folded; None where that is too much."""
+    cells = [[name, *(row[index] for row in content)] for index, name in enumerate(columns)]
+    whole = [max(map(len, column)) for column in cells]
+    least = [max(map(_unfolded, column)) for column in cells]
+    room = width - _BETWEEN * (len(columns) - 1)
+    if sum(whole) <= room:
+        return whole
+    if sum(least) > room:
+        return None
+    wishes = [most - few for most, few in zip(whole, least, strict=True)]
+    left = room - sum(least)
+    return [few + left * wish // sum(wishes) for few, wish in zip(least, wishes, strict=True)]
+
+
+def _unfolded(text: str) -> int:
+    """Length of the longest part of a cell that is to stay in one line."""
+    short = _SHORT_FIGURE if any(map(str.isdigit, text)) else _SHORT
+    return len(text) if len(text) <= short else max(map(len, text.split()), default=0)
 
 
 def _cell(value: object) -> str:

@@ -9,7 +9,7 @@ from rlhf_core.cli.history_commands import RunArgument
 from rlhf_core.cli.output import JsonOption
 
 if TYPE_CHECKING:
-    from flows.answering import Verdict
+    from flows.promoting.answering import Verdict
 
 ByOption = Annotated[str, typer.Option("--by", help="Who decides. Default: the user of this process.")]
 
@@ -38,7 +38,7 @@ def refuse(
 
 
 def _answer(run: str, verdict: "Verdict", by: str, reason: str, as_json: bool) -> None:
-    from flows.answering import answer_promotion
+    from flows.promoting.answering import answer_promotion
     from rlhf_core.cli.run_commands import find_run
     from rlhf_core.config import load_site
     from rlhf_core.errors import PromotionFailed
@@ -63,12 +63,12 @@ def notify(
     as_json: JsonOption = False,
 ) -> None:
     """Tell Prefect what this site wants to be told of ([notify] of rlhf.toml); with --test, also send a message."""
-    from flows.server import connect
+    from flows.site.server import connect
     from rlhf_core.config import load_site
 
     site = load_site()
     connect(site)
-    from flows.notify import register, send_test  # only now: Prefect reads its settings when it is imported
+    from flows.site.notify import register, send_test  # only now: Prefect reads its settings when it is imported
 
     names = register(site)
     answer = send_test(site) if test else ""

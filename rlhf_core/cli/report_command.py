@@ -6,11 +6,7 @@ from typing import Annotated
 import typer
 
 from rlhf_core.cli import output
-
-RunArgument = Annotated[
-    str,
-    typer.Argument(metavar="RUN", help="Its id or the beginning of it, its name (the newest of that name), or `last`."),
-]
+from rlhf_core.cli.history_commands import RunArgument
 
 
 def report(

@@ -193,7 +193,7 @@ def run(
 
 def resume(run: RunArgument, no_prefect: NoPrefectOption = False, as_json: JsonOption = False) -> None:
     """Go on with a run: adopt its job if it is alive, else start a new attempt from the last complete checkpoint."""
-    from flows.promotion import is_due
+    from flows.promoting.promotion import is_due
     from rlhf_core.config import load_site
     from rlhf_core.history.store import HistoryStore
     from rlhf_core.launch.journal import read_record
@@ -259,7 +259,7 @@ def _server(site: "Site", no_prefect: bool) -> Iterator[None]:
     if no_prefect:
         yield
         return
-    from flows.server import connect, prefect_server
+    from flows.site.server import connect, prefect_server
 
     connect(site)
     with prefect_server(site.home, output.note):
@@ -438,8 +438,8 @@ def _find(text: str) -> "RunDir":
 
 def doctor(as_json: JsonOption = False) -> None:
     """Show what this machine has for training, and what it lacks. Exit code 1 where something is missing."""
-    from flows.server import configured_url
-    from flows.services import status
+    from flows.site.server import configured_url
+    from flows.site.services import status
     from rlhf_core.cli.doctor import examine
     from rlhf_core.config import load_site
 

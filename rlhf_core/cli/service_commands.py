@@ -27,8 +27,8 @@ def up(
     The services go on in the background; their logs are in the folder logs of RLHF_HOME. Runs of `rlhf run` use the
     server from then on. Nothing is fetched from, or sent to, the network.
     """
-    from flows.server import AUTH_VARIABLE, password, password_file, ui_url
-    from flows.services import up as start
+    from flows.site.server import AUTH_VARIABLE, password, password_file, ui_url
+    from flows.site.services import up as start
     from rlhf_core.config import load_site
 
     site = load_site()
@@ -50,8 +50,8 @@ def up(
 
 def down(services: ServicesArgument = None) -> None:
     """End what `rlhf up` started. The jobs of runs go on by themselves; the next `rlhf up` picks the runs up again."""
-    from flows.services import active_runs
-    from flows.services import down as stop
+    from flows.site.services import active_runs
+    from flows.site.services import down as stop
     from rlhf_core.config import load_site
     from rlhf_core.errors import HistoryError
 
@@ -74,8 +74,8 @@ def serve(
     service: Annotated[str, typer.Argument(metavar="SERVICE", help="server, worker or keeper.")],
 ) -> None:
     """Be one service in the foreground, until SIGTERM: what systemd units, containers and `rlhf up` start."""
-    from flows.services import wanted_services
-    from flows.serving import serve as be
+    from flows.site.services import wanted_services
+    from flows.site.serving import serve as be
     from rlhf_core.config import load_site
 
     site = load_site()
@@ -85,8 +85,8 @@ def serve(
 
 
 def _seen(site: "Site") -> list[dict[str, Any]]:
-    from flows.processes import ServiceFiles
-    from flows.services import status
+    from flows.site.processes import ServiceFiles
+    from flows.site.services import status
 
     return [
         {

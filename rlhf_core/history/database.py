@@ -267,7 +267,7 @@ def _in_words(url: URL, error: BaseException) -> str:
 
 
 READER_ROLE = "rlhf_reader"
-"""The PostgreSQL role that questions are asked as, where there is one (``infra/postgres_reader.sql`` makes it)."""
+"""The PostgreSQL role that questions are asked as, where there is one (``infra/reader.sql`` makes it)."""
 
 QUESTION_TIMEOUT_S = 300
 """After this PostgreSQL gives a question up, so that none holds the server for ever."""

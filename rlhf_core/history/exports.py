@@ -31,8 +31,8 @@ from rlhf_core.history.tables import UtcDateTime, metadata
 BATCH_ROWS = 10_000
 """At most so many rows are in memory at a time."""
 
-_INTERNAL = frozenset({"leases", "ingest_offsets"})
-"""Tables that say nothing about a run."""
+_INTERNAL = frozenset({"leases", "ingest_offsets", "kept_goodput"})
+"""Tables that say nothing about a run, or what a view says as well."""
 
 _CURVE = table(
     "run_curve",

@@ -31,6 +31,7 @@ from rlhf_core.history.write import (
     LATEST,
     METRICS,
     NODES,
+    PROMOTIONS,
     RESTARTS,
     RUNS,
     SAMPLES,
@@ -196,7 +197,8 @@ def goodput_of_runs(store: HistoryStore, since: datetime | None = None, until: d
     if until is not None:
         question = question.where(ALL_GOODPUT.c.created_at < until)
     with store.reading() as connection:
-        return [_plain(row._asdict()) for row in connection.execute(question)]
+        rows = connection.execute(question).all()
+    return [{**row._asdict(), "created_at": row.created_at.isoformat()} for row in rows]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -323,8 +325,9 @@ def show_run(store: HistoryStore, run_id: str) -> Facts:
 
     Returns: ``run`` (with ``spec``), ``stages``, ``checks`` (the newest finding of each), ``attempts``, ``restarts``,
         ``incidents``, ``decisions``, ``checkpoints``, ``evaluations``; further ``controllers`` (who drove it, with the
-        page in Prefect), ``metrics`` (newest value of each),
-        ``metric_keys``, ``goodput`` (view ``run_goodput``) and ``lost_time`` (view ``run_lost_time``).
+        page in Prefect, the newest last), ``promotion`` (where that of its model stands; empty without one),
+        ``metrics`` (newest value of each), ``metric_keys``, ``goodput`` (view ``run_goodput``) and ``lost_time`` (view
+        ``run_lost_time``).
 
     Raises:
         UnknownRun: there is no such run.
@@ -341,6 +344,7 @@ def show_run(store: HistoryStore, run_id: str) -> Facts:
             "checks": _checks(connection, run_id),
             "attempts": attempts,
             "controllers": _parts(connection, CONTROLLERS, run_id, "position"),
+            "promotion": next(iter(_parts(connection, PROMOTIONS, run_id)), {}),
             "restarts": _restarts(connection, run_id),
             "incidents": _parts(connection, INCIDENTS, run_id, "seen_at", "incident_id"),
             "decisions": _parts(connection, DECISIONS, run_id, "decided_at", "decision_id"),

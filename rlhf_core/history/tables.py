@@ -453,14 +453,17 @@ class Metric(Base):
 
     A value that is not finite has ``value`` null and says which in ``non_finite``: SQLite cannot hold NaN at all, and
     in sums and means it would make everything NaN.
+
+    Without foreign keys, whose check was half of the cost of a row: the transaction that writes it has claimed the row
+    of its run and has written the names of metrics, none of which is ever removed. The trigger ``metrics_follow_runs``
+    removes the metrics of a run that is removed; a migration that makes the table ``runs`` again must make it too.
     """
 
     __tablename__ = "metrics"
 
-    run_id: Mapped[str] = _run_id()
-    key_id: Mapped[int] = mapped_column(primary_key=True)
-    """Of ``metric_keys``. No foreign key: checking it was a third of the cost of a row, the names are written in the
-    same transaction, and none is ever removed."""
+    run_id: Mapped[str] = mapped_column(primary_key=True)
+    key_id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    """Of ``metric_keys``."""
     step: Mapped[int] = mapped_column(primary_key=True)
     attempt: Mapped[int] = mapped_column(primary_key=True)
     restart: Mapped[int] = mapped_column(primary_key=True)

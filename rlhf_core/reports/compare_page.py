@@ -7,12 +7,12 @@ from typing import Any
 
 from rlhf_core import __version__
 from rlhf_core.reports import plots
+from rlhf_core.reports.config_text import setting_text
 from rlhf_core.reports.html import document
 from rlhf_core.reports.markup import (
     Markup,
     badge,
     code,
-    count,
     duration,
     join,
     moment,
@@ -26,6 +26,7 @@ from rlhf_core.reports.markup import (
 from rlhf_core.reports.plots import Marks, Point, PointSeries, Series
 from rlhf_core.run_dir import write_text
 from rlhf_core.schemas.base import utc_now
+from rlhf_core.words import count
 
 Facts = Mapping[str, Any]
 
@@ -105,14 +106,10 @@ def _runs(runs: Sequence[Facts]) -> Markup:
 def _config(compared: Facts) -> Markup:
     if not compared["config"]:
         return tag("p", "None: the runs were asked for with the same settings.", class_="note")
-    rows = [[code(row["setting"]), *(code(_setting(value)) for value in row["values"])] for row in compared["config"]]
+    rows = [
+        [code(row["setting"]), *(code(setting_text(value)) for value in row["values"])] for row in compared["config"]
+    ]
     return table(["setting", *(run["label"] for run in compared["runs"])], rows)
-
-
-def _setting(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return "null" if value is None else str(value)
 
 
 def _evaluations(compared: Facts) -> Markup:

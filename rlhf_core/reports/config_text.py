@@ -1,5 +1,6 @@
-"""A resolved spec as the TOML that would give it."""
+"""A resolved spec for people: as the TOML that would give it, and one setting at a time."""
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,6 +15,22 @@ def as_toml(spec: RunSpec, *, only_set: bool = False) -> str:
         only_set: leave out what has its default.
     """
     return "\n\n".join(_blocks("", spec.model_dump(mode="json", exclude_defaults=only_set))) + "\n"
+
+
+def flat(spec: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by their dotted names; lists stay whole."""
+    found: dict[str, Any] = {}
+    for name, value in spec.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = value
+    return found
+
+
+def setting_text(value: Any) -> str:
+    """A setting as text: JSON, but for texts, which stay what they are."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _blocks(name: str, content: Mapping[str, Any]) -> Iterator[str]:

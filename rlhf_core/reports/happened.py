@@ -8,7 +8,6 @@ from rlhf_core.reports.markup import (
     Markup,
     badge,
     code,
-    count,
     duration,
     facts,
     fold,
@@ -20,6 +19,7 @@ from rlhf_core.reports.markup import (
     words,
 )
 from rlhf_core.reports.timeline import timeline
+from rlhf_core.words import count
 
 _ACTIONS = {
     "restart_in_place": "start the workers again in the same allocation",

@@ -16,7 +16,6 @@ from rlhf_core.reports.markup import (
     Markup,
     badge,
     code,
-    count,
     duration,
     facts,
     fold,
@@ -30,6 +29,7 @@ from rlhf_core.reports.markup import (
 )
 from rlhf_core.run_dir import RunDir, write_text
 from rlhf_core.schemas.base import utc_now
+from rlhf_core.words import count
 
 NAMES = ("greedy", "sampled")
 """Kinds of evaluation, in the order of the page."""

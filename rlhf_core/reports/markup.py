@@ -5,6 +5,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 
+from rlhf_core.words import duration as plain_duration
+
 _HARD_SPACE = "\u00a0"
 
 
@@ -111,28 +113,12 @@ def words(name: object) -> str:
     return str(name).replace("_", " ")
 
 
-def count(amount: int, noun: str) -> str:
-    """``1 step``, ``2 steps``."""
-    return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}s"
-
-
 def duration(seconds: float | None) -> str:
-    """Seconds as people say them: ``0.4 s``, ``12 s``, ``3 min 12 s``, ``2 h 5 min``; an en dash where unknown.
+    """Seconds as people say them (:func:`rlhf_core.words.duration`); an en dash where unknown.
 
     Numbers stay with their units: the spaces do not break.
     """
-    if seconds is None:
-        return "–"
-    whole = round(seconds)
-    if seconds < 10:
-        text = f"{seconds:.1f} s"
-    elif whole < 60:
-        text = f"{whole} s"
-    elif whole < 3600:
-        text = f"{whole // 60} min {whole % 60} s"
-    else:
-        text = f"{whole // 3600} h {whole % 3600 // 60} min"
-    return text.replace(" ", _HARD_SPACE)
+    return "–" if seconds is None else plain_duration(seconds).replace(" ", _HARD_SPACE)
 
 
 def as_time(value: object) -> datetime | None:

@@ -1,10 +1,17 @@
 """The history at scale: how fast files become rows (against MLflow's store on the same kind of database), how much
-memory that takes, and how long questions take on many runs.
+memory that takes, how long questions take on many runs, and how far the history is behind when many runs train at once.
 
-    python tests/benchmarks/bench_history.py [--full] [--database sqlite|postgresql] [--mlflow PYTHON]
+    make bench-history                          all of it, MLflow in an environment of its own; some minutes
+    make bench-history HISTORY=--full           10,000 runs and 10 M metric rows; a quarter of an hour, 4 GB of disk
+    make bench-history HISTORY=--quick          whether it works: 200 runs, short; a minute or two
+    make bench-history HISTORY="--full --into FILE"     what is done goes into FILE; started again, it goes on there
 
-Without ``--full``: 1,000 runs and 1 M metric rows; with it 10,000 and 10 M. ``--mlflow`` names the interpreter of an
-environment with MLflow (``make bench-history`` makes one). PostgreSQL is a throw-away server, without fsync, for both.
+    python tests/benchmarks/bench_history.py [--quick | --full] [--database sqlite|postgresql]
+        [--part ingest|memory|questions|keeper ...] [--into FILE] [--mlflow PYTHON]
+
+Without ``--mlflow``, the interpreter of an environment with MLflow, nothing is compared. PostgreSQL is a throw-away
+server, without fsync, for both. Times of questions are those of opening the history and asking once, in a process that
+has asked before; the files of the database are in the cache of the machine.
 """
 
 import argparse
@@ -15,10 +22,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -26,41 +36,90 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import history_load
 from bench_ingest import NUM_KEYS, long_run, seconds
 from history_tools import T0, RunFiles, new_sqlite, postgres
-from sqlalchemy import select
 
-from rlhf_core.history import queries
+from rlhf_core.history import queries, questions
 from rlhf_core.history.batch import IngestBatch
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.history.write import RUNS
+from rlhf_core.reports.compare import compare
 from rlhf_core.run_dir import RunDir
 from rlhf_core.watchdog.ingest import sync
 
 NUM_STEPS = 4000
-QUESTIONS = 200
-"""Of each kind, on runs taken at random."""
+REPEATS = 3
+"""Of every ingestion; the middle one counts."""
 
 LIMIT_MS = 100.0
-"""What 95 of 100 questions are to take at most."""
+"""What 95 of 100 questions about a run or a list are to take at most."""
+
+SAVED_LIMIT_MS = 1000.0
+"""What 95 of 100 saved questions are to take at most: they go over all runs of a month or a quarter."""
+
+Lines = Iterator[str]
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of everything."""
+
+    name: str
+    scale: history_load.Scale
+    num_questions: int
+    """Of each kind, on runs taken at random."""
+    num_saved: int
+    """Of each saved question."""
+    large_mb: int
+    """The larger of the two files whose ingestion is to take no more memory."""
+    num_runs: int
+    """That train at once while one process reads them."""
+    seconds: float
+    """How long they do."""
+
+
+QUICK = Size("quick", history_load.QUICK, 20, 5, 8, 20, 8.0)
+SMALL = Size("small", history_load.SMALL, 200, 20, 40, 200, 30.0)
+FULL = Size("full", history_load.FULL, 200, 20, 400, 200, 60.0)
 
 
 def main() -> None:
     """Print the figures."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--full", action="store_true")
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument("--quick", dest="size", action="store_const", const=QUICK)
+    sizes.add_argument("--full", dest="size", action="store_const", const=FULL)
     parser.add_argument("--database", choices=("sqlite", "postgresql"))
+    parser.add_argument("--part", choices=PARTS, action="append", help="only this; may be given again")
+    parser.add_argument("--into", type=Path, help="keep what is done in this file, and do not do it again")
     parser.add_argument("--mlflow", help="interpreter of an environment with MLflow")
     parser.add_argument("--swallow", nargs=2, metavar=("URL", "RUN_DIR"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.swallow:
         swallow(*options.swallow)
         return
-    scale = history_load.FULL if options.full else history_load.SMALL
+    size = options.size or SMALL
     for kind in (options.database,) if options.database else ("sqlite", "postgresql"):
-        with tempfile.TemporaryDirectory() as folder:
-            print(f"== {kind}, {'the full size' if options.full else 'the small size (--full: ten times as much)'}")
-            bench_ingest(kind, Path(folder), options.mlflow)
-            bench_memory(kind, Path(folder), 400 if options.full else 40)
-            bench_questions(kind, Path(folder), scale)
+        print(f"== {kind}, {size.name} size ({size.scale.num_runs:,} runs)", flush=True)
+        for part in options.part or PARTS:
+            with tempfile.TemporaryDirectory() as folder:
+                lines = PARTS[part](kind, Path(folder), size, options.mlflow)
+                name = f"{kind}, {size.name}, {part}{' with MLflow' if options.mlflow and part == 'ingest' else ''}"
+                for line in lines if options.into is None else kept(options.into, name, lines):
+                    print(line, flush=True)
+
+
+def kept(file: Path, name: str, lines: Lines) -> Lines:
+    """The lines of a part: those that ``file`` has, else those that are made now, which go into it when all are
+    there."""
+    done = json.loads(file.read_text()) if file.exists() else {}
+    if name in done:
+        yield from done[name]
+        return
+    made = []
+    for line in lines:
+        made.append(line)
+        yield line
+    unfinished = file.with_name(f"{file.name}.new")
+    unfinished.write_text(json.dumps({**done, name: made}, indent=1))
+    unfinished.replace(file)
 
 
 @contextmanager
@@ -79,38 +138,49 @@ def new_history(kind: str, folder: Path) -> Iterator[HistoryStore]:
 # Files into rows
 
 
-def bench_ingest(kind: str, folder: Path, mlflow: str | None) -> None:
+def bench_ingest(kind: str, folder: Path, size: Size, mlflow: str | None) -> Lines:
     """Rows per second of a catch-up, and the same rows by MLflow."""
-    run = long_run(Path(tempfile.mkdtemp(dir=folder)))
+    run = long_run(folder / "runs")
     rows = NUM_STEPS * NUM_KEYS
     took = []
-    for _ in range(3):
+    for _ in range(REPEATS):
         with new_history(kind, folder) as store:
             took.append(seconds(lambda store=store: sync(run.dir, store)))  # type: ignore[misc]
-    ours = rows / sorted(took)[1]
-    print(f"ingest: {rows:,} metric rows from files, {ours:,.0f} rows/s (the middle of three)")
+    ours = rows / median(took)
+    yield f"ingest: {rows:,} metric rows from files, {ours:,.0f} rows/s (the middle of {REPEATS})"
     if mlflow is None:
-        print("MLflow: not compared (--mlflow PYTHON, or make bench-history)")
+        yield "MLflow: not compared (--mlflow PYTHON, or make bench-history)"
         return
-    url = f"sqlite:///{folder}/mlflow.db" if kind == "sqlite" else postgres().empty_database()
+    said = [ingest_by_mlflow(kind, folder, mlflow, number) for number in range(REPEATS)]
+    theirs = median(one["rows"] / one["seconds"] for one in said)
+    yield (
+        f"MLflow {said[0]['version']}: {said[0]['rows']:,} rows, log_batch of 1,000: {theirs:,.0f} rows/s "
+        f"(the middle of {REPEATS})"
+    )
+    yield f"ratio: {ours / theirs:.1f}"
+
+
+def ingest_by_mlflow(kind: str, folder: Path, mlflow: str, number: int) -> dict[str, Any]:
+    """What MLflow says of taking the same rows into an empty database."""
+    url = f"sqlite:///{folder}/mlflow-{number}.db" if kind == "sqlite" else postgres().empty_database()
     peer = Path(__file__).with_name("mlflow_ingest.py")
     command = [mlflow, str(peer), url.replace("postgresql:", "postgresql+psycopg:"), str(NUM_STEPS), str(NUM_KEYS)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    said = json.loads(done.stdout.splitlines()[-1])
-    theirs = said["rows"] / said["seconds"]
-    print(f"MLflow {said['version']}: {said['rows']:,} rows, log_batch of 1,000: {theirs:,.0f} rows/s")
-    print(f"ratio: {ours / theirs:.1f}")
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise SystemExit(f"MLflow's half of the comparison failed:\n{done.stderr}")
+    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return said
 
 
-def bench_memory(kind: str, folder: Path, megabytes: int) -> None:
+def bench_memory(kind: str, folder: Path, size: Size, mlflow: str | None) -> Lines:
     """Peak memory of a process that ingests a small and a large file, and whether it slows down on the way."""
-    for size in (4, megabytes):
-        run = metrics_file(Path(tempfile.mkdtemp(dir=folder)), size)
+    for megabytes in (4, size.large_mb):
+        run = metrics_file(folder / f"runs-{megabytes}", megabytes)
         with new_history(kind, folder) as store:
             url = store.url.render_as_string(hide_password=False)
         command = [sys.executable, __file__, "--swallow", url, str(run)]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
-        print(f"memory: a file of {size} MB: {done.stdout.strip()}")
+        yield f"memory: a file of {megabytes} MB: {done.stdout.strip()}"
 
 
 def metrics_file(runs: Path, megabytes: int) -> Path:
@@ -157,26 +227,31 @@ def swallow(url: str, run_dir: str) -> None:
 # Questions
 
 
-def bench_questions(kind: str, folder: Path, scale: history_load.Scale) -> None:
+def bench_questions(kind: str, folder: Path, size: Size, mlflow: str | None) -> Lines:
     """Times of the questions people ask, each over a connection of its own."""
     with new_history(kind, folder) as store:
-        loading = seconds(lambda: history_load.load(store, scale))
+        loading = seconds(lambda: history_load.load(store, size.scale))
         runs, rows = history_load.count(store)
-        print(f"questions: {runs:,} runs, {rows:,} metric rows, made in {loading:.0f} s")
+        yield f"questions: {runs:,} runs, {rows:,} metric rows, made in {loading:.0f} s"
         url = store.url.render_as_string(hide_password=False)
         ids = store.run_ids()
         history_load.compare_goodput(store)
     chance = random.Random(7)
+    for name, ask in what_people_ask(ids, chance).items():
+        yield timed(url, name, ask, size.num_questions, LIMIT_MS)
+    yield "saved questions:"
+    for question in questions.saved():
+        yield timed(url, question.name, saved_question(question, ids, chance), size.num_saved, SAVED_LIMIT_MS)
+
+
+def what_people_ask(ids: Sequence[str], chance: random.Random) -> dict[str, Callable[[HistoryStore], object]]:
+    """Questions about one run or a list, by what they are about."""
     since = T0 + timedelta(days=30)
 
-    def compare(store: HistoryStore) -> None:
-        pair = chance.sample(ids, 2)
-        for run_id in pair:
-            queries.curve(store, run_id)
-        with store.reading() as connection:
-            connection.execute(select(RUNS.c.spec).where(RUNS.c.run_id.in_(pair))).all()
+    def about_a_run(view: str) -> Callable[[HistoryStore], object]:
+        return lambda store: queries.run_sql(store, f"SELECT * FROM {view} WHERE run_id = '{chance.choice(ids)}'")
 
-    questions: dict[str, Callable[[HistoryStore], object]] = {
+    return {
         "list": lambda store: queries.list_runs(store),
         "list, by state": lambda store: queries.list_runs(store, state="failed"),
         "list, by name": lambda store: queries.list_runs(store, name=f"name-{chance.randrange(20)}"),
@@ -188,23 +263,41 @@ def bench_questions(kind: str, folder: Path, scale: history_load.Scale) -> None:
         "show": lambda store: queries.show_run(store, chance.choice(ids)),
         "curve, one metric": lambda store: queries.curve(store, chance.choice(ids), ["group/key_3"]),
         "curve, all metrics": lambda store: queries.curve(store, chance.choice(ids)),
-        "compare two runs": compare,
-        "goodput of a run": lambda store: queries.run_sql(
-            store, f"SELECT * FROM run_goodput WHERE run_id = '{chance.choice(ids)}'"
-        ),
+        "compare two runs": lambda store: compare(store, chance.sample(ids, 2)),
+        "goodput of a run": about_a_run("run_goodput"),
         "goodput of all runs of a month": lambda store: queries.goodput_of_runs(store, since, since + timedelta(30)),
-        "where the time of a run's steps went": lambda store: queries.run_sql(
-            store, f"SELECT * FROM run_step_time WHERE run_id = '{chance.choice(ids)}'"
-        ),
-        "recoveries of a run": lambda store: queries.run_sql(
-            store, f"SELECT * FROM run_recoveries WHERE run_id = '{chance.choice(ids)}'"
-        ),
+        "where the time of a run's steps went": about_a_run("run_step_time"),
+        "recoveries of a run": about_a_run("run_recoveries"),
     }
-    for name, ask in questions.items():
-        took = sorted(asked(url, ask) for _ in range(QUESTIONS))
-        p95 = took[int(0.95 * QUESTIONS)]
-        verdict = "" if p95 <= LIMIT_MS else f"   MORE THAN {LIMIT_MS:.0f} ms"
-        print(f"  {name:38} p50 {took[QUESTIONS // 2]:6.1f} ms   p95 {p95:6.1f} ms{verdict}")
+
+
+def saved_question(
+    question: questions.Question, ids: Sequence[str], chance: random.Random
+) -> Callable[[HistoryStore], object]:
+    """A saved question as it is asked by default, as if today were the day of the newest run; of runs, random ones."""
+    age_days = (datetime.now(UTC) - T0).days - history_load.DAYS
+
+    def value(argument: questions.Argument) -> str | None:
+        if argument.type == "run":
+            return chance.choice(ids)
+        if argument.name == "days":
+            return str(int(argument.default or 0) + age_days)
+        return argument.default
+
+    def ask(store: HistoryStore) -> object:
+        given = {argument.name: text for argument in question.arguments if (text := value(argument)) is not None}
+        return questions.ask(store, question, given)
+
+    return ask
+
+
+def timed(url: str, name: str, ask: Callable[[HistoryStore], object], number: int, limit_ms: float) -> str:
+    """A line about so many answers, each over a connection of its own, after one that does not count."""
+    asked(url, ask)
+    took = sorted(asked(url, ask) for _ in range(number))
+    p95 = took[int(0.95 * number)]
+    verdict = "" if p95 <= limit_ms else f"   MORE THAN {limit_ms:.0f} ms"
+    return f"  {name:38} p50 {median(took):6.1f} ms   p95 {p95:6.1f} ms{verdict}"
 
 
 def asked(url: str, ask: Callable[[HistoryStore], object]) -> float:
@@ -215,6 +308,28 @@ def asked(url: str, ask: Callable[[HistoryStore], object]) -> float:
             ask(store)
 
     return seconds(open_and_ask) * 1e3
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Many runs at once
+
+
+def bench_keeper(kind: str, folder: Path, size: Size, mlflow: str | None) -> Lines:
+    """How far one keeper is behind (``bench_keeper.py``)."""
+    url = new_sqlite(folder) if kind == "sqlite" else postgres().migrated_database()
+    program = Path(__file__).with_name("bench_keeper.py")
+    command = [sys.executable, str(program), url, "--runs", str(size.num_runs), "--seconds", str(size.seconds)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    yield from (f"keeper: {line}" for line in done.stdout.splitlines())
+
+
+PARTS: Mapping[str, Callable[[str, Path, Size, str | None], Lines]] = {
+    "ingest": bench_ingest,
+    "memory": bench_memory,
+    "questions": bench_questions,
+    "keeper": bench_keeper,
+}
+"""What there is to measure: database, a folder for files, how much, and the interpreter with MLflow -> lines."""
 
 
 if __name__ == "__main__":

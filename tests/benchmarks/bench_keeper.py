@@ -1,7 +1,7 @@
 """How far the history is behind when one process reads many growing run directories: ``python tests/benchmarks/...``.
 
-Writes steps into synthetic runs as fast as real ones make them, while one :class:`flows.keeper.Ingester` reads them;
-prints the percentiles of the time from a line being written to its row being there, and the memory of the process.
+Writes steps into synthetic runs as fast as real ones make them, while one ingester of the keeper reads them; prints the
+percentiles of the time from a line being written to its row being there, and the memory of the process.
 
 Usage: bench_keeper.py [database URL] [--runs 200] [--seconds 60] [--step-s 1.0]
 """
@@ -23,7 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from history_tools import RunFiles  # noqa: E402
 
-from flows.keeper import Ingester  # noqa: E402
+from flows.keeping.keeper import Ingester  # noqa: E402
 from rlhf_core.config import load_site  # noqa: E402
 from rlhf_core.history import queries  # noqa: E402
 from rlhf_core.history.store import HistoryStore  # noqa: E402

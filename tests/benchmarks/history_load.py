@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from history_tools import T0
@@ -12,7 +12,15 @@ from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables import metadata
 from rlhf_core.schemas.run import DataSpec, ModelSpec, RunSpec, TrainSpec
 
-KEYS = (*("time/step_s", "time/rollout_s", "time/train_s"), *(f"group/key_{key}" for key in range(17)))
+DENSE_KEYS = (
+    *("time/step_s", "time/rollout_s", "time/train_s", "reward/mean"),
+    *(f"group/key_{key}" for key in range(16)),
+)
+"""Metrics of every step."""
+KEYS = (*DENSE_KEYS, "eval/greedy")
+"""The last one is measured at every tenth step only."""
+DAYS = 100
+"""Over so many days the runs are spread."""
 STEPS = 46
 """Of a run; every hundredth has ten times as many. Together 1,000 rows a run."""
 
@@ -24,13 +32,15 @@ class Scale:
     num_runs: int
 
 
+QUICK = Scale(200)
 SMALL = Scale(1_000)
 FULL = Scale(10_000)
 
 
 def load(store: HistoryStore, scale: Scale) -> None:
-    """Fill an empty history. Runs are spread over 100 days; one in ten had an incident and went back five steps; the
-    newest 20 are still at work."""
+    """Fill an empty history. Runs are spread over 100 days; one in ten had an incident and went back five steps; one in
+    50 is the trial of the one before it; each was probed, evaluated twice and has two checkpoints; the newest 20 are
+    still at work."""
     spec = RunSpec(
         name="bench",
         model=ModelSpec(config={"model_type": "qwen3"}, tokenizer="char"),
@@ -79,9 +89,13 @@ def compare_goodput(store: HistoryStore) -> None:
     assert kept == true, "goodput that was kept is not what the view says"
 
 
+def _identity(number: int, num_runs: int) -> tuple[str, datetime]:
+    created = T0 + timedelta(days=DAYS * number / num_runs)
+    return f"name-{number % 20}-{created:%Y%m%d-%H%M%S}-{number:06x}", created
+
+
 def _run(number: int, num_runs: int, spec: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    created = T0 + timedelta(days=100 * number / num_runs)
-    run_id = f"name-{number % 20}-{created:%Y%m%d-%H%M%S}-{number:06x}"
+    run_id, created = _identity(number, num_runs)
     at_work = number >= num_runs - 20
     broken = number % 10 == 0
     num_steps = STEPS * (10 if number % 100 == 7 else 1)
@@ -90,7 +104,8 @@ def _run(number: int, num_runs: int, spec: dict[str, Any]) -> dict[str, list[dic
     run = {
         "run_id": run_id, "name": f"name-{number % 20}", "state": state, "message": "", "owner": f"owner-{number % 10}",
         "seed": number, "algorithm": "grpo", "total_steps": num_steps, "config_source": "bench.toml", "overrides": [],
-        "spec": spec, "shape": "", "trial_of": "", "tags": [f"tag-{number % 50}"], "package_version": "0",
+        "spec": spec, "shape": "", "tags": [f"tag-{number % 50}"], "package_version": "0",
+        "trial_of": _identity(number - 1, num_runs)[0] if number % 50 == 49 else "",
         "code_revision": "", "run_dir": f"/gone/{run_id}", "created_at": created, "started_at": created,
         "ended_at": None if at_work else ended, "progress_at": ended, "journal_token": 1, "ingest_stamp": number + 1,
     }  # fmt: skip
@@ -127,17 +142,45 @@ def _run(number: int, num_runs: int, spec: dict[str, Any]) -> dict[str, list[dic
              "time": ended}
             for key in range(1, len(KEYS) + 1)
         ],
+        "node_speeds": [
+            {"run_id": run_id, "attempt": 1, "node": f"node{(number + index) % 64}", "device": "gpu",
+             "matmul_tflops": 600.0 + index, "core_share": 1.0, "bandwidth_gb_s": 40.0, "latency_ms": 0.1,
+             "measured_at": created}
+            for index in range(4)
+        ],
+        "checkpoints": [
+            {"run_id": run_id, "step": step, "path": f"checkpoints/step-{step:06d}", "stage": "grpo",
+             "stage_finished": step == num_steps, "num_ranks": 4, "spec_hash": "", "num_files": 3, "bytes": 1000,
+             "completed_at": ended, "removed_at": None if step == num_steps else ended}
+            for step in (num_steps // 10 * 5, num_steps)
+        ],
+        "evaluations": [
+            {"run_id": run_id, "when_made": when, "name": "greedy", "metric": "exact_match", "value": value,
+             "ci_low": value - 0.03, "ci_high": value + 0.03, "num_prompts": 512, "num_samples": 512,
+             "checkpoint_step": step, "seconds": 1.0, "made_at": ended}
+            for when, step, value in (("before", 0, 0.3), ("after", num_steps, 0.4 + math.sin(number) / 3))
+        ],
     }  # fmt: skip
     if broken:
         middle = num_steps // 2
+        seen_at = created + timedelta(seconds=60 + 2 * middle + 5)
         restarts[0]["last_step"] = middle
         restarts.append({**restarts[0], "restart": 1, "first_step": middle - 4, "last_step": num_steps})
         made["incidents"] = [
             {"run_id": run_id, "incident_id": "1.0", "attempt": 1, "restart": 0, "found_by": "agent",
              "failure_kind": "hang" if number % 20 else "worker_killed", "phase": "train", "step": middle,
              "suspect_ranks": [1], "suspect_nodes": ["node1"], "detected_after_s": 5.0,
-             "seen_at": created + timedelta(seconds=60 + 2 * middle + 5), "fingerprint": "f", "evidence_dir": "",
+             "seen_at": seen_at, "fingerprint": f"fault-{number % 7}", "evidence_dir": "",
              "message": "it hung", "collective": ""}
+        ]  # fmt: skip
+        made["decisions"] = [
+            {"run_id": run_id, "decision_id": "1.0", "attempt": 1, "restart": 0, "action": "restart_in_place",
+             "reason": "", "decided_by": "agent", "decided_at": seen_at, "delay_s": 0.0, "excluded_nodes": [],
+             "config_diff": {"train": {"micro_batch_size": 4}} if number % 3 == 0 else {}, "resume_checkpoint": ""}
+        ]  # fmt: skip
+        made["node_strikes"] = [
+            {"run_id": run_id, "incident_id": "1.0", "node": f"node{number % 64}", "attempt": 1,
+             "failure_kind": "hang", "struck_at": seen_at}
         ]  # fmt: skip
     return made
 
@@ -156,6 +199,7 @@ def _metrics(dialect: str) -> list[str]:
        CASE WHEN k.name = 'time/step_s' THEN 2.0 ELSE {value} END, NULL, {time}
 FROM runs n CROSS JOIN metric_keys k CROSS JOIN {steps}
      JOIN restarts r ON r.run_id = n.run_id AND s.step BETWEEN r.first_step AND r.last_step
+WHERE k.name <> 'eval/greedy' OR s.step % 10 = 0
 ORDER BY n.run_id, k.key_id, s.step, r.restart"""
     columns = "run_id, key_id, step, attempt, restart, value, non_finite, time"
     return [f"INSERT INTO metrics ({columns}) {made}"]

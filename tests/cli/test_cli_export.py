@@ -56,7 +56,7 @@ def test_csv(run: RunFiles, tmp_path: Path) -> None:
     assert [row["failure_kind"] for row in tables["incidents"]] == ["worker_killed", "node_lost"]
     assert json.loads(tables["runs"][0]["spec"])["name"] == "sort"
     assert (tables["runs"][0]["started_at"] != "", tables["promotions"]) == (True, [])
-    assert {"leases", "ingest_offsets"} & tables.keys() == set()
+    assert {"leases", "ingest_offsets", "kept_goodput"} & tables.keys() == set()
 
 
 def test_parquet(run: RunFiles, tmp_path: Path) -> None:
@@ -263,7 +263,8 @@ def test_wandb(run: RunFiles, tmp_path: Path) -> None:
     (folder,) = tmp_path.glob("wandb/offline-run-*")
     records = list(_wandb_records(folder / f"run-{run.run_id}.wandb"))
     (about,) = [record.run for record in records if record.WhichOneof("record_type") == "run"]
-    assert (about.run_id, about.project, list(about.tags)) == (run.run_id, "sort", ["grpo", "completed"])
+    assert (about.run_id, about.project) == (run.run_id, "sort")
+    assert list(about.tags) == ["nightly", "sort", "grpo", "completed"]
     assert "train" in {item.key for item in about.config.update}
     history = [
         {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}

@@ -15,7 +15,8 @@ from rlhf_core.cli.main import execute
 from rlhf_core.config import load_site
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables import SCHEMA_REVISION, VIEWS, metadata
-from rlhf_core.schemas.attempts import RunState
+from rlhf_core.schemas.attempts import PromotionState, RunState
+from rlhf_core.schemas.journal import ControllerStarted, PromotionMoved
 from rlhf_core.watchdog.ingest import sync
 
 
@@ -84,11 +85,51 @@ def test_runs_for_people(rlhf: Rlhf, known: RunFiles) -> None:
         known.run_id,
         "completed",
         "2026-03-01 12:00:00",
-        "55.0 s",
+        "55 s",
         "10/10",
         "2",
     ]
     assert max(map(len, lines)) <= 100
+
+
+def test_runs_fit_a_narrow_terminal(rlhf: Rlhf, known: RunFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = rlhf("runs").out.splitlines()
+    assert len(lines) == 3
+    assert known.run_id in lines[2]
+    assert max(map(len, lines)) <= 80
+
+
+def test_an_answer_that_is_too_wide_is_told_line_by_line(
+    rlhf: Rlhf, known: RunFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    question = "SELECT run_id, state, owner, run_id AS the_same FROM runs"
+    assert rlhf("sql", question).out.splitlines() == [
+        f"run_id    {known.run_id}",
+        "state     completed",
+        "owner     anna",
+        f"the_same  {known.run_id}",
+    ]
+    monkeypatch.setenv("COLUMNS", "100")
+    assert "┃" in rlhf("sql", question).out
+
+
+def test_who_drove_a_run_and_what_became_of_its_model(rlhf: Rlhf, known: RunFiles) -> None:
+    assert rlhf("show", "--json").json()["promotion"] == {}
+    assert "Promotion" not in rlhf("show").out
+    for process, page in ((1, "http://prefect/1"), (2, "")):
+        controller = f"anna, login-1, process {process}"
+        known.journal(ControllerStarted(controller=controller, flow_run_url=page), 60 + process)
+    known.journal(PromotionMoved(state=PromotionState.WAITING, checkpoint_step=10), 70)
+    known.journal(PromotionMoved(state=PromotionState.APPROVED, checkpoint_step=10, by="bert", reason="it sorts"), 80)
+    text = rlhf("show").out
+    assert "Driven by: anna, login-1, process 2, after 1 other\n" in text
+    assert "In Prefect: http://prefect/1\n" in text
+    assert "Promotion: approved, checkpoint of step 10, by bert (it sorts)\n" in text
+    shown = rlhf("show", "--json").json()
+    assert [one["controller"][-1] for one in shown["controllers"]] == ["1", "2"]
+    assert (shown["promotion"]["state"], shown["promotion"]["decided_by"]) == ("approved", "bert")
 
 
 def test_trials_are_listed_when_asked_for(rlhf: Rlhf, runs: Path, known: RunFiles) -> None:
@@ -130,8 +171,8 @@ def test_show_for_people(rlhf: Rlhf, known: RunFiles) -> None:
         "+0.180",
         "checkpoints/step-000010",
         "train/loss",
-        "Productive training: 20.0 s (38% of the time outside of queues).",
-        "Lost to node lost: 14.0 s in 1 incident.",
+        "Productive training: 20 s (38% of the time outside of queues).",
+        "Lost to node lost: 14 s in 1 incident.",
     ):
         assert expected in text, expected
     assert "batch.divides_ranks" not in text, "a check that passed is no finding"

@@ -64,9 +64,10 @@ def test_the_page_is_followed(cluster: Cluster, tmp_path: Path) -> None:
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
     }
     script = "\n".join(commands())
-    for written, here in (("/var/lib/rlhf", str(home)), ("/shared/rlhf/runs", str(runs))):
+    places = {"/var/lib/rlhf": home, "/shared/rlhf/runs": runs, "/opt/rlhf-flows": PAGE.parents[1]}
+    for written, here in places.items():
         assert written in script, "the page says something else now"
-        script = script.replace(written, here)
+        script = script.replace(written, str(here))
     script = script.replace("[prefect]\n", f"[prefect]\nport = {free_port()}\n")
     try:
         done = subprocess.run(

@@ -13,7 +13,7 @@ from uuid import UUID
 
 import pytest
 
-from flows.deployments import (
+from flows.asking.deployments import (
     PRIORITIES,
     RESUME_DEPLOYMENT,
     SCHEDULE,

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from flows.form import Form, overrides_of, prefilled, read_form, settings_text
-from flows.kept import keep, kept_with
+from flows.asking.form import Form, overrides_of, prefilled, read_form, settings_text
+from flows.asking.kept import keep, kept_with
 from flows.run import rlhf_run
 from flows.session import FlowRun, new_run
 from rlhf_core import config

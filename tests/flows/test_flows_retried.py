@@ -12,7 +12,7 @@ from desk import Desk
 from kill_points import Killed, Points
 
 from flows import run as flow_module
-from flows.form import read_form
+from flows.asking.form import read_form
 from flows.run import _begun
 from flows.session import FlowRun, opened
 from flows.stages import drive

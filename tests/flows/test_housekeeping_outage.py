@@ -9,8 +9,8 @@ from history_tools import postgres
 from sqlalchemy import text
 from sqlalchemy.engine import make_url
 
-from flows.keeper import Ingester
-from flows.reconciler import Reconciler
+from flows.keeping.keeper import Ingester
+from flows.keeping.reconciler import Reconciler
 from rlhf_core.config import load_site
 from rlhf_core.errors import HistoryError
 from rlhf_core.history import queries
@@ -41,7 +41,7 @@ def test_a_lost_database_is_lived_through(
     database: tuple[str, Callable[[bool], None]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, allow = database
-    monkeypatch.setattr("flows.reconciler.get_scheduler", lambda name: FakeScheduler())
+    monkeypatch.setattr("flows.keeping.reconciler.get_scheduler", lambda name: FakeScheduler())
     site = load_site({"RLHF_HOME": str(tmp_path / "site"), "RLHF_DATABASE_URL": url})
     run_dir = make_run(site.runs_dir)
     said: list[str] = []

@@ -11,9 +11,9 @@ from prefect.states import Cancelling, Crashed
 from slurm_cluster import WHY_NOT, Cluster, missing_programs
 from zombies import ROOT, Services, go, starts, state_of, wait_for
 
-from flows import adopting, housekeeping
-from flows.flow_runs import ADOPTED_TAG
-from flows.reconciler import Deed, Reconciler
+from flows.keeping import adopting, housekeeping
+from flows.keeping.flow_runs import ADOPTED_TAG
+from flows.keeping.reconciler import Deed, Reconciler
 from flows.run import rlhf_run
 from rlhf_core.diagnosis import reconcile
 from rlhf_core.diagnosis.reconcile import ActionKind

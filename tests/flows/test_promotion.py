@@ -16,8 +16,9 @@ from control_fakes import FakeAgent, make_spec
 from desk import Desk
 from kill_points import Killed, Points
 
-from flows import answering, promotion, stages
-from flows.answering import answer_promotion
+from flows import stages
+from flows.promoting import answering, promotion
+from flows.promoting.answering import answer_promotion
 from flows.session import Session
 from flows.stages import drive
 from rlhf_core.errors import BadInput, IllegalMove, PromotionFailed

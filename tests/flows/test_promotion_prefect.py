@@ -19,8 +19,8 @@ from prefect.states import Running
 from real_server import RealServer, browser
 from test_promotion import answers, completes, standing, states
 
-from flows import approval
 from flows.limits import LIMIT
+from flows.promoting import approval
 from flows.run import run_in_prefect
 from flows.session import Session
 from rlhf_core.launch.journal import read_record

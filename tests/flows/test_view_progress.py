@@ -5,7 +5,7 @@ from desk import Desk
 from view_tools import look
 
 from flows.stages import drive
-from flows.view.progress import Seen, describe, duration, furthest_step
+from flows.view.progress import Seen, describe, furthest_step
 from flows.view.story import read_story
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.failures import FailureKind
@@ -94,12 +94,3 @@ def test_before_anything_is_known_there_is_no_figure(desk: Desk) -> None:
     run_dir = make_run(desk.site.runs_dir)
     assert Seen(make_spec()).percent == 0.0
     assert describe(Seen(make_spec()), read_story(run_dir)) == "**pending**"
-
-
-def test_seconds_as_people_say_them() -> None:
-    assert [duration(seconds) for seconds in (0.25, 59.7, 61, 3725)] == [
-        "0.2 s",
-        "1 min 00 s",
-        "1 min 01 s",
-        "1 h 02 min",
-    ]

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 from control_fakes import make_run
 
-from flows.server import answers
+from flows.site.server import answers
 from rlhf_core.config import Site, load_site
 from rlhf_core.launch.journal import Journal, read_record
 from rlhf_core.run_dir import RunDir
@@ -107,7 +107,7 @@ class Services:
             "worker": ["-m", "prefect", "worker", "start", "--pool", "rlhf", "--type", "process"],
             "keeper": [
                 "-c",
-                "import threading; from flows.keeper import keep; from rlhf_core.config import load_site; "
+                "import threading; from flows.keeping.keeper import keep; from rlhf_core.config import load_site; "
                 "keep(load_site(), threading.Event())",
             ],
         }

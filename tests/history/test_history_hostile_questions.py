@@ -1,7 +1,5 @@
 """Questions that want to do harm: what is refused, on real databases, and by whom."""
 
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +11,6 @@ from rlhf_core.errors import BadInput
 from rlhf_core.history import database, migrate, queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.watchdog.ingest import sync
-
-READER_SQL = Path(__file__).parents[2] / "infra" / "postgres_reader.sql"
 
 PARSER = "refused: .*syntax error"
 """Refused before anything is done: a cursor is declared for queries only."""
@@ -53,10 +49,7 @@ def database_of_an_owner() -> Iterator[str]:
         admin.execute("GRANT ALL ON SCHEMA public TO hostile_owner")
     theirs = url.replace("//rlhf@", "//hostile_owner@")
     migrate.upgrade(database.parse_url(theirs))
-    programs = sorted(Path("/usr/lib/postgresql").glob("*/bin/psql"))
-    psql = str(programs[-1]) if programs else shutil.which("psql")
-    assert psql is not None
-    subprocess.run([psql, "-q", "-d", url, "-v", "owner=hostile_owner", "-f", str(READER_SQL)], check=True)
+    postgres().make_reader(url, "hostile_owner")
     yield theirs
     with psycopg.connect(url, autocommit=True) as admin:
         admin.execute("REASSIGN OWNED BY hostile_owner TO rlhf")

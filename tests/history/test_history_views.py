@@ -4,7 +4,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from history_tools import T0, RunFiles, at, dump, whole_run
+from history_tools import T0, RunFiles, at, dump, new_sqlite, whole_run
 
 from rlhf_core.errors import DatabaseUnavailable
 from rlhf_core.history import metric_rows, queries, write
@@ -209,6 +209,18 @@ def test_a_step_written_twice_keeps_its_first_value(store: HistoryStore, runs: P
 
 
 def test_what_the_database_refuses_is_said_in_words_also_past_sqlalchemy(store: HistoryStore) -> None:
-    rows = [("nobody", 1, 1, 1, 0, 0.5, None, "2026-03-01 12:00:00" if "sqlite" in str(store.url) else T0)]
-    with pytest.raises(DatabaseUnavailable, match=r"(?i)foreign key"), store.writing() as connection:
+    time = "2026-03-01 12:00:00.000000" if "sqlite" in str(store.url) else T0
+    rows: list[metric_rows.MetricRow] = [("run", 1, 1, 1, 0, None, None, time)]
+    with pytest.raises(DatabaseUnavailable, match=r"(?i)check constraint"), store.writing() as connection:
         metric_rows.insert(connection, rows)
+
+
+def test_without_the_trigger_the_metrics_of_a_removed_run_would_stay(tmp_path: Path, runs: Path) -> None:
+    """Negative control of ``test_removing_a_run_removes_all_of_it``: the table has no foreign keys."""
+    run = whole_run(runs)
+    with HistoryStore(new_sqlite(tmp_path)) as store:
+        sync(run.dir, store)
+        with store.writing() as connection:
+            connection.exec_driver_sql("DROP TRIGGER metrics_follow_runs")
+        store.remove_run(run.run_id)
+        assert dump(store)["metrics"]

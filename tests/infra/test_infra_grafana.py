@@ -44,12 +44,9 @@ def expanded(sql: str, values: dict[str, list[str]]) -> str:
 @pytest.fixture(scope="module")
 def url() -> str:
     """A history with a run, and the role that reads it."""
-    import psycopg
-
     url = postgres().migrated_database()
-    with psycopg.connect(url) as connection:
-        connection.execute((GRAFANA / "reader.sql").read_text(encoding="utf-8"))
-        connection.execute((GRAFANA / "reader.sql").read_text(encoding="utf-8"))  # may be run again
+    for _ in range(2):  # it may be run again
+        postgres().make_reader(url, "rlhf")
     return url
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from flows.processes import SERVICES
+from flows.site.processes import SERVICES
 from rlhf_core.config import load_site
 
 INFRA = Path(__file__).parents[2] / "infra"

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from flows import processes, server, services
-from flows.processes import ServiceFiles, ServiceRecord, ServiceState, end, holding, look
+from flows.site import processes, server, services
+from flows.site.processes import ServiceFiles, ServiceRecord, ServiceState, end, holding, look
 from rlhf_core.config import Site, load_site
 from rlhf_core.errors import BadInput
 from rlhf_core.run_dir import read_model, write_model
@@ -281,7 +281,7 @@ def test_the_worker_forgives_an_outage_of_the_server_and_nothing_else() -> None:
 
     import httpx
 
-    from flows import serving
+    from flows.site import serving
 
     def answer(status: int) -> httpx.HTTPStatusError:
         request = httpx.Request("GET", "http://server/api")
@@ -336,7 +336,7 @@ def test_the_beat_is_read_whole(tmp_path: Path) -> None:
 def test_only_retries_of_a_busy_sqlite_are_left_out_of_the_log() -> None:
     import logging
 
-    from flows.server_app import is_news
+    from flows.site.server_app import is_news
 
     def line(error: Exception | None) -> logging.LogRecord:
         info = (type(error), error, None) if error else None

@@ -8,19 +8,24 @@ evaluation (text) = greedy: which evaluation
 name (text) = '': only runs of this name
 limit (number) = 10: at most so many
 */
-WITH scores AS (
-    SELECT e.run_id, e.checkpoint_step AS step, e.value, e.ci_low, e.ci_high, e.metric, e.when_made AS measured
-    FROM evaluations e
+WITH present AS (
+    SELECT c.run_id, c.step, c.path
+    FROM checkpoints c
+    JOIN runs r ON r.run_id = c.run_id
+    WHERE c.removed_at IS NULL AND (CAST(:name AS text) = '' OR r.name = :name)
+),
+scores AS (
+    SELECT p.run_id, p.step, p.path, e.value, e.ci_low, e.ci_high, e.metric, e.when_made AS measured
+    FROM present p
+    JOIN evaluations e ON e.run_id = p.run_id AND e.checkpoint_step = p.step
     WHERE e.name = :evaluation AND e.value IS NOT NULL
     UNION ALL
-    SELECT v.run_id, v.step, v.value, NULL, NULL, '', 'in training'
-    FROM run_curve v
+    SELECT p.run_id, p.step, p.path, v.value, NULL, NULL, '', 'in training'
+    FROM present p
+    JOIN run_curve v ON v.run_id = p.run_id AND v.step = p.step
     WHERE v.key = 'eval/' || CAST(:evaluation AS text) AND v.value IS NOT NULL
 )
-SELECT s.run_id, s.step, c.path, s.value, s.ci_low, s.ci_high, s.metric, s.measured
+SELECT s.run_id, s.step, s.path, s.value, s.ci_low, s.ci_high, s.metric, s.measured
 FROM scores s
-JOIN checkpoints c ON c.run_id = s.run_id AND c.step = s.step AND c.removed_at IS NULL
-JOIN runs r ON r.run_id = s.run_id
-WHERE CAST(:name AS text) = '' OR r.name = :name
 ORDER BY s.value DESC, s.run_id, s.step, s.measured
 LIMIT :limit

@@ -7,8 +7,8 @@ lost_s: from the last good step to the first new one, over all incidents, steps 
 days (number) = 30: how far back to look
 name (text) = '': only runs of this name
 */
-SELECT r.run_id, r.state, g.ettr, g.wall_s, g.queue_s, g.productive_s, g.repeated_s, g.lost_s
-FROM runs r
-JOIN run_goodput g ON g.run_id = r.run_id
-WHERE r.trial_of = '' AND r.created_at >= @days_ago(:days) AND (CAST(:name AS text) = '' OR r.name = :name)
-ORDER BY g.ettr IS NULL, g.ettr, r.run_id
+SELECT g.run_id, g.state, g.ettr, g.wall_s, g.queue_s, g.productive_s, g.repeated_s, g.lost_s
+FROM all_goodput g
+JOIN runs r ON r.run_id = g.run_id AND r.trial_of = ''
+WHERE g.created_at >= @days_ago(:days) AND (CAST(:name AS text) = '' OR g.name = :name)
+ORDER BY g.ettr IS NULL, g.ettr, g.run_id

@@ -2,7 +2,6 @@
 
 import heapq
 import importlib
-import json
 import re
 from collections.abc import Iterator, Mapping
 from datetime import datetime
@@ -39,22 +38,6 @@ def make_folder(out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BadInput(f"cannot make the folder {out}: {error.strerror}; choose another with --out") from None
-
-
-def flat(spec: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by their dotted names; lists stay whole."""
-    found: dict[str, Any] = {}
-    for name, value in spec.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{name}.")
-        else:
-            found[prefix + name] = value
-    return found
-
-
-def setting_text(value: Any) -> str:
-    """A setting as text: JSON, but for texts, which stay what they are."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def evaluation_points(shown: Mapping[str, Any]) -> list[CurvePoint]:

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core.history import queries
 from rlhf_core.history.exports import CurvePoint, curve_points
 from rlhf_core.history.store import HistoryStore
+from rlhf_core.reports.config_text import flat, setting_text
 from rlhf_core.reports.exports.common import (
     clean_name,
     evaluation_points,
-    flat,
     make_folder,
     require,
-    setting_text,
 )
 
 if TYPE_CHECKING:

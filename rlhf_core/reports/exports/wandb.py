@@ -50,7 +50,7 @@ def _write(store: HistoryStore, run_id: str, out: Path) -> Path:
         name=run_id,
         id=run_id,
         config=run["spec"],
-        tags=[*run["tags"], run["algorithm"], run["state"]],
+        tags=list(dict.fromkeys([*run["tags"], run["algorithm"], run["state"]])),
         notes=run["message"],
         dir=str(temporary),
         settings=settings,

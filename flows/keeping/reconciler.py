@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from flows import adopting, flow_runs
 from flows.cancelling import cancel_run
-from flows.promotion import is_due
-from flows.server import server_answers
+from flows.keeping import adopting, flow_runs
+from flows.promoting.promotion import is_due
+from flows.site.server import server_answers
 from flows.view.events import FlowRun, Happening, happenings, tell, unknown_to_the_server
 from flows.view.story import read_story
 from rlhf_core.config import Site

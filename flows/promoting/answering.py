@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from flows.promotion import approve_anew, carry_out, describe, refuse_anew
+from flows.promoting.promotion import approve_anew, carry_out, describe, refuse_anew
 from flows.session import Session, opened
 from rlhf_core.config import Site
 from rlhf_core.errors import BadInput, LeaseLost

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flows.processes import (
+from flows.site.processes import (
     OURS,
     SERVICES,
     STARTED_BY,
@@ -21,8 +21,8 @@ from flows.processes import (
     look,
     one_at_a_time,
 )
-from flows.server import STARTUP_TIMEOUT_S, answers, client_settings, configured_url, own_url, quiet_settings
-from flows.serving import FLOW_END_S, FLOW_RUNS, require_free_port, set_up
+from flows.site.server import STARTUP_TIMEOUT_S, answers, client_settings, configured_url, own_url, quiet_settings
+from flows.site.serving import FLOW_END_S, FLOW_RUNS, require_free_port, set_up
 from rlhf_core.config import Site
 from rlhf_core.errors import BadInput, PrefectUnavailable
 from rlhf_core.history import database, migrate, queries

@@ -22,11 +22,11 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL
 from pydantic import ValidationError
 
-from flows.form import BOUNDS, MAX_SEED, Form, overrides_of, prefilled, read_form, settings_text
-from flows.kept import keep
+from flows.asking.form import BOUNDS, MAX_SEED, Form, overrides_of, prefilled, read_form, settings_text
+from flows.asking.kept import keep
 from flows.run import DESCRIPTION, FLOW, rlhf_run
-from flows.server import server_answers
 from flows.session import FlowRun
+from flows.site.server import server_answers
 from rlhf_core import config as configs
 from rlhf_core.config import PRESETS, Site
 from rlhf_core.errors import BadInput, PrefectUnavailable

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from flows.processes import HOME_MARKER, ServiceState, look
+from flows.site.processes import HOME_MARKER, ServiceState, look
 from rlhf_core.config import Site
 from rlhf_core.errors import BadInput, PrefectUnavailable
 

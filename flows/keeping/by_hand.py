@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from flows.keeper import TTL_S, has_prefect, lease_name
-from flows.reconciler import Deed, Reconciler
+from flows.keeping.keeper import TTL_S, has_prefect, lease_name
+from flows.keeping.reconciler import Deed, Reconciler
 from rlhf_core.config import Site
 from rlhf_core.diagnosis.reconcile import Action
 from rlhf_core.errors import LeaseLost

@@ -1,4 +1,4 @@
-"""``python -m flows.adopting RUN``: a controller for a run that has lost its own, without Prefect.
+"""``python -m flows.keeping.adopting RUN``: a controller for a run that has lost its own, without Prefect.
 
 The keeper starts it, as a process of its own, where Prefect cannot be asked to. It is the same controller as any: the
 lease lets one drive the run, and a second one ends at once. Nobody asked for it, so that budgets of retries, back-offs
@@ -21,7 +21,7 @@ def start(run_id: str, site: Site) -> "subprocess.Popen[bytes]":
     logs.mkdir(parents=True, exist_ok=True)
     with (logs / f"adopted-{run_id}.log").open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "flows.adopting", run_id],
+            [sys.executable, "-m", "flows.keeping.adopting", run_id],
             env={**os.environ, **_site_variables(site)},
             stdin=subprocess.DEVNULL,
             stdout=log,

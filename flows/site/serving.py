@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from flows.processes import BEAT_S, ServiceFiles, end_all, holding, is_flow_process
-from flows.server import answers, own_url, server_settings, service_settings, ui_url, worker_settings
+from flows.site.processes import BEAT_S, ServiceFiles, end_all, holding, is_flow_process
+from flows.site.server import answers, own_url, server_settings, service_settings, ui_url, worker_settings
 from rlhf_core.config import Site
 from rlhf_core.errors import BadInput
 
@@ -99,7 +99,7 @@ def _serve_server(site: Site, beat: Beat) -> None:
     require_free_port(site)
     threading.Thread(target=_beat_while_answering, args=(own_url(site), beat), daemon=True).start()
     uvicorn.run(
-        "flows.server_app:create_app",
+        "flows.site.server_app:create_app",
         factory=True,
         host=site.prefect.host,
         port=site.prefect.port,
@@ -214,7 +214,7 @@ def _say(text: str) -> None:
 
 
 def _serve_keeper(site: Site, beat: Beat) -> None:
-    from flows.keeper import keep
+    from flows.keeping.keeper import keep
 
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -237,9 +237,11 @@ def _beat_until(stop: threading.Event, beat: Beat) -> None:
 def set_up(site: Site) -> None:
     """Give the site's server what it needs to have: idempotent, and changed settings are applied.
 
-    The process must be connected to the server (:func:`flows.server.connect`) before Prefect is imported.
+    The process must be connected to the server (:func:`flows.site.server.connect`) before Prefect is imported.
     """
-    from flows import deployments, housekeeping, notify
+    from flows.asking import deployments
+    from flows.keeping import housekeeping
+    from flows.site import notify
 
     _set_up_pool(site)
     deployments.register_presets(site)

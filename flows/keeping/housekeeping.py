@@ -21,8 +21,8 @@ from prefect.flow_engine import run_flow
 from prefect.states import Cancelled, Completed, Pending
 from prefect.utilities.callables import parameter_schema
 
-from flows.reconciler import QUIET, Deed, Reconciler
-from flows.server import server_answers
+from flows.keeping.reconciler import QUIET, Deed, Reconciler
+from flows.site.server import server_answers
 from rlhf_core.config import Site
 from rlhf_core.diagnosis.reconcile import Action
 from rlhf_core.errors import BadInput

@@ -13,6 +13,7 @@ from typing import Any
 
 from prefect.server.api import collections
 from prefect.server.api.server import create_app as prefect_app
+from prefect.server.database.orm_models import Base
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -60,7 +61,25 @@ def create_app() -> Guarded:
     """What uvicorn serves."""
     collections.get_collection_view = shipped_view
     logging.getLogger("docket.dependencies").addFilter(is_news)
+    let_schedules_be_inserted()
     return Guarded(prefect_app())
+
+
+def let_schedules_be_inserted() -> None:
+    """Let SQLAlchemy 2.1 insert what Prefect 3.7 hands it for a schedule; else no schedule ever starts a run.
+
+    Prefect's scheduler inserts rows that carry computed attributes beside the columns (the state of a flow run, the
+    data of a state). Before 2.1 those were left out; 2.1 refuses the whole insert unless it is told what to do with them.
+    """
+    attribute: Any
+    for mapper in Base.registry.mappers:
+        for attribute in mapper.all_orm_descriptors:
+            if getattr(attribute, "bulk_dml_setter", True) is None:
+                attribute.bulk_dml_setter = left_out
+
+
+def left_out(model: type[Any], row: MutableMapping[str, Any], value: object) -> None:
+    """What becomes of a computed attribute in an insert of many rows: nothing, since it has no column."""
 
 
 def is_news(record: logging.LogRecord) -> bool:

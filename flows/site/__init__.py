@@ -1,0 +1,1 @@
+"""The services of a site on one machine: server, worker, keeper; and what the server has to know."""

@@ -1,0 +1,24 @@
+-- Makes the role that reads the history and can do nothing else: `rlhf sql` asks its questions as it, Grafana and people's
+-- own tools log in as it. Run it as a superuser, in the database of the history, after `rlhf db upgrade`; it may be run
+-- again. OWNER is the user of RLHF_DATABASE_URL, who owns the tables and should be no superuser himself:
+--
+--     psql -d DATABASE -v owner=OWNER -f infra/reader.sql
+--     psql -d DATABASE -c '\password rlhf_reader'          for Grafana: a role without a password cannot log in
+
+\set ON_ERROR_STOP on
+
+SELECT 'CREATE ROLE rlhf_reader LOGIN' WHERE NOT EXISTS (SELECT 1 FROM pg_roles WHERE rolname = 'rlhf_reader') \gexec
+
+-- A question that a dashboard asks every minute must not run for an hour.
+ALTER ROLE rlhf_reader SET default_transaction_read_only = on;
+ALTER ROLE rlhf_reader SET statement_timeout = '30s';
+
+GRANT USAGE ON SCHEMA public TO rlhf_reader;
+GRANT SELECT ON ALL TABLES IN SCHEMA public TO rlhf_reader;
+-- What later migrations add is then readable too.
+ALTER DEFAULT PRIVILEGES FOR ROLE :"owner" IN SCHEMA public GRANT SELECT ON TABLES TO rlhf_reader;
+GRANT rlhf_reader TO :"owner";
+
+-- With this function a question could give itself the owner's rights back. The owner's own programs (pg_dump) need it.
+REVOKE EXECUTE ON FUNCTION pg_catalog.set_config(text, text, boolean) FROM PUBLIC;
+GRANT EXECUTE ON FUNCTION pg_catalog.set_config(text, text, boolean) TO :"owner";
