@@ -82,7 +82,7 @@ class Floor:
 
     def rlhf(self, *arguments: str, code: int = 0, **more: str) -> "subprocess.CompletedProcess[str]":
         process = self.start(*arguments, **more)
-        output, errors = process.communicate(timeout=100)
+        output, errors = process.communicate(timeout=240)
         assert process.returncode == code, f"{output}\n{errors}\n{self.logs()}"
         return subprocess.CompletedProcess(arguments, process.returncode, output, errors)
 

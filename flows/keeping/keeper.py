@@ -56,13 +56,21 @@ def keep(site: Site, stop: threading.Event) -> None:
     Raises:
         SchemaOutOfDate, UnsafeDatabase, BadConfig: a person must mend something first.
     """
-    logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
-    log.setLevel(logging.INFO)
+    _log_to_the_terminal()
     with _history(site, stop) as store:
         while store is not None and not stop.is_set():
             lease = _lease(site, store, stop)
             if lease is not None:
                 _act(site, store, lease, stop)
+
+
+def _log_to_the_terminal() -> None:
+    """A handler of its own: those of the root belong to Prefect, which may have been told to be quiet."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
 
 
 @contextlib.contextmanager

@@ -69,7 +69,8 @@ def let_schedules_be_inserted() -> None:
     """Let SQLAlchemy 2.1 insert what Prefect 3.7 hands it for a schedule; else no schedule ever starts a run.
 
     Prefect's scheduler inserts rows that carry computed attributes beside the columns (the state of a flow run, the
-    data of a state). Before 2.1 those were left out; 2.1 refuses the whole insert unless told what becomes of them.
+    data of a state). Before 2.1 those were left out; 2.1 refuses the whole insert unless it is told what to do with
+    them.
     """
     attribute: Any
     for mapper in Base.registry.mappers:

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,10 +77,11 @@ def up(site: Site, names: Sequence[str] = (), say: Say = lambda text: None) -> l
         BadInput: the port is taken, or a service runs on another machine.
         PrefectUnavailable: a service did not become ready; the message has the end of its log.
     """
+    environment = dict(os.environ)  # as it is now: what keeps this command's terminal quiet would keep their logs empty
     with one_at_a_time(site.home):
         done = []
         for name in wanted_services(site, names):
-            done.append(_ensure(site, name, say))
+            done.append(_ensure(site, name, environment, say))
             if name == "server":
                 quiet_settings(site.home)
                 os.environ.update(client_settings(site, own_url(site)))
@@ -130,7 +131,7 @@ def active_runs(site: Site) -> list[str]:
 # One service
 
 
-def _ensure(site: Site, name: str, say: Say) -> Started:
+def _ensure(site: Site, name: str, environment: Mapping[str, str], say: Say) -> Started:
     found = look(site.home, name)
     if found.state is ServiceState.ELSEWHERE:
         _require_ours(found)
@@ -147,10 +148,10 @@ def _ensure(site: Site, name: str, say: Say) -> Started:
         assert found.record is not None
         end(found.record, END_PATIENCE_S[name])
     say(f"starting the {name}")
-    return Started(name, _start(site, name), "replaced" if replaced else "started")
+    return Started(name, _start(site, name, environment), "replaced" if replaced else "started")
 
 
-def _start(site: Site, name: str) -> int:
+def _start(site: Site, name: str, environment: Mapping[str, str]) -> int:
     if name == "server":
         require_free_port(site)
     files = ServiceFiles(site.home, name)
@@ -160,7 +161,7 @@ def _start(site: Site, name: str) -> int:
     with files.log.open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "rlhf_core.cli.main", "serve", name],
-            env={**os.environ, "RLHF_HOME": str(site.home), STARTED_BY: OURS},
+            env={**environment, "RLHF_HOME": str(site.home), STARTED_BY: OURS},
             cwd=site.home,
             stdin=subprocess.DEVNULL,
             stdout=log,

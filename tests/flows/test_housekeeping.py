@@ -3,12 +3,13 @@
 import dataclasses
 import os
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
 import psutil
 import pytest
-from control_fakes import FakeAgent, FakeJob, make_run
+from control_fakes import FakeAgent, FakeJob, make_run, make_spec
 from desk import Desk
 
 from flows.keeping import adopting, keeper
@@ -22,7 +23,7 @@ from rlhf_core.history import queries
 from rlhf_core.launch.journal import Journal, read_record
 from rlhf_core.launch.lease import Owner
 from rlhf_core.run_dir import RunDir, write_model
-from rlhf_core.schemas.attempts import RunState
+from rlhf_core.schemas.attempts import RunState, StageName
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.resources import Role, Submission
@@ -130,6 +131,30 @@ def test_a_run_with_a_living_controller_is_left_alone(desk: Desk, reconciler: Re
     desk.store.acquire_lease(run_dir.run_id, str(Owner.this_process()), -500, takeover=lambda owner: True)
     assert one_round(reconciler) == []
     assert started == []
+
+
+def test_a_completed_run_that_lost_its_controller_before_anybody_was_asked_is_adopted(
+    desk: Desk, reconciler: Reconciler, started: list[str]
+) -> None:
+    """Its promotion is not in the history yet: only its spec says that somebody is to be asked."""
+    run_dir = desk.run(make_spec(promote={"when": "approved"}))
+    desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
+
+    def call(title: str, name: str, work: Callable[[], None]) -> None:
+        if name == StageName.PROMOTE:
+            raise Killed
+        work()
+
+    with pytest.raises(Killed):
+        drive(desk.controller(run_dir), call)
+    desk._stack.close()
+    desk.store.acquire_lease(run_dir.run_id, DEAD, 60)
+    assert read_record(run_dir).promotion is None
+    one_round(reconciler)
+    assert started == [run_dir.run_id]
+    completed(desk)
+    one_round(reconciler)
+    assert started == [run_dir.run_id] * 2, "one of which nobody is asked gets none"
 
 
 def test_an_adopted_run_goes_on_with_its_job_and_ends(desk: Desk, reconciler: Reconciler) -> None:

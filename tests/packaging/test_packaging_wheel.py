@@ -1,18 +1,26 @@
 """The product is the wheel, not the checkout: built, installed elsewhere, and used from there."""
 
+import json
 import os
 import subprocess
 import sys
 import sysconfig
 import venv
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from shop_floor import Floor, free_port, until
 
 from rlhf_core.training.prebuild import extensions_dir
 
 ROOT = Path(__file__).parents[2]
+UNITS = sorted((ROOT / "infra" / "systemd").glob("rlhf-*.service"))
+TINY = (
+    "train.num_steps=2", "sft.num_steps=2", "grpo.prompts_per_step=4", "grpo.samples_per_prompt=2",
+    "evaluate.num_prompts=8", "resources.ranks_per_node=1",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -32,15 +40,29 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An environment that has our wheel, and the libraries of this one; not the checkout."""
     home = tmp_path_factory.mktemp("installed")
-    venv.create(home / "venv", with_pip=False)
+    make_environment(home / "venv", wheel)
+    return home
+
+
+@pytest.fixture(scope="session")
+def control(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same without torch, as a control plane is installed."""
+    home = tmp_path_factory.mktemp("control")
+    site = make_environment(home / "venv", wheel)
+    (site / "torch.py").write_text("raise ModuleNotFoundError('the control plane has no torch', name='torch')\n")
+    return home
+
+
+def make_environment(folder: Path, wheel: Path) -> Path:
+    """Returns its folder of libraries."""
+    venv.create(folder, with_pip=False)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    site = home / "venv" / "lib" / version / "site-packages"
+    site = folder / "lib" / version / "site-packages"
     # A path file adds the libraries; the path files inside that folder (our editable install) are not read from there.
     (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    subprocess.run(
-        [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(wheel)], check=True
-    )
-    return home
+    install = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "-q", "--no-deps"]
+    subprocess.run([*install, "--force-reinstall", str(wheel)], check=True)
+    return site
 
 
 def test_the_wheel_carries_flows_core_migrations_and_presets(wheel: Path) -> None:
@@ -100,11 +122,67 @@ def test_the_code_that_runs_is_the_wheels(installed: Path) -> None:
 @pytest.mark.training
 @pytest.mark.end_to_end
 def test_a_run_from_the_wheel_outside_the_repository(installed: Path) -> None:
-    small = (
-        "train.num_steps=2", "sft.num_steps=2", "grpo.prompts_per_step=4", "grpo.samples_per_prompt=2",
-        "evaluate.num_prompts=8", "resources.ranks_per_node=1",
-    )  # fmt: skip
-    overrides = [word for override in small for word in ("--set", override)]
+    overrides = [word for override in TINY for word in ("--set", override)]
     rlhf(installed, "run", "quickstart", "--no-prefect", *overrides)
     assert '"completed"' in rlhf(installed, "runs", "--json")
     assert "report.html" in rlhf(installed, "report", "last")
+
+
+class Installed(Floor):
+    """A site whose `rlhf` is the script of an environment, found as a unit of systemd finds it."""
+
+    def start(self, *arguments: str, **more: str) -> "subprocess.Popen[str]":
+        return self.run_line(f"/usr/bin/env rlhf {' '.join(arguments)}", **more)
+
+    def run_line(self, line: str, **more: str) -> "subprocess.Popen[str]":
+        """A command as it stands after ExecStart=."""
+        environment = {**self.environment(**more), "COLUMNS": "120"}
+        del environment["PYTHONPATH"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(line.split(), env=environment, cwd=self.home, **pipes)  # type: ignore[call-overload, no-any-return]
+
+
+@pytest.fixture
+def floor(control: Path, installed: Path, tmp_path: Path) -> Iterator[Installed]:
+    floor = Installed(tmp_path / "home", free_port(), settings="reconcile_s = 1.0\ningest_s = 0.5")
+    floor.variables = {
+        "PATH": os.pathsep.join([str(control / "venv" / "bin"), sysconfig.get_path("scripts"), "/usr/bin", "/bin"]),
+        "RLHF_COMPUTE_PYTHON": str(installed / "venv" / "bin" / "python"),
+        "TORCH_EXTENSIONS_DIR": str(extensions_dir()),
+    }
+    floor.write_settings()
+    yield floor
+    for process in floor.processes():
+        process.kill()
+
+
+@pytest.mark.training
+@pytest.mark.end_to_end
+def test_a_site_from_the_wheel_whose_control_plane_has_no_torch(floor: Installed, control: Path) -> None:
+    floor.rlhf("up")
+    words = [word for override in TINY for word in ("--set", override)]
+    asked = json.loads(floor.rlhf("submit", "quickstart", *words, "--json").stdout)
+    until(lambda: floor.state_of(asked["flow_run_id"]) in ("Completed", "Failed", "Crashed"), 150)
+    shown = json.loads(floor.rlhf("show", asked["run_id"], "--json").stdout)
+    assert shown["run"]["state"] == "completed", f"{shown}\n{floor.logs()}"
+    assert {one["name"] for one in shown["evaluations"]}
+    services = [one for one in floor.processes() if "serve" in one.cmdline()]
+    assert {one.exe() for one in services} == {str((control / "venv" / "bin" / "python").resolve())}
+    assert all(str(control) in one.cmdline()[0] for one in services), "of this environment, not of the checkout"
+    floor.rlhf("down")
+    assert floor.processes() == []
+
+
+@pytest.mark.end_to_end
+def test_the_units_of_systemd_find_the_installed_command(floor: Installed) -> None:
+    lines = [line.partition("=")[2] for unit in UNITS for line in unit.read_text().splitlines() if "ExecStart=" in line]
+    assert len(lines) == 3
+    services = [floor.run_line(line, RLHF_STARTED_BY="systemd") for line in lines]  # in whatever order
+    until(lambda: {one["state"] for one in floor.status().values()} == {"running"}, 150)
+    assert {one["started_by"] for one in floor.status().values()} == {"systemd"}
+    for one in services:
+        one.terminate()
+    for one in services:
+        one.communicate(timeout=60)
+    assert [one.returncode for one in services] == [0, 0, 0]
+    assert floor.processes() == []

@@ -1,6 +1,5 @@
 """The services of a site, really: two at once, killed, stopped, asked without a password, looked at in a browser."""
 
-import importlib.util
 import os
 import shutil
 import signal
@@ -17,9 +16,7 @@ import psutil
 import pytest
 from shop_floor import Floor, free_port, until
 
-HAS_KEEPER = importlib.util.find_spec("flows.keeping.keeper") is not None
-SERVICES = ("server", "worker", "keeper") if HAS_KEEPER else ("server", "worker")
-UP = ("up",) if HAS_KEEPER else ("up", *SERVICES)
+from flows.site.processes import SERVICES
 
 pytestmark = pytest.mark.end_to_end
 
@@ -30,7 +27,7 @@ def floor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Floor]:
     floor = Floor(tmp_path_factory.mktemp("site"), free_port(), host="0.0.0.0")
     floor.write_settings()
     try:
-        both = [floor.start(*UP) for _ in range(2)]
+        both = [floor.start("up") for _ in range(2)]
         said = [process.communicate(timeout=150) for process in both]
         assert [process.returncode for process in both] == [0, 0], f"{said}\n{floor.logs()}"
         floor.auth = (floor.home / "prefect" / "auth").read_text().strip()
@@ -55,7 +52,7 @@ def test_up_again_changes_nothing_but_the_settings_that_changed(floor: Floor) ->
     before = floor.pids()
     floor.max_runs = 7
     floor.write_settings()
-    floor.rlhf(*UP)
+    floor.rlhf("up")
     assert floor.pids() == before
     assert floor.ask("/work_pools/rlhf")[1]["concurrency_limit"] == 7
     queues = floor.ask("/work_pools/rlhf/queues/filter", {})[1]
@@ -195,7 +192,7 @@ def test_a_worker_that_is_ended_lets_its_flow_runs_let_go(floor: Floor, tmp_path
     assert (tmp_path / "a" / "let go").exists(), "its lease would be given back here"
     assert not (tmp_path / "a" / "done").exists()
     assert until(lambda: floor.state_of(run) == "Crashed"), "the server was told"
-    floor.rlhf(*UP)
+    floor.rlhf("up")
 
 
 def test_a_flow_run_outlives_a_killed_worker_and_down_ends_it(floor: Floor, tmp_path: Path) -> None:
@@ -207,7 +204,7 @@ def test_a_flow_run_outlives_a_killed_worker_and_down_ends_it(floor: Floor, tmp_
     assert floor.state_of(is_ended) == "Running"
     floor.rlhf("down", "worker")
     assert (tmp_path / "b" / "let go").exists()
-    floor.rlhf(*UP)
+    floor.rlhf("up")
 
 
 STATES = """
@@ -225,7 +222,7 @@ def test_an_outage_of_the_server_ends_neither_worker_nor_flow_runs(floor: Floor,
     os.kill(before["server"], signal.SIGKILL)
     (tmp_path / "a" / "go").touch()
     until(lambda: (tmp_path / "a" / "done").exists())
-    floor.rlhf(*UP)
+    floor.rlhf("up")
     assert {name: pid for name, pid in floor.pids().items() if name != "server"} == {
         name: pid for name, pid in before.items() if name != "server"
     }
@@ -266,7 +263,7 @@ def test_after_a_kill_of_everything_all_is_back_and_what_is_old_is_gone(floor: F
         database.execute("UPDATE flow_run SET end_time = ? WHERE id = ?", (long_ago, old))
     database.close()
     assert {one["state"] for one in floor.status().values()} == {"stopped"}
-    floor.rlhf(*UP)
+    floor.rlhf("up")
     assert set(floor.pids()) == set(SERVICES)
     assert set(floor.pids().values()).isdisjoint(before.values())
     assert until(lambda: floor.state_of(old) == "404"), "Prefect keeps what has ended for 30 days"

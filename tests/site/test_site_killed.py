@@ -1,6 +1,8 @@
 """A whole site that is ended, killed and cut off in the middle of runs: nothing is lost, nothing is done twice."""
 
+import subprocess
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 from shop_floor import Floor, free_port, until
@@ -8,6 +10,7 @@ from slurm_cluster import WHY_NOT, Cluster, missing_programs
 from whole_site import Site, events, go, stand_in, state_of
 
 from flows.site.processes import SERVICES
+from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import RunState
 
 pytestmark = [
@@ -23,7 +26,7 @@ ADOPTED = [("Crashed", False), ("Completed", True)]
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("site")
-    cluster = Cluster(tmp_path_factory.mktemp("slurm"), nodes=2, kill_wait_s=1)
+    cluster = Cluster(tmp_path_factory.mktemp("slurm"), nodes=4, kill_wait_s=1)
     cluster.up()
     floor = Floor(folder / "home", free_port(), settings="reconcile_s = 1.0\ningest_s = 0.5")
     floor.variables = {
@@ -43,7 +46,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 def test_ended_in_the_middle_of_training_and_started_again(site: Site) -> None:
-    run_dir = site.submit()
+    (run_dir,) = site.submit()
     said = site.floor.rlhf("down").stdout
     assert run_dir.run_id in said, "who ends a site is told what goes on"
     assert [len(site.queue(run_dir)), site.floor.status()["server"]["state"]] == [1, "stopped"]
@@ -51,10 +54,12 @@ def test_ended_in_the_middle_of_training_and_started_again(site: Site) -> None:
     until(lambda: site.flow_runs(run_dir) == [("Crashed", False), ("Running", True)])
     go(run_dir)
     site.agrees(run_dir, "completed", jobs=["1"], flow_runs=ADOPTED)
+    assert f"adopt {run_dir.run_id}" in site.log("keeper")
+    assert f"run {run_dir.run_id} completed" in site.log("flow-runs")
 
 
 def test_everything_is_killed_and_started_again(site: Site) -> None:
-    run_dir = site.submit()
+    (run_dir,) = site.submit()
     site.kill("keeper", "worker", "server")
     assert len(site.queue(run_dir)) == 1
     site.floor.rlhf("up")
@@ -64,7 +69,7 @@ def test_everything_is_killed_and_started_again(site: Site) -> None:
 
 
 def test_a_terminated_worker_and_a_killed_keeper_come_back_with_the_next_up(site: Site) -> None:
-    run_dir = site.submit()
+    (run_dir,) = site.submit()
     site.terminate("worker")
     site.kill("keeper")
     assert {name: one["state"] for name, one in site.floor.status().items()} == {
@@ -82,22 +87,31 @@ def test_a_terminated_worker_and_a_killed_keeper_come_back_with_the_next_up(site
     site.agrees(run_dir, "completed", jobs=["1"], flow_runs=ADOPTED)
 
 
-def test_two_controllers_for_one_run(site: Site) -> None:
-    """From a terminal, and as a second flow run: the first one keeps the run, whatever Prefect is told."""
-    run_dir = site.submit()
-    refused = site.floor.rlhf("resume", run_dir.run_id, "--no-prefect", code=1).stderr
-    assert "another controller" in refused
+@dataclass
+class Contested:
+    """A run that is driven, and two more controllers that would have it."""
+
+    run_dir: RunDir
+    terminal: "subprocess.Popen[str]"
+    flow_run_id: str
+
+
+@pytest.fixture(scope="module")
+def contested(site: Site) -> Iterator[Contested]:
+    """Begun early: who wants a run waits for a minute whether its lease runs out."""
+    (run_dir,) = site.submit()
+    terminal = site.floor.start("resume", run_dir.run_id, "--no-prefect")
     _, resume = site.floor.ask("/deployments/name/rlhf-run/resume")
     asked = {"parameters": {"run_id": run_dir.run_id}, "name": run_dir.run_id}
     _, second = site.floor.ask(f"/deployments/{resume['id']}/create_flow_run", asked)
-    until(lambda: site.floor.state_of(second["id"]) == "Failed", 150)
-    assert state_of(run_dir) is RunState.TRAINING
-    go(run_dir)
-    site.agrees(run_dir, "completed", jobs=["1"], flow_runs=[("Completed", False), ("Failed", False)])
+    yield Contested(run_dir, terminal, second["id"])
+    terminal.kill()
+    terminal.communicate()
 
 
+@pytest.mark.usefixtures("contested")
 def test_an_outage_of_the_server_with_cancellations_before_and_meanwhile(site: Site) -> None:
-    cancelled_before, cancelled_meanwhile, goes_on = [site.submit(f"seed={seed}") for seed in range(3)]
+    cancelled_before, cancelled_meanwhile, goes_on = site.submit(3)
     wanted = {"flow_runs": {"name": {"any_": [cancelled_before.run_id]}}}
     (flow_run,) = site.floor.ask("/flow_runs/filter", wanted)[1]
     asked = {"state": {"type": "CANCELLING", "name": "Cancelling"}, "force": False}
@@ -115,6 +129,18 @@ def test_an_outage_of_the_server_with_cancellations_before_and_meanwhile(site: S
     until(lambda: events(site, goes_on)[-1:] == ["rlhf.run.completed"])
     for run_dir in (cancelled_before, cancelled_meanwhile, goes_on):
         assert len(events(site, run_dir)) == len(set(events(site, run_dir))), "nothing is told twice"
+
+
+def test_of_several_controllers_the_first_one_keeps_the_run(site: Site, contested: Contested) -> None:
+    """The others come from a terminal, and as a second flow run."""
+    _, refused = contested.terminal.communicate(timeout=100)
+    assert contested.terminal.returncode == 1
+    assert "another controller" in refused
+    until(lambda: site.floor.state_of(contested.flow_run_id) == "Failed", 100)
+    assert state_of(contested.run_dir) is RunState.TRAINING
+    go(contested.run_dir)
+    flow_runs = [("Completed", False), ("Failed", False)]
+    site.agrees(contested.run_dir, "completed", jobs=["1"], flow_runs=flow_runs)
 
 
 def test_the_end_of_it(site: Site) -> None:

@@ -70,14 +70,17 @@ class Site:
     floor: Floor
     cluster: Cluster
 
-    def submit(self, *overrides: str) -> RunDir:
-        """Ask for a run in Prefect, and wait until it trains."""
-        words = [word for override in (*SMALL, *overrides) for word in ("--set", override)]
-        asked = json.loads(self.floor.rlhf("submit", "slurm-quickstart", *words, "--json").stdout)
-        run_dir = RunDir.of(self.floor.home / "runs", asked["run_id"])
-        until(lambda: state_of(run_dir) is RunState.TRAINING or read_record(run_dir).ended)
-        assert state_of(run_dir) is RunState.TRAINING, f"{read_record(run_dir)}\n{self.floor.logs()}"
-        return run_dir
+    def submit(self, num_runs: int = 1) -> list[RunDir]:
+        """Ask for runs in Prefect, all at once, and wait until they train."""
+        words = [word for override in SMALL for word in ("--set", override)]
+        asking = [self.floor.start("submit", "slurm-quickstart", *words, "--json") for _ in range(num_runs)]
+        answers = [process.communicate(timeout=100) for process in asking]
+        assert all(process.returncode == 0 for process in asking), f"{answers}\n{self.floor.logs()}"
+        found = [RunDir.of(self.floor.home / "runs", json.loads(answer)["run_id"]) for answer, _ in answers]
+        for run_dir in found:
+            until(lambda one=run_dir: state_of(one) is RunState.TRAINING or read_record(one).ended)
+            assert state_of(run_dir) is RunState.TRAINING, f"{read_record(run_dir)}\n{self.floor.logs()}"
+        return found
 
     def flow_runs(self, run_dir: RunDir) -> list[tuple[str, bool]]:
         """State of each flow run of a run, and whether the keeper asked for it; in their order."""
@@ -104,6 +107,10 @@ class Site:
         """Ids of the jobs of a run that are in the queue."""
         rows = [line.split() for line in self.cluster.command("squeue", "--noheader", "--format=%i %k").splitlines()]
         return [job_id for job_id, comment in rows if run_dir.run_id in comment]
+
+    def log(self, name: str) -> str:
+        """What a service has written for who looks after the site."""
+        return (self.floor.home / "logs" / f"{name}.log").read_text()
 
     def kill(self, *names: str) -> None:
         """SIGKILL services, and with the worker all flow runs."""
