@@ -43,6 +43,7 @@ from rlhf_core.launch.lease import TTL_S, Owner
 from rlhf_core.run_dir import LineWriter, RunDir, is_run_id, read_model, remove_tree
 from rlhf_core.scheduler import get_scheduler
 from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.journal import ControllerStarted
 from rlhf_core.schemas.reports import AgentCommand, EvaluationReport, KeeperNote
 from rlhf_core.schemas.resources import Submission
 from rlhf_core.schemas.run import StoredSpec
@@ -235,12 +236,11 @@ class Reconciler:
 
     def _num_untold(self, run_dir: RunDir, stored: StoredSpec, written: RunRecord) -> int:
         """How many events of a run that has ended Prefect lacks. It is asked until it has them all."""
-        promotion = written.promotion.state.value if written.promotion is not None else ""
-        whole = (run_dir.run_id, written.state.value, promotion)
+        whole = _whole(run_dir, written)
         if whole in self._told:
             return 0
         try:
-            missing = len(self._untold(run_dir, stored))
+            missing = len(self._untold(run_dir, stored)[1])
         except Exception as error:  # noqa: BLE001 - of Prefect's client, or a file system: the next round asks again
             self._note_once(run_dir.run_id, "events", f"{type(error).__name__}: {error}")
             return 0
@@ -248,19 +248,17 @@ class Reconciler:
             self._told.add(whole)
         return missing
 
-    def _untold(self, run_dir: RunDir, stored: StoredSpec) -> list[Happening]:
-        """Events that nobody has told this server. None of a run that was told to another server, or to none."""
-        flow_run = self._teller_of(run_dir.run_id)
-        if flow_run is None:
-            return []
-        return unknown_to_the_server(happenings(read_story(run_dir), stored, flow_run))
-
-    def _teller_of(self, run_id: str) -> FlowRun | None:
-        """The flow run in whose name the end of a run is told; None where this server knows none."""
-        standing = self._standings.get(run_id)
-        flow_run_id = standing.controllers[-1].flow_run_id if standing is not None and standing.controllers else ""
-        known = any(one.flow_run_id == flow_run_id for one in self._prefect.flow_runs)
-        return FlowRun(flow_run_id, run_id) if known else None
+    def _untold(self, run_dir: RunDir, stored: StoredSpec) -> tuple[FlowRun, list[Happening]]:
+        """Events that nobody has told this server, and the flow run in whose name they are told: the newest that drove
+        the run and that this server knows. None of a run that was told to another server, or to none."""
+        known = {one.flow_run_id for one in self._prefect.flow_runs}
+        if not known:
+            return FlowRun("", run_dir.run_id), []
+        story = read_story(run_dir)
+        # Not the newest controller: that may have been without Prefect, because its server was away.
+        drove = [line.event.flow_run_id for line in story.lines if isinstance(line.event, ControllerStarted)]
+        flow_run = FlowRun(next((one for one in reversed(drove) if one in known), ""), run_dir.run_id)
+        return flow_run, unknown_to_the_server(happenings(story, stored, flow_run)) if flow_run.id else []
 
     def _missing(self, run_id: str, standing: Standing | None) -> RunFacts | None:
         # Without its folder, the file system may be away as a whole; without a row, the run is another site's.
@@ -331,10 +329,12 @@ class Reconciler:
         return Deed(action, True, "its state has changed meanwhile; left alone")
 
     def _tell(self, action: Action, run_dir: RunDir) -> Deed:
-        flow_run = self._teller_of(action.run_id)
-        assert flow_run is not None, "its events were found to be missing at this server"
-        missing = self._untold(run_dir, run_dir.read_spec())
-        tell(missing, action.run_id, flow_run)
+        whole = _whole(run_dir, read_record(run_dir))
+        flow_run, missing = self._untold(run_dir, run_dir.read_spec())
+        if missing:
+            tell(missing, action.run_id, flow_run)
+        # Not asked again: the server shows them some seconds later, and an automation acts on each that it is sent.
+        self._told.add(whole)
         return Deed(
             action, True, f"told now: {', '.join(one.name for one in missing) or 'nothing is missing any more'}"
         )
@@ -418,6 +418,12 @@ class Reconciler:
                     model = RunDir.of(self._site.runs_dir, run.run_id).read_spec().spec.model.path
                     found += [Path(model)] if model else []
         return found
+
+
+def _whole(run_dir: RunDir, written: RunRecord) -> tuple[str, str, str]:
+    """What there is to be told of the end of a run."""
+    promotion = written.promotion.state.value if written.promotion is not None else ""
+    return run_dir.run_id, written.state.value, promotion
 
 
 def _facts(
