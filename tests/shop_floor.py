@@ -25,7 +25,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def until(what: Callable[[], Any], patience_s: float = 60.0) -> Any:
+def until(what: Callable[[], Any], patience_s: float = 120.0) -> Any:
     """Wait for something to be true, and return it."""
     deadline = time.monotonic() + patience_s
     while not (found := what()):
@@ -82,7 +82,7 @@ class Floor:
 
     def rlhf(self, *arguments: str, code: int = 0, **more: str) -> "subprocess.CompletedProcess[str]":
         process = self.start(*arguments, **more)
-        output, errors = process.communicate(timeout=240)
+        output, errors = process.communicate(timeout=250)
         assert process.returncode == code, f"{output}\n{errors}\n{self.logs()}"
         return subprocess.CompletedProcess(arguments, process.returncode, output, errors)
 

@@ -1,4 +1,4 @@
-"""A whole site whose history and whose Prefect are in PostgreSQL: a run from its form to its end, and no password."""
+"""A whole site whose history and whose Prefect are in PostgreSQL, with room for one run; and no password anywhere."""
 
 import json
 from pathlib import Path
@@ -7,8 +7,9 @@ import psycopg
 import pytest
 from history_tools import postgres
 from shop_floor import Floor, free_port, until
-from whole_site import SMALL, go, stand_in, state_of
+from whole_site import SMALL, go, stand_in
 
+from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import RunState
 
@@ -20,7 +21,7 @@ SECRET = "s3cret-of-the-database"
 def test_a_site_on_postgresql(tmp_path: Path) -> None:
     server = postgres()
     history, prefect = server.empty_database(), server.empty_database()
-    floor = Floor(tmp_path / "home", free_port(), settings="reconcile_s = 1.0\ningest_s = 0.5")
+    floor = Floor(tmp_path / "home", free_port(), max_runs=1, settings="reconcile_s = 1.0\ningest_s = 0.5")
     floor.variables = {
         "RLHF_DATABASE_URL": history.replace("postgresql://rlhf@", f"postgresql+psycopg://rlhf:{SECRET}@"),
         "RLHF_PREFECT_DATABASE_URL": prefect.replace("postgresql://rlhf@", f"postgresql+asyncpg://rlhf:{SECRET}@"),
@@ -31,25 +32,27 @@ def test_a_site_on_postgresql(tmp_path: Path) -> None:
     try:
         floor.rlhf("db", "upgrade")
         floor.rlhf("up")
-        words = [word for override in SMALL for word in ("--set", override)]
-        asked = json.loads(floor.rlhf("submit", "quickstart", *words, "--json").stdout)
-        run_dir = RunDir.of(floor.home / "runs", asked["run_id"])
-        until(lambda: state_of(run_dir) is RunState.TRAINING)
+        waits = submitted(floor, "promote.when=approved")
         lines = [" ".join(process.cmdline()) for process in floor.processes()]
-        go(run_dir)
-        until(lambda: floor.state_of(asked["flow_run_id"]) == "Completed")
+        go(waits)
+        until(lambda: read_record(waits).promotion is not None and prefect_says(floor, waits) == "Paused")
+        # There is room for one run, and the one that waits for a person does not take it.
+        other = submitted(floor)
+        assert prefect_says(floor, waits) == "Paused"
+        go(other)
+        until(lambda: prefect_says(floor, other) == "Completed")
+        floor.rlhf("refuse", waits.run_id, "--reason", "only a test")
+        until(lambda: prefect_says(floor, waits) == "Completed")
         floor.rlhf("down")
         assert floor.processes() == []
     finally:
         for process in floor.processes():
             process.kill()
+    both = sorted((one.run_id, "completed") for one in (waits, other))
     with psycopg.connect(history) as connection:
-        rows = connection.execute("SELECT run_id, state FROM runs").fetchall()
-        assert rows == [(run_dir.run_id, "completed")]
+        assert connection.execute("SELECT run_id, state FROM runs ORDER BY run_id").fetchall() == both
     with psycopg.connect(prefect) as connection:
-        assert connection.execute("SELECT state_name FROM flow_run WHERE name = %s", (run_dir.run_id,)).fetchall() == [
-            ("Completed",)
-        ]
+        assert connection.execute("SELECT count(*) FROM flow_run WHERE state_name = 'Completed'").fetchone() >= (2,)
     assert any("prefect.engine" in line for line in lines), "the controller was among those that were looked at"
     assert not [line for line in lines if SECRET in line]
     assert not list(floor.home.rglob("*.db"))
@@ -57,6 +60,21 @@ def test_a_site_on_postgresql(tmp_path: Path) -> None:
     assert _tables_with_secret(prefect) == []
     (tmp_path / "control").write_text(SECRET)
     assert _with_secret(tmp_path) == [tmp_path / "control"]
+
+
+def submitted(floor: Floor, *overrides: str) -> RunDir:
+    """A run that was asked for in Prefect, and trains."""
+    words = [word for override in (*SMALL, *overrides) for word in ("--set", override)]
+    asked = json.loads(floor.rlhf("submit", "quickstart", *words, "--json").stdout)
+    run_dir = RunDir.of(floor.home / "runs", asked["run_id"])
+    until(lambda: read_record(run_dir).state is RunState.TRAINING)
+    return run_dir
+
+
+def prefect_says(floor: Floor, run_dir: RunDir) -> str:
+    """Name of the state of its flow run."""
+    (found,) = floor.ask("/flow_runs/filter", {"flow_runs": {"name": {"any_": [run_dir.run_id]}}})[1]
+    return str(found["state"]["name"])
 
 
 def _with_secret(folder: Path) -> list[Path]:

@@ -74,7 +74,7 @@ class Site:
         """Ask for runs in Prefect, all at once, and wait until they train."""
         words = [word for override in SMALL for word in ("--set", override)]
         asking = [self.floor.start("submit", "slurm-quickstart", *words, "--json") for _ in range(num_runs)]
-        answers = [process.communicate(timeout=100) for process in asking]
+        answers = [process.communicate(timeout=250) for process in asking]
         assert all(process.returncode == 0 for process in asking), f"{answers}\n{self.floor.logs()}"
         found = [RunDir.of(self.floor.home / "runs", json.loads(answer)["run_id"]) for answer, _ in answers]
         for run_dir in found:
