@@ -11,7 +11,7 @@ from prefect.states import Cancelling, Crashed
 from slurm_cluster import WHY_NOT, Cluster, missing_programs
 from zombies import ROOT, Services, go, starts, state_of, wait_for
 
-from flows.keeping import adopting, housekeeping
+from flows.keeping import housekeeping
 from flows.keeping.flow_runs import ADOPTED_TAG
 from flows.keeping.reconciler import Deed, Reconciler
 from flows.run import rlhf_run
@@ -142,33 +142,6 @@ def test_a_worker_that_is_terminated_leaves_a_zombie_which_is_ended_and_its_run_
     assert len(flow_runs(client, run_dir)) == 2
 
 
-def test_everything_is_killed_and_started_again(
-    services: Services, client: SyncPrefectClient, store: HistoryStore
-) -> None:
-    services.start("worker", "keeper")
-    run_dir = in_training(services, client)
-    services.kill("worker", "keeper", "server")
-    assert state_of(run_dir) is RunState.TRAINING
-    services.start("server", "worker", "keeper")
-    wait_for(lambda: flow_runs(client, run_dir)[-1] == ("Running", True), "it is adopted")
-    go(run_dir)
-    ended(client, store, run_dir, RunState.COMPLETED, "Completed")
-    assert starts(run_dir) == ["1"]
-
-
-def test_an_outage_of_the_server_ends_no_run(
-    services: Services, client: SyncPrefectClient, store: HistoryStore
-) -> None:
-    services.start("worker", "keeper")
-    run_dir = in_training(services, client)
-    services.kill("server")
-    go(run_dir)
-    wait_for(lambda: state_of(run_dir) is RunState.COMPLETED, "it ends without Prefect")
-    services.start("server")
-    ended(client, store, run_dir, RunState.COMPLETED, "Completed")
-    assert len(flow_runs(client, run_dir)) == 1, "its controller lived: nobody adopted it"
-
-
 def test_a_cancellation_that_nobody_hears_is_carried_out(
     services: Services, client: SyncPrefectClient, store: HistoryStore
 ) -> None:
@@ -243,17 +216,3 @@ def test_rounds_are_flow_runs_where_they_are_due_or_do_something(
     (artifact,) = [one for one in client.read_artifacts() if one.key == housekeeping.ARTIFACT_KEY][-1:]
     assert run_dir.run_id in str([one.data for one in client.read_artifacts()])
     assert artifact.type == "table"
-
-
-def test_of_two_controllers_started_for_one_run_one_drives_it(services: Services, store: HistoryStore) -> None:
-    run_dir = services.checked_run()
-    both = [adopting.start(run_dir.run_id, services.site) for _ in range(2)]
-    wait_for(lambda: any(one.poll() is not None for one in both), "one of them finds out")
-    assert sorted(one.poll() is None for one in both) == [False, True]
-    wait_for(lambda: state_of(run_dir) is RunState.TRAINING, "it trains")
-    go(run_dir)
-    for one in both:
-        one.wait(60)
-    assert sorted(one.returncode for one in both) == [0, 1]
-    assert state_of(run_dir) is RunState.COMPLETED
-    assert starts(run_dir) == ["1"]

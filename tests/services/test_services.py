@@ -331,32 +331,3 @@ def test_help_needs_no_prefect() -> None:
     code = "import sys; from rlhf_core.cli import main; print('prefect' in sys.modules, 'flows' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False False"
-
-
-@pytest.fixture
-def database() -> str:
-    from history_tools import postgres
-
-    return postgres().empty_database()
-
-
-def test_the_server_keeps_its_rows_in_postgresql_where_a_site_says_so(tmp_path: Path, database: str) -> None:
-    floor = Floor(tmp_path / "site", free_port())
-    floor.write_settings()
-    import psycopg
-
-    url = database.replace("postgresql://rlhf@", "postgresql+asyncpg://rlhf:s3cret-of-the-database@")
-    try:
-        floor.rlhf("up", "server", RLHF_PREFECT_DATABASE_URL=url)
-        assert floor.ask("/work_pools/rlhf")[0] == 200
-        lines = [" ".join(process.cmdline()) for process in floor.processes()]
-        floor.rlhf("down")
-    finally:
-        for process in floor.processes():
-            process.kill()
-    with psycopg.connect(database) as connection:
-        assert connection.execute("SELECT name FROM work_pool").fetchall() == [("rlhf",)]
-    assert not list(floor.home.rglob("*.db"))
-    assert not [line for line in lines if "s3cret-of" in line]
-    files = [path for path in floor.home.rglob("*") if path.is_file()]
-    assert not [path for path in files if b"s3cret-of" in path.read_bytes()]
