@@ -323,7 +323,12 @@ def forbid_writing(connection: Any) -> None:
     allowed = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
     describing = {"table_info", "table_xinfo", "table_list", "index_list", "index_info", "foreign_key_list"}
 
-    def judge(action: int, first: str | None, _second: str | None, _database: str | None, _trigger: str | None) -> int:
+    # fts3_tokenizer hands out addresses of memory, and takes them.
+    forbidden = {"load_extension", "fts3_tokenizer"}
+
+    def judge(action: int, first: str | None, second: str | None, _database: str | None, _trigger: str | None) -> int:
+        if action == sqlite3.SQLITE_FUNCTION and second in forbidden:
+            return sqlite3.SQLITE_DENY
         if action in allowed or (action == sqlite3.SQLITE_PRAGMA and first in describing):
             return sqlite3.SQLITE_OK
         return sqlite3.SQLITE_DENY

@@ -576,13 +576,21 @@ def _execute_alone(driver: Any, text: str, dialect: str, values: Mapping[str, An
 _NOT_THERE = ("no such table", "no such column", "does not exist")
 _FORBIDDEN = (
     *("not authorized", "prohibited", "read-only", "readonly", "multiple commands", "one statement", "VACUUM"),
-    *("permission denied", "must be superuser", "must be a member", "must not contain data-modifying", "must not be"),
+    *(
+        "permission denied",
+        "must be superuser",
+        "must be a member",
+        "must not contain data-modifying",
+        "must not be",
+        "not allowed",
+    ),
 )
 
 
 _NO_QUESTION = re.compile(
-    r'at or near "(ALTER|ANALYZE|BEGIN|CALL|CHECKPOINT|CLUSTER|COMMENT|COMMIT|COPY|CREATE|DELETE|DO|DROP|EXECUTE'
-    r"|EXPLAIN|GRANT|INSERT|LISTEN|LOAD|LOCK|MERGE|NOTIFY|PREPARE|REINDEX|RESET|REVOKE|ROLLBACK|SET|SHOW|TRUNCATE|UPDATE"
+    r'at or near "(ABORT|ALTER|ANALYZE|BEGIN|CALL|CHECKPOINT|CLOSE|CLUSTER|COMMENT|COMMIT|COPY|CREATE|DEALLOCATE'
+    r"|DECLARE|DELETE|DISCARD|DO|DROP|EXECUTE|EXPLAIN|FETCH|GRANT|IMPORT|INSERT|LISTEN|LOAD|LOCK|MERGE|MOVE|NOTIFY|PREPARE"
+    r"|REASSIGN|REFRESH|REINDEX|RELEASE|RESET|REVOKE|ROLLBACK|SAVEPOINT|SECURITY|SET|SHOW|START|TRUNCATE|UNLISTEN|UPDATE"
     r'|VACUUM)"',
     re.IGNORECASE,
 )

@@ -16,7 +16,6 @@ from rlhf_core.reports.markup import (
     duration,
     join,
     moment,
-    number,
     section,
     signed,
     table,
@@ -205,7 +204,7 @@ def _marks(runs: Sequence[Facts]) -> Marks:
 def _metrics(compared: Facts) -> Markup:
     noted = any(row["note"] for row in compared["metrics"])
     rows = [
-        [code(row["key"]), row["step"], *(number(value) for value in row["values"]), *([row["note"]] if noted else [])]
+        [code(row["key"]), row["step"], *row["values"], *([row["note"]] if noted else [])]
         for row in compared["metrics"]
     ]
     if not rows:

@@ -42,6 +42,7 @@ _STYLE: Any = {  # settings of different types, which rc_context checks when it 
     "axes.linewidth": 0.8,
     "axes.axisbelow": True,
     "axes.formatter.limits": (-3, 5),
+    "axes.formatter.useoffset": False,  # it would stand in the legend
     "xtick.major.size": 3,
     "ytick.major.size": 0,
     "xtick.major.width": 0.8,

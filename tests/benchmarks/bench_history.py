@@ -17,7 +17,6 @@ has asked before; the files of the database are in the cache of the machine.
 import argparse
 import json
 import random
-import resource
 import subprocess
 import sys
 import tempfile
@@ -216,11 +215,16 @@ def swallow(url: str, run_dir: str) -> None:
     full = took[:-1] or took
     quarter = max(1, len(full) // 4)
     first, last = (sum(part) / quarter for part in (full[:quarter], full[-quarter:]))
-    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(
-        f"peak {peak_mb:.0f} MB, {len(took)} batches in {whole:.1f} s, a batch of the first quarter {first:.3f} s, of "
-        f"the last {last:.3f} s"
+        f"peak {peak_mb():.0f} MB, {len(took)} batches in {whole:.1f} s, a batch of the first quarter {first:.3f} s, "
+        f"of the last {last:.3f} s"
     )
+
+
+def peak_mb() -> float:
+    """Most memory that this process has had. Not ``ru_maxrss``, which begins with that of the process it came from."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) / 1024
 
 
 # ---------------------------------------------------------------------------------------------------------------------

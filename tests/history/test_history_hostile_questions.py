@@ -37,6 +37,25 @@ REFUSED_BY_POSTGRES = {
     "SELECT pg_rotate_logfile()": "permission denied for function",
     "SELECT set_config('transaction_read_only', 'off', true)": "read-write mode|permission denied",
     "SELECT nextval('metric_keys_key_id_seq')": "read-only|permission denied",
+    "SELECT setval('metric_keys_key_id_seq', 1)": "read-only|permission denied",
+    "SELECT * INTO TEMP taken FROM runs": "refused: .*not allowed here",
+    "SELECT 1; COMMIT; DELETE FROM runs": "cannot insert multiple commands",
+    "SELECT 1) TO STDOUT; DELETE FROM runs; --": "syntax error|multiple commands",
+    "COMMIT": PARSER,
+    "ROLLBACK AND CHAIN": PARSER,
+    "SET statement_timeout = 0": PARSER,
+    "SET SESSION AUTHORIZATION DEFAULT": PARSER,
+    "CREATE FUNCTION evil() RETURNS int LANGUAGE sql AS 'DELETE FROM runs RETURNING 1'": PARSER,
+    "CREATE TEMP VIEW runs AS SELECT 1": PARSER,
+    "PREPARE p AS DELETE FROM runs": PARSER,
+    "DECLARE c CURSOR FOR SELECT 1": PARSER,
+    "LISTEN somebody": PARSER,
+    "SELECT pg_stat_file('/etc/passwd')": "permission denied for function pg_stat_file",
+    "SELECT pg_read_binary_file('/etc/passwd')": "permission denied for function pg_read_binary_file",
+    "SELECT pg_promote()": "permission denied for function pg_promote|recovery is not in progress",
+    "SELECT pg_switch_wal()": "permission denied for function pg_switch_wal",
+    "SELECT pg_create_restore_point('x')": "permission denied for function pg_create_restore_point",
+    "SELECT query_to_xml('DELETE FROM runs', true, true, '')": "read-only|permission denied|non-volatile|not allowed",
 }
 
 
@@ -103,6 +122,8 @@ def test_a_question_cannot_take_the_rights_of_the_owner_back(database_of_an_owne
         assert queries.run_sql(store, "SELECT current_user").rows == [["rlhf_reader"]]
         with pytest.raises(BadInput, match="permission denied for function set_config"):
             queries.run_sql(store, "SELECT set_config('role', 'none', true)")
+        with pytest.raises(BadInput, match="permission denied for table pg_authid"):
+            queries.run_sql(store, "SELECT rolpassword FROM pg_authid")
 
 
 def test_a_question_has_a_time_limit(postgres_store: HistoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,6 +166,21 @@ REFUSED_BY_SQLITE = {
     "ANALYZE": "not authorized",
     "SAVEPOINT s": "not authorized",
     "SELECT 1; DELETE FROM runs": "one statement",
+    "BEGIN; DELETE FROM runs": "not authorized|one statement",
+    "COMMIT": "not authorized",
+    "RELEASE s": "not authorized",
+    "PRAGMA query_only = OFF": "not authorized",
+    "PRAGMA foreign_keys = OFF": "not authorized",
+    "SELECT * FROM pragma_wal_checkpoint('TRUNCATE')": "not authorized|no such table|prohibited",
+    "CREATE VIRTUAL TABLE temp.t USING fts5(x)": "not authorized",
+    "CREATE TEMP VIEW runs AS SELECT 1": "not authorized",
+    "DROP VIEW run_curve": "not authorized",
+    "ALTER TABLE runs RENAME TO gone": "not authorized",
+    "UPDATE runs SET state = 'failed' RETURNING run_id": "not authorized",
+    "EXPLAIN DELETE FROM runs": "not authorized",
+    "SELECT fts3_tokenizer('evil', x'0000000000000000')": "not authorized|no such function",
+    "SELECT fts3_tokenizer('simple')": "not authorized|no such function",
+    "UPDATE sqlite_master SET sql = ''": "not authorized|may not be modified",
 }
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -184,5 +185,6 @@ def test_the_units_of_systemd_find_the_installed_command(floor: Installed) -> No
         one.terminate()
     for one in services:
         one.communicate(timeout=60)
-    assert [one.returncode for one in services] == [0, 0, 0]
+    good = (0, -signal.SIGTERM)  # as systemd sees it
+    assert [one.returncode for one in services if one.returncode not in good] == []
     assert floor.processes() == []

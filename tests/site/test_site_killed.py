@@ -55,7 +55,7 @@ def test_ended_in_the_middle_of_training_and_started_again(site: Site) -> None:
     go(run_dir)
     site.agrees(run_dir, "completed", jobs=["1"], flow_runs=ADOPTED)
     assert f"adopt {run_dir.run_id}" in site.log("keeper")
-    assert f"run {run_dir.run_id} completed" in site.log("flow-runs")
+    assert f"{run_dir.run_id!r} - run is completed" in site.log("flow-runs")
 
 
 def test_everything_is_killed_and_started_again(site: Site) -> None:
