@@ -10,6 +10,8 @@ from playwright.sync_api import Locator, Page
 
 TIMEOUT_MS = 30_000
 
+BUSY = 503
+
 
 def open_run_form(page: Page, ui: str, deployment_id: str) -> None:
     """The form of a deployment."""
@@ -30,10 +32,19 @@ def fill(page: Page, values: Mapping[str, str]) -> None:
         field(page, name).fill(value)
 
 
-def submit(page: Page) -> None:
-    """Ask for the run, and wait until the form has been taken: the UI leaves it then."""
-    page.get_by_role("button", name="Submit").click()
-    page.wait_for_url(lambda url: not url.endswith("/run"))
+def submit(page: Page) -> str:
+    """Ask for the run, and wait until the form was taken: the UI leaves it then. Returns the id of the flow run.
+
+    A server whose SQLite is busy says "Service Unavailable": the button is pressed again, as a person would.
+    """
+    for _ in range(5):
+        with page.expect_response(lambda response: response.url.endswith("/create_flow_run")) as answer:
+            page.get_by_role("button", name="Submit").click()
+        if answer.value.status != BUSY:
+            break
+    assert answer.value.ok, answer.value.text()
+    page.wait_for_url(lambda url: not url.endswith("/run"), wait_until="commit")
+    return str(answer.value.json()["id"])
 
 
 def refuse(page: Page) -> None:
@@ -53,6 +64,13 @@ def open_deployment(page: Page, ui: str, deployment_id: str) -> None:
     page.get_by_role("button", name="Run", exact=True).wait_for()
 
 
+def choose_custom_run(page: Page) -> None:
+    """The form of the deployment whose page is open, by its button."""
+    page.get_by_role("button", name="Run", exact=True).click()
+    page.get_by_role("menuitem", name="Custom run").click()
+    page.get_by_role("button", name="Submit").wait_for()
+
+
 def make_cron_schedule(page: Page, cron: str) -> None:
     """Add a schedule to a deployment whose page is open, changing nothing but when."""
     page.get_by_role("button", name="Schedule", exact=True).click()
@@ -61,6 +79,17 @@ def make_cron_schedule(page: Page, cron: str) -> None:
     dialog.locator('input[name="schedule.cron"]').or_(dialog.get_by_label("Value")).first.fill(cron)
     dialog.get_by_role("button", name="Save").click()
     dialog.wait_for(state="hidden")
+
+
+def delete_schedule(page: Page, words: str) -> None:
+    """Take a schedule away from the deployment whose page is open; it is called as the page calls it."""
+    switch = page.get_by_role("switch", name=f"toggle {words}")
+    switch.locator("xpath=../..").get_by_role("button", name="Open menu").click()
+    page.get_by_role("menuitem", name="Delete").click()
+    dialog = page.get_by_role("alertdialog").or_(page.get_by_role("dialog"))
+    dialog.get_by_role("button", name="Delete").click()
+    dialog.wait_for(state="hidden")
+    switch.wait_for(state="hidden")
 
 
 def open_flow_run(page: Page, ui: str, flow_run_id: str) -> None:
@@ -95,3 +124,50 @@ def retry(page: Page) -> None:
     dialog = page.get_by_role("alertdialog").or_(page.get_by_role("dialog"))
     dialog.get_by_role("button", name="Retry").click()
     dialog.wait_for(state="hidden")
+
+
+def open_answer(page: Page) -> Locator:
+    """The form in which the flow run whose page is open, which is paused, is answered."""
+    choose(page, "Resume")
+    form = page.get_by_role("dialog")
+    form.locator("textarea").first.wait_for()
+    return form
+
+
+def approve(form: Locator, by: str, reason: str) -> None:
+    """Say yes in that form, and send it."""
+    form.get_by_role("switch").click()
+    form.locator("textarea").nth(0).fill(by)
+    form.locator("textarea").nth(1).fill(reason)
+
+
+def send_answer(form: Locator) -> None:
+    """Send that form."""
+    form.get_by_role("button", name="Resume").click()
+    form.wait_for(state="hidden")
+
+
+def open_artifacts(page: Page) -> None:
+    """The tab with the artifacts of the flow run whose page is open."""
+    page.get_by_role("tab", name="Artifacts").click()
+    page.locator("a[href*='/artifacts/key/']").first.wait_for()
+
+
+def open_artifact(page: Page, kind: str) -> None:
+    """The newest version of one of them, as ``progress``."""
+    page.locator(f"a[href*='/artifacts/key/rlhf-{kind}-']").first.click()
+    page.locator("a[href*='/artifacts/artifact/']").first.click()
+    page.wait_for_url(lambda url: "/artifacts/artifact/" in url, wait_until="commit")
+
+
+def open_page(page: Page, ui: str, name: str) -> None:
+    """A page of the menu on the left, as ``dashboard``."""
+    page.goto(f"{ui}/v2/{name}", wait_until="domcontentloaded")
+    page.get_by_role("link", name="Deployments").first.wait_for()
+
+
+def says(page: Page) -> str:
+    """What the page itself says of a form that it refuses, in red or in a message that comes up; waits for it."""
+    said = page.locator("[data-sonner-toast], [role=alert], .text-destructive, .text-red-500").first
+    said.wait_for()
+    return said.inner_text()

@@ -1,0 +1,61 @@
+"""One site for all tests in the browser; a page of it for each; and pictures of what is seen."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser_site import BrowserSite, browser, browser_site
+from slurm_cluster import WHY_NOT, missing_programs
+
+Shoot = Callable[[str], None]
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrowserSite]:
+    """Prefect server, worker, keeper and a Slurm of four nodes."""
+    if missing_programs():
+        pytest.skip(WHY_NOT)
+    with browser_site(tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("slurm")) as site:
+        yield site
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Any]:
+    executable = browser()
+    if executable is None:
+        pytest.skip("there is no browser on this machine (chromium): sh infra/system_packages.sh browser")
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def page(chromium: Any) -> Iterator[Any]:
+    page = chromium.new_page(viewport={"width": 1440, "height": 900})
+    page.set_default_timeout(30_000)
+    yield page
+    page.close()
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the pictures go: the folder that ``RLHF_SCREENSHOTS`` names, else one that is kept with those of pytest."""
+    folder = Path(os.environ.get("RLHF_SCREENSHOTS") or tmp_path_factory.mktemp("pictures"))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@pytest.fixture
+def shoot(page: Any, pictures: Path) -> Shoot:
+    """Take a picture of the page as it is. The drawing of a flow run does not say when it is ready: it has a moment."""
+
+    def take(name: str) -> None:
+        page.wait_for_load_state("networkidle")
+        page.wait_for_timeout(1500)
+        page.screenshot(path=pictures / f"{name}.png", animations="disabled")
+
+    return take
