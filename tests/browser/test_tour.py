@@ -1,0 +1,175 @@
+"""The tour for people, followed: its commands as they stand on the page, and in a browser what it says to do there."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pages
+import pytest
+from browser_site import PATIENCE_S, BrowserSite, free_port, until
+from slurm_cluster import WHY_NOT, missing_programs
+
+pytestmark = [
+    pytest.mark.end_to_end,
+    pytest.mark.training,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(bool(missing_programs()), reason=WHY_NOT),
+]
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "tour.md"
+ON_THE_PAGE = "/tmp/tour"
+
+
+def blocks() -> list[str]:
+    """The blocks of commands, in their order."""
+    return re.findall(r"^```bash\n(.*?)^```$", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+@dataclass
+class Terminal:
+    """A shell in which one block after the other is run; what one exports the next one has."""
+
+    folder: Path
+    """Stands for the folder of the page."""
+    kept: Path
+    """What the last block left in its environment."""
+    environment: dict[str, str]
+    said: list[str] = field(default_factory=list)
+
+    def run(self, block: str) -> None:
+        script = block.replace(ON_THE_PAGE, str(self.folder)) + f'env -0 > "{self.kept}"\n'
+        done = subprocess.run(
+            ["bash", "-eu", "-o", "pipefail", "-c", script],
+            env=self.environment,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        self.said.append(f"{block}\n{done.stdout}\n{done.stderr}")
+        assert done.returncode == 0, "\n".join(self.said)
+        pairs = (line.split("=", 1) for line in self.kept.read_text().split("\0") if line)
+        self.environment = dict(pairs)
+
+
+@dataclass
+class Reader:
+    """Somebody who follows the page: what is done in the browser, before the commands of a section."""
+
+    site: BrowserSite
+    page: Any
+
+    def asks_for_a_run(self) -> None:
+        pages.open_deployment(self.page, self.site.ui, self.site.deployment("slurm-quickstart"))
+        pages.choose_custom_run(self.page)
+        table = re.findall(r"^\| (\w+) \| `(.*)` \|$", PAGE.read_text(), flags=re.MULTILINE)
+        assert len(table) == 5, "the values for the form, as the page has them"
+        pages.fill(self.page, dict(table))
+        pages.submit(self.page)
+
+    def schedules_and_waits_until_it_trains(self) -> None:
+        pages.open_deployment(self.page, self.site.ui, self.site.deployment("nightly"))
+        pages.make_cron_schedule(self.page, "* * * * *")
+        until(lambda: self.site.step(self.run("mine")) > 40, PATIENCE_S)
+
+    def sees_the_incident_repaired(self) -> None:
+        until(lambda: self.site.rows("SELECT * FROM decisions WHERE run_id = ?", self.run("mine")), PATIENCE_S)
+
+    def approves(self) -> None:
+        ((flow_run,),) = self.site.rows("SELECT flow_run_id FROM controllers WHERE run_id = ?", self.run("mine"))
+        self.site.flow_state(flow_run, "Paused")
+        pages.open_flow_run(self.page, self.site.ui, flow_run)
+        form = pages.open_answer(self.page)
+        pages.approve(form, "Ada", "")
+        pages.send_answer(form)
+        self.site.flow_state(flow_run, "Completed")
+
+    def takes_the_schedule_away(self) -> None:
+        until(lambda: self.site.rows("SELECT * FROM runs WHERE name = 'nightly'"), PATIENCE_S)
+        pages.open_deployment(self.page, self.site.ui, self.site.deployment("nightly"))
+        pages.delete_schedule(self.page, "Every minute")
+
+    def run(self, name: str) -> str:
+        """The newest run of a name, once it is there."""
+        question = "SELECT run_id FROM runs WHERE name = ? ORDER BY created_at DESC LIMIT 1"
+        ((run_id,),) = until(lambda: self.site.rows(question, name), PATIENCE_S)
+        return str(run_id)
+
+
+BEFORE: dict[str, Callable[[Reader], None]] = {
+    "rlhf deploy": Reader.asks_for_a_run,
+    "squeue": Reader.schedules_and_waits_until_it_trains,
+    "rlhf watch mine": Reader.sees_the_incident_repaired,
+    "/promoted/": Reader.approves,
+    "rlhf watch nightly": Reader.takes_the_schedule_away,
+}
+"""What is done in the browser before a block of commands; by what only that block has in it."""
+
+
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Stands for the folder of the tour; nothing is left at work in it."""
+    folder = tmp_path_factory.mktemp("tour")
+    yield folder
+    for process in BrowserSite(folder / "site", 0).processes():
+        process.kill()
+    program = [sys.executable, str(ROOT / "infra" / "slurm" / "cluster.py"), "down", str(folder / "slurm")]
+    if (folder / "slurm").exists():
+        subprocess.run(program, check=True, capture_output=True)
+
+
+def test_what_is_done_in_the_browser_has_its_place_on_the_page() -> None:
+    assert len(blocks()) >= 8
+    assert [sum(words in block for block in blocks()) for words in BEFORE] == [1] * len(BEFORE)
+
+
+def test_the_page_is_followed(folder: Path, page: Any, tmp_path: Path) -> None:
+    site = BrowserSite(folder / "site", free_port(), max_runs=12)
+    site.write_settings()  # for the port alone: others may test on this machine
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("RLHF_", "PREFECT_", "SLURM_"))}
+    terminal = Terminal(
+        folder,
+        tmp_path / "environment",
+        {
+            **plain,
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "PYTHONPATH": str(ROOT),
+            "COLUMNS": "160",
+        },
+    )
+    reader = Reader(site, page)
+    done: dict[str, Any] = {}
+    for block in blocks():
+        for words, action in BEFORE.items():
+            if words in block:
+                action(reader)
+        if "cluster.py down" in block:
+            done = seen_at_the_end(site, folder)
+        terminal.run(block)
+    assert done == {
+        "mine": [("completed", 7, 230)],
+        "incidents": [("restart_in_place",)],
+        "promotions": [("promoted", "Ada")],
+        "report": True,
+        "export": True,
+    }
+    assert not folder.exists(), "nothing is left behind"
+    assert site.processes() == []
+
+
+def seen_at_the_end(site: BrowserSite, folder: Path) -> dict[str, Any]:
+    """What the tour has come to, past all of our own code."""
+    return {
+        "mine": site.rows("SELECT state, seed, total_steps FROM runs WHERE name = 'mine'"),
+        "incidents": site.rows("SELECT action FROM decisions WHERE run_id = ?", Reader(site, None).run("mine")),
+        "promotions": site.rows("SELECT state, decided_by FROM promotions"),
+        "report": "<svg" in (folder / "mine.html").read_text(),
+        "export": any((folder / "export").rglob("*.csv")),
+    }
