@@ -236,7 +236,7 @@ def submit_config(
     name = configs.load(config).name
     if not is_deployed(name):
         register(config, site, tags=tags, owner=owner)
-    kept = keep(config, (), name, site.home, Path.cwd())
+    kept = keep(config, (), name, site.home, Path.cwd(), further=overrides)
     return submit(name, site, overrides=overrides, config=str(kept.config), tags=tags, owner=owner)
 
 

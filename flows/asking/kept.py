@@ -49,7 +49,9 @@ class Kept:
     """Git revision of the code."""
 
 
-def keep(source: str, overrides: Sequence[str], name: str, home: Path, folder: Path) -> Kept:
+def keep(
+    source: str, overrides: Sequence[str], name: str, home: Path, folder: Path, *, further: Sequence[str] = ()
+) -> Kept:
     """Keep a config, with its overrides applied, and the user's code that it needs.
 
     Args:
@@ -58,6 +60,7 @@ def keep(source: str, overrides: Sequence[str], name: str, home: Path, folder: P
         name: of the deployment.
         home: folder of this user (``RLHF_HOME``).
         folder: where relative paths begin, and where reward modules are looked for.
+        further: overrides of one run, which are not applied here; the code that they name is kept as well.
 
     Raises:
         BadConfig: the config cannot be used.
@@ -66,10 +69,11 @@ def keep(source: str, overrides: Sequence[str], name: str, home: Path, folder: P
     place = home / "deployments" / name
     unfinished = place / ".new"
     spec = absolute_paths(config.load(source, overrides), folder)
+    changed = absolute_paths(config.load(source, [*overrides, *further]), folder) if further else spec
     revision = git_revision(folder)
     try:
         remove_tree(unfinished)
-        keep_code(unfinished / CODE, spec, folder, revision)
+        keep_code(unfinished / CODE, changed, folder, revision)
         snapshot = unfinished / CODE / "snapshot"
         digest = _digest(snapshot, spec.model_dump_json())
         kept = place / digest

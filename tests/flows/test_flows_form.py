@@ -125,6 +125,19 @@ def test_what_was_kept_does_not_change_with_the_file_and_the_code(folder: Path, 
     assert (snapshot / "my_data.py").is_file()
 
 
+def test_code_that_one_run_asks_for_is_kept_too(folder: Path, tmp_path: Path) -> None:
+    """`rlhf submit FILE --set reward.functions=[...]` names a module that the file does not."""
+    (folder / "other_rewards.py").write_text("def score(**columns): return []")
+    asked = ['reward.functions=["other_rewards:score"]']
+    kept = keep(str(folder / "small.toml"), [], "small", tmp_path / "home", folder, further=asked)
+    assert "other_rewards" not in kept.config.read_text(), "the override is the run's, and stands with the run"
+    site = load_site({"RLHF_HOME": str(tmp_path / "home")})
+    run_dir = new_run(str(kept.config), asked, site)
+    assert (run_dir.code / "snapshot" / "other_rewards.py").is_file()
+    without = keep(str(folder / "small.toml"), [], "small", tmp_path / "home", folder)
+    assert not (new_run(str(without.config), asked, site).code / "snapshot" / "other_rewards.py").exists()
+
+
 def test_the_same_is_kept_once_and_a_change_beside_it(folder: Path, tmp_path: Path) -> None:
     def again() -> Path:
         return keep(str(folder / "small.toml"), [], "small", tmp_path / "home", folder).config
