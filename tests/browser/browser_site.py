@@ -82,6 +82,8 @@ backoff_s = 0
 floor_s = 25
 rollout_floor_s = 25
 reward_floor_s = 25
+checkpoint_floor_s = 25
+evaluate_floor_s = 25
 """
 
 GRADER = '''\
