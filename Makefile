@@ -8,6 +8,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   := .venv
 PEERS  := .venv-peers
 BIN    := $(VENV)/bin
+# Half of the tests wait most of the time, for servers and clusters: more workers than cores on a small machine.
+WORKERS ?= $(shell test "$$(nproc)" -gt 3 && echo 4 || echo 3)
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
 .PHONY: help demo slurm-demo test lint types contracts pytest format docs bench bench-history faults clean
@@ -62,7 +64,7 @@ contracts: $(VENV)/.test-ready
 
 pytest: $(VENV)/.test-ready
 	$(BIN)/python -m rlhf_core.worker prebuild
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests
 
 # ---------------------------------------------------------------------------------------------------------------------
 # For those who change the code

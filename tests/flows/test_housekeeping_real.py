@@ -104,9 +104,11 @@ def in_training(services: Services, client: SyncPrefectClient) -> RunDir:
 
 
 def rounds(services: Services, store: HistoryStore) -> list[Deed]:
-    """One round, in this process."""
+    """One round, in this process. Without what it tells Prefect of runs that have ended, as those of earlier tests have:
+    that comes when it comes (``test_housekeeping_telling``)."""
     one = Reconciler(services.site, store, has_prefect=True)
-    return list(housekeeping.take_turn(one, lambda: True, retention=False))
+    deeds = housekeeping.take_turn(one, lambda: True, retention=False)
+    return [deed for deed in deeds if deed.action.kind is not ActionKind.TELL]
 
 
 def ended(client: SyncPrefectClient, store: HistoryStore, run_dir: RunDir, state: RunState, flow_state: str) -> None:
@@ -138,7 +140,7 @@ def test_a_worker_that_is_terminated_leaves_a_zombie_which_is_ended_and_its_run_
     ended(client, store, other, RunState.COMPLETED, "Completed")
     assert starts(run_dir) == ["1"], "adopted, not submitted again"
     kinds = {row[0] for row in queries.run_sql(store, "SELECT kind FROM events WHERE kind LIKE 'keeper%'").rows}
-    assert kinds == {"keeper_adopt", "keeper_end_flow_run"}
+    assert kinds - {"keeper_tell"} == {"keeper_adopt", "keeper_end_flow_run"}
     assert len(flow_runs(client, run_dir)) == 2
 
 

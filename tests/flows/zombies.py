@@ -145,7 +145,7 @@ class Services:
         """SIGTERM, and wait."""
         process = self.processes.pop(name)
         process.send_signal(signal.SIGTERM)
-        process.wait(60)
+        process.wait(180)
 
     def checked_run(self) -> RunDir:
         """A run whose preflight is done: the next controller submits its first attempt."""
