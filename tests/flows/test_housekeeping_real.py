@@ -104,8 +104,8 @@ def in_training(services: Services, client: SyncPrefectClient) -> RunDir:
 
 
 def rounds(services: Services, store: HistoryStore) -> list[Deed]:
-    """One round, in this process. Without what it tells Prefect of runs that have ended, as those of earlier tests: that
-    comes when it comes (``test_housekeeping_telling``)."""
+    """One round, in this process. Without what it tells Prefect of runs that have ended, as those of earlier tests:
+    that comes when it comes (``test_housekeeping_telling``)."""
     one = Reconciler(services.site, store, has_prefect=True)
     deeds = housekeeping.take_turn(one, lambda: True, retention=False)
     return [deed for deed in deeds if deed.action.kind is not ActionKind.TELL]
