@@ -8,15 +8,13 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   := .venv
 PEERS  := .venv-peers
 BIN    := $(VENV)/bin
-# Half of the tests wait most of the time, for servers and clusters: more workers than cores on a small machine.
-WORKERS ?= $(shell test "$$(nproc)" -gt 3 && echo 4 || echo 3)
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: help demo slurm-demo test lint types contracts pytest format docs bench bench-history faults clean
+.PHONY: help demo slurm-demo test test-site lint types contracts pytest format docs bench bench-history faults clean
 
 help:
 	@sed -n '2,5s/^# //p' Makefile
-	@echo "also: make lint | types | contracts | pytest | format | docs | bench | bench-history | faults | clean"
+	@echo "also: make test-site | lint | types | contracts | pytest | format | docs | bench | bench-history | faults | clean"
 
 demo: $(VENV)/.demo-ready
 	@sh infra/demo.sh $(BIN)
@@ -64,7 +62,13 @@ contracts: $(VENV)/.test-ready
 
 pytest: $(VENV)/.test-ready
 	$(BIN)/python -m rlhf_core.worker prebuild
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests
+
+# Whole sites in a browser, the tour and the page for team leads followed word by word, everything killed and started
+# again: one after the other, since each is a cluster, a server and several runs. About half an hour.
+test-site: $(VENV)/.test-ready
+	$(BIN)/python -m rlhf_core.worker prebuild
+	$(BIN)/python -m pytest -m site tests
 
 # ---------------------------------------------------------------------------------------------------------------------
 # For those who change the code

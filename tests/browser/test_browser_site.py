@@ -14,7 +14,7 @@ import pytest
 from browser_site import PATIENCE_S, BrowserSite, until
 from conftest import Shoot
 
-pytestmark = [pytest.mark.end_to_end, pytest.mark.training, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.site, pytest.mark.end_to_end, pytest.mark.training, pytest.mark.timeout(600)]
 
 ASKED = {
     "failed": 'reward.functions=["grader:by_service"]\ntrain.num_steps=14',

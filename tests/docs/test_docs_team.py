@@ -13,6 +13,7 @@ from history_tools import postgres
 from slurm_cluster import WHY_NOT, Cluster, missing_programs
 
 pytestmark = [
+    pytest.mark.site,
     pytest.mark.end_to_end,
     pytest.mark.timeout(400),
     pytest.mark.skipif(bool(missing_programs()), reason=WHY_NOT),

@@ -24,6 +24,7 @@ from rlhf_core.scheduler.slurm import SlurmScheduler
 from rlhf_core.schemas.attempts import RunState
 
 pytestmark = [
+    pytest.mark.site,
     pytest.mark.skipif(bool(missing_programs()), reason=WHY_NOT),
     pytest.mark.end_to_end,
     pytest.mark.timeout(300),

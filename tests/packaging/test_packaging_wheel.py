@@ -159,6 +159,7 @@ def floor(control: Path, installed: Path, tmp_path: Path) -> Iterator[Installed]
 
 @pytest.mark.training
 @pytest.mark.end_to_end
+@pytest.mark.site
 def test_a_site_from_the_wheel_whose_control_plane_has_no_torch(floor: Installed, control: Path) -> None:
     floor.rlhf("up")
     words = [word for override in TINY for word in ("--set", override)]
@@ -175,6 +176,7 @@ def test_a_site_from_the_wheel_whose_control_plane_has_no_torch(floor: Installed
 
 
 @pytest.mark.end_to_end
+@pytest.mark.site
 def test_the_units_of_systemd_find_the_installed_command(floor: Installed) -> None:
     lines = [line.partition("=")[2] for unit in UNITS for line in unit.read_text().splitlines() if "ExecStart=" in line]
     assert len(lines) == 3

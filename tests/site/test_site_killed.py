@@ -14,6 +14,7 @@ from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import RunState
 
 pytestmark = [
+    pytest.mark.site,
     pytest.mark.skipif(bool(missing_programs()), reason=WHY_NOT),
     pytest.mark.end_to_end,
     pytest.mark.timeout(300),

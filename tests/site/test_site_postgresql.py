@@ -13,7 +13,7 @@ from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import RunState
 
-pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.site, pytest.mark.end_to_end, pytest.mark.timeout(300)]
 
 SECRET = "s3cret-of-the-database"
 

@@ -14,6 +14,7 @@ from rlhf_core.schemas.attempts import RunState
 from rlhf_core.training.prebuild import extensions_dir
 
 pytestmark = [
+    pytest.mark.site,
     pytest.mark.skipif(bool(missing_programs()), reason=WHY_NOT),
     pytest.mark.training,
     pytest.mark.end_to_end,
