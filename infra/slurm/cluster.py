@@ -2,6 +2,7 @@
 """A throw-away Slurm cluster in one folder: real munged, slurmctld and one slurmd per node, all on this machine.
 
     cluster.py up FOLDER [--nodes 4] [--cpus 8] [--gpus 2] [--namespaces]     prints `export SLURM_CONF=...`
+    cluster.py up FOLDER        of one that is up: leaves it as it is, and prints the same
     cluster.py down FOLDER
 
 and, while it runs, what disturbs one node, or ends that:
@@ -181,8 +182,10 @@ class Cluster:
         """Start every daemon, and wait until all nodes are idle; 1 to 2 seconds on an idle machine.
 
         Raises:
-            ClusterError: it did not come up; nothing is left running.
+            ClusterError: it did not come up, and nothing is left running; or one runs there, which is left alone.
         """
+        if self.is_there():
+            raise ClusterError(f"a cluster already runs in {self.folder}; end it with `cluster.py down {self.folder}`")
         try:
             self._write()
             for name in ("munged", "slurmctld", *(f"slurmd-{node}" for node in self.nodes)):
@@ -192,9 +195,17 @@ class Cluster:
             self.down()
             raise
 
+    def is_there(self) -> bool:
+        """Whether any daemon of it runs."""
+        return any(self.pid(path.stem) for path in (self.folder / "run").glob("*.pid"))
+
+    def answers(self) -> bool:
+        """Whether its controller does."""
+        return self.conf.exists() and " UP" in self.command("scontrol", "ping", check=False)
+
     def down(self) -> None:
         """End all jobs and daemons; harmless where nothing runs. The files stay."""
-        if self._controller_answers():
+        if self.answers():
             with contextlib.suppress(subprocess.SubprocessError):
                 self.command("scancel", f"--user={getpass.getuser()}", check=False)
                 deadline = time.monotonic() + 2 * self._kill_wait_s + 5
@@ -223,7 +234,7 @@ class Cluster:
             self._wait(lambda: self._lives(name) and (self.folder / "munge.socket").exists(), name)
         elif name == "slurmctld":
             self._spawn(name, ["slurmctld", "-D"])
-            self._wait(lambda: self._lives(name) and self._controller_answers(), name)
+            self._wait(lambda: self._lives(name) and self.answers(), name)
         else:
             node = name.removeprefix("slurmd-")
             if node not in self.nodes:
@@ -365,9 +376,6 @@ class Cluster:
             )
         return done.stdout.strip()
 
-    def _controller_answers(self) -> bool:
-        return self.conf.exists() and " UP" in self.command("scontrol", "ping", check=False)
-
     def _states(self) -> set[str]:
         return set(self.command("sinfo", "--noheader", "--Node", "--format=%T", check=False).split())
 
@@ -375,8 +383,6 @@ class Cluster:
     # How it is made
 
     def _write(self) -> None:
-        if any(self.pid(path.stem) for path in (self.folder / "run").glob("*.pid")):
-            raise ClusterError(f"a cluster already runs in {self.folder}; end it with `cluster.py down {self.folder}`")
         for path in (
             "run",
             "log",
@@ -551,7 +557,10 @@ def _do(arguments: argparse.Namespace) -> None:
         cluster = Cluster(
             arguments.folder, arguments.nodes, arguments.cpus, arguments.gpus, namespaces=arguments.namespaces
         )
-        cluster.up()
+        if cluster.is_there() and cluster.answers():  # a second terminal wants to use it
+            print(f"a cluster already runs in {cluster.folder}: it is used as it is", file=sys.stderr)
+        else:
+            cluster.up()
         print(f"export SLURM_CONF={cluster.conf}")
         return
     cluster = Cluster(arguments.folder)

@@ -47,6 +47,24 @@ def test_jobs_run_on_all_nodes_with_gpus_and_nothing_is_left(folder: Path) -> No
 
 
 @needs_slurm
+def test_a_cluster_that_is_up_is_left_alone(folder: Path) -> None:
+    cluster = throwaway.Cluster(folder, nodes=1)
+    cluster.up()
+    try:
+        known = daemons(folder)
+        job = cluster.command("sbatch", "--parsable", "--output=/dev/null", "--wrap=sleep 60")
+        with pytest.raises(throwaway.ClusterError, match="already runs"):
+            throwaway.Cluster(folder, nodes=1).up()
+        again = subprocess.run([SLURM / "cluster.py", "up", folder], capture_output=True, text=True, check=True)
+        assert again.stdout.strip() == f"export SLURM_CONF={cluster.conf}", "a second terminal can use it"
+        assert "already runs" in again.stderr
+        assert daemons(folder) == known
+        assert cluster.command("squeue", "--noheader", "--format=%i") == job
+    finally:
+        cluster.down()
+
+
+@needs_slurm
 def test_two_clusters_live_side_by_side(folder: Path) -> None:
     one, other = throwaway.Cluster(folder / "a", nodes=1), throwaway.Cluster(folder / "b", nodes=1)
     try:
