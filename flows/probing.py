@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 from rlhf_core.allocation.planner import plan
 from rlhf_core.config import Site
-from rlhf_core.errors import RunFailed
+from rlhf_core.errors import RunFailed, SchedulerError
 from rlhf_core.launch.prepare import prepare
 from rlhf_core.launch.start import job_request
 from rlhf_core.run_dir import AttemptDir, RunDir, read_model, read_tail, remove_tree, write_model
@@ -53,7 +54,10 @@ def probe_nodes(spec: RunSpec, site: Site, scheduler: Scheduler, say: Callable[[
     try:
         report = _await_report(attempt, submission, scheduler, say)
     finally:
-        if not scheduler.cancel(submission):
+        gone = False
+        with suppress(SchedulerError):  # what is to be told is how the probe ended
+            gone = scheduler.cancel(submission)
+        if not gone:
             say(f"job {submission.job_id} may still run; the scheduler did not confirm its end")
     say(f"nodes checked in {report.seconds:.1f} s")
     _tidy_up(run_dir, report, say)

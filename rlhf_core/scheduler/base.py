@@ -122,4 +122,7 @@ class Scheduler(Protocol):
         """End everything of the job, also what its agent left behind; True once it is proven gone.
 
         Harmless for a job that has ended.
+
+        Raises:
+            SchedulerError: it does not answer; whether the job has ended is not known.
         """

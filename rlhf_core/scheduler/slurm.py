@@ -159,6 +159,9 @@ class SlurmScheduler:
 
         Takes up to ``CANCEL_S`` seconds. Nodes that do not answer are not waited for: agents there have lost agent 0
         by then and have ended what they had started, and what an agent that was killed left is ended by the next one.
+
+        Raises:
+            SchedulerError: the controller has not answered in that time.
         """
         job_id = submission.job_id
         began = time.monotonic()
@@ -179,6 +182,8 @@ class SlurmScheduler:
                     with contextlib.suppress(SchedulerError):
                         slurm_queue.run("scancel", job_id)
             if time.monotonic() - began > CANCEL_S:
+                if found.problem:
+                    raise SchedulerError(f"whether job {job_id} has ended is not known: {found.problem}")
                 return False
             time.sleep(0.5)
 

@@ -15,7 +15,7 @@ from rlhf_core.errors import SchedulerError, SubmissionFailed
 from rlhf_core.launch.journal import Journal
 from rlhf_core.launch.start import record_plan, submit_once
 from rlhf_core.run_dir import RunDir
-from rlhf_core.scheduler import JobRequest, JobState, slurm_queue
+from rlhf_core.scheduler import JobRequest, JobState, slurm, slurm_queue
 from rlhf_core.scheduler.slurm import SlurmScheduler
 from rlhf_core.schemas.resources import Placement, Role, RolePlan, Submission
 from rlhf_core.schemas.run import SlurmSpec
@@ -131,7 +131,7 @@ def test_a_forgotten_job_has_ended(tmp_path: Path, scheduler: SlurmScheduler, mo
 
 
 def test_without_its_controller_nothing_is_known_and_nothing_is_submitted(
-    tmp_path: Path, cluster: Cluster, scheduler: SlurmScheduler
+    tmp_path: Path, cluster: Cluster, scheduler: SlurmScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submission = scheduler.submit(make_request(tmp_path, "sleep 300"))
     wait_for(lambda: state(scheduler, submission) is JobState.RUNNING)
@@ -144,6 +144,9 @@ def test_without_its_controller_nothing_is_known_and_nothing_is_submitted(
             scheduler.submit(make_request(tmp_path, "true", attempt=2))
         with pytest.raises(SchedulerError, match="controller does not answer"):
             scheduler.inventory()
+        monkeypatch.setattr(slurm, "CANCEL_S", 1.0)
+        with pytest.raises(SchedulerError, match=r"has ended is not known: .*controller does not answer"):
+            scheduler.cancel(submission)
     finally:
         cluster.start("slurmctld")
     wait_for(lambda: state(scheduler, submission) is JobState.RUNNING)
