@@ -75,7 +75,8 @@ def up(site: Site, names: Sequence[str] = (), say: Say = lambda text: None) -> l
 
     Raises:
         BadInput: the port is taken, or a service runs on another machine.
-        PrefectUnavailable: a service did not become ready; the message has the end of its log.
+        PrefectUnavailable: a service did not become ready; the message has the end of its log. Or the worker's server
+            is none of those that are started, and does not answer.
     """
     environment = dict(os.environ)  # as it is now: what keeps this command's terminal quiet would keep their logs empty
     with one_at_a_time(site.home):
@@ -139,7 +140,7 @@ def _ensure(site: Site, name: str, environment: Mapping[str, str], say: Say) -> 
         found = _until(site, name, STARTUP_TIMEOUT_S, lambda status: status.state is not ServiceState.STARTING)
     if found.state is ServiceState.SILENT:
         found = _until(site, name, ANSWER_PATIENCE_S, lambda status: status.state is ServiceState.RUNNING)
-    if found.state is ServiceState.RUNNING and (name != "server" or _answers_soon(site)):
+    if found.state is ServiceState.RUNNING and (name != "server" or _answers_soon(own_url(site))):
         return Started(name, found.pid, "was running")
     replaced = found.state is not ServiceState.STOPPED
     if replaced:
@@ -151,9 +152,25 @@ def _ensure(site: Site, name: str, environment: Mapping[str, str], say: Say) -> 
     return Started(name, _start(site, name, environment), "replaced" if replaced else "started")
 
 
+def _require_server(site: Site) -> None:
+    """A worker waits for its server for ever, as it should when a machine starts; a person is told at once."""
+    url = configured_url() or own_url(site)
+    if _answers_soon(url):
+        return
+    if url == own_url(site):
+        raise PrefectUnavailable(f"no Prefect server answers at {url}; `rlhf up` without names starts it too")
+    raise PrefectUnavailable(
+        f"the Prefect server at {url} does not answer. It is the one that PREFECT_API_URL names, in the environment or "
+        f"in Prefect's active profile, so `rlhf up` starts none. Start it; or unset PREFECT_API_URL, and `rlhf up` "
+        f"starts a server on this machine."
+    )
+
+
 def _start(site: Site, name: str, environment: Mapping[str, str]) -> int:
     if name == "server":
         require_free_port(site)
+    elif name == "worker":
+        _require_server(site)
     files = ServiceFiles(site.home, name)
     _make_room(files.log)
     if name == "worker":
@@ -186,10 +203,10 @@ def _start(site: Site, name: str, environment: Mapping[str, str]) -> int:
     raise PrefectUnavailable(f"the {name} {how}; its log is {files.log}:\n{said or '(nothing was said)'}")
 
 
-def _answers_soon(site: Site) -> bool:
-    """Whether the server answers now: its last beat may be older than its silence."""
+def _answers_soon(url: str) -> bool:
+    """Whether a server answers: its last beat may be older than its silence, and one elsewhere may be starting."""
     deadline = time.monotonic() + ANSWER_PATIENCE_S
-    while not answers(own_url(site)):
+    while not answers(url):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.2)

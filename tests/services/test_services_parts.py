@@ -15,7 +15,7 @@ import pytest
 from flows.site import processes, server, services
 from flows.site.processes import ServiceFiles, ServiceRecord, ServiceState, end, holding, look
 from rlhf_core.config import Site, load_site
-from rlhf_core.errors import BadInput
+from rlhf_core.errors import BadInput, PrefectUnavailable
 from rlhf_core.run_dir import read_model, write_model
 from rlhf_core.scheduler.command import PRIVATE_VARIABLES
 
@@ -140,6 +140,18 @@ def test_a_service_elsewhere_is_neither_started_nor_ended(site: Site) -> None:
         for act in (services.up, services.down):
             with pytest.raises(BadInput, match="runs on login2"):
                 act(site, ("worker",))
+
+
+def test_a_worker_is_not_started_for_a_server_that_does_not_answer(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(services, "ANSWER_PATIENCE_S", 0.0)
+    monkeypatch.setattr(services, "answers", lambda url: False)
+    nobody = "http://prefect.example.com/api"
+    with pytest.raises(PrefectUnavailable, match=f"no Prefect server answers at {server.own_url(site)}; `rlhf up`"):
+        services.up(site, ("worker",))
+    os.environ["PREFECT_API_URL"] = nobody
+    with pytest.raises(PrefectUnavailable, match=rf"at {nobody} does not answer.*unset PREFECT_API_URL"):
+        services.up(site)
+    assert look(site.home, "worker").state is ServiceState.STOPPED
 
 
 def test_a_long_log_is_put_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
