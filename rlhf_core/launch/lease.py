@@ -127,7 +127,7 @@ def refuse_if_driven(store: HistoryStore, run_id: str) -> None:
     """
     found = holder(store, run_id)
     if found is not None and found.owner != str(Owner.this_process()) and _is_alive(found, found):
-        raise LeaseLost(_driven_by(run_id, found))
+        raise LeaseLost(_driven_by(run_id, found, found))
 
 
 def acquire(
@@ -164,9 +164,8 @@ def acquire(
             found = holder(store, run_id)
             if found is None:
                 continue  # given back just now
-            alive = gives_way and _is_alive(found, first or found)
-            if alive or clock() - started >= patience_s:
-                raise LeaseLost(_driven_by(run_id, found)) from None
+            if (gives_way and _is_alive(found, first or found)) or clock() - started >= patience_s:
+                raise LeaseLost(_driven_by(run_id, found, first or found)) from None
             if first is None:
                 first = found
                 on_wait(str(error), patience_s)
@@ -183,14 +182,15 @@ def _is_alive(found: Holder, first: Holder) -> bool:
     return found.expires_at > first.expires_at
 
 
-def _driven_by(run_id: str, found: Holder) -> str:
+def _driven_by(run_id: str, found: Holder, first: Holder) -> str:
     """Who drives a run and what to do, for a person who wanted to drive it too."""
     owner = Owner.parse(found.owner)
     who = found.owner if owner is None else f"{owner.user} on {owner.host}, process {owner.pid}"
     since = f", since {found.since:%Y-%m-%d %H:%M:%S} UTC" if found.since is not None else ""
     where = f", flow run {found.flow_run_url}" if found.flow_run_url else ""
+    alive = "It is alive: " if _is_alive(found, first) else ""
     return (
-        f"run {run_id} is driven by another controller: {who}{since}{where}. It is alive: `rlhf watch {run_id}` shows "
-        f"the run, `rlhf cancel {run_id}` ends it. Should it hang, its lease runs out in {found.left_s:.0f} s unless "
+        f"run {run_id} is driven by another controller: {who}{since}{where}. {alive}`rlhf watch {run_id}` shows the "
+        f"run, `rlhf cancel {run_id}` ends it. Should it hang, its lease runs out in {found.left_s:.0f} s unless "
         f"renewed, and `rlhf resume {run_id}` takes over then"
     )
