@@ -255,6 +255,7 @@ def opened(
     flow_run: FlowRun | None = FlowRun(),
     on_wait: Callable[[str, float], None] = lambda owner, seconds: None,
     patience_s: float = TTL_S + 5,
+    gives_way: bool = False,
 ) -> Iterator[Session]:
     """Be the controller of a run for as long as the block lasts.
 
@@ -264,6 +265,7 @@ def opened(
         flow_run: the Prefect flow run that this controller is; None where :meth:`Session.announce` tells it later.
         on_wait: told when another controller's lease has to run out first, and how long that may take (seconds).
         patience_s: how long to wait for that.
+        gives_way: not to wait for a controller that is seen to be alive.
 
     Raises:
         RunDirError: the run directory is missing or damaged.
@@ -273,7 +275,7 @@ def opened(
     scheduler = get_scheduler(site.scheduler)
     record(run_dir, store)
     above = read_record(run_dir).token
-    lease = acquire(store, run_dir.run_id, on_wait=on_wait, above=above, patience_s=patience_s)
+    lease = acquire(store, run_dir.run_id, on_wait=on_wait, above=above, patience_s=patience_s, gives_way=gives_way)
     try:
         journal = Journal(run_dir, lease.token)
     except BaseException:

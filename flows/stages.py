@@ -326,7 +326,7 @@ def _left_alone(session: Session) -> dict[str, str]:
     if session.scheduler.name == "local":
         return {}
     try:
-        known = node_standings(session.store, utc_now())
+        known = node_standings(session.store, utc_now(), session.site.runs_dir)
     except HistoryError as error:
         session.observer.says(f"the history does not answer, so nodes are taken as they come: {error}")
         return {}

@@ -18,6 +18,7 @@
     │   └── CheckpointCorrupt       a checkpoint's checksums do not hold
     ├── PrefectUnavailable          no Prefect server can be used; nothing of a run depends on one
     ├── PromotionFailed             the model of a completed run could not be written; it can be tried again
+    ├── RunNotBegun                 nobody begins a run that was asked for; it stays asked for
     ├── RunFailed                   a run ended without a model; the diagnosis is the message
     ├── RunCancelled (130)          the user ended the run
     └── WorkerError                 raised on the nodes; crosses to the control plane as text in outcome.json
@@ -109,6 +110,10 @@ class PrefectUnavailable(RlhfError):
 
 class PromotionFailed(RlhfError):
     """The model directory of a completed run could not be written. The run is untouched; `rlhf approve` tries again."""
+
+
+class RunNotBegun(RlhfError):
+    """Nobody begins a run that was asked for. It stays asked for: asking again would make a second one."""
 
 
 class RunFailed(RlhfError):

@@ -591,6 +591,11 @@ def run_dirs(runs: Path) -> list[RunDir]:
     return [RunDir(path) for path in paths if (path / "spec.json").is_file()]
 
 
+def cleared_nodes(runs: Path) -> Path:
+    """Folder beside the run directories of what people said about nodes that were mended."""
+    return runs / "cleared-nodes"
+
+
 def is_run_id(text: str) -> bool:
     """Whether ``text`` has the form of a run id."""
     return bool(_RUN_ID.match(text))

@@ -1,12 +1,16 @@
 """Configs that were deployed, kept so that what is scheduled does not change when somebody edits the file or the code.
 
 ``<home>/deployments/<name>/<hash>/`` holds the config with absolute paths, the user's code as of then, and where both
-came from. The hash is one of their content: nothing in there is ever changed, and what is the same is there once.
+came from. The hash is one of their content: nothing in there is ever changed, and what is the same is there once. The
+time of the folder is when it was last asked for; what nothing refers to any more the keeper removes, days after that.
 """
 
 import hashlib
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import tomli_w
@@ -66,7 +70,7 @@ def keep(
         BadConfig: the config cannot be used.
         BadInput: the folder cannot be written.
     """
-    place = home / "deployments" / name
+    place = _place(home) / name
     unfinished = place / ".new"
     spec = absolute_paths(config.load(source, overrides), folder)
     changed = absolute_paths(config.load(source, [*overrides, *further]), folder) if further else spec
@@ -84,6 +88,7 @@ def keep(
         origin = Origin(source=source, overrides=tuple(overrides), folder=str(folder), revision=revision)
         write_model(unfinished / ORIGIN, origin)
         if kept.exists():
+            os.utime(kept)  # asked for again: it is not old
             remove_tree(unfinished)
         else:
             unfinished.rename(kept)
@@ -103,8 +108,78 @@ def kept_with(source: str) -> Kept | None:
     return Kept(path, path.parent / CODE / "snapshot", Path(origin.folder), origin.revision)
 
 
+def _place(home: Path) -> Path:
+    return home / "deployments"
+
+
 def _digest(folder: Path, text: str) -> str:
     digest = hashlib.blake2b(text.encode(), digest_size=6)
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is no longer needed
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A kept config with its code, as it lies there."""
+
+    folder: Path
+    asked_at: datetime
+    """When it was deployed or submitted last."""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Deployment and hash: the same whatever path the home folder is reached by."""
+        return self.folder.parent.name, self.folder.name
+
+
+def copies(home: Path) -> list[Copy]:
+    """Everything that is kept under a home folder, whole or left behind by a removal that was killed."""
+    return [
+        Copy(path, datetime.fromtimestamp(path.stat().st_mtime, UTC))
+        for path in sorted(_place(home).glob("*/*"))
+        if re.fullmatch(_COPY, path.name) and not path.is_symlink() and path.is_dir()
+    ]
+
+
+_COPY = r"[0-9a-f]{12}(\.old)?"
+
+
+def key_of(source: str) -> tuple[str, str] | None:
+    """Deployment and hash of the copy that a config's path leads to; None for any other path, or a preset."""
+    path = Path(source)
+    return (path.parents[1].name, path.parent.name) if path.name == CONFIG and len(path.parts) > 2 else None
+
+
+def removable(found: Iterable[Copy], referred: Collection[tuple[str, str]], *, days: int, now: datetime) -> list[Copy]:
+    """The copies that may go: old enough, and nothing refers to them. Pure.
+
+    Args:
+        referred: keys of those that something refers to.
+        days: how long each is kept after it was asked for last; 0 keeps all.
+        now: the present.
+    """
+    if not days:
+        return []
+    latest = now - timedelta(days=days)
+    return [one for one in found if one.asked_at < latest and one.key not in referred]
+
+
+def remove(copy: Copy) -> bool:
+    """Remove a copy; False where somebody has asked for it again in the meantime.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    aside = copy.folder if copy.folder.suffix else copy.folder.with_suffix(".old")
+    if aside != copy.folder:
+        copy.folder.rename(aside)
+        if datetime.fromtimestamp(aside.stat().st_mtime, UTC) > copy.asked_at:
+            aside.rename(copy.folder)
+            return False
+    remove_tree(aside)
+    return True

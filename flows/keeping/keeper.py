@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from flows.keeping.housekeeping import take_turn
+from flows.keeping.housekeeping import Tidier, take_turn
 from flows.keeping.reconciler import Reconciler
 from rlhf_core.config import Site
 from rlhf_core.errors import HistoryError, LeaseLost, RlhfError
@@ -33,7 +33,7 @@ AGAIN_S = 5.0
 """Pause before the lease, or a database that does not answer, is asked for again."""
 
 RETENTION_EVERY_S = 3600.0
-"""How often checkpoints are looked through."""
+"""How often checkpoints and kept configs are looked through."""
 
 SWEEP_RUNS = 20
 """Run directories beside the active ones that each turn looks at: what was left unread, or is not known yet."""
@@ -141,6 +141,7 @@ def _wait_for(thread: threading.Thread, lease: Lease) -> None:
 
 def _reconcile(site: Site, store: HistoryStore, stop: threading.Event, over: threading.Event) -> None:
     reconciler = Reconciler(site, store, has_prefect=has_prefect())
+    tidier = Tidier(site, store)
     looked_through = -RETENTION_EVERY_S
 
     def may() -> bool:
@@ -151,6 +152,9 @@ def _reconcile(site: Site, store: HistoryStore, stop: threading.Event, over: thr
         with _survived("a round could not be made"):
             take_turn(reconciler, may, retention=retention)
             looked_through = time.monotonic() if retention else looked_through
+        if retention and may():
+            with _survived("kept configs could not be looked through"):
+                tidier.tidy(may)
         over.wait(site.prefect.reconcile_s)
 
 

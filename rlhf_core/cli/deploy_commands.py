@@ -3,6 +3,8 @@
 What is heavy is imported inside the functions, so that ``rlhf --help`` stays fast.
 """
 
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,7 +14,14 @@ from rlhf_core.cli.output import JsonOption
 from rlhf_core.cli.run_commands import ConfigArgument, SetOption
 
 if TYPE_CHECKING:
+    from flows.asking.deployments import Submitted
     from rlhf_core.config import Site
+
+LOOK_EVERY_S = 2.0
+"""Pause between two questions why a run has not begun."""
+
+STUCK_S = 300.0
+"""How long a program waits where nobody is there who could begin the run. A person at a terminal decides."""
 
 TagOption = Annotated[
     list[str] | None,
@@ -77,9 +86,22 @@ def submit(
     tag: TagOption = None,
     owner: OwnerOption = "",
     watch: Annotated[bool, typer.Option("--watch", help="Stay and watch the run until it ends.")] = False,
+    begin_within_s: Annotated[
+        float | None,
+        typer.Option(
+            "--begin-within",
+            metavar="SECONDS",
+            min=0,
+            help="With --watch: leave with exit code 1 when the run has not begun after so long.",
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Ask for a run in Prefect, and return at once; a worker of the site drives it.
+
+    With --watch, what a run that has not begun waits for is said on standard error. Where no worker is there, a
+    program (no terminal) is not kept for more than five minutes, unless --begin-within says otherwise; the run stays
+    asked for.
 
     A file that was not deployed before is deployed first. Where it was, the run takes the file as it is now, and the
     deployment, with what it has scheduled, stays as it is.
@@ -93,7 +115,7 @@ def submit(
     else:
         output.print_text(f"run {asked.run_id} is asked for: {asked.url}")
     if watch:
-        _watch(site, asked.run_id, as_json)
+        _watch(site, asked, begin_within_s, as_json)
 
 
 def _site_in_prefect() -> "Site":
@@ -106,15 +128,47 @@ def _site_in_prefect() -> "Site":
     return site
 
 
-def _watch(site: "Site", run_id: str, as_json: bool) -> None:
-    import time
-
+def _watch(site: "Site", asked: "Submitted", begin_within_s: float | None, as_json: bool) -> None:
     from rlhf_core.cli.watching import watch_run
     from rlhf_core.run_dir import RunDir
 
-    run_dir = RunDir.of(site.runs_dir, run_id)
-    if not run_dir.spec.is_file():
-        output.note("waiting for a worker to begin; Ctrl-C leaves the run alone")
-    while not run_dir.spec.is_file():
-        time.sleep(1.0)
+    run_dir = RunDir.of(site.runs_dir, asked.run_id)
+    _await_beginning(lambda: run_dir.spec.is_file(), asked, begin_within_s)
     watch_run(run_dir, 2.0, as_json=as_json)
+
+
+def _await_beginning(
+    has_begun: Callable[[], bool],
+    asked: "Submitted",
+    begin_within_s: float | None,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Wait until a worker has made the run, and say what is waited for.
+
+    Raises:
+        RunNotBegun: that takes too long.
+        RunFailed, RunCancelled: there will be no run.
+    """
+    from flows.asking.waiting import what_it_waits_for
+    from rlhf_core.cli.progress import person_at_terminal
+    from rlhf_core.errors import RunNotBegun
+
+    patience_s = STUCK_S if begin_within_s is None and person_at_terminal() is None else None
+    started, stuck_since, said = clock(), None, ""
+    while not has_begun():
+        wait = what_it_waits_for(asked.flow_run_id)
+        if has_begun():
+            return  # while Prefect was asked
+        if wait.words != said:
+            said = wait.words
+            (output.warn if wait.stuck else output.note)(f"run {asked.run_id} has not begun: {said}")
+        now = clock()
+        stuck_since = (now if stuck_since is None else stuck_since) if wait.stuck else None
+        late = begin_within_s is not None and now - started >= begin_within_s
+        if late or (patience_s is not None and stuck_since is not None and now - stuck_since >= patience_s):
+            raise RunNotBegun(
+                f"run {asked.run_id} has not begun after {output.seconds_text(now - started)}: {said}. It stays asked "
+                f"for, and begins when it can: do not ask again; Cancel on its page takes it back: {asked.url}"
+            )
+        sleep(LOOK_EVERY_S)

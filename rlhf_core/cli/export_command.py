@@ -31,12 +31,20 @@ def export(
             "--out", metavar="PATH", help="Folder to write to; for mlflow also a tracking URI.", show_default=False
         ),
     ],
+    artifacts: Annotated[
+        bool,
+        typer.Option(
+            "--artifacts/--no-artifacts",
+            help="For mlflow: also the report, the settings, the evaluation tables and the model card.",
+        ),
+    ] = True,
     as_json: output.JsonOption = False,
 ) -> None:
     """Export runs to files or to an experiment tracker. Exporting again replaces what was there, or adds what is new.
 
-    parquet and csv: one file for each table of the history. mlflow: parameters, metrics, evaluations and tags, in a
-    database in that folder or on a server. tensorboard: event files. wandb: an offline run, which
+    parquet and csv: one file for each table of the history. mlflow: parameters, metrics, evaluations, tags, and
+    as artifacts the report, the settings, the evaluation tables and the model card (never weights), in a database in
+    that folder or on a server. tensorboard: event files. wandb: an offline run, which
     `wandb sync` sends; nothing is sent here.
     """
     from rlhf_core.cli.history_commands import catch_up
@@ -56,7 +64,7 @@ def export(
             case Target.CSV:
                 written = files.to_csv(store, run_ids, Path(out))
             case Target.MLFLOW:
-                written = mlflow.to_mlflow(store, run_ids, out)
+                written = mlflow.to_mlflow(store, run_ids, out, artifacts=artifacts)
             case Target.TENSORBOARD:
                 written = tensorboard.to_tensorboard(store, run_ids, Path(out))
             case Target.WANDB:

@@ -16,6 +16,7 @@ from rlhf_core.words import count
 
 if TYPE_CHECKING:
     from rlhf_core.history.store import HistoryStore
+    from rlhf_core.watchdog.nodes import NodeRecord
 
 Facts = Mapping[str, Any]
 
@@ -86,35 +87,75 @@ def show(run: RunArgument = "last", as_json: output.JsonOption = False) -> None:
     _print_time(shown["goodput"], shown["lost_time"])
 
 
-def nodes(as_json: output.JsonOption = False) -> None:
+def nodes(
+    clear: Annotated[
+        str, typer.Option("--clear", metavar="NODE", help="Say that this node was mended; takes --reason.")
+    ] = "",
+    reason: Annotated[str, typer.Option(help="With --clear: what was mended; it is kept.")] = "",
+    by: Annotated[str, typer.Option("--by", help="With --clear: who says so. Default: you.")] = "",
+    as_json: output.JsonOption = False,
+) -> None:
     """Show what is known against nodes: strikes from the incidents of all runs, and which are left alone until when.
 
     A strike weighs half after three days. A lost node or a failed GPU is left alone for a day, one that has come up
-    again and again for six hours; new attempts on Slurm go without them as long as enough others are there.
+    again and again for six hours; new attempts on Slurm go without them as long as enough others are there. With
+    --clear what came up against a node until now no longer counts; the history keeps it.
     """
+    from rlhf_core.config import load_site
+    from rlhf_core.errors import BadInput
+    from rlhf_core.launch.lease import user_name
     from rlhf_core.schemas.base import utc_now
-    from rlhf_core.watchdog.nodes import node_standings
+    from rlhf_core.watchdog.nodes import clear_node, node_records
 
+    if (reason or by) and not clear:
+        raise BadInput("--reason and --by are about --clear NODE, which is not given")
+    runs = load_site().runs_dir
     with _history() as store:
-        found = node_standings(store, utc_now())
+        if clear:
+            found = [clear_node(store, runs, clear, by or user_name(), reason, utc_now())]
+        else:
+            found = node_records(store, utc_now(), runs)
     if as_json:
-        output.print_json([vars(one) for one in found])
-        return
-    if not found:
+        output.print_json(
+            [{**vars(one.standing), "cleared": one.cleared, "num_cleared": one.num_cleared} for one in found]
+        )
+    elif clear:
+        _print_cleared(found[0])
+    elif not found:
         output.print_text("Nothing is known against any node.")
-        return
+    else:
+        _print_nodes(found)
+
+
+def _print_nodes(found: "Sequence[NodeRecord]") -> None:
     rows = [
         (
-            one.node,
-            f"{one.score:.2f}",
-            one.num_strikes,
-            one.last_kind.value,
-            _moment(one.last_at.isoformat()),
-            _moment(one.excluded_until.isoformat()) if one.excluded_until is not None else "",
+            one.standing.node,
+            f"{one.standing.score:.2f}",
+            one.standing.num_strikes,
+            one.standing.last_kind.value,
+            _moment(one.standing.last_at.isoformat()),
+            _moment(one.standing.excluded_until.isoformat()) if one.standing.excluded_until is not None else "",
+            _cleared(one),
         )
         for one in found
     ]
-    output.print_table(("node", "score", "strikes", "last", "when (UTC)", "left alone until"), rows)
+    output.print_table(("node", "score", "strikes", "last", "when (UTC)", "left alone until", "cleared"), rows)
+
+
+def _print_cleared(found: "NodeRecord") -> None:
+    node = found.standing.node
+    output.print_text(
+        f"{node} is cleared ({_cleared(found)}). New attempts may go there again; what comes up against it from now on "
+        f"counts. A run that has left it out itself goes on without it."
+    )
+
+
+def _cleared(one: "NodeRecord") -> str:
+    if one.cleared is None:
+        return ""
+    when = _moment(one.cleared.time.isoformat())
+    return f"{count(one.num_cleared, 'strike')}, {when} by {one.cleared.by}: {one.cleared.reason}"
 
 
 def sql(

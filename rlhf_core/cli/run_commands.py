@@ -192,11 +192,16 @@ def run(
 
 
 def resume(run: RunArgument, no_prefect: NoPrefectOption = False, as_json: JsonOption = False) -> None:
-    """Go on with a run: adopt its job if it is alive, else start a new attempt from the last complete checkpoint."""
+    """Go on with a run: adopt its job if it is alive, else start a new attempt from the last complete checkpoint.
+
+    A run that a living controller drives is left to it, and who that is is said. A controller that died on this host is
+    replaced at once; of one on another host its lease tells within a minute.
+    """
     from flows.promoting.promotion import is_due
     from rlhf_core.config import load_site
     from rlhf_core.history.store import HistoryStore
     from rlhf_core.launch.journal import read_record
+    from rlhf_core.launch.lease import refuse_if_driven
     from rlhf_core.schemas.attempts import RunState
     from rlhf_core.watchdog.watch import record
 
@@ -208,6 +213,8 @@ def resume(run: RunArgument, no_prefect: NoPrefectOption = False, as_json: JsonO
             record(run_dir, store)
             output.note(f"run {run_dir.run_id} is completed; there is nothing to go on with")
         else:
+            record(run_dir, store)
+            refuse_if_driven(store, run_dir.run_id)  # before a server is started for it
             with _server(site, no_prefect):
                 _drive(run_dir, site, store, no_prefect=no_prefect, resumed=True)
     _print_summary(run_dir, as_json)
@@ -273,11 +280,12 @@ def _drive(run_dir: "RunDir", site: "Site", store: "HistoryStore", *, no_prefect
     progress = TerminalProgress(run_dir.read_spec().spec, run_dir.run_id, person_at_terminal())
 
     def waits(owner: str, seconds: float) -> None:
-        output.note(f"{owner} Waiting for its lease to run out, {seconds:.0f} s at most ...")
+        output.note(f"{owner} Waiting whether it is renewed or runs out, {seconds:.0f} s at most ...")
 
     # With Prefect the flow run that this process becomes is known later; it tells the journal itself.
     link = FlowRun() if no_prefect else None
-    with opened(run_dir, site, store, progress, resumed=resumed, flow_run=link, on_wait=waits) as session, progress:
+    controlling = opened(run_dir, site, store, progress, resumed=resumed, flow_run=link, on_wait=waits, gives_way=True)
+    with controlling as session, progress:
         try:
             _carry_out(session, no_prefect)
         except KeyboardInterrupt:

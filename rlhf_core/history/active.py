@@ -8,7 +8,7 @@ from sqlalchemy import ColumnElement, func, or_, select
 
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables import Checkpoint, Controller, Lease, Promotion, Run, metadata
-from rlhf_core.schemas.attempts import PromotionState
+from rlhf_core.schemas.attempts import PromotionState, RunState
 
 RUNS = metadata.tables[Run.__tablename__]
 LEASES = metadata.tables[Lease.__tablename__]
@@ -158,3 +158,17 @@ def run_states(store: HistoryStore) -> Mapping[str, str]:
     """State of every run, by its id."""
     with store.reading() as connection:
         return {row.run_id: row.state for row in connection.execute(select(RUNS.c.run_id, RUNS.c.state))}
+
+
+def resumable_sources(store: HistoryStore) -> list[str]:
+    """Config file or preset of every run that somebody may still go on with: not completed, or not promoted yet."""
+    waiting = [PromotionState.WAITING.value, PromotionState.APPROVED.value]
+    joined = RUNS.outerjoin(PROMOTIONS, PROMOTIONS.c.run_id == RUNS.c.run_id)
+    question = (
+        select(RUNS.c.config_source)
+        .distinct()
+        .select_from(joined)
+        .where(or_(RUNS.c.state != RunState.COMPLETED.value, PROMOTIONS.c.state.in_(waiting)))
+    )
+    with store.reading() as connection:
+        return list(connection.execute(question).scalars())

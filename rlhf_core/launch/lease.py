@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import psutil
 
 from rlhf_core.errors import DatabaseUnavailable, LeaseLost
+from rlhf_core.history.controllers import Holder, holder
 from rlhf_core.history.store import HistoryStore
 
 TTL_S = 60.0
@@ -118,6 +119,17 @@ class Lease:
             self.behind = str(error)
 
 
+def refuse_if_driven(store: HistoryStore, run_id: str) -> None:
+    """Find out, without waiting, whether a controller of this host drives a run.
+
+    Raises:
+        LeaseLost: one does, and its process is alive.
+    """
+    found = holder(store, run_id)
+    if found is not None and found.owner != str(Owner.this_process()) and _is_alive(found, found):
+        raise LeaseLost(_driven_by(run_id, found, found))
+
+
 def acquire(
     store: HistoryStore,
     run_id: str,
@@ -127,6 +139,7 @@ def acquire(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
     patience_s: float = TTL_S + 5,
+    gives_way: bool = False,
 ) -> Lease:
     """Take the lease of a run: at once when it is free or its owner is known dead, else when it runs out.
 
@@ -134,24 +147,50 @@ def acquire(
         on_wait: told once what is waited for and for how long at most (seconds).
         above: highest token in the run's journal; ours will be higher, even when the database is younger than that.
         patience_s: how long to wait for a lease that is not renewed; 0 not to wait.
+        gives_way: stop waiting as soon as the owner is seen to be alive: on this host its process is there, on another
+            one the lease was renewed meanwhile. For a person who asks; a flow run that is tried again may have to wait
+            for its own last process to end.
 
     Raises:
         LeaseLost: another controller keeps renewing it.
     """
     owner = str(Owner.this_process())
     started = clock()
-    waiting = False
+    first: Holder | None = None
     while True:
         try:
             token = store.acquire_lease(run_id, owner, TTL_S, takeover=known_dead, above=above)
         except LeaseLost as error:
-            if clock() - started >= patience_s:
-                raise LeaseLost(
-                    f"{error} It is alive: `rlhf watch {run_id}` shows the run, `rlhf cancel {run_id}` ends it."
-                ) from None
-            if not waiting:
-                waiting = True
+            found = holder(store, run_id)
+            if found is None:
+                continue  # given back just now
+            if (gives_way and _is_alive(found, first or found)) or clock() - started >= patience_s:
+                raise LeaseLost(_driven_by(run_id, found, first or found)) from None
+            if first is None:
+                first = found
                 on_wait(str(error), patience_s)
             sleep(1.0)
             continue
         return Lease(store, run_id, owner, token, clock)
+
+
+def _is_alive(found: Holder, first: Holder) -> bool:
+    """Whether the owner of a lease is known to be alive. On another host that takes a renewal since the first look."""
+    owner = Owner.parse(found.owner)
+    if owner is not None and owner.is_here():
+        return not owner.is_known_dead()
+    return found.expires_at > first.expires_at
+
+
+def _driven_by(run_id: str, found: Holder, first: Holder) -> str:
+    """Who drives a run and what to do, for a person who wanted to drive it too."""
+    owner = Owner.parse(found.owner)
+    who = found.owner if owner is None else f"{owner.user} on {owner.host}, process {owner.pid}"
+    since = f", since {found.since:%Y-%m-%d %H:%M:%S} UTC" if found.since is not None else ""
+    where = f", flow run {found.flow_run_url}" if found.flow_run_url else ""
+    alive = "It is alive: " if _is_alive(found, first) else ""
+    return (
+        f"run {run_id} is driven by another controller: {who}{since}{where}. {alive}`rlhf watch {run_id}` shows the "
+        f"run, `rlhf cancel {run_id}` ends it. Should it hang, its lease runs out in {found.left_s:.0f} s unless "
+        f"renewed, and `rlhf resume {run_id}` takes over then"
+    )

@@ -4,7 +4,7 @@ import json
 import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from rlhf_core.history.store import HistoryStore
 from rlhf_core.reports.markup import as_time
 from rlhf_core.reports.plots import Curve
 from rlhf_core.run_dir import RunDir, read_models
+from rlhf_core.schemas.journal import JournalLine, PromotionMoved
 from rlhf_core.schemas.reports import EvaluationSample, SampleLine
 from rlhf_core.schemas.run import RunSpec
 
@@ -51,6 +52,10 @@ class RunRecord:
     """Sentences on what could not be read."""
     probes: Rows = ()
     """What the nodes measured before training: saved question ``probe-speeds``."""
+    promotion: Mapping[str, Any] = field(default_factory=dict)
+    """Where the promotion of the model stands; empty where nobody was asked and nothing was promoted."""
+    promotion_moves: Rows = ()
+    """How it came there, from the journal: time, state, by, reason and path of each change."""
 
     @property
     def run_id(self) -> str:
@@ -128,6 +133,8 @@ def gather(store: HistoryStore, run_dir: RunDir) -> RunRecord:
         num_parameters=_num_parameters(run_dir),
         notes=notes,
         probes=_probes(store, run_id),
+        promotion=shown["promotion"],
+        promotion_moves=_promotion_moves(run_dir),
     )
 
 
@@ -140,6 +147,14 @@ def find_row(rows: Iterable[Mapping[str, Any]], **wanted: object) -> Mapping[str
 def _probes(store: HistoryStore, run_id: str) -> list[Mapping[str, Any]]:
     answer = questions.ask(store, questions.find("probe-speeds"), {"run": run_id})
     return [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]
+
+
+def _promotion_moves(run_dir: RunDir) -> list[Mapping[str, Any]]:
+    return [
+        {"time": line.time.isoformat(), **line.event.model_dump(mode="json")}
+        for line in read_models(run_dir.control, JournalLine)
+        if isinstance(line.event, PromotionMoved)
+    ]
 
 
 def _sample_table(store: HistoryStore, run_id: str, when: str, name: str) -> list[EvaluationSample]:

@@ -27,6 +27,7 @@ from rlhf_core.reports.markup import (
     tag,
     words,
 )
+from rlhf_core.reports.promoted import promotion
 from rlhf_core.run_dir import RunDir, write_text
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.words import count
@@ -61,6 +62,7 @@ def page(record: RunRecord) -> str:
         f"{record.run['name']} · {record.run_id}",
         _header(record),
         _tiles(record),
+        promotion(record),
         _facts(record),
         *([happened, plotted] if record.state == "failed" else [plotted, happened]),
         section("What the model wrote", samples.evaluation_samples(record)),

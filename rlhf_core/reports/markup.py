@@ -77,12 +77,17 @@ def badge(state: str) -> Markup:
 _STATE_CLASS: Mapping[str, str] = {
     "completed": "good",
     "passed": "good",
+    "promoted": "good",
+    "approved": "good",
     "failed": "bad",
     "lost": "bad",
     "blocked": "bad",
     "cancelled": "warn",
     "preempted": "warn",
     "warning": "warn",
+    "waiting": "warn",
+    "refused": "warn",
+    "expired": "warn",
 }
 
 

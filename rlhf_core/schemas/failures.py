@@ -143,3 +143,13 @@ class Decision(Schema):
     """Settings that the next attempt changes: dotted name to new value."""
     resume_checkpoint: str = ""
     """Checkpoint folder to go on from; empty for the newest complete one."""
+
+
+class NodeCleared(Schema):
+    """Somebody said that a node is mended: what came up against it until then no longer counts."""
+
+    node: str
+    time: datetime
+    by: str
+    """Who said so."""
+    reason: str

@@ -1,18 +1,97 @@
-"""What the incidents of all runs speak against nodes: the history's strikes, weighed by the ledger."""
+"""What the incidents of all runs speak against nodes: the history's strikes, weighed by the ledger.
 
+Strikes are made from incidents and stay in the history. That somebody has mended a node is a file of its own beside the
+run directories (:class:`NodeCleared`): strikes from before no longer count, for every controller that shares those.
+"""
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from datetime import datetime
+from pathlib import Path
 
 from rlhf_core.diagnosis.ledger import REMEMBERED, Standing, Strike, standings
+from rlhf_core.errors import BadInput
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.run_dir import cleared_nodes, read_model, write_model
+from rlhf_core.schemas.failures import FailureKind, NodeCleared
 
 
-def node_standings(store: HistoryStore, now: datetime) -> list[Standing]:
-    """What is known against each node, the worst first.
+@dataclass(frozen=True)
+class NodeRecord:
+    """A node with all that is remembered of it."""
+
+    standing: Standing
+    """What counts against it; its last strike may be one that counts no more."""
+    cleared: NodeCleared | None
+    """When it was cleared last."""
+    num_cleared: int
+    """Strikes that no longer count."""
+
+
+def node_standings(store: HistoryStore, now: datetime, runs: Path) -> list[Standing]:
+    """What counts against each node, the worst first.
+
+    Args:
+        runs: folder of the run directories, which knows what was cleared.
 
     Raises:
         DatabaseUnavailable: the history does not answer.
     """
-    strikes = queries.node_strikes(store, now - REMEMBERED)
-    return standings([Strike(node, FailureKind(kind), time) for node, kind, time in strikes], now)
+    return standings(_counting(_strikes(store, now), clearings(runs)), now)
+
+
+def node_records(store: HistoryStore, now: datetime, runs: Path) -> list[NodeRecord]:
+    """The same for people, with nodes that were cleared; those that something counts against come first.
+
+    Raises:
+        DatabaseUnavailable: the history does not answer.
+    """
+    strikes, cleared = _strikes(store, now), clearings(runs)
+    counting = {one.node: one for one in standings(_counting(strikes, cleared), now)}
+    found = []
+    for one in standings(strikes, now):
+        present = counting.get(one.node, replace(one, score=0.0, num_strikes=0, excluded_until=None))
+        found.append(NodeRecord(present, cleared.get(one.node), one.num_strikes - present.num_strikes))
+    return sorted(found, key=lambda one: (-one.standing.score, one.standing.node))
+
+
+def clear_node(store: HistoryStore, runs: Path, node: str, by: str, reason: str, now: datetime) -> NodeRecord:
+    """Write down that a node was mended. What comes up against it from now on counts.
+
+    Returns:
+        The node as it stands then.
+
+    Raises:
+        BadInput: no reason is given, nothing is known against the node, or it cannot be written down.
+        DatabaseUnavailable: the history does not answer.
+    """
+    if not reason.strip():
+        raise BadInput("--reason is missing: say what was mended, for those who read it when the node fails again")
+    records = {one.standing.node: one for one in node_records(store, now, runs)}
+    if node not in records:
+        known = f"; known are {', '.join(sorted(records))}" if records else ""
+        raise BadInput(f"nothing is known against a node {node!r}{known}")
+    if not records[node].standing.num_strikes:
+        return records[node]
+    path = cleared_nodes(runs) / f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(3)}.json"  # one writer per file
+    try:
+        write_model(path, NodeCleared(node=node, time=now, by=by, reason=reason.strip()))
+    except OSError as error:
+        raise BadInput(f"cannot write {path}: {error.strerror}; it takes somebody who may write there") from None
+    return next(one for one in node_records(store, now, runs) if one.standing.node == node)
+
+
+def clearings(runs: Path) -> Mapping[str, NodeCleared]:
+    """The newest clearing of every node."""
+    found = [read_model(path, NodeCleared) for path in cleared_nodes(runs).glob("*.json")]
+    return {one.node: one for one in sorted((one for one in found if one is not None), key=lambda one: one.time)}
+
+
+def _strikes(store: HistoryStore, now: datetime) -> list[Strike]:
+    return [Strike(node, FailureKind(kind), time) for node, kind, time in queries.node_strikes(store, now - REMEMBERED)]
+
+
+def _counting(strikes: list[Strike], cleared: Mapping[str, NodeCleared]) -> list[Strike]:
+    return [one for one in strikes if one.node not in cleared or one.time > cleared[one.node].time]

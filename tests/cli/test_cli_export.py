@@ -15,10 +15,12 @@ import pytest
 from history_tools import RunFiles, at, postgres, whole_run
 
 from rlhf_core.cli.main import execute
-from rlhf_core.config import load_site
+from rlhf_core.config import load, load_site
 from rlhf_core.history.exports import curve_points, reading_tables
+from rlhf_core.history.queries import evaluation_samples
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.schemas.attempts import RunState
+from rlhf_core.schemas.attempts import PromotionState, RunState
+from rlhf_core.schemas.journal import PromotionMoved
 from rlhf_core.watchdog.ingest import sync
 
 # The loss that RunFiles writes is 1 / step + attempt + restart / 10. Of the whole run, steps 1 and 2 of the first start
@@ -188,6 +190,81 @@ def test_mlflow(run: RunFiles, tmp_path: Path) -> None:
     assert found.data.metrics["evaluation/before/sampled_ci_low"] == 0.25
 
 
+def _artifacts(client: Any, run_id: str, folder: str | None = None) -> list[str]:
+    found = []
+    for one in client.list_artifacts(run_id, folder):
+        found += _artifacts(client, run_id, one.path) if one.is_dir else [one.path]
+    return sorted(found)
+
+
+def test_mlflow_has_the_artifacts_that_people_look_for(run: RunFiles, tmp_path: Path) -> None:
+    import mlflow
+
+    model = tmp_path / "models" / run.run_id
+    model.mkdir(parents=True)
+    (model / "README.md").write_text("# sort\n")
+    (model / "rlhf.json").write_text('{"run_id": "x"}')
+    (model / "model.safetensors").write_bytes(b"weights")
+    for number, state in enumerate((PromotionState.WAITING, PromotionState.APPROVED, PromotionState.PROMOTED)):
+        path = str(model) if state is PromotionState.PROMOTED else ""
+        event = PromotionMoved(state=state, checkpoint_step=10, by="bea", reason="good", path=path)
+        run.journal(event, 60 + number)
+    export("mlflow", tmp_path)
+    export("mlflow", tmp_path)  # again: replaced, not doubled
+    (found,) = _mlflow_runs(tmp_path)
+    client = _mlflow(tmp_path)
+    assert _artifacts(client, found.info.run_id) == [
+        "config/config.toml",
+        "config/spec.json",
+        "evaluation/after_greedy.json",
+        "evaluation/after_sampled.json",
+        "evaluation/before_greedy.json",
+        "evaluation/before_sampled.json",
+        "model_card/README.md",
+        "model_card/rlhf.json",
+        "report.html",
+    ]
+
+    def read(path: str) -> str:
+        place = client.download_artifacts(found.info.run_id, path, str(tmp_path))
+        return Path(place).read_text(encoding="utf-8")
+
+    assert "was promoted" in read("report.html")
+    toml = tmp_path / "again.toml"
+    toml.write_text(read("config/config.toml"))
+    assert load(toml).model_dump(mode="json") == json.loads(read("config/spec.json"))
+    assert read("model_card/README.md") == "# sort\n"
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")  # it is not only this client that is asked
+    try:
+        table = client.load_table(found.info.experiment_id, "evaluation/after_greedy.json", [found.info.run_id])
+    finally:
+        mlflow.set_tracking_uri("")
+    with HistoryStore(load_site().database_url) as store:
+        rows = evaluation_samples(store, run.run_id, "after", "greedy")
+    assert len(table) == len(rows) > 0
+    assert list(table["completion"]) == [row["completion"] for row in rows]
+    assert list(table["score"]) == [row["score"] for row in rows]
+
+
+def test_mlflow_without_artifacts(run: RunFiles, tmp_path: Path) -> None:
+    assert execute(["export", "last", "--to", "mlflow", "--out", str(tmp_path), "--no-artifacts"]) == 0
+    (found,) = _mlflow_runs(tmp_path)
+    assert _artifacts(_mlflow(tmp_path), found.info.run_id) == []
+    assert found.data.metrics["evaluation/after/greedy"] == 0.93
+
+
+def test_artifacts_that_cannot_be_stored_are_said_and_the_numbers_are_there(
+    run: RunFiles, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "artifacts").write_text("not a folder")
+    assert execute(["export", "last", "--to", "mlflow", "--out", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "the numbers of" in said
+    assert "--no-artifacts" in said
+    (found,) = _mlflow_runs(tmp_path)
+    assert found.data.metrics["evaluation/after/greedy"] == 0.93
+
+
 def _run_of(num_steps: int) -> RunFiles:
     """A run that has made some steps and is not over."""
     site = load_site()
@@ -229,9 +306,13 @@ def test_steps_that_were_made_again_replace_those_in_mlflow(tmp_path: Path) -> N
     assert [(point.step, point.value) for point in history] == [(1, 2.0), (2, 1.6), (3, pytest.approx(1 / 3 + 1.1))]
 
 
-def test_a_tracking_uri(run: RunFiles, tmp_path: Path) -> None:
+def test_a_tracking_uri(run: RunFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
     export("mlflow", f"sqlite:///{tmp_path}/mlflow.db")
-    assert len(_mlflow_runs(tmp_path)) == 1
+    (found,) = _mlflow_runs(tmp_path)
+    assert found.info.artifact_uri.startswith((tmp_path / "artifacts").as_uri())
+    assert list(Path().iterdir()) == [], "nothing in the folder that somebody happens to be in"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

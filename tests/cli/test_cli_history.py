@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from history_tools import RunFiles, postgres, whole_run
+from history_tools import RunFiles, at, postgres, whole_run
 
 from rlhf_core.cli.main import execute
 from rlhf_core.config import load_site
@@ -220,6 +220,22 @@ def test_nodes_for_people_and_programs(rlhf: Rlhf, known: RunFiles) -> None:
     else:
         assert node["node"] == "n2"
         assert "n2" in rlhf("nodes").out
+
+
+def test_a_node_is_cleared_with_who_and_why(rlhf: Rlhf, known: RunFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_core.schemas.base.utc_now", lambda: at(3600))
+    before = rlhf("nodes", "--json").json()
+    assert [one["node"] for one in before if one["excluded_until"]] == ["n2"]
+    assert (rlhf("nodes", "--clear", "n2").code, rlhf("nodes", "--reason", "why").code) == (2, 2)
+    assert rlhf("nodes", "--json").json() == before, "nothing was written"
+    said = rlhf("nodes", "--clear", "n2", "--reason", "new cable", "--by", "bea").out
+    assert "n2 is cleared (2 strikes, " in said
+    assert "by bea: new cable" in said
+    (node,) = [one for one in rlhf("nodes", "--json").json() if one["node"] == "n2"]
+    assert (node["excluded_until"], node["num_strikes"], node["num_cleared"]) == (None, 0, 2)
+    assert (node["cleared"]["by"], node["cleared"]["reason"]) == ("bea", "new cable")
+    assert "by bea: new cable" in rlhf("nodes").out
+    assert rlhf("sql", "SELECT node FROM node_strikes", "--json").json() != [], "the history keeps it"
 
 
 def test_sql_for_people_and_programs(rlhf: Rlhf, known: RunFiles) -> None:

@@ -3,22 +3,30 @@
 import json
 import os
 import signal
+import socket
+import subprocess
+import sys
+import time
 import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from control_fakes import FakeAgent, FakeScheduler, make_run
 
 from rlhf_core.cli import doctor, log_files, main, watching
 from rlhf_core.cli.progress import Pace, TerminalProgress, describe
 from rlhf_core.config import PRESETS, describe_fields, load, load_site
-from rlhf_core.launch.journal import read_record
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.launch.journal import Journal, read_record
+from rlhf_core.launch.lease import Owner, user_name
 from rlhf_core.run_dir import RunDir, run_dirs
 from rlhf_core.schemas.attempts import AttemptState, RunState
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.schemas.journal import ControllerStarted
 from rlhf_core.schemas.resources import Role
 from rlhf_core.watchdog.watch import Look
 
@@ -192,6 +200,35 @@ def test_a_completed_run_is_not_resumed(scheduler: FakeScheduler, capsys: Printe
     assert "nothing to go on with" in capsys.readouterr().err
     assert newest_run().control.read_bytes() == before
     assert len(scheduler.submitted) == 1
+
+
+def test_a_run_that_is_driven_is_left_to_its_controller_at_once(scheduler: FakeScheduler, capsys: Printed) -> None:
+    """And taken over at once where its controller died: the same lease, in the name of a process that is gone."""
+    run_dir = make_run(load_site().runs_dir)
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        owner = str(Owner(user_name(), socket.gethostname(), other.pid, psutil.Process(other.pid).create_time()))
+        link = ControllerStarted(controller=owner, flow_run_id="f", flow_run_url="https://prefect/runs/f")
+        with HistoryStore(load_site().database_url) as store:
+            journal = Journal(run_dir, store.acquire_lease(run_dir.run_id, owner, 3600))
+            journal.append(link)
+            journal.close()
+        began = time.monotonic()
+        rlhf("resume", run_dir.run_id, expect=1)  # with Prefect: no server is started for it either
+        assert time.monotonic() - began < 10
+    finally:
+        other.kill()
+        other.wait()
+    said = capsys.readouterr().err
+    assert f"on {socket.gethostname()}, process {other.pid}, since 20" in said
+    assert "flow run https://prefect/runs/f" in said
+    assert f"`rlhf watch {run_dir.run_id}`" in said
+    assert f"`rlhf cancel {run_dir.run_id}`" in said
+    assert scheduler.submitted == []
+    began = time.monotonic()
+    rlhf("resume", run_dir.run_id, "--no-prefect")
+    assert time.monotonic() - began < 10
+    assert read_record(run_dir).state is RunState.COMPLETED
 
 
 def test_ctrl_c_cancels_the_run(scheduler: FakeScheduler, capsys: Printed) -> None:

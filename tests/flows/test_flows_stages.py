@@ -20,7 +20,7 @@ from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.journal import JournalLine
 from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.resources import Role
-from rlhf_core.watchdog.nodes import node_standings
+from rlhf_core.watchdog.nodes import clear_node, node_standings
 
 
 def agent_of(request: JobRequest, run_dir: RunDir) -> FakeAgent:
@@ -226,6 +226,29 @@ def test_a_lost_node_is_left_out_by_its_run_and_by_the_next(desk: Desk) -> None:
     assert placement.exclusion_reasons["n1"].startswith("strikes in all runs: 1, the last node_lost; until ")
 
 
+def test_a_node_that_was_cleared_is_used_again_until_it_fails_again(desk: Desk) -> None:
+    desk.scheduler.nodes = ("n1", "n2", "n3")
+    first = desk.run()
+    runs_well(desk, first)
+    lost_node(desk, first, times=1)
+    drive(desk.controller(first))
+    clear_node(desk.store, desk.site.runs_dir, "n1", "bea", "new cable", utc_now())
+    second = desk.run()
+    runs_well(desk, second)
+    drive(desk.controller(second))
+    assert desk.scheduler.submitted[-1].placement.excluded_nodes == ()
+    third = desk.run()
+    runs_well(desk, third)
+    lost_node(desk, third, times=1)
+    drive(desk.controller(third))
+    assert [request.placement.excluded_nodes for request in desk.scheduler.submitted[-2:]] == [(), ("n1",)]
+    fourth = desk.run()
+    runs_well(desk, fourth)
+    drive(desk.controller(fourth))
+    placement = desk.scheduler.submitted[-1].placement
+    assert placement.exclusion_reasons["n1"].startswith("strikes in all runs: 1, the last node_lost; until ")
+
+
 def test_an_unfit_node_is_replaced_at_once(desk: Desk) -> None:
     desk.scheduler.nodes = ("n1", "n2")
     run_dir = desk.run()
@@ -238,7 +261,9 @@ def test_an_unfit_node_is_replaced_at_once(desk: Desk) -> None:
     assert shown["decisions"][-1]["delay_s"] == 0
     (found,) = [check for check in shown["checks"] if check["attempt"] == 1]
     assert (found["id"], found["status"], found["node"]) == ("probe.matmul", "blocked", "n1")
-    assert [one.node for one in node_standings(desk.store, utc_now()) if one.excluded_until] == ["n1"]
+    assert [one.node for one in node_standings(desk.store, utc_now(), desk.site.runs_dir) if one.excluded_until] == [
+        "n1"
+    ]
 
 
 def test_an_unfit_node_that_nobody_can_replace_ends_the_run(desk: Desk) -> None:
@@ -537,7 +562,7 @@ def test_a_database_that_goes_away_changes_nothing_but_the_view(desk: Desk, monk
 def test_a_second_controller_is_refused_while_the_first_lives(desk: Desk) -> None:
     run_dir = desk.run()
     desk.store.acquire_lease(run_dir.run_id, "b@elsewhere:1:1.00", 60)
-    with pytest.raises(LeaseLost, match="b@elsewhere"):
+    with pytest.raises(LeaseLost, match="b on elsewhere, process 1"):
         desk.controller(run_dir)
 
 

@@ -4,6 +4,8 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -11,7 +13,7 @@ import pytest
 
 from rlhf_core.errors import DatabaseUnavailable, LeaseLost
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.launch.lease import RENEW_EVERY_S, Lease, Owner, acquire, known_dead, user_name
+from rlhf_core.launch.lease import RENEW_EVERY_S, TTL_S, Lease, Owner, acquire, known_dead, refuse_if_driven, user_name
 
 RUN = "small-20260101-000000-abcdef"
 
@@ -101,6 +103,61 @@ def test_the_lease_of_a_living_controller_is_waited_for_and_then_refused(store: 
         )
     assert waited == [20]
     assert clock.now >= 20
+
+
+def test_who_gives_way_does_not_wait_for_a_process_that_is_there(store: HistoryStore) -> None:
+    store.acquire_lease(RUN, live_owner(), 3600)
+    with pytest.raises(LeaseLost, match=rf"process {os.getppid()}.*`rlhf watch {RUN}`.*`rlhf cancel {RUN}`"):
+        acquire(
+            store,
+            RUN,
+            on_wait=lambda owner, seconds: pytest.fail("it must not wait"),
+            sleep=lambda seconds: pytest.fail("it must not sleep"),
+            gives_way=True,
+        )
+    with pytest.raises(LeaseLost, match="It is alive"):
+        refuse_if_driven(store, RUN)
+
+
+def test_who_gives_way_takes_what_a_dead_process_held(store: HistoryStore) -> None:
+    """Negative control: that it is looked whether the process is the one of the lease, and not any of that number."""
+    parent = Owner.parse(live_owner())
+    assert parent is not None
+    store.acquire_lease(RUN, str(replace(parent, started=parent.started - 3600)), 3600)
+    refuse_if_driven(store, RUN)
+    lease = acquire(store, RUN, on_wait=lambda owner, seconds: pytest.fail("it must not wait"), gives_way=True)
+    assert lease.token == 2
+
+
+def elsewhere(store: HistoryStore, clock: Clock, renewed_at: float | None) -> Callable[[float], None]:
+    """Sleeping, while a controller on another host renews its lease once, or does not."""
+    token = store.acquire_lease(RUN, "anna@elsewhere:1:1.00", 3600)
+    refuse_if_driven(store, RUN)  # nothing is known about other hosts at the first look
+
+    def sleep(seconds: float) -> None:
+        clock.sleep(seconds)
+        if renewed_at is not None and clock.now == renewed_at:
+            store.renew_lease(RUN, "anna@elsewhere:1:1.00", token, 3600)
+
+    return sleep
+
+
+def test_who_gives_way_leaves_after_one_renewal_from_another_host(store: HistoryStore) -> None:
+    clock, told = Clock(), []
+    sleep = elsewhere(store, clock, renewed_at=12)
+    with pytest.raises(LeaseLost, match="driven by another controller: anna on elsewhere, process 1"):
+        acquire(store, RUN, on_wait=lambda owner, seconds: told.append(owner), clock=clock, sleep=sleep, gives_way=True)
+    assert clock.now == 12
+    assert len(told) == 1
+
+
+def test_a_lease_that_another_host_does_not_renew_is_waited_for(store: HistoryStore) -> None:
+    """Negative control: that it is the renewal, and not the waiting, which tells that the other one is alive."""
+    clock = Clock()
+    sleep = elsewhere(store, clock, renewed_at=None)
+    with pytest.raises(LeaseLost):
+        acquire(store, RUN, on_wait=lambda owner, seconds: None, clock=clock, sleep=sleep, gives_way=True)
+    assert clock.now >= TTL_S
 
 
 def test_a_lease_that_is_given_back_while_waiting_is_taken(store: HistoryStore) -> None:

@@ -257,6 +257,15 @@ def learned(**changes: Any) -> RunRecord:
         ],
         "curves": curves(),
         "spec": SPEC,
+        "promotion": {
+            "state": "promoted",
+            "checkpoint_step": 120,
+            "decided_by": "ada",
+            "reason": "the best of the week",
+            "path": f"/models/{RUN_ID}",
+            "asked_at": at(193),
+            "moved_at": at(420),
+        },
         "num_parameters": 805_248,
         "tables": {
             ("before", "greedy"): _table(wrong=7),
@@ -294,6 +303,7 @@ def failed(**changes: Any) -> RunRecord:
         },
         "tables": {},
         "samples": [],
+        "promotion": {},
     }
     return learned(**{**known, **changes})
 
@@ -326,5 +336,6 @@ def blocked() -> RunRecord:
         lost_time=[],
         curves={},
         tables={},
+        promotion={},
         num_parameters=None,
     )

@@ -5,7 +5,7 @@ import struct
 from pathlib import Path
 
 import pytest
-from history_tools import whole_run
+from history_tools import RunFiles, whole_run
 
 from rlhf_core import config
 from rlhf_core.cli.main import execute
@@ -14,6 +14,8 @@ from rlhf_core.history.store import HistoryStore
 from rlhf_core.reports.gather import gather
 from rlhf_core.reports.html import write_report
 from rlhf_core.run_dir import LineWriter, RunDir, remove_tree
+from rlhf_core.schemas.attempts import PromotionState, StageName, StageState
+from rlhf_core.schemas.journal import PromotionMoved, StageEnded, StageStarted
 from rlhf_core.schemas.reports import SampleLine
 from rlhf_core.watchdog.ingest import sync
 
@@ -48,6 +50,69 @@ def test_the_report_of_a_real_history(site: config.Site, run_dir: RunDir, tmp_pa
     assert "Speed of the nodes before training, 2 probes" in page
     assert page.count('class="sign saved"') == 4
     assert page.count('class="sign incident"') == 2
+
+
+def _promoted(run: RunFiles, *moves: tuple[PromotionState, str, str, str]) -> None:
+    for number, (state, by, reason, path) in enumerate(moves):
+        event = PromotionMoved(state=state, checkpoint_step=10, by=by, reason=reason, path=path)
+        run.journal(event, 60 + 10 * number)
+
+
+def _page(site: config.Site, run_dir: RunDir, tmp_path: Path) -> str:
+    _ingest(site, run_dir)
+    with HistoryStore(site.database_url) as store:
+        return write_report(store, run_dir, tmp_path / "report.html").read_text()
+
+
+def test_the_promotion_is_told(site: config.Site, tmp_path: Path) -> None:
+    run = whole_run(site.runs_dir)
+    assert "Promotion" not in _page(site, run.dir, tmp_path), "nobody was asked"
+    _promoted(run, (PromotionState.WAITING, "", "the best greedy", ""))
+    page = _page(site, run.dir, tmp_path)
+    assert "The checkpoint of step 10 waits for an answer." in page
+    assert f"rlhf approve {run.run_id}" in page
+    _promoted(
+        run,
+        (PromotionState.APPROVED, "bea", "better than <ours>", ""),
+        (PromotionState.PROMOTED, "bea", "better than <ours>", "/models/sort-1"),
+    )
+    page = _page(site, run.dir, tmp_path)
+    assert '<span class="badge good">promoted</span> The checkpoint of step 10 was promoted.' in page
+    assert "<dt>decided by</dt><dd>bea</dd>" in page
+    assert "<dt>reason</dt><dd>better than &lt;ours&gt;</dd>" in page
+    assert "<code>/models/sort-1</code>" in page
+    assert "<dt>promoted at</dt>" in page
+    assert "How it came there" not in page, "asked, approved, written: the facts say it"
+    assert "rlhf approve" not in page
+
+
+def test_an_answer_that_was_changed_is_told_whole(site: config.Site, tmp_path: Path) -> None:
+    run = whole_run(site.runs_dir)
+    _promoted(
+        run,
+        (PromotionState.WAITING, "", "the best greedy", ""),
+        (PromotionState.REFUSED, "carl", "repeats itself", ""),
+        (PromotionState.APPROVED, "bea", "looked at it again", ""),
+        (PromotionState.FAILED, "", "no room on /models", ""),
+    )
+    page = _page(site, run.dir, tmp_path)
+    assert "was approved, but the model could not be written" in page
+    assert "no room on /models" in page
+    assert f"<code>rlhf approve {run.run_id}</code>" in page
+    story = page.partition("How it came there")[2]
+    assert story.index("carl") < story.index("repeats itself") < story.index("bea") < story.index("looked at it again")
+    remove_tree(run.dir.root)
+    with HistoryStore(site.database_url) as store:
+        page = write_report(store, run.dir, tmp_path / "report.html").read_text()
+    assert "no room on /models" in page, "the row is enough, where the journal is gone"
+
+
+def test_why_nothing_was_promoted_is_told(site: config.Site, tmp_path: Path) -> None:
+    run = whole_run(site.runs_dir)
+    run.journal(StageStarted(stage_index=9, name=StageName.PROMOTE, attempt=0), 60)
+    said = "not promoted: greedy is not above 0.95"
+    run.journal(StageEnded(stage_index=9, state=StageState.COMPLETED, message=said), 61)
+    assert said in _page(site, run.dir, tmp_path)
 
 
 def test_an_unknown_run_has_no_report(site: config.Site, run_dir: RunDir, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Runs in MLflow: parameters, metrics with steps and times, tags, evaluations. Exporting again adds what is new."""
+"""Runs in MLflow: parameters, metrics with steps and times, tags, evaluations, artifacts. Again: adds what is new."""
 
 import math
 import sys
@@ -18,6 +18,7 @@ from rlhf_core.reports.exports.common import (
     make_folder,
     require,
 )
+from rlhf_core.reports.exports.mlflow_artifacts import log_artifacts
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -33,33 +34,39 @@ _LONGEST_PARAM = 6000
 _STATUS = {"completed": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
 
 
-def to_mlflow(store: HistoryStore, run_ids: Sequence[str], out: str) -> list[str]:
+def to_mlflow(store: HistoryStore, run_ids: Sequence[str], out: str, *, artifacts: bool = True) -> list[str]:
     """One MLflow run per run, in the experiment of the run's name, found again by its tag :data:`RUN_TAG`.
 
     Args:
         out: a tracking URI (``http://...``, ``sqlite:///...``, ``file://...``), or a folder, which gets ``mlflow.db``.
+        artifacts: store report, settings, evaluation tables and model card as well.
 
     Returns:
         For each run, the id that MLflow gave it.
 
     Raises:
-        BadInput: MLflow is missing.
+        BadInput: MLflow is missing, or the artifacts cannot be stored.
     """
     require("mlflow", "mlflow")
     from mlflow import MlflowClient
 
-    artifacts = None
     if "://" not in out:
         folder = Path(out).absolute()
         make_folder(folder)
-        out, artifacts = f"sqlite:///{folder / 'mlflow.db'}", (folder / "artifacts").as_uri()
-    client = MlflowClient(tracking_uri=out)
-    return [_export(client, store, run_id, artifacts) for run_id in run_ids]
+        out = f"sqlite:///{folder / 'mlflow.db'}"
+    client, place = MlflowClient(tracking_uri=out), _place_of_artifacts(out)
+    return [_export(client, store, run_id, place, artifacts=artifacts) for run_id in run_ids]
 
 
-def _export(client: "MlflowClient", store: HistoryStore, run_id: str, artifacts: str | None) -> str:
+def _place_of_artifacts(uri: str) -> str | None:
+    """Beside a file of SQLite; MLflow would put them into the current folder. None where a server says where."""
+    path = uri.removeprefix("sqlite:///")
+    return None if path == uri or not path else (Path(path).absolute().parent / "artifacts").as_uri()
+
+
+def _export(client: "MlflowClient", store: HistoryStore, run_id: str, place: str | None, *, artifacts: bool) -> str:
     shown = queries.show_run(store, run_id)
-    experiment = _experiment(client, shown["run"]["name"], artifacts)
+    experiment = _experiment(client, shown["run"]["name"], place)
     there = _find(client, experiment, run_id)
     known = _known_points(client, there) if there is not None else {}
     if there is not None and _is_stale(known, _points(store, shown)):
@@ -72,6 +79,8 @@ def _export(client: "MlflowClient", store: HistoryStore, run_id: str, artifacts:
     target = str(there.info.run_id)
     _log_facts(client, target, shown)
     _log_points(client, target, known, _points(store, shown))
+    if artifacts:
+        log_artifacts(client, target, store, shown)
     status = _STATUS.get(shown["run"]["state"])
     if status is not None:
         client.set_terminated(target, status, end_time=_milliseconds(shown["run"]["ended_at"]))
@@ -80,11 +89,11 @@ def _export(client: "MlflowClient", store: HistoryStore, run_id: str, artifacts:
     return target
 
 
-def _experiment(client: "MlflowClient", name: str, artifacts: str | None) -> str:
+def _experiment(client: "MlflowClient", name: str, place: str | None) -> str:
     found = client.get_experiment_by_name(name)
     if found is not None:
         return str(found.experiment_id)
-    return str(client.create_experiment(name, artifact_location=f"{artifacts}/{name}" if artifacts else None))
+    return str(client.create_experiment(name, artifact_location=f"{place}/{name}" if place else None))
 
 
 def _find(client: "MlflowClient", experiment: str, run_id: str) -> "Run | None":

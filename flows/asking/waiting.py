@@ -1,0 +1,173 @@
+"""Why a run that was asked for in Prefect has not begun yet: what Prefect knows of its flow run, its pool and workers.
+
+A run that waits its turn (a schedule, a limit) is told apart from one that nobody is there to begin.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from uuid import UUID
+
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import FlowRun, StateType, Worker, WorkPool, WorkQueue
+from prefect.exceptions import ObjectNotFound
+from prefect.settings import PREFECT_API_URL
+
+from flows.site.server import server_answers
+from rlhf_core.errors import RunCancelled, RunFailed
+
+SOON = timedelta(seconds=5)
+"""A flow run that is due within this is due: workers look some seconds ahead."""
+
+PROMPT = timedelta(seconds=20)
+"""How long workers that are there may take to take a flow run; they ask every five to fifteen seconds."""
+
+SILENT_BEATS = 2.0
+"""A worker that let so many of its heartbeats pass is taken for gone. Prefect itself waits for three."""
+
+_SLOT = "AwaitingConcurrencySlot"
+"""Name of the state in which the limit of a deployment has a flow run wait."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What a run that has not begun waits for."""
+
+    words: str
+    """For a person: what was found, and what to do. The same as long as nothing has changed."""
+    stuck: bool = False
+    """Whether nobody is there who could begin it: it may wait forever, unless somebody does something."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a flow run waits, as Prefect has it."""
+
+    pool: WorkPool | None
+    queue: WorkQueue | None
+    workers: Sequence[Worker]
+    limit: int | None
+    """How many runs of its deployment may be driven at the same time."""
+
+
+def what_it_waits_for(flow_run_id: str, now: datetime | None = None) -> Wait:
+    """Ask Prefect why a flow run has not made its run yet.
+
+    Raises:
+        RunFailed: its flow run has ended, or is gone: there will be no run.
+        RunCancelled: it was cancelled before it began.
+    """
+    if not server_answers():
+        return Wait(
+            f"the Prefect server at {PREFECT_API_URL.value()} does not answer; no worker hears of the run before it "
+            f"does. `rlhf up` starts the server of this machine again",
+            stuck=True,
+        )
+    with get_client(sync_client=True) as client:
+        try:
+            flow_run = client.read_flow_run(UUID(flow_run_id))
+        except ObjectNotFound:
+            raise RunFailed("its flow run was deleted in Prefect before the run began: there will be no run") from None
+        _require_open(flow_run)
+        return explain(flow_run, _place(client, flow_run), now or datetime.now(UTC))
+
+
+def explain(flow_run: FlowRun, place: Place, now: datetime) -> Wait:
+    """What a flow run that has not ended and has made no run waits for. Pure."""
+    state = flow_run.state
+    if state is None or state.type is not StateType.SCHEDULED:
+        name = state.name if state is not None else "unknown"
+        return Wait(f"a worker has taken it ({name}); its process makes the run directory next")
+    if state.name == _SLOT:
+        limit = f" of {place.limit}" if place.limit is not None else ""
+        return Wait(f"it waits for its turn: the limit{limit} on runs of its deployment at the same time is reached")
+    due = state.state_details.scheduled_time or flow_run.expected_start_time or now
+    if due > now + SOON:
+        return Wait(f"it is scheduled for {due:%Y-%m-%d %H:%M:%S} UTC")
+    return _hindered(flow_run, place, now) or _full(flow_run, place) or _late(flow_run, place, due, now)
+
+
+def _hindered(flow_run: FlowRun, place: Place, now: datetime) -> Wait | None:
+    """Why nobody could begin it, if so."""
+    name = flow_run.work_pool_name
+    if place.pool is None:
+        found = f"the Prefect server has no work pool {name!r} any more" if name else "its deployment has no work pool"
+        return Wait(f"{found}. `rlhf up` makes it again; then deploy again (`rlhf deploy`), and ask again", stuck=True)
+    if place.pool.is_paused:
+        return Wait(f"the work pool {name!r} is paused in Prefect: resume it on its page", stuck=True)
+    if place.queue is not None and place.queue.is_paused:
+        return Wait(
+            f"the queue {place.queue.name!r} of the work pool {name!r} is paused in Prefect: resume it on its page",
+            stuck=True,
+        )
+    if any(is_heard(worker, now) for worker in place.workers):
+        return None
+    heard = max((one.last_heartbeat_time for one in place.workers if one.last_heartbeat_time), default=None)
+    last = "" if heard is None else f"; the last one was heard at {heard:%Y-%m-%d %H:%M:%S} UTC"
+    return Wait(
+        f"no worker of the pool {name!r} is online{last}. `rlhf up` on the machine of the site starts one; the run "
+        f"stays asked for until then",
+        stuck=True,
+    )
+
+
+def is_heard(worker: Worker, now: datetime) -> bool:
+    """Whether a worker is alive, judged by its own heartbeats: for Prefect one that was killed is online for 90 s."""
+    if worker.last_heartbeat_time is None:
+        return False
+    beat_s = worker.heartbeat_interval_seconds or 30
+    return now - worker.last_heartbeat_time < timedelta(seconds=SILENT_BEATS * beat_s)
+
+
+def _full(flow_run: FlowRun, place: Place) -> Wait | None:
+    queue = f"queue {place.queue.name!r}" if place.queue is not None else ""
+    for one, what in ((place.pool, f"work pool {flow_run.work_pool_name!r}"), (place.queue, queue)):
+        if one is not None and one.concurrency_limit is not None and (one.active_slots or 0) >= one.concurrency_limit:
+            more = " ([prefect] max_runs of rlhf.toml)" if one is place.pool else ""
+            return Wait(
+                f"it waits for its turn: {one.active_slots} of {one.concurrency_limit} places of the {what} are "
+                f"taken{more}"
+            )
+    return None
+
+
+def _late(flow_run: FlowRun, place: Place, due: datetime, now: datetime) -> Wait:
+    who = ", ".join(sorted(worker.name for worker in place.workers if is_heard(worker, now)))
+    if now - due < PROMPT:
+        return Wait(f"it is with the work pool {flow_run.work_pool_name!r}, and a worker is online ({who})")
+    return Wait(
+        f"it is late: due at {due:%H:%M:%S} UTC, and no worker has taken it, though {who} is online. The log of the "
+        f"worker says more (logs/worker.log of RLHF_HOME on its machine)"
+    )
+
+
+def _require_open(flow_run: FlowRun) -> None:
+    """Raise where the flow run has ended."""
+    state = flow_run.state
+    if state is None or not state.is_final():
+        return
+    said = f": {state.message}" if state.message else ""
+    if state.is_cancelled():
+        raise RunCancelled(f"it was cancelled in Prefect before the run began{said}")
+    raise RunFailed(f"its flow run is {state.name} before the run began{said}")
+
+
+def _place(client: SyncPrefectClient, flow_run: FlowRun) -> Place:
+    pool_name = flow_run.work_pool_name or ""
+    pool: WorkPool | None = None
+    queue: WorkQueue | None = None
+    workers: Sequence[Worker] = ()
+    if not pool_name:
+        return Place(None, None, (), None)
+    try:
+        pool = client.read_work_pool(pool_name)
+        workers = client.read_workers_for_work_pool(pool_name)
+        if flow_run.work_queue_name:
+            queue = client.read_work_queue_by_name(flow_run.work_queue_name, work_pool_name=pool_name)
+    except ObjectNotFound:
+        pass  # what is missing is said
+    limit = None
+    if flow_run.deployment_id is not None and flow_run.state is not None and flow_run.state.name == _SLOT:
+        found = client.read_deployment(flow_run.deployment_id).global_concurrency_limit
+        limit = found.limit if found is not None else None
+    return Place(pool, queue, workers, limit)

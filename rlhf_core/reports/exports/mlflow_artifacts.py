@@ -1,0 +1,83 @@
+"""What people look for under *Artifacts* of a run in MLflow: report, settings, evaluation tables, model card.
+
+Small texts only, replaced as a whole when a run is exported again. Weights stay where they are: the model card and
+``rlhf.json`` say where that is, and with which checksums.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from rlhf_core.errors import BadInput
+from rlhf_core.history import queries
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.reports.config_text import as_toml
+from rlhf_core.reports.gather import gather
+from rlhf_core.reports.html import page
+from rlhf_core.run_dir import RunDir
+from rlhf_core.schemas.run import RunSpec
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+MOST_BYTES = 16 << 20
+"""A text that is larger is left out: artifacts are to be looked at in a browser."""
+
+_CARD_FILES = ("README.md", "rlhf.json")
+"""What a promoted model's folder has beside the model."""
+
+_TABLES_TAG = "mlflow.loggedArtifacts"
+"""Tag by which MLflow knows that an artifact is a table."""
+
+_TABLE_COLUMNS = ("prompt_uid", "sample_index", "prompt", "completion", "answer", "score")
+
+
+def log_artifacts(client: "MlflowClient", target: str, store: HistoryStore, shown: Mapping[str, Any]) -> None:
+    """Store the texts of a run as artifacts of its MLflow run.
+
+    Raises:
+        BadInput: where MLflow keeps artifacts, they cannot be stored.
+    """
+    from mlflow.exceptions import MlflowException
+
+    tables = []
+    try:
+        for path, text in _texts(store, shown):
+            if len(text.encode()) > MOST_BYTES:
+                continue
+            client.log_text(target, text, path)
+            if path.startswith("evaluation/"):
+                tables.append({"path": path, "type": "table"})
+        client.set_tag(target, _TABLES_TAG, json.dumps(tables))
+    except (MlflowException, OSError) as error:
+        raise BadInput(
+            f"the numbers of {shown['run']['run_id']} are in MLflow, but its artifacts cannot be stored at "
+            f"{client.get_run(target).info.artifact_uri}: {error}. Mend that and export again, or give --no-artifacts"
+        ) from None
+
+
+def _texts(store: HistoryStore, shown: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Path and content of each artifact."""
+    run_id, spec = shown["run"]["run_id"], shown["run"]["spec"]
+    yield "report.html", page(gather(store, RunDir(Path(queries.run_dir_of(store, run_id)))))
+    yield "config/spec.json", json.dumps(spec, indent=2, ensure_ascii=False) + "\n"
+    with suppress(ValidationError):  # of another version: the JSON has it
+        yield "config/config.toml", as_toml(RunSpec.model_validate(spec))
+    for row in shown["evaluations"]:
+        samples = queries.evaluation_samples(store, run_id, row["when"], row["name"])
+        if samples:
+            yield f"evaluation/{row['when']}_{row['name']}.json", _table(samples)
+    folder = shown["promotion"].get("path")
+    for name in _CARD_FILES if folder else ():
+        with suppress(OSError, UnicodeDecodeError):  # moved away since, or not to be seen from here
+            yield f"model_card/{name}", (Path(folder) / name).read_text(encoding="utf-8")
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    """A table in the form that ``mlflow.load_table`` and the pages of MLflow read."""
+    columns = [name for name in _TABLE_COLUMNS if name in rows[0]]
+    return json.dumps({"columns": columns, "data": [[row[name] for name in columns] for row in rows]})

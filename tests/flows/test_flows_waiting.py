@@ -1,0 +1,210 @@
+"""What a run that was asked for waits for, on a real Prefect server: without a worker, and with one that is heard."""
+
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import UUID
+
+import pytest
+from real_server import RealServer
+
+from flows.asking.deployments import Submitted, register, submit
+from flows.asking.waiting import what_it_waits_for
+from rlhf_core.cli import deploy_commands
+from rlhf_core.cli.deploy_commands import STUCK_S, _await_beginning
+from rlhf_core.cli.main import execute
+from rlhf_core.config import Site, load_site
+from rlhf_core.errors import RunCancelled, RunFailed, RunNotBegun
+
+Printed = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def client(real_prefect: RealServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A client of a server that has a pool, and no worker."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.actions import WorkPoolCreate
+    from prefect.exceptions import ObjectNotFound
+
+    monkeypatch.setenv("PREFECT_API_URL", real_prefect.api)
+    with real_prefect.in_use(), get_client(sync_client=True) as found:
+        with contextlib.suppress(ObjectNotFound):
+            found.delete_work_pool("rlhf")  # with the workers that an earlier test had
+        found.create_work_pool(WorkPoolCreate(name="rlhf", type="process"))
+        yield found
+
+
+@pytest.fixture
+def site(client: Any) -> Site:
+    load_site().home.mkdir(parents=True)
+    return load_site()
+
+
+@pytest.fixture
+def asked(site: Site) -> Submitted:
+    register("quickstart", site, limit=0)
+    return submit("quickstart", site)
+
+
+def hear(client: Any, name: str = "worker-1") -> None:
+    """A heartbeat of a worker."""
+    beat = {"name": name, "heartbeat_interval_seconds": 30}
+    client.request("POST", "/work_pools/rlhf/workers/heartbeat", json=beat)
+
+
+def test_without_a_worker_it_says_so_and_what_to_do(client: Any, asked: Submitted) -> None:
+    wait = what_it_waits_for(asked.flow_run_id)
+    assert wait.stuck
+    assert "no worker of the pool 'rlhf' is online" in wait.words
+    assert "`rlhf up`" in wait.words
+    hear(client)
+    wait = what_it_waits_for(asked.flow_run_id)
+    assert not wait.stuck, "negative control: a worker that is heard is no reason to do anything"
+    assert "a worker is online (worker-1)" in wait.words
+    later = datetime.now(UTC) + timedelta(seconds=30)
+    wait = what_it_waits_for(asked.flow_run_id, later)
+    assert (wait.stuck, "it is late" in wait.words) == (False, True)
+    later = datetime.now(UTC) + timedelta(seconds=70)
+    wait = what_it_waits_for(asked.flow_run_id, later)
+    assert wait.stuck, "a worker that was killed is still online for Prefect"
+    assert "the last one was heard at" in wait.words
+
+
+def test_a_turn_that_is_waited_for_is_no_trouble(client: Any, site: Site, asked: Submitted) -> None:
+    from prefect.client.schemas.actions import WorkPoolUpdate
+    from prefect.states import AwaitingConcurrencySlot, Pending, Running, Scheduled
+
+    hear(client)
+    first = submit("quickstart", site)
+    client.update_work_pool("rlhf", WorkPoolUpdate(concurrency_limit=1))
+    client.set_flow_run_state(UUID(first.flow_run_id), Pending())
+    client.set_flow_run_state(UUID(first.flow_run_id), Running())
+    wait = what_it_waits_for(asked.flow_run_id)
+    assert (wait.stuck, "1 of 1 places of the work pool 'rlhf' are taken" in wait.words) == (False, True), wait
+    assert "its process makes the run directory" in what_it_waits_for(first.flow_run_id).words
+    client.update_work_pool("rlhf", WorkPoolUpdate(concurrency_limit=None))
+
+    at = datetime.now(UTC) + timedelta(hours=2)
+    client.set_flow_run_state(UUID(asked.flow_run_id), Scheduled(scheduled_time=at), force=True)
+    assert what_it_waits_for(asked.flow_run_id).words == f"it is scheduled for {at:%Y-%m-%d %H:%M:%S} UTC"
+
+    register("quickstart", site, limit=2)
+    client.set_flow_run_state(UUID(asked.flow_run_id), AwaitingConcurrencySlot(), force=True)
+    wait = what_it_waits_for(asked.flow_run_id)
+    assert (wait.stuck, "the limit of 2 on runs of its deployment" in wait.words) == (False, True), wait
+
+
+def test_what_was_paused_by_a_person_is_named(client: Any, asked: Submitted) -> None:
+    from prefect.client.schemas.actions import WorkPoolUpdate
+
+    hear(client)
+    queue = client.read_work_queue_by_name("default", work_pool_name="rlhf")
+    client.update_work_queue(queue.id, is_paused=True)
+    wait = what_it_waits_for(asked.flow_run_id)
+    assert (wait.stuck, "the queue 'default' of the work pool 'rlhf' is paused" in wait.words) == (True, True), wait
+    client.update_work_queue(queue.id, is_paused=False)
+    client.update_work_pool("rlhf", WorkPoolUpdate(is_paused=True))
+    assert "the work pool 'rlhf' is paused" in what_it_waits_for(asked.flow_run_id).words
+
+
+def test_a_pool_that_is_gone_is_said(client: Any, asked: Submitted) -> None:
+    client.delete_work_pool("rlhf")
+    wait = what_it_waits_for(asked.flow_run_id)
+    assert (wait.stuck, "no work pool" in wait.words, "`rlhf up`" in wait.words) == (True, True, True), wait
+
+
+def test_a_run_that_will_never_be_is_not_waited_for(client: Any, site: Site, asked: Submitted) -> None:
+    from prefect.states import Cancelled, Failed
+
+    client.set_flow_run_state(UUID(asked.flow_run_id), Cancelled(message="not needed"), force=True)
+    with pytest.raises(RunCancelled, match="not needed"):
+        what_it_waits_for(asked.flow_run_id)
+    other = submit("quickstart", site)
+    client.set_flow_run_state(UUID(other.flow_run_id), Failed(message="no such file"), force=True)
+    with pytest.raises(RunFailed, match="no such file"):
+        what_it_waits_for(other.flow_run_id)
+    client.delete_flow_run(UUID(other.flow_run_id))
+    with pytest.raises(RunFailed, match="deleted in Prefect"):
+        what_it_waits_for(other.flow_run_id)
+
+
+def test_a_server_that_went_away_is_said() -> None:
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
+        wait = what_it_waits_for("5f0c3c1e-0000-4000-8000-000000000000")
+    assert (wait.stuck, "does not answer" in wait.words) == (True, True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command
+
+
+class Slept:
+    """Seconds that only sleeping moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_the_command_says_it_within_seconds_and_leaves_when_it_is_told_to(site: Site, capsys: Printed) -> None:
+    register("quickstart", site)
+    began = time.monotonic()
+    assert execute(["submit", "quickstart", "--watch", "--begin-within", "3"]) == 1
+    assert time.monotonic() - began < 30
+    printed = capsys.readouterr()
+    assert printed.err.count("no worker of the pool 'rlhf' is online") == 2, "said once, and in the error"
+    assert "It stays asked for" in printed.err
+    assert "is asked for" in printed.out
+
+
+def test_a_program_is_not_kept_forever_where_nobody_is_there_and_a_person_decides(
+    client: Any, asked: Submitted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept = Slept()
+    with pytest.raises(RunNotBegun, match="no worker"):
+        _await_beginning(lambda: False, asked, None, slept, slept.sleep)
+    assert STUCK_S <= slept.now < STUCK_S + 10
+
+    monkeypatch.setattr("rlhf_core.cli.progress.person_at_terminal", lambda: lambda question: True)
+    slept = Slept()
+    _await_beginning(lambda: slept.now > 3 * STUCK_S, asked, None, slept, slept.sleep)
+    monkeypatch.undo()
+
+    hear(client)  # negative control: a turn is waited for as long as it takes
+    slept = Slept()
+    _await_beginning(lambda: slept.now > 3 * STUCK_S, asked, None, slept, slept.sleep)
+
+
+def test_ctrl_c_leaves_the_run_asked_for(client: Any, site: Site, real_prefect: RealServer) -> None:
+    """The whole command in a process of its own: what is printed while it waits, and how it is left."""
+    register("quickstart", site)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rlhf_core.cli.main", "submit", "quickstart", "--watch"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert process.stderr is not None
+    lines = iter(process.stderr.readline, "")
+    assert any("no worker of the pool 'rlhf' is online" in line for line in lines)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    run_id = out.split()[1]
+    (flow_run,) = [one for one in client.read_flow_runs() if one.name == run_id]
+    assert flow_run.state is not None
+    assert not flow_run.state.is_final()
+    assert deploy_commands.LOOK_EVERY_S <= 5, "said within seconds"

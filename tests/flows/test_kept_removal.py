@@ -1,0 +1,207 @@
+"""Kept configs and code: what nothing can need any more goes, and nothing else. On a real Prefect server."""
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+from control_fakes import make_run, make_spec
+from desk import Desk
+from real_server import RealServer
+
+from flows.asking import kept
+from flows.asking.deployments import register, submit
+from flows.keeping import keeper
+from flows.keeping.housekeeping import Tidier
+from rlhf_core.launch.journal import Journal
+from rlhf_core.run_dir import RunDir, read_model, remove_tree, write_model
+from rlhf_core.schemas.attempts import RunState
+from rlhf_core.schemas.run import StoredSpec
+from rlhf_core.schemas.site import RetentionSite
+from rlhf_core.watchdog.watch import record
+
+DAYS = 30
+
+
+@pytest.fixture
+def client(real_prefect: RealServer) -> Iterator[Any]:
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.actions import WorkPoolCreate
+    from prefect.exceptions import ObjectAlreadyExists
+
+    with real_prefect.in_use(), get_client(sync_client=True) as found:
+        with contextlib.suppress(ObjectAlreadyExists):
+            found.create_work_pool(WorkPoolCreate(name="rlhf", type="process"))
+        for one in found.read_deployments():
+            found.delete_deployment(one.id)
+        for flow_run in found.read_flow_runs():
+            found.delete_flow_run(flow_run.id)
+        yield found
+
+
+def keep(desk: Desk, name: str, *overrides: str, days: float = DAYS + 1) -> Path:
+    """A config that was kept so many days ago; its file."""
+    file = kept.keep("quickstart", overrides, name, desk.site.home, desk.site.home).config
+    age(file, days)
+    return file
+
+
+def age(file: Path, days: float) -> None:
+    then = (datetime.now(UTC) - timedelta(days=days)).timestamp()
+    os.utime(file.parent, (then, then))
+
+
+def tidier(desk: Desk, days: int = DAYS) -> Tidier:
+    return Tidier(dataclasses.replace(desk.site, retention=RetentionSite(deployments_days=days)), desk.store)
+
+
+def run_of(desk: Desk, file: Path, *states: RunState) -> RunDir:
+    """A run that was made from a kept config, in the last of these states."""
+    run_dir = make_run(desk.site.runs_dir, make_spec())
+    stored = read_model(run_dir.spec, StoredSpec)
+    assert stored is not None
+    write_model(run_dir.spec, stored.model_copy(update={"config_source": str(file)}))
+    journal = Journal(run_dir, 1)
+    for state in states:
+        journal.move_run(state, "because")
+    journal.close()
+    return run_dir
+
+
+COMPLETED = (RunState.PREFLIGHT, RunState.QUEUED, RunState.TRAINING, RunState.EVALUATING, RunState.COMPLETED)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What goes
+
+
+def test_what_is_old_and_nothing_refers_to_goes(client: Any, desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    old, other, young = keep(desk, "a"), keep(desk, "b", "seed=3"), keep(desk, "a", "seed=2", days=DAYS - 1)
+    run_of(desk, other, *COMPLETED)
+    with caplog.at_level("INFO", logger="rlhf.keeper"):
+        assert tidier(desk).tidy() == [old.parent, other.parent]
+    assert not old.parent.exists(), "the code as well"
+    assert young.is_file()
+    assert caplog.text.count("nothing refers to it") == 2
+    assert tidier(desk).tidy() == []
+
+
+def test_nought_days_keeps_all(client: Any, desk: Desk) -> None:
+    file = keep(desk, "a", days=10_000)
+    assert tidier(desk, days=0).tidy() == []
+    assert file.is_file()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What stays: each of these would go, were it not for one thing
+
+
+def test_what_a_deployment_refers_to_stays(client: Any, desk: Desk) -> None:
+    done = register("quickstart", desk.site, name="mine", overrides=["seed=5"], folder=desk.site.home)
+    deployment = client.read_deployment(UUID(done.id))
+    file = Path(deployment.parameters["config"])
+    age(file, DAYS + 1)
+    assert tidier(desk).tidy() == []
+    client.delete_deployment(deployment.id)
+    assert tidier(desk).tidy() == [file.parent]
+
+
+@pytest.mark.parametrize(("state", "stays"), [("Scheduled", True), ("Failed", True), ("Completed", False)])
+def test_what_a_flow_run_may_begin_with_again_stays(client: Any, desk: Desk, state: str, stays: bool) -> None:
+    from prefect import states
+
+    register("quickstart", desk.site, name="mine", folder=desk.site.home)
+    file = keep(desk, "mine", "seed=6")
+    asked = submit("mine", desk.site, config=str(file))
+    client.set_flow_run_state(UUID(asked.flow_run_id), getattr(states, state)(), force=True)
+    age(file, DAYS + 1)
+    assert tidier(desk).tidy() == ([] if stays else [file.parent])
+
+
+def test_a_deployment_on_a_late_page_is_seen(client: Any, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flows.keeping.housekeeping._PAGE", 4)
+    files = []
+    for number in range(11):
+        register("quickstart", desk.site, name=f"d{number}", overrides=[f"seed={number}"], folder=desk.site.home)
+        files += desk.site.home.glob(f"deployments/d{number}/*/config.toml")
+    for file in files:
+        age(file, DAYS + 1)
+    assert len(files) == 11
+    assert tidier(desk).tidy() == []
+
+
+@pytest.mark.parametrize(
+    "states", [(), (RunState.PREFLIGHT,), (RunState.PREFLIGHT, RunState.FAILED), (RunState.CANCELLED,)]
+)
+def test_what_a_run_can_be_resumed_with_stays(client: Any, desk: Desk, states: tuple[RunState, ...]) -> None:
+    """Also one that the history does not know yet; and one that lies where this site does not look."""
+    file = keep(desk, "a")
+    run_dir = run_of(desk, file, *states)
+    assert tidier(desk).tidy() == [], "from its directory"
+    record(run_dir, desk.store)
+    shutil.move(run_dir.root, desk.site.home / "elsewhere")
+    assert tidier(desk).tidy() == [], "from the history"
+    desk.store.remove_run(run_dir.run_id)
+    assert tidier(desk).tidy() == [file.parent]
+
+
+def test_without_an_answer_of_prefect_everything_stays(desk: Desk) -> None:
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    file = keep(desk, "a")
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
+        assert tidier(desk).tidy() == []
+    assert file.is_file()
+
+
+def test_what_is_asked_for_again_is_young_again(client: Any, desk: Desk) -> None:
+    file = keep(desk, "a")
+    again = kept.keep("quickstart", (), "a", desk.site.home, desk.site.home)
+    assert again.config == file
+    assert tidier(desk).tidy() == []
+
+
+def test_what_is_asked_for_while_it_is_removed_stays(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = keep(desk, "a")
+    (old,) = kept.copies(desk.site.home)
+    os.utime(file.parent)  # somebody submits it between the look and the removal
+    assert not kept.remove(old)
+    assert file.is_file()
+
+
+def test_a_removal_that_was_killed_is_finished(client: Any, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = keep(desk, "a")
+
+    def die(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kept, "remove_tree", die)
+    with pytest.raises(KeyboardInterrupt):
+        tidier(desk).tidy()
+    monkeypatch.setattr(kept, "remove_tree", remove_tree)
+    assert not file.exists()
+    assert tidier(desk).tidy() == [file.parent.with_suffix(".old")]
+    assert list((desk.site.home / "deployments" / "a").iterdir()) == []
+
+
+def test_the_keeper_does_it(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    done, stop = threading.Event(), threading.Event()
+
+    def tidy(self: Tidier, may: Callable[[], bool]) -> list[Path]:
+        done.set()
+        return []
+
+    monkeypatch.setattr("flows.keeping.reconciler.get_scheduler", lambda name: desk.scheduler)
+    monkeypatch.setattr(Tidier, "tidy", tidy)
+    thread = threading.Thread(target=keeper.keep, args=(desk.site, stop), daemon=True)
+    thread.start()
+    assert done.wait(60)
+    stop.set()
+    thread.join(60)

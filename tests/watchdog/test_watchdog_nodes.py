@@ -1,0 +1,86 @@
+"""What counts against nodes: strikes of the history, but for those from before somebody mended the node."""
+
+import shutil
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from history_tools import at, whole_run
+
+from rlhf_core.errors import BadInput
+from rlhf_core.history import queries
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.run_dir import cleared_nodes, run_dirs, write_text
+from rlhf_core.watchdog.ingest import sync
+from rlhf_core.watchdog.nodes import clear_node, clearings, node_records, node_standings
+
+NOW = at(3600)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def store(tmp_path: Path, runs: Path) -> Iterator[HistoryStore]:
+    """A history in which n2 was lost, seconds after the run began."""
+    with HistoryStore(f"sqlite:///{tmp_path}/history.db") as store:
+        sync(whole_run(runs).dir, store)
+        yield store
+
+
+def excluded(store: HistoryStore, runs: Path) -> list[str]:
+    return [one.node for one in node_standings(store, NOW, runs) if one.excluded_until is not None]
+
+
+def test_what_came_up_before_a_node_was_mended_no_longer_counts(store: HistoryStore, runs: Path) -> None:
+    assert excluded(store, runs) == ["n2"], "negative control: without a word it is left alone"
+    struck = queries.node_strikes(store, at(0))
+    done = clear_node(store, runs, "n2", "bea", " new cable ", NOW)
+    assert done.cleared is not None
+    assert (done.cleared.by, done.cleared.reason, done.cleared.time) == ("bea", "new cable", NOW)
+    assert (done.num_cleared, done.standing.num_strikes, done.standing.score) == (2, 0, 0.0)
+    assert excluded(store, runs) == []
+    assert queries.node_strikes(store, at(0)) == struck, "the history keeps it"
+    (shown,) = [one for one in node_records(store, NOW, runs) if one.standing.node == "n2"]
+    assert shown == done
+
+
+def test_what_comes_up_afterwards_counts(store: HistoryStore, runs: Path) -> None:
+    first, second = [time for node, _, time in queries.node_strikes(store, at(0)) if node == "n2"]
+    clear_node(store, runs, "n2", "bea", "new cable", first + (second - first) / 2)
+    (standing,) = [one for one in node_standings(store, NOW, runs) if one.node == "n2"]
+    assert (standing.num_strikes, standing.last_at, standing.excluded_until is not None) == (1, second, True)
+    again = clear_node(store, runs, "n2", "carl", "new board", NOW)
+    assert again.cleared is not None
+    assert (again.cleared.by, again.num_cleared) == ("carl", 2)
+    assert len(list(cleared_nodes(runs).iterdir())) == 2, "both are kept"
+
+
+def test_it_survives_a_history_that_is_made_again(store: HistoryStore, runs: Path, tmp_path: Path) -> None:
+    clear_node(store, runs, "n2", "bea", "new cable", NOW)
+    with HistoryStore(f"sqlite:///{tmp_path}/other.db") as other:
+        for run_dir in run_dirs(runs):
+            sync(run_dir, other)
+        assert queries.node_strikes(other, at(0)) != []
+        assert excluded(other, runs) == []
+        shutil.rmtree(cleared_nodes(runs))
+        assert excluded(other, runs) == ["n2"], "negative control: that it is the file which says so"
+
+
+def test_a_node_that_nothing_counts_against_is_not_cleared_twice(store: HistoryStore, runs: Path) -> None:
+    first = clear_node(store, runs, "n2", "bea", "new cable", NOW)
+    assert clear_node(store, runs, "n2", "carl", "again", NOW + timedelta(seconds=5)) == first
+    assert len(list(cleared_nodes(runs).iterdir())) == 1
+
+
+def test_what_cannot_be_cleared_is_said(store: HistoryStore, runs: Path) -> None:
+    with pytest.raises(BadInput, match="'n7'; known are n2"):
+        clear_node(store, runs, "n7", "bea", "new cable", NOW)
+    with pytest.raises(BadInput, match="--reason is missing"):
+        clear_node(store, runs, "n2", "bea", " ", NOW)
+    assert excluded(store, runs) == ["n2"]
+    write_text(cleared_nodes(runs) / "torn.json", "{")
+    assert clearings(runs) == {}
