@@ -194,7 +194,7 @@ def test_a_form_that_nobody_reads_any_more_is_taken_away(desk: Desk) -> None:
     with waiting_run(desk) as run_dir:
         with get_client(sync_client=True) as client:
             approval._take_over(client, run_dir, UUID(int=0))
-        assert message_of(run_dir)[0] == "Cancelled"
+        assert message_of(run_dir)[0] == "Crashed", "nobody cancelled it, and it has not completed"
         answers(run_dir, "refused")
 
 
