@@ -107,7 +107,7 @@ def test_while_prefect_starts_again_nobody_is_adopted_behind_its_back() -> None:
         (ENDED, ASKS, ["end_flow_run COMPLETED"]),
         (ENDED, replace(ASKS, process=ProcessState.ALIVE), []),
         (ENDED, replace(ASKS, process=ProcessState.UNKNOWN, suspended=True), []),
-        # A question that is still open is asked again by another controller: the one that asked it has not completed it.
+        # A question that is still open is asked again by another controller: nothing of it is completed.
         (WAITS, ASKS, ["adopt", "end_flow_run CRASHED"]),
         (WAITS, FLOW, ["adopt", "end_flow_run CRASHED"]),
         (WAITS, replace(ASKS, process=ProcessState.ALIVE), []),

@@ -285,7 +285,7 @@ def test_a_blocked_run_of_a_terminal_raises_what_blocked_it_and_is_failed_in_pre
     checks.append(CheckResult(id="b.check", status=CheckStatus.BLOCKED, found="no room", advice="make some"))
     run_dir = desk.run()
     with logged() as read:
-        with pytest.raises(PreflightBlocked, match="b.check"):
+        with pytest.raises(PreflightBlocked, match=r"b\.check"):
             run_in_prefect(desk.controller(run_dir))
         name, message, log = read()
     assert (name, "b.check" in message) == ("Failed", True)
