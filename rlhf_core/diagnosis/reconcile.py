@@ -117,7 +117,7 @@ class RunFacts:
     """Whether it is completed and a controller has something to do about its promotion: begin it, wait for the answer,
     or write the model."""
     untold: int = 0
-    """Events of a run that has ended which Prefect does not have, because its server was away at the end."""
+    """Events and pages of a run that has ended which Prefect does not have, because its server was away at the end."""
     missing_s: float = 0.0
     """How long its directory is known to be gone, in seconds; 0 where it is there or nothing is known."""
 
@@ -206,7 +206,7 @@ class ActionKind(StrEnum):
     END_FLOW_RUN = "end_flow_run"
     """Give a flow run without a process the state that fits."""
     TELL = "tell"
-    """Post events to Prefect that its controller could not post any more."""
+    """Tell Prefect what its controller could not tell any more."""
     REMOVE_CHECKPOINT = "remove_checkpoint"
     """Remove a checkpoint that the site's retention does not keep."""
     NOTE = "note"
@@ -254,7 +254,7 @@ def _about_run(run: RunFacts, flow_runs: Sequence[FlowRunFacts], world: World) -
         found = f"the history says {run.recorded or 'nothing'}, its journal {run.state.value}"
         yield Action(ActionKind.INGEST, run.run_id, found)
     if run.untold and run.holder is not Holder.LIVING and run.ended_s > TELL_AFTER_S:
-        said = f"its controller ended before Prefect had {run.untold} of its events"
+        said = f"its controller ended before Prefect had {run.untold} of its events and pages"
         yield Action(ActionKind.TELL, run.run_id, said)
     newest = max(flow_runs, key=lambda one: one.created_at, default=None)
     if not run.wants_controller:
