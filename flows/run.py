@@ -4,21 +4,21 @@ import os
 import textwrap
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
 
-from prefect import Flow, State, flow
+from prefect import Flow, State, flow, get_run_logger
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun as PrefectFlowRun
 from prefect.context import FlowRunContext
 from prefect.exceptions import CancelledRun
 from prefect.logging.loggers import flow_run_logger
 from prefect.settings import PREFECT_UI_URL
-from prefect.states import Cancelled, Completed
+from prefect.states import Cancelled, Completed, Failed
 
 from flows.asking.form import Form, meanings, overrides_of, read_form
 from flows.asking.kept import kept_with
@@ -32,7 +32,7 @@ from flows.stages import drive
 from flows.tasks import TaskCaller, Work
 from flows.view import shown_in_prefect
 from rlhf_core.config import Site, load_site
-from rlhf_core.errors import RunCancelled
+from rlhf_core.errors import BadInput, RunCancelled
 from rlhf_core.history.controllers import run_of_flow_run
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir import RunDir
@@ -145,27 +145,43 @@ def rlhf_run(
     overrides: str = "",
     run_id: str = "",
 ) -> State[None]:
+    given = {
+        "config": config,
+        "name": name,
+        "nodes": nodes,
+        "gpus_per_node": gpus_per_node,
+        "steps": steps,
+        "learning_rate": learning_rate,
+        "seed": seed,
+        "owner": owner,
+        "tags": tags,
+        "overrides": overrides,
+        "run_id": run_id,
+    }
     handed = _handed.get()
-    if handed is not None:
-        link = _this_flow_run(handed.session.site)
-        _try(lambda: _label(link, handed.session.run_dir), handed.session.observer.says)
-        handed.session.announce(link)
-        return _finish(handed.session, handed.work)
-    form = read_form(
-        {
-            "config": config,
-            "name": name,
-            "nodes": nodes,
-            "gpus_per_node": gpus_per_node,
-            "steps": steps,
-            "learning_rate": learning_rate,
-            "seed": seed,
-            "owner": owner,
-            "tags": tags,
-            "overrides": overrides,
-            "run_id": run_id,
-        }
-    )
+    try:
+        return _driven(handed) if handed is not None else _asked_for(given)
+    except BadInput as error:
+        # What the person gave is wrong, and the message says how: Prefect would log where in this program, too.
+        get_run_logger().error("%s", error)
+        return Failed(message=str(error))
+
+
+def _driven(handed: _Handed) -> State[None]:
+    """The run of a terminal."""
+    link = _this_flow_run(handed.session.site)
+    _try(lambda: _label(link, handed.session.run_dir), handed.session.observer.says)
+    handed.session.announce(link)
+    return _finish(handed.session, handed.work)
+
+
+def _asked_for(given: Mapping[str, Any]) -> State[None]:
+    """The run that was asked for in Prefect.
+
+    Raises:
+        BadInput: the form, the config or an override cannot be used, or preflight blocked.
+    """
+    form = read_form(given)
     site = load_site()
     link = _this_flow_run(site)
     with HistoryStore(site.database_url) as store:

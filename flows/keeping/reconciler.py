@@ -19,8 +19,9 @@ from flows.cancelling import cancel_run
 from flows.keeping import adopting, flow_runs
 from flows.promoting.promotion import is_due
 from flows.site.server import server_answers
+from flows.view import late
 from flows.view.events import FlowRun, Happening, happenings, tell, unknown_to_the_server
-from flows.view.story import read_story
+from flows.view.story import Story, read_story
 from rlhf_core.config import Site
 from rlhf_core.diagnosis.reconcile import (
     FLOW_ENDS,
@@ -75,6 +76,16 @@ class _Prefect:
     flow_runs: Sequence[FlowRunFacts] = ()
     answers: bool = False
     controllers: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Untold:
+    """What Prefect was not told of a run."""
+
+    flow_run: FlowRun
+    """In whose name it is told; without an id where nothing is to be told."""
+    story: Story
+    events: Sequence[Happening]
 
 
 class Reconciler:
@@ -235,12 +246,13 @@ class Reconciler:
         return replace(facts, untold=self._num_untold(run_dir, stored, written)) if facts.ended else facts
 
     def _num_untold(self, run_dir: RunDir, stored: StoredSpec, written: RunRecord) -> int:
-        """How many events of a run that has ended Prefect lacks. It is asked until it has them all."""
+        """How many events and pages of a run that has ended Prefect lacks. It is asked until it has them all."""
         whole = _whole(run_dir, written)
         if whole in self._told:
             return 0
         try:
-            missing = len(self._untold(run_dir, stored)[1])
+            untold = self._untold(run_dir, stored)
+            missing = len(untold.events) + (len(late.behind(untold.story)) if untold.flow_run.id else 0)
         except Exception as error:  # noqa: BLE001 - of Prefect's client, or a file system: the next round asks again
             self._note_once(run_dir.run_id, "events", f"{type(error).__name__}: {error}")
             return 0
@@ -248,17 +260,16 @@ class Reconciler:
             self._told.add(whole)
         return missing
 
-    def _untold(self, run_dir: RunDir, stored: StoredSpec) -> tuple[FlowRun, list[Happening]]:
-        """Events that nobody has told this server, and the flow run in whose name they are told: the newest that drove
-        the run and that this server knows. None of a run that was told to another server, or to none."""
-        known = {one.flow_run_id for one in self._prefect.flow_runs}
-        if not known:
-            return FlowRun("", run_dir.run_id), []
+    def _untold(self, run_dir: RunDir, stored: StoredSpec) -> "_Untold":
+        """What nobody has told this server, and the flow run in whose name it is told: the newest that drove the run
+        and that this server knows. Nothing of a run that was told to another server, or to none."""
         story = read_story(run_dir)
+        known = {one.flow_run_id for one in self._prefect.flow_runs}
         # Not the newest controller: that may have been without Prefect, because its server was away.
         drove = [line.event.flow_run_id for line in story.lines if isinstance(line.event, ControllerStarted)]
         flow_run = FlowRun(next((one for one in reversed(drove) if one in known), ""), run_dir.run_id)
-        return flow_run, unknown_to_the_server(happenings(story, stored, flow_run)) if flow_run.id else []
+        events = unknown_to_the_server(happenings(story, stored, flow_run)) if flow_run.id else []
+        return _Untold(flow_run, story, events)
 
     def _missing(self, run_id: str, standing: Standing | None) -> RunFacts | None:
         # Without its folder, the file system may be away as a whole; without a row, the run is another site's.
@@ -330,14 +341,15 @@ class Reconciler:
 
     def _tell(self, action: Action, run_dir: RunDir) -> Deed:
         whole = _whole(run_dir, read_record(run_dir))
-        flow_run, missing = self._untold(run_dir, run_dir.read_spec())
-        if missing:
-            tell(missing, action.run_id, flow_run)
+        untold = self._untold(run_dir, run_dir.read_spec())
+        told = [one.name for one in untold.events]
+        if untold.events:
+            tell(untold.events, action.run_id, untold.flow_run)
+        if untold.flow_run.id:
+            told += [f"page {what}" for what in late.renew(untold.story, self._store, untold.flow_run)]
         # Not asked again: the server shows them some seconds later, and an automation acts on each that it is sent.
         self._told.add(whole)
-        return Deed(
-            action, True, f"told now: {', '.join(one.name for one in missing) or 'nothing is missing any more'}"
-        )
+        return Deed(action, True, f"told now: {', '.join(told) or 'nothing is missing any more'}")
 
     def _write_down(self, deed: Deed) -> None:
         """Into the run directory, from where it reaches the history; where there is none, the log has it."""

@@ -19,7 +19,7 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.input import RunInput
 from prefect.input.run_input import Keyset, keyset_from_base_key
-from prefect.states import Cancelled, Paused
+from prefect.states import Crashed, Paused
 from pydantic import Field
 
 from flows.promoting.promotion import Question
@@ -191,9 +191,7 @@ def _take_over(client: SyncPrefectClient, run_dir: RunDir, own: UUID | None) -> 
             if entry.key.endswith("-response"):
                 give_answer(run_dir, Approval.load_from_flow_run_input(entry).as_answer())
         if other.state is not None and other.state.is_paused():
-            over: State[None] = Cancelled(
-                message="its controller is gone; the question was asked again, or answered, elsewhere"
-            )
+            over: State[None] = Crashed(message="its controller is gone; another flow run asks, or has the answer")
             client.set_flow_run_state(other.id, over, force=True)
 
 

@@ -70,7 +70,10 @@ def let_schedules_be_inserted() -> None:
 
     Prefect's scheduler inserts rows that carry computed attributes beside the columns (the state of a flow run, the
     data of a state). Before 2.1 those were left out; 2.1 refuses the whole insert unless it is told what to do with
-    them.
+    them. It asks each attribute for its ``bulk_dml_setter``; before 2.1 none has one, and nothing is changed.
+
+    Seen with Prefect 3.7.7 and a deployment that is due every 5 s: under SQLAlchemy 2.0.58 it ran on a server with and
+    on one without this, under 2.1.9 only with it (without: no flow run in 90 s, and an error in each round).
     """
     attribute: Any
     for mapper in Base.registry.mappers:

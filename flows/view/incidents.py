@@ -42,11 +42,17 @@ _TAIL_BYTES = 16 << 10
 _RANKS = TypeAdapter(tuple[RankStatus, ...])
 
 
+def headline(story: Story) -> str:
+    """The first line of the page."""
+    count = len(story.incidents)
+    return f"# {count} incident{'' if count == 1 else 's'} of {story.run_id}"
+
+
 def incidents_markdown(story: Story) -> str:
     """The story, newest incident first."""
     count = len(story.incidents)
     lines = [
-        f"# {count} incident{'' if count == 1 else 's'} of {story.run_id}",
+        headline(story),
         "",
         f"[progress]({artifact_link(story.run_id, 'progress')}) · [curves]({artifact_link(story.run_id, 'curves')})",
         "",

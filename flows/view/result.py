@@ -30,6 +30,12 @@ def result_markdown(summary: Summary, story: Story, times: Mapping[str, Any]) ->
     )
 
 
+def tells_the_end(page: str, story: Story) -> bool:
+    """Whether a page says how the run ended, and where its promotion stands."""
+    lines = page.splitlines()
+    return f"# {story.run_id}: {story.record.state.value}" in lines and set(_promotion(story)) <= {*lines, ""}
+
+
 def _where_to_look(story: Story) -> Section:
     pages = ["curves", "progress", "checks", *(["incidents"] if story.incidents else [])]
     return [" · ".join(f"[{page}]({artifact_link(story.run_id, page)})" for page in pages), ""]

@@ -117,7 +117,7 @@ class RunFacts:
     """Whether it is completed and a controller has something to do about its promotion: begin it, wait for the answer,
     or write the model."""
     untold: int = 0
-    """Events of a run that has ended which Prefect does not have, because its server was away at the end."""
+    """Events and pages of a run that has ended which Prefect does not have, because its server was away at the end."""
     missing_s: float = 0.0
     """How long its directory is known to be gone, in seconds; 0 where it is there or nothing is known."""
 
@@ -163,9 +163,9 @@ class FlowRunFacts:
         """Whether it drives its run, or soon will."""
         if self.state in FLOW_ENDS or self.is_lost:
             return False
-        running = self.state in (FlowState.RUNNING, FlowState.CANCELLING)
+        waits = self.state in (FlowState.SCHEDULED, FlowState.PENDING) or self.suspended
         # On another machine only the lease tells: it is there to take it soon after it has begun.
-        return not (running and self.process is ProcessState.UNKNOWN and self.state_s > START_S)
+        return waits or self.process is not ProcessState.UNKNOWN or self.state_s <= START_S
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class ActionKind(StrEnum):
     END_FLOW_RUN = "end_flow_run"
     """Give a flow run without a process the state that fits."""
     TELL = "tell"
-    """Post events to Prefect that its controller could not post any more."""
+    """Tell Prefect what its controller could not tell any more."""
     REMOVE_CHECKPOINT = "remove_checkpoint"
     """Remove a checkpoint that the site's retention does not keep."""
     NOTE = "note"
@@ -235,7 +235,7 @@ def decide(world: World) -> list[Action]:
     for run in world.runs.values():
         actions += _about_run(run, [one for one in world.flow_runs if one.run_id == run.run_id], world)
     for flow_run in world.flow_runs:
-        actions += _about_flow_run(flow_run, world.runs.get(flow_run.run_id))
+        actions += _about_flow_run(flow_run, world.runs.get(flow_run.run_id), world)
     for job in world.jobs:
         run_of_job = world.runs.get(job.run_id)
         if run_of_job is not None:  # of a run that this site does not know: another site's
@@ -254,7 +254,7 @@ def _about_run(run: RunFacts, flow_runs: Sequence[FlowRunFacts], world: World) -
         found = f"the history says {run.recorded or 'nothing'}, its journal {run.state.value}"
         yield Action(ActionKind.INGEST, run.run_id, found)
     if run.untold and run.holder is not Holder.LIVING and run.ended_s > TELL_AFTER_S:
-        said = f"its controller ended before Prefect had {run.untold} of its events"
+        said = f"its controller ended before Prefect had {run.untold} of its events and pages"
         yield Action(ActionKind.TELL, run.run_id, said)
     newest = max(flow_runs, key=lambda one: one.created_at, default=None)
     if not run.wants_controller:
@@ -329,20 +329,29 @@ _ENDS_AS = {
 }
 
 
-def _about_flow_run(flow_run: FlowRunFacts, run: RunFacts | None) -> Iterator[Action]:
-    if not (flow_run.is_lost or _asks_in_vain(flow_run, run)):
-        return
+def _about_flow_run(flow_run: FlowRunFacts, run: RunFacts | None, world: World) -> Iterator[Action]:
+    if flow_run.is_lost or _asks_in_vain(flow_run, run):
+        state, why = _end_of(flow_run, run, world)
+        yield Action(ActionKind.END_FLOW_RUN, flow_run.run_id, why, flow_run_id=flow_run.flow_run_id, flow_state=state)
+
+
+def _end_of(flow_run: FlowRunFacts, run: RunFacts | None, world: World) -> tuple[FlowState, str]:
+    """Last state of a flow run that nothing drives any more, and why: the end of its run where it was there for that,
+    else what became of itself."""
+    if run is not None and run.ended and not run.promotion_due:
+        end = _ENDS_AS[run.state]
+        later = (one for one in world.flow_runs if one.run_id == run.run_id and one.created_at > flow_run.created_at)
+        if any(one.state is end for one in later):
+            return FlowState.CRASHED, f"its process is gone; another flow run brought run {run.run_id} to its end"
+        return end, f"nothing drives it any more; run {run.run_id} is {run.state.value}"
     if flow_run.state is FlowState.CANCELLING:
-        state, why = FlowState.CANCELLED, "it was cancelled, and its process is gone"
-    elif run is None:
-        state, why = FlowState.CRASHED, "its process is gone, and it had not begun a run that is known here"
-    elif run.ended:
-        state, why = _ENDS_AS[run.state], f"nothing drives it any more; run {run.run_id} is {run.state.value}"
-    elif run.holder is Holder.LIVING:
-        state, why = FlowState.CRASHED, f"its process is gone; run {run.run_id} goes on under {run.owner}"
-    else:
-        state, why = FlowState.CRASHED, f"its process is gone; run {run.run_id} gets another controller"
-    yield Action(ActionKind.END_FLOW_RUN, flow_run.run_id, why, flow_run_id=flow_run.flow_run_id, flow_state=state)
+        return FlowState.CANCELLED, "it was cancelled, and its process is gone"
+    if run is None:
+        return FlowState.CRASHED, "its process is gone, and it had not begun a run that is known here"
+    what = f"the promotion of run {run.run_id}" if run.promotion_due else f"run {run.run_id}"
+    if run.holder is Holder.LIVING:
+        return FlowState.CRASHED, f"its process is gone; {what} goes on under {run.owner}"
+    return FlowState.CRASHED, f"its process is gone; {what} gets another controller"
 
 
 def _asks_in_vain(flow_run: FlowRunFacts, run: RunFacts | None) -> bool:

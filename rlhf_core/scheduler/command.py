@@ -8,6 +8,7 @@ from rlhf_core.scheduler.base import JobRequest
 from rlhf_core.schemas.resources import JOB_VARIABLE, job_marker
 
 PRIVATE_VARIABLES = (
+    "PGPASSWORD",
     "RLHF_DATABASE_URL",
     "RLHF_NOTIFY_WEBHOOK_URL",
     "RLHF_PREFECT_AUTH",
@@ -17,7 +18,8 @@ PRIVATE_VARIABLES = (
     "PREFECT_API_KEY",
     "PREFECT_SERVER_API_AUTH_STRING",
 )
-"""Settings of the control plane that hold secrets; user code in a job has no business with them."""
+"""Variables of the control plane that hold secrets; user code in a job has no business with them. ``PGPASSWORD`` is how
+PostgreSQL's own library is told a password that is not in the address of the history."""
 
 
 def job_environment(request: JobRequest) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """The pages of Prefect's UI that a person of ours uses, as steps: for tests in a real browser.
 
-They are those of the second UI (``/v2``), which is the default one. What is looked for is what a person reads: labels
-and names of buttons.
+They are those of the newer UI (``/v2``), in which the tour is told; the first page of the server, and the links that we
+write, are of the older one (``test_links_browser.py``). What is looked for is what a person reads: labels and names of
+buttons.
 """
 
 from collections.abc import Mapping

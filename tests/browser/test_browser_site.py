@@ -245,6 +245,20 @@ def test_a_failed_run_is_tried_again_and_goes_on_from_its_checkpoint(
 # Afterwards
 
 
+def test_the_link_that_we_print_opens_in_the_ui_of_the_first_page(
+    site: BrowserSite, asked: dict[str, str], page: Any
+) -> None:
+    flow_run = asked["promoted"]
+    run_id = site.run_of(flow_run)
+    link = json.loads(site.rlhf("show", run_id, "--json").stdout)["controllers"][-1]["flow_run_url"]
+    assert link == f"{site.ui}/runs/flow-run/{flow_run}"
+    page.goto(site.ui)
+    page.wait_for_url(f"{site.ui}/dashboard")
+    page.goto(link)
+    page.get_by_text(run_id).filter(visible=True).first.wait_for()
+    assert page.url.startswith(link)
+
+
 def test_a_model_is_approved_in_the_ui(site: BrowserSite, asked: dict[str, str], page: Any, shoot: Shoot) -> None:
     flow_run = asked["promoted"]
     run_id = site.run_of(flow_run)

@@ -4,9 +4,12 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from packaging.version import Version
+
+from flows.site import server_app
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,3 +55,15 @@ def test_without_our_word_none_is(tmp_path: Path) -> None:
     found = plan(tmp_path, PLANS)
     assert found.returncode != 0
     assert "bulk_dml" in found.stderr
+
+
+def test_before_sqlalchemy_2_1_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There no attribute has a ``bulk_dml_setter``. From 2.1 on those that lack a setter are given ours, no others."""
+    older, newer, with_its_own = SimpleNamespace(), SimpleNamespace(bulk_dml_setter=None), SimpleNamespace()
+    with_its_own.bulk_dml_setter = own = object()
+    mapper = SimpleNamespace(all_orm_descriptors=[older, newer, with_its_own])
+    monkeypatch.setattr(server_app, "Base", SimpleNamespace(registry=SimpleNamespace(mappers=[mapper])))
+    server_app.let_schedules_be_inserted()
+    assert vars(older) == {}
+    assert newer.bulk_dml_setter is server_app.left_out
+    assert with_its_own.bulk_dml_setter is own

@@ -34,6 +34,7 @@ RUN = RunFacts(
     jobs={1: "11", 2: "12"},
 )
 ENDED = replace(RUN, state=RunState.COMPLETED, recorded="completed", ended_s=100.0, holder=Holder.FREE)
+WAITS = replace(ENDED, promotion_due=True)
 DRIVEN = replace(RUN, holder=Holder.LIVING, undriven_s=0.0)
 FLOW = FlowRunFacts("f", "r", FlowState.RUNNING, NOW, 1000.0, NOW - timedelta(hours=1), ProcessState.GONE)
 ALIVE = replace(FLOW, process=ProcessState.ALIVE)
@@ -106,8 +107,20 @@ def test_while_prefect_starts_again_nobody_is_adopted_behind_its_back() -> None:
         (ENDED, ASKS, ["end_flow_run COMPLETED"]),
         (ENDED, replace(ASKS, process=ProcessState.ALIVE), []),
         (ENDED, replace(ASKS, process=ProcessState.UNKNOWN, suspended=True), []),
-        (replace(ENDED, promotion_due=True), replace(ASKS, process=ProcessState.UNKNOWN), []),
-        (replace(ENDED, promotion_due=True), ASKS, ["adopt", "end_flow_run COMPLETED"]),
+        # A question that is still open is asked again by another controller: nothing of it is completed.
+        (WAITS, ASKS, ["adopt", "end_flow_run CRASHED"]),
+        (WAITS, FLOW, ["adopt", "end_flow_run CRASHED"]),
+        (WAITS, replace(ASKS, process=ProcessState.ALIVE), []),
+        (WAITS, replace(ASKS, process=ProcessState.UNKNOWN, state_s=10.0), []),
+        (WAITS, replace(ASKS, process=ProcessState.UNKNOWN), ["adopt"]),
+        (WAITS, replace(ASKS, process=ProcessState.UNKNOWN, suspended=True), []),
+        (replace(WAITS, holder=Holder.LIVING), replace(ASKS, process=ProcessState.UNKNOWN), []),
+        (replace(WAITS, holder=Holder.LIVING), ASKS, ["end_flow_run CRASHED"]),
+        (WAITS, replace(ASKS, state=FlowState.CANCELLING), ["adopt", "end_flow_run CANCELLED"]),
+        # A run that is paused in the UI trains on; without a process it is a zombie like any.
+        (RUN, ASKS, ["adopt", "end_flow_run CRASHED"]),
+        (DRIVEN, ASKS, ["end_flow_run CRASHED"]),
+        (RUN, replace(ASKS, process=ProcessState.UNKNOWN), ["adopt"]),
         (replace(ENDED, holder=Holder.LIVING), replace(ASKS, process=ProcessState.UNKNOWN), []),
         # On another machine only the lease tells, and Prefect is not contradicted.
         (RUN, replace(FLOW, process=ProcessState.UNKNOWN), ["adopt"]),
@@ -125,14 +138,32 @@ def test_while_prefect_starts_again_nobody_is_adopted_behind_its_back() -> None:
         (ENDED, FLOW, ["end_flow_run COMPLETED"]),
         (replace(ENDED, state=RunState.FAILED, recorded="failed"), FLOW, ["end_flow_run FAILED"]),
         (replace(ENDED, state=RunState.CANCELLED, recorded="cancelled"), FLOW, ["end_flow_run CANCELLED"]),
+        (ENDED, replace(FLOW, state=FlowState.PENDING), ["end_flow_run COMPLETED"]),
+        # Cancelled too late: the run had its end already, and that is what is said.
+        (ENDED, replace(FLOW, state=FlowState.CANCELLING), ["end_flow_run COMPLETED"]),
+        (replace(ENDED, state=RunState.FAILED, recorded="failed"), ASKS, ["end_flow_run FAILED"]),
+        (replace(ENDED, state=RunState.CANCELLED, recorded="cancelled"), ASKS, ["end_flow_run CANCELLED"]),
         (ENDED, ALIVE, []),
         (ENDED, replace(FLOW, state=FlowState.CANCELLED), []),
         (None, replace(FLOW, run_id=""), ["end_flow_run CRASHED"]),
+        (None, replace(FLOW, run_id="", state=FlowState.CANCELLING), ["end_flow_run CANCELLED"]),
         (None, replace(ALIVE, run_id=""), []),
     ],
 )
 def test_a_run_and_its_flow_run(run: RunFacts | None, flow_run: FlowRunFacts, expected: list[str]) -> None:
     assert decided(run, flow_run) == expected
+
+
+def test_a_flow_run_that_lost_its_run_to_a_later_one_does_not_share_its_end() -> None:
+    later = replace(FLOW, flow_run_id="g", state=FlowState.COMPLETED, created_at=NOW)
+    assert decided(ENDED, FLOW, later) == ["end_flow_run CRASHED"]
+    # The controls: one before it, one that did not bring the run to its end, one of another run.
+    for other in (
+        replace(later, created_at=NOW - timedelta(hours=2)),
+        replace(later, state=FlowState.CRASHED),
+        replace(later, run_id="s"),
+    ):
+        assert decided(ENDED, FLOW, other) == ["end_flow_run COMPLETED"]
 
 
 def test_a_cancelled_flow_run_does_not_end_a_run_that_somebody_went_on_with() -> None:

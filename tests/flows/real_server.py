@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 
@@ -78,3 +80,19 @@ def browser() -> str | None:
     """The browser of this machine."""
     names = ("chromium", "chromium-browser", "google-chrome")
     return next((path for name in names if (path := shutil.which(name)) is not None), None)
+
+
+@contextmanager
+def page_of(server: RealServer, path: str) -> Iterator[Any]:
+    """A page of its UI in a real browser; without one the test is skipped."""
+    executable = browser()
+    if executable is None:
+        pytest.skip("there is no browser on this machine (chromium)")
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        page = chromium.new_page(viewport={"width": 1400, "height": 1200})
+        page.set_default_timeout(45_000)
+        page.goto(f"{server.url}{path}", wait_until="domcontentloaded")
+        yield page
+        chromium.close()

@@ -7,11 +7,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from control_fakes import FakeAgent, make_spec
 from desk import Desk
+from prefect.exceptions import FailedRun
 
 from flows.run import rlhf_run, run_in_prefect
 from flows.session import Session
@@ -20,7 +22,7 @@ from flows.tasks import MAX_TITLE, TaskCaller, Work, shorten
 from flows.view import artifact_key, events, parts, tell
 from flows.view.progress import Seen
 from flows.view.story import read_story
-from rlhf_core.errors import RunCancelled, RunFailed
+from rlhf_core.errors import PreflightBlocked, RunCancelled, RunFailed
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir import RunDir, read_models, write_model
 from rlhf_core.scheduler.base import JobRequest
@@ -202,6 +204,93 @@ def test_a_deployment_starts_a_run_from_its_parameters(desk: Desk, monkeypatch: 
     rlhf_run(config="quickstart", overrides="train.num_steps=3\nsft.num_steps=1")
     (path,) = desk.site.runs_dir.iterdir()
     assert flow_runs()[path.name] == "Completed"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Wrong input
+
+
+@contextmanager
+def logged() -> Iterator[Callable[[], tuple[str, str, str]]]:
+    """Name and message of the state, and the log, of the newest flow run, as the server has them."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
+    from prefect.client.schemas.sorting import FlowRunSort
+    from prefect.settings import PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
+
+    def read() -> tuple[str, str, str]:
+        for _ in range(200):  # the log comes in batches, some seconds late
+            with get_client(sync_client=True) as client:
+                (newest,) = client.read_flow_runs(sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=1)
+                lines = client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[newest.id])), limit=200)
+            text = "\n".join(line.message for line in lines)
+            if "Finished in state" in text:
+                break
+            time.sleep(0.1)
+        assert newest.state is not None
+        return newest.state.name or "", newest.state.message or "", text
+
+    with temporary_settings({PREFECT_LOGGING_TO_API_ENABLED: True}):
+        yield read
+
+
+@pytest.mark.usefixtures("server")
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"config": "quickstart", "overrides": "train.num_steps=banana"}, "train.num_steps"),
+        ({"config": "quickstart", "overrides": "train.num_stepps=5"}, "did you mean"),
+        ({"config": "no-such-config"}, "no-such-config"),
+        ({"config": "quickstart", "steps": -3}, "steps (train.num_steps): found -3"),
+    ],
+)
+def test_wrong_input_is_told_without_the_place_in_our_program(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], said: str
+) -> None:
+    monkeypatch.setenv("RLHF_HOME", str(desk.site.home))
+    with logged() as read:
+        with pytest.raises(FailedRun):
+            rlhf_run(**given)
+        name, message, log = read()
+    assert name == "Failed"
+    assert said in message
+    assert message in log, "whole, not as one line with escapes"
+    assert "Traceback" not in log
+    assert not desk.site.runs_dir.exists() or not any(desk.site.runs_dir.iterdir())
+
+
+@pytest.mark.usefixtures("server")
+def test_any_other_error_keeps_its_traceback(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control of the test before: a person has to find these in our program."""
+
+    def breaks(*arguments: Any) -> None:
+        raise RuntimeError("a mistake of ours")
+
+    monkeypatch.setenv("RLHF_HOME", str(desk.site.home))
+    monkeypatch.setattr("flows.run._begun", breaks)
+    with logged() as read:
+        with pytest.raises(RuntimeError, match="a mistake of ours"):
+            rlhf_run(config="quickstart")
+        name, message, log = read()
+    assert name == "Failed"
+    assert "a mistake of ours" in message
+    assert "Traceback" in log
+    assert "in _asked_for" in log
+
+
+@pytest.mark.usefixtures("server")
+def test_a_blocked_run_of_a_terminal_raises_what_blocked_it_and_is_failed_in_prefect(
+    desk: Desk, checks: list[CheckResult]
+) -> None:
+    checks.append(CheckResult(id="b.check", status=CheckStatus.BLOCKED, found="no room", advice="make some"))
+    run_dir = desk.run()
+    with logged() as read:
+        with pytest.raises(PreflightBlocked, match=r"b\.check"):
+            run_in_prefect(desk.controller(run_dir))
+        name, message, log = read()
+    assert (name, "b.check" in message) == ("Failed", True)
+    assert "Traceback" not in log
+    assert not any("Prefect failed" in text for text in desk.notes.sayings)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2,11 +2,14 @@
 
 from collections.abc import Iterator
 from datetime import timedelta
+from uuid import UUID
 
 import pytest
 from control_fakes import FakeAgent
 from desk import Desk
+from prefect.artifacts import Artifact
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import ArtifactCreate
 from prefect.states import Running
 from real_server import RealServer
 from zombies import wait_for
@@ -14,12 +17,15 @@ from zombies import wait_for
 from flows.keeping.reconciler import Reconciler
 from flows.run import rlhf_run
 from flows.stages import drive
+from flows.view import artifact_key, late
 from flows.view.events import FlowRun, happenings, tell, unknown_to_the_server
 from flows.view.story import read_story
 from rlhf_core.diagnosis.reconcile import Action, ActionKind
 from rlhf_core.run_dir import RunDir
+from rlhf_core.schemas.attempts import PromotionState
 from rlhf_core.schemas.base import utc_now
-from rlhf_core.schemas.journal import ControllerStarted
+from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.schemas.journal import ControllerStarted, PromotionMoved
 
 STORY = [f"rlhf.run.{state}" for state in ("preflight", "queued", "evaluating", "completed")]
 
@@ -69,7 +75,7 @@ def test_the_keeper_tells_what_nobody_has_told_and_tells_it_once(desk: Desk) -> 
     keeper = later(desk)
     (deed,) = keeper.carry_out(of_telling(keeper.look()))
     assert deed.done
-    assert deed.said == f"told now: {', '.join(STORY)}"
+    assert deed.said == f"told now: {', '.join([*STORY, 'page result'])}"
     assert of_telling(keeper.look()) == [], "also before the server shows it: an automation would act on each"
     wait_for(lambda: is_known(run_dir), "the server has it all")
     assert of_telling(later(desk).look()) == [], "another keeper finds nothing to tell"
@@ -89,6 +95,91 @@ def test_a_run_that_was_never_a_flow_run_is_not_told_of(desk: Desk) -> None:
 
 def test_what_was_told_in_time_is_not_told_again(desk: Desk) -> None:
     run_dir = completed(desk, True)
+    tell_events(run_dir)
+    late.renew(read_story(run_dir), desk.store, FlowRun(drove(run_dir), ""))
+    assert of_telling(later(desk).look()) == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pages
+
+
+def tell_events(run_dir: RunDir) -> None:
+    """Tell all of them; what is left then are pages."""
     tell(happenings(read_story(run_dir), run_dir.read_spec(), FlowRun("", "")), run_dir.run_id, FlowRun("", ""))
     wait_for(lambda: is_known(run_dir), "the server has it all")
+
+
+def drove(run_dir: RunDir) -> str:
+    """The flow run that drove the run."""
+    found = [one.event for one in read_story(run_dir).lines if isinstance(one.event, ControllerStarted)]
+    return next(one.flow_run_id for one in found if one.flow_run_id)
+
+
+def page(run_dir: RunDir, what: str) -> Artifact | None:
+    found: Artifact | None = Artifact.get(artifact_key(run_dir.run_id, what))
+    return found
+
+
+def put(run_dir: RunDir, what: str, kind: str, data: str | float, description: str) -> None:
+    """A page as the controller had left it."""
+    with get_client(sync_client=True) as client:
+        key = artifact_key(run_dir.run_id, what)
+        made = ArtifactCreate(key=key, type=kind, data=data, description=description, flow_run_id=UUID(drove(run_dir)))
+        client.create_artifact(made)
+
+
+def test_pages_that_tell_another_end_are_renewed_in_the_name_of_the_flow_run(desk: Desk) -> None:
+    """The controller died while it trained; another one, without Prefect, brought the run to its end."""
+    run_dir = completed(desk, True)
+    tell_events(run_dir)
+    put(run_dir, "result", "markdown", f"# {run_dir.run_id}: training\n", "training: attempt 1")
+    put(run_dir, "progress", "progress", 40.0, "**step 4 of 10 (grpo), 40 %** · 3 min left")
+    keeper = later(desk)
+    (deed,) = keeper.carry_out(of_telling(keeper.look()))
+    assert deed.said == "told now: page result, page progress"
+    result, progress = page(run_dir, "result"), page(run_dir, "progress")
+    assert result is not None
+    assert progress is not None
+    assert str(result.data).startswith(f"# {run_dir.run_id}: completed\n")
+    assert "+0.700" in str(result.data)
+    assert result.description == "completed: attempt 1 completed"
+    assert str(result.flow_run_id) == drove(run_dir), "on the tab Artifacts of the run's own flow run"
+    assert (progress.data, str(progress.description).partition(" ")[0]) == (100.0, "**completed**")
+    assert of_telling(later(desk).look()) == [], "another keeper finds nothing to renew"
+
+
+def test_a_page_from_before_the_promotion_was_decided_is_renewed(desk: Desk) -> None:
+    run_dir = completed(desk, True)
+    tell_events(run_dir)
+    late.renew(read_story(run_dir), desk.store, FlowRun(drove(run_dir), ""))
+    journal = desk.controller(run_dir).journal
+    journal.append(PromotionMoved(state=PromotionState.REFUSED, by="ada", reason="not yet", checkpoint_step=10))
+    desk._stack.close()
+    tell_events(run_dir)
+    keeper = later(desk)
+    (deed,) = keeper.carry_out(of_telling(keeper.look()))
+    assert deed.said == "told now: page result"
+    result = page(run_dir, "result")
+    assert result is not None
+    assert "**Promotion: refused**, step 10 · by ada · not yet" in str(result.data)
+
+
+def test_an_incident_that_no_page_tells_of_is_told(desk: Desk) -> None:
+    run_dir = completed(desk, True)
+    FakeAgent(run_dir).incident(FailureKind.NODE_LOST)
+    tell_events(run_dir)
+    keeper = later(desk)
+    (deed,) = keeper.carry_out(of_telling(keeper.look()))
+    assert deed.said == "told now: page result, page incidents"
+    told = page(run_dir, "incidents")
+    assert told is not None
+    assert "## node_lost" in str(told.data)
     assert of_telling(later(desk).look()) == []
+
+
+def test_nothing_is_shown_of_a_run_that_was_never_a_flow_run(desk: Desk) -> None:
+    run_dir = completed(desk, False)
+    one_round = later(desk)
+    one_round.carry_out(one_round.look())
+    assert page(run_dir, "result") is None

@@ -7,7 +7,7 @@ import psycopg
 import pytest
 from history_tools import postgres
 from shop_floor import Floor, free_port, until
-from whole_site import SMALL, go, stand_in
+from whole_site import SMALL, environments, files_with, go, stand_in, tables_with
 
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir import RunDir
@@ -34,6 +34,7 @@ def test_a_site_on_postgresql(tmp_path: Path) -> None:
         floor.rlhf("up")
         waits = submitted(floor, "promote.when=approved")
         lines = [" ".join(process.cmdline()) for process in floor.processes()]
+        around = environments(waits)
         go(waits)
         until(lambda: read_record(waits).promotion is not None and prefect_says(floor, waits) == "Paused")
         # There is room for one run, and the one that waits for a person does not take it.
@@ -55,11 +56,13 @@ def test_a_site_on_postgresql(tmp_path: Path) -> None:
         assert connection.execute("SELECT count(*) FROM flow_run WHERE state_name = 'Completed'").fetchone() >= (2,)
     assert any("prefect.engine" in line for line in lines), "the controller was among those that were looked at"
     assert not [line for line in lines if SECRET in line]
+    assert around, "its job was among those that were looked at"
+    assert not [text for text in around if SECRET in text]
     assert not list(floor.home.rglob("*.db"))
-    assert _with_secret(tmp_path) == []
-    assert _tables_with_secret(prefect) == []
+    assert files_with(SECRET, tmp_path) == []
+    assert tables_with(SECRET, prefect) == []
     (tmp_path / "control").write_text(SECRET)
-    assert _with_secret(tmp_path) == [tmp_path / "control"]
+    assert files_with(SECRET, tmp_path) == [tmp_path / "control"]
 
 
 def submitted(floor: Floor, *overrides: str) -> RunDir:
@@ -75,20 +78,3 @@ def prefect_says(floor: Floor, run_dir: RunDir) -> str:
     """Name of the state of its flow run."""
     (found,) = floor.ask("/flow_runs/filter", {"flow_runs": {"name": {"any_": [run_dir.run_id]}}})[1]
     return str(found["state"]["name"])
-
-
-def _with_secret(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
-
-
-def _tables_with_secret(database: str) -> list[str]:
-    """Tables of Prefect in which the password stands: it would be seen in the UI."""
-    with psycopg.connect(database) as connection:
-        tables = connection.execute("SELECT tablename FROM pg_tables WHERE schemaname = 'public'").fetchall()
-        return [
-            name
-            for (name,) in tables
-            if connection.execute(
-                f'SELECT 1 FROM "{name}" AS one WHERE one::text LIKE %s LIMIT 1', (f"%{SECRET}%",)
-            ).fetchone()
-        ]

@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import psycopg
 from shop_floor import ROOT, Floor, until
 from slurm_cluster import Cluster
 
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import RunState
+from rlhf_core.schemas.resources import JOB_VARIABLE
 
 PYTHON = """\
     #!{python}
@@ -147,3 +149,41 @@ def events(site: Site, run_dir: RunDir) -> list[str]:
     """Names of the events about a run that Prefect has, in the order of time."""
     wanted: dict[str, Any] = {"filter": {"resource": {"id": [f"rlhf.run.{run_dir.run_id}"]}, "order": "ASC"}}
     return [one["event"] for one in site.floor.ask("/events/filter", wanted)[1]["events"]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where secrets would be
+
+
+def environments(run_dir: RunDir) -> list[str]:
+    """The variables of every process of the job of a run, as text."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            around = process.environ()
+        except psutil.Error:
+            continue
+        if around.get(JOB_VARIABLE, "").startswith(run_dir.run_id) or run_dir.run_id in around.get(
+            "SLURM_JOB_NAME", ""
+        ):
+            found.append("\n".join(f"{name}={value}" for name, value in around.items()))
+    return found
+
+
+def files_with(secret: str, folder: Path) -> list[Path]:
+    """Files in which it stands."""
+    return [path for path in folder.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
+
+
+def tables_with(secret: str, database: str) -> list[str]:
+    """Tables of a PostgreSQL with a row in which it stands."""
+    plain = database.replace("+psycopg", "").replace("+asyncpg", "")
+    with psycopg.connect(plain) as connection:
+        tables = connection.execute("SELECT tablename FROM pg_tables WHERE schemaname = 'public'").fetchall()
+        return [
+            name
+            for (name,) in tables
+            if connection.execute(
+                f'SELECT 1 FROM "{name}" AS one WHERE one::text LIKE %s LIMIT 1', (f"%{secret}%",)
+            ).fetchone()
+        ]

@@ -1,0 +1,81 @@
+"""Links that we write, opened in a real browser: they lead into the UI that a person knows from its first page."""
+
+import re
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from control_fakes import FakeAgent
+from desk import Desk
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
+from real_server import RealServer, page_of
+
+from flows.run import run_in_prefect
+from flows.session import opened
+from flows.view import artifact_key
+from rlhf_core.cli.main import execute
+
+
+@pytest.fixture
+def run_id(desk: Desk, real_prefect: RealServer, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A run that has completed as a flow run, and whose site is that of `rlhf show`."""
+    monkeypatch.setenv("RLHF_HOME", str(desk.site.home))
+    run_dir = desk.run()
+    desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
+    # As `rlhf run` opens it: the flow run tells the journal who drives.
+    with real_prefect.in_use(), opened(run_dir, desk.site, desk.store, desk.notes, flow_run=None) as session:
+        session.clock, session.sleep = desk.clock, desk.clock.sleep
+        run_in_prefect(session)
+    return run_dir.run_id
+
+
+def flow_run_of(server: RealServer, run_id: str) -> str:
+    wanted = FlowRunFilter(name=FlowRunFilterName(any_=[run_id]))
+    with server.in_use(), get_client(sync_client=True) as client:
+        (found,) = client.read_flow_runs(flow_run_filter=wanted)
+    return str(found.id)
+
+
+def shows(page: Any, path: str, text: str) -> None:
+    """Wait until it is the page of that path and has that text, for a person to see."""
+    page.wait_for_url(lambda url: urlsplit(url).path == path, wait_until="commit")
+    page.get_by_text(text).filter(visible=True).first.wait_for()
+
+
+def opened_by(page: Any, name: str) -> Any:
+    """Press a link in a text. The older UI opens it in a window of its own."""
+    link = page.get_by_role("link", name=name, exact=True).first
+    if link.get_attribute("target") != "_blank":
+        link.click()
+        return page
+    with page.context.expect_page() as window:
+        link.click()
+    return window.value
+
+
+def test_the_link_of_rlhf_show_opens_the_flow_run_in_the_ui_of_the_first_page(
+    run_id: str, real_prefect: RealServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert execute(["show", run_id]) == 0
+    (link,) = re.findall(r"In Prefect: (\S+)", capsys.readouterr().out)
+    path = f"/runs/flow-run/{flow_run_of(real_prefect, run_id)}"
+    assert link == f"{real_prefect.url}{path}"
+    with page_of(real_prefect, "/") as page:
+        shows(page, "/dashboard", "Deployments")  # the newer one would go on to /v2/dashboard
+        page.goto(link, wait_until="domcontentloaded")
+        shows(page, path, run_id)
+        shows(page, path, "Completed")
+
+
+@pytest.mark.parametrize("ui", ["", "/v2"])
+def test_links_of_an_artifact_stay_in_the_ui_and_lead_to_the_run(
+    run_id: str, real_prefect: RealServer, ui: str
+) -> None:
+    flow_run = flow_run_of(real_prefect, run_id)
+    with page_of(real_prefect, f"{ui}/artifacts/key/{artifact_key(run_id, 'result')}") as page:
+        page.locator(f"a[href^='{ui}/artifacts/artifact/']").first.click()
+        checks = opened_by(page, "checks")
+        shows(checks, f"{ui}/artifacts/key/{artifact_key(run_id, 'checks')}", run_id)
+        checks.locator(f"a[href^='{ui}/runs/flow-run/{flow_run}']").first.click()
+        shows(checks, f"{ui}/runs/flow-run/{flow_run}", run_id)

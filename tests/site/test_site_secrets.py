@@ -1,0 +1,114 @@
+"""Passwords of the control plane stay in it: a job, its script, its files and what Prefect shows have none of them.
+
+A canary stands in every variable that may hold a secret of the site. A second run carries one openly, as a setting of
+its job, and is found in all of these places: what is looked at is where it would be.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from history_tools import postgres
+from shop_floor import Floor, free_port, until
+from slurm_cluster import WHY_NOT, Cluster, missing_programs
+from whole_site import SMALL, environments, files_with, go, stand_in, tables_with
+
+from rlhf_core.launch.journal import read_record
+from rlhf_core.run_dir import RunDir
+from rlhf_core.scheduler.command import PRIVATE_VARIABLES
+from rlhf_core.schemas.attempts import RunState
+
+pytestmark = [
+    pytest.mark.site,
+    pytest.mark.end_to_end,
+    pytest.mark.skipif(bool(missing_programs()), reason=WHY_NOT),
+    pytest.mark.timeout(400),
+]
+
+CANARY = "c4nary-of-the-site"
+PLANTED = "c4nary-in-the-open"
+
+
+@pytest.fixture
+def floor(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Floor]:
+    """A site on Slurm whose databases, server, messages and `libpq` all have passwords."""
+    server = postgres()
+    history, prefect = server.empty_database(), server.empty_database()
+    cluster = Cluster(tmp_path_factory.mktemp("slurm"), nodes=1, kill_wait_s=1)
+    floor = Floor(tmp_path / "home", free_port(), settings="reconcile_s = 1.0\ningest_s = 0.5")
+    floor.auth = f"team:{CANARY}"
+    floor.variables = {
+        **cluster.environment,
+        "RLHF_SCHEDULER": "slurm",
+        "RLHF_DATABASE_URL": history.replace("postgresql://rlhf@", f"postgresql+psycopg://rlhf:{CANARY}@"),
+        "RLHF_PREFECT_DATABASE_URL": prefect.replace("postgresql://rlhf@", f"postgresql+asyncpg://rlhf:{CANARY}@"),
+        "RLHF_PREFECT_AUTH": floor.auth,
+        "RLHF_NOTIFY_WEBHOOK_URL": f"https://chat.example.com/{CANARY}",
+        "PGPASSWORD": CANARY,
+        "RLHF_COMPUTE_PYTHON": str(stand_in(tmp_path)),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
+    floor.write_settings()
+    cluster.up()
+    try:
+        floor.rlhf("db", "upgrade")
+        floor.rlhf("up")
+        yield floor
+    finally:
+        for process in floor.processes():
+            process.kill()
+        cluster.down()
+
+
+def test_no_password_reaches_a_job_its_files_or_prefect(floor: Floor, tmp_path: Path) -> None:
+    assert {name for name, value in floor.variables.items() if CANARY in value} <= set(PRIVATE_VARIABLES)
+    first, second = submitted(floor), submitted(floor, f"slurm.environment.OPEN={json.dumps(PLANTED)}")
+    kept = {run_dir.run_id: environments(run_dir) for run_dir in (first, second)}
+    slurm = Path(floor.variables["SLURM_CONF"]).parents[1]
+    script = floor.rlhf("run", "slurm-quickstart", *words(f"slurm.environment.OPEN={json.dumps(PLANTED)}"), "--dry-run")
+    with_job = files_with(PLANTED, slurm), files_with(CANARY, slurm)
+    for run_dir in (first, second):
+        go(run_dir)
+        until(lambda one=run_dir: prefect_says(floor, one) == "Completed")
+    floor.rlhf("down")
+
+    # Where a job has processes at work: the script, and the agent.
+    assert all(len(found) >= 2 for found in kept.values())
+    assert not any(CANARY in text for found in kept.values() for text in found)
+    assert not any(PLANTED in text for text in kept[first.run_id])
+    assert any(PLANTED in text for text in kept[second.run_id]), "the control"
+
+    # The script, as it is printed and as it was submitted; and what Slurm itself keeps of the job's environment.
+    assert CANARY not in script.stdout
+    assert PLANTED in script.stdout, "the control"
+    assert with_job[1] == []
+    assert with_job[0], "the control: Slurm keeps the script of a job"
+
+    # Run directories, logs, kept configs.
+    assert files_with(CANARY, tmp_path) == []
+    assert any(path.suffix == ".sh" and second.root in path.parents for path in files_with(PLANTED, tmp_path))
+
+    # Prefect: parameters, artifacts, logs, states, events.
+    assert tables_with(CANARY, floor.variables["RLHF_PREFECT_DATABASE_URL"]) == []
+    assert "flow_run" in tables_with(PLANTED, floor.variables["RLHF_PREFECT_DATABASE_URL"]), "the control"
+    assert tables_with(CANARY, floor.variables["RLHF_DATABASE_URL"]) == []
+    assert "runs" in tables_with(PLANTED, floor.variables["RLHF_DATABASE_URL"]), "the control"
+
+
+def words(*overrides: str) -> list[str]:
+    return [word for override in (*SMALL, *overrides) for word in ("--set", override)]
+
+
+def submitted(floor: Floor, *overrides: str) -> RunDir:
+    """A run that was asked for in Prefect, and trains."""
+    asked = json.loads(floor.rlhf("submit", "slurm-quickstart", *words(*overrides), "--json").stdout)
+    run_dir = RunDir.of(floor.home / "runs", asked["run_id"])
+    until(lambda: read_record(run_dir).state is RunState.TRAINING)
+    return run_dir
+
+
+def prefect_says(floor: Floor, run_dir: RunDir) -> str:
+    """Name of the state of its flow run."""
+    (found,) = floor.ask("/flow_runs/filter", {"flow_runs": {"name": {"any_": [run_dir.run_id]}}})[1]
+    return str(found["state"]["name"])
