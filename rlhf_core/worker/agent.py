@@ -427,12 +427,17 @@ class Agent:
         if job.placement.gpus_per_node > 0:
             self._gpus = GpuWait(self._events)
         elif native:
-            built = prebuild(job.spec.supervise.setup_floor_s, lambda: supervisor.asked.to_end)
+            asked = supervisor.asked
+            built = prebuild(
+                job.spec.supervise.setup_floor_s,
+                lambda: asked.to_end or bool(asked.stop),
+                lambda doing: self._events.add("prebuild", doing),
+            )
             how = "compiled operations are there" if built.ok else "operations could not be compiled"
-            message = f"{how} after {built.seconds} s: {built.output[-2000:]}"
+            message = f"{how} after {built.seconds} s: {built.output[-4000:]}"
             self._events.add("prebuild", message, seconds=built.seconds, ok=built.ok)
-            if not built.ok and not supervisor.asked.to_end:
-                raise AttemptFailed(FailureKind.IMPORT_ERROR, message)
+            if built.kind is not None and not asked.to_end and not asked.stop:
+                raise AttemptFailed(built.kind, message)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Roles and restarts
