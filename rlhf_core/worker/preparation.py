@@ -2,6 +2,7 @@
 
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.worker import processes
 from rlhf_core.worker.events import EventLog
 from rlhf_core.worker.gpu_memory import GpuMemory, wait_until_free
+from rlhf_core.worker.signals import SAVING, held_back
 
 GPU_PATIENCE_S = 60.0
 PROGRESS = "... "
@@ -55,7 +57,9 @@ def prebuild(
     """
     started_s = heard_s = time.monotonic()
     command = [sys.executable, "-u", "-m", "rlhf_core.worker", "prebuild"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    # Slurm signals every process of a job: what was meant for the agent must not look like a compilation that failed.
+    with held_back(signal.SIGTERM, SAVING):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None
     reader = process.stdout.fileno()
     os.set_blocking(reader, False)

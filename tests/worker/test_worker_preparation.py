@@ -47,6 +47,7 @@ def _prebuild(tmp_path: Path, script: str, patience_s: float, way: str = "wait")
         ("echo error: No space left on device; exit 1", "disk_full error: No space left on device"),
         ("echo not yet; exit 75", "hang not yet"),
         ("kill -9 $$", "worker_killed"),
+        ("kill -TERM $$; kill -USR2 $$; echo /cache/op", "None /cache/op"),
     ],
 )
 def test_what_it_printed_is_kept_and_what_may_pass_is_no_import_error(tmp_path: Path, script: str, said: str) -> None:
