@@ -25,6 +25,7 @@
         ├── MetricsMismatch         ranks reduced different metrics, or were at different steps
         ├── RewardFailed            a reward function raised or returned something that is no reward
         ├── DiskFull                no room for a checkpoint; older checkpoints are untouched
+        ├── BuildTookTooLong        an operation was not compiled in time; nothing says that it cannot be
         ├── NonFiniteLoss           loss or gradient norm is NaN or infinite
         └── ResumeMismatch          a checkpoint does not fit this run (ranks, model, spec)
 
@@ -140,6 +141,10 @@ class RewardFailed(WorkerError):
 
 class DiskFull(WorkerError):
     """There is no room for a checkpoint. What was there before is untouched."""
+
+
+class BuildTookTooLong(WorkerError):
+    """An operation was not compiled in time, by this process or by the one it waited for. It may pass."""
 
 
 class NonFiniteLoss(WorkerError):

@@ -300,6 +300,7 @@ ERRORS: dict[str, tuple[FailureKind, Part]] = {
     **_own(("MetricsMismatch",), FailureKind.COLLECTIVE_MISMATCH),
     **_own(("RewardFailed",), FailureKind.REWARD_FUNCTION),
     **_own(("DiskFull",), FailureKind.DISK_FULL),
+    **_own(("BuildTookTooLong",), FailureKind.HANG),
     **_own(("NonFiniteLoss",), FailureKind.NON_FINITE),
     "builtins.ImportError": (FailureKind.IMPORT_ERROR, Part.ROOT),
     "builtins.ModuleNotFoundError": (FailureKind.IMPORT_ERROR, Part.ROOT),

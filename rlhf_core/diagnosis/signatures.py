@@ -212,7 +212,7 @@ SIGNATURES: tuple[Signature, ...] = (
         ROOT,
         "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some of the step tasks have been OOM Killed.",
         r"oom[-_]kill|OOM[ -]?Killed|Out of memory: Killed process|[Cc]group out of memory",
-        r"oom_reaper|\bOUT_OF_ME(MORY\b|\+)",
+        r"oom_reaper|\bOUT_OF_ME(MORY\b|\+)|Killed signal terminated program",
     ),
     _row(
         Kind.HOST_OOM,
@@ -522,6 +522,7 @@ SIGNATURES: tuple[Signature, ...] = (
         ROOT,
         "MissingCUDAException: CUDA_HOME does not exist, unable to compile CUDA op(s)",
         r"CUDA_HOME (does not exist|environment variable is not set)|Error building extension",
+        r"operation \w+ could not be compiled|found no C\+\+ compiler",
         r"(?i:(is|are) (required|not installed)\b.*\bpip install)",
         r"requires? .*\b(to be|is not) installed|\b(?<!-)[\w.]+: command not found$",
         r"\w+[<>=]=[\d.]+\S* is required|[Ii]ncompatible version",

@@ -307,6 +307,11 @@ def _with_the_schedulers_word(job: JobStatus, outcome: AttemptOutcome, told_for_
         return waiting if told_for_s < WORD_S else own
     if job.scheduler_state == "CANCELLED":
         return Verdict(AttemptState.CANCELLED, _CANCELLED, FailureKind.USER_CANCEL)
+    if job.scheduler_state == "FAILED" and outcome.state is AttemptState.PREEMPTED:
+        # Agents that have saved exit with 0. One has not, and Slurm ended the others by the signal that also announces
+        # a preemption.
+        cause = f"{job.reason}: an agent ended badly, and the others with it; {outcome.message}"
+        return Verdict(AttemptState.FAILED, cause, FailureKind.AGENT_KILLED)
     told = SCHEDULER_STATES.get(job.scheduler_state)
     if told is None:
         return own
@@ -336,7 +341,7 @@ def explain(
     own = None
     if look.verdict.state is AttemptState.LOST and look.verdict.failure_kind is FailureKind.NODE_LOST:
         own = _incident_of_lost_nodes(look, look.job.nodes[:1])  # agent 0's, which the scheduler does not know yet
-    elif look.verdict.state is AttemptState.LOST:
+    elif look.verdict.state is AttemptState.LOST or _lacks_an_agent(look):
         own = _incident_of_a_lost_job(run_dir, look)
     elif look.verdict.failure_kind is FailureKind.NODE_LOST and (lost := _lost_nodes(run_dir, look)):
         own = _incident_of_lost_nodes(look, lost)
@@ -401,6 +406,12 @@ def _remedy(
     return _Remedy()
 
 
+def _lacks_an_agent(look: Look) -> bool:
+    """Agent 0 took it for a preemption, and it was none."""
+    was_saved = look.outcome is not None and look.outcome.state is AttemptState.PREEMPTED
+    return was_saved and look.verdict.failure_kind is FailureKind.AGENT_KILLED
+
+
 def _incident_of_a_lost_job(run_dir: RunDir, look: Look) -> Incident:
     attempt = run_dir.attempt(look.attempt)
     log = evidence.scheduler_log(attempt)
@@ -413,7 +424,9 @@ def _incident_of_a_lost_job(run_dir: RunDir, look: Look) -> Incident:
     state = look.job.scheduler_state
     diagnosis = classify(Evidence(agent_vanished=True, agent_log=text, scheduler_state=state))
     what = f"The job of attempt {look.attempt} is gone and left no outcome. {diagnosis.message}"
-    if look.job.state is JobState.RUNNING:
+    if look.outcome is not None:
+        what = f"{look.verdict.cause}. {diagnosis.message}"
+    elif look.job.state is JobState.RUNNING:
         what = f"The job of attempt {look.attempt} is given up: {look.verdict.cause}."
     lines = text.strip().splitlines()
     said = f" The last line of {log}: {lines[-1].strip()[:300]}" if lines else ""

@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -153,16 +154,26 @@ def _check_content(parsed: argparse.Namespace) -> int:
 
 
 def _prebuild(parsed: argparse.Namespace) -> int:
-    from rlhf_core.errors import RlhfError
+    from rlhf_core.errors import BuildTookTooLong, RlhfError
+    from rlhf_core.worker.preparation import PROGRESS, PROGRESS_S, TOOK_TOO_LONG
     from rlhf_core.worker.processes import die_with_parent
     from rlhf_core.worker.roles import PREBUILD, load
 
     die_with_parent()
+    said, said_s, started_s = "", 0.0, time.monotonic()
+
+    def progress(doing: str) -> None:
+        nonlocal said, said_s
+        now_s = time.monotonic()
+        if doing != said or now_s - said_s > PROGRESS_S:
+            said, said_s = doing, now_s
+            print(f"{PROGRESS}{doing} ({now_s - started_s:.0f} s)", flush=True)
+
     try:
-        print(load(PREBUILD)())
+        print(load(PREBUILD)(progress))
     except RlhfError as error:
         print(error, file=sys.stderr)
-        return error.exit_code
+        return TOOK_TOO_LONG if isinstance(error, BuildTookTooLong) else error.exit_code
     return 0
 
 

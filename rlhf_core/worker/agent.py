@@ -38,7 +38,7 @@ from rlhf_core.worker.collectives import BUFFER_SIZE, BUFFER_VARIABLE
 from rlhf_core.worker.endings import Failure, NodeReport
 from rlhf_core.worker.events import EventLog
 from rlhf_core.worker.heartbeat import SlotFile
-from rlhf_core.worker.leader import Leader, RestartBudget, record_decision, record_incident
+from rlhf_core.worker.leader import OUTCOME_PATIENCE_S, Leader, RestartBudget, record_decision, record_incident
 from rlhf_core.worker.nodes import Nodes, NodesError, interface_of
 from rlhf_core.worker.preparation import GpuWait, prebuild
 from rlhf_core.worker.roles import TARGETS
@@ -252,9 +252,25 @@ def _finish(site: Site, ending: Ending) -> int:
         if not written:
             site.events.say("the outcome could not be written")
     site.events.close()
+    is_well = written and ending.state in _GOOD_ENDS
     if site.team is not None:
+        if not is_well and site.team.leads:
+            over = Step(action="end", state=ending.state, message=ending.message, kind=ending.kind)
+            site.team.announce("orders", Orders(over=over))
+        elif not is_well:
+            _await_outcome(site.team)
         site.team.part()
-    return 0 if written and ending.state in _GOOD_ENDS else 1
+    return 0 if is_well else 1
+
+
+def _await_outcome(team: Team) -> None:
+    """Of an agent that ends badly: Slurm ends the whole job with it, and agent 0 has to say why before."""
+    deadline = time.monotonic() + OUTCOME_PATIENCE_S
+    while time.monotonic() < deadline and not team.is_lost:
+        orders = team.announced("orders", Orders)
+        if orders is not None and orders.over is not None:
+            return
+        team.wait(0.1)
 
 
 class Agent:
@@ -427,12 +443,17 @@ class Agent:
         if job.placement.gpus_per_node > 0:
             self._gpus = GpuWait(self._events)
         elif native:
-            built = prebuild(job.spec.supervise.setup_floor_s, lambda: supervisor.asked.to_end)
+            asked = supervisor.asked
+            built = prebuild(
+                job.spec.supervise.setup_floor_s,
+                lambda: asked.to_end or bool(asked.stop),
+                lambda doing: self._events.add("prebuild", doing),
+            )
             how = "compiled operations are there" if built.ok else "operations could not be compiled"
-            message = f"{how} after {built.seconds} s: {built.output[-2000:]}"
+            message = f"{how} after {built.seconds} s: {built.output[-4000:]}"
             self._events.add("prebuild", message, seconds=built.seconds, ok=built.ok)
-            if not built.ok and not supervisor.asked.to_end:
-                raise AttemptFailed(FailureKind.IMPORT_ERROR, message)
+            if built.kind is not None and not asked.to_end and not asked.stop:
+                raise AttemptFailed(built.kind, message)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Roles and restarts
@@ -617,11 +638,13 @@ class Agent:
 
     def _may_start(self, asked: Asked) -> Step:
         step = self._asked_to_end(asked)
+        if step is None and asked.broken:
+            # First, whatever else was asked: Slurm ends a job of which one agent has ended, by the signal that also
+            # announces that nodes are taken back.
+            step = self._end(AttemptState.FAILED, asked.broken, asked.broken_kind)
         if step is None and asked.stop:
             # Between two starts there is nothing to save first.
             step = self._end(AttemptState.PREEMPTED, f"ended between two starts of the workers: {asked.stop}")
-        if step is None and asked.broken:
-            step = self._end(AttemptState.FAILED, asked.broken, asked.broken_kind)
         return step or Step(action="start")
 
     def _asked_to_end(self, asked: Asked) -> Step | None:

@@ -1,54 +1,111 @@
 """What must be there before workers are started: compiled operations once, free GPU memory before every restart."""
 
+import os
+import select
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rlhf_core.diagnosis.classify import read_log
+from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.worker import processes
 from rlhf_core.worker.events import EventLog
 from rlhf_core.worker.gpu_memory import GpuMemory, wait_until_free
+from rlhf_core.worker.signals import SAVING, held_back
 
 GPU_PATIENCE_S = 60.0
+PROGRESS = "... "
+"""Begins a line in which ``python -m rlhf_core.worker prebuild`` says what it is doing."""
+PROGRESS_S = 10.0
+"""How often it says so."""
+TOOK_TOO_LONG = 75
+"""Its exit code when nothing says that it could not be compiled."""
+_NOT_THE_PACKAGES = (FailureKind.DISK_FULL, FailureKind.FILE_SYSTEM, FailureKind.HOST_OOM)
 
 
 @dataclass(frozen=True)
 class Prebuilt:
     """How the compilation went."""
 
-    ok: bool
+    kind: FailureKind | None
+    """Why it is not there; None when it is."""
     seconds: float
     output: str
 
+    @property
+    def ok(self) -> bool:
+        """Whether all is there."""
+        return self.kind is None
 
-def prebuild(patience_s: float, is_over: Callable[[], bool]) -> Prebuilt:
+
+def prebuild(
+    patience_s: float, is_over: Callable[[], bool], say: Callable[[str], object] = lambda doing: None
+) -> Prebuilt:
     """Compile what native workers on CPU need, in a process of its own; when all is there it takes a fraction of a
     second.
 
-    A rank that is killed while it compiles would leave a lock that the others wait for, and elastic would see only that
-    they do not come.
+    A compilation may take as long as it says what it does (it knows itself when to give up): on a machine on which
+    several runs start at once, one compiles and the others wait.
 
     Args:
-        patience_s: Longest time it may take.
+        patience_s: Longest silence of the process, in seconds.
         is_over: Asked now and then; True ends it.
+        say: Told what it does while it takes time, about every ``PROGRESS_S``.
     """
-    started_s = time.monotonic()
-    command = [sys.executable, "-m", "rlhf_core.worker", "prebuild"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    late = False
-    while True:
-        try:
-            output, _ = process.communicate(timeout=0.2)
-            break
-        except subprocess.TimeoutExpired:
-            late = time.monotonic() - started_s > patience_s
-            if late or is_over():
-                # With its compilers, which hold its output open.
-                processes.end_descendants()
-    if late:
-        output += f"no end within {patience_s:.0f} s"
-    return Prebuilt(process.returncode == 0, round(time.monotonic() - started_s, 2), output.strip())
+    started_s = heard_s = time.monotonic()
+    command = [sys.executable, "-u", "-m", "rlhf_core.worker", "prebuild"]
+    # Slurm signals every process of a job: what was meant for the agent must not look like a compilation that failed.
+    with held_back(signal.SIGTERM, SAVING):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert process.stdout is not None
+    reader = process.stdout.fileno()
+    os.set_blocking(reader, False)
+    said, told, kind, ended = b"", 0, None, False
+    while not ended:
+        select.select([reader], [], [], 0.2)
+        new = _read(reader)
+        said += new or b""
+        ended = new == b""
+        lines = said.decode(errors="replace").split("\n")
+        for line in lines[told:-1]:
+            if line.startswith(PROGRESS):
+                say(line.removeprefix(PROGRESS))
+        told = len(lines) - 1
+        now_s = time.monotonic()
+        heard_s = now_s if new else heard_s
+        if not ended and (now_s - heard_s > patience_s or is_over()):
+            kind = FailureKind.HANG if now_s - heard_s > patience_s else None
+            # With its compilers, which hold its output open.
+            processes.end_descendants()
+    process.stdout.close()
+    code = process.wait()
+    output = "\n".join(line for line in said.decode(errors="replace").splitlines() if not line.startswith(PROGRESS))
+    if kind is not None:
+        output += f"no sign of life for {patience_s:.0f} s"
+    return Prebuilt(kind or _kind(code, output), round(time.monotonic() - started_s, 2), output.strip())
+
+
+def _read(descriptor: int) -> bytes | None:
+    """What there is; empty at the end, None when there is nothing yet."""
+    try:
+        return os.read(descriptor, 1 << 16)
+    except BlockingIOError:
+        return None
+
+
+def _kind(code: int, output: str) -> FailureKind | None:
+    """What it was. A compiler's words are read for what may pass; everything else comes back every time."""
+    if code == 0:
+        return None
+    if code == TOOK_TOO_LONG:
+        return FailureKind.HANG
+    if code < 0:
+        return FailureKind.WORKER_KILLED
+    found = read_log(output)
+    return found.kind if found is not None and found.kind in _NOT_THE_PACKAGES else FailureKind.IMPORT_ERROR
 
 
 class GpuWait:

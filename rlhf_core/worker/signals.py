@@ -38,13 +38,13 @@ class SignalInbox:
 
 
 @contextmanager
-def held_back(number: signal.Signals) -> Iterator[None]:
-    """Keep a signal from processes that are started in here, until they let it through themselves."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+def held_back(*numbers: signal.Signals) -> Iterator[None]:
+    """Keep signals from processes that are started in here, until they let them through themselves."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
 def _wake_up(number: int, frame: FrameType | None) -> None:

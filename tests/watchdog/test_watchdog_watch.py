@@ -382,7 +382,7 @@ SLURM = "slurm says"
         (AttemptState.PREEMPTED, "PREEMPTED", AttemptState.PREEMPTED, FailureKind.PREEMPTION),
         (AttemptState.PREEMPTED, "TIMEOUT", AttemptState.PREEMPTED, FailureKind.TIME_LIMIT),
         (AttemptState.PREEMPTED, "COMPLETED", AttemptState.PREEMPTED, FailureKind.PREEMPTION),
-        (AttemptState.PREEMPTED, "FAILED", AttemptState.PREEMPTED, FailureKind.PREEMPTION),
+        (AttemptState.PREEMPTED, "FAILED", AttemptState.FAILED, FailureKind.AGENT_KILLED),
         (AttemptState.PREEMPTED, "NODE_FAIL", AttemptState.FAILED, FailureKind.NODE_LOST),
         (AttemptState.PREEMPTED, "CANCELLED", AttemptState.CANCELLED, FailureKind.USER_CANCEL),
         (AttemptState.COMPLETED, "CANCELLED", AttemptState.COMPLETED, None),
@@ -394,6 +394,25 @@ def test_agents_say_how_they_ended_and_the_scheduler_why(
     outcome = AttemptOutcome(attempt=1, state=own, message="saved", time=utc_now())
     verdict = judge(JobStatus(JobState.ENDED, SLURM, scheduler_state=word), outcome, 0.0, 0.0)
     assert (verdict.state, verdict.failure_kind) == (state, kind)
+
+
+def test_a_job_that_failed_was_not_preempted_and_srun_says_which_agent_it_was(run_dir: RunDir) -> None:
+    """Slurm ends the agents that are left by the signal that also announces a preemption; with the control of one."""
+    agent = FakeAgent(run_dir)
+    agent.begin()
+    agent.end(AttemptState.PREEMPTED, None, "saved and ended early: SIGTERM")
+    folder = run_dir.attempt(1).scheduler_dir
+    folder.mkdir(parents=True)
+    (folder / "101_0_log.out").write_text("srun: error: n3: task 2: Killed\nsrun: Terminating StepId=7.0\n")
+    for word, kind, suspects in (("FAILED", FailureKind.AGENT_KILLED, ("n3",)), ("COMPLETED", "preemption", None)):
+        job = JobStatus(JobState.ENDED, f"Slurm says {word}", ("n1", "n2", "n3"), scheduler_state=word)
+        scheduler = FakeScheduler()
+        scheduler.status = lambda submissions, job=job: {one.job_id: job for one in submissions}  # type: ignore[method-assign,misc]
+        look = Watcher(run_dir, placed(run_dir), submission(), scheduler, None, Clock()).look()
+        failure = explain(run_dir, look, make_spec(), first_attempt=1)
+        assert failure.kind == kind
+        assert (failure.incident.suspect_nodes if failure.incident else None) == suspects
+        assert failure.decision.action is Action.NEW_ATTEMPT
 
 
 def test_the_schedulers_word_is_waited_for_but_not_for_ever() -> None:

@@ -57,8 +57,14 @@ class AgentRun:
         """What the roles are to do, see ``targets/fake_roles.py``."""
         (self.run_dir.root / "script.json").write_text(json.dumps(lines), encoding="utf-8")
 
-    def start(self, index: int = 0, num_nodes: int = 1, **variables: str) -> "subprocess.Popen[bytes]":
-        """Start the agent of one node; of several, each as if Slurm had started it on its own."""
+    def start(
+        self, index: int = 0, num_nodes: int = 1, *, native: bool = False, **variables: str
+    ) -> "subprocess.Popen[bytes]":
+        """Start the agent of one node; of several, each as if Slurm had started it on its own.
+
+        Args:
+            native: With the real training code, not with what stands in for the roles here.
+        """
         environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
         if num_nodes > 1:
             environment |= {
@@ -69,7 +75,8 @@ class AgentRun:
         environment |= variables
         command = [sys.executable, "-m", "rlhf_core.worker", "agent"]
         command += ["--run-dir", str(self.run_dir.root), "--attempt", str(self.attempt), "--path", str(TARGETS)]
-        command += ["--target", "trainer=fake_roles:train", "--target", "evaluator=fake_roles:evaluate"]
+        if not native:
+            command += ["--target", "trainer=fake_roles:train", "--target", "evaluator=fake_roles:evaluate"]
         with self._output(len(self.agents)).open("wb") as output:
             agent = subprocess.Popen(
                 command,

@@ -3,10 +3,16 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from agent_runs import REPOSITORY
+from agent_runs import REPOSITORY, AgentRun
+
+from rlhf_core.diagnosis.policy import decide_next
+from rlhf_core.schemas.attempts import AttemptState
+from rlhf_core.schemas.failures import Action, FailureKind
+from rlhf_core.schemas.run import SuperviseSpec
 
 LIMIT_S = 20
 
@@ -15,8 +21,9 @@ import sys
 from rlhf_core.worker.preparation import prebuild
 sys.executable = sys.argv[1]
 asked = iter([False, True])
-built = prebuild(float(sys.argv[2]), lambda: sys.argv[3] == "cancel" and next(asked, True))
-print(built.ok, built.output)
+said = lambda doing: print("said", doing)
+built = prebuild(float(sys.argv[2]), lambda: sys.argv[3] == "cancel" and next(asked, True), said)
+print(built.kind, built.output)
 """
 
 
@@ -32,17 +39,63 @@ def _prebuild(tmp_path: Path, script: str, patience_s: float, way: str = "wait")
 
 
 @pytest.mark.parametrize(
-    ("script", "said"), [("echo /cache/op", "True /cache/op"), ("echo no compiler >&2; exit 1", "False no compiler")]
+    ("script", "said"),
+    [
+        ("echo /cache/op", "None /cache/op"),
+        ("echo no compiler >&2; exit 1", "import_error no compiler"),
+        ("echo fatal error: Killed signal terminated program cc1plus; exit 1", "host_oom fatal error: Killed signal"),
+        ("echo error: No space left on device; exit 1", "disk_full error: No space left on device"),
+        ("echo not yet; exit 75", "hang not yet"),
+        ("kill -9 $$", "worker_killed"),
+        ("kill -TERM $$; kill -USR2 $$; echo /cache/op", "None /cache/op"),
+    ],
 )
-def test_what_it_printed_is_kept(tmp_path: Path, script: str, said: str) -> None:
-    assert _prebuild(tmp_path, script, 30.0) == said
+def test_what_it_printed_is_kept_and_what_may_pass_is_no_import_error(tmp_path: Path, script: str, said: str) -> None:
+    assert _prebuild(tmp_path, script, 30.0).startswith(said)
+
+
+def test_it_may_take_longer_than_its_silence_may_last(tmp_path: Path) -> None:
+    """It says what it does meanwhile, and that is passed on; with the control that in silence it is ended."""
+    speaks = "for i in 1 2 3 4 5 6; do echo ... waiting for process 7; sleep 1; done; echo /cache/op"
+    assert _prebuild(tmp_path, speaks, 4.0).splitlines() == ["said waiting for process 7"] * 6 + ["None /cache/op"]
+    silent = speaks.replace("echo ... waiting for process 7;", "")
+    assert _prebuild(tmp_path, silent, 4.0) == "hang no sign of life for 4 s"
 
 
 @pytest.mark.parametrize(
-    ("patience_s", "way", "said"), [(0.5, "wait", "False no end within 0 s"), (60.0, "cancel", "False")]
+    ("patience_s", "way", "said"), [(0.5, "wait", "hang no sign of life for 0 s"), (60.0, "cancel", "worker_killed")]
 )
 def test_a_compiler_that_waits_for_ever_is_ended_with_its_children(
     tmp_path: Path, patience_s: float, way: str, said: str
 ) -> None:
     """The child holds the output open, as ninja's compilers do: killing the parent alone would leave us waiting."""
     assert _prebuild(tmp_path, f"sleep {2 * LIMIT_S} & wait", patience_s, way) == said
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "kind"), [(1, FailureKind.IMPORT_ERROR), (75, FailureKind.HANG)], ids=["cannot be", "took too long"]
+)
+def test_an_attempt_whose_operation_is_not_there_ends_with_why(
+    agent_run: Callable[..., AgentRun], exit_code: int, kind: FailureKind, tmp_path: Path
+) -> None:
+    """What only took too long is tried again; what cannot be compiled is not."""
+    run = agent_run()
+    # In place of the package that compiles: what it says, and its exit code.
+    stand_in = tmp_path / "sitecustomize.py"
+    words = ["... waiting for process 7 on n1", "shm.cpp:9:10: fatal error: omp.h: No such file or directory"]
+    stand_in.write_text(
+        "import os, sys\n"
+        "if sys.orig_argv[-2:] == ['rlhf_core.worker', 'prebuild']:\n"
+        f"    print({words[0]!r}, {words[1]!r}, sep='\\n', flush=True)\n"
+        f"    os._exit({exit_code})\n"
+    )
+    run.start(native=True, PYTHONPATH=f"{tmp_path}:{REPOSITORY}")
+    code, _ = run.finish()
+    outcome = run.outcome()
+    assert (code, outcome.state, outcome.failure_kind) == (1, AttemptState.FAILED, kind)
+    assert words[1] in outcome.message
+    assert "waiting for process 7" not in outcome.message
+    said = [event.message for event in run.events(0) if event.kind == "prebuild"]
+    assert said[0] == "waiting for process 7 on n1"
+    again = decide_next(kind, 1, False, SuperviseSpec(), 0.0).action
+    assert again is (Action.NEW_ATTEMPT if kind is FailureKind.HANG else Action.STOP)

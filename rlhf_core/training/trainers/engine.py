@@ -17,9 +17,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.run import OptimizerSpec
 from rlhf_core.training.distributed import Ranks
-from rlhf_core.training.prebuild import prebuild, use_own_scripts
+from rlhf_core.training.prebuild import load_built, prebuild, use_own_scripts
 
 
 def learning_rate(step: int, spec: OptimizerSpec, num_steps: int) -> float:
@@ -114,7 +115,8 @@ def _import_deepspeed(ranks: Ranks) -> Any:
     """Import DeepSpeed and join it to the process group that is there."""
     if ranks.device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise DeepSpeed looks for other devices, and warns
-        prebuild()
+        # Its agent has done it before; a rank without one says that it lives while it compiles or waits.
+        prebuild(lambda doing: ranks.reporter.beat(Phase.SETUP, 0))
     else:
         use_own_scripts()
     # torch deprecates by the month what DeepSpeed calls on every step.
@@ -123,6 +125,8 @@ def _import_deepspeed(ranks: Ranks) -> Any:
         import deepspeed
 
         deepspeed.utils.logger.setLevel(logging.WARNING)
+        if ranks.device.type == "cpu":
+            load_built()
         with ranks.reporter.collective():
             deepspeed.init_distributed(dist_backend="gloo" if ranks.device.type == "cpu" else "nccl", verbose=False)
     return deepspeed

@@ -1,0 +1,166 @@
+"""Agents on a real Slurm: what it does to the others when one of them ends is not taken for a preemption."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from agent_runs import REPOSITORY, TARGETS, AgentRun, wait_for
+from slurm_cluster import WHY_NOT, Cluster, missing_programs
+
+from rlhf_core.run_dir import read_model
+from rlhf_core.scheduler.base import JobRequest
+from rlhf_core.scheduler.slurm import SlurmScheduler
+from rlhf_core.schemas.attempts import AttemptState
+from rlhf_core.schemas.failures import Action, FailureKind
+from rlhf_core.schemas.resources import Placement
+from rlhf_core.schemas.run import SlurmSpec
+from rlhf_core.watchdog.watch import Failure, Look, Watcher, explain
+
+pytestmark = [
+    pytest.mark.end_to_end,
+    pytest.mark.training,
+    pytest.mark.skipif(bool(missing_programs()), reason=WHY_NOT),
+    pytest.mark.timeout(240),
+]
+
+MakeRun = Callable[..., AgentRun]
+Submit = Callable[..., Watcher]
+NODES = ("node1", "node2", "node3")
+
+ONE_CANNOT_COMPILE = """
+import ctypes, os, sys, time
+if sys.orig_argv[-2:] == ["rlhf_core.worker", "prebuild"]:
+    ctypes.CDLL(None).prctl(1, 9)  # it dies with its agent, as the real one does
+    time.sleep(2.0 if os.environ["SLURMD_NODENAME"] == "node3" else 300.0)
+    print("shm.cpp:9:10: fatal error: omp.h: No such file or directory", flush=True)
+    os._exit(1)
+"""
+AS_IT_WAS = """
+if "agent" in sys.orig_argv:
+    from rlhf_core.schemas.attempts import AttemptState
+    from rlhf_core.worker import agent
+
+    may_start = agent.Agent._may_start
+
+    def stop_comes_first(self, asked):
+        if asked.stop:
+            return self._end(AttemptState.PREEMPTED, f"ended between two starts of the workers: {asked.stop}")
+        return may_start(self, asked)
+
+    agent.Agent._may_start = stop_comes_first
+    agent._await_outcome = lambda team: None
+"""
+"""What this file is about, put back."""
+
+
+@pytest.fixture
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One for each test: a job of which a task was killed keeps its nodes for a while.
+
+    KillWait is long enough for agents to say something, true or not (Slurm's own default is 30 s).
+    """
+    cluster = Cluster(tmp_path_factory.mktemp("slurm"), nodes=3, kill_wait_s=20)
+    cluster.up()
+    yield cluster
+    cluster.down()
+
+
+@pytest.fixture
+def submit(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Submit:
+    """Submits the agents of a toy run, with some code of the test's own in every Python on the nodes."""
+    monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def start(run: AgentRun, own: str = "", *, native: bool = False) -> Watcher:
+        (tmp_path / "own").mkdir()
+        (tmp_path / "own" / "sitecustomize.py").write_text(own)
+        placement = read_model(run.dir.placement, Placement)
+        assert placement is not None
+        command = [sys.executable, "-m", "rlhf_core.worker", "agent", "--run-dir", str(run.run_dir.root)]
+        command += ["--attempt", "1", "--path", str(TARGETS)]
+        if not native:
+            command += ["--target", "trainer=fake_roles:train"]
+        request = JobRequest(
+            run_id=run.run_dir.run_id,
+            placement=placement,
+            scheduler_dir=run.dir.scheduler_dir,
+            command=tuple(command),
+            cpus_per_node=1,
+            memory_gb=0,
+            time_limit_s=600,
+            environment={"PYTHONPATH": f"{tmp_path / 'own'}{os.pathsep}{REPOSITORY}"},
+            slurm=SlurmSpec(),
+        )
+        scheduler = SlurmScheduler()
+        return Watcher(run.run_dir, placement, scheduler.submit(request), scheduler, None)
+
+    return start
+
+
+def at_the_end(watcher: Watcher, run: AgentRun) -> tuple[Look, Failure]:
+    """How the controller sees the attempt when it has ended, and what it makes of it."""
+
+    def look() -> Look | None:
+        one = watcher.look()
+        time.sleep(0.5)
+        return one if one.ended else None
+
+    last: Look = wait_for(look, 120.0)
+    return last, explain(run.run_dir, last, run.run_dir.read_spec().spec, first_attempt=1)
+
+
+def kill_agent(run: AgentRun, node: str) -> None:
+    for process in psutil.process_iter(["cmdline", "environ"]):
+        words, variables = process.info["cmdline"] or [], process.info["environ"] or {}
+        if str(run.run_dir.root) in words and "agent" in words and variables.get("SLURMD_NODENAME") == node:
+            process.send_signal(signal.SIGKILL)
+            return
+    raise AssertionError(f"no agent of {node}")
+
+
+def test_an_agent_that_could_not_start_is_no_preemption(agent_run: MakeRun, submit: Submit) -> None:
+    run = agent_run(num_nodes=3)
+    look, failure = at_the_end(submit(run, ONE_CANNOT_COMPILE, native=True), run)
+    assert (look.verdict.state, failure.kind) == (AttemptState.FAILED, FailureKind.IMPORT_ERROR)
+    assert "node3: operations could not be compiled" in failure.message
+    assert "fatal error: omp.h" in failure.message
+    assert failure.decision.action is Action.STOP
+
+
+def test_without_the_mend_it_would_be_taken_for_one(agent_run: MakeRun, submit: Submit) -> None:
+    """Negative control. What Slurm says of the job keeps at least the kind right; the reason is lost."""
+    run = agent_run(num_nodes=3)
+    look, failure = at_the_end(submit(run, ONE_CANNOT_COMPILE + AS_IT_WAS, native=True), run)
+    assert look.outcome is not None
+    assert look.outcome.state is AttemptState.PREEMPTED
+    assert (look.verdict.state, failure.kind) == (AttemptState.FAILED, FailureKind.AGENT_KILLED)
+    assert failure.decision.action is Action.NEW_ATTEMPT
+
+
+@pytest.mark.parametrize("when", ["between two starts", "while they train"])
+def test_an_agent_that_is_killed_is_no_preemption(agent_run: MakeRun, submit: Submit, when: str) -> None:
+    run = agent_run(num_nodes=3, train={"num_steps": 5000}, supervise={"floor_s": 60.0, "agent_floor_s": 5.0})
+    own = ONE_CANNOT_COMPILE if when == "between two starts" else ""
+    watcher = submit(run, own.replace("2.0", "300.0"), native=bool(own))
+    wait_for(lambda: run.events(0, "peer") if own else len(run.pids(0)) == 6 and run.reached(0, 3))
+    kill_agent(run, "node3")
+    look, failure = at_the_end(watcher, run)
+    assert look.verdict.state is AttemptState.FAILED
+    assert failure.kind in (FailureKind.NODE_LOST, FailureKind.AGENT_KILLED)
+    assert "node3" in failure.message
+    assert failure.decision.action is Action.NEW_ATTEMPT
+
+
+def test_a_preemption_is_one(agent_run: MakeRun, submit: Submit, cluster: Cluster) -> None:
+    run = agent_run(num_nodes=3, train={"num_steps": 5000}, checkpoint={"every_num_steps": 5000})
+    watcher = submit(run)
+    wait_for(lambda: len(run.pids(0)) == 6 and run.reached(0, 3))
+    cluster.command("sbatch", "--partition=first", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=true")
+    look, failure = at_the_end(watcher, run)
+    assert (look.verdict.state, failure.kind) == (AttemptState.PREEMPTED, FailureKind.PREEMPTION)
+    assert run.run_dir.checkpoints()
