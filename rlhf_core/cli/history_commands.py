@@ -211,11 +211,13 @@ def sql(
         if show_it:
             output.print_text(questions.statement(asked, questions.dialect_of(store)).rstrip())
             return
-        answer = questions.ask(store, asked, _named(values or []), most)
+        given = _named(values or [])
+        answer = questions.ask(store, asked, given, most)
     if as_json:
         output.print_json([dict(zip(answer.columns, row, strict=True)) for row in answer.rows])
     elif answer.columns and not answer.rows and asked.name:
-        output.print_text("No rows.")
+        with_what = " ".join(f"{one.name}={given.get(one.name, one.default)}" for one in asked.arguments)
+        output.print_text(f"No rows for {with_what}." if with_what else "No rows.")
     elif answer.columns and output.fits(answer.columns, answer.rows):
         output.print_table(answer.columns, answer.rows)
     elif answer.columns:

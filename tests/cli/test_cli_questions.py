@@ -48,7 +48,7 @@ def test_a_question_with_and_without_values(known: RunFiles, capsys: pytest.Capt
     assert execute(["sql", "evaluated-checkpoints"]) == 0
     assert "checkpoints/step-000010" in capsys.readouterr().out
     assert execute(["sql", "trials"]) == 0
-    assert capsys.readouterr().out == "No rows.\n"
+    assert capsys.readouterr().out == "No rows for days=90.\n"
 
 
 def test_what_is_shown_can_be_changed_and_asked(
