@@ -449,10 +449,12 @@ class Agent:
                 lambda: asked.to_end or bool(asked.stop),
                 lambda doing: self._events.add("prebuild", doing),
             )
-            how = "compiled operations are there" if built.ok else "operations could not be compiled"
+            ended = asked.to_end or bool(asked.stop)
+            bad = "the compilation was ended with the attempt" if ended else "operations could not be compiled"
+            how = "compiled operations are there" if built.ok else bad
             message = f"{how} after {built.seconds} s: {built.output[-4000:]}"
             self._events.add("prebuild", message, seconds=built.seconds, ok=built.ok)
-            if built.kind is not None and not asked.to_end and not asked.stop:
+            if built.kind is not None and not ended:
                 raise AttemptFailed(built.kind, message)
 
     # -----------------------------------------------------------------------------------------------------------------
