@@ -85,7 +85,12 @@ def submit(
     set_: SetOption = None,
     tag: TagOption = None,
     owner: OwnerOption = "",
-    watch: Annotated[bool, typer.Option("--watch", help="Stay and watch the run until it ends.")] = False,
+    watch: Annotated[
+        bool,
+        typer.Option(
+            "--watch", help="Stay and watch the run until it ends; exit code 1 if it failed, 130 if it was cancelled."
+        ),
+    ] = False,
     begin_within_s: Annotated[
         float | None,
         typer.Option(
@@ -130,11 +135,19 @@ def _site_in_prefect() -> "Site":
 
 def _watch(site: "Site", asked: "Submitted", begin_within_s: float | None, as_json: bool) -> None:
     from rlhf_core.cli.watching import watch_run
+    from rlhf_core.errors import RunCancelled, RunFailed
     from rlhf_core.run_dir import RunDir
+    from rlhf_core.schemas.attempts import RunState
 
     run_dir = RunDir.of(site.runs_dir, asked.run_id)
     _await_beginning(lambda: run_dir.spec.is_file(), asked, begin_within_s)
-    watch_run(run_dir, 2.0, as_json=as_json)
+    record = watch_run(run_dir, 2.0, as_json=as_json)
+    if record.state is RunState.CANCELLED:
+        raise RunCancelled(f"run {asked.run_id} was cancelled: {record.cause}")
+    if record.state is not RunState.COMPLETED:
+        raise RunFailed(
+            f"run {asked.run_id} {record.state.value}: {record.cause}. `rlhf show {asked.run_id}` says more"
+        )
 
 
 def _await_beginning(

@@ -70,27 +70,27 @@ class Viewer:
         )
 
 
-def watch_run(run_dir: RunDir, interval_s: float, *, as_json: bool = False) -> None:
-    """Show a run until it ends: redrawn in a terminal, else a line whenever something has changed. Writes nothing."""
+def watch_run(run_dir: RunDir, interval_s: float, *, as_json: bool = False) -> RunRecord:
+    """Show a run until it ends: redrawn in a terminal, else a line whenever something has changed. Writes nothing.
+    Returns what its journal says then."""
     viewer = Viewer(run_dir)
     console = output.output()
     if console.is_terminal and not as_json:
-        _watch_live(viewer, console, interval_s)
-    else:
-        _watch_in_lines(viewer, interval_s, json_lines if as_json else Lines())
+        return _watch_live(viewer, console, interval_s)
+    return _watch_in_lines(viewer, interval_s, json_lines if as_json else Lines())
 
 
-def _watch_live(viewer: Viewer, console: Console, interval_s: float) -> None:
+def _watch_live(viewer: Viewer, console: Console, interval_s: float) -> RunRecord:
     with Live(console=console, auto_refresh=False) as live:
         while True:
             view = viewer.read()
             live.update(draw(view), refresh=True)
             if view.record.ended:
-                return
+                return view.record
             time.sleep(interval_s)
 
 
-def _watch_in_lines(viewer: Viewer, interval_s: float, lines_of: Callable[[View], Sequence[str]]) -> None:
+def _watch_in_lines(viewer: Viewer, interval_s: float, lines_of: Callable[[View], Sequence[str]]) -> RunRecord:
     last: Sequence[str] = ()
     while True:
         view = viewer.read()
@@ -100,7 +100,7 @@ def _watch_in_lines(viewer: Viewer, interval_s: float, lines_of: Callable[[View]
             sys.stdout.flush()
             last = lines
         if view.record.ended:
-            return
+            return view.record
         time.sleep(interval_s)
 
 

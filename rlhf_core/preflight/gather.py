@@ -24,6 +24,7 @@ from rlhf_core.run_dir import CheckpointDir
 from rlhf_core.schemas.content import ContentReport
 from rlhf_core.schemas.resources import Inventory
 from rlhf_core.schemas.run import BUILT_TOKENIZERS, ModelSpec, RunSpec
+from rlhf_core.schemas.site import PRIVATE_VARIABLES
 
 IMPORT_TIMEOUT_S = 120.0
 """Longest a user's module may take to import. Generous: a cold shared file system is slow."""
@@ -166,7 +167,8 @@ def look_at_content(spec: RunSpec, around: Surroundings, tick: Tick = lambda: No
 def _ask(command: Sequence[str], tick: Tick) -> dict[str, Any] | str:
     """Run a command whose last line of output is a JSON object; a sentence about what went wrong otherwise.
 
-    It starts in an empty folder, so that nothing in the current one is imported that the nodes would not have.
+    It starts in an empty folder, so that nothing in the current one is imported that the nodes would not have; and
+    without the passwords that a job does not get either.
     """
     with (
         tempfile.TemporaryDirectory() as nowhere,
@@ -175,7 +177,13 @@ def _ask(command: Sequence[str], tick: Tick) -> dict[str, Any] | str:
     ):
         try:
             process = subprocess.Popen(
-                command, cwd=nowhere, stdin=subprocess.DEVNULL, stdout=output, stderr=complaints, start_new_session=True
+                command,
+                cwd=nowhere,
+                env={name: value for name, value in os.environ.items() if name not in PRIVATE_VARIABLES},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=complaints,
+                start_new_session=True,
             )
         except OSError as error:
             return f"cannot be started: {error.strerror}"

@@ -7,20 +7,6 @@ interpreter, with other packages.
 from rlhf_core.scheduler.base import JobRequest
 from rlhf_core.schemas.resources import JOB_VARIABLE, job_marker
 
-PRIVATE_VARIABLES = (
-    "PGPASSWORD",
-    "RLHF_DATABASE_URL",
-    "RLHF_NOTIFY_WEBHOOK_URL",
-    "RLHF_PREFECT_AUTH",
-    "RLHF_PREFECT_DATABASE_URL",
-    "PREFECT_API_AUTH_STRING",
-    "PREFECT_API_DATABASE_CONNECTION_URL",
-    "PREFECT_API_KEY",
-    "PREFECT_SERVER_API_AUTH_STRING",
-)
-"""Variables of the control plane that hold secrets; user code in a job has no business with them. ``PGPASSWORD`` is how
-PostgreSQL's own library is told a password that is not in the address of the history."""
-
 
 def job_environment(request: JobRequest) -> dict[str, str]:
     """Variables added to the environment of a job; among them the marker by which everything of the job is found again.

@@ -24,8 +24,9 @@ from submitit.local.local import LocalExecutor, LocalJob
 
 from rlhf_core.errors import SubmissionFailed
 from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus, LivingJob
-from rlhf_core.scheduler.command import PRIVATE_VARIABLES, job_environment
+from rlhf_core.scheduler.command import job_environment
 from rlhf_core.schemas.resources import JOB_VARIABLE, Inventory, Submission, job_marker, parse_job_marker
+from rlhf_core.schemas.site import PRIVATE_VARIABLES
 
 END_PATIENCE_S = 15.0
 """How long an agent may take to end its workers and write its outcome before it is killed."""

@@ -22,9 +22,10 @@ from submitit.slurm.slurm import SlurmExecutor
 from rlhf_core.errors import SchedulerError, SubmissionFailed
 from rlhf_core.scheduler import slurm_queue
 from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus, LivingJob
-from rlhf_core.scheduler.command import PRIVATE_VARIABLES, job_environment
+from rlhf_core.scheduler.command import job_environment
 from rlhf_core.scheduler.slurm_queue import Row
 from rlhf_core.schemas.resources import Inventory, Submission, job_marker, parse_job_marker
+from rlhf_core.schemas.site import PRIVATE_VARIABLES
 
 CANCEL_S = 90.0
 """How long a job may take to be gone after it was cancelled; Slurm's own KillWait is 30 s by default."""

@@ -10,6 +10,20 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Occasion = Literal["failed", "completed", "cancelled", "incident", "approval"]
 
+PRIVATE_VARIABLES = (
+    "PGPASSWORD",
+    "RLHF_DATABASE_URL",
+    "RLHF_NOTIFY_WEBHOOK_URL",
+    "RLHF_PREFECT_AUTH",
+    "RLHF_PREFECT_DATABASE_URL",
+    "PREFECT_API_AUTH_STRING",
+    "PREFECT_API_DATABASE_CONNECTION_URL",
+    "PREFECT_API_KEY",
+    "PREFECT_SERVER_API_AUTH_STRING",
+)
+"""Variables of the control plane that hold secrets; user code, in a job or tried out by preflight, has no business with
+them. ``PGPASSWORD`` is how PostgreSQL's own library is told a password that is not in the address of the history."""
+
 
 class PrefectSite(Schema):
     """``[prefect]``: how `rlhf up` sets Prefect up on this machine."""

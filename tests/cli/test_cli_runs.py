@@ -341,6 +341,29 @@ def test_watch_prints_a_line_for_a_run_that_has_ended(scheduler: FakeScheduler, 
     assert f"completed, attempt 1, step 10/{load('quickstart').total_steps}" in shown
 
 
+@pytest.mark.parametrize(
+    ("state", "code", "says"),
+    [
+        (RunState.COMPLETED, 0, ""),
+        (RunState.FAILED, 1, "failed: because"),
+        (RunState.CANCELLED, 130, "cancelled: because"),
+    ],
+)
+def test_who_submits_and_watches_learns_how_it_ended(
+    state: RunState, code: int, says: str, monkeypatch: pytest.MonkeyPatch, capsys: Printed
+) -> None:
+    from flows.asking.deployments import Submitted
+
+    run_dir = make_run(load_site().runs_dir)
+    journal = Journal(run_dir, 1)
+    for step in (RunState.PREFLIGHT, RunState.QUEUED, RunState.TRAINING, RunState.EVALUATING, state):
+        journal.move_run(step, "because")
+    asked = Submitted(run_dir.run_id, "00000000-0000-0000-0000-000000000000", "http://prefect")
+    monkeypatch.setattr("flows.asking.deployments.submit_config", lambda *given, **named: asked)
+    rlhf("submit", "quickstart", "--watch", expect=code)
+    assert says in capsys.readouterr().err
+
+
 def test_watch_for_programs_is_a_line_of_json(scheduler: FakeScheduler, capsys: Printed) -> None:
     rlhf("run", "quickstart", "--no-prefect")
     capsys.readouterr()

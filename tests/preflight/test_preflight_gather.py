@@ -12,6 +12,7 @@ from rlhf_core.preflight.estimate import decoder_parameters
 from rlhf_core.preflight.gather import Surroundings
 from rlhf_core.preflight.registry import CHECKS
 from rlhf_core.schemas.run import ModelSpec, RunSpec
+from rlhf_core.schemas.site import PRIVATE_VARIABLES
 
 
 def around(tmp_path: Path, python: str = sys.executable) -> Surroundings:
@@ -45,6 +46,13 @@ def test_a_module_that_never_imports_is_given_up(monkeypatch: pytest.MonkeyPatch
     answer = gather._ask([sys.executable, "-c", "import time; print('{}', flush=True); time.sleep(60)"], lambda: None)
     assert isinstance(answer, str)
     assert "no answer within 1 s" in answer
+
+
+def test_what_is_tried_out_does_not_see_the_secrets_of_the_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*PRIVATE_VARIABLES, "RLHF_PLAIN"):
+        monkeypatch.setenv(name, "canary")
+    code = "import json, os; print(json.dumps({name: 1 for name, value in os.environ.items() if value == 'canary'}))"
+    assert gather._ask([sys.executable, "-c", code], lambda: None) == {"RLHF_PLAIN": 1}
 
 
 def test_waiting_can_be_stopped_and_leaves_no_process(tmp_path: Path) -> None:

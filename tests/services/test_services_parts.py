@@ -17,7 +17,7 @@ from flows.site.processes import ServiceFiles, ServiceRecord, ServiceState, end,
 from rlhf_core.config import Site, load_site
 from rlhf_core.errors import BadInput, PrefectUnavailable
 from rlhf_core.run_dir import read_model, write_model
-from rlhf_core.scheduler.command import PRIVATE_VARIABLES
+from rlhf_core.schemas.site import PRIVATE_VARIABLES
 
 
 @pytest.fixture

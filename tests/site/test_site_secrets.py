@@ -16,8 +16,8 @@ from whole_site import SMALL, environments, files_with, go, stand_in, tables_wit
 
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir import RunDir
-from rlhf_core.scheduler.command import PRIVATE_VARIABLES
 from rlhf_core.schemas.attempts import RunState
+from rlhf_core.schemas.site import PRIVATE_VARIABLES
 
 pytestmark = [
     pytest.mark.site,
