@@ -226,19 +226,45 @@ def cancel(
     save: Annotated[bool, typer.Option("--save", help="Write a checkpoint first, if the workers still can.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """End a run and prove that its job is gone, with or without a living controller."""
+    """End a run and prove that its job is gone, with or without a living controller. One that was asked for and that no
+    worker has begun is taken back."""
     from flows.cancelling import cancel_run
     from rlhf_core.config import load_site
+    from rlhf_core.errors import UnknownRun
     from rlhf_core.history.store import HistoryStore
 
     site = load_site()
     with HistoryStore(site.database_url) as store:
-        run_dir = find_run(store, site, run)
+        try:
+            run_dir = find_run(store, site, run)
+        except UnknownRun:
+            if not _withdraw(site, run, reason or "rlhf cancel"):
+                raise
+            if as_json:
+                output.print_json({"run_id": run, "state": "cancelled", "job_ended": True})
+            else:
+                output.print_text(f"run {run} had not begun; its flow run in Prefect is cancelled")
+            return
         outcome = cancel_run(run_dir, site, store, reason or "rlhf cancel", save=save, say=output.note)
     if as_json:
         output.print_json({"run_id": run_dir.run_id, "state": outcome.state, "job_ended": outcome.job_ended})
     else:
         output.print_text(outcome.message)
+
+
+def _withdraw(site: "Site", text: str, reason: str) -> bool:
+    """Take back what was asked for under this id and has not begun; False where there is no such thing."""
+    from flows.site.server import answers, connect
+    from rlhf_core.run_dir import is_run_id
+
+    if not is_run_id(text):
+        return False
+    url = connect(site)
+    if not url or not answers(url):
+        return False
+    from flows.asking.withdrawing import withdraw
+
+    return withdraw(text, reason)
 
 
 def find_run(store: "HistoryStore", site: "Site", text: str) -> "RunDir":

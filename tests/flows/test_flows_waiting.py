@@ -187,6 +187,15 @@ def test_a_program_is_not_kept_forever_where_nobody_is_there_and_a_person_decide
     _await_beginning(lambda: slept.now > 3 * STUCK_S, asked, None, slept, slept.sleep)
 
 
+def test_what_has_not_begun_is_taken_back(client: Any, asked: Submitted, capsys: Printed) -> None:
+    assert execute(["cancel", asked.run_id, "--reason", "not needed"]) == 0
+    assert "had not begun" in capsys.readouterr().out
+    state = client.read_flow_run(UUID(asked.flow_run_id)).state
+    assert (state.type.value, state.message) == ("CANCELLED", "not needed")
+    assert execute(["cancel", asked.run_id]) == 2, "once only"
+    assert f"no run '{asked.run_id}'" in capsys.readouterr().err
+
+
 def test_ctrl_c_leaves_the_run_asked_for(client: Any, site: Site, real_prefect: RealServer) -> None:
     """The whole command in a process of its own: what is printed while it waits, and how it is left."""
     register("quickstart", site)
