@@ -8,11 +8,14 @@ lists of worker types that come with the package, instead of asking the network 
 import json
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import AbstractAsyncContextManager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 from prefect.server.api import collections
 from prefect.server.api.server import create_app as prefect_app
+from prefect.server.database.configurations import AioSqliteConfiguration
 from prefect.server.database.orm_models import Base
 
 Scope = MutableMapping[str, Any]
@@ -39,6 +42,10 @@ POLICY = "; ".join(
 """What a page of this server may load and whom it may ask: this server, and images that stand in the page itself."""
 
 
+_resumes: ContextVar[bool] = ContextVar("resumes", default=False)
+"""Whether the request at hand is the answer to a flow run that is paused."""
+
+
 class Guarded:
     """An ASGI application whose every answer says what its page may reach."""
 
@@ -54,6 +61,7 @@ class Guarded:
                 message = {**message, "headers": [*message.get("headers", ()), *headers]}
             await send(message)
 
+        _resumes.set(scope.get("method") == "POST" and str(scope.get("path", "")).endswith("/resume"))
         await self._app(scope, receive, guarded)
 
 
@@ -62,6 +70,7 @@ def create_app() -> Guarded:
     collections.get_collection_view = shipped_view
     logging.getLogger("docket.dependencies").addFilter(is_news)
     let_schedules_be_inserted()
+    let_answers_take_their_turn()
     return Guarded(prefect_app())
 
 
@@ -84,6 +93,24 @@ def let_schedules_be_inserted() -> None:
 
 def left_out(model: type[Any], row: MutableMapping[str, Any], value: object) -> None:
     """What becomes of a computed attribute in an insert of many rows: nothing, since it has no column."""
+
+
+def let_answers_take_their_turn() -> None:
+    """Let whoever resumes a paused flow run wait for SQLite, instead of losing the answer to it.
+
+    Prefect 3.7 begins every change of a state with SQLite's write lock, but for this one: it reads first, and where
+    somebody has written in between, SQLite refuses the change at once ("database is locked"). Prefect answers 503,
+    which its own client tries again and its page in the browser does not: the form stays open, and what was typed into
+    it went nowhere. Seen in the browser, on a site with some runs at work.
+    """
+    as_asked: Callable[..., AbstractAsyncContextManager[Any]] = AioSqliteConfiguration.begin_transaction
+
+    def begin_transaction(
+        self: AioSqliteConfiguration, session: Any, with_for_update: bool = False
+    ) -> AbstractAsyncContextManager[Any]:
+        return as_asked(self, session, with_for_update or _resumes.get())
+
+    AioSqliteConfiguration.begin_transaction = begin_transaction  # type: ignore[method-assign, assignment]
 
 
 def is_news(record: logging.LogRecord) -> bool:
