@@ -63,10 +63,10 @@ def write(folder: Path, num_runs: int, seconds: float, step_s: float) -> None:
 
 
 def measure(store: HistoryStore, ingester: Ingester, seconds: float, pause_s: float) -> tuple[list[float], list[float]]:
-    """Lag of each step at the moment after its turn, and how long each turn took."""
+    """Lag of every step at the moment after the turn that read it, and how long each turn took."""
     lags: list[float] = []
     turns: list[float] = []
-    seen: dict[str, int] = {}
+    seen = dict.fromkeys(store.run_ids(), 0)
     began = time.monotonic()
     while time.monotonic() - began < seconds:
         turn = time.monotonic()
@@ -74,13 +74,13 @@ def measure(store: HistoryStore, ingester: Ingester, seconds: float, pause_s: fl
         now = time.time()
         turns.append(time.monotonic() - turn)
         question = (
-            "SELECT l.run_id, l.step, l.value FROM latest_metrics l JOIN metric_keys k ON k.key_id = l.key_id "
-            "WHERE k.name = 'written'"
+            "SELECT m.run_id, m.step, m.value FROM metrics m JOIN metric_keys k ON k.key_id = m.key_id "
+            f"WHERE k.name = 'written' AND m.step > {min(seen.values())} ORDER BY m.step"
         )
-        for run_id, step, written in queries.run_sql(store, question, limit=1_000_000).rows:
-            if int(str(step)) > seen.get(str(run_id), 0):
-                seen[str(run_id)] = int(str(step))
-                lags.append(now - float(str(written)))
+        for run_id, step, written in queries.run_sql(store, question).rows:
+            if step > seen[run_id]:
+                seen[run_id] = step
+                lags.append(now - written)
         time.sleep(max(pause_s - (time.monotonic() - turn), 0.0))
     return lags, turns
 
