@@ -24,7 +24,7 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.exceptions import ObjectNotFound
 from prefect.flow_engine import run_flow
-from prefect.states import Cancelled, Completed, Pending
+from prefect.states import Cancelled, Completed, Failed, Pending
 from prefect.utilities.callables import parameter_schema
 
 from flows.asking import kept
@@ -33,7 +33,7 @@ from flows.promoting.promotion import is_due
 from flows.site.server import server_answers
 from rlhf_core.config import Site
 from rlhf_core.diagnosis.reconcile import Action
-from rlhf_core.errors import BadInput, RunDirError
+from rlhf_core.errors import RunDirError
 from rlhf_core.history import active
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import read_record
@@ -86,7 +86,8 @@ def rlhf_reconcile() -> State[None]:
     """Compares database, Prefect and scheduler, and mends what disagrees."""
     turn = _turn.get()
     if turn is None:
-        raise BadInput("this flow is carried out by the keeper of the site alone: start it with `rlhf serve keeper`")
+        # Returned: of an error Prefect would log where in this program it was raised.
+        return Failed(message="this flow is carried out by the keeper of the site alone: `rlhf up` starts it")
     deeds = [deed for deed in turn() if deed.action.kind not in QUIET]
     create_table_artifact(table=_table(deeds), key=ARTIFACT_KEY, description=_summary(deeds))
     return Completed(message=_summary(deeds))

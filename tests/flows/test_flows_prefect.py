@@ -15,6 +15,7 @@ from control_fakes import FakeAgent, make_spec
 from desk import Desk
 from prefect.exceptions import FailedRun
 
+from flows.keeping.housekeeping import rlhf_reconcile
 from flows.run import rlhf_run, run_in_prefect
 from flows.session import Session
 from flows.stages import drive
@@ -257,6 +258,16 @@ def test_wrong_input_is_told_without_the_place_in_our_program(
     assert message in log, "whole, not as one line with escapes"
     assert "Traceback" not in log
     assert not desk.site.runs_dir.exists() or not any(desk.site.runs_dir.iterdir())
+
+
+@pytest.mark.usefixtures("server")
+def test_a_round_that_nobody_handed_over_says_whose_it_is() -> None:
+    with logged() as read:
+        with pytest.raises(FailedRun):
+            rlhf_reconcile()
+        name, message, log = read()
+    assert (name, "carried out by the keeper" in message) == ("Failed", True)
+    assert "Traceback" not in log
 
 
 @pytest.mark.usefixtures("server")
