@@ -6,7 +6,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +19,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "services"))
 
 from shop_floor import Floor, free_port, until
 
-__all__ = ["PATIENCE_S", "BrowserSite", "browser", "browser_site", "until"]
+__all__ = ["PATIENCE_S", "BrowserSite", "Shoot", "browser", "browser_site", "until"]
 
 PATIENCE_S = 240.0
 """How long is waited for what must happen: nothing is measured here, and the machine may be busy with others."""
+
+Shoot = Callable[[str], None]
+"""Takes a picture of the page, under a name."""
 
 CONFIG = """\
 name = "sorting"

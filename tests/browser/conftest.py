@@ -1,15 +1,13 @@
 """One site for all tests in the browser; a page of it for each; and pictures of what is seen."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from browser_site import BrowserSite, browser, browser_site
+from browser_site import BrowserSite, Shoot, browser, browser_site
 from slurm_cluster import WHY_NOT, missing_programs
-
-Shoot = Callable[[str], None]
 
 
 @pytest.fixture(scope="session")

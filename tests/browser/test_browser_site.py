@@ -11,8 +11,7 @@ from typing import Any
 
 import pages
 import pytest
-from browser_site import PATIENCE_S, BrowserSite, until
-from conftest import Shoot
+from browser_site import PATIENCE_S, BrowserSite, Shoot, until
 
 pytestmark = [pytest.mark.site, pytest.mark.end_to_end, pytest.mark.training, pytest.mark.timeout(600)]
 
