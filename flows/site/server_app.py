@@ -3,19 +3,21 @@
 Browsers are told by a Content-Security-Policy to talk to this server only: the pages of Prefect ask hosts outside for
 their configuration and statistics, and a Markdown artifact may name images of anywhere. The server itself serves the
 lists of worker types that come with the package, instead of asking the network for newer ones.
+
+Two faults of Prefect 3.7 on SQLite are mended here, too: schedules that never fire (:func:`let_schedules_be_inserted`),
+and what a browser asks and is lost (:class:`Patient`).
 """
 
+import asyncio
 import json
 import logging
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
-from contextlib import AbstractAsyncContextManager
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 from prefect.server.api import collections
 from prefect.server.api.server import create_app as prefect_app
-from prefect.server.database.configurations import AioSqliteConfiguration
 from prefect.server.database.orm_models import Base
 
 Scope = MutableMapping[str, Any]
@@ -42,8 +44,72 @@ POLICY = "; ".join(
 """What a page of this server may load and whom it may ask: this server, and images that stand in the page itself."""
 
 
-_resumes: ContextVar[bool] = ContextVar("resumes", default=False)
-"""Whether the request at hand is the answer to a flow run that is paused."""
+PATIENCE_S = 20.0
+"""How long a request that SQLite was too busy for is tried again, in seconds."""
+PAUSE_S = 0.1
+"""Pause before that."""
+
+_READING = frozenset({"GET", "HEAD", "OPTIONS"})
+
+
+class Patient:
+    """An ASGI application that tries a request again which SQLite was too busy for.
+
+    Most transactions of Prefect 3.7 read before they write. Where somebody has written in between, SQLite refuses at
+    once ("database is locked"), all of it is rolled back, and Prefect answers 503: its own client tries again then, its
+    pages in a browser do not. What a person had just asked for or answered went nowhere, and the form stayed open. Seen
+    with approvals and with the removal of a schedule, on a site with some runs at work.
+    """
+
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass everything on; a writing request again while the answer is 503, up to ``PATIENCE_S``."""
+        if scope["type"] != "http" or scope["method"] in _READING:
+            await self._app(scope, receive, send)
+            return
+        body = await _whole_body(receive)
+        until = time.monotonic() + PATIENCE_S
+        while await self._is_refused(scope, _again(body, receive), send, is_last=time.monotonic() > until):
+            await asyncio.sleep(PAUSE_S)
+
+    async def _is_refused(self, scope: Scope, receive: Receive, send: Send, *, is_last: bool) -> bool:
+        """One try; True when it was refused and nothing was sent."""
+        refused = False
+
+        async def unless_refused(message: Message) -> None:
+            nonlocal refused
+            if message["type"] == "http.response.start" and message["status"] == 503 and not is_last:
+                refused = True
+            if not refused:
+                await send(message)
+
+        try:
+            await self._app(dict(scope), receive, unless_refused)
+        except Exception:
+            if not refused:  # else it is the error that was answered with 503
+                raise
+        return refused
+
+
+async def _whole_body(receive: Receive) -> bytes:
+    body = bytearray()
+    while True:
+        message = await receive()
+        body += message.get("body", b"")
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    """The body of a request that was read already, and then what else comes."""
+    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def replay() -> Message:
+        return next(messages, None) or await receive()
+
+    return replay
 
 
 class Guarded:
@@ -61,7 +127,6 @@ class Guarded:
                 message = {**message, "headers": [*message.get("headers", ()), *headers]}
             await send(message)
 
-        _resumes.set(scope.get("method") == "POST" and str(scope.get("path", "")).endswith("/resume"))
         await self._app(scope, receive, guarded)
 
 
@@ -70,8 +135,7 @@ def create_app() -> Guarded:
     collections.get_collection_view = shipped_view
     logging.getLogger("docket.dependencies").addFilter(is_news)
     let_schedules_be_inserted()
-    let_answers_take_their_turn()
-    return Guarded(prefect_app())
+    return Guarded(Patient(prefect_app()))
 
 
 def let_schedules_be_inserted() -> None:
@@ -93,24 +157,6 @@ def let_schedules_be_inserted() -> None:
 
 def left_out(model: type[Any], row: MutableMapping[str, Any], value: object) -> None:
     """What becomes of a computed attribute in an insert of many rows: nothing, since it has no column."""
-
-
-def let_answers_take_their_turn() -> None:
-    """Let whoever resumes a paused flow run wait for SQLite, instead of losing the answer to it.
-
-    Prefect 3.7 begins every change of a state with SQLite's write lock, but for this one: it reads first, and where
-    somebody has written in between, SQLite refuses the change at once ("database is locked"). Prefect answers 503,
-    which its own client tries again and its page in the browser does not: the form stays open, and what was typed into
-    it went nowhere. Seen in the browser, on a site with some runs at work.
-    """
-    as_asked: Callable[..., AbstractAsyncContextManager[Any]] = AioSqliteConfiguration.begin_transaction
-
-    def begin_transaction(
-        self: AioSqliteConfiguration, session: Any, with_for_update: bool = False
-    ) -> AbstractAsyncContextManager[Any]:
-        return as_asked(self, session, with_for_update or _resumes.get())
-
-    AioSqliteConfiguration.begin_transaction = begin_transaction  # type: ignore[method-assign, assignment]
 
 
 def is_news(record: logging.LogRecord) -> bool:

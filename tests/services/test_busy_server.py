@@ -1,0 +1,139 @@
+"""What a browser asks of a server whose SQLite somebody else is writing to is done, and not lost."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from flows.site import server_app
+from flows.site.server_app import Patient
+
+ROOT = Path(__file__).parents[2]
+
+OURS = "from flows.site.server_app import create_app"
+PREFECTS = "from prefect.server.api.server import create_app"
+
+ASK = """
+import asyncio, sqlite3, sys
+import httpx
+from asgi_lifespan import LifespanManager
+
+async def ask() -> None:
+    app = create_app()
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with (
+        LifespanManager(app, startup_timeout=100, shutdown_timeout=100),
+        httpx.AsyncClient(transport=transport, base_url="http://server/api", timeout=60) as client,
+    ):
+        flow = (await client.post("/flows/", json={"name": "flow"})).json()["id"]
+        run = (await client.post("/flow_runs/", json={"flow_id": flow})).json()["id"]
+        for state in ({"type": "RUNNING"}, {"type": "PAUSED"}):
+            await client.post(f"/flow_runs/{run}/set_state", json={"state": state, "force": True})
+        cron = [{"schedule": {"cron": "0 0 1 1 *", "timezone": "UTC"}, "active": True}]
+        planned = await client.post("/deployments/", json={"name": "planned", "flow_id": flow, "schedules": cron})
+        deployment, schedule = planned.json()["id"], planned.json()["schedules"][0]["id"]
+        other = sqlite3.connect(sys.argv[1], isolation_level=None, timeout=30)
+
+        async def meanwhile(method, path):
+            other.execute("BEGIN IMMEDIATE")
+            other.execute("UPDATE flow SET name = name || '.'")
+            asked = asyncio.create_task(client.request(method, path))
+            await asyncio.sleep(2)
+            other.execute("COMMIT")
+            return (await asked).status_code
+
+        print(await meanwhile("POST", f"/flow_runs/{run}/resume"), end=" ")
+        print((await client.get(f"/flow_runs/{run}")).json()["state"]["type"], end=" ")
+        print(await meanwhile("DELETE", f"/deployments/{deployment}/schedules/{schedule}"), end=" ")
+        print(len((await client.get(f"/deployments/{deployment}")).json()["schedules"]))
+
+asyncio.run(ask())
+"""
+
+
+def what_became_of_it(home: Path, server: str) -> str:
+    """An answer to a paused flow run and the removal of a schedule, each while somebody writes: status, then effect."""
+    environment = {"PREFECT_HOME": str(home), "HOME": str(home), "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+    environment |= {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", f"{server}\n{ASK}", str(home / "prefect.db")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.strip()
+
+
+def test_what_is_asked_while_somebody_writes_is_done(tmp_path: Path) -> None:
+    assert what_became_of_it(tmp_path, OURS) == "201 RUNNING 204 0"
+
+
+def test_on_prefects_own_server_it_is_lost(tmp_path: Path) -> None:
+    """Negative control of the test before, and what says that it is not needed any more."""
+    assert what_became_of_it(tmp_path, PREFECTS) == "503 PAUSED 503 1"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Trying again
+
+
+class Busy:
+    """An application that answers with one status after the other, the last one for ever; keeps what it was sent."""
+
+    def __init__(self, statuses: Sequence[int]) -> None:
+        self.statuses = list(statuses)
+        self.bodies: list[bytes] = []
+
+    async def __call__(
+        self,
+        scope: dict[str, Any],
+        receive: Callable[[], Awaitable[dict[str, Any]]],
+        send: Callable[[dict[str, Any]], Awaitable[None]],
+    ) -> None:
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        self.bodies.append(body)
+        status = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": b"done"})
+        if status >= 500:
+            raise OSError("database is locked")  # as Starlette does after its answer
+
+
+def asked(app: Busy, method: str, body: bytes = b"") -> httpx.Response:
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(Patient(app), raise_app_exceptions=False)  # type: ignore[arg-type]
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            return await client.request(method, "/api/x", content=body)
+
+    return asyncio.run(ask())
+
+
+def test_a_request_is_tried_again_whole_and_answered_once() -> None:
+    app = Busy([503, 503, 201])
+    answer = asked(app, "POST", b"what was typed")
+    assert (answer.status_code, answer.content) == (201, b"done")
+    assert app.bodies == [b"what was typed"] * 3
+
+
+@pytest.mark.parametrize(("method", "status"), [("GET", 503), ("POST", 500), ("POST", 409), ("POST", 201)])
+def test_nothing_else_is_tried_again(method: str, status: int) -> None:
+    app = Busy([status])
+    assert asked(app, method).status_code == status
+    assert len(app.bodies) == 1
+
+
+def test_a_server_that_stays_busy_says_so_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_app, "PATIENCE_S", 0.3)
+    app = Busy([503])
+    assert asked(app, "DELETE").status_code == 503
+    assert len(app.bodies) > 1
