@@ -283,4 +283,4 @@ def _run(scene: Scene, folder: Path) -> tuple[RunSpec, Site]:
     site = Site(
         home=folder, runs_dir=folder / "runs", database_url="", scheduler="slurm", compute_python=sys.executable
     )
-    return load("slurm-quickstart", scene.settings), site
+    return load("slurm-quickstart", ["preflight.min_relative_speed=0.5", *scene.settings]), site
