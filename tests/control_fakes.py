@@ -52,6 +52,19 @@ def make_run(runs: Path, spec: RunSpec | None = None) -> RunDir:
     return prepare(spec or make_spec(), runs, config_source="small.toml", folder=folder)
 
 
+class Clock:
+    """Monotonic seconds that only sleeping moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
 @dataclass
 class FakeJob:
     """A job of the fake scheduler."""

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from flows.keeping.housekeeping import Tidier, take_turn
+from flows.keeping.housekeeping import take_turn
 from flows.keeping.reconciler import Reconciler
+from flows.keeping.tidying import Tidier
 from rlhf_core.config import Site
 from rlhf_core.errors import HistoryError, LeaseLost, RlhfError
 from rlhf_core.history import active

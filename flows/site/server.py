@@ -293,11 +293,8 @@ def _send_what_is_queued() -> None:
 
 
 def _require_answer(url: str) -> None:
-    deadline = time.monotonic() + ANSWER_TIMEOUT_S
-    while not answers(url):
-        if time.monotonic() > deadline:
-            raise PrefectUnavailable(f"the Prefect server at {url} (PREFECT_API_URL) does not answer. {NO_PREFECT}")
-        time.sleep(0.5)
+    if not answers_within(ANSWER_TIMEOUT_S, url):
+        raise PrefectUnavailable(f"the Prefect server at {url} (PREFECT_API_URL) does not answer. {NO_PREFECT}")
 
 
 @contextmanager
@@ -361,6 +358,16 @@ def answers(url: str) -> bool:
             return bool(response.status == 200)
     except (OSError, urllib.error.URLError, ValueError):
         return False
+
+
+def answers_within(seconds: float, url: str) -> bool:
+    """Whether one answers now or soon: it may be busy, or just starting."""
+    deadline = time.monotonic() + seconds
+    while not answers(url):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True
 
 
 def _command(port: int) -> list[str]:

@@ -21,7 +21,14 @@ from flows.site.processes import (
     look,
     one_at_a_time,
 )
-from flows.site.server import STARTUP_TIMEOUT_S, answers, client_settings, configured_url, own_url, quiet_settings
+from flows.site.server import (
+    STARTUP_TIMEOUT_S,
+    answers_within,
+    client_settings,
+    configured_url,
+    own_url,
+    quiet_settings,
+)
 from flows.site.serving import FLOW_END_S, FLOW_RUNS, require_free_port, set_up
 from rlhf_core.config import Site
 from rlhf_core.errors import BadInput, PrefectUnavailable
@@ -140,7 +147,7 @@ def _ensure(site: Site, name: str, environment: Mapping[str, str], say: Say) -> 
         found = _until(site, name, STARTUP_TIMEOUT_S, lambda status: status.state is not ServiceState.STARTING)
     if found.state is ServiceState.SILENT:
         found = _until(site, name, ANSWER_PATIENCE_S, lambda status: status.state is ServiceState.RUNNING)
-    if found.state is ServiceState.RUNNING and (name != "server" or _answers_soon(own_url(site))):
+    if found.state is ServiceState.RUNNING and (name != "server" or answers_within(ANSWER_PATIENCE_S, own_url(site))):
         return Started(name, found.pid, "was running")
     replaced = found.state is not ServiceState.STOPPED
     if replaced:
@@ -155,7 +162,7 @@ def _ensure(site: Site, name: str, environment: Mapping[str, str], say: Say) -> 
 def _require_server(site: Site) -> None:
     """A worker waits for its server for ever, as it should when a machine starts; a person is told at once."""
     url = configured_url() or own_url(site)
-    if _answers_soon(url):
+    if answers_within(ANSWER_PATIENCE_S, url):
         return
     if url == own_url(site):
         raise PrefectUnavailable(f"no Prefect server answers at {url}; `rlhf up` without names starts it too")
@@ -201,16 +208,6 @@ def _start(site: Site, name: str, environment: Mapping[str, str]) -> int:
     )
     said = read_tail(files.log, min(4000, max(0, files.log.stat().st_size - begin))).strip()
     raise PrefectUnavailable(f"the {name} {how}; its log is {files.log}:\n{said or '(nothing was said)'}")
-
-
-def _answers_soon(url: str) -> bool:
-    """Whether a server answers: its last beat may be older than its silence, and one elsewhere may be starting."""
-    deadline = time.monotonic() + ANSWER_PATIENCE_S
-    while not answers(url):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.2)
-    return True
 
 
 def _until(site: Site, name: str, patience_s: float, enough: Callable[[ServiceStatus], bool]) -> ServiceStatus:

@@ -5,8 +5,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from control_fakes import FakeScheduler
-from desk import Clock, Desk, Notes
+from control_fakes import Clock, FakeScheduler
+from desk import Desk, Notes
 from real_server import RealServer, real_server
 
 from flows import stages

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from control_fakes import FakeScheduler, make_run
+from control_fakes import Clock, FakeScheduler, make_run
 
 from flows.session import Session, opened
 from rlhf_core.config import Site
@@ -12,19 +12,6 @@ from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.watchdog.watch import Look
-
-
-class Clock:
-    """Monotonic seconds that only sleeping moves."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 @dataclass

@@ -11,6 +11,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
+from control_fakes import Clock
 from real_server import RealServer
 
 from flows.asking.deployments import Submitted, register, submit
@@ -145,19 +146,6 @@ def test_a_server_that_went_away_is_said() -> None:
 # The command
 
 
-class Slept:
-    """Seconds that only sleeping moves."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
 def test_the_command_says_it_within_seconds_and_leaves_when_it_is_told_to(site: Site, capsys: Printed) -> None:
     register("quickstart", site)
     began = time.monotonic()
@@ -172,18 +160,18 @@ def test_the_command_says_it_within_seconds_and_leaves_when_it_is_told_to(site: 
 def test_a_program_is_not_kept_forever_where_nobody_is_there_and_a_person_decides(
     client: Any, asked: Submitted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slept = Slept()
+    slept = Clock()
     with pytest.raises(RunNotBegun, match="no worker"):
         _await_beginning(lambda: False, asked, None, slept, slept.sleep)
     assert STUCK_S <= slept.now < STUCK_S + 10
 
     monkeypatch.setattr("rlhf_core.cli.progress.person_at_terminal", lambda: lambda question: True)
-    slept = Slept()
+    slept = Clock()
     _await_beginning(lambda: slept.now > 3 * STUCK_S, asked, None, slept, slept.sleep)
     monkeypatch.undo()
 
     hear(client)  # negative control: a turn is waited for as long as it takes
-    slept = Slept()
+    slept = Clock()
     _await_beginning(lambda: slept.now > 3 * STUCK_S, asked, None, slept, slept.sleep)
 
 

@@ -4,7 +4,7 @@ import io
 import random
 from pathlib import Path
 
-from control_fakes import FakeAgent, make_run, make_spec
+from control_fakes import Clock, FakeAgent, make_run, make_spec
 from PIL import Image
 
 from flows.view.curves import EVERY_S, MAX_BYTES, Curves, picture_of
@@ -69,14 +69,6 @@ def test_nothing_is_drawn_before_the_first_step(tmp_path: Path) -> None:
 def test_a_drawing_that_fails_or_takes_too_long_is_no_picture(tmp_path: Path) -> None:
     assert picture_of(RunDir(tmp_path / "none")) == b""
     assert picture_of(trained(tmp_path / "runs"), timeout_s=0.001) == b""
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_it_is_drawn_at_once_then_seldom_and_at_the_end(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from control_fakes import Clock
 
 from rlhf_core.errors import DatabaseUnavailable, LeaseLost
 from rlhf_core.history.store import HistoryStore
@@ -42,19 +43,6 @@ def test_a_reused_process_id_is_not_taken_for_the_owner() -> None:
 
 def test_nothing_is_known_about_other_hosts() -> None:
     assert not known_dead("anna@other-host:1:0.00")
-
-
-class Clock:
-    """Monotonic seconds that only sleeping moves."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 def live_owner() -> str:

@@ -144,7 +144,7 @@ def test_a_service_elsewhere_is_neither_started_nor_ended(site: Site) -> None:
 
 def test_a_worker_is_not_started_for_a_server_that_does_not_answer(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(services, "ANSWER_PATIENCE_S", 0.0)
-    monkeypatch.setattr(services, "answers", lambda url: False)
+    monkeypatch.setattr(server, "answers", lambda url: False)
     nobody = "http://prefect.example.com/api"
     with pytest.raises(PrefectUnavailable, match=f"no Prefect server answers at {server.own_url(site)}; `rlhf up`"):
         services.up(site, ("worker",))

@@ -1,17 +1,14 @@
 """A whole site whose history and whose Prefect are in PostgreSQL, with room for one run; and no password anywhere."""
 
-import json
 from pathlib import Path
 
 import psycopg
 import pytest
 from history_tools import postgres
 from shop_floor import Floor, free_port, until
-from whole_site import SMALL, environments, files_with, go, stand_in, tables_with
+from whole_site import environments, files_with, go, prefect_says, stand_in, submitted, tables_with
 
 from rlhf_core.launch.journal import read_record
-from rlhf_core.run_dir import RunDir
-from rlhf_core.schemas.attempts import RunState
 
 pytestmark = [pytest.mark.site, pytest.mark.end_to_end, pytest.mark.timeout(300)]
 
@@ -32,13 +29,13 @@ def test_a_site_on_postgresql(tmp_path: Path) -> None:
     try:
         floor.rlhf("db", "upgrade")
         floor.rlhf("up")
-        waits = submitted(floor, "promote.when=approved")
+        waits = submitted(floor, "quickstart", "promote.when=approved")
         lines = [" ".join(process.cmdline()) for process in floor.processes()]
         around = environments(waits)
         go(waits)
         until(lambda: read_record(waits).promotion is not None and prefect_says(floor, waits) == "Paused")
         # There is room for one run, and the one that waits for a person does not take it.
-        other = submitted(floor)
+        other = submitted(floor, "quickstart")
         assert prefect_says(floor, waits) == "Paused"
         go(other)
         until(lambda: prefect_says(floor, other) == "Completed")
@@ -63,18 +60,3 @@ def test_a_site_on_postgresql(tmp_path: Path) -> None:
     assert tables_with(SECRET, prefect) == []
     (tmp_path / "control").write_text(SECRET)
     assert files_with(SECRET, tmp_path) == [tmp_path / "control"]
-
-
-def submitted(floor: Floor, *overrides: str) -> RunDir:
-    """A run that was asked for in Prefect, and trains."""
-    words = [word for override in (*SMALL, *overrides) for word in ("--set", override)]
-    asked = json.loads(floor.rlhf("submit", "quickstart", *words, "--json").stdout)
-    run_dir = RunDir.of(floor.home / "runs", asked["run_id"])
-    until(lambda: read_record(run_dir).state is RunState.TRAINING)
-    return run_dir
-
-
-def prefect_says(floor: Floor, run_dir: RunDir) -> str:
-    """Name of the state of its flow run."""
-    (found,) = floor.ask("/flow_runs/filter", {"flow_runs": {"name": {"any_": [run_dir.run_id]}}})[1]
-    return str(found["state"]["name"])

@@ -12,11 +12,8 @@ import pytest
 from history_tools import postgres
 from shop_floor import Floor, free_port, until
 from slurm_cluster import WHY_NOT, Cluster, missing_programs
-from whole_site import SMALL, environments, files_with, go, stand_in, tables_with
+from whole_site import environments, files_with, go, prefect_says, small, stand_in, submitted, tables_with
 
-from rlhf_core.launch.journal import read_record
-from rlhf_core.run_dir import RunDir
-from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.site import PRIVATE_VARIABLES
 
 pytestmark = [
@@ -26,6 +23,7 @@ pytestmark = [
     pytest.mark.timeout(400),
 ]
 
+PRESET = "slurm-quickstart"
 CANARY = "c4nary-of-the-site"
 PLANTED = "c4nary-in-the-open"
 
@@ -63,10 +61,10 @@ def floor(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 def test_no_password_reaches_a_job_its_files_or_prefect(floor: Floor, tmp_path: Path) -> None:
     assert {name for name, value in floor.variables.items() if CANARY in value} <= set(PRIVATE_VARIABLES)
-    first, second = submitted(floor), submitted(floor, f"slurm.environment.OPEN={json.dumps(PLANTED)}")
+    first, second = submitted(floor, PRESET), submitted(floor, PRESET, f"slurm.environment.OPEN={json.dumps(PLANTED)}")
     kept = {run_dir.run_id: environments(run_dir) for run_dir in (first, second)}
     slurm = Path(floor.variables["SLURM_CONF"]).parents[1]
-    script = floor.rlhf("run", "slurm-quickstart", *words(f"slurm.environment.OPEN={json.dumps(PLANTED)}"), "--dry-run")
+    script = floor.rlhf("run", PRESET, *small(f"slurm.environment.OPEN={json.dumps(PLANTED)}"), "--dry-run")
     with_job = files_with(PLANTED, slurm), files_with(CANARY, slurm)
     for run_dir in (first, second):
         go(run_dir)
@@ -94,21 +92,3 @@ def test_no_password_reaches_a_job_its_files_or_prefect(floor: Floor, tmp_path: 
     assert "flow_run" in tables_with(PLANTED, floor.variables["RLHF_PREFECT_DATABASE_URL"]), "the control"
     assert tables_with(CANARY, floor.variables["RLHF_DATABASE_URL"]) == []
     assert "runs" in tables_with(PLANTED, floor.variables["RLHF_DATABASE_URL"]), "the control"
-
-
-def words(*overrides: str) -> list[str]:
-    return [word for override in (*SMALL, *overrides) for word in ("--set", override)]
-
-
-def submitted(floor: Floor, *overrides: str) -> RunDir:
-    """A run that was asked for in Prefect, and trains."""
-    asked = json.loads(floor.rlhf("submit", "slurm-quickstart", *words(*overrides), "--json").stdout)
-    run_dir = RunDir.of(floor.home / "runs", asked["run_id"])
-    until(lambda: read_record(run_dir).state is RunState.TRAINING)
-    return run_dir
-
-
-def prefect_says(floor: Floor, run_dir: RunDir) -> str:
-    """Name of the state of its flow run."""
-    (found,) = floor.ask("/flow_runs/filter", {"flow_runs": {"name": {"any_": [run_dir.run_id]}}})[1]
-    return str(found["state"]["name"])

@@ -57,6 +57,25 @@ SMALL = (
 """Overrides of a preset that make a run as small as it can be."""
 
 
+def small(*overrides: str) -> list[str]:
+    """Options that make a run small, and what else is given."""
+    return [word for override in (*SMALL, *overrides) for word in ("--set", override)]
+
+
+def submitted(floor: Floor, preset: str, *overrides: str) -> RunDir:
+    """A small run of a preset that was asked for in Prefect, and trains."""
+    asked = json.loads(floor.rlhf("submit", preset, *small(*overrides), "--json").stdout)
+    run_dir = RunDir.of(floor.home / "runs", asked["run_id"])
+    until(lambda: read_record(run_dir).state is RunState.TRAINING)
+    return run_dir
+
+
+def prefect_says(floor: Floor, run_dir: RunDir) -> str:
+    """Name of the state of its flow run."""
+    (found,) = floor.ask("/flow_runs/filter", {"flow_runs": {"name": {"any_": [run_dir.run_id]}}})[1]
+    return str(found["state"]["name"])
+
+
 def stand_in(folder: Path) -> Path:
     """The compute interpreter whose agents only pretend."""
     path = folder / "python"
@@ -74,7 +93,7 @@ class Site:
 
     def submit(self, num_runs: int = 1) -> list[RunDir]:
         """Ask for runs in Prefect, all at once, and wait until they train."""
-        words = [word for override in SMALL for word in ("--set", override)]
+        words = small()
         asking = [self.floor.start("submit", "slurm-quickstart", *words, "--json") for _ in range(num_runs)]
         answers = [process.communicate(timeout=250) for process in asking]
         assert all(process.returncode == 0 for process in asking), f"{answers}\n{self.floor.logs()}"

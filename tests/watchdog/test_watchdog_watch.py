@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from control_fakes import FakeAgent, FakeScheduler, make_run, make_spec
+from control_fakes import Clock, FakeAgent, FakeScheduler, make_run, make_spec
 
 from rlhf_core.errors import DatabaseUnavailable, SchedulerError
 from rlhf_core.run_dir import LineWriter, RunDir, write_model
@@ -16,14 +16,6 @@ from rlhf_core.schemas.reports import AgentEvent, AttemptOutcome
 from rlhf_core.schemas.resources import Placement, Role, Submission
 from rlhf_core.watchdog.evidence import look_back, scheduler_log
 from rlhf_core.watchdog.watch import DESERTED_S, LOST_AFTER_S, SILENT_S, WORD_S, Look, Verdict, Watcher, explain, judge
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
