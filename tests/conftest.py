@@ -4,6 +4,9 @@ import os
 from pathlib import Path
 
 import pytest
+from skip_guard import pytest_addoption, pytest_configure
+
+__all__ = ["pytest_addoption", "pytest_configure"]
 
 # Before any library is imported: one thread per process (tests share few cores), no hubs, no telemetry.
 os.environ.update(

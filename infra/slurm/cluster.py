@@ -305,6 +305,14 @@ class Cluster:
         """
         self._processor.mend(self._known(node))
 
+    def prioritize_cpu(self, weight: int) -> None:
+        """Let each node weigh as much as ``weight`` processes outside of the cluster; 1 is what the nodes start with.
+
+        All nodes share the processors of one machine: beside other work a healthy node may get as little as one that
+        :meth:`slow_cpu` has slowed. Harmless where no control groups can be made.
+        """
+        self._processor.prioritize(weight)
+
     def variables(self, node: str, /, **values: str | int | float | None) -> None:
         """Let the tasks that later steps start on the node have these variables, and lack those that are None.
 

@@ -203,6 +203,14 @@ class Processor:
         """Give the node all it can get; harmless where it does."""
         self._set(node, None)
 
+    def prioritize(self, weight: int) -> None:
+        """Let each node weigh as much as ``weight`` processes outside of the cluster; 1 is the kernel's default."""
+        for group in self._root.glob(f"{self._name}-*"):
+            if self._old:
+                (group / "cpu.shares").write_text(str(1024 * weight))
+            else:
+                (group / "cpu.weight").write_text(str(100 * weight))
+
     def remove(self) -> None:
         """Remove the control groups, after all their processes have ended."""
         for group in self._root.glob(f"{self._name}-*"):

@@ -13,7 +13,7 @@ import pages
 import pytest
 from browser_site import PATIENCE_S, BrowserSite, Shoot, until
 
-pytestmark = [pytest.mark.site, pytest.mark.end_to_end, pytest.mark.training, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.site, pytest.mark.end_to_end, pytest.mark.training]
 
 ASKED = {
     "failed": 'reward.functions=["grader:by_service"]\ntrain.num_steps=14',

@@ -15,7 +15,6 @@ from slurm_cluster import WHY_NOT, Cluster, missing_programs
 pytestmark = [
     pytest.mark.site,
     pytest.mark.end_to_end,
-    pytest.mark.timeout(400),
     pytest.mark.skipif(bool(missing_programs()), reason=WHY_NOT),
 ]
 

@@ -12,6 +12,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
+from real_server import START_TIMEOUT_S
 
 from flows.asking.deployments import (
     PRIORITIES,
@@ -46,7 +47,7 @@ def server() -> Iterator[str]:
     from prefect.settings import PREFECT_API_URL
     from prefect.testing.utilities import prefect_test_harness
 
-    with prefect_test_harness(server_startup_timeout=180), get_client(sync_client=True) as client:
+    with prefect_test_harness(server_startup_timeout=START_TIMEOUT_S), get_client(sync_client=True) as client:
         client.create_work_pool(WorkPoolCreate(name="rlhf", type="process"))
         url = PREFECT_API_URL.value()
         assert url

@@ -8,6 +8,7 @@ from uuid import UUID
 import pytest
 from control_fakes import FakeAgent
 from desk import Desk
+from real_server import START_TIMEOUT_S
 
 from flows import limits
 from flows.limits import LIMIT, run_slot
@@ -22,7 +23,7 @@ from rlhf_core.schemas.reports import AgentCommand
 def server() -> Iterator[None]:
     from prefect.testing.utilities import prefect_test_harness
 
-    with prefect_test_harness(server_startup_timeout=180):
+    with prefect_test_harness(server_startup_timeout=START_TIMEOUT_S):
         yield
 
 

@@ -14,6 +14,7 @@ import pytest
 from control_fakes import FakeAgent, make_spec
 from desk import Desk
 from prefect.exceptions import FailedRun
+from real_server import START_TIMEOUT_S
 
 from flows.keeping.housekeeping import rlhf_reconcile
 from flows.run import rlhf_run, run_in_prefect
@@ -95,7 +96,7 @@ def test_our_own_errors_pass_through_and_do_not_look_like_a_lost_server(monkeypa
 def server() -> Iterator[None]:
     from prefect.testing.utilities import prefect_test_harness
 
-    with prefect_test_harness(server_startup_timeout=180):
+    with prefect_test_harness(server_startup_timeout=START_TIMEOUT_S):
         yield
 
 

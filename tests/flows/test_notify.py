@@ -31,7 +31,7 @@ class Receiver:
     bodies: list[str] = field(default_factory=list)
 
     def until(self, number: int) -> list[dict[str, Any]]:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while len(self.bodies) < number:
             assert time.monotonic() < deadline, self.bodies
             time.sleep(0.1)

@@ -15,7 +15,6 @@ pytestmark = [
     pytest.mark.skipif(bool(WHY_NO_NAMESPACES), reason=WHY_NO_NAMESPACES),
     pytest.mark.end_to_end,
     pytest.mark.training,
-    pytest.mark.timeout(300),
 ]
 
 SMALL = (

@@ -13,7 +13,7 @@ from rlhf_core.scheduler.slurm import SlurmScheduler
 from rlhf_core.schemas.resources import Placement, Role, RolePlan, Submission
 from rlhf_core.schemas.run import SlurmSpec
 
-pytestmark = [pytest.mark.skipif(bool(missing_programs()), reason=WHY_NOT), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.skipif(bool(missing_programs()), reason=WHY_NOT)]
 
 
 @pytest.fixture(scope="module")

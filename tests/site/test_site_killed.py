@@ -17,7 +17,6 @@ pytestmark = [
     pytest.mark.site,
     pytest.mark.skipif(bool(missing_programs()), reason=WHY_NOT),
     pytest.mark.end_to_end,
-    pytest.mark.timeout(300),
 ]
 
 DRIVEN = [("Completed", False)]

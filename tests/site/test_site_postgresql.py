@@ -10,7 +10,7 @@ from whole_site import environments, files_with, go, prefect_says, stand_in, sub
 
 from rlhf_core.launch.journal import read_record
 
-pytestmark = [pytest.mark.site, pytest.mark.end_to_end, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.site, pytest.mark.end_to_end]
 
 SECRET = "s3cret-of-the-database"
 

@@ -18,7 +18,6 @@ pytestmark = [
     pytest.mark.skipif(bool(missing_programs()), reason=WHY_NOT),
     pytest.mark.training,
     pytest.mark.end_to_end,
-    pytest.mark.timeout(400),
 ]
 
 PATIENCE_S = 150.0

@@ -20,7 +20,6 @@ pytestmark = [
     pytest.mark.site,
     pytest.mark.end_to_end,
     pytest.mark.skipif(bool(missing_programs()), reason=WHY_NOT),
-    pytest.mark.timeout(400),
 ]
 
 PRESET = "slurm-quickstart"

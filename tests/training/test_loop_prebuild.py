@@ -29,7 +29,7 @@ from rlhf_core.schemas.resources import Role
 from rlhf_core.training import prebuild as module
 from rlhf_core.training.prebuild import extensions_dir, prebuild, use_own_scripts
 
-pytestmark = [pytest.mark.training, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.training]
 
 PATIENCE_S = 100.0
 WAITING = re.compile(r"^\.\.\. waiting for process \d+ on \S+ to compile", re.MULTILINE)

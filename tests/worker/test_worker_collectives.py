@@ -46,7 +46,6 @@ def _rank(rank: int, **changes: object) -> RankStatus:
 
 
 @pytest.mark.training
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("fault", "kind", "to_blame"),
     [("other", FailureKind.COLLECTIVE_MISMATCH, ()), ("absent", FailureKind.COLLECTIVE_HANG, (1,))],

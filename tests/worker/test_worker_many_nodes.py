@@ -17,7 +17,7 @@ from rlhf_core.schemas.probe import ProbeReport
 from rlhf_core.schemas.reports import AgentStatus, MetricsLine
 from rlhf_core.schemas.resources import JOB_VARIABLE, Placement, job_marker
 
-pytestmark = [pytest.mark.end_to_end, pytest.mark.training, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.end_to_end, pytest.mark.training]
 
 MakeRun = Callable[..., AgentRun]
 

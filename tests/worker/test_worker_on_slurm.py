@@ -25,7 +25,6 @@ pytestmark = [
     pytest.mark.end_to_end,
     pytest.mark.training,
     pytest.mark.skipif(bool(missing_programs()), reason=WHY_NOT),
-    pytest.mark.timeout(240),
 ]
 
 MakeRun = Callable[..., AgentRun]

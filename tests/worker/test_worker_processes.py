@@ -19,9 +19,13 @@ child = subprocess.Popen([sys.executable, "-c", sys.argv[1]])
 print(child.pid, flush=True)
 time.sleep(60)
 """
-DYING = (
-    "from rlhf_core.worker.processes import die_with_parent; die_with_parent(); import time; print('r'); time.sleep(60)"
-)
+DYING = """
+import time
+from rlhf_core.worker.processes import die_with_parent
+die_with_parent()
+print("r", flush=True)
+time.sleep(60)
+"""
 SURVIVING = "import time; time.sleep(60)"
 
 AGENT = """

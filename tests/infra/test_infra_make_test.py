@@ -1,0 +1,96 @@
+"""`make test` passes for the right reasons: nothing of a developer's shell carries it, and no skip is silent."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from skip_guard import OPTION, read_allowed
+
+REPOSITORY = Path(__file__).parents[2]
+GUARDED = "from skip_guard import pytest_addoption, pytest_configure\n"
+"""The conftest of the small test suites below."""
+
+
+def run_ci(folder: Path, **variables: str) -> dict[str, str]:
+    """Run .ci/run with a `make` that only says which variables its `make test` has."""
+    stub = folder / "make"
+    stub.write_text(f'#!/bin/sh\n[ "$1" = test ] && exec env\nexec {real_make()} -C {REPOSITORY} "$@"\n')
+    stub.chmod(0o755)
+    environment = {"HOME": str(folder), "PATH": f"{folder}:{os.environ['PATH']}", **variables}
+    done = subprocess.run(
+        ["bash", str(REPOSITORY / ".ci" / "run")], env=environment, capture_output=True, text=True, check=True
+    )
+    return dict(line.split("=", 1) for line in done.stdout.splitlines())
+
+
+def real_make() -> str:
+    found = subprocess.run(["sh", "-c", "command -v make"], capture_output=True, text=True, check=True)
+    return found.stdout.strip()
+
+
+def test_ci_keeps_what_the_makefile_names_and_nothing_else(tmp_path: Path) -> None:
+    seen = run_ci(
+        tmp_path,
+        PIP_EXTRA_INDEX_URL="https://one.example/simple https://two.example/simple",
+        PYTHONUNBUFFERED="1",
+        PYTHONPATH="/somewhere",
+        RLHF_HOME="/somewhere",
+        LANG="de_DE.UTF-8",
+    )
+    shell = {"PWD", "SHLVL", "_"}
+    assert seen.keys() - shell == {"HOME", "PATH", "LANG", "PIP_EXTRA_INDEX_URL"}
+    assert seen["PIP_EXTRA_INDEX_URL"] == "https://one.example/simple https://two.example/simple"
+    assert seen["LANG"] == "C.UTF-8"
+
+
+def guarded(folder: Path, tests: dict[str, str], *options: str) -> "subprocess.CompletedProcess[str]":
+    """Run a small suite of these modules, whose conftest has the guard."""
+    (folder / "conftest.py").write_text(GUARDED)
+    for name, text in tests.items():
+        (folder / f"test_{name}.py").write_text("import pytest\n" + text)
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(folder), *options, "."],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY / "tests")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+SKIPS = {
+    "mark": '@pytest.mark.skipif(True, reason="no Slurm 1")\ndef test_one(): pass\n',
+    "inside": 'def test_one(): pytest.skip("no Slurm 2")\n',
+    "fixture": '@pytest.fixture\ndef slurm(): pytest.skip("no Slurm 3")\ndef test_one(slurm): pass\n',
+    "module": 'pytest.importorskip("slurm", reason="no Slurm 4")\ndef test_one(): pass\n',
+}
+"""Each way in which a test is skipped."""
+
+
+@pytest.mark.parametrize("options", [(), ("-n", "1")], ids=["alone", "workers"])
+def test_a_skip_that_is_not_allowed_ends_it_red(tmp_path: Path, options: tuple[str, ...]) -> None:
+    done = guarded(tmp_path, SKIPS | {"passing": "def test_two(): pass\n"}, OPTION, *options)
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
+    named = done.stdout.partition("skips that are not allowed")[2]
+    assert [reason for reason in ("no Slurm 1", "no Slurm 2", "no Slurm 3", "no Slurm 4") if reason not in named] == []
+
+
+def test_without_the_guard_it_would_pass(tmp_path: Path) -> None:
+    assert guarded(tmp_path, {"mark": SKIPS["mark"]}).returncode == pytest.ExitCode.OK
+
+
+def test_a_skip_on_the_list_passes(tmp_path: Path) -> None:
+    skipped = '@pytest.mark.skip(reason="needs a CUDA device; this machine has none")\ndef test_one(): pass\n'
+    done = guarded(tmp_path, {"gpu": skipped}, OPTION)
+    assert done.returncode == pytest.ExitCode.OK, done.stdout
+    assert "not allowed" not in done.stdout
+
+
+def test_every_row_says_why(tmp_path: Path) -> None:
+    assert all(row.why for row in read_allowed())
+    silent = tmp_path / "allowed.toml"
+    silent.write_text('[[skip]]\ntest = ""\nreason = "x"\nwhy = " "\n')
+    with pytest.raises(ValueError, match="does not say why"):
+        read_allowed(silent)
