@@ -15,7 +15,6 @@ from browser_site import PATIENCE_S, BrowserSite, free_port, until
 from slurm_cluster import WHY_NOT, missing_programs
 
 pytestmark = [
-    pytest.mark.site,
     pytest.mark.end_to_end,
     pytest.mark.training,
     pytest.mark.timeout(900),

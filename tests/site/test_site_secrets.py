@@ -17,7 +17,6 @@ from whole_site import environments, files_with, go, prefect_says, small, stand_
 from rlhf_core.schemas.site import PRIVATE_VARIABLES
 
 pytestmark = [
-    pytest.mark.site,
     pytest.mark.end_to_end,
     pytest.mark.skipif(bool(missing_programs()), reason=WHY_NOT),
 ]

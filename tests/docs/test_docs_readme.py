@@ -1,0 +1,78 @@
+"""The config that README shows is one that can be run: checked here with a small model of the same kind."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).parents[2] / "README.md"
+ROWS = [{"question": f"What is {n} and {n}?", "answer": f"They are {2 * n}.\n#### {2 * n}"} for n in range(40)]
+HERE = ("resources.num_nodes=1", "resources.ranks_per_node=1", "resources.gpus_per_node=0")
+"""What this machine can give."""
+
+
+def model_folder(folder: Path) -> None:
+    """A Hugging Face folder with random weights."""
+    torch = pytest.importorskip("torch")
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from rlhf_core.training.tokenizers import build_tokenizer
+
+    tokenizer = build_tokenizer("byte", (), 0)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=2048,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the config of README and what it names."""
+    folder = tmp_path_factory.mktemp("readme")
+    (config,) = re.findall(r"^```toml\n(# my\.toml\n.*?)^```$", README.read_text(), flags=re.DOTALL | re.MULTILINE)
+    (folder / "my.toml").write_text(config)
+    model_folder(folder / "models" / "Qwen3-0.6B")
+    (folder / "gsm8k").mkdir()
+    for split in ("train", "test"):
+        (folder / "gsm8k" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return folder
+
+
+def rlhf(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    settings = [word for setting in HERE for word in ("--set", setting)]
+    return subprocess.run(
+        [sys.executable, "-m", "rlhf_core.cli.main", *words, *settings],
+        cwd=folder,
+        env=os.environ | {"RLHF_HOME": str(folder / "home")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.training
+def test_the_config_of_the_readme_passes_its_checks(folder: Path) -> None:
+    done = rlhf(folder, "check", "my.toml")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.training
+def test_a_config_that_names_no_model_does_not(folder: Path) -> None:
+    done = rlhf(folder, "check", "my.toml", "--set", "model.path=models/none")
+    assert done.returncode == 2
+    assert "models/none" in done.stdout + done.stderr
