@@ -70,8 +70,8 @@ pytest: $(VENV)/.test-ready
 	$(BIN)/python -m rlhf_core.worker prebuild
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(if $(filter any,$(SKIPS)),,--only-allowed-skips) tests
 
-# Whole sites in a browser, the tour and the page for team leads followed word by word, everything killed and started
-# again: one after the other, since each is a cluster, a server and several runs. About half an hour.
+# Whole sites in a browser, the page for team leads followed word by word, everything killed and started again: one after
+# the other, since each is a cluster, a server and several runs. About half an hour.
 test-site: $(VENV)/.test-ready
 	$(BIN)/python -m rlhf_core.worker prebuild
 	$(BIN)/python -m pytest -m site tests
