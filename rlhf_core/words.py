@@ -16,3 +16,8 @@ def duration(seconds: float) -> str:
 def count(number: int, noun: str) -> str:
     """``1 step``, ``2 steps``, ``10,000 steps``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def place_text(attempt: int, restart: int) -> str:
+    """Attempt and restart as people say them: ``attempt 1``, ``attempt 1 after restart 2``."""
+    return f"attempt {attempt}" + (f" after restart {restart}" if restart else "")

@@ -103,12 +103,15 @@ def as_in_config() -> str:
 
 
 def settings_text() -> str:
-    """Every setting with its meaning, as Markdown."""
-    rows = [
-        f"| `{field.name}` | {field.type} | {'required' if field.required else field.default} | {field.meaning} |"
+    """Every setting with its type, default and meaning, as a Markdown list.
+
+    A table would be wider than the column that Prefect has for it, and is printed over the one beside it.
+    """
+    return "\n".join(
+        f"- `{field.name}` ({field.type.replace(' | ', ' or ')}; "
+        f"{'required' if field.required else f'default `{field.default}`'}): {field.meaning}"
         for field in describe_fields()
-    ]
-    return "\n".join(["| setting | type | default | meaning |", "|---|---|---|---|", *rows])
+    )
 
 
 def read_form(given: Mapping[str, Any]) -> Form:

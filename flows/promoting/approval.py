@@ -51,7 +51,9 @@ _KEY_PREFIX = "rlhf-promotion"
 class Approval(RunInput):
     """The form. Flat, and with a switch: a list to choose from does not open with the mouse in Prefect's older UI."""
 
-    approve: bool = Field(default=False, description="On: it is promoted. Off: it is refused.")
+    approve: bool = Field(
+        default=False, description="On: it is promoted. Off: it is refused, whatever the button below is called."
+    )
     by: str = Field(min_length=1, description="Your name; stands in the history and in the model card.")
     reason: str = Field(default="", description="Why, in a sentence.")
 
@@ -150,7 +152,7 @@ class _Asker:
     def _ask(self, client: SyncPrefectClient) -> None:
         key = f"{_KEY_PREFIX}-{uuid4().hex[:8]}"
         keys = keyset_from_base_key(key)
-        form = Approval.with_initial_data(description=self._question.text)
+        form = Approval.with_initial_data(description=self._question.form_text)
         form.save(keys, self._flow_run_id)
         state: State[None] = Paused(
             pause_expiration_time=self._question.deadline + SLACK, pause_key=key, message="waits for approval"

@@ -56,12 +56,28 @@ class Question:
     """What speaks for it."""
 
     @property
+    def _question(self) -> str:
+        return f"**May step {self.checkpoint_step} of {self.run_dir.run_id} become a model for others?** {self.reason}."
+
+    @property
+    def form_text(self) -> str:
+        """The question for the head of a form, as Markdown: short, so that the fields are in view."""
+        lines = [
+            self._question,
+            "",
+            *_results(summarise(self.run_dir)),
+            "*approve* on approves, off refuses; the button hands in either answer. Samples and incidents: artifact "
+            "*approval* of this flow run.",
+        ]
+        return "\n".join(lines)
+
+    @property
     def text(self) -> str:
         """The question with what is needed to answer it, as Markdown."""
         run_id = self.run_dir.run_id
         summary = summarise(self.run_dir)
         lines = [
-            f"**May step {self.checkpoint_step} of {run_id} become a model for others?** {self.reason}.",
+            self._question,
             "",
             f"Approved, it is copied to `{self.target}`. Without an answer until {self.deadline:%Y-%m-%d %H:%M} UTC "
             f"nothing is promoted. From a terminal: `rlhf approve {run_id}` or `rlhf refuse {run_id} --reason ...`",

@@ -130,12 +130,60 @@ class Guarded:
         await self._app(scope, receive, guarded)
 
 
+STYLE = (
+    b"<style>a[href^='data:']{display:inline-block;max-width:40rem;overflow:hidden;text-overflow:ellipsis;"
+    b"white-space:nowrap}</style>"
+)
+"""Prefect writes the address of an image under it. That of the curves is the whole picture, wider than any screen."""
+
+
+class Styled:
+    """An ASGI application that adds :data:`STYLE` to each of its pages."""
+
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass everything on; pages as a whole, with the style in their head."""
+        if scope["type"] != "http" or scope["method"] != "GET":
+            await self._app(scope, receive, send)
+            return
+        start: Message = {}
+        body = bytearray()
+
+        async def styled(message: Message) -> None:
+            nonlocal start
+            if message["type"] == "http.response.start" and _is_page(message):
+                start = message
+            elif not start:
+                await send(message)
+            else:
+                body.extend(message.get("body", b""))
+                if not message.get("more_body", False):
+                    page = bytes(body).replace(b"</head>", STYLE + b"</head>", 1)
+                    await send({**start, "headers": _with_length(start["headers"], len(page))})
+                    await send({"type": "http.response.body", "body": page})
+
+        await self._app(scope, receive, styled)
+
+
+def _is_page(start: Message) -> bool:
+    kinds = [value for name, value in start.get("headers", ()) if name == b"content-type"]
+    return start["status"] == 200 and any(kind.startswith(b"text/html") for kind in kinds)
+
+
+def _with_length(headers: list[tuple[bytes, bytes]], length: int) -> list[tuple[bytes, bytes]]:
+    """The headers of a page that was changed: its length, and no tag of the file that it was made from."""
+    changed = {b"content-length", b"etag", b"last-modified"}
+    return [*(pair for pair in headers if pair[0] not in changed), (b"content-length", str(length).encode())]
+
+
 def create_app() -> Guarded:
     """What uvicorn serves."""
     collections.get_collection_view = shipped_view
     logging.getLogger("docket.dependencies").addFilter(is_news)
     let_schedules_be_inserted()
-    return Guarded(Patient(prefect_app()))
+    return Guarded(Styled(Patient(prefect_app())))
 
 
 def let_schedules_be_inserted() -> None:

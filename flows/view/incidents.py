@@ -7,16 +7,12 @@ light: neither is used.
 
 import re
 import socket
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-
-from pydantic import TypeAdapter, ValidationError
+from collections.abc import Sequence
 
 from flows.view.keys import artifact_link, cell
 from flows.view.story import Story, ToldIncident
-from rlhf_core.run_dir import read_tail
-from rlhf_core.schemas.failures import Decision, Incident
-from rlhf_core.schemas.reports import RankStatus
+from rlhf_core.reports.evidence import read_evidence
+from rlhf_core.schemas.failures import Decision
 
 MAX_INCIDENTS = 20
 """Incidents that are told whole, the newest; of those before them there is a count."""
@@ -24,22 +20,10 @@ MAX_INCIDENTS = 20
 MAX_WITH_EVIDENCE = 5
 """Of these, incidents whose evidence is shown."""
 
-MAX_STACKS, STACK_LINES = 3, 24
-"""Stacks shown per incident, and lines of each from its top."""
-
-MAX_LOGS, LOG_LINES = 2, 15
-"""Logs shown per incident, and lines of each from its end."""
-
-MAX_LINE = 200
-"""Longest line of a stack or log, in characters."""
-
 MAX_FILES = 40
 """Names of files of evidence listed per incident."""
 
 HARD_SPACES = "\u00a0\u00a0"
-
-_TAIL_BYTES = 16 << 10
-_RANKS = TypeAdapter(tuple[RankStatus, ...])
 
 
 def headline(story: Story) -> str:
@@ -128,14 +112,14 @@ def _evidence(told: ToldIncident) -> list[str]:
     if not incident.evidence_dir:
         return []
     folder = (told.run_dir.root / incident.evidence_dir).absolute()
-    files = _files(folder)
+    evidence = read_evidence(folder, incident.suspect_ranks)
     lines = []
-    for path in _first(files, "stack", told, folder)[:MAX_STACKS]:
-        lines += [f"**{path.name}**", "", *_as_code(_head(path, STACK_LINES)), ""]
-    for path in _first(files, "log", told, folder)[:MAX_LOGS]:
-        lines += [f"End of **{path.name}**", "", *_as_code(_shortened(read_tail(path, _TAIL_BYTES))[-LOG_LINES:]), ""]
-    names = [f"`{path.relative_to(folder)}`" for path in files[:MAX_FILES]]
-    more = f" and {len(files) - MAX_FILES} more" if len(files) > MAX_FILES else ""
+    for stack in evidence.stacks:
+        lines += [f"**{stack.name}**", "", *_as_code(stack.lines), ""]
+    for log in evidence.logs:
+        lines += [f"End of **{log.name}**", "", *_as_code(log.lines), ""]
+    names = [f"`{path.relative_to(folder)}`" for path in evidence.files[:MAX_FILES]]
+    more = f" and {len(evidence.files) - MAX_FILES} more" if len(evidence.files) > MAX_FILES else ""
     logs = f"rlhf logs {told.run_dir.run_id} --attempt {incident.attempt} --restart {incident.restart}"
     return [
         *lines,
@@ -145,54 +129,6 @@ def _evidence(told: ToldIncident) -> list[str]:
         f"Whole logs: `{logs}`",
         "",
     ]
-
-
-def _files(folder: Path) -> list[Path]:
-    try:
-        return sorted(path for path in folder.rglob("*") if path.is_file())
-    except OSError:
-        return []
-
-
-def _first(files: Sequence[Path], what: str, told: ToldIncident, folder: Path) -> list[Path]:
-    """The files of one sort (``<sort>-<node>-<local rank>.txt``), those of the suspects first."""
-    suspects = set(_suspects(told.incident, folder))
-    named = (path for path in files if path.name.startswith(f"{what}-") and path.suffix == ".txt")
-    found = [path for path in named if _is_something(path)]  # ranks other than the first print nothing
-    return sorted(found, key=lambda path: path.stem.removeprefix(f"{what}-") not in suspects)
-
-
-def _is_something(path: Path) -> bool:
-    try:
-        return path.stat().st_size > 0
-    except OSError:
-        return False
-
-
-def _suspects(incident: Incident, folder: Path) -> Iterator[str]:
-    """``<node>-<local rank>`` of each suspect rank, as the agents saw them."""
-    for path in folder.glob("ranks-*.json"):
-        try:
-            ranks = _RANKS.validate_json(path.read_bytes())
-        except (OSError, ValidationError):
-            continue
-        node = path.stem.removeprefix("ranks-")
-        yield from (f"{node}-{one.local_rank}" for one in ranks if one.rank in incident.suspect_ranks)
-
-
-def _head(path: Path, lines: int) -> list[str]:
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            text = file.read(_TAIL_BYTES)
-    except OSError:
-        return []
-    found = _shortened(text)
-    return [*found[:lines], f"... {len(found) - lines} more lines"] if len(found) > lines else found
-
-
-def _shortened(text: str) -> list[str]:
-    lines = text.rstrip().splitlines()
-    return [line if len(line) <= MAX_LINE else f"{line[: MAX_LINE - 3]}..." for line in lines]
 
 
 def _as_code(lines: Sequence[str]) -> list[str]:

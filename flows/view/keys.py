@@ -1,4 +1,6 @@
-"""Names under which Prefect keeps what it shows of a run."""
+"""Names under which Prefect keeps what it shows of a run, and texts in its Markdown."""
+
+import re
 
 
 def artifact_key(run_id: str, what: str = "incidents") -> str:
@@ -14,3 +16,8 @@ def artifact_link(run_id: str, what: str) -> str:
 def cell(text: str) -> str:
     """A text for a cell of a Markdown table."""
     return text.replace("|", "\\|").replace("\n", " ")
+
+
+def plain(text: str) -> str:
+    """Escape a text for a line of Markdown, in which it begins nothing and ends nothing."""
+    return re.sub(r"([\\`*_{}\[\]<>#|~])", r"\\\1", " ".join(text.split()))

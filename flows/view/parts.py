@@ -16,7 +16,6 @@ from prefect.artifacts import (
     create_image_artifact,
     create_markdown_artifact,
     create_progress_artifact,
-    create_table_artifact,
     update_progress_artifact,
 )
 from prefect.client.orchestration import get_client
@@ -25,6 +24,7 @@ from prefect.client.schemas.actions import ArtifactUpdate
 from flows import tasks
 from flows.summary import summarise
 from flows.view import events
+from flows.view.checks import checks_markdown
 from flows.view.curves import Curves
 from flows.view.events import FlowRun, happenings
 from flows.view.incidents import incidents_markdown
@@ -178,8 +178,8 @@ class Checks:
 
         def tell() -> None:
             counts = Counter(row["status"] for row in checks)
-            create_table_artifact(
-                table=checks,
+            create_markdown_artifact(
+                checks_markdown(checks),
                 key=artifact_key(story.run_id, "checks"),
                 description=", ".join(f"{count} {name}" for name, count in counts.items()),
             )

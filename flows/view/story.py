@@ -112,7 +112,6 @@ def read_checks(run_dir: RunDir) -> list[dict[str, str]]:
     for trial in trials_of(run_dir):
         found += _findings(trial, "trial: ", fold(read_models(trial.control, JournalLine)))
     order = (CheckStatus.BLOCKED, CheckStatus.WARNING, CheckStatus.SKIPPED, CheckStatus.PASSED)
-    # What a cell has no room for is shown when the pointer rests on it, so what matters comes first.
     return [
         {
             "status": result.status.value,

@@ -365,8 +365,10 @@ def _print_head(shown: Facts) -> None:
 
 def _print_controllers(controllers: Sequence[Facts]) -> None:
     if controllers:
+        from rlhf_core.launch.lease import owner_text
+
         several = f", after {count(len(controllers) - 1, 'other')}" if len(controllers) > 1 else ""
-        output.print_text(f"Driven by: {controllers[-1]['controller']}{several}")
+        output.print_text(f"Driven by: {owner_text(controllers[-1]['controller'])}{several}")
     # The newest controller with a page: one that only ended the run, say, has none.
     pages = [one["flow_run_url"] for one in controllers if one["flow_run_url"]]
     if pages:

@@ -8,6 +8,7 @@ from typing import Any
 
 from rlhf_core.cli import output
 from rlhf_core.schemas.failures import Decision, FailureKind, Incident
+from rlhf_core.words import place_text
 
 HANGS = frozenset({FailureKind.HANG, FailureKind.COLLECTIVE_HANG, FailureKind.COLLECTIVE_MISMATCH})
 """Kinds that are found by silence: the workers were still there, and what counts is their last sign of life."""
@@ -63,7 +64,7 @@ def of_facts(
 def incident_in_words(incident: Incident) -> str:
     """What was found, where, and where the evidence lies."""
     circumstances = (
-        f"attempt {incident.attempt}.{incident.restart}",
+        place_text(incident.attempt, incident.restart),
         f"step {incident.step}" if incident.step is not None else "",
         incident.phase,
         ", ".join([f"rank {rank}" for rank in incident.suspect_ranks] + list(incident.suspect_nodes)),
@@ -123,7 +124,7 @@ def _went_on(incidents: Sequence[Incident], starts: Sequence[Start]) -> list[Lin
         Line(
             start.time,
             3,
-            f"training went on: step {start.step} is done in attempt {start.attempt}.{start.restart}, "
+            f"training went on: step {start.step} is done in {place_text(start.attempt, start.restart)}, "
             f"{output.seconds_text((start.time - incident.seen_at).total_seconds())} after this was found",
         )
         for start, incident in last.items()

@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 import psutil
 
@@ -62,6 +63,18 @@ class Owner:
             return not same or process.status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return True
+
+
+def owner_text(owner: str) -> str:
+    """Describe the controller that a lease names: ``root on vm, process 8575, since 2026-11-22 02:11 UTC``.
+
+    A text of another form is returned as it is.
+    """
+    found = Owner.parse(owner)
+    if found is None:
+        return owner
+    since = datetime.fromtimestamp(found.started, UTC)
+    return f"{found.user} on {found.host}, process {found.pid}, since {since:%Y-%m-%d %H:%M} UTC"
 
 
 def user_name() -> str:

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from rlhf_core.history import queries, questions
 from rlhf_core.history.store import HistoryStore
+from rlhf_core.reports.evidence import Evidence, read_evidence
 from rlhf_core.reports.markup import as_time
 from rlhf_core.reports.plots import Curve
 from rlhf_core.run_dir import RunDir, read_models
@@ -21,6 +22,9 @@ from rlhf_core.schemas.reports import EvaluationSample, SampleLine
 from rlhf_core.schemas.run import RunSpec
 
 Rows = Sequence[Mapping[str, Any]]
+
+MAX_WITH_EVIDENCE = 20
+"""Incidents whose stacks and logs stand in the report, the newest."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,8 @@ class RunRecord:
     """What the nodes measured before training: saved question ``probe-speeds``."""
     promotion: Mapping[str, Any] = field(default_factory=dict)
     """Where the promotion of the model stands; empty where nobody was asked and nothing was promoted."""
+    evidence: Mapping[str, Evidence] = field(default_factory=dict)
+    """Stacks and logs of the newest incidents, by ``incident_id``."""
     promotion_moves: Rows = ()
     """How it came there, from the journal: time, state, by, reason and path of each change."""
 
@@ -129,6 +135,7 @@ def gather(store: HistoryStore, run_dir: RunDir) -> RunRecord:
             (row["when"], row["name"]): _sample_table(store, run_id, row["when"], row["name"])
             for row in shown["evaluations"]
         },
+        evidence=_evidence(run_dir, shown["incidents"]),
         samples=_training_samples(run_dir),
         num_parameters=_num_parameters(run_dir),
         notes=notes,
@@ -147,6 +154,20 @@ def find_row(rows: Iterable[Mapping[str, Any]], **wanted: object) -> Mapping[str
 def _probes(store: HistoryStore, run_id: str) -> list[Mapping[str, Any]]:
     answer = questions.ask(store, questions.find("probe-speeds"), {"run": run_id})
     return [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]
+
+
+def _evidence(run_dir: RunDir, incidents: Rows) -> Mapping[str, Evidence]:
+    folders = {
+        incident["incident_id"]: (run_dir.root / incident["evidence_dir"], incident["suspect_ranks"])
+        for incident in incidents[-MAX_WITH_EVIDENCE:]
+        if incident["evidence_dir"]
+    }
+    root = run_dir.root.resolve()
+    return {
+        incident_id: read_evidence(folder, ranks)
+        for incident_id, (folder, ranks) in folders.items()
+        if folder.resolve().is_relative_to(root)  # what a file says opens nothing outside of its run
+    }
 
 
 def _promotion_moves(run_dir: RunDir) -> list[Mapping[str, Any]]:

@@ -1,8 +1,9 @@
 """What happened to a run, in words and tables: incidents and decisions, attempts, checkpoints, checks."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rlhf_core.reports.evidence import Evidence
 from rlhf_core.reports.gather import RunRecord, find_row
 from rlhf_core.reports.markup import (
     Markup,
@@ -19,7 +20,7 @@ from rlhf_core.reports.markup import (
     words,
 )
 from rlhf_core.reports.timeline import timeline
-from rlhf_core.words import count
+from rlhf_core.words import count, place_text
 
 _ACTIONS = {
     "restart_in_place": "start the workers again in the same allocation",
@@ -57,7 +58,7 @@ def _incidents(record: RunRecord) -> Markup:
 
 
 def _incident(record: RunRecord, incident: Mapping[str, Any]) -> Markup:
-    place = f"attempt {incident['attempt']}, {_start(incident['restart'])}"
+    place = place_text(incident["attempt"], incident["restart"])
     if incident["step"] is not None:
         place += f", step {incident['step']}"
     if incident["phase"]:
@@ -78,7 +79,18 @@ def _incident(record: RunRecord, incident: Mapping[str, Any]) -> Markup:
                 ("decision", _decision(decision) if decision else ""),
             ]
         ),
+        *_excerpts(record.evidence.get(incident["incident_id"])),
     )
+
+
+def _excerpts(evidence: Evidence | None) -> Iterator[Markup]:
+    """Stacks and ends of logs, closed at first but for the first stack: a diagnosis is read with it."""
+    if evidence is None:
+        return
+    for number, stack in enumerate(evidence.stacks):
+        yield fold(stack.name, tag("pre", "\n".join(stack.lines)), is_open=number == 0)
+    for log in evidence.logs:
+        yield fold(f"end of {log.name}", tag("pre", "\n".join(log.lines)))
 
 
 def _decision(decision: Mapping[str, Any]) -> str:

@@ -59,9 +59,9 @@ def section(title: str, *content: object, note: object = "") -> Markup:
     return tag("section", tag("h2", title), tag("p", note, class_="note") if note else "", *content)
 
 
-def fold(summary: object, *content: object) -> Markup:
-    """A part that is closed at first."""
-    return tag("details", tag("summary", summary), *content)
+def fold(summary: object, *content: object, is_open: bool = False) -> Markup:
+    """A part that is closed at first, unless ``is_open``."""
+    return tag("details", tag("summary", summary), *content, open="open" if is_open else None)
 
 
 def code(text: object) -> Markup:

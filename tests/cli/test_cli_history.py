@@ -165,7 +165,7 @@ def test_show_for_people(rlhf: Rlhf, known: RunFiles) -> None:
         "exact match went from 0.75 to 0.93",
         "node n2 was lost",
         "3 GiB free",
-        "worker killed (attempt 1.0; step 4; rollout; rank 1, n2)",
+        "worker killed (attempt 1; step 4; rollout; rank 1, n2)",
         "-> restart in place: one restart is left",
         "0.750 [0.700, 0.800]",
         "+0.180",

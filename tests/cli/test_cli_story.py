@@ -50,11 +50,11 @@ STORY = [
     ),
     (
         17.0,
-        "collective hang (attempt 1.0; step 4; rollout; rank 1, n2): collective_hang in 1.0. "
+        "collective hang (attempt 1; step 4; rollout; rank 1, n2): collective_hang in 1.0. "
         "Stacks, states and logs: attempts/1/restarts/0/incident.",
     ),
     (17.5, "-> restart in place: one restart is left"),
-    (23.0, "training went on: step 3 is done in attempt 1.1, 6.0 s after this was found"),
+    (23.0, "training went on: step 3 is done in attempt 1 after restart 1, 6.0 s after this was found"),
 ]
 
 
@@ -97,7 +97,7 @@ def test_of_two_incidents_without_a_step_between_the_last_is_what_training_went_
     third = run.incident(1, 2, FailureKind.HANG, 40, detected_after_s=5.0, suspect_ranks=(), suspect_nodes=())
     told = [line.text for line in story.tell([again, third], [], [story.Start(1, 3, 4, at(50))])]
     assert [text for text in told if "went on" in text] == [
-        "training went on: step 4 is done in attempt 1.3, 10 s after this was found"
+        "training went on: step 4 is done in attempt 1 after restart 3, 10 s after this was found"
     ]
     assert any("no single one is to blame" in text for text in told)
 

@@ -45,9 +45,15 @@ def test_every_field_is_flat_and_explained() -> None:
     assert "train.learning_rate" in properties["learning_rate"]["description"]
 
 
-def test_the_table_of_settings_has_every_setting() -> None:
-    text = settings_text()
-    assert all(f"`{field.name}`" in text and field.meaning in text for field in describe_fields())
+def test_the_list_of_settings_has_every_setting_with_its_own_default() -> None:
+    items = settings_text().splitlines()
+    assert len(items) == len(describe_fields())
+    for item, field in zip(items, describe_fields(), strict=True):
+        assert item.startswith(f"- `{field.name}` (")
+        assert item.endswith(f": {field.meaning}")
+        assert "|" not in item.removesuffix(field.meaning), "in a table it would begin another cell"
+    (dtype,) = [item for item in items if item.startswith("- `model.dtype` ")]
+    assert '("float32" or "bfloat16"; default `"float32"`)' in dtype
 
 
 def test_what_was_not_changed_is_no_override(folder: Path) -> None:

@@ -1,6 +1,5 @@
 """The run as a Prefect flow: what is seen there, and that a server that is lost does not matter."""
 
-import json
 import logging
 import re
 import socket
@@ -428,10 +427,9 @@ def test_a_run_without_incidents_has_no_artifact_and_no_events_of_them(desk: Des
     desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
     run_in_prefect(desk.controller(run_dir))
     assert Artifact.get(artifact_key(run_dir.run_id)) is None
-    table = Artifact.get(artifact_key(run_dir.run_id, "checks"))
-    assert table is not None
-    rows = json.loads(str(table.data))
-    assert {row["check"] for row in rows} == {"a.check"}
+    page = Artifact.get(artifact_key(run_dir.run_id, "checks"))
+    assert page is not None
+    assert str(page.data) == "## Passed\n\n- **a.check** (preflight): well.\n"
     assert not any(name.startswith("wait ") for name in task_runs(run_dir.run_id))
     found = events_when_all_are_there(run_dir, 4)
     assert not any(re.match(r"rlhf\.(incident|decision)", name) for name in found)
@@ -614,10 +612,10 @@ def test_one_part_that_prefect_does_not_take_leaves_the_others_alone(
 ) -> None:
     from prefect.artifacts import Artifact
 
-    def refuses(**artifact: Any) -> None:
+    def refuses(checks: object) -> str:
         raise ValueError("too large")
 
-    monkeypatch.setattr(parts, "create_table_artifact", refuses)
+    monkeypatch.setattr(parts, "checks_markdown", refuses)
     monkeypatch.setattr(tell, "AGAIN_S", 0.05)
     monkeypatch.setattr(tell, "LAST_PAUSE_S", 0.05)
     run_dir = desk.run()

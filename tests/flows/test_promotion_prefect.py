@@ -93,11 +93,20 @@ def message_of(run_dir: RunDir) -> tuple[str, str]:
     return state.name or "", state.message or ""
 
 
+def _is_in_view(field: Any) -> bool:
+    """Whether a field lies within a window of 900 pixels' height."""
+    field.page.set_viewport_size({"width": 1440, "height": 900})
+    field.wait_for()
+    box = field.bounding_box()
+    return bool(box["y"] > 0 and box["y"] + box["height"] < 900)
+
+
 def test_a_person_approves_in_the_browser(desk: Desk, real_prefect: RealServer) -> None:
     with waiting_run(desk) as run_dir, page_of(real_prefect, f"/runs/flow-run/{flow_run_of(run_dir).id}") as page:
         page.get_by_role("button", name="Resume").first.click()
         form = page.locator(".p-modal__card")
         form.get_by_text("+0.700", exact=True).wait_for()
+        assert _is_in_view(form.locator("textarea").nth(1)), "the fields are seen without scrolling"
         assert "exact_match, greedy" in form.inner_text(), "the evaluation stands beside the button"
         form.get_by_role("switch").click()
         form.locator("textarea").nth(0).fill("Ada")
@@ -117,6 +126,7 @@ def test_a_person_refuses_in_the_newer_ui(desk: Desk, real_prefect: RealServer) 
         page.locator("button[aria-haspopup=menu]").first.click()
         page.get_by_role("menuitem", name="Resume").click()
         form = page.get_by_role("dialog")
+        assert _is_in_view(form.locator("textarea").nth(1)), "the fields are seen without scrolling"
         form.locator("textarea").nth(0).fill("Bea")
         form.get_by_role("button", name="Resume").click()
         until(lambda: "refused" in states(run_dir))

@@ -1,6 +1,7 @@
 """Reports of real histories: through the store, the run directory and the command line."""
 
 import json
+import os
 import struct
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from rlhf_core import config
 from rlhf_core.cli.main import execute
 from rlhf_core.errors import UnknownRun
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.reports.gather import gather
+from rlhf_core.reports.gather import _evidence, gather
 from rlhf_core.reports.html import write_report
 from rlhf_core.run_dir import LineWriter, RunDir, remove_tree
 from rlhf_core.schemas.attempts import PromotionState, StageName, StageState
@@ -154,6 +155,30 @@ def test_samples_of_the_last_time_count(site: config.Site, run_dir: RunDir) -> N
     with HistoryStore(site.database_url) as store:
         samples = gather(store, run_dir).samples
     assert [(line.step, line.completion) for line in samples] == [(3, "again"), (4, "first"), (5, "again")]
+
+
+def test_the_report_shows_the_stacks_of_an_incident(site: config.Site, run_dir: RunDir, tmp_path: Path) -> None:
+    _ingest(site, run_dir)
+    with HistoryStore(site.database_url) as store:
+        before = write_report(store, run_dir, tmp_path / "before.html").read_text()
+        incident, *_ = gather(store, run_dir).incidents
+        folder = run_dir.root / incident["evidence_dir"]
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "stack-n2-0.txt").write_text("Thread 1 <MainThread>\n    wait (threading.py:1)\n")
+        (folder / "log-n2-0.txt").write_text("the last words\n")
+        page = write_report(store, run_dir, tmp_path / "report.html").read_text()
+    assert "MainThread" not in before
+    assert "<pre>Thread 1 &lt;MainThread&gt;\n    wait (threading.py:1)</pre>" in page
+    assert "the last words" in page
+
+
+def test_evidence_outside_of_the_run_is_not_opened(site: config.Site, run_dir: RunDir, tmp_path: Path) -> None:
+    (tmp_path / "stack-n2-0.txt").write_text("somebody's secret\n")
+    _ingest(site, run_dir)
+    with HistoryStore(site.database_url) as store:
+        incident, *_ = gather(store, run_dir).incidents
+        for outside in (str(tmp_path), os.path.relpath(tmp_path, run_dir.root)):
+            assert _evidence(run_dir, [dict(incident, evidence_dir=outside)]) == {}
 
 
 def test_parameters_are_counted_from_the_headers_of_the_weights(site: config.Site, run_dir: RunDir) -> None:

@@ -1,5 +1,6 @@
 """What the services are made of: whom a signal reaches, where the password comes from, which server is used."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -357,3 +359,27 @@ def test_only_retries_of_a_busy_sqlite_are_left_out_of_the_log() -> None:
     assert not is_news(line(OSError("(sqlite3.OperationalError) database is locked")))
     assert is_news(line(OSError("database disk image is malformed")))
     assert is_news(line(None))
+
+
+@pytest.mark.parametrize(("kind", "changed"), [("text/html; charset=utf-8", True), ("application/json", False)])
+def test_a_page_gets_a_style_and_its_length_is_right(kind: str, changed: bool) -> None:
+    from flows.site.server_app import STYLE, Styled
+
+    sent: list[Any] = []
+    page = b"<html><head></head><body></body></html>"
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-type", kind.encode()), (b"content-length", str(len(page)).encode()), (b"etag", b"x")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": page[:10], "more_body": True})
+        await send({"type": "http.response.body", "body": page[10:]})
+
+    async def keep(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(Styled(app)({"type": "http", "method": "GET"}, None, keep))  # type: ignore[arg-type]
+    body = b"".join(message.get("body", b"") for message in sent)
+    headers = dict(sent[0]["headers"])
+    assert (STYLE in body) is changed
+    assert (b"etag" not in headers) is changed
+    assert headers[b"content-length"] == str(len(body)).encode()

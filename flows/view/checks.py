@@ -1,0 +1,27 @@
+"""The findings of preflight and probes as Markdown.
+
+A list, not one of Prefect's tables: those do not wrap, and the advice of a finding was out of view on a common screen.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+
+from flows.view.keys import plain
+
+_TITLES = {"blocked": "Blocked", "warning": "Warnings", "skipped": "Skipped", "passed": "Passed"}
+
+
+def checks_markdown(rows: Sequence[Mapping[str, str]]) -> str:
+    """Format findings, which come sorted by status with the worst first."""
+    lines = []
+    for status, group in groupby(rows, key=lambda row: row["status"]):
+        lines += [f"## {_TITLES[status]}", "", *_items(group), ""]
+    return "\n".join(lines)
+
+
+def _items(rows: Iterator[Mapping[str, str]]) -> Iterator[str]:
+    for row in rows:
+        place = ", ".join(plain(part) for part in (row["when"], row["node"]) if part)
+        expected = f"; expected {plain(row['expected'])}" if row["expected"] else ""
+        advice = f" **What to do:** {plain(row['what to do'])}" if row["what to do"] else ""
+        yield f"- **{plain(row['check'])}** ({place}): {plain(row['found'])}{expected}.{advice}"

@@ -1,0 +1,102 @@
+"""The essentials of an incident's evidence: the stacks and the ends of the logs, those of the suspect ranks first."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from rlhf_core.run_dir import read_tail
+from rlhf_core.schemas.reports import RankStatus
+
+MAX_STACKS, STACK_LINES = 3, 24
+"""Stacks taken per incident, and lines of each from its top."""
+
+MAX_LOGS, LOG_LINES = 2, 15
+"""Logs taken per incident, and lines of each from its end."""
+
+MAX_LINE = 200
+"""Longest line of a stack or log, in characters."""
+
+_TAIL_BYTES = 16 << 10
+_RANKS = TypeAdapter(tuple[RankStatus, ...])
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """Some lines of a file."""
+
+    name: str
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The readable part of an evidence folder. Files that cannot be read are left out."""
+
+    folder: Path
+    files: tuple[Path, ...]
+    """All files in it, sorted."""
+    stacks: tuple[Excerpt, ...]
+    """Tops of stacks."""
+    logs: tuple[Excerpt, ...]
+    """Ends of logs."""
+
+
+def read_evidence(folder: Path, suspect_ranks: Sequence[int]) -> Evidence:
+    """Read the essentials of an evidence folder; empty where the folder is gone."""
+    files = _files(folder)
+    suspects = set(_places(folder, suspect_ranks))
+    stacks = [Excerpt(path.name, _head(path)) for path in _first(files, "stack", suspects)[:MAX_STACKS]]
+    logs = [
+        Excerpt(path.name, _shortened(read_tail(path, _TAIL_BYTES))[-LOG_LINES:])
+        for path in _first(files, "log", suspects)[:MAX_LOGS]
+    ]
+    return Evidence(folder, tuple(files), tuple(stacks), tuple(logs))
+
+
+def _files(folder: Path) -> list[Path]:
+    try:
+        return sorted(path for path in folder.rglob("*") if path.is_file())
+    except OSError:
+        return []
+
+
+def _first(files: Sequence[Path], what: str, suspects: set[str]) -> list[Path]:
+    """The files of one sort (``<sort>-<node>-<local rank>.txt``), those of the suspects first."""
+    named = (path for path in files if path.name.startswith(f"{what}-") and path.suffix == ".txt")
+    found = [path for path in named if _is_something(path)]  # ranks other than the first print nothing
+    return sorted(found, key=lambda path: path.stem.removeprefix(f"{what}-") not in suspects)
+
+
+def _is_something(path: Path) -> bool:
+    try:
+        return path.stat().st_size > 0
+    except OSError:
+        return False
+
+
+def _places(folder: Path, ranks: Sequence[int]) -> Iterator[str]:
+    """``<node>-<local rank>`` of each of these ranks, as the agents saw them."""
+    for path in folder.glob("ranks-*.json"):
+        try:
+            seen = _RANKS.validate_json(path.read_bytes())
+        except (OSError, ValidationError):
+            continue
+        node = path.stem.removeprefix("ranks-")
+        yield from (f"{node}-{one.local_rank}" for one in seen if one.rank in ranks)
+
+
+def _head(path: Path) -> tuple[str, ...]:
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            found = _shortened(file.read(_TAIL_BYTES))
+    except OSError:
+        return ()
+    more = len(found) - STACK_LINES
+    return (*found[:STACK_LINES], f"... {more} more lines") if more > 0 else found
+
+
+def _shortened(text: str) -> tuple[str, ...]:
+    lines = text.rstrip().splitlines()
+    return tuple(line if len(line) <= MAX_LINE else f"{line[: MAX_LINE - 3]}..." for line in lines)
