@@ -2,7 +2,8 @@
 -- own tools log in as it. Run it as a superuser, in the database of the history, after `rlhf db upgrade`; it may be run
 -- again. OWNER is the user of RLHF_DATABASE_URL, who owns the tables and should be no superuser himself:
 --
---     psql -d DATABASE -v owner=OWNER -f infra/reader.sql
+--     rlhf db reader | psql -d DATABASE                    prints this file, with the user of RLHF_DATABASE_URL as OWNER
+--     psql -d DATABASE -v owner=OWNER -f infra/reader.sql  the same from a checkout
 --     psql -d DATABASE -c '\password rlhf_reader'          for Grafana: a role without a password cannot log in
 
 \set ON_ERROR_STOP on

@@ -8,7 +8,7 @@
     │   └── UnknownRun              no run of that id or name in the history
     ├── HistoryError                the database cannot be used
     │   ├── DatabaseUnavailable     it does not answer, is full, locked, not writable, or no database at all
-    │   ├── UnsafeDatabase (2)      SQLite on a network file system
+    │   ├── UnsafeDatabase (2)      SQLite on a network file system, or questions asked as a superuser
     │   ├── SchemaOutOfDate (2)     the database needs `rlhf db upgrade`
     │   ├── IllegalMove             a state change that the table of moves does not have
     │   └── LeaseLost               another controller owns the run; this one must exit
@@ -70,7 +70,8 @@ class DatabaseUnavailable(HistoryError):
 
 
 class UnsafeDatabase(HistoryError):
-    """The SQLite file would lie on a network file system, where its locks do not hold."""
+    """The database cannot be used safely as it is set up: SQLite on a network file system, where its locks do not hold;
+    PostgreSQL asked as a superuser, whom nothing keeps from doing harm."""
 
     exit_code = 2
 

@@ -442,6 +442,7 @@ class PostgresServer:
         self._wait()
         self._migrated = self.empty_database()
         migrate.upgrade(parse_url(self._migrated))
+        self.make_reader(self._migrated, "rlhf")  # its user is a superuser, who may ask as this role only
 
     def migrated_database(self) -> str:
         """URL of a migrated database without rows; one and the same, because making one takes longer than most

@@ -306,6 +306,33 @@ def db_rebuild(as_json: output.JsonOption = False) -> None:
         raise typer.Exit(1)
 
 
+def db_reader(
+    owner: Annotated[
+        str, typer.Option(help="User who owns the tables. Default: that of RLHF_DATABASE_URL.", show_default=False)
+    ] = "",
+) -> None:
+    """Print the psql script that makes rlhf_reader, the PostgreSQL role that can only read.
+
+    `rlhf sql` asks as it, and Grafana logs in as it. Pipe it into psql as a superuser, in the database of the history,
+    after `rlhf db upgrade`; it may be run again: rlhf db reader | psql -d DATABASE
+    """
+    from rlhf_core.config import load_site
+    from rlhf_core.errors import BadInput
+    from rlhf_core.history import database
+
+    url = database.parse_url(load_site().database_url)
+    if database.sqlite_file(url) is not None:
+        raise BadInput(
+            f"found the SQLite history {database.shown(url)}, which has no roles and needs none: `rlhf sql` opens it "
+            f"read-only. The script is for PostgreSQL (RLHF_DATABASE_URL=postgresql://user@host/database)"
+        )
+    name = owner or url.username
+    if not name:
+        raise BadInput("RLHF_DATABASE_URL names no user: say who owns the tables with --owner USER")
+    quoted = name.replace("\\", "\\\\").replace("'", "\\'")
+    sys.stdout.write(f"\\set owner '{quoted}'\n{database.reader_script()}")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The history
 

@@ -32,7 +32,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 db_app = typer.Typer(
-    help="The history database: migrate it, or make it again from the run directories.", no_args_is_help=True
+    help="The history database: migrate it, make it again from the run directories, make the role that reads it.",
+    no_args_is_help=True,
 )
 
 _RUNNING = "Run"
@@ -85,6 +86,7 @@ app.command("doctor", rich_help_panel=_SITE)(run_commands.doctor)
 app.add_typer(db_app, name="db", rich_help_panel=_SITE)
 db_app.command("upgrade")(history_commands.db_upgrade)
 db_app.command("rebuild")(history_commands.db_rebuild)
+db_app.command("reader")(history_commands.db_reader)
 
 
 def execute(arguments: Sequence[str]) -> int:

@@ -7,6 +7,7 @@ in the middle because another writer was faster.
 
 import os
 import re
+import shlex
 import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -272,45 +273,95 @@ READER_ROLE = "rlhf_reader"
 QUESTION_TIMEOUT_S = 300
 """After this PostgreSQL gives a question up, so that none holds the server for ever."""
 
-
-_ROLE_TO_ASK_AS = """
-SELECT CASE
-    WHEN EXISTS (SELECT 1 FROM pg_roles
-                  WHERE rolname = %(reader)s AND pg_has_role(current_user, oid, 'MEMBER')
-                    AND has_table_privilege(oid, 'runs', 'SELECT'))
-    THEN %(reader)s::text
-    WHEN EXISTS (SELECT 1 FROM pg_roles WHERE rolname = current_user AND rolsuper) THEN 'pg_read_all_data'
-END
+_STANDING = """
+WITH mighty AS (
+    SELECT oid FROM pg_roles
+     WHERE rolsuper OR rolreplication
+        OR rolname IN ('pg_execute_server_program', 'pg_read_server_files', 'pg_write_server_files',
+                       'pg_signal_backend')
+), reader AS (
+    SELECT oid FROM pg_roles
+     WHERE rolname = %(reader)s AND pg_has_role(session_user, oid, 'MEMBER')
+       AND has_table_privilege(oid, 'runs', 'SELECT')
+)
+SELECT EXISTS (SELECT FROM mighty WHERE pg_has_role(session_user, oid, 'MEMBER')),
+       EXISTS (SELECT FROM reader),
+       EXISTS (SELECT FROM reader
+                WHERE NOT has_function_privilege(oid, 'pg_catalog.set_config(text, text, boolean)', 'EXECUTE')
+                  AND NOT EXISTS (SELECT FROM mighty WHERE pg_has_role(reader.oid, mighty.oid, 'MEMBER')))
 """
-"""Roles are the server's: one that was made for another database has no rights in this one."""
+"""Rights beyond the tables that the user who logged in has or can take; the role to ask as; that role cannot be left.
+
+The user who logged in counts, never the present role: any role is left again by ``set_config('role', 'none', true)``,
+which can stand in a SELECT, unless that function is withheld. Roles are the server's: one that was made for another
+database has no rights in this one."""
 
 _NOTHING = re.compile(r"(?:\s|;|--[^\n]*(?:\n|$)|/\*.*?\*/)*", re.DOTALL)
 """Text without a statement."""
 
 
-def ask_postgres(connection: Any, text: str, values: Mapping[str, Any] | None, limit: int | None) -> Any:
+def reader_script() -> str:
+    """The psql script that makes the role to ask as: inside the installed package, or in ``infra`` of a checkout.
+
+    Raises:
+        HistoryError: the installation lacks it.
+    """
+    folder = Path(__file__).parent
+    for path in (folder / "reader.sql", folder.parents[1] / "infra" / "reader.sql"):
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    raise HistoryError("reader.sql is not part of this installation of rlhf-flows; reinstall the package")
+
+
+def ask_postgres(
+    connection: Any, text: str, values: Mapping[str, Any] | None, limit: int | None, url: URL, *, shipped: bool = False
+) -> Any:
     """Ask PostgreSQL one question, in the read-only transaction of ``connection``; returns the driver's cursor.
 
     Three things stand between a question and the server, beside the transaction. It is declared as a cursor, so that
-    the parser refuses whatever is no query: COPY, DO, SET, a WITH that writes. It is asked as a role that can only
-    read: ``rlhf_reader``, or for a superuser, who could do anything, the server's own ``pg_read_all_data``; an ordinary
-    user who is no member of ``rlhf_reader`` asks with his own rights. And it has a time limit.
+    the parser refuses whatever is no query: COPY, DO, SET, a WITH that writes. It is asked as ``rlhf_reader``, a role
+    that can only read and that cannot be left; an ordinary user who is no member of it asks with his own rights. And it
+    has a time limit. None of them holds a superuser, who may signal other sessions and read files inside a SELECT: such
+    a login asks as ``rlhf_reader`` or not at all.
 
     Args:
         connection: the driver's own connection.
         text: the question.
         values: what its parameters (``%(name)s``) stand for; None where it has none, and a percent sign is one.
         limit: at most so many rows; None for all.
+        url: the database, for the advice.
+        shipped: the text comes with this program and only its values are given, so that any login may ask it.
+
+    Raises:
+        UnsafeDatabase: the login has rights that the question could use to do harm.
     """
     if _NOTHING.fullmatch(text):
         return connection.cursor()
-    role = connection.execute(_ROLE_TO_ASK_AS, {"reader": READER_ROLE}).fetchone()[0]
+    mighty, has_reader, is_kept_in = connection.execute(_STANDING, {"reader": READER_ROLE}).fetchone()
+    if mighty and not is_kept_in and not shipped:
+        raise UnsafeDatabase(_refusal(url, has_reader=has_reader))
     connection.execute(f"SET LOCAL statement_timeout = '{QUESTION_TIMEOUT_S}s'")
-    if role is not None:
-        connection.execute(f"SET LOCAL ROLE {role}")
+    if has_reader:
+        connection.execute(f"SET LOCAL ROLE {READER_ROLE}")
     # Prepared, because the simple protocol would take several statements: "SELECT 1; DROP TABLE runs".
     connection.execute(f"DECLARE question NO SCROLL CURSOR FOR {text}", values, prepare=True)
     return connection.execute(f"FETCH {'ALL' if limit is None else limit} FROM question")
+
+
+def _refusal(url: URL, *, has_reader: bool) -> str:
+    lacking = (
+        f"the role {READER_ROLE} does not keep a question from taking those rights back, as it may call set_config or "
+        f"has such rights itself"
+        if has_reader
+        else f"the role {READER_ROLE}, which can only read, is missing in this database"
+    )
+    address = url.set(drivername="postgresql", password=None).render_as_string()
+    return (
+        f"not asked: {url.username or 'the user'} of {shown(url)} is a superuser or has rights like one, and a "
+        f"question with those rights can end sessions, read files and change its settings; {lacking}. Make the "
+        f"role as it should be, once, as a superuser: `rlhf db reader | psql {shlex.quote(address)}` (the script is "
+        f"infra/reader.sql). Better still, have RLHF_DATABASE_URL name an ordinary user that owns the tables"
+    )
 
 
 def forbid_writing(connection: Any) -> None:

@@ -548,7 +548,12 @@ class SqlResult:
 
 
 def run_sql(
-    store: HistoryStore, text: str, limit: int | None = None, values: Mapping[str, Any] | None = None
+    store: HistoryStore,
+    text: str,
+    limit: int | None = None,
+    values: Mapping[str, Any] | None = None,
+    *,
+    shipped: bool = False,
 ) -> SqlResult:
     """Answer one SQL statement. It cannot change anything, whatever it says: the database itself refuses
     (``database.forbid_writing``, ``database.ask_postgres``).
@@ -556,16 +561,23 @@ def run_sql(
     Args:
         limit: at most so many rows; None for all.
         values: what is bound to the places for values in the text, in the form of the database's driver.
+        shipped: the text comes with this program.
 
     Raises:
         BadInput: it is not SQL, wants to change something, or asks for what is not there.
+        UnsafeDatabase: PostgreSQL could not be kept from changing something, as it is set up.
         DatabaseUnavailable: the database does not answer.
     """
     with store.reading() as connection:
         driver: Any = connection.connection.driver_connection
         connection.detach()  # closed afterwards: nobody else gets a connection that the user's text has touched
         try:
-            cursor = _execute_alone(driver, text, connection.dialect.name, values, None if limit is None else limit + 1)
+            most = None if limit is None else limit + 1
+            if connection.dialect.name == "sqlite":
+                database.forbid_writing(driver)
+                cursor = driver.execute(text, values or {})
+            else:
+                cursor = database.ask_postgres(driver, text, values, most, store.url, shipped=shipped)
             columns = [str(described[0]) for described in cursor.description or ()]
             rows = (cursor.fetchall() if limit is None else cursor.fetchmany(limit + 1)) if columns else []
         except connection.dialect.loaded_dbapi.Error as error:
@@ -577,13 +589,6 @@ def run_sql(
                 driver.rollback()  # before 16, a read-only transaction may make large objects
     kept = rows if limit is None else rows[:limit]
     return SqlResult(columns, [[_plain_value(value) for value in row] for row in kept], len(kept) < len(rows))
-
-
-def _execute_alone(driver: Any, text: str, dialect: str, values: Mapping[str, Any] | None, limit: int | None) -> Any:
-    if dialect == "sqlite":
-        database.forbid_writing(driver)
-        return driver.execute(text, values or {})
-    return database.ask_postgres(driver, text, values, limit)
 
 
 _NOT_THERE = ("no such table", "no such column", "does not exist")

@@ -162,9 +162,10 @@ def ask(store: HistoryStore, question: Question, given: Mapping[str, str], limit
     if missing := sorted(wanted - values.keys()):
         raise BadInput(f"the question needs a value for {missing[0]!r}: give {missing[0]}=VALUE.")
     if not wanted:
-        return queries.run_sql(store, text, limit)
+        return queries.run_sql(store, text, limit, shipped=bool(question.name))
     bound = _bound(text) if dialect == "postgresql" else text
-    return queries.run_sql(store, bound, limit, {name: values[name] for name in wanted})
+    bindings = {name: values[name] for name in wanted}
+    return queries.run_sql(store, bound, limit, bindings, shipped=bool(question.name))
 
 
 def statement(question: Question, dialect: str) -> str:

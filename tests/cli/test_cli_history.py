@@ -285,6 +285,17 @@ def test_upgrade_of_postgresql(rlhf: Rlhf, monkeypatch: pytest.MonkeyPatch) -> N
     assert rlhf("runs", "--json").json() == []
 
 
+def test_the_script_of_the_reading_role_names_the_owner_of_the_tables(
+    rlhf: Rlhf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sqlite = rlhf("db", "reader")
+    assert (sqlite.code, sqlite.out) == (2, "")
+    assert "has no roles" in " ".join(sqlite.err.split())
+    monkeypatch.setenv("RLHF_DATABASE_URL", "postgresql://o'hara@localhost/history")
+    assert rlhf("db", "reader").out.startswith(r"\set owner 'o\'hara'")
+    assert rlhf("db", "reader", "--owner", "site").out.splitlines()[0] == r"\set owner 'site'"
+
+
 def test_a_database_of_something_else(rlhf: Rlhf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with sqlite3.connect(tmp_path / "other.db") as connection:
         connection.execute("CREATE TABLE experiments (id INTEGER)")

@@ -1,5 +1,9 @@
 """Questions that want to do harm: what is refused, on real databases, and by whom."""
 
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,13 +11,18 @@ import psycopg
 import pytest
 from history_tools import dump, new_sqlite, postgres, whole_run
 
-from rlhf_core.errors import BadInput
-from rlhf_core.history import database, migrate, queries
+from rlhf_core.errors import BadInput, UnsafeDatabase
+from rlhf_core.history import database, migrate, queries, questions
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.watchdog.ingest import sync
 
 PARSER = "refused: .*syntax error"
 """Refused before anything is done: a cursor is declared for queries only."""
+
+LEAVING = "permission denied for function set_config|permission denied to set|must be (a )?(super|member)"
+"""Refused, because the role that questions are asked as cannot be left."""
+
+HARM = f"{LEAVING}|permission denied"
 
 REFUSED_BY_POSTGRES = {
     "COPY (SELECT 1) TO PROGRAM 'touch {folder}/made'": PARSER,
@@ -56,6 +65,25 @@ REFUSED_BY_POSTGRES = {
     "SELECT pg_switch_wal()": "permission denied for function pg_switch_wal",
     "SELECT pg_create_restore_point('x')": "permission denied for function pg_create_restore_point",
     "SELECT query_to_xml('DELETE FROM runs', true, true, '')": "read-only|permission denied|non-volatile|not allowed",
+    # Rights taken back first, in the same statement: a subquery, a rule of pg_settings, a statement within a statement.
+    "SELECT set_config('role', 'none', true)": LEAVING,
+    "SELECT set_config('session_authorization', 'rlhf', true)": LEAVING,
+    "SELECT pg_terminate_backend({victim}) FROM (SELECT set_config('role', 'none', true)) AS left_role": HARM,
+    "WITH r AS MATERIALIZED (SELECT set_config('role', 'none', true)) SELECT pg_cancel_backend({victim}) FROM r": HARM,
+    "SELECT query_to_xml('SELECT pg_reload_conf()', true, true, '') FROM (SELECT set_config('role', 'none', true)) r": (
+        HARM
+    ),
+    "SELECT pg_read_file('/etc/passwd') FROM (SELECT set_config('role', 'none', true)) AS left_role": HARM,
+    "SELECT pg_ls_dir('/') FROM (SELECT set_config('role', 'none', true)) AS left_role": HARM,
+    "SELECT rolpassword FROM pg_authid, (SELECT set_config('role', 'none', true)) AS left_role": HARM,
+    "SELECT query_to_xml('SELECT set_config(''role'', ''none'', true)', true, true, ''), pg_reload_conf()": HARM,
+    "SELECT query_to_xml('UPDATE pg_settings SET setting = ''none'' WHERE name = ''role''', true, true, ''), "
+    "query_to_xml('SELECT pg_reload_conf()', true, true, '')": f"{HARM}|read-only|non-volatile",
+    "SELECT query_to_xml('SET ROLE NONE', true, true, ''), pg_reload_conf()": f"{HARM}|not allowed|non-volatile",
+    "SELECT query_to_xml('COPY (SELECT 1) TO PROGRAM ''touch {folder}/made''', true, true, '')": (
+        "permission denied|not allowed|non-volatile|COPY"
+    ),
+    "SELECT pg_drop_replication_slot('x') FROM (SELECT set_config('role', 'none', true)) AS left_role": HARM,
 }
 
 
@@ -72,17 +100,17 @@ def database_of_an_owner() -> Iterator[str]:
     yield theirs
     with psycopg.connect(url, autocommit=True) as admin:
         admin.execute("REASSIGN OWNED BY hostile_owner TO rlhf")
-        admin.execute("DROP OWNED BY hostile_owner; DROP OWNED BY rlhf_reader")
-        admin.execute("DROP ROLE hostile_owner; DROP ROLE rlhf_reader")
+        admin.execute("DROP OWNED BY hostile_owner")
+        admin.execute("DROP ROLE hostile_owner")
 
 
-@pytest.fixture(params=["superuser", "owner"])
-def postgres_store(request: pytest.FixtureRequest, runs: Path) -> Iterator[HistoryStore]:
-    """A history with a run, opened by the server's superuser, and by an ordinary owner."""
+@pytest.fixture(scope="module", params=["superuser", "owner"])
+def postgres_store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HistoryStore]:
+    """A history with a run, opened by the server's superuser and by an ordinary owner; both ask as the reader."""
     url = request.getfixturevalue("database_of_an_owner") if request.param == "owner" else None
     with HistoryStore(url or postgres().migrated_database()) as store:
         store.clear()
-        sync(whole_run(runs).dir, store)
+        sync(whole_run(tmp_path_factory.mktemp("runs")).dir, store)
         yield store
 
 
@@ -97,6 +125,96 @@ def test_postgresql_refuses_harm(postgres_store: HistoryStore, question: str) ->
         assert victim.execute("SELECT 1").fetchone() == (1,)
     assert dump(postgres_store) == before
     assert not (folder / "made").exists()
+
+
+@pytest.fixture(scope="module")
+def superusers_database() -> str:
+    """URL of a migrated database, with the server's superuser in it."""
+    url = postgres().empty_database()
+    migrate.upgrade(database.parse_url(url))
+    return url
+
+
+@pytest.fixture
+def bare_superuser(superusers_database: str) -> str:
+    """The same, as it is without ``infra/reader.sql``."""
+    postgres().make_reader(superusers_database, "rlhf")  # the role is there in any case: it is the server's
+    with psycopg.connect(superusers_database, autocommit=True) as admin:
+        admin.execute("DROP OWNED BY rlhf_reader")  # what it may do in this database
+        admin.execute("GRANT EXECUTE ON FUNCTION pg_catalog.set_config(text, text, boolean) TO PUBLIC")
+    return superusers_database
+
+
+def test_without_the_reading_role_a_superuser_is_refused_and_told_what_to_do(
+    bare_superuser: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The advice is followed word by word, in a shell; the same question is answered then, by the role that reads."""
+    monkeypatch.setenv("RLHF_DATABASE_URL", bare_superuser)
+    with HistoryStore(bare_superuser) as store:
+        for question in ("SELECT 1", "SELECT current_user", *REFUSED_BY_POSTGRES):
+            with pytest.raises(UnsafeDatabase, match="superuser") as refused:
+                queries.run_sql(store, question)
+        assert questions.ask(store, questions.find("goodput"), {}).rows == [], (
+            "what comes with the program may be asked"
+        )
+        (advice,) = re.findall(r"`(rlhf db reader .*?)`", str(refused.value))
+        programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        subprocess.run(["sh", "-ec", advice], check=True, env={**os.environ, "PATH": programs}, capture_output=True)
+        assert queries.run_sql(store, "SELECT current_user").rows == [["rlhf_reader"]]
+
+
+@pytest.mark.parametrize(
+    "weakened",
+    [
+        "GRANT EXECUTE ON FUNCTION pg_catalog.set_config(text, text, boolean) TO PUBLIC",
+        "GRANT pg_read_server_files TO rlhf_reader",
+        "REVOKE SELECT ON runs FROM rlhf_reader",
+    ],
+)
+def test_a_reading_role_that_a_question_could_leave_is_not_enough_for_a_superuser(
+    bare_superuser: str, weakened: str
+) -> None:
+    postgres().make_reader(bare_superuser, "rlhf")
+    try:
+        with psycopg.connect(bare_superuser, autocommit=True) as admin:
+            admin.execute(weakened)
+        with HistoryStore(bare_superuser) as store, pytest.raises(UnsafeDatabase, match="rlhf db reader"):
+            queries.run_sql(store, "SELECT 1")
+    finally:
+        with psycopg.connect(bare_superuser, autocommit=True) as admin:
+            admin.execute("REVOKE pg_read_server_files FROM rlhf_reader")
+        postgres().make_reader(bare_superuser, "rlhf")
+    with HistoryStore(bare_superuser) as store:
+        assert queries.run_sql(store, "SELECT 1").rows == [[1]]
+
+
+def test_an_ordinary_user_who_may_become_a_superuser_counts_as_one(bare_superuser: str) -> None:
+    with psycopg.connect(bare_superuser, autocommit=True) as admin:
+        admin.execute("CREATE ROLE promoted LOGIN")
+        try:
+            with HistoryStore(bare_superuser.replace("//rlhf@", "//promoted@"), check_schema=False) as store:
+                assert queries.run_sql(store, "SELECT 1").rows == [[1]], "the control: with his own rights"
+                admin.execute("GRANT rlhf TO promoted")
+                with pytest.raises(UnsafeDatabase, match="superuser"):
+                    queries.run_sql(store, "SELECT 1")
+        finally:
+            admin.execute("DROP ROLE promoted")
+
+
+def test_leaving_the_role_in_a_subquery_does_harm_where_it_is_not_withheld(bare_superuser: str) -> None:
+    """Negative control: the server's own role that reads everything, as which a superuser's questions used to be
+    asked."""
+    leave = "(SELECT set_config('role', 'none', true)) AS left_role"
+    with psycopg.connect(bare_superuser) as connection, postgres().superuser() as victim:
+        connection.read_only = True
+        connection.execute("SET LOCAL ROLE pg_read_all_data")
+        cursor = (
+            f"DECLARE question CURSOR FOR SELECT pg_terminate_backend({victim.info.backend_pid}, 5000) FROM {leave}"
+        )
+        connection.execute(cursor)
+        assert connection.execute("FETCH ALL FROM question").fetchall() == [(True,)]
+        with pytest.raises(psycopg.OperationalError):
+            victim.execute("SELECT 1")
 
 
 def test_without_these_walls_a_read_only_transaction_does_harm() -> None:

@@ -74,6 +74,7 @@ def test_the_wheel_carries_flows_core_migrations_and_presets(wheel: Path) -> Non
         "rlhf_core/py.typed",
         "rlhf_core/presets/quickstart.toml",
         "rlhf_core/presets/gsm8k.toml",
+        "rlhf_core/history/reader.sql",
         "migrations/env.py",
     ):
         assert needed in names
