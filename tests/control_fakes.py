@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.errors import SubmissionFailed
 from rlhf_core.launch.prepare import prepare
 from rlhf_core.run_dir import LineWriter, RunDir, write_model
 from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus, LivingJob
@@ -23,7 +24,7 @@ from rlhf_core.schemas.reports import (
     Phase,
     RankStatus,
 )
-from rlhf_core.schemas.resources import Inventory, Role, Submission
+from rlhf_core.schemas.resources import Inventory, Role, Submission, job_marker
 from rlhf_core.schemas.run import RunSpec
 
 NODE = "n1"
@@ -76,7 +77,10 @@ class FakeJob:
 
 @dataclass
 class FakeScheduler:
-    """A scheduler whose jobs live in this object. Jobs begin to run at once unless ``first_state`` says otherwise."""
+    """A scheduler whose jobs live in this object. Jobs begin to run at once unless ``first_state`` says otherwise.
+
+    ``tests/scheduler/test_scheduler_contract.py`` holds it to what the real ones do.
+    """
 
     name: str = "local"
     nodes: tuple[str, ...] = (NODE,)
@@ -93,6 +97,8 @@ class FakeScheduler:
     jobs: dict[str, FakeJob] = field(default_factory=dict)
     submitted: list[JobRequest] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
+    output: str = ""
+    """What a job leaves in the log of its folder; nothing, and no log, where it is empty."""
     stubborn: bool = False
     """Jobs that cannot be ended."""
 
@@ -110,13 +116,19 @@ class FakeScheduler:
         return " ".join(request.command)
 
     def submit(self, request: JobRequest) -> Submission:
+        if request.placement.num_nodes > len(self.nodes):
+            raise SubmissionFailed(f"there are {len(self.nodes)} nodes, asked for {request.placement.num_nodes}")
         self.submitted.append(request)
         submission = Submission(
             attempt=request.placement.attempt,
             scheduler=self.name,
             job_id=str(100 + len(self.submitted)),
             command=request.command,
+            marker=job_marker(request.run_id, request.placement.attempt),
         )
+        if self.output:
+            request.scheduler_dir.mkdir(parents=True, exist_ok=True)
+            (request.scheduler_dir / f"{submission.job_id}_0_log.out").write_text(self.output)
         self.jobs[submission.job_id] = FakeJob(request.run_id, submission, self.first_state)
         self.on_submit(request)
         return submission
@@ -139,11 +151,12 @@ class FakeScheduler:
 
     def cancel(self, submission: Submission) -> bool:
         self.cancelled.append(submission.job_id)
-        if self.stubborn:
-            return False
-        if submission.job_id in self.jobs:
-            self.jobs[submission.job_id].state = JobState.ENDED
-        return True
+        job = self.jobs.get(submission.job_id)
+        if job is None or job.state is JobState.ENDED:
+            return True
+        if not self.stubborn:
+            job.state = JobState.ENDED
+        return not self.stubborn
 
     def end_all(self) -> None:
         """Every job is gone, as after a kill of everything."""

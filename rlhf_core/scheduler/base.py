@@ -79,7 +79,11 @@ class LivingJob:
 
 
 class Scheduler(Protocol):
-    """What the control plane asks of a scheduler. No method waits for a job."""
+    """What the control plane asks of a scheduler. Only :meth:`cancel` waits for a job: until it is gone.
+
+    A job that has ended and one that never was are the same: ended, not found, cancelled with success.
+    ``tests/scheduler/test_scheduler_contract.py`` asks it of all of them.
+    """
 
     name: str
     """``local`` or ``slurm``."""
@@ -105,23 +109,25 @@ class Scheduler(Protocol):
         """Where jobs stand, by job id, in one question for all of them."""
 
     def find(self, run_id: str, attempt: int) -> Submission | None:
-        """The job of an attempt whose submission was not recorded, to be adopted; None where there is none.
+        """The living job of an attempt whose submission was not recorded, to be adopted; of several, the one that was
+        submitted first. None where there is none: also where it has ended, which a scheduler may not remember.
 
         Raises:
             SchedulerError: it does not answer; whether there is one cannot be said.
         """
 
     def living(self) -> Sequence[LivingJob]:
-        """Every job of this user that has not ended and carries the marker of an attempt, whatever site it is of.
+        """Each job of this user that has not ended and carries the marker of an attempt, whatever site it is of.
 
         Raises:
             SchedulerError: it does not answer.
         """
 
     def cancel(self, submission: Submission) -> bool:
-        """End everything of the job, also what its agent left behind; True once it is proven gone.
+        """End everything of the job, also what its agent left behind; True once it is proven gone, which may take
+        minutes.
 
-        Harmless for a job that has ended.
+        Harmless for a job that has ended, or that waits.
 
         Raises:
             SchedulerError: it does not answer; whether the job has ended is not known.

@@ -102,33 +102,18 @@ class LocalScheduler:
         return {submission.job_id: _status(submission) for submission in submissions}
 
     def find(self, run_id: str, attempt: int) -> Submission | None:
-        """The living job of an attempt, by the marker that its processes carry."""
-        marker = job_marker(run_id, attempt)
-        processes = sorted(_marked(marker), key=lambda process: process.create_time())
-        for process in processes:
-            with contextlib.suppress(psutil.Error):
-                command = tuple(shlex.split(process.environ().get(_COMMAND_VARIABLE, "")))
-                if command and _drives(process, command):
-                    return Submission(
-                        attempt=attempt,
-                        scheduler=self.name,
-                        job_id=str(process.pid),
-                        command=command,
-                        host=socket.gethostname(),
-                        process_started=process.create_time(),
-                        marker=marker,
-                    )
-        return None
+        """The living job of an attempt, by the marker that its processes carry; of several the first."""
+        return next(iter(_jobs(run_id, attempt)), None)
 
     def living(self) -> Sequence[LivingJob]:
         """Jobs of this user on this machine, by the marker that their processes carry."""
         markers = {_marker_of(process) for process in psutil.process_iter()} - {""}
         parsed = [named for marker in sorted(markers) if (named := parse_job_marker(marker)) is not None]
-        found = [(run_id, self.find(run_id, attempt)) for run_id, attempt in parsed]
-        return [LivingJob(run_id, submission) for run_id, submission in found if submission is not None]
+        return [LivingJob(run_id, job) for run_id, attempt in parsed for job in _jobs(run_id, attempt)]
 
     def cancel(self, submission: Submission) -> bool:
-        """End the job: its agent is asked first, so that it can write its outcome, then everything is killed.
+        """End the job: its agent is asked first, so that it can write its outcome, then all is killed that carries
+        the marker of its attempt.
 
         Takes up to ``END_PATIENCE_S + KILL_PATIENCE_S`` seconds. False when something is still there afterwards, or
         when the job is on another machine.
@@ -220,6 +205,33 @@ def _status(submission: Submission) -> JobStatus:
     if any(_drives(process, submission.command) for process in _marked(submission.marker)):
         return JobStatus(JobState.RUNNING, "its controller is gone, its agent is not", nodes=(submission.host,))
     return JobStatus(JobState.ENDED, "its process has ended")
+
+
+def _jobs(run_id: str, attempt: int) -> list[Submission]:
+    """Living jobs of an attempt, the first one first: their controllers, and agents that have lost theirs."""
+    marker = job_marker(run_id, attempt)
+    drivers: dict[int, tuple[psutil.Process, tuple[str, ...]]] = {}
+    for process in _marked(marker):
+        with contextlib.suppress(psutil.Error):
+            command = tuple(shlex.split(process.environ().get(_COMMAND_VARIABLE, "")))
+            if command and _drives(process, command):
+                drivers[process.pid] = process, command
+    found = []
+    for process, command in drivers.values():
+        with contextlib.suppress(psutil.Error):
+            if process.ppid() in drivers:
+                continue  # the agent of a controller that is there
+            job = Submission(
+                attempt=attempt,
+                scheduler=LocalScheduler.name,
+                job_id=str(process.pid),
+                command=command,
+                host=socket.gethostname(),
+                process_started=process.create_time(),
+                marker=marker,
+            )
+            found.append(job)
+    return sorted(found, key=lambda job: (job.process_started, int(job.job_id)))
 
 
 def _is_here(submission: Submission) -> bool:

@@ -128,7 +128,7 @@ class SlurmScheduler:
         }
 
     def find(self, run_id: str, attempt: int) -> Submission | None:
-        """The job of an attempt by its comment, a living one first.
+        """The living job of an attempt, by its comment; of several the first.
 
         Raises:
             SchedulerError: Slurm does not answer.
@@ -137,9 +137,9 @@ class SlurmScheduler:
         if found.problem:
             raise SchedulerError(found.problem)
         marker = job_marker(run_id, attempt)
-        mine = [row for row in found.rows.values() if row.comment == marker]
-        mine.sort(key=lambda row: (row.state not in _ENDED, int(row.job_id)))
-        return _submission(run_id, attempt, mine[-1].job_id, ()) if mine else None
+        mine = [row for row in found.rows.values() if row.comment == marker and not _has_ended(row)]
+        first = min(mine, key=lambda row: _number(row.job_id), default=None)
+        return _submission(run_id, attempt, first.job_id, ()) if first is not None else None
 
     def living(self) -> Sequence[LivingJob]:
         """Jobs of this user whose comment is that of an attempt, from one question.
@@ -150,7 +150,7 @@ class SlurmScheduler:
         found = slurm_queue.listing()
         if found.problem:
             raise SchedulerError(found.problem)
-        marked = [(parse_job_marker(row.comment), row.job_id) for row in found.rows.values() if row.state not in _ENDED]
+        marked = [(parse_job_marker(row.comment), row.job_id) for row in found.rows.values() if not _has_ended(row)]
         return [
             LivingJob(marker[0], _submission(*marker, job_id, ())) for marker, job_id in marked if marker is not None
         ]
@@ -286,6 +286,10 @@ def _further_options(options: Sequence[str]) -> Iterator[tuple[str, object]]:
 def _submission(run_id: str, attempt: int, job_id: str, command: tuple[str, ...]) -> Submission:
     marker = job_marker(run_id, attempt)
     return Submission(attempt=attempt, scheduler="slurm", job_id=job_id, command=command, marker=marker)
+
+
+def _has_ended(row: Row) -> bool:
+    return row.state.split()[0] in _ENDED
 
 
 def _status(row: Row) -> JobStatus:

@@ -1,0 +1,267 @@
+"""One set of behaviours, three schedulers: the fake of the control-plane tests, this machine, a real Slurm."""
+
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from control_fakes import FakeScheduler
+from slurm_cluster import WHY_NOT, Cluster, missing_programs
+
+from rlhf_core.errors import SubmissionFailed
+from rlhf_core.scheduler import JobRequest, JobState, Scheduler
+from rlhf_core.scheduler.local import LocalScheduler
+from rlhf_core.scheduler.slurm import SlurmScheduler
+from rlhf_core.schemas.resources import Placement, Role, RolePlan, Submission, job_marker
+
+pytestmark = pytest.mark.end_to_end
+
+LONG = "sleep 300"
+SHORT = "echo it was here"
+
+
+@dataclass
+class Site:
+    """A scheduler, and a folder for the files of its jobs."""
+
+    scheduler: Scheduler
+    folder: Path
+    submitted: list[Submission] = field(default_factory=list)
+
+    @property
+    def run_id(self) -> str:
+        """One run per test: jobs are found by their run, and other tests may be running."""
+        return f"toy-20260101-000000-{zlib.crc32(str(self.folder).encode()):06x}"
+
+    def request(self, shell: str, attempt: int = 1, num_nodes: int = 1, run_id: str = "") -> JobRequest:
+        return JobRequest(
+            run_id=run_id or self.run_id,
+            placement=Placement(
+                attempt=attempt, num_nodes=num_nodes, roles=(RolePlan(role=Role.TRAINER, workers_per_node=1),)
+            ),
+            scheduler_dir=self.folder / "run" / "attempts" / str(attempt) / "scheduler",
+            command=("sh", "-c", shell),
+            cpus_per_node=1,
+            memory_gb=0.0,
+            time_limit_s=600,
+            environment={},
+        )
+
+    def submit(self, shell: str = LONG, attempt: int = 1, run_id: str = "") -> Submission:
+        made = self.scheduler.submit(self.request(shell, attempt, run_id=run_id))
+        self.submitted.append(made)
+        return made
+
+    def state(self, submission: Submission) -> JobState:
+        return self.scheduler.status([submission])[submission.job_id].state
+
+    def found(self, attempt: int = 1) -> str:
+        """Id of the job that is found; empty where there is none."""
+        found = self.scheduler.find(self.run_id, attempt)
+        return found.job_id if found is not None else ""
+
+    def living(self) -> list[str]:
+        return sorted(one.submission.job_id for one in self.scheduler.living() if one.run_id == self.run_id)
+
+    def wait_until(self, submission: Submission, state: JobState) -> None:
+        wait_for(lambda: self.state(submission) is state)
+
+
+def wait_for(condition: Callable[[], object], patience_s: float = 100.0) -> None:
+    deadline = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.1)
+
+
+def fake_scheduler() -> FakeScheduler:
+    """The fake, whose jobs end by themselves where those of the others would."""
+    scheduler = FakeScheduler(output="it was here\n")
+
+    def ends(request: JobRequest) -> None:
+        if request.command[-1] == SHORT:
+            scheduler.jobs[next(reversed(scheduler.jobs))].state = JobState.ENDED
+
+    scheduler.on_submit = ends
+    return scheduler
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    made = Cluster(tmp_path_factory.mktemp("slurm"), nodes=1, kill_wait_s=2)
+    made.up()
+    yield made
+    made.down()
+
+
+@pytest.fixture(
+    params=[
+        "fake",
+        "local",
+        pytest.param("slurm", marks=pytest.mark.skipif(bool(missing_programs()), reason=WHY_NOT)),
+    ]
+)
+def site(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    """A site of each kind; what a test leaves at work is ended."""
+    scheduler: Scheduler = LocalScheduler()
+    if request.param == "fake":
+        scheduler = fake_scheduler()
+    elif request.param == "slurm":
+        cluster: Cluster = request.getfixturevalue("cluster")
+        monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        scheduler = SlurmScheduler()
+    made = Site(scheduler, tmp_path)
+    with ExitStack() as stack:
+        stack.callback(lambda: [scheduler.cancel(one) for one in made.submitted])
+        yield made
+
+
+def test_the_inventory_has_a_node(site: Site) -> None:
+    found = site.scheduler.inventory()
+    assert found.node_names
+    assert found.cpus_per_node > 0
+    assert found.memory_gb > 0
+
+
+def test_a_script_names_the_command_and_starts_nothing(site: Site) -> None:
+    assert LONG in site.scheduler.script(site.request(LONG))
+    assert (site.found(), site.living()) == ("", [])
+
+
+def test_a_job_is_found_by_its_attempt_and_by_no_other(site: Site) -> None:
+    job = site.submit()
+    assert (job.attempt, job.scheduler) == (1, site.scheduler.name)
+    assert job.marker == job_marker(site.run_id, 1)
+    found = site.scheduler.find(site.run_id, 1)
+    assert found is not None
+    assert (found.job_id, found.attempt, found.scheduler, found.marker) == (job.job_id, 1, job.scheduler, job.marker)
+    assert site.found(attempt=2) == ""
+    assert site.found(attempt=11) == ""
+    assert site.scheduler.find(f"{site.run_id}x", 1) is None
+    assert site.living() == [job.job_id]
+    site.wait_until(job, JobState.RUNNING)
+
+
+def test_what_was_found_is_the_job(site: Site) -> None:
+    """It can be asked about and ended as what was submitted can."""
+    job = site.submit()
+    found = site.scheduler.find(site.run_id, 1)
+    assert found is not None
+    site.wait_until(found, JobState.RUNNING)
+    assert site.scheduler.cancel(found)
+    assert site.state(job) is JobState.ENDED
+
+
+def test_of_two_jobs_of_an_attempt_the_first_is_found_and_then_the_other(site: Site) -> None:
+    """There are never to be two. Where there are, this machine cannot tell their processes apart, and ends both."""
+    first, second = site.submit(), site.submit()
+    assert site.found() == first.job_id
+    assert site.living() == sorted([first.job_id, second.job_id])
+    assert site.scheduler.cancel(first)
+    left = [] if isinstance(site.scheduler, LocalScheduler) else [second.job_id]
+    assert site.living() == left
+    assert site.found() == "".join(left)
+
+
+def test_a_job_that_ended_is_known_to_have_ended_and_is_not_found(site: Site) -> None:
+    """Whoever adopts what is found would wait for it; and what remembers nothing of it must not tell another story."""
+    job = site.submit(SHORT)
+    site.wait_until(job, JobState.ENDED)
+    assert (site.found(), site.living()) == ("", [])
+    assert site.scheduler.cancel(job), "harmless"
+    assert site.state(job) is JobState.ENDED
+
+
+def test_a_job_leaves_its_output_in_its_folder(site: Site) -> None:
+    job = site.submit(SHORT)
+    site.wait_until(job, JobState.ENDED)
+    (log,) = site.request(SHORT).scheduler_dir.glob("*_log.out")
+    assert log.name.startswith(job.job_id)
+    assert "it was here" in log.read_text()
+
+
+def test_a_job_that_never_was_has_ended_and_cancelling_it_is_harmless(site: Site) -> None:
+    never = Submission(
+        attempt=1,
+        scheduler=site.scheduler.name,
+        job_id="4194999",  # above what Linux gives to processes, and far above what the cluster has counted
+        command=("sh", "-c", LONG),
+        process_started=1.0,
+        marker=job_marker(site.run_id, 1),
+    )
+    assert site.state(never) is JobState.ENDED
+    assert site.scheduler.cancel(never)
+    assert (site.found(), site.living()) == ("", [])
+
+
+def test_a_cancelled_job_is_gone_and_can_be_cancelled_again(site: Site) -> None:
+    job, other = site.submit(), site.submit(attempt=2)
+    site.wait_until(job, JobState.RUNNING)
+    for _ in range(2):
+        assert site.scheduler.cancel(job)
+        assert site.state(job) is JobState.ENDED
+        assert site.found() == ""
+    assert site.found(attempt=2) == other.job_id, "another attempt is left alone"
+    assert site.living() == [other.job_id]
+
+
+def test_a_job_can_be_cancelled_right_after_it_was_submitted(site: Site) -> None:
+    job = site.submit(f"sleep 5; touch {site.folder}/began; {LONG}")
+    assert site.scheduler.cancel(job)
+    assert site.state(job) is JobState.ENDED
+    assert (site.found(), site.living()) == ("", [])
+    assert not (site.folder / "began").exists()
+
+
+@pytest.mark.parametrize(
+    "site",
+    ["fake", pytest.param("slurm", marks=pytest.mark.skipif(bool(missing_programs()), reason=WHY_NOT))],
+    indirect=True,
+)
+def test_a_job_that_waits_is_found_and_never_begins_once_it_is_cancelled(site: Site) -> None:
+    """This machine lets no job wait."""
+    if isinstance(site.scheduler, FakeScheduler):
+        site.scheduler.first_state = JobState.PENDING
+    else:
+        site.submitted += [
+            site.scheduler.submit(site.request(LONG, attempt=2))
+            for _ in range(site.scheduler.inventory().cpus_per_node)
+        ]
+    job = site.submit(f"touch {site.folder}/began")
+    assert site.state(job) is JobState.PENDING
+    assert site.found() == job.job_id
+    assert job.job_id in site.living()
+    assert site.scheduler.cancel(job)
+    assert site.state(job) is JobState.ENDED
+    assert site.found() == ""
+    assert not (site.folder / "began").exists()
+
+
+def test_several_jobs_are_told_apart_in_one_answer(site: Site) -> None:
+    assert site.scheduler.status([]) == {}
+    done, running = site.submit(SHORT), site.submit(attempt=2)
+    site.wait_until(done, JobState.ENDED)
+    site.wait_until(running, JobState.RUNNING)
+    answer = site.scheduler.status([done, running])
+    assert {job_id: status.state for job_id, status in answer.items()} == {
+        done.job_id: JobState.ENDED,
+        running.job_id: JobState.RUNNING,
+    }
+    assert answer[running.job_id].nodes, "where it is"
+
+
+def test_more_nodes_than_there_are_are_refused_or_waited_for(site: Site) -> None:
+    """Which of the two is up to how a Slurm is set up; it never runs on fewer."""
+    asked = site.request(LONG, num_nodes=len(site.scheduler.inventory().node_names) + 1)
+    try:
+        job = site.scheduler.submit(asked)
+    except SubmissionFailed:
+        assert (site.found(), site.living()) == ("", [])
+    else:
+        site.submitted.append(job)
+        assert site.state(job) is JobState.PENDING
+        assert site.found() == job.job_id
