@@ -15,7 +15,8 @@
     ├── SchedulerError              the scheduler refused or did not answer
     │   └── SubmissionFailed        the job was not accepted
     ├── RunDirError                 the run directory is missing, foreign or damaged
-    │   └── CheckpointCorrupt       a checkpoint's checksums do not hold
+    │   ├── CheckpointCorrupt       a checkpoint's checksums do not hold
+    │   └── JournalDamaged          a line of the controller's journal cannot be read
     ├── PrefectUnavailable          no Prefect server can be used; nothing of a run depends on one
     ├── PromotionFailed             the model of a completed run could not be written; it can be tried again
     ├── RunNotBegun                 nobody begins a run that was asked for; it stays asked for
@@ -104,6 +105,10 @@ class RunDirError(RlhfError):
 
 class CheckpointCorrupt(RunDirError):
     """A checkpoint's files do not match the checksums in its ``COMPLETE`` file."""
+
+
+class JournalDamaged(RunDirError):
+    """A whole line of ``control.jsonl`` cannot be read. The message names file and line."""
 
 
 class PrefectUnavailable(RlhfError):

@@ -85,7 +85,10 @@ class Tidier:
 
     @staticmethod
     def _may_go_on(run_dir: RunDir) -> bool:
-        record = read_record(run_dir)
+        try:
+            record = read_record(run_dir)
+        except RunDirError:
+            return True  # its journal is damaged: it goes on once that is mended
         return record.state is not RunState.COMPLETED or is_due(run_dir.read_spec(), record)
 
 

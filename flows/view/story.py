@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from flows.trial import trials_of
-from rlhf_core.launch.journal import RunRecord, fold
-from rlhf_core.run_dir import RunDir, read_model, read_models
+from rlhf_core.control_journal import read_journal
+from rlhf_core.launch.journal import RunRecord, fold, read_record
+from rlhf_core.run_dir import RunDir, read_model
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import Decision, Incident
 from rlhf_core.schemas.journal import ControllerStarted, JournalLine, PromotionMoved
@@ -70,11 +71,11 @@ class Story:
 
 def read_story(run_dir: RunDir) -> Story:
     """What the agents wrote into the incident folders, and the controllers into the journals."""
-    lines = _valid(read_models(run_dir.control, JournalLine))
+    lines = _valid(read_journal(run_dir.control))
     record = fold(lines)
     found, made = _told_by(run_dir, record)
     for trial in trials_of(run_dir) if record.trials else ():
-        more_found, more_made = _told_by(trial, fold(read_models(trial.control, JournalLine)))
+        more_found, more_made = _told_by(trial, read_record(trial))
         found, made = found + more_found, made + more_made
     return Story(
         run_dir,
@@ -107,10 +108,10 @@ def _told_by(run_dir: RunDir, record: RunRecord) -> tuple[list[ToldIncident], li
 def read_checks(run_dir: RunDir) -> list[dict[str, str]]:
     """Findings of preflight and of the probes of all attempts so far, those of its trials too, the bad ones first, as
     rows of a table."""
-    record = fold(read_models(run_dir.control, JournalLine))
+    record = read_record(run_dir)
     found = _findings(run_dir, "", record)
     for trial in trials_of(run_dir):
-        found += _findings(trial, "trial: ", fold(read_models(trial.control, JournalLine)))
+        found += _findings(trial, "trial: ", read_record(trial))
     order = (CheckStatus.BLOCKED, CheckStatus.WARNING, CheckStatus.SKIPPED, CheckStatus.PASSED)
     return [
         {

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from rlhf_core.control_journal import read_journal, remove_unfinished_line
 from rlhf_core.errors import IllegalMove, LeaseLost, RunDirError
-from rlhf_core.run_dir import LineWriter, Reserve, RunDir, is_disk_full, read_models
+from rlhf_core.run_dir import LineWriter, Reserve, RunDir, is_disk_full
 from rlhf_core.schemas.attempts import (
     ATTEMPT_ENDS,
     ATTEMPT_MOVES,
@@ -185,8 +186,12 @@ def fold(lines: Iterable[JournalLine]) -> RunRecord:
 
 
 def read_record(run_dir: RunDir) -> RunRecord:
-    """What the journal of a run says so far. For readers; the controller asks its own :class:`Journal`."""
-    return fold(read_models(run_dir.control, JournalLine))
+    """What the journal of a run says so far. For readers; the controller asks its own :class:`Journal`.
+
+    Raises:
+        JournalDamaged: a line cannot be read.
+    """
+    return fold(read_journal(run_dir.control))
 
 
 class Journal:
@@ -194,6 +199,7 @@ class Journal:
 
     Raises:
         LeaseLost: the journal has lines of a newer lease than this one.
+        JournalDamaged: a line cannot be read.
     """
 
     def __init__(self, run_dir: RunDir, token: int, now: Callable[[], datetime] = utc_now) -> None:
@@ -206,6 +212,7 @@ class Journal:
                 f"the journal of {run_dir.run_id} was last written under lease {self.record.token}, this controller "
                 f"holds lease {token}: another one has taken the run over. Watch it with `rlhf watch {run_dir.run_id}`"
             )
+        remove_unfinished_line(run_dir.control)
         self._writer = LineWriter(run_dir.control)
         self._reserve = Reserve(run_dir.control_reserve)
         self._reserve.hold()
@@ -299,8 +306,8 @@ class Journal:
     def _write_on_full_disk(self, line: JournalLine) -> None:
         self._reserve.free()
         try:
-            # What the failed write left behind may be half a line; a fresh writer closes it off.
             self._writer.close()
+            remove_unfinished_line(self._run_dir.control)
             self._writer = LineWriter(self._run_dir.control)
             self._write(line)
         except OSError as error:

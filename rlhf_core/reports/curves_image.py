@@ -18,11 +18,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
+from rlhf_core.control_journal import read_journal
 from rlhf_core.reports.charts import LEARNING, LinePlot
 from rlhf_core.reports.plots import Curve, Marks, finite, rolling_mean, smoothing_window, thin
-from rlhf_core.run_dir import RunDir, parse_lines, read_blocks, read_model, read_models
+from rlhf_core.run_dir import RunDir, parse_lines, read_blocks, read_model
 from rlhf_core.schemas.failures import Incident
-from rlhf_core.schemas.journal import IncidentFound, JournalLine
+from rlhf_core.schemas.journal import IncidentFound
 from rlhf_core.schemas.reports import MetricsLine
 from rlhf_core.schemas.run import RunSpec
 
@@ -112,7 +113,7 @@ def marks_of(run_dir: RunDir, spec: RunSpec, last_step: int) -> Marks:
     """Where checkpoints, incidents and returns to a checkpoint stand on the axis of steps."""
     restarts = [restart for attempt in run_dir.attempts() for restart in attempt.restarts()]
     told = [incident for one in restarts if (incident := read_model(one.incident, Incident)) is not None]
-    events = [line.event for line in read_models(run_dir.control, JournalLine)]
+    events = [line.event for line in read_journal(run_dir.control)]
     told += [event.incident for event in events if isinstance(event, IncidentFound)]
     firsts = [line.step for lines in _by_restart(run_dir) if (line := next(lines, None)) is not None]
     return Marks(

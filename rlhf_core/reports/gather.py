@@ -11,13 +11,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from rlhf_core.control_journal import read_journal
 from rlhf_core.history import queries, questions
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.reports.evidence import Evidence, read_evidence
 from rlhf_core.reports.markup import as_time
 from rlhf_core.reports.plots import Curve
 from rlhf_core.run_dir import RunDir, read_models
-from rlhf_core.schemas.journal import JournalLine, PromotionMoved
+from rlhf_core.schemas.journal import PromotionMoved
 from rlhf_core.schemas.reports import EvaluationSample, SampleLine
 from rlhf_core.schemas.run import RunSpec
 
@@ -173,7 +174,7 @@ def _evidence(run_dir: RunDir, incidents: Rows) -> Mapping[str, Evidence]:
 def _promotion_moves(run_dir: RunDir) -> list[Mapping[str, Any]]:
     return [
         {"time": line.time.isoformat(), **line.event.model_dump(mode="json")}
-        for line in read_models(run_dir.control, JournalLine)
+        for line in read_journal(run_dir.control)
         if isinstance(line.event, PromotionMoved)
     ]
 

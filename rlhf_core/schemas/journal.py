@@ -16,6 +16,9 @@ from rlhf_core.schemas.checks import CheckResult
 from rlhf_core.schemas.failures import Decision, FailureKind, Incident
 from rlhf_core.schemas.resources import Placement, Submission
 
+JOURNAL_VERSION = 1
+"""Version of the lines that are written; raised when readers of the version before would misread them."""
+
 
 class RunCreated(Schema):
     """A run was asked for; its spec lies in ``spec.json``."""
@@ -176,6 +179,8 @@ ControlEvent = Annotated[
 class JournalLine(Schema):
     """One line of ``control.jsonl``."""
 
+    version: int = JOURNAL_VERSION
+    """Version of the journal's form. Lines of rlhf-flows 0.1 do not say it; they have the form of version 1."""
     sequence: int
     """Running number within the run, from 0."""
     token: int

@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlhf_core.run_dir import AttemptDir, RestartDir, RunDir, parse_lines, read_blocks, read_model, read_models
+from rlhf_core.control_journal import read_journal
+from rlhf_core.run_dir import AttemptDir, RestartDir, RunDir, parse_lines, read_blocks, read_model
 from rlhf_core.schemas.failures import Action, Decision, Incident
-from rlhf_core.schemas.journal import IncidentFound, JournalLine
+from rlhf_core.schemas.journal import IncidentFound
 from rlhf_core.schemas.reports import AgentEvent, AgentStatus, AttemptOutcome, MetricsLine
 from rlhf_core.schemas.resources import Placement, Role
 
@@ -141,7 +142,7 @@ def strikes(run_dir: RunDir, own: Incident | None = None) -> Mapping[str, int]:
     Args:
         own: the controller's finding about the attempt that has just ended, which may not be in the journal yet.
     """
-    lines = read_models(run_dir.control, JournalLine)
+    lines = read_journal(run_dir.control)
     # One per attempt: a controller that was killed may have left the one that is passed here.
     here = {line.event.incident.attempt: line.event.incident for line in lines if isinstance(line.event, IncidentFound)}
     if own is not None:

@@ -6,7 +6,8 @@ When two ingesters meet (a controller and ``rlhf show``), the slower one's batch
 
 Two kinds of files: appended ones are read from the last offset to the last newline (a torn last line waits for its
 writer; a torn line in the middle is what a killed writer left, and is skipped and counted); whole ones are read when
-their fingerprint changes, and replace their row.
+their fingerprint changes, and replace their row. Of the controller's journal no line is skipped: at one that cannot be
+read the state of the run stays as it is, everything else is read, and an error says so each time.
 """
 
 import hashlib
@@ -19,13 +20,13 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from rlhf_core.errors import RlhfError
+from rlhf_core.control_journal import read_journal, scan_journal
+from rlhf_core.errors import JournalDamaged, RlhfError
 from rlhf_core.history.batch import EventEntry, IngestBatch, IngestState, JournalEntry, MetricsEntry, TelemetryEntry
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir import AttemptDir, RestartDir, RunDir, read_lines, read_model, run_dirs
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Decision, Incident
-from rlhf_core.schemas.journal import JournalLine
 from rlhf_core.schemas.probe import ProbeReport
 from rlhf_core.schemas.reports import (
     AgentEvent,
@@ -102,6 +103,7 @@ def sync(run_dir: RunDir, store: HistoryStore) -> SyncReport:
 
     Raises:
         RunDirError: it has no readable ``spec.json``.
+        JournalDamaged: a line of its journal cannot be read. What stands before it and in all other files was written.
         IllegalMove: its journal has a change of state that the table of moves does not allow.
         DatabaseUnavailable: nothing, or not everything, was written; the next call goes on from there.
         OSError: the file system of the run directory does not answer; likewise.
@@ -110,12 +112,13 @@ def sync(run_dir: RunDir, store: HistoryStore) -> SyncReport:
     while True:
         reader = _Reader(run_dir, store.ingest_state(run_dir.run_id))
         batch = reader.read()
-        if batch.is_empty():
-            return report
-        if not store.apply(run_dir.run_id, batch):
-            continue  # another ingester was faster: read again from where it got to
-        report.add(reader.report)
-        if not reader.left_some:
+        if not batch.is_empty():
+            if not store.apply(run_dir.run_id, batch):
+                continue  # another ingester was faster: read again from where it got to
+            report.add(reader.report)
+        if batch.is_empty() or not reader.left_some:
+            if reader.damage is not None:
+                raise reader.damage
             return report
 
 
@@ -174,6 +177,18 @@ def rebuild(runs: Path, store: HistoryStore, on_run: Callable[[str], None] = lam
     return RebuildReport(done, failed, tuple(sorted(set(store.run_ids()) - present)))
 
 
+def _damage(path: Path) -> JournalDamaged:
+    """What is wrong with a journal that cannot be read on from where the history has got to."""
+    try:
+        read_journal(path)
+    except JournalDamaged as first:
+        return first
+    return JournalDamaged(
+        f"{path} can be read, but was changed before the place up to which the history has it: `rlhf db rebuild` reads "
+        f"it again from the beginning"
+    )
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Reading
 
@@ -185,6 +200,8 @@ class _Reader:
         self.report = SyncReport(batches=1)
         self.left_some = False
         """Whether there is more than went into the batch."""
+        self.damage: JournalDamaged | None = None
+        """Why the journal was not read to its end."""
         self._run_dir = run_dir
         self._state = state
         self._batch = IngestBatch(base=state, journal_token=state.journal_token)
@@ -213,13 +230,26 @@ class _Reader:
         self._batch.offsets[self._relative(self._run_dir.spec)] = mark or 0
 
     def _read_journal(self) -> None:
-        for position, line in self._new_lines(self._run_dir.control, JournalLine):
-            if line.token < self._batch.journal_token:
-                self.report.lines -= 1
-                self.report.fenced += 1
-                continue
-            self._batch.journal_token = line.token
-            self._batch.journal.append(JournalEntry(position, line))
+        path = self._run_dir.control
+        name = self._relative(path)
+        position = begin = self._state.offsets.get(name, 0)
+        try:
+            for found in scan_journal(path, begin):
+                if position - begin >= BLOCK_BYTES:
+                    self.left_some = True
+                    break
+                position = found.end
+                if found.line.token < self._batch.journal_token:
+                    self.report.fenced += 1
+                else:
+                    self.report.lines += 1
+                    self._batch.journal_token = found.line.token
+                    self._batch.journal.append(JournalEntry(found.begin, found.line))
+        except JournalDamaged as damage:
+            self.damage = damage if begin == 0 else _damage(path)
+        if position > begin:
+            self._batch.offsets[name] = position
+            self._bytes += position - begin
 
     def _read_attempt(self, attempt: AttemptDir) -> None:
         touched = len(self._batch.offsets)

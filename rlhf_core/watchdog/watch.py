@@ -13,7 +13,7 @@ from pydantic import JsonValue
 
 from rlhf_core.diagnosis.classify import SCHEDULER_STATES, Evidence, classify, fingerprint
 from rlhf_core.diagnosis.policy import decide_next, excluded_after, oom_remedy
-from rlhf_core.errors import HistoryError, SchedulerError
+from rlhf_core.errors import HistoryError, JournalDamaged, SchedulerError
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir import RunDir, read_model, read_tail
 from rlhf_core.scheduler.base import JobState, JobStatus, Scheduler
@@ -239,13 +239,14 @@ def record(run_dir: RunDir, store: HistoryStore | None) -> str:
     """Bring the history up to date with a run directory; why it could not be, or an empty text.
 
     The run directory has everything: a database that is away, or a file system that does not answer for a moment,
-    costs nothing but a view that is behind.
+    costs nothing but a view that is behind. So does a journal that was damaged under the hands of its controller, which
+    knows what it wrote; whoever reads it next is told.
     """
     if store is None:
         return ""
     try:
         sync(run_dir, store)
-    except (HistoryError, OSError) as error:
+    except (HistoryError, JournalDamaged, OSError) as error:
         return str(error)
     return ""
 

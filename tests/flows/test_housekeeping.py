@@ -234,13 +234,35 @@ def test_a_scheduler_that_does_not_answer_costs_nothing(desk: Desk, reconciler: 
     assert one_round(later) == []
 
 
+def damage_the_journal(run_dir: RunDir) -> None:
+    texts = run_dir.control.read_text().splitlines(keepends=True)
+    run_dir.control.write_text("".join([texts[0], "x" + texts[1], *texts[2:]]))
+
+
+@pytest.mark.parametrize("damage", [lambda run_dir: run_dir.spec.write_text("{"), damage_the_journal])
 def test_damaged_run_directories_do_not_keep_the_others_from_being_looked_after(
-    desk: Desk, reconciler: Reconciler, started: list[str]
+    desk: Desk, reconciler: Reconciler, started: list[str], damage: Callable[[RunDir], object]
 ) -> None:
     damaged, run_dir = training(desk), training(desk)
-    damaged.spec.write_text("{")
+    damage(damaged)
     one_round(reconciler)
     assert started == [run_dir.run_id]
+    assert desk.scheduler.cancelled == [], "the job of a run that cannot be read is left to people"
+
+
+def test_a_damaged_journal_is_complained_about_once_and_the_other_runs_are_read(desk: Desk) -> None:
+    damaged, run_dir = training(desk), training(desk)
+    damage_the_journal(damaged)
+    said: list[str] = []
+    ingester = Ingester(desk.site, desk.store, said.append)
+    for step in (3, 4):
+        FakeAgent(run_dir).step(step)
+        FakeAgent(damaged).step(step)
+        ingester.turn()
+        rows = queries.run_sql(desk.store, "SELECT run_id, max(step) FROM metrics GROUP BY run_id ORDER BY run_id").rows
+        assert rows == sorted([[run_dir.run_id, step], [damaged.run_id, step]])
+    (complaint,) = said
+    assert f"{damaged.control}, line 2 cannot be read" in complaint
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -353,8 +375,9 @@ def test_of_two_keepers_one_acts_until_it_goes(desk: Desk, monkeypatch: pytest.M
 def test_the_keeper_reads_adopts_and_outlives_damage(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, started: list[str]
 ) -> None:
-    orphan, damaged = training(desk), training(desk)
+    orphan, damaged, unreadable = training(desk), training(desk), training(desk)
     damaged.spec.write_text("{")
+    damage_the_journal(unreadable)
     fresh = desk.run()  # which the history does not know
     desk.scheduler.jobs.clear()
     stop, done, read = threading.Event(), threading.Event(), threading.Event()

@@ -1,16 +1,19 @@
 """The journal: what is written is read back, also after kills, on full disks, and when two controllers write."""
 
 import errno
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from control_fakes import make_run
 
-from rlhf_core.errors import IllegalMove, LeaseLost, RunDirError
+from rlhf_core.control_journal import scan_journal
+from rlhf_core.errors import IllegalMove, JournalDamaged, LeaseLost, RunDirError
 from rlhf_core.launch.journal import Journal, fold, read_record
 from rlhf_core.run_dir import LineWriter, RunDir, read_models
 from rlhf_core.schemas.attempts import AttemptState, RunState, StageName, StageState
-from rlhf_core.schemas.journal import AttemptPlanned, JournalLine, RunMoved
+from rlhf_core.schemas.journal import JOURNAL_VERSION, AttemptPlanned, JournalLine, RunMoved
 from rlhf_core.schemas.resources import Placement
 
 
@@ -39,12 +42,14 @@ def test_a_second_journal_goes_on_with_the_numbers(run_dir: RunDir) -> None:
     assert read_record(run_dir).state is RunState.QUEUED
 
 
-def test_a_line_torn_by_a_kill_is_closed_off_and_left_out(run_dir: RunDir) -> None:
+def test_a_line_torn_by_a_kill_is_left_out_and_removed_by_the_next_controller(run_dir: RunDir) -> None:
     with run_dir.control.open("ab") as file:
         file.write(b'{"sequence":1,"token":1,"time":"2026-')
+    assert read_record(run_dir).next_sequence == 1
     journal = Journal(run_dir, token=1)
     journal.move_run(RunState.PREFLIGHT, "started")
     assert [line.sequence for line in lines(run_dir)] == [0, 1]
+    assert run_dir.control.read_bytes().count(b"\n") == 2
     assert read_record(run_dir).state is RunState.PREFLIGHT
 
 
@@ -121,10 +126,13 @@ class FullDisk:
 
     def __init__(self, path: Path) -> None:
         self._inner = LineWriter(path)
+        self._path = path
         self._reserve = path.with_name("control.reserve")
 
     def write(self, line: JournalLine) -> None:
         if self._reserve.exists():
+            with self._path.open("ab") as file:
+                file.write(b'{"version":1,"seque')  # as much as there was room for
             raise OSError(errno.ENOSPC, "No space left on device")
         self._inner.write(line)
 
@@ -166,3 +174,104 @@ def test_the_reserve_is_given_back_unless_it_is_somebody_elses(run_dir: RunDir) 
     assert run_dir.control_reserve.exists()
     Journal(run_dir, token=2).close()
     assert not run_dir.control_reserve.exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Lines that cannot be read
+
+
+def completed(run_dir: RunDir) -> Path:
+    """The journal of a run that is completed: its last line says so."""
+    journal = Journal(run_dir, token=1)
+    for state in (
+        RunState.PREFLIGHT,
+        RunState.QUEUED,
+        RunState.TRAINING,
+        RunState.EVALUATING,
+        RunState.COMPLETED,
+    ):
+        journal.move_run(state, "so it went")
+    journal.close()
+    return run_dir.control
+
+
+def damage(path: Path, number: int, change: Callable[[bytes], bytes]) -> None:
+    """Change one line of a file, counted from 1."""
+    texts = path.read_bytes().splitlines(keepends=True)
+    texts[number - 1] = change(texts[number - 1][:-1]) + b"\n"
+    path.write_bytes(b"".join(texts))
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "a flipped bit": lambda text: bytes([text[0] ^ 1]) + text[1:],
+    "another state": lambda text: text.replace(b'"so it went"', b"7"),
+    "zeros after a power cut": lambda text: bytes(len(text)),
+    "nothing": lambda text: b"",
+    "cut short and closed off": lambda text: text[: len(text) // 2],
+    "a key that is not known": lambda text: text[:-1] + b',"extra":1}',
+    "a newer version": lambda text: text.replace(b'"version":1', b'"version":99'),
+}
+
+
+@pytest.mark.parametrize("number", [3, 6], ids=["in the middle", "the last"])
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_whole_line_that_cannot_be_read_is_an_error_that_names_it(run_dir: RunDir, kind: str, number: int) -> None:
+    path = completed(run_dir)
+    damage(path, number, DAMAGES[kind])
+    with pytest.raises(JournalDamaged, match=rf"control\.jsonl, line {number} cannot be read: .*sed -i {number}d"):
+        read_record(run_dir)
+    with pytest.raises(JournalDamaged):
+        Journal(run_dir, token=2)
+    assert path.read_bytes().count(b"\n") == 6, "nothing was written behind it"
+
+
+def test_skipped_lines_would_make_a_completed_run_one_that_evaluates(run_dir: RunDir) -> None:
+    """Negative control: the reading that leaves out what it cannot parse."""
+    damage(completed(run_dir), 6, DAMAGES["a flipped bit"])
+    assert fold(lines(run_dir)).state is RunState.EVALUATING
+
+
+def test_a_newer_version_is_said_to_be_one(run_dir: RunDir) -> None:
+    damage(completed(run_dir), 6, DAMAGES["a newer version"])
+    with pytest.raises(JournalDamaged, match=r"found version 99 .* a newer rlhf-flows wrote it"):
+        read_record(run_dir)
+
+
+def test_every_line_says_its_version(run_dir: RunDir) -> None:
+    path = completed(run_dir)
+    assert all(json.loads(text)["version"] == JOURNAL_VERSION for text in path.read_text().splitlines())
+
+
+def as_written_by_0_1(path: Path) -> None:
+    """Lines without a version; one that a killed controller left was closed off with a newline."""
+    texts = [text.replace(b'"version":1,', b"") for text in path.read_bytes().splitlines(keepends=True)]
+    assert all(b"version" not in text for text in texts)
+    path.write_bytes(b"".join([*texts[:3], texts[3][:40] + b"\n", *texts[3:]]))
+
+
+def test_a_journal_of_0_1_is_read_and_gone_on_with(run_dir: RunDir) -> None:
+    as_written_by_0_1(completed(run_dir))
+    assert read_record(run_dir).state is RunState.COMPLETED
+    journal = Journal(run_dir, token=2)
+    assert journal.record.next_sequence == 6
+    journal.append(RunMoved(state=RunState.PREFLIGHT, cause="resumed"))
+    assert read_record(run_dir).state is RunState.PREFLIGHT
+    assert [found.line.sequence for found in scan_journal(run_dir.control)] == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_a_line_cut_short_before_one_with_a_version_was_whole_once(run_dir: RunDir) -> None:
+    """Negative control: only the controllers of 0.1 left such lines behind."""
+    path = completed(run_dir)
+    as_written_by_0_1(path)
+    damage(path, 5, lambda text: b'{"version":1,' + text[1:])
+    with pytest.raises(JournalDamaged, match="line 4 "):
+        read_record(run_dir)
+
+
+def test_the_line_after_one_cut_short_is_found_in_the_next_block(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_written_by_0_1(completed(run_dir))
+    whole = [found.line for found in scan_journal(run_dir.control)]
+    monkeypatch.setattr("rlhf_core.run_dir.read_lines.__defaults__", (0, 1))  # a block for each line
+    assert [found.line for found in scan_journal(run_dir.control)] == whole

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from history_tools import RunFiles, at, dump, whole_run
 
-from rlhf_core.errors import IllegalMove, RunDirError
+from rlhf_core.errors import IllegalMove, JournalDamaged, RunDirError
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.schemas.attempts import AttemptState, RunState
@@ -15,7 +15,7 @@ from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind,
 from rlhf_core.schemas.journal import AttemptMoved, AttemptSubmitted, DecisionMade, IncidentFound
 from rlhf_core.schemas.resources import Submission
 from rlhf_core.watchdog import ingest
-from rlhf_core.watchdog.ingest import SkippedLine, SyncReport, sync
+from rlhf_core.watchdog.ingest import SkippedLine, SyncReport, rebuild, sync
 
 
 def ask(store: HistoryStore, question: str) -> list[list[object]]:
@@ -132,15 +132,60 @@ def test_a_damaged_document_is_skipped_until_it_is_replaced(store: HistoryStore,
 
 
 def test_metrics_without_their_journal_line(store: HistoryStore, runs: Path) -> None:
-    """The line that planned the attempt is torn: its metrics are kept all the same."""
+    """The line that planned the attempt cannot be read: its metrics are kept all the same, and it is said each time."""
     run = RunFiles(runs)
     run.created()
     with run.dir.control.open("ab") as file:
         file.write(b'{"sequence": 1, "tok\n')
     run.metrics(1, 0, 1, 10)
-    sync(run.dir, store)
+    for _ in range(2):
+        with pytest.raises(JournalDamaged, match=r"control\.jsonl, line 2 cannot be read"):
+            sync(run.dir, store)
     assert ask(store, "SELECT number, state FROM attempts") == [[1, "planned"]]
     assert queries.curve(store, run.run_id, ["time/step_s"]) == {"time/step_s": [(1, 2.0)]}
+
+
+def test_a_journal_is_read_up_to_the_line_that_cannot_be_read_and_on_once_it_is_mended(
+    store: HistoryStore, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In transactions of any size."""
+    run, whole = whole_run(runs), whole_run(runs, tail="bbbbbb")
+    texts = run.dir.control.read_bytes().splitlines(keepends=True)
+    run.dir.control.write_bytes(b"".join([*texts[:-1], b"x" + texts[-1]]))
+    for limit in (64, ingest.BLOCK_BYTES):
+        monkeypatch.setattr(ingest, "BLOCK_BYTES", limit)
+        monkeypatch.setattr(ingest, "BATCH_BYTES", 2 * limit)
+        with pytest.raises(JournalDamaged, match=f"line {len(texts)} cannot be read"):
+            sync(run.dir, store)
+        assert ask(store, "SELECT state FROM runs") == [["evaluating"]]
+        assert ask(store, "SELECT count(*) FROM evaluations") == [[4]]
+    run.dir.control.write_bytes(b"".join(texts))
+    sync(run.dir, store)
+    assert ask(store, "SELECT state FROM runs") == [["completed"]]
+    mended = dump(store)
+    store.clear()
+    sync(run.dir, store)
+    assert dump(store) == mended
+    sync(whole.dir, store)
+    assert ask(store, "SELECT state FROM runs") == [["completed"]] * 2
+
+
+def test_a_journal_that_was_changed_before_what_is_read_already(store: HistoryStore, runs: Path) -> None:
+    """The first line that is wrong is named, and not where the reading went on; mended by hand, it is made again."""
+    run = RunFiles(runs)
+    run.created()
+    run.moved(RunState.PREFLIGHT, 1)
+    sync(run.dir, store)
+    run.moved(RunState.QUEUED, 2)
+    texts = run.dir.control.read_bytes().splitlines(keepends=True)
+    run.dir.control.write_bytes(b"".join([texts[0], b"xx" + texts[1], texts[2]]))
+    with pytest.raises(JournalDamaged, match="line 2 cannot be read"):
+        sync(run.dir, store)
+    run.dir.control.write_bytes(b"".join([texts[0].replace(b"sort.toml", b"s.toml"), *texts[1:]]))
+    with pytest.raises(JournalDamaged, match="rlhf db rebuild"):
+        sync(run.dir, store)
+    assert not rebuild(runs, store).failed
+    assert ask(store, "SELECT state FROM runs") == [["queued"]]
 
 
 def test_values_that_are_not_finite_can_be_told_apart(store: HistoryStore, runs: Path) -> None:
@@ -209,8 +254,8 @@ def test_without_fencing_the_old_controller_would_win(
     """Negative control: an ingester that lets every line count."""
 
     def read_every_line(self: ingest._Reader) -> None:
-        for position, line in self._new_lines(self._run_dir.control, ingest.JournalLine):
-            self._batch.journal.append(ingest.JournalEntry(position, line))
+        for found in ingest.scan_journal(self._run_dir.control):
+            self._batch.journal.append(ingest.JournalEntry(found.begin, found.line))
 
     monkeypatch.setattr(ingest._Reader, "_read_journal", read_every_line)
     run = RunFiles(runs)

@@ -1,0 +1,137 @@
+"""Reading ``control.jsonl`` line by line: a line that cannot be read is an error, since the state of the run is a fold
+over all of them.
+
+One exception: a line that its writer had not finished when it was killed was never acted upon, and is left out. It can
+only be the last one, for the next controller removes it before it writes. Version 0.1 closed it off with a newline
+instead, so that in the middle of a journal of that version a line may be cut short too.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import ValidationError
+from pydantic_core import from_json
+
+from rlhf_core.errors import JournalDamaged
+from rlhf_core.run_dir import read_blocks, read_lines
+from rlhf_core.schemas.journal import JOURNAL_VERSION, JournalLine
+
+
+class Scanned(NamedTuple):
+    """A line, and where it lies in its file."""
+
+    begin: int
+    """Its first byte."""
+    end: int
+    """The byte after it."""
+    line: JournalLine
+
+
+def read_journal(path: Path) -> list[JournalLine]:
+    """All whole lines of a journal; none where there is no file.
+
+    Raises:
+        JournalDamaged: a line cannot be read.
+    """
+    return [found.line for found in scan_journal(path)]
+
+
+def scan_journal(path: Path, offset: int = 0) -> Iterator[Scanned]:
+    """Whole lines of a journal from byte ``offset`` on.
+
+    Raises:
+        JournalDamaged: a line cannot be read; those before it have been handed out.
+    """
+    for lines, end in read_blocks(path, offset):
+        position = end - sum(len(text) + 1 for text in lines)
+        for index, text in enumerate(lines):
+            begin, position = position, position + len(text) + 1
+            try:
+                line = _parse(text)
+            except ValueError as error:
+                following = lines[index + 1 :] or read_lines(path, end)[0]
+                if _is_cut_short(text) and following and _is_of_version_0_1(following[0]):
+                    continue
+                raise JournalDamaged(_in_words(path, begin, str(error))) from None
+            yield Scanned(begin, position, line)
+
+
+def remove_unfinished_line(path: Path) -> None:
+    """Remove what a killed writer left behind the last newline. For the holder of the run's lease, before it writes.
+
+    Raises:
+        OSError: the file cannot be read or written.
+    """
+    try:
+        file = path.open("r+b")
+    except FileNotFoundError:
+        return
+    with file:
+        content = file.read()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            file.truncate(whole)
+            os.fsync(file.fileno())
+
+
+def _parse(text: bytes) -> JournalLine:
+    """Parse one line.
+
+    Raises:
+        ValueError: it is no line of a version that is known; says why.
+    """
+    try:
+        line = JournalLine.model_validate_json(text)
+    except ValidationError as error:
+        _refuse_newer(_version(text))
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ValueError(f"{where}: {first['msg']}" if where else first["msg"]) from None
+    _refuse_newer(line.version)
+    return line
+
+
+def _version(text: bytes) -> int:
+    """Version that a line says it has, whatever else it says."""
+    try:
+        content = from_json(text)
+    except ValueError:
+        return JOURNAL_VERSION
+    found = content.get("version") if isinstance(content, dict) else None
+    return found if isinstance(found, int) else JOURNAL_VERSION
+
+
+def _refuse_newer(version: int) -> None:
+    if version > JOURNAL_VERSION:
+        raise ValueError(
+            f"found version {version} of the journal, expected at most {JOURNAL_VERSION}: a newer rlhf-flows wrote it. "
+            f"Use that one for this run"
+        )
+
+
+def _is_cut_short(text: bytes) -> bool:
+    """Whether it is the beginning of a JSON object, and not all of it."""
+    try:
+        return isinstance(from_json(text, allow_partial=True), dict)
+    except ValueError:
+        return False
+
+
+def _is_of_version_0_1(text: bytes) -> bool:
+    try:
+        return "version" not in _parse(text).model_fields_set
+    except ValueError:
+        return False
+
+
+def _in_words(path: Path, begin: int, why: str) -> str:
+    with path.open("rb") as file:
+        number = file.read(begin).count(b"\n") + 1
+    return (
+        f"{path}, line {number} cannot be read: {why}. Without it the state of the run is not known and nothing is "
+        f"done about it. Put the line back from a backup of the run directory. Where there is none, keep a copy of the "
+        f"file, delete the line (`sed -i {number}d {path}`), see with `rlhf show` that what is left is true, then "
+        f"`rlhf resume {path.parent.name}`"
+    )
