@@ -12,7 +12,7 @@ from typing import Protocol
 from flows.asking.kept import kept_with
 from rlhf_core import config
 from rlhf_core.config import Site
-from rlhf_core.errors import RunDirError
+from rlhf_core.errors import DatabaseUnavailable, RunDirError
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import Journal, read_record
 from rlhf_core.launch.lease import TTL_S, Lease, Owner, acquire
@@ -24,6 +24,9 @@ from rlhf_core.schemas.journal import ControllerStarted
 from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.run import RunSpec, StoredSpec
 from rlhf_core.watchdog.watch import Look, Watcher, record
+
+LEASE_RETRY_S = 2.0
+"""Pause before a database that does not answer is asked again for the lease."""
 
 
 class Observer(Protocol):
@@ -127,6 +130,8 @@ class Session:
     resumed_at: int = 0
     """Newest attempt when a person asked to go on with the run; 0 for a new run. The budget of retries begins with it,
     and what follows it is not waited for."""
+    resumed: bool = False
+    """Whether a person asked to go on with the run."""
     lease_lost: bool = False
     poll_s: float = 1.0
     clock: Callable[[], float] = time.monotonic
@@ -153,6 +158,28 @@ class Session:
         request = read_model(self.run_dir.cancel_request, AgentCommand)
         if request is not None:
             raise CancelAsked(request.reason or "rlhf cancel", save=request.kind == "stop_after_step")
+
+    def require_lease(self) -> None:
+        """Ask the database whether the run is still this controller's, before its scheduler is asked to do something.
+
+        While the database does not answer and the lease may have run out, another controller may have the run: it is
+        waited for then, with nothing done.
+
+        Raises:
+            LeaseLost: another controller has the run.
+            CancelAsked: somebody asked to end it while the database was waited for.
+        """
+        told = False
+        while True:
+            try:
+                self.lease.require()
+            except DatabaseUnavailable as error:
+                if not told:
+                    told = True
+                    self.observer.says(f"waiting for the database, which says whose run this is: {error}")
+                self.wait(LEASE_RETRY_S)
+            else:
+                return
 
     def wait(self, seconds: float) -> None:
         """Sleep, checking on the way."""
@@ -256,6 +283,7 @@ def opened(
     on_wait: Callable[[str, float], None] = lambda owner, seconds: None,
     patience_s: float = TTL_S + 5,
     gives_way: bool = False,
+    lease_s: float = TTL_S,
 ) -> Iterator[Session]:
     """Be the controller of a run for as long as the block lasts.
 
@@ -266,6 +294,7 @@ def opened(
         on_wait: told when another controller's lease has to run out first, and how long that may take (seconds).
         patience_s: how long to wait for that.
         gives_way: not to wait for a controller that is seen to be alive.
+        lease_s: how long the lease holds where this process does not renew it, as when it is suspended (seconds).
 
     Raises:
         RunDirError: the run directory is missing or damaged.
@@ -275,9 +304,18 @@ def opened(
     scheduler = get_scheduler(site.scheduler)
     record(run_dir, store)
     above = read_record(run_dir).token
-    lease = acquire(store, run_dir.run_id, on_wait=on_wait, above=above, patience_s=patience_s, gives_way=gives_way)
+    lease = acquire(
+        store,
+        run_dir.run_id,
+        on_wait=on_wait,
+        above=above,
+        patience_s=patience_s,
+        gives_way=gives_way,
+        ttl_s=lease_s,
+    )
+    lease.start()
     try:
-        journal = Journal(run_dir, lease.token)
+        journal = Journal(run_dir, lease.token, keep_lease=lease.keep)
     except BaseException:
         lease.release()
         raise
@@ -291,6 +329,7 @@ def opened(
         lease=lease,
         observer=observer or Quiet(),
         resumed_at=max(journal.record.attempts, default=0) if resumed else 0,
+        resumed=resumed,
     )
     try:
         if resumed or journal.record.ended:
@@ -304,12 +343,13 @@ def opened(
 
 def close(session: Session) -> None:
     """Let go of the run: the history is brought up to date, the journal closed, the lease given back."""
-    if not session.lease_lost:
+    lost = session.lease_lost or session.lease.lost
+    if not lost:
         behind = session.record()
         if behind:
             session.observer.says(
                 f"the history is behind: {behind.rstrip('.')}. Nothing is lost; "
                 f"`rlhf db rebuild` reads the run directories again"
             )
-        session.lease.release()
-    session.journal.close(lease_lost=session.lease_lost)
+    session.lease.release()
+    session.journal.close(lease_lost=lost)

@@ -20,6 +20,7 @@ from rlhf_core.allocation.planner import plan, shortages
 from rlhf_core.diagnosis.ledger import REMEMBERED
 from rlhf_core.errors import (
     BadInput,
+    DatabaseUnavailable,
     HistoryError,
     LeaseLost,
     PreflightBlocked,
@@ -342,7 +343,7 @@ def _submit(session: Session, number: int) -> None:
     placement = journal.record.attempts[number].placement
     request = job_request(session.run_dir, session.spec, placement, session.site.compute_python, session.site.slurm)
     try:
-        submit_once(session.run_dir, request, session.scheduler, journal)
+        submit_once(session.run_dir, request, session.scheduler, journal, session.require_lease)
     except SubmissionFailed as error:
         verdict = Verdict(AttemptState.FAILED, str(error), FailureKind.CONFIG)
         journal.move_attempt(number, verdict.state, verdict.cause, verdict.failure_kind)
@@ -599,7 +600,7 @@ def cancel(session: Session, reason: str, *, save: bool = False) -> None:
         while submission is not None and not session.watcher(number).look().ended and session.clock() < deadline:
             session.lease.keep()
             session.sleep(0.2)
-        _end_job(session, submission)
+        _end_job(session, submission, wait_for_database=False)
         if session.watcher(number).look().verdict.state is AttemptState.COMPLETED:
             conclude(session, number)  # it was faster than the order
             return
@@ -612,9 +613,20 @@ def cancel(session: Session, reason: str, *, save: bool = False) -> None:
     session.record()
 
 
-def _end_job(session: Session, submission: Submission | None) -> None:
+def _end_job(session: Session, submission: Submission | None, *, wait_for_database: bool = True) -> None:
+    """See a job gone. The run's lease is asked first: another controller may have adopted the job.
+
+    Args:
+        wait_for_database: do nothing while nobody knows whose run it is. A person who asks to end it means the job of
+            any controller.
+    """
     if submission is None:
         return
+    if wait_for_database:
+        session.require_lease()
+    else:
+        with suppress(DatabaseUnavailable):
+            session.lease.require()
     if not session.scheduler.cancel(submission):
         raise SchedulerError(
             f"job {submission.job_id} of {session.run_dir.run_id} could not be ended: something of it is still at work "

@@ -24,7 +24,7 @@ def reconcile_once(site: Site, store: HistoryStore) -> Sequence[Deed]:
     """Do a round.
 
     Raises:
-        LeaseLost: the keeper of the site is at work and does it by itself.
+        LeaseLost: the keeper of the site is at work and does it by itself, or has begun to meanwhile.
         HistoryError: the history does not answer.
     """
     name, owner = lease_name(site), str(Owner.this_process())
@@ -37,8 +37,10 @@ def reconcile_once(site: Site, store: HistoryStore) -> Sequence[Deed]:
         ) from None
     lease = Lease(store, name, owner, token)
 
+    lease.start()
+
     def may() -> bool:
-        lease.keep()
+        lease.require()
         return True
 
     try:

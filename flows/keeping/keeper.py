@@ -100,7 +100,9 @@ def _lease(site: Site, store: HistoryStore, stop: threading.Event) -> Lease | No
         try:
             token = store.acquire_lease(name, owner, TTL_S, takeover=known_dead)
             log.info("this process keeps %s", site.runs_dir)
-            return Lease(store, name, owner, token)
+            lease = Lease(store, name, owner, token)
+            lease.start()
+            return lease
         except LeaseLost:
             why = "another keeper is at work; waiting for its lease"
         except HistoryError as error:
@@ -115,7 +117,9 @@ def _lease(site: Site, store: HistoryStore, stop: threading.Event) -> Lease | No
 def _act(site: Site, store: HistoryStore, lease: Lease, stop: threading.Event) -> None:
     """Read and reconcile until the keeper is stopped or has lost its lease."""
     over = threading.Event()
-    reconciling = threading.Thread(target=_reconcile, args=(site, store, stop, over), name="reconciler", daemon=True)
+    reconciling = threading.Thread(
+        target=_reconcile, args=(site, store, lease, stop, over), name="reconciler", daemon=True
+    )
     reconciling.start()
     ingester = Ingester(site, store)
     try:
@@ -140,15 +144,18 @@ def _wait_for(thread: threading.Thread, lease: Lease) -> None:
             lease.keep()
 
 
-def _reconcile(site: Site, store: HistoryStore, stop: threading.Event, over: threading.Event) -> None:
+def _reconcile(site: Site, store: HistoryStore, lease: Lease, stop: threading.Event, over: threading.Event) -> None:
     reconciler = Reconciler(site, store, has_prefect=has_prefect())
     tidier = Tidier(site, store)
     looked_through = -RETENTION_EVERY_S
 
-    def may() -> bool:
+    def goes_on() -> bool:
         return not (over.is_set() or stop.is_set())
 
-    while may():
+    def may() -> bool:
+        return goes_on() and is_held(lease)
+
+    while goes_on():
         retention = time.monotonic() - looked_through >= RETENTION_EVERY_S
         with _survived("a round could not be made"):
             take_turn(reconciler, may, retention=retention)
@@ -157,6 +164,16 @@ def _reconcile(site: Site, store: HistoryStore, stop: threading.Event, over: thr
             with _survived("kept configs could not be looked through"):
                 tidier.tidy(may)
         over.wait(site.prefect.reconcile_s)
+
+
+def is_held(lease: Lease) -> bool:
+    """Whether the keeper's lease is known to be held, asked of the database: before each deed, since this process may
+    have been suspended for longer than the lease lasts."""
+    try:
+        lease.require()
+    except HistoryError:  # lost, or nobody knows
+        return False
+    return True
 
 
 def has_prefect() -> bool:

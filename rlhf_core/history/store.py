@@ -149,7 +149,18 @@ class HistoryStore:
             )
             if renewed.rowcount == 1:
                 return
+        self.verify_lease(run_id, owner, token)
+
+    def verify_lease(self, run_id: str, owner: str, token: int) -> None:
+        """Make sure that nobody else has taken the lease, by reading alone.
+
+        Raises:
+            LeaseLost: another controller has taken the run over.
+        """
+        with self.reading() as connection:
             present = connection.execute(select(LEASES).where(LEASES.c.run_id == run_id)).one_or_none()
+        if present is not None and (present.owner, present.token) == (owner, token):
+            return
         holder = f"{present.owner or 'nobody'} with token {present.token}" if present is not None else "nobody"
         raise LeaseLost(
             f"run {run_id} was taken over: this controller ({owner}) held lease {token}, now it is held by {holder}. "

@@ -197,15 +197,26 @@ def read_record(run_dir: RunDir) -> RunRecord:
 class Journal:
     """Appends to the journal of a run, in the name of the lease whose fencing token it was given.
 
+    Args:
+        keep_lease: called before each line; raises where the lease was lost, so that nothing is written and nothing
+            done that a line would have announced.
+
     Raises:
         LeaseLost: the journal has lines of a newer lease than this one.
         JournalDamaged: a line cannot be read.
     """
 
-    def __init__(self, run_dir: RunDir, token: int, now: Callable[[], datetime] = utc_now) -> None:
+    def __init__(
+        self,
+        run_dir: RunDir,
+        token: int,
+        now: Callable[[], datetime] = utc_now,
+        keep_lease: Callable[[], None] = lambda: None,
+    ) -> None:
         self._run_dir = run_dir
         self._token = token
         self._now = now
+        self._keep_lease = keep_lease
         self.record = read_record(run_dir)
         if token < self.record.token:
             raise LeaseLost(
@@ -222,7 +233,9 @@ class Journal:
 
         Raises:
             RunDirError: it cannot be written, even with the reserve set free.
+            LeaseLost: another controller has the run.
         """
+        self._keep_lease()
         line = JournalLine(sequence=self.record.next_sequence, token=self._token, time=self._now(), event=event)
         try:
             self._write(line)

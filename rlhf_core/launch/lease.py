@@ -1,8 +1,10 @@
 """The lease on a run: one controller drives it. The database gives it; its fencing token goes into the journal."""
 
+import contextlib
 import getpass
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,10 +17,18 @@ from rlhf_core.history.controllers import Holder, holder
 from rlhf_core.history.store import HistoryStore
 
 TTL_S = 60.0
-"""How long a lease holds without being renewed. Longer than anything a controller does between two renewals."""
+"""How long a lease holds without being renewed. It is renewed four times in that time."""
 
-RENEW_EVERY_S = 15.0
-"""How often it is renewed."""
+HANG_S = 3600.0
+"""A controller that has not asked for its lease for so long hangs: its lease is renewed no more."""
+
+RELEASE_PATIENCE_S = 5.0
+"""How long a renewal that is under way may take when the lease is given back."""
+
+
+def seconds_since_boot() -> float:
+    """A clock that goes on while the process, or the whole machine, is suspended."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 @dataclass(frozen=True)
@@ -92,10 +102,21 @@ def known_dead(owner_text: str) -> bool:
 
 
 class Lease:
-    """The lease this process holds on a run. Use :func:`acquire`."""
+    """The lease this process holds on a run. Use :func:`acquire`.
+
+    After :meth:`start` a thread of its own renews it, so that nothing the controller waits for, such as a job that
+    takes minutes to end, makes it run out. The thread ends with the process, and a suspended process renews nothing.
+    Safe to use from several threads.
+    """
 
     def __init__(
-        self, store: HistoryStore, run_id: str, owner: str, token: int, clock: Callable[[], float] = time.monotonic
+        self,
+        store: HistoryStore,
+        run_id: str,
+        owner: str,
+        token: int,
+        clock: Callable[[], float] = seconds_since_boot,
+        ttl_s: float = TTL_S,
     ) -> None:
         self.token = token
         self.behind = ""
@@ -104,32 +125,120 @@ class Lease:
         self._run_id = run_id
         self._owner = owner
         self._clock = clock
-        self._renewed = clock()
+        self._ttl_s = ttl_s
+        self._every_s = ttl_s / 4
+        self._renewed = self._used = clock()
+        self._lost: LeaseLost | None = None
+        self._turn = threading.Lock()
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Have a thread renew the lease from now on, until :meth:`release`."""
+        self._thread = threading.Thread(target=self._keep_renewing, name=f"lease {self._run_id}", daemon=True)
+        self._thread.start()
+
+    @property
+    def lost(self) -> bool:
+        """Whether another controller is known to have the run."""
+        return self._lost is not None
 
     def keep(self) -> None:
-        """Renew the lease when it is time to. Cheap; call it often.
+        """Learn whether the lease was lost, and renew it where nobody has for a while. Cheap; call it often.
 
         A database that does not answer is tolerated: training goes on, and the renewal is tried again.
 
         Raises:
             LeaseLost: another controller has the run. Stop at once and change nothing more.
         """
-        if self._clock() - self._renewed < RENEW_EVERY_S:
-            return
-        try:
-            self._store.renew_lease(self._run_id, self._owner, self.token, TTL_S)
-        except DatabaseUnavailable as error:
-            self.behind = str(error)
-            return
-        self.behind = ""
-        self._renewed = self._clock()
+        self._used = self._clock()
+        if self._lost is None:
+            # A thread that is late has not run, as after a suspension: what was missed is found out here, not by it.
+            patience_s = self._every_s if self._thread is None else 2 * self._every_s
+            if self._used - self._renewed >= patience_s and self._turn.acquire(blocking=False):
+                try:
+                    with contextlib.suppress(DatabaseUnavailable):
+                        self._renew()
+                finally:
+                    self._turn.release()
+        if self._lost is not None:
+            raise LeaseLost(str(self._lost))
+
+    def require(self) -> None:
+        """Ask the database now whether the lease is held, before something that must not be done twice.
+
+        Without an answer the lease counts as held for as long as nobody else can have it: until it runs out, counted
+        from before the last renewal.
+
+        Raises:
+            LeaseLost: another controller has the run.
+            DatabaseUnavailable: no answer, and the lease may have run out.
+        """
+        with self._turn:
+            self._used = self._clock()
+            try:
+                self._renew()
+            except DatabaseUnavailable:
+                # A full disk or a lock of another program keeps from writing, not from reading.
+                if not self._is_held_by_what_can_be_read() and self._clock() - self._renewed >= self._ttl_s:
+                    raise
 
     def release(self) -> None:
         """Give the lease back, so that the next controller need not wait. It runs out by itself where this fails."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join(timeout=RELEASE_PATIENCE_S)
         try:
             self._store.release_lease(self._run_id, self._owner, self.token)
         except DatabaseUnavailable as error:
             self.behind = str(error)
+
+    def _renew(self) -> None:
+        """Renew the lease; only with the turn held.
+
+        Raises:
+            LeaseLost, DatabaseUnavailable: as :meth:`require`.
+        """
+        if self._lost is not None:
+            raise LeaseLost(str(self._lost))
+        began = self._clock()
+        try:
+            self._store.renew_lease(self._run_id, self._owner, self.token, self._ttl_s)
+        except DatabaseUnavailable as error:
+            self.behind = str(error)
+            raise
+        except LeaseLost as error:
+            self._lost = error
+            raise
+        self.behind = ""
+        self._renewed = began
+
+    def _is_held_by_what_can_be_read(self) -> bool:
+        try:
+            self._store.verify_lease(self._run_id, self._owner, self.token)
+        except DatabaseUnavailable:
+            return False
+        except LeaseLost as error:
+            self._lost = error
+            raise
+        return True
+
+    def _keep_renewing(self) -> None:
+        while not self._over.wait(self._every_s / 4):
+            now = self._clock()
+            if now - self._used > HANG_S:
+                continue  # a controller that hangs must not keep its run for ever
+            if now - self._renewed < self._every_s:
+                continue
+            with self._turn:
+                if self._over.is_set():
+                    return
+                try:
+                    self._renew()
+                except DatabaseUnavailable:
+                    continue  # tried again a moment later; keep() and require() know how old the last renewal is
+                except LeaseLost:
+                    return
 
 
 def refuse_if_driven(store: HistoryStore, run_id: str) -> None:
@@ -149,10 +258,11 @@ def acquire(
     *,
     on_wait: Callable[[str, float], None],
     above: int = 0,
-    clock: Callable[[], float] = time.monotonic,
+    clock: Callable[[], float] = seconds_since_boot,
     sleep: Callable[[float], None] = time.sleep,
     patience_s: float = TTL_S + 5,
     gives_way: bool = False,
+    ttl_s: float = TTL_S,
 ) -> Lease:
     """Take the lease of a run: at once when it is free or its owner is known dead, else when it runs out.
 
@@ -163,6 +273,7 @@ def acquire(
         gives_way: stop waiting as soon as the owner is seen to be alive: on this host its process is there, on another
             one the lease was renewed meanwhile. For a person who asks; a flow run that is tried again may have to wait
             for its own last process to end.
+        ttl_s: how long the lease holds without being renewed.
 
     Raises:
         LeaseLost: another controller keeps renewing it.
@@ -172,7 +283,7 @@ def acquire(
     first: Holder | None = None
     while True:
         try:
-            token = store.acquire_lease(run_id, owner, TTL_S, takeover=known_dead, above=above)
+            token = store.acquire_lease(run_id, owner, ttl_s, takeover=known_dead, above=above)
         except LeaseLost as error:
             found = holder(store, run_id)
             if found is None:
@@ -184,7 +295,7 @@ def acquire(
                 on_wait(str(error), patience_s)
             sleep(1.0)
             continue
-        return Lease(store, run_id, owner, token, clock)
+        return Lease(store, run_id, owner, token, clock, ttl_s)
 
 
 def _is_alive(found: Holder, first: Holder) -> bool:

@@ -1,5 +1,7 @@
 """Submits an attempt once, whatever happens between the submission and the writing down of it."""
 
+from collections.abc import Callable
+
 from rlhf_core.launch.journal import Journal
 from rlhf_core.run_dir import RunDir, read_model, write_model
 from rlhf_core.scheduler.base import JobRequest, Scheduler
@@ -57,10 +59,20 @@ def record_plan(run_dir: RunDir, placement: Placement, journal: Journal) -> Plac
     return present
 
 
-def submit_once(run_dir: RunDir, request: JobRequest, scheduler: Scheduler, journal: Journal) -> Submission | None:
+def submit_once(
+    run_dir: RunDir,
+    request: JobRequest,
+    scheduler: Scheduler,
+    journal: Journal,
+    require_lease: Callable[[], None] = lambda: None,
+) -> Submission | None:
     """Submit an attempt, unless it was submitted before: recorded, or known to the scheduler only.
 
-    A controller may be killed at any point in here; the next one ends with the same single job.
+    A controller may be killed or suspended at any point in here; the next one ends with the same single job.
+
+    Args:
+        require_lease: called immediately before the scheduler is asked to start the job; raises where another
+            controller has the run.
 
     Returns:
         The job; None when the attempt was begun, as its files show, but its job was never recorded and the scheduler
@@ -69,6 +81,7 @@ def submit_once(run_dir: RunDir, request: JobRequest, scheduler: Scheduler, jour
     Raises:
         SubmissionFailed: the scheduler did not accept it.
         SchedulerError: it did not answer. Nothing is submitted then: it could be the second time.
+        LeaseLost: another controller has the run. Nothing was submitted and nothing written.
     """
     number = request.placement.attempt
     attempt_dir = run_dir.attempt(number)
@@ -79,7 +92,9 @@ def submit_once(run_dir: RunDir, request: JobRequest, scheduler: Scheduler, jour
         if submission is None and attempt_dir.claim.exists():
             journal.move_attempt(number, AttemptState.SUBMITTED, "its job was never recorded and is gone")
             return None
-        submission = submission or scheduler.submit(request)
+        if submission is None:
+            require_lease()
+            submission = scheduler.submit(request)
         write_model(attempt_dir.submission, submission)
     record = journal.record.attempts[number]
     if record.submission is None:

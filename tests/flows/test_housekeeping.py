@@ -21,7 +21,7 @@ from rlhf_core.diagnosis.reconcile import Action, ActionKind
 from rlhf_core.errors import LeaseLost
 from rlhf_core.history import queries
 from rlhf_core.launch.journal import Journal, read_record
-from rlhf_core.launch.lease import Owner
+from rlhf_core.launch.lease import Lease, Owner
 from rlhf_core.run_dir import RunDir, write_model
 from rlhf_core.schemas.attempts import RunState, StageName
 from rlhf_core.schemas.base import utc_now
@@ -232,6 +232,16 @@ def test_a_scheduler_that_does_not_answer_costs_nothing(desk: Desk, reconciler: 
     desk.scheduler.living = silent  # type: ignore[method-assign,assignment]
     later = Reconciler(desk.site, desk.store, has_prefect=False, now=lambda: utc_now() + timedelta(hours=2))
     assert one_round(later) == []
+
+
+def test_a_keeper_that_was_taken_over_while_it_was_suspended_does_nothing(desk: Desk) -> None:
+    """It asks before each deed: its own clock and its other thread may not have noticed yet."""
+    name, owner = lease_name(desk.site), str(Owner.this_process())
+    lease = Lease(desk.store, name, owner, desk.store.acquire_lease(name, owner, 60))
+    assert keeper.is_held(lease)
+    desk.store.acquire_lease(name, "next@elsewhere:1:1.00", 60, takeover=lambda owner: True)
+    lease.keep()  # the control: it was renewed just now, and knows of nothing
+    assert not keeper.is_held(lease)
 
 
 def damage_the_journal(run_dir: RunDir) -> None:

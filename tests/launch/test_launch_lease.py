@@ -2,19 +2,24 @@
 
 import os
 import socket
+import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 from control_fakes import Clock
+from history_tools import postgres
 
 from rlhf_core.errors import DatabaseUnavailable, LeaseLost
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.launch.lease import RENEW_EVERY_S, TTL_S, Lease, Owner, acquire, known_dead, refuse_if_driven, user_name
+from rlhf_core.launch.lease import TTL_S, Lease, Owner, acquire, known_dead, refuse_if_driven, user_name
 
 RUN = "small-20260101-000000-abcdef"
 
@@ -168,7 +173,7 @@ def test_keeping_renews_only_when_it_is_time(store: HistoryStore) -> None:
     other = store.acquire_lease(RUN, "b@elsewhere:1:1.00", 3600, takeover=lambda owner: True)
     assert other > lease.token
     lease.keep()  # it is early: nothing is asked
-    clock.sleep(RENEW_EVERY_S)
+    clock.sleep(TTL_S / 4)
     with pytest.raises(LeaseLost):
         lease.keep()
 
@@ -189,9 +194,139 @@ class AwayStore:
 def test_a_database_that_is_away_does_not_end_the_controller() -> None:
     clock, store = Clock(), AwayStore()
     lease = Lease(store, RUN, "me", 1, clock)
-    clock.sleep(RENEW_EVERY_S)
+    clock.sleep(TTL_S / 4)
     lease.keep()
     assert lease.behind == "no answer"
     store.away = False
     lease.keep()  # tried again at once, not a quarter of a minute later
     assert (store.renewed, lease.behind) == (1, "")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The thread that renews, and the question before something is done
+
+
+def taken_within(store: HistoryStore, seconds: float) -> bool:
+    """Whether a controller of another host gets the lease, if it asks all the time."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        with suppress(LeaseLost):
+            store.acquire_lease(RUN, "b@elsewhere:1:1.00", 3600)
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def short_lease(store: HistoryStore, ttl_s: float = 4.0) -> Lease:
+    return acquire(store, RUN, on_wait=lambda owner, seconds: None, ttl_s=ttl_s)
+
+
+def test_a_controller_that_waits_longer_than_its_lease_keeps_it(store: HistoryStore) -> None:
+    lease = short_lease(store)
+    lease.start()
+    assert not taken_within(store, 6.0), "this is how long the controller does nothing else"
+    lease.keep()
+    lease.release()
+    assert not [thread for thread in threading.enumerate() if RUN in thread.name], "the thread ends with the lease"
+    assert taken_within(store, 1.0)
+
+
+def test_without_its_thread_the_lease_of_a_controller_that_waits_is_taken(store: HistoryStore) -> None:
+    """Negative control: the lease that is renewed between two steps only."""
+    lease = short_lease(store, ttl_s=1.0)
+    assert taken_within(store, 60.0)
+    with pytest.raises(LeaseLost):
+        lease.require()
+
+
+def test_a_controller_that_hangs_does_not_keep_its_run(store: HistoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_core.launch.lease.HANG_S", 0.5)
+    lease = short_lease(store, ttl_s=1.0)
+    lease.start()
+    assert taken_within(store, 60.0), "nothing has asked for the lease for longer than that"
+    with pytest.raises(LeaseLost):
+        lease.keep()
+    assert lease.lost
+    lease.release()
+
+
+def test_who_is_about_to_act_asks_although_it_was_renewed_just_now(store: HistoryStore) -> None:
+    lease = short_lease(store, ttl_s=TTL_S)
+    store.acquire_lease(RUN, "b@elsewhere:1:1.00", 3600, takeover=lambda owner: True)
+    lease.keep()  # the control: it is not time to renew
+    with pytest.raises(LeaseLost, match="was taken over"):
+        lease.require()
+    with pytest.raises(LeaseLost, match="was taken over"):
+        lease.keep()
+
+
+@contextmanager
+def unreachable(url: str) -> Iterator[None]:
+    """A PostgreSQL database that lets nobody in for as long as the block lasts."""
+    import psycopg
+
+    name = url.rpartition("/")[2]
+    with postgres().superuser() as admin:
+        admin.execute(f"ALTER DATABASE {name} ALLOW_CONNECTIONS false")
+        admin.execute(f"SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE datname = '{name}'")
+        with pytest.raises(psycopg.OperationalError):
+            psycopg.connect(url)
+        try:
+            yield
+        finally:
+            admin.execute(f"ALTER DATABASE {name} ALLOW_CONNECTIONS true")
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def test_a_database_that_is_away_when_the_thread_wants_to_renew() -> None:
+    url = postgres().migrated_database()
+    with HistoryStore(url) as store:
+        lease = short_lease(store, ttl_s=1.0)
+        lease.start()
+        with unreachable(url):
+            wait_until(lambda: lease.behind)
+            lease.keep()  # the controller goes on with what it does
+        wait_until(lambda: not lease.behind)
+        assert not taken_within(store, 0.5)
+        lease.keep()
+        lease.release()
+
+
+def test_without_an_answer_the_lease_is_held_until_it_may_have_run_out() -> None:
+    url = postgres().migrated_database()
+    clock = Clock()
+    with HistoryStore(url) as store:
+        lease = acquire(store, RUN, on_wait=lambda owner, seconds: None, clock=clock)
+        with unreachable(url):
+            clock.sleep(TTL_S - 1)
+            lease.require()
+            clock.sleep(1)
+            with pytest.raises(DatabaseUnavailable):
+                lease.require()
+            lease.keep()
+        lease.require()
+        assert lease.behind == ""
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_database_that_can_only_be_read_tells_whose_the_lease_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: bool
+) -> None:
+    """A full disk, or another program that keeps a lock."""
+    monkeypatch.setattr("rlhf_core.history.database.BUSY_TIMEOUT_S", 0.1)
+    clock = Clock()
+    with HistoryStore(f"sqlite:///{tmp_path / 'history.db'}") as store:
+        lease = acquire(store, RUN, on_wait=lambda owner, seconds: None, clock=clock)
+        if taken:
+            store.acquire_lease(RUN, "b@elsewhere:1:1.00", 3600, takeover=lambda owner: True)
+        clock.sleep(2 * TTL_S)
+        with closing(sqlite3.connect(tmp_path / "history.db", isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            with pytest.raises(LeaseLost) if taken else nullcontext():
+                lease.require()
