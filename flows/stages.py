@@ -42,7 +42,7 @@ from rlhf_core.schemas.attempts import AttemptState, RunState, StageName, StageS
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.checks import CheckStatus
 from rlhf_core.schemas.failures import Action, Decision, FailureKind
-from rlhf_core.schemas.journal import ChecksMade, DecisionMade, IncidentFound
+from rlhf_core.schemas.journal import CancelStarted, ChecksMade, DecisionMade, IncidentFound
 from rlhf_core.schemas.probe import ProbeReport
 from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.resources import Inventory, Submission
@@ -119,6 +119,11 @@ def drive(session: Session, call: Call = plainly, ask: promotion.Ask = promotion
 
 def _drive(session: Session, call: Call, ask: promotion.Ask) -> None:
     journal = session.journal
+    if journal.record.cancelling is not None:
+        reason = journal.record.cancelling
+        cancel(session, reason)  # the controller before this one has begun to
+        if not session.resumed and journal.record.state is RunState.CANCELLED:
+            raise RunCancelled(f"run {session.run_dir.run_id} was cancelled: {reason}")
     if journal.record.state in (RunState.PENDING, RunState.PREFLIGHT, RunState.FAILED, RunState.CANCELLED):
         call("preflight", StageName.PREFLIGHT, lambda: preflight(session))
         for rung in due(session):
@@ -450,6 +455,7 @@ def conclude(session: Session, number: int) -> None:
         RunFailed: the decision is to stop.
         PreflightBlocked: likewise, for what the probe of the nodes has found.
         RunCancelled: somebody ended the job.
+        CancelAsked: somebody asked to end the run.
     """
     journal = session.journal
     attempt = journal.record.attempts[number]
@@ -466,8 +472,20 @@ def conclude(session: Session, number: int) -> None:
             session.record()
             raise RunCancelled(f"run {session.run_dir.run_id} was cancelled: {look.verdict.cause}")
         case _:
+            _raise_if_asked_to_end(session)
             _after_failure(session, number, attempt, look)
     session.record()
+
+
+def _raise_if_asked_to_end(session: Session) -> None:
+    """A job that was ended on request has not failed, whatever its agents and its scheduler say.
+
+    Raises:
+        CancelAsked: somebody asked to end the run, and may have ended its job without waiting for this controller.
+    """
+    request = read_model(session.run_dir.cancel_request, AgentCommand)
+    if request is not None:
+        raise CancelAsked(request.reason or "rlhf cancel")
 
 
 def _final_look(session: Session, number: int, attempt: AttemptRecord) -> Look:
@@ -587,6 +605,8 @@ def cancel(session: Session, reason: str, *, save: bool = False) -> None:
     journal = session.journal
     if journal.record.ended:
         return
+    if journal.record.cancelling is None:
+        journal.append(CancelStarted(reason=reason))
     cancel_trials(session, reason, cancel)
     number = max(journal.record.attempts, default=0)
     attempt = journal.record.attempts.get(number)

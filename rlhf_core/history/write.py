@@ -37,6 +37,7 @@ from rlhf_core.schemas.journal import (
     AttemptMoved,
     AttemptPlanned,
     AttemptSubmitted,
+    CancelStarted,
     ChecksMade,
     ControlEvent,
     ControllerStarted,
@@ -254,7 +255,7 @@ def write_journal(connection: Connection, run_id: str, entries: Sequence[Journal
 def _write_journal_event(connection: Connection, run_id: str, entry: JournalEntry) -> None:
     line = entry.line
     match line.event:
-        case RunCreated() | TrialPlanned():
+        case RunCreated() | TrialPlanned() | CancelStarted():
             pass  # the row of each is made from its spec.json
         case RunMoved() as event:
             _move_run(connection, run_id, event, line.time)
@@ -579,6 +580,8 @@ def _tell(event: ControlEvent) -> _Told:
             return _Told(incident.message, incident.attempt, incident.restart)
         case DecisionMade(decision=decision):
             return _Told(decision.reason, decision.attempt, decision.restart)
+        case CancelStarted(reason=reason):
+            return _Told(f"is being cancelled: {reason}")
         case ControllerStarted(controller=controller):
             return _Told(f"{controller} drives the run")
         case PromotionMoved(state=promotion_state, checkpoint_step=step, by=by, reason=reason):

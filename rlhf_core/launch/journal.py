@@ -31,6 +31,7 @@ from rlhf_core.schemas.journal import (
     AttemptMoved,
     AttemptPlanned,
     AttemptSubmitted,
+    CancelStarted,
     ChecksMade,
     ControlEvent,
     DecisionMade,
@@ -112,6 +113,8 @@ class RunRecord:
     """Id of each trial, by the check that it decides."""
     promotion: PromotionRecord | None = None
     """None where nobody was asked and nothing was promoted."""
+    cancelling: str | None = None
+    """Why the run is being ended, where a controller has begun to and has not come to the end of it."""
     first_attempt: int = 1
     """First attempt after the run was last started or resumed by a person: budgets count from here."""
 
@@ -145,6 +148,8 @@ class RunRecord:
                 if self.ended and state is RunState.PREFLIGHT:
                     self.first_attempt = max(self.attempts, default=0) + 1
                 self.state, self.cause = state, cause
+                if self.ended:
+                    self.cancelling = None
             case StageStarted(stage_index=index, name=name, attempt=attempt):
                 self.stages.append(StageRecord(index, name, attempt, line.time))
             case StageEnded(stage_index=index, state=stage_state, message=message):
@@ -153,6 +158,8 @@ class RunRecord:
                         stage.state, stage.ended_at, stage.message = stage_state, line.time, message
             case ChecksMade(results=results):
                 self.checks = results
+            case CancelStarted(reason=reason):
+                self.cancelling = reason
             case TrialPlanned(check_id=check_id, run_id=trial):
                 self.trials[check_id] = trial
             case AttemptPlanned(placement=placement):

@@ -142,6 +142,15 @@ class ControllerStarted(Schema):
     """Page of that flow run, as a browser of that site reaches it."""
 
 
+class CancelStarted(Schema):
+    """The controller sets out to end the run. Written before agents and scheduler are told, so that what they do then
+    is never taken for a failure, whoever goes on with the run."""
+
+    kind: Literal["cancel_started"] = "cancel_started"
+    reason: str
+    """Why, in a sentence for a person."""
+
+
 class PromotionMoved(Schema):
     """The promotion of the run's model began or changed its state."""
 
@@ -171,6 +180,7 @@ ControlEvent = Annotated[
     | IncidentFound
     | DecisionMade
     | ControllerStarted
+    | CancelStarted
     | PromotionMoved,
     Field(discriminator="kind"),
 ]

@@ -6,21 +6,25 @@ the way is counted, and is a point before and a point after it.
 """
 
 import dataclasses
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 
 import pytest
 from control_fakes import FakeAgent, make_spec
 from desk import Desk
 from kill_points import Killed, Points
 
+from flows import stages
+from flows.session import LEASE_RETRY_S
 from flows.stages import drive
-from rlhf_core.errors import RunFailed
+from rlhf_core.errors import DatabaseUnavailable, RunCancelled, RunFailed
 from rlhf_core.launch import start
-from rlhf_core.launch.journal import read_record
-from rlhf_core.run_dir import RunDir
+from rlhf_core.launch.journal import Journal, read_record
+from rlhf_core.run_dir import RunDir, write_model
 from rlhf_core.scheduler.base import JobRequest, JobState
 from rlhf_core.schemas.attempts import AttemptState, RunState
 from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.schemas.journal import CancelStarted, ControlEvent
 from rlhf_core.schemas.resources import Role
 
 
@@ -150,3 +154,188 @@ def test_a_silent_job_is_ended_also_when_its_run_stops(desk: Desk) -> None:
         drive(desk.controller(run_dir))
     assert desk.scheduler.cancelled == ["101"]
     assert desk.scheduler.jobs["101"].state is JobState.ENDED
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Killed while it cancels
+
+
+def cancelled_at(desk: Desk, run_dir: RunDir, kill_at: int | None) -> int:
+    """A life that is asked to end its run when the job is seen to run; how many points it passed."""
+    attempt = FakeAgent(run_dir)
+
+    def behave(request: JobRequest) -> None:
+        agent = FakeAgent(run_dir, attempt=request.placement.attempt)
+        if agent.attempt > 1:
+            agent.whole_run()
+            return
+        agent.begin()
+        agent.role(Role.TRAINER)
+
+    def obey() -> None:
+        """An agent that was told to end, or whose job was ended by the signal that announces a preemption too."""
+        if was_told(desk, run_dir) and not run_dir.attempt(1).outcome.exists():
+            attempt.end(AttemptState.FAILED, FailureKind.PREEMPTION)
+
+    desk.scheduler.on_submit, desk.scheduler.on_status = behave, obey
+    desk.scheduler.submitted.clear()
+    desk.scheduler.cancelled.clear()
+    desk.notes.looks.clear()
+    desk.notes.stop = lambda: len(desk.notes.looks) > 2
+    points = Points(kill_at)
+    session = desk.controller(run_dir)
+    with points.at_every_effect(desk.scheduler, start, stages), suppress(Killed, RunCancelled):
+        drive(session)
+    desk.notes.stop = lambda: False
+    return points.passed
+
+
+def was_told(desk: Desk, run_dir: RunDir) -> bool:
+    """Whether agents or scheduler were told to end the job."""
+    return bool(desk.scheduler.cancelled) or run_dir.attempt(1).commands.is_dir()
+
+
+@pytest.fixture
+def obedient(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Agents need no time to obey; how many points a cancelled life passes."""
+    monkeypatch.setattr(stages, "CANCEL_PATIENCE_S", 0.0)
+    desk.site = dataclasses.replace(desk.site, max_restarts_per_hour=1_000_000)
+    run_dir = desk.run()
+    passed = cancelled_at(desk, run_dir, None)
+    assert read_record(run_dir).state is RunState.CANCELLED
+    return passed
+
+
+def lives_on(desk: Desk, run_dir: RunDir) -> RunState:
+    """The next controller, that nobody asked to end or to go on with the run; what it comes to. One that has ended gets
+    none."""
+    if not read_record(run_dir).ended:
+        with suppress(RunCancelled):
+            drive(desk.controller(run_dir))
+    return read_record(run_dir).state
+
+
+def test_killed_around_every_effect_of_cancelling_the_run_is_cancelled(desk: Desk, obedient: int) -> None:
+    intended, told = 0, 0
+    for point in range(obedient):
+        run_dir = desk.run()
+        assert cancelled_at(desk, run_dir, point) == point
+        if read_record(run_dir).cancelling is None and not was_told(desk, run_dir):
+            continue  # the run has not been cancelled yet, and goes on
+        intended, told = intended + 1, told + was_told(desk, run_dir)
+        assert lives_on(desk, run_dir) is RunState.CANCELLED, f"killed at point {point}: what was cancelled came back"
+        assert numbers(desk) == [1], point
+    assert told >= 8, "order, end of the job, states"
+    assert intended > told, "and between the line and the order"
+
+
+def test_without_the_intent_some_point_makes_a_cancelled_run_a_preempted_one(
+    desk: Desk, obedient: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: the order in which it was done before."""
+    append = Journal.append
+
+    def append_later(journal: Journal, event: ControlEvent) -> None:
+        if not isinstance(event, CancelStarted):
+            append(journal, event)
+
+    monkeypatch.setattr(Journal, "append", append_later)
+    for point in reversed(range(obedient)):
+        run_dir = desk.run()
+        cancelled_at(desk, run_dir, point)
+        if was_told(desk, run_dir) and lives_on(desk, run_dir) is RunState.COMPLETED:
+            assert numbers(desk) == [1, 2]
+            return
+    pytest.fail("no point brought a cancelled run back")
+
+
+def test_who_resumes_a_run_that_was_being_cancelled_goes_on_with_it(desk: Desk, obedient: int) -> None:
+    """It is cancelled first: its job may still be at work."""
+    for point in reversed(range(obedient)):
+        run_dir = desk.run()
+        cancelled_at(desk, run_dir, point)
+        if not read_record(run_dir).ended:
+            break
+    drive(desk.controller(run_dir, resumed=True))
+    record = read_record(run_dir)
+    assert record.state is RunState.COMPLETED
+    assert record.attempts[1].state is AttemptState.CANCELLED
+    assert numbers(desk) == [1, 2]
+
+
+def test_a_job_that_was_ended_without_its_controller_is_no_failure(desk: Desk) -> None:
+    """`rlhf cancel` of a run whose controller did not answer; it wakes up and finds its job gone."""
+    run_dir = desk.run()
+    agent = FakeAgent(run_dir)
+
+    def ended() -> None:
+        if len(desk.notes.looks) == 2:
+            write_model(run_dir.cancel_request, stages.order_to_end("enough", save=False))
+            agent.end(AttemptState.FAILED, FailureKind.PREEMPTION)
+            desk.scheduler.end_all()
+
+    def begin(request: JobRequest) -> None:
+        agent.begin()
+        agent.role(Role.TRAINER)
+
+    desk.scheduler.on_submit, desk.scheduler.on_status = begin, ended
+    with pytest.raises(RunCancelled, match="enough"):
+        drive(desk.controller(run_dir))
+    assert read_record(run_dir).attempts[1].state is AttemptState.CANCELLED
+    assert numbers(desk) == [1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A database that does not say whose run it is
+
+
+def away(number: int) -> Callable[[], None]:
+    """The question for the lease, unanswered so often after the lease may have run out."""
+    left = [DatabaseUnavailable("no answer")] * number
+
+    def require() -> None:
+        if left:
+            raise left.pop()
+
+    return require
+
+
+def test_a_submission_waits_until_the_database_says_whose_run_it_is(desk: Desk) -> None:
+    run_dir = desk.run()
+    desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
+    session = desk.controller(run_dir)
+    session.lease.require = away(3)  # type: ignore[method-assign]
+    before = desk.clock.now
+    drive(session)
+    assert read_record(run_dir).state is RunState.COMPLETED
+    assert numbers(desk) == [1]
+    assert desk.clock.now >= before + 3 * LEASE_RETRY_S
+    assert desk.notes.sayings.count("waiting for the database, which says whose run this is: no answer") == 1
+
+
+def test_who_cancels_meanwhile_is_answered_and_nothing_was_submitted(desk: Desk) -> None:
+    run_dir = desk.run()
+    session = desk.controller(run_dir)
+    session.lease.require = away(1_000_000)  # type: ignore[method-assign]
+    desk.notes.stop = lambda: "waiting for the database" in "".join(desk.notes.sayings)
+    with pytest.raises(RunCancelled):
+        drive(session)
+    assert read_record(run_dir).state is RunState.CANCELLED
+    assert numbers(desk) == []
+
+
+def test_a_person_can_end_the_job_without_the_database(desk: Desk, obedient: int) -> None:
+    run_dir = desk.run()
+    desk.notes.looks.clear()
+    desk.notes.stop = lambda: len(desk.notes.looks) > 2
+
+    def begin(request: JobRequest) -> None:
+        FakeAgent(run_dir).begin()
+        FakeAgent(run_dir).role(Role.TRAINER)
+        session.lease.require = away(1_000_000)  # type: ignore[method-assign]
+
+    desk.scheduler.on_submit = begin
+    session = desk.controller(run_dir)
+    with pytest.raises(RunCancelled):
+        drive(session)
+    assert desk.scheduler.jobs[desk.scheduler.cancelled[-1]].state is JobState.ENDED

@@ -1,0 +1,88 @@
+"""A controller as a process of its own, on the local scheduler, that suspends or kills itself at a point of its life.
+
+``python real_controller.py RUN POINT LEASE_S [old]``: exit code and message are those of `rlhf resume`. With ``old`` it
+does what controllers did before: it asks nobody before it acts, and writes down that it cancels when it has.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from flows import stages
+from flows.session import Quiet, Session, opened
+from rlhf_core.config import load_site
+from rlhf_core.errors import RlhfError
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.launch.journal import Journal
+from rlhf_core.run_dir import RunDir
+from rlhf_core.scheduler.local import LocalScheduler
+from rlhf_core.schemas.journal import CancelStarted
+from rlhf_core.watchdog.watch import Look
+
+
+class Impatient(Quiet):
+    """A person who presses Ctrl-C as soon as the job is seen to run."""
+
+    stop = False
+
+    def looked(self, look: Look) -> None:
+        self.stop = look.role is not None
+
+    def wants_to_stop(self) -> bool:
+        return self.stop
+
+
+def then(effect: Callable[..., Any], number: int) -> Callable[..., Any]:
+    """The effect, and right after it a signal to this process."""
+
+    def both(*arguments: Any, **keywords: Any) -> Any:
+        answer = effect(*arguments, **keywords)
+        os.kill(os.getpid(), number)
+        return answer
+
+    return both
+
+
+def as_it_was() -> None:
+    """Take away what is tested."""
+    append = Journal.append
+
+    def append_without_intent(journal: Journal, event: Any) -> None:
+        if not isinstance(event, CancelStarted):
+            journal._keep_lease = lambda: None
+            append(journal, event)
+
+    Journal.append = append_without_intent  # type: ignore[method-assign]
+    Session.require_lease = lambda self: None  # type: ignore[method-assign]
+
+
+def main(run_id: str, point: str, lease_s: float) -> int:
+    site = load_site()
+    observer = Quiet()
+    if point == "suspended before it submits":
+        LocalScheduler.find = then(LocalScheduler.find, signal.SIGSTOP)  # type: ignore[method-assign]
+    if point == "killed when the scheduler was asked to cancel":
+        observer = Impatient()
+        stages.CANCEL_PATIENCE_S = 0.0
+        LocalScheduler.cancel = then(LocalScheduler.cancel, signal.SIGKILL)  # type: ignore[method-assign]
+    try:
+        with (
+            HistoryStore(site.database_url) as store,
+            opened(
+                RunDir.of(site.runs_dir, run_id), site, store, observer, patience_s=100.0, lease_s=lease_s
+            ) as session,
+        ):
+            session.poll_s = 0.2
+            stages.drive(session)
+    except RlhfError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    if "old" in sys.argv:
+        as_it_was()
+    sys.exit(main(sys.argv[1], sys.argv[2], float(sys.argv[3])))

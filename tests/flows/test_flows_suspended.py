@@ -1,0 +1,139 @@
+"""Controllers that are suspended or killed for real: never two jobs of one attempt, and what was cancelled stays so.
+
+The agents are small programs that write what real ones write (``zombies.AGENT``).
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+from zombies import ROOT, Services, go, starts, state_of, wait_for
+
+from rlhf_core.launch.journal import read_record
+from rlhf_core.run_dir import RunDir
+from rlhf_core.scheduler.local import LocalScheduler
+from rlhf_core.schemas.attempts import AttemptState, RunState
+
+pytestmark = pytest.mark.end_to_end
+
+LEASE_S = 3.0
+
+
+@dataclass
+class Controllers:
+    """Controllers of one site, each in a process of its own."""
+
+    services: Services
+    stack: ExitStack
+    logs: list[Path] = field(default_factory=list)
+
+    def start(self, run_dir: RunDir, point: str = "", *, old: bool = False) -> "subprocess.Popen[bytes]":
+        log = self.services.folder / f"controller-{len(self.logs)}.log"
+        self.logs.append(log)
+        words = [run_dir.run_id, point, str(LEASE_S), *(["old"] if old else [])]
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("real_controller.py")), *words],
+                env={**os.environ, **self.services.environment},
+                cwd=self.services.folder,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        self.stack.callback(process.wait)
+        self.stack.callback(process.kill)
+        return process
+
+    def said(self, number: int) -> str:
+        return self.logs[number].read_text()
+
+
+@pytest.fixture
+def controllers(tmp_path: Path) -> Iterator[Controllers]:
+    services = Services(tmp_path, {"RLHF_SCHEDULER": "local", "PYTHONPATH": str(ROOT)})
+    with ExitStack() as stack:
+        yield Controllers(services, stack)
+    scheduler = LocalScheduler()
+    for job in scheduler.living():
+        if (services.site.runs_dir / job.run_id).exists():
+            scheduler.cancel(job.submission)
+
+
+def suspended(process: "subprocess.Popen[bytes]") -> bool:
+    assert process.poll() is None
+    return psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
+
+
+def num_jobs(run_dir: RunDir) -> int:
+    return len(starts(run_dir)) if (run_dir.root / "starts").exists() else 0
+
+
+def taken_over(controllers: Controllers, *, old: bool) -> RunDir:
+    """A controller is suspended just before it submits, for longer than its lease; a second one takes the run over; the
+    first one wakes up."""
+    run_dir = controllers.services.checked_run()
+    first = controllers.start(run_dir, "suspended before it submits", old=old)
+    wait_for(lambda: suspended(first), "the first controller is about to submit")
+    second = controllers.start(run_dir)
+    wait_for(lambda: state_of(run_dir) is RunState.TRAINING, "the second one has submitted")
+    before = {path: path.read_bytes() for path in (run_dir.attempt(1).submission, run_dir.attempt(1).placement)}
+    lines = run_dir.control.read_text().splitlines()
+    first.send_signal(signal.SIGCONT)
+    wait_for(lambda: old or first.poll() is not None, "the first one has noticed")
+    if old:
+        wait_for(lambda: num_jobs(run_dir) > 1 or first.poll() is not None, "the first one has submitted too")
+        return run_dir
+    assert first.returncode == 1
+    assert "LeaseLost" in controllers.said(0)
+    assert {path: path.read_bytes() for path in before} == before
+    assert run_dir.control.read_text().splitlines()[: len(lines)] == lines
+    go(run_dir)
+    assert second.wait(100) == 0, controllers.said(1)
+    record = read_record(run_dir)
+    assert record.state is RunState.COMPLETED
+    stale = [line for line in run_dir.control.read_text().splitlines() if '"token":1,' in line]
+    assert stale == [line for line in lines if '"token":1,' in line], "the first one has written nothing since"
+    return run_dir
+
+
+def test_a_controller_suspended_before_it_submits_and_taken_over_submits_nothing(controllers: Controllers) -> None:
+    assert starts(taken_over(controllers, old=False)) == ["1"]
+
+
+def test_without_asking_for_the_lease_there_are_two_jobs(controllers: Controllers) -> None:
+    """Negative control: the controller as it was, which asks when it is time to renew, and else acts."""
+    assert starts(taken_over(controllers, old=True)) == ["1", "1"]
+
+
+def cancelled_and_killed(controllers: Controllers, *, old: bool) -> RunDir:
+    """A controller is killed right after the scheduler has ended the job; the keeper's next one adopts the run."""
+    run_dir = controllers.services.checked_run()
+    first = controllers.start(run_dir, "killed when the scheduler was asked to cancel", old=old)
+    assert first.wait(100) == -signal.SIGKILL
+    assert starts(run_dir) == ["1"]
+    assert state_of(run_dir) is RunState.TRAINING
+    go(run_dir)  # should an agent be started once more
+    second = controllers.start(run_dir, old=old)
+    assert second.wait(100) == (0 if old else 130), controllers.said(1)
+    return run_dir
+
+
+def test_a_run_whose_controller_was_killed_while_it_cancelled_is_cancelled(controllers: Controllers) -> None:
+    run_dir = cancelled_and_killed(controllers, old=False)
+    record = read_record(run_dir)
+    assert (record.state, record.cause) == (RunState.CANCELLED, "interrupted at the terminal")
+    assert record.attempts[1].state is AttemptState.CANCELLED
+    assert starts(run_dir) == ["1"]
+
+
+def test_without_the_intent_in_the_journal_the_run_is_tried_again(controllers: Controllers) -> None:
+    """Negative control: acted first, written down later."""
+    run_dir = cancelled_and_killed(controllers, old=True)
+    assert state_of(run_dir) is RunState.COMPLETED
+    assert starts(run_dir) == ["1", "2"]
