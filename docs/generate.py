@@ -27,6 +27,7 @@ from rlhf_core.diagnosis.signatures import Part  # noqa: E402
 from rlhf_core.preflight.known_bad import KNOWN_BAD  # noqa: E402
 from rlhf_core.preflight.memory import GPU_MEMORY_GB  # noqa: E402
 from rlhf_core.preflight.registry import CHECKS, PLUGINS  # noqa: E402
+from rlhf_core.presets import PRESETS  # noqa: E402
 from rlhf_core.schemas.failures import Action, FailureKind  # noqa: E402
 from rlhf_core.schemas.run import SuperviseSpec  # noqa: E402
 
@@ -38,7 +39,7 @@ CONFIGURATION = """\
 A run is asked for with one TOML file. Only `name`, the model, the data and `train.num_steps` have no default; a
 file says what differs. Any setting can be overridden on the command line with `--set section.field=value`, where
 the value is TOML and a bare word is taken as text. An unknown key is an error, and the message names the nearest
-right one. The shipped presets, `quickstart` and `gsm8k`, are commented examples: `rlhf run quickstart`.
+right one. The shipped presets, {presets}, are commented examples: `rlhf run quickstart`.
 
 What ran is kept, with every default filled in, in `spec.json` of the run directory.
 """
@@ -254,7 +255,8 @@ def main() -> None:
 
 def configuration() -> str:
     """Every setting of a run, and the settings of a site."""
-    parts = [GENERATED, CONFIGURATION, "## Top level\n", *_settings("")]
+    named = ", ".join(f"`{name}`" for name in PRESETS)
+    parts = [GENERATED, CONFIGURATION.format(presets=named), "## Top level\n", *_settings("")]
     for section, about in config.describe_sections().items():
         parts += [f"\n## `[{section}]`\n", f"{about}\n", *_settings(section)]
     parts += [SITE, "| variable | key | meaning |", "|---|---|---|"]

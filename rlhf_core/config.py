@@ -20,12 +20,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 
 from rlhf_core.errors import BadConfig
+from rlhf_core.presets import PRESETS, preset_path
 from rlhf_core.schemas.base import Schema
 from rlhf_core.schemas.run import RunSpec, SlurmSpec
 from rlhf_core.schemas.site import NotifySite, PrefectSite, RetentionSite
-
-PRESETS = ("quickstart", "gsm8k", "slurm-quickstart")
-"""Names that may be given instead of a config file; the files ship with the package."""
 
 _NAME = r"[a-z0-9][a-z0-9_-]{0,62}"
 
@@ -78,16 +76,6 @@ def find(config: str | Path) -> Path:
 def is_name(text: str) -> bool:
     """Whether a run, and what makes runs, may be called so."""
     return re.fullmatch(_NAME, text) is not None
-
-
-def preset_path(name: str) -> Path:
-    """The file of a shipped preset: inside the installed package, or ``infra/presets`` of a checkout."""
-    package = Path(__file__).parent
-    for folder in (package / "presets", package.parent / "infra" / "presets"):
-        path = folder / f"{name}.toml"
-        if path.is_file():
-            return path
-    raise BadConfig(f'preset "{name}" is not part of this installation of rlhf-flows; reinstall the package')
 
 
 def validate(content: Mapping[str, Any], source: str) -> RunSpec:

@@ -28,8 +28,10 @@ from flows.run import DESCRIPTION, FLOW, rlhf_run
 from flows.session import FlowRun
 from flows.site.server import server_answers
 from rlhf_core import config as configs
-from rlhf_core.config import PRESETS, Site
+from rlhf_core.config import Site
 from rlhf_core.errors import BadInput, PrefectUnavailable
+from rlhf_core.presets import PRESETS
+from rlhf_core.redaction import carries_secret
 from rlhf_core.launch.lease import user_name
 
 ENTRYPOINT = "flows.run.rlhf_run"

@@ -14,6 +14,7 @@ from typer.core import TyperCommand
 from rlhf_core.cli import output
 from rlhf_core.cli.history_commands import RunArgument
 from rlhf_core.cli.output import JsonOption
+from rlhf_core.presets import PRESETS
 
 if TYPE_CHECKING:
     from flows.session import Session
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from rlhf_core.schemas.checks import CheckResult
 
 ConfigArgument = Annotated[
-    str, typer.Argument(metavar="CONFIG", help="A TOML file, or the name of a preset: quickstart, gsm8k.")
+    str, typer.Argument(metavar="CONFIG", help=f"A TOML file, or the name of a preset: {', '.join(PRESETS)}.")
 ]
 SetOption = Annotated[
     list[str] | None,
@@ -58,7 +59,7 @@ class CommandWithSettings(TyperCommand):
 
 def init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write it.")] = Path(),
-    preset: Annotated[str, typer.Option(help="Which preset to begin from: quickstart or gsm8k.")] = "quickstart",
+    preset: Annotated[str, typer.Option(help=f"Which preset to begin from: {', '.join(PRESETS)}.")] = "quickstart",
 ) -> None:
     """Write a commented starter config: every setting with its meaning and default."""
     from rlhf_core.cli.starter import starter_config
