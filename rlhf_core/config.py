@@ -310,6 +310,9 @@ class Site:
     """``[notify]``: who is told what."""
     retention: RetentionSite = dataclasses.field(default_factory=RetentionSite)
     """``[retention]``: what the keeper of the site removes."""
+    job_secrets: Path | None = None
+    """``RLHF_JOB_SECRETS``: file with the values of ``slurm.pass_environment``, as lines ``NAME=value``; refused unless
+    it is of mode 600 and of the user who submits (default ``<home>/job-secrets.env``)."""
     slurm: SlurmSpec = dataclasses.field(default_factory=SlurmSpec)
     """``[slurm]``: a table of ``rlhf.toml`` with the settings of the section ``slurm`` of a run: what every job asks
     of Slurm, unless its run says otherwise. Lists and variables of both are used."""
@@ -321,6 +324,7 @@ _SITE_KEYS = {
     "scheduler": "RLHF_SCHEDULER",
     "compute_python": "RLHF_COMPUTE_PYTHON",
     "max_restarts_per_hour": "RLHF_MAX_RESTARTS_PER_HOUR",
+    "job_secrets": "RLHF_JOB_SECRETS",
 }
 _SITE_TABLES = ("prefect", "notify", "retention", "slurm")
 _SECRETS = {
@@ -355,6 +359,7 @@ def load_site(environ: Mapping[str, str] | None = None) -> Site:
         scheduler=scheduler,
         compute_python=_interpreter(settings.get("compute_python") or sys.executable),
         max_restarts_per_hour=_whole_number("max_restarts_per_hour", settings.get("max_restarts_per_hour", "60")),
+        job_secrets=Path(settings.get("job_secrets") or home / "job-secrets.env").expanduser().absolute(),
         prefect=_site_table(PrefectSite, "prefect", home, settings, environment),
         notify=_site_table(NotifySite, "notify", home, settings, environment),
         retention=_site_table(RetentionSite, "retention", home, settings, environment),

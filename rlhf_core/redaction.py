@@ -29,8 +29,10 @@ _NO_SECRET_ENDS = _words("DIR DIRECTORY FILE ID NAME PATH SOCK SOCKET TYPE")
 """What ends the name of something that only leads to a secret, or names one: ``HF_TOKEN_PATH``, ``SSH_AUTH_SOCK``."""
 _NOT_MEANT = frozenset({"PWD", "OLDPWD"})
 
-_PLAIN = re.compile(r"[+-]?[\d.]*|true|false|yes|no|on|off|none|null|auto|default|[/~.${<].*", re.IGNORECASE)
-"""Values that are no secret under any name: numbers, switches, paths, references to another variable."""
+_REFERENCE = re.compile(r"(?:[/~.${<].*)?", re.DOTALL)
+"""Values that only lead to a secret: paths, other variables, places in a template."""
+_SWITCH = re.compile(r"[+-]?[\d.]*|true|false|yes|no|on|off|none|null|auto|default", re.IGNORECASE)
+"""Values that are no secret unless they are called a password."""
 
 _TOKEN = re.compile(
     r"""
@@ -100,7 +102,7 @@ def _without_user_info(match: "re.Match[str]") -> str:
 
 def _without_value(match: "re.Match[str]") -> str:
     name, value = match["name"], match["value"].strip("\"'")
-    if not is_secret_name(name) or _PLAIN.fullmatch(value) or MASK in value:
+    if not _is_named_secret(name, value) or MASK in value:
         return match[0]
     return match[0].replace(match["value"], MASK)
 
@@ -119,13 +121,19 @@ def secrets_in(name: str, value: object) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             yield from secrets_in(f"{name}[{index}]" if isinstance(item, str) else name, item)
-    elif isinstance(value, str) and (carries_secret(value) or _is_named_secret(name, value)):
+    elif isinstance(value, str) and (carries_secret(value) or _is_secret_setting(name, value)):
         yield name
 
 
-def _is_named_secret(name: str, value: str) -> bool:
+def _is_secret_setting(name: str, value: str) -> bool:
     section, _, leaf = name.rpartition(".")
-    return section in NAMED_BY_USERS and is_secret_name(leaf) and not _PLAIN.fullmatch(value)
+    return section in NAMED_BY_USERS and _is_named_secret(leaf, value)
+
+
+def _is_named_secret(name: str, value: str) -> bool:
+    if not is_secret_name(name) or _REFERENCE.fullmatch(value):
+        return False
+    return "PASS" in name.upper() or not _SWITCH.fullmatch(value)
 
 
 def keyed_hash(value: str, key: bytes) -> str:

@@ -129,6 +129,8 @@ def _checks(config: str, overrides: Sequence[str]) -> "Sequence[CheckResult]":
             compute_python=site.compute_python,
             runs_dir=site.runs_dir,
             code_path=Path(folder) / "snapshot",
+            site_slurm=site.slurm,
+            job_secrets=site.job_secrets,
             past=look_back_from(site, spec, output.note),
         )
         return make_checks(spec, around)
@@ -343,7 +345,7 @@ def _print_plan(spec: Any, site: "Site", as_json: bool) -> None:
     scheduler = get_scheduler(site.scheduler)
     placement = plan(spec, scheduler.inventory(), attempt=1)
     run_dir = RunDir.of(site.runs_dir, f"{spec.name}-<date>-<time>-<id>")
-    request = job_request(run_dir, spec, placement, site.compute_python, site.slurm)
+    request = job_request(run_dir, spec, placement, site.compute_python, site.slurm, site.job_secrets)
     if as_json:
         shown = {"spec": spec, "placement": placement, "command": request.command, "run_dir": run_dir.root}
         shown["script"] = scheduler.script(request)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from shop import Shop
+from shop import IN_THE_OPEN, SECRETS, Shop
 
 
 @pytest.fixture
@@ -18,9 +18,12 @@ def shop(tmp_path: Path) -> Iterator[Shop]:
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
-    """One tiny run, start to end, with a real temporary Prefect server: what every disturbed run is compared with."""
+    """One tiny run, start to end, with a real temporary Prefect server: what every disturbed run is compared with.
+
+    Everything around it is full of secrets, one of which its job is to be handed.
+    """
     home = tmp_path_factory.mktemp("undisturbed")
-    shop = Shop(home, {"PREFECT_HOME": str(home / "prefect")})
-    shop.rlhf("run", shop.config())
+    shop = Shop(home, {"PREFECT_HOME": str(home / "prefect"), **SECRETS, "NCCL_NOTE": IN_THE_OPEN})
+    shop.rlhf("run", shop.config(), "--set", 'slurm.pass_environment=["WANDB_API_KEY"]')
     yield shop
     shop.end()

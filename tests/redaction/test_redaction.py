@@ -26,6 +26,7 @@ SECRET_VALUES = {
     "https://1234567890abcdef@o1.ingest.sentry.io/2": "https://***@o1.ingest.sentry.io/2",
     "redis://:hunter2@cache:6379/0": "redis://***@cache:6379/0",
     "host=db user=anna password=hunter2 dbname=x": "host=db user=anna password=*** dbname=x",
+    "dbname=x password=12345": "dbname=x password=***",
     "Server=db;Uid=anna;Pwd=hunter2;": "Server=db;Uid=anna;Pwd=***;",
     "https://api.example/v1?token=hunter2&limit=3": "https://api.example/v1?token=***&limit=3",
     "export WANDB_API_KEY='hunter2 x'": "export WANDB_API_KEY=***",
