@@ -228,6 +228,13 @@ come upon it for certain; for others it is a warning.
 |---|---|---|---|
 """
 
+WAITING = """
+These rows wait for a part of rlhf-flows that no config can ask for yet. They are not acted upon before it is there.
+
+| installed | what happens | instead | waits for | source |
+|---|---|---|---|---|
+"""
+
 CLI = """\
 # The command line
 
@@ -349,13 +356,16 @@ def preflight() -> str:
     parts += [f"| `{one.id}` | {_cell(one.prevents)} |" for one in NODE_CHECKS]
     gpus = [f"| `{name}` | {' or '.join(map(str, sizes))} |" for name, sizes in sorted(GPU_MEMORY_GB.items())]
     text = "\n".join(parts) + "\n" + OFF.format(group=PLUGINS) + MEMORY + "\n".join(gpus) + "\n"
-    return text + VERSIONS + "\n".join(_known_bad()) + "\n"
+    text += VERSIONS + "\n".join(_known_bad(waiting=False)) + "\n"
+    return text + WAITING + "\n".join(_known_bad(waiting=True)) + "\n"
 
 
-def _known_bad() -> Iterator[str]:
+def _known_bad(*, waiting: bool) -> Iterator[str]:
     for row in KNOWN_BAD:
-        installed = " with ".join(f"`{name}{versions}`" for name, versions in row.packages.items())
-        yield f"| {installed} | {_cell(row.happens)} | `{row.instead}` | {row.source} |"
+        if bool(row.waits_for) == waiting:
+            installed = " with ".join(f"`{name}{versions}`" for name, versions in row.packages.items())
+            for_what = f" | {row.waits_for}" if waiting else ""
+            yield f"| {installed} | {_cell(row.happens)} | `{row.instead}`{for_what} | {row.source} |"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
