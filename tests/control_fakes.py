@@ -110,6 +110,7 @@ class FakeScheduler:
         return " ".join(request.command)
 
     def submit(self, request: JobRequest) -> Submission:
+        request.passed.values()  # as the real ones do: without them nothing is submitted
         self.submitted.append(request)
         submission = Submission(
             attempt=request.placement.attempt,
