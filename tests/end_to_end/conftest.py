@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from shop import IN_THE_OPEN, SECRETS, Shop
+from shop import Shop
 
 
 @pytest.fixture
@@ -18,12 +18,9 @@ def shop(tmp_path: Path) -> Iterator[Shop]:
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
-    """One tiny run, start to end, with a real temporary Prefect server: what every disturbed run is compared with.
-
-    Everything around it is full of secrets, one of which its job is to be handed.
-    """
+    """One tiny run, start to end, with a real temporary Prefect server: what every disturbed run is compared with."""
     home = tmp_path_factory.mktemp("undisturbed")
-    shop = Shop(home, {"PREFECT_HOME": str(home / "prefect"), **SECRETS, "NCCL_NOTE": IN_THE_OPEN})
-    shop.rlhf("run", shop.config(), "--set", 'slurm.pass_environment=["WANDB_API_KEY"]')
+    shop = Shop(home, {"PREFECT_HOME": str(home / "prefect")})
+    shop.rlhf("run", shop.config())
     yield shop
     shop.end()

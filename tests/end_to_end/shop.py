@@ -74,18 +74,6 @@ backoff_s = 0
 """
 
 
-CANARY = "c4nary-that-nobody-may-see"
-IN_THE_OPEN = "c4nary-in-the-open"
-SECRETS = {
-    # The site's own, which no job gets, and what people have in their environment.
-    **dict.fromkeys(("PGPASSWORD", "RLHF_NOTIFY_WEBHOOK_URL", "OPENAI_KEY", "GITHUB_PAT", "NPM_AUTH"), CANARY),
-    **dict.fromkeys(("WANDB_API_KEY", "HF_TOKEN"), CANARY),
-    "HTTPS_PROXY": f"http://anna:{CANARY}@127.0.0.1:9",
-    "DATABASE_URL": f"postgresql://anna:{CANARY}@127.0.0.1:9/db",
-}
-"""Variables of the main run, none of whose values may be in anything that it leaves behind."""
-
-
 @dataclass
 class Finished:
     """A command that ended."""
