@@ -27,6 +27,7 @@ from rlhf_core.diagnosis.signatures import Part  # noqa: E402
 from rlhf_core.preflight.known_bad import KNOWN_BAD  # noqa: E402
 from rlhf_core.preflight.memory import GPU_MEMORY_GB  # noqa: E402
 from rlhf_core.preflight.registry import CHECKS, PLUGINS  # noqa: E402
+from rlhf_core.presets import PRESETS  # noqa: E402
 from rlhf_core.schemas.failures import Action, FailureKind  # noqa: E402
 from rlhf_core.schemas.run import SuperviseSpec  # noqa: E402
 
@@ -38,7 +39,7 @@ CONFIGURATION = """\
 A run is asked for with one TOML file. Only `name`, the model, the data and `train.num_steps` have no default; a
 file says what differs. Any setting can be overridden on the command line with `--set section.field=value`, where
 the value is TOML and a bare word is taken as text. An unknown key is an error, and the message names the nearest
-right one. The shipped presets, `quickstart` and `gsm8k`, are commented examples: `rlhf run quickstart`.
+right one. The shipped presets, {presets}, are commented examples: `rlhf run quickstart`.
 
 What ran is kept, with every default filled in, in `spec.json` of the run directory.
 """
@@ -227,6 +228,13 @@ come upon it for certain; for others it is a warning.
 |---|---|---|---|
 """
 
+WAITING = """
+These rows wait for a part of rlhf-flows that no config can ask for yet. They are not acted upon before it is there.
+
+| installed | what happens | instead | waits for | source |
+|---|---|---|---|---|
+"""
+
 CLI = """\
 # The command line
 
@@ -254,7 +262,8 @@ def main() -> None:
 
 def configuration() -> str:
     """Every setting of a run, and the settings of a site."""
-    parts = [GENERATED, CONFIGURATION, "## Top level\n", *_settings("")]
+    named = ", ".join(f"`{name}`" for name in PRESETS)
+    parts = [GENERATED, CONFIGURATION.format(presets=named), "## Top level\n", *_settings("")]
     for section, about in config.describe_sections().items():
         parts += [f"\n## `[{section}]`\n", f"{about}\n", *_settings(section)]
     parts += [SITE, "| variable | key | meaning |", "|---|---|---|"]
@@ -347,13 +356,16 @@ def preflight() -> str:
     parts += [f"| `{one.id}` | {_cell(one.prevents)} |" for one in NODE_CHECKS]
     gpus = [f"| `{name}` | {' or '.join(map(str, sizes))} |" for name, sizes in sorted(GPU_MEMORY_GB.items())]
     text = "\n".join(parts) + "\n" + OFF.format(group=PLUGINS) + MEMORY + "\n".join(gpus) + "\n"
-    return text + VERSIONS + "\n".join(_known_bad()) + "\n"
+    text += VERSIONS + "\n".join(_known_bad(waiting=False)) + "\n"
+    return text + WAITING + "\n".join(_known_bad(waiting=True)) + "\n"
 
 
-def _known_bad() -> Iterator[str]:
+def _known_bad(*, waiting: bool) -> Iterator[str]:
     for row in KNOWN_BAD:
-        installed = " with ".join(f"`{name}{versions}`" for name, versions in row.packages.items())
-        yield f"| {installed} | {_cell(row.happens)} | `{row.instead}` | {row.source} |"
+        if bool(row.waits_for) == waiting:
+            installed = " with ".join(f"`{name}{versions}`" for name, versions in row.packages.items())
+            for_what = f" | {row.waits_for}" if waiting else ""
+            yield f"| {installed} | {_cell(row.happens)} | `{row.instead}`{for_what} | {row.source} |"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

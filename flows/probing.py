@@ -48,7 +48,7 @@ def probe_nodes(spec: RunSpec, site: Site, scheduler: Scheduler, say: Callable[[
         update={"roles": (RolePlan(role=Role.PROBE, workers_per_node=ranks),)}
     )
     write_model(attempt.placement, placement)
-    request = job_request(run_dir, spec, placement, site.compute_python, site.slurm)
+    request = job_request(run_dir, spec, placement, site.compute_python, site.slurm, site.job_secrets)
     limit_s = min(request.time_limit_s, round(spec.preflight.meet_s + spec.preflight.probe_s) + MARGIN_S)
     submission = scheduler.submit(replace(request, time_limit_s=limit_s))
     try:

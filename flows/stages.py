@@ -197,6 +197,8 @@ def preflight(session: Session) -> None:
             code_path=session.run_dir.code / "snapshot",
             resume=session.run_dir.newest_checkpoint(),
             stored_version=session.stored.package_version,
+            site_slurm=session.site.slurm,
+            job_secrets=session.site.job_secrets,
             past=look_back(session.store, session.spec, session.observer.says, session.run_dir.run_id),
         )
         results = make_checks(session.spec, around, session.check)
@@ -346,7 +348,8 @@ def _left_alone(session: Session) -> dict[str, str]:
 def _submit(session: Session, number: int) -> None:
     journal = session.journal
     placement = journal.record.attempts[number].placement
-    request = job_request(session.run_dir, session.spec, placement, session.site.compute_python, session.site.slurm)
+    site = session.site
+    request = job_request(session.run_dir, session.spec, placement, site.compute_python, site.slurm, site.job_secrets)
     try:
         submit_once(session.run_dir, request, session.scheduler, journal, session.require_lease)
     except SubmissionFailed as error:

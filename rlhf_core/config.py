@@ -20,12 +20,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 
 from rlhf_core.errors import BadConfig
+from rlhf_core.presets import PRESETS, preset_path
 from rlhf_core.schemas.base import Schema
 from rlhf_core.schemas.run import RunSpec, SlurmSpec
 from rlhf_core.schemas.site import NotifySite, PrefectSite, RetentionSite
-
-PRESETS = ("quickstart", "gsm8k", "slurm-quickstart")
-"""Names that may be given instead of a config file; the files ship with the package."""
 
 _NAME = r"[a-z0-9][a-z0-9_-]{0,62}"
 
@@ -78,16 +76,6 @@ def find(config: str | Path) -> Path:
 def is_name(text: str) -> bool:
     """Whether a run, and what makes runs, may be called so."""
     return re.fullmatch(_NAME, text) is not None
-
-
-def preset_path(name: str) -> Path:
-    """The file of a shipped preset: inside the installed package, or ``infra/presets`` of a checkout."""
-    package = Path(__file__).parent
-    for folder in (package / "presets", package.parent / "infra" / "presets"):
-        path = folder / f"{name}.toml"
-        if path.is_file():
-            return path
-    raise BadConfig(f'preset "{name}" is not part of this installation of rlhf-flows; reinstall the package')
 
 
 def validate(content: Mapping[str, Any], source: str) -> RunSpec:
@@ -322,6 +310,9 @@ class Site:
     """``[notify]``: who is told what."""
     retention: RetentionSite = dataclasses.field(default_factory=RetentionSite)
     """``[retention]``: what the keeper of the site removes."""
+    job_secrets: Path | None = None
+    """``RLHF_JOB_SECRETS``: file with the values of ``slurm.pass_environment``, as lines ``NAME=value``; refused unless
+    it is of mode 600 and of the user who submits (default ``<home>/job-secrets.env``)."""
     slurm: SlurmSpec = dataclasses.field(default_factory=SlurmSpec)
     """``[slurm]``: a table of ``rlhf.toml`` with the settings of the section ``slurm`` of a run: what every job asks
     of Slurm, unless its run says otherwise. Lists and variables of both are used."""
@@ -333,6 +324,7 @@ _SITE_KEYS = {
     "scheduler": "RLHF_SCHEDULER",
     "compute_python": "RLHF_COMPUTE_PYTHON",
     "max_restarts_per_hour": "RLHF_MAX_RESTARTS_PER_HOUR",
+    "job_secrets": "RLHF_JOB_SECRETS",
 }
 _SITE_TABLES = ("prefect", "notify", "retention", "slurm")
 _SECRETS = {
@@ -367,6 +359,7 @@ def load_site(environ: Mapping[str, str] | None = None) -> Site:
         scheduler=scheduler,
         compute_python=_interpreter(settings.get("compute_python") or sys.executable),
         max_restarts_per_hour=_whole_number("max_restarts_per_hour", settings.get("max_restarts_per_hour", "60")),
+        job_secrets=Path(settings.get("job_secrets") or home / "job-secrets.env").expanduser().absolute(),
         prefect=_site_table(PrefectSite, "prefect", home, settings, environment),
         notify=_site_table(NotifySite, "notify", home, settings, environment),
         retention=_site_table(RetentionSite, "retention", home, settings, environment),

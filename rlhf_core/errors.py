@@ -1,4 +1,4 @@
-"""Every error that is raised on purpose, as one tree.
+"""Every error that a person may be shown, as one tree.
 
     RlhfError                       exit code 1 of the command line unless the class says otherwise
     ├── BadInput (2)                what the user gave cannot work; nothing was started
@@ -31,6 +31,18 @@
         └── ResumeMismatch          a checkpoint does not fit this run (ranks, model, spec)
 
 A message says what was found, what was expected and what to do. Errors stay picklable: one message argument.
+
+Not among them are exceptions by which one part of a package tells another how to go on, and which end inside it:
+
+    flows.session.CancelAsked                 a wait ends because the user ends the run
+    flows.stages.AttemptFailed                a stage ends with its attempt
+    rlhf_core.worker.agent.AttemptFailed      the attempt ends before workers could be started
+    rlhf_core.worker.board.BoardLost          agents lose the place where they meet
+    rlhf_core.worker.elastic.StartAbandoned   workers were to end before they were started
+    rlhf_core.worker.nodes.NodesError         the environment of a node contradicts itself
+
+Python's own are raised where its rules ask for them (validators, numbers that make no sense) and for mistakes in this
+program; `rlhf` then says that it is one.
 """
 
 

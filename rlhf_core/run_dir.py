@@ -41,8 +41,16 @@ def new_run_id(name: str, now: datetime | None = None) -> str:
 # Whole files
 
 
-def write_text(path: Path, text: str) -> None:
+PRIVATE_MODE = 0o600
+"""Permissions of a file that only its owner may read."""
+_USUAL_MODE = 0o666
+
+
+def write_text(path: Path, text: str, mode: int = _USUAL_MODE) -> None:
     """Write a whole file so that readers see the old one or the new one, never a part; it survives a power cut.
+
+    Args:
+        mode: Its permissions, from which the umask is taken off.
 
     Raises:
         OSError: the file system is full, read-only or gone. The old file is untouched then.
@@ -50,19 +58,23 @@ def write_text(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        _write_new(temporary, text, mode)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 
 
-def write_model(path: Path, model: BaseModel) -> None:
+def _write_new(path: Path, text: str, mode: int) -> None:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_model(path: Path, model: BaseModel, mode: int = _USUAL_MODE) -> None:
     """Write a schema as JSON, whole (see :func:`write_text`)."""
-    write_text(path, model.model_dump_json(indent=2) + "\n")
+    write_text(path, model.model_dump_json(indent=2) + "\n", mode)
 
 
 def read_model(path: Path, schema: type[Model]) -> Model | None:
@@ -87,20 +99,20 @@ def claim(path: Path, text: str) -> bool:
     return True
 
 
-def create_once(path: Path, text: str) -> bool:
+def create_once(path: Path, text: str, mode: int = _USUAL_MODE) -> bool:
     """Write a whole file that must not exist yet; False when somebody else was first.
 
     Unlike :func:`claim`, whose file may be seen while it is empty: what is here is whole, also after a kill.
+
+    Args:
+        mode: Its permissions, from which the umask is taken off.
 
     Raises:
         OSError: the file system is full, read-only or gone.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        _write_new(temporary, text, mode)
         path.hardlink_to(temporary)
     except FileExistsError:
         return False
@@ -295,7 +307,7 @@ class RestartDir:
         return self.root / "logs"
 
     def log(self, role: str, node: str, local_rank: int) -> Path:
-        """Standard output and error of one worker; its agent opens it."""
+        """Standard output and error of one worker; that worker opens it."""
         return self.logs / f"{role}-{node}-{local_rank}.log"
 
     def worker_outcome(self, role: str, node: str, local_rank: int) -> Path:
@@ -341,8 +353,13 @@ class AttemptDir:
         return self.root / "probe"
 
     def node_facts(self, node: str) -> Path:
-        """What a node says of itself; its agent writes it."""
+        """What a node says of itself; its agent writes it. Only the owner of the run may read it."""
         return self.probe / f"{node}.json"
+
+    @property
+    def probe_key(self) -> Path:
+        """Key of the hashes in them; the first agent makes it. Only the owner of the run may read it."""
+        return self.probe / "key"
 
     @property
     def probe_report(self) -> Path:

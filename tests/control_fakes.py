@@ -118,6 +118,7 @@ class FakeScheduler:
     def submit(self, request: JobRequest) -> Submission:
         if request.placement.num_nodes > len(self.nodes):
             raise SubmissionFailed(f"there are {len(self.nodes)} nodes, asked for {request.placement.num_nodes}")
+        request.passed.values()  # as the real ones do: without them nothing is submitted
         self.submitted.append(request)
         submission = Submission(
             attempt=request.placement.attempt,

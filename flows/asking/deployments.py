@@ -5,7 +5,6 @@ the meantime (schedules, limits, a pause) stays, unless it is given anew.
 """
 
 import os
-import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,9 +27,11 @@ from flows.run import DESCRIPTION, FLOW, rlhf_run
 from flows.session import FlowRun
 from flows.site.server import server_answers
 from rlhf_core import config as configs
-from rlhf_core.config import PRESETS, Site
+from rlhf_core.config import Site
 from rlhf_core.errors import BadInput, PrefectUnavailable
 from rlhf_core.launch.lease import user_name
+from rlhf_core.presets import PRESETS
+from rlhf_core.redaction import carries_secret
 
 ENTRYPOINT = "flows.run.rlhf_run"
 """How a worker finds the flow: as a module of this installation, whatever folder its process is in."""
@@ -45,7 +46,7 @@ PRIORITIES = ("high", "default", "low")
 SCHEDULE = "rlhf-deploy"
 """Slug of the schedule that is given on the command line; those that are made in the UI have others."""
 
-TOLD_SITE = ("RLHF_RUNS", "RLHF_SCHEDULER", "RLHF_COMPUTE_PYTHON", "RLHF_MAX_RESTARTS_PER_HOUR")
+TOLD_SITE = ("RLHF_RUNS", "RLHF_SCHEDULER", "RLHF_COMPUTE_PYTHON", "RLHF_MAX_RESTARTS_PER_HOUR", "RLHF_JOB_SECRETS")
 """Settings of the site that go to the processes of flow runs where they come from the environment. What may hold a
 password does not: Prefect would show it. Those come from the environment of the worker, or from ``rlhf.toml``."""
 
@@ -264,7 +265,7 @@ def environment(site: Site) -> dict[str, str]:
     """What the processes of flow runs must be told of the site. Nothing that may hold a password."""
     told = {name: os.environ[name] for name in TOLD_SITE if os.environ.get(name)}
     database = os.environ.get("RLHF_DATABASE_URL", "")
-    if database and not urllib.parse.urlsplit(database).password and "password" not in database.lower():
+    if database and not carries_secret(database):
         told["RLHF_DATABASE_URL"] = database
     return {"RLHF_HOME": str(site.home), **told}
 

@@ -11,8 +11,9 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, ValidationError
 
 from rlhf_core import config
-from rlhf_core.config import PRESETS, describe_fields, to_toml
+from rlhf_core.config import describe_fields, to_toml
 from rlhf_core.errors import BadConfig, BadInput
+from rlhf_core.presets import PRESETS
 from rlhf_core.schemas.base import Schema
 from rlhf_core.schemas.run import RunSpec
 

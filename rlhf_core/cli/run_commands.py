@@ -14,6 +14,7 @@ from typer.core import TyperCommand
 from rlhf_core.cli import output
 from rlhf_core.cli.history_commands import RunArgument
 from rlhf_core.cli.output import JsonOption
+from rlhf_core.presets import PRESETS
 
 if TYPE_CHECKING:
     from flows.session import Session
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from rlhf_core.schemas.checks import CheckResult
 
 ConfigArgument = Annotated[
-    str, typer.Argument(metavar="CONFIG", help="A TOML file, or the name of a preset: quickstart, gsm8k.")
+    str, typer.Argument(metavar="CONFIG", help=f"A TOML file, or the name of a preset: {', '.join(PRESETS)}.")
 ]
 SetOption = Annotated[
     list[str] | None,
@@ -58,7 +59,7 @@ class CommandWithSettings(TyperCommand):
 
 def init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write it.")] = Path(),
-    preset: Annotated[str, typer.Option(help="Which preset to begin from: quickstart or gsm8k.")] = "quickstart",
+    preset: Annotated[str, typer.Option(help=f"Which preset to begin from: {', '.join(PRESETS)}.")] = "quickstart",
 ) -> None:
     """Write a commented starter config: every setting with its meaning and default."""
     from rlhf_core.cli.starter import starter_config
@@ -128,6 +129,8 @@ def _checks(config: str, overrides: Sequence[str]) -> "Sequence[CheckResult]":
             compute_python=site.compute_python,
             runs_dir=site.runs_dir,
             code_path=Path(folder) / "snapshot",
+            site_slurm=site.slurm,
+            job_secrets=site.job_secrets,
             past=look_back_from(site, spec, output.note),
         )
         return make_checks(spec, around)
@@ -342,7 +345,7 @@ def _print_plan(spec: Any, site: "Site", as_json: bool) -> None:
     scheduler = get_scheduler(site.scheduler)
     placement = plan(spec, scheduler.inventory(), attempt=1)
     run_dir = RunDir.of(site.runs_dir, f"{spec.name}-<date>-<time>-<id>")
-    request = job_request(run_dir, spec, placement, site.compute_python, site.slurm)
+    request = job_request(run_dir, spec, placement, site.compute_python, site.slurm, site.job_secrets)
     if as_json:
         shown = {"spec": spec, "placement": placement, "command": request.command, "run_dir": run_dir.root}
         shown["script"] = scheduler.script(request)

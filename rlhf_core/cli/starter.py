@@ -5,7 +5,8 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf_core.config import FieldHelp, describe_fields, describe_sections, preset_path, to_toml
+from rlhf_core.config import FieldHelp, describe_fields, describe_sections, to_toml
+from rlhf_core.presets import preset_path
 
 HEAD = """\
 # Config of an RLHF run, made by `rlhf init`. Lines without a comment sign are set; those with one show the default.

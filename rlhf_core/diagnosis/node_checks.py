@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from rlhf_core.diagnosis.launch_variables import LAUNCHING, MEETING, NodeVariables, contradictions
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.probe import NodeFacts
 
@@ -102,21 +103,6 @@ PER_NODE = _words(
     """
 )
 """Variables that always differ between nodes, or mean nothing to training; ``*`` stands for any text."""
-
-LAUNCHING = (
-    "NNODES",
-    "PET_NNODES",
-    "NODE_RANK",
-    "GROUP_RANK",
-    "PET_NODE_RANK",
-    "NPROC_PER_NODE",
-    "PET_NPROC_PER_NODE",
-    "LOCAL_WORLD_SIZE",
-    "WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
-"""Variables from which launchers build the world; checked against the plan as well as against each other."""
 
 MUST_AGREE = _words(
     """
@@ -338,72 +324,14 @@ def missing(known: Collection[str], plan: Plan) -> list[CheckResult]:
 
 
 def _launch(facts: Mapping[int, NodeFacts], plan: Plan) -> list[CheckResult]:
-    """Variables of launchers against the plan. Each node is blamed for its own values, the run for those of all."""
-    num_nodes, num_ranks = len(plan.names), len(plan.names) * plan.ranks_per_node
-    right = {
-        "NNODES": {str(num_nodes)},
-        "PET_NNODES": {str(num_nodes), f"{num_nodes}:{num_nodes}"},
-        "NPROC_PER_NODE": {str(plan.ranks_per_node)},
-        "PET_NPROC_PER_NODE": {str(plan.ranks_per_node)},
-        "LOCAL_WORLD_SIZE": {str(plan.ranks_per_node)},
-        # Kubernetes calls the number of nodes so.
-        "WORLD_SIZE": {str(num_ranks), str(num_nodes)},
-    }
+    nodes = [NodeVariables(one.node, index, one.variables) for index, one in facts.items()]
     found = []
-    for name, values in right.items():
-        held = {one.node: one.variables.get(name, ABSENT) for one in facts.values()}
-        if set(held.values()) == {ABSENT}:
-            continue
-        wrong = {node: value for node, value in held.items() if value not in values}
-        found += _blame(
-            wrong, len(held), name, f"{name} = {' or '.join(sorted(values))}, as planned, or unset everywhere"
-        )
-    found += _node_ranks(facts)
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
+    for one in contradictions(nodes, plan.names, plan.ranks_per_node):
+        say = blocked if one.is_grave else warning
+        found.append(say(LAUNCH, one.found, one.expected, one.advice, one.node))
+    for name in MEETING:
         own = {one.node: {name: one.variables.get(name, ABSENT)} for one in facts.values()}
         found += _differing(LAUNCH, own, CheckStatus.BLOCKED, "set it to the same on all nodes, or nowhere")
-    return found
-
-
-_WHAT_FOLLOWS = {
-    "NNODES": "a launcher there starts a world of its own, and the node trains alone",
-    "PET_NNODES": "a launcher there starts a world of its own, and the node trains alone",
-}
-
-
-def _blame(wrong: Mapping[str, str], num_nodes: int, name: str, expected: str) -> list[CheckResult]:
-    follows = _WHAT_FOLLOWS.get(name, "the world is never complete, and all wait for ranks that do not exist")
-    advice = f"set {name} in one place for all nodes, or unset it: rlhf-flows does not need it ({follows})"
-    if len(wrong) == num_nodes and len(set(wrong.values())) == 1:
-        value = next(iter(wrong.values()))
-        return [blocked(LAUNCH, f"{name} = {value} on all nodes", expected, advice)]
-    return [
-        blocked(LAUNCH, f"on {node}: {_listed([(name, value)])}", expected, advice, node)
-        for node, value in wrong.items()
-    ]
-
-
-def _node_ranks(facts: Mapping[int, NodeFacts]) -> list[CheckResult]:
-    found = []
-    for name in ("NODE_RANK", "GROUP_RANK", "PET_NODE_RANK"):
-        held = {index: one.variables.get(name, ABSENT) for index, one in facts.items()}
-        if set(held.values()) == {ABSENT}:
-            continue
-        ranks = {index: int(value) for index, value in held.items() if value.isdigit()}
-        counts = Counter(ranks.values())
-        for index, one in facts.items():
-            if index not in ranks:
-                said = _listed([(name, held[index])])
-                problem = f"on {one.node}: {said}; a launcher takes 0, like the first node"
-            elif counts[ranks[index]] > 1 and ranks[index] != index:
-                twins = [facts[other].node for other, rank in ranks.items() if rank == ranks[index]]
-                problem = f"{' and '.join(twins)} have the same {name} = {ranks[index]}"
-            elif ranks[index] >= len(facts):
-                problem = f"on {one.node}: {name} = {ranks[index]}, with {len(facts)} nodes"
-            else:
-                continue
-            advice = f"give each node its own {name}, or unset it: rlhf-flows does not need it"
-            found.append(blocked(LAUNCH, problem, f"{name} = {index} on {one.node}", advice, one.node))
     return found
 
 

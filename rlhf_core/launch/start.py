@@ -1,10 +1,12 @@
 """Submits an attempt once, whatever happens between the submission and the writing down of it."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 from rlhf_core.launch.journal import Journal
 from rlhf_core.run_dir import RunDir, read_model, write_model
 from rlhf_core.scheduler.base import JobRequest, Scheduler
+from rlhf_core.scheduler.passed import PassedEnvironment
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.journal import AttemptPlanned, AttemptSubmitted
 from rlhf_core.schemas.resources import Placement, Submission
@@ -26,14 +28,21 @@ def agent_command(run_dir: RunDir, attempt: int, compute_python: str) -> tuple[s
 
 
 def job_request(
-    run_dir: RunDir, spec: RunSpec, placement: Placement, compute_python: str, site: SlurmSpec | None = None
+    run_dir: RunDir,
+    spec: RunSpec,
+    placement: Placement,
+    compute_python: str,
+    site: SlurmSpec | None = None,
+    job_secrets: Path | None = None,
 ) -> JobRequest:
     """What is asked of the scheduler for one attempt.
 
     Args:
         site: What all jobs of the site ask of Slurm, unless their run says otherwise.
+        job_secrets: File with values for ``slurm.pass_environment``.
     """
     resources = spec.resources
+    slurm = spec.slurm.over(site or SlurmSpec())
     return JobRequest(
         run_id=run_dir.run_id,
         placement=placement,
@@ -42,7 +51,8 @@ def job_request(
         cpus_per_node=resources.ranks_per_node * resources.cpus_per_rank,
         memory_gb=resources.memory_gb,
         time_limit_s=resources.time_limit_s,
-        slurm=spec.slurm.over(site or SlurmSpec()),
+        slurm=slurm,
+        passed=PassedEnvironment(slurm.pass_environment, job_secrets),
         environment={},  # threads, ports and devices of the workers are their agent's business
     )
 

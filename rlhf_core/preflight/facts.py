@@ -7,7 +7,7 @@ from typing import Any
 
 from rlhf_core.schemas.content import ContentReport
 from rlhf_core.schemas.resources import Inventory
-from rlhf_core.schemas.run import RunSpec
+from rlhf_core.schemas.run import RunSpec, SlurmSpec
 
 
 @dataclass(frozen=True)
@@ -197,6 +197,12 @@ class Facts:
     """Version of rlhf-flows that made the run; empty for a new one."""
     plugins: tuple[Plugin, ...] = ()
     """Checks of the site."""
+    site_slurm: SlurmSpec = field(default_factory=SlurmSpec)
+    """What all jobs of the site ask of Slurm."""
+    job_secrets: Path | None = None
+    """File with values for ``slurm.pass_environment``."""
+    passed_problem: str = ""
+    """Why the job could not be handed the secrets that it asks for; empty when it could."""
     content: ContentReport | None = None
     """What a look at the data itself found; None where there was none."""
     content_problem: str = ""

@@ -1,5 +1,6 @@
 """Gathers the facts: thin functions that look at files, ask the scheduler and start one subprocess per question."""
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -10,21 +11,22 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from packaging.requirements import Requirement as PackageRequirement
 
 from rlhf_core import __version__
+from rlhf_core.errors import SubmissionFailed
 from rlhf_core.preflight.data_file import scan
 from rlhf_core.preflight.facts import NO_PAST, CheckpointFacts, ComputeSide, Disk, Facts, ModelFolder, Past, Requirement
 from rlhf_core.preflight.plugins import load_plugins
 from rlhf_core.run_dir import CheckpointDir
+from rlhf_core.scheduler.passed import PassedEnvironment, without_private
 from rlhf_core.schemas.content import ContentReport
 from rlhf_core.schemas.resources import Inventory
-from rlhf_core.schemas.run import BUILT_TOKENIZERS, ModelSpec, RunSpec
-from rlhf_core.schemas.site import PRIVATE_VARIABLES
+from rlhf_core.schemas.run import BUILT_TOKENIZERS, ModelSpec, RunSpec, SlurmSpec
 
 IMPORT_TIMEOUT_S = 120.0
 """Longest a user's module may take to import. Generous: a cold shared file system is slow."""
@@ -51,6 +53,14 @@ class Surroundings:
     stored_version: str = ""
     """Version of rlhf-flows that made the run, when it is resumed."""
     past: Past = NO_PAST
+    site_slurm: SlurmSpec = field(default_factory=SlurmSpec)
+    """What all jobs of the site ask of Slurm."""
+    job_secrets: Path | None = None
+    """File with values for ``slurm.pass_environment``."""
+
+    def passed(self, spec: RunSpec) -> PassedEnvironment:
+        """Variables that the job would be handed as secrets."""
+        return PassedEnvironment(spec.slurm.over(self.site_slurm).pass_environment, self.job_secrets)
 
 
 def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Facts:
@@ -87,6 +97,9 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
         content=content if isinstance(content, ContentReport) else None,
         content_problem=content if isinstance(content, str) else "",
         past=around.past,
+        site_slurm=around.site_slurm,
+        job_secrets=around.job_secrets,
+        passed_problem=around.passed(spec).problem(),
     )
 
 
@@ -146,7 +159,7 @@ def try_imports(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) 
             "--path",
             str(around.code_path),
         ]
-        answer = _ask(command, tick)
+        answer = _ask(command, tick, around.passed(spec))
         if isinstance(answer, str):
             found[name] = answer
         else:
@@ -160,16 +173,19 @@ def look_at_content(spec: RunSpec, around: Surroundings, tick: Tick = lambda: No
         path = Path(folder) / "spec.json"
         path.write_text(spec.model_dump_json(), encoding="utf-8")
         command = [around.compute_python, "-m", "rlhf_core.worker", "check-content", "--spec", str(path)]
-        answer = _ask([*command, "--path", str(around.code_path)], tick)
+        answer = _ask([*command, "--path", str(around.code_path)], tick, around.passed(spec))
     return answer if isinstance(answer, str) else ContentReport.model_validate(answer)
 
 
-def _ask(command: Sequence[str], tick: Tick) -> dict[str, Any] | str:
+def _ask(command: Sequence[str], tick: Tick, passed: PassedEnvironment | None = None) -> dict[str, Any] | str:
     """Run a command whose last line of output is a JSON object; a sentence about what went wrong otherwise.
 
     It starts in an empty folder, so that nothing in the current one is imported that the nodes would not have; and
-    without the passwords that a job does not get either.
+    without the passwords that a job does not get either, and with the secrets that it is handed.
     """
+    environment = without_private(os.environ)
+    with contextlib.suppress(SubmissionFailed):  # environment.passed says so
+        environment |= passed.values() if passed is not None else {}
     with (
         tempfile.TemporaryDirectory() as nowhere,
         tempfile.TemporaryFile() as output,
@@ -179,7 +195,7 @@ def _ask(command: Sequence[str], tick: Tick) -> dict[str, Any] | str:
             process = subprocess.Popen(
                 command,
                 cwd=nowhere,
-                env={name: value for name, value in os.environ.items() if name not in PRIVATE_VARIABLES},
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=complaints,

@@ -1,7 +1,8 @@
 """Versions that are known to go wrong together: data, each row with the place where it was reported.
 
-A row is here because somebody lost a run to it and said so in public; nothing is guessed. New rows: what is installed
-(all of it must match), what happens, what to install instead, the source.
+A row is here because a run was lost to it and that was said in public; nothing is guessed. New rows: what is installed
+(all of it must match), what happens, what to install instead, the source. Rows about an engine or an algorithm that no
+config can ask for yet wait for it (``waits_for``): they are kept, and not acted upon.
 """
 
 from collections.abc import Mapping
@@ -35,6 +36,8 @@ class KnownBad:
     """Whether it needs several ranks."""
     certain: bool = True
     """Whether every run that meets the conditions fails; otherwise some do."""
+    waits_for: str = ""
+    """The part of this program without which no run can meet it; empty once there is one."""
 
     def matches(self, installed: Mapping[str, str]) -> bool:
         """Whether these versions are installed."""
@@ -58,6 +61,10 @@ def _is_in(installed: str, versions: str) -> bool:
         return False
 
 
+VLLM = "the rollout engine vllm"
+PREFERENCES = "preference training (CPO, SimPO, ORPO)"
+
+
 def _built_for(vllm: str, torch: str, source: str) -> KnownBad:
     """vLLM's compiled code is for exactly one version of torch."""
     return KnownBad(
@@ -66,6 +73,7 @@ def _built_for(vllm: str, torch: str, source: str) -> KnownBad:
         f"torch=={torch}",
         source,
         engine="vllm",
+        waits_for=VLLM,
     )
 
 
@@ -77,6 +85,7 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
         "https://github.com/huggingface/trl/issues/3068 (fixed by #3069)",
         algorithms=frozenset({"cpo", "simpo", "orpo"}),
         only_many_ranks=True,
+        waits_for=PREFERENCES,
     ),
     KnownBad(
         {"torch": "==2.7.0"},
@@ -126,6 +135,7 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
         "vllm>=0.19.1",
         "https://github.com/runpod-workers/worker-vllm/pull/258 and https://github.com/vllm-project/vllm/issues/30466",
         engine="vllm",
+        waits_for=VLLM,
     ),
     KnownBad(
         {"trl": "<0.26", "vllm": ">=0.12"},
@@ -134,6 +144,7 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
         "https://github.com/huggingface/trl/pull/4633",
         engine="vllm",
         certain=False,
+        waits_for=VLLM,
     ),
     KnownBad(
         {"latex2sympy2-extended": "<1.0.9", "antlr4-python3-runtime": "!=4.13.2"},
@@ -151,3 +162,6 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
     _built_for("0.27.0", "2.13.0", "https://github.com/huggingface/trl/pull/6742"),
     _built_for("0.27.1", "2.13.0", "https://github.com/huggingface/trl/pull/6742"),
 )
+
+IN_FORCE = tuple(row for row in KNOWN_BAD if not row.waits_for)
+"""Rows that a run of today can meet."""

@@ -9,6 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
+from rlhf_core.scheduler.passed import PassedEnvironment
 from rlhf_core.schemas.resources import Inventory, Placement, Submission
 from rlhf_core.schemas.run import SlurmSpec
 
@@ -68,6 +69,8 @@ class JobRequest:
     """Variables added to the environment of the job."""
     slurm: SlurmSpec = field(default_factory=SlurmSpec)
     """What Slurm is asked for besides; other schedulers do not look at it."""
+    passed: PassedEnvironment = field(default_factory=PassedEnvironment)
+    """Variables that the job is handed as secrets; every scheduler asks for their values when it starts the job."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ interpreter, with other packages.
 """
 
 from rlhf_core.scheduler.base import JobRequest
-from rlhf_core.schemas.resources import JOB_VARIABLE, job_marker
+from rlhf_core.schemas.resources import JOB_VARIABLE, PASSED_VARIABLE, job_marker
 
 
 def job_environment(request: JobRequest) -> dict[str, str]:
@@ -15,6 +15,8 @@ def job_environment(request: JobRequest) -> dict[str, str]:
     """
     variables = dict(request.environment)
     variables[JOB_VARIABLE] = job_marker(request.run_id, request.placement.attempt)
+    if request.passed.names:
+        variables[PASSED_VARIABLE] = ",".join(request.passed.names)
     if request.placement.gpus_per_node == 0:
         variables["CUDA_VISIBLE_DEVICES"] = ""
     return variables

@@ -25,8 +25,8 @@ from submitit.local.local import LocalExecutor, LocalJob
 from rlhf_core.errors import SubmissionFailed
 from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus, LivingJob
 from rlhf_core.scheduler.command import job_environment
+from rlhf_core.scheduler.passed import without_private
 from rlhf_core.schemas.resources import JOB_VARIABLE, Inventory, Submission, job_marker, parse_job_marker
-from rlhf_core.schemas.site import PRIVATE_VARIABLES
 
 END_PATIENCE_S = 15.0
 """How long an agent may take to end its workers and write its outcome before it is killed."""
@@ -63,13 +63,15 @@ class LocalScheduler:
     def script(self, request: JobRequest) -> str:
         """The command line, with the variables that are added to its environment."""
         variables = [f"{name}={shlex.quote(value)}" for name, value in job_environment(request).items()]
+        variables += [f'{name}="${name}"' for name in request.passed.names]
         return " ".join([*variables, shlex.join(request.command)])
 
     def submit(self, request: JobRequest) -> Submission:
         """Start the job's controller.
 
         Raises:
-            SubmissionFailed: more than one node was asked for, the interpreter does not exist, or the system refused.
+            SubmissionFailed: more than one node was asked for, the interpreter does not exist, a variable of
+                ``slurm.pass_environment`` has no value here, or the system refused.
         """
         if request.placement.num_nodes != 1:
             raise SubmissionFailed(
@@ -146,6 +148,7 @@ class _Executor(LocalExecutor):  # type: ignore[misc]
         super().__init__(folder=request.scheduler_dir)
         self.variables = job_environment(request)
         self._command = request.command
+        self._passed = request.passed
         self._time_limit_s = request.time_limit_s
 
     @property
@@ -154,8 +157,7 @@ class _Executor(LocalExecutor):  # type: ignore[misc]
 
     def _submit_command(self, command: str) -> LocalJob:
         # As submitit.local.local.start_controller does it, but for the session, the output and the extra variables.
-        environment = {name: value for name, value in os.environ.items() if name not in PRIVATE_VARIABLES}
-        environment |= self.variables
+        environment = without_private(os.environ) | self.variables | self._passed.values()
         environment |= _controller_variables(command, self._time_limit_s)
         with (self.folder / "controller.log").open("ab") as output:
             process = subprocess.Popen(

@@ -9,23 +9,25 @@ which many clusters do not have and which lags behind on the others.
 import contextlib
 import functools
 import math
+import os
 import re
 import shlex
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from submitit.core.utils import FailedJobError, FailedSubmissionError
-from submitit.slurm.slurm import SlurmExecutor
+from submitit.core.utils import CommandFunction, FailedJobError, FailedSubmissionError
+from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 
 from rlhf_core.errors import SchedulerError, SubmissionFailed
 from rlhf_core.scheduler import slurm_queue
 from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus, LivingJob
 from rlhf_core.scheduler.command import job_environment
+from rlhf_core.scheduler.passed import without_private
 from rlhf_core.scheduler.slurm_queue import Row
 from rlhf_core.schemas.resources import Inventory, Submission, job_marker, parse_job_marker
-from rlhf_core.schemas.site import PRIVATE_VARIABLES
 
 CANCEL_S = 90.0
 """How long a job may take to be gone after it was cancelled; Slurm's own KillWait is 30 s by default."""
@@ -98,7 +100,8 @@ class SlurmScheduler:
         """Submit the batch script once.
 
         Raises:
-            SubmissionFailed: Slurm refused it, with its words.
+            SubmissionFailed: Slurm refused it, with its words; or a variable of ``slurm.pass_environment`` has no value
+                here.
             SchedulerError: Slurm does not answer. Whether the job was accepted is not known then; :meth:`find` tells.
         """
         slurm_queue.require_controller()
@@ -207,9 +210,19 @@ class _Executor(SlurmExecutor):  # type: ignore[misc]
         words += [word for mount in _mounts(request) for word in ("--bind", mount)]
         return f"{shlex.join([*words, slurm.container_image])} {command}"
 
-    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        hidden = [word for name in PRIVATE_VARIABLES for word in ("-u", name)]
-        return ["env", *hidden, "sbatch", str(submission_file_path)]
+    def _submit_command(self, command: str) -> SlurmJob[object]:
+        # As submitit.core.core.PicklingExecutor does it, but in an environment of our making: sbatch hands its own to
+        # the job. There secrets are in no command line, which every user of this host can read, and in no script.
+        environment = without_private(os.environ)
+        secrets = self._request.passed.values()
+        script = self.folder / f".submission_file_{uuid.uuid4().hex}.sh"
+        script.write_text(self._make_submission_file_text(command, script.stem), encoding="utf-8")
+        words = ["sbatch", *_export_option(self._request, environment), str(script)]
+        said = CommandFunction(words, verbose=False, env=environment | secrets)()
+        job_id = self._get_job_id_from_submission_command(said)
+        job: SlurmJob[object] = SlurmJob(folder=self.folder, job_id=job_id, tasks=[0])
+        job.paths.move_temporary_file(script, "submission_file", keep_as_symlink=True)
+        return job
 
     @classmethod
     def affinity(cls) -> int:
@@ -244,7 +257,7 @@ def _parameters(request: JobRequest) -> dict[str, object]:
         "gres": slurm.gres or None,
         "exclude": ",".join(dict.fromkeys((*placement.excluded_nodes, *slurm.exclude))) or None,
         "stderr_to_stdout": True,
-        "setup": [*_exports(request), *_NODES_LINES, *slurm.setup],
+        "setup": [*_exports(request), *_must_have_come(request), *_NODES_LINES, *slurm.setup],
         "srun_args": _srun_arguments(request),
         "additional_parameters": further,
     }
@@ -259,9 +272,28 @@ def _exports(request: JobRequest) -> Iterator[str]:
             yield f"export {name}={shlex.quote(value)}"
 
 
+def _must_have_come(request: JobRequest) -> Iterator[str]:
+    for name in request.passed.names:
+        why = "named in slurm.pass_environment, but the job did not get it; does this cluster keep it back?"
+        yield f': "${{{name}:?{why}}}"'
+
+
+def _export_option(request: JobRequest, environment: Mapping[str, str]) -> list[str]:
+    """Names that sbatch has to hand over where it was told not to hand over everything; it takes their values from its
+    own environment."""
+    options = {**dict(_further_options(request.slurm.extra))}
+    told = str(options.get("export") or environment.get("SBATCH_EXPORT") or "ALL")
+    if not request.passed.names or "ALL" in told.upper().split(","):
+        return []
+    kept = [] if told.upper() in ("NONE", "NIL") else [told]
+    return [f"--export={','.join([*kept, *request.passed.names])}"]
+
+
 def _srun_arguments(request: JobRequest) -> list[str]:
     # Since Slurm 22.05 srun does not take the number of cores over from sbatch.
     words = ["--kill-on-bad-exit=1", f"--cpus-per-task={request.cpus_per_node}"]
+    if request.passed.names:
+        words += ["--export=ALL"]  # what sbatch was told not to hand over, srun keeps back too
     if request.slurm.container_kind == "pyxis":
         words += [f"--container-image={request.slurm.container_image}"]
         words += [f"--container-mounts={','.join(_mounts(request))}"]

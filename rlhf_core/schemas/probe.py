@@ -16,7 +16,7 @@ class NodeFacts(Schema):
     versions: dict[str, str] = {}
     """Package to version; also ``python``, ``glibc`` and ``nvidia-driver``."""
     variables: dict[str, str] = {}
-    """Its environment; of what looks secret only a hash."""
+    """Its environment: listed names with their values, credentials masked; of all others only a keyed hash."""
     content: dict[str, str] = {}
     """``config``, ``code``, ``data.train`` and so on, to a hash of what this node reads there."""
     hardware: dict[str, str] = {}

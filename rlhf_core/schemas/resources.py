@@ -90,6 +90,8 @@ class Submission(Schema):
     """What every process of the job carries in its environment as ``RLHF_JOB``."""
 
 
+PASSED_VARIABLE = "RLHF_PASSED_ENVIRONMENT"
+"""Environment variable with the names, separated by commas, of variables that were handed to the job as secrets."""
 JOB_VARIABLE = "RLHF_JOB"
 """Environment variable that every process of a job carries, so that what was left behind is found by its owner."""
 

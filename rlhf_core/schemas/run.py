@@ -14,6 +14,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, JsonValue, model_validator
 
 from rlhf_core.schemas.base import Schema
+from rlhf_core.schemas.site import is_private
 
 SCHEMA_VERSION = 1
 """Version of ``spec.json``. A worker refuses a version it does not know."""
@@ -24,6 +25,7 @@ PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 OptionalImportPath = Annotated[str, Field(pattern=r"^([A-Za-z_][\w.]*:[A-Za-z_]\w*)?$")]
 
 
@@ -285,7 +287,10 @@ class SlurmSpec(Schema):
     container_mounts: tuple[str, ...] = ()
     """Mounts, each `from:to`; the run directory is mounted by itself."""
     environment: dict[str, str] = {}
-    """Variables set for the agents and workers."""
+    """Variables set for the agents and workers; they are stored and shown like any setting."""
+    pass_environment: tuple[VariableName, ...] = ()
+    """Names of variables whose values are secret: taken at submission from the environment of whoever submits, or from
+    the file `RLHF_JOB_SECRETS`, and handed to the job with any scheduler; nothing stores or shows them."""
     save_lead_s: Positive = 120
     """How long before the time limit Slurm asks to save, in seconds; Slurm counts in minutes and may come early."""
     extra: tuple[str, ...] = ()
@@ -303,9 +308,29 @@ class SlurmSpec(Schema):
             "setup": (*site.setup, *self.setup),
             "container_mounts": (*site.container_mounts, *self.container_mounts),
             "extra": (*site.extra, *self.extra),
-            "environment": {**site.environment, **self.environment},
+            # Where one of them says that a variable is a secret, and the other gives it openly, the run decides.
+            "environment": {
+                **{name: value for name, value in site.environment.items() if name not in self.pass_environment},
+                **self.environment,
+            },
+            "pass_environment": tuple(
+                name
+                for name in dict.fromkeys((*site.pass_environment, *self.pass_environment))
+                if name not in self.environment
+            ),
         }
         return site.model_copy(update={**changed, **both})
+
+    @model_validator(mode="after")
+    def _is_passed_one_way(self) -> Self:
+        for name in self.pass_environment:
+            if name in self.environment:
+                raise ValueError(
+                    f"found {name} in slurm.environment and slurm.pass_environment; give it in one of them"
+                )
+            if is_private(name):
+                raise ValueError(f"slurm.pass_environment names {name}, which no job may have: it is the site's own")
+        return self
 
     @model_validator(mode="after")
     def _whole_container(self) -> Self:

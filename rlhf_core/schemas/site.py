@@ -1,5 +1,6 @@
 """What a site says once for all of its runs, beside where things are: the tables of ``rlhf.toml``."""
 
+import fnmatch
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -16,13 +17,17 @@ PRIVATE_VARIABLES = (
     "RLHF_NOTIFY_WEBHOOK_URL",
     "RLHF_PREFECT_AUTH",
     "RLHF_PREFECT_DATABASE_URL",
-    "PREFECT_API_AUTH_STRING",
-    "PREFECT_API_DATABASE_CONNECTION_URL",
-    "PREFECT_API_KEY",
-    "PREFECT_SERVER_API_AUTH_STRING",
+    "PREFECT_*",
 )
-"""Variables of the control plane that hold secrets; user code, in a job or tried out by preflight, has no business with
-them. ``PGPASSWORD`` is how PostgreSQL's own library is told a password that is not in the address of the history."""
+"""Variables of the control plane alone, ``*`` stands for any text: user code, in a job or tried out by preflight, has
+no business with them. ``PGPASSWORD`` is how PostgreSQL's own library is told a password that is not in the address of
+the history. Of Prefect all: its passwords, keys, headers and addresses of databases get new names with new versions,
+and nodes need none of its settings."""
+
+
+def is_private(name: str) -> bool:
+    """Whether a variable is the control plane's alone."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in PRIVATE_VARIABLES)
 
 
 class PrefectSite(Schema):

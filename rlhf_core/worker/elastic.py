@@ -2,7 +2,8 @@
 
 Everything else is ours. Elastic never restarts (``max_restarts`` is 0, and every start has a rendezvous of its own),
 never ends a worker (its way waits 30 s for a stopped one) and never sees a worker die before we have (the order in
-which they died is evidence). This is the only module of the agent that imports torch.
+which they died is evidence). This is the only module of the agent that imports torch when it is loaded, which is late;
+``board.py`` imports its store when several nodes meet.
 """
 
 import logging

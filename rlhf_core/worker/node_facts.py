@@ -27,6 +27,7 @@ from rlhf_core.schemas.probe import NodeFacts
 from rlhf_core.schemas.run import BUILT_TOKENIZERS, RunSpec
 from rlhf_core.worker.gpu_telemetry import GpuTelemetry
 from rlhf_core.worker.nodes import Nodes, interface_of
+from rlhf_core.worker.shown_variables import attempt_key, shown_variables
 
 PLUGINS = "rlhf_flows.node_checks"
 """Entry points whose functions take no arguments and return findings about this node."""
@@ -42,8 +43,6 @@ CPU_SHARED_MEMORY_GB = 0.03
 
 MIN_OPEN_FILES = 4096
 """Fewer are used up by a few hundred ranks' sockets."""
-
-_SECRET = re.compile(r"TOKEN|SECRET|PASS|CREDENTIAL|COOKIE|API_?KEY|ACCESS_KEY|PRIVATE", re.IGNORECASE)
 
 
 def gather(
@@ -72,7 +71,7 @@ def gather(
         node=nodes.name,
         index=nodes.index,
         versions=versions,
-        variables={name: hidden(name, value) for name, value in environment.items()},
+        variables=shown_variables(environment, attempt_key(run_dir.attempt(attempt).probe_key)),
         content=content(run_dir, attempt, spec),
         hardware=hardware,
         complaints=tuple(one.model_copy(update={"node": nodes.name}) for one in complaints),
@@ -84,13 +83,6 @@ def confused(name: str, problem: str) -> NodeFacts:
     advice = "the job's script sets RLHF_NODES, and Slurm SLURM_NODEID: nothing may change or unset them on a node"
     complaint = blocked(node_checks.IDENTITY, problem, "each node in its own place of the allocation", advice, name)
     return NodeFacts(node=name, index=-1, complaints=(complaint,))
-
-
-def hidden(name: str, value: str) -> str:
-    """The value of a variable; only a hash of what looks secret."""
-    if _SECRET.search(name) and value:
-        return f"sha256:{hashlib.sha256(value.encode(errors='surrogateescape')).hexdigest()[:12]}"
-    return value
 
 
 def package_versions() -> dict[str, str]:

@@ -1,4 +1,6 @@
-"""What runs for each role: the one place that knows names of the training package, and imports them late.
+"""What runs for each role: the one place that names functions of the training package, and imports them late.
+
+Of that package the agent otherwise knows only the words that both speak (``training/types.py``), which need no torch.
 
 A target is ``module:function``; the function takes a ``WorkerContext`` and returns a ``RoleResult``. It tells its
 progress through ``context.reporter``; whoever does not beat is taken for hung.

@@ -1,6 +1,7 @@
 """The process of one worker: prepares itself, runs its role, and writes down how it ended.
 
-This is one of the two places in the project that catch every exception, because it has a plan for it: the outcome file.
+It catches every exception, because it has a plan for it: the outcome file. Each other place that does so raises it
+again, or says why beside it.
 """
 
 import contextlib

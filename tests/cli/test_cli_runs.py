@@ -18,10 +18,11 @@ from control_fakes import FakeAgent, FakeScheduler, make_run
 
 from rlhf_core.cli import doctor, log_files, main, watching
 from rlhf_core.cli.progress import Pace, TerminalProgress, describe
-from rlhf_core.config import PRESETS, describe_fields, load, load_site
+from rlhf_core.config import describe_fields, load, load_site
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import Journal, read_record
 from rlhf_core.launch.lease import Owner, user_name
+from rlhf_core.presets import PRESETS
 from rlhf_core.run_dir import RunDir, run_dirs
 from rlhf_core.schemas.attempts import AttemptState, RunState
 from rlhf_core.schemas.base import utc_now

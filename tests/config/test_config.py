@@ -7,6 +7,7 @@ import pytest
 
 from rlhf_core import config
 from rlhf_core.errors import BadConfig
+from rlhf_core.presets import PRESETS
 from rlhf_core.schemas.run import RunSpec
 
 MINIMAL = """
@@ -132,7 +133,7 @@ def test_a_missing_file_suggests_the_preset(tmp_path: Path) -> None:
         config.load(tmp_path)
 
 
-@pytest.mark.parametrize("name", config.PRESETS)
+@pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_loads_by_name(name: str) -> None:
     assert isinstance(config.load(name), RunSpec)
 

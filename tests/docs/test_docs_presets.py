@@ -1,19 +1,32 @@
 """The shipped presets: complete, consistent with themselves, and explained."""
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from rlhf_core import config
+from rlhf_core.cli.main import app
+from rlhf_core.presets import PRESETS
 
 FOLDER = Path(__file__).parents[2] / "infra" / "presets"
 
 
-def test_every_preset_file_can_be_named() -> None:
-    assert {path.stem for path in FOLDER.glob("*.toml")} == set(config.PRESETS)
+def test_every_preset_can_be_named_and_every_help_names_it() -> None:
+    files = {path.stem for path in FOLDER.glob("*.toml")}
+    assert set(PRESETS) == files
+    assert len(files) >= 3
+    root: Any = typer.main.get_command(app)
+    for command in ("init", "check", "run", "deploy"):
+        texts = [str(getattr(one, "help", "")) for one in root.commands[command].params]
+        naming = [text for text in texts if "preset" in text]
+        assert naming, command
+        assert [name for name in files if not all(re.search(rf"(?<![\w-]){name}\b", text) for text in naming)] == []
 
 
-@pytest.mark.parametrize("name", config.PRESETS)
+@pytest.mark.parametrize("name", PRESETS)
 def test_the_batches_of_a_preset_divide_among_its_ranks(name: str) -> None:
     spec = config.load(name)
     assert spec.name == name
@@ -21,7 +34,7 @@ def test_the_batches_of_a_preset_divide_among_its_ranks(name: str) -> None:
     assert spec.sft.batch_size % spec.num_ranks == 0
 
 
-@pytest.mark.parametrize("name", config.PRESETS)
+@pytest.mark.parametrize("name", PRESETS)
 def test_prompts_and_completions_of_a_preset_fit_its_model(name: str) -> None:
     spec = config.load(name)
     positions = spec.model.config["max_position_embeddings"]
@@ -29,7 +42,7 @@ def test_prompts_and_completions_of_a_preset_fit_its_model(name: str) -> None:
     assert spec.data.max_prompt_tokens + spec.rollout.max_new_tokens <= positions
 
 
-@pytest.mark.parametrize("name", config.PRESETS)
+@pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_begins_with_what_it_is_and_how_it_is_run(name: str) -> None:
     text = (FOLDER / f"{name}.toml").read_text()
     head = text[: text.index("\nname = ")]

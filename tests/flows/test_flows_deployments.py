@@ -26,13 +26,14 @@ from flows.asking.deployments import (
 )
 from rlhf_core import config
 from rlhf_core.cli.main import execute
-from rlhf_core.config import PRESETS, Site, load_site
+from rlhf_core.config import Site, load_site
 from rlhf_core.errors import BadConfig, BadInput, PrefectUnavailable
 from rlhf_core.history.controllers import run_of_flow_run
 from rlhf_core.history.queries import show_run
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import read_record
 from rlhf_core.launch.lease import Owner
+from rlhf_core.presets import PRESETS, preset_path
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import RunState
 
@@ -185,7 +186,7 @@ def test_what_is_submitted_takes_the_file_as_it_is_and_leaves_what_is_scheduled(
     client: Any, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "mine.toml"
-    text = config.preset_path("quickstart").read_text().replace('name = "quickstart"', 'name = "edited"')
+    text = preset_path("quickstart").read_text().replace('name = "quickstart"', 'name = "edited"')
     file.write_text(text)
     monkeypatch.chdir(tmp_path)
     done = register("mine.toml", site)

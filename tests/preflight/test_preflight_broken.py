@@ -22,6 +22,7 @@ from rlhf_core.preflight.data_file import scan
 from rlhf_core.preflight.facts import Disk, Facts
 from rlhf_core.preflight.gather import Surroundings
 from rlhf_core.preflight.registry import run_checks
+from rlhf_core.presets import PRESETS
 from rlhf_core.schemas.checks import CheckStatus
 from rlhf_core.schemas.content import ContentReport
 from rlhf_core.schemas.run import RunSpec
@@ -109,7 +110,7 @@ def gsm8k_files(folder: Path) -> list[str]:
 
 
 @pytest.mark.training
-@pytest.mark.parametrize("name", config.PRESETS)
+@pytest.mark.parametrize("name", PRESETS)
 def test_no_preset_is_blocked(name: str, tmp_path: Path) -> None:
     spec = config.load(name, gsm8k_files(tmp_path) if name == "gsm8k" else ())
     scheduler = FakeScheduler(nodes=tuple("abcd")[: spec.resources.num_nodes])

@@ -298,6 +298,14 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("preflight.off", BLOCKED, with_spec(preflight={"off": {"disk.space": " "}}), "no reason"),
     ("preflight.off", BLOCKED, with_spec(preflight={"off": {"preflight.off": "all is well"}}), "itself"),
     ("preflight.off", BLOCKED, with_spec(preflight={"off": {"node.missing": "never mind"}}), "cannot go on without"),
+    (
+        "environment.secrets",
+        WARNING,
+        with_spec(slurm={"environment": {"OPENAI_KEY": "abc"}}),
+        'pass_environment = ["OP',
+    ),
+    ("environment.passed", BLOCKED, healthy(passed_problem="A: no value. Set it"), "A: no value"),
+    ("environment.launch", BLOCKED, with_spec(slurm={"environment": {"NNODES": "2"}}), "NNODES = 2"),
     ("trial.basis", SKIPPED, compute(problem="cannot be started"), "cannot be started"),
     (
         "trial.needed",

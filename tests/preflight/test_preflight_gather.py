@@ -49,7 +49,9 @@ def test_a_module_that_never_imports_is_given_up(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_is_tried_out_does_not_see_the_secrets_of_the_site(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*PRIVATE_VARIABLES, "RLHF_PLAIN"):
+    prefect = ("PREFECT_API_KEY", "PREFECT_SERVER_DATABASE_PASSWORD", "PREFECT_SERVER_DATABASE_CONNECTION_URL")
+    prefect = (*prefect, "PREFECT_API_ENCRYPTION_KEY", "PREFECT_CLIENT_CUSTOM_HEADERS")
+    for name in (*PRIVATE_VARIABLES, *prefect, "RLHF_PLAIN"):
         monkeypatch.setenv(name, "canary")
     code = "import json, os; print(json.dumps({name: 1 for name, value in os.environ.items() if value == 'canary'}))"
     assert gather._ask([sys.executable, "-c", code], lambda: None) == {"RLHF_PLAIN": 1}

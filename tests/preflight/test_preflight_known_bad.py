@@ -1,12 +1,19 @@
 """The table of versions that go wrong together: every row can match, says where it is from, and blocks whom it must."""
 
+from dataclasses import replace
+from typing import get_args
+
 import pytest
+from control_fakes import make_spec
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from test_preflight_checks import found, with_packages
 
-from rlhf_core.preflight.known_bad import KNOWN_BAD, KnownBad
+from rlhf_core.preflight.checks import environment
+from rlhf_core.preflight.known_bad import IN_FORCE, KNOWN_BAD, KnownBad
+from rlhf_core.schemas.base import Schema
 from rlhf_core.schemas.checks import CheckStatus
+from rlhf_core.schemas.run import RolloutSpec, RunSpec, TrainSpec
 
 IDS = [" ".join(f"{name}{versions}" for name, versions in row.packages.items()) for row in KNOWN_BAD]
 PROBES = ("0.1", "0.8.5", "0.10.0", "0.14.0", "0.15.2", "0.16.0", "0.17.1", "0.18.0", "0.20.2", "0.27.0", "0.27.1")
@@ -52,20 +59,64 @@ def test_what_a_row_advises_is_not_bad_itself(row: KnownBad) -> None:
         assert not any(SpecifierSet(bad).contains(version) for version in good)
 
 
-def test_preference_training_hangs_on_several_ranks_only() -> None:
-    spec = with_packages({}).spec
-    orpo = spec.model_copy(update={"train": spec.train.model_copy(update={"algorithm": "orpo"})})
-    alone = orpo.model_copy(update={"resources": spec.resources.model_copy(update={"ranks_per_node": 1})})
-    (row,) = [row for row in KNOWN_BAD if row.matches({"trl": "0.16.1"})]
-    assert (row.concerns(orpo), row.concerns(alone), row.concerns(spec)) == (True, False, False)
-    assert not row.matches({"trl": "0.17.0"})
+def valid_specs() -> list[RunSpec]:
+    """Every kind of run that a config can ask for today, as far as the table tells them apart; all through validation.
+
+    The algorithms and engines are those of the schema: one more there is one more here.
+    """
+    found = []
+    for algorithm in choices(TrainSpec, "algorithm"):
+        for engine in choices(RolloutSpec, "engine"):
+            for resources in (
+                {"ranks_per_node": 1, "gpus_per_node": 0},
+                {"ranks_per_node": 2, "gpus_per_node": 0},
+                {"ranks_per_node": 8, "gpus_per_node": 8},
+            ):
+                base = make_spec(sft={"num_steps": 0}, resources=resources).model_dump()
+                base["train"]["algorithm"], base["rollout"]["engine"] = algorithm, engine
+                found.append(RunSpec.model_validate(base))
+    return found
 
 
-def test_an_engine_that_is_not_used_only_warns() -> None:
-    facts = with_packages({"vllm": "0.10.0", "torch": "2.9.1"})
-    (one, two) = found(facts, "environment.versions")
-    assert {one.status, two.status} == {CheckStatus.WARNING}
-    assert "vllm 0.10.0 with torch 2.9.1" in two.found
+def choices(section: type[Schema], field: str) -> tuple[str, ...]:
+    return get_args(section.model_fields[field].annotation)
+
+
+@pytest.mark.parametrize("row", KNOWN_BAD, ids=IDS)
+def test_a_row_concerns_a_run_that_can_be_asked_for_or_waits_for_its_part(row: KnownBad) -> None:
+    met = [spec for spec in valid_specs() if row.concerns(spec)]
+    assert bool(met) != bool(row.waits_for), "a row that a valid config meets no longer waits"
+
+
+@pytest.mark.parametrize("row", IN_FORCE, ids=lambda row: IDS[KNOWN_BAD.index(row)])
+def test_a_row_in_force_is_said_of_the_runs_that_meet_it(row: KnownBad) -> None:
+    """Through validation, gathered facts and the check itself; and not of a run that does not meet it as if it did."""
+    installed = an_example(row)
+    for spec in valid_specs():
+        facts = replace(with_packages(installed), spec=spec)
+        said = [one for one in found(facts, "environment.versions") if row.happens in one.found]
+        fatal = row.concerns(spec) and row.certain
+        assert [one.status for one in said] == [CheckStatus.BLOCKED if fatal else CheckStatus.WARNING]
+        assert ("does not come upon it" in said[0].found) == (not row.concerns(spec))
+
+
+def test_a_row_that_waits_is_not_acted_upon() -> None:
+    waiting = [row for row in KNOWN_BAD if row.waits_for]
+    assert waiting
+    for row in waiting:
+        results = found(with_packages(an_example(row)), "environment.versions")
+        assert not any(row.happens in one.found for one in results)
+
+
+def test_an_engine_that_comes_brings_its_rows_into_force() -> None:
+    """The control of the test above: with the mark taken off, the same versions are a finding."""
+    row = next(row for row in KNOWN_BAD if row.engine == "vllm")
+    facts = with_packages(an_example(row))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(environment, "IN_FORCE", (replace(row, waits_for=""),))
+        (result,) = found(facts, "environment.versions")
+    assert result.status is CheckStatus.WARNING
+    assert row.happens in result.found
 
 
 def test_local_labels_do_not_count() -> None:

@@ -1,6 +1,8 @@
 """The memory model: against hand counts, against what torch really keeps, and in words."""
 
+import inspect
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,9 +107,33 @@ def test_a_reference_model_is_counted_when_there_is_one() -> None:
     assert resident(kl_coefficient=0.1) == resident(measure_kl=True)
 
 
-def test_logits_never_exceed_a_chunk() -> None:
+def test_few_logits_are_all_there_at_once() -> None:
     assert memory.logit_bytes(shape(), 10) == 10 * 151936 * 20
-    assert memory.logit_bytes(shape(), 10**6) == memory.LOGIT_ELEMENTS * 20
+
+
+@pytest.mark.training
+def test_of_many_logits_one_chunk_of_the_trainer_is_there_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted in the trainer's own loop over a vocabulary of this size, with the layer itself left out."""
+    import torch
+
+    from rlhf_core.training import models
+
+    rows: list[int] = []
+
+    def counted(hidden: Any, labels: Any, head: Any, temperature: float) -> Any:
+        rows.append(len(hidden))
+        return hidden[:, 0], hidden[:, 0]
+
+    head = SimpleNamespace(weight=torch.empty(shape().vocabulary, 0))
+    trainer = SimpleNamespace(causal_lm=SimpleNamespace(get_output_embeddings=lambda: head))
+    trainer.chunk_elements = inspect.signature(models.PolicyModel).parameters["chunk_elements"].default
+    monkeypatch.setattr(models, "_score_chunk", counted)
+    models.PolicyModel._score(trainer, torch.zeros(5000, 1), torch.zeros(5000, dtype=torch.int64), 1.0)
+    assert sum(rows) == 5000
+    assert len(rows) > 1
+    seen = max(rows) * shape().vocabulary * 20
+    assert seen <= memory.logit_bytes(shape(), 5000) < seen + shape().vocabulary * 20
+    assert memory.logit_bytes(shape(), 10**6) == memory.logit_bytes(shape(), 5000)
 
 
 def test_an_8b_model_on_eight_h100_is_too_much_for_zero_1_alone_with_a_reference() -> None:

@@ -93,6 +93,10 @@ def _nproc(scene: Scene, stack: ExitStack) -> None:
     stack.enter_context(scene.variables(**of_nodes))
 
 
+def _nproc_alone(scene: Scene, stack: ExitStack) -> None:
+    stack.enter_context(scene.variables(node2={"NPROC_PER_NODE": "7"}))
+
+
 def _version(scene: Scene, stack: ExitStack) -> None:
     paths = {}
     for version in ("0.32.0", "0.31.1"):
@@ -201,6 +205,7 @@ def _no_file(scene: Scene, stack: ExitStack) -> None:
 
 CASES = (
     Case("NPROC_PER_NODE 7 against 8", _nproc, "node.launch", "node3", ("NPROC_PER_NODE = 7",)),
+    Case("NPROC_PER_NODE 7, unset elsewhere", _nproc_alone, "node.launch", "node2", ("NPROC_PER_NODE = 7",)),
     Case("another vllm version", _version, "node.versions", "node2", ("vllm = 0.31.1",), ("node.variables",)),
     Case("another environment variable", _variable, "node.variables", "node2", ("NCCL_ALGO = Ring",)),
     Case("another config", _config, "node.content", "node3", ("config (spec.json)",)),

@@ -10,6 +10,7 @@ import pytest
 import records
 
 from rlhf_core import config
+from rlhf_core.presets import PRESETS
 from rlhf_core.reports import charts, html
 from rlhf_core.reports.config_text import as_toml
 from rlhf_core.reports.gather import RunRecord
@@ -263,7 +264,7 @@ def test_an_empty_completion_is_named_a_long_one_is_cut_and_control_characters_a
 # Small things
 
 
-@pytest.mark.parametrize("preset", config.PRESETS)
+@pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("only_set", [False, True])
 def test_settings_are_shown_as_the_toml_that_gives_them(preset: str, only_set: bool) -> None:
     spec = config.load(preset)

@@ -2,13 +2,16 @@
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from slurm_cluster import WHY_NOT, Cluster, missing_programs
 
 from rlhf_core.scheduler import slurm_queue
 from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus
+from rlhf_core.scheduler.passed import PassedEnvironment
 from rlhf_core.scheduler.slurm import SlurmScheduler
 from rlhf_core.schemas.resources import Placement, Role, RolePlan, Submission
 from rlhf_core.schemas.run import SlurmSpec
@@ -90,6 +93,34 @@ def test_every_node_knows_all_nodes_and_secrets_stay_here(
     assert said == [f"{index}|{nodes}|toy-1/1|hello 'you'||" for index in range(3)]
     end = status(slurm, job)
     assert (end.scheduler_state, end.nodes) == ("COMPLETED", ("node1", "node2", "node3"))
+
+
+@pytest.mark.parametrize("export", ["", "NONE"], ids=["everything is exported", "nothing is exported"])
+def test_a_secret_reaches_the_job_and_nothing_that_others_can_read(
+    slurm: SlurmScheduler, cluster: Cluster, export: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    canary = f"c4nary-{export or 'ALL'}"
+    monkeypatch.setenv("WANDB_API_KEY", canary)
+    if export:
+        monkeypatch.setenv("SBATCH_EXPORT", export)
+    # In two pieces, so that the words of the command are no place where it stands.
+    asked = request(tmp_path, 'test "$WANDB_API_KEY" = "$0$1" && echo "it got the value"; sleep 3', 2)
+    asked = replace(
+        asked, passed=PassedEnvironment(("WANDB_API_KEY",)), command=(*asked.command, canary[:4], canary[4:])
+    )
+    job = slurm.submit(asked)
+    shown = [cluster.command("scontrol", "show", "job", job.job_id, "--details")]
+    shown += [cluster.command("scontrol", "write", "batch_script", job.job_id, "-"), slurm.script(asked)]
+    lines = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
+    kept = [path for path in cluster.folder.rglob("*") if path.is_file() and canary.encode() in path.read_bytes()]
+    wait_for(lambda: ended(slurm, job))
+    assert sorted(line for line in output(asked).splitlines() if "it got" in line) == ["it got the value"] * 2
+    assert not any(canary in text for text in (*shown, *lines))
+    assert "WANDB_API_KEY" in shown[1], "the control: this is the script"
+    assert kept, "the control: Slurm's controller keeps the environment of a job"
+    assert {path.stat().st_mode & 0o077 for path in kept} == {0}
+    left = [path for path in tmp_path.rglob("*") if path.is_file() and canary.encode() in path.read_bytes()]
+    assert left == []
 
 
 def test_a_forgotten_job_has_ended_and_a_new_one_is_not_forgotten(slurm: SlurmScheduler, tmp_path: Path) -> None:

@@ -8,13 +8,14 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from history_tools import postgres
 from shop_floor import Floor, free_port, until
 from slurm_cluster import WHY_NOT, Cluster, missing_programs
 from whole_site import environments, files_with, go, prefect_says, small, stand_in, submitted, tables_with
 
-from rlhf_core.schemas.site import PRIVATE_VARIABLES
+from rlhf_core.schemas.site import is_private
 
 pytestmark = [
     pytest.mark.end_to_end,
@@ -24,6 +25,7 @@ pytestmark = [
 PRESET = "slurm-quickstart"
 CANARY = "c4nary-of-the-site"
 PLANTED = "c4nary-in-the-open"
+HANDED = "c4nary-that-a-job-is-handed"
 
 
 @pytest.fixture
@@ -46,6 +48,9 @@ def floor(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
     }
     floor.write_settings()
+    secrets = floor.home / "job-secrets.env"
+    secrets.touch(mode=0o600)
+    secrets.write_text(f"WANDB_API_KEY={HANDED}\n")
     cluster.up()
     try:
         floor.rlhf("db", "upgrade")
@@ -58,12 +63,16 @@ def floor(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def test_no_password_reaches_a_job_its_files_or_prefect(floor: Floor, tmp_path: Path) -> None:
-    assert {name for name, value in floor.variables.items() if CANARY in value} <= set(PRIVATE_VARIABLES)
-    first, second = submitted(floor, PRESET), submitted(floor, PRESET, f"slurm.environment.OPEN={json.dumps(PLANTED)}")
+    assert all(is_private(name) for name, value in floor.variables.items() if CANARY in value)
+    passed = 'slurm.pass_environment=["WANDB_API_KEY"]'
+    first = submitted(floor, PRESET, passed)
+    second = submitted(floor, PRESET, f"slurm.environment.OPEN={json.dumps(PLANTED)}")
     kept = {run_dir.run_id: environments(run_dir) for run_dir in (first, second)}
     slurm = Path(floor.variables["SLURM_CONF"]).parents[1]
     script = floor.rlhf("run", PRESET, *small(f"slurm.environment.OPEN={json.dumps(PLANTED)}"), "--dry-run")
     with_job = files_with(PLANTED, slurm), files_with(CANARY, slurm)
+    handed = files_with(HANDED, slurm)
+    around = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
     for run_dir in (first, second):
         go(run_dir)
         until(lambda one=run_dir: prefect_says(floor, one) == "Completed")
@@ -74,6 +83,14 @@ def test_no_password_reaches_a_job_its_files_or_prefect(floor: Floor, tmp_path: 
     assert not any(CANARY in text for found in kept.values() for text in found)
     assert not any(PLANTED in text for text in kept[first.run_id])
     assert any(PLANTED in text for text in kept[second.run_id]), "the control"
+
+    # What a job is handed it has, and the other one has not; beside it only Slurm's controller keeps it, for itself.
+    assert any(f"WANDB_API_KEY={HANDED}" in text for text in kept[first.run_id])
+    assert not any(HANDED in text for text in kept[second.run_id])
+    assert {path.stat().st_mode & 0o077 for path in handed} <= {0}
+    assert not any(HANDED in words for words in around)
+    assert files_with(HANDED, tmp_path) == [floor.home / "job-secrets.env"]
+    assert any(first.root in path.parents for path in files_with("WANDB_API_KEY", tmp_path)), "the control"
 
     # The script, as it is printed and as it was submitted; and what Slurm itself keeps of the job's environment.
     assert CANARY not in script.stdout
@@ -86,7 +103,8 @@ def test_no_password_reaches_a_job_its_files_or_prefect(floor: Floor, tmp_path: 
     assert any(path.suffix == ".sh" and second.root in path.parents for path in files_with(PLANTED, tmp_path))
 
     # Prefect: parameters, artifacts, logs, states, events.
-    assert tables_with(CANARY, floor.variables["RLHF_PREFECT_DATABASE_URL"]) == []
+    for database in (floor.variables["RLHF_PREFECT_DATABASE_URL"], floor.variables["RLHF_DATABASE_URL"]):
+        assert tables_with(CANARY, database) == []
+        assert tables_with(HANDED, database) == []
     assert "flow_run" in tables_with(PLANTED, floor.variables["RLHF_PREFECT_DATABASE_URL"]), "the control"
-    assert tables_with(CANARY, floor.variables["RLHF_DATABASE_URL"]) == []
     assert "runs" in tables_with(PLANTED, floor.variables["RLHF_DATABASE_URL"]), "the control"

@@ -1,6 +1,6 @@
 """The static checks, by what they look at. Importing this package registers them all, in this order."""
 
-from rlhf_core.preflight.checks import batch, data, content, model, memory, environment, resources  # isort: skip
+from rlhf_core.preflight.checks import batch, data, content, model, memory, environment, job_environment, resources  # isort: skip
 from rlhf_core.preflight.checks import promote, resume, trial, turned_off  # isort: skip
 
 __all__ = [
@@ -8,6 +8,7 @@ __all__ = [
     "content",
     "data",
     "environment",
+    "job_environment",
     "memory",
     "model",
     "promote",

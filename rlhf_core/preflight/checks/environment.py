@@ -6,7 +6,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from rlhf_core.preflight.facts import Facts
-from rlhf_core.preflight.known_bad import KNOWN_BAD
+from rlhf_core.preflight.known_bad import IN_FORCE
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
 
 OLDEST_PYTHON = (3, 11)
@@ -88,7 +88,7 @@ def packages(facts: Facts) -> Iterator[Finding]:
 def versions(facts: Facts) -> Iterator[Finding]:
     """Versions that are known to hang, to compute wrong numbers, or not to load together."""
     installed = facts.compute.packages
-    found = [row for row in KNOWN_BAD if row.matches(installed)]
+    found = [row for row in IN_FORCE if row.matches(installed)]
     for row in found:
         shown = " with ".join(f"{name} {installed[name]}" for name in row.packages)
         fatal = row.concerns(facts.spec) and row.certain
@@ -100,7 +100,7 @@ def versions(facts: Facts) -> Iterator[Finding]:
             f"{facts.compute.python} -m pip install '{row.instead}'",
         )
     if installed and not found:
-        yield passed(f"none of {len(KNOWN_BAD)} combinations that are known to go wrong is installed")
+        yield passed(f"none of {len(IN_FORCE)} combinations that are known to go wrong is installed")
 
 
 @check("environment.compiler")

@@ -1,0 +1,54 @@
+"""The variables that a job is given: secrets among them, and those that contradict the plan."""
+
+from collections.abc import Iterator
+
+from rlhf_core.diagnosis.launch_variables import NODE_NUMBERS, planned_numbers
+from rlhf_core.preflight.facts import Facts
+from rlhf_core.preflight.registry import Finding, blocked, check, passed, warning
+from rlhf_core.redaction import secrets_in
+
+
+@check("environment.secrets")
+def secrets(facts: Facts) -> Iterator[Finding]:
+    """A secret in a setting is kept with the run, in files, rows and pages of Prefect that others may read."""
+    settings = {**facts.spec.model_dump(), "slurm": facts.spec.slurm.over(facts.site_slurm).model_dump()}
+    found = [place for name, value in settings.items() for place in secrets_in(name, value)]
+    for place in found:
+        variable = place.removeprefix("slurm.environment.") if place.startswith("slurm.environment.") else "NAME"
+        read = "" if variable != "NAME" else f", and read it there instead of from {place}"
+        file = f" or, as {variable}=..., in {facts.job_secrets} (mode 600)" if facts.job_secrets is not None else ""
+        yield warning(
+            f"{place} looks like a secret: it is stored with the run and shown to whoever reads it",
+            "no secret in a setting",
+            f'take it out, set slurm.pass_environment = ["{variable}"] and give the value in the environment of '
+            f"whoever submits the run{file}{read}. What was stored before stays where it is: replace the secret",
+        )
+    if not found:
+        yield passed("no setting looks like one")
+
+
+@check("environment.passed")
+def passed_environment(facts: Facts) -> Iterator[Finding]:
+    """A secret that is not there when the job is submitted costs the user code its service, hours later."""
+    names = facts.spec.slurm.over(facts.site_slurm).pass_environment
+    if facts.passed_problem:
+        problem, _, advice = facts.passed_problem.partition(". ")
+        yield blocked(problem, "a value for every name in slurm.pass_environment", advice or "correct it")
+    elif names:
+        yield passed(f"{', '.join(names)} can be handed to the job")
+
+
+@check("environment.launch")
+def launch(facts: Facts) -> Iterator[Finding]:
+    """NNODES or NPROC_PER_NODE that contradict the plan let a launcher wait for ranks that do not exist."""
+    resources = facts.spec.resources
+    given = facts.spec.slurm.over(facts.site_slurm).environment
+    right = planned_numbers(resources.num_nodes, resources.ranks_per_node)
+    advice = "take it out of slurm.environment: rlhf-flows does not need it"
+    for name, values in right.items():
+        if name in given and given[name] not in values:
+            yield blocked(f"slurm.environment.{name} = {given[name]}", f"{' or '.join(values)}, as planned", advice)
+    for name in NODE_NUMBERS:
+        if name in given and resources.num_nodes > 1:
+            said = f"slurm.environment.{name} = {given[name]} for all {resources.num_nodes} nodes"
+            yield blocked(said, "a number of its own for each node", advice)

@@ -1,0 +1,141 @@
+"""Recognition and masking of secrets: names of variables that hold one, and values that carry one. Pure.
+
+Whatever is kept (rows, run directories, Prefect, logs) is read by more people than the one who asked for a run. A value
+that is recognised here is never printed, by no message and no finding.
+"""
+
+import hashlib
+import hmac
+import re
+from collections.abc import Iterator
+
+MASK = "***"
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_SECRET_WORDS = _words(
+    """
+    APIKEY AUTH AUTHORIZATION BEARER CONNECTIONSTRING COOKIE COOKIES CRED CREDENTIAL CREDENTIALS CREDS DSN JWT KEY
+    PASS PASSCODE PASSPHRASE PASSWD PASSWORD PAT PGPASSWORD PRIVATE PW PWD SALT SECRET SECRETS TOKEN WEBHOOK
+    """
+)
+"""A name with one of these between its underscores holds a secret."""
+_JOINED = ("APIKEY", "PASSWORD", "PASSWD", "SECRET", "CREDENTIAL")
+"""Found inside a word too: ``MYSQLPASSWORD``."""
+_NO_SECRET_ENDS = _words("DIR DIRECTORY FILE ID NAME PATH SOCK SOCKET TYPE")
+"""What ends the name of something that only leads to a secret, or names one: ``HF_TOKEN_PATH``, ``SSH_AUTH_SOCK``."""
+_NOT_MEANT = frozenset({"PWD", "OLDPWD"})
+
+_REFERENCE = re.compile(r"(?:[/~.${<].*)?", re.DOTALL)
+"""Values that only lead to a secret: paths, other variables, places in a template."""
+_SWITCH = re.compile(r"[+-]?[\d.]*|true|false|yes|no|on|off|none|null|auto|default", re.IGNORECASE)
+"""Values that are no secret unless they are called a password."""
+
+_TOKEN = re.compile(
+    r"""
+    \b(?: hf_[A-Za-z0-9]{16,}                                     # Hugging Face
+        | sk-[A-Za-z0-9_-]{16,}                                   # OpenAI, Anthropic
+        | gh[pousr]_[A-Za-z0-9]{16,} | github_pat_\w{16,}         # GitHub
+        | glpat-[\w-]{16,}                                        # GitLab
+        | xox[abeoprs]-[\w-]{10,}                                 # Slack
+        | (?:AKIA|ASIA)[0-9A-Z]{16}                               # AWS
+        | AIza[\w-]{30,} | ya29\.[\w-]{16,}                       # Google
+        | nvapi-[\w-]{16,} | pypi-[\w-]{16,} | r8_[A-Za-z0-9]{16,} | gsk_[A-Za-z0-9]{16,}
+        | eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*                         # JSON web token
+    )
+    """,
+    re.VERBOSE,
+)
+_USER_INFO = re.compile(r"(?P<scheme>\b[a-z][a-z0-9+.-]*://)(?P<info>[^/?\#\s@]+(?:@[^/?\#\s@]+)*)@", re.IGNORECASE)
+_WEBHOOK = re.compile(
+    r"(https://(?:hooks\.slack\.com|discord(?:app)?\.com/api/webhooks|[\w.-]+\.webhook\.office\.com)/)\S+"
+)
+_WEB = frozenset({"http", "https", "ws", "wss", "ftp", "ftps"})
+_HEADER = re.compile(
+    r"(\bBearer\s+|\bAuthorization[\"']?\s*[:=]\s*[\"']?(?:(?:Basic|Bearer|Token)\s+)?)[\w.~+/=-]{8,}", re.IGNORECASE
+)
+_PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
+_ASSIGNMENT = re.compile(
+    r"""(?P<name>[A-Za-z_][\w.-]*)(?:\s?=\s?|["']\s*:\s*(?=["']))(?P<value>"[^"]*"|'[^']*'|[^\s,;&]+)"""
+)
+"""``name=value``, and ``"name": "value"``."""
+
+NAMED_BY_USERS = ("slurm.environment", "data.generator_args")
+"""Tables whose keys are names of variables and arguments. Those of a model's configuration are not: ``eos_token``."""
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether a variable of this name usually holds a secret."""
+    words = [word for word in re.split(r"[^A-Z0-9]+", name.upper()) if word]
+    if not words or words[-1] in _NO_SECRET_ENDS or name in _NOT_MEANT:
+        return False
+    return any(word in _SECRET_WORDS or any(part in word for part in _JOINED) for word in words)
+
+
+def carries_secret(value: str) -> bool:
+    """Whether a text holds a password, a token or a private key, whatever its name."""
+    return masked(value) != value
+
+
+def masked(value: str) -> str:
+    """The text with what is secret in it replaced: user and password of addresses, tokens, keys, ``password=...``."""
+    value = _PRIVATE_KEY.sub(MASK, value)
+    value = _USER_INFO.sub(_without_user_info, value)
+    value = _WEBHOOK.sub(rf"\1{MASK}", value)
+    value = _HEADER.sub(rf"\1{MASK}", value)
+    value = _TOKEN.sub(MASK, value)
+    return _ASSIGNMENT.sub(_without_value, value)
+
+
+def _without_user_info(match: "re.Match[str]") -> str:
+    scheme, info = match["scheme"], match["info"]
+    user, colon, password = info.partition(":")
+    is_web = scheme.lower().removesuffix("://") in _WEB
+    # `postgresql://anna@host` names a user; what stands there in a web address is a token (GitHub, Sentry).
+    if (colon and password and password != MASK) or (is_web and user and user != MASK):
+        return f"{scheme}{MASK}@"
+    return match[0]
+
+
+def _without_value(match: "re.Match[str]") -> str:
+    name, value = match["name"], match["value"].strip("\"'")
+    if not _is_named_secret(name, value) or MASK in value:
+        return match[0]
+    return match[0].replace(match["value"], MASK)
+
+
+def secrets_in(name: str, value: object) -> Iterator[str]:
+    """Names of the settings in which a secret stands openly; never its text.
+
+    Args:
+        name: Dotted name of a setting.
+        value: Its value: text, or lists and tables of it. Names count in tables of a user's own making, whose keys
+            are not ours: there ``API_KEY = "..."`` is a secret however it looks.
+    """
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from secrets_in(f"{name}.{key}", item)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from secrets_in(f"{name}[{index}]" if isinstance(item, str) else name, item)
+    elif isinstance(value, str) and (carries_secret(value) or _is_secret_setting(name, value)):
+        yield name
+
+
+def _is_secret_setting(name: str, value: str) -> bool:
+    section, _, leaf = name.rpartition(".")
+    return section in NAMED_BY_USERS and _is_named_secret(leaf, value)
+
+
+def _is_named_secret(name: str, value: str) -> bool:
+    if not is_secret_name(name) or _REFERENCE.fullmatch(value):
+        return False
+    return "PASS" in name.upper() or not _SWITCH.fullmatch(value)
+
+
+def keyed_hash(value: str, key: bytes) -> str:
+    """Short hash by which a value can be compared without being shown; without the key nothing can be tried out."""
+    return hmac.new(key, value.encode(errors="surrogateescape"), hashlib.sha256).hexdigest()[:12]

@@ -1,0 +1,111 @@
+"""Variables that a job is handed without being stored: ``slurm.pass_environment`` names them.
+
+A value is taken when the job is submitted, from the environment of whoever submits it or from a file that only its
+owner may read. From there it goes into the environment of the process that starts the job, and nowhere else: no
+request, script, command line, row or message holds it.
+"""
+
+import os
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf_core.errors import SubmissionFailed
+from rlhf_core.schemas.site import is_private
+
+_LINE = re.compile(r"(?:export\s+)?(?P<name>[A-Za-z_]\w*)=(?P<value>.*)")
+
+
+@dataclass(frozen=True)
+class PassedEnvironment:
+    """What a job is handed: names, and where their values are looked for."""
+
+    names: tuple[str, ...] = ()
+    file: Path | None = None
+    """Lines ``NAME=value``, mode 600; asked for what the environment lacks."""
+
+    def values(self, environment: Mapping[str, str] | None = None) -> dict[str, str]:
+        """The values, by name. To be called by whoever starts the job, and not to be kept.
+
+        Args:
+            environment: Default: that of this process.
+
+        Raises:
+            SubmissionFailed: one is missing, or the file may not be used. The message names the variable.
+        """
+        given = os.environ if environment is None else environment
+        found = {name: given[name] for name in self.names if given.get(name)}
+        missing = [name for name in self.names if name not in found]
+        if missing and self.file is not None:
+            stored = read_private(self.file)
+            found |= {name: stored[name] for name in missing if stored.get(name)}
+        missing = [name for name in self.names if name not in found]
+        if missing:
+            where = f", or write NAME=value into {self.file} (mode 600)" if self.file is not None else ""
+            raise SubmissionFailed(
+                f"{', '.join(missing)}: named in slurm.pass_environment, without a value where the job is submitted. "
+                f"Set it in the environment of this process{where}, then `rlhf resume`"
+            )
+        return found
+
+    def problem(self) -> str:
+        """Why the job could not be handed them from here; empty when it could."""
+        try:
+            self.values()
+        except SubmissionFailed as error:
+            return str(error)
+        return ""
+
+
+def read_private(path: Path) -> dict[str, str]:
+    """Variables of a file that nobody but its owner may read; empty where there is none.
+
+    Raises:
+        SubmissionFailed: others may read it, it is somebody else's, or a line is no ``NAME=value``. No text of it is
+            in the message.
+    """
+    try:
+        with path.open("rb") as file:
+            _require_private(path, os.fstat(file.fileno()))
+            text = file.read().decode("utf-8")
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise SubmissionFailed(f"cannot read {path} (RLHF_JOB_SECRETS): {why}") from None
+    found = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        stripped = line.strip()
+        if not stripped or stripped.startswith("#"):
+            continue
+        match = _LINE.fullmatch(stripped)
+        if match is None:
+            raise SubmissionFailed(f"{path} (RLHF_JOB_SECRETS), line {number}: expected NAME=value")
+        found[match["name"]] = _unquoted(match["value"].strip())
+    return found
+
+
+def _require_private(path: Path, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise SubmissionFailed(f"{path} (RLHF_JOB_SECRETS) is no file; expected one with lines NAME=value")
+    if found.st_uid != os.geteuid():
+        raise SubmissionFailed(
+            f"{path} (RLHF_JOB_SECRETS) belongs to user {found.st_uid}, expected {os.geteuid()}, who submits the job: "
+            f"whoever owns it decides what jobs are handed"
+        )
+    if found.st_mode & 0o077:
+        raise SubmissionFailed(
+            f"{path} (RLHF_JOB_SECRETS) has mode {stat.S_IMODE(found.st_mode):o}, expected 600: others may use what "
+            f"stands in it. `chmod 600 {path}`, and change the secrets if others could read them"
+        )
+
+
+def _unquoted(value: str) -> str:
+    return value[1:-1] if len(value) >= 2 and value[0] == value[-1] and value[0] in "\"'" else value
+
+
+def without_private(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment without what is the control plane's alone."""
+    return {name: value for name, value in environment.items() if not is_private(name)}

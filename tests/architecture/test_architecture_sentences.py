@@ -1,0 +1,164 @@
+"""What docstrings say of the whole project holds: where errors are, who catches everything, who imports torch."""
+
+import ast
+import builtins
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlhf_core import errors
+from rlhf_core.worker import elastic, roles, worker_process
+
+ROOT = Path(__file__).parents[2]
+SOURCES = [path for package in ("flows", "rlhf_core", "migrations") for path in sorted((ROOT / package).rglob("*.py"))]
+TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in SOURCES}
+WORKER = {path: tree for path, tree in TREES.items() if path.startswith("rlhf_core/worker/")}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# errors.py
+
+
+def is_exception(name: str, known: set[str]) -> bool:
+    found = getattr(builtins, name, None)
+    return name in known or (isinstance(found, type) and issubclass(found, BaseException))
+
+
+def exceptions_elsewhere(trees: dict[str, ast.Module]) -> set[str]:
+    """Public classes of exceptions outside of errors.py, as ``module.Class``."""
+    known = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    found = set()
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and path != "rlhf_core/errors.py" and not node.name.startswith("_"):
+                bases = [getattr(base, "id", getattr(base, "attr", "")) for base in node.bases]
+                if any(is_exception(base, known) for base in bases):
+                    found.add(f"{path.removesuffix('.py').replace('/', '.')}.{node.name}")
+    return found
+
+
+def test_every_error_is_in_errors_py_but_for_those_that_it_names() -> None:
+    text = errors.__doc__ or ""
+    named = set(re.findall(r"^    ((?:flows|rlhf_core)\.[\w.]+\.\w+)", text, re.MULTILINE))
+    assert exceptions_elsewhere(TREES) == named
+
+
+def test_an_error_in_another_module_is_seen() -> None:
+    tree = ast.parse("class Broken(RunDirError): ...\nclass Late(Exception): ...\nclass _Mine(Exception): ...")
+    assert exceptions_elsewhere({"flows/new.py": tree}) == {"flows.new.Broken", "flows.new.Late"}
+
+
+def test_the_tree_of_errors_is_the_one_in_its_docstring() -> None:
+    text = errors.__doc__ or ""
+    shown = {name: bool(code) for name, code in re.findall(r"[├└]── (\w+)( \(\d+\))?", text)}
+    classes = {name: value for name, value in vars(errors).items() if isinstance(value, type)}
+    assert set(shown) | {"RlhfError"} == set(classes)
+    assert all(issubclass(value, errors.RlhfError) for value in classes.values())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whoever catches everything
+
+
+def catches_everything(handler: ast.ExceptHandler) -> bool:
+    caught = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return any(one is None or getattr(one, "id", "") in ("Exception", "BaseException") for one in caught)
+
+
+def without_a_plan(path: str, text: str) -> Iterator[str]:
+    """Handlers of every exception that neither raise it again, nor keep its traceback, nor say why on their line."""
+    lines = text.splitlines()
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.ExceptHandler) or not catches_everything(node):
+            continue
+        inside = [one for statement in node.body for one in ast.walk(statement)]
+        goes_on = any(isinstance(one, ast.Raise) for one in inside)
+        logs = any(isinstance(one, ast.Attribute) and one.attr == "exception" for one in inside)
+        says_why = re.search(r"# (noqa: BLE001 - )?(?!noqa)\w.{10,}", lines[node.lineno - 1])
+        if not (goes_on or logs or says_why):
+            yield f"{path}:{node.lineno}"
+
+
+def test_whoever_catches_everything_says_why() -> None:
+    assert [found for path in SOURCES for found in without_a_plan(path.name, path.read_text())] == []
+    assert "says why beside it" in " ".join((worker_process.__doc__ or "").split())
+
+
+@pytest.mark.parametrize(
+    ("line", "is_found"),
+    [
+        ("except Exception:\n    pass", True),
+        ("except Exception:  # noqa: BLE001\n    pass", True),
+        ("except (ValueError, BaseException):\n    pass", True),
+        ("except:\n    pass", True),
+        ("except Exception:\n    raise", False),
+        ("except Exception:\n    log.exception('it failed')", False),
+        ("except Exception:  # noqa: BLE001 - user code may raise anything\n    pass", False),
+        ("except ValueError:\n    pass", False),
+    ],
+)
+def test_a_handler_without_a_plan_is_seen(line: str, is_found: bool) -> None:
+    assert bool(list(without_a_plan("new.py", f"try:\n    work()\n{line}\n"))) == is_found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Torch and the training package, seen from the agent
+
+
+def imports(tree: ast.AST, *, late: bool) -> set[str]:
+    """Modules that are imported when a module is loaded, or, ``late``, inside its functions."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    inside = {id(one) for function in functions for one in ast.walk(function)}
+    found = set()
+    for node in ast.walk(tree):
+        if (id(node) in inside) == late:
+            if isinstance(node, ast.ImportFrom) and node.module:
+                found.add(node.module)
+            elif isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+    return found
+
+
+def importers(package: str, *, late: bool) -> set[str]:
+    """Files of the agent that import a package, or a part of it."""
+    return {
+        Path(path).name
+        for path, tree in WORKER.items()
+        if any(name == package or name.startswith(f"{package}.") for name in imports(tree, late=late))
+    }
+
+
+def test_elastic_alone_imports_torch_as_it_is_loaded() -> None:
+    assert importers("torch", late=False) == {"elastic.py"}
+    assert importers("torch", late=True) == {"board.py"}
+    assert importers("rlhf_core.worker.elastic", late=False) == set(), "so that an agent begins without torch"
+    sentence = " ".join((elastic.__doc__ or "").split())
+    assert "the only module of the agent that imports torch when it is loaded" in sentence
+    assert "``board.py``" in sentence
+
+
+def test_roles_alone_names_functions_of_training() -> None:
+    naming = {
+        Path(path).name
+        for path, tree in WORKER.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and re.fullmatch(r"rlhf_core\.training\.[\w.]+:\w+", str(node.value))
+    }
+    assert naming == {"roles.py"}
+    assert importers("rlhf_core.training", late=False) == {"roles.py", "worker_process.py"}
+    assert importers("rlhf_core.training", late=True) == set()
+    used = {
+        name for tree in WORKER.values() for name in imports(tree, late=False) if name.startswith("rlhf_core.training")
+    }
+    assert used == {"rlhf_core.training.types"}
+    assert "``training/types.py``" in (roles.__doc__ or "")
+
+
+def test_a_log_is_opened_by_its_worker() -> None:
+    """As the run directory says: the agent never writes into it."""
+    page = (ROOT / "docs" / "run_directory.md").read_text()
+    (row,) = [line for line in page.splitlines() if "logs/<role>-<node>-<local>.log" in line]
+    assert "that worker opens it" in row
+    assert "restart_dir.log(" in (ROOT / "rlhf_core/worker/worker_process.py").read_text()

@@ -1,0 +1,49 @@
+"""A later attempt is submitted by a process that does not have a secret of the job: it says so, and the run goes on."""
+
+import pytest
+from control_fakes import FakeAgent, make_spec
+from desk import Desk
+
+from flows.stages import drive
+from rlhf_core.errors import RunFailed
+from rlhf_core.launch.journal import read_record
+from rlhf_core.scheduler.base import JobRequest
+from rlhf_core.schemas.attempts import AttemptState, RunState
+from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.schemas.resources import Role
+
+CANARY = "c4nary-that-is-handed-over"
+
+
+def test_an_attempt_without_its_secret_is_not_submitted_and_can_be_resumed(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", CANARY)
+    run_dir = desk.run(make_spec(slurm={"pass_environment": ["WANDB_API_KEY"]}))
+
+    def behave(request: JobRequest) -> None:
+        agent = FakeAgent(run_dir, attempt=request.placement.attempt)
+        agent.begin()
+        if request.placement.attempt > 1:
+            agent.whole_run(request.placement.resumed_from_step)
+            return
+        agent.role(Role.TRAINER)
+        agent.checkpoint(6)
+        agent.incident(FailureKind.NODE_LOST, fingerprint="abc")
+        agent.end(AttemptState.FAILED, FailureKind.NODE_LOST)
+        monkeypatch.delenv("WANDB_API_KEY")  # whoever drives the run from now on does not have it
+
+    desk.scheduler.on_submit = behave
+    with pytest.raises(RunFailed, match="WANDB_API_KEY: named in") as error:
+        drive(desk.controller(run_dir))
+    assert str(desk.site.job_secrets) in str(error.value)
+    assert [one.placement.attempt for one in desk.scheduler.submitted] == [1]
+
+    assert desk.site.job_secrets is not None
+    desk.site.job_secrets.touch(mode=0o600)
+    desk.site.job_secrets.write_text(f"WANDB_API_KEY={CANARY}\n")
+    drive(desk.controller(run_dir, resumed=True))
+    assert read_record(run_dir).state is RunState.COMPLETED
+    assert desk.scheduler.submitted[-1].placement.resume_checkpoint == "step-000006"
+    kept = [path for path in desk.site.home.rglob("*") if path.is_file() and CANARY.encode() in path.read_bytes()]
+    assert kept == [desk.site.job_secrets]

@@ -1,0 +1,79 @@
+"""Secrets around a run on this machine: its job has the one that it asked for, and nothing that stays has any.
+
+The same through Prefect, PostgreSQL and Slurm: ``test_site_secrets.py``.
+"""
+
+import secrets
+from pathlib import Path
+
+import psutil
+import pytest
+from shop_floor import Floor, free_port, until
+from whole_site import environments, files_with, go, small, stand_in
+
+from rlhf_core.run_dir import RunDir
+
+pytestmark = pytest.mark.end_to_end
+
+# New ones each time: a run keeps the uncommitted changes of the folder it is started from, perhaps of this very file.
+CANARY, OF_THE_SITE, PLANTED = (f"c4nary-{secrets.token_hex(8)}" for _ in range(3))
+PASSED = 'slurm.pass_environment=["WANDB_API_KEY"]'
+OPEN = f'slurm.environment.OPENAI_KEY="{PLANTED}"'
+
+
+@pytest.fixture
+def floor(tmp_path: Path) -> Floor:
+    """A home on this machine, with secrets in everything around it."""
+    floor = Floor(tmp_path / "home", free_port())
+    floor.variables = {
+        **dict.fromkeys(("WANDB_API_KEY", "OPENAI_KEY", "GITHUB_PAT", "HF_TOKEN", "NPM_AUTH"), CANARY),
+        "HTTPS_PROXY": f"http://anna:{CANARY}@127.0.0.1:9",
+        "DATABASE_URL": f"postgresql://anna:{CANARY}@127.0.0.1:9/db",
+        **dict.fromkeys(("PGPASSWORD", "RLHF_PREFECT_AUTH", "PREFECT_SERVER_DATABASE_PASSWORD"), OF_THE_SITE),
+        "RLHF_COMPUTE_PYTHON": str(stand_in(tmp_path)),
+    }
+    floor.write_settings()
+    return floor
+
+
+def test_a_job_has_its_secret_and_nothing_that_stays_has_one(floor: Floor, tmp_path: Path) -> None:
+    process = floor.start("run", "quickstart", "--no-prefect", *small(PASSED, OPEN))
+    runs = floor.home / "runs"
+    (folder,) = until(lambda: list(runs.glob("quickstart-*")))
+    run_dir = RunDir(folder)
+    found = until(lambda: environments(run_dir))
+    until(lambda: (run_dir.root / "starts").exists())
+    words = [" ".join(one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"])]
+    go(run_dir)
+    said = "".join(process.communicate(timeout=250))
+    assert process.returncode == 0, said
+
+    # The job: what it asked for, and nothing of the site's.
+    assert all(f"WANDB_API_KEY={CANARY}" in text for text in found)
+    assert not any(OF_THE_SITE in text for text in found)
+
+    # Run directory with spec, journal, placement and logs; the history; what was printed; every command line.
+    for secret in (CANARY, OF_THE_SITE):
+        assert files_with(secret, tmp_path) == []
+        assert secret not in said
+        assert not any(secret in line for line in words)
+
+    # The control: what is named and what is planted is found where a secret would be.
+    for text in ("WANDB_API_KEY", PLANTED):
+        assert {run_dir.spec, floor.home / "history.db"} <= set(files_with(text, tmp_path))
+
+
+def test_without_its_secret_a_run_ends_before_it_begins_and_a_planted_one_is_warned_of(floor: Floor) -> None:
+    file = floor.home / "job-secrets.env"
+    file.touch(mode=0o644)
+    file.write_text(f"OTHER={CANARY}\n")
+    checked = floor.rlhf("check", "quickstart", *small(PASSED, OPEN), "--json", code=2, WANDB_API_KEY="")
+    assert "chmod 600" in checked.stdout
+    file.chmod(0o600)
+    ended = floor.rlhf("run", "quickstart", "--no-prefect", *small(PASSED, OPEN), code=2, WANDB_API_KEY="")
+    for said in (checked.stdout + checked.stderr, ended.stdout + ended.stderr):
+        assert CANARY not in said
+        assert PLANTED not in said
+        assert "slurm.environment.OPENAI_KEY looks like a secret" in " ".join(said.split())
+    assert "WANDB_API_KEY: named in slurm.pass_environment" in " ".join(ended.stderr.split())
+    assert str(file) in "".join(ended.stderr.split())
