@@ -9,13 +9,14 @@ of several roots the first is the one.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rlhf_core.diagnosis import metric_lines, signatures
 from rlhf_core.diagnosis.log_lines import Line, read_line
 from rlhf_core.diagnosis.parts import Part
 from rlhf_core.diagnosis.raised_errors import TABLES, Event, Tables, continued, event_of
 from rlhf_core.diagnosis.signatures_row import Matched
-from rlhf_core.diagnosis.tracebacks import CONTINUED, Raised, TracebackReader
+from rlhf_core.diagnosis.tracebacks import CONTINUED, Frame, Raised, TracebackReader
 from rlhf_core.schemas.failures import FailureKind as Kind
 
 GOING_ON = 3
@@ -105,6 +106,7 @@ class _Reading:
         self.tracebacks = TracebackReader()
         self._tables = tables
         self._matched: dict[tuple[str, bool], Matched | None] = {}
+        self._weighed: dict[tuple[str, tuple[Frame, ...], tuple[str, ...], str], Event] = {}
         self._steps = 0
         self._bars: dict[int, int] = {}
         self._moved = 0
@@ -116,10 +118,10 @@ class _Reading:
         line = read_line(raw, number)
         read = self.tracebacks.read(line)
         if isinstance(read, Raised):
-            following = [read_line(later).text for later in lines[number + 1 : number + 1 + CONTINUED]]
-            event: Event | None = event_of(read, list(continued(following)), self._tables)
             if line.is_quiet and not read.frames:
                 return
+            following = [read_line(later).text for later in lines[number + 1 : number + 1 + CONTINUED]]
+            event: Event | None = self._of_error(read, tuple(continued(following)))
         else:
             event = None if read else self._of_phrase(line)
         if event is None:
@@ -127,6 +129,14 @@ class _Reading:
         self._steps = 0 if event.part is Part.ROOT else self._steps
         self._moved = 0
         self.found.append(event)
+
+    def _of_error(self, raised: Raised, following: tuple[str, ...]) -> Event:
+        # All ranks print the same error: it is weighed once.
+        key = (raised.line.text, raised.frames, following, raised.line.process)
+        if key not in self._weighed:
+            self._weighed[key] = event_of(raised, following, self._tables)
+        at = raised.line
+        return replace(self._weighed[key], line=at.raw.strip(), number=at.number, is_later=raised.is_later)
 
     def _of_phrase(self, line: Line) -> Event | None:
         # The same line is printed by every rank, and again and again: it is matched once.

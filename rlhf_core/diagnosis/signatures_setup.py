@@ -148,7 +148,7 @@ DATA: tuple[Signature, ...] = (
         r"does not have a padd?ing token|Can't load tokenizer|Tokenizer class \S+ does not exist",
         r"no pad(?:ding)? token|Cannot handle batch sizes > 1 if no padding",
         r"instantiate the backend tokenizer|Couldn't find (?:a |any )?(?:data|dataset)|Converting from \w+ failed",
-        r"num_samples should be a positive",
+        r"activate truncation and/or padding|num_samples should be a positive",
         r"[Cc]olumn(?:s|\(s\))?\b.{0,200}(?:not (?:found|in|present)|missing|do(?:es)? not exist)",
         r"column names don't match|(?i:(?:data ?set|dataloader|train_data\w*) is empty|empty data ?set)",
         r"(?i:No (?:valid )?(?:samples|examples|rows) (?:found|left|remain))",
@@ -180,6 +180,7 @@ _WRONG = "|".join(
         r"(?:must|should|has to|needs to|have to) be (?:\w+ )?(?:one"
         r" of|divisible|set|specified|provided|greater|less|smaller|equal|in \[|>|<)",
         r"(?:must|should|has to|needs to) be (?:larger|at least|positive|a multiple|either|between|the same as|evenly)",
+        r"not equal to|can only be (?:used|set|specified|enabled)",
         r"can ?not be (?:both|used|combined|set|specified|enabled|greater|None)|mutually exclusive",
         r"is not a valid|not a valid|cannot use|can't use",
         r"invalid (?:value|choice|option|argument|config|combination|\w+ (?:name|type))",

@@ -34,7 +34,7 @@ SCHEDULER: tuple[Signature, ...] = (
         Kind.NODE_LOST,
         ROOT,
         "srun: error: Nodes n3 are still not ready",
-        rf"error: Nodes? {_NODE}\S* (?:is|are) (?:still )?not (?:ready|responding)",
+        rf"error: Nodes? {_NODE}\S* (?:(?:is|are) )?(?:still )?not (?:ready|responding)",
         rf"error: .{{0,40}}lost (?:contact|communication) with (?:node )?{_NODE}",
     ),
     row(
@@ -110,6 +110,8 @@ NOISE: tuple[Signature, ...] = (
         "FlashAttention is not there (ImportError: No module named 'flash_attn'), falling back to sdpa",
         r"(?i:fall(?:ing|s)? ?back to|\bskipp(?:ing|ed) (?:it|this|the|iter|step|batch|sample)|(?:is|are) optional)",
         r"(?i:can be (?:safely )?ignored|safe(?:ly)? (?:to )?ignored?\b|^Exception ignored|\bharmless\b|\bcosmetic\b)",
+        r"(?i:\b(?:this|that|which|it) is (?:normal|expected|benign)\b|\bnot an error\b|\bbenign\b)",
+        r"(?i:\b(?:training|run|job) (?:continued|continues|went on|recovered|survived)\b)",
         r"(?i:false alarm|(?:is|are) not fatal|non-fatal|training (?:is )?(?:not affected|unaffected))",
     ),
     row(

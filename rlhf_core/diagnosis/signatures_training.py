@@ -97,7 +97,7 @@ FINDING_EACH_OTHER: tuple[Signature, ...] = (
         "RuntimeError: connect() timed out. Original timeout was 60000 ms.",
         r"connectFullMesh failed|client socket has (?:timed out|failed to connect)",
         r"wait timeout after \d+ms, keys|waiting for (?:clients|workers)\. |connect\(\) timed out|clients joined",
-        r"Error: Socket Timeout|connection to the C10d store has failed",
+        r"store[- ]based barrier|Timed out initializing|Error: Socket Timeout|connection to the C10d store has failed",
         r"[Rr]endezvous\b.{0,60}(?:timed? ?out|closed|failed)|[Tt]ime-?d? ?out\b.{0,60}\brendezvous",
         r"bootstrap\.cc.{0,80}(?:failed|error|timeout)",
         r"Timed out (?:after \d+ seconds )?waiting for .{0,40}(?:ranks|nodes|clients)",
@@ -165,7 +165,8 @@ USER_CODE: tuple[Signature, ...] = (
         Kind.REWARD_FUNCTION,
         ROOT,
         "NotImplementedError: Reward function is not implemented for data_source='mine'",
-        r"(?i:reward[ _](?:function|fn|func|manager|worker|computation|loop)s? .{0,100}(?:not"
+        r"(?:reward_?f\w+|compute_score)\(\) (?:missing|takes|got) ",
+        r"(?i:reward[ _](?:function|fn|func|manager|worker|computation|loop)s?\b.{0,100}(?:not"
         r" implemented|failed|raised|error|crash|exception|timed out))",
         r"(?i:(?:error|exception|failed|failure) (?:in|while|during|when|computing|calling) (?:the )?(?:\w+ )?"
         r"(?:reward|compute_score|verifier))",

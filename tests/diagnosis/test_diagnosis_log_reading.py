@@ -181,6 +181,8 @@ def test_an_excerpt_is_read_by_its_kind_of_evidence(case: str) -> None:
         'completion: def f(x): raise ValueError("must be positive")\n',
         "WARNING OOM at iter 1 (rank 0): CUDA out of memory. Tried to allocate 30.79 GiB.\n",
         "step 7 loss is finite\n",
+        "initializing process group with backend nccl\n",
+        "PermissionError is raised by open(); except ImportError: pass\n",
         "RuntimeError: Event loop is closed - harmless at shutdown\n",
         "0 errors, 0 warnings\nmean squared error: 0.231\nerror_on_mismatch: False nccl_timeout: 600\n",
     ],
