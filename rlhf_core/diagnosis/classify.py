@@ -301,4 +301,4 @@ ERRORS: dict[str, tuple[FailureKind, Part]] = {
 UNEXPLAINED: dict[str, tuple[FailureKind, Part]] = {
     "builtins.TimeoutError": (FailureKind.COLLECTIVE_HANG, Part.SYMPTOM),
 }
-"""What a class means in a worker of ours, where its message says nothing."""
+"""Meaning of a class in a worker of ours, for a message that says nothing."""

@@ -70,7 +70,7 @@ CACHES = frozenset(
 
 
 def package_of(frame: Frame) -> str:
-    """Whose code a frame is: an installed package's, the standard library's, a framework checkout's, or the user's."""
+    """Name the package of a frame: an installed one, the standard library, a framework's checkout, or user code."""
     installed = _INSTALLED.search(frame.path)
     if installed is not None:
         return installed["name"]
@@ -102,7 +102,7 @@ class Place:
     """So many frames from the innermost are looked at."""
 
     def fits(self, frame: Frame, error: str) -> bool:
-        """Whether a frame is such a place, for this class of error."""
+        """Tell a frame that is such a place, for this class of error."""
         return (
             (not self.errors or re.fullmatch(self.errors, error) is not None)
             and (not self.path or re.search(self.path, frame.path) is not None)

@@ -14,7 +14,7 @@ from rlhf_core.schemas.failures import FailureKind as Kind
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What a class or a number says."""
+    """Kind and part of a class or a number."""
 
     kind: Kind
     part: Part

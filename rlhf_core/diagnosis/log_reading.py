@@ -34,7 +34,7 @@ def find(text: str, tables: Tables = TABLES) -> Event | None:
 
 
 def find_error(error_type: str, message: str, traceback: str, tables: Tables = TABLES) -> Event:
-    """What an error says that a worker wrote down itself: its full class, its message, and where it came from.
+    """Read an error that a worker wrote down itself: its full class, its message, and its traceback.
 
     Where it says nothing itself, those that it was raised from may.
     """
@@ -97,7 +97,7 @@ def events(text: str, tables: Tables = TABLES) -> list[Event]:
 
 
 class _Reading:
-    """What was read of a log so far."""
+    """State of the reading of one log."""
 
     def __init__(self, tables: Tables) -> None:
         """Nothing yet."""
@@ -151,7 +151,7 @@ class _Reading:
         return Event(row.kind, row.part, line.raw.strip(), line.number, matched.rule, matched.node, is_end)
 
     def _is_progress(self, raw: str) -> bool:
-        """Whether it is a step that was made: then what stands before it has not ended the training."""
+        """Take note of a step that was made: what stands before it has not ended the training."""
         if metric_lines.is_metric(raw):
             self.metrics.append(raw)
         bar = metric_lines.bar(raw)

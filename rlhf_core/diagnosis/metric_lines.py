@@ -33,7 +33,7 @@ def is_progress(line: str) -> bool:
 
 
 def bar(line: str) -> tuple[int, int] | None:
-    """How far a progress bar is, and how far it goes; None where the line is none."""
+    """Read a progress bar: so many done of so many; None for a line that is none."""
     if "%|" not in line:
         return None
     found = _BAR.search(line)
@@ -41,7 +41,7 @@ def bar(line: str) -> tuple[int, int] | None:
 
 
 def is_metric(line: str) -> bool:
-    """Whether the line holds a loss or a gradient norm."""
+    """Tell a line that holds a loss or a gradient norm."""
     return bool(_values(line))
 
 

@@ -22,7 +22,7 @@ from rlhf_core.schemas.failures import FailureKind as Kind
 
 @dataclass(frozen=True)
 class Tables:
-    """What is known of phrases, classes and places; a measurement may leave some of it out."""
+    """All known phrases, classes and places; a measurement may leave some of them out."""
 
     signatures: Sequence[Signature] = signatures.SIGNATURES
     classes: dict[str, Meaning] = field(default_factory=lambda: exceptions.CLASSES)
@@ -53,19 +53,19 @@ class Event:
 
 
 _CONNECTIONS = frozenset({Kind.NETWORK, Kind.RENDEZVOUS, Kind.UNKNOWN, Kind.COLLECTIVE_HANG})
-"""What an error says of a connection depends on who was at its other end."""
+"""Kinds that depend on the other end of a connection."""
 _OF_THE_CODE = frozenset({Kind.DATA, Kind.CONFIG, Kind.SHAPE, Kind.UNKNOWN})
 """Kinds whose words a reward function may use of its own: there, they are its failure."""
 _WRITES = re.compile(
     r"mkdir|makedirs|open|_?acquire|touch|replace|_?rename|symlink|unlink|copy(?:file)?|move|rmtree|__enter__|chmod|write_\w+|_replace_file"
 )
 _LABEL = re.compile(r"[\w.-]{1,60}[:=(]")
-"""Who printed a line, or a value that it gives."""
+"""The name of a program before what it prints, or of a value before the value."""
 _PARENT_DIED = "multiprocessing/spawn.py"
 
 
 def event_of(raised: Raised, following: Sequence[str] = (), tables: Tables = TABLES) -> Event:
-    """What an error says of the failure.
+    """Weigh an error.
 
     Args:
         raised: The error.

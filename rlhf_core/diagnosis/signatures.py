@@ -66,7 +66,7 @@ _WORDS = (
 
 
 def may_tell(text: str) -> bool:
-    """Whether a line is worth being looked at: cheap, for logs have millions of lines."""
+    """Tell a line that is worth being looked at: cheap, for logs have millions of lines."""
     small = text.lower()
     return any(word in small for word in _WORDS)
 
@@ -89,5 +89,5 @@ _LOUD_ANYWAY = frozenset(row.example for row in system.SCHEDULER)
 
 
 def is_end(row: Signature) -> bool:
-    """Whether a row says no more than that something ended."""
+    """Tell a row that says no more than that something ended."""
     return row in system.ENDS

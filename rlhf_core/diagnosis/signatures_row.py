@@ -18,10 +18,10 @@ class Signature:
     patterns: tuple[re.Pattern[str], ...]
     """Any of them, searched in the line without its prefix. A group ``node`` names the node to blame."""
     after: re.Pattern[str] | None = None
-    """What must stand before them."""
+    """Must stand before them."""
 
     def search(self, text: str) -> re.Match[str] | None:
-        """Where the first of the patterns stands in a text."""
+        """Search a text for the first pattern that it holds."""
         start = 0
         if self.after is not None:
             before = self.after.search(text)

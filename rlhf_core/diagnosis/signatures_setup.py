@@ -192,7 +192,7 @@ _WRONG = "|".join(
         r"greater than|(?:is|are) not divisible",
     )
 )
-"""What libraries say of settings that do not fit, after the class of the error."""
+"""Words of libraries for settings that do not fit, after the class of the error."""
 
 SETTINGS: tuple[Signature, ...] = (
     row(

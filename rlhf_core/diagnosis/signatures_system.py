@@ -77,7 +77,7 @@ SCHEDULER: tuple[Signature, ...] = (
         r"srun: (?:interrupt|forcing job termination)|sending Ctrl-C",
     ),
 )
-"""What users and schedulers do: counts at every level of logging, for some of it comes dressed as a warning."""
+"""Acts of users and schedulers: they count at every level of logging, for some of it comes dressed as a warning."""
 
 NOISE: tuple[Signature, ...] = (
     row(Kind.UNKNOWN, TEARDOWN, "Sending process 17 closing signal SIGTERM", r"closing signal SIG"),

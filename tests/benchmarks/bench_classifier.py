@@ -1,4 +1,4 @@
-"""How well the reading of logs generalises: ``python tests/benchmarks/bench_classifier.py LOGS [--peer REVISION]``.
+"""Generalisation of the reading of logs: ``python tests/benchmarks/bench_classifier.py LOGS [--peer REVISION]``.
 
 LOGS is a file of lines in JSON: ``text``, ``label`` (as in LABELS below, or the name of a kind), ``source``
 (``owner/name:path@commit``, or any other name of where it is from), and ``retry`` (``retry``, ``retry_elsewhere``,

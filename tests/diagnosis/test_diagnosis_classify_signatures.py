@@ -53,7 +53,7 @@ def test_every_kind_that_a_log_can_show_has_a_row() -> None:
 
 @pytest.mark.parametrize("row", SIGNATURES, ids=lambda row: row.example[:40])
 def test_no_pattern_is_passed_over_by_the_look_before(row: Signature) -> None:
-    """Whatever a pattern matches must hold one of the words that a line is looked at for."""
+    """All that a pattern matches must hold one of the words that a line is looked at for."""
     assert may_tell(row.example)
     for pattern in row.patterns:
         for text in _shortest(_parser.parse(pattern.pattern)):
@@ -61,7 +61,7 @@ def test_no_pattern_is_passed_over_by_the_look_before(row: Signature) -> None:
 
 
 def _shortest(parsed: Iterable[tuple[Any, Any]]) -> list[str]:
-    """What a pattern matches at least: each of its branches, without what may be missing."""
+    """The shortest texts that a pattern matches: one for each of its branches."""
     texts = [""]
     for operation, what in parsed:
         match str(operation):

@@ -111,7 +111,7 @@ CASES = {
         "ActorDiedError: The actor died because its node has died.\n"
         "the actor's node was terminated unexpectedly: health check failed due to missing too many heartbeats\n",
     ),
-    "huggingface_hub: a cache that belongs to somebody else": (
+    "huggingface_hub: a cache of another user": (
         Kind.FILE_SYSTEM,
         trace(
             (f"{SITE}/huggingface_hub/file_download.py", "hf_hub_download", "os.makedirs(path)"),
