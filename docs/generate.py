@@ -21,9 +21,9 @@ import typer  # noqa: E402
 import rlhf_core.preflight.checks  # noqa: E402, F401 - importing it registers the checks
 from rlhf_core import config  # noqa: E402
 from rlhf_core.cli.main import app  # noqa: E402
-from rlhf_core.diagnosis import classify, policy, signatures  # noqa: E402
+from rlhf_core.diagnosis import classify, code_places, exceptions, log_reading, policy, signatures  # noqa: E402
 from rlhf_core.diagnosis.node_checks import NODE_CHECKS  # noqa: E402
-from rlhf_core.diagnosis.signatures import Part  # noqa: E402
+from rlhf_core.diagnosis.parts import Part  # noqa: E402
 from rlhf_core.preflight.known_bad import KNOWN_BAD  # noqa: E402
 from rlhf_core.preflight.memory import GPU_MEMORY_GB  # noqa: E402
 from rlhf_core.preflight.registry import CHECKS, PLUGINS  # noqa: E402
@@ -84,17 +84,50 @@ second strike in the run; at most `supervise.max_excluded_nodes`, and never so m
 LOGS = """
 ## How a log is read
 
-Where a worker could not say itself what happened, its log is read line by line with one table of patterns
-(`rlhf_core/diagnosis/signatures.py`). A line is the root of a failure, a symptom of one that shows itself elsewhere,
-or a cascade, as the broken connections to a rank that died. Roots decide before symptoms and symptoms before cascades,
-wherever they stand; among equals the earlier line decides. Warnings, what was tried again, and tear-down say nothing,
-nor does a complaint after which the training went on, so a log may also show no failure at all. A kind that stops a
-run needs words that say so; an error that no row knows is `unknown`, with a fingerprint. Below is one line per row of
-the table; "frame" rows tell of an unknown error in which part of the code it was.
+Where a worker could not say itself what happened, its log is read (`rlhf_core/diagnosis/log_reading.py`), for kinds
+of evidence rather than for known lines
+([decision {decision}](decisions/{decision}-logs-are-read-for-kinds-of-evidence.md)):
+
+1. **Lines.** What launchers, Ray, engines, containers, the kernel and quotations put before a line is taken off; who
+   printed it stays known. What was logged as a warning or below says nothing, except where the scheduler says it.
+2. **Errors.** The lines of a traceback are put together, for each process by itself, with its frames. What an error
+   says is asked in this order: its words, where they name a cause; its class; its error number; the place in the code
+   that it came from. An error of a service outside the job (a hub, a tracker) is `unknown`. Classes that only wrap
+   another error say nothing where that one was printed.
+3. **Phrases.** Of all other lines, the tables of phrases know some.
+4. **Parts.** Each piece of evidence is the root of a failure, a symptom of one that shows itself elsewhere, or a
+   cascade, as the broken connections to a rank that died, or an engine that is gone. Roots decide before symptoms and
+   symptoms before cascades, wherever they stand; among equals the earlier decides.
+5. **Time.** What {going_on} further steps, or the good end of the training, came after has not ended it; a symptom is
+   survived with a single step. After a cancellation by the user, everything else is its consequence, but a
+   cancellation that comes after a failure says nothing. So a log may also show no failure at all.
+
+A kind that stops a run needs words, a class or a place that say so; everything else is `unknown`, with a fingerprint,
+and is tried once more. Of a log that is longer than {most:.0f} MB, its begin and its end are read.
+
+### Classes of errors
+
+{classes}
+
+Error numbers: {numbers}.
+
+### Places in the code
+
+What an error of a general class (`KeyError`, `ValueError`, `RuntimeError` ...) means where it came up: the innermost
+place decides.
+
+{places}
+
+### Phrases
+
+One line for each row; the first row that knows a line decides about it.
 
 | kind | part | a line that is known |
 |---|---|---|
 """
+
+READING = "0015"
+"""Number of the decision on how logs are read."""
 
 STATES = """
 ## What the scheduler says
@@ -319,17 +352,49 @@ def failures_page() -> str:
         allowed = f"{_allowed(rule.in_place)} | {_allowed(rule.attempts)}"
         parts.append(f"| `{kind.value}` | {_cell(meanings[kind.name])} | {allowed} | {_cell(rule.why)} |")
     states = [f"| `{state}` | `{kind.value}` |" for state, (kind, _) in classify.SCHEDULER_STATES.items()]
-    return "\n".join(parts) + "\n" + LOGS + "\n".join(_known_lines()) + "\n" + STATES + "\n".join(states) + "\n"
+    logs = LOGS.format(
+        decision=READING,
+        going_on=log_reading.GOING_ON,
+        most=(log_reading.HEAD + log_reading.TAIL) / 1e6,
+        classes="\n".join(_known_classes()),
+        numbers="; ".join(_known_numbers()),
+        places="\n".join(_known_places()),
+    )
+    return "\n".join(parts) + "\n" + logs + "\n".join(_known_lines()) + "\n" + STATES + "\n".join(states) + "\n"
 
 
 def _known_lines() -> Iterator[str]:
-    names = {Part.CONTEXT: "frame", Part.TEARDOWN: "says nothing"}
     for kind in FailureKind:
         for row in signatures.SIGNATURES:
-            if row.kind is kind and (row.part is not Part.CONTEXT or kind is not FailureKind.UNKNOWN):
-                shown = "" if row.part is Part.TEARDOWN else f"`{kind.value}`"
+            if row.kind is kind:
+                says_nothing = row.part is Part.TEARDOWN
+                shown = "" if says_nothing else f"`{kind.value}`"
                 example = row.example.strip().replace("`", "'")
-                yield f"| {shown} | {names.get(row.part, row.part.name.lower())} | {_code(example)} |"
+                yield f"| {shown} | {'says nothing' if says_nothing else row.part.name.lower()} | {_code(example)} |"
+
+
+def _known_classes() -> Iterator[str]:
+    yield from ("| kind | part | classes |", "|---|---|---|")
+    by_meaning: dict[exceptions.Meaning, list[str]] = {}
+    for name, meaning in exceptions.CLASSES.items():
+        by_meaning.setdefault(meaning, []).append(f"`{name}`")
+    for meaning, names in by_meaning.items():
+        yield f"| `{meaning.kind.value}` | {meaning.part.name.lower()} | {', '.join(names)} |"
+    yield f"| | says nothing beside another | {', '.join(f'`{name}`' for name in sorted(exceptions.WRAPPERS))} |"
+
+
+def _known_numbers() -> Iterator[str]:
+    by_meaning: dict[exceptions.Meaning, list[str]] = {}
+    for number, meaning in exceptions.NUMBERS.items():
+        by_meaning.setdefault(meaning, []).append(str(number))
+    for meaning, numbers in by_meaning.items():
+        yield f"{', '.join(numbers)}: `{meaning.kind.value}` ({meaning.part.name.lower()})"
+
+
+def _known_places() -> Iterator[str]:
+    yield from ("| kind | a frame, or the code at it |", "|---|---|")
+    for place in code_places.PLACES:
+        yield f"| `{place.kind.value}` | {_code(place.example)} |"
 
 
 def _actions() -> Iterator[tuple[str, str]]:

@@ -2,7 +2,7 @@
 
 One failure shows itself many times: a rank that dies breaks the connections of its peers, and the agent ends the
 rest. So every worker's end is read by itself first, and then the most telling one decides: roots before symptoms
-before cascades (see :mod:`rlhf_core.diagnosis.signatures`), and among equals the first to end.
+before cascades, and among equals the first to end. How a log is read: :mod:`rlhf_core.diagnosis.log_reading`.
 """
 
 import dataclasses
@@ -11,8 +11,9 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rlhf_core.diagnosis import signatures
-from rlhf_core.diagnosis.signatures import Match, Part
+from rlhf_core.diagnosis import log_reading
+from rlhf_core.diagnosis.parts import Part
+from rlhf_core.diagnosis.raised_errors import Event
 from rlhf_core.diagnosis.verdict import Verdict
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import WorkerOutcome
@@ -132,7 +133,7 @@ def read_log(text: str) -> Diagnosis | None:
     A log in which something failed without a known reason gives ``UNKNOWN``; warnings, what was tried again with
     success, and what a training went on after give None.
     """
-    match = signatures.find(text)
+    match = log_reading.find(text)
     return _diagnosis(_from_match(match)) if match is not None else None
 
 
@@ -189,16 +190,16 @@ def _from_scheduler(state: str) -> _Finding | None:
 
 
 def _from_agents(evidence: Evidence) -> list[_Finding]:
-    match = signatures.find(evidence.agent_log)
+    match = log_reading.find(evidence.agent_log)
     if match is None:
         return []
-    if evidence.agent_vanished and match.node and match.kind is FailureKind.UNKNOWN:
-        # The tasks of a job are its agents: of one that ended without an outcome, srun says on which node it did.
+    if evidence.agent_vanished and match.is_end:
+        # The tasks of a job are its agents: of one that ended without an outcome, srun says how, and on which node.
         match = dataclasses.replace(match, kind=FailureKind.AGENT_KILLED)
     return [_from_match(match)]
 
 
-def _from_match(match: Match) -> _Finding:
+def _from_match(match: Event) -> _Finding:
     return _Finding(match.kind, match.part, f"The log says: {match.line[:300]}", match.line, node=match.node)
 
 
@@ -237,15 +238,10 @@ def _kind_of_error(outcome: WorkerOutcome) -> tuple[FailureKind, Part]:
     known = ERRORS.get(outcome.error_type)
     if known is not None:
         return known
-    # The line that Python itself prints: class and message together are what the signatures know.
-    error = outcome.error_type.rpartition(".")[2]
-    match = _known(signatures.find(f"{error}: {outcome.message}"))
-    if match is not None:
-        return match.kind, match.part
-    if error in GENERIC_ERRORS:
-        return GENERIC_ERRORS[error]
-    match = _known(signatures.find(outcome.traceback))
-    return (match.kind, match.part) if match is not None else (FailureKind.UNKNOWN, Part.SYMPTOM)
+    event = log_reading.find_error(outcome.error_type, outcome.message, outcome.traceback)
+    if event.kind is not FailureKind.UNKNOWN:
+        return event.kind, event.part
+    return UNEXPLAINED.get(outcome.error_type, (FailureKind.UNKNOWN, Part.SYMPTOM))
 
 
 def _from_signal(worker: WorkerEnd, number: int, oom_kills: int) -> _Finding:
@@ -260,19 +256,16 @@ def _from_signal(worker: WorkerEnd, number: int, oom_kills: int) -> _Finding:
 
 
 def _from_log(worker: WorkerEnd, what: str) -> _Finding:
-    match = signatures.find(worker.log_tail)
+    match = log_reading.find(worker.log_tail)
     if match is None:
         last = next((line.strip() for line in reversed(worker.log_tail.splitlines()) if line.strip()), "")
         said = f"the last line of its log: {last[:300]}" if last else "its log is empty"
         text = f"{_name(worker)} {what}; {said}"
         return _Finding(FailureKind.UNKNOWN, Part.SYMPTOM, text, f"{what}|{last}", worker)
-    # What this worker said last is its own, even where the table does not know it: no echo of another one's end.
-    part = min(match.part, Part.SYMPTOM) if match.kind is FailureKind.UNKNOWN else match.part
+    # What this worker said last is its own, even where nothing is known of it: no echo of another one's end.
+    own = match.kind in (FailureKind.UNKNOWN, FailureKind.ENGINE)
+    part = min(match.part, Part.SYMPTOM) if own else match.part
     return _Finding(match.kind, part, f"{_name(worker)} {what}: {match.line[:300]}", match.line, worker)
-
-
-def _known(match: Match | None) -> Match | None:
-    return match if match is not None and match.kind is not FailureKind.UNKNOWN else None
 
 
 def _name(worker: WorkerEnd) -> str:
@@ -302,22 +295,10 @@ ERRORS: dict[str, tuple[FailureKind, Part]] = {
     **_own(("DiskFull",), FailureKind.DISK_FULL),
     **_own(("BuildTookTooLong",), FailureKind.HANG),
     **_own(("NonFiniteLoss",), FailureKind.NON_FINITE),
-    "builtins.ImportError": (FailureKind.IMPORT_ERROR, Part.ROOT),
-    "builtins.ModuleNotFoundError": (FailureKind.IMPORT_ERROR, Part.ROOT),
-    "builtins.MemoryError": (FailureKind.HOST_OOM, Part.ROOT),
-    "builtins.ConnectionResetError": (FailureKind.NETWORK, Part.CASCADE),
-    "builtins.ConnectionAbortedError": (FailureKind.NETWORK, Part.CASCADE),
-    "builtins.BrokenPipeError": (FailureKind.NETWORK, Part.CASCADE),
 }
-"""Classes that need no reading of their message, by full name."""
+"""Our own classes, by full name. What is known of all others: :mod:`rlhf_core.diagnosis.exceptions`."""
 
-GENERIC_ERRORS: dict[str, tuple[FailureKind, Part]] = {
-    "EOFError": (FailureKind.NETWORK, Part.CASCADE),
-    "ConnectionRefusedError": (FailureKind.NETWORK, Part.CASCADE),
-    "DistBackendError": (FailureKind.NETWORK, Part.CASCADE),
-    "DistNetworkError": (FailureKind.RENDEZVOUS, Part.SYMPTOM),
-    "DistStoreError": (FailureKind.RENDEZVOUS, Part.SYMPTOM),
-    "TimeoutError": (FailureKind.COLLECTIVE_HANG, Part.SYMPTOM),
-    "ValidationError": (FailureKind.CONFIG, Part.ROOT),
+UNEXPLAINED: dict[str, tuple[FailureKind, Part]] = {
+    "builtins.TimeoutError": (FailureKind.COLLECTIVE_HANG, Part.SYMPTOM),
 }
-"""Classes that say something when their message says nothing, by the last part of their name."""
+"""Meaning of a class in a worker of ours, for a message that says nothing."""

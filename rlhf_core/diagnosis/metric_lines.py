@@ -10,10 +10,11 @@ _STEP = re.compile(
 )
 _FINISHED = re.compile(
     r"(?i)'train_runtime'|\btraining (is |has )?(been )?(done|finished|complete|completed)\b|\bwas successful\b|"
-    r"\bsuccessfully (finished|completed)|\bEnd time of running main"
+    r"\bsuccessfully (finished|completed)|^\*{3,} \w+ metrics \*{3,}|\bEnd time of running main"
 )
-_BAR = re.compile(r"\d+%\|")
-"""A progress bar. It is printed once more while a process dies, so it says nothing about going on."""
+_BAR = re.compile(r"\d+%\|.{0,400}?\b(?P<done>\d+)/(?P<total>\d+) \[")
+_ANY_BAR = re.compile(r"\d+%\|")
+"""A progress bar. It is printed once more while a process dies, so only one that advances says anything."""
 
 _NORM_OR_LOSS = re.compile(
     r"(?i)\b(?P<name>(?:\w+[_ ])?loss(?: \d+(?=:))?|grad(?:ient)?[_ ]norm)['\"]?\s*[:= ]\s*"
@@ -28,7 +29,20 @@ EXPLODED_NORM = 1e4
 
 def is_progress(line: str) -> bool:
     """Whether the line shows a step that was made."""
-    return _BAR.search(line) is None and (_STEP.search(line) is not None or is_end(line))
+    return _ANY_BAR.search(line) is None and (_STEP.search(line) is not None or is_end(line))
+
+
+def bar(line: str) -> tuple[int, int] | None:
+    """Read a progress bar: so many done of so many; None for a line that is none."""
+    if "%|" not in line:
+        return None
+    found = _BAR.search(line)
+    return (int(found["done"]), int(found["total"])) if found is not None else None
+
+
+def is_metric(line: str) -> bool:
+    """Tell a line that holds a loss or a gradient norm."""
+    return bool(_values(line))
 
 
 def is_end(line: str) -> bool:

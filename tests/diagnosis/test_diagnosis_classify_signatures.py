@@ -1,54 +1,165 @@
-"""The table of signatures: every row knows its own line and is needed for it; and how a whole log is read."""
+"""The tables that logs are read by: every row knows its own line and is needed for it; and how a whole log is read."""
+
+import re
+from collections.abc import Iterable
+from re import _parser  # type: ignore[attr-defined]
+from typing import Any
 
 import pytest
 
-from rlhf_core.diagnosis import signatures
+from rlhf_core.diagnosis import code_places, exceptions
 from rlhf_core.diagnosis.classify import read_log
-from rlhf_core.diagnosis.signatures import SIGNATURES, Part, Signature, find, match_line
+from rlhf_core.diagnosis.code_places import PLACES, Place
+from rlhf_core.diagnosis.log_lines import read_line
+from rlhf_core.diagnosis.log_reading import find
+from rlhf_core.diagnosis.parts import Part
+from rlhf_core.diagnosis.signatures import SIGNATURES, match_line, may_tell
+from rlhf_core.diagnosis.signatures_row import Signature
 from rlhf_core.schemas.failures import FailureKind
 
 NUMBERED = list(enumerate(SIGNATURES))
 NOT_IN_LOGS = {FailureKind.HANG, FailureKind.NODE_UNFIT, FailureKind.DEGENERATE_RL}
 """Kinds that no line of a log shows: they come from the watch, the probe and the trainer itself."""
+FROM_EXIT_CODES = {FailureKind.WORKER_KILLED, FailureKind.AGENT_KILLED}
+"""A log shows that something was killed, but not by whom."""
 
 
 @pytest.mark.parametrize(("number", "row"), NUMBERED, ids=[f"{number}-{row.kind}" for number, row in NUMBERED])
-def test_each_row_knows_its_example_and_is_needed_for_it(
-    number: int, row: Signature, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    match = match_line(row.example)
-    assert match is not None
-    assert (match.kind, match.part) == (row.kind, row.part)
-    first = next(index for index, other in NUMBERED if other.pattern.search(row.example))
-    assert first == number, f"row {first} takes this line before row {number}"
+def test_each_row_knows_its_example_and_is_needed_for_it(number: int, row: Signature) -> None:
+    line = read_line(row.example)
+    matched = match_line(line)
+    assert matched is not None
+    assert SIGNATURES.index(matched.row) == number, "an earlier row takes this line"
     # Without the row its example is read in another way.
-    monkeypatch.setattr(signatures, "SIGNATURES", SIGNATURES[:number] + SIGNATURES[number + 1 :])
-    other = match_line(row.example)
-    assert other is None or (other.kind, other.part, other.node) != (row.kind, row.part, match.node)
+    other = match_line(line, SIGNATURES[:number] + SIGNATURES[number + 1 :])
+    assert other is None or (other.row.kind, other.row.part, other.node) != (row.kind, row.part, matched.node)
 
 
 @pytest.mark.parametrize("row", SIGNATURES, ids=lambda row: row.example[:40])
 def test_an_example_alone_gives_its_kind_also_behind_a_rank(row: Signature) -> None:
     for line in (row.example, f"[rank12]: {row.example}"):
-        match = find(line)
+        event = find(line)
         if row.part is Part.TEARDOWN:
-            assert match is None
-        elif row.part is not Part.CONTEXT:
-            assert match is not None
-            assert match.kind is row.kind
+            assert event is None
+        else:
+            assert event is not None
+            assert event.kind is row.kind
 
 
 def test_every_kind_that_a_log_can_show_has_a_row() -> None:
-    assert {row.kind for row in SIGNATURES} == set(FailureKind) - NOT_IN_LOGS
+    known = {row.kind for row in SIGNATURES} | {meaning.kind for meaning in exceptions.CLASSES.values()}
+    assert known == set(FailureKind) - NOT_IN_LOGS - FROM_EXIT_CODES
+
+
+@pytest.mark.parametrize("row", SIGNATURES, ids=lambda row: row.example[:40])
+def test_no_pattern_is_passed_over_by_the_look_before(row: Signature) -> None:
+    """All that a pattern matches must hold one of the words that a line is looked at for."""
+    assert may_tell(row.example)
+    for pattern in row.patterns:
+        for text in _shortest(_parser.parse(pattern.pattern)):
+            assert row.after is not None or may_tell(text), text
+
+
+def _shortest(parsed: Iterable[tuple[Any, Any]]) -> list[str]:
+    """The shortest texts that a pattern matches: one for each of its branches."""
+    texts = [""]
+    for operation, what in parsed:
+        match str(operation):
+            case "LITERAL":
+                parts = [chr(what)]
+            case "IN":
+                parts = [chr(what[0][1]) if str(what[0][0]) == "LITERAL" else " "]
+            case "BRANCH":
+                parts = [text for branch in what[1] for text in _shortest(branch)]
+            case "SUBPATTERN":
+                parts = _shortest(what[3])
+            case "MAX_REPEAT" | "MIN_REPEAT":
+                parts = [text * what[0] for text in _shortest(what[2])] if what[0] else [""]
+            case "ANY" | "NOT_LITERAL":
+                parts = [" "]
+            case _:
+                parts = [""]
+        texts = [text + part for text in texts for part in parts]
+    return texts
+
+
+@pytest.mark.parametrize("name", exceptions.CLASSES)
+def test_each_class_is_known_at_the_end_of_a_traceback(name: str) -> None:
+    event = find(f'Traceback (most recent call last):\n  File "a.py", line 3, in f\n    g()\n{name}: 7\n')
+    assert event is not None
+    assert event.kind is exceptions.CLASSES[name].kind
+
+
+@pytest.mark.parametrize("name", sorted(exceptions.WRAPPERS))
+def test_what_a_wrapper_wraps_decides_before_it_and_after_it(name: str) -> None:
+    for log in (
+        f"{name}: it failed\nOSError: [Errno 116] Stale file handle",
+        f"OSError: [Errno 5] x\n{name}: it failed",
+    ):
+        event = find(log)
+        assert event is not None
+        assert event.kind is FailureKind.FILE_SYSTEM
+
+
+@pytest.mark.parametrize(("number", "kind"), [(n, m.kind) for n, m in exceptions.NUMBERS.items()])
+def test_the_number_of_an_os_error_is_known_whatever_its_words(number: int, kind: FailureKind) -> None:
+    event = find(f'Traceback (most recent call last):\n  File "a.py", line 3, in f\nOSError: [Errno {number}] wörter')
+    assert event is not None
+    assert event.kind is kind
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.example[:60])
+def test_each_place_explains_an_error_that_came_from_it(place: Place) -> None:
+    """And without the frame, the same error is unknown."""
+    frame = place.example if place.example.startswith("File") else 'File "train.py", line 7, in step'
+    code = "" if place.example.startswith("File") else f"    {place.example}\n"
+    error = "TypeError: 7" if re.fullmatch(place.errors or ".*", "TypeError") else "KeyError: 7"
+    event = find(f"Traceback (most recent call last):\n  {frame}\n{code}{error}\n")
+    assert event is not None
+    assert (event.kind, event.rule) == (place.kind, place.example)
+    plain = find(f'Traceback (most recent call last):\n  File "train.py", line 7, in step\n    x()\n{error}\n')
+    assert plain is not None
+    assert plain.kind is FailureKind.UNKNOWN
 
 
 @pytest.mark.parametrize(
-    "prefix", ["3: ", "[rank3]: ", "(EngineCore_DP0 pid=4) ERROR 01-21 04:15:38 [core.py:93] ", "│ "]
+    ("path", "package"),
+    [
+        ("/opt/conda/lib/python3.11/site-packages/vllm/v1/engine/core.py", "vllm"),
+        ("/usr/lib/python3.11/os.py", code_places.STDLIB),
+        ("<frozen importlib._bootstrap>", code_places.STDLIB),
+        ("/home/me/src/verl/verl/trainer/main_ppo.py", "verl"),
+        ("train.py", code_places.USER),
+    ],
+)
+def test_of_a_frame_is_known_whose_code_it_is(path: str, package: str) -> None:
+    from rlhf_core.diagnosis.tracebacks import Frame
+
+    assert code_places.package_of(Frame(path, "f", "")) == package
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "3: ",
+        "[rank3]: ",
+        "(EngineCore_DP0 pid=4) ERROR 01-21 04:15:38 [core.py:93] ",
+        "│ ",
+        "\x1b[36m(WorkerDict pid=4, ip=10.0.0.1)\x1b[0m ",
+        "2026-01-01T06:50:07.810058421Z ",
+        "[2026-01-01 06:50:07 TP0] ",
+        "sglang-1  | ",
+        "[1,0]<stderr>: ",
+        "- `",
+        "# ",
+        "> ",
+        "E       ",
+    ],
 )
 def test_who_printed_a_line_does_not_hide_the_error_class_at_its_begin(prefix: str) -> None:
-    match = match_line(f"{prefix}ValueError: packing is not supported")
-    assert match is not None
-    assert match.kind is FailureKind.CONFIG
+    event = find(f"{prefix}ValueError: packing is not supported")
+    assert event is not None
+    assert event.kind is FailureKind.CONFIG
 
 
 STEPS = "".join(f"step {step} loss {2 - step / 10}\n" for step in range(6))

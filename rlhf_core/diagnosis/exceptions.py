@@ -1,0 +1,146 @@
+"""Classes of errors: what the class alone says of an error, whatever its message, and what its error number does.
+
+A class is looked up by its full name, then by its own name, then by the library it is of. Classes that everything is
+raised with (``ValueError``, ``RuntimeError`` ...) are not here: their message and the place they came from decide.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlhf_core.diagnosis.parts import Part
+from rlhf_core.schemas.failures import FailureKind as Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """Kind and part of a class or a number."""
+
+    kind: Kind
+    part: Part
+
+
+def _all(kind: Kind, part: Part, names: str) -> dict[str, Meaning]:
+    return {name: Meaning(kind, part) for name in names.split()}
+
+
+CLASSES: dict[str, Meaning] = {
+    # Packages that are missing, too old, or built for something else.
+    **_all(
+        Kind.IMPORT_ERROR,
+        Part.ROOT,
+        "ImportError ModuleNotFoundError PackageNotFoundError DistributionNotFound VersionConflict UnknownExtra "
+        "ContextualVersionConflict MissingCUDAException CUDAMismatchException CompilationError PTXASError "
+        "OutOfResources",
+    ),
+    # Data, and what turns text into tokens.
+    **_all(
+        Kind.DATA,
+        Part.ROOT,
+        "JSONDecodeError UnicodeDecodeError DatasetGenerationError DatasetGenerationCastError DatasetNotFoundError "
+        "DatasetsNotFoundError DataFilesNotFoundError EmptyDatasetError ArrowInvalid ArrowTypeError "
+        "ArrowNotImplementedError UnidentifiedImageError CastError EmptyDataError TemplateError UndefinedError "
+        "TemplateSyntaxError TemplateRuntimeError SchemaInferenceError NonMatchingSplitsSizesError "
+        "ExpectedMoreSplitsError DecompressionBombError DataError BadGzipFile pandas.errors.ParserError",
+    ),
+    # Settings.
+    **_all(
+        Kind.CONFIG,
+        Part.ROOT,
+        "ValidationError ConfigAttributeError ConfigKeyError ConfigTypeError ConfigIndexError ConfigValueError "
+        "ConfigCompositionException MissingConfigException OverrideParseException InterpolationKeyError "
+        "InterpolationResolutionError MissingMandatoryValue ScannerError yaml.parser.ParserError ComposerError "
+        "ConstructorError TOMLDecodeError DeepSpeedConfigError ConfigError ConfigurationError InvalidConfigError "
+        "BadConfig MisconfigurationException HFValidationError ArgumentError ArgumentTypeError RepositoryNotFoundError "
+        "GatedRepoError EntryNotFoundError RevisionNotFoundError OfflineModeIsEnabled UsageError AuthenticationError "
+        "BadParameter MissingParameter NoSuchOption UnsupportedOperation",
+    ),
+    **_all(Kind.CONFIG, Part.SYMPTOM, "FileNotFoundError PermissionError NotADirectoryError IsADirectoryError"),
+    # Memory.
+    **_all(Kind.HOST_OOM, Part.ROOT, "MemoryError _ArrayMemoryError ArrayMemoryError ray.exceptions.OutOfMemoryError"),
+    **_all(Kind.CUDA_OOM, Part.ROOT, "OutOfMemoryError CudaOutOfMemoryError OutOfMemoryException"),
+    # Files.
+    **_all(Kind.DISK_FULL, Part.ROOT, "OutOfDiskError DiskFullError"),
+    **_all(Kind.FILE_SYSTEM, Part.ROOT, "FileExistsError BlockingIOError filelock.Timeout filelock._error.Timeout"),
+    **_all(
+        Kind.CHECKPOINT_CORRUPT, Part.ROOT, "UnpicklingError SafetensorError CheckpointException CheckpointingException"
+    ),
+    # Numbers.
+    **_all(Kind.NON_FINITE, Part.ROOT, "FloatingPointError NonFiniteLossError NanLossDuringTrainingError"),
+    # Ranks that find each other, and connections between them.
+    **_all(Kind.RENDEZVOUS, Part.ROOT, "gaierror"),
+    **_all(
+        Kind.RENDEZVOUS,
+        Part.SYMPTOM,
+        "RendezvousTimeoutError RendezvousConnectionError RendezvousClosedError RendezvousStateError "
+        "RendezvousGracefulExitError RendezvousError DistNetworkError DistStoreError",
+    ),
+    **_all(Kind.NODE_LOST, Part.ROOT, "NodeDiedError NodeNotReadyError"),
+    **_all(
+        Kind.NETWORK,
+        Part.CASCADE,
+        "ConnectionResetError ConnectionAbortedError ConnectionRefusedError BrokenPipeError EOFError ConnectionError "
+        "DistBackendError RemoteDisconnected RpcError IncompleteReadError",
+    ),
+    # Engines.
+    **_all(
+        Kind.ENGINE,
+        Part.CASCADE,
+        "EngineDeadError EngineCoreError AsyncEngineDeadError MQEngineDeadError EngineGenerateError VLLMException",
+    ),
+    # What a person did.
+    **_all(Kind.USER_CANCEL, Part.SYMPTOM, "KeyboardInterrupt"),
+}
+"""By full name, or by the class alone."""
+
+# fmt: off
+WRAPPERS = frozenset((
+    "RayTaskError", "RayActorError", "ActorDiedError", "ActorUnavailableError", "WorkerCrashedError",
+    "ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "CalledProcessError", "SignalException",
+    "BrokenProcessPool", "RemoteTraceback", "InstantiationException", "SystemExit", "ExceptionGroup",
+    "TimeoutExpired", "RayError", "LocalRayletDiedError", "OwnerDiedError", "TaskCancelledError",
+    "UserCodeException",
+))
+# fmt: on
+"""Classes that only say that something else failed: what it was decides, wherever it was printed."""
+
+SERVICE_ERRORS = re.compile(
+    r"(?:wandb|swanlab|mlflow|comet_ml|openai|anthropic|huggingface_hub|urllib3|requests|httpx|httpcore|aiohttp|botocore|urllib)\."
+    r"|(?:MaxRetryError|ConnectTimeout(?:Error)?|ReadTimeout(?:Error)?|NewConnectionError|SSLError|ProxyError|HTTPError"
+    r"|ProtocolError|NameResolutionError|LocalEntryNotFoundError|CommError|HfHubHTTPError|RateLimitError|APIConnectionError"
+    r"|ServerTimeoutError|ClientConnectorError|ClientError|APITimeoutError|InternalServerError|RemoteProtocolError|ConnectError)$"
+)
+"""Errors of a service outside the job (a hub, a tracker, a model's API): none of the kinds, so ``unknown``."""
+
+_ERRNO = re.compile(r"\[Errno (-?\d+)\]|\berrno: (-?\d+)|\(os error (\d+)\)|\bcode: (\d+), kind:")
+_NUMBERS: tuple[tuple[Kind, Part, tuple[int, ...]], ...] = (
+    (Kind.DISK_FULL, Part.ROOT, (28, 122)),
+    (Kind.FILE_SYSTEM, Part.ROOT, (5, 11, 17, 23, 24, 30, 37, 39, 107, 108, 116, 117, 121)),
+    (Kind.HOST_OOM, Part.ROOT, (12,)),
+    (Kind.RENDEZVOUS, Part.ROOT, (98, 99, -2, -3, -5)),
+    (Kind.NETWORK, Part.SYMPTOM, (100, 101, 110, 113)),
+    (Kind.NETWORK, Part.CASCADE, (32, 103, 104, 111)),
+    (Kind.CONFIG, Part.SYMPTOM, (1, 2, 13, 20, 21, 36)),
+)
+NUMBERS: dict[int, Meaning] = {number: Meaning(kind, part) for kind, part, numbers in _NUMBERS for number in numbers}
+"""Linux error numbers, and those of the resolver (negative), that say what failed."""
+
+
+def of_class(name: str, classes: Mapping[str, Meaning] = CLASSES) -> tuple[str, Meaning] | None:
+    """Row and meaning of a class, given with or without its module; None for one that says nothing."""
+    error = name.rpartition(".")[2]
+    for key in (name, error):
+        if key in classes and (key == error or "." in key):
+            return key, classes[key]
+    # With the end of its module only, as "parser.ParserError" of yaml.
+    return next(((key, row) for key, row in classes.items() if "." in name and key.endswith("." + name)), None)
+
+
+def of_number(message: str) -> tuple[str, Meaning] | None:
+    """Row and meaning of the error number in a message."""
+    found = _ERRNO.search(message)
+    if found is None:
+        return None
+    number = int(next(group for group in found.groups() if group))
+    meaning = NUMBERS.get(number)
+    return (f"errno {number}", meaning) if meaning is not None else None

@@ -1,0 +1,92 @@
+"""Lines of a log without what launchers put before them: the text, the process that printed it, and how loud it is.
+
+Ray, torchrun, srun, engines, containers, the kernel and people who quote a log each put something of their own before
+what a runtime says. It is taken off from the left, piece by piece, so that the rest of the reading sees the same text
+wherever it was printed.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+LONGEST_LINE = 4000
+"""Characters of a line that are read: what matters stands at its begin, and no line may hold the reading up."""
+
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]{0,200}\x07")
+_PROCESS = re.compile(
+    r"\((?P<ray>[A-Z_a-z][^()=]{0,60}? ?pid=\d+[^()]{0,80})\) ?"  # Ray, and engines that follow its form
+    r"|\[(?P<rank>(?:rank|default|[\w.-]{1,40}:)?\d{1,5})\]:? ?(?!loss)"  # torchrun; "[12, 100] loss" is a step
+    r"|\[(?P<mpi>\d+,\d+)\]<std(?:out|err)>:? ?"
+    r"|(?P<srun>\d{1,5}): "
+    r"|(?P<compose>[a-z][\w.-]{0,40}?)[ ]{1,20}\| "
+    r"|\((?P<raylet>raylet|autoscaler|gcs_server)[^()]{0,60}\) ?"
+)
+_WHEN = re.compile(
+    r"\[?\d{4}[-/]\d\d[-/]\d\d[-T ,]+\d\d:\d\d:\d\d[\d.,:]*(?:Z|[+-]\d\d:?\d\d)?"
+    r"(?: [A-Z]{2}\d+)*(?: [A-Z]{3,4}\b)?\]? ?"
+    r"|\[ *\d{1,9}\.\d{6}\] "  # the kernel: seconds since it was started
+    r"|[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d [\w.-]{1,60} (?=\S)"  # syslog, with its host
+    r"|\[?\d\d:\d\d:\d\d(?:[.,]\d+)?\]? "
+)
+_LOUD = re.compile(
+    r"(?:\[(?:ERROR|CRITICAL|FATAL)\]|(?:ERROR|CRITICAL|FATAL)(?= \d\d-\d\d | ?\[|:| -| \|))[:|]?"
+    r"(?: \d\d-\d\d [\d:]{8})?(?: \[[\w./-]{1,120}:\d+\])? ?[-|]? ?"
+    r"|\[[\w./-]{1,120}\.(?:py|cc|cpp|cu):\d+(?::\w+)?\] "
+)
+_QUOTED = re.compile(r"(?:[>#*|`│❌-]|//|\*\*|\d{1,2}\.|(?:E|error|what\(\)):(?= )) ?(?=\S)|[`\"'] ?(?=[A-Za-z])")
+"""Marks of comments, lists, tables and quotations, of boxes around errors, and of pytest and C++ before a message."""
+_MOST_PREFIXES = 8
+
+_QUIET = re.compile(
+    r"^\[?[WID]\d{3,4}\b|^\[[WI]\b|^\[?(?:WARN|WARNING|INFO|DEBUG|NOTICE)\b(?!.{0,3}Error)"
+    r"|^.{0,80}(?:[\[|] ?(?:WARN(?:ING)?|INFO|DEBUG|NOTICE) ?[\]|:]|[ -] ?(?:WARNING|INFO|DEBUG) +[-|:] |\bWARNING: "
+    r"|\blevel=(?:warn|info|debug)|\"level\":\"(?:WARN|INFO|DEBUG))"
+    r"|^.{0,200}(?:NCCL INFO\b|[a-z]Warning: |\bUserWarning\b)"
+    r"|^.{0,60}\d (?:INFO|DEBUG|WARNING)(?:[: ]|$)"
+)
+_NCCL_WARNING = re.compile(r"NCCL WARN\b")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of a log."""
+
+    number: int
+    """From 0."""
+    text: str
+    """Without its prefix; blanks at its begin tell what a traceback quotes."""
+    process: str
+    """Label of the process that printed it; empty when it has none."""
+    is_quiet: bool
+    """It was logged as a warning or below: by itself no failure."""
+    raw: str
+    """As it was printed."""
+
+
+def read_lines(text: str) -> Iterator[Line]:
+    """All lines that say anything, in order."""
+    for number, raw in enumerate(text.splitlines()):
+        if raw and not raw.isspace():
+            yield read_line(raw, number)
+
+
+def read_line(raw: str, number: int = 0) -> Line:
+    """One line, split into who, how loud, and what."""
+    text = raw[:LONGEST_LINE].rstrip()
+    if "\x1b" in text:
+        text = _ANSI.sub("", text)
+    process, is_quiet = "", False
+    for _ in range(_MOST_PREFIXES):
+        is_quiet = is_quiet or (_QUIET.match(text) is not None and _NCCL_WARNING.search(text, 0, 200) is None)
+        label = _PROCESS.match(text)
+        if label is not None:
+            process = process or next(part for part in label.groups() if part)
+            text = text[label.end() :]
+            continue
+        found = _WHEN.match(text) or _LOUD.match(text)
+        if found is None and not text.startswith(" "):
+            found = _QUOTED.match(text)
+        if found is None or found.end() == 0:
+            break
+        text = text[found.end() :]
+    return Line(number, text, process, is_quiet, raw)

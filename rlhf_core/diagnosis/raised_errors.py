@@ -1,0 +1,158 @@
+"""Errors that were printed: what one says of a failure, by its words, its class, its number and where it came from.
+
+In this order: words that name a cause (a full disk, a symbol that is missing) decide before the class, for libraries
+raise the same causes with classes of their own; the class decides before the place. What was raised in a reward
+function belongs to it, unless the machine failed under it. What speaks with a service outside the job is ``unknown``:
+it is none of the kinds, and may well work the next time.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from rlhf_core.diagnosis import code_places, exceptions, signatures
+from rlhf_core.diagnosis.code_places import Place
+from rlhf_core.diagnosis.exceptions import Meaning
+from rlhf_core.diagnosis.log_lines import Line
+from rlhf_core.diagnosis.parts import Part
+from rlhf_core.diagnosis.signatures_row import Signature
+from rlhf_core.diagnosis.tracebacks import Raised
+from rlhf_core.schemas.failures import FailureKind as Kind
+
+
+@dataclass(frozen=True)
+class Tables:
+    """All known phrases, classes and places; a measurement may leave some of them out."""
+
+    signatures: Sequence[Signature] = signatures.SIGNATURES
+    classes: dict[str, Meaning] = field(default_factory=lambda: exceptions.CLASSES)
+    places: Sequence[Place] = code_places.PLACES
+
+
+TABLES = Tables()
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that a log says about a failure."""
+
+    kind: Kind
+    part: Part
+    line: str
+    """As it was printed."""
+    number: int
+    """Of the line, from 0."""
+    rule: str
+    """The piece of a table that says so."""
+    node: str = ""
+    """Node that the line blames; empty when it names none."""
+    is_end: bool = False
+    """It says no more than that something ended."""
+    is_later: bool = False
+    """It came up while something else was handled."""
+
+
+_CONNECTIONS = frozenset({Kind.NETWORK, Kind.RENDEZVOUS, Kind.UNKNOWN, Kind.COLLECTIVE_HANG})
+"""Kinds that depend on the other end of a connection."""
+_OF_THE_CODE = frozenset({Kind.DATA, Kind.CONFIG, Kind.SHAPE, Kind.UNKNOWN})
+"""Kinds whose words a reward function may use of its own: there, they are its failure."""
+_WRITES = re.compile(
+    r"mkdir|makedirs|open|_?acquire|touch|replace|_?rename|symlink|unlink|copy(?:file)?|move|rmtree|__enter__|chmod|write_\w+|_replace_file"
+)
+_LABEL = re.compile(r"[\w.-]{1,60}[:=(]")
+"""The name of a program before what it prints, or of a value before the value."""
+_PARENT_DIED = "multiprocessing/spawn.py"
+
+
+def event_of(raised: Raised, following: Sequence[str] = (), tables: Tables = TABLES) -> Event:
+    """Weigh an error.
+
+    Args:
+        raised: The error.
+        following: The texts after its line: a long message may have been broken.
+        tables: What is known.
+    """
+    said = _said(raised.line, tables)
+    if (said is None or said.kind is Kind.UNKNOWN) and following:
+        whole = replace(raised.line, text=" ".join([raised.line.text, *following]))
+        wrapped = _said(whole, tables)
+        said = wrapped if wrapped is not None and wrapped.part is not Part.TEARDOWN else said
+    event = _weighed(raised, said, tables)
+    return replace(event, is_later=raised.is_later, line=raised.line.raw.strip(), number=raised.line.number)
+
+
+def _said(line: Line, tables: Tables) -> Event | None:
+    loud = replace(line, is_quiet=False) if line.is_quiet else line
+    matched = signatures.match_line(loud, tables.signatures)
+    if matched is None:
+        return None
+    return Event(matched.row.kind, matched.row.part, "", 0, matched.rule, matched.node, signatures.is_end(matched.row))
+
+
+def _weighed(raised: Raised, said: Event | None, tables: Tables) -> Event:
+    if said is not None and said.part is Part.TEARDOWN:
+        return said
+    if raised.error == "UnpicklingError" and any(_PARENT_DIED in frame.path for frame in raised.frames):
+        return Event(Kind.UNKNOWN, Part.CASCADE, "", 0, "a child whose parent had died", is_end=True)
+    if raised.error in exceptions.WRAPPERS and (said is None or said.is_end):
+        return _of_wrapper(raised, tables)
+    place = code_places.place_of(raised, tables.places)
+    if place is not None and place.kind is Kind.REWARD_FUNCTION and (said is None or said.kind in _OF_THE_CODE):
+        return Event(place.kind, Part.SYMPTOM, "", 0, place.example)
+    known = said or _of_class(raised, tables)
+    if (known is None or known.kind in _CONNECTIONS) and _is_service(raised):
+        return Event(Kind.UNKNOWN, Part.SYMPTOM, "", 0, "a service outside the job")
+    if known is not None and known.kind is Kind.CONFIG and known.part is Part.SYMPTOM:
+        return _of_files(raised, known)
+    return known or _of_number(raised) or _of_place(place, raised.line.process)
+
+
+def _of_class(raised: Raised, tables: Tables) -> Event | None:
+    row = exceptions.of_class(raised.name, tables.classes)
+    return Event(row[1].kind, row[1].part, "", 0, f"class {row[0]}") if row is not None else None
+
+
+def _of_number(raised: Raised) -> Event | None:
+    row = exceptions.of_number(raised.message)
+    return Event(row[1].kind, row[1].part, "", 0, row[0]) if row is not None else None
+
+
+def _of_place(place: Place | None, process: str) -> Event:
+    if place is None and code_places.ENGINE_PROCESSES.search(process) is not None:
+        return Event(Kind.ENGINE, Part.SYMPTOM, "", 0, "an error of an engine's process")
+    if place is None:
+        return Event(Kind.UNKNOWN, Part.CASCADE, "", 0, "an error")
+    return Event(place.kind, Part.SYMPTOM, "", 0, place.example)
+
+
+def _of_wrapper(raised: Raised, tables: Tables) -> Event:
+    inner = exceptions.of_class(raised.inner, tables.classes) if raised.inner else None
+    if inner is None:
+        return Event(Kind.UNKNOWN, Part.CASCADE, "", 0, "a wrapper", is_end=True)
+    # The class without its module: what it was is printed elsewhere too, and better.
+    return Event(inner[1].kind, Part.CASCADE, "", 0, f"class {inner[0]}", is_end=True)
+
+
+def _of_files(raised: Raised, known: Event) -> Event:
+    """A file that is not there or may not be used: whose it is tells a setting from data and from a shared folder."""
+    package = code_places.raised_in(raised)
+    if raised.error == "FileNotFoundError" and package == "datasets":
+        return replace(known, kind=Kind.DATA, rule="a file of the library of data sets")
+    writes = any(_WRITES.fullmatch(frame.function) for frame in raised.frames[-3:])
+    if raised.error == "PermissionError" and package in code_places.CACHES and writes:
+        return replace(known, kind=Kind.FILE_SYSTEM, rule="a folder that a library keeps")
+    return known
+
+
+def _is_service(raised: Raised) -> bool:
+    if exceptions.SERVICE_ERRORS.search(raised.name) is not None:
+        return True
+    return code_places.raised_in(raised) in code_places.SERVICES
+
+
+def continued(texts: Sequence[str]) -> Iterator[str]:
+    """The lines after a message that go on with it: they begin as the middle of a sentence does."""
+    for text in texts:
+        if not text[:1].islower() or _LABEL.match(text) is not None:
+            return
+        yield text

@@ -1,0 +1,48 @@
+"""A row of the table of phrases."""
+
+import re
+from dataclasses import dataclass
+
+from rlhf_core.diagnosis.parts import Part
+from rlhf_core.schemas.failures import FailureKind as Kind
+
+
+@dataclass(frozen=True)
+class Signature:
+    """One row of the table."""
+
+    kind: Kind
+    part: Part
+    example: str
+    """A line that this row knows and no earlier one does."""
+    patterns: tuple[re.Pattern[str], ...]
+    """Any of them, searched in the line without its prefix. A group ``node`` names the node to blame."""
+    after: re.Pattern[str] | None = None
+    """Must stand before them."""
+
+    def search(self, text: str) -> re.Match[str] | None:
+        """Search a text for the first pattern that it holds."""
+        start = 0
+        if self.after is not None:
+            before = self.after.search(text)
+            if before is None:
+                return None
+            start = before.end()
+        return next((found for pattern in self.patterns if (found := pattern.search(text, start)) is not None), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """A line that a row knows."""
+
+    row: Signature
+    rule: str
+    """The pattern that knew it."""
+    node: str
+    """Node that the line blames; empty when it names none."""
+
+
+def row(kind: Kind, part: Part, example: str, *patterns: str, after: str = "") -> Signature:
+    """One row, with its patterns as text."""
+    first = re.compile(after) if after else None
+    return Signature(kind, part, example, tuple(re.compile(pattern) for pattern in patterns), first)

@@ -1,0 +1,140 @@
+"""Tracebacks in a log: the error that Python printed, with the frames that led to it.
+
+Blocks of several processes may stand between each other: the label of the process keeps them apart. A block may also be
+cut off at its begin, at its end, or in the middle.
+"""
+
+import re
+from dataclasses import dataclass, field
+
+from rlhf_core.diagnosis.log_lines import Line
+
+_FRAME = re.compile(r'^\s*File "(?P<path>[^"]{1,400})", line \d+(?:, in (?P<function>\S+))?')
+_HEADER = re.compile(r"Traceback \(most recent call last\)|^Unhandled error \(suppress with")
+_DURING = re.compile(r"^(?:During handling of the above exception|The above exception was the direct cause)")
+_CLASS = (
+    r"(?P<name>(?:[A-Za-z_]\w{0,60}\.){1,8}[A-Za-z_]\w{0,80}|[A-Z_]\w{0,80}|gaierror|timeout)(?P<inner>\(\w{1,80}\))?"
+)
+_LAST = re.compile(rf"^{_CLASS}(?:: (?P<message>.*)|:?$)")
+"""Last line of a traceback: any class."""
+_ANYWHERE = re.compile(
+    r"(?:^|(?<=[\s`'\"(\[|:*>=（“]))(?P<name>(?:[A-Za-z_]\w{0,60}\.){0,8}_?[A-Z]\w{0,60}?(?:Error|Exception|Exit|Expired|Conflict|Timeout|Invalid))"
+    r"(?P<inner>\(\w{1,80}\))?(?:[:：] ?(?P<message>\S.*)|[:`'\"]?$)"
+)
+"""The same in other text, where only a name that says that it is an error is taken for one."""
+_CODE = re.compile(r"\b(?:except|raise|assert|isinstance|import|pytest\.raises|class|catch|->)\b[^:]{0,60}$")
+MOST_FRAMES = 60
+CUT_OFF = 40
+"""After so many other lines of its process, a traceback without an error was cut off."""
+CONTINUED = 3
+"""So many lines after the first belong to a message that was broken: Ray and engines wrap."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One frame of a traceback."""
+
+    path: str
+    function: str
+    code: str
+    """The line of code, empty where it was not printed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """An error that was printed."""
+
+    name: str
+    """Class as it was printed, with its module where it was."""
+    inner: str
+    """Class that a wrapper names, as in ``RayTaskError(OutOfMemoryError)``."""
+    message: str
+    frames: tuple[Frame, ...]
+    """Outermost first; empty for an error that was only named."""
+    line: Line
+    is_later: bool
+    """It came up while another one was handled."""
+
+    @property
+    def error(self) -> str:
+        """Class without its module."""
+        return self.name.rpartition(".")[2]
+
+
+@dataclass
+class _Block:
+    """A traceback that is being printed by one process."""
+
+    frames: list[Frame] = field(default_factory=list)
+    code_expected: bool = False
+    is_open: bool = False
+    is_later: bool = False
+    others: int = 0
+    """Lines of the process since the last one that belonged to the block."""
+
+
+class TracebackReader:
+    """Reads line by line, and says of each what it is in a traceback."""
+
+    def __init__(self) -> None:
+        """No block is open."""
+        self._blocks: dict[str, _Block] = {}
+
+    @property
+    def is_open(self) -> bool:
+        """A traceback has begun and its error has not been read: what is left at the end was cut off."""
+        return any(block.is_open for block in self._blocks.values())
+
+    @property
+    def last_frames(self) -> tuple[Frame, ...]:
+        """Frames of the block without a label that was read last."""
+        return tuple(self._blocks[""].frames) if "" in self._blocks else ()
+
+    def read(self, line: Line) -> "Raised | bool":
+        """The error that this line ends a block with or names; else whether it is only part of a block."""
+        block = self._blocks.setdefault(line.process, _Block())
+        frame = _FRAME.match(line.text)
+        if frame is not None:
+            if not block.is_open:
+                block.frames.clear()
+            block.is_open, block.code_expected, block.others = True, True, 0
+            if len(block.frames) < MOST_FRAMES:
+                block.frames.append(Frame(frame["path"], frame["function"] or "", ""))
+            return True
+        header = _HEADER.search(line.text)
+        if header is not None and (header.start() == 0 or line.text.endswith("last):")):
+            block.frames.clear()
+            block.is_open, block.code_expected, block.others = True, False, 0
+            # What stands before it, as "Scheduler hit an exception:", is a line of its own.
+            return header.start() == 0
+        if block.is_open and line.text.startswith(("    ", "\t")):
+            self._quote(block, line.text)
+            return True
+        if _DURING.match(line.text):
+            block.is_later = True
+            return True
+        raised = self._error(block, line)
+        block.others += 1
+        if block.others > CUT_OFF:
+            block.is_open = False
+        return raised or False
+
+    @staticmethod
+    def _quote(block: _Block, text: str) -> None:
+        if block.code_expected and block.frames and set(text.strip()) - set("^~ "):
+            last = block.frames[-1]
+            block.frames[-1] = Frame(last.path, last.function, text.strip()[:300])
+            block.code_expected = False
+
+    @staticmethod
+    def _error(block: _Block, line: Line) -> Raised | None:
+        ended = _LAST.match(line.text) if block.is_open and block.frames else None
+        found = ended or _ANYWHERE.search(line.text)
+        if found is None or (ended is None and _CODE.search(line.text[: found.start("name")])):
+            return None
+        message = (found["message"] or "").strip()
+        inner = (found["inner"] or "").strip("()")
+        raised = Raised(found["name"], inner, message, tuple(block.frames), line, block.is_later)
+        block.is_open = block.is_later = False
+        block.frames = []
+        return raised

@@ -1,0 +1,258 @@
+"""Logs of frameworks that no row was made from: which kind of evidence they hold decides.
+
+The excerpts are shortened and partly reworded from public issues; the id of each case is where it was seen.
+"""
+
+import pytest
+
+from rlhf_core.diagnosis import log_reading
+from rlhf_core.diagnosis.classify import read_log
+from rlhf_core.diagnosis.log_reading import events, find, find_error
+from rlhf_core.schemas.failures import FailureKind as Kind
+
+SITE = "/opt/conda/lib/python3.10/site-packages"
+
+
+def trace(*frames: tuple[str, str, str], error: str, prefix: str = "") -> str:
+    """A traceback as Python prints it; frames are path, function and code."""
+    lines = ["Traceback (most recent call last):"]
+    for path, function, code in frames:
+        lines += [f'  File "{path}", line 7, in {function}', f"    {code}"]
+    return "".join(f"{prefix}{line}\n" for line in [*lines, error])
+
+
+CASES = {
+    "verl #1191: a setting, behind a wrapper of Ray": (
+        Kind.CONFIG,
+        "ray.exceptions.RayTaskError(AssertionError): ray::main_task() (pid=7)\n"
+        + trace(
+            ("/verl/workers/fsdp_workers.py", "_build_rollout", "assert self.world_size % infer_tp == 0"),
+            error="AssertionError: rollout world_size: 1 is not divisible by infer_tp: 2",
+        ),
+    ),
+    "verl #383: a worker that died, and Ray only guesses": (
+        Kind.UNKNOWN,
+        "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.\n"
+        "There are some potential root causes. (1) The process is killed by SIGKILL by OOM killer.\n",
+    ),
+    "NOVAglow646/Monet #17: a column that the data lacks": (
+        Kind.DATA,
+        trace(
+            ("Monet/RL/verl/utils/dataset.py", "_build_messages", "prompt_str: str = example[self.prompt_key]"),
+            error="KeyError: 'problem'",
+        ),
+    ),
+    "TRL: a reward function on a completion that it did not expect": (
+        Kind.REWARD_FUNCTION,
+        trace(
+            (f"{SITE}/trl/trainer/grpo_trainer.py", "_calculate_rewards", "out = reward_func(prompts=prompts)"),
+            ("train_grpo.py", "accuracy", "m = re.search(pattern, completion).group(1)"),
+            error="AttributeError: 'NoneType' object has no attribute 'group'",
+        ),
+    ),
+    "verl: a reward function that raises a ValueError of its own": (
+        Kind.REWARD_FUNCTION,
+        trace(
+            ("/proj/rewards/geo.py", "compute_score", "return float(answer)"),
+            error="ValueError: could not convert string to float: '3/4'",
+        ),
+    ),
+    "ms-swift #5737: Megatron's arguments": (
+        Kind.CONFIG,
+        trace(
+            ("Megatron-LM/megatron/training/arguments.py", "validate_args", "assert layers % size == 0"),
+            error="AssertionError: 28 layers and 3 stages",
+            prefix="[rank14]: ",
+        ),
+    ),
+    "DLRover #977: a checkpoint without what is looked for": (
+        Kind.CHECKPOINT_CORRUPT,
+        trace(
+            ("megatron/checkpointing.py", "load_checkpoint", "iteration = state_dict['iteration']"),
+            error="KeyError: 'iteration'",
+        ),
+    ),
+    "DLRover #1175: ranks that do not come": (
+        Kind.RENDEZVOUS,
+        "TimeoutError: Timeout 5400s to complete rendezvous.\n",
+    ),
+    "SGLang #8974: NCCL fails, the engine's death is a consequence": (
+        Kind.NETWORK,
+        trace(
+            ("sglang/srt/distributed/device_communicators/pynccl_wrapper.py", "NCCL_CHECK", "raise RuntimeError()"),
+            error="RuntimeError: NCCL error: unhandled system error (run with NCCL_DEBUG=INFO for details)",
+        )
+        + "[2025-08-08 09:09:09] Received sigquit from a child process. It usually means the child failed.\n",
+    ),
+    "vLLM #3912: a library that was built for another version": (
+        Kind.IMPORT_ERROR,
+        "ImportError: flash_attn_2_cuda.so: undefined symbol: _ZN2at4_ops15sum_IntList\n",
+    ),
+    "vLLM: a library that fails while it is imported": (
+        Kind.IMPORT_ERROR,
+        trace(
+            (f"{SITE}/vllm/_core_ext.py", "<module>", "ScalarType = torch.classes._core_C.ScalarType"),
+            (f"{SITE}/torch/_classes.py", "__getattr__", "proxy = get(self.name, attr)"),
+            error="RuntimeError: class 'ScalarType' was never registered",
+        ),
+    ),
+    "vLLM: an error that the engine's process printed": (
+        Kind.ENGINE,
+        "(EngineCore_DP0 pid=42) ERROR 01-21 04:15:38 [core.py:938] RuntimeError: index 1 is out of bounds for 0\n"
+        "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}\n",
+    ),
+    "slime: Ray's word for the memory of the host": (
+        Kind.HOST_OOM,
+        "ray.exceptions.RayTaskError(OutOfMemoryError): ray::Actor.update_weights()\n"
+        "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.\n",
+    ),
+    "Ray: a node that is gone": (
+        Kind.NODE_LOST,
+        "ActorDiedError: The actor died because its node has died.\n"
+        "the actor's node was terminated unexpectedly: health check failed due to missing too many heartbeats\n",
+    ),
+    "huggingface_hub: a cache of another user": (
+        Kind.FILE_SYSTEM,
+        trace(
+            (f"{SITE}/huggingface_hub/file_download.py", "hf_hub_download", "os.makedirs(path)"),
+            ("/opt/conda/lib/python3.10/os.py", "makedirs", "mkdir(name, mode)"),
+            error="PermissionError: [Errno 13] Permission denied: '/shared/models'",
+        ),
+    ),
+    "datasets: a folder of data that is not there": (
+        Kind.DATA,
+        trace(
+            (f"{SITE}/datasets/load.py", "load_from_disk", "raise FileNotFoundError(path)"),
+            error="FileNotFoundError: /data/part_0",
+        ),
+    ),
+    "a hub that does not answer is no connection between ranks": (
+        Kind.UNKNOWN,
+        trace(
+            (f"{SITE}/urllib3/connection.py", "_new_conn", "raise ConnectTimeoutError("),
+            error="urllib3.exceptions.ConnectTimeoutError: 'Connection to cdn.example.org timed out.'",
+        ),
+    ),
+    "TRL: an engine of this job that does not answer": (
+        Kind.ENGINE,
+        "requests.exceptions.ConnectionError: HTTPConnectionPool(host='0.0.0.0', port=8000): Max retries exceeded "
+        "with url: /update_named_param/\n",
+    ),
+    "NVSentinel #155: a GPU that is gone, told over several lines": (
+        Kind.GPU_HARDWARE,
+        "[ 1843.308145] NVRM: The NVIDIA GPU 0000:b3:00.0\n"
+        "               NVRM: fallen off the bus and is not responding to commands.\n",
+    ),
+    "Soup #342: numbers that are none, noticed by a kernel": (
+        Kind.NON_FINITE,
+        "runs died at a device-side assert `probability tensor contains either inf, nan or element < 0`\n",
+    ),
+    "notes: what was quoted counts as if it were printed": (
+        Kind.IMPORT_ERROR,
+        "- the server died with `ModuleNotFoundError: No module named 'x'`, seen only as a sigquit\n",
+    ),
+    "a compiler that is not installed is no missing file": (
+        Kind.IMPORT_ERROR,
+        "FileNotFoundError: [Errno 2] No such file or directory: 'ninja'\n",
+    ),
+    "torchrun: a terminal that was closed": (
+        Kind.USER_CANCEL,
+        "torch.distributed.elastic.multiprocessing.api.SignalException: Process 7 got signal: 1\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_excerpt_is_read_by_its_kind_of_evidence(case: str) -> None:
+    kind, log = CASES[case]
+    diagnosis = read_log(log)
+    assert diagnosis is not None
+    assert diagnosis.kind is kind
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        # A file that a library could not write, among the bars of a prediction that comes to its end.
+        trace((f"{SITE}/jieba/__init__.py", "initialize", "_replace_file(a, b)"), error="PermissionError: [Errno 1] no")
+        + "***** predict metrics *****\n",
+        "n1:7:7 [0] ras/client_support.cc:160 NCCL WARN Call to bind failed: Address already in use\n",
+        "Token indices sequence length is longer than the specified maximum (1201 > 1024)\n",
+        'completion: def f(x): raise ValueError("must be positive")\n',
+        "WARNING OOM at iter 1 (rank 0): CUDA out of memory. Tried to allocate 30.79 GiB.\n",
+        "step 7 loss is finite\n",
+        "initializing process group with backend nccl\n",
+        "PermissionError is raised by open(); except ImportError: pass\n",
+        "RuntimeError: Event loop is closed - harmless at shutdown\n",
+        "0 errors, 0 warnings\nmean squared error: 0.231\nerror_on_mismatch: False nccl_timeout: 600\n",
+    ],
+)
+def test_what_only_sounds_like_a_failure_is_none(log: str) -> None:
+    assert read_log(log) is None
+
+
+def test_bars_that_go_on_show_that_an_error_was_survived_and_one_printed_again_does_not() -> None:
+    bar = " {0}%|##        | {0}/100 [00:10<00:90, 1.00it/s]\n"
+    error = trace(("helper.py", "cache", "write(x)"), error="TypeError: 7")
+    going_on = bar.format(10) + error + "".join(bar.format(done) for done in (11, 12, 13))
+    assert read_log(going_on) is None
+    assert read_log(bar.format(10) + error + bar.format(10) * 3) is not None
+
+
+def test_the_tracebacks_of_ranks_that_print_at_once_are_kept_apart() -> None:
+    """The negative control: without their labels, the frame of one would explain the error of the other."""
+    one = trace(("rewards/maths.py", "score", "x()"), error="KeyError: 7", prefix="[rank0]: ").splitlines()
+    other = trace(("train.py", "main", "y()"), error="KeyError: 8", prefix="[rank1]: ").splitlines()
+    mixed = "\n".join(line for pair in zip(one, other, strict=True) for line in pair)
+    kinds = [event.kind for event in events(mixed)]
+    assert kinds == [Kind.REWARD_FUNCTION, Kind.UNKNOWN]
+
+
+CANCELLED = "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-01-01T00:00:00 ***\n"
+
+
+def test_what_follows_a_cancellation_is_its_consequence() -> None:
+    counted = (
+        "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some of the step tasks have been OOM Killed.\n"
+    )
+    closed = "ConnectionResetError: [Errno 104] Connection reset by peer\n"
+    for log, kind in ((CANCELLED + closed + counted, Kind.USER_CANCEL), (counted + CANCELLED, Kind.HOST_OOM)):
+        diagnosis = read_log(log)
+        assert diagnosis is not None
+        assert diagnosis.kind is kind
+    # Slurm's own word for a step that it ends because one of its tasks failed.
+    failed = read_log(CANCELLED.replace(" ***\n", " DUE TO TASK FAILURE ***\n"))
+    assert failed is not None
+    assert failed.kind is Kind.UNKNOWN
+
+
+def test_a_command_that_was_started_again_is_read_from_its_last_start() -> None:
+    log = "train.py: error: argument --workers: expected one argument\n" + trace(error="KeyboardInterrupt")
+    diagnosis = read_log(log)
+    assert diagnosis is not None
+    assert diagnosis.kind is Kind.USER_CANCEL
+
+
+def test_an_outcome_is_read_with_the_errors_that_it_was_raised_from() -> None:
+    cause = trace(("save.py", "write", "f.write(x)"), error="OSError: [Errno 28] No space left on device")
+    traceback = cause + "\nThe above exception was the direct cause of the following exception:\n\n"
+    traceback += trace(("train.py", "main", "save()"), error="RuntimeError: it did not work")
+    assert find_error("builtins.RuntimeError", "it did not work", traceback).kind is Kind.DISK_FULL
+    assert find_error("builtins.RuntimeError", "it did not work", "").kind is Kind.UNKNOWN
+
+
+def test_of_a_huge_log_begin_and_end_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_reading, "HEAD", 1000)
+    monkeypatch.setattr(log_reading, "TAIL", 1000)
+    filler = "one more request was answered\n" * 1000
+    full = "OSError: [Errno 28] No space left on device\n"
+    for log, seen in ((full + filler, True), (filler + full, True), (filler + full + filler, False)):
+        assert (find(log) is not None) is seen
+
+
+@pytest.mark.parametrize(
+    "line", ["Error " * 50_000, "│ | # > - " * 50_000, "a" * 500_000, " " * 500_000, "(" * 100_000]
+)
+def test_no_line_holds_the_reading_up(line: str) -> None:
+    """Only so much of a line is read, and a test that hangs would be noticed."""
+    assert find(line) is None
