@@ -72,7 +72,12 @@ progress the controller waits `supervise.backoff_s` (default {backoff_s} s), dou
 `train.micro_batch_size` until it is 1, then `train.gradient_checkpointing`, then half `rollout.batch_size`; the global
 batch, and so the gradient, stays (`supervise.oom_remediation`). A loss that is not finite, or training that learns
 nothing any more: once from the checkpoint before the newest; newer ones are put aside
-(`supervise.rollback_on_non_finite`).
+(`supervise.rollback_on_non_finite`). A damaged checkpoint, of which a checksum does not hold, a file is missing, empty
+or unreadable, or the manifest is none: the workers are started again in place from the complete one before it, whatever
+the budget of restarts says, and the damaged one is kept for inspection in `checkpoints/damaged-<attempt>.<restart>/`.
+Where the evaluator finds it, the steps after the older one are trained again in a new attempt. The run ends when there
+is none before; that last one stays where it is, and the message says what to do. A checkpoint that does not fit the run
+(other settings, another number of ranks) has no remedy.
 
 A new attempt goes without the nodes to blame: at once when a node was lost or a GPU failed, otherwise at a node's
 second strike in the run; at most `supervise.max_excluded_nodes`, and never so many that it could not be placed.

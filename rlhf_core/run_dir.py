@@ -28,6 +28,7 @@ from rlhf_core.schemas.run import SCHEMA_VERSION, StoredSpec
 Model = TypeVar("Model", bound=BaseModel)
 
 _CHECKPOINT_NAME = re.compile(r"^step-(\d{6,})$")
+_ASIDE_NAME = re.compile(r"^(aside-\d+|damaged-\d+\.\d+)$")
 _RUN_ID = re.compile(r"^[a-z0-9][a-z0-9_-]*-\d{8}-\d{6}-[0-9a-f]{6}$")
 
 
@@ -392,35 +393,50 @@ class CheckpointDir:
 
     def manifest(self) -> CheckpointManifest | None:
         """The content of ``COMPLETE``; None where the checkpoint does not count."""
-        return read_model(self.complete, CheckpointManifest)
+        try:
+            return read_model(self.complete, CheckpointManifest)
+        except OSError:
+            return None  # what cannot be read cannot be gone on from; the checkpoint before it can
 
     def damage(self) -> list[str]:
-        """What is wrong with the files, by size and hash; empty for a sound checkpoint. Reads every byte."""
+        """Problems of the files, by size and hash; empty for a sound checkpoint. Reads every byte."""
         manifest = self.manifest()
         if manifest is None:
-            return [f"{self.complete} is missing or unreadable"]
-        problems = []
+            return [f"{self.complete.name} is {self._fault_of_manifest()}"]
+        problems = [] if manifest.step == self.step else [f"{self.complete.name} is of step {manifest.step}"]
         for name, expected in manifest.files.items():
-            try:
-                found = checksum(self.root / name)
-            except OSError as error:
-                problems.append(f"{name}: {error.strerror}")
-                continue
-            if found != expected:
-                problems.append(
-                    f"{name}: found {found.bytes} bytes with sha256 {found.sha256[:12]}, "
-                    f"expected {expected.bytes} bytes with {expected.sha256[:12]}"
-                )
+            fault = self._fault_of(name, expected)
+            # Read again before a checkpoint is given up: a disk or a network may have failed for a moment only.
+            if fault and (fault := self._fault_of(name, expected)):
+                problems.append(fault)
         return problems
 
     def verify(self) -> None:
         """Raise :class:`CheckpointCorrupt` unless every file is as ``COMPLETE`` says."""
         problems = self.damage()
         if problems:
-            raise CheckpointCorrupt(
-                f"checkpoint {self.root} is damaged: {'; '.join(problems)}. "
-                f"Remove the folder to go on from the checkpoint before it."
-            )
+            raise CheckpointCorrupt(f"checkpoint {self.root} is damaged: {'; '.join(problems)}", self.root.name)
+
+    def _fault_of(self, name: str, expected: FileChecksum) -> str:
+        try:
+            found = checksum(self.root / name)
+        except OSError as error:
+            return f"{name}: {error.strerror}"
+        if found == expected:
+            return ""
+        return (
+            f"{name}: found {found.bytes} bytes with sha256 {found.sha256[:12]}, "
+            f"expected {expected.bytes} bytes with {expected.sha256[:12]}"
+        )
+
+    def _fault_of_manifest(self) -> str:
+        try:
+            size = len(self.complete.read_bytes())
+        except FileNotFoundError:
+            return "missing"
+        except OSError as error:
+            return f"unreadable: {error.strerror}"
+        return f"no manifest: its {size} bytes are not what a trainer writes"
 
 
 @dataclass(frozen=True)
@@ -513,16 +529,42 @@ class RunDir:
 
     def checkpoints(self) -> list[CheckpointDir]:
         """Complete checkpoints, oldest first. Completeness is the ``COMPLETE`` file; hashes are checked on loading."""
+        return [checkpoint for checkpoint in self.saved_checkpoints() if checkpoint.manifest() is not None]
+
+    def saved_checkpoints(self) -> list[CheckpointDir]:
+        """Every checkpoint that was saved, oldest first. One that is not complete is damaged: a folder gets its name
+        when all that belongs into it is there."""
         if not self.checkpoints_dir.is_dir():
             return []
-        found = []
-        for path in self.checkpoints_dir.iterdir():
-            match = _CHECKPOINT_NAME.match(path.name)
-            if match:
-                checkpoint = CheckpointDir(path, int(match[1]))
-                if checkpoint.manifest() is not None:
-                    found.append(checkpoint)
+        matches = (_CHECKPOINT_NAME.match(path.name) for path in self.checkpoints_dir.iterdir())
+        found = [CheckpointDir(self.checkpoints_dir / match[0], int(match[1])) for match in matches if match]
         return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+    def checkpoint_before(self, name: str) -> CheckpointDir | None:
+        """The newest complete checkpoint that is older than the one of that name, if there is any."""
+        match = _CHECKPOINT_NAME.match(name)
+        older = [checkpoint for checkpoint in self.checkpoints() if match and checkpoint.step < int(match[1])]
+        return older[-1] if older else None
+
+    def damaged(self, attempt: int, restart: int) -> Path:
+        """Folder of the checkpoints that were found damaged in a restart, kept for inspection."""
+        return self.checkpoints_dir / f"damaged-{attempt}.{restart}"
+
+    def put_damaged_aside(self, name: str, attempt: int, restart: int) -> None:
+        """Move a damaged checkpoint out of the way, so that nothing goes on from it.
+
+        Raises:
+            OSError: it cannot be moved.
+        """
+        folder = self.damaged(attempt, restart)
+        folder.mkdir(exist_ok=True)
+        (self.checkpoints_dir / name).rename(folder / name)
+
+    def put_aside_folders(self) -> list[Path]:
+        """Folders of checkpoints that were put aside, damaged or of a branch that was given up; by name."""
+        if not self.checkpoints_dir.is_dir():
+            return []
+        return sorted(path for path in self.checkpoints_dir.iterdir() if _ASIDE_NAME.match(path.name))
 
     def aside(self, attempt: int) -> Path:
         """Folder of the checkpoints whose branch was given up after an attempt."""
