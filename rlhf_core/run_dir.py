@@ -13,11 +13,11 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -152,24 +152,26 @@ class LineWriter:
     """Appends schemas as JSON lines to a file that only this process writes.
 
     If the writer before was killed in the middle of a line, the torn rest is closed off with a newline, so that it
-    cannot swallow the next line.
+    cannot swallow the next line. A file that is deleted or replaced while it is written is opened anew, with the lines
+    that it had: they are still in the open file, as long as its file system keeps it.
+
+    Args:
+        on_loss: told in a sentence, before the next line is written, that the file was deleted, replaced or truncated.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, on_loss: Callable[[str], None] = lambda text: None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Unbuffered: what a full disk refused must not linger in a buffer and appear later, behind other lines.
-        self._file = path.open("ab", buffering=0)
-        if self._file.tell() > 0:
-            with path.open("rb") as reader:
-                reader.seek(-1, os.SEEK_END)
-                if reader.read(1) != b"\n":
-                    self._file.write(b"\n")
+        self._path = path
+        self._on_loss = on_loss
+        self._open()
 
     def write(self, model: BaseModel) -> None:
         """Append one line and hand it to the operating system: it survives a kill of this process."""
-        rest = memoryview(model.model_dump_json().encode() + b"\n")
-        while rest:
-            rest = rest[self._file.write(rest) :]
+        lost = self._mend()
+        if lost:
+            self._on_loss(lost)
+        self._append(model.model_dump_json().encode() + b"\n")
+        self._end = os.fstat(self._file.fileno()).st_size
 
     def sync(self) -> None:
         """Bring what was written to the disk: it survives a power cut."""
@@ -179,6 +181,55 @@ class LineWriter:
         """Close the file."""
         self._file.close()
 
+    def _open(self) -> None:
+        # Unbuffered: what a full disk refused must not linger in a buffer and appear later, behind other lines.
+        self._file = self._path.open("a+b", buffering=0)
+        self._end = self._file.seek(0, os.SEEK_END)
+        if self._end > 0:
+            self._file.seek(-1, os.SEEK_END)
+            if self._file.read(1) != b"\n":
+                self._append(b"\n")
+                self._end += 1
+
+    def _append(self, content: bytes) -> None:
+        rest = memoryview(content)
+        while rest:
+            rest = rest[self._file.write(rest) :]
+
+    def _mend(self) -> str:
+        """See that the next line will be in the file of that name; what had become of it, or an empty text."""
+        own = os.fstat(self._file.fileno())
+        try:
+            there = self._path.stat()
+        except OSError:
+            if not self._path.parent.is_dir():
+                return ""  # more is gone than this file; whoever needs the folder will say so
+            there = None
+        is_own = there is not None and (there.st_dev, there.st_ino) == (own.st_dev, own.st_ino)
+        if is_own and own.st_size >= self._end:
+            return ""
+        if is_own:
+            lost, self._end = self._end - own.st_size, own.st_size
+            return f"{self._path.name} was truncated while it was written: {lost} bytes of it are lost"
+        what = "deleted" if there is None else "replaced"
+        return f"{self._path.name} was {what} while it was written: {self._restore()}"
+
+    def _restore(self) -> str:
+        expected = self._end
+        try:
+            self._file.seek(0)
+            kept = self._file.read()
+        except OSError:  # deleted on another machine: a network file system keeps it only for its own
+            kept = b""
+        self._file.close()
+        self._open()
+        self._file.seek(0)
+        found = self._file.read()
+        if len(kept) < expected or not (kept.startswith(found) or found.startswith(kept)):
+            return "its lines so far are not in it any more, further ones are"
+        self._append(kept[len(found) :])
+        return f"its {len(kept)} bytes are in place again"
+
 
 def read_lines(path: Path, offset: int = 0, limit_bytes: int = 16 << 20) -> tuple[list[bytes], int]:
     """Whole lines of an appended file from ``offset`` on, and the offset after the last of them.
@@ -187,15 +238,67 @@ def read_lines(path: Path, offset: int = 0, limit_bytes: int = 16 << 20) -> tupl
     """
     try:
         with path.open("rb") as file:
-            file.seek(offset)
-            block = file.read(limit_bytes)
-            if len(block) == limit_bytes and b"\n" not in block:
-                block += file.readline()
+            return _lines_of(file, offset, limit_bytes)
     except (FileNotFoundError, NotADirectoryError):
         return [], offset
+
+
+def _lines_of(file: BinaryIO, offset: int, limit_bytes: int) -> tuple[list[bytes], int]:
+    file.seek(offset)
+    block = file.read(limit_bytes)
+    if len(block) == limit_bytes and b"\n" not in block:
+        block += file.readline()
     end = block.rfind(b"\n") + 1
     # Not splitlines(): that would also split at a stray carriage return, and positions of lines would no longer add up.
     return block[:end].split(b"\n")[:-1], offset + end
+
+
+@dataclass(frozen=True)
+class Place:
+    """How far an appended file was read, and the marks by which it is known again: a follower keeps all three."""
+
+    offset: int = 0
+    tail: int = 0
+    """Fingerprint of the last bytes before the offset; 0 where none is known."""
+    head: int = 0
+    """Fingerprint of the first bytes; 0 where none is known."""
+
+
+def read_on(path: Path, place: Place, limit_bytes: int = 16 << 20) -> tuple[list[bytes], Place, bool]:
+    """Whole lines of an appended file after a place, the place after them, and whether it is another file than before.
+
+    A file that was truncated or replaced by another one is read from its beginning: its bytes before the place are not
+    those that were read. One that was written again with the same lines is gone on with. A missing one has no lines,
+    and so has one that is shorter than it was: another machine may see an older version of it for a while.
+    """
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            if size < place.offset:
+                is_other = bool(place.head) and size >= _HEAD_BYTES and _mark(file, 0, _HEAD_BYTES) != place.head
+                if not is_other:
+                    return [], place, False
+            else:
+                is_other = bool(place.tail) and _tail(file, place.offset) != place.tail
+            lines, end = _lines_of(file, 0 if is_other else place.offset, limit_bytes)
+            head = _mark(file, 0, _HEAD_BYTES) if end >= _HEAD_BYTES else 0
+            return lines, Place(end, _tail(file, end), head), is_other
+    except (FileNotFoundError, NotADirectoryError):
+        return [], place, False
+
+
+_HEAD_BYTES = 64
+_TAIL_BYTES = 256
+
+
+def _tail(file: BinaryIO, end: int) -> int:
+    return _mark(file, max(0, end - _TAIL_BYTES), end) if end else 0
+
+
+def _mark(file: BinaryIO, begin: int, end: int) -> int:
+    file.seek(begin)
+    digest = hashlib.blake2b(file.read(end - begin), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1 or 1  # fits a signed integer of 64 bits
 
 
 def parse_lines(lines: list[bytes], schema: type[Model]) -> Iterator[Model]:
@@ -270,6 +373,10 @@ class RestartDir:
     def events(self, node: str) -> Path:
         """What the agent of ``node`` did; that agent appends."""
         return self.root / f"events-{node}.jsonl"
+
+    def worker_events(self, role: str, node: str, local_rank: int) -> Path:
+        """What a worker has to say to people: that a file of its was deleted, for instance; that worker appends."""
+        return self.root / f"events-{node}-{role}-{local_rank}.jsonl"
 
     def telemetry(self, node: str) -> Path:
         """Figures of ``node`` over time; its agent appends."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlhf_core.run_dir import AttemptDir, RestartDir, RunDir, parse_lines, read_blocks, read_model, read_models
+from rlhf_core.run_dir import AttemptDir, Place, RestartDir, RunDir, parse_lines, read_model, read_models, read_on
 from rlhf_core.schemas.failures import Action, Decision, Incident
 from rlhf_core.schemas.journal import IncidentFound, JournalLine
 from rlhf_core.schemas.reports import AgentEvent, AgentStatus, AttemptOutcome, MetricsLine
@@ -42,7 +42,7 @@ class Progress:
     """Nodes whose agents have ended because they lost agent 0."""
     signs: int = 0
     """How often an agent was seen to have published anew; 0 before the first."""
-    _offsets: dict[Path, int] = field(default_factory=dict)
+    _places: dict[Path, Place] = field(default_factory=dict)
     _published: set[tuple[str, int, int]] = field(default_factory=set)
 
     def update(self) -> None:
@@ -95,10 +95,11 @@ class Progress:
 
     def _new_lines(self, path: Path) -> list[bytes]:
         found: list[bytes] = []
-        for lines, offset in read_blocks(path, self._offsets.get(path, 0)):
+        while True:
+            lines, self._places[path], _ = read_on(path, self._places.get(path, Place()))
+            if not lines:
+                return found
             found.extend(lines)
-            self._offsets[path] = offset
-        return found
 
 
 def read_outcome(attempt: AttemptDir) -> AttemptOutcome | None:
