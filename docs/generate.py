@@ -64,9 +64,16 @@ inside an allocation, the controller between allocations.
 BUDGET = """
 Retries are counted without checkpoint progress: a new checkpoint sets the count back. The columns below are what the
 policy allows at most. Within that, the run has its own budget: `supervise.max_restarts` restarts in place (default
-{max_restarts}) and `supervise.max_attempts` attempts in all (default {max_attempts}). Before a new attempt without
+{max_restarts}) and `supervise.max_attempts` attempts in a row (default {max_attempts}) without a new checkpoint.
+Before a new attempt without
 progress the controller waits `supervise.backoff_s` (default {backoff_s} s), doubled each time up to
 `supervise.max_backoff_s` (default {max_backoff_s} s), and spread at random over the upper half of that.
+
+What all attempts together may use, whatever progress they make, has caps of its own, which are off by default:
+`supervise.max_total_attempts`, `supervise.max_gpu_hours` and `supervise.max_node_hours`. They are looked at before a
+new attempt, and the decision to stop says which was reached and how much was used. Those on hours also bound the time
+limit of every attempt, so that a run that is training saves and ends in time. A person who resumes the run allows as
+much again.
 
 *With a remedy*: only when the next attempt does something differently. CUDA out of memory: half
 `train.micro_batch_size` until it is 1, then `train.gradient_checkpointing`, then half `rollout.batch_size`; the global

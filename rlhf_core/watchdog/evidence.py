@@ -1,8 +1,10 @@
 """Gathers what an attempt shows of itself: its files in the run directory, and what the scheduler says of its job."""
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 
 from rlhf_core.run_dir import AttemptDir, Place, RestartDir, RunDir, parse_lines, read_model, read_models, read_on
@@ -149,6 +151,20 @@ def strikes(run_dir: RunDir, own: Incident | None = None) -> Mapping[str, int]:
         here[own.attempt] = own
     found = [incident for attempt in run_dir.attempts() for incident in incidents(attempt)]
     return Counter(node for incident in [*found, *here.values()] for node in incident.suspect_nodes)
+
+
+def allocated_s(attempt: AttemptDir, until: datetime) -> float:
+    """How long an attempt had its allocation, in seconds: from its agent's first word to its last.
+
+    Args:
+        until: when it was seen to have ended, or the present: its end, where its agent left no outcome.
+    """
+    try:
+        begun = datetime.fromisoformat(json.loads(attempt.claim.read_bytes())["time"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0.0  # it never had one
+    outcome = read_outcome(attempt)
+    return max(0.0, ((outcome.time if outcome is not None else until) - begun).total_seconds())
 
 
 def can_be_written(attempt: AttemptDir) -> bool:
