@@ -525,7 +525,8 @@ class StoredSpec(Schema):
     package_version: str
     """Version of rlhf-flows."""
     code_revision: str = ""
-    """Git revision of the folder it was started from, with ``-dirty`` if it had changes; empty outside a repository."""
+    """Git revision of the folder it was started from, with ``-dirty`` if it had changes; of a preset that was started
+    outside a repository, that of the program's own checkout. Empty without either."""
     trial_of: str = ""
     """Run that this one tries out first; empty for a run of its own."""
     tags: tuple[str, ...] = ()
