@@ -16,7 +16,7 @@ import pytest
 from rank_launcher import launch, make_context, tiny_spec, values
 
 from rlhf_core.run_dir import RunDir, read_models
-from rlhf_core.schemas.reports import EvaluationReport, MetricsLine, Phase, SampleLine
+from rlhf_core.schemas.reports import AgentEvent, EvaluationReport, MetricsLine, Phase, SampleLine
 from rlhf_core.training.types import NullReporter
 
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
@@ -152,6 +152,11 @@ def every_scenario(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
     late = mock.patch.object(RunDir, "saved_checkpoints", lambda run_dir: [run_dir.checkpoint(6)])
     with late if rank == 1 else nullcontext():
         results["after damage"] = train("damaged", restart=2, damaged=frozenset({"step-000006"}))
+
+    def delete() -> None:
+        (RunDir(Path(folder) / "deleted").attempt(1).restart(0).metrics).unlink(missing_ok=True)
+
+    results["deleted"] = train("deleted", reporter=Interrupting(Phase.ROLLOUT, 5, delete) if rank == 0 else None)
 
     results["not finite"] = train("not-finite", train={"learning_rate": 1e30})
 
@@ -415,6 +420,15 @@ def test_all_ranks_go_on_from_the_checkpoint_before_a_damaged_one(results: list[
     assert set(after) == {5, 6}
     assert after == {step: told(folder, "straight")[step] for step in after}
     assert final_state(folder, "damaged") == final_state(folder, "straight")
+
+
+def test_metrics_that_are_deleted_meanwhile_are_there_at_the_end(results: list[dict[str, Any]], folder: Path) -> None:
+    assert [result["deleted"] for result in results] == ["done", "done"]
+    assert told(folder, "deleted") == told(folder, "straight")
+    restart = RunDir(folder / "deleted").attempt(1).restart(0)
+    events = read_models(restart.worker_events("trainer", "here", 0), AgentEvent)
+    assert [event.kind for event in events] == ["file"] * len(events)
+    assert events[0].message.startswith("metrics.jsonl was deleted while it was written: its ")
 
 
 def test_a_batch_that_does_not_divide_is_refused(results: list[dict[str, Any]]) -> None:
