@@ -65,15 +65,27 @@ inside an allocation, the controller between allocations.
 BUDGET = """
 Retries are counted without checkpoint progress: a new checkpoint sets the count back. The columns below are what the
 policy allows at most. Within that, the run has its own budget: `supervise.max_restarts` restarts in place (default
-{max_restarts}) and `supervise.max_attempts` attempts in all (default {max_attempts}). Before a new attempt without
+{max_restarts}) and `supervise.max_attempts` attempts in a row (default {max_attempts}) without a new checkpoint.
+Before a new attempt without
 progress the controller waits `supervise.backoff_s` (default {backoff_s} s), doubled each time up to
 `supervise.max_backoff_s` (default {max_backoff_s} s), and spread at random over the upper half of that.
+
+What all attempts together may use, whatever progress they make, has caps of its own, which are off by default:
+`supervise.max_total_attempts`, `supervise.max_gpu_hours` and `supervise.max_node_hours`. They are looked at before a
+new attempt, and the decision to stop says which was reached and how much was used. Those on hours also bound the time
+limit of every attempt, so that a run that is training saves and ends in time. A person who resumes the run allows as
+much again.
 
 *With a remedy*: only when the next attempt does something differently. CUDA out of memory: half
 `train.micro_batch_size` until it is 1, then `train.gradient_checkpointing`, then half `rollout.batch_size`; the global
 batch, and so the gradient, stays (`supervise.oom_remediation`). A loss that is not finite, or training that learns
 nothing any more: once from the checkpoint before the newest; newer ones are put aside
-(`supervise.rollback_on_non_finite`).
+(`supervise.rollback_on_non_finite`). A damaged checkpoint, of which a checksum does not hold, a file is missing, empty
+or unreadable, or the manifest is none: the workers are started again in place from the complete one before it, whatever
+the budget of restarts says, and the damaged one is kept for inspection in `checkpoints/damaged-<attempt>.<restart>/`.
+Where the evaluator finds it, the steps after the older one are trained again in a new attempt. The run ends when there
+is none before; that last one stays where it is, and the message says what to do. A checkpoint that does not fit the run
+(other settings, another number of ranks) has no remedy.
 
 A new attempt goes without the nodes to blame: at once when a node was lost or a GPU failed, otherwise at a node's
 second strike in the run; at most `supervise.max_excluded_nodes`, and never so many that it could not be placed.

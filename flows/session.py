@@ -16,7 +16,7 @@ from rlhf_core.errors import DatabaseUnavailable, RunDirError
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import Journal, read_record
 from rlhf_core.launch.lease import TTL_S, Lease, Owner, acquire
-from rlhf_core.launch.prepare import absolute_paths, prepare
+from rlhf_core.launch.prepare import absolute_paths, git_revision, prepare, program_revision
 from rlhf_core.run_dir import RunDir, read_model
 from rlhf_core.scheduler import get_scheduler
 from rlhf_core.scheduler.base import Scheduler
@@ -257,13 +257,15 @@ def new_run(
     spec = resolve(source, overrides, name, folder)
     get_scheduler(site.scheduler)  # a run that can never start is not made
     kept = kept_with(source)
+    # A preset belongs to the program. A deployment of one is begun in no folder of a user's.
+    of_preset = program_revision() if source in config.PRESETS and not git_revision(folder or Path.cwd()) else None
     return prepare(
         spec,
         site.runs_dir,
         config_source=str(source),
         overrides=overrides,
         folder=kept.code if kept is not None else folder,
-        revision=kept.revision if kept is not None else None,
+        revision=kept.revision if kept is not None else of_preset,
         owner=owner,
         tags=tags,
         run_id=flow_run.run_id(spec.name) if flow_run is not None and flow_run.id else "",

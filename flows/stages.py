@@ -17,6 +17,7 @@ from flows.promoting import promotion
 from flows.session import CancelAsked, Session
 from flows.trial import TRIAL, cancel_trials, carry_out, due
 from rlhf_core.allocation.planner import plan, shortages
+from rlhf_core.diagnosis import caps
 from rlhf_core.diagnosis.ledger import REMEMBERED
 from rlhf_core.errors import (
     BadInput,
@@ -47,6 +48,7 @@ from rlhf_core.schemas.probe import ProbeReport
 from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.resources import Inventory, Submission
 from rlhf_core.schemas.run import shape_key
+from rlhf_core.watchdog.evidence import allocated_s
 from rlhf_core.watchdog.nodes import node_standings
 from rlhf_core.watchdog.watch import Failure, Look, Verdict, explain
 
@@ -349,7 +351,10 @@ def _submit(session: Session, number: int) -> None:
     journal = session.journal
     placement = journal.record.attempts[number].placement
     site = session.site
+    first = max(journal.record.first_attempt, session.resumed_at)
+    limit_s = caps.time_limit_s(session.spec, _used(session, first))
     request = job_request(session.run_dir, session.spec, placement, site.compute_python, site.slurm, site.job_secrets)
+    request = replace(request, time_limit_s=limit_s)
     try:
         submit_once(session.run_dir, request, session.scheduler, journal, session.require_lease)
     except SubmissionFailed as error:
@@ -513,7 +518,7 @@ def _after_failure(session: Session, number: int, attempt: AttemptRecord, look: 
     if failure.found_here and failure.incident is not None and attempt.incident is None:
         journal.append(IncidentFound(incident=failure.incident))
     if attempt.decision is None:
-        failure = replace(failure, decision=_placeable(session, failure))
+        failure = replace(failure, decision=_within_caps(session, _placeable(session, failure), first))
         journal.append(DecisionMade(decision=failure.decision))
     decision = attempt.decision or failure.decision
     journal.move_attempt(number, look.verdict.state, failure.message, failure.kind)
@@ -549,6 +554,21 @@ def _placeable(session: Session, failure: Failure) -> Decision:
         return decision
     reason = f"no other node can take the place of {', '.join(decision.excluded_nodes)}: {'; '.join(lacks)}"
     return decision.model_copy(update={"action": Action.STOP, "reason": reason, "delay_s": 0.0, "excluded_nodes": ()})
+
+
+def _within_caps(session: Session, decision: Decision, first: int) -> Decision:
+    """What was decided; or to stop, where all attempts together have used what the run may use."""
+    refused = caps.refusal(session.spec, _used(session, first))
+    if decision.action is not Action.NEW_ATTEMPT or not refused:
+        return decision
+    return decision.model_copy(update={"action": Action.STOP, "reason": refused, "delay_s": 0.0, "excluded_nodes": ()})
+
+
+def _used(session: Session, first: int) -> caps.Used:
+    """What the attempts from ``first`` on have used: they count from where a person last started or resumed the run."""
+    attempts = {number: one for number, one in session.journal.record.attempts.items() if number >= first}
+    seconds = (allocated_s(session.run_dir.attempt(n), one.ended_at or utc_now()) for n, one in attempts.items())
+    return caps.Used(len(attempts), sum(seconds))
 
 
 def _is_blocked_by_probe(run_dir: RunDir, number: int) -> bool:

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_core.launch.journal import RunRecord, StageRecord, read_record
-from rlhf_core.run_dir import RunDir, read_model
+from rlhf_core.run_dir import RunDir, read_model, read_models
 from rlhf_core.schemas.attempts import RunState, StageName, StageState
 from rlhf_core.schemas.failures import Incident
-from rlhf_core.schemas.reports import EvaluationReport
+from rlhf_core.schemas.reports import EvaluationReport, MetricsLine
 from rlhf_core.schemas.run import StoredSpec
-from rlhf_core.watchdog.evidence import Progress, incidents, num_restarts
-from rlhf_core.words import count
+from rlhf_core.watchdog.evidence import incidents, num_restarts
+from rlhf_core.words import count, missing_steps
 
 Section = Sequence[str]
 """Lines of Markdown."""
@@ -43,6 +43,8 @@ class Summary:
     cause: str
     accuracy: Sequence[Accuracy]
     steps: int
+    missing_steps: str
+    """Of which steps there are no metrics; empty where none is missing."""
     num_attempts: int
     num_restarts: int
     incidents: Sequence[Incident]
@@ -63,13 +65,15 @@ def summarise(run_dir: RunDir) -> Summary:
     """
     stored = run_dir.read_spec()
     record = read_record(run_dir)
+    steps = _steps(run_dir)
     return Summary(
         run_dir=run_dir.root,
         stored=stored,
         state=record.state,
         cause=record.cause,
         accuracy=[_accuracy(run_dir, name) for name in ("greedy", "sampled")],
-        steps=_last_step(run_dir),
+        steps=max(steps, default=0),
+        missing_steps=missing_steps(steps, stored.spec.total_steps, record.state),
         num_attempts=len(record.attempts),
         num_restarts=sum(num_restarts(attempt) for attempt in run_dir.attempts()),
         incidents=_incidents(run_dir, record),
@@ -91,6 +95,7 @@ def markdown(summary: Summary, sections: Sequence[Section] = ()) -> str:
         *([] if good or not summary.cause else [f"> {_cell(summary.cause)}", ""]),
         f"{spec.train.algorithm.upper()}, {summary.steps} of {spec.total_steps} steps on {spec.num_ranks} ranks, "
         f"{count(summary.num_attempts, 'attempt')}, {count(summary.num_restarts, 'restart')}.",
+        *(["", f"> {summary.missing_steps}"] if summary.missing_steps else []),
         "",
         "| held-out | before | after | gain |",
         "|---|---|---|---|",
@@ -129,13 +134,10 @@ def _accuracy(run_dir: RunDir, name: str) -> Accuracy:
     return Accuracy(name, known.metric if known else "accuracy", before, after)
 
 
-def _last_step(run_dir: RunDir) -> int:
-    last = 0
-    for attempt in run_dir.attempts():
-        progress = Progress(attempt)
-        progress.update()
-        last = max(last, progress.step)
-    return last
+def _steps(run_dir: RunDir) -> set[int]:
+    """Steps that left metrics."""
+    restarts = [restart for attempt in run_dir.attempts() for restart in attempt.restarts()]
+    return {line.step for restart in restarts for line in read_models(restart.metrics, MetricsLine)}
 
 
 def _incidents(run_dir: RunDir, record: RunRecord) -> list[Incident]:

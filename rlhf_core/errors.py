@@ -15,7 +15,7 @@
     ├── SchedulerError              the scheduler refused or did not answer
     │   └── SubmissionFailed        the job was not accepted
     ├── RunDirError                 the run directory is missing, foreign or damaged
-    │   ├── CheckpointCorrupt       a checkpoint's checksums do not hold
+    │   ├── CheckpointCorrupt       a checkpoint is not what its manifest says, or has none
     │   └── JournalDamaged          a line of the controller's journal cannot be read
     ├── PrefectUnavailable          no Prefect server can be used; nothing of a run depends on one
     ├── PromotionFailed             the model of a completed run could not be written; it can be tried again
@@ -116,7 +116,15 @@ class RunDirError(RlhfError):
 
 
 class CheckpointCorrupt(RunDirError):
-    """A checkpoint's files do not match the checksums in its ``COMPLETE`` file."""
+    """A checkpoint's files do not match the checksums in its ``COMPLETE`` file, or that file cannot be read.
+
+    Attributes:
+        checkpoint: name of its folder, where the one before it can take its place; empty where it cannot.
+    """
+
+    def __init__(self, message: str, checkpoint: str = "") -> None:
+        super().__init__(message)
+        self.checkpoint = checkpoint
 
 
 class JournalDamaged(RunDirError):

@@ -13,11 +13,11 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -28,6 +28,7 @@ from rlhf_core.schemas.run import SCHEMA_VERSION, StoredSpec
 Model = TypeVar("Model", bound=BaseModel)
 
 _CHECKPOINT_NAME = re.compile(r"^step-(\d{6,})$")
+_ASIDE_NAME = re.compile(r"^(aside-\d+|damaged-\d+\.\d+)$")
 _RUN_ID = re.compile(r"^[a-z0-9][a-z0-9_-]*-\d{8}-\d{6}-[0-9a-f]{6}$")
 
 
@@ -163,24 +164,26 @@ class LineWriter:
     """Appends schemas as JSON lines to a file that only this process writes.
 
     If the writer before was killed in the middle of a line, the torn rest is closed off with a newline, so that it
-    cannot swallow the next line.
+    cannot swallow the next line. A file that is deleted or replaced while it is written is opened anew, with the lines
+    that it had: they are still in the open file, as long as its file system keeps it.
+
+    Args:
+        on_loss: told in a sentence, before the next line is written, that the file was deleted, replaced or truncated.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, on_loss: Callable[[str], None] = lambda text: None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Unbuffered: what a full disk refused must not linger in a buffer and appear later, behind other lines.
-        self._file = path.open("ab", buffering=0)
-        if self._file.tell() > 0:
-            with path.open("rb") as reader:
-                reader.seek(-1, os.SEEK_END)
-                if reader.read(1) != b"\n":
-                    self._file.write(b"\n")
+        self._path = path
+        self._on_loss = on_loss
+        self._open()
 
     def write(self, model: BaseModel) -> None:
         """Append one line and hand it to the operating system: it survives a kill of this process."""
-        rest = memoryview(model.model_dump_json().encode() + b"\n")
-        while rest:
-            rest = rest[self._file.write(rest) :]
+        lost = self._mend()
+        if lost:
+            self._on_loss(lost)
+        self._append(model.model_dump_json().encode() + b"\n")
+        self._end = os.fstat(self._file.fileno()).st_size
 
     def sync(self) -> None:
         """Bring what was written to the disk: it survives a power cut."""
@@ -190,6 +193,55 @@ class LineWriter:
         """Close the file."""
         self._file.close()
 
+    def _open(self) -> None:
+        # Unbuffered: what a full disk refused must not linger in a buffer and appear later, behind other lines.
+        self._file = self._path.open("a+b", buffering=0)
+        self._end = self._file.seek(0, os.SEEK_END)
+        if self._end > 0:
+            self._file.seek(-1, os.SEEK_END)
+            if self._file.read(1) != b"\n":
+                self._append(b"\n")
+                self._end += 1
+
+    def _append(self, content: bytes) -> None:
+        rest = memoryview(content)
+        while rest:
+            rest = rest[self._file.write(rest) :]
+
+    def _mend(self) -> str:
+        """See that the next line will be in the file of that name; what had become of it, or an empty text."""
+        own = os.fstat(self._file.fileno())
+        try:
+            there = self._path.stat()
+        except OSError:
+            if not self._path.parent.is_dir():
+                return ""  # more is gone than this file; whoever needs the folder will say so
+            there = None
+        is_own = there is not None and (there.st_dev, there.st_ino) == (own.st_dev, own.st_ino)
+        if is_own and own.st_size >= self._end:
+            return ""
+        if is_own:
+            lost, self._end = self._end - own.st_size, own.st_size
+            return f"{self._path.name} was truncated while it was written: {lost} bytes of it are lost"
+        what = "deleted" if there is None else "replaced"
+        return f"{self._path.name} was {what} while it was written: {self._restore()}"
+
+    def _restore(self) -> str:
+        expected = self._end
+        try:
+            self._file.seek(0)
+            kept = self._file.read()
+        except OSError:  # deleted on another machine: a network file system keeps it only for its own
+            kept = b""
+        self._file.close()
+        self._open()
+        self._file.seek(0)
+        found = self._file.read()
+        if len(kept) < expected or not (kept.startswith(found) or found.startswith(kept)):
+            return "its lines so far are not in it any more, further ones are"
+        self._append(kept[len(found) :])
+        return f"its {len(kept)} bytes are in place again"
+
 
 def read_lines(path: Path, offset: int = 0, limit_bytes: int = 16 << 20) -> tuple[list[bytes], int]:
     """Whole lines of an appended file from ``offset`` on, and the offset after the last of them.
@@ -198,15 +250,67 @@ def read_lines(path: Path, offset: int = 0, limit_bytes: int = 16 << 20) -> tupl
     """
     try:
         with path.open("rb") as file:
-            file.seek(offset)
-            block = file.read(limit_bytes)
-            if len(block) == limit_bytes and b"\n" not in block:
-                block += file.readline()
+            return _lines_of(file, offset, limit_bytes)
     except (FileNotFoundError, NotADirectoryError):
         return [], offset
+
+
+def _lines_of(file: BinaryIO, offset: int, limit_bytes: int) -> tuple[list[bytes], int]:
+    file.seek(offset)
+    block = file.read(limit_bytes)
+    if len(block) == limit_bytes and b"\n" not in block:
+        block += file.readline()
     end = block.rfind(b"\n") + 1
     # Not splitlines(): that would also split at a stray carriage return, and positions of lines would no longer add up.
     return block[:end].split(b"\n")[:-1], offset + end
+
+
+@dataclass(frozen=True)
+class Place:
+    """How far an appended file was read, and the marks by which it is known again: a follower keeps all three."""
+
+    offset: int = 0
+    tail: int = 0
+    """Fingerprint of the last bytes before the offset; 0 where none is known."""
+    head: int = 0
+    """Fingerprint of the first bytes; 0 where none is known."""
+
+
+def read_on(path: Path, place: Place, limit_bytes: int = 16 << 20) -> tuple[list[bytes], Place, bool]:
+    """Whole lines of an appended file after a place, the place after them, and whether it is another file than before.
+
+    A file that was truncated or replaced by another one is read from its beginning: its bytes before the place are not
+    those that were read. One that was written again with the same lines is gone on with. A missing one has no lines,
+    and so has one that is shorter than it was: another machine may see an older version of it for a while.
+    """
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            if size < place.offset:
+                is_other = bool(place.head) and size >= _HEAD_BYTES and _mark(file, 0, _HEAD_BYTES) != place.head
+                if not is_other:
+                    return [], place, False
+            else:
+                is_other = bool(place.tail) and _tail(file, place.offset) != place.tail
+            lines, end = _lines_of(file, 0 if is_other else place.offset, limit_bytes)
+            head = _mark(file, 0, _HEAD_BYTES) if end >= _HEAD_BYTES else 0
+            return lines, Place(end, _tail(file, end), head), is_other
+    except (FileNotFoundError, NotADirectoryError):
+        return [], place, False
+
+
+_HEAD_BYTES = 64
+_TAIL_BYTES = 256
+
+
+def _tail(file: BinaryIO, end: int) -> int:
+    return _mark(file, max(0, end - _TAIL_BYTES), end) if end else 0
+
+
+def _mark(file: BinaryIO, begin: int, end: int) -> int:
+    file.seek(begin)
+    digest = hashlib.blake2b(file.read(end - begin), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1 or 1  # fits a signed integer of 64 bits
 
 
 def parse_lines(lines: list[bytes], schema: type[Model]) -> Iterator[Model]:
@@ -281,6 +385,10 @@ class RestartDir:
     def events(self, node: str) -> Path:
         """What the agent of ``node`` did; that agent appends."""
         return self.root / f"events-{node}.jsonl"
+
+    def worker_events(self, role: str, node: str, local_rank: int) -> Path:
+        """What a worker has to say to people: that a file of its was deleted, for instance; that worker appends."""
+        return self.root / f"events-{node}-{role}-{local_rank}.jsonl"
 
     def telemetry(self, node: str) -> Path:
         """Figures of ``node`` over time; its agent appends."""
@@ -409,35 +517,50 @@ class CheckpointDir:
 
     def manifest(self) -> CheckpointManifest | None:
         """The content of ``COMPLETE``; None where the checkpoint does not count."""
-        return read_model(self.complete, CheckpointManifest)
+        try:
+            return read_model(self.complete, CheckpointManifest)
+        except OSError:
+            return None  # what cannot be read cannot be gone on from; the checkpoint before it can
 
     def damage(self) -> list[str]:
-        """What is wrong with the files, by size and hash; empty for a sound checkpoint. Reads every byte."""
+        """Problems of the files, by size and hash; empty for a sound checkpoint. Reads every byte."""
         manifest = self.manifest()
         if manifest is None:
-            return [f"{self.complete} is missing or unreadable"]
-        problems = []
+            return [f"{self.complete.name} is {self._fault_of_manifest()}"]
+        problems = [] if manifest.step == self.step else [f"{self.complete.name} is of step {manifest.step}"]
         for name, expected in manifest.files.items():
-            try:
-                found = checksum(self.root / name)
-            except OSError as error:
-                problems.append(f"{name}: {error.strerror}")
-                continue
-            if found != expected:
-                problems.append(
-                    f"{name}: found {found.bytes} bytes with sha256 {found.sha256[:12]}, "
-                    f"expected {expected.bytes} bytes with {expected.sha256[:12]}"
-                )
+            fault = self._fault_of(name, expected)
+            # Read again before a checkpoint is given up: a disk or a network may have failed for a moment only.
+            if fault and (fault := self._fault_of(name, expected)):
+                problems.append(fault)
         return problems
 
     def verify(self) -> None:
         """Raise :class:`CheckpointCorrupt` unless every file is as ``COMPLETE`` says."""
         problems = self.damage()
         if problems:
-            raise CheckpointCorrupt(
-                f"checkpoint {self.root} is damaged: {'; '.join(problems)}. "
-                f"Remove the folder to go on from the checkpoint before it."
-            )
+            raise CheckpointCorrupt(f"checkpoint {self.root} is damaged: {'; '.join(problems)}", self.root.name)
+
+    def _fault_of(self, name: str, expected: FileChecksum) -> str:
+        try:
+            found = checksum(self.root / name)
+        except OSError as error:
+            return f"{name}: {error.strerror}"
+        if found == expected:
+            return ""
+        return (
+            f"{name}: found {found.bytes} bytes with sha256 {found.sha256[:12]}, "
+            f"expected {expected.bytes} bytes with {expected.sha256[:12]}"
+        )
+
+    def _fault_of_manifest(self) -> str:
+        try:
+            size = len(self.complete.read_bytes())
+        except FileNotFoundError:
+            return "missing"
+        except OSError as error:
+            return f"unreadable: {error.strerror}"
+        return f"no manifest: its {size} bytes are not what a trainer writes"
 
 
 @dataclass(frozen=True)
@@ -530,16 +653,42 @@ class RunDir:
 
     def checkpoints(self) -> list[CheckpointDir]:
         """Complete checkpoints, oldest first. Completeness is the ``COMPLETE`` file; hashes are checked on loading."""
+        return [checkpoint for checkpoint in self.saved_checkpoints() if checkpoint.manifest() is not None]
+
+    def saved_checkpoints(self) -> list[CheckpointDir]:
+        """Every checkpoint that was saved, oldest first. One that is not complete is damaged: a folder gets its name
+        when all that belongs into it is there."""
         if not self.checkpoints_dir.is_dir():
             return []
-        found = []
-        for path in self.checkpoints_dir.iterdir():
-            match = _CHECKPOINT_NAME.match(path.name)
-            if match:
-                checkpoint = CheckpointDir(path, int(match[1]))
-                if checkpoint.manifest() is not None:
-                    found.append(checkpoint)
+        matches = (_CHECKPOINT_NAME.match(path.name) for path in self.checkpoints_dir.iterdir())
+        found = [CheckpointDir(self.checkpoints_dir / match[0], int(match[1])) for match in matches if match]
         return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+    def checkpoint_before(self, name: str) -> CheckpointDir | None:
+        """The newest complete checkpoint that is older than the one of that name, if there is any."""
+        match = _CHECKPOINT_NAME.match(name)
+        older = [checkpoint for checkpoint in self.checkpoints() if match and checkpoint.step < int(match[1])]
+        return older[-1] if older else None
+
+    def damaged(self, attempt: int, restart: int) -> Path:
+        """Folder of the checkpoints that were found damaged in a restart, kept for inspection."""
+        return self.checkpoints_dir / f"damaged-{attempt}.{restart}"
+
+    def put_damaged_aside(self, name: str, attempt: int, restart: int) -> None:
+        """Move a damaged checkpoint out of the way, so that nothing goes on from it.
+
+        Raises:
+            OSError: it cannot be moved.
+        """
+        folder = self.damaged(attempt, restart)
+        folder.mkdir(exist_ok=True)
+        (self.checkpoints_dir / name).rename(folder / name)
+
+    def put_aside_folders(self) -> list[Path]:
+        """Folders of checkpoints that were put aside, damaged or of a branch that was given up; by name."""
+        if not self.checkpoints_dir.is_dir():
+            return []
+        return sorted(path for path in self.checkpoints_dir.iterdir() if _ASIDE_NAME.match(path.name))
 
     def aside(self, attempt: int) -> Path:
         """Folder of the checkpoints whose branch was given up after an attempt."""

@@ -1,5 +1,11 @@
 """How figures are said to people: the same in the terminal, in reports and in Prefect."""
 
+from collections.abc import Collection
+from itertools import groupby
+
+_SHOWN = 5
+"""Ranges of steps that are listed."""
+
 
 def duration(seconds: float) -> str:
     """Seconds as people say them: ``8.2 s``, ``12 s``, ``3 min 05 s``, ``2 h 14 min``."""
@@ -21,3 +27,31 @@ def count(number: int, noun: str) -> str:
 def place_text(attempt: int, restart: int) -> str:
     """Attempt and restart as people say them: ``attempt 1``, ``attempt 1 after restart 2``."""
     return f"attempt {attempt}" + (f" after restart {restart}" if restart else "")
+
+
+def missing_steps(known: Collection[int], total: int, state: str) -> str:
+    """Say of which steps a run that is over has no metrics; empty where none is missing.
+
+    Args:
+        known: steps that left metrics.
+        total: steps that were asked for.
+        state: how the run ended; of one that was not completed, only the steps up to its last one were made.
+    """
+    if state not in ("completed", "failed", "cancelled"):
+        return ""
+    made = total if state == "completed" else max(known, default=0)
+    missing = sorted(set(range(1, made + 1)) - set(known))
+    if not missing:
+        return ""
+    ranges = [_range(found) for found in _consecutive(missing)]
+    listed = ", ".join(ranges[:_SHOWN]) + (f" and {len(ranges) - _SHOWN} more gaps" if len(ranges) > _SHOWN else "")
+    return f"no metrics of {len(missing)} of {made} steps: {listed}"
+
+
+def _consecutive(steps: Collection[int]) -> list[list[int]]:
+    groups = groupby(enumerate(steps), lambda pair: pair[1] - pair[0])
+    return [[step for _, step in group] for _, group in groups]
+
+
+def _range(steps: list[int]) -> str:
+    return str(steps[0]) if len(steps) == 1 else f"{steps[0]}-{steps[-1]}"

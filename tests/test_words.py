@@ -1,8 +1,10 @@
 """How figures are said to people."""
 
+from collections.abc import Collection
+
 import pytest
 
-from rlhf_core.words import count, duration
+from rlhf_core.words import count, duration, missing_steps
 
 
 @pytest.mark.parametrize(
@@ -19,3 +21,22 @@ def test_durations_are_said_as_people_say_them(seconds: float, said: str) -> Non
 
 def test_one_thing_is_no_plural() -> None:
     assert [count(number, "run") for number in (0, 1, 2, 10_000)] == ["0 runs", "1 run", "2 runs", "10,000 runs"]
+
+
+@pytest.mark.parametrize(
+    ("known", "total", "state", "said"),
+    [
+        (range(1, 151), 150, "completed", ""),
+        (range(1, 60), 150, "completed", "no metrics of 91 of 150 steps: 60-150"),
+        ((), 3, "completed", "no metrics of 3 of 3 steps: 1-3"),
+        ((1, 2, 5, 6), 7, "completed", "no metrics of 3 of 7 steps: 3-4, 7"),
+        (range(2, 20, 2), 18, "completed", "no metrics of 9 of 18 steps: 1, 3, 5, 7, 9 and 4 more gaps"),
+        # What was not made is no gap; nor is what is still to come.
+        (range(1, 60), 150, "failed", ""),
+        ((1, 2, 5), 150, "cancelled", "no metrics of 2 of 5 steps: 3-4"),
+        ((), 150, "failed", ""),
+        ((1, 5), 150, "training", ""),
+    ],
+)
+def test_steps_without_metrics_are_said(known: Collection[int], total: int, state: str, said: str) -> None:
+    assert missing_steps(known, total, state) == said

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from flows.cancelling import cancel_run
@@ -311,6 +311,9 @@ class Reconciler:
             case ActionKind.REMOVE_CHECKPOINT:
                 remove_tree(run_dir.checkpoint(action.step).root)
                 return Deed(action, True, "removed")
+            case ActionKind.REMOVE_PUT_ASIDE:
+                remove_tree(run_dir.checkpoints_dir / action.folder)
+                return Deed(action, True, "removed")
             case ActionKind.NOTE:
                 self._note_once(action.run_id, action.flow_run_id, action.reason)
                 return Deed(action, True, "left alone")
@@ -398,6 +401,17 @@ class Reconciler:
                 for step in self._old_steps(run_dir, standing, ended_at, begun_from, now):
                     reason = f"older than {days} days, and neither the newest, the best, promoted nor in use"
                     yield Action(ActionKind.REMOVE_CHECKPOINT, run_id, reason, step=step)
+                for name in self._old_put_aside(run_dir, ended_at, now - timedelta(days=days)):
+                    reason = f"put aside, damaged or given up, and older than {days} days"
+                    yield Action(ActionKind.REMOVE_PUT_ASIDE, run_id, reason, folder=name)
+
+    @staticmethod
+    def _old_put_aside(run_dir: RunDir, ended_at: datetime, latest: datetime) -> list[str]:
+        """Folders of checkpoints that were put aside; of a run that was gone on with, none may go yet."""
+        if not read_record(run_dir).ended or ended_at >= latest:
+            return []
+        folders = [path for path in run_dir.put_aside_folders() if not path.is_symlink()]
+        return [path.name for path in folders if datetime.fromtimestamp(path.stat().st_mtime, UTC) < latest]
 
     def _old_steps(
         self, run_dir: RunDir, standing: Standing, ended_at: datetime, begun_from: Sequence[Path], now: datetime

@@ -52,7 +52,7 @@ FAREWELL_S = 20.0
 LAST_TRIES, LAST_PAUSE_S = 3, 1.0
 """How often the end is told to a server that does not take it, and the pause between."""
 
-_LOGGED_EVENTS = frozenset({"suspect", "killed", "command", "save_requested", "verdict"})
+_LOGGED_EVENTS = frozenset({"suspect", "checkpoint", "file", "killed", "command", "save_requested", "verdict"})
 """Doings of the agents that stand in the log; their incidents and decisions are logged whole."""
 
 

@@ -63,6 +63,9 @@ def runs(
     ]
     columns = ("run", "state", "trial of" if trials else "created (UTC)", "took", "step", "attempts")
     output.print_table(columns, rows, spare=columns[2])
+    for run in found:
+        if run["missing_steps"]:
+            output.print_text(f"{run['run_id']}: {run['missing_steps']}")
 
 
 def show(run: RunArgument = "last", as_json: output.JsonOption = False) -> None:
@@ -380,6 +383,8 @@ def _print_head(shown: Facts) -> None:
     )
     if run["message"]:
         output.print_text(run["message"])
+    if run["missing_steps"]:
+        output.print_text(f"The run left {run['missing_steps']}.")
     output.print_text(f"Asked for: {_moment(run['created_at'])} UTC, by {run['owner']}")
     if run["trial_of"]:
         output.print_text(f"Trial of: {run['trial_of']}")

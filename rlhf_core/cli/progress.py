@@ -22,7 +22,9 @@ from rlhf_core.watchdog.watch import Look
 LINE_EVERY_S = 5.0
 """How often a plain line is written where there is no terminal."""
 
-_TOLD_EVENTS = frozenset({"suspect", "incident", "decision", "killed", "command", "save_requested"})
+_TOLD_EVENTS = frozenset(
+    {"suspect", "incident", "decision", "checkpoint", "file", "killed", "command", "save_requested"}
+)
 """Doings of the agents that a person wants to read as they happen."""
 
 

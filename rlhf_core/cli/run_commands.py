@@ -390,7 +390,7 @@ def _print_summary(run_dir: "RunDir", as_json: bool) -> None:
     output.print_table(
         ("", ""),
         [
-            ("steps", f"{summary.steps} of {total}"),
+            ("steps", f"{summary.steps} of {total}" + (f"; {missing}" if (missing := summary.missing_steps) else "")),
             ("attempts, restarts", f"{summary.num_attempts}, {summary.num_restarts}"),
             ("incidents", ", ".join(one.failure_kind.value for one in summary.incidents) or "none"),
             ("time", times),
@@ -408,6 +408,7 @@ def summary_json(summary: "Summary") -> dict[str, Any]:
         "state": summary.state,
         "steps": summary.steps,
         "total_steps": summary.stored.spec.total_steps,
+        "missing_steps": summary.missing_steps,
         "num_attempts": summary.num_attempts,
         "num_restarts": summary.num_restarts,
         "run_dir": summary.run_dir,

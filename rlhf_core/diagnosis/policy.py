@@ -18,7 +18,7 @@ ALLOWED_BY_SPEC = 1_000_000
 """As many retries as the run's own budget allows."""
 
 REMEDY = -1
-"""As often as a remedy can be found; without one, not at all."""
+"""As often as a remedy can be found; without one, not at all: in place, or in a new attempt."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ RULES: dict[FailureKind, Rule] = {
     FailureKind.NON_FINITE: Rule(0, REMEDY, "an older checkpoint has not helped: lower the learning rate"),
     FailureKind.DEGENERATE_RL: Rule(0, REMEDY, "an older checkpoint has not helped: change the reward or the config"),
     FailureKind.COLLECTIVE_MISMATCH: Rule(0, 0, "ranks that disagree are a bug in the code"),
-    FailureKind.CHECKPOINT_CORRUPT: Rule(0, 0, "the checkpoint stays as it is"),
+    FailureKind.CHECKPOINT_CORRUPT: Rule(REMEDY, REMEDY, "no checkpoint before it can take its place"),
     FailureKind.DISK_FULL: Rule(0, 0, "the disk stays full until somebody makes room"),
     FailureKind.IMPORT_ERROR: Rule(0, 0, _EVERY_TIME),
     FailureKind.CONFIG: Rule(0, 0, _EVERY_TIME),
@@ -79,7 +79,12 @@ RULES: dict[FailureKind, Rule] = {
 
 
 def decide_in_place(
-    kind: FailureKind, restarts_without_progress: int, spec: SuperviseSpec, *, same_fingerprint_before: bool = False
+    kind: FailureKind,
+    restarts_without_progress: int,
+    spec: SuperviseSpec,
+    *,
+    same_fingerprint_before: bool = False,
+    remedy: str = "",
 ) -> Choice:
     """What agent 0 does about a failure inside its allocation.
 
@@ -88,6 +93,8 @@ def decide_in_place(
         restarts_without_progress: Restarts in place already made since the last new checkpoint.
         spec: The run's budget.
         same_fingerprint_before: Whether the very same failure was seen before in this attempt without progress between.
+        remedy: What the next start of the workers does differently, for kinds that would come back otherwise; empty
+            where there is nothing.
 
     Returns:
         ``RESTART_IN_PLACE``; or ``NEW_ATTEMPT``: the allocation is given up, and whether there is a new one is for
@@ -99,6 +106,12 @@ def decide_in_place(
         return Choice(Action.STOP, 0.0, f"{kind} is not retried, because {rule.why}")
     if kind is FailureKind.UNKNOWN and same_fingerprint_before:
         return Choice(Action.STOP, 0.0, "the same unknown failure came back after a restart in place: it is not chance")
+    if rule.in_place == REMEDY:
+        if not remedy:
+            return Choice(Action.STOP, 0.0, f"{kind} is not retried, because {rule.why}")
+        # Not counted against the budget: each of these takes one checkpoint away, so they come to an end.
+        action = Action.RESTART_IN_PLACE if spec.max_restarts else Action.NEW_ATTEMPT
+        return Choice(action, 0.0, f"{kind}: {remedy}")
     if rule.attempts == REMEDY:
         return Choice(Action.NEW_ATTEMPT, 0.0, f"{kind} would come back in place: a new attempt may change something")
     allowed = min(rule.in_place, spec.max_restarts)
@@ -149,18 +162,22 @@ def decide_next(
         return Choice(Action.STOP, 0.0, f"{kind} is not retried, because {rule.why}")
     if kind is FailureKind.UNKNOWN and same_fingerprint_before:
         return Choice(Action.STOP, 0.0, "the same unknown failure came back in a new attempt: it is not chance")
-    if rule.attempts == REMEDY:
-        if remedy:
-            return Choice(Action.NEW_ATTEMPT, 0.0, f"{kind}: {remedy}")
+    if rule.attempts == REMEDY and not remedy:
         return Choice(Action.STOP, 0.0, f"{kind} is not retried, because {rule.why}")
-    allowed = min(rule.attempts + 1, spec.max_attempts)
+    changed = Choice(Action.NEW_ATTEMPT, 0.0, f"{kind}: {remedy}")
+    if rule.attempts == REMEDY and rule.in_place != REMEDY:
+        return changed
+    # Where it would do in place too, only the budget ends it: a disk may damage every checkpoint that is made.
+    allowed = spec.max_attempts if rule.attempts == REMEDY else min(rule.attempts + 1, spec.max_attempts)
     if attempts_without_progress >= allowed:
         return Choice(
             Action.STOP,
             0.0,
             f"{attempts_without_progress} attempts without a new checkpoint, {allowed} allowed for {kind}"
-            + (f": {rule.why}" if rule.attempts != ALLOWED_BY_SPEC else ""),
+            + (f": {rule.why}" if rule.attempts not in (ALLOWED_BY_SPEC, REMEDY) else ""),
         )
+    if rule.attempts == REMEDY:
+        return changed
     if attempts_without_progress == 0:
         return Choice(Action.NEW_ATTEMPT, 0.0, f"{kind} after a new checkpoint: going on from it")
     # Another node is taken at once: nothing gets better by waiting.

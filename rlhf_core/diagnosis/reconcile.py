@@ -209,6 +209,8 @@ class ActionKind(StrEnum):
     """Tell Prefect what its controller could not tell any more."""
     REMOVE_CHECKPOINT = "remove_checkpoint"
     """Remove a checkpoint that the site's retention does not keep."""
+    REMOVE_PUT_ASIDE = "remove_put_aside"
+    """Remove checkpoints that were put aside, damaged or given up."""
     NOTE = "note"
     """Nothing is done; a person may want to know."""
 
@@ -227,6 +229,8 @@ class Action:
     """State that the flow run gets."""
     step: int = 0
     """Of the checkpoint."""
+    folder: str = ""
+    """Of the checkpoints that were put aside, within those of the run."""
 
 
 def decide(world: World) -> list[Action]:

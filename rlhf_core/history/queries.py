@@ -12,7 +12,7 @@ from decimal import Decimal
 from statistics import median
 from typing import Any
 
-from sqlalchemy import Connection, Select, Table, column, func, select, table
+from sqlalchemy import Connection, Select, Table, column, func, select, table, true
 
 from rlhf_core.errors import BadInput, UnknownRun
 from rlhf_core.history import database
@@ -42,10 +42,11 @@ from rlhf_core.history.write import (
     TAGS,
     TELEMETRY,
 )
-from rlhf_core.schemas.attempts import ATTEMPT_ENDS, RunState
+from rlhf_core.schemas.attempts import ATTEMPT_ENDS, RUN_ENDS, RunState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.checks import CheckStatus
 from rlhf_core.schemas.failures import Action
+from rlhf_core.words import missing_steps
 
 Facts = dict[str, Any]
 
@@ -229,7 +230,8 @@ def list_runs(
         tag: only those with this tag.
 
     Returns: For each: ``run_id, name, state, created_at, num_attempts, owner, tags, ended_at, seconds, last_step,
-        total_steps, message, trial_of``. ``seconds`` is from the request to the end, or to the newest sign of it.
+        total_steps, missing_steps, message, trial_of``. ``seconds`` is from the request to the end, or to the newest
+        sign of it; ``missing_steps`` says of which steps a run that is over has no metrics.
     """
     # Which runs first, from narrow indexes; what is counted per run, only for those.
     newest_first = (RUNS.c.created_at.desc(), RUNS.c.run_id.desc())
@@ -267,12 +269,27 @@ def list_runs(
         .order_by(*newest_first)
     )
     with store.reading() as connection:
-        rows = connection.execute(question).all()
-    return [_listed_run(row) for row in rows]
+        return [_listed_run(connection, row) for row in connection.execute(question).all()]
 
 
-def _listed_run(row: Any) -> Facts:
-    facts = dict(row._mapping)
+def _missing_steps(connection: Connection, row: Any) -> str:
+    """Of which steps a run that is over has no metrics; see :func:`missing_steps`."""
+    if row.state not in {state.value for state in RUN_ENDS}:
+        return ""
+    # Of one metric that every step has, from the index; of all where a foreign trainer does not write it.
+    one = METRICS.c.key_id == select(KEYS.c.key_id).where(KEYS.c.name == "time/step_s").scalar_subquery()
+    known: set[int] = set()
+    for condition in (one, true()):
+        known = known or set(
+            connection.execute(
+                select(METRICS.c.step).distinct().where(METRICS.c.run_id == row.run_id, condition)
+            ).scalars()
+        )
+    return missing_steps(known, row.total_steps, row.state)
+
+
+def _listed_run(connection: Connection, row: Any) -> Facts:
+    facts = {**row._mapping, "missing_steps": _missing_steps(connection, row)}
     progress_at = facts.pop("progress_at")
     facts["seconds"] = ((row.ended_at or progress_at) - row.created_at).total_seconds()
     return _plain(facts)
@@ -343,7 +360,7 @@ def show_run(store: HistoryStore, run_id: str) -> Facts:
         metrics = _latest_metrics(connection, run_id)
         incidents = _parts(connection, INCIDENTS, run_id, "seen_at", "incident_id")
         return {
-            "run": _run(run, len(attempts)),
+            "run": {**_run(run, len(attempts)), "missing_steps": _missing_steps(connection, run)},
             "stages": _stages(connection, run_id),
             "checks": _checks(connection, run_id),
             "attempts": attempts,

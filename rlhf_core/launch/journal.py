@@ -72,6 +72,8 @@ class AttemptRecord:
     incident: Incident | None = None
     """The controller's own finding; agents keep theirs in the incident folders."""
     decision: Decision | None = None
+    ended_at: datetime | None = None
+    """When it was seen to have ended."""
 
     @property
     def ended(self) -> bool:
@@ -171,6 +173,7 @@ class RunRecord:
             ):
                 record = self.attempts[number]
                 record.state, record.cause, record.failure_kind = attempt_state, cause, kind
+                record.ended_at = line.time if record.ended else None
             case IncidentFound(incident=incident) if incident.attempt in self.attempts:
                 self.attempts[incident.attempt].incident = incident
             case DecisionMade(decision=decision) if decision.attempt in self.attempts:

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import rlhf_core
 from rlhf_core import __version__
 from rlhf_core.errors import BadConfig, RunDirError
 from rlhf_core.launch.journal import Journal
@@ -180,6 +181,12 @@ def git_revision(folder: Path) -> str:
     if not commit:
         return ""
     return f"{commit}-dirty" if _git(folder, "status", "--porcelain", "--untracked-files=no").strip() else commit
+
+
+def program_revision(package: Path = Path(rlhf_core.__file__).parent) -> str:
+    """Commit of the checkout that this program is installed from; empty where it was installed from a package, also
+    where its environment lies inside of somebody else's repository."""
+    return git_revision(package) if _git(package, "ls-files", "__init__.py").strip() else ""
 
 
 def git_diff(folder: Path) -> str:

@@ -110,6 +110,8 @@ def gather(store: HistoryStore, run_dir: RunDir) -> RunRecord:
         notes.append(
             f"The run directory {run_dir.root} is gone: samples of training and the model's size are left out."
         )
+    if shown["run"]["missing_steps"]:
+        notes.append(f"The run left {shown['run']['missing_steps']}; the curves have gaps there.")
     try:
         spec = RunSpec.model_validate(shown["run"]["spec"])
     except ValidationError:

@@ -54,7 +54,8 @@ class FailureKind(StrEnum):
     SHAPE = "shape"
     """Tensors do not fit each other."""
     CHECKPOINT_CORRUPT = "checkpoint_corrupt"
-    """A checkpoint's checksums do not hold, or it does not fit this run."""
+    """A checkpoint is damaged (a checksum does not hold, a file is missing or cannot be read), or does not fit this
+    run."""
     DATA = "data"
     """A data file is missing or malformed."""
     RENDEZVOUS = "rendezvous"
@@ -112,6 +113,8 @@ class Incident(Schema):
     """Number of that collective in its process group."""
     detected_after_s: float | None = None
     """Seconds from the last sign of life to detection."""
+    damaged_checkpoint: str = ""
+    """Checkpoint folder that was found damaged."""
     seen_at: datetime
     """When it was detected (UTC)."""
     fingerprint: str = ""

@@ -131,6 +131,8 @@ class AgentEvent(Schema):
         "telemetry",
         "incident",
         "decision",
+        "checkpoint",
+        "file",
         "killed",
         "command",
         "save_requested",
@@ -191,6 +193,8 @@ class WorkerOutcome(Schema):
     """Its message."""
     traceback: str = ""
     """Its traceback as text."""
+    damaged_checkpoint: str = ""
+    """Checkpoint folder that it could not go on from, because it is damaged."""
     step: int = 0
     """Step it had reached."""
     phase: Phase = Phase.SETUP

@@ -345,7 +345,14 @@ class SuperviseSpec(Schema):
     max_restarts: NonNegative = 3
     """Restarts in place without checkpoint progress before the allocation is given up."""
     max_attempts: Positive = 3
-    """Attempts without checkpoint progress before the run is stopped."""
+    """Attempts in a row without checkpoint progress before the run is stopped; a new checkpoint sets the count back."""
+    max_total_attempts: NonNegative = 0
+    """Attempts in all, whatever progress they make, since a person last started or resumed the run; 0 for no cap."""
+    max_gpu_hours: NonNegativeFloat = 0.0
+    """GPU-hours of all attempts together, counted likewise; 0 for no cap. The time limit of an attempt is at most what
+    is left, so that it saves and ends in time; on Slurm, which counts in minutes, it may be up to a minute longer."""
+    max_node_hours: NonNegativeFloat = 0.0
+    """The same in node-hours, for runs on processors."""
     backoff_s: NonNegativeFloat = 30.0
     """Wait before the second attempt; doubles with each further one, up to `supervise.max_backoff_s`."""
     max_backoff_s: NonNegativeFloat = 600.0
@@ -464,6 +471,15 @@ class RunSpec(Schema):
     promote: PromoteSpec = PromoteSpec()
     code: CodeSpec = CodeSpec()
 
+    @model_validator(mode="after")
+    def _cap_counts_something(self) -> Self:
+        if self.supervise.max_gpu_hours and not self.resources.gpus_per_node:
+            raise ValueError(
+                "found supervise.max_gpu_hours and resources.gpus_per_node = 0: there are no GPU-hours to count; give "
+                "supervise.max_node_hours"
+            )
+        return self
+
     @property
     def num_ranks(self) -> int:
         """Trainer ranks over all nodes."""
@@ -534,7 +550,8 @@ class StoredSpec(Schema):
     package_version: str
     """Version of rlhf-flows."""
     code_revision: str = ""
-    """Git revision of the folder it was started from, with ``-dirty`` if it had changes; empty outside a repository."""
+    """Git revision of the folder it was started from, with ``-dirty`` if it had changes; of a preset that was started
+    outside a repository, that of the program's own checkout. Empty without either."""
     trial_of: str = ""
     """Run that this one tries out first; empty for a run of its own."""
     tags: tuple[str, ...] = ()

@@ -71,7 +71,8 @@ class RetentionSite(Schema):
 
     checkpoints_days: Annotated[int, Field(ge=0)] = 0
     """How long checkpoints are kept after their run has ended, in days; 0 keeps all. The newest, the best of every
-    evaluation, promoted ones, and those that another run at work begins from are always kept."""
+    evaluation, promoted ones, and those that another run at work begins from are always kept; those that were put aside
+    are not."""
     deployments_days: Annotated[int, Field(ge=0)] = 30
     """How long a config and its code that were deployed or submitted are kept after the last time, in days; 0 keeps
     all. What a deployment, a flow run that is not completed, or a run that can be resumed refers to is always kept."""

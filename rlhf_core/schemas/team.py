@@ -24,6 +24,8 @@ class Step(Schema):
     """Signal that ended it from outside."""
     num_restarts: int = 0
     """Restarts in place until then."""
+    damaged: tuple[str, ...] = ()
+    """Checkpoints that the workers must not go on from."""
 
 
 class NodeState(Schema):

@@ -89,29 +89,59 @@ def training_part(spec: RunSpec) -> dict[str, Any]:
 
 def spec_hash(spec: RunSpec) -> str:
     """Hash of :func:`training_part`."""
-    return blake2b(json.dumps(training_part(spec), sort_keys=True).encode(), digest_size=16).hexdigest()
+    return _hash_of_settings(training_part(spec))
+
+
+def _hash_of_settings(settings: dict[str, Any]) -> str:
+    return blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def resume_point(context: WorkerContext) -> CheckpointDir | None:
     """The checkpoint that this start of the workers goes on from; None from the beginning.
 
-    The first start of an attempt takes the one that the placement names, a restart in place the newest complete one.
+    The first start of an attempt takes the one that the placement names, a restart in place the newest. One that this
+    attempt has found damaged is passed over.
 
     Raises:
-        ResumeMismatch: the placement names a checkpoint that is not there or not complete.
+        CheckpointCorrupt: the one to take, or a newer one, has no readable manifest, or is gone. Names it.
     """
     named = context.placement.resume_checkpoint
-    complete = context.run_dir.checkpoints()
-    newest = complete[-1] if complete else None
-    chosen = next((checkpoint for checkpoint in complete if checkpoint.root.name == named), None)
-    if named and chosen is None:
-        raise ResumeMismatch(
-            f"attempt {context.attempt} is to go on from checkpoint {named}, which is not complete in "
-            f"{context.run_dir.checkpoints_dir}; complete are: {[checkpoint.root.name for checkpoint in complete]}"
-        )
-    if context.restart > 0 and newest is not None and (chosen is None or newest.step > chosen.step):
-        return newest
+    saved = _not_known_as_damaged(context)
+    chosen = saved[-1] if saved and context.restart > 0 else None
+    if context.restart == 0 and named:
+        chosen = next((checkpoint for checkpoint in saved if checkpoint.root.name == named), None)
+        if chosen is None:
+            raise CheckpointCorrupt(
+                f"attempt {context.attempt} is to go on from checkpoint {named}, which is not in "
+                f"{context.run_dir.checkpoints_dir} any more; there are: {[one.root.name for one in saved]}",
+                named,
+            )
+    newer = [checkpoint for checkpoint in saved if chosen is None or checkpoint.step >= chosen.step]
+    for checkpoint in reversed(newer):
+        _require_manifest(checkpoint)
     return chosen
+
+
+def newest_checkpoint(context: WorkerContext) -> CheckpointDir | None:
+    """The newest checkpoint, to be evaluated; None where there is none.
+
+    Raises:
+        CheckpointCorrupt: it has no readable manifest. Names it.
+    """
+    saved = _not_known_as_damaged(context)
+    if not saved:
+        return None
+    _require_manifest(saved[-1])
+    return saved[-1]
+
+
+def _not_known_as_damaged(context: WorkerContext) -> list[CheckpointDir]:
+    return [one for one in context.run_dir.saved_checkpoints() if one.root.name not in context.damaged]
+
+
+def _require_manifest(checkpoint: CheckpointDir) -> None:
+    if checkpoint.manifest() is None:
+        checkpoint.verify()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -260,37 +290,82 @@ class CheckpointWriter:
 
 
 def verify_checkpoint(checkpoint: CheckpointDir, spec: RunSpec, ranks: Ranks, any_ranks: bool = False) -> None:
-    """Check a checkpoint before it is used: every byte of it (rank 0 reads), and that it fits this run.
+    """Check a checkpoint before it is used: every byte of it, and that it fits this run.
+
+    Rank 0 looks, for all: what it finds is raised by every rank, so that none goes on alone.
 
     Args:
         any_ranks: the number of ranks does not matter, because only the model is wanted.
 
     Raises:
-        CheckpointCorrupt: the checksums do not hold. Raised by every rank.
-        ResumeMismatch: written by another number of ranks or under another spec. Raised by every rank.
+        CheckpointCorrupt: it is damaged.
+        ResumeMismatch: written by another number of ranks or under another spec.
     """
-    problem = ""
+    agree(ranks, lambda: _require_sound(checkpoint, spec, None if any_ranks else ranks.num_ranks))
+
+
+def agree(ranks: Ranks, find: Callable[[], CheckpointDir | None]) -> int | None:
+    """Have rank 0 look for a checkpoint, or at one, and tell all ranks: its answer, or its error, is that of each.
+
+    The others may see an older list of files, and two ranks must not go on from two checkpoints.
+
+    Returns:
+        The step of the checkpoint; None where there is none.
+
+    Raises:
+        CheckpointCorrupt, ResumeMismatch: as ``find`` did on rank 0.
+    """
+    answer: dict[str, str] = {}
     if ranks.is_first:
         try:
-            checkpoint.verify()
+            found = find()
+            answer = {"step": str(found.step) if found is not None else ""}
         except CheckpointCorrupt as error:
-            problem = str(error)
-    problem = ranks.from_first(problem)
-    if problem:
-        raise CheckpointCorrupt(problem)
+            answer = {"damage": str(error), "checkpoint": error.checkpoint}
+        except ResumeMismatch as error:
+            answer = {"mismatch": str(error)}
+    answer = json.loads(ranks.from_first(json.dumps(answer)))
+    if "damage" in answer:
+        raise CheckpointCorrupt(answer["damage"], answer["checkpoint"])
+    if "mismatch" in answer:
+        raise ResumeMismatch(answer["mismatch"])
+    return int(answer["step"]) if answer["step"] else None
+
+
+def _require_sound(checkpoint: CheckpointDir, spec: RunSpec, num_ranks: int | None) -> CheckpointDir:
+    checkpoint.verify()
     manifest = checkpoint.manifest()
     if manifest is None:
-        raise CheckpointCorrupt(f"checkpoint {checkpoint.root} is not complete: {checkpoint.complete} is missing")
+        raise CheckpointCorrupt(f"checkpoint {checkpoint.root} went away while it was read", checkpoint.root.name)
+    _require_own_settings(checkpoint, manifest)
     if manifest.spec_hash != spec_hash(spec):
         raise ResumeMismatch(
             f"checkpoint {checkpoint.root} was made with other settings: {_differences(checkpoint, spec)}. "
             f"Resume with the settings it was made with, or start a new run"
         )
-    if manifest.num_ranks != ranks.num_ranks and not any_ranks:
+    if num_ranks is not None and manifest.num_ranks != num_ranks:
         raise ResumeMismatch(
-            f"checkpoint {checkpoint.root} was written by {manifest.num_ranks} ranks, this run has {ranks.num_ranks}; "
+            f"checkpoint {checkpoint.root} was written by {manifest.num_ranks} ranks, this run has {num_ranks}; "
             f"the optimizer state is split among the ranks. Set resources.num_nodes and resources.ranks_per_node so "
             f"that there are {manifest.num_ranks} ranks again"
+        )
+    return checkpoint
+
+
+def _require_own_settings(checkpoint: CheckpointDir, manifest: CheckpointManifest) -> None:
+    """A manifest has no checksum of its own: what it says twice must be the same twice. A damaged one must not be
+    taken for one of other settings, which nothing can go back from."""
+    if manifest.spec_hash != _hash_of_settings(json.loads(_settings_file(checkpoint).read_bytes())):
+        raise CheckpointCorrupt(
+            f"checkpoint {checkpoint.root} is damaged: COMPLETE does not fit the settings beside it",
+            checkpoint.root.name,
+        )
+    saved = [name for name in manifest.files if name.startswith("trainer_state/rank-")]
+    if len(saved) != manifest.num_ranks:
+        raise CheckpointCorrupt(
+            f"checkpoint {checkpoint.root} is damaged: COMPLETE says {manifest.num_ranks} ranks and names the state of "
+            f"{len(saved)}",
+            checkpoint.root.name,
         )
 
 

@@ -14,7 +14,7 @@ from rlhf_core.run_dir import CheckpointDir, RunDir, write_model
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import EvaluationReport, EvaluationSample, Phase
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.training.checkpoints import verify_checkpoint
+from rlhf_core.training.checkpoints import agree, newest_checkpoint, verify_checkpoint
 from rlhf_core.training.data import EncodedPrompts, encode_prompts, load_rows
 from rlhf_core.training.distributed import Ranks, init_process_group, leave_process_group
 from rlhf_core.training.intervals import mean_interval
@@ -160,7 +160,7 @@ def run_evaluator(context: WorkerContext) -> RoleResult:
 
     Raises:
         WorkerError: there is no complete checkpoint.
-        CheckpointCorrupt: its checksums do not hold.
+        CheckpointCorrupt: it is damaged.
     """
     spec, reporter = context.spec, context.reporter
     reporter.beat(Phase.SETUP, 0)
@@ -181,11 +181,10 @@ def run_evaluator(context: WorkerContext) -> RoleResult:
 
 
 def _last_checkpoint(context: WorkerContext, ranks: Ranks) -> CheckpointDir:
-    """The newest complete checkpoint as rank 0 sees it: other nodes may see an older list."""
-    complete = context.run_dir.checkpoints() if ranks.is_first else []
-    step = ranks.from_first(str(complete[-1].step) if complete else "")
-    if not step:
+    """The newest checkpoint as rank 0 sees it."""
+    step = agree(ranks, lambda: newest_checkpoint(context))
+    if step is None:
         raise WorkerError(
             f"found no complete checkpoint in {context.run_dir.checkpoints_dir} to evaluate; training must run first"
         )
-    return context.run_dir.checkpoint(int(step))
+    return context.run_dir.checkpoint(step)

@@ -68,6 +68,8 @@ class WorkerContext:
     node: str
     """Name of this node."""
     reporter: Reporter
+    damaged: frozenset[str] = frozenset()
+    """Checkpoints that this attempt has found damaged: not to be used, whatever a file system still shows of them."""
 
     @property
     def spec(self) -> RunSpec:

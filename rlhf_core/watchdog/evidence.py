@@ -1,12 +1,22 @@
 """Gathers what an attempt shows of itself: its files in the run directory, and what the scheduler says of its job."""
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 
 from rlhf_core.control_journal import read_journal
-from rlhf_core.run_dir import AttemptDir, RestartDir, RunDir, parse_lines, read_blocks, read_model
+from rlhf_core.run_dir import (
+    AttemptDir,
+    Place,
+    RestartDir,
+    RunDir,
+    parse_lines,
+    read_model,
+    read_on,
+)
 from rlhf_core.schemas.failures import Action, Decision, Incident
 from rlhf_core.schemas.journal import IncidentFound
 from rlhf_core.schemas.reports import AgentEvent, AgentStatus, AttemptOutcome, MetricsLine
@@ -43,7 +53,7 @@ class Progress:
     """Nodes whose agents have ended because they lost agent 0."""
     signs: int = 0
     """How often an agent was seen to have published anew; 0 before the first."""
-    _offsets: dict[Path, int] = field(default_factory=dict)
+    _places: dict[Path, Place] = field(default_factory=dict)
     _published: set[tuple[str, int, int]] = field(default_factory=set)
 
     def update(self) -> None:
@@ -96,10 +106,11 @@ class Progress:
 
     def _new_lines(self, path: Path) -> list[bytes]:
         found: list[bytes] = []
-        for lines, offset in read_blocks(path, self._offsets.get(path, 0)):
+        while True:
+            lines, self._places[path], _ = read_on(path, self._places.get(path, Place()))
+            if not lines:
+                return found
             found.extend(lines)
-            self._offsets[path] = offset
-        return found
 
 
 def read_outcome(attempt: AttemptDir) -> AttemptOutcome | None:
@@ -149,6 +160,20 @@ def strikes(run_dir: RunDir, own: Incident | None = None) -> Mapping[str, int]:
         here[own.attempt] = own
     found = [incident for attempt in run_dir.attempts() for incident in incidents(attempt)]
     return Counter(node for incident in [*found, *here.values()] for node in incident.suspect_nodes)
+
+
+def allocated_s(attempt: AttemptDir, until: datetime) -> float:
+    """How long an attempt had its allocation, in seconds: from its agent's first word to its last.
+
+    Args:
+        until: when it was seen to have ended, or the present: its end, where its agent left no outcome.
+    """
+    try:
+        begun = datetime.fromisoformat(json.loads(attempt.claim.read_bytes())["time"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0.0  # it never had one
+    outcome = read_outcome(attempt)
+    return max(0.0, ((outcome.time if outcome is not None else until) - begun).total_seconds())
 
 
 def can_be_written(attempt: AttemptDir) -> bool:

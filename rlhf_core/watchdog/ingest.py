@@ -5,7 +5,8 @@ rows and new offsets in one transaction. Killed before it, nothing has happened;
 When two ingesters meet (a controller and ``rlhf show``), the slower one's batch is refused whole and it begins again.
 
 Two kinds of files: appended ones are read from the last offset to the last newline (a torn last line waits for its
-writer; a torn line in the middle is what a killed writer left, and is skipped and counted); whole ones are read when
+writer; a torn line in the middle is what a killed writer left, and is skipped and counted), and from the beginning
+where the bytes before that offset are not those that were read: it was truncated or replaced. Whole ones are read when
 their fingerprint changes, and replace their row. Of the controller's journal no line is skipped: at one that cannot be
 read the state of the run stays as it is, everything else is read, and an error says so each time.
 """
@@ -24,7 +25,7 @@ from rlhf_core.control_journal import read_journal, scan_journal
 from rlhf_core.errors import JournalDamaged, RlhfError
 from rlhf_core.history.batch import EventEntry, IngestBatch, IngestState, JournalEntry, MetricsEntry, TelemetryEntry
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.run_dir import AttemptDir, RestartDir, RunDir, read_lines, read_model, run_dirs
+from rlhf_core.run_dir import AttemptDir, Place, RestartDir, RunDir, read_lines, read_model, read_on, run_dirs
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Decision, Incident
 from rlhf_core.schemas.probe import ProbeReport
@@ -44,6 +45,12 @@ BLOCK_BYTES = 2 << 20
 
 BATCH_BYTES = 4 << 20
 """About how much goes into one transaction: bounds memory and how long other writers wait."""
+
+_TAIL = "#tail"
+_HEAD = "#head"
+_TIMES = "#times"
+"""Beside the offset of an appended file: the marks by which it is known again, and how often it was another one."""
+_FAR = 1 << 44
 
 _CHECKPOINT_MARK = re.compile(r"^checkpoints/step-(\d+)/COMPLETE$")
 
@@ -302,16 +309,23 @@ class _Reader:
             self._document(path, EvaluationReport, self._batch.evaluations)
 
     def _new_lines(self, path: Path, schema: type[Model]) -> Iterator[tuple[int, Model]]:
-        """Lines that are new, parsed, each with the byte at which it begins."""
+        """Lines that are new, parsed, each with the byte at which it begins, and which is its own for all time."""
         name = self._relative(path)
-        position = self._state.offsets.get(name, 0)
+        known = self._state.offsets
+        before = Place(known.get(name, 0), known.get(f"{name}{_TAIL}", 0), known.get(f"{name}{_HEAD}", 0))
+        times = known.get(f"{name}{_TIMES}", 0)
         if self._is_full():
             return
-        lines, end = read_lines(path, position, BLOCK_BYTES)
-        if end == position:
+        lines, after, is_other = read_on(path, before, BLOCK_BYTES)
+        if after.offset == before.offset and not is_other:
             return
-        self._batch.offsets[name] = end
-        self._bytes += end - position
+        self._batch.offsets |= {name: after.offset, f"{name}{_TAIL}": after.tail, f"{name}{_HEAD}": after.head}
+        position = before.offset
+        if is_other:
+            # The lines of the one before keep their positions: these begin beyond any that a file can have.
+            times, position = times + 1, 0
+            self._batch.offsets[f"{name}{_TIMES}"] = times
+        self._bytes += after.offset - position
         self.left_some |= path.stat().st_size - position > BLOCK_BYTES  # less is a torn last line
         for line in lines:
             try:
@@ -320,7 +334,7 @@ class _Reader:
                 self.report.skipped.append(SkippedLine(name, position))
             else:
                 self.report.lines += 1
-                yield position, parsed
+                yield position + times * _FAR, parsed
             position += len(line) + 1
 
     def _document(self, path: Path, schema: type[Model], found: list[Model]) -> None:

@@ -350,7 +350,7 @@ def explain(
     kind = own.failure_kind if own else look.verdict.failure_kind or FailureKind.UNKNOWN
     past = evidence.look_back(run_dir, look.attempt, first_attempt, incident.fingerprint if incident else "")
     placement = read_model(attempt.placement, Placement)
-    remedy = _remedy(run_dir, kind, spec, placement, rolled_back)
+    remedy = _remedy(run_dir, kind, spec, placement, rolled_back, incident)
     choice = decide_next(
         kind, past.attempts_without_progress, past.same_fingerprint_before, spec.supervise, chance(), remedy.what
     )
@@ -391,7 +391,12 @@ class _Remedy:
 
 
 def _remedy(
-    run_dir: RunDir, kind: FailureKind, spec: RunSpec, placement: Placement | None, rolled_back: bool
+    run_dir: RunDir,
+    kind: FailureKind,
+    spec: RunSpec,
+    placement: Placement | None,
+    rolled_back: bool,
+    incident: Incident | None,
 ) -> _Remedy:
     before = dict(placement.config_diff) if placement is not None else {}
     if kind is FailureKind.CUDA_OOM and spec.supervise.oom_remediation:
@@ -404,6 +409,9 @@ def _remedy(
         if len(checkpoints) > 1:
             older = checkpoints[-2].root.name
             return _Remedy(f"going back to {older}, once; newer checkpoints are put aside", {}, older)
+    damaged = incident.damaged_checkpoint if incident is not None else ""
+    if kind is FailureKind.CHECKPOINT_CORRUPT and (whole := run_dir.checkpoint_before(damaged)):
+        return _Remedy(f"{damaged} is put aside, going on from {whole.root.name}")
     return _Remedy()
 
 

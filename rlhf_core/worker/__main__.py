@@ -60,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     role.add_argument("--node", required=True, help="name of this node")
     role.add_argument("--target", help="module:function to run instead of the native training code")
     role.add_argument("--path", type=Path, action="append", default=[], help="folder to import the target from")
+    role.add_argument("--damaged", action="append", default=[], help="checkpoint that is not to be used")
 
     check = commands.add_parser("check-import", help="whether a module:function can be imported; one JSON line")
     check.add_argument("target", metavar="MODULE:FUNCTION")
@@ -109,6 +110,7 @@ def _role(parsed: argparse.Namespace) -> int:
             node=parsed.node,
             target=parsed.target,
             import_paths=tuple(parsed.path),
+            damaged=tuple(parsed.damaged),
         )
     )
 

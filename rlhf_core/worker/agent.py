@@ -35,6 +35,7 @@ from rlhf_core.schemas.team import NodeEnd, NodeState, Orders, Ready, Step
 from rlhf_core.worker import endings, node_facts, probing, processes
 from rlhf_core.worker.board import JOIN_S, Board, BoardLost, MemoryBoard, host_board, join_board
 from rlhf_core.worker.collectives import BUFFER_SIZE, BUFFER_VARIABLE
+from rlhf_core.worker.damaged import DamagedCheckpoints
 from rlhf_core.worker.endings import Failure, NodeReport
 from rlhf_core.worker.events import EventLog
 from rlhf_core.worker.heartbeat import SlotFile
@@ -283,6 +284,7 @@ class Agent:
         self._events = events
         self._team = team
         self._budget = RestartBudget(job.run_dir, job.spec.supervise)
+        self._damaged = DamagedCheckpoints(job.run_dir)
         self._probe = probing.Probe(
             probing.Place(job.run_dir, job.attempt, job.nodes, job.spec, job.placement, team.endpoint)
         )
@@ -493,6 +495,7 @@ class Agent:
                 return None
             if step.action == "end":
                 return _ending(step)
+            self._damaged.names = list(step.damaged)
             self._enter_restart(plan.role, supervisor)
             if self._gpus is not None:
                 self._gpus.wait()
@@ -614,6 +617,8 @@ class Agent:
             command += ["--target", job.targets[role]]
         for path in job.import_paths:
             command += ["--path", str(path.absolute())]
+        for name in self._damaged.names:
+            command += ["--damaged", name]
         return tuple(command)
 
     def _note_start(self, started: list[Started]) -> None:
@@ -674,9 +679,10 @@ class Agent:
                 NodeReport(self._job.nodes.names[index], end, self._team.ahead_s(index)) for index, end in ends.items()
             ]
             failure = endings.explain(reports, watch.hang)
-        choice = self._choose(failure, asked)
+        failure = self._damaged.explained(failure, self._restart_dir)
+        choice = self._choose(watch.role, failure, asked)
         if choice.action is Action.RESTART_IN_PLACE:
-            return Step(action="restart")
+            return Step(action="restart", damaged=tuple(self._damaged.names))
         return self._end(AttemptState.FAILED, f"{failure.diagnosis.message} ({choice.reason})", failure.diagnosis.kind)
 
     def _end_role(self, role: Role, ends: Mapping[int, NodeEnd], asked: Asked) -> Step:
@@ -689,14 +695,17 @@ class Agent:
         self._budget.renew()
         return Step(action="next_role")
 
-    def _choose(self, failure: Failure, asked: Asked) -> Choice:
+    def _choose(self, role: Role, failure: Failure, asked: Asked) -> Choice:
         """Write down what was found and what will be done about it; only then may it be done."""
         record_incident(self._leader, self._events, self._restart_dir, self._job.run_dir, failure)
-        choice = self._budget.choose(failure.diagnosis)
+        choice = self._budget.choose(failure.diagnosis, self._damaged.remedy(failure))
+        choice = self._damaged.choice_for(role, failure, choice)
         if asked.stop and choice.action is Action.RESTART_IN_PLACE:
             reason = f"not restarted in place, as the attempt is to end: {asked.stop}"
             choice = Choice(Action.NEW_ATTEMPT, 0.0, reason)
         record_decision(self._leader, self._events, self._restart_dir, choice)
+        if failure.damaged_checkpoint and choice.action is not Action.STOP:
+            self._damaged.put_aside(failure, self._restart_dir, self._events)
         return choice
 
 

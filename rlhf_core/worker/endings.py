@@ -4,13 +4,14 @@ Every agent reports its own node; agent 0 puts the reports together.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import BaseModel
 
 from rlhf_core.diagnosis.classify import Diagnosis, Evidence, WorkerEnd, classify
 from rlhf_core.run_dir import read_model
+from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import RankStatus, WorkerOutcome
 from rlhf_core.schemas.team import NodeEnd, WorkerReport
 from rlhf_core.worker import evidence, processes
@@ -35,6 +36,8 @@ class Failure:
     """The collective it hung in or disagreed about; empty when none is known."""
     collective_sequence: int | None = None
     """Number of that collective in its process group."""
+    damaged_checkpoint: str = ""
+    """Checkpoint that the workers could not go on from, because it is damaged."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,18 @@ def explain(reports: Iterable[NodeReport], hang: Hang | None) -> Failure:
     )
     if hang is not None:
         return _located_hang(diagnosis, hang)
-    return _located(diagnosis, [worker for _, worker in ends])
+    failure = _located(diagnosis, [worker for _, worker in ends])
+    if diagnosis.kind is FailureKind.CHECKPOINT_CORRUPT:
+        # The rank that read it first is not to blame for it, nor is its node.
+        nobody = replace(diagnosis, ranks=(), nodes=())
+        return replace(failure, diagnosis=nobody, damaged_checkpoint=_damaged_checkpoint(ends))
+    return failure
+
+
+def _damaged_checkpoint(ends: Iterable[tuple[NodeReport, WorkerReport]]) -> str:
+    """All ranks name the same one, where they name one at all."""
+    told = (worker.outcome.damaged_checkpoint for _, worker in ends if worker.outcome is not None)
+    return next((name for name in told if name), "")
 
 
 def _worker_end(one: NodeReport, worker: WorkerReport, order: int) -> WorkerEnd:

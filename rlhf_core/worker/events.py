@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+from collections.abc import Mapping
 
 from pydantic import JsonValue
 
@@ -23,6 +24,7 @@ class EventLog:
         self._restart_dir = restart_dir
         self._writer: LineWriter | None = None
         self._lock = threading.Lock()
+        self._losses: list[str] = []
 
     def move_to(self, restart_dir: RestartDir) -> None:
         """Events from now on belong to another restart."""
@@ -32,25 +34,24 @@ class EventLog:
 
     def add(self, kind: str, message: str, role: Role | None = None, **data: JsonValue) -> None:
         """Write down one event, and say it."""
-        event = AgentEvent.model_validate(
-            {
-                "time": utc_now(),
-                "kind": kind,
-                "node": self._node,
-                "message": message,
-                "role": role,
-                "data": data,
-            }
-        )
+        event = self._event(kind, message, role, data)
         self.say(f"restart {self._restart_dir.restart}: {message}")
         with self._lock:
             try:
                 if self._writer is None:
-                    self._writer = LineWriter(self._restart_dir.events(self._node))
+                    self._writer = LineWriter(self._restart_dir.events(self._node), self._losses.append)
                 self._writer.write(event)
+                while self._losses:
+                    self._writer.write(self._event("file", self._losses.pop()))
             except OSError as error:
                 self.say(f"the event could not be written: {error}")
                 self._close()
+
+    def _event(
+        self, kind: str, message: str, role: Role | None = None, data: Mapping[str, JsonValue] | None = None
+    ) -> AgentEvent:
+        told = {"kind": kind, "message": message, "role": role, "data": data or {}}
+        return AgentEvent.model_validate({"time": utc_now(), "node": self._node, **told})
 
     def say(self, text: str) -> None:
         """One line on standard output, which the scheduler keeps."""

@@ -135,17 +135,21 @@ class RestartBudget:
         self._spent = 0
         self._fingerprints.clear()
 
-    def choose(self, diagnosis: Diagnosis) -> Choice:
-        """What to do about a failure; a restart in place is counted."""
+    def choose(self, diagnosis: Diagnosis, remedy: str = "") -> Choice:
+        """What to do about a failure; a restart in place is counted, unless a remedy makes it another one.
+
+        Args:
+            remedy: what the next start does differently; see :func:`decide_in_place`.
+        """
         step = self._newest_step()
         if step > self._checkpoint_step:
             self._checkpoint_step = step
             self.renew()
         seen = diagnosis.fingerprint in self._fingerprints
-        choice = decide_in_place(diagnosis.kind, self._spent, self._spec, same_fingerprint_before=seen)
+        choice = decide_in_place(diagnosis.kind, self._spent, self._spec, same_fingerprint_before=seen, remedy=remedy)
         self._fingerprints.add(diagnosis.fingerprint)
         if choice.action is Action.RESTART_IN_PLACE:
-            self._spent += 1
+            self._spent += not remedy
             self.restarts += 1
         return choice
 
@@ -171,6 +175,7 @@ def record_incident(
         detected_after_s=failure.detected_after_s,
         collective=failure.collective,
         collective_sequence=failure.collective_sequence,
+        damaged_checkpoint=failure.damaged_checkpoint,
         seen_at=utc_now(),
         fingerprint=diagnosis.fingerprint,
         evidence_dir=str(restart_dir.incident_dir.relative_to(run_dir.root)),

@@ -83,7 +83,7 @@ class TelemetrySeries:
                 if writer is None or item[0] != place:
                     _close(writer)
                     place, writer = item[0], None
-                    writer = LineWriter(place.telemetry(self._node))
+                    writer = LineWriter(place.telemetry(self._node), self._say)
                 writer.write(item[1])
                 unwritten = ""
             except OSError as error:

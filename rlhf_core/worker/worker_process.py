@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from rlhf_core.errors import RunDirError
+from rlhf_core.errors import CheckpointCorrupt, RunDirError
 from rlhf_core.run_dir import RunDir, read_model, write_model
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import Phase, WorkerOutcome
@@ -47,6 +47,8 @@ class WorkerArguments:
     node: str
     target: str | None = None
     import_paths: Sequence[Path] = ()
+    damaged: Sequence[str] = ()
+    """Checkpoints that this attempt has found damaged."""
 
 
 def run_worker(arguments: WorkerArguments) -> NoReturn:
@@ -145,6 +147,7 @@ def _run(
             num_ranks=int(os.environ.get("WORLD_SIZE", "1")),
             node=arguments.node,
             reporter=reporter or NullReporter(),
+            damaged=frozenset(arguments.damaged),
         )
         given = {arguments.role: arguments.target} if arguments.target else {}
         return load_role(target_of(arguments.role, given))(context)
@@ -181,6 +184,7 @@ def _outcome(
         error_type=f"{type(end).__module__}.{type(end).__qualname__}" if failed else "",
         message=str(end) if failed else "",
         traceback="".join(traceback.format_exception(end)) if isinstance(end, BaseException) else "",
+        damaged_checkpoint=end.checkpoint if isinstance(end, CheckpointCorrupt) else "",
         step=beat.step if beat is not None else 0,
         phase=beat.phase if beat is not None else Phase.SETUP,
         time=utc_now(),

@@ -92,6 +92,25 @@ def test_runs_for_people(rlhf: Rlhf, known: RunFiles) -> None:
     assert max(map(len, lines)) <= 100
 
 
+def test_steps_without_metrics_are_said_in_every_view(rlhf: Rlhf, runs: Path) -> None:
+    """Completed, with no word of steps 6 to 8 and 10: their lines were lost."""
+    run = whole_run(runs)
+    metrics = run.dir.attempt(2).restart(0).metrics
+    lines = metrics.read_bytes().splitlines(keepends=True)
+    metrics.write_bytes(lines[0] + lines[4])
+    with HistoryStore(load_site().database_url) as store:
+        sync(run.dir, store)
+    said = "no metrics of 4 of 10 steps: 6-8, 10"
+    assert rlhf("runs").out.splitlines()[-1] == f"{run.run_id}: {said}"
+    assert f"The run left {said}." in rlhf("show").out
+    assert rlhf("runs", "--json").json()[0]["missing_steps"] == said
+    assert rlhf("show", "--json").json()["run"]["missing_steps"] == said
+    with HistoryStore(load_site().database_url) as store:
+        from rlhf_core.reports.gather import gather
+
+        assert any(said in note for note in gather(store, run.dir).notes)
+
+
 def test_runs_fit_a_narrow_terminal(rlhf: Rlhf, known: RunFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     lines = rlhf("runs").out.splitlines()

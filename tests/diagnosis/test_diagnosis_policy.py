@@ -18,7 +18,6 @@ HOPELESS = [
     FailureKind.REWARD_FUNCTION,
     FailureKind.SHAPE,
     FailureKind.DISK_FULL,
-    FailureKind.CHECKPOINT_CORRUPT,
     FailureKind.COLLECTIVE_MISMATCH,
     FailureKind.USER_CANCEL,
 ]
@@ -43,6 +42,22 @@ def test_what_would_come_back_unchanged_is_retried_with_a_change_only(kind: Fail
     changed = decide_next(kind, 5, True, SPEC, 0.5, remedy="half of it")
     assert (changed.action, changed.delay_s) == (Action.NEW_ATTEMPT, 0.0)
     assert "half of it" in changed.reason
+
+
+def test_a_damaged_checkpoint_ends_a_run_only_where_none_is_left() -> None:
+    kind = FailureKind.CHECKPOINT_CORRUPT
+    instead = "step-000020 is put aside, going on from step-000010"
+    assert decide_in_place(kind, 0, SPEC).action is Action.STOP
+    assert decide_next(kind, 0, False, SPEC, 0.5).action is Action.STOP
+    # However many restarts there were: each of these takes one checkpoint away.
+    choice = decide_in_place(kind, 99, SPEC, same_fingerprint_before=True, remedy=instead)
+    assert (choice.action, choice.reason) == (Action.RESTART_IN_PLACE, f"checkpoint_corrupt: {instead}")
+    in_place_is_off = SuperviseSpec(max_restarts=0)
+    assert decide_in_place(kind, 0, in_place_is_off, remedy=instead).action is Action.NEW_ATTEMPT
+    for fruitless in (0, SPEC.max_attempts - 1):
+        assert decide_next(kind, fruitless, True, SPEC, 0.5, instead).action is Action.NEW_ATTEMPT
+    # A disk that damages every checkpoint as soon as it is made must not be gone on with for ever.
+    assert decide_next(kind, SPEC.max_attempts, True, SPEC, 0.5, instead).action is Action.STOP
 
 
 def test_out_of_memory_everything_shrinks_that_leaves_the_gradient_alone() -> None:
@@ -71,7 +86,9 @@ def test_nodes_are_excluded_at_once_or_at_the_second_strike() -> None:
     assert excluded_after(lost, ["n1"], {}, [], 0) == ()
 
 
-@pytest.mark.parametrize("kind", sorted(set(FailureKind) - set(HOPELESS) - set(NEEDS_A_REMEDY)))
+@pytest.mark.parametrize(
+    "kind", sorted(set(FailureKind) - set(HOPELESS) - set(NEEDS_A_REMEDY) - {FailureKind.CHECKPOINT_CORRUPT})
+)
 def test_what_may_be_chance_gets_a_new_attempt(kind: FailureKind) -> None:
     assert decide_next(kind, 1, False, SPEC, 0.5).action is Action.NEW_ATTEMPT
     assert decide_next(kind, 3, False, SPEC, 0.5).action is Action.STOP

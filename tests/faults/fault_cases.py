@@ -235,6 +235,18 @@ KINDS: tuple[Kind, ...] = (
         num_nodes=2,
         needs=_SLURM,
     ),
+    Kind(
+        "a byte of the newest checkpoint flipped, then SIGKILL a rank",
+        _expect("checkpoint_corrupt", _IN_PLACE),
+        outside="damage_and_kill_rank",
+    ),
+    Kind(
+        "the newest checkpoint has no manifest, then an agent killed",
+        _expect("checkpoint_corrupt", _IN_PLACE),
+        outside="damage_and_kill_agent",
+        needs=_SLURM,
+    ),
+    Kind("metrics and events deleted while they are written", Expected(), outside="delete_metrics"),
     Kind("slurmctld away for 30 s", Expected(), outside="slurmctld_away", more_steps=10, needs=_SLURM),
     Kind("database away for 60 s", Expected(), outside="database_away", more_steps=30, needs=frozenset({"postgres"})),
     Kind(

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fault_services import Cluster, Postgres, PrefectServer
-from fault_site import Site, agent_pids, last_step, workers
+from fault_site import Site, Stuck, agent_pids, last_step, workers
 
-from rlhf_core.run_dir import RunDir
+from rlhf_core.run_dir import RunDir, read_models
+from rlhf_core.schemas.reports import AgentEvent, MetricsLine
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,41 @@ def kill_agent(place: Place) -> Truth:
     """SIGKILL the agent of another node, where there is another."""
     nodes = _nodes(place)
     return _kill_agent(place, place.chance.choice(nodes[1:] or nodes))
+
+
+def damage_and_kill_rank(place: Place) -> Truth:
+    """Flip one byte of the newest checkpoint, then SIGKILL one rank: the workers start again in place."""
+    newest = place.run.newest_checkpoint()
+    assert newest is not None
+    with (newest.model / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+    return kill_rank(place)
+
+
+def damage_and_kill_agent(place: Place) -> Truth:
+    """Cut the manifest of the newest checkpoint short, then SIGKILL an agent: there is a new attempt."""
+    newest = place.run.newest_checkpoint()
+    assert newest is not None
+    os.truncate(newest.complete, 40)
+    return kill_agent(place)
+
+
+def delete_metrics(place: Place) -> Truth:
+    """Delete what the first rank and the agents append to; see that all of it comes back, and an event with it."""
+    restart = place.run.attempts()[-1].restarts()[-1]
+    made = {line.step for line in read_models(restart.metrics, MetricsLine)}
+    truth = place.truth()
+    for path in (restart.metrics, *restart.root.glob("events-*.jsonl")):
+        path.unlink()
+    told = place.site.wait_for(lambda: list(restart.root.glob("events-*-trainer-0.jsonl")), "an event about it", 60)
+    (event,) = read_models(told[0], AgentEvent)
+    found = {line.step for line in read_models(restart.metrics, MetricsLine)}
+    if not made < found or "in place again" not in event.message:
+        raise Stuck(f"steps {sorted(made - found)} are gone from {restart.metrics}: {event.message}")
+    return truth
 
 
 def node_down(place: Place) -> Truth:
@@ -211,6 +247,9 @@ OUTSIDE: dict[str, Callable[[Place], Truth]] = {
         stop_rank,
         kill_leader,
         kill_agent,
+        damage_and_kill_rank,
+        damage_and_kill_agent,
+        delete_metrics,
         node_down,
         kill_slurmd,
         slurmctld_away,

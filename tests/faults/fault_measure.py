@@ -82,8 +82,8 @@ def measure(
     """
     expected = fault.expected
     begin, end = at(truth.time), at(until)
-    incident = _incident(run, begin, end)
-    decision = _decision(run, begin, end)
+    incident = _incident(run, begin, end, expected)
+    decision = _decision(run, begin, end, incident)
     sign, limit_s = _first_sign(run, begin, end)
     signs = [time for time in (sign, incident.seen_at if incident else None) if time is not None]
     found_s = (min(signs) - begin).total_seconds() if incident is not None and truth.moment_known else None
@@ -150,21 +150,24 @@ def _journal(run: RunDir) -> list[JournalLine]:
     return read_models(run.control, JournalLine)
 
 
-def _incident(run: RunDir, begin: datetime, end: datetime) -> Incident | None:
-    """The last word on what it was: the controller speaks after the agents, and knows what the scheduler says."""
+def _incident(run: RunDir, begin: datetime, end: datetime, expected: Expected) -> Incident | None:
+    """The last word on what it was: the controller speaks after the agents, and knows what the scheduler says. Where
+    one fault shows another (a rank that was killed, the checkpoint that it cannot go on from), the one that is looked
+    for."""
     found = [incident for incident in all_incidents(run) if begin <= incident.seen_at < end]
     if not found:
         return None
-    first = found[0]
+    first = next((incident for incident in found if incident.failure_kind in expected.kinds), found[0])
     return [one for one in found if (one.attempt, one.restart) == (first.attempt, first.restart)][-1]
 
 
-def _decision(run: RunDir, begin: datetime, end: datetime) -> Decision | None:
+def _decision(run: RunDir, begin: datetime, end: datetime, incident: Incident | None) -> Decision | None:
     found = [decision for decision in all_decisions(run) if begin <= decision.decided_at < end]
     if not found:
         return None
-    first = found[0]
-    return [one for one in found if (one.attempt, one.restart) == (first.attempt, first.restart)][-1]
+    about = (incident.attempt, incident.restart) if incident else (found[0].attempt, found[0].restart)
+    mine = [one for one in found if (one.attempt, one.restart) == about]
+    return mine[-1] if mine else None
 
 
 def _first_sign(run: RunDir, begin: datetime, end: datetime) -> tuple[datetime | None, float | None]:

@@ -193,3 +193,15 @@ def test_a_flow_run_finds_the_run_it_made_and_no_other(folder: Path, tmp_path: P
     with pytest.raises(RunDirError, match="there already"):
         new_run(source, [], site, flow_run=one)
     assert len(list(site.runs_dir.iterdir())) == 1, "two processes of one flow run cannot make two runs"
+
+
+def test_a_run_of_a_preset_names_the_checkout_of_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the deployments of `rlhf up` begin one: outside of any repository. A config of a user is not the program's."""
+    site = load_site({"RLHF_HOME": str(tmp_path / "home")})
+    monkeypatch.setattr("flows.session.program_revision", lambda: "0123abc")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    assert new_run("quickstart", [], site, folder=outside).read_spec().code_revision == "0123abc"
+    own = outside / "own.toml"
+    own.write_text(config.preset_path("quickstart").read_text(encoding="utf-8"), encoding="utf-8")
+    assert new_run(str(own), [], site, folder=outside).read_spec().code_revision == ""

@@ -1,6 +1,8 @@
 """The order of the steps, over every way in which they can end, and from every point at which a controller can die."""
 
+import json
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 from control_fakes import FakeAgent, make_spec
@@ -164,6 +166,45 @@ def test_the_budget_ends_without_progress(desk: Desk) -> None:
     with pytest.raises(RunFailed, match="2 attempts without a new checkpoint"):
         drive(desk.controller(run_dir))
     assert len(desk.scheduler.submitted) == 2
+
+
+def gets_further_each_time(desk: Desk, run_dir: RunDir, hours: float = 0.0) -> None:
+    """Attempts that each leave a checkpoint, and have had their allocation for so long when they end."""
+
+    def behave(request: JobRequest) -> None:
+        agent = agent_of(request, run_dir)
+        agent.begin()
+        begun = utc_now() - timedelta(hours=hours)
+        run_dir.attempt(request.placement.attempt).claim.write_text(json.dumps({"time": begun.isoformat()}))
+        agent.checkpoint(request.placement.attempt)
+        agent.end(AttemptState.FAILED, FailureKind.NODE_LOST)
+
+    desk.scheduler.on_submit = behave
+
+
+def test_the_cap_on_attempts_ends_also_with_progress(desk: Desk) -> None:
+    """`max_attempts` alone does not: see the test after this one. A person who resumes allows as many again."""
+    run_dir = desk.run(make_spec(supervise={"max_attempts": 1, "max_total_attempts": 3}))
+    gets_further_each_time(desk, run_dir)
+    for allowed in (3, 6):
+        with pytest.raises(RunFailed, match=r"not tried again: supervise\.max_total_attempts = 3: 3 attempts made"):
+            drive(desk.controller(run_dir, resumed=allowed > 3))
+        assert len(desk.scheduler.submitted) == allowed
+    assert queries.show_run(desk.store, run_dir.run_id)["decisions"][-1]["action"] == "stop"
+
+
+def test_the_cap_on_hours_bounds_the_time_limit_and_then_the_attempts(desk: Desk) -> None:
+    run_dir = desk.run(
+        make_spec(supervise={"max_node_hours": 5}, resources={"num_nodes": 2, "time_limit_s": 7000}),
+    )
+    desk.scheduler.nodes = ("n1", "n2")
+    gets_further_each_time(desk, run_dir, hours=1.0)
+    words = r"max_node_hours = 5: 6\.00 node-hours used in 3 attempts; what is left is too short to train and to save"
+    with pytest.raises(RunFailed, match=words):
+        drive(desk.controller(run_dir))
+    limits = [request.time_limit_s for request in desk.scheduler.submitted]
+    assert limits[0] == 7000
+    assert limits[1:] == [pytest.approx(5400, abs=60), pytest.approx(1800, abs=60)]
 
 
 def test_the_budget_begins_again_with_each_new_checkpoint(desk: Desk) -> None:

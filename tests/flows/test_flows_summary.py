@@ -25,6 +25,18 @@ def test_a_completed_run_in_a_dozen_facts(desk: Desk) -> None:
     assert str(run_dir.root) in text
 
 
+def test_steps_without_metrics_are_said(desk: Desk) -> None:
+    run_dir = desk.run()
+    desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
+    drive(desk.controller(run_dir))
+    assert summarise(run_dir).missing_steps == ""
+    metrics = run_dir.attempt(1).restart(0).metrics
+    metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[:4]))
+    summary = summarise(run_dir)
+    assert (summary.steps, summary.missing_steps) == (4, "no metrics of 6 of 10 steps: 5-10")
+    assert "> no metrics of 6 of 10 steps: 5-10" in markdown(summary)
+
+
 def test_what_is_not_there_is_a_dash() -> None:
     assert (interval(None), signed(None)) == ("-", "-")
     assert signed(-0.25) == "-0.250"

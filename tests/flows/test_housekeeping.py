@@ -300,6 +300,26 @@ def test_old_checkpoints_are_removed_and_the_history_remembers_them(desk: Desk) 
 
 
 @pytest.mark.usefixtures("reconciler")
+def test_what_was_put_aside_goes_when_checkpoints_go(desk: Desk, tmp_path: Path) -> None:
+    run_dir = completed(desk)
+    desk.scheduler.end_all()
+    run_dir.put_damaged_aside("step-000008", 1, 2)
+    run_dir.put_aside_newer_than("step-000004", 1)
+    (tmp_path / "elsewhere").mkdir()
+    run_dir.damaged(1, 3).symlink_to(tmp_path / "elsewhere")
+    keeping = with_retention(desk, 9)
+    assert [one.folder for one in keeping.look(retention=True) if one.folder] == [], "8 days old"
+    keeping = with_retention(desk, 7)
+    found = [one for one in keeping.look(retention=True) if one.folder]
+    assert [(one.kind, one.folder) for one in found] == [
+        (ActionKind.REMOVE_PUT_ASIDE, "aside-1"),
+        (ActionKind.REMOVE_PUT_ASIDE, "damaged-1.2"),
+    ]
+    keeping.carry_out(found)
+    assert run_dir.put_aside_folders() == [run_dir.damaged(1, 3)], "a link is never followed"
+
+
+@pytest.mark.usefixtures("reconciler")
 def test_a_link_is_never_followed(desk: Desk, tmp_path: Path) -> None:
     run_dir = completed(desk)
     desk.scheduler.end_all()

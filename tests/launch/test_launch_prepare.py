@@ -7,7 +7,14 @@ import pytest
 from control_fakes import make_spec
 
 from rlhf_core.errors import BadConfig, RunDirError
-from rlhf_core.launch.prepare import absolute_paths, git_revision, prepare, prepare_trial, user_modules
+from rlhf_core.launch.prepare import (
+    absolute_paths,
+    git_revision,
+    prepare,
+    prepare_trial,
+    program_revision,
+    user_modules,
+)
 from rlhf_core.run_dir import is_run_id, new_run_id, read_models, run_dirs
 from rlhf_core.schemas.journal import JournalLine
 
@@ -138,3 +145,20 @@ def test_relative_paths_are_taken_from_where_the_user_is(tmp_path: Path) -> None
 def test_kinds_of_tokenizers_are_no_paths(tmp_path: Path, tokenizer: str) -> None:
     model = {"tokenizer": tokenizer} if tokenizer else {"path": "/m", "config": {}, "tokenizer": ""}
     assert absolute_paths(make_spec(model=model), tmp_path).model.tokenizer == tokenizer
+
+
+def test_the_revision_of_the_program_is_that_of_its_checkout(tmp_path: Path) -> None:
+    checkout = tmp_path / "checkout"
+    package = checkout / "rlhf_core"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    git(checkout, "init", "-q")
+    git(checkout, "add", ".")
+    git(checkout, "commit", "-qm", "first")
+    assert program_revision(package) == git_revision(checkout) != ""
+    # Installed as a package, into an environment that lies in somebody else's repository.
+    installed = checkout / ".venv" / "rlhf_core"
+    installed.mkdir(parents=True)
+    (installed / "__init__.py").write_text("")
+    assert git_revision(installed) != ""
+    assert program_revision(installed) == ""

@@ -1,10 +1,12 @@
 """Saving and loading on one rank in this process; several ranks are in test_loop_runs.py."""
 
+import dataclasses
 import errno
 import json
+import os
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 from rank_launcher import launch, make_context, tiny_spec
 
 from rlhf_core.errors import CheckpointCorrupt, DiskFull, ResumeMismatch, WorkerError
-from rlhf_core.run_dir import CheckpointDir, RunDir
+from rlhf_core.run_dir import CheckpointDir, RunDir, checksum, write_model
 from rlhf_core.schemas.run import RunSpec
 
 torch = pytest.importorskip("torch")
@@ -255,12 +257,111 @@ def test_a_damaged_checkpoint_is_refused(run_dir: RunDir, ranks: Ranks, model: A
     weights.write_bytes(data)
     with pytest.raises(CheckpointCorrupt, match=r"model/model\.safetensors: found \d+ bytes with sha256"):
         verify_checkpoint(saved, spec_with(), ranks)
-    weights.unlink()
-    with pytest.raises(CheckpointCorrupt, match=r"model/model\.safetensors: No such file"):
-        verify_checkpoint(saved, spec_with(), ranks)
-    saved.complete.unlink()
-    with pytest.raises(CheckpointCorrupt, match="COMPLETE is missing"):
-        verify_checkpoint(saved, spec_with(), ranks)
+
+
+def flip_a_byte(path: Path, where: int = -1) -> None:
+    data = bytearray(path.read_bytes())
+    data[where] ^= 1
+    path.write_bytes(data)
+
+
+def make_unreadable(path: Path) -> None:
+    """Reading it fails with an input/output error, for root as well."""
+    path.unlink()
+    path.symlink_to("/proc/self/mem")
+
+
+def flip_in_manifest(saved: CheckpointDir, before: str, after: str) -> None:
+    text = saved.complete.read_text(encoding="utf-8")
+    assert before in text
+    saved.complete.write_text(text.replace(before, after), encoding="utf-8")
+
+
+DAMAGE: dict[str, tuple[Callable[[CheckpointDir], Any], str]] = {
+    "a byte of the weights": (lambda saved: flip_a_byte(saved.model / "model.safetensors"), "safetensors: found"),
+    "a byte of the state": (lambda saved: flip_a_byte(saved.trainer_state / "rank-00000.pt", 100), "00000.pt: found"),
+    "a file is missing": (lambda saved: (saved.model / "config.json").unlink(), "config.json: No such file"),
+    "a file is emptied": (lambda saved: os.truncate(saved.model / "config.json", 0), "config.json: found 0 bytes"),
+    "a file cannot be read": (
+        lambda saved: make_unreadable(saved.trainer_state / "rank-00000.pt"),
+        "00000.pt: Input/output error",
+    ),
+    "the manifest is truncated": (lambda saved: os.truncate(saved.complete, 50), "COMPLETE is no manifest: its 50 byt"),
+    "the manifest is emptied": (lambda saved: os.truncate(saved.complete, 0), "COMPLETE is no manifest: its 0 bytes"),
+    "the manifest is gone": (lambda saved: saved.complete.unlink(), "COMPLETE is missing"),
+    "the manifest cannot be read": (lambda saved: make_unreadable(saved.complete), "COMPLETE is unreadable: Input/out"),
+    "a byte of the manifest: settings": (
+        lambda saved: flip_in_manifest(saved, spec_hash(spec_with())[:8], "0" * 8),
+        "COMPLETE does not fit the settings beside it",
+    ),
+    "a byte of the manifest: ranks": (
+        lambda saved: flip_in_manifest(saved, '"num_ranks": 1', '"num_ranks": 3'),
+        "COMPLETE says 3 ranks and names the state of 1",
+    ),
+    "a byte of the manifest: step": (
+        lambda saved: flip_in_manifest(saved, '"step": 6', '"step": 7'),
+        "COMPLETE is of step 7",
+    ),
+    "its folder is gone": (lambda saved: shutil.rmtree(saved.root), "which is not in"),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_whatever_is_damaged_is_named_and_the_one_before_is_used(
+    run_dir: RunDir, ranks: Ranks, model: Any, how: str
+) -> None:
+    """Where the placement names it (a new attempt), and where it is the newest (a restart in place)."""
+    saver = writer(run_dir, ranks)
+    for step in (4, 6):
+        saver.save(progress(step), model, ENGINE_STATE)
+    damage, words = DAMAGE[how]
+    damage(run_dir.checkpoint(6))
+
+    def use(restart: int, damaged: frozenset[str] = frozenset()) -> int:
+        context = make_context(str(run_dir.root), tiny_spec(), 0, 1, restart, resume_checkpoint="step-000006")
+        found = resume_point(dataclasses.replace(context, damaged=damaged))
+        assert found is not None
+        verify_checkpoint(found, spec_with(), ranks)
+        return found.step
+
+    for restart in (0, 1) if run_dir.checkpoint(6).root.exists() else (0,):
+        with pytest.raises(CheckpointCorrupt) as caught:
+            use(restart)
+        assert words in str(caught.value)
+        assert caught.value.checkpoint == "step-000006"
+    assert use(1, frozenset({"step-000006"})) == 4
+    if run_dir.checkpoint(6).root.exists():
+        run_dir.put_damaged_aside("step-000006", 1, 0)
+        assert [path.name for path in run_dir.put_aside_folders()] == ["damaged-1.0"]
+    assert use(2) == 4
+    assert run_dir.newest_checkpoint() == run_dir.checkpoint(4), "the control plane goes on from the same one"
+
+
+def test_a_checkpoint_is_read_again_before_it_is_given_up(
+    run_dir: RunDir, ranks: Ranks, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = writer(run_dir, ranks).save(progress(4), model, ENGINE_STATE)
+    failures = [OSError(errno.EIO, "Input/output error")]
+
+    def read(path: Path) -> Any:
+        if failures and path.name == "model.safetensors":
+            raise failures.pop()
+        return checksum(path)
+
+    monkeypatch.setattr("rlhf_core.run_dir.checksum", read)
+    verify_checkpoint(saved, spec_with(), ranks)
+    assert not failures
+
+
+def test_a_restart_goes_on_after_the_checkpoint_that_the_attempt_began_from_was_removed(
+    run_dir: RunDir, ranks: Ranks, model: Any
+) -> None:
+    saver = writer(run_dir, ranks, spec_with(sft={"num_steps": 0}, checkpoint={"keep_last": 1}))
+    for step in (4, 6):
+        saver.save(progress(step), model, ENGINE_STATE)
+    assert [one.step for one in run_dir.checkpoints()] == [6]
+    found = resume_point(make_context(str(run_dir.root), tiny_spec(), 0, 1, 1, resume_checkpoint="step-000004"))
+    assert found == run_dir.checkpoint(6)
 
 
 def test_other_settings_are_named(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
@@ -272,8 +373,12 @@ def test_other_settings_are_named(run_dir: RunDir, ranks: Ranks, model: Any) -> 
 
 def test_another_number_of_ranks_is_refused_with_advice(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
     saved = writer(run_dir, ranks).save(progress(4), model, ENGINE_STATE)
-    two = saved.complete.read_text().replace('"num_ranks": 1', '"num_ranks": 2')
-    saved.complete.write_text(two)
+    manifest = saved.manifest()
+    assert manifest is not None
+    state = saved.trainer_state / "rank-00000.pt"
+    files = {**manifest.files, "trainer_state/rank-00001.pt": checksum(state)}
+    shutil.copy(state, saved.trainer_state / "rank-00001.pt")
+    write_model(saved.complete, manifest.model_copy(update={"num_ranks": 2, "files": files}))
     with pytest.raises(ResumeMismatch, match=r"was written by 2 ranks, this run has 1.*there are 2 ranks again"):
         verify_checkpoint(saved, spec_with(), ranks)
     verify_checkpoint(saved, spec_with(), ranks, any_ranks=True)
@@ -363,15 +468,13 @@ def test_where_a_start_goes_on_from(run_dir: RunDir, ranks: Ranks, model: Any) -
     assert point(3, "") is None
     for step in (2, 4, 6):
         saver.save(progress(step), model, ENGINE_STATE)
-    (run_dir.checkpoint(6)).complete.unlink()
+    shutil.rmtree(run_dir.checkpoint(6).root)
     assert point(0, "") is None  # the control plane says where an attempt begins
     assert point(1, "") == 4
     assert point(0, "step-000002") == 2
     assert point(1, "step-000002") == 4
     assert point(1, "step-000004") == 4
-    with pytest.raises(
-        ResumeMismatch, match=r"step-000006, which is not complete.*complete are: \['step-000002', 'step-000004'\]"
-    ):
+    with pytest.raises(CheckpointCorrupt, match=r"step-000006, which is not in .*there are: \['step-000002', 'step-00"):
         point(0, "step-000006")
 
 

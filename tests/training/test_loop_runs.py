@@ -16,7 +16,7 @@ import pytest
 from rank_launcher import launch, make_context, tiny_spec, values
 
 from rlhf_core.run_dir import RunDir, read_models
-from rlhf_core.schemas.reports import EvaluationReport, MetricsLine, Phase, SampleLine
+from rlhf_core.schemas.reports import AgentEvent, EvaluationReport, MetricsLine, Phase, SampleLine
 from rlhf_core.training.types import NullReporter
 
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
@@ -88,8 +88,11 @@ def every_scenario(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
     ranks = init_process_group(make_context(folder, tiny_spec(), rank, num_ranks))
     results: dict[str, Any] = {}
 
-    def train(name: str, restart: int = 0, reporter: Any = None, **sections: Any) -> str:
+    def train(
+        name: str, restart: int = 0, reporter: Any = None, damaged: frozenset[str] = frozenset(), **sections: Any
+    ) -> str:
         context = make_context(f"{folder}/{name}", tiny_spec(**sections), rank, num_ranks, restart, reporter)
+        context = dataclasses.replace(context, damaged=damaged)
         try:
             result = str(run_module.train_run(context, dataclasses.replace(ranks, reporter=context.reporter)))
         except Exception as error:  # noqa: BLE001 - what a run raises is its result here
@@ -137,6 +140,23 @@ def every_scenario(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
     copy("again", "longer")
     results["longer"] = train("longer", restart=1, train={"num_steps": 6})
     results["straight longer"] = train("straight-longer", train={"num_steps": 6})
+
+    copy("again", "damaged")
+    if ranks.is_first:
+        weights = RunDir(Path(folder) / "damaged").checkpoint(6).model / "model.safetensors"
+        content = weights.read_bytes()
+        weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    ranks.barrier()
+    results["damaged"] = train("damaged", restart=1)
+    # As another node may see it for a while: to rank 1 nothing is there but the damaged one.
+    late = mock.patch.object(RunDir, "saved_checkpoints", lambda run_dir: [run_dir.checkpoint(6)])
+    with late if rank == 1 else nullcontext():
+        results["after damage"] = train("damaged", restart=2, damaged=frozenset({"step-000006"}))
+
+    def delete() -> None:
+        (RunDir(Path(folder) / "deleted").attempt(1).restart(0).metrics).unlink(missing_ok=True)
+
+    results["deleted"] = train("deleted", reporter=Interrupting(Phase.ROLLOUT, 5, delete) if rank == 0 else None)
 
     results["not finite"] = train("not-finite", train={"learning_rate": 1e30})
 
@@ -199,7 +219,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> list[dict[str, Any]]:
-    return values(launch(every_scenario, 2, folder / "launch", folder=str(folder)))
+    return values(launch(every_scenario, 2, folder / "launch", timeout_s=280, folder=str(folder)))
 
 
 def told(folder: Path, name: str, restart: int = 0) -> dict[int, dict[str, float]]:
@@ -388,6 +408,27 @@ def test_a_disk_that_is_full_for_one_rank_is_full_for_all(results: list[dict[str
     for checkpoint in run_dir.checkpoints():
         checkpoint.verify()
     assert {path.name[0] for path in run_dir.checkpoints_dir.iterdir()} == {"s"}, "no partial folder is left"
+
+
+def test_all_ranks_go_on_from_the_checkpoint_before_a_damaged_one(results: list[dict[str, Any]], folder: Path) -> None:
+    """One flipped byte: no rank begins. Then all take the same older one, and come to the same numbers bit for bit."""
+    for result in results:
+        assert result["damaged"].startswith("CheckpointCorrupt: checkpoint ")
+        assert "step-000006 is damaged: model/model.safetensors: found" in result["damaged"]
+        assert result["after damage"] == "done"
+    after = told(folder, "damaged", restart=2)
+    assert set(after) == {5, 6}
+    assert after == {step: told(folder, "straight")[step] for step in after}
+    assert final_state(folder, "damaged") == final_state(folder, "straight")
+
+
+def test_metrics_that_are_deleted_meanwhile_are_there_at_the_end(results: list[dict[str, Any]], folder: Path) -> None:
+    assert [result["deleted"] for result in results] == ["done", "done"]
+    assert told(folder, "deleted") == told(folder, "straight")
+    restart = RunDir(folder / "deleted").attempt(1).restart(0)
+    events = read_models(restart.worker_events("trainer", "here", 0), AgentEvent)
+    assert [event.kind for event in events] == ["file"] * len(events)
+    assert events[0].message.startswith("metrics.jsonl was deleted while it was written: its ")
 
 
 def test_a_batch_that_does_not_divide_is_refused(results: list[dict[str, Any]]) -> None:

@@ -34,7 +34,7 @@ def test_every_file_becomes_rows(store: HistoryStore, runs: Path) -> None:
         "controllers": 0,
         "promotions": 0,
         "kept_goodput": 1,
-        "ingest_offsets": 27,
+        "ingest_offsets": 43,
         "stages": 6,
         "checks": 3,
         "node_speeds": 2,
@@ -422,3 +422,45 @@ def test_a_moved_run_directory_is_found_again(store: HistoryStore, runs: Path, t
     sync(type(run.dir)(moved), store)
     assert queries.run_dir_of(store, run.run_id) == str(moved)
     assert queries.show_run(store, run.run_id)["run"]["state"] == "completed"
+
+
+def test_a_file_that_became_another_one_is_read_from_its_beginning(store: HistoryStore, runs: Path) -> None:
+    """Its lines stand beside those of the file before, also where they begin at the same bytes."""
+    run = whole_run(runs)
+    sync(run.dir, store)
+    restart = run.dir.attempt(1).restart(0)
+    count = "SELECT COUNT(*) FROM events WHERE source LIKE '%restarts/0/events-n1.jsonl' AND attempt = 1"
+    ((before,),) = ask(store, count)
+    events, metrics = restart.events("n1"), restart.metrics
+    whole = metrics.read_bytes()
+    events.unlink()
+    metrics.write_bytes(whole[:-5])  # torn, or as another machine sees it: waited for
+    assert sync(run.dir, store).lines == 0
+    run.event(1, 0, "agent_started", 100)
+    run.event(1, 0, "killed", 101)
+    metrics.unlink()
+    run.metrics(1, 0, 9, 110)
+    report = sync(run.dir, store)
+    assert report.skipped == []
+    ((after,),) = ask(store, count)
+    assert after == before + 2
+    steps = ask(store, "SELECT DISTINCT step FROM metrics WHERE attempt = 1 AND restart = 0 ORDER BY step")
+    assert steps == [[1], [2], [3], [4], [9]]
+    assert sync(run.dir, store) == SyncReport()
+    events.unlink()
+    run.event(1, 0, "agent_started", 200)
+    sync(run.dir, store)
+    assert ask(store, count) == [[after + 1]]
+
+
+def test_a_file_that_was_restored_brings_nothing_twice(store: HistoryStore, runs: Path) -> None:
+    run = whole_run(runs)
+    sync(run.dir, store)
+    before = dump(store)
+    path = run.dir.attempt(1).restart(0).events("n1")
+    content = path.read_bytes()
+    path.unlink()
+    assert sync(run.dir, store).lines == 0
+    path.write_bytes(content)
+    assert sync(run.dir, store).lines == 0
+    assert dump(store)["events"] == before["events"]

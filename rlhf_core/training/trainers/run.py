@@ -8,11 +8,13 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
+from rlhf_core.errors import CheckpointCorrupt
 from rlhf_core.run_dir import CheckpointDir
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.checkpoints import (
     TrainerState,
+    agree,
     kept_random_state,
     load_trainer_state,
     restore_random_state,
@@ -126,7 +128,13 @@ def _reference(context: WorkerContext, ranks: Ranks, stage: Stage, initial: Path
     source = initial
     if spec.sft.num_steps:
         checkpoint = context.run_dir.checkpoint(spec.sft.num_steps)
-        verify_checkpoint(checkpoint, spec, ranks)
+        try:
+            verify_checkpoint(checkpoint, spec, ranks)
+        except CheckpointCorrupt as error:
+            raise CheckpointCorrupt(
+                f"{error}. It is the reference that the divergence of this run is measured against, so none before it "
+                f"can take its place: bring its files back from a copy and resume, or start a new run"
+            ) from None
         source = checkpoint.model
     return PolicyModel(_load(source, spec, ranks)).requires_grad_(False).eval()
 
@@ -144,12 +152,11 @@ def _initial_model(context: WorkerContext, ranks: Ranks, rows: list[Row]) -> Pat
 
 
 def _resume_point(context: WorkerContext, ranks: Ranks) -> CheckpointDir | None:
-    """The checkpoint to go on from, checked. Rank 0 chooses: the others may see an older list of files."""
-    chosen = resume_point(context) if ranks.is_first else None
-    step = ranks.from_first(str(chosen.step) if chosen else "")
-    if not step:
+    """The checkpoint to go on from, checked."""
+    step = agree(ranks, lambda: resume_point(context))
+    if step is None:
         return None
-    checkpoint = context.run_dir.checkpoint(int(step))
+    checkpoint = context.run_dir.checkpoint(step)
     verify_checkpoint(checkpoint, context.spec, ranks)
     return checkpoint
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core.errors import BadConfig, NonFiniteLoss
 from rlhf_core.run_dir import LineWriter
 from rlhf_core.schemas.base import utc_now
-from rlhf_core.schemas.reports import MetricsLine, Phase, SampleLine
+from rlhf_core.schemas.reports import AgentEvent, MetricsLine, Phase, SampleLine
 from rlhf_core.schemas.run import OptimizerSpec, RunSpec
 from rlhf_core.training.algorithms.aggregation import Stats
 from rlhf_core.training.checkpoints import CheckpointWriter, Progress
@@ -135,8 +135,9 @@ class Session:
         self._checkpoints = CheckpointWriter(
             context.run_dir, self.spec, tokenizer, ranks, lambda: self.beat(Phase.CHECKPOINT)
         )
-        self._metrics_file = LineWriter(context.restart_dir.metrics) if ranks.is_first else None
-        self._samples_file = LineWriter(context.restart_dir.samples) if ranks.is_first else None
+        self._context = context
+        self._metrics_file = LineWriter(context.restart_dir.metrics, self._note_loss) if ranks.is_first else None
+        self._samples_file = LineWriter(context.restart_dir.samples, self._note_loss) if ranks.is_first else None
 
     def close(self) -> None:
         """Close the files."""
@@ -225,6 +226,17 @@ class Session:
         if self._samples_file is not None:
             for line in lines:
                 self._samples_file.write(line)
+
+    def _note_loss(self, what: str) -> None:
+        """An event that a person reads: somebody removed a file that is being written."""
+        self.ranks.log(what)
+        context = self._context
+        path = context.restart_dir.worker_events(context.role, context.node, context.local_rank)
+        event = AgentEvent(time=utc_now(), kind="file", node=context.node, role=context.role, message=what)
+        with contextlib.suppress(OSError):  # the log has it; training goes on
+            events = LineWriter(path)
+            events.write(event)
+            events.close()
 
     def _evaluate(self, step: Step, model: PreTrainedModel) -> None:
         every = self.spec.evaluate.every_num_steps

@@ -14,7 +14,7 @@ import sys
 import time
 
 from rlhf_core.errors import DiskFull, NonFiniteLoss, RewardFailed
-from rlhf_core.run_dir import LineWriter, write_model
+from rlhf_core.run_dir import CheckpointDir, LineWriter, checksum, remove_tree, write_model
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import CheckpointManifest, MetricsLine, Phase
 from rlhf_core.training.types import RoleResult, WorkerContext
@@ -61,9 +61,8 @@ class Ring:
 
 def train(context: WorkerContext) -> RoleResult:
     """Steps with a rollout, a sum and now and then a checkpoint."""
+    step = _whole_checkpoint(context)
     ring = Ring(context)
-    checkpoints = context.run_dir.checkpoints()
-    step = checkpoints[-1].step if checkpoints else 0
     metrics = LineWriter(context.restart_dir.metrics) if context.rank == 0 else None
     while step < context.spec.total_steps:
         step += 1
@@ -88,6 +87,8 @@ def train(context: WorkerContext) -> RoleResult:
 
 def evaluate(context: WorkerContext) -> RoleResult:
     """A few beats, and a note that it ran."""
+    _obey_script(context, 0)
+    _whole_checkpoint(context)
     for _ in range(3):
         context.reporter.beat(Phase.EVALUATE, context.spec.total_steps)
         time.sleep(STEP_S)
@@ -95,18 +96,32 @@ def evaluate(context: WorkerContext) -> RoleResult:
     return RoleResult.DONE
 
 
+def _whole_checkpoint(context: WorkerContext) -> int:
+    """Step of the newest checkpoint that is not known as damaged, checked as the native trainer does; 0 without."""
+    saved = [one for one in context.run_dir.saved_checkpoints() if one.root.name not in context.damaged]
+    if not saved:
+        return 0
+    saved[-1].verify()
+    return saved[-1].step
+
+
 def _save(context: WorkerContext, step: int) -> None:
     checkpoint = context.run_dir.checkpoint(step)
+    partial = CheckpointDir(checkpoint.root.with_name(".partial"), step)
+    partial.root.mkdir(parents=True)
+    (partial.root / "weights").write_text(str(step), encoding="utf-8")
     manifest = CheckpointManifest(
         step=step,
         stage="sft",
         stage_finished=False,
         num_ranks=context.num_ranks,
         spec_hash="",
-        files={},
+        files={"weights": checksum(partial.root / "weights")},
         time=utc_now(),
     )
-    write_model(checkpoint.complete, manifest)
+    write_model(partial.complete, manifest)
+    remove_tree(checkpoint.root)
+    partial.root.rename(checkpoint.root)
 
 
 def _obey_script(context: WorkerContext, step: int) -> None:
@@ -126,6 +141,12 @@ def _do(what: str, context: WorkerContext) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+        case "damage_newest" | "damage_two" | "damage_all":
+            saved = context.run_dir.saved_checkpoints()
+            for checkpoint in saved[{"damage_newest": -1, "damage_two": -2, "damage_all": 0}[what] :]:
+                (checkpoint.root / "weights").write_text("0", encoding="utf-8")
+            if context.role == "trainer":
+                os.kill(os.getpid(), signal.SIGKILL)
         case "loop":
             while True:
                 pass

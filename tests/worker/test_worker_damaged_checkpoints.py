@@ -1,0 +1,133 @@
+"""Real agents with real workers whose checkpoints were damaged: the one before is used, as long as there is one."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from agent_runs import AgentRun
+
+from rlhf_core.diagnosis.classify import Diagnosis
+from rlhf_core.run_dir import RunDir, read_models, write_model
+from rlhf_core.schemas.attempts import AttemptState
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.failures import Action, FailureKind
+from rlhf_core.schemas.reports import CheckpointManifest, MetricsLine
+from rlhf_core.worker.damaged import DamagedCheckpoints
+from rlhf_core.worker.endings import Failure
+
+MakeRun = Callable[..., AgentRun]
+
+PATIENT = {"floor_s": 60.0, "setup_floor_s": 60.0}
+
+
+@pytest.mark.end_to_end
+@pytest.mark.training
+def test_damaged_checkpoints_are_put_aside_one_after_the_other(agent_run: MakeRun) -> None:
+    """The two newest of three are damaged, then a rank dies: both are kept for inspection, and the third is used."""
+    run = agent_run(supervise={**PATIENT, "max_restarts": 1}, checkpoint={"every_num_steps": 5})
+    run.script({"restart": 0, "rank": 1, "step": 18, "do": "damage_two"})
+    run.start()
+    code, output = run.finish()
+
+    outcome = run.outcome()
+    # A restart for a damaged checkpoint does not count against the budget of 1.
+    assert (code, outcome.state, outcome.num_restarts, outcome.last_step) == (0, AttemptState.COMPLETED, 3, 20), output
+    assert [run.incident(number).failure_kind for number in range(3)] == [
+        FailureKind.WORKER_KILLED,
+        FailureKind.CHECKPOINT_CORRUPT,
+        FailureKind.CHECKPOINT_CORRUPT,
+    ]
+    for restart, damaged, used in ((1, "step-000015", "step-000010"), (2, "step-000010", "step-000005")):
+        incident, decision = run.incident(restart), run.decision(restart)
+        aside = run.run_dir.damaged(1, restart) / damaged
+        assert incident.damaged_checkpoint == damaged
+        assert f"{damaged} is damaged: weights: found 1 bytes" in incident.message
+        assert f"It is kept as checkpoints/damaged-1.{restart}/{damaged}; {used} is used instead" in incident.message
+        assert (incident.suspect_ranks, incident.suspect_nodes) == ((), ()), "nobody is to blame for a disk"
+        assert decision.action is Action.RESTART_IN_PLACE
+        assert decision.reason == f"checkpoint_corrupt: {damaged} is put aside, going on from {used}"
+        assert (aside / "weights").read_text(encoding="utf-8") == "0"
+        assert any(damaged in event.message for event in run.events(restart, "checkpoint"))
+    steps = [line.step for number in range(4) for line in read_models(run.restart(number).metrics, MetricsLine)]
+    assert steps == [*range(1, 18), *range(6, 21)]
+    for checkpoint in run.run_dir.saved_checkpoints():
+        checkpoint.verify()
+
+
+@pytest.mark.end_to_end
+@pytest.mark.training
+def test_the_run_stops_when_no_checkpoint_is_left_and_says_what_to_do(agent_run: MakeRun) -> None:
+    run = agent_run(supervise=PATIENT, checkpoint={"every_num_steps": 5})
+    run.script({"restart": 0, "rank": 0, "step": 8, "do": "damage_all"})
+    run.start()
+    code, _ = run.finish()
+    outcome = run.outcome()
+    assert (code, outcome.state, outcome.failure_kind) == (1, AttemptState.FAILED, FailureKind.CHECKPOINT_CORRUPT)
+    folder = run.run_dir.checkpoint(5).root
+    assert "No complete checkpoint before it is left. Bring its files back from a copy, or move" in outcome.message
+    assert f"move {folder} away to train from the beginning; then resume the run" in outcome.message
+    assert run.decision(1).action is Action.STOP
+    assert run.run_dir.put_aside_folders() == [], "the last one stays: to begin anew is for a person to say"
+    assert folder.is_dir()
+
+
+@pytest.mark.end_to_end
+@pytest.mark.training
+def test_a_damaged_checkpoint_is_not_evaluated_in_the_shape_of_an_older_one(agent_run: MakeRun) -> None:
+    """The steps after the older one belong to the result: they are trained again, which takes a new attempt."""
+    run = agent_run(evaluator=True, supervise=PATIENT, checkpoint={"every_num_steps": 5})
+    run.script({"restart": 1, "rank": 0, "step": 0, "do": "damage_newest"})
+    run.start()
+    code, _ = run.finish()
+    assert (code, run.outcome().failure_kind) == (1, FailureKind.CHECKPOINT_CORRUPT)
+    assert run.decision(1).action is Action.NEW_ATTEMPT
+    assert "have to be trained again" in run.decision(1).reason
+    newest = run.run_dir.newest_checkpoint()
+    assert newest is not None
+    assert newest.step == 15
+    assert (run.run_dir.damaged(1, 1) / "step-000020").is_dir()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Without processes
+
+
+class Said:
+    """Events, kept."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+
+    def add(self, kind: str, message: str) -> None:
+        self.messages.append(message)
+
+
+def failure_of(name: str) -> Failure:
+    return Failure(
+        Diagnosis(FailureKind.CHECKPOINT_CORRUPT, f"{name} is damaged", "f"), "setup", 0, None, "", None, name
+    )
+
+
+def test_what_cannot_be_moved_is_passed_over(tmp_path: Path) -> None:
+    """Its folder may belong to another user; the next start must not take it again, nor be told to for ever."""
+    run_dir = RunDir(tmp_path)
+    for step in (5, 10, 15):
+        save_empty(run_dir, step)
+    restart = run_dir.attempt(1).restart(0)
+    (run_dir.checkpoints_dir / "damaged-1.0").write_text("in the way", encoding="utf-8")
+    damaged, said = DamagedCheckpoints(run_dir), Said()
+    failure = failure_of("step-000015")
+    assert damaged.remedy(failure) == "step-000015 is put aside, going on from step-000010"
+    damaged.put_aside(failure, restart, cast("Any", said))
+    assert damaged.names == ["step-000015"]
+    assert said.messages == ["step-000015 is damaged and could not be moved: File exists; it is passed over"]
+    assert damaged.remedy(failure) == "", "the workers were told: that they come back with it will not get better"
+    assert damaged.remedy(failure_of("step-000010")) == "step-000010 is put aside, going on from step-000005"
+
+
+def save_empty(run_dir: RunDir, step: int) -> None:
+    manifest = CheckpointManifest(
+        step=step, stage="sft", stage_finished=False, num_ranks=1, spec_hash="", files={}, time=utc_now()
+    )
+    write_model(run_dir.checkpoint(step).complete, manifest)
