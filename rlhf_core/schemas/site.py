@@ -48,6 +48,9 @@ class PrefectSite(Schema):
     """How often the files of all active runs are read into the history, in seconds."""
     keep_days: Annotated[int, Field(ge=1)] = 30
     """How long Prefect keeps flow runs that have ended. The history keeps everything."""
+    restart_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 5.0
+    """How often the services that `rlhf up` started look at each other, to start again what has died, in seconds; 0
+    leaves that to the next `rlhf up`."""
 
 
 class NotifySite(Schema):
