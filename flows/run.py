@@ -31,8 +31,9 @@ from flows.session import FlowRun, Session, new_run, opened
 from flows.stages import drive
 from flows.tasks import TaskCaller, Work
 from flows.view import shown_in_prefect
+from flows.told import leave_out
 from rlhf_core.config import Site, load_site
-from rlhf_core.errors import BadInput, RunCancelled
+from rlhf_core.errors import RlhfError, RunCancelled
 from rlhf_core.history.controllers import run_of_flow_run
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir import RunDir
@@ -160,9 +161,10 @@ def rlhf_run(
     }
     handed = _handed.get()
     try:
+    leave_out()
         return _driven(handed) if handed is not None else _asked_for(given)
-    except BadInput as error:
-        # What the person gave is wrong, and the message says how: Prefect would log where in this program, too.
+    except RlhfError as error:
+        # It was raised on purpose, and its message says all: Prefect would log where in this program, too.
         get_run_logger().error("%s", error)
         return Failed(message=str(error))
 

@@ -26,7 +26,7 @@ from flows.asking.form import BOUNDS, MAX_SEED, Form, overrides_of, prefilled, r
 from flows.asking.kept import keep
 from flows.run import DESCRIPTION, FLOW, rlhf_run
 from flows.session import FlowRun
-from flows.site.server import server_answers
+from flows.site.server import START_IT, server_answers
 from rlhf_core import config as configs
 from rlhf_core.config import PRESETS, Site
 from rlhf_core.errors import BadInput, PrefectUnavailable
@@ -214,7 +214,7 @@ def submit(
             given["owner"] = owner
         # What is wrong is said here, not in a flow run that fails later.
         form = read_form({**deployment.parameters, **given})
-        spec = configs.load(form.config, overrides_of(form))
+        spec = configs.load(form.config, overrides_of(form, given_as="--set"))
         flow_run = client.create_flow_run_from_deployment(deployment.id, parameters=given, tags=form.tags)
         run_id = FlowRun(str(flow_run.id), created=flow_run.created).run_id(spec.name)
         client.update_flow_run(flow_run.id, name=run_id)
@@ -281,9 +281,7 @@ def _client() -> Iterator[SyncPrefectClient]:
         PrefectUnavailable: there is none, or it does not answer.
     """
     if not server_answers():
-        url = PREFECT_API_URL.value()
-        found = f"the Prefect server at {url} does not answer" if url else "no Prefect server is configured"
-        raise PrefectUnavailable(f"{found}. `rlhf up` starts one here; PREFECT_API_URL names another")
+        raise PrefectUnavailable(f"the Prefect server at {PREFECT_API_URL.value()} does not answer. {START_IT}")
     with get_client(sync_client=True) as client:
         yield client
 

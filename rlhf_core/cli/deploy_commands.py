@@ -4,7 +4,8 @@ What is heavy is imported inside the functions, so that ``rlhf --help`` stays fa
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -63,6 +64,7 @@ def deploy(
         config,
         site,
         name=name,
+    _require_good_config(config, set_ or ())
         cron=cron,
         timezone=timezone,
         limit=limit,
@@ -119,18 +121,38 @@ def submit(
         output.print_json({"run_id": asked.run_id, "flow_run_id": asked.flow_run_id, "url": asked.url})
     else:
         output.print_text(f"run {asked.run_id} is asked for: {asked.url}")
+    _require_good_config(config, set_ or (), or_deployment=True)
     if watch:
         _watch(site, asked, begin_within_s, as_json)
 
 
 def _site_in_prefect() -> "Site":
     """The site's settings, with Prefect's own set before it is imported."""
-    from flows.site.server import connect
+    from flows.site.required import require
     from rlhf_core.config import load_site
 
     site = load_site()
-    connect(site)
+    require(site)
     return site
+def _require_good_config(config: str, overrides: Sequence[str], *, or_deployment: bool = False) -> None:
+    """Refuse what cannot be, before Prefect is imported, which takes seconds.
+
+    Raises:
+        BadConfig: the config or an override cannot be used.
+        BadInput: it is neither a file nor a preset, and no deployment can be called so.
+    """
+    from rlhf_core import config as configs
+    from rlhf_core.errors import BadInput
+
+    if not or_deployment or Path(config).is_file():
+        configs.load(config, overrides)
+        return
+    configs.check_overrides(overrides)  # what else can be wrong depends on what was deployed
+    if not configs.is_name(config.removeprefix("rlhf-run/")):
+        expected = configs.expected_name(Path(config).stem)
+        raise BadInput(f"found {config!r}: there is no file of that name, and as the name of a deployment {expected}")
+
+
 
 
 def _watch(site: "Site", asked: "Submitted", begin_within_s: float | None, as_json: bool) -> None:

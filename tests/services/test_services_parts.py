@@ -405,6 +405,49 @@ def test_without_any_server_there_is_none(site: Site) -> None:
         services.wanted_services(site, ("sever",))
 
 
+def test_where_a_server_should_be_is_said_when_it_does_not_answer(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "answers", lambda url: False)
+    monkeypatch.setattr(required, "is_there", lambda url: False)
+    with pytest.raises(PrefectUnavailable, match="no Prefect server is configured, and this site has none yet"):
+        required.require(site)
+    wanted.add(site.home, ["server"])
+    own = rf"does not answer at {server.own_url(site)}: its process is gone. `rlhf up` starts it again"
+    with pytest.raises(PrefectUnavailable, match=own):
+        required.require(site)
+    with holding(site.home, "server"), pytest.raises(PrefectUnavailable, match="is starting"):
+        required.require(site)
+    os.environ["PREFECT_API_URL"] = "http://prefect.example.com/api"
+    with pytest.raises(PrefectUnavailable, match=r"at http://prefect.example.com/api does not answer"):
+        required.require(site)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["submit", "quickstart", "--set", "train.num_stepz=3"], 2, 'did you mean "train.num_steps"'),
+        (["submit", "quickstart", "--set", "name=MyRun"], 2, 'for instance "myrun"'),
+        (["submit", "My.Deployment"], 2, "there is no file of that name"),
+        (["deploy", "quickstart", "--set", "seed=x"], 2, "1 problem in --set"),
+        (["submit", "quickstart"], 1, "`rlhf up` starts"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_refused_before_prefect_is_imported(
+    site: Site, arguments: list[str], code: int, said: str
+) -> None:
+    """Its import takes seconds of processor time."""
+    program = f"import sys; from rlhf_core.cli.main import execute; code = execute({arguments!r}); "
+    program += "print(code, 'prefect' in sys.modules)"
+    found = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "RLHF_HOME": str(site.home)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.split() == [str(code), "False"]
+    assert said in " ".join(found.stderr.split())
+
+
 def test_something_else_on_the_port_is_not_the_server_of_the_site(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "answers", lambda url: True)
     assert server.connect(site) == ""
