@@ -48,6 +48,13 @@ def deploy(
     priority: Annotated[
         str | None, typer.Option("--priority", metavar="high|default|low", help="Which runs are started first.")
     ] = None,
+    skip_if_busy: Annotated[
+        bool | None,
+        typer.Option(
+            "--skip-if-busy/--no-skip-if-busy",
+            help="A scheduled run is left out, and said to be, while the last run of the deployment still goes on.",
+        ),
+    ] = None,
     tag: TagOption = None,
     owner: OwnerOption = "",
     as_json: JsonOption = False,
@@ -57,6 +64,7 @@ def deploy(
     The config is kept as it is now, with the code that it needs: editing them later does not change what is scheduled.
     Schedules and limits that were set in the UI stay, unless they are given here.
     """
+    _require_good_config(config, set_ or ())
     site = _site_in_prefect()
     from flows.asking.deployments import register
 
@@ -64,11 +72,11 @@ def deploy(
         config,
         site,
         name=name,
-    _require_good_config(config, set_ or ())
         cron=cron,
         timezone=timezone,
         limit=limit,
         priority=priority,
+        skip_if_busy=skip_if_busy,
         tags=tag or (),
         owner=owner,
         overrides=set_ or (),
@@ -113,6 +121,7 @@ def submit(
     A file that was not deployed before is deployed first. Where it was, the run takes the file as it is now, and the
     deployment, with what it has scheduled, stays as it is.
     """
+    _require_good_config(config, set_ or (), or_deployment=True)
     site = _site_in_prefect()
     from flows.asking.deployments import submit_config
 
@@ -121,19 +130,10 @@ def submit(
         output.print_json({"run_id": asked.run_id, "flow_run_id": asked.flow_run_id, "url": asked.url})
     else:
         output.print_text(f"run {asked.run_id} is asked for: {asked.url}")
-    _require_good_config(config, set_ or (), or_deployment=True)
     if watch:
         _watch(site, asked, begin_within_s, as_json)
 
 
-def _site_in_prefect() -> "Site":
-    """The site's settings, with Prefect's own set before it is imported."""
-    from flows.site.required import require
-    from rlhf_core.config import load_site
-
-    site = load_site()
-    require(site)
-    return site
 def _require_good_config(config: str, overrides: Sequence[str], *, or_deployment: bool = False) -> None:
     """Refuse what cannot be, before Prefect is imported, which takes seconds.
 
@@ -153,6 +153,14 @@ def _require_good_config(config: str, overrides: Sequence[str], *, or_deployment
         raise BadInput(f"found {config!r}: there is no file of that name, and as the name of a deployment {expected}")
 
 
+def _site_in_prefect() -> "Site":
+    """The site's settings, with Prefect's own set before it is imported."""
+    from flows.site.required import require
+    from rlhf_core.config import load_site
+
+    site = load_site()
+    require(site)
+    return site
 
 
 def _watch(site: "Site", asked: "Submitted", begin_within_s: float | None, as_json: bool) -> None:
