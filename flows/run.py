@@ -20,6 +20,7 @@ from prefect.logging.loggers import flow_run_logger
 from prefect.settings import PREFECT_UI_URL
 from prefect.states import Cancelled, Completed, Failed
 
+from flows.asking import skipping
 from flows.asking.form import Form, meanings, overrides_of, read_form
 from flows.asking.kept import kept_with
 from flows.cancelling import cancel_run
@@ -30,9 +31,10 @@ from flows.promoting.promotion import Question, describe
 from flows.session import FlowRun, Session, new_run, opened
 from flows.stages import drive
 from flows.tasks import TaskCaller, Work
+from flows.told import leave_out
 from flows.view import shown_in_prefect
 from rlhf_core.config import Site, load_site
-from rlhf_core.errors import BadInput, RunCancelled
+from rlhf_core.errors import RlhfError, RunCancelled
 from rlhf_core.history.controllers import run_of_flow_run
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir import RunDir
@@ -159,10 +161,11 @@ def rlhf_run(
         "run_id": run_id,
     }
     handed = _handed.get()
+    leave_out()
     try:
         return _driven(handed) if handed is not None else _asked_for(given)
-    except BadInput as error:
-        # What the person gave is wrong, and the message says how: Prefect would log where in this program, too.
+    except RlhfError as error:
+        # It was raised on purpose, and its message says all: Prefect would log where in this program, too.
         get_run_logger().error("%s", error)
         return Failed(message=str(error))
 
@@ -183,12 +186,30 @@ def _asked_for(given: Mapping[str, Any]) -> State[None]:
     """
     form = read_form(given)
     site = load_site()
+    busy = _busy_with(site)
+    if busy:
+        return Cancelled(message=f"skipped: {busy}")
     link = _this_flow_run(site)
     with HistoryStore(site.database_url) as store:
         run_dir, resumed = _begun(form, site, link)
         _try(lambda: _label(link, run_dir), print)
         with opened(run_dir, site, store, resumed=resumed, flow_run=link) as session:
             return _finish(session, _work(session))
+
+
+def _busy_with(site: Site) -> str:
+    """Why this flow run does not begin, where its deployment is to skip times at which its last run still goes on."""
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None or not skipping.is_to_be_skipped(context.flow_run):
+        return ""
+    with get_client(sync_client=True) as client:
+        busy = skipping.busy_with(client, context.flow_run, site.runs_dir)
+    if not busy:
+        return ""
+    why = f"run {busy} of the same deployment still goes on"
+    get_run_logger().warning("skipped: %s", why)
+    skipping.tell(context.flow_run, why)
+    return why
 
 
 def _begun(form: Form, site: Site, link: FlowRun) -> tuple[RunDir, bool]:

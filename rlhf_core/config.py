@@ -24,6 +24,7 @@ from rlhf_core.presets import PRESETS, preset_path
 from rlhf_core.schemas.base import Schema
 from rlhf_core.schemas.run import RunSpec, SlurmSpec
 from rlhf_core.schemas.site import NotifySite, PrefectSite, RetentionSite
+from rlhf_core.words import count
 
 _NAME = r"[a-z0-9][a-z0-9_-]{0,62}"
 
@@ -32,12 +33,13 @@ _NAME = r"[a-z0-9][a-z0-9_-]{0,62}"
 # The config of a run
 
 
-def load(config: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
+def load(config: str | Path, overrides: Sequence[str] = (), given_as: str = "--set") -> RunSpec:
     """Read a config file, apply ``section.field=value`` overrides, and validate.
 
     Args:
         config: path of a TOML file, or the name of a shipped preset.
         overrides: each ``dotted.name=value``; the value is TOML, and a bare word is taken as a string.
+        given_as: where the overrides come from; a message says so.
 
     Raises:
         BadConfig: with every problem found, each with the key, what was found, and what to write instead.
@@ -52,8 +54,8 @@ def load(config: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
     except OSError as error:
         raise BadConfig(f"cannot read {path}: {error.strerror}") from None
     for override in overrides:
-        _apply(content, override)
-    return validate(content, source=str(path))
+        _apply(content, override, given_as)
+    return validate(content, str(path), overrides, given_as)
 
 
 def find(config: str | Path) -> Path:
@@ -78,8 +80,16 @@ def is_name(text: str) -> bool:
     return re.fullmatch(_NAME, text) is not None
 
 
-def validate(content: Mapping[str, Any], source: str) -> RunSpec:
-    """Validate a parsed config. ``source`` names it in the message.
+def validate(
+    content: Mapping[str, Any], source: str, overrides: Sequence[str] = (), given_as: str = "--set"
+) -> RunSpec:
+    """Validate a parsed config.
+
+    Args:
+        content: The config, with the overrides applied.
+        source: Where it comes from; a message says so.
+        overrides: What was changed in it, and is to blame where that is wrong.
+        given_as: Where they come from.
 
     Raises:
         BadConfig: with every problem found.
@@ -87,17 +97,80 @@ def validate(content: Mapping[str, Any], source: str) -> RunSpec:
     try:
         return RunSpec.model_validate(content)
     except ValidationError as error:
-        problems = [_explain(detail) for detail in error.errors(include_url=False)]
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    raise BadConfig(f"{count} in {source}:\n" + "\n".join(f"  {problem}" for problem in problems))
+        details = error.errors(include_url=False)
+    found: dict[str, list[str]] = {given_as: [], source: []}
+    for detail in details:
+        override = _override_of(_location(detail), overrides)
+        if override:
+            found[given_as].append(_explain_override(detail, override))
+        else:
+            found[source].append(_explain(detail))
+    raise BadConfig(_problems(found))
 
 
-def _split(override: str) -> tuple[str, Any]:
+def check_overrides(overrides: Sequence[str], given_as: str = "--set") -> None:
+    """Refuse overrides that no config can have: unknown settings, and values that they cannot take.
+
+    Raises:
+        BadConfig: with every problem found. What depends on the config is not looked for.
+    """
+    content: dict[str, Any] = {}
+    for override in overrides:
+        _apply(content, override, given_as)
+    try:
+        RunSpec.model_validate(content)
+        return
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+    named = {override.partition("=")[0].strip() for override in overrides}
+    problems = [
+        _explain_override(detail, _override_of(_location(detail), overrides))
+        for detail in details
+        if detail["type"] == "extra_forbidden" or (_location(detail) in named and detail["type"] != "value_error")
+    ]
+    if problems:
+        raise BadConfig(_problems({given_as: problems}))
+
+
+def _problems(found: Mapping[str, Sequence[str]]) -> str:
+    """What is wrong where, in lines."""
+    return "\n".join(
+        f"{count(len(problems), 'problem')} in {where}:\n" + "\n".join(f"  {problem}" for problem in problems)
+        for where, problems in found.items()
+        if problems
+    )
+
+
+def _override_of(location: str, overrides: Sequence[str]) -> str:
+    """The override that a problem is about: the last one that set the place, or something in or around it."""
+    for override in reversed(overrides):
+        name = override.partition("=")[0].strip()
+        if f"{name}.".startswith(f"{location}.") or location.startswith(f"{name}."):
+            return override
+    return ""
+
+
+def _explain_override(detail: Any, override: str) -> str:
+    name = override.partition("=")[0].strip()
+    if detail["type"] == "extra_forbidden":
+        return f'unknown setting "{name}" ({override.strip()}){_nearest_setting(name)}'
+    return _explain(detail)
+
+
+def _nearest_setting(name: str) -> str:
+    """The closest name that there is, for one that may be wrong in any of its parts."""
+    near = difflib.get_close_matches(name, list(_meanings()), n=1, cutoff=0.7)
+    if near and name.rpartition(".")[2] not in _OTHER_NAMES:
+        return f'; did you mean "{near[0]}"?'
+    return _nearest(name)
+
+
+def _split(override: str, given_as: str) -> tuple[str, Any]:
     name, separator, text = override.partition("=")
     name = name.strip()
     if not separator or not name or not all(name.split(".")):
         raise BadConfig(
-            f"override {override!r} is not of the form section.field=value, for instance train.num_steps=10"
+            f"{given_as}: override {override!r} is not of the form section.field=value, for instance train.num_steps=10"
         )
     text = text.strip()
     try:
@@ -106,23 +179,25 @@ def _split(override: str) -> tuple[str, Any]:
         return name, text
 
 
-def _apply(content: dict[str, Any], override: str) -> None:
-    name, value = _split(override)
+def _apply(content: dict[str, Any], override: str, given_as: str) -> None:
+    name, value = _split(override, given_as)
     *sections, field = name.split(".")
     table = content
     for depth, section in enumerate(sections):
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
             inner = ".".join(sections[: depth + 1])
-            raise BadConfig(f"override {override!r}: {inner} is a value, not a section")
+            raise BadConfig(f"{given_as}: override {override!r}: {inner} is a value, not a section")
     table[field] = value
+
+
+def _location(detail: Any) -> str:
+    return ".".join(str(part) for part in detail["loc"] if not str(part).startswith(("function-", "literal[", "str-")))
 
 
 def _explain(detail: Any) -> str:
     """One pydantic problem in our words."""
-    location = ".".join(
-        str(part) for part in detail["loc"] if not str(part).startswith(("function-", "literal[", "str-"))
-    )
+    location = _location(detail)
     kind = detail["type"]
     found = detail.get("input")
     if kind == "extra_forbidden":
@@ -136,7 +211,16 @@ def _explain(detail: Any) -> str:
     expected = detail["msg"][0].lower() + detail["msg"][1:]
     if kind == "string_pattern_mismatch" and "[\\w.]*:" in detail["ctx"]["pattern"]:
         expected = 'expected "module:function", for instance "my_rewards:score"'
+    if kind == "string_pattern_mismatch" and location == "name":
+        expected = expected_name(str(found))
     return f"{location}: found {found!r}, {expected}"
+
+
+def expected_name(found: str) -> str:
+    """What a name of a run may be, and one like the name that was found."""
+    like = re.sub(r"[^a-z0-9_-]+", "-", found.lower()).strip("-_")[:63]
+    example = f', for instance "{like}"' if is_name(like) else ""
+    return "expected at most 63 lower-case letters, digits, - and _, beginning with a letter or a digit" + example
 
 
 _OTHER_NAMES = {

@@ -43,6 +43,8 @@ class Floor:
     host: str = "127.0.0.1"
     max_runs: int = 5
     auth: str = ""
+    restart_s: float = 0.0
+    """What has died stays dead, for tests of what follows from that."""
     settings: str = ""
     """Further lines under [prefect]."""
     variables: dict[str, str] = field(default_factory=dict)
@@ -54,6 +56,7 @@ class Floor:
             f'host = "{self.host}"',
             f"port = {self.port}",
             f"max_runs = {self.max_runs}",
+            f"restart_s = {self.restart_s}",
             self.settings,
         ]
         self.home.mkdir(parents=True, exist_ok=True)
@@ -103,7 +106,8 @@ class Floor:
         return "\n".join(f"{path}:\n{path.read_text()}" for path in (self.home / "logs").glob("*"))
 
     def status(self) -> dict[str, dict[str, Any]]:
-        return {one["name"]: one for one in json.loads(self.rlhf("up", "--status", "--json").stdout)}
+        output, _ = self.start("up", "--status", "--json").communicate(timeout=250)
+        return {one["name"]: one for one in json.loads(output)}
 
     def pids(self) -> dict[str, int]:
         return {name: one["pid"] for name, one in self.status().items() if one["pid"]}
@@ -157,6 +161,12 @@ class Floor:
         status, run = self.ask(f"/deployments/{made['id']}/create_flow_run", {"parameters": {"folder": str(folder)}})
         assert status in (200, 201), f"{status} {run}\n{self.logs()}"
         return str(run["id"])
+
+    def cancel(self, flow_run: str) -> None:
+        """What the button does."""
+        asked = {"state": {"type": "CANCELLING", "name": "Cancelling"}, "force": False}
+        status, said = self.ask(f"/flow_runs/{flow_run}/set_state", asked)
+        assert status in (200, 201), said
 
     def state_of(self, flow_run: str) -> str:
         status, run = self.ask(f"/flow_runs/{flow_run}")

@@ -23,9 +23,10 @@ from pydantic import ValidationError
 
 from flows.asking.form import BOUNDS, MAX_SEED, Form, overrides_of, prefilled, read_form, settings_text
 from flows.asking.kept import keep
+from flows.asking.skipping import SKIP_IF_BUSY
 from flows.run import DESCRIPTION, FLOW, rlhf_run
 from flows.session import FlowRun
-from flows.site.server import server_answers
+from flows.site.server import START_IT, server_answers
 from rlhf_core import config as configs
 from rlhf_core.config import Site
 from rlhf_core.errors import BadInput, PrefectUnavailable
@@ -85,6 +86,7 @@ class _Wanted:
     priority: str | None
     limit: int | None = None
     schedule: CronSchedule | None = None
+    skip_if_busy: bool | None = None
 
 
 def register(
@@ -96,6 +98,7 @@ def register(
     timezone: str = "",
     limit: int | None = None,
     priority: str | None = None,
+    skip_if_busy: bool | None = None,
     tags: Sequence[str] = (),
     owner: str = "",
     overrides: Sequence[str] = (),
@@ -110,6 +113,7 @@ def register(
         timezone: in which that is meant, as ``Europe/Berlin``. Default: UTC.
         limit: how many runs of it may be driven at the same time; further ones wait. 0 for no limit. None leaves it.
         priority: ``high``, ``default`` or ``low``. None leaves it.
+        skip_if_busy: whether its schedules leave a time out at which its last run still goes on. None leaves it.
         tags: words to find its runs by.
         owner: who asks. Default: the user of this process.
         overrides: settings to change, each as ``section.field=value``.
@@ -151,6 +155,7 @@ def register(
         priority=priority,
         limit=limit,
         schedule=schedule,
+        skip_if_busy=skip_if_busy,
     )
     with _client() as client:
         return _put(client, site, wanted)
@@ -215,7 +220,7 @@ def submit(
             given["owner"] = owner
         # What is wrong is said here, not in a flow run that fails later.
         form = read_form({**deployment.parameters, **given})
-        spec = configs.load(form.config, overrides_of(form))
+        spec = configs.load(form.config, overrides_of(form, given_as="--set"))
         flow_run = client.create_flow_run_from_deployment(deployment.id, parameters=given, tags=form.tags)
         run_id = FlowRun(str(flow_run.id), created=flow_run.created).run_id(spec.name)
         client.update_flow_run(flow_run.id, name=run_id)
@@ -282,9 +287,7 @@ def _client() -> Iterator[SyncPrefectClient]:
         PrefectUnavailable: there is none, or it does not answer.
     """
     if not server_answers():
-        url = PREFECT_API_URL.value()
-        found = f"the Prefect server at {url} does not answer" if url else "no Prefect server is configured"
-        raise PrefectUnavailable(f"{found}. `rlhf up` starts one here; PREFECT_API_URL names another")
+        raise PrefectUnavailable(f"the Prefect server at {PREFECT_API_URL.value()} does not answer. {START_IT}")
     with get_client(sync_client=True) as client:
         yield client
 
@@ -319,6 +322,12 @@ def _make_working_folder(site: Site) -> None:
         ) from None
 
 
+def _tags(wanted: _Wanted, present: Sequence[str] = ()) -> list[str]:
+    """Tags of a deployment, which its flow runs take over."""
+    skips = SKIP_IF_BUSY in present if wanted.skip_if_busy is None else wanted.skip_if_busy
+    return [*wanted.tags, *([SKIP_IF_BUSY] if skips else [])]
+
+
 def _common(site: Site, wanted: _Wanted) -> dict[str, Any]:
     common: dict[str, Any] = {
         "description": wanted.description,
@@ -331,7 +340,7 @@ def _common(site: Site, wanted: _Wanted) -> dict[str, Any]:
         # Else it would be in a folder that goes with it, and so would be the jobs that it starts and that outlive it:
         # a process whose folder is gone cannot even load torch. The nodes see this one.
         "job_variables": {"env": environment(site), "working_dir": str(site.runs_dir)},
-        "tags": list(wanted.tags),
+        "tags": _tags(wanted),
         "work_pool_name": site.prefect.pool,
     }
     if wanted.limit is not None:
@@ -352,7 +361,8 @@ def _create(client: SyncPrefectClient, site: Site, wanted: _Wanted) -> UUID:
 def _update(client: SyncPrefectClient, site: Site, wanted: _Wanted, deployment: DeploymentResponse) -> None:
     # Asked for without a queue, Prefect would go back to the pool's default one.
     queue = wanted.priority or deployment.work_queue_name or "default"
-    client.update_deployment(deployment.id, DeploymentUpdate(work_queue_name=queue, **_common(site, wanted)))
+    changed = {**_common(site, wanted), "tags": _tags(wanted, deployment.tags)}
+    client.update_deployment(deployment.id, DeploymentUpdate(work_queue_name=queue, **changed))
 
 
 def _set_schedule(client: SyncPrefectClient, deployment_id: UUID, schedule: CronSchedule) -> None:

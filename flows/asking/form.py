@@ -140,6 +140,8 @@ def _explain(detail: Any) -> str:
     name = ".".join(map(str, detail["loc"]))
     setting = SETTINGS.get(name)
     expected = detail["msg"][0].lower() + detail["msg"][1:]
+    if name == "name" and detail["type"] == "string_pattern_mismatch":
+        expected = config.expected_name(str(detail.get("input")))
     return f"{name}{f' ({setting})' if setting else ''}: found {detail.get('input')!r}, {expected}"
 
 
@@ -155,8 +157,15 @@ def prefilled(spec: RunSpec) -> dict[str, Any]:
     }
 
 
-def overrides_of(form: Form) -> list[str]:
+OVERRIDES = "the field overrides of the form"
+
+
+def overrides_of(form: Form, given_as: str = OVERRIDES) -> list[str]:
     """What a filled-in form changes in its config: its overrides, then each field that differs from the config.
+
+    Args:
+        form: The form.
+        given_as: Where its overrides come from; a message says so.
 
     Raises:
         BadConfig: config or overrides cannot be used.
@@ -164,7 +173,7 @@ def overrides_of(form: Form) -> list[str]:
     """
     if not form.config:
         raise BadInput("give either config (and what is to be changed) for a new run, or run_id to go on with one")
-    after = prefilled(config.load(form.config, form.overrides))
+    after = prefilled(config.load(form.config, form.overrides, given_as))
     try:
         before = prefilled(config.load(form.config))
     except BadConfig:

@@ -18,9 +18,10 @@ from prefect.client.schemas.filters import (
     FlowRunFilterState,
     FlowRunFilterStateType,
 )
-from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.client.schemas.objects import FlowRun, State, StateType, TaskRun
 from prefect.exceptions import ObjectNotFound
 
+from flows.keeping import task_runs
 from rlhf_core.diagnosis.reconcile import FlowRunFacts, FlowState, ProcessState
 from rlhf_core.launch.lease import Owner
 from rlhf_core.run_dir import is_run_id
@@ -50,6 +51,10 @@ class Seen:
     flow_runs: Sequence[FlowRun]
     processes: frozenset[str]
     """Ids of the flow runs that have a process here."""
+    attended: frozenset[str] = frozenset()
+    """Those whose process a worker has, which can cancel it."""
+    task_runs: Sequence[TaskRun] = ()
+    """Task runs that Prefect takes for alive although their flow runs have ended."""
 
 
 def look(run_ids: Collection[str], flow_run_ids: Collection[str]) -> Seen:
@@ -65,8 +70,11 @@ def look(run_ids: Collection[str], flow_run_ids: Collection[str]) -> Seen:
         for ids in _chunks(sorted(flow_run_ids)):
             identified = FlowRunFilter(id=FlowRunFilterId(any_=[UUID(one) for one in ids]))
             found |= {one.id: one for one in _pages(client, identified)}
+        left_open = task_runs.left_open(client, RUN_FLOW, found.keys())
     # Processes last: what is alive now was not dead when Prefect was asked.
-    return Seen(list(found.values()), frozenset(_flow_run_processes()))
+    processes = dict(_flow_run_processes())
+    attended = frozenset(one for one, is_attended in processes.items() if is_attended)
+    return Seen(list(found.values()), frozenset(processes), attended, left_open)
 
 
 def facts(seen: Seen, controllers: Mapping[str, tuple[str, str]], pool: str, now: datetime) -> list[FlowRunFacts]:
@@ -77,12 +85,12 @@ def facts(seen: Seen, controllers: Mapping[str, tuple[str, str]], pool: str, now
         pool: work pool whose worker is on this machine.
         now: the present.
     """
-    return [_facts(one, seen.processes, controllers, pool, now) for one in seen.flow_runs if one.state is not None]
+    return [_facts(one, seen, controllers, pool, now) for one in seen.flow_runs if one.state is not None]
 
 
 def _facts(
     flow_run: FlowRun,
-    processes: frozenset[str],
+    seen: Seen,
     controllers: Mapping[str, tuple[str, str]],
     pool: str,
     now: datetime,
@@ -99,8 +107,9 @@ def _facts(
         changed_at=changed_at,
         state_s=(now - changed_at).total_seconds(),
         created_at=flow_run.created or datetime.min.replace(tzinfo=UTC),
-        process=_process(flow_run, flow_run_id in processes, controller, pool),
+        process=_process(flow_run, flow_run_id in seen.processes, controller, pool),
         suspended=state is FlowState.PAUSED and flow_run.state.name == "Suspended",
+        attended=flow_run_id in seen.attended or flow_run_id not in seen.processes,
     )
 
 
@@ -122,8 +131,8 @@ def _process(flow_run: FlowRun, is_here: bool, controller: str, pool: str) -> Pr
     return ProcessState.GONE if flow_run.work_pool_name == pool and started else ProcessState.UNKNOWN
 
 
-def _flow_run_processes() -> Iterator[str]:
-    """Ids of the flow runs that have a living process of this user here.
+def _flow_run_processes() -> Iterator[tuple[str, bool]]:
+    """Ids of the flow runs that have a living process of this user here, and whether a worker has it.
 
     It is known by its command line too: jobs inherit the environment of the flow run that submitted them.
     """
@@ -133,7 +142,8 @@ def _flow_run_processes() -> Iterator[str]:
                 continue
             flow_run_id = process.environ().get(FLOW_RUN_VARIABLE, "")
             if flow_run_id and any(word.startswith("prefect.") for word in process.cmdline()):
-                yield flow_run_id
+                parent = process.parent()
+                yield flow_run_id, parent is not None and "worker" in parent.cmdline()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

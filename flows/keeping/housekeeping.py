@@ -178,6 +178,7 @@ def _about(action: Action) -> str:
     named = {
         "job": action.job_id,
         "flow run": action.flow_run_id,
+        "task run": action.task_run_id,
         "attempt": str(action.attempt or ""),
         "checkpoint": str(action.step or ""),
     }

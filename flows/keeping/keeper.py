@@ -13,9 +13,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+from flows.asking import requests, skipping
+from flows.keeping.flow_runs import RUN_FLOW
 from flows.keeping.housekeeping import take_turn
 from flows.keeping.reconciler import Reconciler
 from flows.keeping.tidying import Tidier
+from flows.site.server import server_answers
 from rlhf_core.config import Site
 from rlhf_core.errors import HistoryError, LeaseLost, RlhfError
 from rlhf_core.history import active
@@ -160,6 +163,13 @@ def _reconcile(site: Site, store: HistoryStore, lease: Lease, stop: threading.Ev
         with _survived("a round could not be made"):
             take_turn(reconciler, may, retention=retention)
             looked_through = time.monotonic() if retention else looked_through
+        if may() and server_answers():
+            with _survived("scheduled runs that are not to begin could not be called off"):
+                for one in skipping.call_off(RUN_FLOW, site.runs_dir):
+                    log.info("skipped the scheduled flow run %s (%s): %s", one.name, one.flow_run_id, one.why)
+        if may() and server_answers():
+            with _survived("requests without a run could not be listed"):
+                requests.keep(site, store, RUN_FLOW, utc_now())
         if retention and may():
             with _survived("kept configs could not be looked through"):
                 tidier.tidy(may)

@@ -16,7 +16,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from flows.cancelling import cancel_run
-from flows.keeping import adopting, flow_runs
+from flows.keeping import adopting, flow_runs, task_runs
 from flows.promoting.promotion import is_due
 from flows.site.server import server_answers
 from flows.view import late
@@ -31,6 +31,7 @@ from rlhf_core.diagnosis.reconcile import (
     Holder,
     JobFacts,
     RunFacts,
+    TaskRunFacts,
     World,
     decide,
 )
@@ -74,6 +75,7 @@ class _Prefect:
     """What Prefect said in this round."""
 
     flow_runs: Sequence[FlowRunFacts] = ()
+    task_runs: Sequence[TaskRunFacts] = ()
     answers: bool = False
     controllers: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
@@ -183,6 +185,7 @@ class Reconciler:
         return World(
             runs=runs,
             flow_runs=self._prefect.flow_runs,
+            task_runs=self._prefect.task_runs,
             jobs=jobs,
             prefect_away_s=self._prefect_away_s(),
             watched_s=self._clock() - self._watched_since,
@@ -215,7 +218,10 @@ class Reconciler:
             self._note_once("", "prefect", f"{type(error).__name__}: {error}")
             return _Prefect()
         controllers = active.runs_of_flow_runs(self._store, {str(one.id) for one in seen.flow_runs})
-        return _Prefect(flow_runs.facts(seen, controllers, self._site.prefect.pool, now), True, controllers)
+        found = flow_runs.facts(seen, controllers, self._site.prefect.pool, now)
+        run_ids = {one.flow_run_id: one.run_id for one in found}
+        open_ones = task_runs.facts(seen.task_runs, run_ids, self._site.runs_dir)
+        return _Prefect(found, open_ones, True, controllers)
 
     def _prefect_away_s(self) -> float:
         if not self._has_prefect:
@@ -306,6 +312,10 @@ class Reconciler:
                 return Deed(action, gone, "ended" if gone else "something of it is still at work")
             case ActionKind.END_FLOW_RUN:
                 return self._end_flow_run(action)
+            case ActionKind.END_TASK_RUN:
+                assert action.flow_state is not None
+                task_runs.end(action.task_run_id, action.flow_state, action.reason)
+                return Deed(action, True, f"it is {action.flow_state.value.capitalize()} now")
             case ActionKind.TELL:
                 return self._tell(action, run_dir)
             case ActionKind.REMOVE_CHECKPOINT:
@@ -360,7 +370,12 @@ class Reconciler:
         run_dir = RunDir.of(self._site.runs_dir, action.run_id)
         if not action.run_id or not run_dir.spec.is_file():
             return
-        data = {"job_id": action.job_id, "flow_run_id": action.flow_run_id, "step": str(action.step or "")}
+        data = {
+            "job_id": action.job_id,
+            "flow_run_id": action.flow_run_id,
+            "task_run_id": action.task_run_id,
+            "step": str(action.step or ""),
+        }
         note = KeeperNote(
             time=self._now(),
             kind=action.kind.value,
@@ -470,6 +485,7 @@ def _facts(
             one.started_at > now - timedelta(hours=1) for one in (standing.controllers if standing is not None else ())
         ),
         controller_started_at=newest.started_at if newest is not None else None,
+        flow_run_id=newest.flow_run_id if newest is not None else "",
         attempt=max(written.attempts, default=0),
         jobs={number: one.job_id for number, one in submissions.items() if one is not None},
         ended_s=(now - ended_at).total_seconds() if ended_at is not None else 0.0,
@@ -498,5 +514,6 @@ def _holder(standing: Standing | None, now: datetime) -> tuple[Holder, float]:
 
 def _about(action: Action) -> str:
     parts = [action.run_id, action.job_id and f"job {action.job_id}", action.flow_run_id]
+    parts.append(f"task run {action.task_run_id}" if action.task_run_id else "")
     parts.append(f"checkpoint {action.step}" if action.step else "")
     return " ".join(part for part in parts if part)

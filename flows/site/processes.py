@@ -155,13 +155,18 @@ def holding(home: Path, name: str, address: str = "") -> Iterator[Callable[[], N
 
 
 @contextmanager
-def one_at_a_time(home: Path) -> Iterator[None]:
-    """Wait until nobody else starts or ends services of this home folder, and be the one who does."""
+def alone(home: Path, *, wait: bool = True) -> Iterator[bool]:
+    """Be the one who starts or ends services of this home folder, once nobody else does; False, with ``wait`` false,
+    where another process does just now."""
     path = home / "services" / "up.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as lock:
-        fcntl.flock(lock.fileno(), fcntl.LOCK_EX)
-        yield
+        try:
+            fcntl.flock(lock.fileno(), fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
 
 
 def end(record: ServiceRecord, patience_s: float) -> bool:

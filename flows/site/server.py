@@ -28,6 +28,8 @@ STARTUP_TIMEOUT_S = 180.0
 ANSWER_TIMEOUT_S = 10.0
 """How long a configured server may take to say that it is there."""
 
+START_IT = "`rlhf up` starts the server of this site; PREFECT_API_URL names another one."
+
 NO_PREFECT = "Run without Prefect: add --no-prefect."
 
 AUTH_VARIABLE = "RLHF_PREFECT_AUTH"
@@ -271,8 +273,11 @@ def server_answers() -> bool:
     from prefect.settings import PREFECT_API_URL
 
     url = PREFECT_API_URL.value()
-    if not url:
-        return False
+    return bool(url) and is_there(url)
+
+
+def is_there(url: str) -> bool:
+    """Whether something answers at an address of an API; at most two seconds."""
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=2.0):
             return True

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from flows.site import wanted as wants
 from flows.site.processes import (
     OURS,
     SERVICES,
@@ -15,11 +16,11 @@ from flows.site.processes import (
     ServiceFiles,
     ServiceState,
     ServiceStatus,
+    alone,
     end,
     end_all,
     flow_processes,
     look,
-    one_at_a_time,
 )
 from flows.site.server import (
     STARTUP_TIMEOUT_S,
@@ -62,6 +63,17 @@ def status(site: Site) -> list[ServiceStatus]:
     return [look(site.home, name) for name in SERVICES]
 
 
+def num_restarts(site: Site, name: str) -> int:
+    """How often a service was started again within the last hour, because it had died."""
+    return len(wants.read(site.home).recent(name, time.time()))
+
+
+def down_ones(site: Site, names: Sequence[str] = ()) -> list[str]:
+    """Services that are meant (:func:`wanted_services`) and are not well, as far as can be seen from here."""
+    well = (ServiceState.RUNNING, ServiceState.ELSEWHERE)
+    return [name for name in wanted_services(site, names) if look(site.home, name).state not in well]
+
+
 def wanted_services(site: Site, names: Sequence[str]) -> tuple[str, ...]:
     """The services that are meant: those named, else all; no server of our own where another one is configured.
 
@@ -86,8 +98,9 @@ def up(site: Site, names: Sequence[str] = (), say: Say = lambda text: None) -> l
             is none of those that are started, and does not answer.
     """
     environment = dict(os.environ)  # as it is now: what keeps this command's terminal quiet would keep their logs empty
-    with one_at_a_time(site.home):
+    with alone(site.home):
         done = []
+        wants.add(site.home, wanted_services(site, names))
         for name in wanted_services(site, names):
             done.append(_ensure(site, name, environment, say))
             if name == "server":
@@ -104,10 +117,11 @@ def down(site: Site, names: Sequence[str] = (), say: Say = lambda text: None) ->
         BadInput: a service is kept running by something else than ``rlhf up``, or runs on another machine.
     """
     wanted = wanted_services(site, names) if names else SERVICES
-    with one_at_a_time(site.home):
+    with alone(site.home):
         found = [one for one in (look(site.home, name) for name in reversed(wanted)) if _is_there(one)]
         for one in found:
             _require_ours(one)
+        wants.remove(site.home, wanted)
         for one in found:
             assert one.record is not None
             say(f"ending the {one.name} (process {one.pid})")
@@ -141,6 +155,9 @@ def active_runs(site: Site) -> list[str]:
 
 def _ensure(site: Site, name: str, environment: Mapping[str, str], say: Say) -> Started:
     found = look(site.home, name)
+    if found.state is ServiceState.STOPPED and wants.read(site.home).is_coming(name):
+        # Another service has just started it again.
+        found = _until(site, name, STARTUP_TIMEOUT_S, lambda status: status.state is not ServiceState.STOPPED)
     if found.state is ServiceState.ELSEWHERE:
         _require_ours(found)
     if found.state is ServiceState.STARTING:
@@ -180,19 +197,8 @@ def _start(site: Site, name: str, environment: Mapping[str, str]) -> int:
         _require_server(site)
     files = ServiceFiles(site.home, name)
     _make_room(files.log)
-    if name == "worker":
-        _make_room(ServiceFiles(site.home, FLOW_RUNS).log)
-    with files.log.open("ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "rlhf_core.cli.main", "serve", name],
-            env={**environment, "RLHF_HOME": str(site.home), STARTED_BY: OURS},
-            cwd=site.home,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # neither a Ctrl-C nor the end of this terminal is for it
-        )
-        begin = log.tell()
+    begin = files.log.stat().st_size if files.log.is_file() else 0
+    process = launch(site, name, environment)
     found = _until(
         site,
         name,
@@ -208,6 +214,24 @@ def _start(site: Site, name: str, environment: Mapping[str, str]) -> int:
     )
     said = read_tail(files.log, min(4000, max(0, files.log.stat().st_size - begin))).strip()
     raise PrefectUnavailable(f"the {name} {how}; its log is {files.log}:\n{said or '(nothing was said)'}")
+
+
+def launch(site: Site, name: str, environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+    """Start the process of a service, which outlives this one; it is ready later."""
+    log = ServiceFiles(site.home, name).log
+    _make_room(log)
+    if name == "worker":
+        _make_room(ServiceFiles(site.home, FLOW_RUNS).log)
+    with log.open("ab") as written:
+        return subprocess.Popen(
+            [sys.executable, "-m", "rlhf_core.cli.main", "serve", name],
+            env={**environment, "RLHF_HOME": str(site.home), STARTED_BY: OURS},
+            cwd=site.home,
+            stdin=subprocess.DEVNULL,
+            stdout=written,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # neither a Ctrl-C nor the end of this terminal is for it
+        )
 
 
 def _until(site: Site, name: str, patience_s: float, enough: Callable[[ServiceStatus], bool]) -> ServiceStatus:

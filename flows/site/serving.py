@@ -12,12 +12,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from flows.site.processes import BEAT_S, ServiceFiles, end_all, holding, is_flow_process
+from flows.site import wanted
+from flows.site.processes import BEAT_S, OURS, STARTED_BY, ServiceFiles, end_all, holding, is_flow_process
 from flows.site.server import answers, own_url, server_settings, service_settings, ui_url, worker_settings
 from rlhf_core.config import Site
 from rlhf_core.errors import BadInput
@@ -49,6 +50,7 @@ def serve(site: Site, name: str) -> None:
     Raises:
         BadInput: it is running already, or its port is taken.
     """
+    environment = dict(os.environ)  # as `rlhf up` had it: what follows is this service's own
     # A shell that starts something in the background has it ignore SIGINT, and Prefect ends its worker with SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     settings = {"server": server_settings, "worker": worker_settings}
@@ -56,7 +58,20 @@ def serve(site: Site, name: str) -> None:
     for folder in ("prefect", "logs"):
         (site.home / folder).mkdir(parents=True, exist_ok=True)
     with holding(site.home, name, ui_url(site) if name == "server" else "") as beat:
+        if os.environ.get(STARTED_BY) == OURS:
+            if name not in wanted.read(site.home).services:
+                _say(f"the {name} is not to be here any more: `rlhf down` was called")
+                return
+            _look_after_the_others(site, name, environment)
         {"server": _serve_server, "worker": _serve_worker, "keeper": _serve_keeper}[name](site, beat)
+
+
+def _look_after_the_others(site: Site, name: str, environment: Mapping[str, str]) -> None:
+    from flows.site.restarting import Restarter
+
+    if site.prefect.restart_s:
+        restarter = Restarter(site, name, environment, _say)
+        threading.Thread(target=restarter.watch, name="restarter", daemon=True).start()
 
 
 def require_free_port(site: Site) -> None:
@@ -148,16 +163,18 @@ async def _work(site: Site, beat: Beat) -> None:
     for name in ("get_and_submit_flow_runs", "sync_with_backend"):
         setattr(worker, name, _forgiving(getattr(worker, name), stop))
     working = asyncio.create_task(worker.start(printer=_say))
-    beating = asyncio.create_task(_beat_while_working(worker, beat))
+    watching = asyncio.create_task(_watch_while_working(worker, beat))
     stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait((working, beating, stopping), return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait((working, watching, stopping), return_when=asyncio.FIRST_COMPLETED)
     if stop.is_set():
         await asyncio.to_thread(end_all, _children_with_flow_runs(site), FLOW_END_S)
         await _settled(worker)
-    for task in (beating, stopping, working):
+    for task in (watching, stopping, working):
         task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await working
+    if watching.done() and not watching.cancelled():
+        watching.result()  # a worker that can cancel nothing is none
 
 
 def _forgiving(work: Callable[[], Awaitable[Any]], stop: asyncio.Event) -> Callable[[], Awaitable[Any]]:
@@ -182,11 +199,22 @@ def _forgiving(work: Callable[[], Awaitable[Any]], stop: asyncio.Event) -> Calla
     return forgiving
 
 
-async def _beat_while_working(worker: "ProcessWorker", beat: Beat) -> None:
-    while True:
-        if worker.is_setup:
-            beat()
-        await asyncio.sleep(BEAT_S if worker.is_setup else 0.1)
+async def _watch_while_working(worker: "ProcessWorker", beat: Beat) -> None:
+    """Have cancellations carried out, and beat for as long as the worker takes flow runs and can cancel them."""
+    from flows.site.cancellations import Cancellations
+
+    while not (worker.is_setup and getattr(worker, "_runner", None) and worker._runner.started):
+        await asyncio.sleep(0.1)
+    cancellations = Cancellations(worker._runner, _say)
+    listening = asyncio.create_task(cancellations.watch())
+    try:
+        while not listening.done():
+            if cancellations.is_heard:
+                beat()
+            await asyncio.sleep(BEAT_S)
+        await listening
+    finally:
+        listening.cancel()
 
 
 async def _settled(worker: "ProcessWorker") -> None:

@@ -4,7 +4,8 @@ What is heavy is imported inside the functions, so that ``rlhf --help`` stays fa
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -47,6 +48,13 @@ def deploy(
     priority: Annotated[
         str | None, typer.Option("--priority", metavar="high|default|low", help="Which runs are started first.")
     ] = None,
+    skip_if_busy: Annotated[
+        bool | None,
+        typer.Option(
+            "--skip-if-busy/--no-skip-if-busy",
+            help="A scheduled run is left out, and said to be, while the last run of the deployment still goes on.",
+        ),
+    ] = None,
     tag: TagOption = None,
     owner: OwnerOption = "",
     as_json: JsonOption = False,
@@ -56,6 +64,7 @@ def deploy(
     The config is kept as it is now, with the code that it needs: editing them later does not change what is scheduled.
     Schedules and limits that were set in the UI stay, unless they are given here.
     """
+    _require_good_config(config, set_ or ())
     site = _site_in_prefect()
     from flows.asking.deployments import register
 
@@ -67,6 +76,7 @@ def deploy(
         timezone=timezone,
         limit=limit,
         priority=priority,
+        skip_if_busy=skip_if_busy,
         tags=tag or (),
         owner=owner,
         overrides=set_ or (),
@@ -111,6 +121,7 @@ def submit(
     A file that was not deployed before is deployed first. Where it was, the run takes the file as it is now, and the
     deployment, with what it has scheduled, stays as it is.
     """
+    _require_good_config(config, set_ or (), or_deployment=True)
     site = _site_in_prefect()
     from flows.asking.deployments import submit_config
 
@@ -123,13 +134,32 @@ def submit(
         _watch(site, asked, begin_within_s, as_json)
 
 
+def _require_good_config(config: str, overrides: Sequence[str], *, or_deployment: bool = False) -> None:
+    """Refuse what cannot be, before Prefect is imported, which takes seconds.
+
+    Raises:
+        BadConfig: the config or an override cannot be used.
+        BadInput: it is neither a file nor a preset, and no deployment can be called so.
+    """
+    from rlhf_core import config as configs
+    from rlhf_core.errors import BadInput
+
+    if not or_deployment or Path(config).is_file():
+        configs.load(config, overrides)
+        return
+    configs.check_overrides(overrides)  # what else can be wrong depends on what was deployed
+    if not configs.is_name(config.removeprefix("rlhf-run/")):
+        expected = configs.expected_name(Path(config).stem)
+        raise BadInput(f"found {config!r}: there is no file of that name, and as the name of a deployment {expected}")
+
+
 def _site_in_prefect() -> "Site":
     """The site's settings, with Prefect's own set before it is imported."""
-    from flows.site.server import connect
+    from flows.site.required import require
     from rlhf_core.config import load_site
 
     site = load_site()
-    connect(site)
+    require(site)
     return site
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlhf_core.cli import output
+from rlhf_core.cli import output, requests
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.words import count
 
@@ -36,9 +36,16 @@ def runs(
     owner: Annotated[str | None, typer.Option(help="Only runs that this person asked for.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="At most so many, the newest first.")] = 50,
     trials: Annotated[bool, typer.Option("--trials", help="Also the trials that were made for runs.")] = False,
+    queued: Annotated[
+        bool,
+        typer.Option("--queued", help="Only what was asked for in Prefect and is no run: it waits, or was refused."),
+    ] = False,
     as_json: output.JsonOption = False,
 ) -> None:
-    """List runs, newest first."""
+    """List runs, newest first; below them what was asked for in Prefect and is no run, as its keeper saw it last."""
+    if queued:
+        requests.show(as_json=as_json)
+        return
     from rlhf_core.history import queries
 
     with _history() as store:
@@ -47,9 +54,16 @@ def runs(
     if as_json:
         output.print_json(found)
         return
+    is_whole = (state, name, tag, owner) == (None,) * 4
     if not found:
-        output.print_text("No runs yet." if (state, name, tag, owner) == (None,) * 4 else "No such runs.")
-        return
+        output.print_text("No runs yet." if is_whole else "No such runs.")
+    else:
+        _print_runs(found, trials=trials)
+    if is_whole:
+        requests.show_below_runs()
+
+
+def _print_runs(found: Sequence[Facts], *, trials: bool) -> None:
     rows = [
         (
             run["run_id"],

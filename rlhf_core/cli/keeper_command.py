@@ -51,6 +51,7 @@ def _as_dict(action: "Action") -> dict[str, object]:
         "attempt": action.attempt or None,
         "job_id": action.job_id or None,
         "flow_run_id": action.flow_run_id or None,
+        "task_run_id": action.task_run_id or None,
         "flow_state": action.flow_state,
         "step": action.step or None,
     }

@@ -19,15 +19,22 @@ ServicesArgument = Annotated[
 
 def up(
     services: ServicesArgument = None,
-    status: Annotated[bool, typer.Option("--status", help="Start nothing; say how each service stands.")] = False,
+    status: Annotated[
+        bool,
+        typer.Option(
+            "--status", help="Start nothing; say how each service stands, with exit code 1 where one is down."
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Start what a site needs on this machine: Prefect server with its UI, worker, and keeper; what runs is left alone.
 
     The services go on in the background; their logs are in the folder logs of RLHF_HOME. Runs of `rlhf run` use the
-    server from then on. Nothing is fetched from, or sent to, the network.
+    server from then on. What dies is started again by the services that live. Nothing is fetched from, or sent to, the
+    network.
     """
     from flows.site.server import AUTH_VARIABLE, password, password_file, ui_url
+    from flows.site.services import down_ones
     from flows.site.services import up as start
     from rlhf_core.config import load_site
 
@@ -39,9 +46,11 @@ def up(
             output.note(f"{one.name}: {one.what} (process {one.pid})")
     if as_json:
         output.print_json(_seen(site))
-        return
-    if status:
+    elif status:
         _print_status(site)
+    if status and down_ones(site, services or ()):
+        raise typer.Exit(1)
+    if as_json or status:
         return
     output.print_text(f"Prefect: {ui_url(site)}")
     if password(site) and AUTH_VARIABLE not in os.environ:
@@ -86,7 +95,7 @@ def serve(
 
 def _seen(site: "Site") -> list[dict[str, Any]]:
     from flows.site.processes import ServiceFiles
-    from flows.site.services import status
+    from flows.site.services import num_restarts, status
 
     return [
         {
@@ -95,6 +104,7 @@ def _seen(site: "Site") -> list[dict[str, Any]]:
             "pid": one.pid or None,
             "since": one.record.since if one.record else None,
             "started_by": one.record.started_by if one.record else None,
+            "restarts": num_restarts(site, one.name),
             "address": one.record.address if one.record else None,
             "log": ServiceFiles(site.home, one.name).log,
         }
@@ -103,5 +113,5 @@ def _seen(site: "Site") -> list[dict[str, Any]]:
 
 
 def _print_status(site: "Site") -> None:
-    columns = ("service", "state", "process", "since", "started by", "address", "log")
+    columns = ("service", "state", "process", "since", "started by", "restarts (1 h)", "address", "log")
     output.print_table(columns, [tuple(row.values()) for row in _seen(site)])

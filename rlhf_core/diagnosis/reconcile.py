@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 
-from rlhf_core.schemas.attempts import RUN_ENDS, RunState
+from rlhf_core.schemas.attempts import RUN_ENDS, RunState, StageState
 
 ADOPT_AFTER_S = 30.0
 """How long nobody must have driven a run before it is adopted; a controller that is proven dead is not waited for."""
@@ -36,11 +36,17 @@ START_S = 300.0
 CANCEL_PATIENCE_S = 60.0
 """How long Prefect may take to cancel a flow run before the run is ended without it."""
 
+UNATTENDED_S = 5.0
+"""The same where no worker has its process: its worker was killed, or it is one of a terminal."""
+
 JOB_GRACE_S = 60.0
 """How long the job of a run that has ended may take to be gone."""
 
 TELL_AFTER_S = 30.0
 """How long a run must have ended before its end is told for its controller, which may be at it still."""
+
+TASK_GRACE_S = 30.0
+"""How long after its flow run a task run may be heard to end: Prefect is told of it by an event, which may be late."""
 
 MISSING_S = 600.0
 """How long a run directory must have been gone before the jobs of its run are ended."""
@@ -103,6 +109,8 @@ class RunFacts:
     """Controllers that took it within the last hour."""
     controller_started_at: datetime | None = None
     """When the newest of all its controllers took it."""
+    flow_run_id: str = ""
+    """Flow run of that controller; empty where it was none."""
     attempt: int = 0
     """Newest attempt; 0 before the first."""
     jobs: Mapping[int, str] = field(default_factory=dict)
@@ -148,6 +156,8 @@ class FlowRunFacts:
     process: ProcessState = ProcessState.UNKNOWN
     suspended: bool = False
     """Whether it waits without a process, as Prefect allows."""
+    attended: bool = True
+    """Whether a worker has its process, which cancels it when it is asked to; True where that is not known."""
 
     @property
     def is_lost(self) -> bool:
@@ -169,6 +179,16 @@ class FlowRunFacts:
 
 
 @dataclass(frozen=True)
+class TaskRunFacts:
+    """One task run that Prefect takes for alive although its flow run has ended."""
+
+    task_run_id: str
+    flow_run_id: str
+    stage: StageState | None = None
+    """How the stage that it stands for went, as the journal tells; None where it does not, or it stands for none."""
+
+
+@dataclass(frozen=True)
 class JobFacts:
     """One living job of this user in the scheduler's queue."""
 
@@ -184,6 +204,7 @@ class World:
     runs: Mapping[str, RunFacts]
     """Runs of this site that are not ended, and those that a job or a flow run speaks of."""
     flow_runs: Sequence[FlowRunFacts] = ()
+    task_runs: Sequence[TaskRunFacts] = ()
     jobs: Sequence[JobFacts] = ()
     """Empty also where the scheduler does not answer: nothing is known then, and nothing done."""
     prefect_away_s: float = 0.0
@@ -205,6 +226,8 @@ class ActionKind(StrEnum):
     """End a job that nobody needs."""
     END_FLOW_RUN = "end_flow_run"
     """Give a flow run without a process the state that fits."""
+    END_TASK_RUN = "end_task_run"
+    """Give a task run whose flow run has ended the state that fits."""
     TELL = "tell"
     """Tell Prefect what its controller could not tell any more."""
     REMOVE_CHECKPOINT = "remove_checkpoint"
@@ -225,8 +248,9 @@ class Action:
     attempt: int = 0
     job_id: str = ""
     flow_run_id: str = ""
+    task_run_id: str = ""
     flow_state: FlowState | None = None
-    """State that the flow run gets."""
+    """State that the flow run, or the task run, gets."""
     step: int = 0
     """Of the checkpoint."""
     folder: str = ""
@@ -240,6 +264,9 @@ def decide(world: World) -> list[Action]:
         actions += _about_run(run, [one for one in world.flow_runs if one.run_id == run.run_id], world)
     for flow_run in world.flow_runs:
         actions += _about_flow_run(flow_run, world.runs.get(flow_run.run_id), world)
+    ends = {one.flow_run_id: one.flow_state for one in actions if one.kind is ActionKind.END_FLOW_RUN}
+    for task_run in world.task_runs:
+        actions += _about_task_run(task_run, world.flow_runs, ends)
     for job in world.jobs:
         run_of_job = world.runs.get(job.run_id)
         if run_of_job is not None:  # of a run that this site does not know: another site's
@@ -287,7 +314,7 @@ def _cancellation(run: RunFacts, newest: FlowRunFacts | None) -> str:
     if run.controller_started_at is not None and newest.created_at < run.controller_started_at > newest.changed_at:
         return ""  # somebody went on with the run since
     cared_for = newest.state is FlowState.CANCELLING and newest.process is not ProcessState.GONE
-    if cared_for and newest.state_s < CANCEL_PATIENCE_S:
+    if cared_for and newest.state_s < (CANCEL_PATIENCE_S if newest.attended else UNATTENDED_S):
         return ""
     return "its flow run was cancelled in Prefect"
 
@@ -337,6 +364,23 @@ def _about_flow_run(flow_run: FlowRunFacts, run: RunFacts | None, world: World) 
     if flow_run.is_lost or _asks_in_vain(flow_run, run):
         state, why = _end_of(flow_run, run, world)
         yield Action(ActionKind.END_FLOW_RUN, flow_run.run_id, why, flow_run_id=flow_run.flow_run_id, flow_state=state)
+    elif run is not None and _ended_unheard(flow_run, run):
+        why = f"Prefect did not hear how it ended; its run is {run.state.value}"
+        end = _ENDS_AS[run.state]
+        yield Action(ActionKind.END_FLOW_RUN, flow_run.run_id, why, flow_run_id=flow_run.flow_run_id, flow_state=end)
+
+
+def _ended_unheard(flow_run: FlowRunFacts, run: RunFacts) -> bool:
+    """Whether it brought its run to an end, could not say so, and was called crashed: Prefect's worker calls it so
+    where the server was away when the process ended."""
+    if flow_run.state is not FlowState.CRASHED or flow_run.process is ProcessState.ALIVE:
+        return False
+    return (
+        run.ended
+        and not run.promotion_due
+        and run.holder is not Holder.LIVING
+        and run.flow_run_id == flow_run.flow_run_id
+    )
 
 
 def _end_of(flow_run: FlowRunFacts, run: RunFacts | None, world: World) -> tuple[FlowState, str]:
@@ -363,6 +407,36 @@ def _asks_in_vain(flow_run: FlowRunFacts, run: RunFacts | None) -> bool:
     if flow_run.state is not FlowState.PAUSED or flow_run.process is ProcessState.ALIVE or flow_run.suspended:
         return False
     return run is not None and run.ended and not run.promotion_due and run.holder is not Holder.LIVING
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Task runs
+
+_STAGE_ENDS_AS = {
+    StageState.COMPLETED: FlowState.COMPLETED,
+    StageState.FAILED: FlowState.FAILED,
+    StageState.CANCELLED: FlowState.CANCELLED,
+}
+
+
+def _about_task_run(
+    task_run: TaskRunFacts, flow_runs: Sequence[FlowRunFacts], ends: Mapping[str, FlowState | None]
+) -> Iterator[Action]:
+    """A task run ends as its stage did; where the journal does not tell, as its flow run."""
+    flow_run = next((one for one in flow_runs if one.flow_run_id == task_run.flow_run_id), None)
+    if flow_run is None or flow_run.state not in FLOW_ENDS or flow_run.process is ProcessState.ALIVE:
+        return
+    if flow_run.state_s <= TASK_GRACE_S:
+        return
+    known = _STAGE_ENDS_AS.get(task_run.stage) if task_run.stage is not None else None
+    yield Action(
+        ActionKind.END_TASK_RUN,
+        flow_run.run_id,
+        "Prefect did not hear how it ended",
+        flow_run_id=flow_run.flow_run_id,
+        task_run_id=task_run.task_run_id,
+        flow_state=known or ends.get(flow_run.flow_run_id) or flow_run.state,
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

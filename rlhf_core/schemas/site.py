@@ -1,6 +1,8 @@
 """What a site says once for all of its runs, beside where things are: the tables of ``rlhf.toml``."""
 
 import fnmatch
+from datetime import datetime
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -51,6 +53,9 @@ class PrefectSite(Schema):
     """How often database, Prefect and scheduler are compared, in seconds."""
     ingest_s: Seconds = 2.0
     """How often the files of all active runs are read into the history, in seconds."""
+    restart_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 5.0
+    """How often the services that `rlhf up` started look at each other, to start again what has died, in seconds; 0
+    leaves that to the next `rlhf up`."""
     keep_days: Annotated[int, Field(ge=1)] = 30
     """How long Prefect keeps flow runs that have ended. The history keeps everything."""
 
@@ -76,3 +81,34 @@ class RetentionSite(Schema):
     deployments_days: Annotated[int, Field(ge=0)] = 30
     """How long a config and its code that were deployed or submitted are kept after the last time, in days; 0 keeps
     all. What a deployment, a flow run that is not completed, or a run that can be resumed refers to is always kept."""
+
+
+class Request(Schema):
+    """A run that was asked for in Prefect and that there is not: it waits, or was refused."""
+
+    run_id: str
+    """Id that it will have, or the name of its flow run where that is not known yet."""
+    flow_run_id: str
+    deployment: str
+    """Name of the deployment that it was asked of; empty without one."""
+    state: str
+    """`waiting`, `refused`, `cancelled` or `crashed`."""
+    owner: str
+    asked_at: datetime | None
+    due_at: datetime | None
+    why: str
+    """What it waits for, or why there is no run."""
+    url: str
+    """Page of its flow run."""
+
+
+class Requests(Schema):
+    """``services/requests.json`` of the home folder: written by the keeper of the site, read by `rlhf runs`."""
+
+    as_of: datetime
+    requests: tuple[Request, ...] = ()
+
+
+def requests_file(home: Path) -> Path:
+    """Where it lies."""
+    return home / "services" / "requests.json"

@@ -70,8 +70,9 @@ def test_an_override_below_a_value_is_refused(minimal: Path) -> None:
         ("train.num_stepps=1", 'did you mean "train.num_steps"?'),
         ("train.samples_per_prompt=4", "grpo.samples_per_prompt"),
         ("train.lr=1", 'the name here is "train.learning_rate"'),
-        ("trian.num_steps=1", "did you mean the section [train]?"),
+        ("trian.num_steps=1", 'did you mean "train.num_steps"?'),
         ("seeed=1", 'did you mean "seed"?'),
+        ("name=MyRun", 'beginning with a letter or a digit, for instance "myrun"'),
         ("train.zzz=1", "[train] has learning_rate"),
         ("zzz=1", "the sections are"),
     ],
@@ -177,3 +178,24 @@ def test_a_wrong_site_file_is_refused(tmp_path: Path, content: str, answer: str)
     (tmp_path / "rlhf.toml").write_text(content)
     with pytest.raises(BadConfig, match=answer):
         config.load_site({"RLHF_HOME": str(tmp_path)})
+
+
+def test_a_problem_is_blamed_on_what_made_it(minimal: Path) -> None:
+    with minimal.open("a") as file:
+        file.write("[sft]\nlr = 1\n")
+    with pytest.raises(BadConfig) as caught:
+        config.load(minimal, ["train.num_stepz=3", "seed=x"], "the form")
+    in_form, _, in_file = str(caught.value).partition(f"1 problem in {minimal}:")
+    assert in_form.startswith("2 problems in the form:")
+    assert "train.num_stepz=3" in in_form
+    assert "seed: found 'x'" in in_form
+    assert "sft.lr" in in_file
+    with pytest.raises(BadConfig, match="the form: override 'seed' is not of the form"):
+        config.load(minimal, ["seed"], "the form")
+
+
+def test_overrides_without_a_config_are_checked_for_what_no_config_can_have() -> None:
+    config.check_overrides(["train.num_steps=3", "model.config.anything=1", "resources.num_nodes=400"])
+    with pytest.raises(BadConfig, match="3 problems in --set") as caught:
+        config.check_overrides(["train.num_stepz=3", "seed=x", "name=MyRun"])
+    assert "model" not in str(caught.value), "what is missing may stand in the config"

@@ -14,11 +14,12 @@ from rlhf_core.diagnosis.reconcile import (
     JobFacts,
     ProcessState,
     RunFacts,
+    TaskRunFacts,
     World,
     decide,
 )
 from rlhf_core.diagnosis.retention import Scored, removable
-from rlhf_core.schemas.attempts import PromotionState, RunState
+from rlhf_core.schemas.attempts import PromotionState, RunState, StageState
 
 NOW = datetime(2026, 5, 1, tzinfo=UTC)
 RUN = RunFacts(
@@ -131,6 +132,8 @@ def test_while_prefect_starts_again_nobody_is_adopted_behind_its_back() -> None:
         (RUN, replace(FLOW, state=FlowState.CANCELLING), ["cancel_run", "end_flow_run CANCELLED"]),
         (DRIVEN, replace(ALIVE, state=FlowState.CANCELLING, state_s=10.0), []),
         (DRIVEN, replace(ALIVE, state=FlowState.CANCELLING), ["cancel_run"]),
+        (DRIVEN, replace(ALIVE, state=FlowState.CANCELLING, state_s=10.0, attended=False), ["cancel_run"]),
+        (DRIVEN, replace(ALIVE, state=FlowState.CANCELLING, state_s=4.0, attended=False), []),
         (DRIVEN, replace(FLOW, state=FlowState.CANCELLED), ["cancel_run"]),
         (DRIVEN, FLOW, ["end_flow_run CRASHED"]),
         (DRIVEN, replace(FLOW, state=FlowState.CRASHED), ["note"]),
@@ -145,6 +148,19 @@ def test_while_prefect_starts_again_nobody_is_adopted_behind_its_back() -> None:
         (replace(ENDED, state=RunState.CANCELLED, recorded="cancelled"), ASKS, ["end_flow_run CANCELLED"]),
         (ENDED, ALIVE, []),
         (ENDED, replace(FLOW, state=FlowState.CANCELLED), []),
+        # The server was away when it ended, and the worker called it crashed. Not where another one went on with it.
+        (replace(ENDED, flow_run_id="f"), replace(FLOW, state=FlowState.CRASHED), ["end_flow_run COMPLETED"]),
+        (
+            replace(ENDED, state=RunState.FAILED, recorded="failed", flow_run_id="f"),
+            replace(FLOW, state=FlowState.CRASHED, process=ProcessState.UNKNOWN),
+            ["end_flow_run FAILED"],
+        ),
+        (replace(ENDED, flow_run_id="g"), replace(FLOW, state=FlowState.CRASHED), []),
+        (replace(ENDED, flow_run_id=""), replace(FLOW, state=FlowState.CRASHED), []),
+        (replace(ENDED, flow_run_id="f"), replace(FLOW, state=FlowState.FAILED), []),
+        (replace(ENDED, flow_run_id="f"), replace(ALIVE, state=FlowState.CRASHED), []),
+        (replace(ENDED, flow_run_id="f", holder=Holder.LIVING), replace(FLOW, state=FlowState.CRASHED), []),
+        (replace(WAITS, flow_run_id="f"), replace(FLOW, state=FlowState.CRASHED), ["adopt"]),
         (None, replace(FLOW, run_id=""), ["end_flow_run CRASHED"]),
         (None, replace(FLOW, run_id="", state=FlowState.CANCELLING), ["end_flow_run CANCELLED"]),
         (None, replace(ALIVE, run_id=""), []),
@@ -152,6 +168,37 @@ def test_while_prefect_starts_again_nobody_is_adopted_behind_its_back() -> None:
 )
 def test_a_run_and_its_flow_run(run: RunFacts | None, flow_run: FlowRunFacts, expected: list[str]) -> None:
     assert decided(run, flow_run) == expected
+
+
+CRASHED = replace(FLOW, state=FlowState.CRASHED)
+
+
+@pytest.mark.parametrize(
+    ("flow_run", "stage", "expected"),
+    [
+        (CRASHED, StageState.COMPLETED, ["end_task_run COMPLETED"]),
+        (CRASHED, StageState.FAILED, ["end_task_run FAILED"]),
+        (CRASHED, StageState.CANCELLED, ["end_task_run CANCELLED"]),
+        # What the journal does not tell ends as its flow run.
+        (CRASHED, StageState.RUNNING, ["end_task_run CRASHED"]),
+        (replace(FLOW, state=FlowState.COMPLETED), None, ["end_task_run COMPLETED"]),
+        # Events of Prefect may be late; a process that lives still tells; and nothing is known of another's flow run.
+        (replace(CRASHED, state_s=10.0), StageState.COMPLETED, []),
+        (replace(CRASHED, process=ProcessState.ALIVE), StageState.COMPLETED, []),
+        (replace(CRASHED, flow_run_id="g"), StageState.COMPLETED, []),
+        (ALIVE, StageState.COMPLETED, []),
+    ],
+)
+def test_a_task_run_that_is_left_open_ends_as_its_stage(
+    flow_run: FlowRunFacts, stage: StageState | None, expected: list[str]
+) -> None:
+    assert decided(ENDED, flow_run, task_runs=[TaskRunFacts("t", "f", stage)]) == expected
+
+
+def test_a_task_run_that_stands_for_no_stage_ends_as_its_flow_run_is_to_end() -> None:
+    ended = replace(ENDED, flow_run_id="f")
+    found = decided(ended, CRASHED, task_runs=[TaskRunFacts("t", "f")])
+    assert found == ["end_flow_run COMPLETED", "end_task_run COMPLETED"]
 
 
 def test_a_flow_run_that_lost_its_run_to_a_later_one_does_not_share_its_end() -> None:

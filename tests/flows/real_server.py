@@ -51,8 +51,11 @@ def real_server(home: Path) -> Iterator[RealServer]:
     server = RealServer(f"http://127.0.0.1:{port}", home)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "RLHF_"))}
     environment |= {"PREFECT_HOME": str(home), "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
-    environment |= {"PREFECT_API_URL": server.api}
-    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+    environment |= {"PREFECT_API_URL": server.api, "PREFECT_UI_API_URL": "/api", "PREFECT__SERVER_FINAL": "1"}
+    environment |= {"PREFECT_UI_STATIC_DIRECTORY": str(home / "ui"), "PYTHONPATH": str(Path(__file__).parents[2])}
+    # As `rlhf serve server` serves it: with Prefect's own command no schedule would plan anything (SQLAlchemy 2.1).
+    command = [sys.executable, "-m", "uvicorn", "--factory", "flows.site.server_app:create_app", "--lifespan", "on"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
     with server.log.open("wb") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
     try:

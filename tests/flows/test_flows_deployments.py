@@ -24,6 +24,7 @@ from flows.asking.deployments import (
     submit,
     submit_config,
 )
+from flows.asking.skipping import SKIP_IF_BUSY
 from rlhf_core import config
 from rlhf_core.cli.main import execute
 from rlhf_core.config import Site, load_site
@@ -141,6 +142,9 @@ def test_what_a_person_set_in_the_ui_stays(client: Any, site: Site) -> None:
     crons = {one.slug: one.schedule.cron for one in client.read_deployment_schedules(deployment_id)}
     assert crons == {SCHEDULE: "30 4 * * *", "by-hand": "0 9 * * *"}
     assert client.read_deployment(deployment_id).work_queue_name == "high"
+    for asked, skips in ((True, True), (None, True), (False, False), (None, False)):
+        register("quickstart", site, name="mine", skip_if_busy=asked, tags=["mine"])
+        assert client.read_deployment(deployment_id).tags == ["rlhf", "mine", *([SKIP_IF_BUSY] if skips else [])]
 
 
 @pytest.mark.usefixtures("server")

@@ -235,12 +235,30 @@ def logged() -> Iterator[Callable[[], tuple[str, str, str]]]:
         yield read
 
 
+def as_a_worker_does(given: dict[str, Any]) -> None:
+    """Make a flow run and carry it out as the process that a worker starts: with Prefect's engine, and what it logs."""
+    from prefect.client.orchestration import get_client
+    from prefect.flow_engine import run_flow
+    from prefect.logging.loggers import flow_run_logger
+
+    with get_client(sync_client=True) as client:
+        flow_run = client.create_flow_run(rlhf_run, parameters=given)
+    run_flow(rlhf_run, flow_run=flow_run, error_logger=flow_run_logger(flow_run))  # type: ignore[arg-type]
+
+
 @pytest.mark.usefixtures("server")
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"config": "quickstart", "overrides": "train.num_steps=banana"}, "train.num_steps"),
-        ({"config": "quickstart", "overrides": "train.num_stepps=5"}, "did you mean"),
+        (
+            {"config": "quickstart", "overrides": "train.num_steps=banana"},
+            "1 problem in the field overrides of the form:\n  train.num_steps: found 'banana'",
+        ),
+        (
+            {"config": "quickstart", "overrides": "seed=1\ntrian.num_stepps=5"},
+            'unknown setting "trian.num_stepps" (trian.num_stepps=5); did you mean "train.num_steps"?',
+        ),
+        ({"config": "quickstart", "name": "MyRun"}, """name (name): found 'MyRun', expected at most 63 lower-case"""),
         ({"config": "no-such-config"}, "no-such-config"),
         ({"config": "quickstart", "steps": -3}, "steps (train.num_steps): found -3"),
     ],
@@ -251,10 +269,13 @@ def test_wrong_input_is_told_without_the_place_in_our_program(
     monkeypatch.setenv("RLHF_HOME", str(desk.site.home))
     with logged() as read:
         with pytest.raises(FailedRun):
-            rlhf_run(**given)
+            as_a_worker_does(given)
         name, message, log = read()
+        time.sleep(4)  # the log comes in batches of 2 s, and Prefect's engine has the last word
+        _, _, log = read()
     assert name == "Failed"
     assert said in message
+    assert "quickstart.toml" not in message, "the form is to blame"
     assert message in log, "whole, not as one line with escapes"
     assert "Traceback" not in log
     assert not desk.site.runs_dir.exists() or not any(desk.site.runs_dir.iterdir())
@@ -267,6 +288,19 @@ def test_a_round_that_nobody_handed_over_says_whose_it_is() -> None:
             rlhf_reconcile()
         name, message, log = read()
     assert (name, "carried out by the keeper" in message) == ("Failed", True)
+    assert "Traceback" not in log
+
+
+@pytest.mark.usefixtures("server")
+def test_a_run_that_fails_says_why_in_its_state_and_not_where_in_our_program(desk: Desk) -> None:
+    run_dir = desk.run()
+    desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).incident(FailureKind.CONFIG)
+    desk.scheduler.on_status = desk.scheduler.end_all
+    with logged() as read:
+        with pytest.raises(RunFailed) as failed:
+            run_in_prefect(desk.controller(run_dir))
+        name, message, log = read()
+    assert (name, message) == ("Failed", str(failed.value))
     assert "Traceback" not in log
 
 

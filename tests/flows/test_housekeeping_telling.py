@@ -7,10 +7,11 @@ from uuid import UUID
 import pytest
 from control_fakes import FakeAgent
 from desk import Desk
+from prefect import task
 from prefect.artifacts import Artifact
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactCreate
-from prefect.states import Running
+from prefect.states import Crashed, Running
 from real_server import RealServer
 from zombies import wait_for
 
@@ -183,3 +184,29 @@ def test_nothing_is_shown_of_a_run_that_was_never_a_flow_run(desk: Desk) -> None
     one_round = later(desk)
     one_round.carry_out(one_round.look())
     assert page(run_dir, "result") is None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ends that Prefect did not hear
+
+
+def test_a_flow_run_called_crashed_and_its_open_task_runs_get_the_end_of_the_run(desk: Desk) -> None:
+    """Its server was away when the run ended: the process could not say so, and the worker called it crashed."""
+    run_dir = completed(desk, True)
+    flow_run_id = UUID(drove(run_dir))
+    with get_client(sync_client=True) as client:
+        open_ones = {
+            title: client.create_task_run(
+                task(lambda: None, name=title.split()[0]), flow_run_id, dynamic_key=title, name=title, state=Running()
+            ).id
+            for title in ("train attempt 1", "evaluate", "restart 1 in attempt 1")
+        }
+        client.set_flow_run_state(flow_run_id, Crashed(), force=True)
+        one = later(desk)
+        of_ends = [ActionKind.END_FLOW_RUN, ActionKind.END_TASK_RUN]
+        deeds = one.carry_out([action for action in one.look() if action.kind in of_ends])
+        assert [deed.done for deed in deeds] == [True] * 4
+        assert client.read_flow_run(flow_run_id).state_name == "Completed"
+        states = {title: client.read_task_run(id_).state_name for title, id_ in open_ones.items()}
+    assert set(states.values()) == {"Completed"}
+    assert [action for action in later(desk).look() if action.kind in of_ends] == []

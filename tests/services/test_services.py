@@ -25,6 +25,8 @@ pytestmark = pytest.mark.end_to_end
 def floor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Floor]:
     """A site whose server other machines reach, started by two people at once."""
     floor = Floor(tmp_path_factory.mktemp("site"), free_port(), host="0.0.0.0")
+    # Prefect's own ear for cancellations goes deaf in an outage of any length here, as it does at its default in 45 s.
+    floor.variables = {"PREFECT_RUNNER_POLL_FREQUENCY": "1"}
     floor.write_settings()
     try:
         both = [floor.start("up") for _ in range(2)]
@@ -217,7 +219,8 @@ print(*(processes.look(load_site().home, name).state for name in ("server", "wor
 
 def test_an_outage_of_the_server_ends_neither_worker_nor_flow_runs(floor: Floor, tmp_path: Path) -> None:
     run = floor.start_flow(tmp_path / "a", "through-an-outage")
-    until(lambda: (tmp_path / "a" / "begun").exists())
+    is_cancelled = floor.start_flow(tmp_path / "b", "cancelled-after-it")
+    until(lambda: (tmp_path / "a" / "begun").exists() and (tmp_path / "b" / "begun").exists())
     before = floor.pids()
     os.kill(before["server"], signal.SIGKILL)
     (tmp_path / "a" / "go").touch()
@@ -227,6 +230,10 @@ def test_an_outage_of_the_server_ends_neither_worker_nor_flow_runs(floor: Floor,
         name: pid for name, pid in before.items() if name != "server"
     }
     assert until(lambda: floor.state_of(run) == "Completed")
+    # The worker, which found no server for so long, still hears of cancellations.
+    floor.cancel(is_cancelled)
+    assert until(lambda: floor.state_of(is_cancelled) == "Cancelled")
+    assert (tmp_path / "b" / "let go").exists()
 
 
 SHORT_PATIENCE = """
@@ -288,6 +295,37 @@ def test_the_password_is_nowhere_and_down_leaves_nothing_behind(floor: Floor) ->
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Without a server
+
+
+def test_what_has_died_is_started_again_by_what_lives(tmp_path: Path) -> None:
+    """Whatever is left, and although the server takes long; but not what `rlhf down` has ended."""
+    floor = Floor(tmp_path / "site", free_port(), restart_s=0.5)
+    floor.write_settings()
+    floor.rlhf("up")
+    try:
+        before = floor.pids()
+        for name in ("server", "worker"):
+            os.kill(before[name], signal.SIGKILL)
+        until(lambda: set(floor.pids()) == set(SERVICES) and not set(floor.pids().values()) & {before["server"]})
+        until(lambda: {one["state"] for one in floor.status().values()} == {"running"})
+        between = floor.pids()
+        assert between["keeper"] == before["keeper"]
+        assert {between["server"], between["worker"]}.isdisjoint(before.values())
+        restarts = [floor.status()[name]["restarts"] for name in SERVICES]
+        assert restarts[0] >= 1, floor.logs()
+        assert restarts[1] >= 1, floor.logs()
+        assert restarts[2] == 0, floor.logs()
+        os.kill(between["keeper"], signal.SIGKILL)
+        until(lambda: floor.pids().get("keeper") not in (None, between["keeper"]))
+        floor.rlhf("down", "worker")
+        until(lambda: floor.status()["keeper"]["state"] == "running")
+        assert floor.status()["worker"]["state"] == "stopped"
+    finally:
+        floor.rlhf("down")
+        left = floor.processes()
+        for process in left:
+            process.kill()
+    assert left == []
 
 
 def test_a_port_that_is_taken_is_named_with_who_has_it(tmp_path: Path) -> None:

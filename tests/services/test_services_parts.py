@@ -7,14 +7,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flows.site import processes, server, services
+from flows.site import processes, required, restarting, server, services, wanted
 from flows.site.processes import ServiceFiles, ServiceRecord, ServiceState, end, holding, look
 from rlhf_core.config import Site, load_site
 from rlhf_core.errors import BadInput, PrefectUnavailable
@@ -169,6 +169,152 @@ def test_a_long_log_is_put_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Restarts
+
+SERVICE = """
+import os, sys, time
+from pathlib import Path
+from flows.site import processes, wanted
+home, name = Path(sys.argv[1]), sys.argv[2]
+with processes.holding(home, name) as beat:
+    beat()
+    print(1, flush=True)
+    time.sleep(60)
+"""
+"""A process that is a service and does nothing."""
+
+
+class Started:
+    """Services that were started, as processes that do nothing; ended with the test."""
+
+    def __init__(self) -> None:
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def __call__(self, site: Site, name: str, environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+        process = subprocess.Popen(
+            [sys.executable, "-c", SERVICE, str(site.home), name],
+            env={**environment, "RLHF_STARTED_BY": "rlhf up", "PYTHONPATH": str(Path(__file__).parents[2])},
+            stdout=subprocess.PIPE,
+        )
+        self.processes.append(process)
+        return process
+
+    def wait(self) -> None:
+        """Until the newest holds its service."""
+        assert self.processes[-1].stdout is not None
+        self.processes[-1].stdout.readline()
+
+    def kill(self) -> None:
+        """Kill the newest; its parent has not heard of it yet."""
+        os.kill(self.processes[-1].pid, signal.SIGKILL)
+        os.waitid(os.P_PID, self.processes[-1].pid, os.WEXITED | os.WNOWAIT)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
+    started = Started()
+    monkeypatch.setattr(restarting, "launch", started)
+    yield started
+    for process in started.processes:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def restarter(site: Site, name: str = "keeper") -> restarting.Restarter:
+    return restarting.Restarter(site, name, dict(os.environ), lambda text: None)
+
+
+def test_a_service_that_was_killed_is_started_again_and_each_time_later(
+    site: Site, launched: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1e9]
+    monkeypatch.setattr(restarting.time, "time", lambda: now[0])
+    keeper, server = restarter(site), restarter(site, "server")
+    assert keeper.look() == [], "nothing was ever started by `rlhf up`"
+    wanted.add(site.home, ["keeper", "worker"])
+    assert keeper.look() == ["worker"]
+    assert server.look() == ["keeper"], "no one looks after itself; the worker is on its way"
+    launched.wait()
+    now[0] += 100
+    assert wanted.read(site.home).is_coming("worker")
+    assert [keeper.look(), server.look()] == [[], []], "no second one, also before it holds its service"
+    wanted.remove(site.home, ["keeper"])
+    launched.processes.reverse()
+    launched.wait()
+    launched.kill()
+    assert [keeper.look(), keeper.look()] == [["worker"], []]
+    launched.wait()
+    launched.kill()
+    now[0] += 9
+    assert keeper.look() == [], "the third time only after 10 s"
+    now[0] += 2
+    assert keeper.look() == ["worker"]
+    launched.wait()
+    launched.kill()
+    wanted.remove(site.home, ["worker"])
+    now[0] += 10_000
+    assert keeper.look() == [], "`rlhf down` has ended it"
+    assert services.num_restarts(site, "worker") == 0, "that was long ago"
+
+
+def test_nothing_is_started_again_while_another_process_starts_or_ends_services(site: Site, launched: Started) -> None:
+    wanted.add(site.home, ["worker"])
+    with processes.alone(site.home):
+        assert restarter(site).look() == []
+    assert restarter(site).look() == ["worker"]
+
+
+def test_a_service_that_is_silent_for_long_is_replaced(
+    site: Site, launched: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted.add(site.home, ["worker"])
+    clock = [0.0]
+    keeper = restarting.Restarter(site, "keeper", dict(os.environ), lambda text: None, lambda: clock[0])
+    keeper.look()
+    launched.wait()
+    monkeypatch.setattr(processes, "STALE_S", -1.0)
+    assert look(site.home, "worker").state is ServiceState.SILENT
+    (first,) = launched.processes
+    monkeypatch.setattr(wanted.Wanted, "is_coming", lambda self, name: False)
+    monkeypatch.setattr(wanted, "is_due", lambda restarts, now: True)
+    assert keeper.look() == []
+    clock[0] = restarting.SILENT_S - 1
+    assert keeper.look() == [], "a machine may be busy"
+    clock[0] = restarting.SILENT_S
+    assert keeper.look() == ["worker"]
+    assert first.wait() == -signal.SIGTERM
+
+
+@pytest.mark.parametrize(("num", "pause_s"), [(0, 0), (1, 5), (2, 10), (3, 20), (7, 300), (5000, 300)])
+def test_how_long_a_service_waits_for_its_next_restart(num: int, pause_s: float) -> None:
+    assert wanted.pause_s([1.0] * num) == pause_s
+
+
+def test_a_service_whose_end_was_faster_than_its_start_does_not_stay(
+    site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from flows.site import serving
+
+    monkeypatch.setenv("RLHF_STARTED_BY", "rlhf up")
+    monkeypatch.setattr(serving, "_serve_keeper", lambda site, beat: pytest.fail("it stays"))
+    serving.serve(site, "keeper")
+    assert "`rlhf down` was called" in capsys.readouterr().out
+
+
+def test_the_exit_code_of_a_look_says_whether_something_is_down(site: Site) -> None:
+    assert services.down_ones(site) == ["server", "worker", "keeper"]
+    with holding(site.home, "worker") as beat:
+        assert services.down_ones(site, ["worker"]) == ["worker"], "it is not ready"
+        beat()
+        assert services.down_ones(site, ["worker"]) == []
+        assert services.down_ones(site) == ["server", "keeper"]
+    os.environ["PREFECT_API_URL"] = "http://prefect.example.com/api"
+    assert services.down_ones(site) == ["worker", "keeper"], "the server is not ours"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Password
 
 
@@ -257,6 +403,49 @@ def test_without_any_server_there_is_none(site: Site) -> None:
     assert services.wanted_services(site, ()) == ("server", "worker", "keeper")
     with pytest.raises(BadInput, match="'sever'"):
         services.wanted_services(site, ("sever",))
+
+
+def test_where_a_server_should_be_is_said_when_it_does_not_answer(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "answers", lambda url: False)
+    monkeypatch.setattr(required, "is_there", lambda url: False)
+    with pytest.raises(PrefectUnavailable, match="no Prefect server is configured, and this site has none yet"):
+        required.require(site)
+    wanted.add(site.home, ["server"])
+    own = rf"does not answer at {server.own_url(site)}: its process is gone. `rlhf up` starts it again"
+    with pytest.raises(PrefectUnavailable, match=own):
+        required.require(site)
+    with holding(site.home, "server"), pytest.raises(PrefectUnavailable, match="is starting"):
+        required.require(site)
+    os.environ["PREFECT_API_URL"] = "http://prefect.example.com/api"
+    with pytest.raises(PrefectUnavailable, match=r"at http://prefect.example.com/api does not answer"):
+        required.require(site)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["submit", "quickstart", "--set", "train.num_stepz=3"], 2, 'did you mean "train.num_steps"'),
+        (["submit", "quickstart", "--set", "name=MyRun"], 2, 'for instance "myrun"'),
+        (["submit", "My.Deployment"], 2, "there is no file of that name"),
+        (["deploy", "quickstart", "--set", "seed=x"], 2, "1 problem in --set"),
+        (["submit", "quickstart"], 1, "`rlhf up` starts"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_refused_before_prefect_is_imported(
+    site: Site, arguments: list[str], code: int, said: str
+) -> None:
+    """Its import takes seconds of processor time."""
+    program = f"import sys; from rlhf_core.cli.main import execute; code = execute({arguments!r}); "
+    program += "print(code, 'prefect' in sys.modules)"
+    found = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "RLHF_HOME": str(site.home)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.split() == [str(code), "False"]
+    assert said in " ".join(found.stderr.split())
 
 
 def test_something_else_on_the_port_is_not_the_server_of_the_site(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

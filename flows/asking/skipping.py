@@ -1,0 +1,145 @@
+"""Scheduled flow runs that are not to begin: their schedule was paused, or the last run of their deployment goes on.
+
+Prefect removes the planned flow runs of a schedule that is paused, but not those that are due already and wait for
+their turn: they would begin hours later. Nor does it know a schedule that leaves a time out.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from uuid import UUID
+
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import (
+    DeploymentFilter,
+    DeploymentFilterId,
+    FlowFilter,
+    FlowFilterName,
+    FlowRunFilter,
+    FlowRunFilterNextScheduledStartTime,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+)
+from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.client.schemas.sorting import FlowRunSort
+from prefect.events import emit_event
+from prefect.exceptions import ObjectNotFound
+from prefect.states import Cancelled
+
+from rlhf_core.errors import RlhfError
+from rlhf_core.launch.journal import read_record
+from rlhf_core.run_dir import RunDir, is_run_id
+
+SKIP_IF_BUSY = "rlhf-skip-if-busy"
+"""Tag of the deployments, and so of their flow runs, whose schedule leaves a time out while their last run goes on."""
+
+EVENT = "rlhf.schedule.skipped"
+
+_AT_WORK = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING, StateType.CRASHED]
+_NEWEST = 20
+"""As many flow runs of a deployment are looked at for one that goes on."""
+_AT_MOST = 200
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A scheduled flow run that was called off."""
+
+    flow_run_id: str
+    name: str
+    why: str
+
+
+def is_to_be_skipped(flow_run: FlowRun) -> bool:
+    """Whether it begins only if its deployment is idle. One that a person asked for, or tried again, begins."""
+    return flow_run.auto_scheduled and SKIP_IF_BUSY in flow_run.tags and flow_run.run_count <= 1
+
+
+def busy_with(client: SyncPrefectClient, flow_run: FlowRun, runs_dir: Path) -> str:
+    """The run of the same deployment that still goes on; empty where none does.
+
+    One whose flow run crashed counts while the run itself has not ended: it is adopted, and its job is at work.
+    """
+    if flow_run.deployment_id is None:
+        return ""
+    others = client.read_flow_runs(
+        deployment_filter=DeploymentFilter(id=DeploymentFilterId(any_=[flow_run.deployment_id])),
+        flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=_AT_WORK))),
+        sort=FlowRunSort.EXPECTED_START_TIME_DESC,
+        limit=_NEWEST,
+    )
+    return next((one.name for one in others if one.id != flow_run.id and _goes_on(one, runs_dir)), "")
+
+
+def _goes_on(flow_run: FlowRun, runs_dir: Path) -> bool:
+    if flow_run.state_type is not StateType.CRASHED:
+        return True
+    run_dir = RunDir.of(runs_dir, flow_run.name) if is_run_id(flow_run.name) else None
+    try:
+        return run_dir is not None and run_dir.spec.is_file() and not read_record(run_dir).ended
+    except (RlhfError, OSError):
+        return False
+
+
+def call_off(flow: str, runs_dir: Path) -> list[Skipped]:
+    """Cancel what is due and is not to begin, and tell it as an event.
+
+    Raises whatever Prefect raises when it does not answer.
+    """
+    skipped = []
+    with get_client(sync_client=True) as client:
+        for flow_run in _due(client, flow):
+            why = _why_not(client, flow_run, runs_dir)
+            if why:
+                client.set_flow_run_state(flow_run.id, Cancelled(message=f"skipped: {why}"))
+                tell(flow_run, why)
+                skipped.append(Skipped(str(flow_run.id), flow_run.name, why))
+    return skipped
+
+
+def tell(flow_run: FlowRun, why: str) -> None:
+    """Tell Prefect, for automations, that a scheduled flow run was skipped."""
+    emit_event(
+        EVENT,
+        resource={
+            "prefect.resource.id": f"prefect.deployment.{flow_run.deployment_id}",
+            "prefect.resource.role": "deployment",
+        },
+        related=[
+            {
+                "prefect.resource.id": f"prefect.flow-run.{flow_run.id}",
+                "prefect.resource.role": "flow-run",
+                "prefect.resource.name": flow_run.name,
+            }
+        ],
+        payload={"why": why, "due": f"{flow_run.expected_start_time or ''}"},
+    )
+
+
+def _due(client: SyncPrefectClient, flow: str) -> Iterator[FlowRun]:
+    waiting = FlowRunFilter(
+        state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED])),
+        next_scheduled_start_time=FlowRunFilterNextScheduledStartTime(before_=datetime.now(UTC)),
+    )
+    found = client.read_flow_runs(
+        flow_filter=FlowFilter(name=FlowFilterName(any_=[flow])), flow_run_filter=waiting, limit=_AT_MOST
+    )
+    return (one for one in found if one.auto_scheduled and one.run_count == 0)
+
+
+def _why_not(client: SyncPrefectClient, flow_run: FlowRun, runs_dir: Path) -> str:
+    schedule = flow_run.created_by.id if flow_run.created_by and flow_run.created_by.type == "SCHEDULE" else None
+    if schedule is not None and flow_run.deployment_id is not None and not _is_active(client, flow_run, schedule):
+        return "it was due, had not begun, and its schedule was paused or removed since"
+    busy = busy_with(client, flow_run, runs_dir) if is_to_be_skipped(flow_run) else ""
+    return f"run {busy} of the same deployment still goes on" if busy else ""
+
+
+def _is_active(client: SyncPrefectClient, flow_run: FlowRun, schedule: UUID) -> bool:
+    assert flow_run.deployment_id is not None
+    try:
+        deployment = client.read_deployment(flow_run.deployment_id)
+    except ObjectNotFound:
+        return True  # Prefect itself removes what belonged to it
+    return not deployment.paused and any(one.id == schedule and one.active for one in deployment.schedules)

@@ -1,0 +1,51 @@
+"""What was asked for in Prefect and is no run, as `rlhf runs` shows it: without Prefect, from what the keeper wrote."""
+
+import json
+import subprocess
+import sys
+from datetime import timedelta
+
+import pytest
+from desk import Desk
+from prefect.client.orchestration import get_client
+from prefect.states import Failed, Running, Scheduled
+from real_server import RealServer
+
+from flows.asking import requests
+from flows.run import FLOW, rlhf_run
+from rlhf_core.cli.main import execute
+from rlhf_core.schemas.base import utc_now
+
+
+def test_requests_that_wait_or_were_refused_are_listed_with_the_runs(
+    desk: Desk, real_prefect: RealServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RLHF_HOME", str(desk.site.home))
+    run_dir = desk.run()
+    flow = f"{FLOW}-of-this-test"
+    assert execute(["runs", "--queued"]) == 0
+    assert "Nothing is known" in capsys.readouterr().out
+    with real_prefect.in_use(), get_client(sync_client=True) as client:
+        renamed = rlhf_run.with_options(name=flow)
+        waits = client.create_flow_run(renamed, name="waits", parameters={"owner": "ada"}, state=Scheduled())
+        refused = client.create_flow_run(renamed, name="refused", state=Running())
+        with_run = client.create_flow_run(renamed, name=run_dir.run_id, state=Running())
+        resumes = client.create_flow_run(renamed, name="resumes", parameters={"run_id": run_dir.run_id})
+        for one in (refused, with_run):
+            client.set_flow_run_state(one.id, Failed(message="the form cannot be used:\n  nodes: found -1"), force=True)
+        client.set_flow_run_state(resumes.id, Scheduled(scheduled_time=utc_now() + timedelta(hours=1)), force=True)
+        requests.keep(desk.site, desk.store, flow, utc_now())
+    program = "import sys; from rlhf_core.cli.main import execute; execute(['runs', '--queued', '--json']); "
+    program += "print('prefect' in sys.modules, file=sys.stderr)"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stderr.strip() == "False", "it works, and is fast, whatever becomes of Prefect"
+    listed = {one["run_id"]: one for one in json.loads(found.stdout)}
+    assert {name: one["state"] for name, one in listed.items()} == {"waits": "waiting", "refused": "refused"}
+    assert listed["waits"]["owner"] == "ada"
+    assert str(waits.id) in listed["waits"]["url"]
+    assert execute(["runs"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Asked for in Prefect, and no run" in said
+    assert "nodes: found -1" in said
+    assert execute(["runs", "--name", "other"]) == 0
+    assert "Asked for" not in capsys.readouterr().out

@@ -1,0 +1,145 @@
+"""Scheduled flow runs that are not to begin: of a paused schedule, and of a deployment that is busy."""
+
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import UUID
+
+import pytest
+from desk import Desk
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import DeploymentScheduleCreate
+from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.schedules import IntervalSchedule
+from prefect.exceptions import CancelledRun
+from prefect.flow_engine import run_flow
+from prefect.states import Crashed, Running
+from real_server import RealServer
+from zombies import wait_for
+
+from flows.asking import skipping
+from flows.run import FLOW, rlhf_run
+from rlhf_core.run_dir import RunDir
+
+
+@pytest.fixture(autouse=True)
+def _server(real_prefect: RealServer, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("RLHF_HOME", str(desk.site.home))
+    with real_prefect.in_use():
+        yield
+
+
+@pytest.fixture
+def client() -> Iterator[SyncPrefectClient]:
+    with get_client(sync_client=True) as client:
+        yield client
+
+
+def deployed(client: SyncPrefectClient, name: str, *tags: str) -> UUID:
+    """A deployment whose schedule is due in some seconds, and then in a day."""
+    schedule = IntervalSchedule(
+        interval=timedelta(days=1), anchor_date=datetime.now(UTC) - timedelta(days=2, seconds=-15)
+    )
+    return client.create_deployment(
+        client.create_flow(rlhf_run),
+        name=name,
+        schedules=[DeploymentScheduleCreate(schedule=schedule, active=True)],
+        tags=list(tags),
+        parameter_openapi_schema={"type": "object", "properties": {}},
+    )
+
+
+def due(client: SyncPrefectClient, deployment: UUID) -> FlowRun:
+    """Its flow run that is due, and waits."""
+    found: list[FlowRun] = wait_for(
+        lambda: [
+            one
+            for one in client.read_flow_runs(limit=200)
+            if one.deployment_id == deployment
+            and one.auto_scheduled
+            and (one.expected_start_time or datetime.now(UTC)) < datetime.now(UTC)
+        ],
+        "it is planned and due",
+    )
+    return found[0]
+
+
+def state(client: SyncPrefectClient, flow_run: FlowRun) -> tuple[str, str]:
+    now = client.read_flow_run(flow_run.id).state
+    assert now is not None
+    return now.name or "", now.message or ""
+
+
+def events(real_prefect: RealServer, deployment: UUID) -> list[str]:
+    import httpx
+
+    wanted = {"filter": {"resource": {"id": [f"prefect.deployment.{deployment}"]}}}
+    found: list[dict[str, Any]] = httpx.post(f"{real_prefect.api}/events/filter", json=wanted).json()["events"]
+    return [one["event"] for one in found if one["event"].startswith("rlhf.")]
+
+
+def at_work(client: SyncPrefectClient, deployment: UUID, name: str = "") -> FlowRun:
+    """A run of a deployment that goes on."""
+    made = client.create_flow_run_from_deployment(deployment, name=name or None)
+    client.set_flow_run_state(made.id, Running(), force=True)
+    return made
+
+
+def test_what_waits_is_called_off_when_its_schedule_is_paused_or_its_deployment_busy(
+    client: SyncPrefectClient, desk: Desk, real_prefect: RealServer
+) -> None:
+    paused, busy, other, idle = (deployed(client, name) for name in ("paused", "busy", "other", "idle"))
+    waiting = {one: due(client, one) for one in (paused, busy, other, idle)}
+    by_hand = client.create_flow_run_from_deployment(paused)
+    # The tag of the flow runs is what counts: Prefect copies it from the deployment when it plans them.
+    for one in (busy, idle):
+        client.update_flow_run(waiting[one].id, tags=[*waiting[one].tags, skipping.SKIP_IF_BUSY])
+    (schedule,) = client.read_deployment_schedules(paused)
+    client.update_deployment_schedule(paused, schedule.id, active=False)
+    assert state(client, waiting[paused])[0] in ("Scheduled", "Late"), "Prefect leaves what was due"
+    for one in (busy, other):
+        at_work(client, one)
+    found = skipping.call_off(FLOW, desk.site.runs_dir)
+    assert {one.flow_run_id for one in found} == {str(waiting[one].id) for one in (paused, busy)}
+    name, said = state(client, waiting[paused])
+    assert (name, "its schedule was paused" in said) == ("Cancelled", True)
+    name, said = state(client, waiting[busy])
+    assert (name, "of the same deployment still goes on" in said) == ("Cancelled", True)
+    for left in (waiting[other], waiting[idle], by_hand):
+        assert state(client, left)[0] in ("Scheduled", "Late")
+    wait_for(lambda: events(real_prefect, paused) == [skipping.EVENT], "its event")
+    assert skipping.call_off(FLOW, desk.site.runs_dir) == []
+
+
+def test_a_scheduled_run_that_a_worker_has_taken_does_not_begin_while_its_deployment_is_busy(
+    client: SyncPrefectClient, desk: Desk
+) -> None:
+    deployment = deployed(client, "nightly", skipping.SKIP_IF_BUSY)
+    waiting = due(client, deployment)
+    assert skipping.SKIP_IF_BUSY in waiting.tags
+    run_dir = desk.run()
+    crashed = at_work(client, deployment, run_dir.run_id)
+    client.set_flow_run_state(crashed.id, Crashed(), force=True)
+    with pytest.raises(CancelledRun):
+        run_flow(rlhf_run, flow_run=client.read_flow_run(waiting.id), parameters={"config": "quickstart"})
+    assert state(client, waiting) == (
+        "Cancelled",
+        f"skipped: run {run_dir.run_id} of the same deployment still goes on",
+    )
+    assert [one.name for one in desk.site.runs_dir.iterdir()] == [run_dir.run_id], "it made no run"
+
+
+def test_a_crashed_flow_run_keeps_its_deployment_busy_only_while_its_run_goes_on(
+    client: SyncPrefectClient, desk: Desk
+) -> None:
+    deployment = deployed(client, "crashes")
+    asked = client.create_flow_run_from_deployment(deployment)
+    assert skipping.busy_with(client, asked, desk.site.runs_dir) == ""
+    client.set_flow_run_state(at_work(client, deployment).id, Crashed(), force=True)
+    assert skipping.busy_with(client, asked, desk.site.runs_dir) == "", "it had made no run"
+    run_dir = desk.run()
+    client.set_flow_run_state(at_work(client, deployment, run_dir.run_id).id, Crashed(), force=True)
+    assert skipping.busy_with(client, asked, desk.site.runs_dir) == run_dir.run_id
+    assert RunDir.of(desk.site.runs_dir, run_dir.run_id).spec.is_file()
+    run_dir.spec.unlink()
+    assert skipping.busy_with(client, asked, desk.site.runs_dir) == ""
