@@ -133,7 +133,12 @@ class Session:
         self._step = self.steps_done
         self._checkpoint_s = 0.0
         self._checkpoints = CheckpointWriter(
-            context.run_dir, self.spec, tokenizer, ranks, lambda: self.beat(Phase.CHECKPOINT)
+            context.run_dir,
+            self.spec,
+            tokenizer,
+            ranks,
+            lambda: self.beat(Phase.CHECKPOINT),
+            lambda: context.run_dir.is_superseded(context.attempt),
         )
         self._metrics_file = LineWriter(context.restart_dir.metrics) if ranks.is_first else None
         self._samples_file = LineWriter(context.restart_dir.samples) if ranks.is_first else None
