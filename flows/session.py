@@ -23,6 +23,7 @@ from rlhf_core.scheduler.base import Scheduler
 from rlhf_core.schemas.journal import ControllerStarted
 from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.run import RunSpec, StoredSpec
+from rlhf_core.watchdog.missing import Presence
 from rlhf_core.watchdog.watch import Look, Watcher, record
 
 
@@ -135,6 +136,11 @@ class Session:
     """Whether the journal says that this controller has the run."""
     _watcher: Watcher | None = None
     _watched: int = 0
+    _missing: str = ""
+
+    def __post_init__(self) -> None:
+        self.presence = Presence(self.run_dir, lambda: self.clock())
+        """Whether the run directory is there."""
 
     @property
     def spec(self) -> RunSpec:
@@ -146,8 +152,10 @@ class Session:
 
         Raises:
             LeaseLost: another controller has the run.
+            RunDirGone: its directory is gone.
         """
         self.lease.keep()
+        self.lacks_directory()
         if self.observer.wants_to_stop():
             raise CancelAsked("interrupted at the terminal")
         request = read_model(self.run_dir.cancel_request, AgentCommand)
@@ -163,6 +171,24 @@ class Session:
             if rest <= 0:
                 return
             self.sleep(min(rest, 0.5))
+
+    def lacks_directory(self) -> bool:
+        """Whether the run directory is not there just now. Nothing that is seen without it counts.
+
+        Raises:
+            RunDirGone: it has been missing for so long that it is taken for gone.
+            RunDirError: its file system has been away for too long.
+        """
+        problem = self.presence.problem(max(self.journal.record.attempts, default=0))
+        if problem and not self._missing:
+            self.observer.says(f"{problem}; nothing is decided until it is back, or known to be gone")
+        self._missing = problem
+        return bool(problem)
+
+    def await_directory(self) -> None:
+        """Return once the run directory is there. Raises what :meth:`lacks_directory` raises."""
+        while self.lacks_directory():
+            self.wait(self.poll_s)
 
     def watcher(self, number: int) -> Watcher:
         """The watchdog of an attempt; the same one for as long as the attempt is looked at."""

@@ -15,6 +15,7 @@
     ├── SchedulerError              the scheduler refused or did not answer
     │   └── SubmissionFailed        the job was not accepted
     ├── RunDirError                 the run directory is missing, foreign or damaged
+    │   ├── RunDirGone              it was there, and is not any more, while its file system is
     │   └── CheckpointCorrupt       a checkpoint's checksums do not hold
     ├── PrefectUnavailable          no Prefect server can be used; nothing of a run depends on one
     ├── PromotionFailed             the model of a completed run could not be written; it can be tried again
@@ -99,6 +100,10 @@ class SubmissionFailed(SchedulerError):
 
 class RunDirError(RlhfError):
     """The run directory is missing, belongs to something else, or is damaged."""
+
+
+class RunDirGone(RunDirError):
+    """A run directory was removed or moved away while its run was at work."""
 
 
 class CheckpointCorrupt(RunDirError):

@@ -44,6 +44,9 @@ BLOCK_BYTES = 2 << 20
 BATCH_BYTES = 4 << 20
 """About how much goes into one transaction: bounds memory and how long other writers wait."""
 
+GONE_MARK = "directory-gone"
+"""Stands among the files that were read of a run that was closed because its directory was gone (``missing.py``)."""
+
 _CHECKPOINT_MARK = re.compile(r"^checkpoints/step-(\d+)/COMPLETE$")
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -108,7 +111,13 @@ def sync(run_dir: RunDir, store: HistoryStore) -> SyncReport:
     """
     report = SyncReport()
     while True:
-        reader = _Reader(run_dir, store.ingest_state(run_dir.run_id))
+        state = store.ingest_state(run_dir.run_id)
+        if state.stamp and not run_dir.spec.is_file():
+            return report  # gone, or away: what agents write into folders that they make anew does not count
+        if GONE_MARK in state.offsets:
+            store.forget(run_dir.run_id)  # it is back: what was written without it does not count
+            continue
+        reader = _Reader(run_dir, state)
         batch = reader.read()
         if batch.is_empty():
             return report
