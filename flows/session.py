@@ -17,12 +17,14 @@ from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import Journal, read_record
 from rlhf_core.launch.lease import TTL_S, Lease, Owner, acquire
 from rlhf_core.launch.prepare import absolute_paths, git_revision, prepare, program_revision
+from rlhf_core.presets import PRESETS
 from rlhf_core.run_dir import RunDir, read_model
 from rlhf_core.scheduler import get_scheduler
 from rlhf_core.scheduler.base import Scheduler
 from rlhf_core.schemas.journal import ControllerStarted
 from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.run import RunSpec, StoredSpec
+from rlhf_core.watchdog.missing import Presence
 from rlhf_core.watchdog.watch import Look, Watcher, record
 
 LEASE_RETRY_S = 2.0
@@ -140,6 +142,11 @@ class Session:
     """Whether the journal says that this controller has the run."""
     _watcher: Watcher | None = None
     _watched: int = 0
+    _missing: str = ""
+
+    def __post_init__(self) -> None:
+        self.presence = Presence(self.run_dir, lambda: self.clock())
+        """Whether the run directory is there."""
 
     @property
     def spec(self) -> RunSpec:
@@ -151,8 +158,10 @@ class Session:
 
         Raises:
             LeaseLost: another controller has the run.
+            RunDirGone: its directory is gone.
         """
         self.lease.keep()
+        self.lacks_directory()
         if self.observer.wants_to_stop():
             raise CancelAsked("interrupted at the terminal")
         request = read_model(self.run_dir.cancel_request, AgentCommand)
@@ -190,6 +199,24 @@ class Session:
             if rest <= 0:
                 return
             self.sleep(min(rest, 0.5))
+
+    def lacks_directory(self) -> bool:
+        """Whether the run directory is not there just now. Nothing that is seen without it counts.
+
+        Raises:
+            RunDirGone: it has been missing for so long that it is taken for gone.
+            RunDirError: its file system has been away for too long.
+        """
+        problem = self.presence.problem(max(self.journal.record.attempts, default=0))
+        if problem and not self._missing:
+            self.observer.says(f"{problem}; nothing is decided until it is back, or known to be gone")
+        self._missing = problem
+        return bool(problem)
+
+    def await_directory(self) -> None:
+        """Return once the run directory is there. Raises what :meth:`lacks_directory` raises."""
+        while self.lacks_directory():
+            self.wait(self.poll_s)
 
     def watcher(self, number: int) -> Watcher:
         """The watchdog of an attempt; the same one for as long as the attempt is looked at."""
@@ -258,7 +285,7 @@ def new_run(
     get_scheduler(site.scheduler)  # a run that can never start is not made
     kept = kept_with(source)
     # A preset belongs to the program. A deployment of one is begun in no folder of a user's.
-    of_preset = program_revision() if source in config.PRESETS and not git_revision(folder or Path.cwd()) else None
+    of_preset = program_revision() if source in PRESETS and not git_revision(folder or Path.cwd()) else None
     return prepare(
         spec,
         site.runs_dir,

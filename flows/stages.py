@@ -12,6 +12,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
+from flows.gone import abandon
 from flows.past import look_back
 from flows.promoting import promotion
 from flows.session import CancelAsked, Session
@@ -27,6 +28,7 @@ from rlhf_core.errors import (
     PreflightBlocked,
     PromotionFailed,
     RunCancelled,
+    RunDirGone,
     RunFailed,
     SchedulerError,
     SubmissionFailed,
@@ -103,6 +105,7 @@ def drive(session: Session, call: Call = plainly, ask: promotion.Ask = promotion
         RunCancelled: somebody ended it.
         LeaseLost: another controller has taken it over. Nothing was changed since.
         SchedulerError: the scheduler does not answer; the run stays as it is and can be resumed.
+        RunDirGone: its directory is gone; its job was ended, and the history has closed it.
     """
     try:
         try:
@@ -114,6 +117,10 @@ def drive(session: Session, call: Call = plainly, ask: promotion.Ask = promotion
     except LeaseLost:
         session.lease_lost = True
         raise
+    except RunDirGone as found:
+        if not session.presence.is_gone:  # it is that of a trial
+            raise
+        raise abandon(session, found) from None
     finally:
         if not session.lease_lost:
             session.record()
@@ -378,6 +385,9 @@ def _watch_until(session: Session, number: int, enough: Callable[[Look], bool]) 
                 journal.move_run(RunState.TRAINING, f"attempt {number} runs")
             watcher.record()
         session.observer.looked(look)
+        if session.lacks_directory():
+            session.wait(session.poll_s)
+            continue
         if look.ended or enough(look):
             return look
         session.wait(session.poll_s)
@@ -467,6 +477,7 @@ def conclude(session: Session, number: int) -> None:
     """
     journal = session.journal
     attempt = journal.record.attempts[number]
+    session.await_directory()
     look = _final_look(session, number, attempt)
     match look.verdict.state:
         case AttemptState.COMPLETED:

@@ -15,6 +15,7 @@
     ├── SchedulerError              the scheduler refused or did not answer
     │   └── SubmissionFailed        the job was not accepted
     ├── RunDirError                 the run directory is missing, foreign or damaged
+    │   ├── RunDirGone              it was there, and is not any more, while its file system is
     │   ├── CheckpointCorrupt       a checkpoint is not what its manifest says, or has none
     │   └── JournalDamaged          a line of the controller's journal cannot be read
     ├── PrefectUnavailable          no Prefect server can be used; nothing of a run depends on one
@@ -113,6 +114,10 @@ class SubmissionFailed(SchedulerError):
 
 class RunDirError(RlhfError):
     """The run directory is missing, belongs to something else, or is damaged."""
+
+
+class RunDirGone(RunDirError):
+    """A run directory was removed or moved away while its run was at work."""
 
 
 class CheckpointCorrupt(RunDirError):

@@ -647,6 +647,10 @@ class RunDir:
         """Attempts that were planned, in order."""
         return [self.attempt(number) for number in _numbered(self.attempts_dir)]
 
+    def is_superseded(self, attempt: int) -> bool:
+        """Whether the attempt after this one was planned: nothing of this one may be at work or be written any more."""
+        return self.attempt(attempt + 1).placement.exists()
+
     def checkpoint(self, step: int) -> CheckpointDir:
         """The folder of one checkpoint."""
         return CheckpointDir(self.checkpoints_dir / f"step-{step:06d}", step)

@@ -42,13 +42,15 @@ from rlhf_core.history.active import Standing
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import RunRecord, read_record
 from rlhf_core.launch.lease import TTL_S, Owner
-from rlhf_core.run_dir import LineWriter, RunDir, is_run_id, read_model, remove_tree
+from rlhf_core.run_dir import LineWriter, RunDir, is_run_id, read_model, remove_tree, run_dirs
 from rlhf_core.scheduler import get_scheduler
+from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.journal import ControllerStarted
 from rlhf_core.schemas.reports import AgentCommand, EvaluationReport, KeeperNote
 from rlhf_core.schemas.resources import Submission
 from rlhf_core.schemas.run import StoredSpec
+from rlhf_core.watchdog.missing import close_missing, identity
 from rlhf_core.watchdog.watch import record
 
 log = logging.getLogger("rlhf.keeper")
@@ -114,6 +116,8 @@ class Reconciler:
         self._now = now
         self._scheduler = get_scheduler(site.scheduler)
         self._missing_since: dict[str, float] = {}
+        self._runs_with_runs: tuple[int, int] | None = None
+        """Identity of the folder of run directories when a run was last seen in it."""
         self._watched_since: float | None = None
         self._away_since: float | None = None
         self._noted: set[tuple[str, str, str]] = set()
@@ -247,6 +251,7 @@ class Reconciler:
             self._note_once(run_id, "damaged", str(error))
             return None
         self._missing_since.pop(run_id, None)
+        self._runs_with_runs = identity(self._site.runs_dir)
         reason = (request.reason or "rlhf cancel") if request is not None else ""
         facts = _facts(run_id, standing, written, reason, stored, now)
         return replace(facts, untold=self._num_untold(run_dir, stored, written)) if facts.ended else facts
@@ -278,12 +283,20 @@ class Reconciler:
         return _Untold(flow_run, story, events)
 
     def _missing(self, run_id: str, standing: Standing | None) -> RunFacts | None:
-        # Without its folder, the file system may be away as a whole; without a row, the run is another site's.
-        if standing is None or not self._site.runs_dir.is_dir():
+        # Without a row, the run is another site's.
+        if standing is None or not self._has_its_file_system():
+            self._missing_since.pop(run_id, None)
             return None
         since = self._missing_since.setdefault(run_id, self._clock())
-        state = read_record(RunDir.of(self._site.runs_dir, run_id)).state
-        return RunFacts(run_id, state, standing.state, missing_s=max(self._clock() - since, 1e-3))
+        holder, _ = _holder(standing, self._now())
+        missing_s = max(self._clock() - since, 1e-3)
+        return RunFacts(run_id, RunState(standing.state), standing.state, holder, standing.owner, missing_s=missing_s)
+
+    def _has_its_file_system(self) -> bool:
+        """Whether the folder of run directories is the one that runs were seen in, or has some: a mount point is an
+        empty folder while its file system is away."""
+        present = identity(self._site.runs_dir)
+        return present is not None and (present == self._runs_with_runs or bool(run_dirs(self._site.runs_dir)))
 
     # -----------------------------------------------------------------------------------------------------------------
     # Deeds
@@ -307,6 +320,10 @@ class Reconciler:
             case ActionKind.CANCEL_RUN:
                 ended = cancel_run(run_dir, self._site, self._store, action.reason, say=log.info)
                 return Deed(action, ended.job_ended, ended.message)
+            case ActionKind.CLOSE_RUN:
+                cause = f"the run directory is gone: {run_dir.root}, and no controller was at work on it"
+                closed = close_missing(action.run_id, self._store, cause, self._now())
+                return Deed(action, True, "closed as failed" if closed else "it had ended")
             case ActionKind.CANCEL_JOB:
                 gone = self._scheduler.cancel(self._submissions[action.job_id])
                 return Deed(action, gone, "ended" if gone else "something of it is still at work")

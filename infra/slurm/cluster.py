@@ -8,6 +8,7 @@
 and, while it runs, what disturbs one node, or ends that:
 
     cluster.py slow-link FOLDER NODE RATE_MBIT [--latency-ms 5]     cluster.py mend-link FOLDER NODE
+    cluster.py cut-link FOLDER NODE                                 the same ends it
     cluster.py slow-cpu FOLDER NODE CORES                           cluster.py mend-cpu FOLDER NODE
     cluster.py variables FOLDER NODE [NAME=VALUE ...] [NAME ...]    a bare NAME is unset; none at all ends it
     cluster.py clock FOLDER NODE OFFSET_S                           0 ends it
@@ -281,6 +282,14 @@ class Cluster:
         """
         self._network.slow(self._known(node), rate_mbit, latency_ms)
 
+    def cut_link(self, node: str) -> None:
+        """Have the node's cable swallow everything in both directions: nothing is refused, and nothing arrives.
+
+        Raises:
+            ClusterError: the cluster has no namespaces.
+        """
+        self._network.cut(self._known(node))
+
     def mend_link(self, node: str) -> None:
         """Let the node's cable pass everything again; harmless where it does.
 
@@ -548,7 +557,7 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--namespaces", action="store_true", help="each node has its own network (only root may)")
     actions.add_parser("down").add_argument("folder", type=Path)
     of_node = {}
-    for action in ("slow-link", "mend-link", "slow-cpu", "mend-cpu", "variables", "clock"):
+    for action in ("slow-link", "cut-link", "mend-link", "slow-cpu", "mend-cpu", "variables", "clock"):
         of_node[action] = actions.add_parser(action)
         of_node[action].add_argument("folder", type=Path)
         of_node[action].add_argument("node")
@@ -577,6 +586,8 @@ def _do(arguments: argparse.Namespace) -> None:
             cluster.down()
         case "slow-link":
             cluster.slow_link(arguments.node, arguments.rate_mbit, arguments.latency_ms)
+        case "cut-link":
+            cluster.cut_link(arguments.node)
         case "mend-link":
             cluster.mend_link(arguments.node)
         case "slow-cpu":

@@ -149,15 +149,28 @@ class Network:
                 raise ClusterError(f"{error} (a latency needs a kernel with sch_netem)") from error
             raise
 
+    def cut(self, node: str) -> None:
+        """Have the switch swallow all that the node sends, and all that is sent to it, without a word to anybody.
+
+        Raises:
+            ClusterError: the node has no cable.
+        """
+        self._require_cable(node)
+        _run("ip", "link", "set", self._outer(node), "nomaster")
+
     def mend(self, node: str) -> None:
         """Let the node's cable pass everything again; harmless where it does."""
         self._queue(node, "noqueue")
+        _run("ip", "link", "set", self._outer(node), "master", self._bridge)
 
     def _queue(self, node: str, *queue: str) -> None:
-        if not self.has(node):
-            raise ClusterError(f"found no cable of its own at {node}; start the cluster with --namespaces")
+        self._require_cable(node)
         _run("tc", "-n", self._space(node), "qdisc", "replace", "dev", INNER, "root", *queue)
         _run("tc", "qdisc", "replace", "dev", self._outer(node), "root", *queue)
+
+    def _require_cable(self, node: str) -> None:
+        if not self.has(node):
+            raise ClusterError(f"found no cable of its own at {node}; start the cluster with --namespaces")
 
     def _space(self, node: str) -> str:
         return f"{self._name}-{node}"

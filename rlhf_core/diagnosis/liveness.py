@@ -147,12 +147,15 @@ class LoopClock:
         self._tolerance_s = tolerance_s
         self._last_s: float | None = None
         self._rebased_at_s = float("-inf")
+        self.pause_s = 0.0
+        """How long the watcher stood still the last time, in seconds."""
 
     def tick(self, now_s: float) -> bool:
         """Called once per round with the monotonic time; True when the watcher stood still since the last round."""
         stalled = self._last_s is not None and now_s - self._last_s > self._tolerance_s
-        if stalled:
+        if stalled and self._last_s is not None:
             self._rebased_at_s = now_s
+            self.pause_s = now_s - self._last_s
         self._last_s = now_s
         return stalled
 

@@ -49,7 +49,7 @@ TASK_GRACE_S = 30.0
 """How long after its flow run a task run may be heard to end: Prefect is told of it by an event, which may be late."""
 
 MISSING_S = 600.0
-"""How long a run directory must have been gone before the jobs of its run are ended."""
+"""How long a run directory must have been gone before the run is closed and its jobs are ended."""
 
 
 class Holder(StrEnum):
@@ -222,6 +222,8 @@ class ActionKind(StrEnum):
     """Start a controller for a run that has none."""
     CANCEL_RUN = "cancel_run"
     """End a run and its job, because somebody asked."""
+    CLOSE_RUN = "close_run"
+    """Close a run in the history whose directory is gone."""
     CANCEL_JOB = "cancel_job"
     """End a job that nobody needs."""
     END_FLOW_RUN = "end_flow_run"
@@ -280,6 +282,9 @@ def decide(world: World) -> list[Action]:
 
 def _about_run(run: RunFacts, flow_runs: Sequence[FlowRunFacts], world: World) -> Iterator[Action]:
     if run.missing_s:
+        # A living controller finds out by itself, much sooner.
+        if run.missing_s > MISSING_S and not run.ended and run.holder is not Holder.LIVING:
+            yield Action(ActionKind.CLOSE_RUN, run.run_id, "the directory of this run is gone")
         return
     if run.recorded != run.state:
         found = f"the history says {run.recorded or 'nothing'}, its journal {run.state.value}"

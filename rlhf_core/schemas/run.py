@@ -376,8 +376,8 @@ class SuperviseSpec(Schema):
     """The same while a worker imports, compiles and loads."""
     evidence_s: PositiveFloat = 10.0
     """Longest time for collecting evidence on all nodes before the workers of a hung job are ended, in seconds."""
-    agent_floor_s: PositiveFloat = 60.0
-    """Silence of a node's agent after which the attempt is given up, in seconds."""
+    agent_floor_s: PositiveFloat = 20.0
+    """Silence of a node's agent on the network after which the attempt is given up, in seconds."""
     max_excluded_nodes: NonNegative = 4
     """Most nodes that suspicion may keep out of a new attempt; never so many that it could not be placed."""
     learn_from_history: bool = True

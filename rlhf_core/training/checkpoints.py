@@ -152,13 +152,21 @@ class CheckpointWriter:
     """Saves checkpoints of one run. All ranks call :meth:`save` at the same step."""
 
     def __init__(
-        self, run_dir: RunDir, spec: RunSpec, tokenizer: PreTrainedTokenizerBase, ranks: Ranks, beat: Callable[[], None]
+        self,
+        run_dir: RunDir,
+        spec: RunSpec,
+        tokenizer: PreTrainedTokenizerBase,
+        ranks: Ranks,
+        beat: Callable[[], None],
+        is_superseded: Callable[[], bool] = lambda: False,
     ) -> None:
         """Make a writer.
 
         Args:
             beat: called for every file written.
+            is_superseded: whether a newer attempt of the run has begun, which writes checkpoints of its own.
         """
+        self._is_superseded = is_superseded
         self._run_dir = run_dir
         self._spec = spec
         self._tokenizer = tokenizer
@@ -176,7 +184,8 @@ class CheckpointWriter:
         Raises:
             DiskFull: there is no room, by the estimate before writing or while writing. Raised by every rank; the
                 partial checkpoint is removed, older ones are untouched.
-            WorkerError: a rank could not write for another reason. Raised by every rank.
+            WorkerError: a rank could not write for another reason, or the run has gone on without this attempt. Raised
+                by every rank.
         """
         final = self._run_dir.checkpoint(progress.step)
         partial = CheckpointDir(final.root.with_name(f".{final.root.name}.partial"), progress.step)
@@ -237,6 +246,9 @@ class CheckpointWriter:
     ) -> None:
         if not self._ranks.is_first:
             return
+        if self._is_superseded():
+            # This node was frozen and has woken up: a checkpoint of the same step may be there, and is the one to keep.
+            raise WorkerError(f"a newer attempt has begun: checkpoint {progress.step} of this one is not published")
         manifest = CheckpointManifest(
             step=progress.step,
             stage=progress.stage,

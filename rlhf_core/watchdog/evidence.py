@@ -49,12 +49,13 @@ class Progress:
     """Whether the evaluator was started: training is done."""
     events: list[AgentEvent] = field(default_factory=list)
     """What the agents did since the last look."""
-    deserted: set[str] = field(default_factory=set)
-    """Nodes whose agents have ended because they lost agent 0."""
-    signs: int = 0
-    """How often an agent was seen to have published anew; 0 before the first."""
+    leader_lost_at: dict[str, datetime] = field(default_factory=dict)
+    """When each agent said that it had lost agent 0, by node."""
+    given_up: dict[str, str] = field(default_factory=dict)
+    """The node that an agent gave up, by the node of the agent that says so."""
+    published: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Restart and number of what each agent published last, by node; the sign of life of an agent."""
     _places: dict[Path, Place] = field(default_factory=dict)
-    _published: set[tuple[str, int, int]] = field(default_factory=set)
 
     def update(self) -> None:
         """Read what is new."""
@@ -80,25 +81,23 @@ class Progress:
         for path in sorted(restart.root.glob("events-*.jsonl")):
             for event in parse_lines(self._new_lines(path), AgentEvent):
                 self.events.append(event)
-                if event.kind == "agent_ended" and event.data.get("leader_lost"):
-                    self.deserted.add(event.node)
+                if event.data.get("leader_lost"):
+                    self.leader_lost_at.setdefault(event.node, event.time)
+                if event.kind == "peer" and event.data.get("node_lost"):
+                    self.given_up.setdefault(event.node, str(event.data["node_lost"]))
                 if event.kind == "role_started" and event.role is not None:
                     self._enter(event.role)
 
     def _read_statuses(self, restart: RestartDir) -> None:
-        published = set()
         for path in sorted(restart.agents.glob("*.json")):
             status = read_model(path, AgentStatus)
             if status is None:
                 continue
-            published.add((status.node, status.restart, status.sequence))
+            self.published[status.node] = (status.restart, status.sequence)
             self._enter(status.role)
             first = min(status.ranks, key=lambda rank: rank.rank, default=None)
             if first is not None:
                 self.phase = first.phase.value
-        if published != self._published:
-            self._published = published
-            self.signs += 1
 
     def _enter(self, role: Role) -> None:
         self.role = role
@@ -158,7 +157,10 @@ def strikes(run_dir: RunDir, own: Incident | None = None) -> Mapping[str, int]:
     here = {line.event.incident.attempt: line.event.incident for line in lines if isinstance(line.event, IncidentFound)}
     if own is not None:
         here[own.attempt] = own
-    found = [incident for attempt in run_dir.attempts() for incident in incidents(attempt)]
+    # Both may have found the same: the controller knows what the agents of other nodes say, and has the last word.
+    spoken = {(incident.attempt, incident.restart) for incident in here.values()}
+    by_agents = [incident for attempt in run_dir.attempts() for incident in incidents(attempt)]
+    found = [incident for incident in by_agents if (incident.attempt, incident.restart) not in spoken]
     return Counter(node for incident in [*found, *here.values()] for node in incident.suspect_nodes)
 
 

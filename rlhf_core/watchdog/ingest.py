@@ -51,6 +51,8 @@ _HEAD = "#head"
 _TIMES = "#times"
 """Beside the offset of an appended file: the marks by which it is known again, and how often it was another one."""
 _FAR = 1 << 44
+GONE_MARK = "directory-gone"
+"""Stands among the files that were read of a run that was closed because its directory was gone (``missing.py``)."""
 
 _CHECKPOINT_MARK = re.compile(r"^checkpoints/step-(\d+)/COMPLETE$")
 
@@ -117,7 +119,13 @@ def sync(run_dir: RunDir, store: HistoryStore) -> SyncReport:
     """
     report = SyncReport()
     while True:
-        reader = _Reader(run_dir, store.ingest_state(run_dir.run_id))
+        state = store.ingest_state(run_dir.run_id)
+        if state.stamp and not run_dir.spec.is_file():
+            return report  # gone, or away: what agents write into folders that they make anew does not count
+        if GONE_MARK in state.offsets:
+            store.forget(run_dir.run_id)  # it is back: what was written without it does not count
+            continue
+        reader = _Reader(run_dir, state)
         batch = reader.read()
         if not batch.is_empty():
             if not store.apply(run_dir.run_id, batch):

@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 
 from pydantic import JsonValue
 
@@ -25,6 +26,7 @@ from rlhf_core.schemas.resources import Placement, Role, Submission
 from rlhf_core.schemas.run import RunSpec, with_changes
 from rlhf_core.watchdog import evidence
 from rlhf_core.watchdog.ingest import sync
+from rlhf_core.watchdog.silence import Silence, SilenceClock
 
 LOST_AFTER_S = 2.0
 """How long after its job has ended badly an attempt may still bring its outcome (a shared file system shows files
@@ -34,14 +36,12 @@ GOOD_END_S = 30.0
 WORD_S = 15.0
 """How long the scheduler may take to say why it ended a job whose agents had time to save."""
 
-SILENT_S = 120.0
-"""Silence of all agents of a running job after which it is ended from here: the second net, for agents that hang
-themselves. Far more than they need to publish (2 s) and than shared file systems take to show it."""
-DESERTED_S = 5.0
-"""How long an outcome may still come after the agents of all other nodes have lost agent 0 and have ended. A scheduler
-notices a lost node much later: Slurm after ``SlurmdTimeout``, five minutes by default."""
-BLIND_S = 30.0
-"""A pause between two looks after which silence is counted anew: the watchdog was not looking."""
+DESERTED_S = 8.0
+"""How long an outcome, or a word of agent 0 against another node, may still come after all other agents have said that
+they lost it. A scheduler notices a lost node much later: Slurm after ``SlurmdTimeout``, five minutes by default."""
+OUTCOME_FIRST = timedelta(seconds=7.5)
+"""An outcome that is this much older than the loss of agent 0 is how the attempt ended: half of the time after which an
+agent takes agent 0 for lost, so that the clocks of nodes may differ by as much."""
 
 _PAUSED = ("SUSPENDED", "STOPPED", "COMPLETING")
 _ASK_WHY = (
@@ -64,6 +64,8 @@ class Verdict:
     state: AttemptState
     cause: str
     failure_kind: FailureKind | None = None
+    nodes: tuple[str, ...] = ()
+    """Nodes to blame, where their agents have not said so themselves."""
 
 
 @dataclass(frozen=True)
@@ -135,9 +137,8 @@ class Watcher:
         self._deserted_since: float | None = None
         self._told_since: float | None = None
         self._answered = False
-        self._given_up_after_s = 0.0
-        self._signs = 0
-        self._sign_at = self._looked_at = clock()
+        self._given_up: Silence | None = None
+        self._silences = SilenceClock(clock())
         self.history_behind = ""
 
     def look(self) -> Look:
@@ -151,8 +152,8 @@ class Watcher:
             outcome,
             self._ended_for_s(job),
             self._told_for_s(outcome),
-            self._silent_for_s(job),
-            self._deserted_for_s(job),
+            self._silent(job),
+            self._deserted(job, outcome),
         )
         self.record()
         progress = self._progress
@@ -200,32 +201,42 @@ class Watcher:
         self._ended_since = now if self._ended_since is None else self._ended_since
         return now - self._ended_since
 
-    def _deserted_for_s(self, job: JobStatus) -> float:
-        """How long it is known that the agents of all nodes but the first have ended because they lost agent 0."""
-        others = set(job.nodes[1:])
-        if not others or not others <= self._progress.deserted:
+    def _deserted(self, job: JobStatus, outcome: AttemptOutcome | None) -> Verdict | None:
+        """What it means that the agents of all other nodes have lost agent 0; None where they have not.
+
+        They know it from the network, within seconds. An agent 0 that was only stopped may wake up when Slurm ends the
+        job, and write an outcome that knows nothing of that.
+        """
+        said = self._progress.leader_lost_at
+        if not job.nodes[1:] or not set(job.nodes[1:]) <= said.keys():
             self._deserted_since = None
-            return 0.0
+            return None
         now = self._clock()
         self._deserted_since = now if self._deserted_since is None else self._deserted_since
-        return now - self._deserted_since
+        if outcome is None and now - self._deserted_since <= DESERTED_S:
+            return None
+        if outcome is not None:
+            came_first = outcome.time + OUTCOME_FIRST < min(said[node] for node in job.nodes[1:])
+            if came_first or outcome.state is AttemptState.COMPLETED:
+                return None
+        first, others = job.nodes[0], job.nodes[1:]
+        if len(others) == 1 and self._progress.given_up.get(first) == others[0]:
+            cause = f"the agents of {first} and {others[0]} have lost each other, and both were alive"
+            return Verdict(AttemptState.LOST, cause, FailureKind.NETWORK, job.nodes)
+        cause = f"the agents of all other nodes have lost that of {first}"
+        return Verdict(AttemptState.LOST, cause, FailureKind.NODE_LOST, (first,))
 
-    def _silent_for_s(self, job: JobStatus) -> float:
-        """How long agents that had spoken have said nothing, while their job ran and somebody listened.
+    def _silent(self, job: JobStatus) -> Silence | None:
+        """Agents that had spoken and have said nothing for too long, while their job ran and somebody listened.
 
-        0 before that was too long. From then on it stays so, for the job is given up: nobody may find it alive between
-        the verdict and its end.
+        From then on it stays so, for the job is given up: nobody may find it alive between the verdict and its end.
         """
-        now, signs = self._clock(), self._progress.signs
         # What the scheduler last said of it does not count here: it may be away together with the file system.
-        paused = not self._answered or job.state is not JobState.RUNNING or job.scheduler_state in _PAUSED
-        if signs == 0 or signs != self._signs or paused or now - self._looked_at > BLIND_S:
-            self._signs, self._sign_at = signs, now
-        self._looked_at = now
-        silent_s = now - self._sign_at
-        if silent_s > SILENT_S and not self._given_up_after_s and evidence.can_be_written(self._attempt):
-            self._given_up_after_s = silent_s
-        return self._given_up_after_s
+        runs = self._answered and job.state is JobState.RUNNING and job.scheduler_state not in _PAUSED
+        silence = self._silences.look(self._clock(), self._progress.published, counts=runs)
+        if silence is not None and self._given_up is None and evidence.can_be_written(self._attempt):
+            self._given_up = silence
+        return self._given_up
 
     def _told_for_s(self, outcome: AttemptOutcome | None) -> float:
         if outcome is None:
@@ -256,8 +267,8 @@ def judge(
     outcome: AttemptOutcome | None,
     ended_for_s: float,
     told_for_s: float = WORD_S,
-    silent_for_s: float = 0.0,
-    deserted_for_s: float = 0.0,
+    silence: Silence | None = None,
+    deserted: Verdict | None = None,
 ) -> Verdict:
     """Where an attempt stands. Pure.
 
@@ -266,20 +277,18 @@ def judge(
         outcome: what agent 0 wrote, if it did.
         ended_for_s: how long the job is known to have ended, in seconds.
         told_for_s: how long the outcome is known, in seconds.
-        silent_for_s: how long the agents of a running job have said nothing, in seconds; 0 where that means nothing.
-        deserted_for_s: how long all other agents are known to have lost agent 0, in seconds.
+        silence: agents of a running job that have said nothing for too long.
+        deserted: what it means that all other agents have lost agent 0, where they have.
     """
+    if deserted is not None and job.scheduler_state != "CANCELLED":
+        return deserted
     if outcome is not None:
         return _with_the_schedulers_word(job, outcome, told_for_s)
     match job.state:
         case JobState.PENDING | JobState.UNKNOWN:
             return Verdict(AttemptState.SUBMITTED, job.reason)
-        case JobState.RUNNING if deserted_for_s > DESERTED_S:
-            cause = f"the agents of all other nodes have lost that of {job.nodes[0]}, and have ended"
-            return Verdict(AttemptState.LOST, cause, FailureKind.NODE_LOST)
-        case JobState.RUNNING if silent_for_s > SILENT_S:
-            cause = f"its agents have said nothing for {silent_for_s:.0f} s, although the scheduler says that it runs"
-            return Verdict(AttemptState.LOST, cause, FailureKind.AGENT_KILLED)
+        case JobState.RUNNING if silence is not None:
+            return _given_up(silence)
         case JobState.RUNNING:
             return Verdict(AttemptState.RUNNING, job.reason)
         case JobState.ENDED:
@@ -289,6 +298,15 @@ def judge(
                 return Verdict(AttemptState.RUNNING, "its job has ended; waiting for its outcome")
             cause = f"its job ended without an outcome ({job.reason or 'no reason given'})"
             return Verdict(AttemptState.LOST, cause, FailureKind.AGENT_KILLED)
+
+
+def _given_up(silence: Silence) -> Verdict:
+    """All agents are silent: whatever it is, no node has done it. Some are: the file system shows what others write."""
+    of = "its agents have" if silence.of_all else f"the agents of {', '.join(silence.nodes)} have"
+    cause = f"{of} said nothing for {silence.seconds:.0f} s, although the scheduler says that it runs"
+    if silence.of_all:
+        return Verdict(AttemptState.LOST, cause, FailureKind.AGENT_KILLED)
+    return Verdict(AttemptState.LOST, f"{cause} and the others go on", FailureKind.NODE_LOST, silence.nodes)
 
 
 _CANCELLED = "somebody cancelled its job at the scheduler"
@@ -340,8 +358,8 @@ def explain(
     attempt = run_dir.attempt(look.attempt)
     found = evidence.incidents(attempt)
     own = None
-    if look.verdict.state is AttemptState.LOST and look.verdict.failure_kind is FailureKind.NODE_LOST:
-        own = _incident_of_lost_nodes(look, look.job.nodes[:1])  # agent 0's, which the scheduler does not know yet
+    if look.verdict.state is AttemptState.LOST and look.verdict.nodes:
+        own = _incident_of_lost_nodes(look, look.job.lost_nodes or look.verdict.nodes)  # Slurm finds out much later
     elif look.verdict.state is AttemptState.LOST or _lacks_an_agent(look):
         own = _incident_of_a_lost_job(run_dir, look)
     elif look.verdict.failure_kind is FailureKind.NODE_LOST and (lost := _lost_nodes(run_dir, look)):
@@ -464,16 +482,19 @@ def _lost_nodes(run_dir: RunDir, look: Look) -> tuple[str, ...]:
 
 
 def _incident_of_lost_nodes(look: Look, lost: tuple[str, ...]) -> Incident:
-    """The agents had time to save; that it was for a lost node is the scheduler's to say."""
-    names = ", ".join(lost)
+    """Agents that had time to save do not know for which node it was; the scheduler does, or those that lost it."""
+    names, cause = ", ".join(lost), look.verdict.cause
+    kind = look.verdict.failure_kind or FailureKind.NODE_LOST
+    said_by_agents = bool(look.verdict.nodes) and not look.job.lost_nodes
+    message = f"{cause[:1].upper()}{cause[1:]}." if said_by_agents else f"{names} went out of service. {cause}"
     return Incident(
         attempt=look.attempt,
         restart=max(look.restart, 0),
-        failure_kind=FailureKind.NODE_LOST,
-        message=f"{names} went out of service. {look.verdict.cause}",
+        failure_kind=kind,
+        message=message,
         phase=look.phase,
         step=look.step or None,
         suspect_nodes=lost,
         seen_at=utc_now(),
-        fingerprint=fingerprint(FailureKind.NODE_LOST, names),
+        fingerprint=fingerprint(kind, names),
     )

@@ -38,6 +38,7 @@ from rlhf_core.worker.collectives import BUFFER_SIZE, BUFFER_VARIABLE
 from rlhf_core.worker.damaged import DamagedCheckpoints
 from rlhf_core.worker.endings import Failure, NodeReport
 from rlhf_core.worker.events import EventLog
+from rlhf_core.worker.exit_deadline import ExitDeadline
 from rlhf_core.worker.heartbeat import SlotFile
 from rlhf_core.worker.leader import OUTCOME_PATIENCE_S, Leader, RestartBudget, record_decision, record_incident
 from rlhf_core.worker.nodes import Nodes, NodesError, interface_of
@@ -105,6 +106,11 @@ class Site:
     events: EventLog
     team: Team | None = None
 
+    def last_words(self, why: str) -> None:
+        """Write down why this agent is ended by force. Of a lost agent 0 only the others can tell."""
+        leader_lost = self.team is not None and self.team.is_lost
+        self.events.add("agent_ended", why, state=AttemptState.FAILED, leader_lost=leader_lost)
+
 
 def run_agent(
     run_dir: Path, attempt: int, targets: Mapping[Role, str] | None = None, import_paths: Sequence[Path] = ()
@@ -140,7 +146,7 @@ def run_agent(
         site.team = Team(nodes, _board(site))
         spec, placement = _read(directory, attempt, nodes)
         job = Job(directory, attempt, nodes, spec, placement, targets or {}, import_paths)
-        ending = Agent(job, inbox, leader, site.events, site.team).run()
+        ending = Agent(job, inbox, leader, site.events, site.team, ExitDeadline(site.last_words)).run()
     except AttemptFailed as error:
         ending = _tell_broken(site, str(error), error.kind)
     except Exception as error:  # noqa: BLE001 - an attempt without an outcome leaves everybody guessing
@@ -277,8 +283,11 @@ def _await_outcome(team: Team) -> None:
 class Agent:
     """One node of one attempt."""
 
-    def __init__(self, job: Job, inbox: SignalInbox, leader: Leader, events: EventLog, team: Team) -> None:
+    def __init__(
+        self, job: Job, inbox: SignalInbox, leader: Leader, events: EventLog, team: Team, deadline: ExitDeadline
+    ) -> None:
         self._job = job
+        self._deadline = deadline
         self._inbox = inbox
         self._leader = leader
         self._events = events
@@ -314,6 +323,8 @@ class Agent:
             self._leader.new_commands if self._team.leads else list,
             Patience(supervise.evidence_s, supervise.agent_floor_s),
             job.run_dir.root,
+            self._deadline,
+            partial(job.run_dir.is_superseded, job.attempt),
         )
         supervisor.enter(job.placement.roles[0].role, self._restart_dir)
         supervisor.start()

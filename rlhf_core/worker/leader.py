@@ -62,7 +62,12 @@ class Leader:
         return f"attempt {self._dir.number} belongs to another agent, which left no name in {self._dir.claim}"
 
     def write(self, path: Path, model: BaseModel) -> bool:
-        """Write a file that matters; on a full disk the reserve is given up for it. False when it cannot be written."""
+        """Write a file that matters; on a full disk the reserve is given up for it. False when it cannot be written.
+
+        Nothing is written of an attempt that the run has gone on without: this agent was stopped and has woken up.
+        """
+        if self._run_dir.is_superseded(self._dir.number):
+            return False
         for _ in range(2):
             try:
                 write_model(path, model)
@@ -101,7 +106,7 @@ class Leader:
         while not self._dir.outcome.exists():
             if self.write(self._dir.outcome, outcome):
                 break
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or self._run_dir.is_superseded(self._dir.number):
                 return False
             time.sleep(0.5)
         self.reserve.free()

@@ -22,8 +22,10 @@ from rlhf_core.schemas.resources import Role
 from rlhf_core.schemas.team import Collected, NodeState, Orders
 from rlhf_core.worker import collectives, evidence, processes
 from rlhf_core.worker.events import EventLog
+from rlhf_core.worker.exit_deadline import ExitDeadline
 from rlhf_core.worker.findings import Findings, NodeReading
 from rlhf_core.worker.heartbeat import SlotFile
+from rlhf_core.worker.lost_agents import find_loss
 from rlhf_core.worker.signals import ENDING, SAVING, SignalInbox
 from rlhf_core.worker.team import Team
 from rlhf_core.worker.telemetry import Telemetry
@@ -36,6 +38,10 @@ ORDERS_S = 1.0
 REAP_S = 10.0
 LAST_WORD_S = 15.0
 """Silence of an agent after which its node is given up, once all workers are being ended."""
+LEADERLESS_S = 10.0
+"""How long the main thread may take to end after agent 0 was lost: with its store nothing is left to be agreed on."""
+END_S = 120.0
+"""How long it may take in any other case, an outcome that cannot be written for a while included."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class Patience:
 
     evidence_s: float = 10.0
     """For evidence, before all workers of a hung job are ended."""
-    agent_s: float = 60.0
+    agent_s: float = 20.0
     """For a sign of a silent agent, before its node is given up."""
 
 
@@ -82,6 +88,8 @@ class Supervisor(threading.Thread):
         new_commands: Callable[[], list[AgentCommand]],
         patience: Patience = Patience(),
         telemetry_folder: Path | None = None,
+        deadline: ExitDeadline | None = None,
+        is_superseded: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(name="supervisor", daemon=True)
         self.asked = Asked()
@@ -94,6 +102,8 @@ class Supervisor(threading.Thread):
         self._events = events
         self._new_commands = new_commands
         self._patience = patience
+        self._deadline = deadline
+        self._is_superseded = is_superseded
         self._telemetry = Telemetry(events.say, telemetry_folder)
         self._series = TelemetrySeries(self._node, events.say)
         self._findings = Findings(events)
@@ -169,16 +179,30 @@ class Supervisor(threading.Thread):
         with self._lock:
             now_s = time.monotonic()
             if self.clock.tick(now_s):
-                self._events.say("this agent stood still for a while; silences are counted from now")
+                self._wake_up()
             state = self._state(now_s)
             self._team.tell("state", state)
             if self._team.leads:
                 self._lead()
             else:
                 self._follow()
+            if self.asked.to_end:
+                self._end_in(END_S, "the agent was to end, and has not")
             self._publish(state, now_s)
             self._reap(now_s)
             self.clock.skip(time.monotonic())
+
+    def _wake_up(self) -> None:
+        """This process stood still: a suspended job, a frozen node. Meanwhile the run may have gone on without it."""
+        if self._deadline is not None and self._is_superseded():
+            self._deadline.leave_now()
+        self._events.say(f"this agent stood still for {self.clock.pause_s:.0f} s; silences are counted from now")
+        self._team.forgive()
+
+    def _end_in(self, seconds: float, why: str) -> None:
+        """The main thread may wait in a call that never returns: then this thread ends the agent."""
+        if self._deadline is not None:
+            self._deadline.set(seconds, f"{why} within {seconds:.0f} s; it is ended by its second thread")
 
     def _state(self, now_s: float) -> NodeState:
         """How this node stands; with a new reading of its telemetry when one is due."""
@@ -269,12 +293,11 @@ class Supervisor(threading.Thread):
         for index, state in states.items():
             if state.ended_by and index != self._team.nodes.index:
                 self._order_end(f"{state.ended_by} on {names[index]}")
-            silence_s = self._team.silence_s(index)
             if state.broken:
                 self._give_up(names[index], state.broken, state.broken_kind)
-            elif silence_s > self._patience_for_agents_s():
-                message = f"the agent of {names[index]} has not been heard for {silence_s:.0f} s"
-                self._give_up(names[index], message, FailureKind.NODE_LOST)
+        loss = find_loss(self._team, self._patience_for_agents_s(), self.clock.pause_s)
+        if loss is not None:
+            self._give_up(loss.node, loss.message, FailureKind.NODE_LOST)
 
     def _patience_for_agents_s(self) -> float:
         """All workers are being ended: an agent that lives says so within seconds, and everybody waits for it."""
@@ -349,8 +372,10 @@ class Supervisor(threading.Thread):
         orders = self._team.announced("orders", Orders)
         if self._team.is_lost and not self.asked.broken:
             self.asked.broken = "agent 0 does not answer any more"
-            self._events.add("peer", f"{self.asked.broken}; everything is ended")
             self._kill_workers()
+            self._end_in(LEADERLESS_S, "agent 0 is lost, and this agent has not ended")
+            # The controller acts on this line: it need not wait until files of agent 0 have been silent for long.
+            self._events.add("peer", f"{self.asked.broken}; everything is ended", leader_lost=True)
         if orders is None:
             return
         before, self._orders = self._orders, orders

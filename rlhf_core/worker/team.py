@@ -18,6 +18,9 @@ from rlhf_core.worker.nodes import Nodes
 LOST_S = 15.0
 """Silence of agent 0's store after which an agent takes it for lost."""
 ROUND_S = 0.1
+PULSE_S = 0.5
+"""How often an agent gives a sign of life. Its thread here does nothing else, so that a file system that does not
+answer, which may hold up everything else of an agent, is never taken for a lost node."""
 FAREWELL_S = 10.0
 """How long agent 0 waits for the others to have heard the end."""
 
@@ -42,8 +45,10 @@ class Team:
         self._changed_at: dict[str, float] = {}
         self._offsets: dict[int, float] = {}
         self._answered_at = time.monotonic()
+        self._forgiven_at = float("-inf")
+        self._pulse_at = 0.0
         peers = range(1, nodes.num) if nodes.is_first else ()
-        self._live = [f"state/{index}" for index in peers] if nodes.is_first else ["orders"]
+        self._live = [f"{topic}/{one}" for one in peers for topic in ("state", "pulse")] or ["orders"]
         if nodes.num > 1:
             if nodes.is_first:
                 for key in ("orders", *self._live):
@@ -81,10 +86,18 @@ class Team:
             self._changed.wait(seconds)
 
     def silence_s(self, index: int) -> float:
-        """How long agent 0 has heard no new state of a node, in seconds; 0 before the first."""
+        """How long agent 0 has had no sign of life of a node, in seconds; 0 before the first."""
         with self._lock:
-            since = self._changed_at.get(f"state/{index}")
-        return 0.0 if since is None or index == self.nodes.index else time.monotonic() - since
+            since = max(self._changed_at.get(f"{topic}/{index}", float("-inf")) for topic in ("state", "pulse"))
+        if since == float("-inf") or index == self.nodes.index:
+            return 0.0
+        return max(0.0, time.monotonic() - max(since, self._forgiven_at))
+
+    def heard_since_pause(self, index: int) -> bool:
+        """Whether a node has been heard since this process stood still; for agent 0."""
+        with self._lock:
+            heard_at = [self._changed_at.get(f"{topic}/{index}", 0.0) for topic in ("state", "pulse")]
+        return max(heard_at) > self._forgiven_at
 
     def ahead_s(self, index: int) -> float:
         """How far this node's clock is ahead of another's, in seconds; right to about a tenth of a second."""
@@ -93,7 +106,11 @@ class Team:
     @property
     def is_lost(self) -> bool:
         """Whether agent 0 has not been heard for too long."""
-        return not self.leads and time.monotonic() - self._answered_at > LOST_S
+        return not self.leads and time.monotonic() - max(self._answered_at, self._forgiven_at) > LOST_S
+
+    def forgive(self) -> None:
+        """Count all silences from now: this process itself stood still, and heard nobody because of that."""
+        self._forgiven_at = time.monotonic()
 
     # -----------------------------------------------------------------------------------------------------------------
     # The end
@@ -160,6 +177,9 @@ class Team:
                 self._answered_at = time.monotonic()
 
     def _exchange(self) -> None:
+        if not self.leads and time.monotonic() >= self._pulse_at:
+            self._board.set(f"pulse/{self.nodes.index}", str(time.monotonic_ns()))
+            self._pulse_at = time.monotonic() + PULSE_S
         with self._lock:
             outgoing = dict(self._outbox)
         for key, content in outgoing.items():

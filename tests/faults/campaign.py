@@ -6,6 +6,7 @@ On a real four-node Slurm, which it starts by itself.
     python tests/faults/campaign.py --only "SIGSTOP"       rows whose name contains this
     python tests/faults/campaign.py --shard 0/2            every second run; the other half is for another machine
     python tests/faults/campaign.py --scheduler local      on this machine as one node, without what needs Slurm
+    python tests/faults/campaign.py --namespaces           also what swallows packets; only root may
     python tests/faults/campaign.py --table                only the table, of what is finished
 
 Every finished case is one line of the results file; a campaign that is started again goes on after them. A run that was
@@ -31,8 +32,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from fault_cases import CHAIN, NUM_RANKS, PACE_S, SPACING, Fault, Scenario, on_one_node, scenarios
 from fault_inject import OUTSIDE, Place, Truth
-from fault_measure import Row, all_incidents, measure, same_parameters
-from fault_services import Cluster, Postgres, PrefectServer, has_memory_groups, memory_group, small_disk
+from fault_measure import Row, all_incidents, measure, measure_gone, same_parameters
+from fault_services import (
+    Cluster,
+    Postgres,
+    PrefectServer,
+    has_memory_groups,
+    left_behind,
+    memory_group,
+    small_disk,
+)
 from fault_site import Site, Stuck, last_step, steps
 from fault_table import markdown, write_between
 
@@ -180,8 +189,13 @@ class Campaign:
     ) -> list[Row]:
         if not truths:
             raise Stuck(f"{problem}; see {place.site.home}/rlhf.log")
+        if not place.run.spec.exists():
+            return [self._measure_gone(scenario, place, truths[0])]
         record = read_record(place.run)
         state = record.state.value
+        if not problem and not (self.cluster is not None and self.cluster.is_frozen):
+            left = left_behind(place.run.run_id)
+            problem = f"{state}, but left behind {len(left)} processes: {'; '.join(left[:3])}" if left else ""
         jobs = self.cluster.num_jobs(place.run.run_id) if self.cluster else len(record.attempts)
         same = same_parameters(place.run, reference) if state == "completed" else False
         untils = [*(truth.time for truth in truths[1:]), time.time() + 1]
@@ -195,6 +209,14 @@ class Campaign:
             keep.parent.mkdir(exist_ok=True)
             shutil.copytree(place.site.home, keep, ignore=shutil.ignore_patterns("small", "*.socket"))
         return rows
+
+    def _measure_gone(self, scenario: Scenario, place: Place, truth: Truth) -> Row:
+        run_id, cluster = place.run.run_id, self.cluster
+        told = place.site.ask("show", run_id)
+        jobs = cluster.num_jobs(run_id) if cluster else len(told["attempts"])
+        left = cluster is not None and cluster.is_at_work(run_id)
+        row = measure_gone(scenario.name, scenario.faults[0], truth, told, jobs, left)
+        return replace(row, scheduler="slurm" if cluster else "local")
 
 
 def _say(row: Row) -> None:
@@ -225,6 +247,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=Path("build/faults/results.jsonl"))
     parser.add_argument("--scheduler", choices=("slurm", "local"), default="slurm")
+    parser.add_argument("--namespaces", action="store_true", help="nodes with networks of their own; needs root")
+    parser.add_argument("--node-timeout", type=int, default=5, help="SlurmdTimeout; clusters have 300 s by default")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--times-hang", type=int, default=10, help="cases of every hanging kind")
     parser.add_argument("--times", type=int, default=3, help="cases of every other kind")
@@ -240,7 +264,8 @@ def main() -> None:
     with ExitStack() as stack:
         cluster = None
         if options.scheduler == "slurm" and not options.table:
-            cluster = stack.enter_context(Cluster.started(NUM_RANKS))
+            started = Cluster.started(NUM_RANKS, namespaces=options.namespaces, node_timeout_s=options.node_timeout)
+            cluster = stack.enter_context(started)
         options.results.absolute().parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix="rlhf-faults-"))
         if not options.keep:
@@ -257,6 +282,7 @@ def main() -> None:
 
 def _go_on(campaign: Campaign, options: argparse.Namespace) -> None:
     available = {"postgres", "prefect", "small_disk"} | ({"slurm"} if campaign.cluster else set())
+    available |= {"namespaces"} if options.namespaces else set()
     if has_memory_groups():
         available.add("memory_group")
     planned = scenarios(

@@ -31,7 +31,7 @@ class Expected:
     blame: str = ""
     """``rank`` or ``node``: what must be named, and nothing else; empty where no single one is to blame."""
     limit: str = ""
-    """Which target holds for the time to find it: ``death``, ``hang``, or none."""
+    """Which target holds for the time to find it: ``death``, ``hang``, ``silence`` (of an agent), or none."""
     same_numbers: bool = True
     """Whether the final parameters must be those of the undisturbed run, bit for bit."""
 
@@ -64,7 +64,7 @@ class Scenario:
     num_nodes: int = NUM_RANKS
     overrides: tuple[str, ...] = ()
     needs: frozenset[str] = field(default_factory=frozenset)
-    """``slurm``, ``postgres``, ``prefect``, ``small_disk``, ``memory_group``."""
+    """``slurm``, ``namespaces``, ``postgres``, ``prefect``, ``small_disk``, ``memory_group``."""
     pace_s: float = PACE_S
     """Sleep in every call of the reward function."""
 
@@ -111,6 +111,7 @@ _IN_PLACE = "restart_in_place"
 _STOPPED = _expect("hang", _IN_PLACE, "rank", "hang")
 _MISMATCH = _expect("collective_mismatch", "stop", same_numbers=False)
 _SLURM = frozenset({"slurm"})
+_LOST = _expect("node_lost", "new_attempt", "node", "silence")
 
 
 def _beat(what: str, phase: str, beats: int = 1) -> Callable[[random.Random], dict[str, Any]]:
@@ -247,6 +248,66 @@ KINDS: tuple[Kind, ...] = (
         needs=_SLURM,
     ),
     Kind("metrics and events deleted while they are written", Expected(), outside="delete_metrics"),
+    Kind("SIGSTOP of agent 0", _LOST, outside="stop_leader", takes_node=True, num_nodes=2, needs=_SLURM),
+    Kind("SIGSTOP of another agent", _LOST, outside="stop_agent", takes_node=True, num_nodes=2, needs=_SLURM),
+    Kind("agent 0's node frozen", _LOST, outside="freeze_leader", takes_node=True, num_nodes=2, needs=_SLURM),
+    Kind("another node frozen", _LOST, outside="freeze_another", takes_node=True, num_nodes=2, needs=_SLURM),
+    Kind(
+        "packets of agent 0's node swallowed",
+        # Of two nodes that do not hear each other nobody knows which is cut off, unless Slurm has noticed too.
+        _expect("network node_lost", "new_attempt", limit="silence"),
+        outside="cut_leader",
+        ends_run=True,
+        num_nodes=2,
+        needs=frozenset({"slurm", "namespaces"}),
+    ),
+    Kind(
+        "run directory removed",
+        _expect("file_system", "stop", same_numbers=False),
+        outside="remove_directory",
+        ends_run=True,
+    ),
+    Kind(
+        "agent and rank of a node stopped together",
+        _expect("hang node_lost", "restart_in_place new_attempt", "node"),
+        outside="stop_agent_and_rank",
+        takes_node=True,
+        num_nodes=2,
+        needs=_SLURM,
+    ),
+    Kind(
+        "two ranks at once, one killed and one stopped",
+        _expect("worker_killed hang", _IN_PLACE, limit="death"),
+        outside="kill_and_stop",
+    ),
+    Kind("all ranks stopped", _expect("hang collective_hang", _IN_PLACE, limit="hang"), outside="stop_all_ranks"),
+    Kind(
+        "all agents killed",
+        _expect("agent_killed", "new_attempt", limit="death"),
+        outside="kill_all_agents",
+        needs=_SLURM,
+    ),
+    Kind(
+        "slurmstepd killed",
+        _expect("agent_killed node_lost", "new_attempt"),
+        outside="kill_stepd",
+        takes_node=True,
+        num_nodes=2,
+        needs=_SLURM,
+    ),
+    Kind(
+        "controller stopped for 90 s while a rank dies",
+        _expect("worker_killed", _IN_PLACE, "rank", "death"),
+        outside="kill_rank_without_controller",
+        more_steps=40,
+    ),
+    Kind(
+        "database locked for 60 s while a rank dies",
+        _expect("worker_killed", _IN_PLACE, "rank", "death"),
+        outside="kill_rank_with_locked_database",
+        more_steps=30,
+    ),
+    Kind("300 processes forked by a reward function", Expected(), inside=_reward("fork")),
     Kind("slurmctld away for 30 s", Expected(), outside="slurmctld_away", more_steps=10, needs=_SLURM),
     Kind("database away for 60 s", Expected(), outside="database_away", more_steps=30, needs=frozenset({"postgres"})),
     Kind(

@@ -6,7 +6,9 @@ Every function waits for its own moment to be over (an outage ends inside of it)
 import json
 import os
 import random
+import shutil
 import signal
+import sqlite3
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -135,6 +137,116 @@ def delete_metrics(place: Place) -> Truth:
     return truth
 
 
+def _stop_agent(place: Place, node: str) -> Truth:
+    truth = place.truth(node=node)
+    os.kill(agent_pids(place.run)[node], signal.SIGSTOP)
+    return truth
+
+
+def stop_leader(place: Place) -> Truth:
+    """SIGSTOP the agent of the first node, and nothing else there."""
+    return _stop_agent(place, _nodes(place)[0])
+
+
+def stop_agent(place: Place) -> Truth:
+    """SIGSTOP the agent of another node."""
+    return _stop_agent(place, place.chance.choice(_nodes(place)[1:]))
+
+
+def stop_agent_and_rank(place: Place) -> Truth:
+    """SIGSTOP an agent and a rank of its node."""
+    truth = stop_agent(place)
+    os.kill(next(one.pid for one in workers(place.run) if one.node == truth.node), signal.SIGSTOP)
+    return truth
+
+
+def _freeze(place: Place, node: str) -> Truth:
+    truth = place.truth(node=node)
+    place.slurm.freeze_node(node, agent_pids(place.run)[node])
+    return truth
+
+
+def freeze_leader(place: Place) -> Truth:
+    """SIGSTOP everything on the first node: its slurmd, its agent, its ranks."""
+    return _freeze(place, _nodes(place)[0])
+
+
+def freeze_another(place: Place) -> Truth:
+    """SIGSTOP everything on another node."""
+    return _freeze(place, place.chance.choice(_nodes(place)[1:]))
+
+
+def cut_leader(place: Place) -> Truth:
+    """Have the network swallow every packet of the first node."""
+    node = _nodes(place)[0]
+    truth = place.truth(node=node)
+    place.slurm.cut_link(node)
+    return truth
+
+
+def remove_directory(place: Place) -> Truth:
+    """Remove the run directory."""
+    truth = place.truth()
+    while place.run.spec.exists():
+        shutil.rmtree(place.run.root, ignore_errors=True)  # agents write into it meanwhile
+    return truth
+
+
+def kill_and_stop(place: Place) -> Truth:
+    """SIGKILL one rank and SIGSTOP another."""
+    killed, stopped = place.chance.sample(workers(place.run), 2)
+    truth = place.truth()
+    os.kill(stopped.pid, signal.SIGSTOP)
+    os.kill(killed.pid, signal.SIGKILL)
+    return truth
+
+
+def stop_all_ranks(place: Place) -> Truth:
+    """SIGSTOP every rank."""
+    truth = place.truth()
+    for worker in workers(place.run):
+        os.kill(worker.pid, signal.SIGSTOP)
+    return truth
+
+
+def kill_all_agents(place: Place) -> Truth:
+    """SIGKILL every agent."""
+    truth = place.truth()
+    for pid in agent_pids(place.run).values():
+        os.kill(pid, signal.SIGKILL)
+    return truth
+
+
+def kill_stepd(place: Place) -> Truth:
+    """SIGKILL the process of Slurm that keeps the agent of a node."""
+    node = place.chance.choice(_nodes(place))
+    truth = place.truth(node=node)
+    place.slurm.kill_stepd(agent_pids(place.run)[node])
+    return truth
+
+
+def kill_rank_without_controller(place: Place) -> Truth:
+    """SIGKILL a rank while the controller is stopped, for longer than its lease lasts."""
+    process = place.site.process
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)
+    truth = kill_rank(place)
+    time.sleep(90)
+    process.send_signal(signal.SIGCONT)
+    return truth
+
+
+def kill_rank_with_locked_database(place: Place) -> Truth:
+    """SIGKILL a rank while another process holds the database locked."""
+    with sqlite3.connect(place.site.home / "history.db", isolation_level=None, timeout=60) as connection:
+        connection.execute("BEGIN EXCLUSIVE")
+        truth = kill_rank(place)
+        time.sleep(60)
+        connection.execute("ROLLBACK")
+    connection.close()
+    return truth
+
+
 def node_down(place: Place) -> Truth:
     """Take a node out of service while the job runs on it; it stays out until the run is over."""
     node = place.chance.choice(place.slurm.allocated(place.job_id))
@@ -250,6 +362,19 @@ OUTSIDE: dict[str, Callable[[Place], Truth]] = {
         damage_and_kill_rank,
         damage_and_kill_agent,
         delete_metrics,
+        stop_leader,
+        stop_agent,
+        stop_agent_and_rank,
+        freeze_leader,
+        freeze_another,
+        cut_leader,
+        remove_directory,
+        kill_and_stop,
+        stop_all_ranks,
+        kill_all_agents,
+        kill_stepd,
+        kill_rank_without_controller,
+        kill_rank_with_locked_database,
         node_down,
         kill_slurmd,
         slurmctld_away,

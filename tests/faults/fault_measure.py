@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
 from fault_cases import Expected, Fault
 from fault_inject import Truth
@@ -16,6 +17,8 @@ from rlhf_core.schemas.journal import DecisionMade, IncidentFound, JournalLine
 _SIGNS = {"suspect", "verdict", "worker_exited", "killed", "incident"}
 DEATH_LIMIT_S = 5.0
 HANG_MARGIN_S = 2.0
+SILENCE_LIMIT_S = 25.0
+"""An agent is lost after 15 s (agent 0) or 20 s; the other agents say so at once."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,45 @@ def measure(
     )
 
 
+def measure_gone(scenario: str, fault: Fault, truth: Truth, told: dict[str, Any], jobs: int, job_left: bool) -> Row:
+    """Read the case of a run whose directory is gone: only the history can tell of it.
+
+    Args:
+        told: what ``rlhf show --json`` says.
+        jobs: How many jobs of the run the scheduler knows.
+        job_left: Whether one of them is still at work.
+    """
+    state, message = told["run"]["state"], told["run"]["message"]
+    closed = state == "failed" and "the run directory is gone" in message
+    found_s = datetime.fromisoformat(told["run"]["ended_at"]).timestamp() - truth.time if closed else None
+    decision = (told["decisions"] or [{"action": ""}])[-1]
+    incident = (told["incidents"] or [{"failure_kind": ""}])[-1]
+    return Row(
+        scenario=scenario,
+        number=0,
+        row=fault.row,
+        control=False,
+        found=closed,
+        found_s=found_s,
+        limit_s=None,
+        decided_s=found_s,
+        in_time=None,
+        blame_right=None,
+        class_right=incident["failure_kind"] in fault.expected.kinds,
+        kind=incident["failure_kind"],
+        action=decision["action"],
+        action_right=decision["action"] in fault.expected.actions,
+        again_s=None,
+        cold_s=None,
+        again_in_time=None,
+        steps_lost=None,
+        same_numbers=None,
+        submitted_twice=jobs - len(told["attempts"]),
+        state="its job is still at work" if job_left else state,
+        message=message,
+    )
+
+
 def same_parameters(run: RunDir, reference: dict[str, str]) -> bool | None:
     """Whether the newest checkpoint is, bit for bit, that of the undisturbed run at the same step."""
     newest = run.newest_checkpoint()
@@ -181,8 +223,8 @@ def _first_sign(run: RunDir, begin: datetime, end: datetime) -> tuple[datetime |
 def _in_time(expected: Expected, found_s: float | None, limit_s: float | None) -> bool | None:
     if not expected.limit or found_s is None:
         return None
-    if expected.limit == "death":
-        return found_s <= DEATH_LIMIT_S
+    if expected.limit in ("death", "silence"):
+        return found_s <= (DEATH_LIMIT_S if expected.limit == "death" else SILENCE_LIMIT_S)
     return limit_s is not None and found_s <= limit_s + HANG_MARGIN_S
 
 

@@ -21,6 +21,8 @@ from typing import Any
 import psutil
 from slurm_cluster import throwaway
 
+from rlhf_core.schemas.resources import JOB_VARIABLE
+
 
 def free_port() -> int:
     """A port that nobody listens on."""
@@ -40,6 +42,24 @@ def _wait(answers: Callable[[], bool], what: str, timeout_s: float = 120) -> Non
         if time.monotonic() > deadline:
             raise TimeoutError(f"waited {timeout_s:.0f} s for {what}")
         time.sleep(0.1)
+
+
+def left_behind(run_id: str, patience_s: float = 15.0) -> list[str]:
+    """Processes of a run that are still there some time after its end."""
+    deadline = time.monotonic() + patience_s
+    while found := list(_processes_of(run_id)):
+        if time.monotonic() > deadline:
+            return found
+        time.sleep(0.5)
+    return []
+
+
+def _processes_of(run_id: str) -> Iterator[str]:
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            marker = process.environ().get(JOB_VARIABLE, "")
+            if marker.startswith(f"{run_id}/") and process.status() != psutil.STATUS_ZOMBIE:
+                yield f"{process.pid} ({' '.join(process.cmdline())[:80]})"
 
 
 class Postgres:
@@ -196,20 +216,35 @@ def has_memory_groups() -> bool:
     return (MEMORY_GROUPS / "memory.limit_in_bytes").exists() and os.access(MEMORY_GROUPS, os.W_OK)
 
 
+def _of_the_job(agent: int) -> list[psutil.Process]:
+    """Processes of a job on the node of an agent: Slurm's own, and all below it."""
+    above = [one for one in psutil.Process(agent).parents() if "slurmstepd" in one.name()]
+    return [one for root in above for one in (root, *root.children(recursive=True))]
+
+
 class Cluster:
     """The throw-away Slurm of ``infra/slurm``, and what can happen to it."""
 
     def __init__(self, slurm: Any) -> None:
         self._slurm = slurm
         self._without_slurmd: set[str] = set()
+        self._frozen: list[psutil.Process] = []
+        self._cut: set[str] = set()
         self.environment = {"SLURM_CONF": str(slurm.conf)}
 
     @classmethod
     @contextmanager
-    def started(cls, num_nodes: int) -> "Iterator[Cluster]":
-        """A cluster of so many nodes for as long as the block lasts."""
+    def started(cls, num_nodes: int, *, namespaces: bool = False, node_timeout_s: int = 5) -> "Iterator[Cluster]":
+        """A cluster of so many nodes for as long as the block lasts.
+
+        Args:
+            namespaces: each node has a network of its own.
+            node_timeout_s: silence of a slurmd after which Slurm takes its node for dead.
+        """
         folder = Path(tempfile.mkdtemp(prefix="rlhf-slurm-"))
-        slurm = throwaway.Cluster(folder, nodes=num_nodes, cpus=8, gpus=0)
+        slurm = throwaway.Cluster(
+            folder, nodes=num_nodes, cpus=8, gpus=0, namespaces=namespaces, node_timeout_s=node_timeout_s
+        )
         slurm.up()
         try:
             yield cls(slurm)
@@ -241,13 +276,41 @@ class Cluster:
 
     def kill_node(self, node: str, agent: int) -> None:
         """SIGKILL a node's slurmd and everything of the job on it: to the others, as if the node had lost power."""
-        above = [one for one in psutil.Process(agent).parents() if "slurmstepd" in one.name()]
-        doomed = [one for root in above for one in (root, *root.children(recursive=True))]
+        doomed = _of_the_job(agent)
         self._slurm.stop(f"slurmd-{node}", signal.SIGKILL)
         self._without_slurmd.add(node)
         for process in doomed:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+
+    def freeze_node(self, node: str, agent: int) -> None:
+        """SIGSTOP a node's slurmd and everything of the job on it, until the run is over."""
+        slurmd = self._slurm.pid(f"slurmd-{node}")
+        self._frozen += [psutil.Process(slurmd), *_of_the_job(agent)]
+        for process in self._frozen:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.suspend()
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether a node is frozen: what is on it cannot end."""
+        return bool(self._frozen)
+
+    def kill_stepd(self, agent: int) -> None:
+        """SIGKILL the slurmstepd above an agent, and nothing below it."""
+        for process in psutil.Process(agent).parents():
+            if "slurmstepd" in process.name():
+                process.kill()
+
+    def cut_link(self, node: str) -> None:
+        """Have the network swallow every packet of a node, until the run is over."""
+        self._slurm.cut_link(node)
+        self._cut.add(node)
+
+    def is_at_work(self, run_id: str) -> bool:
+        """Whether a job of a run is in the queue."""
+        comments = self.command("squeue", "--noheader", "--states=running,pending", "--format=%k").split()
+        return any(comment.startswith(f"{run_id}/") for comment in comments)
 
     def stop_controller(self) -> None:
         """Take slurmctld away."""
@@ -265,6 +328,13 @@ class Cluster:
 
     def restore(self) -> None:
         """No jobs, and all nodes in service."""
+        for process in self._frozen:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
+        self._frozen.clear()
+        for node in self._cut:
+            self._slurm.mend_link(node)
+        self._cut.clear()
         self.command("scancel", "--user=root")
         for node in sorted(self._without_slurmd):
             self._slurm.start(f"slurmd-{node}")

@@ -136,6 +136,14 @@ class Site:
         command = [sys.executable, "-m", "rlhf_core.cli.main", *arguments]
         subprocess.run(command, cwd=self.home, env=self._environment(), capture_output=True, timeout=120, check=True)
 
+    def ask(self, *arguments: str) -> dict[str, Any]:
+        """What an ``rlhf`` command says in JSON."""
+        command = [sys.executable, "-m", "rlhf_core.cli.main", *arguments, "--json"]
+        done = subprocess.run(
+            command, cwd=self.home, env=self._environment(), capture_output=True, timeout=120, check=True
+        )
+        return dict(json.loads(done.stdout))
+
     def _environment(self) -> dict[str, str]:
         own = {"RLHF_HOME": str(self.home), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
         return {**os.environ, **own, **self.environment}

@@ -13,6 +13,7 @@ import ctypes
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -196,6 +197,11 @@ def _hold_gil(fault: dict[str, Any]) -> None:
     ctypes.PyDLL(None).sleep(100_000)  # PyDLL, unlike CDLL, keeps the interpreter lock during the call
 
 
+def _fork(fault: dict[str, Any]) -> None:
+    for _ in range(fault.get("processes", 300)):
+        subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL, start_new_session=True)
+
+
 def _raise_in_reward(fault: dict[str, Any]) -> None:
     raise KeyError("verdict of the judge")
 
@@ -203,6 +209,7 @@ def _raise_in_reward(fault: dict[str, Any]) -> None:
 _REWARD_FAULTS: dict[str, Callable[[dict[str, Any]], None]] = {
     "endless_loop": _endless_loop,
     "hold_gil": _hold_gil,
+    "fork": _fork,
     "raise": _raise_in_reward,
     "sleep": _sleep,
 }

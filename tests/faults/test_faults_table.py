@@ -8,7 +8,7 @@ from fault_cases import CHAIN, CONTROLS, KINDS, SPACING, scenarios
 from fault_measure import Row
 from fault_table import at_most, markdown, write_between
 
-EVERYTHING = frozenset({"slurm", "postgres", "prefect", "small_disk", "memory_group"})
+EVERYTHING = frozenset({"slurm", "namespaces", "postgres", "prefect", "small_disk", "memory_group"})
 
 GOOD = Row(
     scenario="sigkill-0",

@@ -215,10 +215,39 @@ def test_a_lost_folder_of_runs_is_not_taken_for_lost_runs(desk: Desk, reconciler
     desk.clock.now += 3600
     assert reconciler.look() == []
     desk.site.runs_dir.mkdir()
-    assert reconciler.look() == [], "now it is gone, but not for long"
-    desk.clock.now += 601
+    for _ in range(2):
+        assert reconciler.look() == [], "the mount point of a file system that is away"
+        desk.clock.now += 3600
+    desk.site.runs_dir.rmdir()
+    (desk.site.home / "away").rename(desk.site.runs_dir)
     (action,) = reconciler.look()
-    assert (action.kind, action.run_id) == (ActionKind.CANCEL_JOB, run_dir.run_id)
+    assert (action.kind, action.run_id) == (ActionKind.ADOPT, run_dir.run_id)
+
+
+def test_a_run_whose_directory_is_gone_is_closed_and_its_job_ended(
+    desk: Desk, reconciler: Reconciler, started: list[str]
+) -> None:
+    run_dir = training(desk)
+    assert kinds(reconciler.look()) == [ActionKind.ADOPT]
+    aside = desk.site.home / "aside"
+    run_dir.root.rename(aside)
+    for passed_s in (0, 599):
+        desk.clock.now += passed_s
+        assert reconciler.look() == [], "it may come back"
+    desk.clock.now += 2
+    deeds = one_round(reconciler)
+    assert [deed.action.kind for deed in deeds] == [ActionKind.CLOSE_RUN, ActionKind.CANCEL_JOB]
+    assert desk.scheduler.cancelled == ["101"]
+    shown = queries.show_run(desk.store, run_dir.run_id)
+    assert (shown["run"]["state"], shown["attempts"][0]["state"]) == ("failed", "lost")
+    assert shown["run"]["message"] == f"the run directory is gone: {run_dir.root}, and no controller was at work on it"
+    assert shown["stages"][-1]["state"] == "failed"
+    assert one_round(reconciler) == [], "once"
+    # It was only moved: its own files say what is so, and it goes on.
+    aside.rename(run_dir.root)
+    Ingester(desk.site, desk.store).turn()
+    assert queries.show_run(desk.store, run_dir.run_id)["run"]["state"] == "training"
+    assert kinds(reconciler.look()) == [ActionKind.ADOPT]
 
 
 def test_a_scheduler_that_does_not_answer_costs_nothing(desk: Desk, reconciler: Reconciler) -> None:

@@ -108,6 +108,26 @@ def test_a_slow_link_is_slow_in_both_directions_until_it_is_mended(cluster: thro
     assert min(slow) >= 5 * max(*before, *elsewhere, *after)
 
 
+def connecting(cluster: throwaway.Cluster) -> str:
+    """What a program on node1 sees of a port of node2 on which nobody listens."""
+    program = (
+        "import socket\n"
+        "try: socket.create_connection(('node2', 9), timeout=2)\n"
+        "except OSError as error: print(type(error).__name__)"
+    )
+    words = cluster._network.inside("node1", [sys.executable, "-c", program])
+    return subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+
+
+@needs_namespaces
+def test_a_link_that_is_cut_swallows_and_refuses_nothing_until_it_is_mended(cluster: throwaway.Cluster) -> None:
+    assert connecting(cluster) == "ConnectionRefusedError"
+    cluster.cut_link("node2")
+    assert connecting(cluster) == "TimeoutError"
+    cluster.mend_link("node2")
+    assert connecting(cluster) == "ConnectionRefusedError"
+
+
 @needs_namespaces
 def test_a_late_link_is_late_where_the_kernel_can_delay_packets(cluster: throwaway.Cluster) -> None:
     try:

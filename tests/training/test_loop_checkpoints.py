@@ -16,6 +16,7 @@ from rank_launcher import launch, make_context, tiny_spec
 
 from rlhf_core.errors import CheckpointCorrupt, DiskFull, ResumeMismatch, WorkerError
 from rlhf_core.run_dir import CheckpointDir, RunDir, checksum, write_model
+from rlhf_core.schemas.resources import Placement
 from rlhf_core.schemas.run import RunSpec
 
 torch = pytest.importorskip("torch")
@@ -118,6 +119,21 @@ def test_going_back_replaces_a_checkpoint_of_the_same_step(run_dir: RunDir, rank
     assert manifest is not None
     assert manifest.stage_finished
     verify_checkpoint(found, spec_with(), ranks)
+
+
+def test_a_rank_that_wakes_up_after_a_newer_attempt_began_replaces_no_checkpoint(
+    run_dir: RunDir, ranks: Ranks, model: Any
+) -> None:
+    """Its node was frozen between writing and publishing; the control is the test above."""
+    kept = writer(run_dir, ranks).save(progress(4, stage_finished=True), model, ENGINE_STATE)
+    before = content(kept)
+    spec, tokenizer = spec_with(), build_tokenizer("char", [], 0)
+    woken = CheckpointWriter(run_dir, spec, tokenizer, ranks, lambda: None, lambda: run_dir.is_superseded(1))
+    write_model(run_dir.attempt(2).placement, Placement(attempt=2, num_nodes=1, roles=()))
+    with pytest.raises(WorkerError, match="a newer attempt has begun"):
+        woken.save(progress(4), model, ENGINE_STATE)
+    assert content(kept) == before
+    verify_checkpoint(kept, spec, ranks)
 
 
 def test_what_an_interrupted_save_left_is_cleared_away(run_dir: RunDir, ranks: Ranks, model: Any) -> None:

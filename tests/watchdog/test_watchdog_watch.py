@@ -15,7 +15,8 @@ from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.reports import AgentEvent, AttemptOutcome
 from rlhf_core.schemas.resources import Placement, Role, Submission
 from rlhf_core.watchdog.evidence import look_back, scheduler_log
-from rlhf_core.watchdog.watch import DESERTED_S, LOST_AFTER_S, SILENT_S, WORD_S, Look, Verdict, Watcher, explain, judge
+from rlhf_core.watchdog.silence import SILENT_S
+from rlhf_core.watchdog.watch import DESERTED_S, LOST_AFTER_S, WORD_S, Look, Verdict, Watcher, explain, judge
 
 
 @pytest.fixture

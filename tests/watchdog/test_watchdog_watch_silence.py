@@ -1,5 +1,6 @@
 """The second net: a job that runs and whose agents are all silent. With what must never be taken for that."""
 
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -7,15 +8,17 @@ from control_fakes import FakeAgent, make_run, make_spec
 
 from rlhf_core.errors import SchedulerError
 from rlhf_core.launch.journal import Journal
-from rlhf_core.run_dir import RunDir, write_model
+from rlhf_core.run_dir import LineWriter, RunDir, write_model
 from rlhf_core.scheduler.base import JobState, JobStatus
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Action, FailureKind, Incident
 from rlhf_core.schemas.journal import IncidentFound
+from rlhf_core.schemas.reports import AgentEvent, AgentStatus, AttemptOutcome
 from rlhf_core.schemas.resources import Placement, Role, Submission
 from rlhf_core.watchdog import evidence
-from rlhf_core.watchdog.watch import BLIND_S, SILENT_S, Look, Watcher, explain
+from rlhf_core.watchdog.silence import BLIND_S, SILENT_S
+from rlhf_core.watchdog.watch import DESERTED_S, Look, Watcher, explain
 
 RUNNING = JobStatus(JobState.RUNNING, scheduler_state="RUNNING")
 SUSPENDED = JobStatus(JobState.RUNNING, scheduler_state="SUSPENDED")
@@ -115,6 +118,124 @@ def test_who_was_given_up_stays_so_but_an_outcome_counts(world: World) -> None:
     assert world.pass_by(LOOK_EVERY_S).verdict.state is AttemptState.LOST
     world.agent.end(AttemptState.COMPLETED)
     assert world.pass_by(LOOK_EVERY_S).verdict.state is AttemptState.COMPLETED
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Each agent by itself
+
+
+class Pair:
+    """An attempt on two nodes, its job and a clock."""
+
+    def __init__(self, folder: Path) -> None:
+        self.now = 0.0
+        self.job = JobStatus(JobState.RUNNING, nodes=("n1", "n2"), scheduler_state="RUNNING")
+        self.run_dir = make_run(folder / "runs")
+        placement = Placement(attempt=1, num_nodes=2, roles=())
+        write_model(self.run_dir.attempt(1).placement, placement)
+        submission = Submission(attempt=1, scheduler="slurm", job_id="101", command=())
+        self.watcher = Watcher(self.run_dir, placement, submission, self, None, lambda: self.now)  # type: ignore[arg-type]
+        self._sequence = 0
+
+    def status(self, submissions: object) -> dict[str, JobStatus]:
+        return {"101": self.job}
+
+    def publish(self, *nodes: str) -> None:
+        self._sequence += 1
+        restart = self.run_dir.attempt(1).restart(0)
+        for index, node in enumerate(("n1", "n2")):
+            if node in nodes:
+                numbers = {"attempt": 1, "restart": 0, "sequence": self._sequence, "node_index": index}
+                write_model(restart.agent_status(node), AgentStatus(node=node, role=Role.TRAINER, ranks=(), **numbers))
+
+    def say(self, node: str, message: str = "lost", **data: object) -> None:
+        writer = LineWriter(self.run_dir.attempt(1).restart(0).events(node))
+        event = {"time": utc_now(), "kind": "peer", "node": node, "message": message, "data": data}
+        writer.write(AgentEvent.model_validate(event))
+        writer.close()
+
+    def pass_by(self, seconds: float, *publishing: str) -> Look:
+        until = self.now + seconds
+        look = self.watcher.look()
+        while self.now < until:
+            self.now += LOOK_EVERY_S
+            self.publish(*publishing)
+            look = self.watcher.look()
+        return look
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Pair:
+    one = Pair(tmp_path)
+    one.publish("n1", "n2")
+    return one
+
+
+@pytest.mark.parametrize("silent", ["n1", "n2"])
+def test_one_silent_agent_is_not_covered_by_the_others(pair: Pair, silent: str) -> None:
+    (other,) = {"n1", "n2"} - {silent}
+    assert pair.pass_by(SILENT_S, other).verdict.state is AttemptState.RUNNING
+    look = pair.pass_by(2 * LOOK_EVERY_S, other)
+    assert (look.verdict.state, look.verdict.nodes) == (AttemptState.LOST, (silent,))
+    failure = explain(pair.run_dir, look, make_spec(), first_attempt=1)
+    assert (failure.kind, failure.decision.excluded_nodes) == (FailureKind.NODE_LOST, (silent,))
+    assert f"the agents of {silent} have said nothing for" in failure.message.lower()
+
+
+def test_a_file_system_that_stalls_for_all_blames_no_node(pair: Pair) -> None:
+    """Control: for as long as it is allowed, nothing; after that the job is given up, and nobody is struck."""
+    assert pair.pass_by(SILENT_S).verdict.state is AttemptState.RUNNING
+    pair.publish("n1", "n2")
+    assert pair.pass_by(SILENT_S).verdict.state is AttemptState.RUNNING
+    look = pair.pass_by(2 * LOOK_EVERY_S)
+    assert (look.verdict.failure_kind, look.verdict.nodes) == (FailureKind.AGENT_KILLED, ())
+
+
+def test_what_an_agent_knows_from_the_network_needs_no_silence_of_files(pair: Pair) -> None:
+    """Agent 0 is stopped: the other one says so within seconds."""
+    pair.say("n2", leader_lost=True)
+    assert pair.watcher.look().verdict.state is AttemptState.RUNNING
+    pair.now += DESERTED_S + 1
+    look = pair.watcher.look()
+    failure = explain(pair.run_dir, look, make_spec(), first_attempt=1)
+    assert failure.incident is not None
+    assert (failure.kind, failure.incident.suspect_nodes) == (FailureKind.NODE_LOST, ("n1",))
+    assert failure.decision.action is Action.NEW_ATTEMPT
+
+
+def outcome(seconds_ago: float, kind: FailureKind = FailureKind.PREEMPTION) -> AttemptOutcome:
+    time = utc_now() - timedelta(seconds=seconds_ago)
+    return AttemptOutcome(attempt=1, state=AttemptState.FAILED, failure_kind=kind, message="so it says", time=time)
+
+
+def test_an_agent_0_that_wakes_up_does_not_explain_how_it_was_lost(pair: Pair) -> None:
+    """Slurm wakes it to end the job, and it knows of nothing but that signal."""
+    pair.say("n2", leader_lost=True)
+    write_model(pair.run_dir.attempt(1).outcome, outcome(0.0))
+    look = pair.watcher.look()
+    assert (look.verdict.failure_kind, look.verdict.nodes) == (FailureKind.NODE_LOST, ("n1",))
+
+
+def test_an_outcome_from_before_agent_0_was_lost_is_how_it_ended(pair: Pair) -> None:
+    """Control: it had ended, and the other one was late to hear of it."""
+    pair.say("n2", leader_lost=True)
+    write_model(pair.run_dir.attempt(1).outcome, outcome(15.0, FailureKind.SHAPE))
+    assert pair.watcher.look().verdict.failure_kind is FailureKind.SHAPE
+
+
+def test_two_nodes_that_have_lost_each_other_are_both_suspect(pair: Pair) -> None:
+    """Both were alive, and nothing shows whose link swallows packets; a first time excludes neither."""
+    pair.say("n2", leader_lost=True)
+    pair.say("n1", node_lost="n2")
+    accused = {"failure_kind": FailureKind.NODE_LOST, "message": "n2 is not heard", "suspect_nodes": ("n2",)}
+    incident = Incident(attempt=1, restart=0, seen_at=utc_now(), **accused)
+    write_model(pair.run_dir.attempt(1).restart(0).incident, incident)
+    pair.watcher.look()
+    pair.now += DESERTED_S + 1
+    failure = explain(pair.run_dir, pair.watcher.look(), make_spec(), first_attempt=1)
+    assert failure.incident is not None
+    assert (failure.kind, failure.incident.suspect_nodes) == (FailureKind.NETWORK, ("n1", "n2"))
+    assert (failure.decision.action, failure.decision.excluded_nodes) == (Action.NEW_ATTEMPT, ())
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -133,7 +133,12 @@ class Session:
         self._step = self.steps_done
         self._checkpoint_s = 0.0
         self._checkpoints = CheckpointWriter(
-            context.run_dir, self.spec, tokenizer, ranks, lambda: self.beat(Phase.CHECKPOINT)
+            context.run_dir,
+            self.spec,
+            tokenizer,
+            ranks,
+            lambda: self.beat(Phase.CHECKPOINT),
+            lambda: context.run_dir.is_superseded(context.attempt),
         )
         self._context = context
         self._metrics_file = LineWriter(context.restart_dir.metrics, self._note_loss) if ranks.is_first else None

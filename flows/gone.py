@@ -1,0 +1,77 @@
+"""The end of a run whose directory was removed or moved away while it ran: its job is ended, the history closes it."""
+
+from contextlib import suppress
+
+from flows.session import Session
+from rlhf_core.errors import HistoryError, RlhfError, RunDirGone, SchedulerError
+from rlhf_core.launch.journal import Journal
+from rlhf_core.run_dir import RunDir, remove_tree
+from rlhf_core.schemas.attempts import AttemptState, RunState, StageState
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.watchdog.missing import close_missing
+
+
+def abandon(session: Session, found: RunDirGone) -> RunDirGone:
+    """End the job, so that nothing trains into nowhere, and close the run in the history.
+
+    Neither the scheduler nor the database is waited for for longer than they take to say that they do not answer: with
+    the directory all that could be waited for is gone.
+
+    Returns: the error to end with.
+    """
+    run_id = session.run_dir.run_id
+    if session.journal.record.ended:  # only its promotion was waited for
+        return RunDirGone(f"the directory of run {run_id}, which had ended, is gone: {found}")
+    cause = f"the run directory is gone: {found}. {_end_job(session)}"
+    _clear_remains(session.run_dir)
+    _write_down(session.journal, cause)
+    try:
+        close_missing(run_id, session.store, cause, utc_now())
+    except HistoryError as error:
+        cause += f". The history could not be told ({error}); the keeper of the site does it later"
+    return RunDirGone(
+        f"run {run_id} failed: {cause}.\n"
+        f"  Its checkpoints and metrics were in it. If it was moved, move it back, then `rlhf resume {run_id}`; "
+        f"if it was removed, begin again: `rlhf run {session.stored.config_source}`"
+    )
+
+
+def _write_down(journal: Journal, cause: str) -> None:
+    """Close the run in the journal, which is still open: one that was moved has taken it along, and will tell why
+    its run ended. One that was removed has taken it for good."""
+    stage, attempt = journal.record.open_stage(), journal.record.last_attempt
+    with suppress(RlhfError):
+        if stage is not None:
+            journal.end_stage(stage.index, StageState.FAILED, cause)
+        if attempt is not None and not attempt.ended:
+            journal.move_attempt(attempt.placement.attempt, AttemptState.LOST, cause, FailureKind.FILE_SYSTEM)
+        journal.move_run(RunState.FAILED, cause)
+
+
+def _clear_remains(run_dir: RunDir) -> None:
+    """Remove the folders that agents made anew after the directory was gone: it may have been moved, and whoever moves
+    it back would move it into them. A checkpoint that was written meanwhile is kept."""
+    kept = (run_dir.spec, run_dir.control, run_dir.checkpoints_dir)
+    if not any(path.exists() for path in kept):
+        with suppress(OSError):
+            remove_tree(run_dir.root)
+
+
+def _end_job(session: Session) -> str:
+    attempt = session.journal.record.last_attempt
+    if attempt is None or attempt.ended:
+        return "No job of it is at work"
+    submission = attempt.submission
+    try:
+        if submission is None:
+            submission = session.scheduler.find(session.run_dir.run_id, attempt.placement.attempt)
+        if submission is None:
+            return "No job of it is at work"
+        if session.scheduler.cancel(submission):
+            return f"Its job {submission.job_id} was ended"
+        problem = "something of it is still at work"
+    except SchedulerError as error:
+        problem = str(error)
+    named = f"Its job {submission.job_id}" if submission is not None else "Its job"
+    return f"{named} could not be ended ({problem}): end it at the scheduler"

@@ -1,0 +1,161 @@
+"""A run whose directory is gone: how that is told from a file system that is away, and how the history closes the run.
+
+What only the history has left is closed there, with the same lines that a journal would have brought. Should the
+directory come back (it was moved, or a file system was away for very long), its rows are made anew from its files.
+"""
+
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+
+from rlhf_core.diagnosis.classify import fingerprint
+from rlhf_core.errors import RunDirError, RunDirGone
+from rlhf_core.history import queries
+from rlhf_core.history.batch import IngestBatch, JournalEntry
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.run_dir import RunDir
+from rlhf_core.schemas.attempts import ATTEMPT_ENDS, RUN_ENDS, AttemptState, RunState, StageState
+from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind, Incident
+from rlhf_core.schemas.journal import (
+    AttemptMoved,
+    ControlEvent,
+    DecisionMade,
+    IncidentFound,
+    JournalLine,
+    RunMoved,
+    StageEnded,
+)
+from rlhf_core.watchdog.ingest import GONE_MARK
+
+GONE_S = 30.0
+"""How long a run directory must have been missing, with the folder of all runs there, before it is taken for gone."""
+AWAY_S = 600.0
+"""How long a controller waits for a file system that is away as a whole."""
+
+_NOT_TRIED = "there is no directory to go on from"
+
+
+def identity(folder: Path) -> tuple[int, int] | None:
+    """File system and number of a folder; None where it is not there or does not answer. A mount point without its file
+    system is another folder."""
+    try:
+        found = folder.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+class Presence:
+    """Tells whether the directory of a run is there, missing, or away with its file system.
+
+    Args:
+        run_dir: the directory; it is there now.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, run_dir: RunDir, clock: Callable[[], float] = time.monotonic) -> None:
+        self._run_dir = run_dir
+        self._clock = clock
+        self._runs = identity(run_dir.root.parent)
+        self._since: tuple[str, float] | None = None
+        self.is_gone = False
+        """Whether it was found to be gone; that stays so."""
+
+    def problem(self, attempt: int = 0) -> str:
+        """What is wrong with the directory just now; empty where it is there.
+
+        Args:
+            attempt: newest attempt of the run, whose placement must be there too; 0 before the first.
+
+        Raises:
+            RunDirGone: it has been missing for ``GONE_S``, while the folder of all runs was there.
+            RunDirError: its file system has been away for ``AWAY_S``.
+        """
+        kind, said = self._look(attempt)
+        if not kind:
+            self._since = None
+            return ""
+        now = self._clock()
+        if self._since is None or self._since[0] != kind:
+            self._since = (kind, now)
+        passed_s = now - self._since[1]
+        if kind == "missing" and passed_s > GONE_S:
+            self.is_gone = True
+            raise RunDirGone(f"{said} for {passed_s:.0f} s, and {self._run_dir.root.parent} is there")
+        if kind == "away" and passed_s > AWAY_S:
+            raise RunDirError(
+                f"{said} for {passed_s:.0f} s. The run stays as it is: mend the file system, then "
+                f"`rlhf resume {self._run_dir.run_id}`"
+            )
+        return said
+
+    def _look(self, attempt: int) -> tuple[str, str]:
+        run_dir = self._run_dir
+        files = [run_dir.spec, run_dir.control, *([run_dir.attempt(attempt).placement] if attempt else [])]
+        for path in files:
+            try:
+                path.stat()
+            except (FileNotFoundError, NotADirectoryError):
+                if identity(run_dir.root.parent) == self._runs:
+                    return "missing", f"{path if run_dir.root.is_dir() else run_dir.root} has been missing"
+                return "away", f"the file system of {run_dir.root.parent} has been away"
+            except OSError as error:
+                return "away", f"{path} could not be read ({error.strerror})"
+        return "", ""
+
+
+def close_missing(run_id: str, store: HistoryStore, cause: str, now: datetime) -> bool:
+    """Close a run whose directory is gone: failed, with the cause as its diagnosis. Harmless when it was done before.
+
+    Returns: False, with nothing written, where it had ended.
+
+    Raises:
+        HistoryError: the history does not answer, or does not know the run.
+    """
+    while True:
+        state = store.ingest_state(run_id)
+        known = queries.show_run(store, run_id)
+        if known["run"]["state"] in RUN_ENDS:
+            return False
+        position = max(state.offsets.get("control.jsonl", 0), 1)
+        lines = [
+            JournalEntry(position + index, JournalLine(sequence=0, token=state.journal_token, time=now, event=event))
+            for index, event in enumerate(_last_lines(known, cause, now))
+        ]
+        batch = IngestBatch(base=state, journal_token=state.journal_token, journal=lines, offsets={GONE_MARK: 1})
+        if store.apply(run_id, batch):
+            return True
+
+
+def _last_lines(known: queries.Facts, cause: str, now: datetime) -> list[ControlEvent]:
+    """What the journal would say, had there been one to write it into."""
+    events: list[ControlEvent] = [
+        StageEnded(stage_index=stage["stage_index"], state=StageState.FAILED, message=cause)
+        for stage in known["stages"]
+        if stage["state"] == StageState.RUNNING
+    ]
+    for attempt in known["attempts"]:
+        number = attempt["number"]
+        if attempt["state"] in ATTEMPT_ENDS:
+            continue
+        kind = FailureKind.FILE_SYSTEM
+        incident = Incident(
+            attempt=number,
+            restart=0,
+            failure_kind=kind,
+            message=cause,
+            seen_at=now,
+            fingerprint=fingerprint(kind, GONE_MARK),
+        )
+        decision = Decision(
+            attempt=number,
+            restart=0,
+            action=Action.STOP,
+            reason=_NOT_TRIED,
+            decided_by=DecidedBy.CONTROLLER,
+            decided_at=now,
+        )
+        events += [IncidentFound(incident=incident), DecisionMade(decision=decision)]
+        events.append(AttemptMoved(attempt=number, state=AttemptState.LOST, cause=cause, failure_kind=kind))
+    return [*events, RunMoved(state=RunState.FAILED, cause=cause)]

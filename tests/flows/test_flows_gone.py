@@ -1,0 +1,191 @@
+"""The run directory is removed or moved away while its controller is at work; and what must never be taken for that."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from control_fakes import FakeAgent
+from desk import Desk
+
+from flows import session as session_module
+from flows.stages import drive
+from rlhf_core.errors import RunDirError, RunDirGone, SchedulerError
+from rlhf_core.history import queries
+from rlhf_core.launch.journal import read_record
+from rlhf_core.run_dir import RunDir
+from rlhf_core.scheduler.base import JobState
+from rlhf_core.schemas.attempts import AttemptState, RunState
+from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.schemas.resources import Role
+from rlhf_core.watchdog.missing import AWAY_S, GONE_S
+
+
+def trains(desk: Desk, happens: Callable[[int], None]) -> RunDir:
+    """A run whose job trains; ``happens`` is called with the number of each look."""
+    run_dir = desk.run()
+    desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).role(Role.TRAINER)
+    looks = 0
+
+    def look() -> None:
+        nonlocal looks
+        looks += 1
+        happens(looks)
+
+    desk.scheduler.on_status = look
+    return run_dir
+
+
+def job_ends(desk: Desk) -> None:
+    """The agents of the job cannot write any more, and end."""
+    desk.scheduler.jobs["101"].state = JobState.ENDED
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["removed", "moved away"])
+def test_the_job_is_ended_and_the_history_closes_the_run(desk: Desk, moved: bool, tmp_path: Path) -> None:
+    def happens(look: int) -> None:
+        if look == 5 and moved:
+            run_dir.root.rename(tmp_path / "aside")
+        elif look == 5:
+            shutil.rmtree(run_dir.root)
+        elif look > 5:
+            # Agents make the folders anew that they write into, and say what they stumble over.
+            FakeAgent(run_dir).status(sequence=look)
+            FakeAgent(run_dir).incident(FailureKind.CONFIG)
+
+    run_dir = trains(desk, happens)
+    with pytest.raises(RunDirGone) as raised:
+        drive(desk.controller(run_dir))
+    assert not run_dir.root.exists(), "whoever moves it back finds the place free"
+    said = str(raised.value)
+    assert f"{run_dir.spec} has been missing for" in said
+    assert "Its job 101 was ended" in said
+    assert f"move it back, then `rlhf resume {run_dir.run_id}`" in said
+    assert "begin again: `rlhf run small.toml`" in said
+    assert desk.scheduler.cancelled == ["101"]
+    shown = queries.show_run(desk.store, run_dir.run_id)
+    assert shown["run"]["state"] == "failed"
+    assert shown["run"]["ended_at"] is not None
+    assert "the run directory is gone" in shown["run"]["message"]
+    assert [(one["state"], one["failure_kind"]) for one in shown["attempts"]] == [("lost", "file_system")]
+    assert [one["state"] for one in shown["stages"]] == ["completed", "completed", "failed"]
+    assert [(one["action"], one["reason"]) for one in shown["decisions"]] == [
+        ("stop", "there is no directory to go on from")
+    ]
+    assert [one["suspect_nodes"] for one in shown["incidents"]] == [[]], "no node has done it"
+
+
+def test_a_run_that_was_moved_back_says_why_it_ended_and_can_be_resumed(desk: Desk, tmp_path: Path) -> None:
+    def happens(look: int) -> None:
+        if look == 5:
+            run_dir.root.rename(tmp_path / "aside")
+
+    run_dir = trains(desk, happens)
+    with pytest.raises(RunDirGone):
+        drive(desk.controller(run_dir))
+    (tmp_path / "aside").rename(run_dir.root)
+    record = read_record(run_dir)
+    assert (record.state, record.attempts[1].state) == (RunState.FAILED, AttemptState.LOST)
+    desk.scheduler.on_submit = lambda request: FakeAgent(run_dir, attempt=request.placement.attempt).whole_run()
+    drive(desk.controller(run_dir, resumed=True))
+    shown = queries.show_run(desk.store, run_dir.run_id)
+    assert shown["run"]["state"] == "completed"
+    assert [one["state"] for one in shown["attempts"]] == ["lost", "completed"]
+    assert "the run directory is gone" in shown["attempts"][0]["message"]
+
+
+def test_what_its_agents_say_when_it_is_gone_does_not_count(desk: Desk) -> None:
+    """They end with whatever they stumble over, which is no diagnosis. Nothing is submitted again."""
+
+    def happens(look: int) -> None:
+        if look == 5:
+            shutil.rmtree(run_dir.root)
+        if look == 7:
+            job_ends(desk)
+
+    run_dir = trains(desk, happens)
+    with pytest.raises(RunDirGone):
+        drive(desk.controller(run_dir))
+    assert len(desk.scheduler.submitted) == 1
+    assert "the run directory is gone" in queries.show_run(desk.store, run_dir.run_id)["run"]["message"]
+
+
+def test_a_directory_that_is_missing_for_a_moment_changes_nothing(desk: Desk, tmp_path: Path) -> None:
+    """Control: as a file system shows it that is mounted anew; also where the job ends meanwhile."""
+    aside = tmp_path / "aside"
+
+    def happens(look: int) -> None:
+        if look == 5:
+            run_dir.root.rename(aside)
+            job_ends(desk)
+        if look == 5 + int(GONE_S) - 5:
+            aside.rename(run_dir.root)
+            FakeAgent(run_dir).role(Role.EVALUATOR)
+            FakeAgent(run_dir).end(AttemptState.COMPLETED)
+
+    run_dir = trains(desk, happens)
+    drive(desk.controller(run_dir))
+    assert read_record(run_dir).state is RunState.COMPLETED
+    assert queries.show_run(desk.store, run_dir.run_id)["run"]["state"] == "completed"
+    assert any("nothing is decided until it is back" in text for text in desk.notes.sayings)
+    assert desk.scheduler.cancelled == []
+
+
+def test_a_file_system_that_is_away_is_waited_for_and_closes_nothing(desk: Desk, tmp_path: Path) -> None:
+    """The folder of all runs is another one now, as the mount point is when nothing is mounted."""
+    runs = desk.site.runs_dir
+
+    def happens(look: int) -> None:
+        if look == 5:
+            runs.rename(tmp_path / "unmounted")
+            runs.mkdir()
+
+    run_dir = trains(desk, happens)
+    began = desk.clock.now
+    with pytest.raises(RunDirError, match="has been away for") as raised:
+        drive(desk.controller(run_dir))
+    assert not isinstance(raised.value, RunDirGone)
+    assert "The run stays as it is" in str(raised.value)
+    assert desk.clock.now - began > AWAY_S, "it ends, but not soon"
+    assert desk.scheduler.cancelled == []
+    assert queries.show_run(desk.store, run_dir.run_id)["run"]["state"] == "training"
+
+
+def test_with_its_cluster_gone_too_the_controller_ends_and_names_the_job(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*arguments: object) -> object:
+        raise SchedulerError("the controller of the cluster does not answer")
+
+    def happens(look: int) -> None:
+        if look == 5:
+            shutil.rmtree(run_dir.root)
+            monkeypatch.setattr(desk.scheduler, "status", gone)
+            monkeypatch.setattr(desk.scheduler, "cancel", gone)
+
+    run_dir = trains(desk, happens)
+    with pytest.raises(RunDirGone, match=r"Its job 101 could not be ended .* does not answer\): end it at the sched"):
+        drive(desk.controller(run_dir))
+    assert desk.clock.now < 10 * GONE_S
+    assert queries.show_run(desk.store, run_dir.run_id)["run"]["state"] == "failed"
+
+
+def test_without_the_look_at_its_directory_the_run_is_called_a_bad_config_or_stays_for_ever(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: the controller as it was."""
+    monkeypatch.setattr(session_module.Session, "lacks_directory", lambda session: False)
+
+    class Ever(Exception):
+        """Nothing has ended it."""
+
+    def happens(look: int) -> None:
+        if look == 5:
+            shutil.rmtree(run_dir.root)
+        if look == 1000:
+            raise Ever
+
+    run_dir = trains(desk, happens)
+    with pytest.raises(Ever):
+        drive(desk.controller(run_dir))
+    assert queries.show_run(desk.store, run_dir.run_id)["run"]["state"] == "training"

@@ -1,0 +1,57 @@
+"""An agent whose main thread waits for ever is ended all the same, with all that it has started."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from agent_runs import is_alive
+
+pytestmark = pytest.mark.timeout(120)
+
+AGENT = textwrap.dedent(
+    """
+    import os, subprocess, sys, threading, time
+    from pathlib import Path
+    from rlhf_core.worker.exit_deadline import ExitDeadline
+
+    def last_words(why):
+        Path(sys.argv[1]).write_text(why)
+        if sys.argv[3] == "stuck":
+            time.sleep(600)   # as on a file system that does not answer
+
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    deadline = ExitDeadline(last_words)
+    if sys.argv[2] == "set":
+        deadline.set(60.0, "too late to matter")
+        deadline.set(0.5, "it has not ended within 0.5 s")
+        deadline.set(30.0, "later ones change nothing")
+    print(child.pid, flush=True)
+    os.read(os.pipe()[0], 1)  # nothing ever comes
+    """
+)
+
+
+@pytest.mark.parametrize("words", ["written", "stuck"])
+def test_what_does_not_end_is_ended(tmp_path: Path, words: str) -> None:
+    said = tmp_path / "said"
+    command = [sys.executable, "-c", AGENT, str(said), "set", words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as agent:
+        assert agent.stdout is not None
+        child = int(agent.stdout.readline())
+        assert agent.wait(60) == 1
+    assert not is_alive(child)
+    assert said.read_text() == "it has not ended within 0.5 s"
+
+
+def test_without_a_deadline_it_waits_for_ever(tmp_path: Path) -> None:
+    """Negative control."""
+    command = [sys.executable, "-c", AGENT, str(tmp_path / "said"), "unset", "written"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as agent:
+        assert agent.stdout is not None
+        child = int(agent.stdout.readline())
+        with pytest.raises(subprocess.TimeoutExpired):
+            agent.wait(3)
+        agent.kill()
+    subprocess.run(["kill", "-9", str(child)], check=True)

@@ -1,0 +1,97 @@
+"""An agent that is stopped, as if its node were frozen: the others come to an end without it, and it must do no harm
+when it wakes up. Real agents and real workers, each node as Slurm would start it."""
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from agent_runs import AgentRun, is_alive, wait_for
+
+from rlhf_core.run_dir import write_model
+from rlhf_core.schemas.attempts import AttemptState
+from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.schemas.resources import Placement, Role, RolePlan
+
+pytestmark = [pytest.mark.end_to_end, pytest.mark.training, pytest.mark.timeout(240)]
+
+MakeRun = Callable[..., AgentRun]
+
+
+def training(agent_run: MakeRun, num_nodes: int = 2) -> AgentRun:
+    """A run that trains on all its nodes for longer than any test takes."""
+    run = agent_run(num_nodes=num_nodes, train={"num_steps": 50_000}, supervise={"floor_s": 60.0, "agent_floor_s": 5.0})
+    run.start_all(num_nodes)
+    wait_for(lambda: len(run.pids(0)) == 2 * num_nodes and run.reached(0, 2))
+    return run
+
+
+def whole_node(run: AgentRun, index: int) -> list[psutil.Process]:
+    """The agent of a node and all that it has started."""
+    agent = psutil.Process(run.agents[index].pid)
+    return [agent, *agent.children(recursive=True)]
+
+
+def written(run: AgentRun) -> dict[Path, int]:
+    """When each file of a run was written last."""
+    files = [path for path in run.run_dir.root.rglob("*") if path.is_file() and path.parent != run.run_dir.root]
+    return {path: path.stat().st_mtime_ns for path in files}
+
+
+def test_the_others_end_when_agent_0_is_stopped_and_a_newer_attempt_is_left_alone(agent_run: MakeRun) -> None:
+    """Its store is theirs too: their main threads wait in torch elastic for an answer that never comes."""
+    run = training(agent_run)
+    workers = run.pids(0)
+    frozen = whole_node(run, 0)
+    for process in frozen:
+        process.suspend()
+    assert run.agents[1].wait(60) == 1
+    (said,) = [event for event in run.events(0, "peer") if event.data.get("leader_lost")]
+    assert (said.node, said.message) == ("node2", "agent 0 does not answer any more; everything is ended")
+    assert not any(is_alive(pid) for rank, pid in workers.items() if run.nodes(0)[rank] == "node2")
+
+    # The controller has gone on without it.
+    placement = Placement(attempt=2, num_nodes=2, roles=(RolePlan(role=Role.TRAINER, workers_per_node=2),))
+    write_model(run.run_dir.attempt(2).placement, placement)
+    before = written(run)
+    for process in frozen:
+        process.resume()
+    assert run.agents[0].wait(60) == 1
+    assert not any(map(is_alive, workers.values()))
+    assert not run.dir.outcome.exists()
+    assert not run.restart(0).incident.exists()
+    # Workers that wake up may still say how they ended, where nobody else writes.
+    changed = {path for path, time_ns in written(run).items() if before.get(path) != time_ns}
+    assert all(path.is_relative_to(run.restart(0).root) for path in changed), changed
+
+
+def test_an_agent_0_that_was_stopped_and_wakes_up_blames_its_own_node(agent_run: MakeRun) -> None:
+    """Nobody has gone on yet; but the others have ended, and that is not their nodes' fault."""
+    run = training(agent_run)
+    run.agents[0].send_signal(signal.SIGSTOP)
+    assert run.agents[1].wait(60) == 1
+    run.agents[0].send_signal(signal.SIGCONT)
+    assert run.agents[0].wait(60) == 1
+    outcome = run.outcome()
+    assert (outcome.state, outcome.failure_kind) == (AttemptState.FAILED, FailureKind.NODE_LOST)
+    assert run.incident(0).suspect_nodes == ("node1",)
+    assert "stood still for" in run.incident(0).message
+
+
+def test_a_job_that_is_suspended_as_a_whole_goes_on(agent_run: MakeRun) -> None:
+    """Control: longer than any silence that is allowed, but nobody was awake to be lost."""
+    run = training(agent_run)
+    everything = [process for index in range(2) for process in whole_node(run, index)]
+    for process in everything:
+        process.suspend()
+    time.sleep(17)
+    reached = len(run.restart(0).metrics.read_bytes().splitlines())
+    for process in everything:
+        process.resume()
+    wait_for(lambda: run.reached(0, reached + 20))
+    assert not run.events(0, "peer") or all("are here" in event.message for event in run.events(0, "peer"))
+    run.order("cancel")
+    assert run.finish_all() == [1, 1]
+    assert run.outcome().state is AttemptState.CANCELLED
