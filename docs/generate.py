@@ -70,9 +70,9 @@ progress the controller waits `supervise.backoff_s` (default {backoff_s} s), dou
 
 *With a remedy*: only when the next attempt does something differently. CUDA out of memory: half
 `train.micro_batch_size` until it is 1, then `train.gradient_checkpointing`, then half `rollout.batch_size`; the global
-batch, and so the gradient, stays (`supervise.oom_remediation`). A loss that is not finite, or training that learns
-nothing any more: once from the checkpoint before the newest; newer ones are put aside
-(`supervise.rollback_on_non_finite`).
+batch, and so the gradient, stays (`supervise.oom_remediation`). A loss that is not finite: once from the checkpoint
+before the newest. Training that learns nothing any more (`[health]`): once from the newest checkpoint that is older
+than the window of steps it was judged by. Newer ones are put aside (`supervise.rollback_on_non_finite`).
 
 A new attempt goes without the nodes to blame: at once when a node was lost or a GPU failed, otherwise at a node's
 second strike in the run; at most `supervise.max_excluded_nodes`, and never so many that it could not be placed.

@@ -17,7 +17,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -33,6 +33,7 @@ from rlhf_core.schemas.base import Schema, utc_now
 from rlhf_core.schemas.reports import CheckpointManifest, FileChecksum
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.distributed import Ranks
+from rlhf_core.training.health import HealthState
 from rlhf_core.training.types import WorkerContext
 
 Result = TypeVar("Result")
@@ -54,6 +55,8 @@ class Progress(Schema):
     """Whether that loop is at its end."""
     position: int
     """Rows taken from the endless sequence of training rows, over the whole run."""
+    health: HealthState = HealthState()
+    """What the judge of training knows of the steps so far."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,20 @@ def resume_point(context: WorkerContext) -> CheckpointDir | None:
     if context.restart > 0 and newest is not None and (chosen is None or newest.step > chosen.step):
         return newest
     return chosen
+
+
+def kept_steps(steps: Sequence[int], newest: int, spec: RunSpec) -> set[int]:
+    """Which checkpoints are kept when the one of step ``newest`` is complete.
+
+    Args:
+        steps: of all complete checkpoints, ascending.
+    """
+    judged_since = newest - spec.health.window_steps
+    # Training that has learned nothing for a window goes back to before that window; and what is to be that checkpoint
+    # once the present one is needed no more must live until then.
+    before = [step for step in steps if step <= judged_since][-1:]
+    within = [step for step in steps if step > judged_since][:1]
+    return {*steps[-spec.checkpoint.keep_last :], spec.sft.num_steps, newest, *before, *within}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -248,8 +265,7 @@ class CheckpointWriter:
     def _remove_old(self, newest_step: int) -> None:
         """Only ever called when the checkpoint of ``newest_step`` is complete."""
         complete = self._run_dir.checkpoints()
-        kept = {checkpoint.step for checkpoint in complete[-self._spec.checkpoint.keep_last :]}
-        kept |= {self._spec.sft.num_steps, newest_step}
+        kept = kept_steps([checkpoint.step for checkpoint in complete], newest_step, self._spec)
         for checkpoint in complete:
             if checkpoint.step not in kept:
                 remove_tree(checkpoint.root)

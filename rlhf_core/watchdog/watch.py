@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pydantic import JsonValue
 
 from rlhf_core.diagnosis.classify import SCHEDULER_STATES, Evidence, classify, fingerprint
-from rlhf_core.diagnosis.policy import decide_next, excluded_after, oom_remedy
+from rlhf_core.diagnosis.policy import decide_next, excluded_after, oom_remedy, rollback_step
 from rlhf_core.errors import HistoryError, SchedulerError
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir import RunDir, read_model, read_tail
@@ -349,7 +349,7 @@ def explain(
     kind = own.failure_kind if own else look.verdict.failure_kind or FailureKind.UNKNOWN
     past = evidence.look_back(run_dir, look.attempt, first_attempt, incident.fingerprint if incident else "")
     placement = read_model(attempt.placement, Placement)
-    remedy = _remedy(run_dir, kind, spec, placement, rolled_back)
+    remedy = _remedy(run_dir, kind, spec, placement, rolled_back, incident.step if incident else None)
     choice = decide_next(
         kind, past.attempts_without_progress, past.same_fingerprint_before, spec.supervise, chance(), remedy.what
     )
@@ -390,7 +390,12 @@ class _Remedy:
 
 
 def _remedy(
-    run_dir: RunDir, kind: FailureKind, spec: RunSpec, placement: Placement | None, rolled_back: bool
+    run_dir: RunDir,
+    kind: FailureKind,
+    spec: RunSpec,
+    placement: Placement | None,
+    rolled_back: bool,
+    failed_at: int | None,
 ) -> _Remedy:
     before = dict(placement.config_diff) if placement is not None else {}
     if kind is FailureKind.CUDA_OOM and spec.supervise.oom_remediation:
@@ -399,9 +404,10 @@ def _remedy(
         return _Remedy(f"going on with {what}; the global batch stays" if what else "", changes)
     roll_back = kind in (FailureKind.NON_FINITE, FailureKind.DEGENERATE_RL)
     if roll_back and spec.supervise.rollback_on_non_finite and not rolled_back:
-        checkpoints = run_dir.checkpoints()
-        if len(checkpoints) > 1:
-            older = checkpoints[-2].root.name
+        steps = [checkpoint.step for checkpoint in run_dir.checkpoints()]
+        step = rollback_step(kind, steps, failed_at, spec)
+        if step is not None:
+            older = run_dir.checkpoint(step).root.name
             return _Remedy(f"going back to {older}, once; newer checkpoints are put aside", {}, older)
     return _Remedy()
 
