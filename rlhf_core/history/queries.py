@@ -5,7 +5,7 @@ the files; only :func:`curve`, which is for plotting, gives it as a float.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, time
 from decimal import Decimal
@@ -46,6 +46,7 @@ from rlhf_core.schemas.attempts import ATTEMPT_ENDS, RunState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.checks import CheckStatus
 from rlhf_core.schemas.failures import Action
+from rlhf_core.schemas.regression import regressions
 
 Facts = dict[str, Any]
 
@@ -229,7 +230,8 @@ def list_runs(
         tag: only those with this tag.
 
     Returns: For each: ``run_id, name, state, created_at, num_attempts, owner, tags, ended_at, seconds, last_step,
-        total_steps, message, trial_of``. ``seconds`` is from the request to the end, or to the newest sign of it.
+        total_steps, message, trial_of, regressed``. ``seconds`` is from the request to the end, or to the newest sign
+        of it; ``regressed`` has the held-out scores that fell (``name, metric, before, after``).
     """
     # Which runs first, from narrow indexes; what is counted per run, only for those.
     newest_first = (RUNS.c.created_at.desc(), RUNS.c.run_id.desc())
@@ -268,14 +270,25 @@ def list_runs(
     )
     with store.reading() as connection:
         rows = connection.execute(question).all()
-    return [_listed_run(row) for row in rows]
+        measured = connection.execute(
+            select(EVALUATIONS).join(chosen, chosen.c.run_id == EVALUATIONS.c.run_id).order_by(EVALUATIONS.c.name)
+        ).all()
+    evaluations: dict[str, list[Facts]] = {}
+    for row in measured:
+        evaluations.setdefault(row.run_id, []).append({**row._mapping, "when": row.when_made})
+    return [_listed_run(row, evaluations.get(row.run_id, ())) for row in rows]
 
 
-def _listed_run(row: Any) -> Facts:
+def _listed_run(row: Any, evaluations: Sequence[Facts]) -> Facts:
     facts = dict(row._mapping)
     progress_at = facts.pop("progress_at")
     facts["seconds"] = ((row.ended_at or progress_at) - row.created_at).total_seconds()
-    return _plain(facts)
+    return {**_plain(facts), "regressed": _regressed(evaluations)}
+
+
+def _regressed(evaluations: Iterable[Facts]) -> list[Facts]:
+    """The held-out scores that fell, ready for JSON."""
+    return [one.model_dump() for one in regressions(evaluations)]
 
 
 def resolve_run(store: HistoryStore, text: str) -> str:
@@ -327,7 +340,8 @@ def show_run(store: HistoryStore, run_id: str) -> Facts:
     """Everything about a run, in the shape of ``rlhf show --json``, as of one moment.
 
     Returns: ``run`` (with ``spec``), ``stages``, ``checks`` (the newest finding of each), ``attempts``, ``restarts``,
-        ``incidents``, ``decisions``, ``checkpoints``, ``evaluations``; further ``controllers`` (who drove it, with the
+        ``incidents``, ``decisions``, ``checkpoints``, ``evaluations``, ``regressed`` (held-out scores
+        that fell: ``name, metric, before, after``); further ``controllers`` (who drove it, with the
         page in Prefect, the newest last), ``promotion`` (where that of its model stands; empty without one),
         ``metrics`` (newest value of each), ``metric_keys``, ``goodput`` (view ``run_goodput``) and ``lost_time`` (view
         ``run_lost_time``).
@@ -342,6 +356,7 @@ def show_run(store: HistoryStore, run_id: str) -> Facts:
         attempts = _attempts(connection, run_id)
         metrics = _latest_metrics(connection, run_id)
         incidents = _parts(connection, INCIDENTS, run_id, "seen_at", "incident_id")
+        evaluations = _evaluations(connection, run_id)
         return {
             "run": _run(run, len(attempts)),
             "stages": _stages(connection, run_id),
@@ -353,7 +368,8 @@ def show_run(store: HistoryStore, run_id: str) -> Facts:
             "incidents": incidents,
             "decisions": _parts(connection, DECISIONS, run_id, "decided_at", "decision_id"),
             "checkpoints": _parts(connection, CHECKPOINTS, run_id, "step"),
-            "evaluations": _evaluations(connection, run_id),
+            "evaluations": evaluations,
+            "regressed": _regressed(evaluations),
             "metrics": metrics,
             "metric_keys": sorted(metrics),
             "goodput": _goodput(connection, run_id),

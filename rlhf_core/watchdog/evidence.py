@@ -8,8 +8,15 @@ from pathlib import Path
 from rlhf_core.run_dir import AttemptDir, RestartDir, RunDir, parse_lines, read_blocks, read_model, read_models
 from rlhf_core.schemas.failures import Action, Decision, Incident
 from rlhf_core.schemas.journal import IncidentFound, JournalLine
-from rlhf_core.schemas.reports import AgentEvent, AgentStatus, AttemptOutcome, MetricsLine
+from rlhf_core.schemas.regression import Regression, regressions
+from rlhf_core.schemas.reports import AgentEvent, AgentStatus, AttemptOutcome, EvaluationReport, MetricsLine
 from rlhf_core.schemas.resources import Placement, Role
+
+
+def regressed(run_dir: RunDir) -> tuple[Regression, ...]:
+    """Held-out scores of a run that fell, from its evaluation reports."""
+    reports = [read_model(path, EvaluationReport) for path in sorted(run_dir.evaluations_dir.glob("*.json"))]
+    return regressions(report.model_dump(exclude={"samples"}) for report in reports if report is not None)
 
 
 @dataclass
