@@ -63,7 +63,7 @@ class Summary:
 
     @property
     def state_text(self) -> str:
-        """How the run ended, with what must not be missed beside it."""
+        """The state in which the run ended, with what must not be missed beside it."""
         return state_text(self.state.value, self.regressed)
 
 

@@ -17,9 +17,9 @@ class Regression(Schema):
     """One held-out score that fell, with confidence intervals that do not meet."""
 
     name: str
-    """How completions were chosen: ``greedy`` or ``sampled``."""
+    """Choice of completions: ``greedy`` or ``sampled``."""
     metric: str
-    """What was measured, for instance ``exact_match``."""
+    """Measure, for instance ``exact_match``."""
     before: float
     """Mean score before the main algorithm."""
     after: float

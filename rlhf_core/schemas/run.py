@@ -360,11 +360,11 @@ class SuperviseSpec(Schema):
 
 
 HealthRule = Literal["identical", "frozen", "reward_collapse", "no_spread", "truncated", "entropy_collapse"]
-"""What training is judged by while it runs (``rlhf_core/training/health.py``), the most telling first."""
+"""Rules that judge training while it runs (``rlhf_core/training/health.py``), the most telling first."""
 
 
 class HealthSpec(Schema):
-    """When training that learns nothing is ended: it goes back once to an older checkpoint, then the run stops."""
+    """Judgement of training: one that learns nothing goes back once to an older checkpoint, then the run stops."""
 
     off: dict[HealthRule, str] = {}
     """Rules that are not applied: `identical`, `frozen`, `reward_collapse`, `no_spread`, `truncated` or

@@ -17,7 +17,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_core.diagnosis.retention import kept_steps
 from rlhf_core.errors import CheckpointCorrupt, DiskFull, ResumeMismatch, WorkerError
 from rlhf_core.run_dir import CheckpointDir, RunDir, checksum, is_disk_full, remove_tree, write_model
 from rlhf_core.schemas.base import Schema, utc_now
@@ -56,7 +57,7 @@ class Progress(Schema):
     position: int
     """Rows taken from the endless sequence of training rows, over the whole run."""
     health: HealthState = HealthState()
-    """What the judge of training knows of the steps so far."""
+    """State of the judge of training."""
 
 
 @dataclass(frozen=True)
@@ -115,20 +116,6 @@ def resume_point(context: WorkerContext) -> CheckpointDir | None:
     if context.restart > 0 and newest is not None and (chosen is None or newest.step > chosen.step):
         return newest
     return chosen
-
-
-def kept_steps(steps: Sequence[int], newest: int, spec: RunSpec) -> set[int]:
-    """Which checkpoints are kept when the one of step ``newest`` is complete.
-
-    Args:
-        steps: of all complete checkpoints, ascending.
-    """
-    judged_since = newest - spec.health.window_steps
-    # Training that has learned nothing for a window goes back to before that window; and what is to be that checkpoint
-    # once the present one is needed no more must live until then.
-    before = [step for step in steps if step <= judged_since][-1:]
-    within = [step for step in steps if step > judged_since][:1]
-    return {*steps[-spec.checkpoint.keep_last :], spec.sft.num_steps, newest, *before, *within}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -40,15 +40,15 @@ SOLVED_WITHIN = 0.02
 FINGERPRINT = "rollout/fingerprint"
 SAME_GROUPS = "rollout/same_groups"
 NUM_DISTINCT = "rollout/num_distinct"
-"""What every rank tells of its completions: a hash of all of them in order, the share of its groups whose completions
-are all the same, and how many different ones it has over all its prompts."""
+"""Facts of each rank about its completions: a hash of all of them in order, the share of its groups whose completions
+are all the same, and the number of different ones over all its prompts."""
 
 _ADVICE = "`rlhf report` shows curves and completions; health.off turns off a rule that does not fit the task"
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What a step of the main algorithm is made of, and who makes it."""
+    """Size of a step of the main algorithm, and the ranks that make it."""
 
     num_prompts: int
     """Prompts of a step, over all ranks."""
@@ -84,7 +84,7 @@ class Finding:
 
 
 class Seen(Schema):
-    """What is kept of one step."""
+    """The figures of one step that are kept."""
 
     step: int
     reward: float

@@ -104,7 +104,7 @@ class ReducedMetrics:
     values: dict[str, float]
     """Metric to value, names sorted."""
     by_rank: dict[str, tuple[float, ...]]
-    """What every rank has its own of (``StepMetrics.each``), in the order of the ranks."""
+    """Values that every rank has its own of (``StepMetrics.each``), in the order of the ranks."""
     save: bool
     """At least one rank was asked to save."""
     stop: bool

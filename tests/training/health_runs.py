@@ -169,7 +169,7 @@ class Case:
     rule: str = ""
     """Rule that must end it; empty for a healthy run."""
     words: str = ""
-    """What the message must say."""
+    """Words that the message must have."""
 
 
 HEALTHY: dict[str, Case] = {

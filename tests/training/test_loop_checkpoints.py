@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from rank_launcher import launch, make_context, tiny_spec
 
+from rlhf_core.diagnosis.retention import kept_steps
 from rlhf_core.errors import CheckpointCorrupt, DiskFull, ResumeMismatch, WorkerError
 from rlhf_core.run_dir import CheckpointDir, RunDir
 from rlhf_core.schemas.run import RunSpec
@@ -23,7 +24,6 @@ from rlhf_core.training.checkpoints import (  # noqa: E402
     CheckpointWriter,
     Progress,
     kept_random_state,
-    kept_steps,
     load_trainer_state,
     random_state,
     restore_random_state,

@@ -15,7 +15,7 @@ from rlhf_core.training import health
 from rlhf_core.training.health import FINGERPRINT, NUM_DISTINCT, SAME_GROUPS, Batch, HealthState, Judge, in_words
 
 RECORDED = Path(__file__).parent / "fixtures" / "health"
-"""What the judge saw of real runs: ``python tests/benchmarks/bench_health.py --keep FOLDER``."""
+"""Steps of real runs as the judge saw them: ``python tests/benchmarks/bench_health.py --keep FOLDER``."""
 
 BATCH = Batch(num_prompts=32, samples_per_prompt=16, nodes=("node1",) * 4 + ("node2",) * 4)
 """512 completions a step, on two nodes with four ranks each."""
