@@ -78,9 +78,11 @@ much again.
 
 *With a remedy*: only when the next attempt does something differently. CUDA out of memory: half
 `train.micro_batch_size` until it is 1, then `train.gradient_checkpointing`, then half `rollout.batch_size`; the global
-batch, and so the gradient, stays (`supervise.oom_remediation`). A loss that is not finite, or training that learns
-nothing any more: once from the checkpoint before the newest; newer ones are put aside
-(`supervise.rollback_on_non_finite`). A damaged checkpoint, of which a checksum does not hold, a file is missing, empty
+batch, and so the gradient, stays (`supervise.oom_remediation`). A loss that is not finite: once from the checkpoint
+before the newest. Training that learns nothing any more (`[health]`): once from the newest checkpoint that is older
+than the window of steps it was judged by. Newer ones are put aside (`supervise.rollback_on_non_finite`).
+
+A damaged checkpoint, of which a checksum does not hold, a file is missing, empty
 or unreadable, or the manifest is none: the workers are started again in place from the complete one before it, whatever
 the budget of restarts says, and the damaged one is kept for inspection in `checkpoints/damaged-<attempt>.<restart>/`.
 Where the evaluator finds it, the steps after the older one are trained again in a new attempt. The run ends when there

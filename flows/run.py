@@ -38,6 +38,8 @@ from rlhf_core.errors import RlhfError, RunCancelled
 from rlhf_core.history.controllers import run_of_flow_run
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir import RunDir
+from rlhf_core.schemas.regression import regression_text
+from rlhf_core.watchdog.evidence import regressed
 
 FLOW = "rlhf-run"
 """Name of the flow; deployments are called ``rlhf-run/<name>``."""
@@ -300,7 +302,8 @@ def _finish(session: Session, work: Work) -> State[None]:
     except RunCancelled as cancelled:
         return Cancelled(message=str(cancelled))
     promoted = describe(session.journal.record.promotion)
-    return Completed(message=f"run {session.run_dir.run_id} completed" + (f"; {promoted}" if promoted else ""))
+    said = ["completed", regression_text(regressed(session.run_dir)), promoted]
+    return Completed(message=f"run {session.run_dir.run_id} " + "; ".join(part for part in said if part))
 
 
 def _label(link: FlowRun, run_dir: RunDir) -> None:

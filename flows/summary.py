@@ -8,6 +8,7 @@ from rlhf_core.launch.journal import RunRecord, StageRecord, read_record
 from rlhf_core.run_dir import RunDir, read_model, read_models
 from rlhf_core.schemas.attempts import RunState, StageName, StageState
 from rlhf_core.schemas.failures import Incident
+from rlhf_core.schemas.regression import Regression, regression_text, regressions, state_text
 from rlhf_core.schemas.reports import EvaluationReport, MetricsLine
 from rlhf_core.schemas.run import StoredSpec
 from rlhf_core.watchdog.evidence import incidents, num_restarts
@@ -56,6 +57,17 @@ class Summary:
         """Identity of the run."""
         return self.stored.run_id
 
+    @property
+    def regressed(self) -> tuple[Regression, ...]:
+        """Held-out scores that fell."""
+        reports = [report for row in self.accuracy for report in (row.before, row.after) if report is not None]
+        return regressions(report.model_dump(exclude={"samples"}) for report in reports)
+
+    @property
+    def state_text(self) -> str:
+        """The state in which the run ended, with what must not be missed beside it."""
+        return state_text(self.state.value, self.regressed)
+
 
 def summarise(run_dir: RunDir) -> Summary:
     """Gather the facts.
@@ -90,8 +102,9 @@ def markdown(summary: Summary, sections: Sequence[Section] = ()) -> str:
     spec = summary.stored.spec
     good = summary.state is RunState.COMPLETED
     lines = [
-        f"# {summary.run_id}: {summary.state.value}",
+        f"# {summary.run_id}: {summary.state_text}",
         "",
+        *([f"> **Regressed**: {regression_text(summary.regressed)}", ""] if summary.regressed else []),
         *([] if good or not summary.cause else [f"> {_cell(summary.cause)}", ""]),
         f"{spec.train.algorithm.upper()}, {summary.steps} of {spec.total_steps} steps on {spec.num_ranks} ranks, "
         f"{count(summary.num_attempts, 'attempt')}, {count(summary.num_restarts, 'restart')}.",

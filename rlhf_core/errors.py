@@ -29,6 +29,7 @@
         ├── DiskFull                no room for a checkpoint; older checkpoints are untouched
         ├── BuildTookTooLong        an operation was not compiled in time; nothing says that it cannot be
         ├── NonFiniteLoss           loss or gradient norm is NaN or infinite
+        ├── DegenerateRl            training learns nothing: no gradient, identical completions, a reward that is gone
         └── ResumeMismatch          a checkpoint does not fit this run (ranks, model, spec)
 
 A message says what was found, what was expected and what to do. Errors stay picklable: one message argument.
@@ -180,6 +181,10 @@ class BuildTookTooLong(WorkerError):
 
 class NonFiniteLoss(WorkerError):
     """The loss or the gradient norm is NaN or infinite."""
+
+
+class DegenerateRl(WorkerError):
+    """Training learns nothing any more. The message is the finding of ``rlhf_core/training/health.py``."""
 
 
 class ResumeMismatch(WorkerError):

@@ -29,6 +29,7 @@ from rlhf_core.schemas.attempts import PromotionState, RunState, StageName, Stag
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.journal import PromotionMoved
 from rlhf_core.schemas.promotion import ModelProvenance, PromotionAnswer
+from rlhf_core.schemas.regression import regression_text
 from rlhf_core.schemas.reports import EvaluationReport
 from rlhf_core.schemas.run import StoredSpec
 
@@ -304,6 +305,9 @@ def _without_samples(summary: Summary, step: int) -> Iterator[EvaluationReport]:
 
 
 def _results(summary: Summary) -> Iterator[str]:
+    if summary.regressed:
+        yield f"> **Regressed**: {regression_text(summary.regressed)}."
+        yield ""
     yield "| held-out | before | after | gain |"
     yield "|---|---|---|---|"
     for row in summary.accuracy:

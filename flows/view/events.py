@@ -15,9 +15,12 @@ from prefect.events import Event, RelatedResource, Resource
 from prefect.utilities.urls import url_for
 
 from flows.view.story import Story, ToldDecision, ToldIncident
+from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.journal import JournalLine, PromotionMoved, RunMoved
+from rlhf_core.schemas.regression import regression_text
 from rlhf_core.schemas.run import StoredSpec
+from rlhf_core.watchdog.evidence import regressed
 
 NEWS = timedelta(days=3)
 """What is older is no news: a run that is gone on with after a holiday does not call anybody for what was before. It is
@@ -143,6 +146,9 @@ def _moves(story: Story, stored: StoredSpec, flow_run: FlowRun) -> Iterator[Happ
                 "run_dir": str(story.run_dir.root),
                 **_of_move(line),
             }
+            if isinstance(line.event, RunMoved) and line.event.state is RunState.COMPLETED:
+                worse = regression_text(regressed(story.run_dir))
+                payload["message"] = "; ".join(part for part in (payload["message"], worse) if part)
             yield _happening(name, about, line.time, payload)
 
 

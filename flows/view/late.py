@@ -77,7 +77,7 @@ def _says(page: Artifact, story: Story) -> bool:
 def _result(client: SyncPrefectClient, story: Story, store: HistoryStore, flow_run: FlowRun) -> None:
     summary = summarise(story.run_dir)
     text = result_markdown(summary, story, times_of(store, story.run_id))
-    _create(client, story, "result", text, f"{summary.state.value}: {summary.cause}", flow_run)
+    _create(client, story, "result", text, f"{summary.state_text}: {summary.cause}", flow_run)
 
 
 def _incidents(client: SyncPrefectClient, story: Story, flow_run: FlowRun) -> None:

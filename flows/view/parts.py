@@ -207,7 +207,7 @@ class Result:
         def tell() -> None:
             if text != self._told:
                 key = artifact_key(story.run_id, "result")
-                create_markdown_artifact(text, key=key, description=f"{summary.state.value}: {summary.cause}")
+                create_markdown_artifact(text, key=key, description=f"{summary.state_text}: {summary.cause}")
             self._told, self._seen = text, seen
 
         return tell

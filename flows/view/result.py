@@ -10,6 +10,7 @@ from flows.view.story import Story
 from rlhf_core.errors import HistoryError
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
+from rlhf_core.schemas.regression import REGRESSED
 from rlhf_core.words import duration
 
 
@@ -33,7 +34,8 @@ def result_markdown(summary: Summary, story: Story, times: Mapping[str, Any]) ->
 def tells_the_end(page: str, story: Story) -> bool:
     """Whether a page says how the run ended, and where its promotion stands."""
     lines = page.splitlines()
-    return f"# {story.run_id}: {story.record.state.value}" in lines and set(_promotion(story)) <= {*lines, ""}
+    head = f"# {story.run_id}: {story.record.state.value}"
+    return any(line in (head, f"{head}, {REGRESSED}") for line in lines) and set(_promotion(story)) <= {*lines, ""}
 
 
 def _where_to_look(story: Story) -> Section:

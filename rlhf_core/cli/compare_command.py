@@ -78,7 +78,13 @@ def _write_page(compared: Facts, path: Path, show: bool) -> None:
 
 def _print_runs(runs: Sequence[Facts]) -> None:
     rows = [
-        (run["label"], run["run_id"], run["state"], run["algorithm"], f"{run['last_step']}/{run['total_steps']}")
+        (
+            run["label"],
+            run["run_id"],
+            output.state_text(run["state"], run["regressed"]),
+            run["algorithm"],
+            f"{run['last_step']}/{run['total_steps']}",
+        )
         for run in runs
     ]
     output.print_table(("", "run", "state", "algorithm", "step"), rows, spare="algorithm")

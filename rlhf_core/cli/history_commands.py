@@ -67,7 +67,7 @@ def _print_runs(found: Sequence[Facts], *, trials: bool) -> None:
     rows = [
         (
             run["run_id"],
-            run["state"],
+            output.state_text(run["state"], run["regressed"]),
             run["trial_of"] if trials else _moment(run["created_at"]),  # the id tells that too; both are too wide
             output.seconds_text(run["seconds"]),
             f"{run['last_step'] or 0}/{run['total_steps']}",
@@ -389,7 +389,7 @@ def _print_head(shown: Facts) -> None:
         [
             (
                 run["run_id"],
-                run["state"],
+                output.state_text(run["state"], shown["regressed"]),
                 output.seconds_text(_seconds(run["created_at"], run["ended_at"] or run["progress_at"])),
                 f"{step}/{run['total_steps']}",
             )
@@ -399,6 +399,8 @@ def _print_head(shown: Facts) -> None:
         output.print_text(run["message"])
     if run["missing_steps"]:
         output.print_text(f"The run left {run['missing_steps']}.")
+    if shown["regressed"]:
+        output.print_text(f"Regressed: {output.regression_text(shown['regressed'])}")
     output.print_text(f"Asked for: {_moment(run['created_at'])} UTC, by {run['owner']}")
     if run["trial_of"]:
         output.print_text(f"Trial of: {run['trial_of']}")

@@ -28,6 +28,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for program
 
 STATE_STYLES: Mapping[str, str] = {
     "completed": "green",
+    "completed, regressed": "yellow",
     "passed": "green",
     "training": "cyan",
     "evaluating": "cyan",
@@ -186,6 +187,20 @@ def report_unexpected(error: BaseException, folder: Path) -> None:
 def seconds_text(seconds: float | None) -> str:
     """A duration for people; ``-`` when not known."""
     return "-" if seconds is None else duration(seconds)
+
+
+def state_text(state: str, regressed: Sequence[Mapping[str, Any]]) -> str:
+    """The state of a run, with what must not be missed beside it."""
+    from rlhf_core.schemas import regression
+
+    return regression.state_text(state, map(regression.Regression.model_validate, regressed))
+
+
+def regression_text(regressed: Sequence[Mapping[str, Any]]) -> str:
+    """Held-out scores that fell, for people."""
+    from rlhf_core.schemas import regression
+
+    return regression.regression_text(map(regression.Regression.model_validate, regressed))
 
 
 def measured_text(measured: Mapping[str, Any] | None) -> str:

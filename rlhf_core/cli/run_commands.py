@@ -378,12 +378,15 @@ def _print_summary(run_dir: "RunDir", as_json: bool) -> None:
         output.print_json(summary_json(summary))
         return
     from flows.summary import interval, signed
+    from rlhf_core.schemas.regression import regression_text
 
     rows = [
         (f"{row.metric}, {row.name}", interval(row.before), interval(row.after), signed(row.gain))
         for row in summary.accuracy
     ]
-    output.print_table((f"run {summary.run_id} {summary.state.value}", "before", "after", "gain"), rows)
+    output.print_table((f"run {summary.run_id} {summary.state_text}", "before", "after", "gain"), rows)
+    if summary.regressed:
+        output.warn(regression_text(summary.regressed))
     output.print_text("")
     times = ", ".join(f"{title} {output.seconds_text(seconds)}" for title, seconds in summary.stage_seconds)
     total = summary.stored.spec.total_steps
@@ -406,6 +409,7 @@ def summary_json(summary: "Summary") -> dict[str, Any]:
         "run_id": summary.run_id,
         "name": summary.stored.spec.name,
         "state": summary.state,
+        "regressed": [one.model_dump() for one in summary.regressed],
         "steps": summary.steps,
         "total_steps": summary.stored.spec.total_steps,
         "missing_steps": summary.missing_steps,

@@ -13,9 +13,10 @@ from rich.text import Text
 from rlhf_core.cli import output, story
 from rlhf_core.launch.journal import RunRecord, read_record
 from rlhf_core.run_dir import RestartDir, RunDir, parse_lines, read_lines, read_model
+from rlhf_core.schemas.regression import Regression, state_text
 from rlhf_core.schemas.reports import AgentStatus, MetricsLine, RankStatus
 from rlhf_core.schemas.run import StoredSpec
-from rlhf_core.watchdog.evidence import Progress, agent_decisions, incidents
+from rlhf_core.watchdog.evidence import Progress, agent_decisions, incidents, regressed
 
 SHOWN_METRICS = (
     "reward/mean",
@@ -43,6 +44,8 @@ class View:
     ranks: Sequence[RankStatus]
     story: Sequence[str]
     """Incidents and decisions, oldest first."""
+    regressed: Sequence[Regression] = ()
+    """Held-out scores that fell."""
 
 
 class Viewer:
@@ -67,6 +70,7 @@ class Viewer:
             progress=self._progress,
             ranks=_ranks(restarts[-1]) if restarts else [],
             story=_story(self._run_dir),
+            regressed=regressed(self._run_dir),
         )
 
 
@@ -125,7 +129,7 @@ class Lines:
 
 def headline(view: View) -> str:
     """The run in one line."""
-    parts = [f"{view.stored.run_id} {view.record.state.value}"]
+    parts = [f"{view.stored.run_id} {state_text(view.record.state.value, view.regressed)}"]
     if view.progress is not None:
         parts.append(f"attempt {view.progress.attempt.number}")
         if view.progress.restarts_made:
@@ -145,6 +149,7 @@ def json_lines(view: View) -> list[str]:
     shown = {
         "run_id": view.stored.run_id,
         "state": view.record.state,
+        "regressed": [one.model_dump() for one in view.regressed],
         "cause": view.record.cause,
         "attempt": progress.attempt.number if progress else 0,
         "restarts": progress.restarts_made if progress else 0,

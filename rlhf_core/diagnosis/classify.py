@@ -230,8 +230,12 @@ def _from_outcome(worker: WorkerEnd, outcome: WorkerOutcome) -> _Finding:
     error = outcome.error_type.rpartition(".")[2]
     kind, part = _kind_of_error(outcome)
     first_line = outcome.message.strip().partition("\n")[0]
+    subject = f"{error}|{first_line}|{_frames(outcome.traceback)}"
+    if kind is FailureKind.DEGENERATE_RL:
+        # All ranks find it together, so none of them and none of their nodes is to blame; the message names who is.
+        return _Finding(kind, part, first_line, subject)
     text = f"{_name(worker)} failed in phase {outcome.phase} at step {outcome.step}: {error}: {first_line}"
-    return _Finding(kind, part, text, f"{error}|{first_line}|{_frames(outcome.traceback)}", worker)
+    return _Finding(kind, part, text, subject, worker)
 
 
 def _kind_of_error(outcome: WorkerOutcome) -> tuple[FailureKind, Part]:
@@ -295,6 +299,7 @@ ERRORS: dict[str, tuple[FailureKind, Part]] = {
     **_own(("DiskFull",), FailureKind.DISK_FULL),
     **_own(("BuildTookTooLong",), FailureKind.HANG),
     **_own(("NonFiniteLoss",), FailureKind.NON_FINITE),
+    **_own(("DegenerateRl",), FailureKind.DEGENERATE_RL),
 }
 """Our own classes, by full name. What is known of all others: :mod:`rlhf_core.diagnosis.exceptions`."""
 

@@ -210,6 +210,31 @@ def oom_remedy(spec: RunSpec) -> dict[str, JsonValue]:
     return {}
 
 
+def rollback_step(
+    kind: FailureKind, checkpoint_steps: Sequence[int], failed_at: int | None, spec: RunSpec
+) -> int | None:
+    """Step of the checkpoint to go back to: never the newest, which may hold the fault already.
+
+    Training that learns nothing is found a window of steps after it began to, and the checkpoints within that window
+    show the same: then it is the newest one from before, and the oldest where there is none.
+
+    Args:
+        kind: What went wrong.
+        checkpoint_steps: Of the complete checkpoints, ascending.
+        failed_at: Step at which it was found; None when not known.
+        spec: What the run asked for.
+
+    Returns:
+        None where there is nothing older than the newest.
+    """
+    older = checkpoint_steps[:-1]
+    if not older:
+        return None
+    if kind is not FailureKind.DEGENERATE_RL or failed_at is None:
+        return older[-1]
+    return max((step for step in older if step <= failed_at - spec.health.window_steps), default=older[0])
+
+
 EXCLUDED_AT_ONCE = frozenset({FailureKind.NODE_UNFIT, FailureKind.NODE_LOST, FailureKind.GPU_HARDWARE})
 """Kinds after which a node is not tried again; after the others a second strike is needed, for one may be chance."""
 SUSPICIOUS = frozenset(

@@ -1,10 +1,11 @@
-"""Which checkpoints of a run may go. Pure; who removes them is the keeper of the site."""
+"""Which checkpoints of a run may go. Pure; the trainer removes them while it trains, the keeper of the site later."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from rlhf_core.schemas.attempts import PromotionState
+from rlhf_core.schemas.run import RunSpec
 
 _KEEPING = frozenset(PromotionState) - {PromotionState.REFUSED, PromotionState.EXPIRED}
 """States of a promotion in which its checkpoint is still wanted, or is what a model came from."""
@@ -50,3 +51,17 @@ def removable(
         kept.add(promotion[1])
     latest = now - timedelta(days=days)
     return [step for step, made in sorted(made_at.items()) if step not in kept and max(made, ended_at) < latest]
+
+
+def kept_steps(steps: Sequence[int], newest: int, spec: RunSpec) -> set[int]:
+    """Choose the checkpoints that are kept when the one of step ``newest`` is complete.
+
+    Args:
+        steps: of all complete checkpoints, ascending.
+    """
+    judged_since = newest - spec.health.window_steps
+    # Training that has learned nothing for a window goes back to before that window; and what is to be that checkpoint
+    # once the present one is needed no more must live until then.
+    before = [step for step in steps if step <= judged_since][-1:]
+    within = [step for step in steps if step > judged_since][:1]
+    return {*steps[-spec.checkpoint.keep_last :], spec.sft.num_steps, newest, *before, *within}

@@ -5,14 +5,14 @@ the files; only :func:`curve`, which is for plotting, gives it as a float.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, time
 from decimal import Decimal
 from statistics import median
 from typing import Any
 
-from sqlalchemy import Connection, Select, Table, column, func, select, table, true
+from sqlalchemy import ColumnElement, Connection, Select, Subquery, Table, column, func, select, table, true
 
 from rlhf_core.errors import BadInput, UnknownRun
 from rlhf_core.history import database
@@ -46,6 +46,7 @@ from rlhf_core.schemas.attempts import ATTEMPT_ENDS, RUN_ENDS, RunState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.checks import CheckStatus
 from rlhf_core.schemas.failures import Action
+from rlhf_core.schemas.regression import regressions
 from rlhf_core.words import missing_steps
 
 Facts = dict[str, Any]
@@ -230,8 +231,9 @@ def list_runs(
         tag: only those with this tag.
 
     Returns: For each: ``run_id, name, state, created_at, num_attempts, owner, tags, ended_at, seconds, last_step,
-        total_steps, missing_steps, message, trial_of``. ``seconds`` is from the request to the end, or to the newest
-        sign of it; ``missing_steps`` says of which steps a run that is over has no metrics.
+        total_steps, missing_steps, message, trial_of, regressed``. ``seconds`` is from the request to the end, or to
+        the newest sign of it; ``missing_steps`` says of which steps a run that is over has no metrics; ``regressed``
+        has the held-out scores that fell (``name, metric, before, after``).
     """
     # Which runs first, from narrow indexes; what is counted per run, only for those.
     newest_first = (RUNS.c.created_at.desc(), RUNS.c.run_id.desc())
@@ -269,17 +271,43 @@ def list_runs(
         .order_by(*newest_first)
     )
     with store.reading() as connection:
-        return [_listed_run(connection, row) for row in connection.execute(question).all()]
+        rows = connection.execute(question).all()
+        whole = _with_every_step(connection, chosen)
+        missing = {row.run_id: _missing_steps(connection, row) for row in rows if row.run_id not in whole}
+        measured = connection.execute(
+            select(EVALUATIONS).join(chosen, chosen.c.run_id == EVALUATIONS.c.run_id).order_by(EVALUATIONS.c.name)
+        ).all()
+    evaluations: dict[str, list[Facts]] = {}
+    for row in measured:
+        evaluations.setdefault(row.run_id, []).append({**row._mapping, "when": row.when_made})
+    return [_listed_run(row, missing.get(row.run_id, ""), evaluations.get(row.run_id, ())) for row in rows]
+
+
+def _step_times() -> ColumnElement[bool]:
+    """Rows of the one metric that every step of our trainers has."""
+    return METRICS.c.key_id == select(KEYS.c.key_id).where(KEYS.c.name == "time/step_s").scalar_subquery()
+
+
+def _with_every_step(connection: Connection, chosen: Subquery) -> set[str]:
+    """Runs that have a metric of each step, counted by the database for all of a list at once."""
+    counted = (
+        select(METRICS.c.run_id)
+        .join(chosen, chosen.c.run_id == METRICS.c.run_id)
+        .join(RUNS, RUNS.c.run_id == METRICS.c.run_id)
+        .where(_step_times())
+        .group_by(METRICS.c.run_id, RUNS.c.total_steps)
+        .having(func.count(METRICS.c.step.distinct()) >= RUNS.c.total_steps)
+    )
+    return set(connection.execute(counted).scalars())
 
 
 def _missing_steps(connection: Connection, row: Any) -> str:
-    """Of which steps a run that is over has no metrics; see :func:`missing_steps`."""
+    """Steps without metrics of a run that is over; see :func:`missing_steps`."""
     if row.state not in {state.value for state in RUN_ENDS}:
         return ""
-    # Of one metric that every step has, from the index; of all where a foreign trainer does not write it.
-    one = METRICS.c.key_id == select(KEYS.c.key_id).where(KEYS.c.name == "time/step_s").scalar_subquery()
+    # Of that one metric, from the index; of all where a foreign trainer does not write it.
     known: set[int] = set()
-    for condition in (one, true()):
+    for condition in (_step_times(), true()):
         known = known or set(
             connection.execute(
                 select(METRICS.c.step).distinct().where(METRICS.c.run_id == row.run_id, condition)
@@ -288,11 +316,16 @@ def _missing_steps(connection: Connection, row: Any) -> str:
     return missing_steps(known, row.total_steps, row.state)
 
 
-def _listed_run(connection: Connection, row: Any) -> Facts:
-    facts = {**row._mapping, "missing_steps": _missing_steps(connection, row)}
+def _listed_run(row: Any, missing: str, evaluations: Sequence[Facts]) -> Facts:
+    facts = {**row._mapping, "missing_steps": missing}
     progress_at = facts.pop("progress_at")
     facts["seconds"] = ((row.ended_at or progress_at) - row.created_at).total_seconds()
-    return _plain(facts)
+    return {**_plain(facts), "regressed": _regressed(evaluations)}
+
+
+def _regressed(evaluations: Iterable[Facts]) -> list[Facts]:
+    """The held-out scores that fell, ready for JSON."""
+    return [one.model_dump() for one in regressions(evaluations)]
 
 
 def resolve_run(store: HistoryStore, text: str) -> str:
@@ -344,7 +377,8 @@ def show_run(store: HistoryStore, run_id: str) -> Facts:
     """Everything about a run, in the shape of ``rlhf show --json``, as of one moment.
 
     Returns: ``run`` (with ``spec``), ``stages``, ``checks`` (the newest finding of each), ``attempts``, ``restarts``,
-        ``incidents``, ``decisions``, ``checkpoints``, ``evaluations``; further ``controllers`` (who drove it, with the
+        ``incidents``, ``decisions``, ``checkpoints``, ``evaluations``, ``regressed`` (held-out scores
+        that fell: ``name, metric, before, after``); further ``controllers`` (who drove it, with the
         page in Prefect, the newest last), ``promotion`` (where that of its model stands; empty without one),
         ``metrics`` (newest value of each), ``metric_keys``, ``goodput`` (view ``run_goodput``) and ``lost_time`` (view
         ``run_lost_time``).
@@ -359,6 +393,7 @@ def show_run(store: HistoryStore, run_id: str) -> Facts:
         attempts = _attempts(connection, run_id)
         metrics = _latest_metrics(connection, run_id)
         incidents = _parts(connection, INCIDENTS, run_id, "seen_at", "incident_id")
+        evaluations = _evaluations(connection, run_id)
         return {
             "run": {**_run(run, len(attempts)), "missing_steps": _missing_steps(connection, run)},
             "stages": _stages(connection, run_id),
@@ -370,7 +405,8 @@ def show_run(store: HistoryStore, run_id: str) -> Facts:
             "incidents": incidents,
             "decisions": _parts(connection, DECISIONS, run_id, "decided_at", "decision_id"),
             "checkpoints": _parts(connection, CHECKPOINTS, run_id, "step"),
-            "evaluations": _evaluations(connection, run_id),
+            "evaluations": evaluations,
+            "regressed": _regressed(evaluations),
             "metrics": metrics,
             "metric_keys": sorted(metrics),
             "goodput": _goodput(connection, run_id),

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 
 from rlhf_core.schemas.promotion import ModelProvenance
+from rlhf_core.schemas.regression import regression_text, regressions
 from rlhf_core.schemas.reports import EvaluationReport
 from rlhf_core.schemas.run import RunSpec
 
@@ -65,6 +66,10 @@ def _body(provenance: ModelProvenance, spec: RunSpec) -> Iterator[str]:
     yield ""
     yield f"On held-out data; in brackets the {spec.evaluate.confidence:.0%} confidence interval."
     yield ""
+    worse = regressions(report.model_dump(exclude={"samples"}) for report in provenance.evaluations)
+    if worse:
+        yield f"**Regressed**: {regression_text(worse)}."
+        yield ""
     yield from _table(provenance.evaluations)
     yield ""
     yield "## How it was made"

@@ -35,8 +35,9 @@ def checkpoint_files(facts: Facts) -> int:
 
 
 def checkpoints_kept(spec: RunSpec) -> int:
-    """Most checkpoints that lie on the disk at once: the newest, the end of the warm start, the last one."""
-    return min(spec.checkpoint.keep_last + 2, spec.total_steps // spec.checkpoint.every_num_steps + 2)
+    """Most checkpoints that lie on the disk at once: the newest, the end of the warm start, the last one, two from
+    before and within the window that training is judged by."""
+    return min(spec.checkpoint.keep_last + 4, spec.total_steps // spec.checkpoint.every_num_steps + 2)
 
 
 def run_files(spec: RunSpec) -> int:

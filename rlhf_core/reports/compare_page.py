@@ -11,7 +11,7 @@ from rlhf_core.reports.config_text import setting_text
 from rlhf_core.reports.html import document
 from rlhf_core.reports.markup import (
     Markup,
-    badge,
+    badges,
     code,
     duration,
     join,
@@ -92,7 +92,7 @@ def _runs(runs: Sequence[Facts]) -> Markup:
         [
             label,
             code(run["run_id"]),
-            badge(run["state"]),
+            badges(run["state"], run["regressed"]),
             run["algorithm"].upper(),
             f"{run['last_step']} of {run['total_steps']}",
             moment(run["created_at"]),

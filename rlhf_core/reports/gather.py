@@ -19,6 +19,7 @@ from rlhf_core.reports.markup import as_time
 from rlhf_core.reports.plots import Curve
 from rlhf_core.run_dir import RunDir, read_models
 from rlhf_core.schemas.journal import PromotionMoved
+from rlhf_core.schemas.regression import regressions
 from rlhf_core.schemas.reports import EvaluationSample, SampleLine
 from rlhf_core.schemas.run import RunSpec
 
@@ -63,6 +64,11 @@ class RunRecord:
     """Stacks and logs of the newest incidents, by ``incident_id``."""
     promotion_moves: Rows = ()
     """How it came there, from the journal: time, state, by, reason and path of each change."""
+
+    @property
+    def regressed(self) -> Rows:
+        """Held-out scores that fell."""
+        return [one.model_dump() for one in regressions(self.evaluations)]
 
     @property
     def run_id(self) -> str:

@@ -14,7 +14,7 @@ from rlhf_core.reports.gather import RunRecord, find_row, gather
 from rlhf_core.reports.happened import what_happened
 from rlhf_core.reports.markup import (
     Markup,
-    badge,
+    badges,
     code,
     duration,
     facts,
@@ -92,7 +92,7 @@ def _header(record: RunRecord) -> Markup:
     return tag(
         "header",
         tag("p", code(record.run_id), class_="id"),
-        tag("h1", record.run["name"], " ", badge(record.state)),
+        tag("h1", record.run["name"], " ", badges(record.state, record.regressed)),
         tag("p", _in_a_sentence(record), class_="lead"),
         *(tag("p", note, class_="note") for note in record.notes),
     )
@@ -121,10 +121,12 @@ def _changes(record: RunRecord) -> list[str]:
         values = f"from {before['value']:.3f} to {after['value']:.3f}"
         if after["ci_low"] > before["ci_high"]:
             sentences.append(f"Held-out {metric} rose {values}.")
-        elif after["ci_high"] < before["ci_low"]:
+        elif find_row(record.regressed, name=name):
             sentences.append(f"Held-out {metric} fell {values}.")
         else:
             sentences.append(f"Held-out {metric} went {values}; the confidence intervals overlap.")
+    if record.regressed:
+        sentences.append("The model is worse than before training.")
     return sentences
 
 

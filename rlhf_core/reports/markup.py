@@ -4,7 +4,9 @@ import html
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from typing import Any
 
+from rlhf_core.schemas.regression import REGRESSED
 from rlhf_core.words import duration as plain_duration
 
 _HARD_SPACE = "\u00a0"
@@ -74,11 +76,18 @@ def badge(state: str) -> Markup:
     return tag("span", state, class_=f"badge {_STATE_CLASS.get(state, 'plain')}")
 
 
+def badges(state: str, regressed: Sequence[Mapping[str, Any]]) -> Markup:
+    """The state of a run, with a badge beside it where a held-out score fell."""
+    beside = (badge(REGRESSED),) if state == "completed" and regressed else ()
+    return join([badge(state), *beside], " ")
+
+
 _STATE_CLASS: Mapping[str, str] = {
     "completed": "good",
     "passed": "good",
     "promoted": "good",
     "approved": "good",
+    REGRESSED: "bad",
     "failed": "bad",
     "lost": "bad",
     "blocked": "bad",

@@ -239,7 +239,8 @@ class CheckpointSpec(Schema):
     every_num_steps: Positive = 10
     """Steps between checkpoints; the end of the warm start and the last step are saved as well."""
     keep_last: Positive = 2
-    """Newest checkpoints kept; the one at the end of the warm start and the last one of training are kept as well."""
+    """Newest checkpoints kept; the one at the end of the warm start, the last one of training, and up to two that are
+    older (to go back to before the last `health.window_steps` steps) are kept as well."""
 
 
 class ResourceSpec(Schema):
@@ -386,8 +387,41 @@ class SuperviseSpec(Schema):
     """After CUDA ran out of memory, go on with half the micro-batch and the same global batch, then with activation
     checkpointing, and so on; each change is recorded with the decision."""
     rollback_on_non_finite: bool = True
-    """After a NaN or infinite loss, or training that no longer learns, go on once from the checkpoint before the
+    """After a NaN or infinite loss, or training that no longer learns, go on once from an older checkpoint than the
     newest."""
+
+
+HealthRule = Literal["identical", "frozen", "reward_collapse", "no_spread", "truncated", "entropy_collapse"]
+"""Rules that judge training while it runs (``rlhf_core/training/health.py``), the most telling first."""
+
+
+class HealthSpec(Schema):
+    """Judgement of training: one that learns nothing goes back once to an older checkpoint, then the run stops."""
+
+    off: dict[HealthRule, str] = {}
+    """Rules that are not applied: `identical`, `frozen`, `reward_collapse`, `no_spread`, `truncated` or
+    `entropy_collapse` to the reason, which is kept with the run."""
+    window_steps: Positive = 20
+    """Steps over which reward, spread, entropy and truncation are judged: healthy runs have dips of some steps, and
+    what is still gone after twenty does not come back."""
+    frozen_steps: Positive = 5
+    """Steps in a row without a gradient although rewards differ, or without any change of the weights, after which
+    training is ended: one may be rounding, in five nothing has been learned."""
+    min_completions: Positive = 4096
+    """Completions without any difference in reward before that counts: a task that is solved once in a thousand times
+    has shown it by then (the chance that it has not is under 2 %)."""
+    identical_chance: Annotated[float, Field(gt=0, lt=1)] = 1e-9
+    """Chance, judged by the policy's entropy, below which identical completions are no accident: no run has a thousand
+    million steps, and a policy that is certain of its answers may repeat them."""
+    collapsed_share: Share = 0.2
+    """A reward that has kept no more than this share of its own best, above the lowest reward seen, has collapsed:
+    healthy runs lose a half at times and win it back."""
+    entropy_share: Share = 0.01
+    """An entropy below this share of what it began with, without a gain in reward, is the end of exploration: a policy
+    that learns gives up entropy too, but for reward."""
+    truncated_share: Share = 0.99
+    """Share of completions cut off at `rollout.max_new_tokens` from which on, without any reward, nothing is ever
+    finished: a few that end are enough to learn from."""
 
 
 class PreflightSpec(Schema):
@@ -468,6 +502,7 @@ class RunSpec(Schema):
     slurm: SlurmSpec = SlurmSpec()
     preflight: PreflightSpec = PreflightSpec()
     supervise: SuperviseSpec = SuperviseSpec()
+    health: HealthSpec = HealthSpec()
     promote: PromoteSpec = PromoteSpec()
     code: CodeSpec = CodeSpec()
 

@@ -27,12 +27,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_core.diagnosis.retention import kept_steps
 from rlhf_core.errors import CheckpointCorrupt, DiskFull, ResumeMismatch, WorkerError
 from rlhf_core.run_dir import CheckpointDir, RunDir, checksum, is_disk_full, remove_tree, write_model
 from rlhf_core.schemas.base import Schema, utc_now
 from rlhf_core.schemas.reports import CheckpointManifest, FileChecksum
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.distributed import Ranks
+from rlhf_core.training.health import HealthState
 from rlhf_core.training.types import WorkerContext
 
 Result = TypeVar("Result")
@@ -54,6 +56,8 @@ class Progress(Schema):
     """Whether that loop is at its end."""
     position: int
     """Rows taken from the endless sequence of training rows, over the whole run."""
+    health: HealthState = HealthState()
+    """State of the judge of training."""
 
 
 @dataclass(frozen=True)
@@ -290,8 +294,7 @@ class CheckpointWriter:
     def _remove_old(self, newest_step: int) -> None:
         """Only ever called when the checkpoint of ``newest_step`` is complete."""
         complete = self._run_dir.checkpoints()
-        kept = {checkpoint.step for checkpoint in complete[-self._spec.checkpoint.keep_last :]}
-        kept |= {self._spec.sft.num_steps, newest_step}
+        kept = kept_steps([checkpoint.step for checkpoint in complete], newest_step, self._spec)
         for checkpoint in complete:
             if checkpoint.step not in kept:
                 remove_tree(checkpoint.root)

@@ -19,8 +19,15 @@ from rlhf_core.run_dir import (
 )
 from rlhf_core.schemas.failures import Action, Decision, Incident
 from rlhf_core.schemas.journal import IncidentFound
-from rlhf_core.schemas.reports import AgentEvent, AgentStatus, AttemptOutcome, MetricsLine
+from rlhf_core.schemas.regression import Regression, regressions
+from rlhf_core.schemas.reports import AgentEvent, AgentStatus, AttemptOutcome, EvaluationReport, MetricsLine
 from rlhf_core.schemas.resources import Placement, Role
+
+
+def regressed(run_dir: RunDir) -> tuple[Regression, ...]:
+    """Held-out scores of a run that fell, from its evaluation reports."""
+    reports = [read_model(path, EvaluationReport) for path in sorted(run_dir.evaluations_dir.glob("*.json"))]
+    return regressions(report.model_dump(exclude={"samples"}) for report in reports if report is not None)
 
 
 @dataclass

@@ -13,7 +13,7 @@ from datetime import timedelta
 from pydantic import JsonValue
 
 from rlhf_core.diagnosis.classify import SCHEDULER_STATES, Evidence, classify, fingerprint
-from rlhf_core.diagnosis.policy import decide_next, excluded_after, oom_remedy
+from rlhf_core.diagnosis.policy import decide_next, excluded_after, oom_remedy, rollback_step
 from rlhf_core.errors import HistoryError, JournalDamaged, SchedulerError
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir import RunDir, read_model, read_tail
@@ -423,9 +423,10 @@ def _remedy(
         return _Remedy(f"going on with {what}; the global batch stays" if what else "", changes)
     roll_back = kind in (FailureKind.NON_FINITE, FailureKind.DEGENERATE_RL)
     if roll_back and spec.supervise.rollback_on_non_finite and not rolled_back:
-        checkpoints = run_dir.checkpoints()
-        if len(checkpoints) > 1:
-            older = checkpoints[-2].root.name
+        steps = [checkpoint.step for checkpoint in run_dir.checkpoints()]
+        step = rollback_step(kind, steps, incident.step if incident else None, spec)
+        if step is not None:
+            older = run_dir.checkpoint(step).root.name
             return _Remedy(f"going back to {older}, once; newer checkpoints are put aside", {}, older)
     damaged = incident.damaged_checkpoint if incident is not None else ""
     if kind is FailureKind.CHECKPOINT_CORRUPT and (whole := run_dir.checkpoint_before(damaged)):

@@ -5,7 +5,15 @@ from control_fakes import make_spec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_core.diagnosis.policy import RULES, backoff_s, decide_in_place, decide_next, excluded_after, oom_remedy
+from rlhf_core.diagnosis.policy import (
+    RULES,
+    backoff_s,
+    decide_in_place,
+    decide_next,
+    excluded_after,
+    oom_remedy,
+    rollback_step,
+)
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.run import SuperviseSpec, with_changes
 from rlhf_core.training.checkpoints import training_part
@@ -151,3 +159,23 @@ def test_the_ladder_always_answers_and_always_ends(
     in_place = decide_in_place(kind, fruitless, spec, same_fingerprint_before=seen)
     if fruitless >= spec.max_restarts:
         assert in_place.action is not Action.RESTART_IN_PLACE
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "failed_at", "back_to"),
+    [
+        (FailureKind.NON_FINITE, (30, 40, 50), 52, 40),
+        (FailureKind.DEGENERATE_RL, (30, 40, 50), 52, 30),  # 40 and 50 lie in the twenty steps that were judged
+        (FailureKind.DEGENERATE_RL, (10, 30, 40, 50), 61, 40),
+        (FailureKind.DEGENERATE_RL, (40, 45, 50), 52, 40),  # none is old enough: the oldest
+        (FailureKind.DEGENERATE_RL, (30, 40), 90, 30),  # never the newest
+        (FailureKind.DEGENERATE_RL, (30, 40, 50), None, 40),
+        (FailureKind.DEGENERATE_RL, (30,), 52, None),
+        (FailureKind.DEGENERATE_RL, (), 5, None),
+    ],
+)
+def test_a_run_goes_back_to_before_the_fault(
+    kind: FailureKind, steps: tuple[int, ...], failed_at: int | None, back_to: int | None
+) -> None:
+    spec = make_spec(health={"window_steps": 20})
+    assert rollback_step(kind, steps, failed_at, spec) == back_to

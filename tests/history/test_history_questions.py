@@ -299,10 +299,10 @@ def test_reward_collapses(history: History) -> None:
             history.metric(run_id, "reward/mean", step, 850, value)
         for step in (5, 6, 7, 8):
             history.metric(run_id, "reward/mean", step, 700, after if step < 7 else 9.0, (1, 1))
-    columns = ("run_id", "attempt", "restart", "first_step", "reward_before", "reward_after")
+    columns = ("run_id", "attempt", "restart", "step", "reward_before", "reward_after", "why")
     assert pick(history.ask("reward-collapses", steps="2"), *columns) == [
-        ("bad", 1, 1, 5, 0.8, 0.2),
-        ("below-zero", 1, 1, 5, -0.4, -0.9),
+        ("bad", 1, 1, 5, 0.8, 0.2, "after a resume"),
+        ("below-zero", 1, 1, 5, -0.4, -0.9, "after a resume"),
     ]
     assert pick(history.ask("reward-collapses", steps="2", share="0.1"), "run_id") == [
         ("bad",),
@@ -310,6 +310,18 @@ def test_reward_collapses(history: History) -> None:
         ("good",),
     ]
     assert history.ask("reward-collapses", steps="2", days="0") == []
+
+
+def test_training_that_learned_nothing_is_a_collapse_of_the_reward(history: History) -> None:
+    history.run("a")
+    found = {"run_id": "a", "attempt": 1, "restart": 0, "step": 4, "seen_at": 500}
+    history.add("incidents", **found, incident_id="1", failure_kind="degenerate_rl", message="gone")
+    history.add("incidents", **found, incident_id="2", failure_kind="hang")
+    for step, value in enumerate((0.5, 0.75, 0.25, 0.0), start=1):
+        history.metric("a", "reward/mean", step, 900, value)
+    columns = ("run_id", "attempt", "restart", "step", "reward_before", "reward_after", "why")
+    assert pick(history.ask("reward-collapses", steps="2"), *columns) == [("a", 1, 0, 4, 0.75, 0.125, "gone")]
+    assert history.ask("reward-collapses", days="0") == []
 
 
 def test_evaluated_checkpoints(history: History) -> None:

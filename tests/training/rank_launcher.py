@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+PATHS = (REPOSITORY, Path(__file__).parent, REPOSITORY / "tests" / "benchmarks")
 
 TINY_MODEL = {
     "model_type": "qwen3",
@@ -62,7 +63,7 @@ def launch(
         "MASTER_PORT": str(_free_port()),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([*map(str, PATHS), os.environ.get("PYTHONPATH", "")]),
     }
     processes = []
     for rank in range(num_ranks):
@@ -128,7 +129,7 @@ def tiny_spec(**sections: dict[str, Any]) -> dict[str, Any]:
         "checkpoint": {"every_num_steps": 2, "keep_last": 2},
     }
     for name, content in sections.items():
-        spec[name] = {**spec[name], **content} if isinstance(content, dict) else content
+        spec[name] = {**spec.get(name, {}), **content} if isinstance(content, dict) else content
     return spec
 
 

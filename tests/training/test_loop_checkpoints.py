@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from rank_launcher import launch, make_context, tiny_spec
 
+from rlhf_core.diagnosis.retention import kept_steps
 from rlhf_core.errors import CheckpointCorrupt, DiskFull, ResumeMismatch, WorkerError
 from rlhf_core.run_dir import CheckpointDir, RunDir, checksum, write_model
 from rlhf_core.schemas.resources import Placement
@@ -101,13 +102,30 @@ def test_a_checkpoint_is_a_model_folder_and_a_state(run_dir: RunDir, ranks: Rank
 
 
 def test_newest_warm_start_and_last_are_kept(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
-    saver = writer(run_dir, ranks, spec_with(checkpoint={"keep_last": 2}))
+    saver = writer(run_dir, ranks, spec_with(checkpoint={"keep_last": 2}, health={"window_steps": 1}))
     kept = []
     for step in (1, 2, 3, 4, 5):
         saver.save(progress(step), model, ENGINE_STATE)
         kept.append([checkpoint.step for checkpoint in run_dir.checkpoints()])
     assert kept == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5]]  # the warm start ends at step 2
     assert not list(run_dir.checkpoints_dir.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("every", "window", "keep_last"), [(1, 20, 1), (5, 20, 2), (10, 20, 2), (20, 20, 2), (7, 3, 1)]
+)
+def test_one_from_before_the_window_that_is_judged_is_always_there(every: int, window: int, keep_last: int) -> None:
+    sections = {"sft": {"num_steps": 0}, "checkpoint": {"keep_last": keep_last}, "health": {"window_steps": window}}
+    spec = RunSpec.model_validate({**tiny_spec(), **sections})
+    steps: list[int] = []
+    for newest in range(every, 200, every):
+        steps.append(newest)
+        kept = kept_steps(steps, newest, spec)
+        steps = [step for step in steps if step in kept]
+        assert len(steps) <= keep_last + 2
+        assert steps[-keep_last:] == [*range(every, newest + 1, every)][-keep_last:]
+        if newest - window >= every:
+            assert any(newest - 2 * window - every < step <= newest - window for step in steps), (newest, steps)
 
 
 def test_going_back_replaces_a_checkpoint_of_the_same_step(run_dir: RunDir, ranks: Ranks, model: Any) -> None:

@@ -47,6 +47,13 @@ def every_scenario(rank: int, num_ranks: int, run_dir: str) -> dict[str, Any]:
     results["kinds"] = module.reduce_metrics(kinds, ranks).values
     results["digest alone"] = alone.entries()["digest"][0]
 
+    own = module.StepMetrics(1, ranks)
+    own.each("each", 10 + rank)
+    own.highest("highest", -1 - rank)
+    own.lowest("lowest", -1 - rank)
+    reduced = module.reduce_metrics(own, ranks)
+    results["by rank"] = [reduced.values, reduced.by_rank]
+
     reduce("same", 7, {"a": rank, "b": 1.0})
     reduce("order", 7, {"a": 1.0, "b": 2.0} if rank == 0 else {"b": 2.0, "a": 1.0})
     reduce("votes", 7, {"a": 0.0}, request="save" if rank == 1 else "")
@@ -64,7 +71,7 @@ def every_scenario(rank: int, num_ranks: int, run_dir: str) -> dict[str, Any]:
     if rank == 0:
         reduce("another collective", 9, {"loss": 1.0})
     else:
-        dist.all_reduce(torch.zeros(2 * module.CAPACITY + 6, dtype=torch.float64))
+        dist.all_reduce(torch.zeros(module.vector_size(num_ranks), dtype=torch.float64))
     ranks.barrier()
     return results
 
@@ -83,6 +90,11 @@ def test_metrics_are_reduced_by_their_kind(results: list[dict[str, Any]]) -> Non
         assert found["total"] == 2**52 + 1
         assert found["shared"] == 0.1
         assert found["digest"] == result["digest alone"]
+
+
+def test_what_every_rank_has_its_own_of_comes_with_the_same_reduction(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["by rank"] == [{"highest": -1, "lowest": -2}, {"each": [10, 11]}]
 
 
 def test_all_ranks_get_the_same(results: list[dict[str, Any]]) -> None:

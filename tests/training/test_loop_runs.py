@@ -82,6 +82,7 @@ def every_scenario(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
     import torch
 
     from rlhf_core.training.distributed import init_process_group, leave_process_group
+    from rlhf_core.training.health import HealthState
     from rlhf_core.training.trainers import run as run_module
     from rlhf_core.training.trainers.engine import Engine
 
@@ -114,7 +115,7 @@ def every_scenario(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
 
     for name, phase, step in (("update", Phase.TRAIN, 5), ("rollout", Phase.ROLLOUT, 3), ("warm", Phase.TRAIN, 2)):
         results[f"killed in {name}"] = train(name, reporter=Interrupting(phase, step, interrupt))
-        for control in ("optimizer", "random", "position") if name == "update" else ():
+        for control in ("optimizer", "random", "position", "health") if name == "update" else ():
             copy(name, f"without-{control}")
         results[f"resumed {name}"] = train(name, restart=1)
 
@@ -123,7 +124,7 @@ def every_scenario(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
     with mock.patch.object(run_module, "restore_random_state"):
         results["without random"] = train("without-random", restart=1)
     load = run_module.load_trainer_state
-    forget = {"position": 0}
+    forget: dict[str, Any] = {"position": 0}
 
     def load_without_position(*arguments: Any) -> Any:
         state = load(*arguments)
@@ -131,6 +132,8 @@ def every_scenario(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
 
     with mock.patch.object(run_module, "load_trainer_state", load_without_position):
         results["without position"] = train("without-position", restart=1)
+        forget = {"health": HealthState()}
+        results["without health"] = train("without-health", restart=1)
 
     results["save"] = train("save", reporter=Asking("save", 3) if rank == 1 else None, checkpoint={"keep_last": 9})
     results["stop"] = train("stop", reporter=Asking("stop", 3) if rank == 0 else None)
@@ -219,7 +222,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> list[dict[str, Any]]:
-    return values(launch(every_scenario, 2, folder / "launch", timeout_s=280, folder=str(folder)))
+    return values(launch(every_scenario, 2, folder / "launch", timeout_s=600, folder=str(folder)))
 
 
 def told(folder: Path, name: str, restart: int = 0) -> dict[int, dict[str, float]]:
@@ -283,6 +286,12 @@ def test_a_resume_that_forgets_something_is_caught(results: list[dict[str, Any]]
     assert final_state(folder, f"without-{part}") != final_state(folder, "straight")
 
 
+def test_a_resume_that_forgets_what_the_judge_knew_is_caught(results: list[dict[str, Any]], folder: Path) -> None:
+    assert [result["without health"] for result in results] == ["done", "done"]
+    assert told(folder, "without-health", restart=1) == {step: told(folder, "straight")[step] for step in (5, 6)}
+    assert final_state(folder, "without-health") != final_state(folder, "straight")
+
+
 def test_the_same_seed_gives_the_same_run(results: list[dict[str, Any]], folder: Path) -> None:
     assert results[0]["again"] == "done"
     assert told(folder, "again") == told(folder, "straight")
@@ -311,13 +320,15 @@ def test_every_row_is_used_once_before_any_is_used_again(results: list[dict[str,
 
 def test_metrics_have_their_names(results: list[dict[str, Any]], folder: Path) -> None:
     lines = read_models(RunDir(folder / "straight").attempt(1).restart(0).metrics, MetricsLine)
-    shared = {"train/loss", "train/grad_norm", "train/learning_rate", "train/num_tokens", "speed/tokens_per_s"}
+    shared = {f"train/{name}" for name in ("loss", "grad_norm", "changed_share", "learning_rate", "num_tokens")}
+    shared |= {"speed/tokens_per_s"}
     times = {f"time/{name}_s" for name in ("train", "checkpoint", "evaluate", "step")}
     rollout = {
         "length_mean", "truncated_share", "distinct_share", "zero_std_groups",
         "entropy", "seed_digest", "completion_digest", "train_gap",
     }  # fmt: skip
-    grpo = {"reward/mean", "reward/std", "reward/noisy_reward", "policy/clip_share", "policy/kl"}
+    grpo = {"reward/noisy_reward", "policy/clip_share", "policy/kl"}
+    grpo |= {f"reward/{name}" for name in ("mean", "std", "max", "min")}
     assert [line.stage for line in lines] == ["sft"] * 2 + ["grpo"] * 4
     counts = {"data/num_rows", "data/num_overlong", "data/num_malformed"}
     assert set(lines[0].metrics) == shared | times | counts

@@ -355,6 +355,21 @@ def test_a_loss_that_is_not_finite_goes_back_one_checkpoint_and_only_once(run_di
     assert explain(run_dir, look, off, first_attempt=1).decision.action is Action.STOP
 
 
+def test_training_that_learned_nothing_goes_back_to_before_the_window_and_only_once(run_dir: RunDir) -> None:
+    agent = FakeAgent(run_dir)  # its incidents are found at step 3
+    agent.begin()
+    for step in (1, 2, 3):
+        agent.checkpoint(step)
+    agent.incident(FailureKind.DEGENERATE_RL)
+    agent.end(AttemptState.FAILED, FailureKind.DEGENERATE_RL, "nothing is learned")
+    look, spec = ended(run_dir), make_spec(health={"window_steps": 2})
+    decision = explain(run_dir, look, spec, first_attempt=1).decision
+    assert (decision.action, decision.resume_checkpoint) == (Action.NEW_ATTEMPT, run_dir.checkpoint(1).root.name)
+    again = explain(run_dir, look, spec, first_attempt=1, rolled_back=True).decision
+    assert again.action is Action.STOP
+    assert "change the reward or the config" in again.reason
+
+
 def test_checkpoints_of_a_branch_that_is_given_up_are_put_aside(run_dir: RunDir) -> None:
     agent = FakeAgent(run_dir)
     for step in (2, 4, 6):

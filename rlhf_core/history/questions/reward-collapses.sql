@@ -1,26 +1,44 @@
 /*
-Which runs lost their reward after they went back to a checkpoint
+Which runs lost their reward, after a resume or because training learned nothing
 
-Compares the mean reward of the steps before a restart or a new attempt with that of the steps after it. A sign of a
-resume that did not bring back what it should have: weights, optimizer state, data position.
+After they went back to a checkpoint it compares the mean reward of the steps before it with that of the steps after it: a sign that the resume
+did not bring back what it should have (weights, optimizer state, data position). Where training was ended because it
+learned nothing (degenerate_rl) it compares the best step of that start of the workers with its last ones.
 
 days (number) = 30: how far back to look
 steps (number) = 10: so many steps on either side are compared
-share (number) = 0.5: this share of the reward must be gone
+share (number) = 0.5: this share of the reward must be gone after a resume
 */
-WITH compared AS (
-    SELECT s.run_id, s.attempt, s.restart, s.first_step, s.started_at,
+WITH resumed AS (
+    SELECT s.run_id, s.attempt, s.restart, s.first_step AS step, s.started_at AS found_at,
            (SELECT AVG(v.value) FROM run_curve v
              WHERE v.run_id = s.run_id AND v.key = 'reward/mean' AND v.step < s.first_step
                AND v.step >= s.first_step - CAST(:steps AS integer)
                AND (v.attempt, v.restart) < (s.attempt, s.restart)) AS reward_before,
            (SELECT AVG(v.value) FROM run_curve v
              WHERE v.run_id = s.run_id AND v.key = 'reward/mean' AND v.attempt = s.attempt AND v.restart = s.restart
-               AND v.step < s.first_step + CAST(:steps AS integer)) AS reward_after
+               AND v.step < s.first_step + CAST(:steps AS integer)) AS reward_after,
+           'after a resume' AS why
     FROM restarts s
     WHERE s.first_step > 1 AND s.started_at >= @days_ago(:days)
+),
+ended AS (
+    SELECT i.run_id, i.attempt, i.restart, i.step, i.seen_at AS found_at,
+           (SELECT MAX(m.value) FROM metrics m JOIN metric_keys k ON k.key_id = m.key_id
+             WHERE m.run_id = i.run_id AND k.name = 'reward/mean' AND m.attempt = i.attempt AND m.restart = i.restart)
+             AS reward_before,
+           (SELECT AVG(m.value) FROM metrics m JOIN metric_keys k ON k.key_id = m.key_id
+             WHERE m.run_id = i.run_id AND k.name = 'reward/mean' AND m.attempt = i.attempt AND m.restart = i.restart
+               AND m.step > i.step - CAST(:steps AS integer)) AS reward_after,
+           i.message AS why
+    FROM incidents i
+    WHERE i.failure_kind = 'degenerate_rl' AND i.seen_at >= @days_ago(:days)
+),
+found AS (
+    SELECT * FROM resumed WHERE reward_after < reward_before - CAST(:share AS double precision) * ABS(reward_before)
+    UNION ALL
+    SELECT * FROM ended
 )
-SELECT run_id, attempt, restart, first_step, reward_before, reward_after
-FROM compared
-WHERE reward_after < reward_before - CAST(:share AS double precision) * ABS(reward_before)
-ORDER BY started_at DESC, run_id, attempt, restart
+SELECT run_id, attempt, restart, step, reward_before, reward_after, why
+FROM found
+ORDER BY found_at DESC, run_id, attempt, restart

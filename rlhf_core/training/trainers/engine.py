@@ -22,6 +22,8 @@ from rlhf_core.schemas.run import OptimizerSpec
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.prebuild import load_built, prebuild, use_own_scripts
 
+_SAMPLED_ENTRIES = 64
+
 
 def learning_rate(step: int, spec: OptimizerSpec, num_steps: int) -> float:
     """Learning rate of one step: a pure function, so a resumed run needs no scheduler state.
@@ -59,6 +61,7 @@ class Engine:
         # The reduction belongs to step(): then no micro-batch needs to know whether it is the last.
         engine.enable_backward_allreduce = False
         self._engine = engine
+        self._sample = _sample_of(policy)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Forward pass of the policy."""
@@ -86,6 +89,16 @@ class Engine:
         with self._ranks.reporter.collective():
             self._engine.step()
         return float(self._engine.get_global_grad_norm())
+
+    def changed_share(self, policy: nn.Module) -> float:
+        """Share of the trained tensors that differ from the last time this was asked, by a few entries of each.
+
+        A tensor may stay as it is where nothing it is for came up; when none changes, nothing is learned.
+        """
+        sample = _sample_of(policy)
+        changed = (sample != self._sample).any(-1).double().mean()
+        self._sample = sample
+        return float(changed)
 
     def state(self) -> dict[str, Any]:
         """This rank's share of the optimizer: AdamW's moments and, for bfloat16, the float32 weights they belong to.
@@ -130,6 +143,17 @@ def _import_deepspeed(ranks: Ranks) -> Any:
         with ranks.reporter.collective():
             deepspeed.init_distributed(dist_backend="gloo" if ranks.device.type == "cpu" else "nccl", verbose=False)
     return deepspeed
+
+
+def _sample_of(policy: nn.Module) -> Tensor:
+    """Entries of every trained tensor ``[tensors, 64]``, spread evenly; cheap however large the model is."""
+    with torch.no_grad():
+        flat = [parameter.detach().flatten() for parameter in policy.parameters() if parameter.requires_grad]
+        return torch.stack([values[_spread(len(values), values.device)] for values in flat])
+
+
+def _spread(size: int, device: torch.device) -> Tensor:
+    return torch.arange(_SAMPLED_ENTRIES, device=device) * size // _SAMPLED_ENTRIES
 
 
 @contextlib.contextmanager

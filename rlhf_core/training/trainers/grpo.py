@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from rlhf_core.schemas.reports import Phase, SampleLine
+from rlhf_core.training import health
 from rlhf_core.training.algorithms.aggregation import masked_stat, step_normaliser
 from rlhf_core.training.algorithms.grpo import group_advantages, grpo_loss, std_of_moments, zero_std_groups
 from rlhf_core.training.batches import collate
-from rlhf_core.training.metrics import StepMetrics
+from rlhf_core.training.metrics import StepMetrics, fingerprint
 from rlhf_core.training.models import PolicyModel
 from rlhf_core.training.rewards import RewardFunction, load_rewards, score
 from rlhf_core.training.rollouts.transformers_engine import generate
@@ -86,6 +87,7 @@ def train(
         metrics = step.metrics
         metrics.mean("train/loss", *totals.read("loss/policy"))
         metrics.shared("train/grad_norm", grad_norm)
+        metrics.shared("train/changed_share", engine.changed_share(policy))
         metrics.shared("train/learning_rate", rate)
         metrics.total("train/num_tokens", rollout.num_tokens)
         metrics.mean("rollout/entropy", *totals.read("entropy"))
@@ -196,9 +198,15 @@ def _add_rollout_metrics(metrics: StepMetrics, rollout: Rollout) -> None:
         metrics.mean(f"reward/{name}", sum(values), len(values))
     metrics.mean("rollout/length_mean", rollout.num_tokens, len(completions))
     metrics.mean("rollout/truncated_share", sum(not made.finished for made in completions), len(completions))
-    distinct = sum(len({tuple(made.token_ids) for made in group}) for group in rollout.completions)
-    metrics.mean("rollout/distinct_share", distinct, len(completions))
     metrics.mean("rollout/zero_std_groups", int(zero_std_groups(rollout.rewards).sum()), num_groups)
+    metrics.highest("reward/max", float(rollout.rewards.max()))
+    metrics.lowest("reward/min", float(rollout.rewards.min()))
+    groups = [[tuple(made.token_ids) for made in group] for group in rollout.completions]
+    metrics.mean("rollout/distinct_share", sum(len(set(group)) for group in groups), len(completions))
+    # Which ranks repeat themselves, or each other, shows only rank by rank.
+    metrics.each(health.SAME_GROUPS, sum(len(set(group)) == 1 for group in groups) / num_groups)
+    metrics.each(health.NUM_DISTINCT, len({made for group in groups for made in group}))
+    metrics.each(health.FINGERPRINT, fingerprint(made for group in groups for made in group))
     metrics.digest("rollout/seed_digest", (f"{seed}" for group in rollout.seeds for seed in group))
     metrics.digest(
         "rollout/completion_digest",

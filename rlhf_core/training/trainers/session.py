@@ -11,7 +11,7 @@ from typing import Literal
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.errors import BadConfig, NonFiniteLoss
+from rlhf_core.errors import BadConfig, DegenerateRl, NonFiniteLoss
 from rlhf_core.run_dir import LineWriter
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import AgentEvent, MetricsLine, Phase, SampleLine
@@ -21,6 +21,7 @@ from rlhf_core.training.checkpoints import CheckpointWriter, Progress
 from rlhf_core.training.data import DataReport, EncodedPrompts, row_indices
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.evaluation import Evaluator
+from rlhf_core.training.health import Batch, Judge, in_words
 from rlhf_core.training.metrics import StepMetrics, reduce_metrics
 from rlhf_core.training.trainers.engine import Engine
 from rlhf_core.training.types import Row, WorkerContext
@@ -131,6 +132,7 @@ class Session:
         self.steps_done = progress.step if progress else 0
         self.position = progress.position if progress else 0
         self._step = self.steps_done
+        self._judge = _judge(context, ranks, progress)
         self._checkpoint_s = 0.0
         self._checkpoints = CheckpointWriter(
             context.run_dir,
@@ -203,6 +205,7 @@ class Session:
 
         Raises:
             NonFiniteLoss: the loss or the gradient norm is not finite; the metrics of the step were written.
+            DegenerateRl: training learns nothing any more; likewise.
             MetricsMismatch, DiskFull: raised by every rank.
         """
         self._evaluate(step, model)
@@ -217,12 +220,21 @@ class Session:
             )
         self.ranks.log(_summary(step, stage, self.spec.total_steps, reduced.values))
         _refuse_non_finite(step.number, reduced.values)
+        found = self._judge.look(step.number, stage.name, reduced.values, reduced.by_rank)
+        if found:
+            raise DegenerateRl(in_words(found, step.number))
         self.steps_done = step.number
         finished = step.number == stage.last_step
         is_due = finished or step.number % self.spec.checkpoint.every_num_steps == 0
         self._checkpoint_s = 0.0
         if is_due or reduced.save or reduced.stop:
-            progress = Progress(step=step.number, stage=stage.name, stage_finished=finished, position=self.position)
+            progress = Progress(
+                step=step.number,
+                stage=stage.name,
+                stage_finished=finished,
+                position=self.position,
+                health=self._judge.state,
+            )
             self._save(progress, model, engine)
         return reduced.stop
 
@@ -264,6 +276,12 @@ class Session:
         saved = self._checkpoints.save(progress, model, engine.state())
         self._checkpoint_s = time.monotonic() - started
         self.ranks.log(f"saved {saved.root.name} in {self._checkpoint_s:.2f} s")
+
+
+def _judge(context: WorkerContext, ranks: Ranks, progress: Progress | None) -> Judge:
+    grpo = context.spec.grpo
+    batch = Batch(grpo.prompts_per_step, grpo.samples_per_prompt, tuple(ranks.gather(context.node)))
+    return Judge(context.spec.health, batch, progress.health if progress else None)
 
 
 def _summary(step: Step, stage: Stage, total_steps: int, values: dict[str, float]) -> str:

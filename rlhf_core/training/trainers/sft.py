@@ -41,6 +41,7 @@ def train(session: Session, stage: Stage, policy: PolicyModel, engine: Engine) -
 
         step.metrics.mean("train/loss", *totals.read("loss/sft"))
         step.metrics.shared("train/grad_norm", grad_norm)
+        step.metrics.shared("train/changed_share", engine.changed_share(policy))
         step.metrics.shared("train/learning_rate", rate)
         step.metrics.total("train/num_tokens", own_tokens)
         step.metrics.total("speed/tokens_per_s", own_tokens / step.watch.seconds())

@@ -1,0 +1,55 @@
+"""Regression of a run: held-out scores that are significantly lower after training than before. One rule for all views.
+
+A run may do everything it was asked for and end ``completed`` with a model that is worse than the one it began with.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rlhf_core.schemas.base import Schema
+
+REGRESSED = "regressed"
+"""The word that stands beside the state of such a run."""
+
+
+class Regression(Schema):
+    """One held-out score that fell, with confidence intervals that do not meet."""
+
+    name: str
+    """Choice of completions: ``greedy`` or ``sampled``."""
+    metric: str
+    """Measure, for instance ``exact_match``."""
+    before: float
+    """Mean score before the main algorithm."""
+    after: float
+    """Mean score after training."""
+
+
+def regressions(evaluations: Iterable[Mapping[str, Any]]) -> tuple[Regression, ...]:
+    """Find the scores that fell, in the order of the evaluations.
+
+    Args:
+        evaluations: with ``name, when, metric, value, ci_low, ci_high``, as in ``rlhf show --json``. One without a
+            finite interval proves nothing.
+    """
+    by_name: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
+    for row in evaluations:
+        if all(row[key] is not None and math.isfinite(row[key]) for key in ("value", "ci_low", "ci_high")):
+            by_name.setdefault((row["name"], row["metric"]), {})[row["when"]] = row
+    return tuple(
+        Regression(name=name, metric=metric, before=found["before"]["value"], after=found["after"]["value"])
+        for (name, metric), found in by_name.items()
+        if {"before", "after"} <= found.keys() and found["after"]["ci_high"] < found["before"]["ci_low"]
+    )
+
+
+def regression_text(found: Iterable[Regression]) -> str:
+    """Say what fell, without a full stop; empty where nothing did."""
+    said = [f"{one.name} {one.metric.replace('_', ' ')} {one.before:.3f} → {one.after:.3f}" for one in found]
+    return f"the model is worse than before training: held-out {', '.join(said)}" if said else ""
+
+
+def state_text(state: str, found: Iterable[Regression]) -> str:
+    """The state of a run, with what a reader must not miss beside it."""
+    return f"{state}, {REGRESSED}" if state == "completed" and tuple(found) else state

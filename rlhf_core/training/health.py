@@ -1,0 +1,487 @@
+"""Judgement of training while it runs: does it still learn? Pure: the metrics of a step in, findings out.
+
+The loss tells nothing: that of GRPO is near 0 when all is well. Judged are gradient and weights, the spread of rewards
+within groups, repeated completions, the reward against its own best, entropy, and truncation (``[health]`` has the
+windows and thresholds, each with its reason).
+
+Three things look like a failure and are none, and no rule may take them for one:
+
+- A task that is *solved* has no spread, no gradient and hardly any entropy: its mean reward is the highest that any
+  completion ever had.
+- A policy that has *gained* reward since it began may have become certain of its answers, some of them wrong.
+- A *rare* reward may not come for many steps: what counts is how many completions went without, and whether a mean has
+  fallen by more than chance allows.
+
+Every rank sees the same metrics and comes to the same findings. The state is part of each checkpoint, so that a run
+that goes on is judged as if it had never stopped. A new rule is a function over the state and a row of :data:`RULES`.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, variance
+
+from rlhf_core.schemas.base import Schema
+from rlhf_core.schemas.run import HealthRule, HealthSpec
+
+NATS_PER_CHANCE = 25.0
+"""A sampled token with an entropy of h nats differs from another sample's with a chance of at least h / 25.
+
+By Fano's inequality h is at most e (1 + ln(1/e) + ln(V)) for a chance e and V tokens; with e no smaller than 1e-5 and
+a vocabulary of 160,000 the bracket is 25. So n repeated completions of s nats each have a chance of exp(-n s / 25)."""
+
+SURE_GAIN = 3.0
+"""Standard errors by which a mean must be above another to be higher."""
+SURE_LOSS = 4.0
+"""The same to be lower: the best of many means is high by chance too."""
+SOLVED_WITHIN = 0.02
+"""Share of the range of rewards by which a solved task may miss the highest."""
+
+FINGERPRINT = "rollout/fingerprint"
+SAME_GROUPS = "rollout/same_groups"
+NUM_DISTINCT = "rollout/num_distinct"
+"""Facts of each rank about its completions: a hash of all of them in order, the share of its groups whose completions
+are all the same, and the number of different ones over all its prompts."""
+
+_ADVICE = "`rlhf report` shows curves and completions; health.off turns off a rule that does not fit the task"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Size of a step of the main algorithm, and the ranks that make it."""
+
+    num_prompts: int
+    """Prompts of a step, over all ranks."""
+    samples_per_prompt: int
+    nodes: tuple[str, ...]
+    """Name of the node of each rank."""
+
+    @property
+    def num_completions(self) -> int:
+        """Completions of a step, over all ranks."""
+        return self.num_prompts * self.samples_per_prompt
+
+    @property
+    def repeats_per_rank(self) -> float:
+        """Completions of one rank that have an earlier one of the same prompt beside them."""
+        return self.num_prompts * (self.samples_per_prompt - 1) / len(self.nodes)
+
+    @property
+    def completions_per_rank(self) -> float:
+        """Completions of one rank."""
+        return self.num_completions / len(self.nodes)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One reason to say that training learns nothing."""
+
+    rule: HealthRule
+    since_step: int
+    """First step that shows it."""
+    message: str
+    """In words, without a full stop."""
+
+
+class Seen(Schema):
+    """The figures of one step that are kept."""
+
+    step: int
+    reward: float
+    has_spread: bool
+    """At least one group had different rewards."""
+    entropy: float
+    truncated: float
+
+
+class Repetition(Schema):
+    """Ranks whose completions were repeated in every step since it began."""
+
+    since_step: int = 0
+    num_steps: int = 0
+    ranks: tuple[int, ...] = ()
+    nats: float = 0.0
+    """Surprise for one rank: minus the logarithm of the chance, added up over the steps."""
+    distinct: float = 0.0
+    """Different completions of such a rank over all its prompts, at most."""
+
+
+class Level(Schema):
+    """The mean reward of some steps in a row."""
+
+    since_step: int
+    mean: float
+    error: float
+    """Its standard error."""
+
+
+class HealthState(Schema):
+    """All that is known of the steps so far. Part of a checkpoint."""
+
+    recent: tuple[Seen, ...] = ()
+    """The last steps of the main algorithm, at most a window."""
+    last_step: int = 0
+    """The last step, whatever its stage."""
+    num_steps: int = 0
+    """Steps of the main algorithm so far."""
+    top: float = -math.inf
+    """Highest reward of any completion so far."""
+    floor: float = math.inf
+    """Lowest."""
+    first: Level | None = None
+    """Reward of the first block of steps."""
+    best: Level | None = None
+    """The block with the highest reward."""
+    first_entropy: float = 0.0
+    """Mean entropy of the first block."""
+    spread_ended: int = 0
+    """Last step with any spread; 0 where there was none."""
+    first_step: int = 0
+    """First step of the main algorithm that was seen."""
+    frozen_since: int = 0
+    """First step of the present row of steps that changed nothing; 0 where the last one did."""
+    frozen_why: str = ""
+    same_groups: Repetition = Repetition()
+    """Ranks with the same completion throughout every group."""
+    same_ranks: Repetition = Repetition()
+    """Ranks with the same completions as another rank."""
+    same_steps: Repetition = Repetition()
+    """Ranks with the same completions as in the step before."""
+    fingerprints: tuple[float, ...] = ()
+    """Of the last step, by rank."""
+
+
+class Judge:
+    """Judges the steps of one run, in their order."""
+
+    def __init__(self, spec: HealthSpec, batch: Batch, state: HealthState | None = None) -> None:
+        """Begin, or go on from the state of a checkpoint."""
+        self._spec = spec
+        self._batch = batch
+        self.state = state or HealthState()
+
+    def look(
+        self, step: int, stage: str, metrics: Mapping[str, float], by_rank: Mapping[str, Sequence[float]]
+    ) -> list[Finding]:
+        """Take in one step. Returns what is found by now, the most telling first; empty when all is well."""
+        self.state = observe(self.state, self._spec, self._batch, step, stage, metrics, by_rank)
+        return findings(self.state, self._spec, self._batch)
+
+
+def in_words(found: Sequence[Finding], step: int) -> str:
+    """Findings as the message of an error."""
+    since = min(finding.since_step for finding in found)
+    also = f". Also: {'; '.join(finding.message for finding in found[1:])}" if len(found) > 1 else ""
+    return (
+        f"Training learns nothing any more at step {step}, since step {since} ({found[0].rule}): {found[0].message}"
+        f"{also}. {_ADVICE}"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is kept of a step
+
+
+def observe(
+    state: HealthState,
+    spec: HealthSpec,
+    batch: Batch,
+    step: int,
+    stage: str,
+    metrics: Mapping[str, float],
+    by_rank: Mapping[str, Sequence[float]],
+) -> HealthState:
+    """The state after one more step.
+
+    Args:
+        stage: ``sft``, where only gradient and weights are judged, or the main algorithm.
+        metrics: as in ``metrics.jsonl``.
+        by_rank: what every rank has its own of.
+    """
+    state = _observe_weights(state, step, stage, metrics)
+    if stage == "sft":
+        return state
+    seen = Seen(
+        step=step,
+        reward=metrics["reward/mean"],
+        has_spread=metrics["rollout/zero_std_groups"] < 1,
+        entropy=metrics["rollout/entropy"],
+        truncated=metrics["rollout/truncated_share"],
+    )
+    state = _observe_repetitions(state, batch, seen, metrics["rollout/length_mean"], by_rank)
+    state = state.model_copy(
+        update={
+            "recent": (*state.recent, seen)[-spec.window_steps :],
+            "num_steps": state.num_steps + 1,
+            "first_step": state.first_step or step,
+            "spread_ended": step if seen.has_spread else state.spread_ended,
+            "top": max(state.top, metrics["reward/max"]),
+            "floor": min(state.floor, metrics["reward/min"]),
+        }
+    )
+    return _observe_blocks(state, spec, batch)
+
+
+def _observe_weights(state: HealthState, step: int, stage: str, metrics: Mapping[str, float]) -> HealthState:
+    why = ""
+    # Equal rewards give no gradient, and are judged by themselves.
+    has_signal = stage == "sft" or metrics["rollout/zero_std_groups"] < 1
+    if metrics["train/grad_norm"] == 0:
+        why = "the gradient is exactly 0 although there is something to learn from" if has_signal else ""
+    elif metrics["train/learning_rate"] > 0 and metrics.get("train/changed_share", 1.0) == 0:
+        why = "no weight changes although there is a gradient"
+    since = (state.frozen_since or step) if why else 0
+    return state.model_copy(update={"frozen_since": since, "frozen_why": why, "last_step": step})
+
+
+def _observe_blocks(state: HealthState, spec: HealthSpec, batch: Batch) -> HealthState:
+    """The first and the best block of steps: a quarter of a window, so that a peak before a sudden fall counts."""
+    size = _block_steps(spec)
+    if state.num_steps < size:
+        return state
+    steps = state.recent[-size:]
+    level = _level(state, steps, batch)
+    changes: dict[str, object] = {}
+    if state.first is None:
+        changes = {"first": level, "first_entropy": fmean(seen.entropy for seen in steps)}
+    if state.best is None or level.mean > state.best.mean:
+        changes["best"] = level
+    return state.model_copy(update=changes)
+
+
+def _observe_repetitions(
+    state: HealthState, batch: Batch, seen: Seen, length: float, by_rank: Mapping[str, Sequence[float]]
+) -> HealthState:
+    fingerprints = tuple(by_rank[FINGERPRINT])
+    same = [rank for rank, share in enumerate(by_rank[SAME_GROUPS]) if share == 1]
+    twins = [rank for rank, mark in enumerate(fingerprints) if fingerprints.count(mark) > 1]
+    again = [
+        rank
+        for rank, (mark, before) in enumerate(zip(fingerprints, state.fingerprints, strict=False))
+        if mark == before
+    ]
+    nats = max(0.0, seen.entropy) * length / NATS_PER_CHANCE
+    distinct = by_rank[NUM_DISTINCT]
+    return state.model_copy(
+        update={
+            "fingerprints": fingerprints,
+            "same_groups": _repeated(state.same_groups, seen.step, same, nats * batch.repeats_per_rank, distinct),
+            # Of two ranks that are the same, one is no surprise.
+            "same_ranks": _repeated(
+                state.same_ranks, seen.step, twins, nats * batch.completions_per_rank / 2, distinct
+            ),
+            "same_steps": _repeated(state.same_steps, seen.step, again, nats * batch.completions_per_rank, distinct),
+        }
+    )
+
+
+def _repeated(
+    before: Repetition, step: int, ranks: Sequence[int], nats: float, distinct: Sequence[float]
+) -> Repetition:
+    """Go on with the ranks that were repeated before and are again; begin anew where there is none."""
+    kept = [rank for rank in before.ranks if rank in set(ranks)]
+    start = before if kept else Repetition(since_step=step)
+    kept = kept or list(ranks)
+    if not kept:
+        return Repetition()
+    return Repetition(
+        since_step=start.since_step,
+        num_steps=start.num_steps + 1,
+        ranks=tuple(kept),
+        nats=start.nats + nats,
+        distinct=max(start.distinct, *(distinct[rank] for rank in kept)),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rewards compared
+
+
+def _block_steps(spec: HealthSpec) -> int:
+    return max(1, spec.window_steps // 4)
+
+
+def _level(state: HealthState, steps: Sequence[Seen], batch: Batch) -> Level:
+    """Mean reward with a standard error that does not trust a few steps to vary as much as they might.
+
+    A reward between floor and top with mean m varies by at most (m - floor)(top - m); prompts, not completions, are
+    what is drawn.
+    """
+    rewards = [seen.reward for seen in steps]
+    mean = fmean(rewards)
+    possible = max(0.0, (mean - state.floor) * (state.top - mean)) / batch.num_prompts
+    seen_variance = variance(rewards) if len(rewards) > 1 else 0.0
+    error = math.sqrt(max(possible, seen_variance) / len(rewards))
+    return Level(since_step=steps[0].step, mean=mean, error=error)
+
+
+def _is_higher(one: Level, other: Level, standard_errors: float) -> bool:
+    return one.mean > other.mean and one.mean - other.mean > standard_errors * math.hypot(one.error, other.error)
+
+
+def _is_solved(state: HealthState, now: Level) -> bool:
+    """All rewards are the highest ever seen. One that never varied is taken for the highest if it is positive."""
+    if state.top == state.floor:
+        return state.top > 0
+    return now.mean >= state.top - SOLVED_WITHIN * (state.top - state.floor)
+
+
+def _has_gained(state: HealthState, now: Level) -> bool:
+    return state.first is not None and _is_higher(now, state.first, SURE_GAIN)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rules
+
+
+@dataclass(frozen=True)
+class _View:
+    """A full window of steps of the main algorithm, as rules see it."""
+
+    state: HealthState
+    spec: HealthSpec
+    batch: Batch
+    now: Level
+    """Reward of the window."""
+
+    @property
+    def is_well(self) -> bool:
+        """The task is solved, or the reward has risen since training began."""
+        return _is_solved(self.state, self.now) or _has_gained(self.state, self.now)
+
+    @property
+    def steps(self) -> str:
+        """The window in words."""
+        return f"the last {len(self.state.recent)} steps"
+
+    def steps_without_spread(self) -> int:
+        """In a row, up to now."""
+        return self.state.recent[-1].step - max(self.state.spread_ended, self.state.first_step - 1)
+
+
+def findings(state: HealthState, spec: HealthSpec, batch: Batch) -> list[Finding]:
+    """All that is wrong after the last step, the most telling first."""
+    found = [_frozen(state, spec), *_identical(state, spec, batch)]
+    if len(state.recent) == spec.window_steps:
+        view = _View(state, spec, batch, _level(state, state.recent, batch))
+        found += [rule(view) for rule in RULES]
+    return [finding for finding in found if finding is not None and finding.rule not in spec.off]
+
+
+def _frozen(state: HealthState, spec: HealthSpec) -> Finding | None:
+    num_steps = state.last_step - state.frozen_since + 1
+    if not state.frozen_since or num_steps < spec.frozen_steps:
+        return None
+    return Finding(
+        "frozen",
+        state.frozen_since,
+        f"{state.frozen_why}, {num_steps} steps in a row. Expected trained weights (requires_grad) that are reached by "
+        f"the loss, and a learning rate that their number format does not round away",
+    )
+
+
+def _identical(state: HealthState, spec: HealthSpec, batch: Batch) -> list[Finding | None]:
+    groups, ranks, steps = state.same_groups, state.same_ranks, state.same_steps
+    whatever = ", and the same for every prompt" if groups.distinct == 1 else ""
+    told = (
+        (
+            groups,
+            len(groups.ranks),
+            f"all {batch.samples_per_prompt} completions of every prompt are identical{whatever}",
+        ),
+        (ranks, len(ranks.ranks), "ranks make the same completions as other ranks"),
+        (steps, len(steps.ranks), "the same completions are made at every step"),
+    )
+    return [_repetition(one, num, what, state, spec, batch) for one, num, what in told]
+
+
+def _repetition(
+    found: Repetition, num_ranks: int, what: str, state: HealthState, spec: HealthSpec, batch: Batch
+) -> Finding | None:
+    if found.num_steps < 2 or found.nats * num_ranks < -math.log(spec.identical_chance):
+        return None
+    return Finding(
+        "identical",
+        found.since_step,
+        f"{what} on {_named(found.ranks, batch.nodes)}, {found.num_steps} steps in a row, although the policy is not "
+        f"certain of its answers (entropy {state.recent[-1].entropy:.3g} nats per token). Expected sampling seeds that "
+        f"differ for every step, prompt and sample; seeds made from a rank or a node repeat themselves",
+    )
+
+
+def _reward_collapse(view: _View) -> Finding | None:
+    state, now, best = view.state, view.now, view.state.best
+    if best is None or not _is_higher(best, now, SURE_LOSS):
+        return None
+    if now.mean - state.floor > view.spec.collapsed_share * (best.mean - state.floor):
+        return None
+    return Finding(
+        "reward_collapse",
+        best.since_step + _block_steps(view.spec),
+        f"the mean reward of {view.steps} is {now.mean:.3g}; over its best {_block_steps(view.spec)} steps, from step "
+        f"{best.since_step} on, it was {best.mean:.3g}. Try a lower train.learning_rate or a KL penalty "
+        f"(grpo.kl_coefficient), and see whether the reward function still works",
+    )
+
+
+def _no_spread(view: _View) -> Finding | None:
+    state, without = view.state, view.steps_without_spread()
+    too_few = without < view.spec.window_steps or without * view.batch.num_completions < view.spec.min_completions
+    if too_few or view.is_well:
+        return None
+    before = f"{state.first.mean:.3g} over the first steps" if state.first and state.spread_ended else "never another"
+    return Finding(
+        "no_spread",
+        state.recent[-1].step - without + 1,
+        f"in {without} steps, {without * view.batch.num_completions} completions, no prompt had completions with "
+        f"different rewards, so there is nothing to compare and the gradient is 0; the mean reward is "
+        f"{view.now.mean:.3g} ({before}). Expected prompts that are solved some of the time: see whether the reward "
+        f"function fits the completions, the task is too hard, or the learning rate has destroyed the model",
+    )
+
+
+def _truncated(view: _View) -> Finding | None:
+    state = view.state
+    nothing = view.now.mean <= state.floor + SOLVED_WITHIN * (state.top - state.floor) and not _is_solved(
+        state, view.now
+    )
+    rare = len(state.recent) * view.batch.num_completions < view.spec.min_completions
+    if not nothing or rare or any(seen.truncated < view.spec.truncated_share for seen in state.recent):
+        return None
+    return Finding(
+        "truncated",
+        state.recent[0].step,
+        f"{state.recent[-1].truncated:.0%} of the completions are cut off at rollout.max_new_tokens, as in all of "
+        f"{view.steps}, and none is rewarded. Expected completions that end: raise rollout.max_new_tokens, or see why "
+        f"the model does not write its end token",
+    )
+
+
+def _entropy_collapse(view: _View) -> Finding | None:
+    state, entropy = view.state, fmean(seen.entropy for seen in view.state.recent)
+    if entropy >= view.spec.entropy_share * state.first_entropy or view.is_well:
+        return None
+    return Finding(
+        "entropy_collapse",
+        state.recent[0].step,
+        f"the policy is certain of every token: {entropy:.2g} nats over {view.steps}, {state.first_entropy:.2g} over "
+        f"the first ones, and the reward has not risen by it. Try a lower train.learning_rate, a higher grpo.clip_high "
+        f"or a KL penalty (grpo.kl_coefficient)",
+    )
+
+
+RULES: tuple[Callable[[_View], Finding | None], ...] = (_reward_collapse, _no_spread, _truncated, _entropy_collapse)
+"""Rules over a full window of the main algorithm, the most telling first."""
+
+
+def _named(ranks: Sequence[int], nodes: Sequence[str]) -> str:
+    """Ranks by node: ``ranks 0, 1 (all of node1) and rank 5 (node3)``."""
+    parts = []
+    for node in dict.fromkeys(nodes):
+        own = [rank for rank in range(len(nodes)) if nodes[rank] == node]
+        named = [rank for rank in ranks if nodes[rank] == node]
+        if named:
+            whole = "all of " if len(named) == len(own) > 1 else ""
+            word = "rank" if len(named) == 1 else "ranks"
+            parts.append(f"{word} {', '.join(map(str, named))} ({whole}{node})")
+    return " and ".join(parts)

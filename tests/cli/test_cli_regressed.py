@@ -1,0 +1,167 @@
+"""A run that completes with a model worse than before says so beside ``completed``, wherever it is looked at."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from history_tools import RunFiles, at, whole_run
+
+from flows.promoting.promotion import _results
+from flows.session import FlowRun
+from flows.summary import markdown, summarise
+from flows.view.events import happenings
+from flows.view.result import tells_the_end
+from flows.view.story import read_story
+from rlhf_core.cli.main import execute
+from rlhf_core.cli.run_commands import summary_json
+from rlhf_core.cli.watching import Viewer, headline, json_lines
+from rlhf_core.config import load_site
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.launch.model_card import model_card
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.promotion import ModelProvenance
+from rlhf_core.schemas.regression import regression_text, regressions, state_text
+from rlhf_core.watchdog.ingest import sync
+
+FELL = {"name": "greedy", "metric": "exact_match", "before": 0.75, "after": 0.2}
+SAID = "held-out greedy exact match 0.750 → 0.200"
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> tuple[RunFiles, RunFiles]:
+    """One that gained, and one whose greedy score fell: 0.75 to 0.20, while the sampled one went from 0.30 to 0.28."""
+    monkeypatch.setenv("COLUMNS", "160")
+    site = load_site()
+    gained, fell = whole_run(site.runs_dir), whole_run(site.runs_dir, "sort", "bbbbbb", 100)
+    fell.evaluation("after", "greedy", 0.2, 52)
+    fell.evaluation("after", "sampled", 0.28, 53)
+    with HistoryStore(site.database_url) as store:
+        for run in (gained, fell):
+            sync(run.dir, store)
+    return gained, fell
+
+
+def _row(when: str, value: float | None, half: float | None = 0.05) -> dict[str, Any]:
+    known = value is not None and half is not None
+    return {
+        "name": "greedy",
+        "when": when,
+        "metric": "exact_match",
+        "value": value,
+        "ci_low": value - half if known else None,  # type: ignore[operator]
+        "ci_high": value + half if known else None,  # type: ignore[operator]
+    }
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "fell"),
+    [
+        (_row("before", 0.5), _row("after", 0.3), True),
+        (_row("before", 0.5), _row("after", 0.41), False),  # the intervals meet
+        (_row("before", 0.5), _row("after", 0.7), False),
+        (_row("before", 0.5), _row("after", None), False),
+        (_row("before", 0.5, float("inf")), _row("after", 0.1), False),
+        (_row("before", 0.5, float("nan")), _row("after", 0.1), False),
+        (_row("before", 0.5), {**_row("after", 0.1), "metric": "other"}, False),
+    ],
+)
+def test_a_score_fell_when_its_intervals_are_apart(before: dict[str, Any], after: dict[str, Any], fell: bool) -> None:
+    found = regressions([before, after])
+    assert bool(found) == fell
+    assert bool(regression_text(found)) == fell
+    assert state_text("completed", found) == ("completed, regressed" if fell else "completed")
+    assert state_text("failed", found) == "failed", "only beside completed"
+
+
+def _text(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert execute(list(arguments)) == 0
+    return capsys.readouterr().out
+
+
+def test_in_the_list_of_runs(runs: tuple[RunFiles, RunFiles], capsys: pytest.CaptureFixture[str]) -> None:
+    by_run = {run["run_id"]: run["regressed"] for run in json.loads(_text(capsys, "runs", "--json"))}
+    assert by_run == {runs[0].run_id: [], runs[1].run_id: [FELL]}
+    lines = {line.split()[0]: line for line in _text(capsys, "runs").splitlines() if line.startswith("sort-")}
+    assert "completed, regressed" in lines[runs[1].run_id]
+    assert "regressed" not in lines[runs[0].run_id]
+
+
+def test_in_the_view_of_one_run(runs: tuple[RunFiles, RunFiles], capsys: pytest.CaptureFixture[str]) -> None:
+    told = _text(capsys, "show", runs[1].run_id)
+    assert "completed, regressed" in told
+    assert f"Regressed: the model is worse than before training: {SAID}" in told
+    assert json.loads(_text(capsys, "show", runs[1].run_id, "--json"))["regressed"] == [FELL]
+    assert "egressed" not in _text(capsys, "show", runs[0].run_id)
+
+
+def test_in_the_comparison(runs: tuple[RunFiles, RunFiles], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page, names = tmp_path / "page.html", [run.run_id for run in runs]
+    assert _text(capsys, "compare", *names, "--html", str(page)).count("completed, regressed") == 1
+    assert page.read_text().count('<span class="badge bad">regressed</span>') == 1
+    found = json.loads(_text(capsys, "compare", *names, "--json"))
+    assert [run["regressed"] for run in found["runs"]] == [[], [FELL]]
+
+
+def test_in_the_report(runs: tuple[RunFiles, RunFiles], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for run, count in zip(runs, (0, 1), strict=True):
+        page = tmp_path / f"{run.run_id}.html"
+        _text(capsys, "report", run.run_id, "--output", str(page))
+        assert page.read_text().count('<span class="badge bad">regressed</span>') == count
+        assert page.read_text().count("The model is worse than before training.") == count
+
+
+def test_while_watching(runs: tuple[RunFiles, RunFiles]) -> None:
+    gained, fell = (Viewer(run.dir).read() for run in runs)
+    assert headline(fell).startswith(f"{runs[1].run_id} completed, regressed,")
+    assert headline(gained).startswith(f"{runs[0].run_id} completed,")
+    assert "regressed" not in headline(gained)
+    assert [json.loads(json_lines(view)[0])["regressed"] for view in (gained, fell)] == [[], [FELL]]
+
+
+def test_at_the_end_of_a_run_and_in_prefect(runs: tuple[RunFiles, RunFiles]) -> None:
+    gained, fell = (summarise(run.dir) for run in runs)
+    assert [summary.state_text for summary in (gained, fell)] == ["completed", "completed, regressed"]
+    assert [summary_json(summary)["regressed"] for summary in (gained, fell)] == [[], [FELL]]
+    page = markdown(fell)
+    assert f"# {runs[1].run_id}: completed, regressed" in page
+    assert f"> **Regressed**: the model is worse than before training: {SAID}" in page
+    assert tells_the_end(page, read_story(runs[1].dir))
+    assert "egressed" not in markdown(gained)
+
+
+def test_whoever_approves_a_model_sees_it(runs: tuple[RunFiles, RunFiles]) -> None:
+    told = ["\n".join(_results(summarise(run.dir))) for run in runs]
+    assert "egressed" not in told[0]
+    assert f"> **Regressed**: the model is worse than before training: {SAID}." in told[1]
+
+
+def test_the_model_card_says_it(runs: tuple[RunFiles, RunFiles]) -> None:
+    for run, said in zip(runs, (False, True), strict=True):
+        summary, stored = summarise(run.dir), run.dir.read_spec()
+        reports = [report for row in summary.accuracy for report in (row.before, row.after) if report is not None]
+        kept = {name: getattr(stored, name) for name in ("run_id", "owner", "tags", "created_at", "package_version")}
+        origin = ModelProvenance(
+            **kept,
+            **dict.fromkeys(("name", "approved_by", "reason", "spec_hash", "base_model", "code_revision"), "x"),
+            promoted_at=utc_now(),
+            checkpoint_step=10,
+            seed=0,
+            config_source="sort.toml",
+            overrides=(),
+            num_attempts=1,
+            num_restarts=0,
+            incidents=(),
+            evaluations=tuple(reports),
+            spec={},
+        )
+        assert ("**Regressed**: the model is worse" in model_card(origin, stored.spec)) is said
+
+
+def test_the_event_of_the_end_says_it(runs: tuple[RunFiles, RunFiles]) -> None:
+    told = []
+    for run in runs:
+        news = happenings(read_story(run.dir), run.dir.read_spec(), FlowRun(), now=at(60))
+        told += [one.payload["message"] for one in news if one.name == "rlhf.run.completed"]
+    assert told[0] == "exact match went from 0.75 to 0.93"
+    assert told[1].endswith(f"; the model is worse than before training: {SAID}")

@@ -1,0 +1,41 @@
+"""Training that learns nothing, through the real command line: found, tried once more from before, stopped, told."""
+
+from typing import Any
+
+from shop import Shop
+
+LEARNS_NOTHING = (
+    "train.learning_rate=5",
+    "health.window_steps=8",
+    "health.min_completions=256",
+    "preflight.probe=false",
+)
+
+
+def test_training_that_learns_nothing_goes_back_once_and_stops_with_the_finding(shop: Shop) -> None:
+    config = shop.config()
+    overrides = [word for setting in LEARNS_NOTHING for word in ("--set", setting)]
+    ended = shop.rlhf("run", config, "--no-prefect", *overrides, expect=1, timeout=600)
+    assert "Training learns nothing any more" in ended.stdout + ended.stderr
+    shown: dict[str, Any] = shop.rlhf("show", "last", "--json").json()
+    run = shown["run"]
+    assert run["state"] == "failed"
+    assert [attempt["state"] for attempt in shown["attempts"]] == ["failed", "failed"]
+    assert [incident["failure_kind"] for incident in shown["incidents"]] == ["degenerate_rl", "degenerate_rl"]
+    assert all(one["message"].startswith("Training learns nothing any more") for one in shown["incidents"])
+    assert all(one["suspect_nodes"] == [] for one in shown["incidents"]), "no node is struck for it"
+    # The warm start ended at step 12, and everything after it was judged.
+    found_at = shown["incidents"][0]["step"]
+    assert 12 + 8 <= found_at <= 12 + 8 + 4
+    assert [attempt["resumed_from_step"] for attempt in shown["attempts"]] == [0, 12]
+    first, last = (one for one in shown["decisions"] if one["decided_by"] == "controller")
+    assert first["action"] == "new_attempt"
+    assert "going back to step-000012, once" in first["reason"]
+    assert last["action"] == "stop"
+    assert "change the reward or the config" in last["reason"]
+    aside = shop.only_run().aside(1)
+    assert {path.name for path in aside.iterdir()} >= {"step-000015"}
+
+    rows = shop.rlhf("sql", "reward-collapses", "--json").json()
+    assert [(row["attempt"], row["step"]) for row in rows] == [(2, found_at), (1, found_at)]
+    assert all("learns nothing" in row["why"] for row in rows)

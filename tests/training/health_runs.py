@@ -1,0 +1,286 @@
+"""Short real runs, healthy ones and ones that learn nothing, judged as they go: for the tests and the benchmark."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from rank_launcher import make_context, share_right
+
+JUDGED = (
+    "train/grad_norm", "train/learning_rate", "train/changed_share", "reward/mean", "reward/max", "reward/min",
+    "rollout/zero_std_groups", "rollout/entropy", "rollout/truncated_share", "rollout/length_mean",
+)  # fmt: skip
+"""Metrics that the judge reads."""
+
+WARM = {"num_steps": 40, "batch_size": 32, "learning_rate": 1e-2, "warmup_steps": 5}
+
+
+def base_spec() -> dict[str, Any]:
+    """Sorting three digits: right about half of the time after the warm start, then 60 steps of GRPO."""
+    return {
+        "name": "health",
+        "seed": 0,
+        "model": {
+            "config": {
+                "model_type": "qwen3",
+                "hidden_size": 48,
+                "intermediate_size": 96,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "head_dim": 24,
+                "tie_word_embeddings": False,
+                "initializer_range": 0.08,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+            },
+            "tokenizer": "char",
+        },
+        "data": {
+            "generator": "rlhf_core.training.tasks:sort_digits",
+            "generator_args": {"num_digits": 3, "num_train": 600, "num_eval": 16},
+        },
+        "sft": WARM,
+        "train": {"num_steps": 60, "learning_rate": 1e-3, "micro_batch_size": 64, "log_samples_every": 0},
+        "grpo": {"prompts_per_step": 8, "samples_per_prompt": 8},
+        "rollout": {"max_new_tokens": 5},
+        "reward": {"functions": ["rlhf_core.training.rewards:exact_match"]},
+        "evaluate": {"num_prompts": 16},
+        "checkpoint": {"every_num_steps": 50},
+        # A quarter of the default: so few completions are sampled here that the default would excuse everything.
+        "health": {"min_completions": 1024},
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reward functions
+
+
+def from_minus_one(*, completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+    """Minus one for the wrong answer, plus one for the right one."""
+    return [2.0 * (made == right) - 1.0 for made, right in zip(completions, answer, strict=True)]
+
+
+def nothing_is_right(*, completions: list[str], **columns: Any) -> list[float]:
+    """A reward function that never finds the answer."""
+    return [0.0 for _ in completions]
+
+
+def dense(*, completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+    """Share of right characters."""
+    return share_right(completions=completions, answer=answer)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What goes wrong
+
+
+def rank_seeds(ranks: tuple[int, ...] = ()) -> Callable[[int], AbstractContextManager[Any]]:
+    """Sampling seeds made from a rank, as in ms-swift #3745: on all ranks, or on some."""
+
+    def broken(rank: int) -> AbstractContextManager[Any]:
+        if ranks and rank not in ranks:
+            return nullcontext()
+        return mock.patch("rlhf_core.training.trainers.grpo.sample_seed", return_value=rank)
+
+    return broken
+
+
+@contextmanager
+def same_prompts_everywhere(rank: int) -> Iterator[None]:
+    """Every rank takes rank 0's part of the batch, and with it rank 0's seeds."""
+    from rlhf_core.training.distributed import Ranks
+
+    real = Ranks.deal
+
+    def deal(self: Ranks, items: Any) -> Any:
+        return real(dataclasses.replace(self, rank=0), items)
+
+    with mock.patch.object(Ranks, "deal", deal):
+        yield
+
+
+@contextmanager
+def stuck_data(rank: int) -> Iterator[None]:
+    """The same prompts and the same seeds at every step of GRPO."""
+    from rlhf_core.training.seeds import sample_seed
+    from rlhf_core.training.trainers.session import Session
+
+    real = Session.take_rows
+
+    def take(self: Session, count: int) -> Any:
+        taken = real(self, count)
+        if count == base_spec()["grpo"]["prompts_per_step"]:  # the warm start goes on as usual
+            self.position -= count
+        return taken
+
+    def seed(run_seed: int, step: int, uid: str, index: int) -> int:
+        return sample_seed(run_seed, 0, uid, index)
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(Session, "take_rows", take))
+        stack.enter_context(mock.patch("rlhf_core.training.trainers.grpo.sample_seed", seed))
+        yield
+
+
+@contextmanager
+def detached_loss(rank: int) -> Iterator[None]:
+    """A loss that does not reach the weights."""
+    from rlhf_core.training.trainers import grpo
+
+    real = grpo.grpo_loss
+
+    def loss(logprobs: Any, *arguments: Any, **options: Any) -> Any:
+        value, stats = real(logprobs, *arguments, **options)
+        return value * 0, stats
+
+    with mock.patch.object(grpo, "grpo_loss", loss):
+        yield
+
+
+@contextmanager
+def frozen_weights(rank: int) -> Iterator[None]:
+    """An optimizer whose update never reaches the weights."""
+    from rlhf_core.training.trainers.engine import Engine
+
+    real = Engine.step
+
+    def step(self: Engine, rate: float) -> float:
+        return real(self, 0.0)
+
+    with mock.patch.object(Engine, "step", step):
+        yield
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The runs
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run, and what must become of it."""
+
+    settings: dict[str, Any]
+    broken: Callable[[int], AbstractContextManager[Any]] = lambda rank: nullcontext()
+    rule: str = ""
+    """Rule that must end it; empty for a healthy run."""
+    words: str = ""
+    """Words that the message must have."""
+
+
+HEALTHY: dict[str, Case] = {
+    "seed 1": Case({"seed": 1}),
+    "seed 2": Case({"seed": 2}),
+    "seed 3": Case({"seed": 3}),
+    "seed 4": Case({"seed": 4}),
+    "solved by the warm start": Case({"sft": {"num_steps": 150}, "train.learning_rate": 1e-4}),
+    "solved on the way": Case({"sft": {"num_steps": 100}, "train.learning_rate": 2e-3, "seed": 5}),
+    "dense reward": Case({"reward.functions": ["health_runs:dense"], "seed": 6}),
+    "no warm start, dense reward": Case({"sft": {"num_steps": 0}, "reward.functions": ["health_runs:dense"]}),
+    "reward from -1 to 1": Case({"reward.functions": ["health_runs:from_minus_one"], "seed": 7}),
+    "two rewards": Case(
+        {
+            "reward": {
+                "functions": ["rlhf_core.training.rewards:exact_match", "health_runs:dense"],
+                "weights": [1.0, 0.2],
+            }
+        }
+    ),
+    "everything cut off": Case({"rollout.max_new_tokens": 3, "seed": 8}),
+    "two samples a prompt": Case({"grpo": {"prompts_per_step": 16, "samples_per_prompt": 2}, "seed": 9}),
+    "two prompts a step": Case(
+        {"grpo": {"prompts_per_step": 2, "samples_per_prompt": 16}, "train.learning_rate": 3e-4}
+    ),
+    "Dr. GRPO": Case({"grpo": {"advantage_scale": "none", "loss_aggregation": "fixed_length"}, "seed": 10}),
+    "clip-higher, batch scale": Case({"grpo": {"advantage_scale": "batch", "clip_high": 0.28}, "seed": 11}),
+    "KL penalty": Case({"grpo": {"kl_coefficient": 0.1}, "seed": 12}),
+    "high temperature": Case({"rollout.temperature": 1.3, "seed": 13}),
+    "slow": Case({"train.learning_rate": 1e-5, "seed": 14}),
+    "bfloat16, cosine": Case({"model.dtype": "bfloat16", "train.schedule": "cosine", "seed": 15}),
+    "supervised alone": Case({"sft": {"num_steps": 0}, "train.algorithm": "sft", "seed": 16}),
+}
+"""Other seeds and settings. A judge that ends one of them is wrong."""
+
+DEGENERATE: dict[str, Case] = {
+    "seeds from ranks": Case({}, rank_seeds(), "identical", "on rank 0 (node0) and rank 1 (node1)"),
+    "seeds from ranks on one node": Case({"seed": 1}, rank_seeds((1,)), "identical", "on rank 1 (node1)"),
+    "same prompts on all ranks": Case({}, same_prompts_everywhere, "identical", "as other ranks"),
+    "same prompts at every step": Case({"train.learning_rate": 1e-7}, stuck_data, "identical", "at every step"),
+    "learning rate 5": Case({"train.learning_rate": 5.0}, rule="no_spread"),
+    "learning rate 0.05": Case({"train.learning_rate": 0.05}, rule="no_spread"),
+    "shuffled reward": Case(
+        {"reward.functions": ["shuffled_reward:shuffled_exact_match"], "train.learning_rate": 3e-3},
+        rule="reward_collapse",
+    ),
+    "reward always 0": Case({"reward.functions": ["health_runs:nothing_is_right"]}, rule="no_spread"),
+    "loss without a gradient": Case({}, detached_loss, "frozen", "the gradient is exactly 0"),
+    "weights that do not change": Case({}, frozen_weights, "frozen", "no weight changes"),
+}
+"""Each must be ended, by its rule."""
+
+CASES = HEALTHY | DEGENERATE
+
+
+def with_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """The base with a case's settings: whole or part of a section, or one dotted field."""
+    spec = base_spec()
+    for name, value in settings.items():
+        section, _, field = name.partition(".")
+        if field:
+            spec[section] = {**spec[section], field: value}
+        else:
+            spec[section] = {**spec[section], **value} if isinstance(value, dict) else value
+    return spec
+
+
+def make_runs(rank: int, num_ranks: int, folder: str, names: list[str]) -> dict[str, Any]:
+    """Make some of the runs, one after the other in one process group; each rank is a node of its own.
+
+    Returns:
+        By name: ``done`` or the error, and the mean reward of the first and the last five steps.
+    """
+    from rlhf_core.training.distributed import init_process_group, leave_process_group
+    from rlhf_core.training.health import Judge
+    from rlhf_core.training.trainers.run import train_run
+
+    def look(self: Judge, step: int, stage: str, metrics: dict[str, float], by_rank: dict[str, Any]) -> Any:
+        if rank == 0:
+            kept = {name: float(f"{metrics[name]:.6g}") for name in JUDGED if name in metrics}
+            seen = {"step": step, "stage": stage, "metrics": kept, "by_rank": by_rank}
+            with judged(Path(folder), name).open("a") as file:
+                file.write(json.dumps(seen) + "\n")
+        return real(self, step, stage, metrics, by_rank)
+
+    ranks = init_process_group(make_context(folder, with_settings({}), rank, num_ranks))
+    real = Judge.look
+    results: dict[str, Any] = {}
+    for name in names:
+        case = CASES[name]
+        path = f"{folder}/{name.replace(' ', '-')}"
+        context = dataclasses.replace(
+            make_context(path, with_settings(case.settings), rank, num_ranks), node=f"node{rank}"
+        )
+        with case.broken(rank), mock.patch.object(Judge, "look", look):
+            try:
+                result = str(train_run(context, dataclasses.replace(ranks, reporter=context.reporter)))
+            except Exception as error:  # noqa: BLE001 - what a run raises is its result here
+                result = f"{type(error).__name__}: {error}"
+        ranks.barrier()
+        results[name] = result
+    leave_process_group(ranks)
+    return results
+
+
+def judged(folder: Path, name: str) -> Path:
+    """File with what the judge saw of a run."""
+    return folder / f"{name.replace(' ', '-')}.jsonl"
+
+
+def lines(folder: Path, name: str) -> list[dict[str, Any]]:
+    """The metrics of a run."""
+    path = next(folder.glob(f"{name.replace(' ', '-')}/attempts/1/restarts/0/metrics.jsonl"))
+    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,0 +1,333 @@
+"""The judge of training: on curves recorded from real runs, on curves made by hand, and on two real ranks."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from health_runs import CASES, DEGENERATE, HEALTHY, make_runs
+from rank_launcher import launch, values
+
+from rlhf_core.schemas.run import HealthSpec
+from rlhf_core.training import health
+from rlhf_core.training.health import FINGERPRINT, NUM_DISTINCT, SAME_GROUPS, Batch, HealthState, Judge, in_words
+
+RECORDED = Path(__file__).parent / "fixtures" / "health"
+"""Steps of real runs as the judge saw them: ``python tests/benchmarks/bench_health.py --keep FOLDER``."""
+
+BATCH = Batch(num_prompts=32, samples_per_prompt=16, nodes=("node1",) * 4 + ("node2",) * 4)
+"""512 completions a step, on two nodes with four ranks each."""
+
+QUICK = Batch(num_prompts=8, samples_per_prompt=8, nodes=("node0", "node1"))
+"""Of the recorded runs."""
+
+
+def seen(step: int, *, stage: str = "grpo", ranks: int = 8, **changes: Any) -> dict[str, Any]:
+    """One healthy step, with what is different about it; lists are values by rank."""
+    metrics = {
+        "train/grad_norm": 0.5,
+        "train/learning_rate": 1e-6,
+        "train/changed_share": 1.0,
+        "reward/mean": 0.5,
+        "reward/max": 1.0,
+        "reward/min": 0.0,
+        "rollout/zero_std_groups": 0.2,
+        "rollout/entropy": 0.3,
+        "rollout/truncated_share": 0.0,
+        "rollout/length_mean": 7.0,
+    }
+    by_rank = {
+        FINGERPRINT: [1000.0 * step + rank for rank in range(ranks)],
+        SAME_GROUPS: [0.0] * ranks,
+        NUM_DISTINCT: [50.0] * ranks,
+    }
+    names = {name.partition("/")[2]: name for name in (*metrics, *by_rank)}
+    for name, value in changes.items():
+        (by_rank if isinstance(value, list) else metrics)[names[name]] = value
+    return {"step": step, "stage": stage, "metrics": metrics, "by_rank": by_rank}
+
+
+GONE = {"mean": 0.0, "zero_std_groups": 1.0, "grad_norm": 0.0}
+"""A step without any reward."""
+SOLVED = {
+    "mean": 1.0,
+    "zero_std_groups": 1.0,
+    "grad_norm": 0.0,
+    "entropy": 1e-5,
+    "same_groups": [1.0] * 8,
+    "num_distinct": [4.0] * 8,
+}
+"""A step of a task that is solved: nothing differs any more."""
+
+
+def first_finding(steps: Any, spec: HealthSpec | None = None, batch: Batch = BATCH) -> tuple[int, str, str] | None:
+    """Step, rule and message of the first finding."""
+    judge = Judge(spec or HealthSpec(), batch)
+    for one in steps:
+        found = judge.look(**one)
+        if found:
+            return one["step"], found[0].rule, in_words(found, one["step"])
+    return None
+
+
+def curve(*parts: tuple[int, dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """So many steps of each kind."""
+    step = 0
+    for count, changes in parts:
+        for _ in range(count):
+            step += 1
+            yield seen(step, **changes)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Recorded
+
+
+def recorded(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (RECORDED / f"{name}.jsonl").read_text().splitlines()]
+
+
+def names(kind: dict[str, Any]) -> list[str]:
+    known = {name.replace(" ", "-") for name in kind}
+    return sorted(path.stem for path in RECORDED.glob("*.jsonl") if path.stem in known)
+
+
+def judged(name: str) -> tuple[int, str, str] | None:
+    case = next(case for known, case in CASES.items() if known.replace(" ", "-") == name)
+    grpo = {"prompts_per_step": 8, "samples_per_prompt": 8} | case.settings.get("grpo", {})
+    batch = Batch(grpo["prompts_per_step"], grpo["samples_per_prompt"], QUICK.nodes)
+    return first_finding(recorded(name), HealthSpec(min_completions=1024), batch)
+
+
+@pytest.mark.parametrize("name", names(HEALTHY))
+def test_recorded_healthy_runs_are_left_alone(name: str) -> None:
+    assert judged(name) is None
+
+
+@pytest.mark.parametrize("name", names(DEGENERATE))
+def test_recorded_degenerate_runs_are_found_by_their_rule(name: str) -> None:
+    case = next(case for known, case in DEGENERATE.items() if known.replace(" ", "-") == name)
+    found = judged(name)
+    assert found is not None
+    step, rule, message = found
+    assert rule == case.rule
+    assert case.words in message
+    assert step == recorded(name)[-1]["step"], "the run was ended at the same step"
+
+
+def test_there_are_recordings_of_both_kinds() -> None:
+    assert len(names(HEALTHY)) >= 4
+    assert len(names(DEGENERATE)) == len(DEGENERATE)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What looks like a failure and is none
+
+
+def test_a_task_that_is_solved_is_left_alone_for_ever() -> None:
+    assert first_finding(curve((30, {}), (500, SOLVED))) is None
+
+
+def test_a_task_that_was_solved_from_the_start_is_left_alone() -> None:
+    assert first_finding(curve((200, SOLVED | {"min": 1.0}))) is None
+
+
+def test_without_the_exemption_a_solved_task_would_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: it is the exemption that keeps it."""
+    monkeypatch.setattr(health, "_is_solved", lambda state, now: False)
+    monkeypatch.setattr(health, "_has_gained", lambda state, now: False)
+    found = first_finding(curve((30, {}), (500, SOLVED)))
+    assert found is not None
+    assert found[1] == "no_spread"
+
+
+def test_a_policy_that_has_gained_may_be_certain_of_some_wrong_answers() -> None:
+    plateau = SOLVED | {"mean": 0.95}
+    assert first_finding(curve((10, {"mean": 0.3}), (30, {"mean": 0.8}), (200, plateau))) is None
+
+
+def test_a_dip_of_some_steps_is_no_collapse() -> None:
+    assert first_finding(curve((30, {}), (15, GONE), (30, {}), (15, GONE), (30, {}))) is None
+
+
+def test_easy_groups_without_a_gradient_now_and_then_are_normal() -> None:
+    easy = {"zero_std_groups": 1.0, "grad_norm": 0.0, "mean": 1.0}
+    assert first_finding(curve(*[(3, {}), (4, easy)] * 30)) is None
+
+
+def test_a_rare_reward_is_waited_for_and_its_lack_is_found_in_the_end() -> None:
+    small = Batch(8, 4, ("node1",) * 8)
+    unrewarded = GONE | {"max": 0.0}
+    assert first_finding(curve((127, unrewarded)), batch=small) is None
+    found = first_finding(curve((128, unrewarded)), batch=small)
+    assert found is not None
+    assert found[:2] == (128, "no_spread")
+    assert "4096 completions" in found[2]
+
+
+def test_a_lucky_block_of_a_rare_reward_is_no_peak_to_fall_from() -> None:
+    small = Batch(2, 4, ("node1",) * 8)
+    lucky, without = {"mean": 1 / 8}, {"mean": 0.0, "zero_std_groups": 1.0, "grad_norm": 0.0}
+    assert first_finding(curve((5, lucky), (60, without)), batch=small) is None
+
+
+def test_a_schedule_that_ends_at_zero_is_not_frozen() -> None:
+    last = {"learning_rate": 0.0, "changed_share": 0.0}
+    assert first_finding(curve((30, {}), (30, last))) is None
+
+
+def test_supervised_steps_are_judged_by_gradient_and_weights_alone() -> None:
+    line = {"train/grad_norm": 0.5, "train/learning_rate": 1e-3, "train/changed_share": 1.0, "train/loss": 0.0}
+    steps = [{"step": step, "stage": "sft", "metrics": line, "by_rank": {}} for step in range(1, 60)]
+    assert first_finding(steps) is None
+    frozen = [{**one, "metrics": {**line, "train/grad_norm": 0.0}} for one in steps]
+    found = first_finding(frozen)
+    assert found is not None
+    assert found[:2] == (5, "frozen")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is found
+
+
+def test_identical_completions_of_a_node_are_named_with_its_ranks() -> None:
+    """As in ms-swift #3745: reward 1, loss and KL 0, and all completions of one node the same."""
+    share = [0.0] * 4 + [1.0] * 4
+    found = first_finding(curve((50, {"same_groups": share, "mean": 1.0, "grad_norm": 0.0, "zero_std_groups": 1.0})))
+    assert found is not None
+    step, rule, message = found
+    assert (step, rule) == (2, "identical")
+    assert "all 16 completions of every prompt are identical on ranks 4, 5, 6, 7 (all of node2), 2 steps" in message
+    assert "entropy 0.3 nats per token" in message
+
+
+def test_one_rank_that_repeats_itself_is_named_alone() -> None:
+    share = [0.0, 0.0, 1.0, *[0.0] * 5]
+    found = first_finding(curve((50, {"same_groups": share})))
+    assert found is not None
+    assert "identical on rank 2 (node1)," in found[2]
+
+
+def test_completions_that_do_not_depend_on_the_prompt_are_said_to() -> None:
+    found = first_finding(curve((50, {"same_groups": [1.0] * 8, "num_distinct": [1.0] * 8})))
+    assert found is not None
+    assert "identical, and the same for every prompt on ranks 0, 1, 2, 3 (all of node1) and ranks 4" in found[2]
+
+
+def test_ranks_that_make_the_same_completions_are_found() -> None:
+    steps = [seen(step, fingerprint=[float(step), 1.5, 2.5, float(step), 4.5, 5.5, 6.5, 7.5]) for step in range(1, 50)]
+    for one in steps:
+        one["by_rank"][FINGERPRINT] = [mark + 100 * one["step"] for mark in one["by_rank"][FINGERPRINT]]
+    found = first_finding(steps)
+    assert found is not None
+    assert found[1] == "identical"
+    assert "as other ranks on rank 0 (node1) and rank 3" in found[2].replace(
+        "ranks 0, 3 (node1)", "rank 0 (node1) and rank 3"
+    )
+
+
+def test_completions_that_are_the_same_at_every_step_are_found() -> None:
+    found = first_finding(curve((50, {"fingerprint": [7.0, *range(10, 17)]})))
+    assert found is not None
+    assert "the same completions are made at every step" in found[2]
+
+
+def test_an_accident_in_one_step_is_none() -> None:
+    same = {"same_groups": [1.0] + [0.0] * 7}
+    assert first_finding(curve(*[(1, same), (1, {})] * 100)) is None
+
+
+def test_certain_policies_may_repeat_themselves() -> None:
+    """With 0.0001 nats a token 240 samples are all the same nearly always."""
+    assert first_finding(curve((300, {"same_groups": [1.0] * 8, "entropy": 1e-4, "mean": 0.9}))) is None
+
+
+def test_a_reward_that_is_gone_is_found_a_window_later() -> None:
+    found = first_finding(curve((40, {}), (60, {"mean": 0.01})))
+    assert found is not None
+    step, rule, message = found
+    assert rule == "reward_collapse"
+    assert 40 + 10 < step <= 40 + 20
+    assert "it was 0.5. Try a lower train.learning_rate" in message
+    assert "health.off" in message
+
+
+def test_a_reward_below_zero_collapses_too() -> None:
+    limits = {"min": -1.0, "max": 0.0}
+    found = first_finding(curve((40, limits | {"mean": -0.3}), (60, limits | {"mean": -0.99})))
+    assert found is not None
+    assert found[1] == "reward_collapse"
+
+
+def test_everything_cut_off_and_nothing_rewarded_is_said_in_the_message() -> None:
+    found = first_finding(curve((60, GONE | {"max": 0.0, "truncated_share": 1.0})))
+    assert found is not None
+    assert "100% of the completions are cut off at rollout.max_new_tokens" in found[2]
+
+
+def test_entropy_that_is_gone_without_a_gain_is_found() -> None:
+    certain = {"entropy": 0.001, "mean": 0.3}
+    found = first_finding(curve((20, {"mean": 0.3}), (60, certain)))
+    assert found is not None
+    assert found[1] == "entropy_collapse"
+
+
+def test_weights_that_do_not_change_are_found_after_five_steps() -> None:
+    found = first_finding(curve((10, {}), (20, {"changed_share": 0.0})))
+    assert found is not None
+    assert found[:2] == (15, "frozen")
+    assert "since step 11 (frozen): no weight changes although there is a gradient, 5 steps in a row" in found[2]
+
+
+def test_a_rule_that_is_turned_off_finds_nothing() -> None:
+    steps = list(curve((40, {}), (60, {"mean": 0.01})))
+    assert first_finding(steps, HealthSpec(off={"reward_collapse": "the task is switched on the way"})) is None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Going on
+
+
+@pytest.mark.parametrize("name", ["seeds-from-ranks", "learning-rate-5", "learning-rate-0.05"])
+def test_a_run_that_goes_on_is_judged_as_if_it_had_never_stopped(name: str) -> None:
+    """The state of a checkpoint, through JSON and back, at every step."""
+    steps = recorded(name)
+    spec = HealthSpec(min_completions=1024)
+    straight = Judge(spec, QUICK)
+    states = []
+    for one in steps:
+        straight.look(**one)
+        states.append(straight.state)
+    for position in range(0, len(steps) - 1, 7):
+        judge = Judge(spec, QUICK, HealthState.model_validate(states[position].model_dump()))
+        found = [judge.look(**one) for one in steps[position + 1 :]]
+        assert judge.state == straight.state
+        assert found[-1]
+        assert not any(found[:-1])
+
+
+def test_without_its_state_a_run_that_goes_on_is_judged_late() -> None:
+    """Negative control: a window of steps is forgotten."""
+    steps = recorded("learning-rate-5")
+    found = [Judge(HealthSpec(min_completions=1024), QUICK).look(**one) for one in steps[-10:]]
+    assert not any(found)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On real ranks
+
+
+@pytest.mark.training
+@pytest.mark.end_to_end
+def test_two_real_ranks_end_a_degenerate_run_together_and_leave_a_healthy_one(tmp_path: Path) -> None:
+    runs = ["seed 1", "seeds from ranks on one node", "weights that do not change"]
+    told = values(launch(make_runs, 2, tmp_path / "launch", timeout_s=600, folder=str(tmp_path / "runs"), names=runs))
+    assert told[0] == told[1], "all ranks say the same"
+    assert told[0]["seed 1"] == "done"
+    same, frozen = told[0]["seeds from ranks on one node"], told[0]["weights that do not change"]
+    assert same.startswith("DegenerateRl: Training learns nothing any more")
+    assert "identical on rank 1 (node1)," in same
+    assert "since step 1 (frozen)" in frozen
+    assert math.isclose(json.loads((tmp_path / "runs" / "seed-1.jsonl").read_text().splitlines()[-1])["step"], 100)
