@@ -77,6 +77,23 @@ nothing any more: once from the checkpoint before the newest; newer ones are put
 A new attempt goes without the nodes to blame: at once when a node was lost or a GPU failed, otherwise at a node's
 second strike in the run; at most `supervise.max_excluded_nodes`, and never so many that it could not be placed.
 
+## How soon a hang is found
+
+A worker hangs for sure when it has been silent for longer than the floor of its phase (`supervise.floor_s` and its kin,
+two minutes and more by default), or for `supervise.gap_factor` times the longest silence that ended well, where that is
+more. It is looked at long before, after `supervise.suspect_s` (default {suspect_s} s) or the longest silence that ended
+well in its phase, and is ended at once where several looks prove that it stands still:
+
+| what the looks show | then |
+|---|---|
+| the process was stopped (SIGSTOP, state T) in all of them | it is ended, in any phase |
+| it waits for a lock of its own process without a time-out, so do all its other threads, nothing of it and its children used processor, GPU or disk, no data is on its way between the ranks, and peers wait in a collective that it has not entered | it is ended |
+| the same, but it waits for a connection to another rank of the job, and no rank can send | it is ended |
+| all ranks wait inside a collective, and their flight recorders name different operations or shapes at the same number | all are ended: a bug in the code (`collective_mismatch`) |
+| anything else: something moves; a sleep or a time-out; a reward service, a file, a pipe, a child process; the kernel (state D); a debugger; a look that is not permitted; data on its way; all in the same collective | the floor decides |
+
+Set-up and the first pass through a phase are left to their floors, unless the process is stopped.
+
 ## The kinds
 """
 
@@ -301,6 +318,7 @@ def failures_page() -> str:
         max_attempts=spec.max_attempts,
         backoff_s=f"{spec.backoff_s:g}",
         max_backoff_s=f"{spec.max_backoff_s:g}",
+        suspect_s=f"{spec.suspect_s:g}",
     )
     head = ["| kind | what it is | restarts in place | further attempts | not more, because |", "|---|---|---|---|---|"]
     parts = [GENERATED, FAILURES, *ladder, budget, *head]

@@ -44,13 +44,23 @@ _STATES = {"R": Wait.RUNNING, "T": Wait.STOPPED, "t": Wait.TRACED, "D": Wait.KER
 
 @dataclass(frozen=True)
 class Connection:
-    """A TCP connection of this node."""
+    """A TCP connection of this node, in the words of ``/proc/net/tcp``: few of many are ever asked about."""
 
-    local: str
-    remote: str
+    local_field: str
+    remote_field: str
     unsent_bytes: int
     is_open: bool
     """Whether it has another end; a listening socket has none."""
+
+    @property
+    def local(self) -> str:
+        """Own address and port."""
+        return _address(self.local_field)
+
+    @property
+    def remote(self) -> str:
+        """Address and port of the other end."""
+        return _address(self.remote_field)
 
 
 def look_at(
@@ -130,6 +140,15 @@ class _Thread:
     """Number and arguments of the system call it is in; empty while it runs."""
 
 
+def _read(path: str) -> str:
+    """A small file of ``/proc``; a look reads a hundred of them, and pathlib would take most of its time."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return os.read(descriptor, 1 << 16).decode(errors="replace")
+    finally:
+        os.close(descriptor)
+
+
 def _threads(pid: int) -> list[int]:
     with os.scandir(f"/proc/{pid}/task") as entries:
         return [int(entry.name) for entry in entries]
@@ -138,9 +157,9 @@ def _threads(pid: int) -> list[int]:
 def _read_thread(pid: int, tid: int) -> _Thread:
     folder = f"/proc/{pid}/task/{tid}"
     name, fields = _stat(f"{folder}/stat")
-    call = Path(f"{folder}/syscall").read_text().split()
-    lines = Path(f"{folder}/status").read_text().splitlines()
-    switches = sum(int(line.split()[1]) for line in lines if "ctxt_switches" in line)
+    call = _read(f"{folder}/syscall").split()
+    # The last two lines of it: voluntary and other context switches.
+    switches = sum(int(line.split()[1]) for line in _read(f"{folder}/status").splitlines()[-2:])
     # "running", or "-1" with two addresses for a thread that is blocked outside a system call.
     numbers = tuple(int(word, 0) for word in call[:7]) if len(call) > 3 else ()
     return _Thread(tid, name, fields[0], int(fields[11]) + int(fields[12]), switches, numbers)
@@ -148,7 +167,7 @@ def _read_thread(pid: int, tid: int) -> _Thread:
 
 def _stat(path: str) -> tuple[str, list[str]]:
     """The name, and the fields after it, from the state on (proc(5): the third)."""
-    before, _, after = Path(path).read_text().rpartition(")")
+    before, _, after = _read(path).rpartition(")")
     return before.partition("(")[2], after.split()
 
 
@@ -192,7 +211,7 @@ def _open_files(pid: int) -> dict[int, str]:
     with os.scandir(f"/proc/{pid}/fd") as entries:
         for entry in entries:
             with contextlib.suppress(FileNotFoundError):
-                found[int(entry.name)] = str(Path(entry.path).readlink())
+                found[int(entry.name)] = os.readlink(entry.path)  # noqa: PTH115 - thousands of descriptors
     return found
 
 
@@ -210,11 +229,11 @@ def read_connections(pid: int) -> dict[int, Connection]:
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
-                _, local, remote, state, queues, *_rest = fields = line.split()
-                unsent = int(queues.partition(":")[0], 16)
-                found[int(fields[9])] = Connection(
-                    _address(local), _address(remote), unsent, is_open=state != _LISTENING
-                )
+                fields = line.split()
+                inode = int(fields[9])
+                if inode:  # without one it belongs to no process any more
+                    unsent = int(fields[4].partition(":")[0], 16)
+                    found[inode] = Connection(fields[1], fields[2], unsent, is_open=fields[3] != _LISTENING)
     return found
 
 
@@ -242,7 +261,7 @@ def _descendants(pid: int) -> list[int]:
         parent = left.pop()
         with contextlib.suppress(FileNotFoundError) if parent != pid else contextlib.nullcontext():
             for tid in _threads(parent):
-                children = Path(f"/proc/{parent}/task/{tid}/children").read_text().split()
+                children = _read(f"/proc/{parent}/task/{tid}/children").split()
                 left += map(int, children)
                 found += map(int, children)
     return found
@@ -263,4 +282,4 @@ def _read_child(pid: int) -> _Child:
 
 def _io(pid: int) -> int:
     """Bytes and calls of reading and writing of a process, all of its threads together."""
-    return sum(int(line.split()[1]) for line in Path(f"/proc/{pid}/io").read_text().splitlines())
+    return sum(int(line.split()[1]) for line in _read(f"/proc/{pid}/io").splitlines())
