@@ -8,6 +8,7 @@ whoever may trace the process: an agent may trace its own workers. Where it may 
 import contextlib
 import os
 import platform
+import signal
 import socket
 import time
 from collections import Counter
@@ -18,10 +19,10 @@ from pathlib import Path
 from rlhf_core.schemas.looks import RankLook, Wait
 from rlhf_core.schemas.reports import RankStatus
 
-POLLING_THREADS = ("gloo_tcp_loop", "pt_tcpstore", "pt_nccl", "NCCL", "rlhf-collective")
-"""How the names of threads begin that poll for ever and run no code of the user: gloo's and NCCL's for their
-connections, torch's store, our own that answers what is asked about collectives. What they send is seen in ``io``, in
-the connections and in the GPU."""
+SERVING_THREADS = ("gloo_tcp_loop", "pt_tcpstore", "pt_nccl", "NCCL", "cuda", "jemalloc", "rlhf-collective")
+"""How the names of threads begin that run no code of the user and may poll for ever: those of gloo, NCCL, torch's
+store, CUDA and the allocator, and our own that answers what is asked about collectives. They wake the main thread only
+when data has come or a GPU has finished, which is seen in ``io``, in the connections and in the GPU."""
 COLLECTIVE_THREADS = ("pt_gloo_runloop",)
 """Those that carry out collectives: they wait for a lock while there is none, and with a time-out inside of one."""
 MAX_CONNECTIONS = 512
@@ -93,7 +94,7 @@ def _look_at(rank: RankStatus, gpu_percent: float | None, connections: Mapping[i
     except (OSError, ValueError, IndexError) as error:
         return RankLook(status=rank, at_s=at_s, problem=f"rank {rank.rank} could not be looked at: {error}")
     main = next((thread for thread in threads if thread.tid == rank.pid), None)
-    own = [thread for thread in threads if thread is main or not thread.name.startswith(POLLING_THREADS)]
+    own = [thread for thread in threads if thread is main or not thread.name.startswith(SERVING_THREADS)]
     waits = {thread.tid: _classify(thread, links, connections) for thread in own}
     sockets = [connections[inode] for inode in _socket_inodes(links.values()) if inode in connections]
     opened = [one for one in sockets if one.is_open]
@@ -109,6 +110,7 @@ def _look_at(rank: RankStatus, gpu_percent: float | None, connections: Mapping[i
                 [
                     *(waits[thread.tid][0] for thread in own if thread is not main),
                     *(Wait.KERNEL for child in children if child.state == "D"),
+                    *([Wait.TIME] if main is not None and main.has_alarm else []),
                 ]
             )
         ),
@@ -138,6 +140,8 @@ class _Thread:
     switches: int
     call: tuple[int, ...]
     """Number and arguments of the system call it is in; empty while it runs."""
+    has_alarm: bool
+    """Whether its process handles the signal of an alarm clock, which would end any wait."""
 
 
 def _read(path: str) -> str:
@@ -158,11 +162,12 @@ def _read_thread(pid: int, tid: int) -> _Thread:
     folder = f"/proc/{pid}/task/{tid}"
     name, fields = _stat(f"{folder}/stat")
     call = _read(f"{folder}/syscall").split()
-    # The last two lines of it: voluntary and other context switches.
-    switches = sum(int(line.split()[1]) for line in _read(f"{folder}/status").splitlines()[-2:])
+    status = dict(line.split(":", 1) for line in _read(f"{folder}/status").splitlines())
+    switches = int(status["voluntary_ctxt_switches"]) + int(status["nonvoluntary_ctxt_switches"])
+    has_alarm = bool(int(status["SigCgt"], 16) >> (signal.SIGALRM - 1) & 1)
     # "running", or "-1" with two addresses for a thread that is blocked outside a system call.
     numbers = tuple(int(word, 0) for word in call[:7]) if len(call) > 3 else ()
-    return _Thread(tid, name, fields[0], int(fields[11]) + int(fields[12]), switches, numbers)
+    return _Thread(tid, name, fields[0], int(fields[11]) + int(fields[12]), switches, numbers, has_alarm)
 
 
 def _stat(path: str) -> tuple[str, list[str]]:

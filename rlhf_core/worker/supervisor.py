@@ -457,10 +457,11 @@ def _with_collectives(ranks: Iterable[RankStatus], answers: dict[int, str]) -> l
 
 
 def _describe(suspect: Suspect) -> str:
-    rank, proof = suspect.status, f"; {suspect.evidence}" if suspect.evidence else ""
+    rank = suspect.status
     where = "inside a collective" if rank.in_collective else "outside any collective"
+    why = f"looked at after {suspect.limit_s:.1f} s" if suspect.evidence else f"{suspect.limit_s:.1f} s are allowed"
     return (
         f"rank {rank.rank} on {rank.node} has been silent for {rank.age_s:.1f} s in phase {rank.phase} at step "
-        f"{rank.step}, {suspect.limit_s:.1f} s are allowed; {where}, process state {rank.process_state}"
-        f"{proof}"
+        f"{rank.step}, {why}; {where}, process state {rank.process_state}"
+        f"{f'; it {suspect.evidence}' if suspect.evidence and not rank.in_collective else ''}"
     )

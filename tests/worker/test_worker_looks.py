@@ -176,6 +176,13 @@ def test_a_thread_that_the_main_thread_waits_for_is_seen(start: Start, helper: s
     assert look_until(process.pid, Wait.LOCK).others == {wait: 1}
 
 
+def test_a_lock_that_an_alarm_may_end_is_no_deadlock(start: Start) -> None:
+    """``signal.alarm`` around a call is a usual time-out of reward functions; the call itself shows none."""
+    assert look_until(start(DEADLOCK).pid, Wait.LOCK).others == {}
+    with_alarm = "import signal; signal.signal(signal.SIGALRM, lambda *_: None); signal.alarm(60); "
+    assert look_until(start(with_alarm + DEADLOCK).pid, Wait.LOCK).others == {Wait.TIME: 1}
+
+
 def test_a_thread_that_answers_questions_about_collectives_is_left_out(start: Start) -> None:
     """With the control: without its name it is a thread that never rests, and nothing can be proven."""
     named = start(POLLING_THREAD.format("processes.name_thread(collectives.THREAD_NAME)"))
