@@ -84,15 +84,16 @@ two minutes and more by default), or for `supervise.gap_factor` times the longes
 more. It is looked at long before, after `supervise.suspect_s` (default {suspect_s} s) or the longest silence that ended
 well in its phase, and is ended at once where several looks prove that it stands still:
 
-| what the looks show | then |
-|---|---|
-| the process was stopped (SIGSTOP, state T) in all of them | it is ended, in any phase |
-| it waits for a lock of its own process without a time-out, so do all its other threads, nothing of it and its children used processor, GPU or disk, no data is on its way between the ranks, and peers wait in a collective that it has not entered | it is ended |
-| the same, but it waits for a connection to another rank of the job, and no rank can send | it is ended |
-| all ranks wait inside a collective, and their flight recorders name different operations or shapes at the same number | all are ended: a bug in the code (`collective_mismatch`) |
-| anything else: something moves; a sleep or a time-out; a reward service, a file, a pipe, a child process; the kernel (state D); a debugger; a look that is not permitted; data on its way; all in the same collective | the floor decides |
+- *Stopped*: the process was stopped in all of them (SIGSTOP, state T). This holds in any phase.
+- *Blocked for good*: it waits for a lock of its own process without a time-out, and so do all its other threads; nothing
+  of it and its children used processor, GPU or disk; no data is on its way between the ranks; and peers wait in a
+  collective that it has not entered. Waiting for a connection to another rank counts too, where no rank can send.
+- *Disagreement*: all ranks wait inside a collective, and their flight recorders name different operations or shapes at
+  the same number. That is a bug in the code (`collective_mismatch`).
 
-Set-up and the first pass through a phase are left to their floors, unless the process is stopped.
+Anything else is left to the floor: whatever moves, a sleep or a time-out, a reward service, a file, a pipe, a child
+process, the kernel (state D), a debugger, a look that is not permitted, data on its way, ranks that all wait in the same
+collective; and, unless the process is stopped, set-up and the first pass through a phase.
 
 ## The kinds
 """
