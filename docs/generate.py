@@ -85,15 +85,15 @@ more. It is looked at long before, after `supervise.suspect_s` (default {suspect
 well in its phase, and is ended at once where several looks prove that it stands still:
 
 - *Stopped*: the process was stopped in all of them (SIGSTOP, state T). This holds in any phase.
-- *Blocked for good*: it waits for a lock of its own process without a time-out, and so do all its other threads; nothing
-  of it and its children used processor, GPU or disk; no data is on its way between the ranks; and peers wait in a
-  collective that it has not entered. Waiting for a connection to another rank counts too, where no rank can send.
+- *Blocked for good*: it waits for a lock of its own process without a time-out, and so do all its other threads;
+  nothing of it and its children used processor, GPU or disk; no data is on its way between the ranks; and peers wait in
+  a collective that it has not entered. Waiting for a connection to another rank counts too, where no rank can send.
 - *Disagreement*: all ranks wait inside a collective, and their flight recorders name different operations or shapes at
   the same number. That is a bug in the code (`collective_mismatch`).
 
 Anything else is left to the floor: whatever moves, a sleep or a time-out, a reward service, a file, a pipe, a child
-process, the kernel (state D), a debugger, a look that is not permitted, data on its way, ranks that all wait in the same
-collective; and, unless the process is stopped, set-up and the first pass through a phase.
+process, the kernel (state D), a debugger, a look that is not permitted, data on its way, ranks that all wait in the
+same collective; and, unless the process is stopped, set-up and the first pass through a phase.
 
 ## The kinds
 """
