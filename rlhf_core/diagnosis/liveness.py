@@ -171,6 +171,18 @@ def _silent(ranks: Sequence[RankStatus], limit_s: Callable[[RankStatus], float])
     return silent if len(silent) == len(ranks) else []
 
 
+def describe(suspect: Suspect) -> str:
+    """A suspicion, in words."""
+    rank = suspect.status
+    where = "inside a collective" if rank.in_collective else "outside any collective"
+    why = f"looked at after {suspect.limit_s:.1f} s" if suspect.evidence else f"{suspect.limit_s:.1f} s are allowed"
+    return (
+        f"rank {rank.rank} on {rank.node} has been silent for {rank.age_s:.1f} s in phase {rank.phase} at step "
+        f"{rank.step}, {why}; {where}, process state {rank.process_state}"
+        f"{f'; it {suspect.evidence}' if suspect.evidence and not rank.in_collective else ''}"
+    )
+
+
 class LoopClock:
     """Notices that the watcher itself stood still: a suspended job, a frozen machine.
 

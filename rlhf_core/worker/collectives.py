@@ -10,7 +10,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rlhf_core.diagnosis.liveness import STOPPED_STATES
@@ -98,6 +98,11 @@ def read_answers(
         if waiting:
             time.sleep(0.05)
     return found
+
+
+def with_collectives(ranks: Iterable[RankStatus], answers: Mapping[int, str]) -> list[RankStatus]:
+    """Statuses that also say which collective each worker has entered last, as far as it has answered."""
+    return [with_collective(rank, answers.get(rank.local_rank, "{}")) for rank in ranks]
 
 
 def with_collective(rank: RankStatus, content: str) -> RankStatus:

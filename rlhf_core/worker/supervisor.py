@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_core.diagnosis.liveness import GapTracker, LoopClock, Suspect, judge
+from rlhf_core.diagnosis.liveness import GapTracker, LoopClock, Suspect, describe, judge
 from rlhf_core.diagnosis.standstill import confirm
 from rlhf_core.diagnosis.verdict import blame
 from rlhf_core.run_dir import RestartDir, write_model
@@ -321,7 +321,7 @@ class Supervisor(threading.Thread):
     def _investigate(self, watch: Watch, before: list[RankStatus], suspects: list[Suspect]) -> None:
         """Suspect, collect on all nodes, read again, and only then: verdict, and end all. The first kill spoils the
         evidence."""
-        self._events.add("suspect", "; ".join(map(_describe, suspects)), watch.role)
+        self._events.add("suspect", "; ".join(map(describe, suspects)), watch.role)
         number = self._orders.collect + 1
         self._order(collect=number)
         ranks = self._hear_evidence(number, watch, self._collect(watch))
@@ -349,7 +349,7 @@ class Supervisor(threading.Thread):
                 break
             team.wait(0.1)
         last = team.heard("state", NodeState)
-        ranks = _with_collectives(watch.living(), answers_here)
+        ranks = collectives.with_collectives(watch.living(), answers_here)
         for index in range(1, team.nodes.num):
             ranks += answers[index].ranks if index in answers else last[index].ranks
             if index not in answers:
@@ -383,7 +383,7 @@ class Supervisor(threading.Thread):
             self._kill_workers()
         if watch is not None and orders.collect > before.collect:
             answers = self._collect(watch)
-            ranks = _with_collectives(watch.living(), answers)
+            ranks = collectives.with_collectives(watch.living(), answers)
             self._team.tell(f"evidence/{orders.collect}", Collected(ranks=tuple(ranks)))
 
     def _collect(self, watch: Watch) -> dict[int, str]:
@@ -450,18 +450,3 @@ class Supervisor(threading.Thread):
 
 def _processes(ranks: Iterable[RankStatus]) -> set[tuple[str, int]]:
     return {(rank.node, rank.pid) for rank in ranks}
-
-
-def _with_collectives(ranks: Iterable[RankStatus], answers: dict[int, str]) -> list[RankStatus]:
-    return [collectives.with_collective(rank, answers.get(rank.local_rank, "{}")) for rank in ranks]
-
-
-def _describe(suspect: Suspect) -> str:
-    rank = suspect.status
-    where = "inside a collective" if rank.in_collective else "outside any collective"
-    why = f"looked at after {suspect.limit_s:.1f} s" if suspect.evidence else f"{suspect.limit_s:.1f} s are allowed"
-    return (
-        f"rank {rank.rank} on {rank.node} has been silent for {rank.age_s:.1f} s in phase {rank.phase} at step "
-        f"{rank.step}, {why}; {where}, process state {rank.process_state}"
-        f"{f'; it {suspect.evidence}' if suspect.evidence and not rank.in_collective else ''}"
-    )

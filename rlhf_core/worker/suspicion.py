@@ -48,7 +48,7 @@ class NodeLooks:
         path, question = self._slots.path, self._question
         answers = collectives.read_answers(ranks, path, question, patience_s=0.0) if question else {}
         self._question = self._slots.ask_for_collectives()
-        return [collectives.with_collective(rank, answers.get(rank.local_rank, "{}")) for rank in ranks]
+        return collectives.with_collectives(ranks, answers)
 
 
 def _gpu_percents(ranks: Sequence[RankStatus], telemetry: Mapping[str, float]) -> dict[int, float]:
