@@ -132,10 +132,10 @@ def _evidence(looks: Sequence[RankLook], still: Mapping[Place, Sequence[RankLook
     if all(one.main is Wait.STOPPED for one in looks):
         return f"was stopped (process state T) {over}"
     everybody = [one[-1] for one in still.values()]
-    if look.status.in_collective or not _is_waited_for(look, everybody) or not _is_asleep(look):
+    if look.status.in_collective or not _is_waited_for(look, everybody) or not all(map(_is_asleep, looks)):
         return ""
     # What could not be read, or is on its way through the network, may still wake it.
-    if len(everybody) < num_ranks or any(one.problem or one.unsent_bytes for one in everybody):
+    if len(everybody) < num_ranks or any(one.problem or one.unsent_bytes for seen in still.values() for one in seen):
         return ""
     if look.awaited and not _is_closed(still):
         return ""

@@ -197,6 +197,21 @@ def test_what_is_not_known_or_waited_for_keeps_the_long_floor(stuck: dict[str, A
     assert watch({"uses_gpu": True, "gpu_percent": 0.0}) != [], "the control"
 
 
+@pytest.mark.parametrize("busy", [{"uses_gpu": True, "gpu_percent": 7.0}, {"unsent_bytes": 1}])
+def test_what_was_on_its_way_at_the_first_look_counts_at_the_last(busy: dict[str, Any]) -> None:
+    ranks = [rank(0), rank(1)]
+    idle = {"uses_gpu": True, "gpu_percent": 0.0}
+    looks = [
+        [
+            looked(ranks[0], 2.0 * number, Wait.TIME),
+            looked(ranks[1], 2.0 * number, **(idle | (busy if not number else {}))),
+        ]
+        for number in range(3)
+    ]
+    assert prove(record(*looks).still, suspects_of(ranks), 2) == []
+    assert prove(record(*looks[1:], looks[2]).still, suspects_of(ranks), 2) == [], "two looks are few"
+
+
 def test_a_node_that_gives_no_looks_keeps_the_long_floor_for_all_but_the_stopped() -> None:
     ranks = [rank(0), rank(1), rank(2, in_collective=True)]
     looks = [[looked(one, 2.0 * number, Wait.LOCK) for one in ranks[:2]] for number in range(3)]
