@@ -92,6 +92,24 @@ is none before; that last one stays where it is, and the message says what to do
 A new attempt goes without the nodes to blame: at once when a node was lost or a GPU failed, otherwise at a node's
 second strike in the run; at most `supervise.max_excluded_nodes`, and never so many that it could not be placed.
 
+## How soon a hang is found
+
+A worker hangs for sure when it has been silent for longer than the floor of its phase (`supervise.floor_s` and its kin,
+two minutes and more by default), or for `supervise.gap_factor` times the longest silence that ended well, where that is
+more. It is looked at long before, after `supervise.suspect_s` (default {suspect_s} s) or the longest silence that ended
+well in its phase, and is ended at once where several looks prove that it stands still:
+
+- *Stopped*: the process was stopped in all of them (SIGSTOP, state T). This holds in any phase.
+- *Blocked for good*: it waits for a lock of its own process without a time-out, and so do all its other threads;
+  nothing of it and its children used processor, GPU or disk; no data is on its way between the ranks; and peers wait in
+  a collective that it has not entered. Waiting for a connection to another rank counts too, where no rank can send.
+- *Disagreement*: all ranks wait inside a collective, and their flight recorders name different operations or shapes at
+  the same number. That is a bug in the code (`collective_mismatch`).
+
+Anything else is left to the floor: whatever moves, a sleep or a time-out, a reward service, a file, a pipe, a child
+process, the kernel (state D), a debugger, a look that is not permitted, data on its way, ranks that all wait in the
+same collective; and, unless the process is stopped, set-up and the first pass through a phase.
+
 ## The kinds
 """
 
@@ -357,6 +375,7 @@ def failures_page() -> str:
         max_attempts=spec.max_attempts,
         backoff_s=f"{spec.backoff_s:g}",
         max_backoff_s=f"{spec.max_backoff_s:g}",
+        suspect_s=f"{spec.suspect_s:g}",
     )
     head = ["| kind | what it is | restarts in place | further attempts | not more, because |", "|---|---|---|---|---|"]
     parts = [GENERATED, FAILURES, *ladder, budget, *head]

@@ -1,8 +1,9 @@
 """Alive, or hung: a pure rule over beats and a clock.
 
 A worker hangs when it has been silent for longer than ``max(floor, factor x longest silence that ended well)`` in its
-phase. The rule is about the gap between two beats, not about how long a phase takes: long phases beat inside. Two more
-things keep it from false alarms:
+phase. The rule is about the gap between two beats, not about how long a phase takes: long phases beat inside. Long
+before that a worker is looked at (:func:`suspect`), and what the looks prove is acted upon at once (``standstill.py``).
+Two more things keep the rule from false alarms:
 
 - whoever waits inside a collective is not judged as long as somebody it may be waiting for is at work within its own
   limit: a trainer that waits for a slow rollout is not hung;
@@ -10,7 +11,7 @@ things keep it from false alarms:
   and its silences there teach nothing.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf_core.schemas.reports import Phase, RankStatus
@@ -28,6 +29,8 @@ class Suspect:
     status: RankStatus
     limit_s: float
     """Silence that was allowed, in seconds."""
+    evidence: str = ""
+    """What proves, before the long floor is over, that it stands still; empty where the silence alone decides."""
 
 
 class GapTracker:
@@ -40,6 +43,7 @@ class GapTracker:
         setup_floor_s: float,
         phase_floors_s: Mapping[Phase, float] | None = None,
         longest_s: Mapping[str, float] | None = None,
+        suspect_s: float = float("inf"),
     ) -> None:
         """Args:
         gap_factor: How many times the longest silence that ended well is allowed.
@@ -47,7 +51,9 @@ class GapTracker:
         setup_floor_s: The same in set-up, and in the first pass of any phase.
         phase_floors_s: The same in phases with a floor of their own.
         longest_s: Longest silences of earlier runs of the same shape: ``role/phase`` to seconds.
+        suspect_s: Least silence after which a worker is looked at, in seconds.
         """
+        self._suspect_s = suspect_s
         self._gap_factor = gap_factor
         self._floor_s = floor_s
         self._setup_floor_s = setup_floor_s
@@ -67,7 +73,7 @@ class GapTracker:
             Phase.CHECKPOINT: spec.checkpoint_floor_s,
             Phase.EVALUATE: spec.evaluate_floor_s,
         }
-        return cls(spec.gap_factor, spec.floor_s, spec.setup_floor_s, floors_s, longest_s)
+        return cls(spec.gap_factor, spec.floor_s, spec.setup_floor_s, floors_s, longest_s, spec.suspect_s)
 
     def begin_restart(self) -> None:
         """New workers: what was learned stays, what was being watched is forgotten."""
@@ -117,6 +123,19 @@ class GapTracker:
             return max(floor_s, self._setup_floor_s, learned)
         return max(floor_s, learned)
 
+    def suspicion_s(self, rank: RankStatus) -> float:
+        """Silence after which a worker is looked at, in seconds; never more than is allowed to it.
+
+        A look ends nothing, so the factor is left out. It stays as long as a silence that ended well, all the same:
+        evidence should not be asked for where waiting is usual. A stopped process is unusual in any phase.
+        """
+        limit_s = self.limit_s(rank)
+        if rank.process_state in STOPPED_STATES:
+            return min(limit_s, self._suspect_s)
+        if rank.phase is Phase.SETUP or not rank.warm:
+            return limit_s
+        return min(limit_s, max(self._suspect_s, self.longest_s(rank.phase, rank.role)))
+
 
 def _place(rank: RankStatus) -> tuple[str, int]:
     return rank.node, rank.local_rank
@@ -129,12 +148,39 @@ def judge(ranks: Sequence[RankStatus], tracker: GapTracker) -> list[Suspect]:
         ranks: All workers of the role that have not ended, as just read; ``observe`` was called with them before.
         tracker: Thresholds and what was learned.
     """
-    silent = [Suspect(rank, tracker.limit_s(rank)) for rank in ranks if rank.age_s > tracker.limit_s(rank)]
+    return _silent(ranks, tracker.limit_s)
+
+
+def suspect(ranks: Sequence[RankStatus], tracker: GapTracker) -> list[Suspect]:
+    """Workers that have been silent for longer than usual: worth a look, which is all that may follow from it.
+
+    Args:
+        ranks: As for :func:`judge`.
+        tracker: Thresholds and what was learned.
+    """
+    return _silent(ranks, tracker.suspicion_s)
+
+
+def _silent(ranks: Sequence[RankStatus], limit_s: Callable[[RankStatus], float]) -> list[Suspect]:
+    limits_s = [(rank, limit_s(rank)) for rank in ranks]
+    silent = [Suspect(rank, allowed_s) for rank, allowed_s in limits_s if rank.age_s > allowed_s]
     suspects = [one for one in silent if not one.status.in_collective or one.status.process_state in STOPPED_STATES]
     if suspects:
         return suspects
     # All that are silent wait in a collective. It is a hang only when there is nobody left to wait for.
     return silent if len(silent) == len(ranks) else []
+
+
+def describe(suspect: Suspect) -> str:
+    """A suspicion, in words."""
+    rank = suspect.status
+    where = "inside a collective" if rank.in_collective else "outside any collective"
+    why = f"looked at after {suspect.limit_s:.1f} s" if suspect.evidence else f"{suspect.limit_s:.1f} s are allowed"
+    return (
+        f"rank {rank.rank} on {rank.node} has been silent for {rank.age_s:.1f} s in phase {rank.phase} at step "
+        f"{rank.step}, {why}; {where}, process state {rank.process_state}"
+        f"{f'; it {suspect.evidence}' if suspect.evidence and not rank.in_collective else ''}"
+    )
 
 
 class LoopClock:

@@ -5,8 +5,9 @@ leaving a node out.
 """
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from rlhf_core.diagnosis.liveness import STOPPED_STATES
 from rlhf_core.schemas.failures import FailureKind
@@ -29,9 +30,12 @@ class Verdict:
     """Number of that collective in its process group."""
 
 
-def blame(ranks: Sequence[RankStatus], silent: Collection[int] = ()) -> Verdict:
+def blame(
+    ranks: Sequence[RankStatus], silent: Collection[int] = (), proven: Mapping[int, str] = MappingProxyType({})
+) -> Verdict:
     """Name the ranks to blame. The first rule that holds decides.
 
+    0. Ranks that provably stand still are to blame, and no others.
     1. A process that was stopped (state T) can do nothing.
     2. A rank that has entered fewer collectives than the others keeps them waiting.
     3. A rank outside while others wait inside a collective keeps them waiting.
@@ -45,8 +49,9 @@ def blame(ranks: Sequence[RankStatus], silent: Collection[int] = ()) -> Verdict:
     Args:
         ranks: All workers of the role that have not ended; at least one.
         silent: Ranks over their limit, for rule 4; without it, the one that has been silent for longest.
+        proven: Ranks that provably stand still, each with what proves it.
     """
-    verdict = _blame(ranks, silent)
+    verdict = _blame_proven(ranks, proven) or _blame(ranks, silent)
     known = [rank for rank in ranks if rank.collective_sequence is not None]
     if not known or len(verdict.ranks) == len(ranks):
         return verdict
@@ -54,6 +59,22 @@ def blame(ranks: Sequence[RankStatus], silent: Collection[int] = ()) -> Verdict:
     name, number = furthest.collective, furthest.collective_sequence
     reason = f"{verdict.reason}; the last collective that was entered is {name}, number {number}"
     return replace(verdict, reason=reason, collective=name, collective_sequence=number)
+
+
+def disagreement(ranks: Sequence[RankStatus]) -> Verdict | None:
+    """The verdict on ranks that all wait inside a collective to which they have brought different things, by their
+    flight recorders; None where they agree, or where one of them has said nothing."""
+    found = _blame_by_recorders(ranks) if all(rank.in_collective for rank in ranks) else None
+    return found if found is not None and found.kind is FailureKind.COLLECTIVE_MISMATCH else None
+
+
+def _blame_proven(ranks: Sequence[RankStatus], proven: Mapping[int, str]) -> Verdict | None:
+    still = [rank for rank in ranks if rank.rank in proven]
+    if not still:
+        return None
+    if all(rank.in_collective and rank.process_state not in STOPPED_STATES for rank in still):
+        return disagreement(ranks)
+    return Verdict(FailureKind.HANG, _numbers(still), "; ".join(_say([rank], proven[rank.rank]) for rank in still))
 
 
 def _blame(ranks: Sequence[RankStatus], silent: Collection[int]) -> Verdict:

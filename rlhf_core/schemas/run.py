@@ -361,6 +361,9 @@ class SuperviseSpec(Schema):
     gap_factor: Annotated[float, Field(ge=1)] = 5.0
     """A worker hangs when it has not beaten for this many times the longest gap seen in the same phase, or for the
     floor, whichever is longer."""
+    suspect_s: PositiveFloat = 10.0
+    """Silence after which a worker that has been through its phase before is looked at, in seconds; what provably
+    stands still is ended then, all else has until its floor."""
     floor_s: PositiveFloat = 120.0
     """Silence that is never taken for a hang in any phase without a floor of its own, in seconds."""
     rollout_floor_s: PositiveFloat = 180.0

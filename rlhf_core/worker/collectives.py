@@ -10,11 +10,12 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rlhf_core.diagnosis.liveness import STOPPED_STATES
 from rlhf_core.schemas.reports import RankStatus
+from rlhf_core.worker import processes
 from rlhf_core.worker.heartbeat import Beat
 
 ANSWER_PATIENCE_S = 2.0
@@ -23,6 +24,9 @@ LOOK_S = 0.2
 BUFFER_VARIABLE = "TORCH_FR_BUFFER_SIZE"
 """How many collectives torch remembers; without it none."""
 BUFFER_SIZE = "256"
+
+THREAD_NAME = "rlhf-collective"
+"""As the kernel knows the answering thread; it keeps 15 characters."""
 
 _MODULE = "torch._C._distributed_c10d"
 _DEFAULT_GROUP = "default_pg"
@@ -43,6 +47,8 @@ def answer_in_background(beat: Beat, slots: Path, local_rank: int) -> None:
 
 
 def _answer(beat: Beat, slots: Path, local_rank: int) -> None:
+    # So a look at the worker's threads can tell this one, which never rests, from those that do its work.
+    processes.name_thread(THREAD_NAME)
     answered = beat.questions()
     while True:
         time.sleep(LOOK_S)
@@ -69,9 +75,11 @@ def _recorded() -> str:
 # In the agent
 
 
-def read_answers(ranks: Sequence[RankStatus], slots: Path, number: int) -> dict[int, str]:
+def read_answers(
+    ranks: Sequence[RankStatus], slots: Path, number: int, patience_s: float = ANSWER_PATIENCE_S
+) -> dict[int, str]:
     """The answers to a question by local rank, once all are there that can be expected, or the patience is over."""
-    deadline = time.monotonic() + ANSWER_PATIENCE_S
+    deadline = time.monotonic() + patience_s
     waiting = {
         rank.local_rank: answer_path(slots, rank.local_rank, number)
         for rank in ranks
@@ -85,11 +93,16 @@ def read_answers(ranks: Sequence[RankStatus], slots: Path, number: int) -> dict[
                 found[local_rank] = path.read_text(encoding="utf-8")
                 path.unlink()
                 del waiting[local_rank]
-        if time.monotonic() > deadline:
+        if time.monotonic() >= deadline:
             break
         if waiting:
             time.sleep(0.05)
     return found
+
+
+def with_collectives(ranks: Iterable[RankStatus], answers: Mapping[int, str]) -> list[RankStatus]:
+    """Statuses that also say which collective each worker has entered last, as far as it has answered."""
+    return [with_collective(rank, answers.get(rank.local_rank, "{}")) for rank in ranks]
 
 
 def with_collective(rank: RankStatus, content: str) -> RankStatus:

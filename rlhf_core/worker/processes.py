@@ -13,6 +13,7 @@ import psutil
 from rlhf_core.schemas.resources import JOB_VARIABLE
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
@@ -32,6 +33,11 @@ def die_with_parent(parent: int | None = None) -> None:
 def allow_stack_dumps() -> None:
     """Let a sibling (py-spy, started by the agent) look at this process where the kernel restricts that (Yama)."""
     ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
+
+
+def name_thread(name: str) -> None:
+    """Give the calling thread a name that the kernel knows; at most 15 characters of it."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def adopt_orphans() -> None:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_core.diagnosis.liveness import GapTracker, LoopClock, Suspect, judge
+from rlhf_core.diagnosis.liveness import GapTracker, LoopClock, Suspect, describe, judge
+from rlhf_core.diagnosis.standstill import confirm
 from rlhf_core.diagnosis.verdict import blame
 from rlhf_core.run_dir import RestartDir, write_model
 from rlhf_core.schemas.failures import FailureKind
@@ -27,6 +28,7 @@ from rlhf_core.worker.findings import Findings, NodeReading
 from rlhf_core.worker.heartbeat import SlotFile
 from rlhf_core.worker.lost_agents import find_loss
 from rlhf_core.worker.signals import ENDING, SAVING, SignalInbox
+from rlhf_core.worker.suspicion import NodeLooks, Suspicion
 from rlhf_core.worker.team import Team
 from rlhf_core.worker.telemetry import Telemetry
 from rlhf_core.worker.telemetry_series import TelemetrySeries
@@ -107,6 +109,8 @@ class Supervisor(threading.Thread):
         self._telemetry = Telemetry(events.say, telemetry_folder)
         self._series = TelemetrySeries(self._node, events.say)
         self._findings = Findings(events)
+        self._looks = NodeLooks(slots)
+        self._suspicion = Suspicion(tracker)
         self._orders = Orders()
         self._place: tuple[Role, RestartDir] | None = None
         self._watch: Watch | None = None
@@ -134,6 +138,7 @@ class Supervisor(threading.Thread):
         with self._lock:
             self._tracker.begin_restart()
             self._findings.begin_restart()
+            self._suspicion.clear()
             self._failed_at_s = None
             self._watch = watch
         if self.asked.to_end:
@@ -180,6 +185,7 @@ class Supervisor(threading.Thread):
             now_s = time.monotonic()
             if self.clock.tick(now_s):
                 self._wake_up()
+                self._suspicion.clear()
             state = self._state(now_s)
             self._team.tell("state", state)
             if self._team.leads:
@@ -211,6 +217,7 @@ class Supervisor(threading.Thread):
         if self._place is not None and now_s >= self._publish_at_s:
             self._published += 1
             self._reading = self._telemetry.read([rank.pid for rank in ranks])
+        self._looks.answer(self._orders.look, ranks, self._reading)
         return NodeState(
             wall_s=time.time(),
             restart=watch.restart_dir.restart if watch is not None else -1,
@@ -220,6 +227,8 @@ class Supervisor(threading.Thread):
             ranks=ranks,
             published=self._published,
             telemetry=self._reading,
+            look_number=self._looks.number,
+            looks=self._looks.looks,
         )
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -286,7 +295,7 @@ class Supervisor(threading.Thread):
         if any(state.failed for state in here.values()) or self.asked.to_end:
             self._end_all(watch)
         elif len(here) == self._team.nodes.num and all(state.started for state in here.values()):
-            self._judge(watch, [rank for index in sorted(here) for rank in here[index].ranks])
+            self._judge(watch, [here[index] for index in sorted(here)])
 
     def _look_for_the_lost(self, states: dict[int, NodeState]) -> None:
         names = self._team.nodes.names
@@ -321,27 +330,32 @@ class Supervisor(threading.Thread):
             self._order(kill=watch.restart_dir.restart)
             watch.kill()
 
-    def _judge(self, watch: Watch, ranks: list[RankStatus]) -> None:
-        if ranks:
-            self._tracker.observe(ranks)
-            suspects = judge(ranks, self._tracker)
-            if suspects:
-                self._investigate(watch, ranks, suspects)
+    def _judge(self, watch: Watch, states: list[NodeState]) -> None:
+        ranks = [rank for state in states for rank in state.ranks]
+        if not ranks:
+            return
+        self._tracker.observe(ranks)
+        suspects = judge(ranks, self._tracker) or self._suspicion.consider(ranks, states, time.monotonic())
+        if self._suspicion.order != self._orders.look:
+            self._order(look=self._suspicion.order)
+        if suspects:
+            self._investigate(watch, ranks, suspects)
 
     def _investigate(self, watch: Watch, before: list[RankStatus], suspects: list[Suspect]) -> None:
         """Suspect, collect on all nodes, read again, and only then: verdict, and end all. The first kill spoils the
         evidence."""
-        self._events.add("suspect", "; ".join(map(_describe, suspects)), watch.role)
+        self._events.add("suspect", "; ".join(map(describe, suspects)), watch.role)
         number = self._orders.collect + 1
         self._order(collect=number)
         ranks = self._hear_evidence(number, watch, self._collect(watch))
         self._tracker.observe(ranks)
-        still = judge(ranks, self._tracker)
+        still = confirm(suspects, ranks) or judge(ranks, self._tracker)
         # Evidence takes seconds: somebody may have gone on, or have ended, which is another story.
         if not still or watch.failed or _processes(ranks) != _processes(before):
             self._events.add("suspect", "withdrawn: the workers went on", watch.role)
             return
-        verdict = blame(ranks, [suspect.status.rank for suspect in still])
+        proven = {suspect.status.rank: suspect.evidence for suspect in still if suspect.evidence}
+        verdict = blame(ranks, [suspect.status.rank for suspect in still], proven)
         blamed = [rank for rank in before if rank.rank in verdict.ranks] or before
         watch.hang = Hang(verdict, tuple(ranks), max(rank.age_s for rank in blamed))
         self._events.add("verdict", verdict.reason, watch.role, ranks=list(verdict.ranks))
@@ -358,7 +372,7 @@ class Supervisor(threading.Thread):
                 break
             team.wait(0.1)
         last = team.heard("state", NodeState)
-        ranks = _with_collectives(watch.living(), answers_here)
+        ranks = collectives.with_collectives(watch.living(), answers_here)
         for index in range(1, team.nodes.num):
             ranks += answers[index].ranks if index in answers else last[index].ranks
             if index not in answers:
@@ -394,7 +408,7 @@ class Supervisor(threading.Thread):
             self._kill_workers()
         if watch is not None and orders.collect > before.collect:
             answers = self._collect(watch)
-            ranks = _with_collectives(watch.living(), answers)
+            ranks = collectives.with_collectives(watch.living(), answers)
             self._team.tell(f"evidence/{orders.collect}", Collected(ranks=tuple(ranks)))
 
     def _collect(self, watch: Watch) -> dict[int, str]:
@@ -461,16 +475,3 @@ class Supervisor(threading.Thread):
 
 def _processes(ranks: Iterable[RankStatus]) -> set[tuple[str, int]]:
     return {(rank.node, rank.pid) for rank in ranks}
-
-
-def _with_collectives(ranks: Iterable[RankStatus], answers: dict[int, str]) -> list[RankStatus]:
-    return [collectives.with_collective(rank, answers.get(rank.local_rank, "{}")) for rank in ranks]
-
-
-def _describe(suspect: Suspect) -> str:
-    rank = suspect.status
-    where = "inside a collective" if rank.in_collective else "outside any collective"
-    return (
-        f"rank {rank.rank} on {rank.node} has been silent for {rank.age_s:.1f} s in phase {rank.phase} at step "
-        f"{rank.step}, {suspect.limit_s:.1f} s are allowed; {where}, process state {rank.process_state}"
-    )

@@ -5,7 +5,7 @@ by hand, where beats go nowhere and nobody looks on; alternately, in the order w
 machine that becomes slower or faster meanwhile favours neither. Everything is measured over the main algorithm's steps,
 from the second one on. Prints, each with its ratio to its limit where it has one:
 
-* a beat (limit: 1 microsecond), and the reading of a node's telemetry;
+* a beat (limit: 1 microsecond), the reading of a node's telemetry, and one look at a silent worker;
 * the agent's own processor time (psutil), as a share of one core (limit: 1 %);
 * the time of a step with the agent, against that without (wall, and processor time of the ranks, which other work on
   the machine disturbs less).
@@ -33,9 +33,10 @@ from bench_heartbeat import LIMIT_NS, measure
 from rlhf_core import config
 from rlhf_core.launch.prepare import prepare
 from rlhf_core.run_dir import RunDir, read_models, write_model
-from rlhf_core.schemas.reports import MetricsLine, Phase
+from rlhf_core.schemas.reports import MetricsLine, Phase, RankStatus
 from rlhf_core.schemas.resources import Placement, Role, RolePlan
 from rlhf_core.worker.heartbeat import Beat, SlotFile
+from rlhf_core.worker.looks import look_at
 from rlhf_core.worker.telemetry import Telemetry
 
 NUM_RANKS = 2
@@ -43,6 +44,13 @@ WARM_UP = 5
 AGENT_LIMIT_PERCENT = 1.0
 MIN_WINDOW_S = 30.0
 PATIENCE_S = 900.0
+MANY_THREADS = """
+import threading
+for _ in range(30):
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+print(flush=True)
+threading.Event().wait()
+"""
 
 
 @dataclass(frozen=True)
@@ -161,10 +169,38 @@ def measure_calls() -> dict[str, float]:
             began_s = time.process_time()
             telemetry.read([os.getpid()])
             rounds.append((time.process_time() - began_s) * 1e9)
-        return {"beat": measure("beat.beat(phase, 3)", names), "telemetry": statistics.median(rounds)}
+        beat = measure("beat.beat(phase, 3)", names)
+        return {"beat": beat, "telemetry": statistics.median(rounds), "look": statistics.median(measure_looks())}
     finally:
         telemetry.stop()
         slots.remove()
+
+
+def measure_looks() -> list[float]:
+    """Cost of looks at a process with as many threads as a rank has, in nanoseconds of processor time."""
+    with subprocess.Popen([sys.executable, "-c", MANY_THREADS], stdout=subprocess.PIPE) as worker:
+        assert worker.stdout is not None
+        worker.stdout.readline()
+        status = RankStatus(
+            role=Role.TRAINER,
+            rank=0,
+            local_rank=0,
+            pid=worker.pid,
+            sequence=1,
+            collectives=1,
+            in_collective=False,
+            step=1,
+            phase=Phase.TRAIN,
+            age_s=11.0,
+            process_state="S",
+        )
+        costs = []
+        for _ in range(20):
+            began_s = time.process_time()
+            look_at([status], {})
+            costs.append((time.process_time() - began_s) * 1e9)
+        worker.kill()
+    return costs
 
 
 def main() -> int:
@@ -178,6 +214,7 @@ def main() -> int:
         f"a beat                         {costs['beat']:8.0f} ns   {costs['beat'] / LIMIT_NS:5.2f} of the limit (1 us)"
     )
     print(f"a reading of telemetry         {costs['telemetry'] / 1e6:8.2f} ms   every 2 s")
+    print(f"a look at a silent worker      {costs['look'] / 1e6:8.2f} ms   only while one is suspect")
     found: dict[bool, list[Measured]] = {True: [], False: []}
     with tempfile.TemporaryDirectory() as folder:
         for number, supervised in enumerate([True, False, False, True] * options.rounds):

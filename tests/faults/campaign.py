@@ -43,6 +43,7 @@ from fault_services import (
     small_disk,
 )
 from fault_site import Site, Stuck, last_step, steps
+from fault_soon import PREFIX, soon_scenarios
 from fault_table import markdown, write_between
 
 from rlhf_core.launch.journal import read_record
@@ -274,10 +275,14 @@ def main() -> None:
         if not options.table:
             _go_on(campaign, options)
         rows = campaign.rows()
-    table = markdown(rows)
-    print(table)
-    if not options.no_page:
-        PAGE.write_text(write_between(PAGE.read_text(), "fault campaign", table))
+    at_defaults = [row for row in rows if row.row.startswith(PREFIX)]
+    others = [row for row in rows if row not in at_defaults]
+    for place, some in (("fault campaign", others), ("default floors", at_defaults)):
+        if some:
+            table = markdown(some)
+            print(table)
+            if not options.no_page:
+                PAGE.write_text(write_between(PAGE.read_text(), place, table))
 
 
 def _go_on(campaign: Campaign, options: argparse.Namespace) -> None:
@@ -293,6 +298,7 @@ def _go_on(campaign: Campaign, options: argparse.Namespace) -> None:
         frozenset(available),
         one_node=not campaign.cluster,
     )
+    planned += soon_scenarios(options.seed, options.times, one_node=not campaign.cluster)
     index, count = map(int, options.shard.split("/"))
     mine = [one for one in planned[index::count] if any(options.only in fault.row for fault in one.faults)]
     done = {row.scenario for row in campaign.rows()}

@@ -31,7 +31,7 @@ class Expected:
     blame: str = ""
     """``rank`` or ``node``: what must be named, and nothing else; empty where no single one is to blame."""
     limit: str = ""
-    """Which target holds for the time to find it: ``death``, ``hang``, ``silence`` (of an agent), or none."""
+    """Which target holds for the time to find it: ``death``, ``hang``, ``soon``, ``silence`` (of an agent), or none."""
     same_numbers: bool = True
     """Whether the final parameters must be those of the undisturbed run, bit for bit."""
 
@@ -100,6 +100,8 @@ class Kind:
     """Step at which it strikes; 0 for any."""
     on_checkpoint: bool = False
     """Only at steps that are evaluated and saved."""
+    first_step: int = 0
+    """Steps that the run makes before the first one may strike."""
     more_steps: int = 0
     """Steps that the run is longer, and slow ones, so that it lasts longer than what is done to it."""
 
@@ -370,12 +372,12 @@ def scenarios(
         times = times_hang if kind.is_hang else times_other
         size = 1 if kind.ends_run or kind.more_steps else NUM_RANKS - kind.num_nodes if kind.takes_node else CHAIN
         for number, count in enumerate(_chunks(times, size)):
-            found.append(_chain(f"{_slug(kind.row)}-{number}", [kind] * count, seed))
+            found.append(chain(f"{_slug(kind.row)}-{number}", [kind] * count, seed))
     possible = [kind for kind in CONTROLS if kind.needs <= available]
     controls = [possible[number % len(possible)] for number in range(num_controls)]
     in_order = sorted(controls, key=lambda kind: kind.fixed_step != 1)
     for number, chunk in enumerate(_deal(in_order, CHAIN)):
-        found.append(_chain(f"controls-{number}", chunk, seed))
+        found.append(chain(f"controls-{number}", chunk, seed))
     return [on_one_node(scenario) for scenario in found] if one_node else found
 
 
@@ -388,11 +390,12 @@ def on_one_node(scenario: Scenario) -> Scenario:
     return replace(scenario, num_nodes=1, faults=faults)
 
 
-def _chain(name: str, kinds: Sequence[Kind], seed: int) -> Scenario:
+def chain(name: str, kinds: Sequence[Kind], seed: int) -> Scenario:
+    """One run that suffers these, one after the other."""
     chance = random.Random(f"{seed} {name}")
     faults = tuple(_fault(kind, number, chance) for number, kind in enumerate(kinds))
     more_steps = max(kind.more_steps for kind in kinds)
-    total = SPACING * (len(kinds) + 1) + more_steps
+    total = max(kind.first_step for kind in kinds) + SPACING * (len(kinds) + 1) + more_steps
     return Scenario(
         name=name,
         faults=faults,
@@ -405,7 +408,7 @@ def _chain(name: str, kinds: Sequence[Kind], seed: int) -> Scenario:
 
 
 def _fault(kind: Kind, number: int, chance: random.Random) -> Fault:
-    base = SPACING * (number + 1)
+    base = kind.first_step + SPACING * (number + 1)
     step = kind.fixed_step or base + chance.choice((0, 5) if kind.on_checkpoint else (1, 2, 3, 4))
     inside = None
     if kind.inside is not None:

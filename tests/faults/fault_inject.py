@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
 from fault_services import Cluster, Postgres, PrefectServer
 from fault_site import Site, Stuck, agent_pids, last_step, workers
 
@@ -340,6 +341,24 @@ def suspend(place: Place) -> Truth:
     return truth
 
 
+def suspend_long(place: Place) -> Truth:
+    """Suspend all processes of the job for a minute, agents and workers, and let them go on together."""
+    truth = place.truth()
+    if place.cluster is not None:
+        place.slurm.command("scontrol", "suspend", place.job_id)
+        time.sleep(60)
+        place.slurm.command("scontrol", "resume", place.job_id)
+        return truth
+    agents = [psutil.Process(pid) for pid in agent_pids(place.run).values()]
+    processes = [process for agent in agents for process in (agent, *agent.children(recursive=True))]
+    for process in processes:
+        process.suspend()
+    time.sleep(60)
+    for process in processes:
+        process.resume()
+    return truth
+
+
 def wait_for_full_disk(place: Place) -> Truth:
     """The checkpoints fill the small disk by themselves."""
     truth = replace(place.truth(), moment_known=False)
@@ -386,6 +405,7 @@ OUTSIDE: dict[str, Callable[[Place], Truth]] = {
         scancel,
         ask_to_save,
         suspend,
+        suspend_long,
         wait_for_full_disk,
         nothing,
     )

@@ -19,6 +19,8 @@ DEATH_LIMIT_S = 5.0
 HANG_MARGIN_S = 2.0
 SILENCE_LIMIT_S = 25.0
 """An agent is lost after 15 s (agent 0) or 20 s; the other agents say so at once."""
+SOON_LIMIT_S = 30.0
+"""At default floors, from the fault to the decision."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ def measure(
     sign, limit_s = _first_sign(run, begin, end)
     signs = [time for time in (sign, incident.seen_at if incident else None) if time is not None]
     found_s = (min(signs) - begin).total_seconds() if incident is not None and truth.moment_known else None
+    decided_s = (decision.decided_at - begin).total_seconds() if decision and truth.moment_known else None
     again_s = _again(run, begin, end) if decision is None or decision.action is not Action.STOP else None
     cold_s = _cold_start(run)
     is_failure = bool(expected.kinds)
@@ -107,8 +110,8 @@ def measure(
         found=incident is not None or cancelled or (is_failure and decision is not None),
         found_s=found_s,
         limit_s=limit_s,
-        decided_s=(decision.decided_at - begin).total_seconds() if decision and truth.moment_known else None,
-        in_time=_in_time(expected, found_s, limit_s),
+        decided_s=decided_s,
+        in_time=_in_time(expected, found_s, limit_s, decided_s),
         blame_right=_blame_right(expected, incident, truth) if is_failure and expected.blame else None,
         class_right=(kind or "none") in expected.kinds if is_failure else None,
         kind=kind,
@@ -220,9 +223,11 @@ def _first_sign(run: RunDir, begin: datetime, end: datetime) -> tuple[datetime |
     return (found[0].time if found else None), (limits[0] if limits else None)
 
 
-def _in_time(expected: Expected, found_s: float | None, limit_s: float | None) -> bool | None:
+def _in_time(expected: Expected, found_s: float | None, limit_s: float | None, decided_s: float | None) -> bool | None:
     if not expected.limit or found_s is None:
         return None
+    if expected.limit == "soon":
+        return decided_s is not None and decided_s <= SOON_LIMIT_S
     if expected.limit in ("death", "silence"):
         return found_s <= (DEATH_LIMIT_S if expected.limit == "death" else SILENCE_LIMIT_S)
     return limit_s is not None and found_s <= limit_s + HANG_MARGIN_S

@@ -10,11 +10,15 @@ Everything it patches, it patches in the worker's own process.
 """
 
 import ctypes
+import hashlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -202,6 +206,84 @@ def _fork(fault: dict[str, Any]) -> None:
         subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL, start_new_session=True)
 
 
+def _deadlock(fault: dict[str, Any]) -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def _wait_for_service(fault: dict[str, Any]) -> None:
+    """A reward service of its own, which takes its time; this end waits without a time-out."""
+    service = subprocess.Popen(
+        [sys.executable, "-c", _SERVICE, str(fault["seconds"])], stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert service.stdout is not None
+    with socket.create_connection(("127.0.0.1", int(service.stdout.readline()))) as connection:
+        connection.recv(1)
+    service.wait()
+
+
+_SERVICE = """
+import socket, sys, time
+server = socket.create_server(("127.0.0.1", 0))
+print(server.getsockname()[1], flush=True)
+connection, _ = server.accept()
+time.sleep(float(sys.argv[1]))
+connection.sendall(b"1")
+"""
+
+
+def _fifo(fault: dict[str, Any]) -> str:
+    """A file whose content comes late."""
+    path = Path(tempfile.mkdtemp()) / "late"
+    os.mkfifo(path)
+    subprocess.Popen(["sh", "-c", f"sleep {fault['seconds']}; echo late > {path}"], start_new_session=True)
+    return str(path)
+
+
+def _wait_for_file(fault: dict[str, Any]) -> None:
+    Path(_fifo(fault)).read_bytes()
+
+
+def _block_in_kernel(fault: dict[str, Any]) -> None:
+    """State D: the child opens the file before it becomes another program; the kernel holds its parent meanwhile."""
+    opened = (os.POSIX_SPAWN_OPEN, 0, _fifo(fault), os.O_RDONLY, 0)
+    os.waitpid(os.posix_spawn("/bin/true", ["true"], {}, file_actions=[opened]), 0)
+
+
+def _compile(fault: dict[str, Any]) -> None:
+    """A real compiler, started by a build tool that waits for it."""
+    source = Path(tempfile.mkdtemp()) / "big.cpp"
+    source.write_text("#include <algorithm>\n#include <iostream>\n#include <map>\n#include <regex>\nint main() {}\n")
+    build = (
+        f"while [ $(date +%s) -lt {int(time.time() + fault['seconds'])} ]; do g++ -O2 -c {source} -o {source}.o; done"
+    )
+    subprocess.run(["sh", "-c", build], check=True)
+
+
+def _wait_for_compilation(fault: dict[str, Any]) -> None:
+    """As torch waits for another process that compiles the same extension: by looking for its lock."""
+    from torch.utils.file_baton import FileBaton
+
+    lock = Path(tempfile.mkdtemp()) / "lock"
+    lock.touch()
+    subprocess.Popen(["sh", "-c", f"sleep {fault['seconds']}; rm {lock}"], start_new_session=True)
+    FileBaton(str(lock)).wait()
+
+
+def _compute(fault: dict[str, Any]) -> None:
+    until_s = time.monotonic() + fault["seconds"]
+    while time.monotonic() < until_s:
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000)
+
+
+def _delegate(fault: dict[str, Any]) -> None:
+    """The main thread waits for a lock without a time-out, as in a deadlock, and a thread of its own works."""
+    thread = threading.Thread(target=_compute, args=(fault,))
+    thread.start()
+    thread.join()
+
+
 def _raise_in_reward(fault: dict[str, Any]) -> None:
     raise KeyError("verdict of the judge")
 
@@ -212,6 +294,14 @@ _REWARD_FAULTS: dict[str, Callable[[dict[str, Any]], None]] = {
     "fork": _fork,
     "raise": _raise_in_reward,
     "sleep": _sleep,
+    "deadlock": _deadlock,
+    "wait_for_service": _wait_for_service,
+    "wait_for_file": _wait_for_file,
+    "block_in_kernel": _block_in_kernel,
+    "compile": _compile,
+    "wait_for_compilation": _wait_for_compilation,
+    "compute": _compute,
+    "delegate": _delegate,
 }
 
 
@@ -236,6 +326,9 @@ def _patch_metrics() -> None:
 def _odd_collective(fault: dict[str, Any], ranks: Any) -> None:
     from rlhf_core.training.metrics import CAPACITY
 
+    if fault["what"] == "another_operation":
+        ranks.from_first("another") if ranks.rank == fault["odd_rank"] else ranks.sum([0.0])
+        return
     length = {"skip_equal_shape": 6 + 2 * CAPACITY, "skip_other_shape": 17, "wrong_shape": 1000}[fault["what"]]
     odd = ranks.rank == fault["odd_rank"]
     if fault["what"] == "wrong_shape":

@@ -6,6 +6,9 @@ from itertools import pairwise
 import pytest
 from fault_cases import CHAIN, CONTROLS, KINDS, SPACING, scenarios
 from fault_measure import Row
+from fault_soon import CONTROLS as SILENT
+from fault_soon import DEFAULTS, STEPS_BEFORE, soon_scenarios
+from fault_soon import KINDS as SOON
 from fault_table import at_most, markdown, write_between
 
 EVERYTHING = frozenset({"slurm", "namespaces", "postgres", "prefect", "small_disk", "memory_group"})
@@ -62,6 +65,19 @@ def test_faults_of_a_run_are_far_enough_apart_for_a_checkpoint_between_them() ->
         assert all(later // 5 > earlier // 5 for earlier, later in pairwise(steps)), scenario.name
         assert len(scenario.faults) <= CHAIN
         assert max(steps, default=0) <= scenario.total_steps - SPACING // 2
+
+
+def test_at_default_floors_every_fault_strikes_after_twenty_steps_and_every_control_is_made_once() -> None:
+    floors = {setting for setting in DEFAULTS if setting.startswith("supervise.reward_floor_s")}
+    assert floors == {"supervise.reward_floor_s=180.0"}
+    plan = soon_scenarios(0, 2)
+    rows = [fault.row for scenario in plan for fault in scenario.faults]
+    assert sorted(rows) == sorted([kind.row for kind in SOON for _ in range(2)] + [kind.row for kind in SILENT])
+    assert len({scenario.name for scenario in plan}) == len(plan)
+    for scenario in plan:
+        assert set(DEFAULTS) <= set(scenario.overrides)
+        assert min(fault.step for fault in scenario.faults) > STEPS_BEFORE
+        assert max(fault.step for fault in scenario.faults) <= scenario.total_steps - SPACING // 2
 
 
 def test_what_needs_a_cluster_is_left_out_where_there_is_none() -> None:

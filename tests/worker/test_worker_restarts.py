@@ -14,6 +14,7 @@ from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.failures import Action, DecidedBy, FailureKind
 from rlhf_core.schemas.reports import MetricsLine
 from rlhf_core.schemas.resources import Role
+from rlhf_core.schemas.run import SuperviseSpec
 from rlhf_core.worker.heartbeat import slots_folder
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.training]
@@ -157,7 +158,7 @@ def test_a_worker_that_leaves_without_a_word_has_not_done_its_work(agent_run: Ma
 
 def test_without_liveness_a_stopped_rank_is_not_found_and_cancel_ends_it(agent_run: MakeRun) -> None:
     """The negative control of the hang: the same fault, the floor set out of reach. Then the order to cancel."""
-    run = agent_run(supervise={"floor_s": 1e6, "setup_floor_s": 1e6})
+    run = agent_run(supervise={"floor_s": 1e6, "setup_floor_s": 1e6, "suspect_s": 1e6})
     run.script({"rank": 0, "step": 3, "do": "children"}, {"rank": 1, "step": 5, "do": "stop"})
     agent = run.start()
     wait_for(lambda: run.reached(0, 4))
@@ -173,6 +174,23 @@ def test_without_liveness_a_stopped_rank_is_not_found_and_cancel_ends_it(agent_r
     assert outcome.message == "the test asked"
     left = [int((run.run_dir.root / name).read_text(encoding="utf-8")) for name in ("child", "daemon")]
     assert not any(is_alive(pid) for pid in [*pids.values(), *left])
+
+
+def test_long_before_its_floor_a_deadlock_is_proven_and_a_sleep_is_left_alone(agent_run: MakeRun) -> None:
+    """The floors are the default ones, of two minutes and more; only the first look comes sooner than by default."""
+    run = agent_run(supervise=SuperviseSpec(suspect_s=1.0).model_dump(), train={"num_steps": 24})
+    run.script(
+        {"restart": 0, "rank": 0, "step": 5, "do": "sleep"}, {"restart": 0, "rank": 1, "step": 21, "do": "deadlock"}
+    )
+    run.start()
+    code, output = run.finish()
+    assert code == 0, output
+    incident = run.incident(0)
+    assert (incident.failure_kind, incident.suspect_ranks, incident.step) == (FailureKind.HANG, (1,), 21)
+    assert "it waits for a lock of its own, which nothing in the job can end" in incident.message
+    assert run.decision(0).action is Action.RESTART_IN_PLACE
+    assert [event.kind for event in run.events(0, "suspect")] == ["suspect"], "nobody was suspect while it slept"
+    assert run.outcome().num_restarts == 1
 
 
 @pytest.mark.parametrize("fault", ["loop", "hold_interpreter"])

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 from rlhf_core.errors import DiskFull, NonFiniteLoss, RewardFailed
@@ -20,6 +21,7 @@ from rlhf_core.schemas.reports import CheckpointManifest, MetricsLine, Phase
 from rlhf_core.training.types import RoleResult, WorkerContext
 
 STEP_S = 0.05
+SLEEP_S = 8.0
 
 
 class Ring:
@@ -150,6 +152,12 @@ def _do(what: str, context: WorkerContext) -> None:
         case "loop":
             while True:
                 pass
+        case "deadlock":
+            lock = threading.Lock()
+            lock.acquire()
+            lock.acquire()
+        case "sleep":
+            time.sleep(SLEEP_S)
         case "hold_interpreter":
             ctypes.PyDLL(None).sleep(100000)
         case "reward":

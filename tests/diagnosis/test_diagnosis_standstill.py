@@ -1,0 +1,272 @@
+"""Proof that a worker stands still, over recorded looks: what is found at default floors, and what is left alone."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf_core.diagnosis.liveness import GapTracker, Suspect, judge, suspect
+from rlhf_core.diagnosis.standstill import MIN_LOOKS, SPAN_S, Standstill, confirm, is_promising, movement, prove
+from rlhf_core.diagnosis.verdict import blame
+from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.schemas.looks import RankLook, Wait
+from rlhf_core.schemas.reports import Phase, RankStatus
+from rlhf_core.schemas.resources import Role
+from rlhf_core.schemas.run import SuperviseSpec
+
+SILENT_S = 11.0
+WAITS_FOR_TIME_OR_OUTSIDE = (Wait.TIME, Wait.OUTSIDE, Wait.KERNEL, Wait.RUNNING, Wait.TRACED, Wait.COLLECTIVE)
+
+
+def rank(number: int, **changes: Any) -> RankStatus:
+    """A rank of a warm run, silent for longer than usual; rank 0 waits in collective 41, the others have left 40."""
+    inside = changes.get("in_collective", number == 0)
+    fields: dict[str, Any] = {
+        "role": Role.TRAINER,
+        "node": f"node{number}",
+        "rank": number,
+        "local_rank": 0,
+        "pid": 1000 + number,
+        "sequence": 500,
+        "collectives": 41 if inside else 40,
+        "in_collective": inside,
+        "step": 21,
+        "phase": Phase.TRAIN,
+        "age_s": SILENT_S,
+        "process_state": "S",
+        "warm": True,
+    }
+    return RankStatus.model_validate(fields | changes)
+
+
+def looked(status: RankStatus, at_s: float, main: Wait = Wait.LOCK, **changes: Any) -> RankLook:
+    return RankLook.model_validate(
+        {"status": status, "at_s": at_s, "main": main, "detail": "a lock of its own"} | changes
+    )
+
+
+def record(*at_every_look: Sequence[RankLook]) -> Standstill:
+    found = Standstill()
+    for looks in at_every_look:
+        found.add(looks)
+    return found
+
+
+def watch(
+    stuck: dict[str, Any], peer: dict[str, Any] | None = None, num_looks: int = 3, **status: Any
+) -> list[Suspect]:
+    """What is proven after looks two seconds apart at rank 1 and at its peer, which waits in a collective for it."""
+    ranks = [rank(0, **(peer or {}).pop("status", {})), rank(1, **status)]
+    looks = [
+        [looked(ranks[0], 2.0 * number, Wait.TIME, **(peer or {})), looked(ranks[1], 2.0 * number, **stuck)]
+        for number in range(num_looks)
+    ]
+    return prove(record(*looks).still, suspects_of(ranks), len(ranks))
+
+
+def tracker() -> GapTracker:
+    """The default settings, in a run that has learned nothing unusual."""
+    return GapTracker.of(SuperviseSpec())
+
+
+def suspects_of(ranks: Sequence[RankStatus]) -> list[Suspect]:
+    return suspect(ranks, tracker())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Suspicion
+
+
+def test_at_default_settings_a_silence_of_eleven_seconds_is_worth_a_look_and_no_more() -> None:
+    ranks = [rank(0), rank(1)]
+    assert [one.status.rank for one in suspects_of(ranks)] == [1]
+    assert judge(ranks, tracker()) == []
+    assert suspects_of([rank(0), rank(1, age_s=9.0)]) == []
+
+
+def test_the_long_floors_alone_find_nothing_within_thirty_seconds() -> None:
+    """The rule that was there before, as the control: not even a stopped process."""
+    ranks = [rank(0, age_s=30.0), rank(1, age_s=30.0, process_state="T")]
+    assert judge(ranks, tracker()) == []
+    assert judge([rank(0, age_s=121.0), rank(1, age_s=121.0, process_state="T")], tracker()) != []
+
+
+def test_a_silence_that_is_usual_is_not_suspect_unless_the_process_is_stopped() -> None:
+    slow = tracker()
+    for sequence, age_s in ((1, 40.0), (2, 0.1)):
+        slow.observe([rank(1, phase=Phase.ROLLOUT, sequence=sequence, age_s=age_s)])
+    assert suspect([rank(1, phase=Phase.ROLLOUT, age_s=39.0)], slow) == []
+    assert suspect([rank(1, phase=Phase.ROLLOUT, age_s=41.0)], slow) != []
+    assert suspect([rank(1, phase=Phase.ROLLOUT, process_state="T")], slow) != []
+
+
+@pytest.mark.parametrize("status", [{"phase": Phase.SETUP}, {"warm": False}])
+def test_set_up_and_a_first_pass_keep_their_long_floor(status: dict[str, Any]) -> None:
+    assert suspects_of([rank(0), rank(1, **status)]) == []
+    assert suspects_of([rank(0), rank(1, process_state="T", **status)]) != []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is proven
+
+
+def test_a_stopped_process_is_proven() -> None:
+    (found,) = watch({"main": Wait.STOPPED}, process_state="T")
+    assert found.status.rank == 1
+    assert found.evidence == "was stopped (process state T) in 3 looks over 4.0 s"
+
+
+def test_a_deadlock_that_peers_wait_for_is_proven() -> None:
+    (found,) = watch({"others": {Wait.LOCK: 4}})
+    assert found.status.rank == 1
+    assert "waits for a lock of its own, which nothing in the job can end" in found.evidence
+
+
+def test_a_deadlocked_rank_without_peers_is_proven() -> None:
+    alone = rank(1)
+    looks = [[looked(alone, 2.0 * number)] for number in range(3)]
+    assert prove(record(*looks).still, suspects_of([alone]), 1) != []
+
+
+def test_waiting_for_a_peer_is_proven_where_nothing_in_the_job_can_send() -> None:
+    here = {"main": Wait.CONNECTION, "awaited": ("a:1-b:2",), "connections": ("b:2-a:1",)}
+    there = {"connections": ("a:1-b:2",), "others": {Wait.LOCK: 2, Wait.COLLECTIVE: 1}}
+    assert watch(here, dict(there)) != []
+    assert watch(here, there | {"connections": ("a:1-c:3",)}) == [], "the other end is no rank: a service"
+    assert watch(here, there | {"others": {Wait.TIME: 1}}) == [], "a thread of the peer may send in a while"
+    assert watch(here, there | {"awaited": ("x:9-a:8",)}) == [], "the peer itself waits for the outside"
+
+
+def test_ranks_that_disagree_are_proven() -> None:
+    def inside(number: int, shape: str) -> RankStatus:
+        recorded = {"collective": "gloo:all_reduce", "collective_sequence": 41, "collective_shape": shape}
+        return rank(number, in_collective=True, **recorded)
+
+    ranks = [inside(0, "Float [[17]]"), inside(1, "Float [[17]]"), inside(2, "Float [[9]]")]
+    looks = [[looked(one, 2.0 * number, io=number) for one in ranks] for number in range(3)]
+    found = prove(record(*looks).still, suspects_of(ranks), 3)
+    assert [one.status.rank for one in found] == [0, 1, 2]
+    verdict = blame(ranks, [], {one.status.rank: one.evidence for one in found})
+    assert (verdict.kind, verdict.ranks) == (FailureKind.COLLECTIVE_MISMATCH, (2,))
+    # The control: all have brought the same, and it is the network that all wait for.
+    same = [inside(number, "Float [[17]]") for number in range(3)]
+    looks = [[looked(one, 2.0 * number) for one in same] for number in range(3)]
+    assert prove(record(*looks).still, suspects_of(same), 3) == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is left alone
+
+
+@pytest.mark.parametrize("wait", WAITS_FOR_TIME_OR_OUTSIDE)
+def test_whoever_waits_for_time_or_for_the_outside_keeps_the_long_floor(wait: Wait) -> None:
+    """With the control: the early floor without evidence ends every one of them."""
+    assert watch({"main": wait}) == []
+    assert watch({"others": {wait: 1}}) == [], "a thread that may wake the main thread"
+    assert [one.status.rank for one in suspects_of([rank(0), rank(1)])] == [1]
+
+
+@pytest.mark.parametrize(
+    "grows", ["switches", "cpu_ticks", "child_cpu_ticks", "num_children", "io"], ids=lambda name: f"{name} grows"
+)
+def test_whatever_moves_keeps_the_long_floor(grows: str) -> None:
+    ranks = [rank(0), rank(1)]
+    looks = [
+        [looked(ranks[0], 2.0 * number), looked(ranks[1], 2.0 * number, **{grows: number})] for number in range(20)
+    ]
+    assert prove(record(*looks).still, suspects_of(ranks), 2) == []
+
+
+@pytest.mark.parametrize(
+    ("stuck", "peer"),
+    [
+        pytest.param({"problem": "it may not be read"}, {}, id="it cannot be looked at"),
+        pytest.param({}, {"problem": "it may not be read"}, id="a peer cannot be looked at"),
+        pytest.param({}, {"unsent_bytes": 1}, id="data is on its way"),
+        pytest.param({"uses_gpu": True, "gpu_percent": 7.0}, {}, id="its GPU works"),
+        pytest.param({"uses_gpu": True}, {}, id="nothing is known of its GPU"),
+        pytest.param({}, {"status": {"in_collective": False}}, id="nobody waits for it"),
+        pytest.param({}, {"status": {"collectives": 40}}, id="peers are still in the collective that it has left"),
+    ],
+)
+def test_what_is_not_known_or_waited_for_keeps_the_long_floor(stuck: dict[str, Any], peer: dict[str, Any]) -> None:
+    assert watch(stuck, dict(peer)) == []
+    assert watch({"uses_gpu": True, "gpu_percent": 0.0}) != [], "the control"
+
+
+@pytest.mark.parametrize("busy", [{"uses_gpu": True, "gpu_percent": 7.0}, {"unsent_bytes": 1}])
+def test_what_was_on_its_way_at_the_first_look_counts_at_the_last(busy: dict[str, Any]) -> None:
+    ranks = [rank(0), rank(1)]
+    idle = {"uses_gpu": True, "gpu_percent": 0.0}
+    looks = [
+        [
+            looked(ranks[0], 2.0 * number, Wait.TIME),
+            looked(ranks[1], 2.0 * number, **(idle | (busy if not number else {}))),
+        ]
+        for number in range(3)
+    ]
+    assert prove(record(*looks).still, suspects_of(ranks), 2) == []
+    assert prove(record(*looks[1:], looks[2]).still, suspects_of(ranks), 2) == [], "two looks are few"
+
+
+def test_a_node_that_gives_no_looks_keeps_the_long_floor_for_all_but_the_stopped() -> None:
+    ranks = [rank(0), rank(1), rank(2, in_collective=True)]
+    looks = [[looked(one, 2.0 * number, Wait.LOCK) for one in ranks[:2]] for number in range(3)]
+    assert prove(record(*looks).still, suspects_of(ranks), 3) == []
+    ranks[1] = rank(1, process_state="T")
+    looks = [[looked(ranks[1], 2.0 * number, Wait.STOPPED)] for number in range(3)]
+    assert prove(record(*looks).still, suspects_of(ranks), 3) != []
+
+
+@pytest.mark.parametrize(("num_looks", "step_s"), [(MIN_LOOKS - 1, SPAN_S), (MIN_LOOKS + 5, SPAN_S / 100)])
+def test_neither_few_looks_nor_looks_in_quick_succession_prove_anything(num_looks: int, step_s: float) -> None:
+    ranks = [rank(0), rank(1, process_state="T")]
+    looks = [[looked(ranks[1], step_s * number, Wait.STOPPED)] for number in range(num_looks)]
+    still = record(*looks).still
+    assert prove(still, suspects_of(ranks), 2) == []
+    assert is_promising(still, suspects_of(ranks))
+
+
+def test_a_beat_or_a_process_that_went_on_takes_the_proof_back() -> None:
+    (found,) = watch({"main": Wait.STOPPED}, process_state="T")
+    assert confirm([found], [rank(0), rank(1, process_state="T", age_s=15.0)])[0].status.age_s == 15.0
+    assert confirm([found], [rank(0), rank(1, process_state="T", sequence=501)]) == []
+    assert confirm([found], [rank(0), rank(1)]) == [], "it was continued"
+    assert confirm([found], [rank(0)]) == [], "it has ended"
+    assert confirm([Suspect(rank(1), 10.0)], [rank(1)]) == [], "silence alone is judged by the floors"
+
+
+def test_blame_names_the_proven_rank_and_not_a_peer_that_is_late_too() -> None:
+    """With the control: by the counts alone both have not come to the collective."""
+    ranks = [rank(0), rank(1), rank(2)]
+    verdict = blame(ranks, [1], {1: "waits for a lock of its own"})
+    assert (verdict.kind, verdict.ranks) == (FailureKind.HANG, (1,))
+    assert verdict.reason.startswith("rank 1 waits for a lock of its own, silent for 11.0 s in phase train")
+    assert blame(ranks, [1]).ranks == (1, 2)
+
+
+WAITS = st.sampled_from(list(Wait))
+LOOKS = st.lists(
+    st.tuples(WAITS, st.dictionaries(WAITS, st.just(1), max_size=3), st.integers(0, 1), st.booleans()),
+    min_size=3,
+    max_size=6,
+)
+
+
+@given(LOOKS)
+def test_nothing_is_proven_of_whoever_moved_last_or_might_wake_up(looks: list[tuple[Any, ...]]) -> None:
+    ranks = [rank(0), rank(1)]
+    recorded = [
+        looked(ranks[1], 2.0 * number, main, others=others, io=io, problem="unreadable" * hidden)
+        for number, (main, others, io, hidden) in enumerate(looks)
+    ]
+    standstill = record(*([looked(ranks[0], one.at_s), one] for one in recorded))
+    if prove(standstill.still, suspects_of(ranks), 2):
+        last = recorded[-3:]
+        assert {wait for one in last for wait in (one.main, *one.others)} <= {Wait.LOCK} or all(
+            one.main is Wait.STOPPED for one in last
+        )
+        assert not any(movement(before, after) for before, after in pairwise(last))

@@ -1,0 +1,241 @@
+"""Looks at real processes: every way to wait is told apart, and so is what moves."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from agent_runs import REPOSITORY, wait_for
+
+from rlhf_core.diagnosis.standstill import movement
+from rlhf_core.schemas.looks import RankLook, Wait
+from rlhf_core.schemas.reports import Phase, RankStatus
+from rlhf_core.schemas.resources import Role
+from rlhf_core.worker.looks import look_at
+
+Start = Callable[..., "subprocess.Popen[bytes]"]
+
+DEADLOCK = "import threading; lock = threading.Lock(); lock.acquire(); lock.acquire()"
+HELPED = "import threading, time; thread = threading.Thread(target={}); thread.start(); thread.join()"
+WORKING_CHILD = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
+FIFO = "import sys; open(sys.argv[1], 'rb').read()"
+BLOCKED_IN_KERNEL = """
+import os, sys
+# Before it becomes another program the child opens a FIFO that has no writer; its parent waits for that in state D.
+fifo = (os.POSIX_SPAWN_OPEN, 0, sys.argv[1], os.O_RDONLY, 0)
+os.posix_spawn(sys.executable, [sys.executable, "-c", ""], {}, file_actions=[fifo])
+"""
+RECEIVE = """
+import socket, sys
+connection = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+connection.settimeout(float(sys.argv[2]) or None)
+connection.recv(1)
+"""
+PEER = """
+import socket, sys
+server = socket.create_server(("127.0.0.1", int(sys.argv[1])))
+connection, _ = server.accept()
+connection.recv(1)
+"""
+POLLING_THREAD = """
+import threading, time
+from rlhf_core.worker import collectives, processes
+def poll():
+    {}
+    while True:
+        time.sleep(0.01)
+threading.Thread(target=poll, daemon=True).start()
+time.sleep(0.2)
+lock = threading.Lock(); lock.acquire(); lock.acquire()
+"""
+
+WAITS = [
+    pytest.param(DEADLOCK, Wait.LOCK, id="a lock that nobody gives back"),
+    pytest.param("import time; time.sleep(60)", Wait.TIME, id="a sleep"),
+    pytest.param("import threading; threading.Event().wait(60)", Wait.TIME, id="a lock with a time-out"),
+    pytest.param("import multiprocessing as m; l = m.Lock(); l.acquire(); l.acquire()", Wait.OUTSIDE, id="shared lock"),
+    pytest.param("while True: pass", Wait.RUNNING, id="a loop"),
+    pytest.param(
+        "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)", Wait.RUNNING, id="a computation in C"
+    ),
+    pytest.param(WORKING_CHILD, Wait.OUTSIDE, id="a child that works"),
+    pytest.param("import os; os.read(os.pipe()[0], 1)", Wait.OUTSIDE, id="a pipe"),
+    pytest.param(FIFO, Wait.OUTSIDE, id="a FIFO that is not opened at the other end"),
+    pytest.param(BLOCKED_IN_KERNEL, Wait.KERNEL, id="state D"),
+]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts Python programs, which get a FIFO or what is given as arguments."""
+    processes: list[subprocess.Popen[bytes]] = []
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+
+    def start(program: str, *arguments: object) -> "subprocess.Popen[bytes]":
+        command = [sys.executable, "-c", program, *(map(str, arguments) if arguments else (str(fifo),))]
+        environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+        processes.append(subprocess.Popen(command, env=environment, start_new_session=True))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def look(*pids: int, in_collective: bool = False) -> list[RankLook]:
+    ranks = [
+        RankStatus(
+            role=Role.TRAINER,
+            node="here",
+            rank=number,
+            local_rank=number,
+            pid=pid,
+            sequence=1,
+            collectives=1,
+            in_collective=in_collective,
+            step=20,
+            phase=Phase.TRAIN,
+            age_s=11.0,
+            process_state="S",
+        )
+        for number, pid in enumerate(pids)
+    ]
+    return look_at(ranks, {})
+
+
+def look_until(pid: int, wait: Wait) -> RankLook:
+    """The first look that finds a process waiting so, twice: it may pass by the same call while it starts."""
+
+    def settled() -> RankLook | None:
+        before = look(pid)[0]
+        time.sleep(0.3)
+        after = look(pid)[0]
+        rests = wait is Wait.RUNNING or before.switches == after.switches
+        return after if rests and (before.main, after.main) == (wait, wait) else None
+
+    found = wait_for(settled)
+    assert isinstance(found, RankLook)
+    return found
+
+
+@pytest.mark.parametrize(("program", "wait"), WAITS)
+def test_what_a_main_thread_waits_for_is_told_apart(start: Start, program: str, wait: Wait) -> None:
+    found = look_until(start(program).pid, wait)
+    assert not found.problem
+    assert found.detail
+
+
+def test_a_deadlock_moves_in_nothing_and_work_moves_in_something(start: Start) -> None:
+    """With the controls: a computation, and a child that works while its parent waits."""
+    stands, computes, has_child = start(DEADLOCK), start("while True: pass"), start(WORKING_CHILD)
+    for process, wait in ((stands, Wait.LOCK), (computes, Wait.RUNNING), (has_child, Wait.OUTSIDE)):
+        look_until(process.pid, wait)
+    wait_for(lambda: look(has_child.pid)[0].num_children == 1)
+    before = look(stands.pid, computes.pid, has_child.pid)
+
+    def moved() -> list[str]:
+        after = look(stands.pid, computes.pid, has_child.pid)
+        return [movement(one, other) for one, other in zip(before, after, strict=True)]
+
+    wait_for(lambda: moved() == ["", "processor time", "processor time of child processes"])
+
+
+def test_a_stopped_process_is_told_from_one_that_a_debugger_holds(start: Start) -> None:
+    """A debugger lets go again: gdb reads the symbols of torch for a minute."""
+    process = start(DEADLOCK)
+    look_until(process.pid, Wait.LOCK)
+    ptrace = ctypes.CDLL(None, use_errno=True).ptrace
+    attach, detach = 16, 17
+    assert ptrace(attach, process.pid, 0, 0) == 0, os.strerror(ctypes.get_errno())
+    os.waitpid(process.pid, os.WUNTRACED)
+    assert look(process.pid)[0].main is Wait.TRACED
+    assert ptrace(detach, process.pid, 0, 0) == 0
+    look_until(process.pid, Wait.LOCK)
+    process.send_signal(signal.SIGSTOP)
+    look_until(process.pid, Wait.STOPPED)
+
+
+@pytest.mark.parametrize(
+    ("helper", "wait"),
+    [("lambda: time.sleep(60)", Wait.TIME), ("lambda: __import__('os').read(0, 1)", Wait.OUTSIDE)],
+)
+def test_a_thread_that_the_main_thread_waits_for_is_seen(start: Start, helper: str, wait: Wait) -> None:
+    """The main thread waits for a thread of its own, and that one for time, or for the outside."""
+    process = start(HELPED.format(helper.replace("read(0,", "read(__import__('os').pipe()[0],")))
+    wait_for(lambda: wait in look(process.pid)[0].others)
+    assert look_until(process.pid, Wait.LOCK).others == {wait: 1}
+
+
+def test_a_lock_that_an_alarm_may_end_is_no_deadlock(start: Start) -> None:
+    """``signal.alarm`` around a call is a usual time-out of reward functions; the call itself shows none."""
+    assert look_until(start(DEADLOCK).pid, Wait.LOCK).others == {}
+    with_alarm = "import signal; signal.signal(signal.SIGALRM, lambda *_: None); signal.alarm(60); "
+    assert look_until(start(with_alarm + DEADLOCK).pid, Wait.LOCK).others == {Wait.TIME: 1}
+
+
+def test_a_thread_that_answers_questions_about_collectives_is_left_out(start: Start) -> None:
+    """With the control: without its name it is a thread that never rests, and nothing can be proven."""
+    named = start(POLLING_THREAD.format("processes.name_thread(collectives.THREAD_NAME)"))
+    found = look_until(named.pid, Wait.LOCK)
+    assert found.others == {}
+    plain = start(POLLING_THREAD.format(""))
+    wait_for(lambda: look(plain.pid)[0].others.get(Wait.TIME) == 1 and look(plain.pid)[0].main is Wait.LOCK)
+    before = look(plain.pid)[0]
+    wait_for(lambda: movement(before, look(plain.pid)[0]) == "context switches")
+
+
+def test_a_peer_and_a_service_are_told_apart_by_the_other_end_of_the_connection(start: Start) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as service:
+        port = service.getsockname()[1]
+        client, patient = start(RECEIVE, port, 0), start(RECEIVE, port, 60)
+        found = look_until(client.pid, Wait.CONNECTION)
+        assert found.detail == f"data from 127.0.0.1:{port}"
+        assert len(found.awaited) == 1
+        assert found.awaited[0].startswith(f"127.0.0.1:{port}-127.0.0.1:")
+        assert look_until(patient.pid, Wait.OUTSIDE).awaited == (), "it polls, and may go on by itself"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = start(PEER, port)
+    wait_for(lambda: _listens(port))
+    client = start(RECEIVE, port, 0)
+    waits = look_until(client.pid, Wait.CONNECTION)
+    peer = look_until(server.pid, Wait.CONNECTION)
+    assert set(waits.awaited) <= set(peer.connections)
+    assert set(peer.awaited) <= set(waits.connections)
+    assert not set(found.awaited) & set(peer.connections)
+
+
+def _listens(port: int) -> bool:
+    return any(line.split()[1].endswith(f":{port:04X}") for line in Path("/proc/net/tcp").read_text().splitlines()[1:])
+
+
+def test_data_that_did_not_arrive_yet_is_seen(start: Start) -> None:
+    """A network that stalls: what a peer has sent is on its way."""
+    program = """
+import socket, sys
+connection = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+connection.sendall(bytes(64 << 20))
+"""
+    with socket.create_server(("127.0.0.1", 0)) as service:
+        process = start(program, service.getsockname()[1])
+        connection, _ = service.accept()
+        with connection:
+            wait_for(lambda: look(process.pid)[0].unsent_bytes > 0)
+
+
+def test_a_worker_that_cannot_be_looked_at_says_so() -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    found = look(gone.pid)[0]
+    assert "could not be looked at" in found.problem
+    assert found.main is Wait.OUTSIDE, "and waits for nothing that proves anything"
