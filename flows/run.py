@@ -200,7 +200,7 @@ def _asked_for(given: Mapping[str, Any]) -> State[None]:
 
 
 def _busy_with(site: Site) -> str:
-    """Why this flow run does not begin, where its deployment is to skip times at which its last run still goes on."""
+    """Reason why this flow run does not begin: its deployment skips times at which its last run still goes on."""
     context = FlowRunContext.get()
     if context is None or context.flow_run is None or not skipping.is_to_be_skipped(context.flow_run):
         return ""

@@ -133,7 +133,7 @@ class Session:
     """Newest attempt when a person asked to go on with the run; 0 for a new run. The budget of retries begins with it,
     and what follows it is not waited for."""
     resumed: bool = False
-    """Whether a person asked to go on with the run."""
+    """True if a person asked to go on with the run."""
     lease_lost: bool = False
     poll_s: float = 1.0
     clock: Callable[[], float] = time.monotonic
@@ -146,7 +146,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self.presence = Presence(self.run_dir, lambda: self.clock())
-        """Whether the run directory is there."""
+        """True if the run directory is there."""
 
     @property
     def spec(self) -> RunSpec:
@@ -201,7 +201,7 @@ class Session:
             self.sleep(min(rest, 0.5))
 
     def lacks_directory(self) -> bool:
-        """Whether the run directory is not there just now. Nothing that is seen without it counts.
+        """True if the run directory is not there just now. Nothing that is seen without it counts.
 
         Raises:
             RunDirGone: it has been missing for so long that it is taken for gone.

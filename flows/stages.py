@@ -568,7 +568,7 @@ def _placeable(session: Session, failure: Failure) -> Decision:
 
 
 def _within_caps(session: Session, decision: Decision, first: int) -> Decision:
-    """What was decided; or to stop, where all attempts together have used what the run may use."""
+    """The decision; to stop, where all attempts together have used what the run may use."""
     refused = caps.refusal(session.spec, _used(session, first))
     if decision.action is not Action.NEW_ATTEMPT or not refused:
         return decision
@@ -576,7 +576,7 @@ def _within_caps(session: Session, decision: Decision, first: int) -> Decision:
 
 
 def _used(session: Session, first: int) -> caps.Used:
-    """What the attempts from ``first`` on have used: they count from where a person last started or resumed the run."""
+    """Use of the attempts from ``first`` on: they count from where a person last started or resumed the run."""
     attempts = {number: one for number, one in session.journal.record.attempts.items() if number >= first}
     seconds = (allocated_s(session.run_dir.attempt(n), one.ended_at or utc_now()) for n, one in attempts.items())
     return caps.Used(len(attempts), sum(seconds))

@@ -9,11 +9,11 @@ import logging
 from prefect.exceptions import CancelledRun, FailedRun
 
 LOGGERS = ("prefect.flow_runs", "prefect.engine")
-"""Where Prefect's engine says it: the log of the flow run, and that of its process."""
+"""Loggers in which Prefect's engine says it: the log of the flow run, and that of its process."""
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Whether a line is more than the exception that Prefect makes of a state that was returned."""
+    """True if a line is more than the exception that Prefect makes of a state that was returned."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, FailedRun | CancelledRun)
 

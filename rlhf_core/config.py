@@ -133,7 +133,7 @@ def check_overrides(overrides: Sequence[str], given_as: str = "--set") -> None:
 
 
 def _problems(found: Mapping[str, Sequence[str]]) -> str:
-    """What is wrong where, in lines."""
+    """Problems with their places, one a line."""
     return "\n".join(
         f"{count(len(problems), 'problem')} in {where}:\n" + "\n".join(f"  {problem}" for problem in problems)
         for where, problems in found.items()
@@ -217,7 +217,7 @@ def _explain(detail: Any) -> str:
 
 
 def expected_name(found: str) -> str:
-    """What a name of a run may be, and one like the name that was found."""
+    """Rule for names of runs, and a valid name like the one that was found."""
     like = re.sub(r"[^a-z0-9_-]+", "-", found.lower()).strip("-_")[:63]
     example = f', for instance "{like}"' if is_name(like) else ""
     return "expected at most 63 lower-case letters, digits, - and _, beginning with a letter or a digit" + example

@@ -112,7 +112,7 @@ def _refuse_newer(version: int) -> None:
 
 
 def _is_cut_short(text: bytes) -> bool:
-    """Whether it is the beginning of a JSON object, and not all of it."""
+    """True if it is the beginning of a JSON object, and not all of it."""
     try:
         return isinstance(from_json(text, allow_partial=True), dict)
     except ValueError:

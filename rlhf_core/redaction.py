@@ -26,7 +26,7 @@ _SECRET_WORDS = _words(
 _JOINED = ("APIKEY", "PASSWORD", "PASSWD", "SECRET", "CREDENTIAL")
 """Found inside a word too: ``MYSQLPASSWORD``."""
 _NO_SECRET_ENDS = _words("DIR DIRECTORY FILE ID NAME PATH SOCK SOCKET TYPE")
-"""What ends the name of something that only leads to a secret, or names one: ``HF_TOKEN_PATH``, ``SSH_AUTH_SOCK``."""
+"""Endings of names that only lead to a secret, or name one: ``HF_TOKEN_PATH``, ``SSH_AUTH_SOCK``."""
 _NOT_MEANT = frozenset({"PWD", "OLDPWD"})
 
 _REFERENCE = re.compile(r"(?:[/~.${<].*)?", re.DOTALL)
@@ -68,7 +68,7 @@ NAMED_BY_USERS = ("slurm.environment", "data.generator_args")
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a variable of this name usually holds a secret."""
+    """True if a variable of this name usually holds a secret."""
     words = [word for word in re.split(r"[^A-Z0-9]+", name.upper()) if word]
     if not words or words[-1] in _NO_SECRET_ENDS or name in _NOT_MEANT:
         return False
@@ -76,7 +76,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def carries_secret(value: str) -> bool:
-    """Whether a text holds a password, a token or a private key, whatever its name."""
+    """True if a text holds a password, a token or a private key, whatever its name."""
     return masked(value) != value
 
 

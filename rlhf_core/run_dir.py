@@ -267,7 +267,7 @@ def _lines_of(file: BinaryIO, offset: int, limit_bytes: int) -> tuple[list[bytes
 
 @dataclass(frozen=True)
 class Place:
-    """How far an appended file was read, and the marks by which it is known again: a follower keeps all three."""
+    """Position in an appended file, and the marks by which it is known again: a follower keeps all three."""
 
     offset: int = 0
     tail: int = 0
@@ -387,7 +387,7 @@ class RestartDir:
         return self.root / f"events-{node}.jsonl"
 
     def worker_events(self, role: str, node: str, local_rank: int) -> Path:
-        """What a worker has to say to people: that a file of its was deleted, for instance; that worker appends."""
+        """Messages of a worker to people: that a file of its was deleted, for instance; that worker appends."""
         return self.root / f"events-{node}-{role}-{local_rank}.jsonl"
 
     def telemetry(self, node: str) -> Path:
@@ -461,7 +461,7 @@ class AttemptDir:
         return self.root / "probe"
 
     def node_facts(self, node: str) -> Path:
-        """What a node says of itself; its agent writes it. Only the owner of the run may read it."""
+        """Facts of a node; its agent writes them. Only the owner of the run may read it."""
         return self.probe / f"{node}.json"
 
     @property
@@ -648,7 +648,7 @@ class RunDir:
         return [self.attempt(number) for number in _numbered(self.attempts_dir)]
 
     def is_superseded(self, attempt: int) -> bool:
-        """Whether the attempt after this one was planned: nothing of this one may be at work or be written any more."""
+        """True if the attempt after this one was planned: nothing of this one may be at work or be written any more."""
         return self.attempt(attempt + 1).placement.exists()
 
     def checkpoint(self, step: int) -> CheckpointDir:

@@ -98,7 +98,7 @@ class FakeScheduler:
     submitted: list[JobRequest] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     output: str = ""
-    """What a job leaves in the log of its folder; nothing, and no log, where it is empty."""
+    """Text that a job leaves in the log of its folder; no log, where it is empty."""
     stubborn: bool = False
     """Jobs that cannot be ended."""
 

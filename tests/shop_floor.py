@@ -44,7 +44,7 @@ class Floor:
     max_runs: int = 5
     auth: str = ""
     restart_s: float = 0.0
-    """What has died stays dead, for tests of what follows from that."""
+    """Keep dead what has died, for tests of what follows from that."""
     settings: str = ""
     """Further lines under [prefect]."""
     variables: dict[str, str] = field(default_factory=dict)
@@ -163,7 +163,7 @@ class Floor:
         return str(run["id"])
 
     def cancel(self, flow_run: str) -> None:
-        """What the button does."""
+        """Do as the button does."""
         asked = {"state": {"type": "CANCELLING", "name": "Cancelling"}, "force": False}
         status, said = self.ask(f"/flow_runs/{flow_run}/set_state", asked)
         assert status in (200, 201), said

@@ -1,4 +1,4 @@
-"""What was asked for in Prefect and has made no run: it waits, or was refused. Kept in a file for `rlhf runs`.
+"""Requests in Prefect that have made no run: each waits, or was refused. Kept in a file for `rlhf runs`.
 
 The keeper writes it in each of its rounds. So `rlhf runs` shows it without Prefect, as fast as ever.
 """
@@ -28,7 +28,7 @@ from rlhf_core.run_dir import RunDir, is_run_id, write_model
 from rlhf_core.schemas.site import Request, Requests, requests_file
 
 RECENT = timedelta(days=1)
-"""How long a request that was refused is shown."""
+"""Time for which a request that was refused is shown."""
 
 _WAITING = [StateType.SCHEDULED, StateType.PENDING]
 _REFUSED = [StateType.FAILED, StateType.CANCELLED, StateType.CRASHED]
@@ -75,7 +75,7 @@ def _newest(
 
 
 def _is_ahead(flow_run: FlowRun, now: datetime) -> bool:
-    """Whether it is only planned by a schedule."""
+    """True if it is only planned by a schedule."""
     return flow_run.expected_start_time is not None and flow_run.expected_start_time > now
 
 

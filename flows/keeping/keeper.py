@@ -177,7 +177,7 @@ def _reconcile(site: Site, store: HistoryStore, lease: Lease, stop: threading.Ev
 
 
 def is_held(lease: Lease) -> bool:
-    """Whether the keeper's lease is known to be held, asked of the database: before each deed, since this process may
+    """True if the keeper's lease is known to be held, asked of the database: before each deed, since this process may
     have been suspended for longer than the lease lasts."""
     try:
         lease.require()

@@ -293,7 +293,7 @@ class Reconciler:
         return RunFacts(run_id, RunState(standing.state), standing.state, holder, standing.owner, missing_s=missing_s)
 
     def _has_its_file_system(self) -> bool:
-        """Whether the folder of run directories is the one that runs were seen in, or has some: a mount point is an
+        """True if the folder of run directories is the one that runs were seen in, or has some: a mount point is an
         empty folder while its file system is away."""
         present = identity(self._site.runs_dir)
         return present is not None and (present == self._runs_with_runs or bool(run_dirs(self._site.runs_dir)))

@@ -49,7 +49,7 @@ def left_open(client: SyncPrefectClient, flow: str, flow_runs: Collection[UUID])
 
 
 def facts(task_runs: Sequence[TaskRun], run_ids: Mapping[str, str], runs_dir: Path) -> list[TaskRunFacts]:
-    """What was found, as the reconciler wants it.
+    """Findings in the form that the reconciler takes.
 
     Args:
         run_ids: run of each flow run.

@@ -24,7 +24,7 @@ EVERY_S = 3.0
 """Pause between two questions which flow runs are to be cancelled."""
 
 HANGS_S = 120.0
-"""How long one question may take: Prefect's client tries for a minute."""
+"""Longest time of one question: Prefect's client tries for a minute."""
 
 
 _AT_MOST = 200
@@ -52,7 +52,7 @@ class Cancellations:
 
     @property
     def is_heard(self) -> bool:
-        """Whether cancellations are asked for, be the server away or not."""
+        """True if cancellations are asked for, be the server away or not."""
         return time.monotonic() - self._asked_at < HANGS_S
 
     async def watch(self) -> None:
@@ -94,4 +94,4 @@ class Cancellations:
 
 
 async def _nothing() -> None:
-    """What is left to do for an observer of Prefect's that asks: nothing that could fail."""
+    """Stand-in for the observer of Prefect's that asks: it does nothing that could fail."""

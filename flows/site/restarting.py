@@ -14,7 +14,7 @@ from flows.site.services import END_PATIENCE_S, launch
 from rlhf_core.config import Site
 
 SILENT_S = 90.0
-"""How long a service must have been silent before it is replaced. `rlhf up` waits less, since a person is there: a
+"""Silence after which a service is replaced. `rlhf up` waits less, since a person is there: a
 machine that is busy, or was asleep, makes services silent that are well."""
 
 
@@ -66,7 +66,7 @@ class Restarter:
         return [name for name in wanted.read(self._site.home).services if name != self._name]
 
     def _gone(self, name: str) -> ServiceStatus | None:
-        """How a service stands that is to be started again; None where it is not."""
+        """State of a service that is to be started again; None where it is not."""
         found = look(self._site.home, name)
         if found.state is not ServiceState.SILENT:
             self._silent_since.pop(name, None)

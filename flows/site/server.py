@@ -277,7 +277,7 @@ def server_answers() -> bool:
 
 
 def is_there(url: str) -> bool:
-    """Whether something answers at an address of an API; at most two seconds."""
+    """True if something answers at an address of an API; at most two seconds."""
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=2.0):
             return True

@@ -64,7 +64,7 @@ def status(site: Site) -> list[ServiceStatus]:
 
 
 def num_restarts(site: Site, name: str) -> int:
-    """How often a service was started again within the last hour, because it had died."""
+    """Number of times that a service was started again within the last hour, because it had died."""
     return len(wants.read(site.home).recent(name, time.time()))
 
 

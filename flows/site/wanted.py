@@ -1,4 +1,4 @@
-"""What `rlhf up` has started and `rlhf down` has not ended: the services that are to be there, and their restarts.
+"""Services that `rlhf up` has started and `rlhf down` has not ended, and their restarts.
 
 One file, ``services/wanted.json``. It is written by whoever holds the lock of :func:`flows.site.processes.alone`.
 """
@@ -12,13 +12,13 @@ from rlhf_core.run_dir import read_model, write_model
 from rlhf_core.schemas.base import Schema
 
 FIRST_PAUSE_S = 5.0
-"""How soon after its first restart a service that died again is started again; doubled with each further restart."""
+"""Pause before the second restart of a service that died again; doubled with each further one."""
 
 LONGEST_PAUSE_S = 300.0
 """The longest such pause."""
 
 RECENT_S = 3600.0
-"""How long a restart counts."""
+"""Time for which a restart counts."""
 
 
 class Launched(Schema):
@@ -33,7 +33,7 @@ class Wanted(Schema):
 
     services: tuple[str, ...] = ()
     restarts: Mapping[str, tuple[float, ...]] = {}
-    """When each service was started again, within the last hour; in seconds since 1970."""
+    """Times at which each service was started again within the last hour; in seconds since 1970."""
     launched: Mapping[str, Launched] = {}
     """The newest restart of each."""
 
@@ -42,23 +42,23 @@ class Wanted(Schema):
         return tuple(at for at in self.restarts.get(name, ()) if 0 <= now - at < RECENT_S)
 
     def is_coming(self, name: str) -> bool:
-        """Whether a process that was started to be the service lives: it takes seconds until it is the service."""
+        """True if a process that was started to be the service lives: it takes seconds until it is the service."""
         one = self.launched.get(name)
         return one is not None and started_ticks(one.pid) == one.started_ticks
 
 
 def pause_s(restarts: Sequence[float]) -> float:
-    """How long after the last of its recent restarts a service may be started again."""
+    """Pause after the last of its recent restarts before a service may be started again."""
     return 0.0 if not restarts else min(FIRST_PAUSE_S * 2.0 ** min(len(restarts) - 1, 10), LONGEST_PAUSE_S)
 
 
 def is_due(restarts: Sequence[float], now: float) -> bool:
-    """Whether a service that has died may be started again."""
+    """True if a service that has died may be started again."""
     return not restarts or now - restarts[-1] >= pause_s(restarts)
 
 
 def read(home: Path) -> Wanted:
-    """What is wanted; nothing where `rlhf up` was never called."""
+    """Services that are wanted; none where `rlhf up` was never called."""
     return read_model(_file(home), Wanted) or Wanted()
 
 

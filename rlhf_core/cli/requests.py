@@ -1,4 +1,4 @@
-"""What was asked for in Prefect and is no run, as `rlhf runs` shows it: from the file that the keeper writes."""
+"""Requests in Prefect that are no run, as `rlhf runs` shows them: from the file that the keeper writes."""
 
 from datetime import datetime
 from typing import TYPE_CHECKING

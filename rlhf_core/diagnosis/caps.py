@@ -17,11 +17,11 @@ MARGIN_S = 60.0
 
 @dataclass(frozen=True)
 class Used:
-    """What the attempts of a run have used so far."""
+    """Use of the attempts of a run so far."""
 
     attempts: int = 0
     allocated_s: float = 0.0
-    """How long they had their allocations, all together, in seconds."""
+    """Time for which they had their allocations, all together, in seconds."""
 
 
 def refusal(spec: RunSpec, used: Used) -> str:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 NODE_NUMBERS = ("NODE_RANK", "GROUP_RANK", "PET_NODE_RANK")
 """Each node's own number, from 0."""
 MEETING = ("MASTER_ADDR", "MASTER_PORT")
-"""Where ranks meet; the plan knows nothing about them, they must only agree."""
+"""Variables of the meeting point; the plan knows nothing about them, they must only agree."""
 TAKEN_WHERE_UNSET = "1"
-"""What launchers take for a number of nodes or ranks that they are not told."""
+"""Defaults of launchers for numbers of nodes and ranks that they are not told."""
 
 _ALONE = "a launcher there starts a world of its own, and the node trains alone"
 _NEVER_WHOLE = "the world is never complete, and all wait for ranks that do not exist"
@@ -22,15 +22,15 @@ _NEVER_WHOLE = "the world is never complete, and all wait for ranks that do not 
 
 @dataclass(frozen=True)
 class Contradiction:
-    """What is wrong with a variable."""
+    """A variable that is wrong."""
 
     found: str
     expected: str
     advice: str
     node: str = ""
-    """Which node to blame; empty when it is the run's own, or none is the odd one."""
+    """The node to blame; empty when it is the run's own, or none is the odd one."""
     is_grave: bool = True
-    """Whether the run cannot work with it."""
+    """True if the run cannot work with it."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class NodeVariables:
 
 
 def contradictions(nodes: Sequence[NodeVariables], planned: Sequence[str], ranks_per_node: int) -> list[Contradiction]:
-    """Where the variables of launchers contradict the plan. Each node is blamed for its own, the run for those of most.
+    """Find variables of launchers that contradict the plan. Each node is blamed for its own, the run for those of most.
 
     Args:
         nodes: Those that came.
@@ -124,7 +124,7 @@ def _of_places(name: str, nodes: Sequence[NodeVariables], planned: Sequence[str]
 def _wrong_place(
     name: str, one: NodeVariables, places: Mapping[int, int], planned: Sequence[str], *, is_whole: bool
 ) -> str:
-    """What is wrong with the number of a node, in a sentence; empty when nothing is."""
+    """Problem with the number of a node, in a sentence; empty when there is none."""
     place = places.get(one.index)
     if place is None:
         return f"on {one.node}: {name} = {one.variables[name]}, which is no number"

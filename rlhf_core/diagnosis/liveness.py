@@ -30,7 +30,7 @@ class Suspect:
     limit_s: float
     """Silence that was allowed, in seconds."""
     evidence: str = ""
-    """What proves, before the long floor is over, that it stands still; empty where the silence alone decides."""
+    """Proof, before the long floor is over, that it stands still; empty where the silence alone decides."""
 
 
 class GapTracker:
@@ -194,7 +194,7 @@ class LoopClock:
         self._last_s: float | None = None
         self._rebased_at_s = float("-inf")
         self.pause_s = 0.0
-        """How long the watcher stood still the last time, in seconds."""
+        """Length of the watcher's last standstill, in seconds."""
 
     def tick(self, now_s: float) -> bool:
         """Called once per round with the monotonic time; True when the watcher stood still since the last round."""

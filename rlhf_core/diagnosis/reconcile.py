@@ -46,10 +46,10 @@ TELL_AFTER_S = 30.0
 """How long a run must have ended before its end is told for its controller, which may be at it still."""
 
 TASK_GRACE_S = 30.0
-"""How long after its flow run a task run may be heard to end: Prefect is told of it by an event, which may be late."""
+"""Time until the end of a task run is heard of, after that of its flow run: Prefect hears by events, which are late."""
 
 MISSING_S = 600.0
-"""How long a run directory must have been gone before the run is closed and its jobs are ended."""
+"""Absence of a run directory after which the run is closed and its jobs are ended."""
 
 
 class Holder(StrEnum):
@@ -157,7 +157,7 @@ class FlowRunFacts:
     suspended: bool = False
     """Whether it waits without a process, as Prefect allows."""
     attended: bool = True
-    """Whether a worker has its process, which cancels it when it is asked to; True where that is not known."""
+    """True if a worker has its process, which cancels it when it is asked to; True where that is not known."""
 
     @property
     def is_lost(self) -> bool:
@@ -185,7 +185,7 @@ class TaskRunFacts:
     task_run_id: str
     flow_run_id: str
     stage: StageState | None = None
-    """How the stage that it stands for went, as the journal tells; None where it does not, or it stands for none."""
+    """End of the stage that it stands for, as the journal tells; None where it does not, or it stands for none."""
 
 
 @dataclass(frozen=True)
@@ -376,7 +376,7 @@ def _about_flow_run(flow_run: FlowRunFacts, run: RunFacts | None, world: World) 
 
 
 def _ended_unheard(flow_run: FlowRunFacts, run: RunFacts) -> bool:
-    """Whether it brought its run to an end, could not say so, and was called crashed: Prefect's worker calls it so
+    """True if it brought its run to an end, could not say so, and was called crashed: Prefect's worker calls it so
     where the server was away when the process ended."""
     if flow_run.state is not FlowState.CRASHED or flow_run.process is ProcessState.ALIVE:
         return False

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run may go. Pure; the trainer removes them while it trains, the keeper of the site later."""
+"""Choice of the checkpoints that may go. Pure; the trainer removes them while it trains, the site's keeper later."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass

@@ -57,7 +57,7 @@ class Standstill:
 
 
 def movement(before: RankLook, after: RankLook) -> str:
-    """What moved between two looks at a worker, in words; empty when nothing did."""
+    """Movement between two looks at a worker, in words; empty when there is none."""
     if before.status.pid != after.status.pid:
         return "another process"
     if before.status.sequence != after.status.sequence:
@@ -98,7 +98,7 @@ def prove(still: Mapping[Place, Sequence[RankLook]], suspects: Collection[Suspec
 
 
 def is_promising(still: Mapping[Place, Sequence[RankLook]], suspects: Collection[Suspect]) -> bool:
-    """Whether a next look soon may complete a proof."""
+    """True if a next look soon may complete a proof."""
     found = [still.get((one.status.node, one.status.local_rank), ()) for one in suspects]
     return any(
         looks
@@ -126,7 +126,7 @@ def _is_long(looks: Sequence[RankLook]) -> bool:
 
 
 def _evidence(looks: Sequence[RankLook], still: Mapping[Place, Sequence[RankLook]], num_ranks: int) -> str:
-    """What proves that a worker stands still for good; empty when nothing does."""
+    """Proof that a worker stands still for good; empty when there is none."""
     look, seconds = looks[-1], looks[-1].at_s - looks[0].at_s
     over = f"in {len(looks)} looks over {seconds:.1f} s"
     if all(one.main is Wait.STOPPED for one in looks):

@@ -73,7 +73,7 @@ class AttemptRecord:
     """The controller's own finding; agents keep theirs in the incident folders."""
     decision: Decision | None = None
     ended_at: datetime | None = None
-    """When it was seen to have ended."""
+    """Time at which it was seen to have ended."""
 
     @property
     def ended(self) -> bool:
@@ -116,7 +116,7 @@ class RunRecord:
     promotion: PromotionRecord | None = None
     """None where nobody was asked and nothing was promoted."""
     cancelling: str | None = None
-    """Why the run is being ended, where a controller has begun to and has not come to the end of it."""
+    """Reason for which the run is being ended, where a controller has begun to and has not come to the end of it."""
     first_attempt: int = 1
     """First attempt after the run was last started or resumed by a person: budgets count from here."""
 
@@ -196,7 +196,7 @@ def fold(lines: Iterable[JournalLine]) -> RunRecord:
 
 
 def read_record(run_dir: RunDir) -> RunRecord:
-    """What the journal of a run says so far. For readers; the controller asks its own :class:`Journal`.
+    """Read what the journal of a run says so far. For readers; the controller asks its own :class:`Journal`.
 
     Raises:
         JournalDamaged: a line cannot be read.

@@ -17,13 +17,13 @@ from rlhf_core.history.controllers import Holder, holder
 from rlhf_core.history.store import HistoryStore
 
 TTL_S = 60.0
-"""How long a lease holds without being renewed. It is renewed four times in that time."""
+"""Time for which a lease holds without being renewed. It is renewed four times in that time."""
 
 HANG_S = 3600.0
 """A controller that has not asked for its lease for so long hangs: its lease is renewed no more."""
 
 RELEASE_PATIENCE_S = 5.0
-"""How long a renewal that is under way may take when the lease is given back."""
+"""Longest wait for a renewal that is under way when the lease is given back."""
 
 
 def seconds_since_boot() -> float:
@@ -140,7 +140,7 @@ class Lease:
 
     @property
     def lost(self) -> bool:
-        """Whether another controller is known to have the run."""
+        """True if another controller is known to have the run."""
         return self._lost is not None
 
     def keep(self) -> None:

@@ -198,11 +198,11 @@ class Facts:
     plugins: tuple[Plugin, ...] = ()
     """Checks of the site."""
     site_slurm: SlurmSpec = field(default_factory=SlurmSpec)
-    """What all jobs of the site ask of Slurm."""
+    """Options of Slurm for all jobs of the site."""
     job_secrets: Path | None = None
     """File with values for ``slurm.pass_environment``."""
     passed_problem: str = ""
-    """Why the job could not be handed the secrets that it asks for; empty when it could."""
+    """Reason why the job could not be handed the secrets that it asks for; empty when it could."""
     content: ContentReport | None = None
     """What a look at the data itself found; None where there was none."""
     content_problem: str = ""

@@ -54,7 +54,7 @@ class Surroundings:
     """Version of rlhf-flows that made the run, when it is resumed."""
     past: Past = NO_PAST
     site_slurm: SlurmSpec = field(default_factory=SlurmSpec)
-    """What all jobs of the site ask of Slurm."""
+    """Options of Slurm for all jobs of the site."""
     job_secrets: Path | None = None
     """File with values for ``slurm.pass_environment``."""
 

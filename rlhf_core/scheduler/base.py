@@ -82,7 +82,7 @@ class LivingJob:
 
 
 class Scheduler(Protocol):
-    """What the control plane asks of a scheduler. Only :meth:`cancel` waits for a job: until it is gone.
+    """Interface of a scheduler. Only :meth:`cancel` waits for a job: until it is gone.
 
     A job that has ended and one that never was are the same: ended, not found, cancelled with success.
     ``tests/scheduler/test_scheduler_contract.py`` asks it of all of them.

@@ -20,7 +20,7 @@ _LINE = re.compile(r"(?:export\s+)?(?P<name>[A-Za-z_]\w*)=(?P<value>.*)")
 
 @dataclass(frozen=True)
 class PassedEnvironment:
-    """What a job is handed: names, and where their values are looked for."""
+    """Variables that a job is handed: names, and places in which their values are looked for."""
 
     names: tuple[str, ...] = ()
     file: Path | None = None
@@ -51,7 +51,7 @@ class PassedEnvironment:
         return found
 
     def problem(self) -> str:
-        """Why the job could not be handed them from here; empty when it could."""
+        """Reason why the job could not be handed them from here; empty when it could."""
         try:
             self.values()
         except SubmissionFailed as error:

@@ -37,13 +37,13 @@ class RankLook(Schema):
     at_s: float
     """When, by the monotonic clock of its node."""
     problem: str = ""
-    """What could not be read, in a sentence; empty when the look is complete."""
+    """Parts that could not be read, in a sentence; empty when the look is complete."""
     main: Wait = Wait.OUTSIDE
-    """What the main thread waits for, the only one that beats."""
+    """Wait of the main thread, the only one that beats."""
     detail: str = ""
     """The same in words, with the call or the address."""
     others: dict[Wait, int] = {}
-    """How many of its other threads wait for what, without those of the communication libraries."""
+    """Number of its other threads by what they wait for, without those of the communication libraries."""
     switches: int = 0
     """Context switches of all these threads so far, the main thread among them."""
     cpu_ticks: int = 0
@@ -61,6 +61,6 @@ class RankLook(Schema):
     connections: tuple[str, ...] = ()
     """All its TCP connections, as ``own address:port-other address:port``."""
     uses_gpu: bool = False
-    """Whether it has a GPU's device open."""
+    """True if it has a GPU's device open."""
     gpu_percent: float | None = None
     """Time in which its GPU was busy; null where that is not known."""

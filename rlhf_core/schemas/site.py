@@ -28,7 +28,7 @@ and nodes need none of its settings."""
 
 
 def is_private(name: str) -> bool:
-    """Whether a variable is the control plane's alone."""
+    """True if a variable is the control plane's alone."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in PRIVATE_VARIABLES)
 
 
@@ -54,7 +54,7 @@ class PrefectSite(Schema):
     ingest_s: Seconds = 2.0
     """How often the files of all active runs are read into the history, in seconds."""
     restart_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 5.0
-    """How often the services that `rlhf up` started look at each other, to start again what has died, in seconds; 0
+    """Seconds between two looks of the services that `rlhf up` started at each other, to start again what has died; 0
     leaves that to the next `rlhf up`."""
     keep_days: Annotated[int, Field(ge=1)] = 30
     """How long Prefect keeps flow runs that have ended. The history keeps everything."""
@@ -97,7 +97,7 @@ class Request(Schema):
     asked_at: datetime | None
     due_at: datetime | None
     why: str
-    """What it waits for, or why there is no run."""
+    """Reason why it waits, or why there is no run."""
     url: str
     """Page of its flow run."""
 
@@ -110,5 +110,5 @@ class Requests(Schema):
 
 
 def requests_file(home: Path) -> Path:
-    """Where it lies."""
+    """Place in which it lies."""
     return home / "services" / "requests.json"

@@ -54,7 +54,7 @@ class NodeState(Schema):
     look_number: int = 0
     """Look at its workers that agent 0 has asked for last; 0 for none."""
     looks: tuple[RankLook, ...] = ()
-    """What was seen in it."""
+    """Findings of it."""
 
 
 class LookOrder(Schema):
@@ -63,7 +63,7 @@ class LookOrder(Schema):
     number: int = 0
     """Which; 0 for none."""
     collectives: bool = False
-    """Whether to ask the workers for the collective they are in, too."""
+    """True if to ask the workers for the collective they are in, too."""
 
 
 class Orders(Schema):

@@ -57,7 +57,7 @@ class Progress:
     events: list[AgentEvent] = field(default_factory=list)
     """What the agents did since the last look."""
     leader_lost_at: dict[str, datetime] = field(default_factory=dict)
-    """When each agent said that it had lost agent 0, by node."""
+    """Time at which each agent said that it had lost agent 0, by node."""
     given_up: dict[str, str] = field(default_factory=dict)
     """The node that an agent gave up, by the node of the agent that says so."""
     published: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -172,7 +172,7 @@ def strikes(run_dir: RunDir, own: Incident | None = None) -> Mapping[str, int]:
 
 
 def allocated_s(attempt: AttemptDir, until: datetime) -> float:
-    """How long an attempt had its allocation, in seconds: from its agent's first word to its last.
+    """Time for which an attempt had its allocation, in seconds: from its agent's first word to its last.
 
     Args:
         until: when it was seen to have ended, or the present: its end, where its agent left no outcome.

@@ -193,7 +193,7 @@ def rebuild(runs: Path, store: HistoryStore, on_run: Callable[[str], None] = lam
 
 
 def _damage(path: Path) -> JournalDamaged:
-    """What is wrong with a journal that cannot be read on from where the history has got to."""
+    """Error for a journal that cannot be read on from where the history has got to."""
     try:
         read_journal(path)
     except JournalDamaged as first:
@@ -216,7 +216,7 @@ class _Reader:
         self.left_some = False
         """Whether there is more than went into the batch."""
         self.damage: JournalDamaged | None = None
-        """Why the journal was not read to its end."""
+        """Reason why the journal was not read to its end."""
         self._run_dir = run_dir
         self._state = state
         self._batch = IngestBatch(base=state, journal_token=state.journal_token)

@@ -29,9 +29,9 @@ from rlhf_core.schemas.journal import (
 from rlhf_core.watchdog.ingest import GONE_MARK
 
 GONE_S = 30.0
-"""How long a run directory must have been missing, with the folder of all runs there, before it is taken for gone."""
+"""Absence after which a run directory is taken for gone, with the folder of all runs there."""
 AWAY_S = 600.0
-"""How long a controller waits for a file system that is away as a whole."""
+"""Longest wait of a controller for a file system that is away as a whole."""
 
 _NOT_TRIED = "there is no directory to go on from"
 
@@ -60,10 +60,10 @@ class Presence:
         self._runs = identity(run_dir.root.parent)
         self._since: tuple[str, float] | None = None
         self.is_gone = False
-        """Whether it was found to be gone; that stays so."""
+        """True if it was found to be gone; that stays so."""
 
     def problem(self, attempt: int = 0) -> str:
-        """What is wrong with the directory just now; empty where it is there.
+        """Problem with the directory just now; empty where it is there.
 
         Args:
             attempt: newest attempt of the run, whose placement must be there too; 0 before the first.
@@ -129,7 +129,7 @@ def close_missing(run_id: str, store: HistoryStore, cause: str, now: datetime) -
 
 
 def _last_lines(known: queries.Facts, cause: str, now: datetime) -> list[ControlEvent]:
-    """What the journal would say, had there been one to write it into."""
+    """Record that the journal would give, had there been one to write it into."""
     events: list[ControlEvent] = [
         StageEnded(stage_index=stage["stage_index"], state=StageState.FAILED, message=cause)
         for stage in known["stages"]

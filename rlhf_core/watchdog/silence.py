@@ -21,9 +21,9 @@ class Silence:
 
     nodes: tuple[str, ...]
     seconds: float
-    """How long, at least."""
+    """Shortest silence."""
     of_all: bool
-    """Whether no agent of the attempt has said anything."""
+    """True if no agent of the attempt has said anything."""
 
 
 class SilenceClock:
@@ -58,5 +58,5 @@ class SilenceClock:
         return Silence(silent, seconds, of_all=len(silent) == len(self._heard_at))
 
     def heard_since(self, node: str, moment: float) -> bool:
-        """Whether an agent has published something since ``moment``, in monotonic seconds."""
+        """True if an agent has published something since ``moment``, in monotonic seconds."""
         return self._heard_at.get(node, float("-inf")) > moment

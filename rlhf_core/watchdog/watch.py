@@ -37,8 +37,8 @@ WORD_S = 15.0
 """How long the scheduler may take to say why it ended a job whose agents had time to save."""
 
 DESERTED_S = 8.0
-"""How long an outcome, or a word of agent 0 against another node, may still come after all other agents have said that
-they lost it. A scheduler notices a lost node much later: Slurm after ``SlurmdTimeout``, five minutes by default."""
+"""Time that an outcome, or a word of agent 0 against another node, may still take after all other agents have lost it.
+A scheduler notices a lost node much later: Slurm after ``SlurmdTimeout``, five minutes by default."""
 OUTCOME_FIRST = timedelta(seconds=7.5)
 """An outcome that is this much older than the loss of agent 0 is how the attempt ended: half of the time after which an
 agent takes agent 0 for lost, so that the clocks of nodes may differ by as much."""
@@ -202,7 +202,7 @@ class Watcher:
         return now - self._ended_since
 
     def _deserted(self, job: JobStatus, outcome: AttemptOutcome | None) -> Verdict | None:
-        """What it means that the agents of all other nodes have lost agent 0; None where they have not.
+        """Verdict where the agents of all other nodes have lost agent 0; None where they have not.
 
         They know it from the network, within seconds. An agent 0 that was only stopped may wake up when Slurm ends the
         job, and write an outcome that knows nothing of that.

@@ -12,14 +12,14 @@ from rlhf_core.worker.events import EventLog
 
 @dataclass
 class DamagedCheckpoints:
-    """What an attempt has found damaged. Nothing is removed: a person may want to look, or to bring files back."""
+    """Checkpoints that an attempt has found damaged. None is removed: a person may want to look, or bring some back."""
 
     run_dir: RunDir
     names: list[str] = field(default_factory=list)
     """Checkpoints that the workers must not go on from, whatever their file system still shows of them."""
 
     def remedy(self, failure: Failure) -> str:
-        """What the next start of the workers goes on from, in words; empty where nothing is damaged or left."""
+        """Checkpoint from which the workers go on next, in words; empty where nothing is damaged or left."""
         older = self._before(failure.damaged_checkpoint)
         return f"{failure.damaged_checkpoint} is put aside, going on from {older.root.name}" if older else ""
 

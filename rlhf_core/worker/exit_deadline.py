@@ -12,9 +12,9 @@ from collections.abc import Callable
 from rlhf_core.worker import processes
 
 LAST_WORDS_S = 3.0
-"""How long the last event may take to be written: a file system that does not answer holds up no end."""
+"""Longest wait for the last event to be written: a file system that does not answer holds up no end."""
 KILL_PATIENCE_S = 5.0
-"""How long what this process has started may take to be gone."""
+"""Longest wait for processes that this one has started."""
 POLL_S = 0.2
 
 

@@ -141,7 +141,7 @@ class RestartBudget:
         self._fingerprints.clear()
 
     def choose(self, diagnosis: Diagnosis, remedy: str = "") -> Choice:
-        """What to do about a failure; a restart in place is counted, unless a remedy makes it another one.
+        """Decide about a failure; a restart in place is counted, unless a remedy makes it another one.
 
         Args:
             remedy: what the next start does differently; see :func:`decide_in_place`.

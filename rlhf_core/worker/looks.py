@@ -20,7 +20,7 @@ from rlhf_core.schemas.looks import RankLook, Wait
 from rlhf_core.schemas.reports import RankStatus
 
 SERVING_THREADS = ("gloo_tcp_loop", "pt_tcpstore", "pt_nccl", "NCCL", "cuda", "jemalloc", "rlhf-collective")
-"""How the names of threads begin that run no code of the user and may poll for ever: those of gloo, NCCL, torch's
+"""Beginnings of names of threads that run no code of the user and may poll for ever: those of gloo, NCCL, torch's
 store, CUDA and the allocator, and our own that answers what is asked about collectives. They wake the main thread only
 when data has come or a GPU has finished, which is seen in ``io``, in the connections and in the GPU."""
 COLLECTIVE_THREADS = ("pt_gloo_runloop",)
@@ -51,7 +51,7 @@ class Connection:
     remote_field: str
     unsent_bytes: int
     is_open: bool
-    """Whether it has another end; a listening socket has none."""
+    """True if it has another end; a listening socket has none."""
 
     @property
     def local(self) -> str:
@@ -141,7 +141,7 @@ class _Thread:
     call: tuple[int, ...]
     """Number and arguments of the system call it is in; empty while it runs."""
     has_alarm: bool
-    """Whether its process handles the signal of an alarm clock, which would end any wait."""
+    """True if its process handles the signal of an alarm clock, which would end any wait."""
 
 
 def _read(path: str) -> str:
@@ -179,7 +179,7 @@ def _stat(path: str) -> tuple[str, list[str]]:
 def _classify(
     thread: _Thread, links: Mapping[int, str], connections: Mapping[int, Connection]
 ) -> tuple[Wait, str, str]:
-    """What a thread waits for: the kind, the same in words, and the connection as its other end names it."""
+    """Wait of a thread: its kind, the same in words, and the connection as its other end names it."""
     if thread.state in _STATES:
         return _STATES[thread.state], f"nothing (state {thread.state})", ""
     if not thread.call:

@@ -1,4 +1,4 @@
-"""What runs for each role: the one place that names functions of the training package, and imports them late.
+"""Functions that run for each role: the one place that names those of the training package, and imports them late.
 
 Of that package the agent otherwise knows only the words that both speak (``training/types.py``), which need no torch.
 

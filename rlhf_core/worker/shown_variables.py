@@ -1,4 +1,4 @@
-"""What a node shows of its environment: a list of names. Of everything else only a keyed hash leaves the node.
+"""Environment that a node shows: a list of names. Of everything else only a keyed hash leaves the node.
 
 A list of what to hide is never complete: every tool has its own names for keys and passwords. So the variables that
 explain why nodes train apart are listed, and credentials inside their values are masked. All others still show that

@@ -41,9 +41,9 @@ REAP_S = 10.0
 LAST_WORD_S = 15.0
 """Silence of an agent after which its node is given up, once all workers are being ended."""
 LEADERLESS_S = 10.0
-"""How long the main thread may take to end after agent 0 was lost: with its store nothing is left to be agreed on."""
+"""Longest time for the main thread to end after agent 0 was lost: with its store nothing is left to be agreed on."""
 END_S = 120.0
-"""How long it may take in any other case, an outcome that cannot be written for a while included."""
+"""The same in any other case, an outcome that cannot be written for a while included."""
 
 
 @dataclass(frozen=True)

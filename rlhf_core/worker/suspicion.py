@@ -20,7 +20,7 @@ LOOK_S = 2.0
 AGAIN_S = 10.0
 """Pause after a look at somebody who is at work, or waits for something outside the job."""
 ANSWER_S = 5.0
-"""How long agent 0 waits for the looks of other nodes."""
+"""Longest wait of agent 0 for the looks of other nodes."""
 
 
 class NodeLooks:
@@ -52,7 +52,7 @@ class NodeLooks:
 
 
 def _gpu_percents(ranks: Sequence[RankStatus], telemetry: Mapping[str, float]) -> dict[int, float]:
-    """How busy the GPU of each worker is; nothing where the newest reading is an old one."""
+    """Utilisation of the GPU of each worker; nothing where the newest reading is an old one."""
     if "slow_reading_age_s" in telemetry:
         return {}
     names = {rank.local_rank: f"gpu{rank.local_rank}_util_percent" for rank in ranks}
@@ -60,7 +60,7 @@ def _gpu_percents(ranks: Sequence[RankStatus], telemetry: Mapping[str, float]) -
 
 
 class Suspicion:
-    """What agent 0 makes of the looks of all nodes."""
+    """Judge the looks of all nodes, on agent 0."""
 
     def __init__(self, tracker: GapTracker) -> None:
         self._tracker = tracker
@@ -69,7 +69,7 @@ class Suspicion:
         self._asked_at_s = 0.0
         self._next_at_s = 0.0
         self.order = LookOrder()
-        """What is asked of all agents just now."""
+        """Request to all agents just now."""
 
     def clear(self) -> None:
         """Nobody is suspect, or what was seen does not count any more."""

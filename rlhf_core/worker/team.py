@@ -19,7 +19,7 @@ LOST_S = 15.0
 """Silence of agent 0's store after which an agent takes it for lost."""
 ROUND_S = 0.1
 PULSE_S = 0.5
-"""How often an agent gives a sign of life. Its thread here does nothing else, so that a file system that does not
+"""Interval of an agent's signs of life. Its thread here does nothing else, so that a file system that does not
 answer, which may hold up everything else of an agent, is never taken for a lost node."""
 FAREWELL_S = 10.0
 """How long agent 0 waits for the others to have heard the end."""
@@ -86,7 +86,7 @@ class Team:
             self._changed.wait(seconds)
 
     def silence_s(self, index: int) -> float:
-        """How long agent 0 has had no sign of life of a node, in seconds; 0 before the first."""
+        """Silence of a node towards agent 0, in seconds; 0 before the first sign of life."""
         with self._lock:
             since = max(self._changed_at.get(f"{topic}/{index}", float("-inf")) for topic in ("state", "pulse"))
         if since == float("-inf") or index == self.nodes.index:
@@ -94,7 +94,7 @@ class Team:
         return max(0.0, time.monotonic() - max(since, self._forgiven_at))
 
     def heard_since_pause(self, index: int) -> bool:
-        """Whether a node has been heard since this process stood still; for agent 0."""
+        """True if a node has been heard since this process stood still; for agent 0."""
         with self._lock:
             heard_at = [self._changed_at.get(f"{topic}/{index}", 0.0) for topic in ("state", "pulse")]
         return max(heard_at) > self._forgiven_at

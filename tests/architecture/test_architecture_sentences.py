@@ -1,4 +1,4 @@
-"""What docstrings say of the whole project holds: where errors are, who catches everything, who imports torch."""
+"""Docstrings about the whole project are true: where errors are, who catches everything, who imports torch."""
 
 import ast
 import builtins

@@ -10,7 +10,7 @@ NAMES = ("n1", "n2", "n3", "n4")
 
 
 def troubles(name: str, values: str, ranks_per_node: int = 1, came: tuple[int, ...] = (0, 1, 2, 3)) -> list[str]:
-    """What is found where four nodes have these values, ``-`` for unset: status, node and sentence."""
+    """Findings where four nodes have these values, ``-`` for unset: status, node and sentence."""
     facts = {
         index: NodeFacts(node=NAMES[index], index=index, variables={} if value == "-" else {name: value})
         for index, value in enumerate(values.split())

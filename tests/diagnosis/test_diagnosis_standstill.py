@@ -58,7 +58,7 @@ def record(*at_every_look: Sequence[RankLook]) -> Standstill:
 def watch(
     stuck: dict[str, Any], peer: dict[str, Any] | None = None, num_looks: int = 3, **status: Any
 ) -> list[Suspect]:
-    """What is proven after looks two seconds apart at rank 1 and at its peer, which waits in a collective for it."""
+    """Proof after looks two seconds apart at rank 1 and at its peer, which waits in a collective for it."""
     ranks = [rank(0, **(peer or {}).pop("status", {})), rank(1, **status)]
     looks = [
         [looked(ranks[0], 2.0 * number, Wait.TIME, **(peer or {})), looked(ranks[1], 2.0 * number, **stuck)]

@@ -12,7 +12,7 @@ import pytest
 README = Path(__file__).parents[2] / "README.md"
 ROWS = [{"question": f"What is {n} and {n}?", "answer": f"They are {2 * n}.\n#### {2 * n}"} for n in range(40)]
 HERE = ("resources.num_nodes=1", "resources.ranks_per_node=1", "resources.gpus_per_node=0")
-"""What this machine can give."""
+"""Resources of this machine."""
 
 
 def model_folder(folder: Path) -> None:

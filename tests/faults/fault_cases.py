@@ -31,7 +31,7 @@ class Expected:
     blame: str = ""
     """``rank`` or ``node``: what must be named, and nothing else; empty where no single one is to blame."""
     limit: str = ""
-    """Which target holds for the time to find it: ``death``, ``hang``, ``soon``, ``silence`` (of an agent), or none."""
+    """Target for the time to find it: ``death``, ``hang``, ``soon``, ``silence`` (of an agent), or none."""
     same_numbers: bool = True
     """Whether the final parameters must be those of the undisturbed run, bit for bit."""
 

@@ -293,7 +293,7 @@ class Cluster:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether a node is frozen: what is on it cannot end."""
+        """True if a node is frozen: what is on it cannot end."""
         return bool(self._frozen)
 
     def kill_stepd(self, agent: int) -> None:
@@ -308,7 +308,7 @@ class Cluster:
         self._cut.add(node)
 
     def is_at_work(self, run_id: str) -> bool:
-        """Whether a job of a run is in the queue."""
+        """True if a job of a run is in the queue."""
         comments = self.command("squeue", "--noheader", "--states=running,pending", "--format=%k").split()
         return any(comment.startswith(f"{run_id}/") for comment in comments)
 

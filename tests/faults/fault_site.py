@@ -137,7 +137,7 @@ class Site:
         subprocess.run(command, cwd=self.home, env=self._environment(), capture_output=True, timeout=120, check=True)
 
     def ask(self, *arguments: str) -> dict[str, Any]:
-        """What an ``rlhf`` command says in JSON."""
+        """JSON that an ``rlhf`` command prints."""
         command = [sys.executable, "-m", "rlhf_core.cli.main", *arguments, "--json"]
         done = subprocess.run(
             command, cwd=self.home, env=self._environment(), capture_output=True, timeout=120, check=True

@@ -191,7 +191,7 @@ def cancelled_at(desk: Desk, run_dir: RunDir, kill_at: int | None) -> int:
 
 
 def was_told(desk: Desk, run_dir: RunDir) -> bool:
-    """Whether agents or scheduler were told to end the job."""
+    """True if agents or scheduler were told to end the job."""
     return bool(desk.scheduler.cancelled) or run_dir.attempt(1).commands.is_dir()
 
 

@@ -94,7 +94,7 @@ def message_of(run_dir: RunDir) -> tuple[str, str]:
 
 
 def _is_in_view(field: Any) -> bool:
-    """Whether a field lies within a window of 900 pixels' height."""
+    """True if a field lies within a window of 900 pixels' height."""
     field.page.set_viewport_size({"width": 1440, "height": 900})
     field.wait_for()
     box = field.bounding_box()

@@ -1,4 +1,4 @@
-"""What was asked for in Prefect and is no run, as `rlhf runs` shows it: without Prefect, from what the keeper wrote."""
+"""Requests in Prefect that are no run, as `rlhf runs` shows them: without Prefect, from what the keeper wrote."""
 
 import json
 import subprocess

@@ -109,7 +109,7 @@ def test_a_slow_link_is_slow_in_both_directions_until_it_is_mended(cluster: thro
 
 
 def connecting(cluster: throwaway.Cluster) -> str:
-    """What a program on node1 sees of a port of node2 on which nobody listens."""
+    """Answer to a program on node1 from a port of node2 on which nobody listens."""
     program = (
         "import socket\n"
         "try: socket.create_connection(('node2', 9), timeout=2)\n"

@@ -207,7 +207,7 @@ def test_a_database_that_is_away_does_not_end_the_controller() -> None:
 
 
 def taken_within(store: HistoryStore, seconds: float) -> bool:
-    """Whether a controller of another host gets the lease, if it asks all the time."""
+    """True if a controller of another host gets the lease, if it asks all the time."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         with suppress(LeaseLost):

@@ -255,7 +255,7 @@ def test_several_jobs_are_told_apart_in_one_answer(site: Site) -> None:
 
 
 def test_more_nodes_than_there_are_are_refused_or_waited_for(site: Site) -> None:
-    """Which of the two is up to how a Slurm is set up; it never runs on fewer."""
+    """Either is right, by how a Slurm is set up; it never runs on fewer."""
     asked = site.request(LONG, num_nodes=len(site.scheduler.inventory().node_names) + 1)
     try:
         job = site.scheduler.submit(asked)

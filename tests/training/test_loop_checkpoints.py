@@ -344,7 +344,7 @@ DAMAGE: dict[str, tuple[Callable[[CheckpointDir], Any], str]] = {
 def test_whatever_is_damaged_is_named_and_the_one_before_is_used(
     run_dir: RunDir, ranks: Ranks, model: Any, how: str
 ) -> None:
-    """Where the placement names it (a new attempt), and where it is the newest (a restart in place)."""
+    """Both ways: the placement names it (a new attempt), and it is the newest (a restart in place)."""
     saver = writer(run_dir, ranks)
     for step in (4, 6):
         saver.save(progress(step), model, ENGINE_STATE)

@@ -1,4 +1,4 @@
-"""Which node is given up when agents are not heard on the network."""
+"""The node that is given up when agents are not heard on the network."""
 
 from dataclasses import dataclass
 

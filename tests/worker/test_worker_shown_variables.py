@@ -1,4 +1,4 @@
-"""What a node shows of its environment: listed names, with credentials masked; of all others only a keyed hash."""
+"""Environment that a node shows: listed names, with credentials masked; of all others only a keyed hash."""
 
 import json
 from pathlib import Path

@@ -35,7 +35,7 @@ def whole_node(run: AgentRun, index: int) -> list[psutil.Process]:
 
 
 def written(run: AgentRun) -> dict[Path, int]:
-    """When each file of a run was written last."""
+    """Time at which each file of a run was written last."""
     files = [path for path in run.run_dir.root.rglob("*") if path.is_file() and path.parent != run.run_dir.root]
     return {path: path.stat().st_mtime_ns for path in files}
 

@@ -1,4 +1,4 @@
-"""When looks are asked for, by whom they are answered, and what keeps them rare."""
+"""Times at which looks are asked for, their answers, and the bounds that keep them rare."""
 
 import os
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ class Job:
         return self.suspicion.consider(self.ranks, states, self.now_s)
 
     def asked_after(self, seconds: float) -> bool:
-        """Whether a look is asked for once this time has passed."""
+        """True if a look is asked for once this time has passed."""
         self.now_s += seconds
         self.consider()
         return self.suspicion.order.number > 0
