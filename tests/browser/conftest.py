@@ -19,8 +19,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrowserSite]:
         yield site
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
+    """Chromium for a file of tests: while it runs, no other file in this process can start Playwright."""
     executable = browser()
     if executable is None:
         pytest.skip("there is no browser on this machine (chromium): sh infra/system_packages.sh browser")

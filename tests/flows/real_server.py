@@ -39,7 +39,8 @@ class RealServer:
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """What is done in the block is told this server."""
-        with temporary_settings({PREFECT_API_URL: self.api}):
+        with temporary_settings({PREFECT_API_URL: self.api}), pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PREFECT_API_URL", self.api)  # for what looks for a server without importing Prefect
             yield
 
 

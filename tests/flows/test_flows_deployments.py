@@ -207,8 +207,10 @@ def test_what_is_submitted_takes_the_file_as_it_is_and_leaves_what_is_scheduled(
         submit("unheard-of", site)
 
 
-@pytest.mark.usefixtures("server")
-def test_the_commands_print_names_and_pages(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_print_names_and_pages(
+    site: Site, server: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", server)
     assert execute(["deploy", "quickstart", "--name", "typed", "--cron", "0 2 * * *", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["deployment"] == "rlhf-run/typed"
     assert execute(["submit", "typed", "--set", "seed=3", "--json"]) == 0
