@@ -15,7 +15,7 @@ from alembic.script import ScriptDirectory
 from history_tools import dump, new_sqlite, postgres, whole_run
 
 from rlhf_core.errors import SchemaOutOfDate
-from rlhf_core.history import database, migrate, queries
+from rlhf_core.history import database, migrate
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables import SCHEMA_REVISION, VIEWS, metadata
 from rlhf_core.watchdog.ingest import sync
@@ -236,11 +236,16 @@ def test_an_older_database_is_upgraded_with_what_is_in_every_table(empty_url: st
     with HistoryStore(empty_url) as store:
         assert differences(store, metadata) == []
         assert store.run_ids() == [RUN_ID]
-        tags = queries.run_sql(store, "SELECT tag FROM run_tags ORDER BY tag").rows
-        assert tags == ([["nightly"], ["sort"]] if old == "0005" else [])
-        kept, true = (
-            queries.run_sql(store, f"SELECT wall_s FROM {view}").rows for view in ("kept_goodput", "run_goodput")
-        )
+        with store.reading() as connection:
+            tags, kept, true = (
+                [tuple(row) for row in connection.execute(sa.text(question))]
+                for question in (
+                    "SELECT tag FROM run_tags ORDER BY tag",
+                    "SELECT wall_s FROM kept_goodput",
+                    "SELECT wall_s FROM run_goodput",
+                )
+            )
+        assert tags == ([("nightly",), ("sort",)] if old == "0005" else [])
         assert kept == true
         sync(whole_run(runs, "sort", "bbbbbb", 0).dir, store)
         assert len(store.run_ids()) == 2
