@@ -82,6 +82,10 @@ batch, and so the gradient, stays (`supervise.oom_remediation`). A loss that is 
 before the newest. Training that learns nothing any more (`[health]`): once from the newest checkpoint that is older
 than the window of steps it was judged by. Newer ones are put aside (`supervise.rollback_on_non_finite`).
 
+Ranks that disagree about a collective (`collective_mismatch`) end the run at once where that is proven: by their flight
+recorders, or by an error of our own that compared them. Where nothing but the words of a log or of an error say so, the
+workers are started once more, in place where that is allowed; if it comes back without a new checkpoint, the run ends.
+
 A damaged checkpoint, of which a checksum does not hold, a file is missing, empty
 or unreadable, or the manifest is none: the workers are started again in place from the complete one before it, whatever
 the budget of restarts says, and the damaged one is kept for inspection in `checkpoints/damaged-<attempt>.<restart>/`.
