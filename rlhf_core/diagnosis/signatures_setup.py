@@ -97,6 +97,8 @@ PACKAGES: tuple[Signature, ...] = (
         ROOT,
         "AttributeError: module 'torch.library' has no attribute 'register_fake'",
         r"(?:partially initialized )?module '[^']{1,100}' has no attribute",
+        r"'\w+(?:Config|Model|ForCausalLM|ForConditionalGeneration|Tokenizer(?:Fast)?|Processor|Trainer|Cache|LLM|Engine)'"
+        r" object has no attribute",
         r"type object '\w+' has no attribute|does not recognize this architecture|Tried to instantiate class '_\w+",
         r"[Mm]odel architectures? \[.{1,100}\] (?:are|is) not supported|'_OpNamespace' '\w+' object has no attribute",
     ),
@@ -164,7 +166,7 @@ DATA: tuple[Signature, ...] = (
         "RuntimeError: Caught IndexError in DataLoader worker process 0.",
         r"Caught (?:Index|Key|Value|Type|Attribute|Assertion)Error in DataLoader worker",
         r"index out of range in self|Invalid key: \d+ is out of bounds|Token id \d+ is out of vocabulary",
-        r"maximum (?:context|model) length (?:is|of) \d+",
+        r"(?<!estimated )maximum (?:context|model) length (?:is|of) \d+",
         r"(?:prompt|input|sequence|Prompt)s? .{0,60}(?:is|are) (?:too long|longer than)",
         r"exceeds (?:the )?(?:model's )?(?:maximum|max) (?:model |context |prompt |sequence )?(?:length|len)",
         r"KeyError: '(?:prompts?|messages|conversations?|text|input_ids|labels?|chosen|rejected|question|answer|instr"
