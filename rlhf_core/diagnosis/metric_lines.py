@@ -12,7 +12,7 @@ _STEP = re.compile(
 _FINISHED = re.compile(
     r"(?i)'train_runtime'|\btraining (is |has )?(been )?(done|finished|complete|completed)\b|\bwas successful\b|"
     r"\bsuccessfully (finished|completed)|^\*{3,} \w+ metrics \*{3,}|"
-    r"^Job '\S+' succeeded|^Process finished with exit code 0\b|\bState: COMPLETED \(exit code 0\)|\bExitCode=0:0\b|"
+    r"^Job '\S+' succeeded|^Process finished with exit code 0\b|\bState: COMPLETED \(exit code 0\)|"
     r"\bEnd time of running main"
 )
 _REQUEUED = re.compile(r"(?i)\brequeu(?:e?ing|ed) (?:the )?(?:slurm )?job:? \d+")

@@ -38,7 +38,7 @@ ENGINES: tuple[Signature, ...] = (
         CASCADE,
         "[TP1] Scheduler hit an exception: Traceback (most recent call last):",
         r"Scheduler hit an exception|DetokenizerManager hit an exception|TokenizerManager hit an exception",
-        r"get a response from detokenizer|Watchdog timeout \(self\.|[Ss]cheduler watchdog timeout",
+        r"get a response from detokenizer|Watchdog timeout \(self\.|[Ss]cheduler watchdog timeout|[Ss]cheduler died",
         r"[Rr]eceived sigquit from a child|SIGQUIT received|one of the subprocesses exited",
         r"[Ss]ubprocess .{0,60}exited with code -?[1-9]",
         r"Server (?:\S+ )?(?:failed to start|process exited)|Initialization failed\. warmup error",
@@ -107,6 +107,7 @@ PACKAGES: tuple[Signature, ...] = (
         ROOT,
         "RuntimeError: CUDA error: no kernel image is available for execution on the device",
         r"no kernel image is available|(?:driver (?:on your system )?is too old|device kernel image is invalid)",
+        r"[Oo]perator \S+::\S+ does not exist|No such operator",
         r"CUDA driver version is insufficient|compiled with an unsupported toolchain|invalid device function",
         r"mismatches the version that was used to compile|Torch not compiled with CUDA",
         r"not compiled with (?:\w+ )?support",
@@ -191,7 +192,7 @@ _WRONG = "|".join(
         r"requires? (?:--|the\b|an?\b|\w+ strategy)|is required\b",
         r"please (?:set|specify|provide|use|make sure|pass|choose)|undefined (?:data ?set|model|template)",
         r"(?:is|was) not (?:set|specified|provided|defined) in|not found in|smaller than|is larger than",
-        r"greater than|(?:is|are) not divisible",
+        r"greater than|(?:is|are) not divisible|must (?:evenly )?divide|only supported (?:with|on|for|by|in)\b",
     )
 )
 """Words of libraries for settings that do not fit, after the class of the error."""

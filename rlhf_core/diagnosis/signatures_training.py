@@ -103,6 +103,7 @@ FINDING_EACH_OTHER: tuple[Signature, ...] = (
         r"bootstrap\.cc.{0,80}(?:failed|error|timeout)",
         r"Timed out (?:after \d+ seconds )?waiting for .{0,40}(?:ranks|nodes|clients)",
         r"Only \d+/\d+ (?:nodes|ranks|workers)|failed to (?:recv|connect).{0,40}(?:TCPStore|store)",
+        r"(?i:could not connect to (?:the )?ray|ray client connection timeout)",
         r"Connection to .{0,60}GCS.{0,40}(?:failed|timed out)|Failed to connect to GCS",
     ),
 )

@@ -311,6 +311,7 @@ def test_words_of_libraries_that_no_row_holds_are_known_by_their_kind(line: str,
         ("State: COMPLETED (exit code 0)", True),
         ("Process finished with exit code 1", False),
         ("worker 3 exited with code 0", False),
+        ("JobState=TIMEOUT Reason=TimeLimit ExitCode=0:0", False),
     ],
 )
 def test_what_a_launcher_says_of_a_good_end_clears_what_was_before(end: str, is_good: bool) -> None:
