@@ -167,7 +167,8 @@ PLACES: tuple[Place, ...] = (
     Place(
         Kind.DATA,
         'File "finetune/data_utils.py", line 7, in build',
-        path=r"(?:tokenization_\w+|collator\w*|data_utils|\w*dataset\w*|preprocess\w*|template\w*|data_loader|dataloader)\.py$",
+        path=r"(?:tokenization_\w+|collator\w*|data_utils|\w*dataset\w*|preprocess\w*|template\w*|data_loader|dataloader)\.py$"
+        r"|/(?:templates?|datasets?|tokenizers?|preprocess\w*)/\w+\.py$",
         function=r"^(?!__init__$|main$)",
         errors=_LOOKUPS + "|AssertionError|RuntimeError",
         reach=4,

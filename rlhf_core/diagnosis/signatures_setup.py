@@ -30,7 +30,7 @@ ENGINES: tuple[Signature, ...] = (
         r"WorkerProc (?:hit an exception|initialization failed)|RPC call to \w+ timed out|sample_tokens timed out",
         r"Server error '5\d\d .{0,200}(?:generate|completions|/v1/|weights|communicator)",
         r"(?i:(?:vllm|sglang|rollout|inference|generation|lmdeploy) (?:server|engine|worker)s? .{0,60}"
-        r"(?:died|crashed|exited|not (?:up|ready|reachable|responding)|dead\b|failed to start|"
+        r"(?:died|crashed|exited|not (?:up|ready|reachable|responding|healthy)|dead\b|failed to start|"
         r"did not (?:start|come up)))",
     ),
     row(
@@ -38,7 +38,8 @@ ENGINES: tuple[Signature, ...] = (
         CASCADE,
         "[TP1] Scheduler hit an exception: Traceback (most recent call last):",
         r"Scheduler hit an exception|DetokenizerManager hit an exception|TokenizerManager hit an exception",
-        r"get a response from detokenizer|Watchdog timeout \(self\.|[Ss]cheduler watchdog timeout|[Ss]cheduler died",
+        r"get a response from detokenizer|Watchdog timeout \(self\.|[Ss]cheduler watchdog timeout",
+        r"(?i:\b(?:scheduler|(?:de)?tokenizer|(?:cache|data)?_?manager|router) (?:process )?(?:died|crashed))",
         r"[Rr]eceived sigquit from a child|SIGQUIT received|one of the subprocesses exited",
         r"[Ss]ubprocess .{0,60}exited with code -?[1-9]",
         r"Server (?:\S+ )?(?:failed to start|process exited)|Initialization failed\. warmup error",

@@ -348,6 +348,7 @@ NETWORK: tuple[Signature, ...] = (
         r"No route to host|Network is (?:unreachable|down)|[Ss]ocket (?:recv|send|poll)\w* failed",
         r"socketProgress|Call to (?:recv|send|connect) .{0,60}failed",
         r"ncclUnhandledCudaError|unhandled cuda error",
+        r"\buc[pst]_\w+ failed|\bUCX +ERROR\b",
         r"HCCL.{0,60}(?:error|fail)|hcom_\w+ failed",
     ),
     row(

@@ -34,7 +34,7 @@ CHECKPOINTS: tuple[Signature, ...] = (
         Kind.CHECKPOINT_CORRUPT,
         ROOT,
         "ValueError: checkpoint step_100 is corrupt",
-        r"(?i:(?:checkpoint|shard|weights?|model|optimizer)s?(?: files?| folder| states?)? \S{0,80} ?(?:is|are|may"
+        r"(?i:(?:checkpoint|shard|weights?|model|optimizer)s?(?: files?| folder| states?)?[ -]\S{0,80} ?(?:is|are|may"
         r" be|was|were) (?:corrupt|damaged|truncated|incomplete))",
         r"(?i:corrupt(?:ed)? (?:checkpoint|safetensors|shard|weights)|checksum mismatch)",
         r"(?i:(?:0|zero)-byte (?:checkpoint|shard|file))",
@@ -140,6 +140,7 @@ TENSORS: tuple[Signature, ...] = (
         r"(?i:\bnumber of (?:sizes|dim\w*) .{0,60}\b(?:must|should|do(?:es)? not)\b)",
         r"(?i:\b(?:size|shape|dim\w*)\b\W?.{0,40}\bmust (?:be equal|be the same|match))",
         r"IndexError: index -?\d+ is out of bounds for (?:dimension|axis)",
+        r"(?i:\bexpected .{0,40}\b(?:size|shape|dim\w*)\b.{0,40}\bgot\b)",
         r"shapes cannot be multiplied|shape of the mask|inconsistent tensor size",
         r"expanded size of the tensor|mat1 and mat2 must have|self must be a matrix",
         r"Expected input batch_size|split_with_sizes expects|[Vv]iew size is not compatible|Expected hidden\[",
@@ -155,7 +156,7 @@ TENSORS: tuple[Signature, ...] = (
         r"(?i:can't be broadcast)",
         r"(?i:shapes? .{0,100}(?:do(?:es)? not|don't|doesn't) match|mismatched (?:shapes?|sizes?|dim))",
         r"(?i:dimension mismatch|not broadcastable)",
-        r"(?i:must have (?:the )?same (?:shape|size|length|number of dimensions|dtype|leading dim))",
+        r"(?i:must have (?:the )?same (?:\w+ )?(?:shape|size|length|number of dimensions|dtype|leading dim))",
         r"(?i:Expected reduction dim)",
         r"(?i:expected input\[|Dimension out of range|expected scalar type|have the same dtype|too many indices for)",
         r"(?i:inhomogeneous shape)",
@@ -174,6 +175,7 @@ USER_CODE: tuple[Signature, ...] = (
         r"(?:reward_?f\w+|compute_score)\(\) (?:missing|takes|got) ",
         r"(?i:reward[ _](?:function|fn|func|manager|worker|computation|loop)s?\b.{0,100}(?:not"
         r" implemented|failed|raised|error|crash|exception|timed out))",
+        r"(?i:reward[ _](?:function|fn|func)s?\b.{0,60}(?:returned (?:None|nothing|wrong)|(?:must|did not) return))",
         r"(?i:(?:error|exception|failed|failure) (?:in|while|during|when|computing|calling) (?:the )?(?:\w+ )?"
         r"(?:reward|compute_score|verifier))",
         r"(?i:(?:reward|compute_score|verifier)\w*\W{1,3}.{0,60}(?:Error|Exception):)",

@@ -26,7 +26,8 @@ _CLASS = (
 _LAST = re.compile(rf"^{_CLASS}(?:: (?P<message>.*)|:?$)")
 """Last line of a traceback: any class."""
 _ANYWHERE = re.compile(
-    r"(?:^|(?<=[\s`'\"(\[|:*>=（“]))(?P<name>(?:[A-Za-z_]\w{0,60}\.){0,8}_?[A-Z]\w{0,60}?(?:Error|Exception|Exit|Expired|Conflict|Timeout|Invalid|NotFound))"
+    r"(?:^|(?<=[\s`'\"(\[|:*>=（“]))(?P<name>(?:[A-Za-z_]\w{0,60}\.){0,8}"
+    r"(?:_?[A-Z]\w{0,60}?(?:Error|Exception|Exit|Expired|Conflict|Timeout|Invalid|NotFound)|Exception(?=: \S)))"
     r"(?P<inner>\(\w{1,80}\))?(?:[:：] {0,4}(?P<message>\S.*)|[:`'\"]?$)"
 )
 """The same in other text, where only a name that says that it is an error is taken for one."""
