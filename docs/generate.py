@@ -8,7 +8,7 @@ import ast
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,10 @@ batch, and so the gradient, stays (`supervise.oom_remediation`). A loss that is 
 before the newest. Training that learns nothing any more (`[health]`): once from the newest checkpoint that is older
 than the window of steps it was judged by. Newer ones are put aside (`supervise.rollback_on_non_finite`).
 
+Ranks that disagree about a collective (`collective_mismatch`) end the run at once where that is proven: by their flight
+recorders, or by an error of our own that compared them. Where nothing but the words of a log or of an error say so, the
+workers are started once more, in place where that is allowed; if it comes back without a new checkpoint, the run ends.
+
 A damaged checkpoint, of which a checksum does not hold, a file is missing, empty
 or unreadable, or the manifest is none: the workers are started again in place from the complete one before it, whatever
 the budget of restarts says, and the damaged one is kept for inspection in `checkpoints/damaged-<attempt>.<restart>/`.
@@ -124,15 +128,18 @@ of evidence rather than for known lines
    printed it stays known. What was logged as a warning or below says nothing, except where the scheduler says it.
 2. **Errors.** The lines of a traceback are put together, for each process by itself, with its frames. What an error
    says is asked in this order: its words, where they name a cause; its class; its error number; the place in the code
-   that it came from. An error of a service outside the job (a hub, a tracker) is `unknown`. Classes that only wrap
-   another error say nothing where that one was printed.
+   that it came from. An error of a service outside the job (a hub, a tracker) is `unknown`, unless its status says that
+   it refuses for good. Classes that only wrap another error say nothing where that one was printed. The boxes of Rich
+   and the frames of IPython and pytest are read too.
 3. **Phrases.** Of all other lines, the tables of phrases know some.
 4. **Parts.** Each piece of evidence is the root of a failure, a symptom of one that shows itself elsewhere, or a
    cascade, as the broken connections to a rank that died, or an engine that is gone. Roots decide before symptoms and
    symptoms before cascades, wherever they stand; among equals the earlier decides.
 5. **Time.** What {going_on} further steps, or the good end of the training, came after has not ended it; a symptom is
-   survived with a single step. After a cancellation by the user, everything else is its consequence, but a
-   cancellation that comes after a failure says nothing. So a log may also show no failure at all.
+   survived with a single step, and so is what keeps ranks from finding each other. A job that says that it has put
+   itself into the queue again has not failed by being put there. After a cancellation by the user, everything else is
+   its consequence, but a cancellation that comes after a failure says nothing. So a log may also show no failure at
+   all.
 
 A kind that stops a run needs words, a class or a place that say so; everything else is `unknown`, with a fingerprint,
 and is tried once more. Of a log that is longer than {most:.0f} MB, its begin and its end are read.
@@ -142,6 +149,8 @@ and is tried once more. Of a log that is longer than {most:.0f} MB, its begin an
 {classes}
 
 Error numbers: {numbers}.
+
+Statuses by which a service refuses a request for good: {statuses}.
 
 ### Places in the code
 
@@ -390,7 +399,8 @@ def failures_page() -> str:
         going_on=log_reading.GOING_ON,
         most=(log_reading.HEAD + log_reading.TAIL) / 1e6,
         classes="\n".join(_known_classes()),
-        numbers="; ".join(_known_numbers()),
+        numbers="; ".join(_by_meaning(exceptions.NUMBERS)),
+        statuses="; ".join(_by_meaning(exceptions.STATUSES)),
         places="\n".join(_known_places()),
     )
     return "\n".join(parts) + "\n" + logs + "\n".join(_known_lines()) + "\n" + STATES + "\n".join(states) + "\n"
@@ -416,9 +426,9 @@ def _known_classes() -> Iterator[str]:
     yield f"| | says nothing beside another | {', '.join(f'`{name}`' for name in sorted(exceptions.WRAPPERS))} |"
 
 
-def _known_numbers() -> Iterator[str]:
+def _by_meaning(known: Mapping[int, exceptions.Meaning]) -> Iterator[str]:
     by_meaning: dict[exceptions.Meaning, list[str]] = {}
-    for number, meaning in exceptions.NUMBERS.items():
+    for number, meaning in known.items():
         by_meaning.setdefault(meaning, []).append(str(number))
     for meaning, numbers in by_meaning.items():
         yield f"{', '.join(numbers)}: `{meaning.kind.value}` ({meaning.part.name.lower()})"

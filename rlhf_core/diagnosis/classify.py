@@ -97,6 +97,8 @@ class Diagnosis:
     """Ranks it began with; empty when none is to blame."""
     nodes: tuple[str, ...] = ()
     """Their nodes."""
+    is_undecided: bool = False
+    """Only words say so: neither ranks that were compared nor an error of our own."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,8 @@ class _Finding:
     worker: WorkerEnd | None = None
     node: str = ""
     """Node to blame where it is not the worker's."""
+    is_undecided: bool = False
+    """Words of a log, or of an error that is not our own."""
 
 
 def classify(evidence: Evidence) -> Diagnosis:
@@ -158,6 +162,7 @@ def _diagnosis(finding: _Finding) -> Diagnosis:
         fingerprint=fingerprint(finding.kind, finding.subject),
         ranks=(worker.rank,) if worker is not None and blamed and worker.rank >= 0 else (),
         nodes=(node,) if node else (),
+        is_undecided=finding.is_undecided,
     )
 
 
@@ -200,7 +205,8 @@ def _from_agents(evidence: Evidence) -> list[_Finding]:
 
 
 def _from_match(match: Event) -> _Finding:
-    return _Finding(match.kind, match.part, f"The log says: {match.line[:300]}", match.line, node=match.node)
+    text = f"The log says: {match.line[:300]}"
+    return _Finding(match.kind, match.part, text, match.line, node=match.node, is_undecided=True)
 
 
 def _without_findings(evidence: Evidence) -> _Finding:
@@ -235,7 +241,7 @@ def _from_outcome(worker: WorkerEnd, outcome: WorkerOutcome) -> _Finding:
         # All ranks find it together, so none of them and none of their nodes is to blame; the message names who is.
         return _Finding(kind, part, first_line, subject)
     text = f"{_name(worker)} failed in phase {outcome.phase} at step {outcome.step}: {error}: {first_line}"
-    return _Finding(kind, part, text, subject, worker)
+    return _Finding(kind, part, text, subject, worker, is_undecided=outcome.error_type not in ERRORS)
 
 
 def _kind_of_error(outcome: WorkerOutcome) -> tuple[FailureKind, Part]:
@@ -269,7 +275,8 @@ def _from_log(worker: WorkerEnd, what: str) -> _Finding:
     # What this worker said last is its own, even where nothing is known of it: no echo of another one's end.
     own = match.kind in (FailureKind.UNKNOWN, FailureKind.ENGINE)
     part = min(match.part, Part.SYMPTOM) if own else match.part
-    return _Finding(match.kind, part, f"{_name(worker)} {what}: {match.line[:300]}", match.line, worker)
+    text = f"{_name(worker)} {what}: {match.line[:300]}"
+    return _Finding(match.kind, part, text, match.line, worker, is_undecided=True)
 
 
 def _name(worker: WorkerEnd) -> str:

@@ -145,7 +145,8 @@ PLACES: tuple[Place, ...] = (
     Place(
         Kind.IMPORT_ERROR,
         'File "site-packages/vllm/_core_ext.py", line 182, in <module>',
-        path=r"(?:site|dist)-packages/",
+        # Not a program: what it runs is no import.
+        path=r"(?:site|dist)-packages/(?!.*(?:/workers?/|(?:__main__|main|run|cli|launch\w*|default_worker)\.py))",
         function=r"^<module>$",
         errors="(?!FileNotFound|Permission|OSError|KeyboardInterrupt|SystemExit).*",
     ),
@@ -166,7 +167,8 @@ PLACES: tuple[Place, ...] = (
     Place(
         Kind.DATA,
         'File "finetune/data_utils.py", line 7, in build',
-        path=r"(?:tokenization_\w+|collator\w*|data_utils|\w*dataset\w*|preprocess\w*|template\w*|data_loader|dataloader)\.py$",
+        path=r"(?:tokenization_\w+|collator\w*|data_utils|\w*dataset\w*|preprocess\w*|template\w*|data_loader|dataloader)\.py$"
+        r"|/(?:templates?|datasets?|tokenizers?|preprocess\w*)/\w+\.py$",
         function=r"^(?!__init__$|main$)",
         errors=_LOOKUPS + "|AssertionError|RuntimeError",
         reach=4,
@@ -202,6 +204,14 @@ PLACES: tuple[Place, ...] = (
         reach=3,
     ),
     Place(
+        Kind.CONFIG,
+        'File "site-packages/vllm/v1/core/kv_cache_utils.py", line 7, in check_enough_kv_cache_memory',
+        path=r"(?:site|dist)-packages/(?!torch/)",
+        function=r"^_{0,2}(?:validate|check|verify|sanity_check|ensure)_\w*(?<!inputs)(?<!prompt)(?<!checkpoint)$",
+        errors="ValueError|AssertionError|TypeError|NotImplementedError",
+        reach=2,
+    ),
+    Place(
         Kind.RENDEZVOUS,
         'File "torch/distributed/rendezvous.py", line 174, in _create_c10d_store',
         path=r"torch/distributed/(?:rendezvous|elastic/rendezvous/\w+)\.py$",
@@ -218,7 +228,7 @@ PLACES: tuple[Place, ...] = (
 """Looked through for every frame from the innermost outwards; the first place that fits decides."""
 
 GENERAL = re.compile(
-    r"(?:Key|Value|Type|Attribute|Assertion|Index|Runtime|NotImplemented|Name|UnboundLocal|Recursion|ZeroDivision|OS|IO|Lookup|"
+    r"\w*?(?:Key|Value|Type|Attribute|Assertion|Index|Runtime|NotImplemented|Name|UnboundLocal|Recursion|ZeroDivision|OS|IO|Lookup|"
     r"Arithmetic|System|Inductor|Compilation|Stop)\w*(?:Error|Exception|Iteration)|Exception|_?queue\.Empty|InductorError|AcceleratorError"
 )
 """Classes that say nothing of a kind by themselves."""

@@ -43,6 +43,7 @@ CLASSES: dict[str, Meaning] = {
         "TemplateSyntaxError TemplateRuntimeError SchemaInferenceError NonMatchingSplitsSizesError "
         "ExpectedMoreSplitsError DecompressionBombError DataError BadGzipFile pandas.errors.ParserError",
     ),
+    **_all(Kind.SHAPE, Part.ROOT, "EinopsError ShapeError ShapeMismatchError BroadcastError"),
     # Settings.
     **_all(
         Kind.CONFIG,
@@ -126,6 +127,18 @@ NUMBERS: dict[int, Meaning] = {number: Meaning(kind, part) for kind, part, numbe
 """Linux error numbers, and those of the resolver (negative), that say what failed."""
 
 
+_STATUS = re.compile(
+    r"(?i:\b(?:error code|status(?:[_ ]code)?|http(?:/[\d.]+)?)[:=\" ]{1,3})(?P<after>4\d\d)\b"
+    r"|\b(?P<before>4\d\d) (?:Client Error|Bad Request|Unauthorized|Forbidden|Not Found|Unprocessable)"
+)
+STATUSES: dict[int, Meaning] = {
+    **dict.fromkeys((400, 413, 422), Meaning(Kind.DATA, Part.SYMPTOM)),
+    **dict.fromkeys((401, 403, 404), Meaning(Kind.CONFIG, Part.SYMPTOM)),
+}
+"""HTTP statuses by which a service refuses a request for good: what was sent, or who asked for what. It may be busy or
+broken in all others."""
+
+
 def of_class(name: str, classes: Mapping[str, Meaning] = CLASSES) -> tuple[str, Meaning] | None:
     """Row and meaning of a class, given with or without its module; None for one that says nothing."""
     error = name.rpartition(".")[2]
@@ -144,3 +157,13 @@ def of_number(message: str) -> tuple[str, Meaning] | None:
     number = int(next(group for group in found.groups() if group))
     meaning = NUMBERS.get(number)
     return (f"errno {number}", meaning) if meaning is not None else None
+
+
+def of_status(message: str) -> tuple[str, Meaning] | None:
+    """Row and meaning of the HTTP status in the message of a service's error."""
+    found = _STATUS.search(message)
+    if found is None:
+        return None
+    status = int(found["after"] or found["before"])
+    meaning = STATUSES.get(status)
+    return (f"HTTP status {status}", meaning) if meaning is not None else None

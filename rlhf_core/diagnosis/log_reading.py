@@ -23,8 +23,12 @@ GOING_ON = 3
 """So many steps after a complaint show that it was survived. Fewer may come from a buffer that is emptied at exit."""
 HEAD, TAIL = 1_000_000, 4_000_000
 """Characters that are read of a longer log, at its begin and at its end: the time that it takes is bounded."""
+_BY_REQUEUE = "DUE TO JOB REQUEUE"
+"""In what Slurm says of a job that was put back: no failure where the job did so itself."""
 _STARTS_OVER = ": error: "
 """In what a command prints about its arguments before it ends: what follows in the same file is another start."""
+_OF_THE_START = frozenset({Kind.RENDEZVOUS})
+"""Kinds that no step can be made after: the first one shows that they were survived."""
 _REASONS = frozenset({Kind.PREEMPTION, Kind.TIME_LIMIT, Kind.NODE_LOST, Kind.USER_CANCEL})
 
 
@@ -110,9 +114,14 @@ class _Reading:
         self._steps = 0
         self._bars: dict[int, int] = {}
         self._moved = 0
+        self._requeued = False
 
     def take(self, number: int, raw: str, lines: Sequence[str]) -> None:
         """Read one line."""
+        if metric_lines.is_requeued(raw):
+            self._requeued = True
+            self._forget_what_is_no_root()
+            return
         if self._is_progress(raw) or not (self.tracebacks.is_open or signatures.may_tell(raw)):
             return
         line = read_line(raw, number)
@@ -124,7 +133,7 @@ class _Reading:
             event: Event | None = self._of_error(read, tuple(continued(following)))
         else:
             event = None if read else self._of_phrase(line)
-        if event is None:
+        if event is None or (self._requeued and _BY_REQUEUE in event.line):
             return
         self._steps = 0 if event.part is Part.ROOT else self._steps
         self._moved = 0
@@ -165,6 +174,7 @@ class _Reading:
             self.found.clear()
         else:
             self._forget_what_is_no_root()
+            self.found = [event for event in self.found if event.kind not in _OF_THE_START]
         return True
 
     def _advance(self, done: int, total: int) -> None:

@@ -5,13 +5,17 @@ import re
 from collections.abc import Sequence
 
 _STEP = re.compile(
-    r"(?i)\b(global_?step|step|iter(ation)?|epoch)s?\b\W{0,4}\[?\d+.*\b(loss|reward)\b|"
+    r"(?i)\b(global_?step|step|iter(ation)?|epoch)s?\b\W{0,12}\[?\d+.*\b(\w+_)?(loss|rewards?)\b|"
+    r"\bsteps?=\d+, skipped=\d+, lr=|\bstep:\d+ - \w+/\w+|"
     r"^\W{0,3}'?loss'?: |^\[ *\d+, +\d+\] loss"
 )
 _FINISHED = re.compile(
     r"(?i)'train_runtime'|\btraining (is |has )?(been )?(done|finished|complete|completed)\b|\bwas successful\b|"
-    r"\bsuccessfully (finished|completed)|^\*{3,} \w+ metrics \*{3,}|\bEnd time of running main"
+    r"\bsuccessfully (finished|completed)|^\*{3,} \w+ metrics \*{3,}|"
+    r"^Job '\S+' succeeded|^Process finished with exit code 0\b|\bState: COMPLETED \(exit code 0\)|"
+    r"\bEnd time of running main"
 )
+_REQUEUED = re.compile(r"(?i)\brequeu(?:e?ing|ed) (?:the )?(?:slurm )?job:? \d+")
 _BAR = re.compile(r"\d+%\|.{0,400}?\b(?P<done>\d+)/(?P<total>\d+) \[")
 _ANY_BAR = re.compile(r"\d+%\|")
 """A progress bar. It is printed once more while a process dies, so only one that advances says anything."""
@@ -38,6 +42,11 @@ def bar(line: str) -> tuple[int, int] | None:
         return None
     found = _BAR.search(line)
     return (int(found["done"]), int(found["total"])) if found is not None else None
+
+
+def is_requeued(line: str) -> bool:
+    """Tell a line in which a training says that it has saved and put itself into the queue again."""
+    return _REQUEUED.search(line) is not None
 
 
 def is_metric(line: str) -> bool:

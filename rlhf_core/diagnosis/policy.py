@@ -77,6 +77,11 @@ RULES: dict[FailureKind, Rule] = {
 }
 """One row per kind. docs/failures.md is made from it."""
 
+UNDECIDED: dict[FailureKind, Rule] = {
+    FailureKind.COLLECTIVE_MISMATCH: Rule(1, 1, "it came back: ranks that disagree are a bug in the code"),
+}
+"""Rows that hold instead while nothing but the words of a log says what it was: one more start confirms it."""
+
 
 def decide_in_place(
     kind: FailureKind,
@@ -85,6 +90,7 @@ def decide_in_place(
     *,
     same_fingerprint_before: bool = False,
     remedy: str = "",
+    undecided: bool = False,
 ) -> Choice:
     """What agent 0 does about a failure inside its allocation.
 
@@ -95,13 +101,14 @@ def decide_in_place(
         same_fingerprint_before: Whether the very same failure was seen before in this attempt without progress between.
         remedy: What the next start of the workers does differently, for kinds that would come back otherwise; empty
             where there is nothing.
+        undecided: Only words say so; see :data:`UNDECIDED`.
 
     Returns:
         ``RESTART_IN_PLACE``; or ``NEW_ATTEMPT``: the allocation is given up, and whether there is a new one is for
         the controller to decide; or ``STOP``: a new attempt would not help either, as the controller will find by the
         same rules.
     """
-    rule = RULES[kind]
+    rule = _rule(kind, undecided)
     if rule.in_place == 0 and rule.attempts == 0:
         return Choice(Action.STOP, 0.0, f"{kind} is not retried, because {rule.why}")
     if kind is FailureKind.UNKNOWN and same_fingerprint_before:
@@ -140,6 +147,8 @@ def decide_next(
     spec: SuperviseSpec,
     random: float,
     remedy: str = "",
+    *,
+    undecided: bool = False,
 ) -> Choice:
     """What the controller does about an attempt that ended badly.
 
@@ -153,11 +162,12 @@ def decide_next(
         random: A number in [0, 1) that spreads the back-off, so that many runs do not return at once.
         remedy: What the next attempt does differently, for kinds that would come back otherwise; empty where there is
             nothing.
+        undecided: Only words say so; see :data:`UNDECIDED`.
 
     Returns:
         ``NEW_ATTEMPT`` with its back-off, or ``STOP``.
     """
-    rule = RULES[kind]
+    rule = _rule(kind, undecided)
     if rule.attempts == 0:
         return Choice(Action.STOP, 0.0, f"{kind} is not retried, because {rule.why}")
     if kind is FailureKind.UNKNOWN and same_fingerprint_before:
@@ -187,6 +197,10 @@ def decide_next(
         waiting,
         f"attempt without a new checkpoint {attempts_without_progress} of {allowed} allowed for {kind}",
     )
+
+
+def _rule(kind: FailureKind, undecided: bool) -> Rule:
+    return UNDECIDED.get(kind, RULES[kind]) if undecided else RULES[kind]
 
 
 def oom_remedy(spec: RunSpec) -> dict[str, JsonValue]:

@@ -101,6 +101,9 @@ def _weighed(raised: Raised, said: Event | None, tables: Tables) -> Event:
         return Event(place.kind, Part.SYMPTOM, "", 0, place.example)
     known = said or _of_class(raised, tables)
     if (known is None or known.kind in _CONNECTIONS) and _is_service(raised):
+        refused = exceptions.of_status(raised.message)
+        if refused is not None:
+            return Event(refused[1].kind, refused[1].part, "", 0, refused[0])
         return Event(Kind.UNKNOWN, Part.SYMPTOM, "", 0, "a service outside the job")
     if known is not None and known.kind is Kind.CONFIG and known.part is Part.SYMPTOM:
         return _of_files(raised, known)

@@ -30,7 +30,7 @@ ENGINES: tuple[Signature, ...] = (
         r"WorkerProc (?:hit an exception|initialization failed)|RPC call to \w+ timed out|sample_tokens timed out",
         r"Server error '5\d\d .{0,200}(?:generate|completions|/v1/|weights|communicator)",
         r"(?i:(?:vllm|sglang|rollout|inference|generation|lmdeploy) (?:server|engine|worker)s? .{0,60}"
-        r"(?:died|crashed|exited|not (?:up|ready|reachable|responding)|dead\b|failed to start|"
+        r"(?:died|crashed|exited|not (?:up|ready|reachable|responding|healthy)|dead\b|failed to start|"
         r"did not (?:start|come up)))",
     ),
     row(
@@ -39,6 +39,7 @@ ENGINES: tuple[Signature, ...] = (
         "[TP1] Scheduler hit an exception: Traceback (most recent call last):",
         r"Scheduler hit an exception|DetokenizerManager hit an exception|TokenizerManager hit an exception",
         r"get a response from detokenizer|Watchdog timeout \(self\.|[Ss]cheduler watchdog timeout",
+        r"(?i:\b(?:scheduler|(?:de)?tokenizer|(?:cache|data)?_?manager|router) (?:process )?(?:died|crashed))",
         r"[Rr]eceived sigquit from a child|SIGQUIT received|one of the subprocesses exited",
         r"[Ss]ubprocess .{0,60}exited with code -?[1-9]",
         r"Server (?:\S+ )?(?:failed to start|process exited)|Initialization failed\. warmup error",
@@ -97,6 +98,8 @@ PACKAGES: tuple[Signature, ...] = (
         ROOT,
         "AttributeError: module 'torch.library' has no attribute 'register_fake'",
         r"(?:partially initialized )?module '[^']{1,100}' has no attribute",
+        r"'\w+(?:Config|Model|ForCausalLM|ForConditionalGeneration|Tokenizer(?:Fast)?|Processor|Trainer|Cache|LLM|Engine)'"
+        r" object has no attribute",
         r"type object '\w+' has no attribute|does not recognize this architecture|Tried to instantiate class '_\w+",
         r"[Mm]odel architectures? \[.{1,100}\] (?:are|is) not supported|'_OpNamespace' '\w+' object has no attribute",
     ),
@@ -105,6 +108,7 @@ PACKAGES: tuple[Signature, ...] = (
         ROOT,
         "RuntimeError: CUDA error: no kernel image is available for execution on the device",
         r"no kernel image is available|(?:driver (?:on your system )?is too old|device kernel image is invalid)",
+        r"[Oo]perator \S+::\S+ does not exist|No such operator",
         r"CUDA driver version is insufficient|compiled with an unsupported toolchain|invalid device function",
         r"mismatches the version that was used to compile|Torch not compiled with CUDA",
         r"not compiled with (?:\w+ )?support",
@@ -164,7 +168,7 @@ DATA: tuple[Signature, ...] = (
         "RuntimeError: Caught IndexError in DataLoader worker process 0.",
         r"Caught (?:Index|Key|Value|Type|Attribute|Assertion)Error in DataLoader worker",
         r"index out of range in self|Invalid key: \d+ is out of bounds|Token id \d+ is out of vocabulary",
-        r"maximum (?:context|model) length (?:is|of) \d+",
+        r"(?<!estimated )maximum (?:context|model) length (?:is|of) \d+",
         r"(?:prompt|input|sequence|Prompt)s? .{0,60}(?:is|are) (?:too long|longer than)",
         r"exceeds (?:the )?(?:model's )?(?:maximum|max) (?:model |context |prompt |sequence )?(?:length|len)",
         r"KeyError: '(?:prompts?|messages|conversations?|text|input_ids|labels?|chosen|rejected|question|answer|instr"
@@ -189,7 +193,7 @@ _WRONG = "|".join(
         r"requires? (?:--|the\b|an?\b|\w+ strategy)|is required\b",
         r"please (?:set|specify|provide|use|make sure|pass|choose)|undefined (?:data ?set|model|template)",
         r"(?:is|was) not (?:set|specified|provided|defined) in|not found in|smaller than|is larger than",
-        r"greater than|(?:is|are) not divisible",
+        r"greater than|(?:is|are) not divisible|must (?:evenly )?divide|only supported (?:with|on|for|by|in)\b",
     )
 )
 """Words of libraries for settings that do not fit, after the class of the error."""

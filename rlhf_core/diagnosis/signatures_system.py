@@ -69,8 +69,8 @@ SCHEDULER: tuple[Signature, ...] = (
         Kind.USER_CANCEL,
         SYMPTOM,
         "WARNING:torch.distributed.elastic.agent.server.api:Received 2 death signal, shutting down workers",
-        r"Received (?:1|2|SIGINT|SIGHUP) death signal",
-        r"got signal: [12]\b",
+        r"(?i:\b(?:got|received|caught|by) (?:[12] death signal|signal\W{0,3}[12]\b|"
+        r"(?:signals?\W{0,3})?SIG(?:INT|HUP)\b))",
         r"return code = -2\b",
         r"(?i:\b(?:interrupted|aborted|cancell?ed|stopped|killed) (?:by|from) (?:the )?(?:user|keyboard|operator))",
         r"(?i:program interrupted|keyboard ?interrupt\b|\^C(?:\s|$)|\bscancel(?:led)?\b.{0,30}\bby (?:me|us|hand)\b)",
@@ -165,7 +165,8 @@ MACHINE: tuple[Signature, ...] = (
         ROOT,
         "RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed.",
         r"insufficient shared memory|out of shared memory",
-        r"unable to (?:open|mmap|allocate) shared memory|unable to write to file </torch_",
+        r"(?i:(?:unable|failed|error|could not|cannot)\b.{0,30}\b(?:open|mmap|allocat|creat|extend|attach)\w* .{0,20}"
+        r"(?:shared memory|/dev/shm))|unable to write to file </torch_",
         r"killed by signal: (?:Killed|Bus error)",
     ),
     row(
@@ -251,6 +252,8 @@ MACHINE: tuple[Signature, ...] = (
         Kind.ILLEGAL_ACCESS,
         SYMPTOM,
         "RuntimeError: CUDA error: an illegal memory access was encountered",
+        r"(?i:\b(?:CUDA|HIP|NPU|GPU)\b.{0,40}\berror:? .{0,40}\b(?:assert|illegal|misaligned|launch failure|trap|"
+        r"program counter|address space|aborted))",
         r"an illegal (?:memory access|instruction) was encountered|[Mm]isaligned address|illegal memory access",
         r"unspecified launch failure|invalid program counter|cudaErrorIllegalAddress|cudaErrorLaunchFailure",
         r"CUDA_ERROR_(?:ILLEGAL_ADDRESS|ILLEGAL_INSTRUCTION|LAUNCH_FAILED|MISALIGNED_ADDRESS|ASSERT)",
@@ -345,6 +348,7 @@ NETWORK: tuple[Signature, ...] = (
         r"No route to host|Network is (?:unreachable|down)|[Ss]ocket (?:recv|send|poll)\w* failed",
         r"socketProgress|Call to (?:recv|send|connect) .{0,60}failed",
         r"ncclUnhandledCudaError|unhandled cuda error",
+        r"\buc[pst]_\w+ failed|\bUCX +ERROR\b",
         r"HCCL.{0,60}(?:error|fail)|hcom_\w+ failed",
     ),
     row(
@@ -381,6 +385,7 @@ ENDS: tuple[Signature, ...] = (
         r"^Killed$|line \d+: +\d+ Killed\b|exit ?code\s*:? \(?(?:-9|137)\b|return code = -9\b",
         r"Signal 9 \(SIGKILL\)|died with <Signals.SIGKILL",
         r"Segmentation fault|core dumped|exit ?code\s*:? (?!-?0|-9\b|-15\b|-2\b)-?\d+",
+        r"\bCheck failed: ",
         r"DUE TO TASK FAILURE|return code = -?[1-9]|returned non-zero exit status|Fatal Python error|^terminate called",
         r"Signal \d+ \(SIG(?:SEGV|ABRT|BUS|FPE|ILL)\)|died with <Signals|[Ww]orker died or was killed",
         r"FAILED \(non-zero exit code|[Ss]ee (?:the )?stack ?trace.{0,40}root cause|Failed core proc",

@@ -34,7 +34,7 @@ CHECKPOINTS: tuple[Signature, ...] = (
         Kind.CHECKPOINT_CORRUPT,
         ROOT,
         "ValueError: checkpoint step_100 is corrupt",
-        r"(?i:(?:checkpoint|shard|weights?|model|optimizer)s?(?: files?| folder| states?)? \S{0,80} ?(?:is|are|may"
+        r"(?i:(?:checkpoint|shard|weights?|model|optimizer)s?(?: files?| folder| states?)?[ -]\S{0,80} ?(?:is|are|may"
         r" be|was|were) (?:corrupt|damaged|truncated|incomplete))",
         r"(?i:corrupt(?:ed)? (?:checkpoint|safetensors|shard|weights)|checksum mismatch)",
         r"(?i:(?:0|zero)-byte (?:checkpoint|shard|file))",
@@ -63,6 +63,7 @@ COLLECTIVES: tuple[Signature, ...] = (
         r"Watchdog caught collective operation timeout|ran for \d+ milliseconds before timing out",
         r"[Nn]ot all ranks (?:are )?join|collective (?:operation )?time-?d?[ -]?out",
         r"[Ll]ast enqueued (?:NCCL )?work: \d+|failure detected by watchdog at work sequence id",
+        r"(?i:\b(?:hccl|rccl|oneccl|ucc)\b.{0,80}\btimed? ?-?out)",
         r"(?i:nccl (?:watchdog )?time-?out|nccl watchdog (?:fired|killed))",
     ),
     row(
@@ -102,6 +103,7 @@ FINDING_EACH_OTHER: tuple[Signature, ...] = (
         r"bootstrap\.cc.{0,80}(?:failed|error|timeout)",
         r"Timed out (?:after \d+ seconds )?waiting for .{0,40}(?:ranks|nodes|clients)",
         r"Only \d+/\d+ (?:nodes|ranks|workers)|failed to (?:recv|connect).{0,40}(?:TCPStore|store)",
+        r"(?i:could not connect to (?:the )?ray|ray client connection timeout)",
         r"Connection to .{0,60}GCS.{0,40}(?:failed|timed out)|Failed to connect to GCS",
     ),
 )
@@ -133,10 +135,15 @@ TENSORS: tuple[Signature, ...] = (
         Kind.SHAPE,
         ROOT,
         "RuntimeError: mat1 and mat2 shapes cannot be multiplied (5480x1536 and 1024x2048)",
-        r"size of tensor a \(\d+\) must match|shapes cannot be multiplied|shape of the mask|inconsistent tensor size",
-        r"Sizes of tensors must match|expanded size of the tensor|mat1 and mat2 must have|self must be a matrix",
+        r"(?i:\btensors?\b.{0,40}\bmust (?:match|have the same|be (?:of|equal|the same)))",
+        r"(?i:\bexpect(?:s|ed) (?:each|at least|input|tensors?|an? \w+-?dim).{0,60}\b(?:tensors?|dim))",
+        r"(?i:\bnumber of (?:sizes|dim\w*) .{0,60}\b(?:must|should|do(?:es)? not)\b)",
+        r"(?i:\b(?:size|shape|dim\w*)\b\W?.{0,40}\bmust (?:be equal|be the same|match))",
+        r"IndexError: index -?\d+ is out of bounds for (?:dimension|axis)",
+        r"(?i:\bexpected .{0,40}\b(?:size|shape|dim\w*)\b.{0,40}\bgot\b)",
+        r"shapes cannot be multiplied|shape of the mask|inconsistent tensor size",
+        r"expanded size of the tensor|mat1 and mat2 must have|self must be a matrix",
         r"Expected input batch_size|split_with_sizes expects|[Vv]iew size is not compatible|Expected hidden\[",
-        r"(?:stack|chunk|cat|concat\w*|unbind|split) expects (?:each tensor|at least)",
         r"shape '\[[^]]{0,100}\]' is invalid for input",
         r"zero-dimensional tensor .{0,40}cannot be concatenated|[Tt]ensors must have same number of dimensions",
         r"size of input tensor and input format are different",
@@ -149,14 +156,14 @@ TENSORS: tuple[Signature, ...] = (
         r"(?i:can't be broadcast)",
         r"(?i:shapes? .{0,100}(?:do(?:es)? not|don't|doesn't) match|mismatched (?:shapes?|sizes?|dim))",
         r"(?i:dimension mismatch|not broadcastable)",
-        r"(?i:must have (?:the )?same (?:shape|size|length|number of dimensions|dtype|leading dim))",
+        r"(?i:must have (?:the )?same (?:\w+ )?(?:shape|size|length|number of dimensions|dtype|leading dim))",
         r"(?i:Expected reduction dim)",
         r"(?i:expected input\[|Dimension out of range|expected scalar type|have the same dtype|too many indices for)",
         r"(?i:inhomogeneous shape)",
         r"(?i:Expected \d-?D|expects? \d-?D|Expected \d+ ?(?:or \d )?dim)",
         r"(?i:expected .{0,60}to have \d+ (?:channels|dim)|same number of elements)",
         r"(?:Image|Video|Audio) features and (?:image|video|audio) tokens do not match|Mismatch in `?\w+`? token count",
-        r"(?:assert \S*\.(?:shape|size)|\.shape == |torch\.Size\(\[.{0,60}(?:!=|vs|but))",
+        r"(?:assert \S*\.(?:shape|size)|\.shape == |torch\.Size\(\[.{0,60}(?:!=|vs|but|must|does))",
     ),
 )
 
@@ -168,6 +175,7 @@ USER_CODE: tuple[Signature, ...] = (
         r"(?:reward_?f\w+|compute_score)\(\) (?:missing|takes|got) ",
         r"(?i:reward[ _](?:function|fn|func|manager|worker|computation|loop)s?\b.{0,100}(?:not"
         r" implemented|failed|raised|error|crash|exception|timed out))",
+        r"(?i:reward[ _](?:function|fn|func)s?\b.{0,60}(?:returned (?:None|nothing|wrong)|(?:must|did not) return))",
         r"(?i:(?:error|exception|failed|failure) (?:in|while|during|when|computing|calling) (?:the )?(?:\w+ )?"
         r"(?:reward|compute_score|verifier))",
         r"(?i:(?:reward|compute_score|verifier)\w*\W{1,3}.{0,60}(?:Error|Exception):)",

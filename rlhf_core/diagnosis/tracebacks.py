@@ -9,8 +9,16 @@ from dataclasses import dataclass, field
 
 from rlhf_core.diagnosis.log_lines import Line
 
-_FRAME = re.compile(r'^\s*File "(?P<path>[^"]{1,400})", line \d+(?:, in (?P<function>\S+))?')
-_HEADER = re.compile(r"Traceback \(most recent call last\)|^Unhandled error \(suppress with")
+_FRAMES = (
+    re.compile(r'^\s*File "(?P<path>[^"]{1,400})", line \d+(?:, in (?P<function>\S+))?'),
+    re.compile(r"^\s*File (?P<path>[^\s\"]{1,400}):\d+, in (?P<function>[^\s(]+)"),  # IPython
+    re.compile(r"^\s*(?P<path>[^\s\"]{1,400}\.py):\d+:? in\b[ │]*(?P<function>[^\s(│]+)?"),  # Rich, pytest
+)
+"""A frame as Python prints it, and as others do that print tracebacks of their own."""
+_HEADER = re.compile(r"[╭─]{0,80} ?Traceback \(most recent call last\)|^Unhandled error \(suppress with")
+_IN_A_BOX = re.compile(r"^\s*(?:\([^)]{1,100}\) ?|\[\w+\]:? ?)?[│╰❱]")
+_MARKED = re.compile(r"❱ *\d+ [ │]*(?P<code>\S.*?)[ │]*$")
+"""The line of code of a frame in a box of Rich."""
 _DURING = re.compile(r"^(?:During handling of the above exception|The above exception was the direct cause)")
 _CLASS = (
     r"(?P<name>(?:[A-Za-z_]\w{0,60}\.){1,8}[A-Za-z_]\w{0,80}|[A-Z_]\w{0,80}|gaierror|timeout)(?P<inner>\(\w{1,80}\))?"
@@ -18,8 +26,9 @@ _CLASS = (
 _LAST = re.compile(rf"^{_CLASS}(?:: (?P<message>.*)|:?$)")
 """Last line of a traceback: any class."""
 _ANYWHERE = re.compile(
-    r"(?:^|(?<=[\s`'\"(\[|:*>=（“]))(?P<name>(?:[A-Za-z_]\w{0,60}\.){0,8}_?[A-Z]\w{0,60}?(?:Error|Exception|Exit|Expired|Conflict|Timeout|Invalid))"
-    r"(?P<inner>\(\w{1,80}\))?(?:[:：] ?(?P<message>\S.*)|[:`'\"]?$)"
+    r"(?:^|(?<=[\s`'\"(\[|:*>=（“]))(?P<name>(?:[A-Za-z_]\w{0,60}\.){0,8}"
+    r"(?:_?[A-Z]\w{0,60}?(?:Error|Exception|Exit|Expired|Conflict|Timeout|Invalid|NotFound)|Exception(?=: \S)))"
+    r"(?P<inner>\(\w{1,80}\))?(?:[:：] {0,4}(?P<message>\S.*)|[:`'\"]?$)"
 )
 """The same in other text, where only a name that says that it is an error is taken for one."""
 _CODE = re.compile(r"\b(?:except|raise|assert|isinstance|import|pytest\.raises|class|catch|->)\b[^:]{0,60}$")
@@ -69,8 +78,14 @@ class _Block:
     code_expected: bool = False
     is_open: bool = False
     is_later: bool = False
+    wrapped: str = ""
+    """Begin of a frame that did not fit into a line of its box."""
     others: int = 0
     """Lines of the process since the last one that belonged to the block."""
+
+
+def _frame(text: str) -> re.Match[str] | None:
+    return next((found for pattern in _FRAMES if (found := pattern.match(text)) is not None), None)
 
 
 class TracebackReader:
@@ -93,7 +108,8 @@ class TracebackReader:
     def read(self, line: Line) -> "Raised | bool":
         """The error that this line ends a block with or names; else whether it is only part of a block."""
         block = self._blocks.setdefault(line.process, _Block())
-        frame = _FRAME.match(line.text)
+        frame = _frame(block.wrapped + line.text.strip() if block.wrapped else line.text)
+        block.wrapped = ""
         if frame is not None:
             if not block.is_open:
                 block.frames.clear()
@@ -109,6 +125,12 @@ class TracebackReader:
             return header.start() == 0
         if block.is_open and line.text.startswith(("    ", "\t")):
             self._quote(block, line.text)
+            return True
+        if block.is_open and _IN_A_BOX.match(line.raw) is not None:
+            block.wrapped = line.text.strip(" │") if line.text.startswith("/") else ""
+            marked = _MARKED.search(line.raw)
+            if marked is not None:
+                self._quote(block, marked["code"])
             return True
         if _DURING.match(line.text):
             block.is_later = True

@@ -115,6 +115,8 @@ class Incident(Schema):
     """Seconds from the last sign of life to detection."""
     damaged_checkpoint: str = ""
     """Checkpoint folder that was found damaged."""
+    is_undecided: bool = False
+    """Only the words of a log or of an error say what it was, and nothing proves it."""
     seen_at: datetime
     """When it was detected (UTC)."""
     fingerprint: str = ""

@@ -370,7 +370,13 @@ def explain(
     placement = read_model(attempt.placement, Placement)
     remedy = _remedy(run_dir, kind, spec, placement, rolled_back, incident)
     choice = decide_next(
-        kind, past.attempts_without_progress, past.same_fingerprint_before, spec.supervise, chance(), remedy.what
+        kind,
+        past.attempts_without_progress,
+        past.same_fingerprint_before,
+        spec.supervise,
+        chance(),
+        remedy.what,
+        undecided=incident is not None and incident.is_undecided,
     )
     excluded = excluded_after(
         kind,
@@ -466,6 +472,7 @@ def _incident_of_a_lost_job(run_dir: RunDir, look: Look) -> Incident:
         phase=look.phase,
         step=look.step or None,
         suspect_nodes=_lost_nodes(run_dir, look) or diagnosis.nodes,
+        is_undecided=diagnosis.is_undecided,
         seen_at=utc_now(),
         fingerprint=diagnosis.fingerprint,
         evidence_dir=str(attempt.scheduler_dir.relative_to(run_dir.root)),

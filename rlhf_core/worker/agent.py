@@ -12,7 +12,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -708,6 +708,7 @@ class Agent:
 
     def _choose(self, role: Role, failure: Failure, asked: Asked) -> Choice:
         """Write down what was found and what will be done about it; only then may it be done."""
+        failure = replace(failure, diagnosis=self._budget.confirmed(failure.diagnosis))
         record_incident(self._leader, self._events, self._restart_dir, self._job.run_dir, failure)
         choice = self._budget.choose(failure.diagnosis, self._damaged.remedy(failure))
         choice = self._damaged.choice_for(role, failure, choice)

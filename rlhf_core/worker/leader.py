@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -25,7 +26,7 @@ from rlhf_core.run_dir import (
     write_model,
 )
 from rlhf_core.schemas.base import utc_now
-from rlhf_core.schemas.failures import Action, DecidedBy, Decision, Incident
+from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind, Incident
 from rlhf_core.schemas.reports import AgentCommand, AttemptOutcome, MetricsLine
 from rlhf_core.schemas.run import SuperviseSpec
 from rlhf_core.worker.endings import Failure
@@ -132,6 +133,7 @@ class RestartBudget:
         self._checkpoint_step = self._newest_step()
         self._spent = 0
         self._fingerprints: set[str] = set()
+        self._to_confirm: set[FailureKind] = set()
         self.restarts = 0
         """Restarts in place over the whole attempt."""
 
@@ -139,6 +141,12 @@ class RestartBudget:
         """A role has ended well: that is progress too."""
         self._spent = 0
         self._fingerprints.clear()
+        self._to_confirm.clear()
+
+    def confirmed(self, diagnosis: Diagnosis) -> Diagnosis:
+        """The diagnosis, decided where its kind was started again for once without progress, and has come back."""
+        self._look_for_progress()
+        return replace(diagnosis, is_undecided=diagnosis.is_undecided and diagnosis.kind not in self._to_confirm)
 
     def choose(self, diagnosis: Diagnosis, remedy: str = "") -> Choice:
         """Decide about a failure; a restart in place is counted, unless a remedy makes it another one.
@@ -146,17 +154,29 @@ class RestartBudget:
         Args:
             remedy: what the next start does differently; see :func:`decide_in_place`.
         """
-        step = self._newest_step()
-        if step > self._checkpoint_step:
-            self._checkpoint_step = step
-            self.renew()
+        self._look_for_progress()
         seen = diagnosis.fingerprint in self._fingerprints
-        choice = decide_in_place(diagnosis.kind, self._spent, self._spec, same_fingerprint_before=seen, remedy=remedy)
+        choice = decide_in_place(
+            diagnosis.kind,
+            self._spent,
+            self._spec,
+            same_fingerprint_before=seen,
+            remedy=remedy,
+            undecided=diagnosis.is_undecided,
+        )
         self._fingerprints.add(diagnosis.fingerprint)
+        if diagnosis.is_undecided and choice.action is Action.RESTART_IN_PLACE:
+            self._to_confirm.add(diagnosis.kind)
         if choice.action is Action.RESTART_IN_PLACE:
             self._spent += not remedy
             self.restarts += 1
         return choice
+
+    def _look_for_progress(self) -> None:
+        step = self._newest_step()
+        if step > self._checkpoint_step:
+            self._checkpoint_step = step
+            self.renew()
 
     def _newest_step(self) -> int:
         newest = self._run_dir.newest_checkpoint()
@@ -181,6 +201,7 @@ def record_incident(
         collective=failure.collective,
         collective_sequence=failure.collective_sequence,
         damaged_checkpoint=failure.damaged_checkpoint,
+        is_undecided=diagnosis.is_undecided,
         seen_at=utc_now(),
         fingerprint=diagnosis.fingerprint,
         evidence_dir=str(restart_dir.incident_dir.relative_to(run_dir.root)),

@@ -8,7 +8,8 @@ Nothing is fitted, so there are no parameters to leave out. Instead, while the l
 pattern, class and place is switched off that tells something in logs of this source and in no others: what the tables
 would know had this source never been seen, or less. The same is printed without that, and for an earlier revision.
 
-- *false stop*: the policy stops, though the same job may well succeed if it is started again
+- *false stop*: the policy stops, though the same job may well succeed if it is started again; the policy is asked as
+  agent 0 and the controller ask it, with words for all evidence and with the remedies that most runs have
 - *false alarm*: a healthy log is called a failure
 - *wasted retry*: the policy tries again what fails until something changes
 - *retried for ever*: the kind has no bound of its own, though something must change
@@ -27,9 +28,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlhf_core.diagnosis import log_reading
-from rlhf_core.diagnosis.policy import ALLOWED_BY_SPEC, RULES
+from rlhf_core.diagnosis.policy import ALLOWED_BY_SPEC, RULES, decide_in_place, decide_next
 from rlhf_core.diagnosis.raised_errors import TABLES, Tables
-from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.schemas.failures import Action, FailureKind
+from rlhf_core.schemas.run import SuperviseSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 HEALTHY = "healthy"
@@ -162,12 +164,30 @@ def _confusions(confused: Counter[tuple[str, str]]) -> Iterable[str]:
         yield f"{label} as {kind}" + (f" x {count}" if count > 1 else "")
 
 
+REMEDIES = {
+    FailureKind.CHECKPOINT_CORRUPT: "the damaged one is put aside, going on from the one before",
+    FailureKind.CUDA_OOM: "half the micro-batch",
+    FailureKind.NON_FINITE: "going back to the checkpoint before",
+}
+"""What is done differently in a run with an older checkpoint whose batch can be made smaller, as most have."""
+
+
 def _stops(kind: str) -> bool:
-    return kind not in (HEALTHY,) and RULES[FailureKind(kind)].attempts == 0
+    """The run ends at the first such failure, by the rules that agent 0 and then the controller ask."""
+    if kind == HEALTHY:
+        return False
+    found, spec = FailureKind(kind), SuperviseSpec()
+    remedy = REMEDIES.get(found, "")
+    # All that these logs hold is words.
+    in_place = decide_in_place(found, 0, spec, remedy=remedy, undecided=True)
+    if in_place.action is not Action.NEW_ATTEMPT:
+        return in_place.action is Action.STOP
+    return decide_next(found, 1, False, spec, 0.0, remedy, undecided=True).action is Action.STOP
 
 
 def _retries(kind: str) -> bool:
-    return kind != HEALTHY and RULES[FailureKind(kind)].attempts > 0
+    """The same is tried again, without a remedy that changes anything."""
+    return kind != HEALTHY and not _stops(kind) and FailureKind(kind) not in REMEDIES
 
 
 def _for_ever(kind: str) -> bool:

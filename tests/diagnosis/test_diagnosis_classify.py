@@ -147,6 +147,21 @@ def test_without_an_outcome_exit_code_and_log_speak(code: int, log: str, kind: F
     assert kind_of(ended(0, code, log=log)) is kind
 
 
+def test_a_mismatch_is_undecided_where_only_words_tell_of_it() -> None:
+    words = "op.preamble.length <= op.nbytes. 500 vs 4"
+    by_log = ended(0, -6, log=f"terminate called\n  what(): {words}")
+    by_error = failed(0, "builtins.RuntimeError", words)
+    for evidence in (Evidence((by_log,)), Evidence((by_error,)), Evidence(agent_log=words)):
+        found = classify(evidence)
+        assert (found.kind, found.is_undecided) == (FailureKind.COLLECTIVE_MISMATCH, True)
+    # Ranks that were compared, by their recorders or by the metrics they brought, prove it.
+    verdict = Verdict(FailureKind.COLLECTIVE_MISMATCH, (1,), "the ranks disagree about collective number 7")
+    by_metrics = failed(0, "rlhf_core.errors.MetricsMismatch", "x")
+    for evidence in (Evidence((by_log,), verdict=verdict), Evidence((by_metrics,))):
+        found = classify(evidence)
+        assert (found.kind, found.is_undecided) == (FailureKind.COLLECTIVE_MISMATCH, False)
+
+
 @pytest.mark.parametrize(
     ("state", "kind"),
     [

@@ -208,6 +208,147 @@ def test_the_tracebacks_of_ranks_that_print_at_once_are_kept_apart() -> None:
     assert kinds == [Kind.REWARD_FUNCTION, Kind.UNKNOWN]
 
 
+RICH = """\
+╭────────────── Traceback (most recent call last) ──────────────╮
+│ /home/u/train.py:353 in <module>                              │
+│                                                               │
+│   350                                                         │
+│ ❱ 353 │   main(get_args())                                    │
+│                                                               │
+│ /opt/conda/lib/python3.10/site-packages/some_library_of_other │
+│ s/{file}:891 in                                               │
+│ _{function}                                                   │
+│                                                               │
+│ ❱ 891 │   │   f"connection refused: {{host}}"                   │
+╰───────────────────────────────────────────────────────────────╯
+{error}: 64 and 4
+"""
+IPYTHON = """\
+KeyError                                  Traceback (most recent call last)
+---> 45 trainer.train()
+
+File /venv/lib/python3.12/site-packages/transformers/trainer.py:2240, in Trainer.train(self)
+   2238     x
+File {file}:22, in {function}(completions)
+---> 22 return a["x"]
+
+{error}: 'x'
+"""
+
+
+@pytest.mark.parametrize("shape", [RICH, IPYTHON, "(Runner pid=7) " + RICH.replace("\n", "\n(Runner pid=7) ")])
+@pytest.mark.parametrize(
+    ("file", "function", "error", "kind"),
+    [
+        ("config.py", "batch_assertion", "AssertionError", Kind.CONFIG),
+        ("rewards.py", "score", "KeyError", Kind.REWARD_FUNCTION),
+        ("train.py", "step", "KeyError", Kind.UNKNOWN),
+        ("rewards.py", "check_rewards", "ValueError", Kind.REWARD_FUNCTION),
+    ],
+)
+def test_tracebacks_in_the_forms_of_others_have_frames_too(
+    shape: str, file: str, function: str, error: str, kind: Kind
+) -> None:
+    """Code that is quoted in a box is no line of the log: here it would read as a connection."""
+    found = events(shape.format(file=file, function=function, error=error))
+    assert [event.kind for event in found] == [kind]
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        ("404 Client Error: Not Found for url", Kind.CONFIG),
+        ("Error code: 400 - {'error': 'no'}", Kind.DATA),
+        ("503 Server Error: Service Unavailable for url", Kind.UNKNOWN),
+        ("429 Client Error: Too Many Requests for url", Kind.UNKNOWN),
+        ("timed out after 404 s", Kind.UNKNOWN),
+    ],
+)
+def test_a_service_that_refuses_for_good_is_told_from_one_that_is_busy(status: str, kind: Kind) -> None:
+    diagnosis = read_log(trace((f"{SITE}/requests/models.py", "get", "raise x"), error=f"requests.HTTPError: {status}"))
+    assert diagnosis is not None
+    assert diagnosis.kind is kind
+
+
+def test_the_program_of_a_worker_is_no_library_that_is_imported() -> None:
+    program = (f"{SITE}/ray/_private/workers/default_worker.py", "<module>", "worker.main_loop()")
+    library = (f"{SITE}/vllm/_core_ext.py", "<module>", "x = y()")
+    inner = (f"{SITE}/torch/lib.py", "f", "z()")
+    kinds = [
+        event.kind for first in (program, library) for event in events(trace(first, inner, error="RuntimeError: 7"))
+    ]
+    assert kinds == [Kind.UNKNOWN, Kind.IMPORT_ERROR]
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        ("AttributeError: 'Qwen2Config' object has no attribute 'rope_theta'", Kind.IMPORT_ERROR),
+        ("AttributeError: 'Batch' object has no attribute 'rope_theta'", Kind.UNKNOWN),
+        ("einops.EinopsError:  Error while processing a pattern", Kind.SHAPE),
+        ("RuntimeError: input.size(-1) must be equal to input_size. Expected 10, got 20", Kind.SHAPE),
+        ("ValueError: hidden_size must be equal to num_heads * head_dim", Kind.CONFIG),
+        ("RuntimeError: Expected all tensors to be on the same device, but found cuda:1 and cuda:0!", Kind.UNKNOWN),
+        ("RuntimeError: HIP error: unspecified launch failure", Kind.ILLEGAL_ACCESS),
+        ("RuntimeError: CUDA error: all devices are busy or unavailable", Kind.UNKNOWN),
+        ("n1:9:9 [0] include/shm.h:48 NCCL WARN Error while creating shared memory segment nccl-shm-7", Kind.HOST_OOM),
+        ("[ERROR] HCCL: notify wait timeout, a rank is missing", Kind.COLLECTIVE_HANG),
+        ("Exception: Capture failed", Kind.UNKNOWN),
+        ("RuntimeError: Expected target size [4, 100], got [4, 99]", Kind.SHAPE),
+        ("ValueError: reward function returned None for every sample", Kind.REWARD_FUNCTION),
+        ("FileNotFoundError: checkpoint-100 is incomplete: optimizer.pt is missing", Kind.CHECKPOINT_CORRUPT),
+        ("pkg_resources.DistributionNotFound: The 'trl' distribution was not found", Kind.IMPORT_ERROR),
+        ("RuntimeError: operator torchvision::nms does not exist", Kind.IMPORT_ERROR),
+        ("[2026-01-01 00:00:00] Detokenizer manager died", Kind.ENGINE),
+        ("UCX  ERROR ucp_ep_create failed: Destination is unreachable", Kind.NETWORK),
+        ("task_receiver.cc:219:  Check failed: objects_valid", Kind.UNKNOWN),
+        ("ValueError: 9 GiB KV cache is needed, which is larger; the estimated maximum model length is 8", Kind.CONFIG),
+    ],
+)
+def test_words_of_libraries_that_no_row_holds_are_known_by_their_kind(line: str, kind: Kind) -> None:
+    diagnosis = read_log(line)
+    assert diagnosis is not None
+    assert diagnosis.kind is kind
+
+
+@pytest.mark.parametrize(
+    ("end", "is_good"),
+    [
+        ("Job 'raysubmit_7' succeeded", True),
+        ("Process finished with exit code 0", True),
+        ("State: COMPLETED (exit code 0)", True),
+        ("Process finished with exit code 1", False),
+        ("worker 3 exited with code 0", False),
+        ("JobState=TIMEOUT Reason=TimeLimit ExitCode=0:0", False),
+    ],
+)
+def test_what_a_launcher_says_of_a_good_end_clears_what_was_before(end: str, is_good: bool) -> None:
+    assert (read_log(f"RuntimeError: odd\n{end}\n") is None) == is_good
+
+
+REQUEUED = "*** JOB 7 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO JOB REQUEUE ***\n"
+
+
+def test_a_job_that_saved_and_queued_itself_again_has_not_failed() -> None:
+    for said in ("checkpoint complete; requeueing Slurm job 7\n", "Requeued job 7 (3 remaining timeouts)\n"):
+        assert read_log("interrupted: got SIGUSR1\n" + said + REQUEUED) is None
+    # What ended it nevertheless did end it, and who was put back without asking for it was preempted.
+    late = read_log("requeueing job 7\n" + REQUEUED.replace("JOB REQUEUE", "TIME LIMIT"))
+    alone = read_log(REQUEUED)
+    assert late is not None
+    assert alone is not None
+    assert (late.kind, alone.kind) == (Kind.TIME_LIMIT, Kind.PREEMPTION)
+
+
+def test_the_first_step_shows_that_the_ranks_have_found_each_other() -> None:
+    taken = "RuntimeError: Address already in use\n"
+    step = "(TaskRunner pid=7) step:1 - actor/pg_loss:0.2 - critic/rewards/mean:0.2\n"
+    assert read_log(taken + step) is None
+    assert read_log(step + taken) is not None
+    # Other roots may be printed before what was in a buffer when the training ended.
+    assert read_log("RuntimeError: CUDA error: out of memory\n" + step) is not None
+
+
 CANCELLED = "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-01-01T00:00:00 ***\n"
 
 

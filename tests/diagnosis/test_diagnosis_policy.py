@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from rlhf_core.diagnosis.policy import (
     RULES,
+    UNDECIDED,
     backoff_s,
     decide_in_place,
     decide_next,
@@ -66,6 +67,19 @@ def test_a_damaged_checkpoint_ends_a_run_only_where_none_is_left() -> None:
         assert decide_next(kind, fruitless, True, SPEC, 0.5, instead).action is Action.NEW_ATTEMPT
     # A disk that damages every checkpoint as soon as it is made must not be gone on with for ever.
     assert decide_next(kind, SPEC.max_attempts, True, SPEC, 0.5, instead).action is Action.STOP
+
+
+def test_a_mismatch_that_only_words_tell_of_is_confirmed_once() -> None:
+    kind = FailureKind.COLLECTIVE_MISMATCH
+    assert decide_in_place(kind, 0, SPEC, undecided=True).action is Action.RESTART_IN_PLACE
+    # Without restarts in place, and for a controller that finds it itself, a new attempt shows whether it was chance.
+    in_place_is_off = SuperviseSpec(max_restarts=0)
+    assert decide_in_place(kind, 0, in_place_is_off, undecided=True).action is Action.NEW_ATTEMPT
+    assert decide_next(kind, 1, False, SPEC, 0.5, undecided=True).action is Action.NEW_ATTEMPT
+    assert decide_next(kind, 2, False, SPEC, 0.5, undecided=True).action is Action.STOP
+    # What no row says may be undecided is not: a wrong setting stays wrong, however it is known.
+    assert decide_in_place(FailureKind.CONFIG, 0, SPEC, undecided=True).action is Action.STOP
+    assert set(UNDECIDED) == {kind}
 
 
 def test_out_of_memory_everything_shrinks_that_leaves_the_gradient_alone() -> None:

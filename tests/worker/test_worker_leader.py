@@ -77,6 +77,24 @@ def test_a_new_checkpoint_renews_the_budget(run_dir: RunDir) -> None:
     assert budget.restarts == 4
 
 
+def test_a_mismatch_by_words_is_decided_when_it_comes_back(run_dir: RunDir) -> None:
+    words = Diagnosis(FailureKind.COLLECTIVE_MISMATCH, "mismatch, says a log", "f3", is_undecided=True)
+    other_words = Diagnosis(FailureKind.COLLECTIVE_MISMATCH, "mismatch, says another", "f4", is_undecided=True)
+    budget = RestartBudget(run_dir, make_spec(supervise={"max_restarts": 3}).supervise)
+
+    def choose(diagnosis: Diagnosis) -> tuple[bool, Action]:
+        confirmed = budget.confirmed(diagnosis)
+        return confirmed.is_undecided, budget.choose(confirmed).action
+
+    assert choose(words) == (True, Action.RESTART_IN_PLACE)
+    assert choose(other_words) == (False, Action.STOP)
+    _complete(run_dir, 10)
+    assert choose(words) == (True, Action.RESTART_IN_PLACE)  # progress between: chance again
+    proven = Diagnosis(FailureKind.COLLECTIVE_MISMATCH, "recorders", "f5")
+    _complete(run_dir, 20)
+    assert choose(proven) == (False, Action.STOP)
+
+
 def test_an_unknown_failure_may_return_after_progress(run_dir: RunDir) -> None:
     budget = RestartBudget(run_dir, make_spec().supervise)
     assert budget.choose(UNKNOWN).action is Action.RESTART_IN_PLACE
