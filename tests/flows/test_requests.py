@@ -21,6 +21,7 @@ def test_requests_that_wait_or_were_refused_are_listed_with_the_runs(
     desk: Desk, real_prefect: RealServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RLHF_HOME", str(desk.site.home))
+    monkeypatch.setenv("COLUMNS", "200")  # so that no text is broken in the middle of what is looked for
     run_dir = desk.run()
     flow = f"{FLOW}-of-this-test"
     assert execute(["runs", "--queued"]) == 0

@@ -47,10 +47,11 @@ async def ask() -> None:
         cron = [{"schedule": {"cron": "0 0 1 1 *", "timezone": "UTC"}, "active": True}]
         planned = await made("/deployments/", name="planned", flow_id=flow, schedules=cron)
         deployment, schedule = planned["id"], planned["schedules"][0]["id"]
-        other = sqlite3.connect(sys.argv[1], isolation_level=None, timeout=30)
+        other = sqlite3.connect(sys.argv[1], isolation_level=None, timeout=30, check_same_thread=False)
 
         async def meanwhile(method, path):
-            other.execute("BEGIN IMMEDIATE")
+            # In a thread: a service of the server may be writing, and needs this one to get done.
+            await asyncio.to_thread(other.execute, "BEGIN IMMEDIATE")
             other.execute("UPDATE flow SET name = name || '.'")
             asked = asyncio.create_task(client.request(method, path))
             await asyncio.sleep(4)  # by then it has read, and waits to write

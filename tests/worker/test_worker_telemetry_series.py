@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -93,9 +93,9 @@ def test_a_file_system_that_does_not_answer_holds_nobody(
     away = threading.Event()
     original = telemetry_series.LineWriter
 
-    def stuck(path: Path) -> telemetry_series.LineWriter:
+    def stuck(path: Path, say: Callable[[str], None]) -> telemetry_series.LineWriter:
         away.wait()
-        return original(path)
+        return original(path, say)
 
     monkeypatch.setattr(telemetry_series, "LineWriter", stuck)
     series = TelemetrySeries("n1", said.append)
