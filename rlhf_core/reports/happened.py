@@ -110,10 +110,6 @@ def _decision(decision: Mapping[str, Any]) -> str:
     return " ".join(said).replace("..", ".")
 
 
-def _start(restart: int) -> str:
-    return f"start {restart + 1} of its workers"
-
-
 def _lost_time(record: RunRecord) -> Markup:
     if not record.lost_time:
         return Markup("")

@@ -56,7 +56,3 @@ class SilenceClock:
             return None
         seconds = min(now - self._heard_at[node] for node in silent)
         return Silence(silent, seconds, of_all=len(silent) == len(self._heard_at))
-
-    def heard_since(self, node: str, moment: float) -> bool:
-        """True if an agent has published something since ``moment``, in monotonic seconds."""
-        return self._heard_at.get(node, float("-inf")) > moment

@@ -169,7 +169,7 @@ REMEDIES = {
     FailureKind.CUDA_OOM: "half the micro-batch",
     FailureKind.NON_FINITE: "going back to the checkpoint before",
 }
-"""What is done differently in a run with an older checkpoint whose batch can be made smaller, as most have."""
+"""Remedies of a run with an older checkpoint whose batch can be made smaller, as most have."""
 
 
 def _stops(kind: str) -> bool:

@@ -324,12 +324,13 @@ def _patch_metrics() -> None:
 
 
 def _odd_collective(fault: dict[str, Any], ranks: Any) -> None:
-    from rlhf_core.training.metrics import CAPACITY
+    from rlhf_core.training.metrics import vector_size
 
     if fault["what"] == "another_operation":
         ranks.from_first("another") if ranks.rank == fault["odd_rank"] else ranks.sum([0.0])
         return
-    length = {"skip_equal_shape": 6 + 2 * CAPACITY, "skip_other_shape": 17, "wrong_shape": 1000}[fault["what"]]
+    equal = vector_size(ranks.num_ranks)
+    length = {"skip_equal_shape": equal, "skip_other_shape": 17, "wrong_shape": 1000}[fault["what"]]
     odd = ranks.rank == fault["odd_rank"]
     if fault["what"] == "wrong_shape":
         ranks.sum([0.0] * (length + 24 * odd))
