@@ -86,7 +86,8 @@ class Campaign:
         """Hash of the weights at every checkpoint of a run that nothing disturbs, by step.
 
         Raises:
-            Stuck: it did not get to its end, or was taken for broken.
+            Stuck: it did not get to its end, was taken for broken, or learned nothing between two checkpoints, so that
+                equal weights would prove nothing.
         """
         if not self.reference_file.exists():
             plain = Scenario("reference", (), LONGEST_RUN, overrides=("checkpoint.keep_last=1000",))
@@ -104,6 +105,8 @@ class Campaign:
                     raise Stuck(f"the undisturbed run did not get to its end; see {place.site.home}/rlhf.log")
                 for incident in all_incidents(run):
                     raise Stuck(f"false alarm in the undisturbed run: {incident.message}")
+                if len(set(hashes.values())) < len(hashes):
+                    raise Stuck(f"the undisturbed run has the same weights at two steps: {hashes}")
                 self.reference_file.write_text(json.dumps(hashes, indent=1))
         return dict(json.loads(self.reference_file.read_text()))
 

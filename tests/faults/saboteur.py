@@ -12,6 +12,7 @@ Everything it patches, it patches in the worker's own process.
 import ctypes
 import hashlib
 import json
+import operator
 import os
 import signal
 import socket
@@ -47,7 +48,7 @@ def digits(split: str, seed: int, **arguments: Any) -> list[dict[str, Any]]:
 
 
 def reward(*, prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:
-    """1 for the right answer; and the moment for faults in a reward function."""
+    """The score; and the moment for faults in a reward function."""
     time.sleep(_PLAN["pace_s"])
     for fault in _due("reward"):
         _REWARD_FAULTS[fault["what"]](fault)
@@ -55,8 +56,12 @@ def reward(*, prompts: Sequence[str], completions: Sequence[str], answer: Sequen
 
 
 def score(*, prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:
-    """1 for the right answer."""
-    return [float(found.strip() == expected.strip()) for found, expected in zip(completions, answer, strict=True)]
+    """Share of the characters that are right. Not all or nothing: a model that never gets a whole answer right would have
+    no gradient, and runs with the same weights at every step are equal whatever was lost."""
+    return [
+        sum(map(operator.eq, found.strip(), expected.strip())) / len(expected.strip())
+        for found, expected in zip(completions, answer, strict=True)
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
