@@ -301,9 +301,13 @@ def _finish(session: Session, work: Work) -> State[None]:
             work()
     except RunCancelled as cancelled:
         return Cancelled(message=str(cancelled))
-    promoted = describe(session.journal.record.promotion)
-    said = ["completed", regression_text(regressed(session.run_dir)), promoted]
-    return Completed(message=f"run {session.run_dir.run_id} " + "; ".join(part for part in said if part))
+    return ended_well(session.run_dir, describe(session.journal.record.promotion))
+
+
+def ended_well(run_dir: RunDir, promoted: str = "") -> State[None]:
+    """End of the flow run of a run that has completed; its words are all that Prefect's lists show of it."""
+    said = ["completed", regression_text(regressed(run_dir)), promoted]
+    return Completed(message=f"run {run_dir.run_id} " + "; ".join(part for part in said if part))
 
 
 def _label(link: FlowRun, run_dir: RunDir) -> None:

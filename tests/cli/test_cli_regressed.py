@@ -8,6 +8,7 @@ import pytest
 from history_tools import RunFiles, at, whole_run
 
 from flows.promoting.promotion import _results
+from flows.run import ended_well
 from flows.session import FlowRun
 from flows.summary import markdown, summarise
 from flows.view.events import happenings
@@ -17,8 +18,10 @@ from rlhf_core.cli.main import execute
 from rlhf_core.cli.run_commands import summary_json
 from rlhf_core.cli.watching import Viewer, headline, json_lines
 from rlhf_core.config import load_site
+from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.model_card import model_card
+from rlhf_core.reports.exports import mlflow, wandb
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.promotion import ModelProvenance
 from rlhf_core.schemas.regression import regression_text, regressions, state_text
@@ -165,3 +168,22 @@ def test_the_event_of_the_end_says_it(runs: tuple[RunFiles, RunFiles]) -> None:
         told += [one.payload["message"] for one in news if one.name == "rlhf.run.completed"]
     assert told[0] == "exact match went from 0.75 to 0.93"
     assert told[1].endswith(f"; the model is worse than before training: {SAID}")
+
+
+def test_in_what_is_exported(runs: tuple[RunFiles, RunFiles]) -> None:
+    with HistoryStore(load_site().database_url) as store:
+        gained, fell = (queries.show_run(store, run.run_id) for run in runs)
+    assert [mlflow.facts(shown)["regressed"] for shown in (gained, fell)] == [
+        "",
+        f"the model is worse than before training: {SAID}",
+    ]
+    assert ["regressed" in wandb.tags(shown) for shown in (gained, fell)] == [False, True]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_in_the_end_of_the_flow_run(runs: tuple[RunFiles, RunFiles], which: int) -> None:
+    """The words of the flow run's state, of which Prefect shows a line in its lists."""
+    said = ended_well(runs[which].dir).message
+    assert said == f"run {runs[which].run_id} completed" + (
+        f"; the model is worse than before training: {SAID}" if which else ""
+    )

@@ -56,8 +56,11 @@ def reward(*, prompts: Sequence[str], completions: Sequence[str], answer: Sequen
 
 
 def score(*, prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:
-    """Share of the characters that are right. Not all or nothing: a model that never gets a whole answer right would have
-    no gradient, and runs with the same weights at every step are equal whatever was lost."""
+    """Share of the characters that are right.
+
+    Not all or nothing: a model that never gets a whole answer right would have no gradient, and runs with the same
+    weights at every step are equal whatever was lost.
+    """
     return [
         sum(map(operator.eq, found.strip(), expected.strip())) / len(expected.strip())
         for found, expected in zip(completions, answer, strict=True)

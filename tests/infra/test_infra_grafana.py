@@ -157,6 +157,8 @@ def test_the_answers_are_right(grafana: Any, run_id: str) -> None:
         return list(grafana.execute(sql).fetchall())
 
     assert ask("overview", "Runs by state") == [("completed", 1)]
+    assert [row[1] for row in ask("overview", "Runs")] == ["completed"]
+    assert [row[0] for row in ask("run", "Run")] == ["completed"]
     assert {(kind, count) for _, kind, count in ask("overview", "Failures per day")} == {
         ("worker_killed", 1),
         ("node_lost", 1),
@@ -166,6 +168,22 @@ def test_the_answers_are_right(grafana: Any, run_id: str) -> None:
     # 5 s to the step that ended at 22, and 10 s to the one at 40, on one node; n2 was blamed for both
     ((node, hours),) = ask("nodes", "Node hours lost")
     assert (node, float(hours)) == ("n2", pytest.approx(15 / 3600))
+
+
+@pytest.mark.parametrize(("after", "state"), [(0.2, "completed, regressed"), (0.74, "completed")])
+def test_a_run_whose_held_out_score_fell_says_so(
+    url: str, grafana: Any, tmp_path: Path, after: float, state: str
+) -> None:
+    run = whole_run(tmp_path, "sort", "bbbbbb", 100)
+    run.evaluation("after", "greedy", after, 52)
+    with HistoryStore(url) as store:
+        sync(run.dir, store)
+        for board, title, column in (("overview", "Runs", 1), ("run", "Run", 0)):
+            (panel,) = [panel for panel in BOARDS[board]["panels"] if panel["title"] == title]
+            sql = expanded(panel["targets"][0]["rawSql"], values_of(BOARDS[board], run.run_id))
+            rows = grafana.execute(sql).fetchall()
+            assert [row[column] for row in rows if board == "run" or row[0] == run.run_id] == [state]
+        store.remove_run(run.run_id)  # the other tests know of one run
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from rlhf_core.reports.exports.common import (
     require,
 )
 from rlhf_core.reports.exports.mlflow_artifacts import log_artifacts
+from rlhf_core.schemas.regression import Regression, regression_text
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -159,15 +160,21 @@ def _log_facts(client: "MlflowClient", target: str, shown: Mapping[str, Any]) ->
     ]
     for start in range(0, len(params), _MOST_PARAMS):
         client.log_batch(target, params=params[start : start + _MOST_PARAMS])
-    facts = {name: run[name] for name in ("state", "owner", "algorithm", "code_revision", "package_version", "message")}
-    facts |= {
+    tags = [RunTag(f"rlhf.{name}", str(value)) for name, value in facts(shown).items() if value not in (None, "")]
+    client.log_batch(target, tags=tags)
+
+
+def facts(shown: Mapping[str, Any]) -> dict[str, Any]:
+    """Tags of a run, without their prefix; those without a value are left out."""
+    run = shown["run"]
+    found = {name: run[name] for name in ("state", "owner", "algorithm", "code_revision", "package_version", "message")}
+    found |= {
+        "regressed": regression_text(map(Regression.model_validate, shown["regressed"])),
         "tags": ", ".join(run["tags"]),
         "num_attempts": len(shown["attempts"]),
         "num_incidents": len(shown["incidents"]),
     }
-    facts |= {f"goodput.{name}": shown["goodput"].get(name) for name in ("ettr", "wall_s", "lost_s")}
-    tags = [RunTag(f"rlhf.{name}", str(value)) for name, value in facts.items() if value not in (None, "")]
-    client.log_batch(target, tags=tags)
+    return found | {f"goodput.{name}": shown["goodput"].get(name) for name in ("ettr", "wall_s", "lost_s")}
 
 
 def _milliseconds(iso: str) -> int:

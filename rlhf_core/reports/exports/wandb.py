@@ -4,7 +4,7 @@ Nothing is sent here, and nobody has to be logged in.
 """
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.reports.exports.common import all_points, make_folder, require
 from rlhf_core.run_dir import remove_tree
+from rlhf_core.schemas.regression import REGRESSED
 
 
 def to_wandb(store: HistoryStore, run_ids: Sequence[str], out: Path) -> list[Path]:
@@ -50,7 +51,7 @@ def _write(store: HistoryStore, run_id: str, out: Path) -> Path:
         name=run_id,
         id=run_id,
         config=run["spec"],
-        tags=list(dict.fromkeys([*run["tags"], run["algorithm"], run["state"]])),
+        tags=tags(shown),
         notes=run["message"],
         dir=str(temporary),
         settings=settings,
@@ -71,6 +72,14 @@ def _write(store: HistoryStore, run_id: str, out: Path) -> Path:
     made.rename(written)
     remove_tree(temporary)
     return written
+
+
+def tags(shown: Mapping[str, Any]) -> list[str]:
+    """Tags of the exported run: its own, its algorithm, its state, and that its held-out score fell."""
+    run = shown["run"]
+    return list(
+        dict.fromkeys([*run["tags"], run["algorithm"], run["state"], *([REGRESSED] if shown["regressed"] else [])])
+    )
 
 
 def _summary(shown: dict[str, Any]) -> dict[str, Any]:
