@@ -48,6 +48,10 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "scontrol", "sbatch", "srun", "sque
 LONGEST_FOLDER = 66
 # Below the range from which Linux hands out ports to clients.
 PORTS = range(11000, 31000)
+_ENDED = {
+    *("COMPLETED", "COMPLETING", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY"),
+    *("BOOT_FAIL", "DEADLINE", "REVOKED"),
+}
 # Devices that every user may name as GPUs; root makes as many as are asked for.
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
@@ -210,7 +214,7 @@ class Cluster:
             with contextlib.suppress(subprocess.SubprocessError):
                 self.command("scancel", f"--user={getpass.getuser()}", check=False)
                 deadline = time.monotonic() + 2 * self._kill_wait_s + 5
-                while self.command("squeue", "--noheader", check=False) and time.monotonic() < deadline:
+                while self._is_at_work() and time.monotonic() < deadline:
                     time.sleep(0.2)
         running = sorted(path.stem for path in (self.folder / "run").glob("*.pid"))
         for name in sorted(running, key=lambda name: ("munged" in name, "slurmctld" in name)):
@@ -255,7 +259,8 @@ class Cluster:
             return
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-            deadline = time.monotonic() + 10
+            # slurmctld has its state to save; a slurmd that still thinks of an ended job may sleep for long.
+            deadline = time.monotonic() + (10 if name == "slurmctld" else 2)
             while _lives(pid):
                 if time.monotonic() > deadline:
                     os.kill(pid, signal.SIGKILL)
@@ -442,6 +447,22 @@ class Cluster:
         if self._gpus:
             lines = [f"NodeName={names} Name=gpu File={device}\n" for device in self._devices()]
             (self.folder / "etc" / "gres.conf").write_text("".join(lines))
+
+    def _is_at_work(self) -> bool:
+        """True if a job has not ended, or a step of one lives.
+
+        A job of which nothing lives may be called completing for a minute more: a slurmd looks at it ever more rarely.
+        """
+        jobs = self.command("squeue", "--noheader", "--states=all", "--format=%T", check=False).split()
+        return not _ENDED.issuperset(jobs) or any(self._steps())
+
+    def _steps(self) -> Iterator[int]:
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # gone, or of another user
+                if (process / "comm").read_text().strip() != "slurmstepd":
+                    continue
+                if f"SLURM_CONF={self.conf}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                    yield int(process.name)
 
     def _undisturb(self) -> None:
         self._network.remove()

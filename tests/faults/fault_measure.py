@@ -90,6 +90,8 @@ def measure(
     incident = _incident(run, begin, end, expected)
     decision = _decision(run, begin, end, incident)
     sign, limit_s = _first_sign(run, begin, end)
+    if expected.limit == "silence":
+        sign = None  # nothing but the incident tells of an agent; a rank that is looked at meanwhile is no sign of it
     signs = [time for time in (sign, incident.seen_at if incident else None) if time is not None]
     found_s = (min(signs) - begin).total_seconds() if incident is not None and truth.moment_known else None
     decided_s = (decision.decided_at - begin).total_seconds() if decision and truth.moment_known else None
