@@ -4,9 +4,8 @@ import os
 from pathlib import Path
 
 import pytest
-from skip_guard import pytest_addoption, pytest_configure
-
-__all__ = ["pytest_addoption", "pytest_configure"]
+import rerun_guard
+import skip_guard
 
 # Before any library is imported: one thread per process (tests share few cores), no hubs, no telemetry.
 os.environ.update(
@@ -24,6 +23,18 @@ SITE_VARIABLES = ("RLHF_RUNS", "RLHF_DATABASE_URL", "RLHF_SCHEDULER", "RLHF_COMP
 """Settings of the person who runs the tests. Gone at once: fixtures of a whole session come before those of a test."""
 for _variable in SITE_VARIABLES:
     os.environ.pop(_variable, None)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of both guards."""
+    skip_guard.pytest_addoption(parser)
+    rerun_guard.add_option(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Set up both guards."""
+    skip_guard.pytest_configure(config)
+    rerun_guard.configure(config)
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rerun_guard import OPTION as RERUNS
 from skip_guard import OPTION, read_allowed
 
 REPOSITORY = Path(__file__).parents[2]
@@ -45,9 +46,11 @@ def test_ci_keeps_what_the_makefile_names_and_nothing_else(tmp_path: Path) -> No
     assert seen["LANG"] == "C.UTF-8"
 
 
-def guarded(folder: Path, tests: dict[str, str], *options: str) -> "subprocess.CompletedProcess[str]":
+def guarded(
+    folder: Path, tests: dict[str, str], *options: str, conftest: str = GUARDED
+) -> "subprocess.CompletedProcess[str]":
     """Run a small suite of these modules, whose conftest has the guard."""
-    (folder / "conftest.py").write_text(GUARDED)
+    (folder / "conftest.py").write_text(conftest)
     for name, text in tests.items():
         (folder / f"test_{name}.py").write_text("import pytest\n" + text)
     return subprocess.run(
@@ -94,3 +97,40 @@ def test_every_row_says_why(tmp_path: Path) -> None:
     silent.write_text('[[skip]]\ntest = ""\nreason = "x"\nwhy = " "\n')
     with pytest.raises(ValueError, match="does not say why"):
         read_allowed(silent)
+
+
+TWICE = """
+from pathlib import Path
+
+@pytest.mark.parametrize("number", range({failing}))
+def test_first_time_never(number):
+    seen = Path(f"seen-{{number}}")
+    first = not seen.exists()
+    seen.touch()
+    assert not first, "too early"
+
+def test_steady(): pass
+"""
+BOTH = """
+import rerun_guard
+def pytest_addoption(parser): rerun_guard.add_option(parser)
+def pytest_configure(config): rerun_guard.configure(config)
+"""
+
+
+@pytest.mark.parametrize(("failing", "code"), [(0, 0), (2, 0), (3, 1)])
+def test_a_test_that_passes_the_second_time_is_named_and_many_end_it_red(
+    tmp_path: Path, failing: int, code: int
+) -> None:
+    words = ("-n", "1", "--reruns", "1", RERUNS, "2")
+    done = guarded(tmp_path, {"twice": TWICE.format(failing=failing)}, *words, conftest=BOTH)
+    assert done.returncode == code, done.stdout
+    said = done.stdout.partition("tests that were run again")[2]
+    assert said.count("AssertionError: too early") == failing
+
+
+def test_a_test_that_never_passes_fails(tmp_path: Path) -> None:
+    words = ("--reruns", "1", RERUNS, "2")
+    done = guarded(tmp_path, {"never": "def test_one(): assert False\n"}, *words, conftest=BOTH)
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED
+    assert "1 failed" in done.stdout

@@ -163,6 +163,7 @@ def test_what_a_killed_agent_left_is_found_by_its_marker(tmp_path: Path, schedul
     submission = scheduler.submit(make_request(tmp_path, "daemon"))
     agent, daemon = _pid(tmp_path, "agent"), _pid(tmp_path, "daemon")
     os.kill(int(submission.job_id), signal.SIGKILL)
+    wait_for(lambda: not is_alive(int(submission.job_id)))  # what is killed is there for some milliseconds more
     assert _state(scheduler, submission) is JobState.RUNNING  # its agent is still there
     adopted = scheduler.find(run_id_of(tmp_path), 1)
     assert adopted is not None

@@ -1,0 +1,51 @@
+"""A guard for `make test`: a test that passes only when it is run again is named with its failure, and few may do so.
+
+Hundreds of tests start real processes, servers and clusters on whatever is left of two cores. One of them that is once
+too early must not hide what all others say; many that are so are a fault of the product or of the tests.
+"""
+
+import pytest
+
+OPTION = "--most-reruns"
+
+
+class RerunGuard:
+    """Collects the tests of a session that were run again, and fails it when there are too many."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._failures: list[tuple[str, str]] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Take note of a failure after which the test is run again."""
+        if report.outcome == "rerun":  # type: ignore[comparison-overlap] # pytest-rerunfailures' own
+            self._failures.append((report.nodeid, str(report.longrepr)))
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """End the session red when too many were run again."""
+        if len(self._failures) > self._most and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Show the failures that the second run would hide."""
+        if not self._failures:
+            return
+        terminalreporter.section("tests that were run again", yellow=True)
+        for test, failure in self._failures:
+            terminalreporter.line(f"{test}\n{failure}\n")
+        terminalreporter.line(
+            f"{len(self._failures)} tests failed and were run again; {self._most} may. Each is a test to mend, or a "
+            "fault that shows itself rarely."
+        )
+
+
+def add_option(parser: pytest.Parser) -> None:
+    """Add the option that `make test` gives beside ``--reruns``."""
+    parser.addoption(OPTION, type=int, default=None, help="fail when more tests than this were run again")
+
+
+def configure(config: pytest.Config) -> None:
+    """Watch over the second runs where the option was given, in the one process that hears of all tests."""
+    most = config.getoption(OPTION)
+    if most is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(RerunGuard(most), "rerun-guard")
