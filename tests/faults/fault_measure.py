@@ -104,12 +104,14 @@ def measure(
     cancelled = is_failure and state == "cancelled" and incident is None
     if cancelled:
         kind, action = "user_cancel", "stop"
+    # Where a fault may pass a run by, finishing is right.
+    harmless = incident is None and state == "completed" and "none" in expected.kinds and "" in expected.actions
     return Row(
         scenario=scenario,
         number=number,
         row=fault.row,
         control=not is_failure,
-        found=incident is not None or cancelled or (is_failure and decision is not None),
+        found=incident is not None or cancelled or (is_failure and decision is not None) or harmless,
         found_s=found_s,
         limit_s=limit_s,
         decided_s=decided_s,
