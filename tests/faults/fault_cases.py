@@ -257,7 +257,15 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind("metrics and events deleted while they are written", Expected(), outside="delete_metrics"),
     Kind("SIGSTOP of agent 0", _LOST, outside="stop_leader", takes_node=True, num_nodes=2, needs=_SLURM),
-    Kind("SIGSTOP of another agent", _LOST, outside="stop_agent", takes_node=True, num_nodes=2, needs=_SLURM),
+    Kind(
+        "SIGSTOP of another agent",
+        _LOST,
+        outside="stop_agent",
+        takes_node=True,
+        num_nodes=2,
+        more_steps=20,  # its ranks go on: the run must not be over before the agent is given up
+        needs=_SLURM,
+    ),
     Kind("agent 0's node frozen", _LOST, outside="freeze_leader", takes_node=True, num_nodes=2, needs=_SLURM),
     Kind("another node frozen", _LOST, outside="freeze_another", takes_node=True, num_nodes=2, needs=_SLURM),
     Kind(
@@ -302,6 +310,7 @@ KINDS: tuple[Kind, ...] = (
         outside="kill_stepd",
         takes_node=True,
         num_nodes=2,
+        more_steps=20,
         needs=_SLURM,
     ),
     Kind(
