@@ -123,7 +123,7 @@ def measure(
         action_right=action in expected.actions if expected.actions else None,
         again_s=again_s,
         cold_s=cold_s,
-        again_in_time=_again_in_time(decision, found_s, again_s, cold_s),
+        again_in_time=_again_in_time(run, begin, end, decision, found_s, again_s, cold_s),
         steps_lost=_steps_lost(run, begin) if is_failure else None,
         same_numbers=same if expected.same_numbers else None,
         submitted_twice=jobs - len(run.attempts()),
@@ -275,10 +275,17 @@ def _cold_start(run: RunDir) -> float | None:
 
 
 def _again_in_time(
-    decision: Decision | None, found_s: float | None, again_s: float | None, cold_s: float | None
+    run: RunDir,
+    begin: datetime,
+    end: datetime,
+    decision: Decision | None,
+    found_s: float | None,
+    again_s: float | None,
+    cold_s: float | None,
 ) -> bool | None:
     """Whether training was back in time, counted from when the fault was found: finding it has a target of its own."""
     if decision is None or found_s is None or again_s is None or cold_s is None or decision.action is Action.STOP:
         return None
-    limit_s = 1.5 * cold_s + 5 if decision.action is Action.RESTART_IN_PLACE else cold_s + 30
-    return again_s - found_s <= limit_s
+    # Two faults at once may need both: an agent is lost, and the new attempt finds a damaged checkpoint.
+    is_new = any(begin <= one.decided_at < end and one.action is Action.NEW_ATTEMPT for one in all_decisions(run))
+    return again_s - found_s <= (cold_s + 30 if is_new else 1.5 * cold_s + 5)
