@@ -4,10 +4,10 @@ Agents and workers are real processes, as a scheduler would start them. The stra
 """
 
 import base64
+import contextlib
 import os
 import pickle
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -64,24 +64,25 @@ def listening(run: AgentRun) -> list[tuple[str, int]]:
     return found
 
 
-def store_at(host: str, port: int) -> Any:
-    """A client of torch's store; whoever is no store makes it wait in vain, in a thread that is left behind."""
+def stores_at(places: list[tuple[str, int]]) -> list[Any]:
+    """Clients of torch's stores; whoever is no store makes one wait in vain, in a thread that is left behind."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     found: list[Any] = []
 
-    def connect() -> None:
-        patience = timedelta(seconds=2)
-        try:
-            found.append(TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience))
-            found[0].set("stranger", "here")
-        except RuntimeError:
-            found.clear()
+    def connect(host: str, port: int) -> None:
+        with contextlib.suppress(RuntimeError):
+            store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=2))
+            store.set("stranger", "here")
+            found.append(store)
 
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(3.0)
-    return found[0] if found and not thread.is_alive() else None
+    threads = [threading.Thread(target=connect, args=place, daemon=True) for place in places]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + 3.0
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    return found
 
 
 class Bomb:
@@ -107,7 +108,7 @@ def test_a_run_on_one_node_listens_on_loopback_only_and_has_no_store_there(agent
     assert [place for place in places if place[0] != "127.0.0.1"] == []
     # What is left are the sockets of gloo. Nobody there takes an order, or lists keys.
     assert places, "the negative control: gloo does listen, so that something is seen here"
-    assert {store_at(*place) for place in places} == {None}
+    assert stores_at(places) == []
     (run.run_dir.root / "go").touch()
     assert run.finish()[0] == 0, run.printed(0)
     assert run.outcome().state is AttemptState.COMPLETED
@@ -153,15 +154,9 @@ def test_files_of_workers_on_a_node_lie_where_no_other_user_reaches_them(tmp_pat
 def board_of(run: AgentRun) -> Any:
     """The store of the agents, as a stranger finds it."""
     ports = candidate_ports(job_marker(run.run_dir.run_id, run.attempt))
-    return wait_for(lambda: next((found for port in ports if (found := _open_store(port)) is not None), None))
-
-
-def _open_store(port: int) -> Any:
-    with socket.socket() as probe:
-        probe.settimeout(1.0)
-        if probe.connect_ex(("127.0.0.1", port)) != 0:
-            return None
-    return store_at("127.0.0.1", port)
+    (port,) = wait_for(lambda: [port for host, port in listening(run) if port in ports])
+    (store,) = stores_at([("127.0.0.1", port)])
+    return store
 
 
 def forge(board: Any, run: AgentRun, bomb: Path) -> None:
@@ -223,7 +218,7 @@ def test_forged_orders_and_a_planted_pickle_change_nothing(agent_run: MakeRun, t
 
 def test_who_believes_everything_obeys_the_stranger(agent_run: MakeRun, tmp_path: Path) -> None:
     """Negative control: the same orders, and agents that do not verify what they read."""
-    run = agent_run(num_nodes=2, train={"num_steps": 5000})
+    run = agent_run(num_nodes=2, train={"num_steps": 5000}, supervise={"agent_floor_s": 3.0})
     run.program = ("-c", CREDULOUS)
     run.start_all(2)
     board = board_of(run)
@@ -232,7 +227,7 @@ def test_who_believes_everything_obeys_the_stranger(agent_run: MakeRun, tmp_path
     forge(board, run, tmp_path / "exploded")
     assert run.finish_all() == [1, 1]
     assert run.outcome().state is AttemptState.FAILED
-    assert "forged" in run.outcome().message
+    assert ": forged" in run.printed(0) + run.printed(1), "an agent says so of its end"
     assert not any(map(is_alive, workers.values()))
 
 
