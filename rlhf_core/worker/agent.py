@@ -35,6 +35,7 @@ from rlhf_core.schemas.team import NodeEnd, NodeState, Orders, Ready, Step
 from rlhf_core.worker import endings, node_facts, probing, processes
 from rlhf_core.worker.board import (
     JOIN_S,
+    LOOPBACK,
     Board,
     BoardLost,
     MemoryBoard,
@@ -59,7 +60,6 @@ from rlhf_core.worker.team import Message, Team
 from rlhf_core.worker.watch import Exit, Started, Watch
 from rlhf_core.worker.worker_process import AGENT_VARIABLE, SLOTS_VARIABLE
 
-LOOPBACK = "127.0.0.1"
 ALONE_S = 15.0
 """After this an agent that contradicts the plan, and sees no agent 0, takes it that all do."""
 CONFUSED_S = 1.0
@@ -227,7 +227,12 @@ def _board(site: Site, signer: MessageSigner | None) -> Board:
         return MemoryBoard()
     try:
         if nodes.is_first:
-            return host_board(nodes.address, signer, site.events.say)
+            listen_at = nodes.listening_address
+            if not listen_at:
+                site.events.say(
+                    f"{nodes.address} leads to no interface that others reach: stores listen on all of them"
+                )
+            return host_board(nodes.address, listen_at, signer)
 
         def pause(seconds: float) -> bool:
             return any(number in ENDING for number in site.inbox.wait(seconds))
@@ -696,7 +701,7 @@ class Agent:
         step = self._may_start(asked)
         nodes = self._job.nodes
         if step.action == "start" and nodes.num > 1:
-            self._worker_store, store = host_worker_store(nodes.address, self._events.say)
+            self._worker_store, store = host_worker_store(nodes.address, nodes.listening_address)
             step = step.model_copy(update={"store": store})
         return step
 

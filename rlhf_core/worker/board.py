@@ -8,7 +8,7 @@ torch's store asks nobody who they are. It listens on the address of the node in
 from it is believed when it is signed (``signing.py``).
 """
 
-import errno
+import contextlib
 import hashlib
 import hmac
 import queue
@@ -30,6 +30,7 @@ ANSWER_S = 5.0
 BACKLOG = 1024
 """Connections that may wait to be accepted: all workers of a start come at once."""
 MARK = "rlhf/marker"
+LOOPBACK = "127.0.0.1"
 
 
 class BoardLost(Exception):
@@ -116,13 +117,13 @@ def candidate_ports(marker: str) -> list[int]:
     return list(dict.fromkeys(PORTS.start + number % len(PORTS) for number in numbers))
 
 
-def host_board(address: str, signer: MessageSigner, say: Callable[[str], None] = lambda text: None) -> StoreBoard:
+def host_board(address: str, listen_at: str, signer: MessageSigner) -> StoreBoard:
     """Start the store of an attempt; for agent 0.
 
     Args:
-        address: Of agent 0's node.
+        address: Of agent 0's node, as the others know it.
+        listen_at: Address to listen on; empty for all interfaces.
         signer: Its own.
-        say: Told where the store has to listen on all interfaces.
 
     Raises:
         BoardLost: all candidate ports are taken.
@@ -130,76 +131,51 @@ def host_board(address: str, signer: MessageSigner, say: Callable[[str], None] =
     taken = []
     for port in candidate_ports(signer.marker):
         try:
-            store, endpoint = _host_store(address, port, say)
+            store, port = _host_store(listen_at, port)
         except (OSError, RuntimeError) as error:
             taken.append(f"{port}: {str(error).splitlines()[0]}")
             continue
-        store.set(MARK, signer.mark(endpoint))
-        return StoreBoard(store, endpoint)
+        store.set(MARK, signer.mark(f"{address}:{port}"))
+        return StoreBoard(store, f"{address}:{port}")
     raise BoardLost(f"none of the ports of {signer.marker} is free ({'; '.join(taken)})")
 
 
-def host_worker_store(address: str, say: Callable[[str], None] = lambda text: None) -> tuple[Any, str]:
+def host_worker_store(address: str, listen_at: str) -> tuple[Any, str]:
     """A store in which the workers of one start meet, and its ``host:port``; for agent 0.
 
     It lives as long as the object is kept.
+
+    Args:
+        address: Of agent 0's node, as the others know it.
+        listen_at: Address to listen on; empty for all interfaces.
 
     Raises:
         OSError: no port is free.
         RuntimeError: torch cannot start it.
     """
-    return _host_store(address, 0, say)
-
-
-def _host_store(address: str, port: int, say: Callable[[str], None]) -> tuple[Any, str]:
-    """A store that listens on one address, not on all interfaces as torch's own choice would be."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    listener, reached_at = _listen(address, port, say)
-    port = listener.getsockname()[1]
-    patience = timedelta(seconds=ANSWER_S)
-    store = TCPStore(
-        reached_at,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=patience,
-        master_listen_fd=listener.detach(),
-    )
+    store, port = _host_store(listen_at, 0)
     return store, f"{address}:{port}"
 
 
-def _listen(address: str, port: int, say: Callable[[str], None]) -> tuple[socket.socket, str]:
-    """A listening socket on an address of this node, and where this process itself reaches it.
+def _host_store(listen_at: str, port: int) -> tuple[Any, int]:
+    """A store that listens on one address, not on all interfaces as torch's own choice would be; and its port."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    Raises:
-        OSError: the port is taken.
-    """
-    try:
-        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-    except OSError:
-        found = []
-    for family, _, _, _, place in found:
-        try:
-            return _bound(family, place), str(place[0])
-        except OSError as error:
-            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-                raise
-    # An attempt that cannot be reached at its own address is ended by the probe, which can say why.
-    say(f"{address} is on no interface of this node: the store of the agents listens on all of them")
-    return _bound(socket.AF_INET, ("", port)), "127.0.0.1"
-
-
-def _bound(family: int, place: tuple[Any, ...]) -> socket.socket:
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(place)
+        listener.bind((listen_at, port))
         listener.listen(BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
+        port = listener.getsockname()[1]
+        store = TCPStore(
+            listen_at or LOOPBACK,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=ANSWER_S),
+            master_listen_fd=listener.detach(),
+        )
+    return store, port
 
 
 def join_board(

@@ -48,7 +48,7 @@ def test_what_one_leaves_the_other_finds_also_when_the_first_port_is_taken(marke
     with socket.socket() as stranger:
         stranger.bind(("", candidate_ports(marker)[0]))
         stranger.listen()
-        hosted = host_board("127.0.0.1", signer(marker))
+        hosted = host_board("127.0.0.1", "127.0.0.1", signer(marker))
         assert hosted.endpoint.endswith(str(candidate_ports(marker)[1]))
         joined = join_board("127.0.0.1", signer(marker, 1), asleep, 20.0)
         joined.set("a", "1")
@@ -60,22 +60,13 @@ def test_the_store_of_another_attempt_is_not_taken(marker: str, monkeypatch: pyt
     """An attempt that has just ended may still hold the port that follows from another one's name."""
     ports = candidate_ports(marker)[:1]
     monkeypatch.setattr(board, "candidate_ports", lambda _: ports)
-    hosted = host_board("127.0.0.1", signer("someone-else/1"))
+    hosted = host_board("127.0.0.1", "127.0.0.1", signer("someone-else/1"))
     with pytest.raises(BoardLost, match="belongs to someone-else/1"):
         join_board("127.0.0.1", signer(marker, 1), asleep, 1.0)
     with pytest.raises(BoardLost, match="not its key"):
         join_board("127.0.0.1", signer("someone-else/1", 1, b"1" * 64), asleep, 1.0)
     # Negative control: with its own mark it is.
     assert join_board("127.0.0.1", signer("someone-else/1", 1), asleep, 10.0).endpoint == hosted.endpoint
-
-
-def test_an_address_of_no_interface_is_said_and_listened_for_everywhere(marker: str) -> None:
-    """The probe of the nodes ends such an attempt, and can only do so when the agents have met."""
-    said: list[str] = []
-    hosted = host_board("192.0.2.1", signer(marker), said.append)  # RFC 5737: nobody has it
-    assert said == ["192.0.2.1 is on no interface of this node: the store of the agents listens on all of them"]
-    hosted.set("a", "1")
-    assert hosted.get(["a"]) == ["1"]
 
 
 def test_who_is_to_end_does_not_look_any_longer(marker: str) -> None:
@@ -126,7 +117,7 @@ HOST = textwrap.dedent(
     import sys, time
     from rlhf_core.worker.board import host_board
     from rlhf_core.worker.signing import MessageSigner
-    board = host_board("127.0.0.1", MessageSigner(b"0" * 64, sys.argv[1], 0))
+    board = host_board("127.0.0.1", "", MessageSigner(b"0" * 64, sys.argv[1], 0))
     board.set("orders", "")
     print("up", flush=True)
     time.sleep(60)
