@@ -3,17 +3,21 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from flows.session import opened
 from flows.stages import SAVE_PATIENCE_S, cancel, order_to_end
 from flows.trial import trials_of
 from rlhf_core.config import Site
-from rlhf_core.errors import LeaseLost, SchedulerError
+from rlhf_core.errors import LeaseLost, RunDirError, SchedulerError, UnknownRun
+from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir import RunDir, write_model
 from rlhf_core.scheduler import JobState, get_scheduler
 from rlhf_core.schemas.attempts import RunState
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.watchdog.missing import close_missing
 from rlhf_core.watchdog.watch import record
 
 CONTROLLER_PATIENCE_S = 60.0
@@ -78,6 +82,44 @@ def cancel_run(
         f"the job of run {run_id} was ended, but its controller does not answer; the run is marked when it does, or by "
         f"`rlhf cancel {run_id}` once its lease has run out",
     )
+
+
+def cancel_missing(run: str, site: Site, store: HistoryStore, reason: str) -> Cancelled | None:
+    """End what is at work for a run whose directory was removed or moved away, and close the run in the history.
+
+    Its journal is gone with the directory: its jobs are found by the marker that each carries.
+
+    Args:
+        run: its id, or as much of it as names one run.
+
+    Returns:
+        How it went; None where the history knows no such run.
+
+    Raises:
+        RunDirError: the folder of all runs is not there either: its file system may be away.
+        SchedulerError: it does not answer, or something of a job is still there.
+    """
+    try:
+        run_id = queries.resolve_run(store, run)
+    except UnknownRun:
+        return None
+    root = Path(queries.run_dir_of(store, run_id))
+    if not root.parent.is_dir():
+        raise RunDirError(
+            f"{root.parent}, the folder of all runs, is not there: mend its file system, then cancel again"
+        )
+    scheduler = get_scheduler(site.scheduler)
+    jobs = [living.submission for living in scheduler.living() if living.run_id == run_id]
+    for job in jobs:
+        if not scheduler.cancel(job):
+            raise SchedulerError(f"job {job.job_id} could not be ended: something of it is still at work")
+    ended = f"ended by its marker: job {', '.join(job.job_id for job in jobs)}" if jobs else "no job of it was at work"
+    cause = f"the run directory is gone: {root}. Cancelled ({reason}); {ended}"
+    closed = close_missing(run_id, store, cause, utc_now())
+    state = RunState(queries.show_run(store, run_id)["run"]["state"])
+    how = f"is closed as {state.value}" if closed else f"had ended ({state.value})"
+    message = f"the directory of run {run_id}, {root}, is gone; the run {how}; {ended}"
+    return Cancelled(state, True, message)
 
 
 def _patience(save: bool) -> str:

@@ -42,6 +42,7 @@ Not among them are exceptions by which one part of a package tells another how t
     rlhf_core.worker.board.BoardLost          agents lose the place where they meet
     rlhf_core.worker.elastic.StartAbandoned   workers were to end before they were started
     rlhf_core.worker.nodes.NodesError         the environment of a node contradicts itself
+    rlhf_core.worker.signing.MessageRefused   a text in the agents' store is none of their messages
 
 Python's own are raised where its rules ask for them (validators, numbers that make no sense) and for mistakes in this
 program; `rlhf` then says that it is one.

@@ -451,6 +451,11 @@ class AttemptDir:
         return self.root / "claim"
 
     @property
+    def key(self) -> Path:
+        """Key of the messages between agents; the first agent makes it. Only the owner of the run may read it."""
+        return self.root / "key"
+
+    @property
     def commands(self) -> Path:
         """Folder of orders from the control plane to agent 0."""
         return self.root / "commands"

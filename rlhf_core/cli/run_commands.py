@@ -231,26 +231,27 @@ def cancel(
 ) -> None:
     """End a run and prove that its job is gone, with or without a living controller. One that was asked for and that no
     worker has begun is taken back."""
-    from flows.cancelling import cancel_run
+    from flows.cancelling import Cancelled, cancel_missing, cancel_run
     from rlhf_core.config import load_site
     from rlhf_core.errors import UnknownRun
     from rlhf_core.history.store import HistoryStore
+    from rlhf_core.schemas.attempts import RunState
 
     site = load_site()
     with HistoryStore(site.database_url) as store:
         try:
             run_dir = find_run(store, site, run)
         except UnknownRun:
-            if not _withdraw(site, run, reason or "rlhf cancel"):
+            missing = cancel_missing(run, site, store, reason or "rlhf cancel")
+            if missing is None and not _withdraw(site, run, reason or "rlhf cancel"):
                 raise
-            if as_json:
-                output.print_json({"run_id": run, "state": "cancelled", "job_ended": True})
-            else:
-                output.print_text(f"run {run} had not begun; its flow run in Prefect is cancelled")
-            return
-        outcome = cancel_run(run_dir, site, store, reason or "rlhf cancel", save=save, say=output.note)
+            not_begun = f"run {run} had not begun; its flow run in Prefect is cancelled"
+            run_id, outcome = run, missing or Cancelled(RunState.CANCELLED, True, not_begun)
+        else:
+            run_id = run_dir.run_id
+            outcome = cancel_run(run_dir, site, store, reason or "rlhf cancel", save=save, say=output.note)
     if as_json:
-        output.print_json({"run_id": run_dir.run_id, "state": outcome.state, "job_ended": outcome.job_ended})
+        output.print_json({"run_id": run_id, "state": outcome.state, "job_ended": outcome.job_ended})
     else:
         output.print_text(outcome.message)
 

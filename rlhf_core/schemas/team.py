@@ -27,6 +27,8 @@ class Step(Schema):
     """Restarts in place until then."""
     damaged: tuple[str, ...] = ()
     """Checkpoints that the workers must not go on from."""
+    store: str = ""
+    """``host:port`` of the store in which the workers of this start meet; empty where there is one node only."""
 
 
 class NodeState(Schema):

@@ -201,7 +201,9 @@ class CheckpointWriter:
         self._check_room(progress.step, needed)
         self._together(partial, lambda: self._begin(partial))
         checksums = self._together(partial, lambda: self._write_part(partial, model, state))
-        files = {name: found for part in self._ranks.gather(checksums) for name, found in part.items()}
+        told = {name: found.model_dump() for name, found in checksums.items()}
+        parts = self._ranks.gather(told)
+        files = {name: FileChecksum.model_validate(found) for part in parts for name, found in part.items()}
         self._together(partial, lambda: self._finish(partial, final, progress, files))
         return final
 

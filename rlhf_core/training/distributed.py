@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -24,6 +25,10 @@ from rlhf_core.training.types import Reporter, WorkerContext
 
 Item = TypeVar("Item")
 
+MAX_GATHERED_BYTES = 256 << 20
+"""Longest value that a rank may tell the others: a length that is no rank's own must not take all memory."""
+
+_POLL_S = 0.02
 _EVIDENCE_S = 600.0
 """Time left to the agent to collect evidence before a collective gives up by itself, in seconds."""
 
@@ -62,18 +67,37 @@ class Ranks:
         return [float(value) for value in vector.tolist()]
 
     def gather(self, value: Item) -> list[Item]:
-        """Every rank's value in rank order, on every rank. For small things: it is pickled."""
-        values: list[Any] = [None] * self.num_ranks
+        """Every rank's value in rank order, on every rank. For small things that JSON knows: no tuples, no classes.
+
+        Nothing is unpickled: whoever comes between two ranks must not get code to run.
+
+        Raises:
+            WorkerError: a rank's value is longer than ``MAX_GATHERED_BYTES``.
+        """
+        content = json.dumps(value).encode()
         with self.reporter.collective():
-            dist.all_gather_object(values, value)
-        return values
+            sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.num_ranks)]
+            dist.all_gather(sizes, torch.tensor([len(content)], device=self.device))
+            lengths = [_checked_length(rank, int(size)) for rank, size in enumerate(sizes)]
+            parts = [torch.zeros(max(lengths), dtype=torch.uint8, device=self.device) for _ in lengths]
+            dist.all_gather(parts, _padded(content, max(lengths), self.device))
+        return [json.loads(_bytes(part, length)) for part, length in zip(parts, lengths, strict=True)]
 
     def from_first(self, text: str) -> str:
-        """Rank 0's text, on every rank."""
-        box = [text]
+        """Rank 0's text, on every rank.
+
+        Raises:
+            WorkerError: it is longer than ``MAX_GATHERED_BYTES``.
+        """
+        content = json.dumps(text).encode() if self.is_first else b""
         with self.reporter.collective():
-            dist.broadcast_object_list(box, src=0)
-        return box[0]
+            size = torch.tensor([len(content)], device=self.device)
+            dist.broadcast(size, src=0)
+            length = _checked_length(0, int(size))
+            data = _padded(content, length, self.device)
+            dist.broadcast(data, src=0)
+        told: str = json.loads(_bytes(data, length))
+        return told
 
     def deal(self, items: Sequence[Item]) -> Sequence[Item]:
         """This rank's contiguous part of a global batch; the parts of all ranks, in rank order, make up the batch."""
@@ -92,33 +116,36 @@ class Ranks:
             self.store.set(f"{topic}/{self.rank}", json.dumps(content))
             for rank in range(self.num_ranks):
                 key = f"{topic}/{rank}"
-                try:
-                    self.store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
-                except dist.DistStoreError:
+                if not self._comes(key, deadline):
                     continue
                 answers[rank] = json.loads(self.store.get(key))
             # Rank 0 holds the store: it must not end before the others have read.
             self.store.add(f"{topic}/read", 1)
             if self.is_first:
                 self._wait_for_readers(f"{topic}/read", len(answers), wait_s)
-        except dist.DistError:
+        except RuntimeError:  # torch's own for a store that is gone; a file store has no other
             answers.setdefault(self.rank, content)
         return answers
 
+    def _comes(self, key: str, deadline: float) -> bool:
+        """Whether a key is in the store by then. The wait of torch's file store looks only once a second."""
+        while not self.store.check([key]):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
     def _wait_for_readers(self, key: str, num_readers: int, wait_s: float) -> None:
-        for _ in range(int(wait_s / 0.05)):
-            if self.store.add(key, 0) >= num_readers:
-                return
-            try:
-                self.store.wait([f"{key}/never"], timedelta(seconds=0.05))
-            except dist.DistStoreError:
-                continue
+        deadline = time.monotonic() + wait_s
+        while self.store.add(key, 0) < num_readers and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
 
 
 def init_process_group(context: WorkerContext) -> Ranks:
     """Join the ranks of this role: gloo on CPU, NCCL on GPU; threads and determinism are set on the way.
 
-    Reads MASTER_ADDR and MASTER_PORT from the environment (torch elastic sets them).
+    Ranks of one node meet in the file ``context.store``: no port is opened for that. All others meet at MASTER_ADDR and
+    MASTER_PORT, where agent 0 keeps a store (torch elastic sets the variables).
 
     Raises:
         WorkerError: the spec asks for GPUs and this node shows none to this rank.
@@ -129,7 +156,7 @@ def init_process_group(context: WorkerContext) -> Ranks:
     make_deterministic(device)
     timeout = collective_timeout(spec.supervise)
     with context.reporter.collective():
-        store, rank, num_ranks = next(iter(rendezvous("env://", context.rank, context.num_ranks, timeout=timeout)))
+        store, rank, num_ranks = _meet(context, timeout)
         store.set_timeout(timeout)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
@@ -142,6 +169,13 @@ def init_process_group(context: WorkerContext) -> Ranks:
     ranks = Ranks(rank, num_ranks, device, context.reporter, PrefixStore("ranks", store))
     ranks.log(f"{context.role}: {num_ranks} ranks on {device.type}, {torch.get_num_threads()} threads each")
     return ranks
+
+
+def _meet(context: WorkerContext, timeout: timedelta) -> tuple[Store, int, int]:
+    if context.store is not None:
+        return FileStore(str(context.store), context.num_ranks), context.rank, context.num_ranks
+    store, rank, num_ranks = next(iter(rendezvous("env://", context.rank, context.num_ranks, timeout=timeout)))
+    return store, rank, num_ranks
 
 
 def leave_process_group(ranks: Ranks) -> None:
@@ -169,6 +203,20 @@ def make_deterministic(device: torch.device) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time, changes nothing
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.benchmark = False
+
+
+def _checked_length(rank: int, length: int) -> int:
+    if not 0 <= length <= MAX_GATHERED_BYTES:
+        raise WorkerError(f"rank {rank} announced {length} bytes for all ranks, expected at most {MAX_GATHERED_BYTES}")
+    return length
+
+
+def _padded(content: bytes, length: int, device: torch.device) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content.ljust(length, b"\0")), dtype=torch.uint8).to(device)
+
+
+def _bytes(data: torch.Tensor, length: int) -> bytes:
+    return data[:length].cpu().numpy().tobytes()
 
 
 def _device(gpus_per_node: int, local_rank: int) -> torch.device:

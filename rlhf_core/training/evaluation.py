@@ -4,7 +4,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
@@ -68,9 +68,10 @@ class Evaluator:
         keep = self.spec.evaluate.keep_samples
         kept = [sample for samples in own for sample in samples][:keep]
         scores = [[sample.score for sample in samples] for samples in own]
-        parts = self.ranks.gather((scores, [sample.model_dump() for sample in kept]))
-        all_scores = [samples for part_scores, _ in parts for samples in part_scores]
-        table = [EvaluationSample(**sample) for _, part_kept in parts for sample in part_kept]
+        own_part: dict[str, list[Any]] = {"scores": scores, "kept": [sample.model_dump() for sample in kept]}
+        parts = self.ranks.gather(own_part)
+        all_scores = [samples for part in parts for samples in part["scores"]]
+        table = [EvaluationSample(**sample) for part in parts for sample in part["kept"]]
         num_samples = sum(len(samples) for samples in all_scores)
         low, high = mean_interval(all_scores, self.spec.evaluate.confidence)
         return EvaluationReport(

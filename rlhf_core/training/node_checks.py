@@ -230,7 +230,7 @@ def _exchange(place: Place, store: Any, name: str, peer: int, device: torch.devi
         # One of the two says how often, for both must do the same.
         if place.node == low:
             own.set("count", str(min(MAX_EXCHANGES, max(1, round(PAIR_S / first_s)))))
-        count = int(own.get("count"))
+        count = min(MAX_EXCHANGES, int(own.get("count")))
         best_s = min(first_s, *(_time_exchange(group, data) for _ in range(count)))
     except RuntimeError as error:
         said = str(error).strip().splitlines()

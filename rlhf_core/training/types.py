@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Literal, Protocol
 
 from pydantic import JsonValue
@@ -70,6 +71,8 @@ class WorkerContext:
     reporter: Reporter
     damaged: frozenset[str] = frozenset()
     """Checkpoints that this attempt has found damaged: not to be used, whatever a file system still shows of them."""
+    store: Path | None = None
+    """File in which the ranks meet when all are on one node; without it they meet at MASTER_ADDR and MASTER_PORT."""
 
     @property
     def spec(self) -> RunSpec:

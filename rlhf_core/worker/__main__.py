@@ -58,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_attempt(role)
     role.add_argument("--restart", type=int, required=True, help="number of the restart, from 0")
     role.add_argument("--node", required=True, help="name of this node")
+    role.add_argument("--store", type=Path, help="file in which the ranks meet when all are on this node")
     role.add_argument("--target", help="module:function to run instead of the native training code")
     role.add_argument("--path", type=Path, action="append", default=[], help="folder to import the target from")
     role.add_argument("--damaged", action="append", default=[], help="checkpoint that is not to be used")
@@ -108,6 +109,7 @@ def _role(parsed: argparse.Namespace) -> int:
             attempt=parsed.attempt,
             restart=parsed.restart,
             node=parsed.node,
+            store=parsed.store,
             target=parsed.target,
             import_paths=tuple(parsed.path),
             damaged=tuple(parsed.damaged),

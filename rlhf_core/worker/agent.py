@@ -33,7 +33,16 @@ from rlhf_core.schemas.resources import JOB_VARIABLE, Placement, Role, RolePlan,
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.team import NodeEnd, NodeState, Orders, Ready, Step
 from rlhf_core.worker import endings, node_facts, probing, processes
-from rlhf_core.worker.board import JOIN_S, Board, BoardLost, MemoryBoard, host_board, join_board
+from rlhf_core.worker.board import (
+    JOIN_S,
+    LOOPBACK,
+    Board,
+    BoardLost,
+    MemoryBoard,
+    host_board,
+    host_worker_store,
+    join_board,
+)
 from rlhf_core.worker.collectives import BUFFER_SIZE, BUFFER_VARIABLE
 from rlhf_core.worker.damaged import DamagedCheckpoints
 from rlhf_core.worker.endings import Failure, NodeReport
@@ -45,10 +54,11 @@ from rlhf_core.worker.nodes import Nodes, NodesError, interface_of
 from rlhf_core.worker.preparation import GpuWait, prebuild
 from rlhf_core.worker.roles import TARGETS
 from rlhf_core.worker.signals import ENDING, SignalInbox
+from rlhf_core.worker.signing import MessageSigner, attempt_secret
 from rlhf_core.worker.supervisor import Asked, Patience, Supervisor
 from rlhf_core.worker.team import Message, Team
 from rlhf_core.worker.watch import Exit, Started, Watch
-from rlhf_core.worker.worker_process import AGENT_VARIABLE, SLOTS_VARIABLE, spare_outcome
+from rlhf_core.worker.worker_process import AGENT_VARIABLE, SLOTS_VARIABLE
 
 ALONE_S = 15.0
 """After this an agent that contradicts the plan, and sees no agent 0, takes it that all do."""
@@ -143,7 +153,8 @@ def run_agent(
     try:
         if problem:
             raise AttemptFailed(FailureKind.CONFIG, f"{nodes.name}: {problem}")
-        site.team = Team(nodes, _board(site))
+        signer = _signer(site)
+        site.team = Team(nodes, _board(site, signer), signer)
         spec, placement = _read(directory, attempt, nodes)
         job = Job(directory, attempt, nodes, spec, placement, targets or {}, import_paths)
         ending = Agent(job, inbox, leader, site.events, site.team, ExitDeadline(site.last_words)).run()
@@ -192,23 +203,41 @@ def _is_left_to_say_so(attempt: AttemptDir, name: str, problem: str, inbox: Sign
     return False
 
 
-def _board(site: Site) -> Board:
+def _signer(site: Site) -> MessageSigner | None:
+    """What signs the messages of this agent; none for one that is alone, which sends none.
+
+    Raises:
+        OSError: the key of the attempt can be neither made nor read.
+        ValueError: its file holds something else.
+    """
+    if site.nodes.num == 1:
+        return None
+    secret = attempt_secret(site.run_dir.attempt(site.attempt).key)
+    return MessageSigner(secret, job_marker(site.run_dir.run_id, site.attempt), site.nodes.index)
+
+
+def _board(site: Site, signer: MessageSigner | None) -> Board:
     """Where the agents meet.
 
     Raises:
         AttemptFailed: they did not.
     """
-    nodes, marker = site.nodes, job_marker(site.run_dir.run_id, site.attempt)
-    if nodes.num == 1:
+    nodes = site.nodes
+    if signer is None:
         return MemoryBoard()
     try:
         if nodes.is_first:
-            return host_board(nodes.address, marker)
+            listen_at = nodes.listening_address
+            if not listen_at:
+                site.events.say(
+                    f"{nodes.address} leads to no interface that others reach: stores listen on all of them"
+                )
+            return host_board(nodes.address, listen_at, signer)
 
         def pause(seconds: float) -> bool:
             return any(number in ENDING for number in site.inbox.wait(seconds))
 
-        return join_board(nodes.addresses[0], marker, pause)
+        return join_board(nodes.addresses[0], signer, pause)
     except BoardLost as error:
         raise AttemptFailed(FailureKind.RENDEZVOUS, str(error)) from error
 
@@ -298,6 +327,7 @@ class Agent:
             probing.Place(job.run_dir, job.attempt, job.nodes, job.spec, job.placement, team.endpoint)
         )
         self._gpus: GpuWait | None = None
+        self._worker_store: object = None
         self._restart = 0
         self._restart_is_used = False
 
@@ -346,8 +376,6 @@ class Agent:
         finally:
             supervisor.stop()
             self._end_all()
-            for index in range(num_slots):
-                spare_outcome(slots.path, index).unlink(missing_ok=True)
             slots.remove()
 
     def _meet(self, supervisor: Supervisor) -> Ending | None:
@@ -446,9 +474,16 @@ class Agent:
         os.environ.setdefault(BUFFER_VARIABLE, BUFFER_SIZE)
         os.environ[AGENT_VARIABLE] = str(os.getpid())
         os.environ.setdefault("OMP_NUM_THREADS", str(job.spec.resources.cpus_per_rank))
-        if job.nodes.num > 1 and (interface := interface_of(job.nodes.address)):
+        # Status service of NCCL: nobody of ours asks it, and every user of the node may.
+        os.environ.setdefault("NCCL_RAS_ENABLE", "0")
+        interface = interface_of(job.nodes.address if job.nodes.num > 1 else LOOPBACK)
+        if interface and job.nodes.num > 1:
             # gloo would take the interface of the host's name, which on many clusters is the wrong one.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        elif interface:
+            # Whatever is right among nodes: ranks of one node need nothing that others can reach.
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
     def _prepare(self, supervisor: Supervisor) -> None:
         job = self._job
@@ -482,7 +517,7 @@ class Agent:
         self._events.add("role_started", message, plan.role, workers=plan.workers_per_node)
         while True:
             step = self._agree(
-                f"ready/{self._restart}", Ready(), Ready, lambda _: self._may_start(supervisor.asked), supervisor
+                f"ready/{self._restart}", Ready(), Ready, lambda _: self._begin_start(supervisor.asked), supervisor
             )
             if step.action == "start":
                 watch = Watch(
@@ -493,7 +528,7 @@ class Agent:
                     supervisor.clock,
                     self._job.nodes.name,
                 )
-                end = self._run_once(watch, supervisor)
+                end = self._run_once(watch, supervisor, step.store)
                 step = self._agree(
                     f"end/{self._restart}",
                     end,
@@ -581,8 +616,12 @@ class Agent:
             self._events.move_to(self._restart_dir)
         supervisor.enter(role, self._restart_dir)
 
-    def _run_once(self, watch: Watch, supervisor: Supervisor) -> NodeEnd:
-        """Start the workers of this node and stay until they have ended, with all that they started."""
+    def _run_once(self, watch: Watch, supervisor: Supervisor, store: str) -> NodeEnd:
+        """Start the workers of this node and stay until they have ended, with all that they started.
+
+        Args:
+            store: ``host:port`` of the store in which they meet those of other nodes; empty where there are none.
+        """
         # Torch is imported here, when everything that can go wrong without it has been looked at.
         from rlhf_core.worker.elastic import Start, StartAbandoned, prepare_environment, run_workers
 
@@ -592,13 +631,11 @@ class Agent:
         watch.slots.clear()
         supervisor.watch(watch)
         start = Start(
-            rendezvous_id=f"{job.run_dir.run_id}.{job.attempt}.{self._restart}",
-            endpoint=self._team.endpoint,
+            name=f"{job.run_dir.run_id}.{job.attempt}.{self._restart}",
+            node_index=job.nodes.index,
             num_nodes=job.nodes.num,
-            # The store of several nodes is there already; one that is alone makes itself one.
-            is_host=job.nodes.num == 1,
-            address=job.nodes.address,
-            command=self._worker_command(watch.role),
+            store=store,
+            command=self._worker_command(watch),
         )
         problem = ""
         try:
@@ -619,11 +656,13 @@ class Agent:
             self._end_all()
         return endings.report(watch, problem, self._leader.write if self._team.leads else _try_to_write)
 
-    def _worker_command(self, role: Role) -> tuple[str, ...]:
-        job = self._job
+    def _worker_command(self, watch: Watch) -> tuple[str, ...]:
+        job, role = self._job, watch.role
         command = ["-u", "-m", "rlhf_core.worker", "role", role.value]
         command += ["--run-dir", str(job.run_dir.root), "--attempt", str(job.attempt)]
         command += ["--restart", str(self._restart), "--node", job.nodes.name]
+        if job.nodes.num == 1:
+            command += ["--store", str(watch.slots.store(self._restart))]
         if role in job.targets:
             command += ["--target", job.targets[role]]
         for path in job.import_paths:
@@ -653,6 +692,18 @@ class Agent:
     def _end(self, state: AttemptState, message: str, kind: FailureKind | None = None, ended_by: str = "") -> Step:
         restarts = self._budget.restarts
         return Step(action="end", state=state, message=message, kind=kind, ended_by=ended_by, num_restarts=restarts)
+
+    def _begin_start(self, asked: Asked) -> Step:
+        """Open the store of a start of the workers, which is new for each: in an older one stand addresses of the dead.
+
+        The one before is closed only now, when all workers of it have ended on all nodes.
+        """
+        step = self._may_start(asked)
+        nodes = self._job.nodes
+        if step.action == "start" and nodes.num > 1:
+            self._worker_store, store = host_worker_store(nodes.address, nodes.listening_address)
+            step = step.model_copy(update={"store": store})
+        return step
 
     def _may_start(self, asked: Asked) -> Step:
         step = self._asked_to_end(asked)

@@ -1,11 +1,16 @@
 """Where the agents of an attempt leave messages for each other: a small key-value store that agent 0 keeps.
 
-It lives as long as the attempt, through all restarts of the workers, and torch elastic finds its peers in it too. The
-port follows from the name of the job, so that nobody has to be told it: of eight candidates agent 0 takes the first
-that is free, and the others try them all until a store answers that carries the mark of this attempt.
+It lives as long as the attempt, through all restarts of the workers. The port follows from the name of the job, so that
+nobody has to be told it: of eight candidates agent 0 takes the first that is free, and the others try them all until a
+store answers that carries the mark of this attempt.
+
+torch's store asks nobody who they are. It listens on the address of the node in the allocation only, and what is read
+from it is believed when it is signed (``signing.py``).
 """
 
+import contextlib
 import hashlib
+import hmac
 import queue
 import socket
 import threading
@@ -14,13 +19,18 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
+from rlhf_core.worker.signing import MessageSigner
+
 NUM_PORTS = 8
 PORTS = range(20000, 30000)
 """Below the range from which Linux hands out ports to clients."""
 JOIN_S = 60.0
 """How long agents look for the store of agent 0, and agent 0 waits for them."""
 ANSWER_S = 5.0
+BACKLOG = 1024
+"""Connections that may wait to be accepted: all workers of a start come at once."""
 MARK = "rlhf/marker"
+LOOPBACK = "127.0.0.1"
 
 
 class BoardLost(Exception):
@@ -89,10 +99,15 @@ class StoreBoard:
         try:
             # A question for a key that nobody has set would wait for it.
             if self._store.check(list(keys)):
-                return [content.decode() for content in self._store.multi_get(list(keys))]
-            return [self._store.get(key).decode() if self._store.check([key]) else None for key in keys]
+                return [_text(content) for content in self._store.multi_get(list(keys))]
+            return [_text(self._store.get(key)) if self._store.check([key]) else None for key in keys]
         except RuntimeError as error:
             raise BoardLost(str(error)) from error
+
+
+def _text(content: bytes) -> str:
+    """What was left, also by a stranger: bytes that are no text must not keep anybody from reading the rest."""
+    return content.decode("utf-8", errors="replace")
 
 
 def candidate_ports(marker: str) -> list[int]:
@@ -102,34 +117,75 @@ def candidate_ports(marker: str) -> list[int]:
     return list(dict.fromkeys(PORTS.start + number % len(PORTS) for number in numbers))
 
 
-def host_board(address: str, marker: str) -> StoreBoard:
+def host_board(address: str, listen_at: str, signer: MessageSigner) -> StoreBoard:
     """Start the store of an attempt; for agent 0.
+
+    Args:
+        address: Of agent 0's node, as the others know it.
+        listen_at: Address to listen on; empty for all interfaces.
+        signer: Its own.
 
     Raises:
         BoardLost: all candidate ports are taken.
     """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
     taken = []
-    for port in candidate_ports(marker):
+    for port in candidate_ports(signer.marker):
         try:
-            store = TCPStore(
-                "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=ANSWER_S)
-            )
-        except RuntimeError as error:
+            store, port = _host_store(listen_at, port)
+        except (OSError, RuntimeError) as error:
             taken.append(f"{port}: {str(error).splitlines()[0]}")
             continue
-        store.set(MARK, marker)
+        store.set(MARK, signer.mark(f"{address}:{port}"))
         return StoreBoard(store, f"{address}:{port}")
-    raise BoardLost(f"none of the ports of {marker} is free ({'; '.join(taken)})")
+    raise BoardLost(f"none of the ports of {signer.marker} is free ({'; '.join(taken)})")
 
 
-def join_board(address: str, marker: str, pause: Callable[[float], bool], patience_s: float = JOIN_S) -> StoreBoard:
+def host_worker_store(address: str, listen_at: str) -> tuple[Any, str]:
+    """A store in which the workers of one start meet, and its ``host:port``; for agent 0.
+
+    It lives as long as the object is kept.
+
+    Args:
+        address: Of agent 0's node, as the others know it.
+        listen_at: Address to listen on; empty for all interfaces.
+
+    Raises:
+        OSError: no port is free.
+        RuntimeError: torch cannot start it.
+    """
+    store, port = _host_store(listen_at, 0)
+    return store, f"{address}:{port}"
+
+
+def _host_store(listen_at: str, port: int) -> tuple[Any, int]:
+    """A store that listens on one address, not on all interfaces as torch's own choice would be; and its port."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((listen_at, port))
+        listener.listen(BACKLOG)
+        port = listener.getsockname()[1]
+        store = TCPStore(
+            listen_at or LOOPBACK,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=ANSWER_S),
+            master_listen_fd=listener.detach(),
+        )
+    return store, port
+
+
+def join_board(
+    address: str, signer: MessageSigner, pause: Callable[[float], bool], patience_s: float = JOIN_S
+) -> StoreBoard:
     """Find the store of agent 0.
 
     Args:
         address: Of agent 0's node.
-        marker: Of the attempt.
+        signer: That of this agent.
         pause: Sleeps for so many seconds; True when there is no more use in waiting.
         patience_s: Longest time to look, in seconds.
 
@@ -139,10 +195,10 @@ def join_board(address: str, marker: str, pause: Callable[[float], bool], patien
     deadline = time.monotonic() + patience_s
     seen: dict[int, str] = {}
     while time.monotonic() < deadline:
-        for port in candidate_ports(marker):
+        for port in candidate_ports(signer.marker):
             found: queue.SimpleQueue[tuple[Any, str]] = queue.SimpleQueue()
             # In a thread: whoever listens there may be silent for ever, and TCPStore would wait for it.
-            threading.Thread(target=_try, args=(address, port, marker, found), daemon=True).start()
+            threading.Thread(target=_try, args=(address, port, signer, found), daemon=True).start()
             try:
                 store, seen[port] = found.get(timeout=ANSWER_S)
             except queue.Empty:
@@ -155,7 +211,7 @@ def join_board(address: str, marker: str, pause: Callable[[float], bool], patien
     raise BoardLost(f"agent 0 was not found at {address} within {patience_s:.0f} s: {listed}")
 
 
-def _try(address: str, port: int, marker: str, found: "queue.SimpleQueue[tuple[Any, str]]") -> None:
+def _try(address: str, port: int, signer: MessageSigner, found: "queue.SimpleQueue[tuple[Any, str]]") -> None:
     """Find out whether our store is at a port, and what is there otherwise."""
     try:
         # TCPStore itself would try for its whole patience where nobody listens.
@@ -168,8 +224,15 @@ def _try(address: str, port: int, marker: str, found: "queue.SimpleQueue[tuple[A
     try:
         patience = timedelta(seconds=ANSWER_S)
         store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=patience)
-        owner = store.get(MARK).decode() if store.check([MARK]) else "nobody"
+        mark = _text(store.get(MARK)) if store.check([MARK]) else "nobody"
     except RuntimeError as error:
         found.put((None, f"is no store ({str(error).splitlines()[0][:80]})"))
         return
-    found.put((store, "") if owner == marker else (None, f"belongs to {owner}"))
+    expected = signer.mark(f"{address}:{port}")
+    if hmac.compare_digest(mark.encode(), expected.encode()):
+        found.put((store, ""))
+    else:
+        owner = mark.partition(" ")[0][:80]
+        # Also where this node sees another folder in place of the run directory, and so another key.
+        why = "carries the name of this attempt, but not its key" if owner == signer.marker else f"belongs to {owner}"
+        found.put((None, why))

@@ -1,6 +1,8 @@
-"""One start of the workers with torch elastic: it finds the peers, deals the ranks and starts the processes.
+"""One start of the workers with torch elastic: it deals the ranks and starts the processes.
 
-Everything else is ours. Elastic never restarts (``max_restarts`` is 0, and every start has a rendezvous of its own),
+Everything else is ours. Number and order of the nodes are known from the allocation, so that there is nothing for the
+nodes to find out: elastic's own rendezvous unpickles what it finds in a store that anybody who reaches it can write to.
+Elastic never restarts (``max_restarts`` is 0, and every start has a rendezvous of its own),
 never ends a worker (its way waits 30 s for a stopped one) and never sees a worker die before we have (the order in
 which they died is evidence). This is the only module of the agent that imports torch when it is loaded, which is late;
 ``board.py`` imports its store when several nodes meet.
@@ -9,22 +11,21 @@ which they died is evidence). This is the only module of the agent that imports 
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from rlhf_core.worker.signals import SAVING, SignalInbox, held_back
 from rlhf_core.worker.watch import PEER_PATIENCE_S, Exit, Started, Watch
 
-JOIN_TIMEOUT_S = 60
-"""How long nodes wait for each other at a start."""
 MONITOR_INTERVAL_S = 0.1
 KILL_PATIENCE_S = 10.0
 
@@ -33,14 +34,13 @@ KILL_PATIENCE_S = 10.0
 class Start:
     """What elastic needs to know."""
 
-    rendezvous_id: str
-    endpoint: str
-    """``host:port`` of the store that the agents meet in; port 0 for any, on a single node."""
+    name: str
+    """Of this start; no other one has it."""
+    node_index: int
+    """Place of this node in the allocation."""
     num_nodes: int
-    is_host: bool
-    """Whether this agent keeps the store."""
-    address: str
-    """Address of this node as its peers reach it."""
+    store: str
+    """``host:port`` of agent 0's store for the workers of this start; empty on a single node, which needs none."""
     command: tuple[str, ...]
     """Arguments after the interpreter; the same for every worker."""
 
@@ -52,10 +52,10 @@ class StartAbandoned(Exception):
 def prepare_environment() -> None:
     """Settings that elastic takes from the environment; before the first start.
 
-    With a shared store (the default) a second start reads the addresses of the first. The list of signals must name at
+    All nodes have as many workers, so that ranks need not be told through a store. The list of signals must name at
     least one; SIGQUIT is the one we can take back without a gap that matters.
     """
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     # What it would say is in our events already, in other words; what goes wrong in it is raised.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
@@ -83,33 +83,63 @@ def run_workers(
 
     Raises:
         StartAbandoned: the workers were not started, because they were to end already.
-        Exception: whatever elastic raises when the nodes do not find each other.
+        Exception: whatever elastic raises when processes cannot be started.
     """
-    parameters = RendezvousParameters(
-        backend="c10d",
-        endpoint=start.endpoint,
-        run_id=start.rendezvous_id,
-        min_nodes=start.num_nodes,
-        max_nodes=start.num_nodes,
-        local_addr=start.address,
-        is_host=str(start.is_host).lower(),
-        join_timeout=JOIN_TIMEOUT_S,
-    )
-    handler = rendezvous_registry.get_rendezvous_handler(parameters)
     spec = WorkerSpec(
         role=watch.role,
         local_world_size=watch.num_workers,
-        rdzv_handler=handler,
+        rdzv_handler=_KnownNodes(start),
         entrypoint=sys.executable,
         args=start.command,
         max_restarts=0,
         monitor_interval=MONITOR_INTERVAL_S,
-        local_addr=start.address,
     )
-    try:
-        _Workers(spec, watch, inbox, on_start, on_exit, has_spoken).run()
-    finally:
-        handler.shutdown()
+    _Workers(spec, watch, inbox, on_start, on_exit, has_spoken).run()
+
+
+class _KnownNodes(RendezvousHandler):
+    """A rendezvous of nodes that have met before: nothing is sent, nothing is read, no port is opened."""
+
+    def __init__(self, start: Start) -> None:
+        self._start = start
+
+    def get_backend(self) -> str:
+        return "known"
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Workers of several nodes meet in the store of agent 0; rank 0 opens none."""
+        return self._start.store != ""
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        start = self._start
+        host, _, port = start.store.rpartition(":")
+        place = RendezvousStoreInfo(host, int(port)) if start.store else RendezvousStoreInfo("127.0.0.1", _unused())
+        return RendezvousInfo(HashStore(), start.node_index, start.num_nodes, place)
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """There is only one start."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._start.name
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def _unused() -> int:
+    """A number for MASTER_PORT that nobody else on this machine has just now. Native workers do not listen there, but
+    it is part of the names that DeepSpeed gives to shared memory; a target of the user may."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 class _Workers(LocalElasticAgent):

@@ -16,8 +16,10 @@ between looks as if it had been silent since the machine was started. ``multipro
 either: on Python 3.11 the first worker that exits removes it for all.
 """
 
+import contextlib
 import mmap
 import os
+import stat
 import tempfile
 import threading
 import time
@@ -71,9 +73,25 @@ class Slot:
 
 
 def slots_folder() -> Path:
-    """Where slot files lie: in memory where there is such a folder, otherwise among temporary files."""
+    """Own folder of this user for slot files: in memory where there is such a place, else among temporary files.
+
+    In a folder that all users write to, another one could lay a file under the name of ours before we do: an answer of
+    a worker, or its outcome.
+
+    Raises:
+        OSError: none can be made.
+    """
     memory = Path("/dev/shm")
-    return memory if os.access(memory, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
+    shared = memory if os.access(memory, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
+    folder = shared / f"rlhf-{os.geteuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        return Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=shared))
+    if stat.S_IMODE(found.st_mode) != 0o700:
+        folder.chmod(0o700)
+    return folder
 
 
 class SlotFile:
@@ -82,8 +100,8 @@ class SlotFile:
     def __init__(self, run_id: str, attempt: int, node: str, num_slots: int) -> None:
         """Create the file. One that an earlier, killed agent of the same run left on this node is removed."""
         folder = slots_folder()
-        for stale in _slot_files(folder, run_id, node):
-            stale.unlink(missing_ok=True)
+        for stale in list(_slot_files(folder, run_id, node)):
+            _remove(stale)
         self.path = folder / f"rlhf-{run_id}-{attempt}-{node}.slots"
         self.num_slots = num_slots
         size = (HEADER_WORDS + num_slots * SLOT_WORDS) * WORD_BYTES
@@ -123,11 +141,19 @@ class SlotFile:
         self._words[_QUESTIONS_AT] += 1
         return self._words[_QUESTIONS_AT]
 
+    def store(self, restart: int) -> Path:
+        """Where the workers of a start meet when all are on this node: a file that only this user reaches, no port."""
+        return self.path.with_name(f"{self.path.name}.store-{restart}")
+
     def remove(self) -> None:
-        """Remove the file and late answers; workers that still have it open are not disturbed."""
-        for answer in self.path.parent.glob(f"{self.path.name}.collectives-*"):
-            answer.unlink(missing_ok=True)
-        self.path.unlink(missing_ok=True)
+        """Remove the file and what lies beside it; workers that still have it open are not disturbed."""
+        _remove(self.path)
+
+
+def _remove(path: Path) -> None:
+    for beside in path.parent.glob(f"{path.name}.*"):
+        beside.unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
 
 
 def _slot_files(folder: Path, run_id: str, node: str) -> Iterator[Path]:

@@ -73,6 +73,20 @@ class Nodes:
         return self.addresses[self.index]
 
     @property
+    def listening_address(self) -> str:
+        """Number of the address at which this node listens for the others; empty for all interfaces.
+
+        So it is where its own name leads to none of them, or to the loopback interface though other nodes are
+        elsewhere: the probe ends such an attempt, and can only do so when the agents have met.
+        """
+        own = _number(self.address)
+        if not interface_of(own) or (
+            _is_loopback(own) and not all(_is_loopback(_number(one)) for one in self.addresses)
+        ):
+            return ""
+        return own
+
+    @property
     def num(self) -> int:
         """How many there are."""
         return len(self.names)
@@ -85,11 +99,19 @@ class Nodes:
 
 def interface_of(address: str) -> str:
     """Network interface that has an address or the address of a name; empty when none has."""
-    try:
-        number = socket.gethostbyname(address)
-    except OSError:
-        return ""
+    number = _number(address)
     for interface, entries in psutil.net_if_addrs().items():
-        if any(entry.address == number for entry in entries):
+        if number and any(entry.address == number for entry in entries):
             return interface
     return ""
+
+
+def _number(address: str) -> str:
+    try:
+        return socket.gethostbyname(address)
+    except OSError:
+        return ""
+
+
+def _is_loopback(number: str) -> bool:
+    return number.startswith("127.")

@@ -188,6 +188,8 @@ class Supervisor(threading.Thread):
                 self._suspicion.clear()
             state = self._state(now_s)
             self._team.tell("state", state)
+            if refusal := self._team.new_refusal():
+                self._events.add("peer", refusal, refused=True)
             if self._team.leads:
                 self._lead()
             else:

@@ -6,6 +6,7 @@ for another one with its hands tied. An agent that is alone has a team too: it h
 
 import threading
 import time
+from dataclasses import dataclass
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -14,6 +15,7 @@ from rlhf_core.schemas.base import Schema
 from rlhf_core.schemas.team import NodeState, Ready
 from rlhf_core.worker.board import Board, BoardLost
 from rlhf_core.worker.nodes import Nodes
+from rlhf_core.worker.signing import MessageRefused, MessageSigner
 
 LOST_S = 15.0
 """Silence of agent 0's store after which an agent takes it for lost."""
@@ -24,16 +26,41 @@ answer, which may hold up everything else of an agent, is never taken for a lost
 FAREWELL_S = 10.0
 """How long agent 0 waits for the others to have heard the end."""
 
+AGAIN_S, MAX_AGAIN_S = 1.0, 60.0
+"""After this a message is sent again, then after twice as long each time, up to a limit."""
+NUM_AGAIN = 16
+"""How many of the last messages are sent again: nobody waits for older ones."""
+
 Message = TypeVar("Message", bound=Schema)
+
+
+@dataclass
+class _Sent:
+    """A message that was sent."""
+
+    message: str
+    again_at_s: float
+    pause_s: float = AGAIN_S
 
 
 class Team:
     """One agent's end of the board."""
 
-    def __init__(self, nodes: Nodes, board: Board) -> None:
+    def __init__(self, nodes: Nodes, board: Board, signer: MessageSigner | None = None) -> None:
+        """Take part.
+
+        Args:
+            signer: That of this agent; only one that is alone needs none.
+
+        Raises:
+            ValueError: there are several nodes and no signer.
+        """
+        if nodes.num > 1 and signer is None:
+            raise ValueError(f"the agents of {nodes.num} nodes sign their messages: found no signer")
         self.nodes = nodes
         self.endpoint = board.endpoint
         self._board = board
+        self._signer = signer
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._wake = threading.Event()
@@ -41,6 +68,11 @@ class Team:
         self._outbox: dict[str, str] = {}
         self._wanted: set[str] = set()
         self._texts: dict[str, str] = {}
+        self._sent: dict[str, _Sent] = {}
+        self._seen: dict[str, str] = {}
+        self._refused: dict[str, str] = {}
+        self._refusal = ""
+        self._has_refused = False
         self._messages: dict[str, Schema] = {}
         self._changed_at: dict[str, float] = {}
         self._offsets: dict[int, float] = {}
@@ -107,6 +139,12 @@ class Team:
     def is_lost(self) -> bool:
         """Whether agent 0 has not been heard for too long."""
         return not self.leads and time.monotonic() - max(self._answered_at, self._forgiven_at) > LOST_S
+
+    def new_refusal(self) -> str:
+        """Why a message was refused, in a sentence: once, for the first of them; otherwise empty."""
+        with self._lock:
+            refusal, self._refusal = self._refusal, ""
+        return refusal
 
     def forgive(self) -> None:
         """Count all silences from now: this process itself stood still, and heard nobody because of that."""
@@ -178,31 +216,74 @@ class Team:
 
     def _exchange(self) -> None:
         if not self.leads and time.monotonic() >= self._pulse_at:
-            self._board.set(f"pulse/{self.nodes.index}", str(time.monotonic_ns()))
+            self._send(f"pulse/{self.nodes.index}", str(time.monotonic_ns()))
             self._pulse_at = time.monotonic() + PULSE_S
         with self._lock:
             outgoing = dict(self._outbox)
         for key, content in outgoing.items():
-            self._board.set(key, content)
+            self._send(key, content)
             with self._lock:
                 if self._outbox.get(key) == content:
                     del self._outbox[key]
+        self._send_again()
         with self._lock:
             wanted = list(self._wanted)
         # Two questions: those that are asked all the time are answered at once, as their keys are always there.
         found = [*zip(self._live, self._board.get(self._live), strict=True)]
         found += zip(wanted, self._board.get(wanted), strict=True)
-        new = [key for key, text in found if text and self._texts.get(key) != text]
+        new = {key: text for key, message in found if message and (text := self._verified(key, message)) is not None}
         with self._changed:
-            for key, text in found:
-                if text and key in new:
-                    self._texts[key] = text
-                    self._messages.pop(key, None)
-                    self._changed_at[key] = time.monotonic()
-                    self._wanted.discard(key)
+            for key, text in new.items():
+                self._texts[key] = text
+                self._messages.pop(key, None)
+                self._changed_at[key] = time.monotonic()
+                self._wanted.discard(key)
             self._changed.notify_all()
         for key in new:
             self._measure_clock(key)
+
+    def _send(self, key: str, text: str) -> None:
+        assert self._signer is not None
+        message = self._signer.sign(key, text)
+        self._board.set(key, message)
+        if key not in (f"state/{self.nodes.index}", f"pulse/{self.nodes.index}"):  # those are sent anew all the time
+            self._sent.pop(key, None)
+            self._sent[key] = _Sent(message, time.monotonic() + AGAIN_S)
+            if len(self._sent) > NUM_AGAIN:
+                del self._sent[next(iter(self._sent))]
+
+    def _send_again(self) -> None:
+        """Whoever has read a message before sees that it is the same."""
+        for key, sent in self._sent.items():
+            if time.monotonic() >= sent.again_at_s:
+                self._board.set(key, sent.message)
+                sent.pause_s = min(2 * sent.pause_s, MAX_AGAIN_S)
+                sent.again_at_s = time.monotonic() + sent.pause_s
+
+    def _verified(self, key: str, message: str) -> str | None:
+        """The text of a new message; None for one that is known, or refused."""
+        if message in (self._seen.get(key), self._refused.get(key)):
+            return None
+        assert self._signer is not None
+        try:
+            text = self._signer.verify(key, self._sender(key), message)
+        except MessageRefused as why:
+            self._refused[key] = message
+            if not self._has_refused:
+                self._has_refused = True
+                with self._lock:
+                    self._refusal = (
+                        f"a message in the store of the agents, under {key!r}, was refused: {why}. Somebody else can "
+                        f"write there; nothing of it is believed, and more of them are refused without a word"
+                    )
+            return None
+        self._seen[key] = message
+        return text
+
+    def _sender(self, key: str) -> int:
+        """Whose message is expected under a key: of what agent 0 is told, the number at its end says so."""
+        index = key.rpartition("/")[2]
+        return int(index) if self.leads and index.isdecimal() else 0
 
     def _measure_clock(self, key: str) -> None:
         """The smallest difference ever seen between two clocks is that of the fastest message."""

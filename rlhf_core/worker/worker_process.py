@@ -45,6 +45,8 @@ class WorkerArguments:
     attempt: int
     restart: int
     node: str
+    store: Path | None = None
+    """File in which the ranks meet when all are on this node."""
     target: str | None = None
     import_paths: Sequence[Path] = ()
     damaged: Sequence[str] = ()
@@ -148,6 +150,7 @@ def _run(
             node=arguments.node,
             reporter=reporter or NullReporter(),
             damaged=frozenset(arguments.damaged),
+            store=arguments.store,
         )
         given = {arguments.role: arguments.target} if arguments.target else {}
         return load_role(target_of(arguments.role, given))(context)

@@ -1,22 +1,26 @@
 """A run directory made by hand, and an agent on it as a scheduler would start it. Helpers, not fixtures."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from rlhf_core.run_dir import AttemptDir, RestartDir, RunDir, read_model, read_models, write_model
+from rlhf_core.run_dir import AttemptDir, RestartDir, RunDir, new_run_id, read_model, read_models, write_model
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Decision, Incident
 from rlhf_core.schemas.reports import AgentCommand, AgentEvent, AgentStatus, AttemptOutcome
-from rlhf_core.schemas.run import RunSpec
+from rlhf_core.schemas.resources import Placement, Role, RolePlan
+from rlhf_core.schemas.run import RunSpec, StoredSpec
+from rlhf_core.worker.heartbeat import slots_folder
 
 REPOSITORY = Path(__file__).parents[2]
 TARGETS = Path(__file__).parent / "targets"
@@ -44,6 +48,10 @@ class AgentRun:
 
     run_dir: RunDir
     attempt: int = 1
+    program: tuple[str, ...] = ("-m", "rlhf_core.worker")
+    """What the interpreter runs as the worker package."""
+    roles: str = "fake_roles"
+    """Module with the functions ``train`` and ``evaluate`` that stand in for the roles."""
     agents: list["subprocess.Popen[bytes]"] = field(default_factory=list)
 
     @property
@@ -73,10 +81,10 @@ class AgentRun:
                 "SLURMD_NODENAME": f"node{index + 1}",
             }
         environment |= variables
-        command = [sys.executable, "-m", "rlhf_core.worker", "agent"]
+        command = [sys.executable, *self.program, "agent"]
         command += ["--run-dir", str(self.run_dir.root), "--attempt", str(self.attempt), "--path", str(TARGETS)]
         if not native:
-            command += ["--target", "trainer=fake_roles:train", "--target", "evaluator=fake_roles:evaluate"]
+            command += ["--target", f"trainer={self.roles}:train", "--target", f"evaluator={self.roles}:evaluate"]
         with self._output(len(self.agents)).open("wb") as output:
             agent = subprocess.Popen(
                 command,
@@ -161,6 +169,40 @@ class AgentRun:
         """Whether a step of that restart is in its metrics."""
         path = self.restart(restart).metrics
         return path.exists() and len(path.read_bytes().splitlines()) >= step
+
+
+@contextlib.contextmanager
+def toy_runs(folder: Path) -> Iterator[Callable[..., AgentRun]]:
+    """Make toy runs with two trainer ranks per node; whatever they leave behind is ended at the end."""
+    runs: list[AgentRun] = []
+
+    def make(*, evaluator: bool = False, num_nodes: int = 1, **sections: Any) -> AgentRun:
+        run_dir = RunDir.of(folder, new_run_id("toy"))
+        spec = StoredSpec(
+            run_id=run_dir.run_id,
+            created_at=utc_now(),
+            owner="tester",
+            config_source="",
+            package_version="0",
+            spec=make_spec(**sections),
+        )
+        write_model(run_dir.spec, spec)
+        roles = [RolePlan(role=Role.TRAINER, workers_per_node=2)]
+        if evaluator:
+            roles.append(RolePlan(role=Role.EVALUATOR, workers_per_node=2))
+        write_model(run_dir.attempt(1).placement, Placement(attempt=1, num_nodes=num_nodes, roles=tuple(roles)))
+        runs.append(AgentRun(run_dir))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        for agent in run.agents:
+            if agent.poll() is None:
+                agent.send_signal(signal.SIGKILL)
+            agent.wait()
+        # An agent that was killed leaves its slots behind; the next one of the run would remove them.
+        for path in slots_folder().glob(f"rlhf-{run.run_dir.run_id}-*"):
+            path.unlink()
 
 
 def wait_for(condition: Callable[[], Any], patience_s: float = PATIENCE_S) -> Any:

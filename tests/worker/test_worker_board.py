@@ -13,6 +13,7 @@ from rlhf_core.schemas.team import Ready, Step
 from rlhf_core.worker import board, team
 from rlhf_core.worker.board import BoardLost, MemoryBoard, candidate_ports, host_board, join_board
 from rlhf_core.worker.nodes import Nodes
+from rlhf_core.worker.signing import MessageSigner
 from rlhf_core.worker.team import Team
 
 pytestmark = pytest.mark.training
@@ -21,6 +22,13 @@ pytestmark = pytest.mark.training
 @pytest.fixture
 def marker() -> str:
     return f"{new_run_id('toy')}/1"
+
+
+SECRET = b"0" * 64
+
+
+def signer(marker: str, index: int = 0, secret: bytes = SECRET) -> MessageSigner:
+    return MessageSigner(secret, marker, index)
 
 
 def asleep(seconds: float) -> bool:
@@ -40,9 +48,9 @@ def test_what_one_leaves_the_other_finds_also_when_the_first_port_is_taken(marke
     with socket.socket() as stranger:
         stranger.bind(("", candidate_ports(marker)[0]))
         stranger.listen()
-        hosted = host_board("127.0.0.1", marker)
+        hosted = host_board("127.0.0.1", "127.0.0.1", signer(marker))
         assert hosted.endpoint.endswith(str(candidate_ports(marker)[1]))
-        joined = join_board("127.0.0.1", marker, asleep, 20.0)
+        joined = join_board("127.0.0.1", signer(marker, 1), asleep, 20.0)
         joined.set("a", "1")
         assert hosted.get(["a", "b"]) == ["1", None]
         assert hosted.get(["a"]) == ["1"]
@@ -52,23 +60,26 @@ def test_the_store_of_another_attempt_is_not_taken(marker: str, monkeypatch: pyt
     """An attempt that has just ended may still hold the port that follows from another one's name."""
     ports = candidate_ports(marker)[:1]
     monkeypatch.setattr(board, "candidate_ports", lambda _: ports)
-    hosted = host_board("127.0.0.1", "someone-else/1")
+    hosted = host_board("127.0.0.1", "127.0.0.1", signer("someone-else/1"))
     with pytest.raises(BoardLost, match="belongs to someone-else/1"):
-        join_board("127.0.0.1", marker, asleep, 1.0)
+        join_board("127.0.0.1", signer(marker, 1), asleep, 1.0)
+    with pytest.raises(BoardLost, match="not its key"):
+        join_board("127.0.0.1", signer("someone-else/1", 1, b"1" * 64), asleep, 1.0)
     # Negative control: with its own mark it is.
-    assert join_board("127.0.0.1", "someone-else/1", asleep, 10.0).endpoint == hosted.endpoint
+    assert join_board("127.0.0.1", signer("someone-else/1", 1), asleep, 10.0).endpoint == hosted.endpoint
 
 
 def test_who_is_to_end_does_not_look_any_longer(marker: str) -> None:
     began = time.monotonic()
     with pytest.raises(BoardLost, match="is to end"):
-        join_board("127.0.0.1", marker, lambda _: True, 60.0)
+        join_board("127.0.0.1", signer(marker, 1), lambda _: True, 60.0)
     assert time.monotonic() - began < 30
 
 
 def _two(shared: MemoryBoard) -> tuple[Team, Team]:
     names, addresses = ("a", "b"), ("127.0.0.1",) * 2
-    return Team(Nodes(names, addresses, 0), shared), Team(Nodes(names, addresses, 1), shared)
+    first, second = (Team(Nodes(names, addresses, index), shared, signer("toy/1", index)) for index in (0, 1))
+    return first, second
 
 
 def _wait(condition: object) -> None:
@@ -105,7 +116,8 @@ HOST = textwrap.dedent(
     """
     import sys, time
     from rlhf_core.worker.board import host_board
-    board = host_board("127.0.0.1", sys.argv[1])
+    from rlhf_core.worker.signing import MessageSigner
+    board = host_board("127.0.0.1", "", MessageSigner(b"0" * 64, sys.argv[1], 0))
     board.set("orders", "")
     print("up", flush=True)
     time.sleep(60)
@@ -121,7 +133,8 @@ def test_agent_0_is_lost_when_its_process_dies(marker: str, monkeypatch: pytest.
         assert host.stdout is not None
         assert host.stdout.readline() == "up\n"
         nodes = Nodes(("a", "b"), ("127.0.0.1",) * 2, 1)
-        follower = Team(nodes, join_board("127.0.0.1", marker, asleep, 20.0))
+        own = signer(marker, 1)
+        follower = Team(nodes, join_board("127.0.0.1", own, asleep, 20.0), own)
         if dies:
             host.kill()
         time.sleep(7.0)

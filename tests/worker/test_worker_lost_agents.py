@@ -8,6 +8,7 @@ from rlhf_core.worker import team as team_module
 from rlhf_core.worker.board import MemoryBoard
 from rlhf_core.worker.lost_agents import GAVE_UP_S, find_loss
 from rlhf_core.worker.nodes import Nodes
+from rlhf_core.worker.signing import MessageSigner
 from rlhf_core.worker.team import LOST_S, Team
 
 PATIENCE_S = 20.0
@@ -68,7 +69,8 @@ def test_who_stood_still_forgives_and_who_did_not_does_not(monkeypatch: pytest.M
     now = [100.0]
     monkeypatch.setattr(team_module.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(team_module.threading.Thread, "start", lambda thread: None)
-    follower = Team(Nodes(("n0", "n1"), ("127.0.0.1",) * 2, 1), MemoryBoard())
+    signer = MessageSigner(b"0" * 64, "toy/1", 1)
+    follower = Team(Nodes(("n0", "n1"), ("127.0.0.1",) * 2, 1), MemoryBoard(), signer)
     now[0] += LOST_S + 1
     assert follower.is_lost, "the control"
     follower.forgive()

@@ -37,3 +37,16 @@ def test_a_contradiction_is_named(environment: dict[str, str], words: str) -> No
 def test_the_interface_of_an_address() -> None:
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("no.such.name.invalid") == ""
+
+
+@pytest.mark.parametrize(
+    ("addresses", "listens_at"),
+    [
+        (("127.0.0.1", "127.0.0.1"), "127.0.0.1"),
+        (("192.0.2.1", "192.0.2.2"), ""),  # RFC 5737: on no interface
+        (("no.such.name.invalid", "192.0.2.2"), ""),
+        (("127.0.0.1", "192.0.2.2"), ""),  # a hosts file that gives the node its loopback address
+    ],
+)
+def test_a_store_listens_where_the_other_nodes_reach_it(addresses: tuple[str, ...], listens_at: str) -> None:
+    assert Nodes(("a", "b"), addresses, 0).listening_address == listens_at

@@ -1,0 +1,27 @@
+"""Role of real ranks with torch: they meet, tell each other something, and stay until a file lets them go."""
+
+import time
+
+from rlhf_core.schemas.reports import Phase
+from rlhf_core.training.distributed import init_process_group, leave_process_group
+from rlhf_core.training.types import RoleResult, WorkerContext
+
+
+def train(context: WorkerContext) -> RoleResult:
+    """Exchange what a training run does: sums, values of all ranks, a text of the first."""
+    ranks = init_process_group(context)
+    told = ranks.gather({"rank": ranks.rank, "text": "é\u2028", "numbers": [0.1, float(ranks.rank)]})
+    assert [one["rank"] for one in told] == list(range(ranks.num_ranks))
+    assert told[-1] == {"rank": ranks.num_ranks - 1, "text": "é\u2028", "numbers": [0.1, float(ranks.num_ranks - 1)]}
+    assert ranks.from_first(f"from {ranks.rank} é") == "from 0 é"
+    heard = ranks.tell("facts", {"rank": ranks.rank}, 5.0)
+    assert heard == {rank: {"rank": rank} for rank in range(ranks.num_ranks)}
+    if ranks.is_first:
+        (context.run_dir.root / "met").write_text("")
+    step = 0
+    while not ranks.sum([float((context.run_dir.root / "go").exists())])[0]:
+        step += 1
+        context.reporter.beat(Phase.TRAIN, step)
+        time.sleep(0.05)
+    leave_process_group(ranks)
+    return RoleResult.DONE

@@ -1,0 +1,124 @@
+"""A run directory that is moved away under a run: its job is a real one, with a helper that has left its parents and
+its session. It is ended by its marker, and the history closes the run with words."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from control_fakes import make_run
+from typer.testing import CliRunner
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "worker"))
+from agent_runs import is_alive, wait_for
+
+from flows.gone import abandon
+from flows.session import Session, opened
+from rlhf_core.cli.main import app
+from rlhf_core.config import Site, load_site
+from rlhf_core.errors import RunDirGone
+from rlhf_core.history import queries
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.launch.start import job_request, record_plan, submit_once
+from rlhf_core.run_dir import RunDir
+from rlhf_core.schemas.attempts import RunState
+from rlhf_core.schemas.resources import JOB_VARIABLE, Placement, Role, RolePlan, job_marker
+from rlhf_core.watchdog.watch import record
+
+pytestmark = pytest.mark.end_to_end
+
+JOB = """
+import os, subprocess, sys, time
+folder = sys.argv[1]
+subprocess.run(["sh", "-c", f"setsid sleep 100 >/dev/null 2>&1 & echo $! > {folder}/daemon.pid"], check=True)
+open(f"{folder}/up", "w").close()
+time.sleep(100)
+"""
+
+
+class Case:
+    """A run at work on the local scheduler, whose directory then goes elsewhere."""
+
+    def __init__(self, site: Site, store: HistoryStore, stack: ExitStack, pids: Path) -> None:
+        self.site, self.store = site, store
+        self.run_dir = make_run(site.runs_dir)
+        self.session: Session = stack.enter_context(opened(self.run_dir, site, store, patience_s=0))
+        for state in (RunState.PREFLIGHT, RunState.QUEUED, RunState.TRAINING):
+            self.session.journal.move_run(state, "a test")
+        placement = Placement(attempt=1, num_nodes=1, roles=(RolePlan(role=Role.TRAINER, workers_per_node=1),))
+        record_plan(self.run_dir, placement, self.session.journal)
+        request = job_request(self.run_dir, self.session.stored.spec, placement, sys.executable)
+        command = (sys.executable, "-c", JOB, str(pids))
+        request = replace(request, command=command)
+        assert submit_once(self.run_dir, request, self.session.scheduler, self.session.journal) is not None
+        wait_for((pids / "up").exists)
+        record(self.run_dir, store)
+        self.aside = site.runs_dir.parent / "aside"
+        self.run_dir.root.rename(self.aside)
+
+    def processes(self) -> set[int]:
+        """What carries the marker of the attempt."""
+        marker, found = job_marker(self.run_dir.run_id, 1), set()
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(JOB_VARIABLE) == marker and is_alive(process.pid):
+                    found.add(process.pid)
+            except psutil.Error:
+                continue
+        return found
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Iterator[Case]:
+    site = load_site()
+    site.home.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack, HistoryStore(site.database_url) as store:
+        made = Case(site, store, stack, tmp_path)
+        yield made
+        for pid in made.processes():
+            psutil.Process(pid).kill()
+
+
+def test_the_controller_ends_everything_of_the_job_and_closes_the_run(case: Case, tmp_path: Path) -> None:
+    before = case.processes()
+    assert int((tmp_path / "daemon.pid").read_text()) in before
+    assert len(before) >= 3, "the controller of the job, its agent, and the helper that has left them"
+    said = str(abandon(case.session, RunDirGone(f"{case.run_dir.root} has been missing for 31 s")))
+    assert "was ended" in said
+    assert not case.processes()
+    shown = queries.show_run(case.store, case.run_dir.run_id)["run"]
+    assert shown["state"] == "failed"
+    assert "the run directory is gone" in shown["message"]
+    assert not case.run_dir.root.exists()
+
+
+def test_cancel_without_a_controller_finds_the_job_by_its_marker(case: Case) -> None:
+    """Before, it said that the directory was gone, and what trained went on."""
+    assert case.processes()
+    done = CliRunner().invoke(app, ["cancel", case.run_dir.run_id, "--reason", "it was moved"])
+    assert done.exit_code == 0, done.output
+    assert "is gone; the run is closed as failed; ended by its marker: job " in done.output.replace("\n", " ")
+    assert not case.processes()
+    shown = queries.show_run(case.store, case.run_dir.run_id)["run"]
+    assert (shown["state"], "it was moved" in shown["message"]) == ("failed", True)
+    # Moved back, the run can be resumed: its files are as they were.
+    case.aside.rename(case.run_dir.root)
+    assert RunDir(case.run_dir.root).read_spec().run_id == case.run_dir.run_id
+    again = CliRunner().invoke(app, ["cancel", "no-such-run"])
+    assert again.exit_code != 0, "the control: a run that nobody knows"
+
+
+def test_processes_of_another_run_are_left_alone(case: Case) -> None:
+    """Control: what carries another marker lives."""
+    marked = {**dict(psutil.Process().environ()), JOB_VARIABLE: job_marker("someone-else-20260101-000000-abcdef", 1)}
+    other = subprocess.Popen(["sleep", "100"], env=marked)
+    try:
+        assert CliRunner().invoke(app, ["cancel", case.run_dir.run_id]).exit_code == 0
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()

@@ -1,0 +1,241 @@
+"""Strangers at the ports of a run: they reach what listens, forge orders and plant a pickle, and get nothing for it.
+
+Agents and workers are real processes, as a scheduler would start them. The stranger is a client of torch's own store.
+"""
+
+import base64
+import contextlib
+import os
+import pickle
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "worker"))
+from agent_runs import AgentRun, is_alive, toy_runs, wait_for
+
+from rlhf_core.schemas.attempts import AttemptState
+from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.schemas.resources import job_marker
+from rlhf_core.schemas.team import NodeState, Orders, Step
+from rlhf_core.worker.board import candidate_ports
+from rlhf_core.worker.signing import MessageSigner
+
+pytestmark = [pytest.mark.end_to_end, pytest.mark.training]
+
+TARGETS = Path(__file__).parent / "targets"
+CREDULOUS = """
+import sys
+from rlhf_core.worker.signing import MessageSigner
+MessageSigner.verify = lambda self, key, sender, message: message.rpartition("\\n")[2]
+from rlhf_core.worker.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+"""An agent that believes whatever it reads."""
+
+MakeRun = Callable[..., AgentRun]
+
+
+@pytest.fixture
+def agent_run(tmp_path: Path) -> Iterator[MakeRun]:
+    """Makes toy runs; whatever they leave behind is ended with the test."""
+    with toy_runs(tmp_path / "runs") as make:
+        yield make
+
+
+def listening(run: AgentRun) -> list[tuple[str, int]]:
+    """Where the agents of a run and everything they started listen for connections."""
+    found = []
+    for agent in run.agents:
+        process = psutil.Process(agent.pid)
+        for one in [process, *process.children(recursive=True)]:
+            places = one.net_connections(kind="inet")
+            found += [(place.laddr.ip, place.laddr.port) for place in places if place.status == psutil.CONN_LISTEN]
+    return found
+
+
+def stores_at(places: list[tuple[str, int]]) -> list[Any]:
+    """Clients of torch's stores; whoever is no store makes one wait in vain, in a thread that is left behind."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    found: list[Any] = []
+
+    def connect(host: str, port: int) -> None:
+        with contextlib.suppress(RuntimeError):
+            store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=2))
+            store.set("stranger", "here")
+            found.append(store)
+
+    threads = [threading.Thread(target=connect, args=place, daemon=True) for place in places]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + 3.0
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    return found
+
+
+class Bomb:
+    """Leaves a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One node
+
+
+def test_a_run_on_one_node_listens_on_loopback_only_and_has_no_store_there(agent_run: MakeRun) -> None:
+    run = agent_run(train={"num_steps": 5})
+    run.roles = "meeting_roles"
+    run.start(PYTHONPATH=os.pathsep.join([str(TARGETS), str(Path(__file__).parents[2])]), GLOO_SOCKET_IFNAME="eth0")
+    wait_for(lambda: (run.run_dir.root / "met").exists() or run.agents[0].poll() is not None)
+    places = listening(run)
+    assert [place for place in places if place[0] != "127.0.0.1"] == []
+    # What is left are the sockets of gloo. Nobody there takes an order, or lists keys.
+    assert places, "the negative control: gloo does listen, so that something is seen here"
+    assert stores_at(places) == []
+    (run.run_dir.root / "go").touch()
+    assert run.finish()[0] == 0, run.printed(0)
+    assert run.outcome().state is AttemptState.COMPLETED
+
+
+def test_files_of_workers_on_a_node_lie_where_no_other_user_reaches_them(tmp_path: Path) -> None:
+    """A worker's outcome, say, would otherwise be whatever another user has laid there before."""
+    script = (
+        "import os, stat, sys, tempfile\n"
+        "tempfile.tempdir = sys.argv[1]\n"
+        "os.access = lambda *anything: False\n"  # no /dev/shm
+        "from rlhf_core.worker.heartbeat import slots_folder\n"
+        "print(slots_folder())\n"
+    )
+
+    def folder() -> Path:
+        made = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
+        return Path(made.stdout.strip())
+
+    usual = folder()
+    usual.chmod(0o777)
+    assert folder() == usual
+    assert stat.S_IMODE(usual.stat().st_mode) == 0o700
+    # Somebody else was there first: as a link to a folder of theirs, or with a folder of their own.
+    usual.rmdir()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    usual.symlink_to(elsewhere)
+    own = folder()
+    assert own not in (usual, elsewhere)
+    assert stat.S_IMODE(own.stat().st_mode) == 0o700
+    if os.geteuid() == 0:
+        usual.unlink()
+        usual.mkdir()
+        os.chown(usual, 65534, 65534)
+        assert folder() != usual
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Several nodes
+
+
+def board_of(run: AgentRun) -> Any:
+    """The store of the agents, as a stranger finds it."""
+    ports = candidate_ports(job_marker(run.run_dir.run_id, run.attempt))
+    (port,) = wait_for(lambda: [port for host, port in listening(run) if port in ports])
+    (store,) = stores_at([("127.0.0.1", port)])
+    return store
+
+
+def forge(board: Any, run: AgentRun, bomb: Path) -> None:
+    """What a stranger can think of: ends, bad hardware, kills; plain, and signed with a key that is none."""
+    over = Step(action="end", state=AttemptState.FAILED, message="forged", kind=FailureKind.NODE_UNFIT)
+    orders = Orders(over=over, cancel="forged", kill=0, stop="forged").model_dump_json()
+    broken = NodeState(wall_s=time.time(), restart=0, broken="forged", broken_kind=FailureKind.NODE_UNFIT)
+    stranger = MessageSigner(b"0" * 64, job_marker(run.run_dir.run_id, run.attempt), 0)
+    for key, text in {
+        "orders": orders,
+        "state/1": broken.model_dump_json(),
+        "state/0": broken.model_dump_json(),
+        **{f"step/{topic}/{restart}": over.model_dump_json() for topic in ("ready", "end") for restart in (0, 1)},
+        **{f"end/{restart}/1": '{"num_workers": 0}' for restart in (0, 1)},
+        "evidence/1/1": "{}",
+        "farewell/1": "{}",
+    }.items():
+        board.set(key, text)
+        board.set(key, stranger.sign(key, text))
+    board.set("pulse/1", b"\xff\x00 no text")
+    planted = base64.b64encode(pickle.dumps(Bomb(bomb)))
+    for restart in range(4):
+        # Where torch's dynamic rendezvous keeps its state, which it unpickles.
+        board.set(f"torch.rendezvous.{run.run_dir.run_id}.{run.attempt}.{restart}", planted)
+
+
+def refusals(run: AgentRun) -> list[str]:
+    """Nodes whose agents said that they refused a message."""
+    found = [event for restart in run.dir.restarts() for event in run.events(restart.restart, "peer")]
+    return [event.node for event in found if event.data.get("refused")]
+
+
+def test_forged_orders_and_a_planted_pickle_change_nothing(agent_run: MakeRun, tmp_path: Path) -> None:
+    run = agent_run(num_nodes=2, train={"num_steps": 70}, supervise={"floor_s": 30.0, "max_restarts": 3})
+    run.start_all(2)
+    board, bomb = board_of(run), tmp_path / "exploded"
+    assert {place for place, _ in listening(run)} == {"127.0.0.1"}, "the address of the allocation, nothing else"
+    assert stat.S_IMODE(run.dir.key.stat().st_mode) == 0o600
+    wait_for(lambda: len(run.pids(0)) == 4 and run.reached(0, 2))
+    keys = board.list_keys()
+    assert "orders" in keys, "the stranger does see and reach the store"
+    forge(board, run, bomb)
+    # A start of the workers under the eyes of the stranger, with all its agreements.
+    os.kill(run.pids(0)[0], signal.SIGKILL)
+    wait_for(lambda: run.restart(0).incident.exists())
+    forge(board, run, bomb)
+    replay = wait_for(lambda: board.get("state/1"))
+    wait_for(lambda: len(run.pids(1)) == 4 and run.reached(1, 2))
+    board.set("state/1", replay)
+    forge(board, run, bomb)
+    assert run.finish_all() == [0, 0], run.printed(0) + run.printed(1)
+    outcome = run.outcome()
+    assert (outcome.state, outcome.num_restarts, outcome.last_step) == (AttemptState.COMPLETED, 1, 70)
+    assert run.incident(0).failure_kind is FailureKind.WORKER_KILLED
+    assert not bomb.exists()
+    assert sorted(refusals(run)) == ["node1", "node2"], "each of them says so once"
+    assert "was refused: " in run.printed(0)
+
+
+def test_who_believes_everything_obeys_the_stranger(agent_run: MakeRun, tmp_path: Path) -> None:
+    """Negative control: the same orders, and agents that do not verify what they read."""
+    run = agent_run(num_nodes=2, train={"num_steps": 5000}, supervise={"agent_floor_s": 3.0})
+    run.program = ("-c", CREDULOUS)
+    run.start_all(2)
+    board = board_of(run)
+    wait_for(lambda: len(run.pids(0)) == 4 and run.reached(0, 2))
+    workers = run.pids(0)
+    forge(board, run, tmp_path / "exploded")
+    assert run.finish_all() == [1, 1]
+    assert run.outcome().state is AttemptState.FAILED
+    assert ": forged" in run.printed(0) + run.printed(1), "an agent says so of its end"
+    assert not any(map(is_alive, workers.values()))
+
+
+def test_no_state_of_a_run_is_read_with_pickle() -> None:
+    """In the code that reads what others can write; ``torch.load`` reads weights only."""
+    root = Path(__file__).parents[2] / "rlhf_core"
+    for path in sorted([*(root / "worker").rglob("*.py"), *(root / "training").rglob("*.py")]):
+        text = path.read_text(encoding="utf-8")
+        for forbidden in ("import pickle", "all_gather_object", "broadcast_object_list", "dynamic_rendezvous"):
+            assert forbidden not in text, f"{path}: {forbidden}"
+        assert text.count("torch.load(") == text.count("weights_only=True"), path

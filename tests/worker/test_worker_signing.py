@@ -1,0 +1,56 @@
+"""Signed messages: what an agent sent is believed, once; nothing else is."""
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.worker.signing import MAX_MESSAGE_BYTES, MessageRefused, MessageSigner, attempt_secret
+
+SECRET, OTHER = b"0" * 64, b"1" * 64
+
+
+def test_a_message_is_read_by_the_others_and_newer_ones_after_it() -> None:
+    sender, reader = MessageSigner(SECRET, "toy/1", 1), MessageSigner(SECRET, "toy/1", 0)
+    for text in ("", "{}", "two\nlines é \ud800"):
+        assert reader.verify("state/1", 1, sender.sign("state/1", text)) == text
+
+
+def test_an_agent_that_is_started_again_goes_on_above_the_one_before() -> None:
+    reader = MessageSigner(SECRET, "toy/1", 0)
+    for _ in range(2):
+        sender = MessageSigner(SECRET, "toy/1", 1)
+        reader.verify("state/1", 1, sender.sign("state/1", "{}"))
+
+
+def test_everything_else_is_refused() -> None:
+    sender, reader = MessageSigner(SECRET, "toy/1", 1), MessageSigner(SECRET, "toy/1", 0)
+    genuine = sender.sign("state/1", '{"restart": 0}')
+    cases = {
+        "": "not signed",
+        '{"restart": 0}': "not signed",
+        "rlhf-1 1 1 " + "0" * 64 + "\n{}": "not that of agent 1",
+        genuine.replace('"restart": 0', '"restart": 1'): "not that of agent 1",
+        MessageSigner(OTHER, "toy/1", 1).sign("state/1", "{}"): "not that of agent 1",
+        MessageSigner(SECRET, "toy/2", 1).sign("state/1", "{}"): "not that of agent 1",
+        MessageSigner(SECRET, "toy/1", 2).sign("state/1", "{}"): "not that of agent 1",
+        sender.sign("pulse/1", "{}"): "not that of agent 1",
+        sender.sign("state/1", "x" * MAX_MESSAGE_BYTES): "more than any agent sends",
+    }
+    for message, words in cases.items():
+        with pytest.raises(MessageRefused, match=words):
+            reader.verify("state/1", 1, message)
+    # Negative control: none of them has spoiled the genuine one, which counts once.
+    assert reader.verify("state/1", 1, genuine) == '{"restart": 0}'
+    with pytest.raises(MessageRefused, match="copy of an older message"):
+        reader.verify("state/1", 1, genuine)
+
+
+def test_the_key_is_made_once_and_for_its_owner_only(tmp_path: Path) -> None:
+    path = tmp_path / "attempts" / "1" / "key"
+    assert attempt_secret(path) == attempt_secret(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert attempt_secret(path.with_name("other")) != attempt_secret(path)
+    path.write_text("short", encoding="utf-8")
+    with pytest.raises(ValueError, match="found 5 bytes, expected 64 hex digits"):
+        attempt_secret(path)
