@@ -27,6 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
+from rlhf_core.private_files import own_folder
 from rlhf_core.schemas.reports import Phase
 
 MAGIC = 0x726C68665F763031
@@ -71,9 +72,10 @@ class Slot:
 
 
 def slots_folder() -> Path:
-    """Where slot files lie: in memory where there is such a folder, otherwise among temporary files."""
+    """Where slot files lie: a folder of this user alone, in memory where that can be had, otherwise among temporary
+    files."""
     memory = Path("/dev/shm")
-    return memory if os.access(memory, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
+    return own_folder(memory if os.access(memory, os.W_OK | os.X_OK) else Path(tempfile.gettempdir()))
 
 
 class SlotFile:
