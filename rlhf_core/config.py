@@ -194,7 +194,8 @@ def _apply(content: dict[str, Any], override: str, given_as: str) -> None:
 
 
 def _location(detail: Any) -> str:
-    return ".".join(str(part) for part in detail["loc"] if not str(part).startswith(("function-", "literal[", "str-")))
+    inner = ("function-", "literal[", "str-", "[key]")
+    return ".".join(str(part) for part in detail["loc"] if not str(part).startswith(inner))
 
 
 def _explain(detail: Any) -> str:
