@@ -69,6 +69,23 @@ def print_json(value: object) -> None:
     sys.stdout.write(json_text(jsonable(value), indent=2, allow_nan=False) + "\n")
 
 
+def print_json_rows(rows: Iterable[object], limit: int | None = None) -> bool:
+    """Print values as a list in JSON, each as soon as it comes; True if there were more than the limit.
+
+    What is printed when ``rows`` raises is no whole list: nobody takes a part of an answer for all of it.
+    """
+    before = "["
+    for number, row in enumerate(rows):
+        if number == limit:
+            sys.stdout.write("\n]\n")
+            return True
+        text = json_text(jsonable(row), indent=2, allow_nan=False).replace("\n", "\n  ")
+        sys.stdout.write(f"{before}\n  {text}")
+        before = ","
+    sys.stdout.write("[]\n" if before == "[" else "\n]\n")
+    return False
+
+
 def jsonable(value: object) -> Any:
     """The value in plain JSON types."""
     if isinstance(value, bool | int | str) or value is None:
