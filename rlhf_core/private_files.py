@@ -48,10 +48,17 @@ def give_rights_of(parent: Path, folder: Path) -> None:
 
     A folder that also others may enter says nothing: the usual umask makes it so.
     """
-    found = parent.stat()
-    meant = found.st_mode & 0o007 == 0
-    mode = FOLDER_MODE | (found.st_mode & _GROUP_READS if meant else 0)
+    mode = FOLDER_MODE | (_GROUP_READS if is_for_group(parent) else 0)
     folder.chmod(mode | stat.S_IMODE(folder.stat().st_mode) & stat.S_ISGID)
+
+
+def is_for_group(folder: Path) -> bool:
+    """True if the group of a folder may read it, and others may not."""
+    try:
+        mode = folder.stat().st_mode
+    except OSError:
+        return False
+    return mode & _GROUP_READS == _GROUP_READS and not mode & 0o007
 
 
 def write_new(path: Path, text: str) -> None:

@@ -28,6 +28,7 @@ from flows.run import DESCRIPTION, FLOW, rlhf_run
 from flows.session import FlowRun
 from flows.site.server import START_IT, server_answers
 from rlhf_core import config as configs
+from rlhf_core import private_files
 from rlhf_core.config import Site
 from rlhf_core.errors import BadInput, PrefectUnavailable
 from rlhf_core.escaping import markdown_code
@@ -316,7 +317,7 @@ def _put(client: SyncPrefectClient, site: Site, wanted: _Wanted) -> Registered:
 
 def _make_working_folder(site: Site) -> None:
     try:
-        site.runs_dir.mkdir(parents=True, exist_ok=True)
+        site.runs_dir.mkdir(mode=private_files.FOLDER_MODE, parents=True, exist_ok=True)
     except OSError as error:
         raise BadInput(
             f"cannot make the folder of the runs {site.runs_dir}: {error.strerror}. Set RLHF_RUNS to a writable folder"
