@@ -18,7 +18,8 @@ _NUMBERED = re.compile(
 )
 _LINE_ENDS = re.compile(r"\r\n?")
 
-_MARKUP = re.compile(r"[\\`*_{}\[\]<>#|~&$@]")
+_MARKUP = re.compile(r"[\\`*{}\[\]<>#|~$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|&(?=[#A-Za-z])|(?<=\w)@(?=\w)")
+"""An underscore within a word, as in most names, begins nothing."""
 _ADDRESS = re.compile(r":(?=//)|(?<=www)\.", re.IGNORECASE)
 """Places in which GitHub's Markdown, and that of Prefect's UI, makes a link of a bare address."""
 _BLOCK = re.compile(r"(?:[-+](?=[\s-]|\Z)|=|(?<=\d)[.)](?=\s|\Z))")
