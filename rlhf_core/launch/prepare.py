@@ -126,7 +126,8 @@ def _unfinished(runs: Path, run_id: str) -> RunDir:
 def _make_whole(runs: Path, stored: StoredSpec, keep: Callable[[Path], object]) -> RunDir:
     run_dir, unfinished = RunDir.of(runs, stored.run_id), _unfinished(runs, stored.run_id)
     try:
-        runs.mkdir(mode=private_files.FOLDER_MODE, parents=True, exist_ok=True)
+        if not runs.exists():
+            runs.mkdir(mode=private_files.FOLDER_MODE, parents=True, exist_ok=True)
         unfinished.root.mkdir()
         private_files.give_rights_of(runs, unfinished.root)
         keep(unfinished.code)
