@@ -10,6 +10,7 @@ from rlhf_core.config import Site
 from rlhf_core.errors import RunFailed, SchedulerError
 from rlhf_core.launch.prepare import prepare
 from rlhf_core.launch.start import job_request
+from rlhf_core.redaction import masked
 from rlhf_core.run_dir import AttemptDir, RunDir, read_model, read_tail, remove_tree, write_model
 from rlhf_core.scheduler.base import JobState, JobStatus, Scheduler
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
@@ -92,7 +93,9 @@ def _said(attempt: AttemptDir) -> str:
     """What srun said about a node whose agent could not even start; empty where it said nothing."""
     log = scheduler_log(attempt)
     lines = read_tail(log, LOG_TAIL_BYTES).splitlines() if log is not None else []
-    return next((f"; {line.strip()}" for line in lines if line.startswith(("srun: error", "slurmstepd: error"))), "")
+    return next(
+        (f"; {masked(line.strip())}" for line in lines if line.startswith(("srun: error", "slurmstepd: error"))), ""
+    )
 
 
 def _in_words(submission: Submission, status: JobStatus) -> str:

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhf_core.escaping import markdown as escaped
+from rlhf_core.escaping import markdown_code
 from rlhf_core.launch.journal import RunRecord, StageRecord, read_record
 from rlhf_core.run_dir import RunDir, read_model, read_models
 from rlhf_core.schemas.attempts import RunState, StageName, StageState
@@ -104,8 +106,8 @@ def markdown(summary: Summary, sections: Sequence[Section] = ()) -> str:
     lines = [
         f"# {summary.run_id}: {summary.state_text}",
         "",
-        *([f"> **Regressed**: {regression_text(summary.regressed)}", ""] if summary.regressed else []),
-        *([] if good or not summary.cause else [f"> {_cell(summary.cause)}", ""]),
+        *([f"> **Regressed**: {escaped(regression_text(summary.regressed))}", ""] if summary.regressed else []),
+        *([] if good or not summary.cause else [f"> {escaped(summary.cause)}", ""]),
         f"{spec.train.algorithm.upper()}, {summary.steps} of {spec.total_steps} steps on {spec.num_ranks} ranks, "
         f"{count(summary.num_attempts, 'attempt')}, {count(summary.num_restarts, 'restart')}.",
         *(["", f"> {summary.missing_steps}"] if summary.missing_steps else []),
@@ -113,19 +115,20 @@ def markdown(summary: Summary, sections: Sequence[Section] = ()) -> str:
         "| held-out | before | after | gain |",
         "|---|---|---|---|",
         *(
-            f"| {row.metric}, {row.name} | {interval(row.before)} | {interval(row.after)} | {signed(row.gain)} |"
+            f"| {escaped(f'{row.metric}, {row.name}')} | {interval(row.before)} | {interval(row.after)} "
+            f"| {signed(row.gain)} |"
             for row in summary.accuracy
         ),
         "",
         *(line for section in sections for line in section),
         "| stage | seconds |",
         "|---|---|",
-        *(f"| {title} | {seconds:.1f} |" for title, seconds in summary.stage_seconds),
+        *(f"| {escaped(title)} | {seconds:.1f} |" for title, seconds in summary.stage_seconds),
         "",
-        f"Run directory: `{summary.run_dir}`",
+        f"Run directory: {markdown_code(str(summary.run_dir))}",
         "",
         f"More: `rlhf show {summary.run_id}`; with plots and samples: `rlhf report {summary.run_id}`, which writes "
-        f"`{RunDir(summary.run_dir).report}`",
+        f"{markdown_code(str(RunDir(summary.run_dir).report))}",
     ]
     return "\n".join(lines)
 
@@ -172,7 +175,3 @@ def _stage_seconds(record: RunRecord) -> list[tuple[str, float]]:
         for stage in record.stages
         if stage.ended_at is not None
     ]
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")

@@ -4,6 +4,7 @@ Hand-written configs are sparse TOML; what ran is the resolved JSON in the run d
 the nearest right one, and all mistakes of a file are reported at once.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import os
@@ -19,6 +20,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 
+from rlhf_core import private_files
 from rlhf_core.errors import BadConfig
 from rlhf_core.presets import PRESETS, preset_path
 from rlhf_core.schemas.base import Schema
@@ -192,7 +194,8 @@ def _apply(content: dict[str, Any], override: str, given_as: str) -> None:
 
 
 def _location(detail: Any) -> str:
-    return ".".join(str(part) for part in detail["loc"] if not str(part).startswith(("function-", "literal[", "str-")))
+    inner = ("function-", "literal[", "str-", "[key]")
+    return ".".join(str(part) for part in detail["loc"] if not str(part).startswith(inner))
 
 
 def _explain(detail: Any) -> str:
@@ -417,18 +420,24 @@ _SECRETS = {
 }
 """What may hold a password, and the variable that keeps it out of files."""
 SCHEDULERS = ("local", "slurm")
+_DATABASES = tuple(
+    f"{name}{suffix}" for name in ("history.db", "prefect/prefect.db") for suffix in ("", "-wal", "-shm")
+)
+"""Databases that may lie in the home folder. That of Prefect holds its secrets and the key that they are encrypted
+with."""
 
 Table = TypeVar("Table", bound=Schema)
 
 
 def load_site(environ: Mapping[str, str] | None = None) -> Site:
-    """Site settings from the environment and ``$RLHF_HOME/rlhf.toml``.
+    """Site settings from the environment and ``$RLHF_HOME/rlhf.toml``. The home folder is made, and closed to others.
 
     Raises:
         BadConfig: an unknown key in ``rlhf.toml``, or a value that cannot be.
     """
     environment = os.environ if environ is None else environ
     home = Path(environment.get("RLHF_HOME") or "~/.rlhf").expanduser().absolute()
+    _close_home(home)
     settings = _site_file(home / "rlhf.toml")
     for key, variable in _SITE_KEYS.items():
         if environment.get(variable):
@@ -449,6 +458,15 @@ def load_site(environ: Mapping[str, str] | None = None) -> Site:
         retention=_site_table(RetentionSite, "retention", home, settings, environment),
         slurm=_site_table(SlurmSpec, "slurm", home, settings, environment),
     )
+
+
+def _close_home(home: Path) -> None:
+    """Make the home folder private, and what older versions left open in it. A home that cannot be made is reported by
+    whoever needs it."""
+    with contextlib.suppress(OSError):
+        private_files.make_folder(home)
+        for name in ("prefect", "logs", "services", "deployments", *_DATABASES):
+            private_files.close(home / name)
 
 
 def _interpreter(text: str) -> str:

@@ -44,14 +44,16 @@ _TOKEN = re.compile(
         | (?:AKIA|ASIA)[0-9A-Z]{16}                               # AWS
         | AIza[\w-]{30,} | ya29\.[\w-]{16,}                       # Google
         | nvapi-[\w-]{16,} | pypi-[\w-]{16,} | r8_[A-Za-z0-9]{16,} | gsk_[A-Za-z0-9]{16,}
-        | eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*                         # JSON web token
+        | eyJ[\w-]{8,2000}+\.[\w-]{8,}+\.[\w-]*                   # JSON web token
     )
     """,
     re.VERBOSE,
 )
-_USER_INFO = re.compile(r"(?P<scheme>\b[a-z][a-z0-9+.-]*://)(?P<info>[^/?\#\s@]+(?:@[^/?\#\s@]+)*)@", re.IGNORECASE)
+_USER_INFO = re.compile(
+    r"(?P<scheme>\b[a-z][a-z0-9+.-]{0,30}+://)(?P<info>[^/?\#\s@]+(?:@[^/?\#\s@]+)*)@", re.IGNORECASE
+)
 _WEBHOOK = re.compile(
-    r"(https://(?:hooks\.slack\.com|discord(?:app)?\.com/api/webhooks|[\w.-]+\.webhook\.office\.com)/)\S+"
+    r"(https://(?:hooks\.slack\.com|discord(?:app)?\.com/api/webhooks|[\w.-]{1,100}\.webhook\.office\.com)/)\S+"
 )
 _WEB = frozenset({"http", "https", "ws", "wss", "ftp", "ftps"})
 _HEADER = re.compile(
@@ -59,9 +61,10 @@ _HEADER = re.compile(
 )
 _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
 _ASSIGNMENT = re.compile(
-    r"""(?P<name>[A-Za-z_][\w.-]*)(?:\s?=\s?|["']\s*:\s*(?=["']))(?P<value>"[^"]*"|'[^']*'|[^\s,;&]+)"""
+    r"""(?<![\w.])(?<![\w.]-)(?P<name>[A-Za-z_][\w.-]*+)(?:\s?=\s?|["']\s*:\s*(?=["']))(?P<value>"[^"]*"|'[^']*'|[^\s,;&]+)"""
 )
-"""``name=value``, and ``"name": "value"``."""
+"""``name=value``, and ``"name": "value"``. A name begins where a word does: else the time would grow with the square
+of the length of a line."""
 
 NAMED_BY_USERS = ("slurm.environment", "data.generator_args")
 """Tables whose keys are names of variables and arguments. Those of a model's configuration are not: ``eos_token``."""

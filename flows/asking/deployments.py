@@ -28,8 +28,10 @@ from flows.run import DESCRIPTION, FLOW, rlhf_run
 from flows.session import FlowRun
 from flows.site.server import START_IT, server_answers
 from rlhf_core import config as configs
+from rlhf_core import private_files
 from rlhf_core.config import Site
 from rlhf_core.errors import BadInput, PrefectUnavailable
+from rlhf_core.escaping import markdown_code
 from rlhf_core.launch.lease import user_name
 from rlhf_core.presets import PRESETS
 from rlhf_core.redaction import carries_secret
@@ -315,7 +317,7 @@ def _put(client: SyncPrefectClient, site: Site, wanted: _Wanted) -> Registered:
 
 def _make_working_folder(site: Site) -> None:
     try:
-        site.runs_dir.mkdir(parents=True, exist_ok=True)
+        site.runs_dir.mkdir(mode=private_files.FOLDER_MODE, parents=True, exist_ok=True)
     except OSError as error:
         raise BadInput(
             f"cannot make the folder of the runs {site.runs_dir}: {error.strerror}. Set RLHF_RUNS to a writable folder"
@@ -388,8 +390,8 @@ def _schedule(cron: str, timezone: str) -> CronSchedule | None:
 
 
 def _description(config: str, overrides: Sequence[str]) -> str:
-    changed = f", with {', '.join(f'`{one}`' for one in overrides)}" if overrides else ""
-    return f"{DESCRIPTION}\n\nFrom `{config}`{changed}.\n\n## Settings\n\n{settings_text()}"
+    changed = f", with {', '.join(map(markdown_code, overrides))}" if overrides else ""
+    return f"{DESCRIPTION}\n\nFrom {markdown_code(config)}{changed}.\n\n## Settings\n\n{settings_text()}"
 
 
 def _schema(parameters: Mapping[str, Any], hidden: Sequence[str]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import sys
 
 from rlhf_core.config import Site, load_site
 from rlhf_core.errors import RlhfError
+from rlhf_core.escaping import terminal
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir import RunDir
 
@@ -54,7 +55,7 @@ def main(run_id: str) -> int:
         ):
             drive(session)
     except RlhfError as error:
-        print(error, file=sys.stderr, flush=True)
+        print(terminal(str(error)), file=sys.stderr, flush=True)
         return error.exit_code
     return 0
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from flows.session import CancelAsked, Session
 from flows.summary import Summary, interval, signed, summarise
 from rlhf_core.errors import CheckpointCorrupt, PromotionFailed
+from rlhf_core.escaping import markdown, markdown_code
 from rlhf_core.launch.journal import PromotionRecord, RunRecord
 from rlhf_core.launch.model_card import model_card
 from rlhf_core.launch.promote import (
@@ -58,7 +59,8 @@ class Question:
 
     @property
     def _question(self) -> str:
-        return f"**May step {self.checkpoint_step} of {self.run_dir.run_id} become a model for others?** {self.reason}."
+        asked = f"May step {self.checkpoint_step} of {self.run_dir.run_id} become a model for others?"
+        return f"**{asked}** {markdown(self.reason)}."
 
     @property
     def form_text(self) -> str:
@@ -80,8 +82,9 @@ class Question:
         lines = [
             self._question,
             "",
-            f"Approved, it is copied to `{self.target}`. Without an answer until {self.deadline:%Y-%m-%d %H:%M} UTC "
-            f"nothing is promoted. From a terminal: `rlhf approve {run_id}` or `rlhf refuse {run_id} --reason ...`",
+            f"Approved, it is copied to {markdown_code(str(self.target))}. Without an answer until "
+            f"{self.deadline:%Y-%m-%d %H:%M} UTC nothing is promoted. From a terminal: `rlhf approve {run_id}` or "
+            f"`rlhf refuse {run_id} --reason ...`",
             "",
             *_results(summary),
             *_samples(summary),
@@ -306,13 +309,14 @@ def _without_samples(summary: Summary, step: int) -> Iterator[EvaluationReport]:
 
 def _results(summary: Summary) -> Iterator[str]:
     if summary.regressed:
-        yield f"> **Regressed**: {regression_text(summary.regressed)}."
+        yield f"> **Regressed**: {markdown(regression_text(summary.regressed))}."
         yield ""
     yield "| held-out | before | after | gain |"
     yield "|---|---|---|---|"
     for row in summary.accuracy:
         if row.after is not None:
-            yield f"| {row.metric}, {row.name} | {interval(row.before)} | {interval(row.after)} | {signed(row.gain)} |"
+            name = f"{markdown(row.metric)}, {row.name}"
+            yield f"| {name} | {interval(row.before)} | {interval(row.after)} | {signed(row.gain)} |"
     yield ""
 
 
@@ -339,5 +343,4 @@ def _samples(summary: Summary) -> Sequence[str]:
 
 
 def _cell(text: str) -> str:
-    shown = text if len(text) <= 200 else f"{text[:197]}..."
-    return shown.replace("|", "\\|").replace("\n", " ")
+    return markdown(text if len(text) <= 200 else f"{text[:197]}...")

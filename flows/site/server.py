@@ -330,6 +330,7 @@ def _start(folder: Path, log: int) -> tuple[str, "subprocess.Popen[bytes]"]:
             stderr=subprocess.STDOUT,
             # A Ctrl-C is for the run, which still needs its server while it is being cancelled.
             start_new_session=True,
+            umask=0o077,  # its database holds secrets, and the key that they are encrypted with
             preexec_fn=_die_with_parent,
         )
         try:

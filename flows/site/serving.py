@@ -112,6 +112,7 @@ def _serve_server(site: Site, beat: Beat) -> None:
     import uvicorn
 
     require_free_port(site)
+    os.umask(0o077)  # its database holds secrets, and the key that they are encrypted with
     threading.Thread(target=_beat_while_answering, args=(own_url(site), beat), daemon=True).start()
     uvicorn.run(
         "flows.site.server_app:create_app",

@@ -6,7 +6,7 @@ A list, not one of Prefect's tables: those do not wrap, and the advice of a find
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
-from flows.view.keys import plain
+from rlhf_core.escaping import markdown
 
 _TITLES = {"blocked": "Blocked", "warning": "Warnings", "skipped": "Skipped", "passed": "Passed"}
 
@@ -21,7 +21,7 @@ def checks_markdown(rows: Sequence[Mapping[str, str]]) -> str:
 
 def _items(rows: Iterator[Mapping[str, str]]) -> Iterator[str]:
     for row in rows:
-        place = ", ".join(plain(part) for part in (row["when"], row["node"]) if part)
-        expected = f"; expected {plain(row['expected'])}" if row["expected"] else ""
-        advice = f" **What to do:** {plain(row['what to do'])}" if row["what to do"] else ""
-        yield f"- **{plain(row['check'])}** ({place}): {plain(row['found'])}{expected}.{advice}"
+        place = ", ".join(markdown(part) for part in (row["when"], row["node"]) if part)
+        expected = f"; expected {markdown(row['expected'])}" if row["expected"] else ""
+        advice = f" **What to do:** {markdown(row['what to do'])}" if row["what to do"] else ""
+        yield f"- **{markdown(row['check'])}** ({place}): {markdown(row['found'])}{expected}.{advice}"

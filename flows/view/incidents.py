@@ -5,12 +5,12 @@ the rest lies is said as a path and a command. The new UI shows HTML in Markdown
 light: neither is used.
 """
 
-import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from flows.view.keys import artifact_link, cell
+from flows.view.keys import artifact_link
 from flows.view.story import Story, ToldIncident
+from rlhf_core.escaping import markdown, markdown_code, markdown_quote
 from rlhf_core.reports.evidence import read_evidence
 from rlhf_core.schemas.failures import Decision
 
@@ -23,13 +23,16 @@ MAX_WITH_EVIDENCE = 5
 MAX_FILES = 40
 """Names of files of evidence listed per incident."""
 
-HARD_SPACES = "\u00a0\u00a0"
-
 
 def headline(story: Story) -> str:
     """The first line of the page."""
     count = len(story.incidents)
     return f"# {count} incident{'' if count == 1 else 's'} of {story.run_id}"
+
+
+def first_line(text: str) -> str:
+    """First line of a text, whatever ends it."""
+    return next(iter(text.splitlines()), "")
 
 
 def incidents_markdown(story: Story) -> str:
@@ -66,13 +69,13 @@ def _section(story: Story, told: ToldIncident, *, shows_evidence: bool) -> list[
     suspects = ", ".join(f"rank {rank}" for rank in incident.suspect_ranks)
     number = "" if incident.collective_sequence is None else f", number {incident.collective_sequence}"
     facts = {
-        "trial": f"{trial}, run `{told.run_dir.run_id}`" if trial else "",
+        "trial": f"{markdown(trial)}, run `{told.run_dir.run_id}`" if trial else "",
         "attempt, restart": f"{incident.attempt}, {incident.restart}",
         "found": f"{incident.seen_at:%Y-%m-%d %H:%M:%S} UTC{found_after}",
         "step": "" if incident.step is None else str(incident.step),
-        "phase": incident.phase,
-        "to blame": " on ".join(part for part in (suspects, ", ".join(incident.suspect_nodes)) if part),
-        "collective": f"`{incident.collective}`{number}" if incident.collective else "",
+        "phase": markdown(incident.phase),
+        "to blame": markdown(" on ".join(part for part in (suspects, ", ".join(incident.suspect_nodes)) if part)),
+        "collective": f"{markdown_code(incident.collective, in_table=True)}{number}" if incident.collective else "",
     }
     here = (told.run_dir, incident.attempt, incident.restart)
     done = [
@@ -83,26 +86,30 @@ def _section(story: Story, told: ToldIncident, *, shows_evidence: bool) -> list[
         if incident.step
         else f"## {incident.failure_kind.value}",
         "",
-        _quoted(incident.message),
+        markdown_quote(incident.message),
         "",
         "| | |",
         "|---|---|",
-        *(f"| {name} | {cell(value)} |" for name, value in facts.items() if value),
-        *(f"| decided by the {one.decided_by.value} | {cell(decided(one))} |" for one in done),
+        *(f"| {name} | {value} |" for name, value in facts.items() if value),
+        *(f"| decided by the {one.decided_by.value} | {decided(one)} |" for one in done),
         "",
         *(_evidence(told) if shows_evidence else []),
     ]
 
 
-def decided(decision: Decision) -> str:
-    """A decision in a sentence, with what it changes."""
-    changed = ", ".join(f"`{name}` = {value}" for name, value in decision.config_diff.items())
+def decided(decision: Decision, escape: Callable[[str], str] = markdown) -> str:
+    """A decision in a sentence, with what it changes.
+
+    Args:
+        escape: Escapes texts for the place in which the sentence is shown.
+    """
+    changed = escape(", ".join(f"{name} = {value}" for name, value in decision.config_diff.items()))
     parts = [
-        f"**{decision.action.value}**: {decision.reason.rstrip('.')}",
+        f"**{decision.action.value}**: {escape(decision.reason.rstrip('.'))}",
         f"after {decision.delay_s:g} s" if decision.delay_s else "",
-        f"without {', '.join(decision.excluded_nodes)}" if decision.excluded_nodes else "",
+        f"without {escape(', '.join(decision.excluded_nodes))}" if decision.excluded_nodes else "",
         f"with {changed}" if changed else "",
-        f"from {decision.resume_checkpoint}" if decision.resume_checkpoint else "",
+        f"from {escape(decision.resume_checkpoint)}" if decision.resume_checkpoint else "",
     ]
     return "; ".join(part for part in parts if part)
 
@@ -115,15 +122,15 @@ def _evidence(told: ToldIncident) -> list[str]:
     evidence = read_evidence(folder, incident.suspect_ranks)
     lines = []
     for stack in evidence.stacks:
-        lines += [f"**{stack.name}**", "", *_as_code(stack.lines), ""]
+        lines += [f"**{markdown(stack.name)}**", "", *_as_code(stack.lines), ""]
     for log in evidence.logs:
-        lines += [f"End of **{log.name}**", "", *_as_code(log.lines), ""]
-    names = [f"`{path.relative_to(folder)}`" for path in evidence.files[:MAX_FILES]]
+        lines += [f"End of **{markdown(log.name)}**", "", *_as_code(log.lines), ""]
+    names = [markdown_code(str(path.relative_to(folder))) for path in evidence.files[:MAX_FILES]]
     more = f" and {len(evidence.files) - MAX_FILES} more" if len(evidence.files) > MAX_FILES else ""
     logs = f"rlhf logs {told.run_dir.run_id} --attempt {incident.attempt} --restart {incident.restart}"
     return [
         *lines,
-        f"Evidence: `{folder}`",
+        f"Evidence: {markdown_code(str(folder))}",
         "",
         *([f"{', '.join(names)}{more}", ""] if names else []),
         f"Whole logs: `{logs}`",
@@ -134,15 +141,4 @@ def _evidence(told: ToldIncident) -> list[str]:
 def _as_code(lines: Sequence[str]) -> list[str]:
     """Lines as code, each by itself: the new UI shows blocks of code light on light in its light scheme."""
     # An end of a line with two spaces is a line break; hard spaces keep the indentation.
-    return [f"{_code(line)}  " for line in lines if line.strip()]
-
-
-def _code(line: str) -> str:
-    """A line as code that nothing in it can end."""
-    longest = max((len(run) for run in re.findall("`+", line)), default=0)
-    tick, space = "`" * (longest + 1), " " if longest else ""
-    return f"{tick}{space}{line.expandtabs(4).replace('  ', HARD_SPACES)}{space}{tick}"
-
-
-def _quoted(text: str) -> str:
-    return "\n".join(f"> {line}" for line in text.splitlines())
+    return [f"{markdown_code(line)}  " for line in lines if line.strip()]

@@ -1,6 +1,4 @@
-"""Names under which Prefect keeps what it shows of a run, and texts in its Markdown."""
-
-import re
+"""Names under which Prefect keeps what it shows of a run."""
 
 
 def artifact_key(run_id: str, what: str = "incidents") -> str:
@@ -11,13 +9,3 @@ def artifact_key(run_id: str, what: str = "incidents") -> str:
 def artifact_link(run_id: str, what: str) -> str:
     """Link from the page of one artifact of a run to another one, in the old UI and in the new one."""
     return f"../key/{artifact_key(run_id, what)}"
-
-
-def cell(text: str) -> str:
-    """A text for a cell of a Markdown table."""
-    return text.replace("|", "\\|").replace("\n", " ")
-
-
-def plain(text: str) -> str:
-    """Escape a text for a line of Markdown, in which it begins nothing and ends nothing."""
-    return re.sub(r"([\\`*_{}\[\]<>#|~])", r"\\\1", " ".join(text.split()))

@@ -15,11 +15,12 @@ from prefect.client.schemas.sorting import ArtifactSort
 
 from flows.summary import summarise
 from flows.view.events import FlowRun
-from flows.view.incidents import headline, incidents_markdown
+from flows.view.incidents import first_line, headline, incidents_markdown
 from flows.view.keys import artifact_key
 from flows.view.progress import Seen, describe, furthest_step
 from flows.view.result import result_markdown, tells_the_end, times_of
 from flows.view.story import Story
+from rlhf_core.escaping import markdown
 from rlhf_core.history.store import HistoryStore
 
 Pages = Mapping[str, Artifact | None]
@@ -77,12 +78,12 @@ def _says(page: Artifact, story: Story) -> bool:
 def _result(client: SyncPrefectClient, story: Story, store: HistoryStore, flow_run: FlowRun) -> None:
     summary = summarise(story.run_dir)
     text = result_markdown(summary, story, times_of(store, story.run_id))
-    _create(client, story, "result", text, f"{summary.state_text}: {summary.cause}", flow_run)
+    _create(client, story, "result", text, f"{summary.state_text}: {markdown(summary.cause)}", flow_run)
 
 
 def _incidents(client: SyncPrefectClient, story: Story, flow_run: FlowRun) -> None:
     newest = story.incidents[-1].incident
-    said = f"{newest.failure_kind.value}: {newest.message.partition(chr(10))[0]}"
+    said = f"{newest.failure_kind.value}: {markdown(first_line(newest.message))}"
     _create(client, story, "incidents", incidents_markdown(story), said, flow_run)
 
 

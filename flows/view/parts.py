@@ -27,11 +27,12 @@ from flows.view import events
 from flows.view.checks import checks_markdown
 from flows.view.curves import Curves
 from flows.view.events import FlowRun, happenings
-from flows.view.incidents import incidents_markdown
+from flows.view.incidents import first_line, incidents_markdown
 from flows.view.keys import artifact_key
 from flows.view.progress import Seen, describe
 from flows.view.result import result_markdown, times_of
 from flows.view.story import Story, ToldDecision, ToldIncident, read_checks
+from rlhf_core.escaping import markdown
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.failures import Action
@@ -158,7 +159,7 @@ class Incidents:
             create_markdown_artifact(
                 incidents_markdown(story),
                 key=artifact_key(story.run_id),
-                description=f"{newest.failure_kind.value}: {newest.message.partition(chr(10))[0]}",
+                description=f"{newest.failure_kind.value}: {markdown(first_line(newest.message))}",
             )
             self._told = now
 
@@ -207,7 +208,7 @@ class Result:
         def tell() -> None:
             if text != self._told:
                 key = artifact_key(story.run_id, "result")
-                create_markdown_artifact(text, key=key, description=f"{summary.state_text}: {summary.cause}")
+                create_markdown_artifact(text, key=key, description=f"{summary.state_text}: {markdown(summary.cause)}")
             self._told, self._seen = text, seen
 
         return tell

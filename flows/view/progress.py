@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from flows.view.story import Story
+from rlhf_core.escaping import markdown
 from rlhf_core.launch.journal import RunRecord
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.run import RunSpec
@@ -99,9 +100,9 @@ def describe(seen: Seen, story: Story) -> str:
     It stands on two pages of the UI, so it holds no links from one to another.
     """
     record, look = story.record, seen.look
-    first = [f"**{_doing(seen, record)}**"]
+    first = [f"**{markdown(_doing(seen, record))}**"]
     if record.ended:
-        first.append(record.cause)
+        first.append(markdown(record.cause))
     elif look is not None and seen.now_about is None and not look.evaluating:
         left = seen.left_s()
         first += [f"{duration(left)} left"] if left is not None and look.step < seen.spec.total_steps else []
@@ -134,7 +135,7 @@ def _made_again(seen: Seen, story: Story) -> str:
     assert seen.look is not None
     why = f" after {story.incidents[-1].incident.failure_kind.value}" if story.incidents else ""
     decision = story.decisions[-1].decision if story.decisions else None
-    what = f": {decision.reason}" if decision is not None else ""
+    what = f": {markdown(decision.reason)}" if decision is not None else ""
     return f"Went back{why}: step {seen.furthest} was reached before, and is being made again{what}"
 
 
@@ -147,10 +148,10 @@ def _place(seen: Seen, story: Story) -> list[str]:
     incidents = len(story.incidents)
     found = [
         f"attempt {look.attempt}, {look.restarts_made} restart{'' if look.restarts_made == 1 else 's'}",
-        f"on {', '.join(nodes[:MAX_NODES])}{many}" if nodes else "",
+        f"on {markdown(', '.join(nodes[:MAX_NODES]))}{many}" if nodes else "",
         f"{duration(step_s)} a step" if step_s is not None else "",
         f"{incidents} incident{'' if incidents == 1 else 's'}" if incidents else "",
-        f"the history is behind: {look.history_behind}" if look.history_behind else "",
+        f"the history is behind: {markdown(look.history_behind)}" if look.history_behind else "",
     ]
     return [text for text in found if text]
 

@@ -3,11 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from flows.summary import Section, Summary, markdown
+from flows.summary import Section, Summary
+from flows.summary import markdown as summary_markdown
 from flows.view.incidents import decided
-from flows.view.keys import artifact_link, cell
+from flows.view.keys import artifact_link
 from flows.view.story import Story
 from rlhf_core.errors import HistoryError
+from rlhf_core.escaping import markdown, markdown_code
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.schemas.regression import REGRESSED
@@ -25,7 +27,7 @@ def times_of(store: HistoryStore, run_id: str) -> Mapping[str, Any]:
 
 def result_markdown(summary: Summary, story: Story, times: Mapping[str, Any]) -> str:
     """The page."""
-    return markdown(
+    return summary_markdown(
         summary,
         sections=[_where_to_look(story), _promotion(story), _times(times), _trouble(story)],
     )
@@ -49,9 +51,9 @@ def _promotion(story: Story) -> Section:
         return []
     parts = [
         f"**Promotion: {event.state.value}**, step {event.checkpoint_step}",
-        f"by {event.by}" if event.by else "",
-        event.reason,
-        f"`{event.path}`" if event.path else "",
+        f"by {markdown(event.by)}" if event.by else "",
+        markdown(event.reason),
+        markdown_code(event.path) if event.path else "",
     ]
     waits = [f"Decide with `rlhf approve {story.run_id}`", ""] if event.state.value == "waiting" else []
     return [" · ".join(part for part in parts if part), "", *waits]
@@ -70,7 +72,7 @@ def _times(times: Mapping[str, Any]) -> Section:
         ("goodput, queue not counted", "" if goodput["ettr"] is None else f"{goodput['ettr']:.1%}"),
     ]
     lost = [
-        f"| lost to {row['failure_kind']} | {duration(row['lost_s'])}, {row['num_incidents']} of them |"
+        f"| lost to {markdown(row['failure_kind'])} | {duration(row['lost_s'])}, {row['num_incidents']} of them |"
         for row in times.get("lost_time", ())
     ]
     return ["| time | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows if value), *lost, ""]
@@ -79,7 +81,7 @@ def _times(times: Mapping[str, Any]) -> Section:
 def _trouble(story: Story) -> Section:
     """Incidents and decisions, in the order of time."""
     told = [
-        (one.incident.seen_at, one.incident.attempt, one.incident.failure_kind.value, one.incident.message)
+        (one.incident.seen_at, one.incident.attempt, one.incident.failure_kind.value, markdown(one.incident.message))
         for one in story.incidents
     ]
     told += [(one.decision.decided_at, one.decision.attempt, "", decided(one.decision)) for one in story.decisions]
@@ -88,6 +90,6 @@ def _trouble(story: Story) -> Section:
     return [
         "| at (UTC) | attempt | incident | what happened, what was done |",
         "|---|---|---|---|",
-        *(f"| {at:%H:%M:%S} | {number} | {kind} | {cell(text)} |" for at, number, kind, text in sorted(told)),
+        *(f"| {at:%H:%M:%S} | {number} | {kind} | {text} |" for at, number, kind, text in sorted(told)),
         "",
     ]

@@ -32,6 +32,7 @@ from flows.view.parts import (
 )
 from flows.view.progress import Seen, furthest_step
 from flows.view.story import Story, read_story
+from rlhf_core.escaping import terminal
 from rlhf_core.launch.journal import RunRecord
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.journal import RunMoved
@@ -117,7 +118,7 @@ class _Onlooker:
         """A stage begins."""
         with self._lock:
             self._seen.title = title
-        self._log.info("begins: %s", title)
+        self._log.info("begins: %s", terminal(title))
         self._teller.look()
         self._behind.begins(title)
 
@@ -127,13 +128,13 @@ class _Onlooker:
             self._seen.saw(look)
         for event in look.events:
             if event.kind in _LOGGED_EVENTS:
-                self._log.warning("%s: %s", event.node, event.message)
+                self._log.warning("%s", terminal(f"{event.node}: {event.message}"))
         self._teller.look()
         self._behind.looked(look)
 
     def says(self, text: str) -> None:
         """Something a person should read: for instance, that an attempt has ended."""
-        self._log.log(logging.WARNING if text.startswith("warning ") else logging.INFO, "%s", text)
+        self._log.log(logging.WARNING if text.startswith("warning ") else logging.INFO, "%s", terminal(text))
         self._teller.look()
         self._behind.says(text)
 
@@ -163,16 +164,16 @@ class Chronicle:
         entries: dict[object, tuple[int, str, str]] = {}
         for line in moved:
             assert isinstance(line.event, RunMoved)
-            text = f"run is {line.event.state.value}: {line.event.cause}"
+            text = terminal(f"run is {line.event.state.value}: {line.event.cause}")
             entries[(line.token, line.sequence)] = (logging.INFO, "%s", text)
         for told in story.incidents:
             entries[(told.run_dir, told.incident.seen_at)] = (
                 logging.ERROR,
                 "%s",
-                f"{told.incident.failure_kind.value}: {told.incident.message}",
+                terminal(f"{told.incident.failure_kind.value}: {told.incident.message}"),
             )
         for made in story.decisions:
-            text = f"decided by the {made.decision.decided_by.value}: {decided(made.decision)}"
+            text = f"decided by the {made.decision.decided_by.value}: {decided(made.decision, terminal)}"
             entries[(made.run_dir, made.decision.decided_at)] = (logging.WARNING, "%s", text)
         return entries
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_core import __version__
+from rlhf_core import __version__, private_files
 from rlhf_core.config import Site
 from rlhf_core.errors import RlhfError
 from rlhf_core.preflight import gather
@@ -43,6 +43,7 @@ def examine(site: Site, services: Mapping[str, str], server: str) -> list[Item]:
         _py_spy(compute),
         _compiler(compute),
         _runs(site),
+        _private(site),
         _database(site),
         _scheduler(site),
         _prefect(server, services),
@@ -95,6 +96,17 @@ def _runs(site: Site) -> Item:
         return Item("run directories", False, f"{site.runs_dir}: {disk.problem}", "set RLHF_RUNS to a writable folder")
     kind = _file_system(site.runs_dir)
     return Item("run directories", True, f"{site.runs_dir}: {kind}, {disk.free_bytes / 2**30:.1f} GiB free")
+
+
+def _private(site: Site) -> Item:
+    """Folders and files of secrets to which others have rights."""
+    secrets = ("environment", "job-secrets.env", "prefect/auth", "prefect", "prefect/prefect.db", "history.db")
+    found = [path for path in (site.home, *(site.home / name for name in secrets)) if private_files.is_open(path)]
+    if found:
+        listed = " ".join(map(str, found))
+        return Item("private files", False, f"others have rights to {listed}", f"chmod go= {listed}")
+    shared = "its group may read the runs" if private_files.is_for_group(site.runs_dir) else "runs are private too"
+    return Item("private files", True, f"{site.home} is of its owner alone; {shared}")
 
 
 def _database(site: Site) -> Item:

@@ -15,6 +15,8 @@ from rlhf_core.schemas.attempts import RunState
 from rlhf_core.words import count
 
 if TYPE_CHECKING:
+    from rlhf_core.history.queries import SqlResult
+    from rlhf_core.history.questions import Question
     from rlhf_core.history.store import HistoryStore
     from rlhf_core.watchdog.nodes import NodeRecord
 
@@ -201,8 +203,8 @@ def sql(
 ) -> None:
     """Ask the history in SQL, or one of the saved questions by its name.
 
-    Read-only: the database itself refuses everything else. A value is bound to its place :name in the statement
-    and never becomes part of it.
+    Read-only: the database itself refuses everything else, and gives up after five minutes. A value
+    is bound to its place :name in the statement and never becomes part of it.
 
     Tables: runs, stages, checks, attempts, restarts, attempt_nodes,
     node_speeds, node_telemetry, metric_keys, metrics, latest_metrics, incidents, decisions,
@@ -213,8 +215,10 @@ def sql(
     runs), run_lost_time, incident_lost_time, run_recoveries, run_step_time, node_health,
     node_figures (telemetry over time), node_imbalance (what stood out).
     """
+    from rlhf_core.cli.hard_stop import hard_stop
     from rlhf_core.errors import BadInput
-    from rlhf_core.history import questions
+    from rlhf_core.history import database, questions
+    from rlhf_core.history.sql_limits import WorkClock
 
     if listed:
         _list_questions(as_json)
@@ -223,24 +227,33 @@ def sql(
         raise BadInput("there is nothing to ask: give a statement or the name of a saved question (`rlhf sql --list`)")
     text = sys.stdin.read() if question == "-" else question
     asked = questions.find(text) if questions.is_name(text) else questions.parse(text)
-    most = limit if limit is not None or as_json else _TABLE_ROWS
-    with _history() as store:
+    clock = WorkClock(database.QUESTION_TIMEOUT_S)
+    with _history() as store, hard_stop(clock):
         if show_it:
             output.print_text(questions.statement(asked, questions.dialect_of(store)).rstrip())
             return
         given = _named(values or [])
-        answer = questions.ask(store, asked, given, most)
-    if as_json:
-        output.print_json([dict(zip(answer.columns, row, strict=True)) for row in answer.rows])
-    elif answer.columns and not answer.rows and asked.name:
+        if as_json:
+            with questions.answering(store, asked, given, clock) as streamed:
+                rows = (dict(zip(streamed.columns, row, strict=True)) for row in streamed.rows)
+                more = output.print_json_rows(rows, limit)
+        else:
+            limit = limit or _TABLE_ROWS
+            answer = questions.ask(store, asked, given, limit, clock)
+            more = answer.truncated
+            _print_answer(answer, asked, given)
+    if more:
+        output.warn(f"only the first {limit} rows are shown; give --limit for more")
+
+
+def _print_answer(answer: "SqlResult", asked: "Question", given: Mapping[str, str]) -> None:
+    if answer.columns and not answer.rows and asked.name:
         with_what = " ".join(f"{one.name}={given.get(one.name, one.default)}" for one in asked.arguments)
         output.print_text(f"No rows for {with_what}." if with_what else "No rows.")
     elif answer.columns and output.fits(answer.columns, answer.rows):
         output.print_table(answer.columns, answer.rows)
     elif answer.columns:
         output.print_records(answer.columns, answer.rows)
-    if answer.truncated:
-        output.warn(f"only the first {most} rows are shown; give --limit for more")
 
 
 def _list_questions(as_json: bool) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_core.errors import BadInput
+from rlhf_core.escaping import terminal
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir import AttemptDir, RestartDir, RunDir, read_model, read_tail
 from rlhf_core.schemas.reports import AgentStatus
@@ -54,7 +55,7 @@ def print_logs(run_dir: RunDir, choice: LogChoice, num_lines: int) -> None:
     """Print the end of each log that is meant."""
     for log in find_logs(run_dir, choice):
         _print_title(log)
-        sys.stdout.write(last_lines(log.path, num_lines))
+        sys.stdout.write(terminal(last_lines(log.path, num_lines)))
     sys.stdout.flush()
 
 
@@ -76,7 +77,7 @@ def follow_logs(run_dir: RunDir, choice: LogChoice, num_lines: int, poll_s: floa
                 if shown != log.path:
                     _print_title(log)
                     shown = log.path
-                sys.stdout.write(text)
+                sys.stdout.write(terminal(text))
         sys.stdout.flush()
         if ended:
             return
@@ -158,7 +159,7 @@ def _nothing(run_dir: RunDir, attempt: AttemptDir, restart: RestartDir | None, c
 
 
 def _print_title(log: LogFile) -> None:
-    sys.stdout.write(f"==> {log.title} ({log.path})\n")
+    sys.stdout.write(terminal(f"==> {log.title} ({log.path})\n"))
 
 
 def _read_from(path: Path, start: int, end: int) -> str:

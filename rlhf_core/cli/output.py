@@ -3,7 +3,6 @@
 Results go to standard output; notes, progress and errors go to standard error, so that ``rlhf ... --json | jq`` works.
 """
 
-import json
 import math
 import os
 import sys
@@ -20,7 +19,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from rlhf_core import private_files
 from rlhf_core.errors import RlhfError
+from rlhf_core.escaping import json_text, storable, terminal
+from rlhf_core.redaction import masked
 from rlhf_core.words import duration
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of a table for people.")]
@@ -64,7 +66,24 @@ def _console(stream: Any) -> Console:
 
 def print_json(value: object) -> None:
     """Print a value as JSON: schemas, dataclass-like mappings, times and paths included; NaN as the text ``"NaN"``."""
-    sys.stdout.write(json.dumps(jsonable(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    sys.stdout.write(json_text(jsonable(value), indent=2, allow_nan=False) + "\n")
+
+
+def print_json_rows(rows: Iterable[object], limit: int | None = None) -> bool:
+    """Print values as a list in JSON, each as soon as it comes; True if there were more than the limit.
+
+    What is printed when ``rows`` raises is no whole list: nobody takes a part of an answer for all of it.
+    """
+    before = "["
+    for number, row in enumerate(rows):
+        if number == limit:
+            sys.stdout.write("\n]\n")
+            return True
+        text = json_text(jsonable(row), indent=2, allow_nan=False).replace("\n", "\n  ")
+        sys.stdout.write(f"{before}\n  {text}")
+        before = ","
+    sys.stdout.write("[]\n" if before == "[" else "\n]\n")
+    return False
 
 
 def jsonable(value: object) -> Any:
@@ -94,7 +113,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str =
     """
     content = [[_cell(value) for value in row] for row in rows]
     found = Table(
-        title=escape(title) or None,
+        title=escape(terminal(title)) or None,
         title_justify="left",
         header_style="bold",
         show_edge=False,
@@ -105,7 +124,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str =
     for index, name in enumerate(columns):
         numeric = bool(content) and all(_is_number(row[index]) for row in content)
         found.add_column(
-            escape(name),
+            escape(terminal(name)),
             justify="right" if numeric else "left",
             overflow="fold",
             width=None if widths is None else widths[index],
@@ -145,34 +164,34 @@ def print_records(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> N
 
 def print_text(text: str) -> None:
     """Print a sentence to standard output, without markup."""
-    output().print(text, markup=False, soft_wrap=True)
+    output().print(terminal(text), markup=False, soft_wrap=True)
 
 
 def note(text: str) -> None:
     """Say something in passing, on standard error."""
-    errors().print(text, markup=False, style="dim", soft_wrap=True)
+    errors().print(terminal(text), markup=False, style="dim", soft_wrap=True)
 
 
 def warn(text: str) -> None:
     """Say something that matters but does not end the command, on standard error."""
-    errors().print(f"warning: {text}", markup=False, style="yellow", soft_wrap=True)
+    errors().print(terminal(f"warning: {text}"), markup=False, style="yellow", soft_wrap=True)
 
 
 def print_error(error: RlhfError) -> None:
     """Print an error that was raised on purpose: its message says all there is to say."""
     console = errors()
     console.print("error: ", style="bold red", end="")
-    console.print(str(error), markup=False, soft_wrap=True)
+    console.print(terminal(str(error)), markup=False, soft_wrap=True)
 
 
 def report_unexpected(error: BaseException, folder: Path) -> None:
     """Print one sentence about an error that nobody foresaw, and keep its traceback in a file for a bug report."""
-    text = "".join(traceback.format_exception(error))
+    text = storable(masked(f"{' '.join(sys.argv)}\n\n{''.join(traceback.format_exception(error))}"))
     name = f"error-{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}.log"
-    for place in (folder, Path(tempfile.gettempdir())):
+    for wanted in (folder, None):
         try:
-            place.mkdir(parents=True, exist_ok=True)
-            (place / name).write_text(f"{' '.join(sys.argv)}\n\n{text}", encoding="utf-8")
+            place = _private_place(wanted)
+            private_files.write_new(place / name, text)
         except OSError:
             continue
         where = f"The traceback is in {place / name}; please report it as a bug."
@@ -181,7 +200,14 @@ def report_unexpected(error: BaseException, folder: Path) -> None:
         where = f"Its traceback could not be stored anywhere, here it is:\n{text}"
     console = errors()
     console.print("unexpected error: ", style="bold red", end="")
-    console.print(f"{type(error).__name__}: {error}\n{where}", markup=False, soft_wrap=True)
+    console.print(terminal(f"{type(error).__name__}: {error}\n{where}"), markup=False, soft_wrap=True)
+
+
+def _private_place(folder: Path | None) -> Path:
+    if folder is None:
+        return Path(tempfile.mkdtemp(prefix="rlhf-error-"))
+    private_files.make_folder(folder)
+    return folder
 
 
 def seconds_text(seconds: float | None) -> str:
@@ -253,7 +279,7 @@ def _cell(value: object) -> str:
         return str(value.value)
     if isinstance(value, tuple | list | set | frozenset):
         return ", ".join(_cell(item) for item in value) or "-"
-    return str(value)
+    return terminal(str(value))
 
 
 def _styled(text: str) -> str:

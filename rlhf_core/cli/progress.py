@@ -12,9 +12,11 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rlhf_core.cli import output
+from rlhf_core.escaping import terminal
 from rlhf_core.schemas.reports import AgentEvent
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.watchdog.watch import Look
@@ -145,7 +147,7 @@ class TerminalProgress:
         """A stage begins."""
         self._title = title
         if self._live is not None and self._bar is not None:
-            self._live.update(self._bar, description=title, text="")
+            self._live.update(self._bar, description=escape(terminal(title)), text="")
         else:
             self._line(title)
 
@@ -155,9 +157,9 @@ class TerminalProgress:
             self._tell(event)
         self._tell_history(look.history_behind)
         self._pace.saw(look.step)
-        text = describe(look, self._spec, self._pace)
+        text = terminal(describe(look, self._spec, self._pace))
         if self._live is not None and self._bar is not None:
-            self._live.update(self._bar, completed=look.step, text=text)
+            self._live.update(self._bar, completed=look.step, text=escape(text))
         elif self._clock() - self._last_line[1] >= LINE_EVERY_S and text != self._last_line[0]:
             self._line(f"{self._title}: {text}")
             self._last_line = (text, self._clock())
@@ -208,7 +210,8 @@ class TerminalProgress:
         self._behind = behind
 
     def _line(self, text: str) -> None:
-        (self._live.console if self._live else self._console).print(text, markup=False, highlight=False, soft_wrap=True)
+        console = self._live.console if self._live else self._console
+        console.print(terminal(text), markup=False, highlight=False, soft_wrap=True)
 
 
 def ask_person(question: str) -> bool:

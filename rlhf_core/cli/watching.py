@@ -1,6 +1,5 @@
 """``rlhf watch``: a view of a run that is driven by another process, from its directory alone."""
 
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from rich.live import Live
 from rich.text import Text
 
 from rlhf_core.cli import output, story
+from rlhf_core.escaping import json_text, terminal
 from rlhf_core.launch.journal import RunRecord, read_record
 from rlhf_core.run_dir import RestartDir, RunDir, parse_lines, read_lines, read_model
 from rlhf_core.schemas.regression import Regression, state_text
@@ -124,7 +124,7 @@ class Lines:
         if line != self._last:
             self._last = line
             found.append(line)
-        return found
+        return [terminal(line) for line in found]
 
 
 def headline(view: View) -> str:
@@ -159,12 +159,13 @@ def json_lines(view: View) -> list[str]:
         "ranks": [{"role": one.role, "rank": one.rank, "phase": one.phase, "step": one.step} for one in view.ranks],
         "story": view.story,
     }
-    return [json.dumps(output.jsonable(shown), ensure_ascii=False)]
+    return [json_text(output.jsonable(shown))]
 
 
 def draw(view: View) -> Group:
     """The whole view."""
-    parts: list[object] = [Text(headline(view), style=output.STATE_STYLES.get(view.record.state.value, ""))]
+    style = output.STATE_STYLES.get(view.record.state.value, "")
+    parts: list[object] = [Text(terminal(headline(view)), style=style)]
     stages = [
         (stage.name.value, stage.attempt or "", stage.state.value, _seconds(view, index))
         for index, stage in enumerate(view.record.stages)
@@ -189,7 +190,7 @@ def draw(view: View) -> Group:
     shown = [(name, f"{metrics[name]:.4g}") for name in SHOWN_METRICS if name in metrics]
     if shown:
         parts.append(output.table(("metric", "latest"), shown))
-    parts += [Text(line, style="yellow") for line in view.story]
+    parts += [Text(terminal(line), style="yellow") for line in view.story]
     return Group(*parts)  # type: ignore[arg-type]
 
 

@@ -15,6 +15,7 @@ from rlhf_core.diagnosis import log_reading
 from rlhf_core.diagnosis.parts import Part
 from rlhf_core.diagnosis.raised_errors import Event
 from rlhf_core.diagnosis.verdict import Verdict
+from rlhf_core.redaction import masked
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import WorkerOutcome
 
@@ -158,7 +159,7 @@ def _diagnosis(finding: _Finding) -> Diagnosis:
     node = finding.node or (worker.node if worker is not None and blamed else "")
     return Diagnosis(
         kind=finding.kind,
-        message=finding.text,
+        message=masked(finding.text),  # it goes to pages, messages and the history
         fingerprint=fingerprint(finding.kind, finding.subject),
         ranks=(worker.rank,) if worker is not None and blamed and worker.rank >= 0 else (),
         nodes=(node,) if node else (),

@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
 
 from rlhf_core.errors import BadConfig, DatabaseUnavailable, HistoryError, UnsafeDatabase
+from rlhf_core.history.sql_limits import WorkClock
 
 BUSY_TIMEOUT_S = 30.0
 """How long a writer waits for its turn on SQLite."""
@@ -271,7 +272,7 @@ READER_ROLE = "rlhf_reader"
 """The PostgreSQL role that questions are asked as, where there is one (``infra/reader.sql`` makes it)."""
 
 QUESTION_TIMEOUT_S = 300
-"""After this PostgreSQL gives a question up, so that none holds the server for ever."""
+"""After this many seconds of the database's time a question is given up, so that none holds it for ever."""
 
 _STANDING = """
 WITH mighty AS (
@@ -296,6 +297,9 @@ The user who logged in counts, never the present role: any role is left again by
 which can stand in a SELECT, unless that function is withheld. Roles are the server's: one that was made for another
 database has no rights in this one."""
 
+_FETCHED_ROWS = 500
+"""Rows taken from PostgreSQL at a time."""
+
 _NOTHING = re.compile(r"(?:\s|;|--[^\n]*(?:\n|$)|/\*.*?\*/)*", re.DOTALL)
 """Text without a statement."""
 
@@ -314,9 +318,10 @@ def reader_script() -> str:
 
 
 def ask_postgres(
-    connection: Any, text: str, values: Mapping[str, Any] | None, limit: int | None, url: URL, *, shipped: bool = False
-) -> Any:
-    """Ask PostgreSQL one question, in the read-only transaction of ``connection``; returns the driver's cursor.
+    connection: Any, text: str, values: Mapping[str, Any] | None, url: URL, clock: WorkClock, *, shipped: bool = False
+) -> Iterator[Sequence[Sequence[Any]]]:
+    """Ask PostgreSQL one question, in the read-only transaction of ``connection``. The names of the columns come first,
+    then rows, some at a time.
 
     Three things stand between a question and the server, beside the transaction. It is declared as a cursor, so that
     the parser refuses whatever is no query: COPY, DO, SET, a WITH that writes. It is asked as ``rlhf_reader``, a role
@@ -328,24 +333,40 @@ def ask_postgres(
         connection: the driver's own connection.
         text: the question.
         values: what its parameters (``%(name)s``) stand for; None where it has none, and a percent sign is one.
-        limit: at most so many rows; None for all.
         url: the database, for the advice.
+        clock: how long it may take.
         shipped: the text comes with this program and only its values are given, so that any login may ask it.
 
     Raises:
         UnsafeDatabase: the login has rights that the question could use to do harm.
     """
     if _NOTHING.fullmatch(text):
-        return connection.cursor()
+        yield []
+        return
     mighty, has_reader, is_kept_in = connection.execute(_STANDING, {"reader": READER_ROLE}).fetchone()
     if mighty and not is_kept_in and not shipped:
         raise UnsafeDatabase(_refusal(url, has_reader=has_reader))
-    connection.execute(f"SET LOCAL statement_timeout = '{QUESTION_TIMEOUT_S}s'")
     if has_reader:
         connection.execute(f"SET LOCAL ROLE {READER_ROLE}")
+    _limit_time(connection, clock)
     # Prepared, because the simple protocol would take several statements: "SELECT 1; DROP TABLE runs".
     connection.execute(f"DECLARE question NO SCROLL CURSOR FOR {text}", values, prepare=True)
-    return connection.execute(f"FETCH {'ALL' if limit is None else limit} FROM question")
+    columns = None
+    while True:
+        _limit_time(connection, clock)
+        with clock.working():
+            cursor = connection.execute(f"FETCH {_FETCHED_ROWS} FROM question")
+            rows = cursor.fetchall()
+        if columns is None:
+            columns = [described[0] for described in cursor.description or ()]
+            yield columns
+        if not rows:
+            return
+        yield rows
+
+
+def _limit_time(connection: Any, clock: WorkClock) -> None:
+    connection.execute(f"SET LOCAL statement_timeout = {max(1, int(1000 * clock.left_s))}")  # ms; 0 is no limit
 
 
 def _refusal(url: URL, *, has_reader: bool) -> str:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from sqlalchemy import URL, Connection, Engine, inspect, text
 
 import rlhf_core
+from rlhf_core import private_files
 from rlhf_core.errors import HistoryError, SchemaOutOfDate
 from rlhf_core.history import database
 from rlhf_core.history.tables import SCHEMA_REVISION
@@ -75,6 +76,7 @@ def _create(url: URL, file: Path) -> None:
     unfinished = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(4)}.new")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
+        private_files.write_new(unfinished, "")  # SQLite gives its log and its index the rights of the file
         _migrate(url.set(database=str(unfinished)))
         _put_in_place(unfinished, file)
     except OSError as error:

@@ -5,7 +5,8 @@ the files; only :func:`curve`, which is for plotting, gives it as a float.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date, datetime, time
 from decimal import Decimal
@@ -15,7 +16,8 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Select, Subquery, Table, column, func, select, table, true
 
 from rlhf_core.errors import BadInput, UnknownRun
-from rlhf_core.history import database
+from rlhf_core.history import database, sql_limits
+from rlhf_core.history.sql_limits import WorkClock
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables import VIEWS, UtcDateTime, metadata
 from rlhf_core.history.write import (
@@ -600,6 +602,16 @@ class SqlResult:
     """Whether there were more rows than the limit."""
 
 
+@dataclass(frozen=True)
+class SqlAnswer:
+    """Answer to a question in SQL, row by row."""
+
+    columns: list[str]
+    """Names of the columns."""
+    rows: Iterator[list[Any]]
+    """Rows, read as they are asked for; raises what :func:`answering` raises."""
+
+
 def run_sql(
     store: HistoryStore,
     text: str,
@@ -607,44 +619,121 @@ def run_sql(
     values: Mapping[str, Any] | None = None,
     *,
     shipped: bool = False,
+    clock: WorkClock | None = None,
 ) -> SqlResult:
-    """Answer one SQL statement. It cannot change anything, whatever it says: the database itself refuses
-    (``database.forbid_writing``, ``database.ask_postgres``).
+    """Answer one SQL statement, in memory; see :func:`answering`.
 
     Args:
         limit: at most so many rows; None for all.
-        values: what is bound to the places for values in the text, in the form of the database's driver.
-        shipped: the text comes with this program.
 
     Raises:
-        BadInput: it is not SQL, wants to change something, or asks for what is not there.
+        BadInput: as :func:`answering`; or the answer is larger than 256 MiB.
+    """
+    rows: list[list[Any]] = []
+    size = 0
+    with answering(store, text, values, shipped=shipped, clock=clock) as answer:
+        for row in answer.rows:
+            rows.append(row)
+            size += sum(map(sql_limits.size_of, row))
+            if size > sql_limits.MAX_ANSWER_BYTES:
+                raise BadInput(
+                    f"the answer is larger than {sql_limits.MAX_ANSWER_BYTES >> 20} MiB after {len(rows)} rows: ask "
+                    f"for fewer columns or rows (LIMIT), or have it printed row by row with --json"
+                )
+            if limit is not None and len(rows) > limit:
+                break
+    kept = rows if limit is None else rows[:limit]
+    return SqlResult(answer.columns, kept, len(kept) < len(rows))
+
+
+@contextmanager
+def answering(
+    store: HistoryStore,
+    text: str,
+    values: Mapping[str, Any] | None = None,
+    *,
+    shipped: bool = False,
+    clock: WorkClock | None = None,
+) -> Iterator[SqlAnswer]:
+    """Answer one SQL statement, row by row. It cannot change anything, whatever it says: the database itself refuses
+    (``database.forbid_writing``, ``database.ask_postgres``).
+
+    Args:
+        values: what is bound to the places for values in the text, in the form of the database's driver.
+        shipped: the text comes with this program.
+        clock: how long the database may work on it; five minutes where none is given.
+
+    Raises:
+        BadInput: it is not SQL, wants to change something, asks for what is not there, for a value that is too large,
+            or takes too long.
         UnsafeDatabase: PostgreSQL could not be kept from changing something, as it is set up.
         DatabaseUnavailable: the database does not answer.
     """
+    clock = clock or WorkClock(database.QUESTION_TIMEOUT_S)
     with store.reading() as connection:
         driver: Any = connection.connection.driver_connection
         connection.detach()  # closed afterwards: nobody else gets a connection that the user's text has touched
+        is_sqlite = connection.dialect.name == "sqlite"
+        errors = connection.dialect.loaded_dbapi.Error
         try:
-            most = None if limit is None else limit + 1
-            if connection.dialect.name == "sqlite":
-                database.forbid_writing(driver)
-                cursor = driver.execute(text, values or {})
-            else:
-                cursor = database.ask_postgres(driver, text, values, most, store.url, shipped=shipped)
-            columns = [str(described[0]) for described in cursor.description or ()]
-            rows = (cursor.fetchall() if limit is None else cursor.fetchmany(limit + 1)) if columns else []
-        except connection.dialect.loaded_dbapi.Error as error:
-            raise _bad_question(text, error) from None
+            with _in_our_words(text, errors, clock):
+                if is_sqlite:
+                    database.forbid_writing(driver)
+                    sql_limits.limit_sqlite(driver, clock)
+                    batches = _sqlite_rows(driver, text, values, clock)
+                else:
+                    batches = database.ask_postgres(driver, text, values, store.url, clock, shipped=shipped)
+                columns = next(batches)
+            yield SqlAnswer([str(name) for name in columns], _plain_rows(batches, text, errors, clock))
         finally:
-            if connection.dialect.name == "sqlite":
+            if is_sqlite:
+                driver.set_progress_handler(None, 0)
                 driver.set_authorizer(None)  # the end of the transaction is ours
             else:
                 driver.rollback()  # before 16, a read-only transaction may make large objects
-    kept = rows if limit is None else rows[:limit]
-    return SqlResult(columns, [[_plain_value(value) for value in row] for row in kept], len(kept) < len(rows))
+
+
+def _sqlite_rows(
+    driver: Any, text: str, values: Mapping[str, Any] | None, clock: WorkClock
+) -> Iterator[Sequence[Sequence[Any]]]:
+    """The names of the columns, then rows."""
+    with clock.working():
+        cursor = driver.execute(text, values or {})
+    yield [described[0] for described in cursor.description or ()]
+    while True:
+        with clock.working():
+            row = cursor.fetchone()
+        if row is None:
+            return
+        yield [row]
+
+
+def _plain_rows(
+    batches: Iterator[Sequence[Any]], text: str, errors: type[Exception], clock: WorkClock
+) -> Iterator[list[Any]]:
+    while True:
+        with _in_our_words(text, errors, clock):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        for row in batch:
+            yield [_plain_value(value) for value in row]
+
+
+@contextmanager
+def _in_our_words(text: str, errors: type[Exception], clock: WorkClock) -> Iterator[None]:
+    try:
+        yield
+    except MemoryError:
+        raise BadInput("the database has no memory for this question: ask for fewer or smaller values") from None
+    except errors as error:
+        if "interrupted" in str(error) and clock.left_s > 0:
+            raise KeyboardInterrupt from None
+        raise _bad_question(text, error) from None
 
 
 _NOT_THERE = ("no such table", "no such column", "does not exist")
+_TOO_LONG = ("interrupted", "statement timeout")
 _FORBIDDEN = (
     *("not authorized", "prohibited", "read-only", "readonly", "multiple commands", "one statement", "VACUUM"),
     *(
@@ -674,6 +763,16 @@ def _bad_question(text: str, error: Exception) -> BadInput:
         return BadInput(
             f"refused: {text.strip()!r}. `rlhf sql` answers one reading statement (SELECT) at a time and changes "
             f"nothing. (The database says: {said})"
+        )
+    if any(sign in said for sign in _TOO_LONG):
+        return BadInput(
+            f"the question took longer than {database.QUESTION_TIMEOUT_S:g} s of the database's time and was given up: "
+            f"ask about fewer runs, or with a join that has a condition"
+        )
+    if "too big" in said:
+        return BadInput(
+            f"a value of the question or of its answer is larger than {sql_limits.MAX_VALUE_BYTES >> 20} MiB, which "
+            f"`rlhf sql` does not read: leave its column out"
         )
     if any(sign in said for sign in _NOT_THERE):
         names = sorted([*metadata.tables, *VIEWS])

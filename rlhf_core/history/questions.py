@@ -11,15 +11,18 @@ becomes of it in each. A statement of a person's own may have such a comment and
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import resources
 
 from rlhf_core.errors import BadInput
 from rlhf_core.history import queries
-from rlhf_core.history.queries import SqlResult
+from rlhf_core.history.queries import SqlAnswer, SqlResult
+from rlhf_core.history.sql_limits import WorkClock
 from rlhf_core.history.store import HistoryStore
 
 Value = str | int | float
+Clock = WorkClock | None
 
 FUNCTIONS: Mapping[str, Mapping[str, str]] = {
     "sqlite": {
@@ -142,16 +145,37 @@ def parse(text: str) -> Question:
 # Asking
 
 
-def ask(store: HistoryStore, question: Question, given: Mapping[str, str], limit: int | None = None) -> SqlResult:
+def ask(
+    store: HistoryStore, question: Question, given: Mapping[str, str], limit: int | None = None, clock: Clock = None
+) -> SqlResult:
     """Ask a question, under the guard of :func:`queries.run_sql`.
 
     Args:
         given: values of arguments, as text.
         limit: at most so many rows; None for all.
+        clock: how long the database may work on it.
 
     Raises:
         BadInput: an argument is missing, unknown or of another type; or as :func:`queries.run_sql`.
     """
+    text, values = _bound_question(store, question, given)
+    return queries.run_sql(store, text, limit, values, shipped=bool(question.name), clock=clock)
+
+
+@contextmanager
+def answering(
+    store: HistoryStore, question: Question, given: Mapping[str, str], clock: Clock = None
+) -> Iterator[SqlAnswer]:
+    """Ask a question and read its answer row by row. Arguments and errors: as :func:`ask`."""
+    text, values = _bound_question(store, question, given)
+    with queries.answering(store, text, values, shipped=bool(question.name), clock=clock) as answer:
+        yield answer
+
+
+def _bound_question(
+    store: HistoryStore, question: Question, given: Mapping[str, str]
+) -> tuple[str, dict[str, Value] | None]:
+    """The text for the driver, and what is bound to its places; None where it has none."""
     dialect = dialect_of(store)
     text = statement(question, dialect) if question.name else question.sql
     values = _values(store, question, given)
@@ -162,10 +186,8 @@ def ask(store: HistoryStore, question: Question, given: Mapping[str, str], limit
     if missing := sorted(wanted - values.keys()):
         raise BadInput(f"the question needs a value for {missing[0]!r}: give {missing[0]}=VALUE.")
     if not wanted:
-        return queries.run_sql(store, text, limit, shipped=bool(question.name))
-    bound = _bound(text) if dialect == "postgresql" else text
-    bindings = {name: values[name] for name in wanted}
-    return queries.run_sql(store, bound, limit, bindings, shipped=bool(question.name))
+        return text, None
+    return _bound(text) if dialect == "postgresql" else text, {name: values[name] for name in wanted}
 
 
 def statement(question: Question, dialect: str) -> str:

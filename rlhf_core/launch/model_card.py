@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 
+from rlhf_core.escaping import markdown, markdown_code, yaml_scalar
 from rlhf_core.schemas.promotion import ModelProvenance
 from rlhf_core.schemas.regression import regression_text, regressions
 from rlhf_core.schemas.reports import EvaluationReport
@@ -25,25 +26,25 @@ def _front_matter(provenance: ModelProvenance, spec: RunSpec) -> Iterator[str]:
     yield "library_name: transformers"
     yield "pipeline_tag: text-generation"
     if provenance.base_model:
-        yield f"base_model: {_scalar(provenance.base_model)}"
+        yield f"base_model: {yaml_scalar(provenance.base_model)}"
     yield "tags:"
     for tag in dict.fromkeys(["rlhf", spec.train.algorithm, *provenance.tags]):
-        yield f"- {_scalar(tag)}"
+        yield f"- {yaml_scalar(tag)}"
     yield "datasets:"
-    yield f"- {_scalar(data_name(spec))}"
+    yield f"- {yaml_scalar(data_name(spec))}"
     results = [report for report in provenance.evaluations if report.when == "after"]
     yield "model-index:"
-    yield f"- name: {_scalar(provenance.run_id)}"
+    yield f"- name: {yaml_scalar(provenance.run_id)}"
     yield "  results:"
     for report in results:
         yield "  - task:"
         yield "      type: text-generation"
         yield "    dataset:"
-        yield f"      name: {_scalar(f'held-out part of {data_name(spec)}')}"
-        yield f"      type: {_scalar(data_name(spec))}"
+        yield f"      name: {yaml_scalar(f'held-out part of {data_name(spec)}')}"
+        yield f"      type: {yaml_scalar(data_name(spec))}"
         yield "    metrics:"
-        yield f"    - type: {_scalar(report.metric)}"
-        yield f"      name: {_scalar(f'{report.metric}, {report.name}')}"
+        yield f"    - type: {yaml_scalar(report.metric)}"
+        yield f"      name: {yaml_scalar(f'{report.metric}, {report.name}')}"
         yield f"      value: {_number(report.value)}"
         yield "      args:"
         yield f"        ci_low: {_number(report.ci_low)}"
@@ -55,11 +56,11 @@ def _front_matter(provenance: ModelProvenance, spec: RunSpec) -> Iterator[str]:
 def _body(provenance: ModelProvenance, spec: RunSpec) -> Iterator[str]:
     yield f"# {provenance.run_id}"
     yield ""
-    started = f"`{provenance.base_model}`" if provenance.base_model else "random weights"
+    started = markdown_code(provenance.base_model) if provenance.base_model else "random weights"
     trained = f"{spec.train.algorithm.upper()}" + (" after a supervised warm start" if spec.sft.num_steps else "")
     yield (
-        f"Trained from {started} by {trained}, {provenance.checkpoint_step} optimizer steps, on `{data_name(spec)}` "
-        f"with the reward {', '.join(f'`{name}`' for name in spec.reward.functions)}."
+        f"Trained from {started} by {trained}, {provenance.checkpoint_step} optimizer steps, on "
+        f"{markdown_code(data_name(spec))} with the reward {', '.join(map(markdown_code, spec.reward.functions))}."
     )
     yield ""
     yield "## Evaluation"
@@ -68,7 +69,7 @@ def _body(provenance: ModelProvenance, spec: RunSpec) -> Iterator[str]:
     yield ""
     worse = regressions(report.model_dump(exclude={"samples"}) for report in provenance.evaluations)
     if worse:
-        yield f"**Regressed**: {regression_text(worse)}."
+        yield f"**Regressed**: {markdown(regression_text(worse))}."
         yield ""
     yield from _table(provenance.evaluations)
     yield ""
@@ -77,7 +78,7 @@ def _body(provenance: ModelProvenance, spec: RunSpec) -> Iterator[str]:
     yield "| | |"
     yield "|---|---|"
     for name, value in _making(provenance, spec).items():
-        yield f"| {name} | {_cell(value)} |"
+        yield f"| {name} | {value} |"
     yield ""
     yield "`rlhf.json` has the whole specification and the SHA-256 of every file of this folder."
     yield ""
@@ -100,7 +101,8 @@ def _table(reports: tuple[EvaluationReport, ...]) -> Iterator[str]:
     for name in dict.fromkeys(report.name for report in reports):
         of_name = {report.when: report for report in reports if report.name == name}
         shown = next(iter(of_name.values()))
-        yield f"| {shown.metric}, {name} | {_interval(of_name.get('before'))} | {_interval(of_name.get('after'))} |"
+        title = markdown(f"{shown.metric}, {name}")
+        yield f"| {title} | {_interval(of_name.get('before'))} | {_interval(of_name.get('after'))} |"
 
 
 def _interval(report: EvaluationReport | None) -> str:
@@ -111,28 +113,24 @@ def _interval(report: EvaluationReport | None) -> str:
 
 def _making(provenance: ModelProvenance, spec: RunSpec) -> dict[str, str]:
     return {
-        "run": f"`{provenance.run_id}`, asked for by {provenance.owner} on {provenance.created_at:%Y-%m-%d %H:%M} UTC",
+        "run": f"`{provenance.run_id}`, asked for by {markdown(provenance.owner)} on "
+        f"{provenance.created_at:%Y-%m-%d %H:%M} UTC",
         "checkpoint": f"step {provenance.checkpoint_step} of {spec.total_steps}",
         "seed": str(provenance.seed),
-        "code": f"`{provenance.code_revision}`" if provenance.code_revision else "not from a git repository",
-        "made with": f"rlhf-flows {provenance.package_version}, config `{provenance.config_source}`"
-        + (f" with {', '.join(f'`{text}`' for text in provenance.overrides)}" if provenance.overrides else ""),
+        "code": _code(provenance.code_revision) if provenance.code_revision else "not from a git repository",
+        "made with": f"rlhf-flows {provenance.package_version}, config {_code(provenance.config_source)}"
+        + (f" with {', '.join(map(_code, provenance.overrides))}" if provenance.overrides else ""),
         "ranks": f"{spec.num_ranks}",
         "attempts, restarts": f"{provenance.num_attempts}, {provenance.num_restarts}",
-        "incidents": "; ".join(provenance.incidents) or "none",
-        "promoted": f"{provenance.promoted_at:%Y-%m-%d %H:%M} UTC, by {provenance.approved_by}"
-        + (f": {provenance.reason}" if provenance.reason else ""),
+        "incidents": "; ".join(map(markdown, provenance.incidents)) or "none",
+        "promoted": f"{provenance.promoted_at:%Y-%m-%d %H:%M} UTC, by {markdown(provenance.approved_by)}"
+        + (f": {markdown(provenance.reason)}" if provenance.reason else ""),
     }
-
-
-def _scalar(text: str) -> str:
-    """A text as YAML: JSON is a part of it."""
-    return json.dumps(text)
 
 
 def _number(value: float) -> str:
     return json.dumps(value) if value == value else ".nan"
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+def _code(text: str) -> str:
+    return markdown_code(text, in_table=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import rlhf_core
-from rlhf_core import __version__
+from rlhf_core import __version__, private_files
 from rlhf_core.errors import BadConfig, RunDirError
 from rlhf_core.launch.journal import Journal
 from rlhf_core.launch.lease import user_name
@@ -126,7 +126,10 @@ def _unfinished(runs: Path, run_id: str) -> RunDir:
 def _make_whole(runs: Path, stored: StoredSpec, keep: Callable[[Path], object]) -> RunDir:
     run_dir, unfinished = RunDir.of(runs, stored.run_id), _unfinished(runs, stored.run_id)
     try:
-        unfinished.root.mkdir(parents=True)
+        if not runs.exists():
+            runs.mkdir(mode=private_files.FOLDER_MODE, parents=True, exist_ok=True)
+        unfinished.root.mkdir()
+        private_files.give_rights_of(runs, unfinished.root)
         keep(unfinished.code)
         write_model(unfinished.spec, stored)
         journal = Journal(unfinished, token=0)

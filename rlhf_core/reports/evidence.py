@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from rlhf_core.redaction import masked
 from rlhf_core.run_dir import read_tail
 from rlhf_core.schemas.reports import RankStatus
 
@@ -98,5 +99,6 @@ def _head(path: Path) -> tuple[str, ...]:
 
 
 def _shortened(text: str) -> tuple[str, ...]:
-    lines = text.rstrip().splitlines()
+    # What an older version stored is not masked. Before it is cut: half a secret is not recognised.
+    lines = masked(text).rstrip().splitlines()
     return tuple(line if len(line) <= MAX_LINE else f"{line[: MAX_LINE - 3]}..." for line in lines)

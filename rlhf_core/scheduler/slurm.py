@@ -11,7 +11,6 @@ import functools
 import math
 import os
 import re
-import shlex
 import shutil
 import time
 import uuid
@@ -26,6 +25,7 @@ from rlhf_core.scheduler import slurm_queue
 from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus, LivingJob
 from rlhf_core.scheduler.command import job_environment
 from rlhf_core.scheduler.passed import without_private
+from rlhf_core.scheduler.script_text import command_line, exported, is_node_name, one_line
 from rlhf_core.scheduler.slurm_queue import Row
 from rlhf_core.schemas.resources import Inventory, Submission, job_marker, parse_job_marker
 
@@ -203,12 +203,12 @@ class _Executor(SlurmExecutor):  # type: ignore[misc]
     @property
     def _submitit_command_str(self) -> str:
         request, slurm = self._request, self._request.slurm
-        command = shlex.join(request.command)
+        command = command_line(request.command)
         if slurm.container_kind != "apptainer":
             return command
         words = ["apptainer", "exec", *(["--nv"] if request.placement.gpus_per_node else [])]
         words += [word for mount in _mounts(request) for word in ("--bind", mount)]
-        return f"{shlex.join([*words, slurm.container_image])} {command}"
+        return f"{command_line([*words, slurm.container_image])} {command}"
 
     def _submit_command(self, command: str) -> SlurmJob[object]:
         # As submitit.core.core.PicklingExecutor does it, but in an environment of our making: sbatch hands its own to
@@ -238,6 +238,7 @@ def _parameters(request: JobRequest) -> dict[str, object]:
     if slurm.reservation:
         further["reservation"] = slurm.reservation
     further |= dict(_further_options(slurm.extra))
+    further = {name: _one_line(name, value) for name, value in further.items()}
     gpus = f"{slurm.gpu_type}:{placement.gpus_per_node}" if slurm.gpu_type else placement.gpus_per_node
     parameters = {
         "job_name": request.run_id,
@@ -255,21 +256,25 @@ def _parameters(request: JobRequest) -> dict[str, object]:
         "qos": slurm.qos or None,
         "constraint": slurm.constraint or None,
         "gres": slurm.gres or None,
-        "exclude": ",".join(dict.fromkeys((*placement.excluded_nodes, *slurm.exclude))) or None,
+        "exclude": ",".join(dict.fromkeys(filter(is_node_name, (*placement.excluded_nodes, *slurm.exclude)))) or None,
         "stderr_to_stdout": True,
         "setup": [*_exports(request), *_must_have_come(request), *_NODES_LINES, *slurm.setup],
         "srun_args": _srun_arguments(request),
         "additional_parameters": further,
     }
-    given: dict[str, object] = {name: value for name, value in parameters.items() if value is not None}
+    given = {name: _one_line(name, value) for name, value in parameters.items() if value is not None}
     return {**given, "wckey": None}  # submitit would set its own name, which clusters that check it refuse
+
+
+def _one_line(name: str, value: object) -> object:
+    return one_line(f"sbatch --{name.replace('_', '-')}", value) if isinstance(value, str) else value
 
 
 def _exports(request: JobRequest) -> Iterator[str]:
     for name, value in {**job_environment(request), **request.slurm.environment}.items():
         # GPUs are Slurm's to hand out; without any, none must be seen.
         if name != "CUDA_VISIBLE_DEVICES" or request.placement.gpus_per_node == 0:
-            yield f"export {name}={shlex.quote(value)}"
+            yield exported(name, value)
 
 
 def _must_have_come(request: JobRequest) -> Iterator[str]:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rlhf_core import private_files
 from rlhf_core.errors import SchedulerError
 
 FRESH_S = 2.0
@@ -131,7 +132,7 @@ def _cache_file() -> Path:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        private_files.make_folder(path.parent)  # a lock that others can open is one that others can hold
         lock = path.with_suffix(".lock").open("w")
     except OSError:
         yield False

@@ -15,6 +15,7 @@ from pydantic import Field, JsonValue, model_validator
 
 from rlhf_core.schemas.base import Schema
 from rlhf_core.schemas.site import is_private
+from rlhf_core.schemas.slurm_values import Lines, NodeName, OneLine, SbatchOption, VariableName
 
 SCHEMA_VERSION = 1
 """Version of ``spec.json``. A worker refuses a version it does not know."""
@@ -25,7 +26,6 @@ PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
-VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 OptionalImportPath = Annotated[str, Field(pattern=r"^([A-Za-z_][\w.]*:[A-Za-z_]\w*)?$")]
 
 
@@ -263,38 +263,38 @@ class ResourceSpec(Schema):
 class SlurmSpec(Schema):
     """What a Slurm job asks for besides nodes, GPUs, cores, memory and time. The site's own values come first."""
 
-    partition: str = ""
+    partition: OneLine = ""
     """Partition; empty for the cluster's default."""
-    account: str = ""
+    account: OneLine = ""
     """Account that pays."""
-    qos: str = ""
+    qos: OneLine = ""
     """Quality of service."""
-    constraint: str = ""
+    constraint: OneLine = ""
     """Features that nodes must have, as `sbatch --constraint` takes them."""
-    gpu_type: str = ""
+    gpu_type: OneLine = ""
     """Type of GPU, as in `gpu:h100:8`; empty for any."""
-    gres: str = ""
+    gres: OneLine = ""
     """Further generic resources, as `sbatch --gres` takes them."""
-    reservation: str = ""
+    reservation: OneLine = ""
     """Reservation to run in."""
-    exclude: tuple[str, ...] = ()
+    exclude: tuple[NodeName, ...] = ()
     """Nodes never to be used; suspects of failures are added by themselves."""
-    setup: tuple[str, ...] = ()
+    setup: tuple[Lines, ...] = ()
     """Shell lines run on every job before its agents, for instance `module load cuda`."""
     container_kind: Literal["", "pyxis", "apptainer"] = ""
     """Run the agents in a container: through `srun --container-image` (pyxis) or `apptainer exec`."""
-    container_image: str = ""
+    container_image: OneLine = ""
     """Image of that container."""
-    container_mounts: tuple[str, ...] = ()
+    container_mounts: tuple[OneLine, ...] = ()
     """Mounts, each `from:to`; the run directory is mounted by itself."""
-    environment: dict[str, str] = {}
+    environment: dict[VariableName, Lines] = {}
     """Variables set for the agents and workers; they are stored and shown like any setting."""
     pass_environment: tuple[VariableName, ...] = ()
     """Names of variables whose values are secret: taken at submission from the environment of whoever submits, or from
     the file `RLHF_JOB_SECRETS`, and handed to the job with any scheduler; nothing stores or shows them."""
     save_lead_s: Positive = 120
     """How long before the time limit Slurm asks to save, in seconds; Slurm counts in minutes and may come early."""
-    extra: tuple[str, ...] = ()
+    extra: tuple[SbatchOption, ...] = ()
     """Further `sbatch` options, each as `--option=value`."""
 
     def over(self, site: "SlurmSpec") -> "SlurmSpec":

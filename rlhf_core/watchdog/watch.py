@@ -16,6 +16,7 @@ from rlhf_core.diagnosis.classify import SCHEDULER_STATES, Evidence, classify, f
 from rlhf_core.diagnosis.policy import decide_next, excluded_after, oom_remedy, rollback_step
 from rlhf_core.errors import HistoryError, JournalDamaged, SchedulerError
 from rlhf_core.history.store import HistoryStore
+from rlhf_core.redaction import masked
 from rlhf_core.run_dir import RunDir, read_model, read_tail
 from rlhf_core.scheduler.base import JobState, JobStatus, Scheduler
 from rlhf_core.schemas.attempts import ATTEMPT_ENDS, AttemptState
@@ -468,7 +469,7 @@ def _incident_of_a_lost_job(run_dir: RunDir, look: Look) -> Incident:
         attempt=look.attempt,
         restart=max(look.restart, 0),
         failure_kind=diagnosis.kind,
-        message=f"{what}{said}",
+        message=masked(f"{what}{said}"),
         phase=look.phase,
         step=look.step or None,
         suspect_nodes=_lost_nodes(run_dir, look) or diagnosis.nodes,

@@ -16,6 +16,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from rlhf_core.diagnosis.liveness import STOPPED_STATES
+from rlhf_core.redaction import masked
 from rlhf_core.run_dir import read_tail, write_text
 from rlhf_core.schemas.reports import RankStatus
 from rlhf_core.worker.worker_process import STACK_SIGNAL
@@ -58,7 +59,7 @@ def save_log_tails(logs: Mapping[int, Path], folder: Path, node: str) -> list[st
     """Copy the ends of the workers' logs into the incident's folder; returns what could not be had."""
     missing: list[str] = []
     for local_rank, path in logs.items():
-        save(folder / f"log-{node}-{local_rank}.txt", log_tail(path), missing)
+        save(folder / f"log-{node}-{local_rank}.txt", masked(log_tail(path)), missing)
     return missing
 
 

@@ -19,7 +19,6 @@ either: on Python 3.11 the first worker that exits removes it for all.
 import contextlib
 import mmap
 import os
-import stat
 import tempfile
 import threading
 import time
@@ -29,6 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
+from rlhf_core.private_files import own_folder
 from rlhf_core.schemas.reports import Phase
 
 MAGIC = 0x726C68665F763031
@@ -73,25 +73,10 @@ class Slot:
 
 
 def slots_folder() -> Path:
-    """Own folder of this user for slot files: in memory where there is such a place, else among temporary files.
-
-    In a folder that all users write to, another one could lay a file under the name of ours before we do: an answer of
-    a worker, or its outcome.
-
-    Raises:
-        OSError: none can be made.
-    """
+    """Where slot files lie: a folder of this user alone, in memory where that can be had, otherwise among temporary
+    files."""
     memory = Path("/dev/shm")
-    shared = memory if os.access(memory, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
-    folder = shared / f"rlhf-{os.geteuid()}"
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-        return Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=shared))
-    if stat.S_IMODE(found.st_mode) != 0o700:
-        folder.chmod(0o700)
-    return folder
+    return own_folder(memory if os.access(memory, os.W_OK | os.X_OK) else Path(tempfile.gettempdir()))
 
 
 class SlotFile:

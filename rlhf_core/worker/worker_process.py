@@ -17,6 +17,7 @@ from types import FrameType
 from typing import NoReturn
 
 from rlhf_core.errors import CheckpointCorrupt, RunDirError
+from rlhf_core.redaction import masked
 from rlhf_core.run_dir import RunDir, read_model, write_model
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import Phase, WorkerOutcome
@@ -185,8 +186,8 @@ def _outcome(
         ok=not failed,
         stopped_early=end is RoleResult.STOPPED_EARLY,
         error_type=f"{type(end).__module__}.{type(end).__qualname__}" if failed else "",
-        message=str(end) if failed else "",
-        traceback="".join(traceback.format_exception(end)) if isinstance(end, BaseException) else "",
+        message=masked(str(end)) if failed else "",
+        traceback=masked("".join(traceback.format_exception(end))) if isinstance(end, BaseException) else "",
         damaged_checkpoint=end.checkpoint if isinstance(end, CheckpointCorrupt) else "",
         step=beat.step if beat is not None else 0,
         phase=beat.phase if beat is not None else Phase.SETUP,

@@ -1,7 +1,6 @@
 """One file for each table: CSV, or Parquet."""
 
 import csv
-import json
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.escaping import csv_cell, json_text
 from rlhf_core.history.exports import Column, ExportTable, reading_tables
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.reports.exports.common import make_folder, require
@@ -17,7 +17,7 @@ from rlhf_core.reports.exports.common import make_folder, require
 
 def to_csv(store: HistoryStore, run_ids: Sequence[str], out: Path) -> list[Path]:
     """``<table>.csv`` in the folder ``out``: UTF-8, with a line of names; times are ISO 8601, JSON is text, nothing is
-    empty."""
+    empty. A text that a spreadsheet would calculate has an apostrophe before it (:func:`csv_cell`)."""
     return _tables(store, run_ids, out, "csv", _write_csv)
 
 
@@ -90,7 +90,7 @@ def _write_parquet(table: ExportTable, path: Path) -> None:
 def _plain(column: Column, values: Sequence[Any]) -> Sequence[Any]:
     match column.kind:
         case "json":
-            return [None if value is None else json.dumps(value, ensure_ascii=False) for value in values]
+            return [None if value is None else json_text(value) for value in values]
         case "number":
             return [None if value is None else float(value) for value in values]
         case "integer":
@@ -103,5 +103,5 @@ def _text(value: Any) -> Any:
         case datetime():
             return value.isoformat()
         case dict() | list():
-            return json.dumps(value, ensure_ascii=False)
-    return value
+            return json_text(value)
+    return csv_cell(value)

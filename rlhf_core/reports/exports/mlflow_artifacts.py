@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from rlhf_core.errors import BadInput
+from rlhf_core.escaping import json_text
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.reports.config_text import as_toml
@@ -64,7 +65,7 @@ def _texts(store: HistoryStore, shown: Mapping[str, Any]) -> Iterator[tuple[str,
     """Path and content of each artifact."""
     run_id, spec = shown["run"]["run_id"], shown["run"]["spec"]
     yield "report.html", page(gather(store, RunDir(Path(queries.run_dir_of(store, run_id)))))
-    yield "config/spec.json", json.dumps(spec, indent=2, ensure_ascii=False) + "\n"
+    yield "config/spec.json", json_text(spec, indent=2) + "\n"
     with suppress(ValidationError):  # of another version: the JSON has it
         yield "config/config.toml", as_toml(RunSpec.model_validate(spec))
     for row in shown["evaluations"]:

@@ -1,0 +1,55 @@
+"""The last way to end ``rlhf sql``: SQLite can be interrupted between its instructions, and one instruction can take
+for ever (``instr`` of two long texts). The database is only read, so the process may end at any moment."""
+
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rlhf_core.history.sql_limits import WorkClock
+
+GRACE_S = 2.0
+"""How long SQLite may take to stop by itself, in seconds."""
+_PULSE_S = 0.25
+
+
+@contextmanager
+def hard_stop(clock: WorkClock, grace_s: float = GRACE_S) -> Iterator[None]:
+    """End this process where the database does not stop, after its time or after a Ctrl-C. Main thread only.
+
+    Args:
+        clock: That of the question.
+        grace_s: How long it may take to stop by itself, in seconds.
+    """
+    signals, wakes = os.pipe()
+    os.set_blocking(wakes, False)
+    before = signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+    over = threading.Event()
+    watcher = threading.Thread(target=_watch, args=(clock, signals, over, grace_s), name="hard-stop", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        signal.set_wakeup_fd(before)
+        watcher.join()
+        os.close(signals)
+        os.close(wakes)
+
+
+def _watch(clock: WorkClock, signals: int, over: threading.Event, grace_s: float) -> None:
+    interrupted_at: float | None = None
+    while not over.is_set():
+        ready, _, _ = select.select([signals], [], [], _PULSE_S)
+        if ready and signal.SIGINT in os.read(signals, 64) and interrupted_at is None:
+            interrupted_at = time.monotonic()
+        if not clock.is_working:
+            interrupted_at = None
+        elif interrupted_at is not None and time.monotonic() - interrupted_at > grace_s:
+            os._exit(130)
+        elif clock.left_s < -grace_s:
+            os.write(2, f"error: the question took longer than {clock.limit_s:g} s and could not be ended\n".encode())
+            os._exit(2)

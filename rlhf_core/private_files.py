@@ -1,0 +1,100 @@
+"""Files and folders of one user alone, whatever the umask, and without following what others have put in their place.
+
+Rights are given when a file is made and only ever taken away afterwards. What belongs to another user is left alone.
+"""
+
+import contextlib
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+FILE_MODE = 0o600
+FOLDER_MODE = 0o700
+_OTHERS = 0o077
+_GROUP_READS = 0o050
+_MAX_SQUATTED = 100
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder that only its owner may enter; one of this user that is there is closed to others.
+
+    Raises:
+        OSError: it cannot be made, or is no folder.
+    """
+    path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+    close(path)
+
+
+def close(path: Path) -> None:
+    """Take the rights of group and others off what this user owns; nothing happens where there is nothing."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        found = path.stat()
+        if found.st_uid == os.geteuid() and found.st_mode & _OTHERS:
+            path.chmod(stat.S_IMODE(found.st_mode) & ~_OTHERS)
+
+
+def is_open(path: Path) -> bool:
+    """True if group or others have a right to a file or folder that is there."""
+    try:
+        return bool(path.stat().st_mode & _OTHERS)
+    except OSError:
+        return False
+
+
+def give_rights_of(parent: Path, folder: Path) -> None:
+    """Let the group of ``parent`` read a folder of one's own in it, where it may read ``parent`` and others may not.
+
+    A folder that also others may enter says nothing: the usual umask makes it so.
+    """
+    mode = FOLDER_MODE | (_GROUP_READS if is_for_group(parent) else 0)
+    folder.chmod(mode | stat.S_IMODE(folder.stat().st_mode) & stat.S_ISGID)
+
+
+def is_for_group(folder: Path) -> bool:
+    """True if the group of a folder may read it, and others may not."""
+    try:
+        mode = folder.stat().st_mode
+    except OSError:
+        return False
+    return mode & _GROUP_READS == _GROUP_READS and not mode & 0o007
+
+
+def write_new(path: Path, text: str) -> None:
+    """Write a file that only its owner may read and that was not there.
+
+    Raises:
+        FileExistsError: something stands there, a link for instance.
+        OSError: it cannot be written.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, FILE_MODE)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def own_folder(parent: Path) -> Path:
+    """The folder of this user among temporary files, the same at every call; nobody else can enter it.
+
+    Where another user stands in its place, a further name is taken.
+
+    Args:
+        parent: A folder in which everybody may write, ``/dev/shm`` for instance.
+
+    Raises:
+        OSError: none can be made.
+    """
+    for path in _names(parent):
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=FOLDER_MODE)
+        found = path.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
+            close(path)
+            return path
+    return Path(tempfile.mkdtemp(prefix="rlhf-", dir=parent))
+
+
+def _names(parent: Path) -> Iterator[Path]:
+    base = f"rlhf-{os.geteuid()}"
+    yield parent / base
+    yield from (parent / f"{base}-{number}" for number in range(1, _MAX_SQUATTED))

@@ -1,0 +1,59 @@
+"""Texts on their way into a batch script or onto a command line: the one place in which they are quoted.
+
+Quotes do not help against a line break in an ``#SBATCH`` line: what follows it is a line of the script. So control
+characters are refused, whatever let them in.
+"""
+
+import re
+import shlex
+from collections.abc import Iterable
+
+from rlhf_core.errors import SubmissionFailed
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+_NODE = re.compile(r"[A-Za-z0-9][\w.\[\],-]*", re.ASCII)
+
+
+def one_line(name: str, value: str) -> str:
+    """The value of an option, as it is.
+
+    Raises:
+        SubmissionFailed: there is a control character in it, a line break for instance; names the option.
+    """
+    if _CONTROL.search(value):
+        raise SubmissionFailed(
+            f"{name}: found {value!r}, expected text without control characters, as it becomes part of a batch script. "
+            f"Correct it in the config, or move the run to a folder without them in its path"
+        )
+    return value
+
+
+def command_line(words: Iterable[str]) -> str:
+    """Words as a command of a shell. Within quotes a line break is harmless.
+
+    Raises:
+        SubmissionFailed: there is a NUL character, which ends a word wherever it stands.
+    """
+    return shlex.join(_without_nul("command", word) for word in words)
+
+
+def exported(name: str, value: str) -> str:
+    """The line that sets a variable; its value may have several lines.
+
+    Raises:
+        SubmissionFailed: the name is none, or there is a NUL character in the value.
+    """
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise SubmissionFailed(f"found {name!r}, expected the name of a variable: letters, digits and _")
+    return f"export {name}={shlex.quote(_without_nul(name, value))}"
+
+
+def _without_nul(name: str, value: str) -> str:
+    if "\0" in value:
+        raise SubmissionFailed(f"{name}: found a NUL character in {value!r}, expected text without it; remove it")
+    return value
+
+
+def is_node_name(text: str) -> bool:
+    """True if nodes can be called so; names in Slurm's short form (``node[1-3]``) count."""
+    return _NODE.fullmatch(text) is not None

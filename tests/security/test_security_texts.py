@@ -1,0 +1,409 @@
+"""Texts that others wrote, on pages, in terminals, spreadsheets and model cards: shown, and acted upon by none."""
+
+import contextlib
+import csv
+import io
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import hostile
+import pytest
+import yaml
+from control_fakes import FakeAgent, make_run, make_spec
+from history_tools import whole_run
+from markdown_it import MarkdownIt
+from rich.console import Console
+
+from flows.promoting.promotion import Question
+from flows.summary import markdown as summary_page
+from flows.summary import summarise
+from flows.view import progress
+from flows.view.checks import checks_markdown
+from flows.view.incidents import decided, incidents_markdown
+from flows.view.result import result_markdown
+from flows.view.story import read_story
+from rlhf_core.cli import output, watching
+from rlhf_core.cli.main import execute
+from rlhf_core.config import load_site
+from rlhf_core.errors import BadInput
+from rlhf_core.escaping import (
+    csv_cell,
+    json_text,
+    markdown,
+    markdown_code,
+    markdown_quote,
+    storable,
+    terminal,
+    visible,
+    yaml_scalar,
+)
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.launch.model_card import model_card
+from rlhf_core.run_dir import RunDir, write_model
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind, Incident
+from rlhf_core.schemas.promotion import ModelProvenance
+from rlhf_core.schemas.reports import EvaluationReport, EvaluationSample
+from rlhf_core.watchdog.ingest import sync
+
+RENDERER = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
+ACTS = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufff9-\ufffb\ud800-\udfff]"
+)
+ALLOWED_BY_SCHEMAS = tuple(text for text in hostile.ALL if not re.search(r"[\ud800-\udfff]", text))
+"""Halves of characters are refused when a record is made."""
+
+
+def shape(text: str) -> list[str]:
+    """What a renderer makes of a text: its blocks, and within them everything but plain text."""
+    found = []
+    for token in RENDERER.parse(text):
+        found.append(f"{token.type} {token.tag}")
+        found += [child.type for child in token.children or () if child.type not in ("text", "softbreak")]
+    return found
+
+
+def words(text: str) -> str:
+    """The plain text of a rendered page."""
+    return "".join(child.content for token in RENDERER.parse(text) for child in token.children or ())
+
+
+PLACES = ("{}", "before {} after", "> {}", "- {}", "# {}", "**{}**", "| a | b |\n|---|---|\n| {} | x |\n| y | {} |")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_no_text_begins_or_ends_anything_in_markdown(place: str) -> None:
+    for text in hostile.ALL:
+        written = markdown(text)
+        if place == "**{}**" and not written:
+            continue
+        assert shape(place.format(written, written)) == shape(place.format("x" * bool(written), "x" * bool(written))), (
+            text
+        )
+
+
+def test_a_reader_of_markdown_reads_what_was_written() -> None:
+    for text in hostile.ALL:
+        assert words(f"x {markdown(text)} x").split() == f"x {visible(' '.join(text.split()))} x".split(), text
+
+
+def test_a_bare_address_is_no_link_either() -> None:
+    """Prefect's UI and GitHub make links of those; the renderer here does not."""
+    for text in hostile.ALL:
+        assert not re.search(r"(?<!\\):(?=//)|www(?<!\\)\.|[\w.](?<!\\)@\w", markdown(text)), text
+
+
+@pytest.mark.parametrize("place", ["before {} after", "- {}", "{}  \n{}  "])
+def test_nothing_ends_code(place: str) -> None:
+    for text in hostile.ALL:
+        if not text.strip():
+            continue
+        written = markdown_code(text)
+        assert shape(place.format(written, written)) == shape(place.format("`x`", "`x`")), text
+        (line, *_) = (token for token in RENDERER.parse(f"x {written}") if token.children)
+        shown = next(child.content for child in line.children or () if child.type == "code_inline")
+        assert shown.strip() == visible(text.expandtabs(4)).replace("  ", "\u00a0\u00a0").strip()
+
+
+def test_code_in_a_table_cuts_no_row() -> None:
+    for text in hostile.ALL:
+        rows = [
+            token.type
+            for token in RENDERER.parse(f"| a | b |\n|---|---|\n| {markdown_code(text, in_table=True)} | x |")
+        ]
+        assert rows.count("td_open") == 2, text
+
+
+def test_a_quote_stays_one_quote() -> None:
+    for text in hostile.ALL:
+        lines = text.splitlines()
+        assert set(shape(markdown_quote(text))) <= {"blockquote_open blockquote", "blockquote_close blockquote"} | {
+            "paragraph_open p",
+            "paragraph_close p",
+            "inline ",
+            "hardbreak",
+        }, lines
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The pages
+
+
+def hostile_run(runs: Path, texts: tuple[str, ...]) -> RunDir:
+    """A run in which a model, its rewards and its nodes write these texts wherever they can."""
+    run_dir = make_run(runs)
+    agent = FakeAgent(run_dir)
+    agent.whole_run()
+    agent.incident(FailureKind.HANG)
+    joined = " ".join(texts)
+    folder = run_dir.attempt(1).restart(0)
+    found = Incident.model_validate_json(folder.incident.read_bytes())
+    write_model(folder.incident, found.model_copy(update={"message": joined, "phase": joined, "collective": joined}))
+    for name in ("stack-n1-0.txt", "log-n1-0.txt"):
+        (folder.incident_dir / name).write_text("\n".join(texts[:12]))
+    write_model(folder.decision, decision(joined))
+    samples = tuple(
+        EvaluationSample(prompt_uid="1", sample_index=0, prompt=text, completion=text, answer=text, score=1.0)
+        for text in texts
+    )
+    report = EvaluationReport.model_validate_json(run_dir.evaluation("after", "greedy").read_bytes())
+    write_model(run_dir.evaluation("after", "greedy"), report.model_copy(update={"samples": samples, "metric": joined}))
+    return run_dir
+
+
+def decision(text: str) -> Decision:
+    return Decision(
+        attempt=1,
+        restart=0,
+        action=Action.RESTART_IN_PLACE,
+        reason=text,
+        excluded_nodes=(text,),
+        config_diff={text: text},
+        resume_checkpoint=text,
+        decided_by=DecidedBy.AGENT,
+        decided_at=utc_now(),
+    )
+
+
+def pages(run_dir: RunDir) -> dict[str, str]:
+    """Everything that Prefect shows of it."""
+    story, summary = read_story(run_dir), summarise(run_dir)
+    reason = "\n".join(summary.accuracy[0].after.samples[0].prompt if summary.accuracy[0].after else "")
+    question = Question(run_dir, 10, Path("/models/x"), utc_now(), utc_now(), reason)
+    checks = [
+        dict.fromkeys(("check", "found", "what to do", "expected", "node", "when"), story.incidents[0].incident.message)
+    ]
+    seen = progress.Seen(make_spec(), title=story.incidents[0].incident.message)
+    return {
+        "approval": question.text,
+        "form": question.form_text,
+        "incidents": incidents_markdown(story),
+        "checks": checks_markdown([{"status": "warning", **one} for one in checks]),
+        "result": result_markdown(summary, story, {}),
+        "summary": summary_page(summary),
+        "progress": progress.describe(seen, story),
+        "decided": f"| {decided(story.decisions[0].decision)} |",
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["approval", "form", "incidents", "checks", "result", "summary", "progress", "decided"]
+)
+def test_a_page_on_which_a_person_decides_has_the_same_shape_whatever_a_model_writes(
+    made: tuple[dict[str, str], dict[str, str]], name: str
+) -> None:
+    plain, attacked = made
+    found, expected = shape(attacked[name]), shape(plain[name])
+    if name == "incidents":  # a message and the end of a log may have more lines, of the same kinds
+        found, expected = sorted({*found}), sorted({*expected})
+    assert found == expected
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, str], dict[str, str]]]:
+    texts = tuple(text for text in ALLOWED_BY_SCHEMAS if text.strip())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flows.promoting.promotion.SHOWN_SAMPLES", len(texts))
+        patch.setattr("rlhf_core.reports.evidence.MAX_LINE", 10_000)
+        folders = (tmp_path_factory.mktemp(name) for name in ("plain", "attacked"))
+        plain, attacked = next(folders), next(folders)
+        yield (
+            pages(hostile_run(plain / "runs", tuple("x" for _ in texts))),
+            pages(hostile_run(attacked / "runs", texts)),
+        )
+
+
+def test_the_shapes_differ_where_a_text_is_not_escaped() -> None:
+    """The control: each kind of attack is one for this renderer, written as it was once."""
+    once = ["fine\r\r# Verified", "[click](http://evil.example)", "<b>x</b>", "![](http://e)"]
+    for text in once:
+        page = f"> {text.replace('|', chr(92) + '|').replace(chr(10), ' ')}\n> more `code`"
+        assert shape(page) != shape("> x\n> more `code`"), text
+
+
+def test_a_model_card_says_what_was_said(tmp_path: Path) -> None:
+    def card(text: str, many: tuple[str, ...]) -> str:
+        origin = ModelProvenance.model_construct(
+            run_id="small-20260301-120000-aaaaaa",
+            name="small",
+            owner=text,
+            tags=many,
+            created_at=utc_now(),
+            promoted_at=utc_now(),
+            approved_by=text,
+            reason=text,
+            checkpoint_step=10,
+            spec_hash="",
+            base_model=text,
+            seed=1,
+            package_version="1",
+            code_revision=text,
+            config_source=text,
+            overrides=many,
+            num_attempts=1,
+            num_restarts=0,
+            incidents=many,
+            evaluations=(),
+            spec={},
+        )
+        return model_card(origin, make_spec())
+
+    plain = card("x", tuple("x" for _ in hostile.ALL if _.strip()))
+    for text in hostile.ALL:
+        written = card(text, tuple(one for one in hostile.ALL if one.strip()))
+        written.encode()  # halves of characters would not be
+        front = yaml.safe_load(written.split("---\n")[1])
+        assert front["tags"][2:] == [storable(one) for one in dict.fromkeys(hostile.ALL) if one.strip()]
+        assert front.get("base_model", "") == storable(text)
+        if text.strip():
+            in_tables = [one for one in shape(written.split("---\n", 2)[2]) if one != "code_inline"]
+            assert in_tables == [one for one in shape(plain.split("---\n", 2)[2]) if one != "code_inline"], text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Terminals
+
+
+@contextlib.contextmanager
+def said(capsys: pytest.CaptureFixture[str]) -> Iterator[list[str]]:
+    capsys.readouterr()
+    found: list[str] = []
+    yield found
+    heard = capsys.readouterr()
+    found.append(heard.out + heard.err)
+
+
+WAYS: dict[str, Callable[[str], object]] = {
+    "text": output.print_text,
+    "note": output.note,
+    "warning": output.warn,
+    "error": lambda text: output.print_error(BadInput(text)),
+    "table": lambda text: output.print_table((text, "b"), [(text, Path(text.replace("\x00", "")))], text),
+    "records": lambda text: output.print_records((text, "b"), [(text, [text])]),
+    "json": lambda text: output.print_json({text: [text]}),
+    "bug": lambda text: output.report_unexpected(ValueError(text), Path("/proc/none")),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_that_is_printed_acts_upon_the_terminal(
+    way: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with said(capsys) as found:
+        for text in hostile.ALL:
+            WAYS[way](text)
+    assert not ACTS.search(found[0])
+    assert "evil.example" in found[0], "it is shown"
+
+
+def test_json_is_the_same_data(capsys: pytest.CaptureFixture[str]) -> None:
+    for text in hostile.ALL:
+        assert json.loads(json_text({text: [text]}, indent=2)) == {text: [text]}
+
+
+def test_terminal_keeps_every_word_and_every_line() -> None:
+    assert terminal("a\tb\nc\rd\r\ne") == "a\tb\nc\nd\ne"
+    assert terminal("\x1b[31m\x9b2J \u202e \ud800") == "\\x1b[31m\\x9b2J \\u202e \\ud800"
+    assert terminal("Grüße, 日本語, עברית, 👩\u200d🚀") == "Grüße, 日本語, עברית, 👩\u200d🚀"
+
+
+@pytest.fixture(scope="module")
+def attacked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A site with one ended run whose files hold every hostile text; its home, and the id of the run."""
+    home = tmp_path_factory.mktemp("site") / "home"
+    site = load_site({"RLHF_HOME": str(home)})
+    run = whole_run(site.runs_dir)
+    joined = "\n".join(text for text in ALLOWED_BY_SCHEMAS if "\x00" not in text)
+    folder = run.dir.attempt(1).restart(0)
+    found = Incident.model_validate_json(folder.incident.read_bytes())
+    write_model(folder.incident, found.model_copy(update={"message": joined[:4000]}))
+    folder.logs.mkdir(parents=True, exist_ok=True)
+    text = "\n".join(hostile.ALL).encode("utf-8", "surrogatepass")
+    (folder.logs / "trainer-n1-0.log").write_bytes(text)
+    stored = json.loads(run.dir.spec.read_text())
+    stored["tags"] = [one[:60] for one in (*hostile.CSV, *hostile.TERMINAL) if "\x00" not in one and one.strip()]
+    run.dir.spec.write_text(json.dumps(stored))
+    with HistoryStore(site.database_url) as store:
+        sync(run.dir, store)
+    return home, run.run_id
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "show {}",
+        "show {} --json",
+        "watch {}",
+        "watch {} --json",
+        "logs {} --attempt 1 --restart 0 --tail 0",
+        "logs {} --attempt 1 --restart 0 --tail 0 --json",
+        "runs",
+        "sql|SELECT message FROM incidents",
+        "sql|SELECT tag FROM run_tags|--json",
+        "show no-such\x1b]52;c;eA==\x07",
+    ],
+)
+def test_commands_show_a_hostile_run_and_act_upon_nothing(
+    attacked: tuple[Path, str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home, run_id = attacked
+    monkeypatch.setenv("RLHF_HOME", str(home))
+    line = words.split("|") if "|" in words else words.format(run_id).split(" ")
+    with said(capsys) as found:
+        execute(line)
+    assert not ACTS.search(found[0])
+    assert "Traceback" not in found[0]
+    if "sql" not in words and "runs" not in words and "no-such" not in words:
+        assert "[2J" in found[0], "it is shown"
+
+
+def test_the_live_view_acts_upon_nothing(attacked: tuple[Path, str]) -> None:
+    home, run_id = attacked
+    view = watching.Viewer(RunDir.of(home / "runs", run_id)).read()
+    shown = io.StringIO()
+    Console(file=shown, width=400).print(watching.draw(view))
+    assert "[2J" in shown.getvalue()
+    assert not ACTS.search(shown.getvalue())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Spreadsheets and YAML
+
+
+def test_no_cell_is_calculated_and_every_one_can_be_read_back() -> None:
+    for text in hostile.ALL:
+        cell = csv_cell(text)
+        assert cell[:1] == "'" or cell.lstrip()[:1] not in set("=+-@\uff1d"), text
+        assert cell[:1] not in ("\t", "\r", "\n")
+        assert cell.removeprefix("'") == storable(text)
+    numbers = ["-1", "+1.5", "-1e9", "-inf", "nan", "0.25"]
+    assert [csv_cell(one) for one in numbers] == numbers
+    assert [csv_cell(value) for value in (-1, -0.5, None, True)] == [-1, -0.5, None, True]
+
+
+def test_an_exported_table_begins_no_formula(
+    attacked: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, run_id = attacked
+    monkeypatch.setenv("RLHF_HOME", str(home))
+    assert execute(["export", run_id, "--to", "csv", "--out", str(tmp_path)]) == 0
+    cells = [
+        cell
+        for path in tmp_path.glob("*.csv")
+        for row in csv.reader(path.read_text(encoding="utf-8").splitlines(keepends=True))
+        for cell in row
+    ]
+    assert "'=cmd|' /C calc'!A0" in cells
+    acting = [
+        cell for cell in cells if cell.lstrip()[:1] in tuple("=+-@") and not re.fullmatch(r"[-+][\d.e+-]+|-inf", cell)
+    ]
+    assert acting == []
+
+
+def test_yaml_carries_every_text() -> None:
+    for text in hostile.ALL:
+        assert yaml.safe_load(f"key: {yaml_scalar(text)}") == {"key": storable(text)}, text
+    assert yaml.safe_load(json.dumps("\U0001f600")) != "\U0001f600", "the control: JSON is not enough"
