@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_core.errors import BadInput
+from rlhf_core.files import UnfitFile, open_regular
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir import AttemptDir, RestartDir, RunDir, read_model, read_tail
 from rlhf_core.schemas.reports import AgentStatus
@@ -162,6 +163,9 @@ def _print_title(log: LogFile) -> None:
 
 
 def _read_from(path: Path, start: int, end: int) -> str:
-    with path.open("rb") as file:
-        file.seek(start)
-        return file.read(max(end - start, 0)).decode("utf-8", errors="replace")
+    try:
+        with open_regular(path) as file:
+            file.seek(start)
+            return file.read(max(end - start, 0)).decode("utf-8", errors="replace")
+    except UnfitFile:
+        return ""
