@@ -9,14 +9,25 @@ from flows.session import opened
 from flows.stages import SAVE_PATIENCE_S, cancel, order_to_end
 from flows.trial import trials_of
 from rlhf_core.config import Site
-from rlhf_core.errors import LeaseLost, RunDirError, SchedulerError, UnknownRun
+from rlhf_core.control_journal import read_journal
+from rlhf_core.errors import (
+    DatabaseUnavailable,
+    JournalDamaged,
+    LeaseLost,
+    RunDirError,
+    SchedulerError,
+    UnknownRun,
+)
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import read_record
-from rlhf_core.run_dir import RunDir, write_model
+from rlhf_core.launch.lease import known_dead
+from rlhf_core.run_dir import RunDir, read_model, write_model
 from rlhf_core.scheduler import JobState, get_scheduler
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.journal import ControllerStarted
+from rlhf_core.schemas.resources import Submission
 from rlhf_core.watchdog.missing import close_missing
 from rlhf_core.watchdog.watch import record
 
@@ -28,7 +39,8 @@ CONTROLLER_PATIENCE_S = 60.0
 class Cancelled:
     """How a cancellation went."""
 
-    state: RunState
+    state: RunState | None
+    """None where the journal cannot be read."""
     job_ended: bool
     """Whether no job of the run is at work, as the scheduler says."""
     message: str
@@ -37,7 +49,7 @@ class Cancelled:
 def cancel_run(
     run_dir: RunDir,
     site: Site,
-    store: HistoryStore,
+    store: HistoryStore | None,
     reason: str,
     *,
     save: bool = False,
@@ -49,9 +61,11 @@ def cancel_run(
     """End a run.
 
     Its controller is asked first. Without a living one, this process takes the lease and does it itself. A controller
-    that is alive but does not answer does not keep the job alive: the scheduler ends it.
+    that is alive but does not answer does not keep the job alive: the scheduler ends it. So does a history that cannot
+    be used, or a journal that cannot be read: the job is ended, and the run is marked as cancelled once that is mended.
 
     Args:
+        store: the history; None where it cannot be used.
         save: have a checkpoint written first.
         patience_s: how long the controller may take; with ``save`` that much longer than writing may take.
 
@@ -59,18 +73,27 @@ def cancel_run(
         SchedulerError: something of the job is still there.
     """
     run_id = run_dir.run_id
-    if read_record(run_dir).ended:
+    try:
+        ended = read_record(run_dir).ended
+    except JournalDamaged as damage:
+        return _ended_without_journal(run_dir, site, reason, damage)
+    if ended:
         record(run_dir, store)
         return _result(run_dir, site, f"run {run_id} had ended already")
     write_model(run_dir.cancel_request, order_to_end(reason, save=save))
     try:
+        if store is None:
+            raise DatabaseUnavailable("the history cannot be used")
         with opened(run_dir, site, store, patience_s=0) as session:
             say("no controller is at work on it; ending it from here" + _patience(save))
             cancel(session, reason, save=save)
         return _result(run_dir, site, f"run {run_id} is cancelled")
     except LeaseLost:
         say(f"asking the controller of {run_id} to end it" + _patience(save))
-    until = clock() + patience_s + (SAVE_PATIENCE_S if save else 0.0)
+    except DatabaseUnavailable as error:
+        say(f"{error}. Asking the controller of {run_id} to end it, if there is one" + _patience(save))
+        patience_s = 0.0 if _has_no_controller(run_dir) else patience_s
+    until = clock() + patience_s + (SAVE_PATIENCE_S if save and patience_s else 0.0)
     while clock() < until:
         if read_record(run_dir).ended:
             return _result(run_dir, site, f"run {run_id} was ended by its controller")
@@ -79,8 +102,8 @@ def cancel_run(
     return _result(
         run_dir,
         site,
-        f"the job of run {run_id} was ended, but its controller does not answer; the run is marked when it does, or by "
-        f"`rlhf cancel {run_id}` once its lease has run out",
+        f"the job of run {run_id} was ended, but its controller or the history does not answer; the run is marked when "
+        f"they do, or by `rlhf cancel {run_id}` then",
     )
 
 
@@ -120,6 +143,28 @@ def cancel_missing(run: str, site: Site, store: HistoryStore, reason: str) -> Ca
     how = f"is closed as {state.value}" if closed else f"had ended ({state.value})"
     message = f"the directory of run {run_id}, {root}, is gone; the run {how}; {ended}"
     return Cancelled(state, True, message)
+
+
+def _has_no_controller(run_dir: RunDir) -> bool:
+    """True if the last controller of the journal is known to be dead, or none ever began."""
+    events = [line.event for line in read_journal(run_dir.control)]
+    began = [event.controller for event in events if isinstance(event, ControllerStarted)]
+    return not began or known_dead(began[-1])
+
+
+def _ended_without_journal(run_dir: RunDir, site: Site, reason: str, damage: JournalDamaged) -> Cancelled:
+    """End every job that the files of a run name. Its state is not known, and is left as it is.
+
+    Raises:
+        SchedulerError: something of a job is still there.
+    """
+    write_model(run_dir.cancel_request, order_to_end(reason, save=False))
+    scheduler = get_scheduler(site.scheduler)
+    for attempt in run_dir.attempts():
+        submission = read_model(attempt.submission, Submission) or scheduler.find(run_dir.run_id, attempt.number)
+        if submission is not None and not scheduler.cancel(submission):
+            raise SchedulerError(f"job {submission.job_id} could not be ended: something of it is still at work")
+    return Cancelled(None, True, f"none of the jobs of {run_dir.run_id} is at work; its state is not known: {damage}")
 
 
 def _patience(save: bool) -> str:

@@ -117,9 +117,7 @@ def _run_of(flow_run: PrefectFlowRun, site: Site, store: HistoryStore) -> RunDir
     made = FlowRun(str(flow_run.id)).run_dir(site.runs_dir)
     if not found and made is not None:
         return made
-    run_id = found or run_of_flow_run(store, str(flow_run.id))
-    run_dir = RunDir.of(site.runs_dir, run_id) if run_id else None
-    return run_dir if run_dir is not None and run_dir.spec.is_file() else None
+    return RunDir.find(site.runs_dir, str(found) or run_of_flow_run(store, str(flow_run.id)) or "")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

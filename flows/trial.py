@@ -61,8 +61,8 @@ def carry_out(session: Session, rung: Rung, drive: Callable[[Session], None]) ->
 
 def trials_of(run_dir: RunDir) -> list[RunDir]:
     """The trials that were made for a run."""
-    found = [RunDir.of(run_dir.root.parent, run_id) for run_id in read_record(run_dir).trials.values()]
-    return [trial for trial in found if trial.spec.is_file()]
+    found = (RunDir.find(run_dir.root.parent, run_id) for run_id in read_record(run_dir).trials.values())
+    return [trial for trial in found if trial is not None]
 
 
 def cancel_trials(session: Session, reason: str, cancel: Callable[[Session, str], None]) -> None:

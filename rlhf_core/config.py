@@ -22,13 +22,28 @@ from pydantic_core import PydanticUndefined
 
 from rlhf_core import private_files
 from rlhf_core.errors import BadConfig
+from rlhf_core.files import UnfitFile, read_document
 from rlhf_core.presets import PRESETS, preset_path
-from rlhf_core.schemas.base import Schema
+from rlhf_core.schemas.base import Schema, storable_text
 from rlhf_core.schemas.run import RunSpec, SlurmSpec
 from rlhf_core.schemas.site import NotifySite, PrefectSite, RetentionSite
 from rlhf_core.words import count
 
 _NAME = r"[a-z0-9][a-z0-9_-]{0,62}"
+
+MAX_CONFIG_BYTES = 128 << 10
+"""Largest TOML file that is read: a config with every setting has about 30 KiB, and parsing a megabyte takes a second.
+"""
+_MAX_DEPTH = 20
+_MAX_VALUES = 20_000
+_MAX_INTEGER = 10**100
+_MAX_PROBLEMS = 20
+"""Problems that are told at once, each with the nearest right name; of more only the number is."""
+_SHOWN_CHARACTERS = 200
+
+_TOML_TEXT = re.compile(r'''"""(?:\\.|[^\\])*?"""|\'{3}.*?\'{3}|"(?:\\.|[^"\\\n])*"|\'[^\'\n]*\'|\#[^\n]*''', re.DOTALL)
+"""Strings and comments."""
+_TOML_MARKS = re.compile(r"[=,{}\[\]]")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -44,20 +59,94 @@ def load(config: str | Path, overrides: Sequence[str] = (), given_as: str = "--s
         given_as: where the overrides come from; a message says so.
 
     Raises:
-        BadConfig: with every problem found, each with the key, what was found, and what to write instead.
+        BadConfig: with the problems found, the first 20 of very many, each with the key, what was found, and what to
+            write instead.
     """
     path = find(config)
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise BadConfig(f"{path} is not UTF-8 text: {error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise BadConfig(f"{path} is not valid TOML: {error}") from None
+        content = read_toml(path)
     except OSError as error:
         raise BadConfig(f"cannot read {path}: {error.strerror}") from None
     for override in overrides:
         _apply(content, override, given_as)
     return validate(content, str(path), overrides, given_as)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Parse a TOML file, in bounded time and memory whatever stands in it.
+
+    Raises:
+        BadConfig: it is too large, not UTF-8, no TOML, or holds what no setting does; says where.
+        OSError: it is not there or cannot be read.
+    """
+    try:
+        text = read_document(path, MAX_CONFIG_BYTES, follow_link=True).decode("utf-8")
+        _require_short_keys(text, str(path))
+        content = tomllib.loads(text)
+    except UnfitFile as error:
+        raise BadConfig(f"{path} is no config: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise BadConfig(f"{path} is not UTF-8 text: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise BadConfig(f"{path} is not valid TOML: {error}") from None
+    except RecursionError:
+        raise BadConfig(f"{path}: found arrays or tables nested too deeply, expected at most {_MAX_DEPTH}") from None
+    except ValueError:  # of int(), for more digits than Python converts
+        raise BadConfig(f"{path}: found an integer of thousands of digits") from None
+    _require_bounded(content, str(path))
+    return content
+
+
+def _require_short_keys(text: str, source: str) -> None:
+    """Refuse keys of very many parts: the time that Python's parser takes for one grows with their square.
+
+    Raises:
+        BadConfig: there is one.
+    """
+    for number, line in enumerate(_TOML_TEXT.sub("_", text).splitlines(), 1):
+        if max(part.count(".") for part in _TOML_MARKS.split(line)) > _MAX_DEPTH:
+            raise BadConfig(f"{source}: found a key of more than {_MAX_DEPTH} parts, near line {number}")
+
+
+def _require_bounded(content: Mapping[str, Any], source: str) -> None:
+    """Refuse what no setting holds, before anything is done with it that takes time or memory for each part of it.
+
+    Raises:
+        BadConfig: too deep, too many values, an integer too large, or text that cannot be stored.
+    """
+    left: list[tuple[str, Any, int]] = [("", content, 0)]
+    num_values = 0
+    while left:
+        name, value, depth = left.pop()
+        num_values += 1
+        problem = _unbounded(value, depth, num_values)
+        if problem:
+            raise BadConfig(f"{source}: {shortened(name)}: {problem}" if name else f"{source}: {problem}")
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                if storable_text(key) != key:
+                    raise BadConfig(f"{source}: found the key {shortened(key)}, with characters that cannot be stored")
+                left.append((f"{name}.{key}"[-_SHOWN_CHARACTERS:].lstrip("."), item, depth + 1))
+        elif isinstance(value, list):
+            left += [(name, item, depth + 1) for item in value]
+
+
+def _unbounded(value: Any, depth: int, num_values: int) -> str:
+    if depth > _MAX_DEPTH:
+        return f"found arrays or tables nested more deeply than {_MAX_DEPTH}"
+    if num_values > _MAX_VALUES:
+        return f"found more than {_MAX_VALUES} values, expected the settings of one run"
+    if isinstance(value, int) and abs(value) > _MAX_INTEGER:
+        return "found an integer of more than 100 digits"
+    if isinstance(value, str) and storable_text(value) != value:
+        return f"found {shortened(value)}, with a NUL character or one that is no Unicode, which cannot be stored"
+    return ""
+
+
+def shortened(found: Any) -> str:
+    """What was found, for a message: as Python writes it, and not more of it than a person reads."""
+    text = repr(found)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}... ({len(text)} characters)"
 
 
 def find(config: str | Path) -> Path:
@@ -67,8 +156,11 @@ def find(config: str | Path) -> Path:
         BadConfig: there is neither.
     """
     path = Path(config)
-    if path.is_file():
-        return path
+    try:
+        if path.is_file():
+            return path
+    except OSError as error:
+        raise BadConfig(f"config file {shortened(str(config))} cannot be reached: {error.strerror}") from None
     if str(config) in PRESETS:
         return preset_path(str(config))
     near = difflib.get_close_matches(str(config), PRESETS, n=1)
@@ -94,19 +186,22 @@ def validate(
         given_as: Where they come from.
 
     Raises:
-        BadConfig: with every problem found.
+        BadConfig: with the problems found, the first 20 of very many.
     """
+    _require_bounded(content, f"{source} with {given_as}" if overrides else source)
     try:
         return RunSpec.model_validate(content)
     except ValidationError as error:
         details = error.errors(include_url=False)
     found: dict[str, list[str]] = {given_as: [], source: []}
-    for detail in details:
+    for detail in details[:_MAX_PROBLEMS]:
         override = _override_of(_location(detail), overrides)
         if override:
             found[given_as].append(_explain_override(detail, override))
         else:
             found[source].append(_explain(detail))
+    if len(details) > _MAX_PROBLEMS:
+        found[source].append(f"and {len(details) - _MAX_PROBLEMS} more")
     raise BadConfig(_problems(found))
 
 
@@ -114,11 +209,12 @@ def check_overrides(overrides: Sequence[str], given_as: str = "--set") -> None:
     """Refuse overrides that no config can have: unknown settings, and values that they cannot take.
 
     Raises:
-        BadConfig: with every problem found. What depends on the config is not looked for.
+        BadConfig: with the problems found, the first 20 of very many. What depends on the config is not looked for.
     """
     content: dict[str, Any] = {}
     for override in overrides:
         _apply(content, override, given_as)
+    _require_bounded(content, given_as)
     try:
         RunSpec.model_validate(content)
         return
@@ -127,7 +223,7 @@ def check_overrides(overrides: Sequence[str], given_as: str = "--set") -> None:
     named = {override.partition("=")[0].strip() for override in overrides}
     problems = [
         _explain_override(detail, _override_of(_location(detail), overrides))
-        for detail in details
+        for detail in details[:_MAX_PROBLEMS]
         if detail["type"] == "extra_forbidden" or (_location(detail) in named and detail["type"] != "value_error")
     ]
     if problems:
@@ -155,12 +251,13 @@ def _override_of(location: str, overrides: Sequence[str]) -> str:
 def _explain_override(detail: Any, override: str) -> str:
     name = override.partition("=")[0].strip()
     if detail["type"] == "extra_forbidden":
-        return f'unknown setting "{name}" ({override.strip()}){_nearest_setting(name)}'
+        return f'unknown setting "{_cut(name)}" ({_cut(override.strip())}){_nearest_setting(name)}'
     return _explain(detail)
 
 
 def _nearest_setting(name: str) -> str:
     """The closest name that there is, for one that may be wrong in any of its parts."""
+    name = name[:_SHOWN_CHARACTERS]  # nothing is like a longer one, and comparing takes its time
     near = difflib.get_close_matches(name, list(_meanings()), n=1, cutoff=0.7)
     if near and name.rpartition(".")[2] not in _OTHER_NAMES:
         return f'; did you mean "{near[0]}"?'
@@ -172,12 +269,16 @@ def _split(override: str, given_as: str) -> tuple[str, Any]:
     name = name.strip()
     if not separator or not name or not all(name.split(".")):
         raise BadConfig(
-            f"{given_as}: override {override!r} is not of the form section.field=value, for instance train.num_steps=10"
+            f"{given_as}: override {shortened(override)} is not of the form section.field=value, for instance "
+            f"train.num_steps=10"
         )
     text = text.strip()
+    if len(override) > MAX_CONFIG_BYTES:
+        raise BadConfig(f"{given_as}: found an override of {len(override)} characters, expected one setting")
+    _require_short_keys(text, f"{given_as}: override {shortened(override)}")
     try:
         return name, tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (RecursionError, ValueError):
         return name, text
 
 
@@ -189,7 +290,8 @@ def _apply(content: dict[str, Any], override: str, given_as: str) -> None:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
             inner = ".".join(sections[: depth + 1])
-            raise BadConfig(f"{given_as}: override {override!r}: {inner} is a value, not a section")
+            what = f"{_cut(inner)} is a value, not a section"
+            raise BadConfig(f"{given_as}: override {shortened(override)}: {what}")
     table[field] = value
 
 
@@ -204,7 +306,7 @@ def _explain(detail: Any) -> str:
     kind = detail["type"]
     found = detail.get("input")
     if kind == "extra_forbidden":
-        return f'unknown key "{location}"{_nearest(location)}'
+        return f'unknown key "{_cut(location)}"{_nearest(location)}'
     if kind == "missing":
         meaning = _meanings().get(location, "")
         return f'missing key "{location}"' + (f": {meaning}" if meaning else "")
@@ -216,12 +318,16 @@ def _explain(detail: Any) -> str:
         expected = 'expected "module:function", for instance "my_rewards:score"'
     if kind == "string_pattern_mismatch" and location == "name":
         expected = expected_name(str(found))
-    return f"{location}: found {found!r}, {expected}"
+    return f"{location}: found {shortened(found)}, {expected}"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
 def expected_name(found: str) -> str:
     """Rule for names of runs, and a valid name like the one that was found."""
-    like = re.sub(r"[^a-z0-9_-]+", "-", found.lower()).strip("-_")[:63]
+    like = re.sub(r"[^a-z0-9_-]+", "-", found[:_SHOWN_CHARACTERS].lower()).strip("-_")[:63]
     example = f', for instance "{like}"' if is_name(like) else ""
     return "expected at most 63 lower-case letters, digits, - and _, beginning with a letter or a digit" + example
 
@@ -251,7 +357,7 @@ _OTHER_NAMES = {
 
 def _nearest(location: str) -> str:
     names = list(_meanings())
-    *parents, leaf = location.split(".")
+    *parents, leaf = location[:_SHOWN_CHARACTERS].split(".")
     if leaf in _OTHER_NAMES:
         return f'; the name here is "{_OTHER_NAMES[leaf]}"'
     # The right word in the wrong section: train.samples_per_prompt for grpo.samples_per_prompt.
@@ -445,9 +551,13 @@ def load_site(environ: Mapping[str, str] | None = None) -> Site:
     scheduler = settings.get("scheduler", "local")
     if scheduler not in SCHEDULERS:
         raise BadConfig(f"RLHF_SCHEDULER: found {scheduler!r}, expected one of {', '.join(SCHEDULERS)}")
+    runs_dir = Path(settings.get("runs") or home / "runs").expanduser().absolute()
+    for variable, folder in (("RLHF_HOME", home), ("RLHF_RUNS", runs_dir)):
+        if storable_text(str(folder)) != str(folder):
+            raise BadConfig(f"{variable}: found {str(folder)!r}, expected a path in UTF-8: it stands in every record")
     return Site(
         home=home,
-        runs_dir=Path(settings.get("runs") or home / "runs").expanduser().absolute(),
+        runs_dir=runs_dir,
         database_url=settings.get("database_url") or f"sqlite:///{home / 'history.db'}",
         scheduler=scheduler,
         compute_python=_interpreter(settings.get("compute_python") or sys.executable),
@@ -497,10 +607,10 @@ def _site_table(
 
 def _site_file(path: Path) -> dict[str, Any]:
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = read_toml(path)
     except FileNotFoundError:
         return {}
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, BadConfig) as error:
         raise BadConfig(f"cannot read the site settings {path}: {error}") from None
     for key, value in list(content.items()):
         if key in _SITE_TABLES:

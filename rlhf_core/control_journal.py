@@ -9,14 +9,19 @@ instead, so that in the middle of a journal of that version a line may be cut sh
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from pydantic import ValidationError
 from pydantic_core import from_json
 
 from rlhf_core.errors import JournalDamaged
+from rlhf_core.files import UnfitFile, open_regular
 from rlhf_core.run_dir import read_blocks, read_lines
 from rlhf_core.schemas.journal import JOURNAL_VERSION, JournalLine
+
+MAX_LINE_BYTES = 16 << 20
+"""Longest line of a journal. A placement names every node of the cluster, with some hundred bytes for each."""
+_BLOCK_BYTES = 1 << 20
 
 
 class Scanned(NamedTuple):
@@ -44,18 +49,32 @@ def scan_journal(path: Path, offset: int = 0) -> Iterator[Scanned]:
     Raises:
         JournalDamaged: a line cannot be read; those before it have been handed out.
     """
-    for lines, end in read_blocks(path, offset):
-        position = end - sum(len(text) + 1 for text in lines)
-        for index, text in enumerate(lines):
-            begin, position = position, position + len(text) + 1
+    _require_a_file(path)
+    for lines, end in read_blocks(path, offset, MAX_LINE_BYTES):
+        for index, (begin, text) in enumerate(lines):
+            if text is None:
+                why = f"it is longer than {MAX_LINE_BYTES} bytes, which no line of a journal is"
+                raise JournalDamaged(_in_words(path, begin, why))
             try:
                 line = _parse(text)
             except ValueError as error:
-                following = lines[index + 1 :] or read_lines(path, end)[0]
-                if _is_cut_short(text) and following and _is_of_version_0_1(following[0]):
+                following = lines[index + 1 :] or read_lines(path, end, longest=MAX_LINE_BYTES).lines
+                if _is_cut_short(text) and following and _is_of_version_0_1(following[0].text or b""):
                     continue
                 raise JournalDamaged(_in_words(path, begin, str(error))) from None
-            yield Scanned(begin, position, line)
+            yield Scanned(begin, begin + len(text) + 1, line)
+
+
+def _require_a_file(path: Path) -> None:
+    try:
+        open_regular(path).close()
+    except UnfitFile as error:
+        raise JournalDamaged(
+            f"{path} is no journal: {error.strerror}. Without it the state of the run is not known. Put it back from a "
+            f"backup of the run directory"
+        ) from None
+    except (FileNotFoundError, NotADirectoryError):
+        return
 
 
 def remove_unfinished_line(path: Path) -> None:
@@ -65,15 +84,27 @@ def remove_unfinished_line(path: Path) -> None:
         OSError: the file cannot be read or written.
     """
     try:
-        file = path.open("r+b")
+        with open_regular(path) as file:
+            size = file.seek(0, os.SEEK_END)
+            whole = _end_of_last_line(file, size)
     except FileNotFoundError:
         return
-    with file:
-        content = file.read()
-        whole = content.rfind(b"\n") + 1
-        if whole < len(content):
+    if whole < size:
+        with path.open("r+b") as file:
             file.truncate(whole)
             os.fsync(file.fileno())
+
+
+def _end_of_last_line(file: BinaryIO, size: int) -> int:
+    end = size
+    while end > 0:
+        begin = max(0, end - _BLOCK_BYTES)
+        file.seek(begin)
+        found = file.read(end - begin).rfind(b"\n")
+        if found >= 0:
+            return begin + found + 1
+        end = begin
+    return 0
 
 
 def _parse(text: bytes) -> JournalLine:
@@ -127,8 +158,9 @@ def _is_of_version_0_1(text: bytes) -> bool:
 
 
 def _in_words(path: Path, begin: int, why: str) -> str:
-    with path.open("rb") as file:
-        number = file.read(begin).count(b"\n") + 1
+    with open_regular(path) as file:
+        blocks = (file.read(min(_BLOCK_BYTES, begin - start)) for start in range(0, begin, _BLOCK_BYTES))
+        number = sum(block.count(b"\n") for block in blocks) + 1
     return (
         f"{path}, line {number} cannot be read: {why}. Without it the state of the run is not known and nothing is "
         f"done about it. Put the line back from a backup of the run directory. Where there is none, keep a copy of the "

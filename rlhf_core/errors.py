@@ -38,6 +38,7 @@ Not among them are exceptions by which one part of a package tells another how t
 
     flows.session.CancelAsked                 a wait ends because the user ends the run
     flows.stages.AttemptFailed                a stage ends with its attempt
+    rlhf_core.files.UnfitFile                 what stands in the place of a file is none; an OSError
     rlhf_core.worker.agent.AttemptFailed      the attempt ends before workers could be started
     rlhf_core.worker.board.BoardLost          agents lose the place where they meet
     rlhf_core.worker.elastic.StartAbandoned   workers were to end before they were started

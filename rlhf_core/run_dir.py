@@ -2,34 +2,37 @@
 
 Rules (docs/run_directory.md has the table of files): exactly one writer per file; whole files appear by
 write-then-rename; appended files are read to the last newline, and a line that does not parse is skipped, because a
-killed writer leaves a torn one behind.
+killed writer leaves a torn one behind. All are read through :mod:`rlhf_core.files`, so that nothing in their place can
+hold or exhaust a reader.
 """
 
 import contextlib
 import errno
 import hashlib
-import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
 
 from rlhf_core.errors import CheckpointCorrupt, RunDirError
+from rlhf_core.files import Line, Lines, UnfitFile, lines_of, open_regular, read_document
 from rlhf_core.schemas.reports import CheckpointManifest, FileChecksum
 from rlhf_core.schemas.run import SCHEMA_VERSION, StoredSpec
 
 Model = TypeVar("Model", bound=BaseModel)
 
-_CHECKPOINT_NAME = re.compile(r"^step-(\d{6,})$")
-_ASIDE_NAME = re.compile(r"^(aside-\d+|damaged-\d+\.\d+)$")
-_RUN_ID = re.compile(r"^[a-z0-9][a-z0-9_-]*-\d{8}-\d{6}-[0-9a-f]{6}$")
+_CHECKPOINT_NAME = re.compile(r"step-([0-9]{6,10})")
+_ASIDE_NAME = re.compile(r"aside-[0-9]+|damaged-[0-9]+\.[0-9]+")
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
+_RUN_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}-[0-9]{8}-[0-9]{6}-[0-9a-f]{6}")
 
 
 def new_run_id(name: str, now: datetime | None = None) -> str:
@@ -79,10 +82,14 @@ def write_model(path: Path, model: BaseModel, mode: int = _USUAL_MODE) -> None:
 
 
 def read_model(path: Path, schema: type[Model]) -> Model | None:
-    """Read a schema; None where there is no file, or where what is there is not (yet) a whole one."""
+    """Read a schema; None where there is no file, or where what is there is not (yet) a whole one.
+
+    Raises:
+        OSError: the file system does not answer.
+    """
     try:
-        return schema.model_validate_json(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError, ValidationError):
+        return schema.model_validate_json(read_document(path))
+    except (FileNotFoundError, NotADirectoryError, UnfitFile, ValidationError):
         return None
 
 
@@ -243,48 +250,53 @@ class LineWriter:
         return f"its {len(kept)} bytes are in place again"
 
 
-def read_lines(path: Path, offset: int = 0, limit_bytes: int = 16 << 20) -> tuple[list[bytes], int]:
+def read_lines(
+    path: Path,
+    offset: int = 0,
+    limit_bytes: int = 16 << 20,
+    *,
+    is_inside: bool = False,
+    longest: int | None = None,
+) -> Lines:
     """Whole lines of an appended file from ``offset`` on, and the offset after the last of them.
 
-    Reads at most about ``limit_bytes`` at once. A file that is not there has no lines.
+    Reads at most about ``limit_bytes`` at once. A file that is not there, or is no file, has no lines. The other
+    arguments are those of :func:`rlhf_core.files.lines_of`.
     """
     try:
-        with path.open("rb") as file:
-            return _lines_of(file, offset, limit_bytes)
-    except (FileNotFoundError, NotADirectoryError):
-        return [], offset
-
-
-def _lines_of(file: BinaryIO, offset: int, limit_bytes: int) -> tuple[list[bytes], int]:
-    file.seek(offset)
-    block = file.read(limit_bytes)
-    if len(block) == limit_bytes and b"\n" not in block:
-        block += file.readline()
-    end = block.rfind(b"\n") + 1
-    # Not splitlines(): that would also split at a stray carriage return, and positions of lines would no longer add up.
-    return block[:end].split(b"\n")[:-1], offset + end
+        with open_regular(path) as file:
+            return lines_of(file, offset, limit_bytes, is_inside=is_inside, longest=longest)
+    except (FileNotFoundError, NotADirectoryError, UnfitFile):
+        return Lines([], offset, is_inside)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Position in an appended file, and the marks by which it is known again: a follower keeps all three."""
+    """Position in an appended file, and the marks by which it is known again: a follower keeps all of them.
+
+    A file is known by what stands in it. Its number in the file system says less: a copy that was put back has another
+    one, and a file that was truncated and written anew has the same.
+    """
 
     offset: int = 0
     tail: int = 0
     """Fingerprint of the last bytes before the offset; 0 where none is known."""
     head: int = 0
     """Fingerprint of the first bytes; 0 where none is known."""
+    is_inside: bool = False
+    """True if the offset lies in a line that is too long."""
 
 
-def read_on(path: Path, place: Place, limit_bytes: int = 16 << 20) -> tuple[list[bytes], Place, bool]:
+def read_on(path: Path, place: Place, limit_bytes: int = 16 << 20) -> tuple[list[Line], Place, bool]:
     """Whole lines of an appended file after a place, the place after them, and whether it is another file than before.
 
     A file that was truncated or replaced by another one is read from its beginning: its bytes before the place are not
     those that were read. One that was written again with the same lines is gone on with. A missing one has no lines,
-    and so has one that is shorter than it was: another machine may see an older version of it for a while.
+    nor has what is no file, nor one that is shorter than it was: another machine may see an older version of it for a
+    while.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)
             if size < place.offset:
                 is_other = bool(place.head) and size >= _HEAD_BYTES and _mark(file, 0, _HEAD_BYTES) != place.head
@@ -292,11 +304,31 @@ def read_on(path: Path, place: Place, limit_bytes: int = 16 << 20) -> tuple[list
                     return [], place, False
             else:
                 is_other = bool(place.tail) and _tail(file, place.offset) != place.tail
-            lines, end = _lines_of(file, 0 if is_other else place.offset, limit_bytes)
+            begin = Place() if is_other else place
+            lines, end, is_inside = lines_of(file, begin.offset, limit_bytes, is_inside=begin.is_inside)
             head = _mark(file, 0, _HEAD_BYTES) if end >= _HEAD_BYTES else 0
-            return lines, Place(end, _tail(file, end), head), is_other
-    except (FileNotFoundError, NotADirectoryError):
+            return lines, Place(end, _tail(file, end), head, is_inside), is_other
+    except (FileNotFoundError, NotADirectoryError, UnfitFile):
         return [], place, False
+
+
+def tail_mark(path: Path, offset: int) -> int:
+    """Fingerprint of the last bytes before an offset, by which a file is known again; 0 where it cannot be taken."""
+    try:
+        with open_regular(path) as file:
+            return _tail(file, offset)
+    except OSError:
+        return 0
+
+
+def is_as_read(path: Path, offset: int, mark: int) -> bool:
+    """False where the bytes before an offset are others than those that had this fingerprint. A file that is shorter
+    may be an older version, as another machine sees it."""
+    try:
+        with open_regular(path) as file:
+            return not mark or file.seek(0, os.SEEK_END) < offset or _tail(file, offset) == mark
+    except OSError:
+        return True  # missing, away, or no file: whoever reads it says so
 
 
 _HEAD_BYTES = 64
@@ -313,23 +345,26 @@ def _mark(file: BinaryIO, begin: int, end: int) -> int:
     return int.from_bytes(digest, "big") >> 1 or 1  # fits a signed integer of 64 bits
 
 
-def parse_lines(lines: list[bytes], schema: type[Model]) -> Iterator[Model]:
-    """Parse JSON lines; those that are torn or foreign are left out."""
+def parse_lines(lines: Iterable[Line], schema: type[Model]) -> Iterator[Model]:
+    """Parse JSON lines; those that are torn, foreign or too long are left out."""
     for line in lines:
+        if line.text is None:
+            continue
         try:
-            yield schema.model_validate_json(line)
+            yield schema.model_validate_json(line.text)
         except ValidationError:
             continue
 
 
-def read_blocks(path: Path, offset: int = 0) -> Iterator[tuple[list[bytes], int]]:
+def read_blocks(path: Path, offset: int = 0, longest: int | None = None) -> Iterator[tuple[list[Line], int]]:
     """All whole lines of an appended file from ``offset`` on, a block at a time, each with the offset after it."""
+    is_inside = False
     while True:
-        lines, next_offset = read_lines(path, offset)
-        if next_offset == offset:
+        lines, end, is_inside = read_lines(path, offset, is_inside=is_inside, longest=longest)
+        if end == offset:
             return
-        yield lines, next_offset
-        offset = next_offset
+        yield lines, end
+        offset = end
 
 
 def read_models(path: Path, schema: type[Model]) -> list[Model]:
@@ -340,10 +375,10 @@ def read_models(path: Path, schema: type[Model]) -> list[Model]:
 def read_tail(path: Path, limit_bytes: int) -> str:
     """The end of a text file, from a line's beginning; empty where it cannot be read."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - limit_bytes))
-            content = file.read()
+            content = file.read(limit_bytes)
     except OSError:
         return ""
     if size > limit_bytes:
@@ -560,7 +595,7 @@ class CheckpointDir:
 
     def _fault_of_manifest(self) -> str:
         try:
-            size = len(self.complete.read_bytes())
+            size = len(read_document(self.complete))
         except FileNotFoundError:
             return "missing"
         except OSError as error:
@@ -576,8 +611,30 @@ class RunDir:
 
     @classmethod
     def of(cls, runs: Path, run_id: str) -> "RunDir":
-        """The directory of one run among all."""
-        return cls(runs / run_id)
+        """The directory of one run among all; it need not be there.
+
+        Raises:
+            RunDirError: the text is no run id, or its folder is a link that leads out of ``runs``. An id may come from
+                anybody who can fill in a form: nothing else is ever opened by one.
+        """
+        if not is_run_id(run_id):
+            raise RunDirError(f"found {run_id[:200]!r}, expected the id of a run, as sort-20260301-120000-a1b2c3")
+        root = runs / run_id
+        if root.is_symlink() and not root.resolve().is_relative_to(runs.resolve()):
+            raise RunDirError(
+                f"{root} is a link that leads out of {runs}: it is not followed. Move the run directory back, or point "
+                f"RLHF_RUNS to the folder that it is in"
+            )
+        return cls(root)
+
+    @classmethod
+    def find(cls, runs: Path, text: str) -> "RunDir | None":
+        """The directory of a run among all, if the text is the id of one that is there."""
+        try:
+            found = cls.of(runs, text)
+        except RunDirError:
+            return None
+        return found if found.spec.is_file() else None
 
     @property
     def run_id(self) -> str:
@@ -669,13 +726,13 @@ class RunDir:
         when all that belongs into it is there."""
         if not self.checkpoints_dir.is_dir():
             return []
-        matches = (_CHECKPOINT_NAME.match(path.name) for path in self.checkpoints_dir.iterdir())
+        matches = (_CHECKPOINT_NAME.fullmatch(path.name) for path in self.checkpoints_dir.iterdir())
         found = [CheckpointDir(self.checkpoints_dir / match[0], int(match[1])) for match in matches if match]
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
     def checkpoint_before(self, name: str) -> CheckpointDir | None:
         """The newest complete checkpoint that is older than the one of that name, if there is any."""
-        match = _CHECKPOINT_NAME.match(name)
+        match = _CHECKPOINT_NAME.fullmatch(name)
         older = [checkpoint for checkpoint in self.checkpoints() if match and checkpoint.step < int(match[1])]
         return older[-1] if older else None
 
@@ -697,7 +754,7 @@ class RunDir:
         """Folders of checkpoints that were put aside, damaged or of a branch that was given up; by name."""
         if not self.checkpoints_dir.is_dir():
             return []
-        return sorted(path for path in self.checkpoints_dir.iterdir() if _ASIDE_NAME.match(path.name))
+        return sorted(path for path in self.checkpoints_dir.iterdir() if _ASIDE_NAME.fullmatch(path.name))
 
     def aside(self, attempt: int) -> Path:
         """Folder of the checkpoints whose branch was given up after an attempt."""
@@ -710,7 +767,7 @@ class RunDir:
         Raises:
             RunDirError: ``name`` is none of a checkpoint.
         """
-        kept = _CHECKPOINT_NAME.match(name)
+        kept = _CHECKPOINT_NAME.fullmatch(name)
         if kept is None:
             raise RunDirError(f"found {name}, expected the name of a checkpoint, as step-20")
         aside = self.aside(attempt)
@@ -722,7 +779,7 @@ class RunDir:
     def newest_put_aside(self, attempt: int) -> int:
         """Highest step of what :meth:`put_aside_newer_than` moved away after an attempt; 0 when it moved nothing."""
         aside = self.checkpoints_dir / f"aside-{attempt}"
-        found = map(_CHECKPOINT_NAME.match, (path.name for path in aside.iterdir()) if aside.is_dir() else ())
+        found = map(_CHECKPOINT_NAME.fullmatch, (path.name for path in aside.iterdir()) if aside.is_dir() else ())
         return max((int(name[1]) for name in found if name is not None), default=0)
 
     def newest_checkpoint(self) -> CheckpointDir | None:
@@ -740,11 +797,15 @@ class RunDir:
             RunDirError: there is none, it is damaged, or a newer program wrote it.
         """
         try:
-            content: dict[str, Any] = json.loads(self.spec.read_bytes())
+            content: Any = from_json(read_document(self.spec))
         except FileNotFoundError:
             raise RunDirError(f"{self.root} is no run directory: it has no spec.json") from None
+        except UnfitFile as error:
+            raise RunDirError(f"{self.spec} is damaged: {error.strerror}") from None
         except ValueError as error:
             raise RunDirError(f"{self.spec} is damaged: {error}") from None
+        if not isinstance(content, dict):
+            raise RunDirError(f"{self.spec} is damaged: expected a JSON object")
         version = content.get("schema_version")
         if version != SCHEMA_VERSION:
             raise RunDirError(
@@ -758,12 +819,15 @@ class RunDir:
 
 
 def run_dirs(runs: Path) -> list[RunDir]:
-    """Every run directory under ``runs``, by name."""
+    """Every run directory under ``runs``, by name. What is called otherwise (in the making, a copy, a link that leads
+    elsewhere) is none."""
     if not runs.is_dir():
         return []
-    # Names with a dot are directories in the making.
-    paths = sorted(path for path in runs.iterdir() if not path.name.startswith("."))
-    return [RunDir(path) for path in paths if (path / "spec.json").is_file()]
+    found = []
+    for name in sorted(path.name for path in runs.iterdir() if is_run_id(path.name)):
+        with contextlib.suppress(RunDirError):
+            found.append(RunDir.of(runs, name))
+    return [run_dir for run_dir in found if run_dir.spec.is_file()]
 
 
 def cleared_nodes(runs: Path) -> Path:
@@ -773,12 +837,12 @@ def cleared_nodes(runs: Path) -> Path:
 
 def is_run_id(text: str) -> bool:
     """Whether ``text`` has the form of a run id."""
-    return bool(_RUN_ID.match(text))
+    return _RUN_ID.fullmatch(text) is not None
 
 
 def checksum(path: Path) -> FileChecksum:
-    """Size and SHA-256 of a file."""
-    with path.open("rb") as file:
+    """Size and SHA-256 of a regular file."""
+    with open_regular(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return FileChecksum(bytes=file.tell(), sha256=digest)
 
@@ -795,4 +859,4 @@ def remove_tree(path: Path) -> None:
 def _numbered(folder: Path) -> list[int]:
     if not folder.is_dir():
         return []
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+    return sorted(int(path.name) for path in folder.iterdir() if _NUMBER.fullmatch(path.name))

@@ -8,14 +8,15 @@ becomes an override, so that the history shows what was changed.
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
 from rlhf_core import config
-from rlhf_core.config import describe_fields, to_toml
+from rlhf_core.config import describe_fields, shortened, to_toml
 from rlhf_core.errors import BadConfig, BadInput
 from rlhf_core.presets import PRESETS
-from rlhf_core.schemas.base import Schema
-from rlhf_core.schemas.run import RunSpec
+from rlhf_core.run_dir import is_run_id
+from rlhf_core.schemas.base import Schema, label_problem
+from rlhf_core.schemas.run import MAX_STEPS, MAX_TAGS, RunSpec
 
 
 def _split_at_commas(given: Any) -> Any:
@@ -34,6 +35,23 @@ def _entries(given: Any) -> Any:
     return tuple(one for one in stripped if one not in ("", None))
 
 
+def _is_an_id(given: str) -> str:
+    if given and not is_run_id(given):
+        raise ValueError("expected the id of a run, as `rlhf runs` shows it")
+    return given
+
+
+def _is_a_label(given: str) -> str:
+    problem = label_problem(given)
+    if problem:
+        raise ValueError(problem)
+    return given
+
+
+UserLabel = Annotated[str, AfterValidator(_is_a_label)]
+"""A name that is given in the form."""
+
+_MAX_OVERRIDES = 1_000
 MAX_SEED = 2**53 - 1
 """Largest seed of the form: browsers lose digits of larger numbers. `seed=` among the overrides takes them all."""
 
@@ -59,20 +77,20 @@ class Form(Schema):
     """Number of nodes."""
     gpus_per_node: Annotated[int, Field(ge=-1, le=1024)] = -1
     """GPUs on every node; 0 trains on CPU."""
-    steps: Annotated[int, Field(ge=0)] = 0
+    steps: Annotated[int, Field(ge=0, le=MAX_STEPS)] = 0
     """Optimizer steps of the main algorithm, without those of a warm start."""
     learning_rate: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Peak learning rate of the main algorithm."""
     seed: Annotated[int, Field(ge=-1, le=MAX_SEED)] = -1
     """Everything random follows from it."""
-    owner: str = ""
+    owner: UserLabel = ""
     """Who asks: a name to find the run by. Empty for the user of the worker."""
-    tags: Annotated[tuple[str, ...], BeforeValidator(_split_at_commas)] = ()
+    tags: Annotated[tuple[UserLabel, ...], BeforeValidator(_split_at_commas), Field(max_length=MAX_TAGS)] = ()
     """Words to find the run by (rlhf runs --tag), with commas between them."""
-    overrides: Annotated[tuple[str, ...], BeforeValidator(_split_at_lines)] = ()
+    overrides: Annotated[tuple[str, ...], BeforeValidator(_split_at_lines), Field(max_length=_MAX_OVERRIDES)] = ()
     """Any other settings to change, one per line, each as section.field=value, for instance
     rollout.temperature=0.8; the description has them all. Relative paths begin in the folder of the deployed config."""
-    run_id: str = ""
+    run_id: Annotated[str, AfterValidator(_is_an_id)] = ""
     """Id of a run to go on with, instead of starting a new one: its job is adopted if it is alive, else it starts
     again from its last complete checkpoint. The other fields do not count then."""
 
@@ -139,10 +157,12 @@ def read_form(given: Mapping[str, Any]) -> Form:
 def _explain(detail: Any) -> str:
     name = ".".join(map(str, detail["loc"]))
     setting = SETTINGS.get(name)
+    if detail["type"] == "value_error":
+        return f"{name}: found {shortened(detail.get('input'))}, {detail['ctx']['error']}"
     expected = detail["msg"][0].lower() + detail["msg"][1:]
     if name == "name" and detail["type"] == "string_pattern_mismatch":
         expected = config.expected_name(str(detail.get("input")))
-    return f"{name}{f' ({setting})' if setting else ''}: found {detail.get('input')!r}, {expected}"
+    return f"{name}{f' ({setting})' if setting else ''}: found {shortened(detail.get('input'))}, {expected}"
 
 
 def prefilled(spec: RunSpec) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def _place(home: Path) -> Path:
 def _digest(folder: Path, text: str) -> str:
     digest = hashlib.blake2b(text.encode(), digest_size=6)
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
+        digest.update(os.fsencode(path.relative_to(folder)) + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
 

@@ -24,7 +24,7 @@ from flows.asking.deployments import page
 from rlhf_core.config import Site
 from rlhf_core.history import active
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.run_dir import RunDir, is_run_id, write_model
+from rlhf_core.run_dir import RunDir, write_model
 from rlhf_core.schemas.site import Request, Requests, requests_file
 
 RECENT = timedelta(days=1)
@@ -80,7 +80,7 @@ def _is_ahead(flow_run: FlowRun, now: datetime) -> bool:
 
 
 def _has_run(site: Site, flow_run: FlowRun) -> bool:
-    return is_run_id(flow_run.name) and RunDir.of(site.runs_dir, flow_run.name).spec.is_file()
+    return RunDir.find(site.runs_dir, flow_run.name) is not None
 
 
 def _deployments(client: SyncPrefectClient, flow_runs: list[FlowRun]) -> dict[UUID, str]:

@@ -29,7 +29,7 @@ from prefect.states import Cancelled
 
 from rlhf_core.errors import RlhfError
 from rlhf_core.launch.journal import read_record
-from rlhf_core.run_dir import RunDir, is_run_id
+from rlhf_core.run_dir import RunDir
 
 SKIP_IF_BUSY = "rlhf-skip-if-busy"
 """Tag of the deployments, and so of their flow runs, whose schedule leaves a time out while their last run goes on."""
@@ -75,9 +75,9 @@ def busy_with(client: SyncPrefectClient, flow_run: FlowRun, runs_dir: Path) -> s
 def _goes_on(flow_run: FlowRun, runs_dir: Path) -> bool:
     if flow_run.state_type is not StateType.CRASHED:
         return True
-    run_dir = RunDir.of(runs_dir, flow_run.name) if is_run_id(flow_run.name) else None
     try:
-        return run_dir is not None and run_dir.spec.is_file() and not read_record(run_dir).ended
+        run_dir = RunDir.find(runs_dir, flow_run.name)
+        return run_dir is not None and not read_record(run_dir).ended
     except (RlhfError, OSError):
         return False
 

@@ -243,8 +243,8 @@ class Ingester:
         return taken
 
     def _sync(self, run_id: str) -> bool:
-        run_dir = RunDir.of(self.site.runs_dir, run_id)
         try:
+            run_dir = RunDir.of(self.site.runs_dir, run_id)
             seen = glance(run_dir)
             if seen is None or self._read.get(run_id) == seen:
                 return False

@@ -240,8 +240,8 @@ class Reconciler:
         """Facts about a run of this site; None for one of another, and while its file system does not answer."""
         if standing is not None and Path(standing.run_dir).parent != self._site.runs_dir:
             return None
-        run_dir = RunDir.of(self._site.runs_dir, run_id)
         try:
+            run_dir = RunDir.of(self._site.runs_dir, run_id)
             if not run_dir.spec.is_file():
                 return self._missing(run_id, standing)
             written = read_record(run_dir)
@@ -310,18 +310,17 @@ class Reconciler:
             return Deed(action, False, f"{type(error).__name__}: {error}")
 
     def _deed(self, action: Action) -> Deed:
-        run_dir = RunDir.of(self._site.runs_dir, action.run_id)
         match action.kind:
             case ActionKind.INGEST:
-                behind = record(run_dir, self._store)
+                behind = record(self._run_dir(action), self._store)
                 return Deed(action, not behind, behind or "read")
             case ActionKind.ADOPT:
                 return self._adopt(action)
             case ActionKind.CANCEL_RUN:
-                ended = cancel_run(run_dir, self._site, self._store, action.reason, say=log.info)
+                ended = cancel_run(self._run_dir(action), self._site, self._store, action.reason, say=log.info)
                 return Deed(action, ended.job_ended, ended.message)
             case ActionKind.CLOSE_RUN:
-                cause = f"the run directory is gone: {run_dir.root}, and no controller was at work on it"
+                cause = f"the run directory is gone: {self._run_dir(action).root}, and no controller was at work on it"
                 closed = close_missing(action.run_id, self._store, cause, self._now())
                 return Deed(action, True, "closed as failed" if closed else "it had ended")
             case ActionKind.CANCEL_JOB:
@@ -334,16 +333,20 @@ class Reconciler:
                 task_runs.end(action.task_run_id, action.flow_state, action.reason)
                 return Deed(action, True, f"it is {action.flow_state.value.capitalize()} now")
             case ActionKind.TELL:
-                return self._tell(action, run_dir)
+                return self._tell(action, self._run_dir(action))
             case ActionKind.REMOVE_CHECKPOINT:
-                remove_tree(run_dir.checkpoint(action.step).root)
+                remove_tree(self._run_dir(action).checkpoint(action.step).root)
                 return Deed(action, True, "removed")
             case ActionKind.REMOVE_PUT_ASIDE:
-                remove_tree(run_dir.checkpoints_dir / action.folder)
+                remove_tree(self._run_dir(action).checkpoints_dir / action.folder)
                 return Deed(action, True, "removed")
             case ActionKind.NOTE:
                 self._note_once(action.run_id, action.flow_run_id, action.reason)
                 return Deed(action, True, "left alone")
+
+    def _run_dir(self, action: Action) -> RunDir:
+        """The directory of the run that an action is about; not every action is about one."""
+        return RunDir.of(self._site.runs_dir, action.run_id)
 
     def _adopt(self, action: Action) -> Deed:
         run_id = action.run_id
@@ -384,8 +387,8 @@ class Reconciler:
     def _write_down(self, deed: Deed) -> None:
         """Into the run directory, from where it reaches the history; where there is none, the log has it."""
         action = deed.action
-        run_dir = RunDir.of(self._site.runs_dir, action.run_id)
-        if not action.run_id or not run_dir.spec.is_file():
+        run_dir = RunDir.find(self._site.runs_dir, action.run_id)
+        if run_dir is None:
             return
         data = {
             "job_id": action.job_id,
@@ -425,8 +428,8 @@ class Reconciler:
         candidates = active.with_checkpoints(self._store, now - timedelta(days=days))
         begun_from = self._begun_from(world) if candidates else []
         for run_id, (path, ended_at) in candidates.items():
-            run_dir = RunDir.of(self._site.runs_dir, run_id)
-            if Path(path).parent != self._site.runs_dir or run_dir.checkpoints_dir.is_symlink():
+            run_dir = RunDir.find(self._site.runs_dir, run_id)
+            if Path(path).parent != self._site.runs_dir or run_dir is None or run_dir.checkpoints_dir.is_symlink():
                 continue
             standing = active.standings(self._store, now, run_ids=[run_id])[run_id]
             with suppress(RlhfError, OSError):

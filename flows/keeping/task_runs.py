@@ -75,9 +75,9 @@ def end(task_run_id: str, state: FlowState, why: str) -> None:
 
 
 def _stage(runs_dir: Path, run_id: str, title: str) -> StageState | None:
-    run_dir = RunDir.of(runs_dir, run_id)
     try:
-        return stage_called(read_record(run_dir).stages, title) if run_id and run_dir.spec.is_file() else None
+        run_dir = RunDir.find(runs_dir, run_id)
+        return stage_called(read_record(run_dir).stages, title) if run_dir is not None else None
     except (RlhfError, OSError):
         return None
 

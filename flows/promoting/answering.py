@@ -15,7 +15,7 @@ from rlhf_core.launch.journal import PromotionRecord, read_record
 from rlhf_core.launch.promote import choose, give_answer, promoted_folder, read_answer
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import PromotionState, RunState
-from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.base import label_problem, utc_now
 from rlhf_core.schemas.promotion import PromotionAnswer
 
 Verdict = Literal["approved", "refused"]
@@ -58,6 +58,9 @@ def answer_promotion(
         BadInput: the run is not completed, somebody answered before, or there is nothing to answer.
         PromotionFailed: the model could not be written.
     """
+    problem = label_problem(by)
+    if problem:
+        raise BadInput(f"--by: {problem}")
     _require_open(run_dir, verdict)
     present = read_record(run_dir).promotion
     given = present is not None and present.state is PromotionState.WAITING

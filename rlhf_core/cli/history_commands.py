@@ -331,7 +331,7 @@ def db_rebuild(as_json: output.JsonOption = False) -> None:
         if done.skipped:
             first = done.skipped[0]
             where = f"the first in {first.path} at byte {first.position}"
-            output.note(f"{run_id}: {count(len(done.skipped), 'line')} could not be read, {where}")
+            output.note(f"{run_id}: {count(done.num_skipped, 'line')} could not be read, {where}")
     if report.failed:
         raise typer.Exit(1)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rlhf_core.errors import BadInput
 from rlhf_core.escaping import terminal
+from rlhf_core.files import UnfitFile, open_regular
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir import AttemptDir, RestartDir, RunDir, read_model, read_tail
 from rlhf_core.schemas.reports import AgentStatus
@@ -163,6 +164,9 @@ def _print_title(log: LogFile) -> None:
 
 
 def _read_from(path: Path, start: int, end: int) -> str:
-    with path.open("rb") as file:
-        file.seek(start)
-        return file.read(max(end - start, 0)).decode("utf-8", errors="replace")
+    try:
+        with open_regular(path) as file:
+            file.seek(start)
+            return file.read(max(end - start, 0)).decode("utf-8", errors="replace")
+    except UnfitFile:
+        return ""

@@ -26,16 +26,13 @@ def report(
     from rlhf_core.history import queries
     from rlhf_core.history.store import HistoryStore
     from rlhf_core.reports.html import write_report
-    from rlhf_core.run_dir import RunDir, is_run_id
+    from rlhf_core.run_dir import RunDir
     from rlhf_core.watchdog.ingest import sync
 
     site = load_site()
     with HistoryStore(site.database_url) as store:
-        run_dir = RunDir.of(site.runs_dir, run)
-        if not (
-            is_run_id(run) and run_dir.spec.is_file()
-        ):  # a run on disk may be one that the history does not know yet
-            run_dir = RunDir(Path(queries.run_dir_of(store, queries.resolve_run(store, run))))
+        on_disk = RunDir.find(site.runs_dir, run)  # it may be one that the history does not know yet
+        run_dir = on_disk or RunDir(Path(queries.run_dir_of(store, queries.resolve_run(store, run))))
         if out is None and not run_dir.root.is_dir():
             raise BadInput(f"the run directory {run_dir.root} is gone; give a file to write with --output")
         try:

@@ -4,7 +4,7 @@ What is heavy is imported inside the functions, so that ``rlhf --help`` stays fa
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -234,15 +234,14 @@ def cancel(
     from flows.cancelling import Cancelled, cancel_missing, cancel_run
     from rlhf_core.config import load_site
     from rlhf_core.errors import UnknownRun
-    from rlhf_core.history.store import HistoryStore
     from rlhf_core.schemas.attempts import RunState
 
     site = load_site()
-    with HistoryStore(site.database_url) as store:
+    with _history_if_usable(site) as store:
         try:
             run_dir = find_run(store, site, run)
         except UnknownRun:
-            missing = cancel_missing(run, site, store, reason or "rlhf cancel")
+            missing = cancel_missing(run, site, store, reason or "rlhf cancel") if store is not None else None
             if missing is None and not _withdraw(site, run, reason or "rlhf cancel"):
                 raise
             not_begun = f"run {run} had not begun; its flow run in Prefect is cancelled"
@@ -254,6 +253,21 @@ def cancel(
         output.print_json({"run_id": run_id, "state": outcome.state, "job_ended": outcome.job_ended})
     else:
         output.print_text(outcome.message)
+
+
+@contextmanager
+def _history_if_usable(site: "Site") -> Iterator["HistoryStore | None"]:
+    """The history; None, with a warning, where it cannot be used: a run can be ended without it."""
+    from rlhf_core.errors import HistoryError
+    from rlhf_core.history.store import HistoryStore
+
+    store: HistoryStore | None = None
+    try:
+        store = HistoryStore(site.database_url)
+    except HistoryError as error:
+        output.warn(f"{error} The run is looked for among the run directories")
+    with store or nullcontext():
+        yield store
 
 
 def _withdraw(site: "Site", text: str, reason: str) -> bool:
@@ -271,19 +285,24 @@ def _withdraw(site: "Site", text: str, reason: str) -> bool:
     return withdraw(text, reason)
 
 
-def find_run(store: "HistoryStore", site: "Site", text: str) -> "RunDir":
+def find_run(store: "HistoryStore | None", site: "Site", text: str) -> "RunDir":
     """The directory of the run that a person means; one that the history does not know yet is found on disk.
+
+    Args:
+        store: the history; None where it cannot be used. Then a run is found by its id alone.
 
     Raises:
         UnknownRun: there is none, or its directory is gone.
     """
     from rlhf_core.errors import UnknownRun
     from rlhf_core.history import queries
-    from rlhf_core.run_dir import RunDir, is_run_id
+    from rlhf_core.run_dir import RunDir
 
-    on_disk = RunDir.of(site.runs_dir, text)
-    if is_run_id(text) and on_disk.spec.is_file():
+    on_disk = RunDir.find(site.runs_dir, text)
+    if on_disk is not None:
         return on_disk
+    if store is None:
+        raise UnknownRun(f"{site.runs_dir} has no run {text!r}: without the history it is found by its whole id alone")
     run_dir = RunDir(Path(queries.run_dir_of(store, queries.resolve_run(store, text))))
     if not run_dir.spec.is_file():
         raise UnknownRun(f"the directory of run {run_dir.run_id}, {run_dir.root}, is gone")
@@ -345,7 +364,7 @@ def _print_plan(spec: Any, site: "Site", as_json: bool) -> None:
 
     scheduler = get_scheduler(site.scheduler)
     placement = plan(spec, scheduler.inventory(), attempt=1)
-    run_dir = RunDir.of(site.runs_dir, f"{spec.name}-<date>-<time>-<id>")
+    run_dir = RunDir(site.runs_dir / f"{spec.name}-<date>-<time>-<id>")
     request = job_request(run_dir, spec, placement, site.compute_python, site.slurm, site.job_secrets)
     if as_json:
         shown = {"spec": spec, "placement": placement, "command": request.command, "run_dir": run_dir.root}

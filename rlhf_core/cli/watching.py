@@ -218,6 +218,6 @@ def _story(run_dir: RunDir) -> list[str]:
 
 def _start(restart: RestartDir) -> story.Start | None:
     """The first step of a start of the workers, if it has made one."""
-    lines, _ = read_lines(restart.metrics, 0, FIRST_LINE_BYTES)
-    first = next(iter(parse_lines(lines[:1], MetricsLine)), None)
+    found = read_lines(restart.metrics, 0, FIRST_LINE_BYTES)
+    first = next(iter(parse_lines(found.lines[:1], MetricsLine)), None)
     return None if first is None else story.Start(restart.attempt, restart.restart, first.step, first.time)

@@ -70,6 +70,17 @@ class TelemetryEntry:
     line: TelemetryLine
 
 
+@dataclass(frozen=True)
+class SetAside:
+    """Something of a file that became no row, because it cannot be read or stored."""
+
+    source: str
+    position: int
+    """Where the first line of it begins."""
+    found_at: datetime
+    message: str
+
+
 @dataclass
 class IngestBatch:
     """Rows to be and how far they bring the files. Applied whole or not at all."""
@@ -94,6 +105,7 @@ class IngestBatch:
     events: list[EventEntry] = field(default_factory=list)
     nodes: list[AgentStatus] = field(default_factory=list)
     telemetry: list[TelemetryEntry] = field(default_factory=list)
+    set_aside: list[SetAside] = field(default_factory=list)
     probes: list[ProbeReport] = field(default_factory=list)
     incidents: list[Incident] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)

@@ -5,6 +5,7 @@ begins with ``BEGIN IMMEDIATE``: it waits for its turn at the beginning, where `
 in the middle because another writer was faster.
 """
 
+import contextlib
 import os
 import re
 import shlex
@@ -184,6 +185,25 @@ def reading_engine(url: URL) -> Engine:
         connection.exec_driver_sql("BEGIN")
 
     return engine
+
+
+def require_whole(file: Path, revision: str) -> None:
+    """Make sure that a SQLite file that nobody else has open holds everything that was written, on the disk.
+
+    Raises:
+        sqlite3.Error: it does not.
+        OSError: it cannot be brought to the disk.
+    """
+    with contextlib.closing(sqlite3.connect(file, isolation_level=None)) as connection:
+        (is_busy, _, _) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+    # Without the files beside it: as it will be found.
+    with contextlib.closing(sqlite3.connect(f"{file.as_uri()}?immutable=1", uri=True)) as connection:
+        (said,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+        found = connection.execute("SELECT version_num FROM alembic_version").fetchall()
+    if is_busy or said != "ok" or found != [(revision,)]:
+        raise sqlite3.OperationalError(f"database or disk is full: what was written is not whole ({said})")
+    with file.open("r+b") as opened:
+        os.fsync(opened.fileno())
 
 
 def _open_read_only(file: Path) -> sqlite3.Connection:

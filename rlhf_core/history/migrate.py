@@ -72,12 +72,19 @@ def upgrade(url: URL) -> Upgraded:
 
 def _create(url: URL, file: Path) -> None:
     """Make a new SQLite file. It appears when it is whole, so that nobody meets it half made; when several processes
-    make it at once, the first one's counts. An empty file that was there stays."""
+    make it at once, the first one's counts. An empty file that was there stays.
+
+    SQLite's log is copied into the file when the last connection is closed, and whether that went well nobody is told:
+    on a disk that is nearly full the file would be there without its tables.
+    """
     unfinished = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(4)}.new")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         private_files.write_new(unfinished, "")  # SQLite gives its log and its index the rights of the file
-        _migrate(url.set(database=str(unfinished)))
+        made = url.set(database=str(unfinished))
+        _migrate(made)
+        with database.errors_in_words(url):
+            database.require_whole(unfinished, SCHEMA_REVISION)
         _put_in_place(unfinished, file)
     except OSError as error:
         raise database.unusable(url, f"it cannot be made: {error.strerror}") from None
@@ -93,6 +100,15 @@ def _put_in_place(unfinished: Path, file: Path) -> None:
         return
     except OSError:  # a file system without links
         unfinished.rename(file)
+    _sync(file.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _migrate(url: URL) -> Upgraded:

@@ -9,7 +9,7 @@ from typing import Self
 
 from sqlalchemy import Connection, delete, func, select, update
 
-from rlhf_core.errors import LeaseLost
+from rlhf_core.errors import HistoryError, LeaseLost
 from rlhf_core.history import database, migrate, write
 from rlhf_core.history.batch import IngestBatch, IngestState
 from rlhf_core.history.tables import Lease, Run, metadata
@@ -213,12 +213,19 @@ class HistoryStore:
         Raises:
             IllegalMove: the journal has a change of state that the table of moves does not allow.
             DatabaseUnavailable: it was not written.
+            HistoryError: it holds something that no column takes, which its schema should have refused.
         """
-        with self.writing() as connection:
-            if not self._take_turn(connection, run_id, batch):
-                return False
-            self._write(connection, run_id, batch)
-            return True
+        try:
+            with self.writing() as connection:
+                if not self._take_turn(connection, run_id, batch):
+                    return False
+                self._write(connection, run_id, batch)
+                return True
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            # One run that cannot be stored must not end whoever reads all of them.
+            raise HistoryError(
+                f"the files of run {run_id} cannot be stored: {type(error).__name__}: {error}"
+            ) from error
 
     def _take_turn(self, connection: Connection, run_id: str, batch: IngestBatch) -> bool:
         """Claim the run for this transaction, if it is as it was when the batch was made."""
@@ -242,6 +249,7 @@ class HistoryStore:
         write.write_attempts(connection, run_id, batch.attempts)
         write.write_restarts(connection, run_id, batch)
         write.write_events(connection, run_id, batch.events)
+        write.write_set_aside(connection, run_id, batch.set_aside)
         names = {name for entry in batch.metrics for name in entry.line.metrics}
         write.write_metrics(connection, run_id, batch.metrics, write.write_metric_keys(connection, names))
         write.write_nodes(connection, run_id, batch.nodes)

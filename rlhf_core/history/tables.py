@@ -32,6 +32,8 @@ from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeEngine
 
+from rlhf_core.schemas.base import storable_text
+
 SCHEMA_REVISION = "0006"
 """The newest migration: the schema that this program reads and writes."""
 
@@ -40,9 +42,6 @@ VIEWS = (
     *("incident_lost_time", "node_health", "node_figures", "node_imbalance"),
 )
 """Names of the views."""
-
-_NUL = "\x00"
-_NUL_SHOWN = "␀"
 
 
 class UtcDateTime(TypeDecorator[datetime]):
@@ -68,19 +67,19 @@ class UtcDateTime(TypeDecorator[datetime]):
 
 
 class CleanText(TypeDecorator[str]):
-    """Text that a model or a program may have written. PostgreSQL cannot hold a NUL character: its picture is
-    stored."""
+    """Text, whoever has written it. What a database or a reader of UTF-8 cannot hold (NUL, lone surrogates) is replaced
+    on the way in, on both databases alike."""
 
     impl = Text
     cache_ok = True
 
     def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
         """To the database."""
-        return None if value is None else value.replace(_NUL, _NUL_SHOWN)
+        return None if value is None else storable_text(value)
 
 
 class CleanJson(TypeDecorator[Any]):
-    """JSON; in PostgreSQL as ``jsonb``. NUL characters are replaced as in :class:`CleanText`."""
+    """JSON; in PostgreSQL as ``jsonb``. Texts in it are replaced as in :class:`CleanText`."""
 
     impl = JSON
     cache_ok = True
@@ -93,17 +92,17 @@ class CleanJson(TypeDecorator[Any]):
 
     def process_bind_param(self, value: Any, dialect: Dialect) -> Any:
         """To the database."""
-        return _without_nul(value)
+        return _storable(value)
 
 
-def _without_nul(value: Any) -> Any:
+def _storable(value: Any) -> Any:
     match value:
         case str():
-            return value.replace(_NUL, _NUL_SHOWN)
+            return storable_text(value)
         case list() | tuple():
-            return [_without_nul(item) for item in value]
+            return [_storable(item) for item in value]
         case dict():
-            return {_without_nul(key): _without_nul(item) for key, item in value.items()}
+            return {_storable(key): _storable(item) for key, item in value.items()}
         case _:
             return value
 
@@ -121,7 +120,7 @@ class Base(DeclarativeBase):
         }
     )
     type_annotation_map = {  # noqa: RUF012 - SQLAlchemy reads it from the class
-        str: Text,
+        str: CleanText,
         int: Integer,
         float: Double,
         datetime: UtcDateTime,
@@ -142,7 +141,7 @@ class Run(Base):
     run_id: Mapped[str] = mapped_column(primary_key=True)
     name: Mapped[str]
     state: Mapped[str]
-    message: Mapped[str] = mapped_column(CleanText)
+    message: Mapped[str]
     """Cause of the last change of state."""
     owner: Mapped[str]
     seed: Mapped[int] = mapped_column(BigInteger)
@@ -251,7 +250,7 @@ class Stage(Base):
     started_at: Mapped[datetime]
     ended_at: Mapped[datetime | None]
     seconds: Mapped[float | None]
-    message: Mapped[str] = mapped_column(CleanText)
+    message: Mapped[str]
 
 
 class Controller(Base):
@@ -282,7 +281,7 @@ class Promotion(Base):
     checkpoint_step: Mapped[int]
     decided_by: Mapped[str]
     """Who decided; empty while nobody has."""
-    reason: Mapped[str] = mapped_column(CleanText)
+    reason: Mapped[str]
     path: Mapped[str]
     """Folder of the model, once it is there."""
     asked_at: Mapped[datetime]
@@ -301,9 +300,9 @@ class Check(Base):
     position: Mapped[int] = mapped_column(primary_key=True)
     check_id: Mapped[str]
     status: Mapped[str]
-    found: Mapped[str] = mapped_column(CleanText)
-    expected: Mapped[str] = mapped_column(CleanText)
-    advice: Mapped[str] = mapped_column(CleanText)
+    found: Mapped[str]
+    expected: Mapped[str]
+    advice: Mapped[str]
     node: Mapped[str]
     seconds: Mapped[float]
     made_at: Mapped[datetime]
@@ -342,7 +341,7 @@ class Attempt(Base):
     number: Mapped[int] = mapped_column(primary_key=True)
     """From 1. Other tables call it ``attempt``."""
     state: Mapped[str]
-    message: Mapped[str] = mapped_column(CleanText)
+    message: Mapped[str]
     """Cause of the last change of state."""
     failure_kind: Mapped[str | None]
     scheduler: Mapped[str]
@@ -360,7 +359,7 @@ class Attempt(Base):
     outcome_state: Mapped[str | None]
     """What ``outcome.json`` says; null where the attempt left none."""
     outcome_failure_kind: Mapped[str | None]
-    outcome_message: Mapped[str | None] = mapped_column(CleanText)
+    outcome_message: Mapped[str | None]
     num_restarts: Mapped[int | None]
     last_step: Mapped[int | None]
     outcome_at: Mapped[datetime | None]
@@ -518,7 +517,7 @@ class Incident(Base):
     fingerprint: Mapped[str]
     evidence_dir: Mapped[str]
     """Relative to the run directory."""
-    message: Mapped[str] = mapped_column(CleanText)
+    message: Mapped[str]
     collective: Mapped[str] = mapped_column(server_default=text("''"))
     """The collective it hung in or disagreed about; empty when none is known."""
     collective_sequence: Mapped[int | None] = mapped_column(BigInteger)
@@ -537,7 +536,7 @@ class Decision(Base):
     attempt: Mapped[int]
     restart: Mapped[int]
     action: Mapped[str]
-    reason: Mapped[str] = mapped_column(CleanText)
+    reason: Mapped[str]
     decided_by: Mapped[str]
     decided_at: Mapped[datetime]
     delay_s: Mapped[float]
@@ -634,9 +633,9 @@ class EvaluationSample(Base):
     position: Mapped[int] = mapped_column(primary_key=True)
     prompt_uid: Mapped[str]
     sample_index: Mapped[int]
-    prompt: Mapped[str] = mapped_column(CleanText)
-    completion: Mapped[str] = mapped_column(CleanText)
-    answer: Mapped[str] = mapped_column(CleanText)
+    prompt: Mapped[str]
+    completion: Mapped[str]
+    answer: Mapped[str]
     score: Mapped[float | None]
 
     __table_args__ = (
@@ -666,7 +665,7 @@ class Event(Base):
     role: Mapped[str | None]
     state: Mapped[str | None]
     """New state, for changes of state."""
-    message: Mapped[str] = mapped_column(CleanText)
+    message: Mapped[str]
     data: Mapped[dict[str, Any]]
 
     __table_args__ = (Index(None, "run_id", "time"), Index(None, "kind", "time"))

@@ -17,7 +17,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from rlhf_core.errors import IllegalMove
 from rlhf_core.history import metric_rows, tables
-from rlhf_core.history.batch import EventEntry, IngestBatch, JournalEntry, MetricsEntry, TelemetryEntry
+from rlhf_core.history.batch import EventEntry, IngestBatch, JournalEntry, MetricsEntry, SetAside, TelemetryEntry
 from rlhf_core.schemas.attempts import (
     ATTEMPT_ENDS,
     PROMOTION_BEGINNINGS,
@@ -80,6 +80,13 @@ EVENTS = tables.metadata.tables["events"]
 TAGS = tables.metadata.tables["run_tags"]
 TELEMETRY = tables.metadata.tables["node_telemetry"]
 KEPT_GOODPUT = tables.metadata.tables["kept_goodput"]
+
+SET_ASIDE = "set_aside"
+"""Kind of the event that tells that something in a file of the run became no row."""
+
+_MAX_BYTES = 2**63 - 1
+_CHUNK = 1000
+"""Values in one list of a statement: a database takes only so many."""
 
 _KEPT = ("wall_s", "queue_s", "productive_s", "repeated_s", "lost_s", "ettr")
 GOODPUT = table("run_goodput", *map(column, ("run_id", *_KEPT)))
@@ -231,10 +238,10 @@ def write_offsets(connection: Connection, run_id: str, batch: IngestBatch) -> No
         OFFSETS,
         [{"run_id": run_id, "path": path, "position": position} for path, position in sorted(batch.offsets.items())],
     )
-    if batch.forgotten:
-        connection.execute(
-            delete(OFFSETS).where(OFFSETS.c.run_id == run_id, OFFSETS.c.path.in_(sorted(batch.forgotten)))
-        )
+    forgotten = sorted(batch.forgotten)
+    for begin in range(0, len(forgotten), _CHUNK):
+        part = forgotten[begin : begin + _CHUNK]
+        connection.execute(delete(OFFSETS).where(OFFSETS.c.run_id == run_id, OFFSETS.c.path.in_(part)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -523,6 +530,28 @@ def write_notes(connection: Connection, run_id: str, source: str, notes: Sequenc
     insert_or_keep(connection, EVENTS, rows)
 
 
+def write_set_aside(connection: Connection, run_id: str, found: Sequence[SetAside]) -> None:
+    """What became no row, as events."""
+    rows: list[Row] = [
+        {
+            "run_id": run_id,
+            "source": one.source,
+            "position": one.position,
+            "time": one.found_at,
+            "kind": SET_ASIDE,
+            "attempt": None,
+            "restart": None,
+            "node": "",
+            "role": None,
+            "state": None,
+            "message": one.message,
+            "data": {},
+        }
+        for one in found
+    ]
+    insert_or_keep(connection, EVENTS, rows)
+
+
 class _Told(NamedTuple):
     """What an event row says of a journal line."""
 
@@ -659,8 +688,11 @@ def write_metric_keys(connection: Connection, names: Iterable[str]) -> dict[str,
 
 
 def _metric_key_ids(connection: Connection, names: Sequence[str]) -> dict[str, int]:
-    found = connection.execute(select(KEYS.c.name, KEYS.c.key_id).where(KEYS.c.name.in_(names)))
-    return {row.name: row.key_id for row in found}
+    known: dict[str, int] = {}
+    for begin in range(0, len(names), _CHUNK):
+        part = select(KEYS.c.name, KEYS.c.key_id).where(KEYS.c.name.in_(names[begin : begin + _CHUNK]))
+        known |= {row.name: row.key_id for row in connection.execute(part)}
+    return known
 
 
 def write_metrics(
@@ -893,7 +925,7 @@ def write_checkpoints(
             "num_ranks": manifest.num_ranks,
             "spec_hash": manifest.spec_hash,
             "num_files": len(manifest.files),
-            "bytes": sum(file.bytes for file in manifest.files.values()),
+            "bytes": min(sum(file.bytes for file in manifest.files.values()), _MAX_BYTES),
             "completed_at": manifest.time,
             "removed_at": None,
         }

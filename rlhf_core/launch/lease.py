@@ -15,12 +15,16 @@ import psutil
 from rlhf_core.errors import DatabaseUnavailable, LeaseLost
 from rlhf_core.history.controllers import Holder, holder
 from rlhf_core.history.store import HistoryStore
+from rlhf_core.schemas.base import storable_text
 
 TTL_S = 60.0
 """Time for which a lease holds without being renewed. It is renewed four times in that time."""
 
 HANG_S = 3600.0
 """A controller that has not asked for its lease for so long hangs: its lease is renewed no more."""
+
+_USER_CHARACTERS = 64
+"""As much is kept of the user's name, which is an environment variable: with the rest it is a label of the history."""
 
 RELEASE_PATIENCE_S = 5.0
 """Longest wait for a renewal that is under way when the lease is given back."""
@@ -90,7 +94,7 @@ def owner_text(owner: str) -> str:
 def user_name() -> str:
     """The user's name; the number where the system does not know one (containers)."""
     try:
-        return getpass.getuser()
+        return storable_text(getpass.getuser(), _USER_CHARACTERS)
     except (KeyError, OSError):
         return str(os.getuid())
 

@@ -13,9 +13,9 @@ from rlhf_core.errors import BadConfig, RunDirError
 from rlhf_core.launch.journal import Journal
 from rlhf_core.launch.lease import user_name
 from rlhf_core.run_dir import RunDir, new_run_id, remove_tree, write_model, write_text
-from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.base import label_problem, storable_text, utc_now
 from rlhf_core.schemas.journal import RunCreated
-from rlhf_core.schemas.run import BUILT_TOKENIZERS, RunSpec, StoredSpec
+from rlhf_core.schemas.run import BUILT_TOKENIZERS, MAX_TAGS, RunSpec, StoredSpec
 
 DIFF_LIMIT_BYTES = 4 << 20
 """Longest diff that is kept; a longer one is cut and says so."""
@@ -26,10 +26,17 @@ _NOT_CODE = shutil.ignore_patterns(
 
 
 def absolute_paths(spec: RunSpec, folder: Path) -> RunSpec:
-    """The spec with relative paths taken from ``folder``: workers and a later `rlhf resume` start somewhere else."""
+    """The spec with relative paths taken from ``folder``: workers and a later `rlhf resume` start somewhere else.
+
+    Raises:
+        BadConfig: the folder is called in no UTF-8, and the spec would name it.
+    """
 
     def absolute(text: str) -> str:
-        return str(Path(os.path.normpath(folder / Path(text).expanduser()))) if text else text
+        path = str(Path(os.path.normpath(folder / Path(text).expanduser()))) if text else text
+        if storable_text(path) != path:
+            raise BadConfig(f"found the path {path!r}, expected one in UTF-8; rename the folder or give a whole path")
+        return path
 
     tokenizer = spec.model.tokenizer
     if tokenizer not in ("", *BUILT_TOKENIZERS):
@@ -75,8 +82,9 @@ def prepare(
 
     Raises:
         RunDirError: the folder of the runs cannot be written, or there is a run of that id.
-        BadConfig: something in ``code.paths`` is not there.
+        BadConfig: something in ``code.paths`` is not there, or owner or tags cannot be stored.
     """
+    _require_labels(owner, tags)
     folder = folder or Path.cwd()
     stored = StoredSpec(
         run_id=run_id or new_run_id(spec.name),
@@ -94,6 +102,15 @@ def prepare(
         # Whoever was killed while making it has this name too.
         remove_tree(_unfinished(runs, run_id).root)
     return _make_whole(runs, stored, lambda code: keep_code(code, spec, folder, stored.code_revision))
+
+
+def _require_labels(owner: str, tags: Sequence[str]) -> None:
+    named = [("owner", owner), *(("tag", tag) for tag in tags)]
+    problems = [f"{name}: {problem}" for name, given in named if (problem := label_problem(given))]
+    if len(tags) > MAX_TAGS:
+        problems.append(f"found {len(tags)} tags, expected at most {MAX_TAGS}")
+    if problems:
+        raise BadConfig("; ".join(problems))
 
 
 def prepare_trial(main: RunDir, run_id: str, spec: RunSpec) -> RunDir:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_core.errors import CheckpointCorrupt, PromotionFailed, RunDirError
+from rlhf_core.files import open_regular
 from rlhf_core.run_dir import CheckpointDir, RunDir, checksum, create_once, is_disk_full, read_model, write_text
 from rlhf_core.schemas.promotion import ModelProvenance, PromotionAnswer
 from rlhf_core.schemas.reports import CheckpointManifest, EvaluationReport, FileChecksum
@@ -226,7 +227,7 @@ def _copy(source: Path, target: Path, tick: Callable[[], None]) -> FileChecksum:
     """Copy a file to the disk, and say what was copied: the source is read once."""
     target.parent.mkdir(parents=True, exist_ok=True)
     digest, size = hashlib.sha256(), 0
-    with source.open("rb") as reader, target.open("wb") as writer:
+    with open_regular(source) as reader, target.open("wb") as writer:
         while block := reader.read(_BLOCK_BYTES):
             tick()
             digest.update(block)

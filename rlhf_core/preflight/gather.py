@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from packaging.requirements import Requirement as PackageRequirement
+from pydantic_core import from_json
 
 from rlhf_core import __version__
 from rlhf_core.errors import SubmissionFailed
+from rlhf_core.files import read_document
 from rlhf_core.preflight.data_file import scan
 from rlhf_core.preflight.facts import NO_PAST, CheckpointFacts, ComputeSide, Disk, Facts, ModelFolder, Past, Requirement
 from rlhf_core.preflight.plugins import load_plugins
@@ -303,7 +305,7 @@ def hash_code(folder: Path, tick: Tick = lambda: None) -> str:
         tick()
         with path.open("rb") as file:
             content = hashlib.file_digest(file, "sha256").hexdigest()
-        digest.update(f"{path.relative_to(folder)} {content}\n".encode())
+        digest.update(os.fsencode(f"{path.relative_to(folder)} {content}\n"))
     return digest.hexdigest() if files else ""
 
 
@@ -350,7 +352,7 @@ def model_config(model: ModelSpec) -> Mapping[str, Any]:
 def _read_json(path: Path) -> Mapping[str, Any]:
     """A JSON object from a file; empty where there is none."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = from_json(read_document(path, follow_link=True))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from rlhf_core.files import read_document
 from rlhf_core.redaction import masked
 from rlhf_core.run_dir import read_tail
 from rlhf_core.schemas.reports import RankStatus
@@ -81,7 +82,7 @@ def _places(folder: Path, ranks: Sequence[int]) -> Iterator[str]:
     """``<node>-<local rank>`` of each of these ranks, as the agents saw them."""
     for path in folder.glob("ranks-*.json"):
         try:
-            seen = _RANKS.validate_json(path.read_bytes())
+            seen = _RANKS.validate_json(read_document(path))
         except (OSError, ValidationError):
             continue
         node = path.stem.removeprefix("ranks-")

@@ -10,6 +10,7 @@ Nothing is remembered in memory: status, find and cancel work from any process o
 
 import contextlib
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -36,6 +37,7 @@ KILL_PATIENCE_S = 10.0
 _CONTROLLER_MODULE = "submitit.local._local"
 _COMMAND_VARIABLE = "SUBMITIT_LOCAL_COMMAND"
 _START_TOLERANCE_S = 2.0
+_PID = re.compile(r"[1-9][0-9]{0,9}")
 """Start times are worked out from the boot time, which the system's clock may correct by a little."""
 
 _children: dict[int, "subprocess.Popen[bytes]"] = {}
@@ -242,6 +244,8 @@ def _is_here(submission: Submission) -> bool:
 
 def _controller(submission: Submission) -> psutil.Process | None:
     """The job's own process, unless it has ended or its id was given to another process since."""
+    if _PID.fullmatch(submission.job_id) is None:
+        return None  # a submission.json may say anything
     pid = int(submission.job_id)
     if pid in _children:
         _children[pid].poll()

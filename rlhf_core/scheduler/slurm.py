@@ -165,9 +165,9 @@ class SlurmScheduler:
         by then and have ended what they had started, and what an agent that was killed left is ended by the next one.
 
         Raises:
-            SchedulerError: the controller has not answered in that time.
+            SchedulerError: the controller has not answered in that time, or what was submitted is no job of Slurm's.
         """
-        job_id = submission.job_id
+        job_id = slurm_queue.require_job_id(submission.job_id)
         began = time.monotonic()
         killed = False
         while True:
@@ -350,7 +350,7 @@ def _status(row: Row) -> JobStatus:
 def _look_up(job_id: str) -> JobStatus:
     """A job that is not in the queue: too new for the answer at hand, or forgotten."""
     try:
-        text = slurm_queue.run("scontrol", "--oneliner", "show", "job", job_id)
+        text = slurm_queue.run("scontrol", "--oneliner", "show", "job", slurm_queue.require_job_id(job_id))
     except SchedulerError as error:
         if "Invalid job id" not in str(error):
             return JobStatus(JobState.UNKNOWN, str(error))

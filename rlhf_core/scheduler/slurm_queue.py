@@ -12,6 +12,7 @@ import getpass
 import hashlib
 import json
 import os
+import re
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ COMMAND_S = 30.0
 """How long a command of Slurm may take; with its controller away each blocks for about ten seconds."""
 PING_S = 10.0
 """How long the question whether the controller is there may take; normally milliseconds."""
+_JOB_ID = re.compile(r"[0-9]{1,18}([_+][0-9]{1,18})?")
 _FORMAT = "%i|%T|%r|%N|%S|%k"
 
 
@@ -77,6 +79,17 @@ def run(*words: str, seconds: float = COMMAND_S) -> str:
         said = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
         raise SchedulerError(f"{words[0]}: {said}")
     return done.stdout
+
+
+def require_job_id(text: str) -> str:
+    """The id of one job of Slurm's, of an array's part or of a heterogeneous job's, before it stands in a command line.
+
+    Raises:
+        SchedulerError: it is none: a ``submission.json`` may say anything.
+    """
+    if _JOB_ID.fullmatch(text) is None:
+        raise SchedulerError(f"found the job id {text[:80]!r}, expected a number of Slurm's, as 4711")
+    return text
 
 
 def require_controller() -> None:

@@ -1,8 +1,63 @@
-"""The base of every schema: frozen, strict about unknown keys, described under its fields."""
+"""The base of every schema (frozen, strict about unknown keys, described under its fields), and the types of fields.
+
+What crosses a process boundary may be stored, and a file may say anything. So numbers are bounded to what the columns
+of both databases hold, times say which moment they mean, and texts are made such that both can take them. A line
+outside these bounds is no line of its file; it is left out, and nothing else is.
+"""
 
 from datetime import UTC, datetime
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field
+
+LABEL_CHARACTERS = 256
+"""Longest text that the history searches by: PostgreSQL's index takes 2,704 bytes of a row."""
+MESSAGE_CHARACTERS = 65_536
+"""Longest text for a person."""
+NUL = "\x00"
+NUL_SHOWN = "␀"
+"""Stands for a NUL character, which PostgreSQL cannot hold."""
+
+_CUT = "…"
+
+
+def storable_text(text: str, limit: int | None = None) -> str:
+    """A text that both databases and UTF-8 files can hold: without NUL and lone surrogates, and cut at a limit.
+
+    Args:
+        limit: most characters; None for any number.
+    """
+    if not text.isascii():
+        text = text.encode("utf-8", errors="backslashreplace").decode("utf-8")
+    text = text.replace(NUL, NUL_SHOWN)
+    return text if limit is None or len(text) <= limit else text[: limit - 1] + _CUT
+
+
+def label_problem(text: str) -> str:
+    """Problem with a name that a user gives, for a message; empty where it can be stored and shown as it is."""
+    if len(text) > LABEL_CHARACTERS:
+        return f"found {len(text)} characters, expected at most {LABEL_CHARACTERS}"
+    if storable_text(text) != text or not text.isprintable():
+        return f"found {text!r}, expected text without control characters"
+    return ""
+
+
+def _storable(limit: int) -> BeforeValidator:
+    return BeforeValidator(lambda value: storable_text(value, limit) if isinstance(value, str) else value)
+
+
+Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
+"""Number of a column ``INTEGER``: steps, attempts, ranks, counts."""
+Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+"""Number of a column ``BIGINT``: bytes, positions, sequences, tokens."""
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+"""A measure that was taken: SQLite has no NaN."""
+Moment = Annotated[AwareDatetime, Field(ge=datetime(1900, 1, 1, tzinfo=UTC), lt=datetime(3000, 1, 1, tzinfo=UTC))]
+"""An aware time that every time zone and both databases can express."""
+Label = Annotated[str, _storable(LABEL_CHARACTERS)]
+"""A name: of a node, a user, a run. Made storable, never refused: :func:`label_problem` is for doors."""
+Message = Annotated[str, _storable(MESSAGE_CHARACTERS)]
+"""A text for a person, or a path."""
 
 
 class Schema(BaseModel):

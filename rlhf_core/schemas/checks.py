@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 
-from rlhf_core.schemas.base import Schema
+from rlhf_core.schemas.base import Finite, Label, Message, Schema
 
 
 class CheckStatus(StrEnum):
@@ -20,17 +20,17 @@ class CheckStatus(StrEnum):
 class CheckResult(Schema):
     """One finding. ``found``, ``expected`` and ``advice`` are sentences for a person."""
 
-    id: str
+    id: Label
     """Stable dotted name of the check, for instance ``batch.divides_ranks``."""
     status: CheckStatus
     """How it ended."""
-    found: str
+    found: Message
     """What is there."""
-    expected: str = ""
+    expected: Message = ""
     """What should be there; empty when the check passed."""
-    advice: str = ""
+    advice: Message = ""
     """What to do about it; empty when the check passed."""
-    node: str = ""
+    node: Label = ""
     """The node it was made on; empty for checks of the control plane."""
-    seconds: float = 0.0
+    seconds: Finite = 0.0
     """How long the check took, in seconds."""

@@ -1,11 +1,10 @@
 """What can go wrong, what was seen of it, and what was done about it."""
 
-from datetime import datetime
 from enum import StrEnum
 
 from pydantic import JsonValue
 
-from rlhf_core.schemas.base import Schema
+from rlhf_core.schemas.base import Finite, Int32, Int64, Label, Message, Moment, Schema
 
 
 class FailureKind(StrEnum):
@@ -91,70 +90,70 @@ class DecidedBy(StrEnum):
 class Incident(Schema):
     """One thing that went wrong (``incident/incident.json``)."""
 
-    attempt: int
+    attempt: Int32
     """Attempt it happened in, from 1."""
-    restart: int
+    restart: Int32
     """Restart it happened in, from 0."""
     failure_kind: FailureKind
     """What it was."""
-    message: str
+    message: Message
     """What happened, in one or two sentences for a person: what was seen, where, and what to do."""
-    phase: str = ""
+    phase: Label = ""
     """Phase of the first suspect; empty when not known."""
-    step: int | None = None
+    step: Int32 | None = None
     """Training step it happened at; null when not known."""
-    suspect_ranks: tuple[int, ...] = ()
+    suspect_ranks: tuple[Int32, ...] = ()
     """Ranks to blame; empty when no single one is."""
-    suspect_nodes: tuple[str, ...] = ()
+    suspect_nodes: tuple[Label, ...] = ()
     """Their nodes."""
-    collective: str = ""
+    collective: Label = ""
     """The collective it hung in or disagreed about, for instance ``gloo:all_reduce``; empty when none is known."""
-    collective_sequence: int | None = None
+    collective_sequence: Int64 | None = None
     """Number of that collective in its process group."""
-    detected_after_s: float | None = None
+    detected_after_s: Finite | None = None
     """Seconds from the last sign of life to detection."""
-    damaged_checkpoint: str = ""
+    damaged_checkpoint: Label = ""
     """Checkpoint folder that was found damaged."""
     is_undecided: bool = False
     """Only the words of a log or of an error say what it was, and nothing proves it."""
-    seen_at: datetime
+    seen_at: Moment
     """When it was detected (UTC)."""
-    fingerprint: str = ""
+    fingerprint: Label = ""
     """Hash of the error with its numbers removed: the same fault gives the same fingerprint."""
-    evidence_dir: str = ""
+    evidence_dir: Message = ""
     """Folder with the evidence, relative to the run directory."""
 
 
 class Decision(Schema):
     """What is done about an incident. Written before it is acted on, always (``incident/decision.json``)."""
 
-    attempt: int
+    attempt: Int32
     """Attempt it is about, from 1."""
-    restart: int
+    restart: Int32
     """Restart it is about, from 0."""
     action: Action
     """What is done."""
-    reason: str
+    reason: Message
     """Why, in a sentence for a person."""
     decided_by: DecidedBy
     """Who decided."""
-    decided_at: datetime
+    decided_at: Moment
     """When (UTC)."""
-    delay_s: float = 0.0
+    delay_s: Finite = 0.0
     """Back-off before acting, in seconds."""
-    excluded_nodes: tuple[str, ...] = ()
+    excluded_nodes: tuple[Label, ...] = ()
     """Nodes that the next attempt must not get."""
     config_diff: dict[str, JsonValue] = {}
     """Settings that the next attempt changes: dotted name to new value."""
-    resume_checkpoint: str = ""
+    resume_checkpoint: Label = ""
     """Checkpoint folder to go on from; empty for the newest complete one."""
 
 
 class NodeCleared(Schema):
     """Somebody said that a node is mended: what came up against it until then no longer counts."""
 
-    node: str
-    time: datetime
-    by: str
+    node: Label
+    time: Moment
+    by: Label
     """Who said so."""
-    reason: str
+    reason: Message

@@ -5,13 +5,12 @@ The database is an index of the run directory: every row can be made again from 
 by the same ingestion as everything else.
 """
 
-from datetime import datetime
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from rlhf_core.schemas.attempts import AttemptState, PromotionState, RunState, StageName, StageState
-from rlhf_core.schemas.base import Schema
+from rlhf_core.schemas.base import Int32, Int64, Label, Message, Moment, Schema
 from rlhf_core.schemas.checks import CheckResult
 from rlhf_core.schemas.failures import Decision, FailureKind, Incident
 from rlhf_core.schemas.resources import Placement, Submission
@@ -24,11 +23,11 @@ class RunCreated(Schema):
     """A run was asked for; its spec lies in ``spec.json``."""
 
     kind: Literal["run_created"] = "run_created"
-    name: str
+    name: Label
     """Name from the spec."""
-    owner: str
+    owner: Label
     """User who asked."""
-    config_source: str
+    config_source: Message
     """The config file it came from, as given."""
 
 
@@ -38,7 +37,7 @@ class RunMoved(Schema):
     kind: Literal["run_moved"] = "run_moved"
     state: RunState
     """The new state."""
-    cause: str
+    cause: Message
     """Why, in a sentence for a person."""
 
 
@@ -46,11 +45,11 @@ class StageStarted(Schema):
     """A stage began."""
 
     kind: Literal["stage_started"] = "stage_started"
-    stage_index: int
+    stage_index: Int32
     """Running number of the stage within the run, from 0: stages repeat when there is more than one attempt."""
     name: StageName
     """Which."""
-    attempt: int
+    attempt: Int32
     """Attempt it belongs to; 0 for preflight."""
 
 
@@ -58,11 +57,11 @@ class StageEnded(Schema):
     """A stage ended."""
 
     kind: Literal["stage_ended"] = "stage_ended"
-    stage_index: int
+    stage_index: Int32
     """Its running number."""
     state: StageState
     """How."""
-    message: str = ""
+    message: Message = ""
     """What there is to say about it."""
 
 
@@ -78,9 +77,9 @@ class TrialPlanned(Schema):
     """A trial of this run has an id. Written before the trial is made, so that it is made once."""
 
     kind: Literal["trial_planned"] = "trial_planned"
-    check_id: str
+    check_id: Label
     """The check that its end will be the verdict of: ``trial.one_node`` or ``trial.all_nodes``."""
-    run_id: str
+    run_id: Label
     """Identity of the trial, which is a run of its own."""
 
 
@@ -104,11 +103,11 @@ class AttemptMoved(Schema):
     """The attempt changed its state."""
 
     kind: Literal["attempt_moved"] = "attempt_moved"
-    attempt: int
+    attempt: Int32
     """Which, from 1."""
     state: AttemptState
     """The new state."""
-    cause: str
+    cause: Message
     """Why, in a sentence for a person."""
     failure_kind: FailureKind | None = None
     """What went wrong, when it ended badly."""
@@ -134,11 +133,11 @@ class ControllerStarted(Schema):
     """A controller took the run."""
 
     kind: Literal["controller_started"] = "controller_started"
-    controller: str
+    controller: Label
     """Text that names it: user, machine, process."""
-    flow_run_id: str = ""
+    flow_run_id: Label = ""
     """Prefect flow run that it is; empty without Prefect."""
-    flow_run_url: str = ""
+    flow_run_url: Message = ""
     """Page of that flow run, as a browser of that site reaches it."""
 
 
@@ -147,7 +146,7 @@ class CancelStarted(Schema):
     is never taken for a failure, whoever goes on with the run."""
 
     kind: Literal["cancel_started"] = "cancel_started"
-    reason: str
+    reason: Message
     """Why, in a sentence for a person."""
 
 
@@ -157,13 +156,13 @@ class PromotionMoved(Schema):
     kind: Literal["promotion_moved"] = "promotion_moved"
     state: PromotionState
     """The new state."""
-    checkpoint_step: int
+    checkpoint_step: Int32
     """Checkpoint that is to become the model."""
-    by: str = ""
+    by: Label = ""
     """Who decided; empty while nobody has."""
-    reason: str = ""
+    reason: Message = ""
     """Why, in a sentence for a person."""
-    path: str = ""
+    path: Message = ""
     """Folder of the model, once it is there."""
 
 
@@ -189,13 +188,13 @@ ControlEvent = Annotated[
 class JournalLine(Schema):
     """One line of ``control.jsonl``."""
 
-    version: int = JOURNAL_VERSION
+    version: Int32 = JOURNAL_VERSION
     """Version of the journal's form. Lines of rlhf-flows 0.1 do not say it; they have the form of version 1."""
-    sequence: int
+    sequence: Int64
     """Running number within the run, from 0."""
-    token: int
+    token: Int64
     """Fencing token of the lease its writer held; 0 for the line that creates the run."""
-    time: datetime
+    time: Moment
     """When (UTC)."""
     event: ControlEvent
     """What happened."""

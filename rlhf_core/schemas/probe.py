@@ -1,17 +1,15 @@
 """What nodes say of themselves and of each other before training."""
 
-from datetime import datetime
-
-from rlhf_core.schemas.base import Schema
+from rlhf_core.schemas.base import Finite, Int32, Label, Message, Moment, Schema
 from rlhf_core.schemas.checks import CheckResult
 
 
 class NodeFacts(Schema):
     """What a node says of itself before any process group (``attempts/<n>/probe/<node>.json``)."""
 
-    node: str
+    node: Label
     """Its name."""
-    index: int
+    index: Int32
     """Its place in the allocation, from 0; -1 where its environment contradicts itself."""
     versions: dict[str, str] = {}
     """Package to version; also ``python``, ``glibc`` and ``nvidia-driver``."""
@@ -28,47 +26,47 @@ class NodeFacts(Schema):
 class PairSpeed(Schema):
     """How two nodes spoke with each other."""
 
-    peer: int
+    peer: Int32
     """Place of the other node in the allocation."""
-    gb_s: float = 0.0
+    gb_s: Finite = 0.0
     """Best bandwidth in each direction, in GB/s, summed over the ranks that spoke at the same time."""
-    latency_ms: float = 0.0
+    latency_ms: Finite = 0.0
     """Shortest time of an all-reduce of one number, in milliseconds."""
-    problem: str = ""
+    problem: Message = ""
     """Why they did not speak; empty when they did."""
 
 
 class NodeSpeed(Schema):
     """What the ranks of one node measured."""
 
-    node: str
+    node: Label
     """Its name."""
-    device: str = ""
+    device: Label = ""
     """What was measured, for instance ``cpu x 2 threads`` or the name of a GPU."""
-    matmul_tflops: float = 0.0
+    matmul_tflops: Finite = 0.0
     """Speed of matrix products on its slowest device, in TFLOP/s; 0 when none was measured."""
-    slowest_rank: int = 0
+    slowest_rank: Int32 = 0
     """Local rank of that device."""
-    core_share: float = 1.0
+    core_share: Finite = 1.0
     """Share of its cores that this rank got meanwhile, 0 to 1; on GPUs always 1."""
     pairs: tuple[PairSpeed, ...] = ()
     """The nodes it spoke with."""
-    reached: tuple[str, ...] = ()
+    reached: tuple[Label, ...] = ()
     """Per local rank, the last step that it has finished."""
-    problems: tuple[str, ...] = ()
+    problems: tuple[Message, ...] = ()
     """Per local rank, what went wrong; empty where nothing did."""
 
 
 class ProbeReport(Schema):
     """What agent 0 makes of it (``attempts/<n>/probe-report.json``)."""
 
-    attempt: int
+    attempt: Int32
     """Number of the attempt, from 1."""
     results: tuple[CheckResult, ...]
     """All findings."""
     speeds: tuple[NodeSpeed, ...] = ()
     """What the nodes measured, in the order of the allocation."""
-    seconds: float = 0.0
+    seconds: Finite = 0.0
     """How long all of it took, in seconds."""
-    made_at: datetime
+    made_at: Moment
     """When (UTC)."""

@@ -1,12 +1,11 @@
 """What makes a promoted model traceable: who allowed it, and what it was made from."""
 
-from datetime import datetime
 from typing import Literal
 
 from pydantic import JsonValue
 
-from rlhf_core.schemas.base import Schema
-from rlhf_core.schemas.reports import EvaluationReport, FileChecksum
+from rlhf_core.schemas.base import Int32, Int64, Label, Message, Moment, Schema
+from rlhf_core.schemas.reports import EvaluationReport, FileChecksum, FileName
 
 
 class PromotionAnswer(Schema):
@@ -14,11 +13,11 @@ class PromotionAnswer(Schema):
 
     verdict: Literal["approved", "refused", "expired"]
     """``expired``: nobody answered in time."""
-    by: str = ""
+    by: Label = ""
     """Who answered; empty for ``expired``."""
-    reason: str = ""
+    reason: Message = ""
     """Why, in a sentence for a person."""
-    time: datetime
+    time: Moment
     """When (UTC)."""
 
 
@@ -27,47 +26,47 @@ class ModelProvenance(Schema):
 
     schema_version: Literal[1] = 1
     """Of this file."""
-    run_id: str
+    run_id: Label
     """Run that made it."""
-    name: str
+    name: Label
     """Name of that run."""
-    owner: str
+    owner: Label
     """Who asked for the run."""
-    tags: tuple[str, ...]
+    tags: tuple[Label, ...]
     """Tags of the run."""
-    created_at: datetime
+    created_at: Moment
     """When the run was asked for (UTC)."""
-    promoted_at: datetime
+    promoted_at: Moment
     """When this folder was written (UTC)."""
-    approved_by: str
+    approved_by: Label
     """Who allowed it."""
-    reason: str
+    reason: Message
     """Why, in a sentence for a person."""
-    checkpoint_step: int
+    checkpoint_step: Int32
     """Optimizer steps that the weights have seen."""
-    spec_hash: str
+    spec_hash: Label
     """Hash of the part of the spec that training depends on, as the checkpoint has it."""
-    base_model: str
+    base_model: Message
     """Model that training started from; empty when it was built from a configuration."""
-    seed: int
+    seed: Int64
     """Seed of the run."""
-    package_version: str
+    package_version: Label
     """Version of rlhf-flows that made the run."""
-    code_revision: str
+    code_revision: Label
     """Git revision of the folder that the run was started from; empty outside a repository."""
-    config_source: str
+    config_source: Message
     """The config file, as given."""
-    overrides: tuple[str, ...]
+    overrides: tuple[Message, ...]
     """What was changed of it."""
-    num_attempts: int
+    num_attempts: Int32
     """Attempts that the run took."""
-    num_restarts: int
+    num_restarts: Int32
     """Restarts in place within them."""
-    incidents: tuple[str, ...]
+    incidents: tuple[Message, ...]
     """What went wrong on the way: kind, attempt and message of each."""
     evaluations: tuple[EvaluationReport, ...]
     """Evaluations of the base and of these weights, without their samples."""
     spec: dict[str, JsonValue]
     """What was asked for, without what is only about the machines."""
-    files: dict[str, FileChecksum] = {}
+    files: dict[FileName, FileChecksum] = {}
     """Every other file of the folder."""

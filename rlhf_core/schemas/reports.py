@@ -1,13 +1,23 @@
 """What workers and agents say of themselves, in files of the run directory."""
 
-from datetime import datetime
 from enum import StrEnum
-from typing import Literal
+from pathlib import PurePosixPath
+from typing import Annotated, Literal
 
-from pydantic import JsonValue
+from pydantic import AfterValidator, Field, JsonValue
 
 from rlhf_core.schemas.attempts import AttemptState
-from rlhf_core.schemas.base import Schema
+from rlhf_core.schemas.base import (
+    LABEL_CHARACTERS,
+    Finite,
+    Int32,
+    Int64,
+    Label,
+    Message,
+    Moment,
+    Schema,
+    storable_text,
+)
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.resources import Role
 
@@ -29,50 +39,50 @@ class RankStatus(Schema):
 
     role: Role
     """Its role."""
-    node: str = ""
+    node: Label = ""
     """Its node."""
-    rank: int
+    rank: Int32
     """Rank in its role's process group; -1 before it is known. Ranks are dealt anew at every restart."""
-    local_rank: int
+    local_rank: Int32
     """Index on its node."""
-    pid: int
+    pid: Int64
     """Process id on its node."""
-    sequence: int
+    sequence: Int64
     """Beats so far; a growing number is the sign of life."""
-    collectives: int
+    collectives: Int64
     """Collectives entered so far."""
     in_collective: bool
     """Whether it is inside one."""
-    step: int
+    step: Int32
     """Training step it is at."""
     phase: Phase
     """What it is doing."""
     age_s: float
     """Seconds since its last beat, by its node's monotonic clock."""
-    process_state: str
+    process_state: Label
     """State letter from ``/proc/<pid>/stat``: R, S, D, T, Z; ``-`` when the process is gone."""
     warm: bool = False
     """Whether it has been through its present phase before: compilation and the like are behind it."""
-    collective: str = ""
+    collective: Label = ""
     """What its flight recorder says it entered last, for instance ``gloo:all_reduce``; empty when there is none."""
-    collective_sequence: int | None = None
+    collective_sequence: Int64 | None = None
     """Number of that collective in its process group, from the flight recorder."""
-    collective_shape: str = ""
+    collective_shape: Message = ""
     """Types and shapes of what it brought to it, from the flight recorder."""
 
 
 class AgentStatus(Schema):
     """What one agent publishes every two seconds (``agents/<node>.json``)."""
 
-    node: str
+    node: Label
     """Name of the node."""
-    node_index: int
+    node_index: Int32
     """Index of the node in the allocation, from 0."""
-    attempt: int
+    attempt: Int32
     """Attempt, from 1."""
-    restart: int
+    restart: Int32
     """Restart, from 0."""
-    sequence: int
+    sequence: Int64
     """Publications so far; the reader judges silence by when it last saw this change."""
     role: Role
     """Role whose workers are running."""
@@ -82,31 +92,42 @@ class AgentStatus(Schema):
     """Node figures: ``cpu_percent``, ``memory_used_gb``, ``workers_rss_gb`` ..."""
     longest_gaps_s: dict[str, float] = {}
     """Longest gaps between beats that ended well so far, in seconds: ``role/phase`` to gap. Agent 0 knows all."""
-    findings: tuple[str, ...] = ()
+    findings: tuple[Message, ...] = ()
     """What the telemetry of the nodes shows, in sentences for a person: imbalance, a spinning collective."""
 
 
 class TelemetryLine(Schema):
     """One line of ``telemetry-<node>.jsonl``: means of the figures of a node over some seconds."""
 
-    time: datetime
+    time: Moment
     """End of these seconds (UTC), by the clock of the node."""
-    seconds: float
+    seconds: Finite
     """How long they were."""
     figures: dict[str, float]
     """As ``AgentStatus.telemetry``, without what does not change (totals, limits)."""
 
 
+MetricName = Annotated[str, Field(min_length=1, max_length=400)]
+"""Name of a metric, as ``group/name``."""
+
+
+def _with_printable_names(metrics: dict[str, float]) -> dict[str, float]:
+    # Refused and not made storable: two names that differ must not become one. All at once, for there are many lines.
+    if not "".join(metrics).isprintable():
+        raise ValueError("found a name of a metric with control characters")
+    return metrics
+
+
 class MetricsLine(Schema):
     """One line of ``metrics.jsonl``: all metrics of one optimizer step, already reduced over the ranks."""
 
-    step: int
+    step: Int32
     """Optimizer step of the run, from 1, counted over the warm start and the main algorithm together."""
-    time: datetime
+    time: Moment
     """When the step ended (UTC)."""
     stage: Literal["sft", "grpo"]
     """Which loop made the step."""
-    metrics: dict[str, float]
+    metrics: Annotated[dict[MetricName, float], Field(max_length=2_000), AfterValidator(_with_printable_names)]
     """Name to value. Names are ``group/name``; names under ``time/`` and ``speed/`` depend on the machine, all others
     only on the spec."""
 
@@ -114,7 +135,7 @@ class MetricsLine(Schema):
 class AgentEvent(Schema):
     """One line of ``events-<node>.jsonl``."""
 
-    time: datetime
+    time: Moment
     """When (UTC)."""
     kind: Literal[
         "agent_started",
@@ -139,9 +160,9 @@ class AgentEvent(Schema):
         "agent_ended",
     ]
     """What happened."""
-    node: str
+    node: Label
     """Where."""
-    message: str
+    message: Message
     """A sentence for a person."""
     role: Role | None = None
     """Role it is about, if one."""
@@ -152,15 +173,15 @@ class AgentEvent(Schema):
 class SampleLine(Schema):
     """One completion made in training, kept for reading (``samples.jsonl``)."""
 
-    step: int
+    step: Int32
     """Optimizer step it was made for."""
-    prompt_uid: str
+    prompt_uid: Label
     """Identity of the prompt: a hash of its content and of how often that content came before in the data."""
-    sample_index: int
+    sample_index: Int32
     """Which sample of its group, from 0."""
-    seed: int
+    seed: Int64
     """Its sampling seed."""
-    weight_version: int
+    weight_version: Int32
     """Optimizer steps the sampling weights had seen."""
     prompt: str
     """Text of the prompt."""
@@ -179,9 +200,9 @@ class WorkerOutcome(Schema):
 
     role: Role
     """Its role."""
-    rank: int
+    rank: Int32
     """Its rank."""
-    node: str
+    node: Label
     """Its node."""
     ok: bool
     """Whether it did what it was there for."""
@@ -193,71 +214,82 @@ class WorkerOutcome(Schema):
     """Its message."""
     traceback: str = ""
     """Its traceback as text."""
-    damaged_checkpoint: str = ""
+    damaged_checkpoint: Label = ""
     """Checkpoint folder that it could not go on from, because it is damaged."""
-    step: int = 0
+    step: Int32 = 0
     """Step it had reached."""
     phase: Phase = Phase.SETUP
     """What it was doing."""
-    time: datetime
+    time: Moment
     """When it ended (UTC)."""
 
 
 class AttemptOutcome(Schema):
     """How an attempt ended (``attempts/<n>/outcome.json``): once, last, by agent 0."""
 
-    attempt: int
+    attempt: Int32
     """Attempt, from 1."""
     state: AttemptState
     """How it ended."""
     failure_kind: FailureKind | None = None
     """What went wrong, if something did."""
-    message: str = ""
+    message: Message = ""
     """A sentence for a person."""
-    num_restarts: int = 0
+    num_restarts: Int32 = 0
     """Restarts in place that were made."""
-    last_step: int = 0
+    last_step: Int32 = 0
     """Last step that is in ``metrics.jsonl``."""
-    ended_by: str = ""
+    ended_by: Label = ""
     """Signal that ended agent 0 from outside, for instance ``SIGTERM``; why it came is for the scheduler to say."""
-    time: datetime
+    time: Moment
     """When (UTC)."""
+
+
+def _inside_its_folder(name: str) -> str:
+    parts = PurePosixPath(name).parts
+    if not parts or name.startswith("/") or ".." in parts or storable_text(name, LABEL_CHARACTERS * 4) != name:
+        raise ValueError(f"found the file name {name[:200]!r}, expected a path inside of the folder")
+    return name
+
+
+FileName = Annotated[str, AfterValidator(_inside_its_folder)]
+"""Path of a file in the folder that it is listed for. One that leads out of it is refused, and the list with it."""
 
 
 class FileChecksum(Schema):
     """Size and hash of one file."""
 
-    bytes: int
+    bytes: Int64
     """Size."""
-    sha256: str
+    sha256: Label
     """Hash, hexadecimal."""
 
 
 class CheckpointManifest(Schema):
     """Content of ``COMPLETE``, the file written last into a checkpoint."""
 
-    step: int
+    step: Int32
     """Optimizer steps done."""
     stage: Literal["sft", "grpo"]
     """Loop that wrote it."""
     stage_finished: bool
     """Whether that loop was at its end."""
-    num_ranks: int
+    num_ranks: Int32
     """Ranks that wrote it; optimizer state is split among them."""
-    spec_hash: str
+    spec_hash: Label
     """Hash of the part of the spec that training depends on."""
-    files: dict[str, FileChecksum]
+    files: dict[FileName, FileChecksum]
     """Every file of the checkpoint, by its path in it."""
-    time: datetime
+    time: Moment
     """When it was complete (UTC)."""
 
 
 class EvaluationSample(Schema):
     """One scored completion of an evaluation."""
 
-    prompt_uid: str
+    prompt_uid: Label
     """Identity of the prompt."""
-    sample_index: int
+    sample_index: Int32
     """Which sample of that prompt, from 0."""
     prompt: str
     """Text of the prompt."""
@@ -276,7 +308,7 @@ class EvaluationReport(Schema):
     """How completions were chosen."""
     when: Literal["before", "after"]
     """Before the main algorithm (after the warm start), or after training."""
-    metric: str
+    metric: Label
     """What was measured, for instance ``exact_match``."""
     value: float
     """Mean score over all samples."""
@@ -284,15 +316,15 @@ class EvaluationReport(Schema):
     """Lower bound of the confidence interval of ``value``."""
     ci_high: float
     """Upper bound."""
-    num_prompts: int
+    num_prompts: Int32
     """Held-out prompts."""
-    num_samples: int
+    num_samples: Int32
     """Completions scored."""
-    checkpoint_step: int
+    checkpoint_step: Int32
     """Optimizer steps the weights had seen."""
-    seconds: float
+    seconds: Finite
     """How long it took."""
-    time: datetime
+    time: Moment
     """When it ended (UTC)."""
     samples: tuple[EvaluationSample, ...]
     """The sample table; at most ``evaluate.keep_samples`` rows, the first by prompt order."""
@@ -303,22 +335,22 @@ class AgentCommand(Schema):
 
     kind: Literal["cancel", "save", "stop_after_step"]
     """``cancel``: end at once. ``save``: write a checkpoint now and go on. ``stop_after_step``: write one and end."""
-    reason: str = ""
+    reason: Message = ""
     """Why, in a sentence for a person."""
-    time: datetime
+    time: Moment
     """When it was given (UTC)."""
 
 
 class KeeperNote(Schema):
     """One line of ``housekeeping.jsonl``: what the keeper of the site did about the run."""
 
-    time: datetime
+    time: Moment
     """When (UTC)."""
-    kind: str
+    kind: Label
     """What was done, for instance ``adopt``."""
-    message: str
+    message: Message
     """Why, and how it went."""
-    attempt: int | None = None
+    attempt: Int32 | None = None
     """Attempt that it was about."""
-    data: dict[str, str] = {}
+    data: dict[str, Message] = {}
     """Job, flow run or checkpoint that it was about."""

@@ -1,10 +1,11 @@
 """Nodes: what there is, what was asked for, what was given."""
 
 from enum import StrEnum
+from typing import Annotated
 
-from pydantic import JsonValue
+from pydantic import JsonValue, StringConstraints
 
-from rlhf_core.schemas.base import Schema
+from rlhf_core.schemas.base import Finite, Int32, Label, Message, Schema
 
 
 class Role(StrEnum):
@@ -39,54 +40,58 @@ class RolePlan(Schema):
 
     role: Role
     """The role."""
-    workers_per_node: int
+    workers_per_node: Int32
     """Workers of this role on every node."""
 
 
 class Placement(Schema):
     """Which nodes have which role in one attempt (``attempts/<n>/placement.json``)."""
 
-    attempt: int
+    attempt: Int32
     """Number of the attempt, from 1."""
-    num_nodes: int
+    num_nodes: Int32
     """Nodes of the allocation."""
     roles: tuple[RolePlan, ...]
     """Roles in the order in which they run; each starts when the one before it has ended well."""
-    gpus_per_node: int = 0
+    gpus_per_node: Int32 = 0
     """GPUs asked for on every node."""
-    excluded_nodes: tuple[str, ...] = ()
+    excluded_nodes: tuple[Label, ...] = ()
     """Nodes this attempt must not get."""
-    resume_checkpoint: str = ""
+    resume_checkpoint: Label = ""
     """Name of the checkpoint folder to go on from; empty to start from the beginning."""
-    resumed_from_step: int = 0
+    resumed_from_step: Int32 = 0
     """Step of that checkpoint; 0 from the beginning."""
     config_diff: dict[str, JsonValue] = {}
     """Settings that this attempt changes: dotted name to new value. What earlier attempts changed is in it too."""
     longest_gaps_s: dict[str, float] = {}
     """Longest gaps between beats of earlier runs of the same shape, in seconds: ``role/phase`` to gap."""
-    exclusion_reasons: dict[str, str] = {}
+    exclusion_reasons: dict[str, Message] = {}
     """Why each excluded node is: for a person."""
     usual_speeds: dict[str, dict[str, dict[str, float]]] = {}
     """Medians of what earlier probes of all runs measured: node to device to reading."""
 
 
+JobId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+]{0,63}$")]
+"""A scheduler's id of a job. It stands in command lines: nothing that could be an option or name several jobs."""
+
+
 class Submission(Schema):
     """What the scheduler answered (``attempts/<n>/submission.json``)."""
 
-    attempt: int
+    attempt: Int32
     """Number of the attempt, from 1."""
-    scheduler: str
+    scheduler: Label
     """``local`` or ``slurm``."""
-    job_id: str
+    job_id: JobId
     """The scheduler's id of the job."""
     command: tuple[str, ...]
     """The command line that the scheduler starts on every node."""
-    host: str = ""
+    host: Label = ""
     """Host the job was submitted from."""
-    process_started: float = 0.0
+    process_started: Finite = 0.0
     """Local scheduler only: start time of the job's process in seconds since the epoch, so that a reused process id is
     not taken for the job."""
-    marker: str = ""
+    marker: Label = ""
     """What every process of the job carries in its environment as ``RLHF_JOB``."""
 
 

@@ -8,20 +8,23 @@ show all findings at once; validators here refuse only what has no meaning at al
 import hashlib
 import json
 from collections.abc import Mapping
-from datetime import datetime
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from rlhf_core.schemas.base import Schema
+from rlhf_core.schemas.base import Int32, Label, Message, Moment, Schema
 from rlhf_core.schemas.site import is_private
 from rlhf_core.schemas.slurm_values import Lines, NodeName, OneLine, SbatchOption, VariableName
 
 SCHEMA_VERSION = 1
 """Version of ``spec.json``. A worker refuses a version it does not know."""
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]
+NonNegative = Annotated[int, Field(ge=0, le=2**31 - 1)]
+MAX_TAGS = 100
+"""Most tags of a run."""
+MAX_STEPS = 1_000_000_000
+"""Most steps of a loop: those of both together fit a column of the history."""
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -121,7 +124,7 @@ class OptimizerSpec(Schema):
 class SftSpec(OptimizerSpec):
     """Supervised warm start before the main algorithm; also the batch size of `train.algorithm = "sft"`."""
 
-    num_steps: NonNegative = 0
+    num_steps: Annotated[int, Field(ge=0, le=MAX_STEPS)] = 0
     """Warm-start steps before the main algorithm; 0 for none. Must be 0 when the main algorithm is itself `sft`."""
     batch_size: Positive = 64
     """Rows per optimizer step, over all ranks."""
@@ -134,7 +137,7 @@ class TrainSpec(OptimizerSpec):
 
     algorithm: Literal["grpo", "sft"] = "grpo"
     """`grpo` (reinforcement learning from the reward functions) or `sft` (supervised)."""
-    num_steps: Positive
+    num_steps: Annotated[int, Field(ge=1, le=MAX_STEPS)]
     """Optimizer steps of the main algorithm."""
     learning_rate: PositiveFloat = 1e-6
     """Peak learning rate of the main algorithm."""
@@ -160,7 +163,7 @@ class GrpoSpec(Schema):
 
     prompts_per_step: Positive = 32
     """Prompts per optimizer step, over all ranks."""
-    samples_per_prompt: Annotated[int, Field(ge=2)] = 8
+    samples_per_prompt: Annotated[int, Field(ge=2, le=2**31 - 1)] = 8
     """Completions per prompt: the group whose rewards are compared."""
     clip_low: Share = 0.2
     """How far below 1 the probability ratio may count."""
@@ -573,28 +576,28 @@ def with_changes(spec: RunSpec, changes: Mapping[str, JsonValue]) -> RunSpec:
 class StoredSpec(Schema):
     """Content of ``spec.json``: the resolved spec and where it came from. Written once."""
 
-    schema_version: int = SCHEMA_VERSION
+    schema_version: Int32 = SCHEMA_VERSION
     """Version of this file's form."""
-    run_id: str
+    run_id: Label
     """Identity of the run."""
-    created_at: datetime
+    created_at: Moment
     """When it was asked for (UTC)."""
-    owner: str
+    owner: Label
     """User who asked."""
-    config_source: str
+    config_source: Message
     """The config file it came from, as given."""
-    overrides: tuple[str, ...] = ()
+    overrides: tuple[Message, ...] = ()
     """The ``--set`` overrides, as given."""
-    package_version: str
+    package_version: Label
     """Version of rlhf-flows."""
-    code_revision: str = ""
+    code_revision: Label = ""
     """Git revision of the folder it was started from, with ``-dirty`` if it had changes; of a preset that was started
     outside a repository, that of the program's own checkout. Empty without either."""
-    trial_of: str = ""
+    trial_of: Label = ""
     """Run that this one tries out first; empty for a run of its own."""
-    tags: tuple[str, ...] = ()
+    tags: tuple[Label, ...] = ()
     """Words to find it by."""
-    flow_run_id: str = ""
+    flow_run_id: Label = ""
     """Prefect flow run that made it; one that is tried again finds its run by this. Empty without Prefect."""
     spec: RunSpec
     """The resolved spec."""

@@ -1,13 +1,15 @@
 """Gathers what an attempt shows of itself: its files in the run directory, and what the scheduler says of its job."""
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
+from pydantic_core import from_json
+
 from rlhf_core.control_journal import read_journal
+from rlhf_core.files import Line, read_document
 from rlhf_core.run_dir import (
     AttemptDir,
     Place,
@@ -110,8 +112,8 @@ class Progress:
         self.role = role
         self.evaluating = self.evaluating or role is Role.EVALUATOR
 
-    def _new_lines(self, path: Path) -> list[bytes]:
-        found: list[bytes] = []
+    def _new_lines(self, path: Path) -> list[Line]:
+        found: list[Line] = []
         while True:
             lines, self._places[path], _ = read_on(path, self._places.get(path, Place()))
             if not lines:
@@ -178,9 +180,11 @@ def allocated_s(attempt: AttemptDir, until: datetime) -> float:
         until: when it was seen to have ended, or the present: its end, where its agent left no outcome.
     """
     try:
-        begun = datetime.fromisoformat(json.loads(attempt.claim.read_bytes())["time"])
+        begun = datetime.fromisoformat(from_json(read_document(attempt.claim))["time"])
     except (OSError, ValueError, KeyError, TypeError):
         return 0.0  # it never had one
+    if begun.tzinfo is None:
+        return 0.0  # none that an agent has written
     outcome = read_outcome(attempt)
     return max(0.0, ((outcome.time if outcome is not None else until) - begun).total_seconds())
 

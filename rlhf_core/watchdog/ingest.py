@@ -5,16 +5,17 @@ rows and new offsets in one transaction. Killed before it, nothing has happened;
 When two ingesters meet (a controller and ``rlhf show``), the slower one's batch is refused whole and it begins again.
 
 Two kinds of files: appended ones are read from the last offset to the last newline (a torn last line waits for its
-writer; a torn line in the middle is what a killed writer left, and is skipped and counted), and from the beginning
+writer; a torn line in the middle is what a killed writer left), and from the beginning
 where the bytes before that offset are not those that were read: it was truncated or replaced. Whole ones are read when
-their fingerprint changes, and replace their row. Of the controller's journal no line is skipped: at one that cannot be
+their fingerprint changes, and replace their row. What cannot be read, is too long, or says what no column holds is left
+out, counted, and told by an event of the run. Of the controller's journal no line is left out: at one that cannot be
 read the state of the run stays as it is, everything else is read, and an error says so each time.
 """
 
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -22,11 +23,31 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from rlhf_core.control_journal import read_journal, scan_journal
-from rlhf_core.errors import JournalDamaged, RlhfError
-from rlhf_core.history.batch import EventEntry, IngestBatch, IngestState, JournalEntry, MetricsEntry, TelemetryEntry
+from rlhf_core.errors import JournalDamaged, RlhfError, RunDirError
+from rlhf_core.files import MAX_LINE_BYTES, Line
+from rlhf_core.history.batch import (
+    EventEntry,
+    IngestBatch,
+    IngestState,
+    JournalEntry,
+    MetricsEntry,
+    SetAside,
+    TelemetryEntry,
+)
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.run_dir import AttemptDir, Place, RestartDir, RunDir, read_lines, read_model, read_on, run_dirs
-from rlhf_core.schemas.base import utc_now
+from rlhf_core.run_dir import (
+    AttemptDir,
+    Place,
+    RestartDir,
+    RunDir,
+    is_as_read,
+    read_lines,
+    read_model,
+    read_on,
+    run_dirs,
+    tail_mark,
+)
+from rlhf_core.schemas.base import LABEL_CHARACTERS, MESSAGE_CHARACTERS, storable_text, utc_now
 from rlhf_core.schemas.failures import Decision, Incident
 from rlhf_core.schemas.probe import ProbeReport
 from rlhf_core.schemas.reports import (
@@ -46,10 +67,15 @@ BLOCK_BYTES = 2 << 20
 BATCH_BYTES = 4 << 20
 """About how much goes into one transaction: bounds memory and how long other writers wait."""
 
+_NAMED_LINES = 20
+"""Lines of a file and batch that are named one by one where they were left out: there may be millions."""
+
 _TAIL = "#tail"
 _HEAD = "#head"
 _TIMES = "#times"
-"""Beside the offset of an appended file: the marks by which it is known again, and how often it was another one."""
+_INSIDE = "#inside"
+"""Beside the offset of an appended file: the marks by which it is known again, how often it was another one, and 1
+where the offset lies in a line that is too long."""
 _FAR = 1 << 44
 GONE_MARK = "directory-gone"
 """Stands among the files that were read of a run that was closed because its directory was gone (``missing.py``)."""
@@ -67,6 +93,8 @@ class SkippedLine:
     """Relative to the run directory."""
     position: int
     """Byte at which it begins; 0 for a whole file."""
+    why: str = field(default="", compare=False)
+    """Reason, in words."""
 
 
 @dataclass
@@ -81,8 +109,10 @@ class SyncReport:
     """Whole files that became rows."""
     fenced: int = 0
     """Journal lines that do not count: their writer had lost its lease."""
+    num_skipped: int = 0
+    """What could not be read or stored: torn by a kill, written by another version, or hostile."""
     skipped: list[SkippedLine] = field(default_factory=list)
-    """What could not be read: torn by a kill, or written by another version."""
+    """The first of it in each file and batch."""
 
     def add(self, other: "SyncReport") -> None:
         """Add what another synchronisation did."""
@@ -90,6 +120,7 @@ class SyncReport:
         self.lines += other.lines
         self.documents += other.documents
         self.fenced += other.fenced
+        self.num_skipped += other.num_skipped
         self.skipped += other.skipped
 
 
@@ -146,7 +177,8 @@ def glance(run_dir: RunDir) -> int | None:
     marks = [f"{path}:{size}:{time_ns}" for path, size, time_ns in _looks(run_dir.root, 0)]
     if not marks:
         return None
-    return int.from_bytes(hashlib.blake2b("\n".join(sorted(marks)).encode(), digest_size=8).digest(), "big")
+    text = os.fsencode("\n".join(sorted(marks)))  # names of files may be anything, UTF-8 or not
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
 
 
 _UNREAD = frozenset(
@@ -186,7 +218,7 @@ def rebuild(runs: Path, store: HistoryStore, on_run: Callable[[str], None] = lam
             run_dir.read_spec()  # first: a directory that cannot be read must not cost the rows that there are
             store.forget(run_dir.run_id)
             done[run_dir.run_id] = sync(run_dir, store)
-        except RlhfError as error:
+        except (RlhfError, OSError) as error:
             failed[run_dir.run_id] = str(error)
     present = {run_dir.run_id for run_dir in found}
     return RebuildReport(done, failed, tuple(sorted(set(store.run_ids()) - present)))
@@ -224,7 +256,7 @@ class _Reader:
 
     def read(self) -> IngestBatch:
         """Everything that is new, the journal first: what it tells of comes before what the agents say about it."""
-        if not self._state.stamp and not read_lines(self._run_dir.control, 0, BLOCK_BYTES)[0]:
+        if not self._state.stamp and not read_lines(self._run_dir.control, 0, BLOCK_BYTES).lines:
             return self._batch
         self._read_spec()
         self._read_journal()
@@ -240,7 +272,13 @@ class _Reader:
         mark = self._changed(self._run_dir.spec)
         if mark is None and self._state.stamp:
             return
-        self._batch.stored = self._run_dir.read_spec()
+        stored = self._run_dir.read_spec()
+        if stored.run_id != self._run_dir.run_id:
+            raise RunDirError(
+                f"{self._run_dir.spec} is that of run {stored.run_id}: the folder was copied or renamed. Give it back "
+                f"its name, or move it out of {self._run_dir.root.parent}"
+            )
+        self._batch.stored = stored
         self._batch.run_dir = str(self._run_dir.root.absolute())
         self._batch.offsets[self._relative(self._run_dir.spec)] = mark or 0
 
@@ -248,6 +286,9 @@ class _Reader:
         path = self._run_dir.control
         name = self._relative(path)
         position = begin = self._state.offsets.get(name, 0)
+        if not is_as_read(path, begin, self._state.offsets.get(f"{name}{_TAIL}", 0)):
+            self.damage = _damage(path)
+            return
         try:
             for found in scan_journal(path, begin):
                 if position - begin >= BLOCK_BYTES:
@@ -263,15 +304,15 @@ class _Reader:
         except JournalDamaged as damage:
             self.damage = damage if begin == 0 else _damage(path)
         if position > begin:
-            self._batch.offsets[name] = position
+            self._batch.offsets |= {name: position, f"{name}{_TAIL}": tail_mark(path, position)}
             self._bytes += position - begin
 
     def _read_attempt(self, attempt: AttemptDir) -> None:
         touched = len(self._batch.offsets)
         for restart in attempt.restarts():
             self._read_restart(restart)
-        self._document(attempt.probe_report, ProbeReport, self._batch.probes)
-        self._document(attempt.outcome, AttemptOutcome, self._batch.outcomes)
+        self._document(attempt.probe_report, ProbeReport, self._batch.probes, attempt.number)
+        self._document(attempt.outcome, AttemptOutcome, self._batch.outcomes, attempt.number)
         if len(self._batch.offsets) > touched:
             self._batch.attempts.add(attempt.number)
 
@@ -285,13 +326,13 @@ class _Reader:
             for position, event in self._new_lines(path, AgentEvent):
                 self._batch.events.append(EventEntry(source, position, *identity, event))
         for path in sorted(restart.root.glob("telemetry-*.jsonl")):
-            node = path.stem.removeprefix("telemetry-")
+            node = storable_text(path.stem.removeprefix("telemetry-"), LABEL_CHARACTERS)
             for position, reading in self._new_lines(path, TelemetryLine):
                 self._batch.telemetry.append(TelemetryEntry(*identity, node, position, reading))
         for path in sorted(restart.agents.glob("*.json")):
-            self._document(path, AgentStatus, self._batch.nodes)
-        self._document(restart.incident, Incident, self._batch.incidents)
-        self._document(restart.decision, Decision, self._batch.decisions)
+            self._document(path, AgentStatus, self._batch.nodes, restart.attempt)
+        self._document(restart.incident, Incident, self._batch.incidents, restart.attempt)
+        self._document(restart.decision, Decision, self._batch.decisions, restart.attempt)
         if len(self._batch.offsets) > touched:
             self._batch.restarts.add(identity)
 
@@ -320,7 +361,8 @@ class _Reader:
         """Lines that are new, parsed, each with the byte at which it begins, and which is its own for all time."""
         name = self._relative(path)
         known = self._state.offsets
-        before = Place(known.get(name, 0), known.get(f"{name}{_TAIL}", 0), known.get(f"{name}{_HEAD}", 0))
+        offset, tail, head, is_inside = (known.get(f"{name}{mark}", 0) for mark in ("", _TAIL, _HEAD, _INSIDE))
+        before = Place(offset, tail, head, bool(is_inside))
         times = known.get(f"{name}{_TIMES}", 0)
         if self._is_full():
             return
@@ -328,32 +370,66 @@ class _Reader:
         if after.offset == before.offset and not is_other:
             return
         self._batch.offsets |= {name: after.offset, f"{name}{_TAIL}": after.tail, f"{name}{_HEAD}": after.head}
+        if after.is_inside or before.is_inside:
+            self._batch.offsets[f"{name}{_INSIDE}"] = int(after.is_inside)
         position = before.offset
         if is_other:
             # The lines of the one before keep their positions: these begin beyond any that a file can have.
             times, position = times + 1, 0
             self._batch.offsets[f"{name}{_TIMES}"] = times
-        self._bytes += after.offset - position
-        self.left_some |= path.stat().st_size - position > BLOCK_BYTES  # less is a torn last line
-        for line in lines:
+        # Of a line that is too long only what became rows counts.
+        self._bytes += sum(len(line.text or b"") for line in lines)
+        if not after.is_inside:
+            self.left_some |= path.stat().st_size - position > BLOCK_BYTES  # less is a torn last line
+        yield from self._parsed(name, lines, schema, times * _FAR)
+
+    def _parsed(
+        self, name: str, lines: Sequence[Line], schema: type[Model], beyond: int
+    ) -> Iterator[tuple[int, Model]]:
+        skipped: list[SkippedLine] = []
+        num_skipped = 0
+        for begin, text in lines:
             try:
-                parsed = schema.model_validate_json(line)
-            except ValidationError:
-                self.report.skipped.append(SkippedLine(name, position))
+                if text is None:
+                    raise ValueError(f"longer than {MAX_LINE_BYTES} bytes")
+                parsed = schema.model_validate_json(text)
+            except ValueError as error:
+                num_skipped += 1
+                if len(skipped) < _NAMED_LINES:
+                    skipped.append(SkippedLine(name, begin, _in_words(error)))
             else:
                 self.report.lines += 1
-                yield position + times * _FAR, parsed
-            position += len(line) + 1
+                yield begin + beyond, parsed
+        if skipped:
+            first = skipped[0]
+            lines_text = "a line was" if num_skipped == 1 else f"{num_skipped} lines were"
+            self._set_aside(first, beyond, f"{lines_text} left out, the first at byte {first.position}: {first.why}")
+            self.report.skipped += skipped
+            self.report.num_skipped += num_skipped
 
-    def _document(self, path: Path, schema: type[Model], found: list[Model]) -> None:
-        """A whole file, if it changed since it was read last."""
+    def _set_aside(self, what: SkippedLine, beyond: int, message: str) -> None:
+        """Tell by an event what became no row: one for all lines of a file in a batch, as there may be millions."""
+        named = storable_text(f"{what.path}: {message}", MESSAGE_CHARACTERS)
+        self._batch.set_aside.append(SetAside(what.path, what.position + beyond, utc_now(), named))
+
+    def _document(self, path: Path, schema: type[Model], found: list[Model], attempt: int | None = None) -> None:
+        """A whole file, if it changed since it was read last.
+
+        Args:
+            attempt: the attempt that it must be about, as it lies in its folder.
+        """
         mark = self._changed(path)
         if mark is None or self._is_full():
             return
-        self._batch.offsets[self._relative(path)] = mark
+        name = self._relative(path)
+        self._batch.offsets[name] = mark
         content = read_model(path, schema)
-        if content is None:
-            self.report.skipped.append(SkippedLine(self._relative(path), 0))
+        if content is None or attempt not in (None, getattr(content, "attempt", None)):
+            said = f"it is no {schema.__name__}" if content is None else f"it is not about attempt {attempt}"
+            skipped = SkippedLine(name, 0, said)
+            self.report.skipped.append(skipped)
+            self.report.num_skipped += 1
+            self._set_aside(skipped, 0, f"it was left out: {said}")
             return
         found.append(content)
         self._bytes += path.stat().st_size
@@ -376,4 +452,15 @@ class _Reader:
         return None if self._state.offsets.get(self._relative(path)) == mark else mark
 
     def _relative(self, path: Path) -> str:
-        return path.relative_to(self._run_dir.root).as_posix()
+        return storable_text(path.relative_to(self._run_dir.root).as_posix())
+
+
+def _in_words(error: ValueError) -> str:
+    """Reason why a line is none of its schema, without what stands in it."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    if error.error_count() > _NAMED_LINES:
+        return f"{error.error_count()} problems"
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return f"{where[:LABEL_CHARACTERS]}: {first['msg']}" if where else first["msg"]

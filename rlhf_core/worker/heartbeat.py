@@ -16,7 +16,6 @@ between looks as if it had been silent since the machine was started. ``multipro
 either: on Python 3.11 the first worker that exits removes it for all.
 """
 
-import contextlib
 import mmap
 import os
 import tempfile

@@ -132,7 +132,7 @@ def fingerprint(path: Path) -> str:
         if path.is_dir():
             inside = (file for file in path.rglob("*") if file.is_file() and file.suffix != ".pyc")
             for file in sorted(inside):
-                digest.update(str(file.relative_to(path)).encode())
+                digest.update(os.fsencode(file.relative_to(path)))
                 _add_file(digest, file)
         else:
             _add_file(digest, path)

@@ -37,12 +37,12 @@ def test_blocks_go_on_from_an_offset_and_come_one_after_the_other(
 ) -> None:
     path = tmp_path / "lines"
     path.write_bytes(b"".join(b"%03d\n" % number for number in range(100)))
-    whole = [one for lines, _ in read_blocks(path) for one in lines]
+    whole = [one.text for lines, _ in read_blocks(path) for one in lines]
     assert whole == [b"%03d" % number for number in range(100)]
     monkeypatch.setattr(module.read_lines, "__defaults__", (0, 10))
     blocks = list(read_blocks(path, 40))
     assert len(blocks) > 10
-    assert [one for lines, _ in blocks for one in lines] == whole[10:]
+    assert [one.text for lines, _ in blocks for one in lines] == whole[10:]
     assert blocks[-1][1] == 400
     assert list(read_blocks(path, 400)) == []
     assert list(read_blocks(tmp_path / "missing")) == []

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.run_dir import LineWriter, Place, RestartDir, read_models, read_on
+from rlhf_core.run_dir import LineWriter, Place, RestartDir, parse_lines, read_models, read_on
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import AgentEvent, MetricsLine
 from rlhf_core.worker.events import EventLog
@@ -34,7 +34,7 @@ class Pair:
 
     def follow(self) -> bool:
         lines, self.place, is_other = read_on(self.path, self.place)
-        self.seen += [MetricsLine.model_validate_json(one).step for one in lines]
+        self.seen += [one.step for one in parse_lines(lines, MetricsLine)]
         return is_other
 
     @property

@@ -45,7 +45,7 @@ def scheduler(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def run_id_of(folder: Path) -> str:
     """One run per test: jobs are found by their run, and the cluster is shared."""
-    return f"toy-20260101-000000-{zlib.crc32(str(folder).encode()):06x}"
+    return f"toy-20260101-000000-{zlib.crc32(str(folder).encode()) & 0xFFFFFF:06x}"
 
 
 def make_request(folder: Path, shell: str, slurm: SlurmSpec | None = None, **placed: object) -> JobRequest:

@@ -34,7 +34,7 @@ def test_every_file_becomes_rows(store: HistoryStore, runs: Path) -> None:
         "controllers": 0,
         "promotions": 0,
         "kept_goodput": 1,
-        "ingest_offsets": 41,
+        "ingest_offsets": 42,
         "stages": 6,
         "checks": 3,
         "node_speeds": 2,
