@@ -7,6 +7,10 @@ _SHOWN = 5
 """Ranges of steps that are listed."""
 
 
+THROUGH_PREFECT = "through Prefect, unverified"
+"""Stands for the user where a name was typed into a form of Prefect, or sent to its API."""
+
+
 def duration(seconds: float) -> str:
     """Seconds as people say them: ``8.2 s``, ``12 s``, ``3 min 05 s``, ``2 h 14 min``."""
     whole = round(seconds)
@@ -22,6 +26,20 @@ def duration(seconds: float) -> str:
 def count(number: int, noun: str) -> str:
     """``1 step``, ``2 steps``, ``10,000 steps``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def attributed(name: str, account: str) -> str:
+    """A claimed name with the user behind it: ``Head of Safety (anna, uid 1000)``, or shorter where both are one.
+
+    What stands in brackets at the end is never part of the claim.
+
+    Args:
+        name: As it was typed.
+        account: Of ``rlhf_core.accounts.account``, or :data:`THROUGH_PREFECT`; empty in records of rlhf-flows 0.1.
+    """
+    if not account:
+        return name
+    return f"{name} ({account.removeprefix(f'{name}, ')})"
 
 
 def place_text(attempt: int, restart: int) -> str:

@@ -28,9 +28,9 @@ from flows.run import DESCRIPTION, FLOW, rlhf_run
 from flows.session import FlowRun
 from flows.site.server import START_IT, server_answers
 from rlhf_core import config as configs
+from rlhf_core.accounts import user_name
 from rlhf_core.config import Site
 from rlhf_core.errors import BadInput, PrefectUnavailable
-from rlhf_core.launch.lease import user_name
 from rlhf_core.presets import PRESETS
 from rlhf_core.redaction import carries_secret
 

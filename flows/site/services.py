@@ -224,7 +224,7 @@ def launch(site: Site, name: str, environment: Mapping[str, str]) -> "subprocess
         _make_room(ServiceFiles(site.home, FLOW_RUNS).log)
     with log.open("ab") as written:
         return subprocess.Popen(
-            [sys.executable, "-m", "rlhf_core.cli.main", "serve", name],
+            [sys.executable, "-P", "-m", "rlhf_core.cli.main", "serve", name],
             env={**environment, "RLHF_HOME": str(site.home), STARTED_BY: OURS},
             cwd=site.home,
             stdin=subprocess.DEVNULL,

@@ -1,7 +1,6 @@
 """The lease on a run: one controller drives it. The database gives it; its fencing token goes into the journal."""
 
 import contextlib
-import getpass
 import os
 import socket
 import threading
@@ -12,6 +11,7 @@ from datetime import UTC, datetime
 
 import psutil
 
+from rlhf_core.accounts import user_name
 from rlhf_core.errors import DatabaseUnavailable, LeaseLost
 from rlhf_core.history.controllers import Holder, holder
 from rlhf_core.history.store import HistoryStore
@@ -85,14 +85,6 @@ def owner_text(owner: str) -> str:
         return owner
     since = datetime.fromtimestamp(found.started, UTC)
     return f"{found.user} on {found.host}, process {found.pid}, since {since:%Y-%m-%d %H:%M} UTC"
-
-
-def user_name() -> str:
-    """The user's name; the number where the system does not know one (containers)."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return str(os.getuid())
 
 
 def known_dead(owner_text: str) -> bool:

@@ -7,6 +7,7 @@ from rlhf_core.schemas.promotion import ModelProvenance
 from rlhf_core.schemas.regression import regression_text, regressions
 from rlhf_core.schemas.reports import EvaluationReport
 from rlhf_core.schemas.run import RunSpec
+from rlhf_core.words import attributed
 
 TO_WRITE = "*To be written by the person who publishes this model.*"
 
@@ -110,8 +111,9 @@ def _interval(report: EvaluationReport | None) -> str:
 
 
 def _making(provenance: ModelProvenance, spec: RunSpec) -> dict[str, str]:
+    asked_by = attributed(provenance.owner, provenance.owner_account)
     return {
-        "run": f"`{provenance.run_id}`, asked for by {provenance.owner} on {provenance.created_at:%Y-%m-%d %H:%M} UTC",
+        "run": f"`{provenance.run_id}`, asked for by {asked_by} on {provenance.created_at:%Y-%m-%d %H:%M} UTC",
         "checkpoint": f"step {provenance.checkpoint_step} of {spec.total_steps}",
         "seed": str(provenance.seed),
         "code": f"`{provenance.code_revision}`" if provenance.code_revision else "not from a git repository",

@@ -156,5 +156,5 @@ class NodeCleared(Schema):
     node: str
     time: datetime
     by: str
-    """Who said so."""
+    """Who said so, with the operating system's user in brackets."""
     reason: str

@@ -27,7 +27,9 @@ class RunCreated(Schema):
     name: str
     """Name from the spec."""
     owner: str
-    """User who asked."""
+    """Who asked, as was said."""
+    owner_account: str = ""
+    """The operating system's user that said so (``rlhf_core.accounts``). Lines of rlhf-flows 0.1 do not say it."""
     config_source: str
     """The config file it came from, as given."""
 
@@ -160,7 +162,7 @@ class PromotionMoved(Schema):
     checkpoint_step: int
     """Checkpoint that is to become the model."""
     by: str = ""
-    """Who decided; empty while nobody has."""
+    """Who decided, with the operating system's user in brackets; empty while nobody has."""
     reason: str = ""
     """Why, in a sentence for a person."""
     path: str = ""

@@ -15,7 +15,7 @@ class PromotionAnswer(Schema):
     verdict: Literal["approved", "refused", "expired"]
     """``expired``: nobody answered in time."""
     by: str = ""
-    """Who answered; empty for ``expired``."""
+    """Who answered, with the operating system's user in brackets (``rlhf_core.accounts``); empty for ``expired``."""
     reason: str = ""
     """Why, in a sentence for a person."""
     time: datetime
@@ -32,7 +32,9 @@ class ModelProvenance(Schema):
     name: str
     """Name of that run."""
     owner: str
-    """Who asked for the run."""
+    """Who asked for the run, as was said."""
+    owner_account: str = ""
+    """The operating system's user that said so."""
     tags: tuple[str, ...]
     """Tags of the run."""
     created_at: datetime
@@ -40,7 +42,7 @@ class ModelProvenance(Schema):
     promoted_at: datetime
     """When this folder was written (UTC)."""
     approved_by: str
-    """Who allowed it."""
+    """Who allowed it, with the operating system's user in brackets."""
     reason: str
     """Why, in a sentence for a person."""
     checkpoint_step: int

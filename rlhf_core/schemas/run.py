@@ -580,7 +580,10 @@ class StoredSpec(Schema):
     created_at: datetime
     """When it was asked for (UTC)."""
     owner: str
-    """User who asked."""
+    """Who asked, as was said."""
+    owner_account: str = ""
+    """The operating system's user that said so, or that it came through Prefect, where anybody can say any name. Empty
+    in files of rlhf-flows 0.1."""
     config_source: str
     """The config file it came from, as given."""
     overrides: tuple[str, ...] = ()

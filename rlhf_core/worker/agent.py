@@ -621,7 +621,7 @@ class Agent:
 
     def _worker_command(self, role: Role) -> tuple[str, ...]:
         job = self._job
-        command = ["-u", "-m", "rlhf_core.worker", "role", role.value]
+        command = ["-u", "-P", "-m", "rlhf_core.worker", "role", role.value]
         command += ["--run-dir", str(job.run_dir.root), "--attempt", str(job.attempt)]
         command += ["--restart", str(self._restart), "--node", job.nodes.name]
         if role in job.targets:

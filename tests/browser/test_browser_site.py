@@ -12,6 +12,7 @@ from typing import Any
 import pages
 import pytest
 from browser_site import PATIENCE_S, BrowserSite, Shoot, until
+from signing_in import sign_in
 
 pytestmark = [pytest.mark.site, pytest.mark.end_to_end, pytest.mark.training]
 
@@ -42,6 +43,7 @@ def asked(site: BrowserSite, chromium: Any) -> dict[str, str]:
     """The flow runs of :data:`ASKED`."""
     deployment = site.deploy("sorting.toml")
     page = chromium.new_page()
+    sign_in(page, site.password)
     flow_runs = {}
     for name, overrides in ASKED.items():
         pages.open_run_form(page, site.ui, deployment)

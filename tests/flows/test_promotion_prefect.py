@@ -114,7 +114,7 @@ def test_a_person_approves_in_the_browser(desk: Desk, real_prefect: RealServer) 
         form.get_by_role("button", name="Submit").click()
         until(lambda: "promoted" in states(run_dir))
     assert states(run_dir) == ["waiting", "approved", "promoted"]
-    assert (standing(run_dir).by, standing(run_dir).reason) == ("Ada", "good enough")
+    assert (standing(run_dir).by, standing(run_dir).reason) == (f"Ada ({THROUGH_PREFECT})", "good enough")
     name, message = message_of(run_dir)
     assert name == "Completed"
     assert message.endswith("by Ada: good enough")
@@ -130,7 +130,7 @@ def test_a_person_refuses_in_the_newer_ui(desk: Desk, real_prefect: RealServer) 
         form.locator("textarea").nth(0).fill("Bea")
         form.get_by_role("button", name="Resume").click()
         until(lambda: "refused" in states(run_dir))
-    assert standing(run_dir).by == "Bea"
+    assert standing(run_dir).by == f"Bea ({THROUGH_PREFECT})"
     name, message = message_of(run_dir)
     assert name == "Completed"
     assert "was refused by Bea" in message
