@@ -27,6 +27,7 @@ from rlhf_core.launch.journal import read_record
 from rlhf_core.launch.lease import TTL_S
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import PromotionState, RunState
+from rlhf_core.words import THROUGH_PREFECT
 
 
 @pytest.fixture(autouse=True)
