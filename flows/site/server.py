@@ -402,6 +402,15 @@ def answers(url: str) -> bool:
         return False
 
 
+def asks_for_password(url: str) -> bool:
+    """False where the server at an address of an API lets anybody in."""
+    try:
+        with urllib.request.urlopen(f"{url}/admin/version", timeout=ANSWER_TIMEOUT_S):
+            return False
+    except (OSError, ValueError):
+        return True
+
+
 def answers_within(seconds: float, url: str) -> bool:
     """Whether one answers now or soon: it may be busy, or just starting."""
     deadline = time.monotonic() + seconds

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from site_stranger import STRANGER, as_stranger, needs_root
+from site_stranger import STRANGER, as_stranger, needs_root, page_of_a_stranger
 
 from flows.promoting.approval import Approval
-from flows.site import server, serving
+from flows.site import server, services, serving
 from flows.site.guards import Authenticated, Known, Limited, Message, Names, Receive, Scope, Send, names_of
 from flows.site.processes import ServiceState, alone, holding, look
 from rlhf_core.accounts import account, attributed_here, user_name
@@ -101,6 +101,15 @@ def test_a_password_that_another_user_wrote_is_refused(home: Path) -> None:
     file.symlink_to(home / "his")
     with pytest.raises(BadInput, match="cannot read"):
         server.password(site)
+
+
+def test_a_server_of_an_earlier_version_that_asks_for_no_password_is_no_server(home: Path) -> None:
+    with page_of_a_stranger("everything") as url, holding(home, "server") as beat:
+        beat()
+        port = url.rpartition(":")[2].strip("/")
+        (home / "rlhf.toml").write_text(f"[prefect]\nport = {port}\n")
+        with pytest.raises(BadInput, match="asks for no password: `rlhf down`, then `rlhf up`"):
+            services.up(load_site({"RLHF_HOME": str(home)}), ["server"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
