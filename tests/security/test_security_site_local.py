@@ -3,6 +3,7 @@
 import ast
 import asyncio
 import fcntl
+import json
 import os
 import shlex
 import subprocess
@@ -14,18 +15,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from control_fakes import make_spec
 from site_stranger import STRANGER, as_stranger, needs_root, page_of_a_stranger
 
+from flows.promoting.answering import Answered
 from flows.promoting.approval import Approval
 from flows.site import server, services, serving
 from flows.site.guards import Authenticated, Known, Limited, Message, Names, Receive, Scope, Send, names_of
 from flows.site.processes import ServiceState, alone, holding, look
 from rlhf_core.accounts import account, attributed_here, user_name
+from rlhf_core.cli.main import execute
 from rlhf_core.config import load_site
 from rlhf_core.errors import BadInput
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.launch.prepare import prepare
 from rlhf_core.launch.start import agent_command
 from rlhf_core.run_dir import RunDir
-from rlhf_core.words import attributed
+from rlhf_core.schemas.attempts import PromotionState
+from rlhf_core.watchdog.ingest import sync
+from rlhf_core.words import THROUGH_PREFECT, attributed
 
 ROOT = Path(__file__).parents[2]
 
@@ -186,6 +194,63 @@ def test_a_name_from_a_form_is_marked_whatever_it_says() -> None:
         assert answer.by == f"{name} (through Prefect, unverified)"
     assert attributed("anna", "anna, uid 1000") == "anna (uid 1000)"
     assert attributed("anna", "") == "anna", "a record of rlhf-flows 0.1"
+
+
+@pytest.mark.parametrize("flow_run", ["", "0b5ad1e8-9f6c-4a53-8f0a-000000000000"])
+def test_who_asked_for_a_run_stands_with_its_user_in_all_books(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flow_run: str
+) -> None:
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "200")
+    site = load_site()
+    run_dir = prepare(
+        make_spec(),
+        site.runs_dir,
+        config_source="a.toml",
+        owner="Head of Safety",
+        flow_run_id=flow_run,
+        folder=tmp_path,
+    )
+    behind = THROUGH_PREFECT if flow_run else account()
+    shown = f"Head of Safety ({behind})"
+    with HistoryStore(site.database_url) as store:
+        sync(run_dir, store)
+        with store.reading() as connection:
+            books = connection.exec_driver_sql("SELECT owner, owner_account FROM runs").one()
+            (told,) = connection.exec_driver_sql("SELECT message FROM events").one()
+    assert tuple(books) == ("Head of Safety", behind)
+    assert told.startswith(f"{shown} asked for")
+    assert execute(["show", run_dir.run_id]) == 0
+    assert shown in capsys.readouterr().out
+
+
+def test_a_run_of_an_earlier_version_says_nothing_of_its_user(tmp_path: Path) -> None:
+    run_dir = prepare(make_spec(), tmp_path / "runs", config_source="a.toml", folder=tmp_path)
+    content = json.loads(run_dir.spec.read_text())
+    del content["owner_account"]
+    run_dir.spec.write_text(json.dumps(content))
+    assert run_dir.read_spec().owner_account == ""
+
+
+@needs_root
+def test_an_approval_at_the_command_line_names_its_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever may write the run directory answers; whom he calls himself is his business, who he is is not."""
+    monkeypatch.setenv("LOGNAME", "head-of-safety")
+    given: list[str] = []
+    monkeypatch.setattr("rlhf_core.cli.run_commands.find_run", lambda *_: run_dir)
+
+    def answers(
+        _run_dir: object, _site: object, _store: object, _verdict: str, by: str, *_: object, **__: object
+    ) -> Any:
+        given.append(by)
+        return Answered(PromotionState.REFUSED, "refused")
+
+    monkeypatch.setattr("flows.promoting.answering.answer_promotion", answers)
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path))
+    run_dir = RunDir(tmp_path / "run")
+    assert execute(["refuse", "run", "--by", "Head of Safety", "--reason", "no"]) == 0
+    assert execute(["approve", "run"]) == 0
+    assert given == ["Head of Safety (root, uid 0)", "root (uid 0)"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
