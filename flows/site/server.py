@@ -104,7 +104,7 @@ def password(site: Site) -> str:
     them, one is made and kept in the file.
 
     Raises:
-        BadInput: the file is empty, or another user's, or others may read it.
+        BadInput: the file cannot be written, is empty or another user's, or others may read it.
     """
     given = os.environ.get(AUTH_VARIABLE) or os.environ.get(SERVER_AUTH)
     if given:
@@ -112,7 +112,10 @@ def password(site: Site) -> str:
     path = password_file(site)
     if not path.exists():
         private_folder(path.parent)
-        create_once(path, f"{_new_password()}\n", PRIVATE_MODE)
+        try:
+            create_once(path, f"{_new_password()}\n", PRIVATE_MODE)
+        except OSError as error:
+            raise BadInput(f"cannot keep a password for the Prefect server in {path}: {error.strerror}") from None
     found = _private_text(path).strip()
     if not found:
         raise BadInput(f"{path} is empty, expected user:password; write one, or remove the file and one is made")
@@ -130,10 +133,10 @@ def _private_text(path: Path) -> str:
         BadInput: it is not this user's own file, or others may read it.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        file = path.open(encoding="utf-8")
     except OSError as error:
         raise BadInput(f"cannot read {path}, the password of the Prefect server: {error.strerror}") from None
-    with os.fdopen(descriptor, encoding="utf-8") as file:
+    with file:
         found = os.fstat(file.fileno())
         if found.st_uid != os.geteuid():
             raise BadInput(f"{path} holds the password of the Prefect server and belongs to user {found.st_uid}")
@@ -143,20 +146,21 @@ def _private_text(path: Path) -> str:
 
 
 def configured_url(environ: Mapping[str, str] | None = None) -> str:
-    """The server that this user has configured for Prefect, in the environment or in the active profile; or empty.
+    """The server that this user has configured for Prefect, in the environment or in the active profile; or empty."""
+    return _configured("PREFECT_API_URL", os.environ if environ is None else environ)
 
-    Read without importing Prefect, which takes its settings when it is imported.
-    """
-    environment = os.environ if environ is None else environ
-    if environment.get("PREFECT_API_URL"):
-        return environment["PREFECT_API_URL"]
+
+def _configured(setting: str, environment: Mapping[str, str]) -> str:
+    """A setting of Prefect's, read without importing it: it takes its settings when it is imported."""
+    if environment.get(setting):
+        return environment[setting]
     home = Path(environment.get("PREFECT_HOME") or Path.home() / ".prefect").expanduser()
     try:
         content = tomllib.loads((home / "profiles.toml").read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
         return ""
     name = environment.get("PREFECT_PROFILE") or content.get("active", "")
-    return str(content.get("profiles", {}).get(name, {}).get("PREFECT_API_URL", ""))
+    return str(content.get("profiles", {}).get(name, {}).get(setting, ""))
 
 
 def connect(site: Site) -> str:
@@ -180,7 +184,7 @@ def client_settings(site: Site, url: str) -> dict[str, str]:
     """What a client of a server needs. The password of the site goes to its own server only, unless it was given; one
     that this user has set for Prefect, together with an address, is kept."""
     settings = {"PREFECT_API_URL": url, "PREFECT_UI_URL": ui_url(site)}
-    if os.environ.get("PREFECT_API_URL") == url and os.environ.get(CLIENT_AUTH) and not os.environ.get(AUTH_VARIABLE):
+    if configured_url() == url and _configured(CLIENT_AUTH, os.environ) and not os.environ.get(AUTH_VARIABLE):
         return settings
     auth = password(site) if url == own_url(site) else os.environ.get(AUTH_VARIABLE, "")
     return {**settings, CLIENT_AUTH: auth} if auth else settings

@@ -32,7 +32,7 @@ def up(
     server from then on. What dies is started again by the services that live. Nothing is fetched from, or sent to, the
     network.
     """
-    from flows.site.server import ui_url
+    from flows.site.server import configured_url, own_url, ui_url
     from flows.site.services import down_ones
     from flows.site.services import up as start
     from rlhf_core.config import load_site
@@ -52,7 +52,8 @@ def up(
     if as_json or status:
         return
     output.print_text(f"Prefect: {ui_url(site)}")
-    output.print_text("It asks for the password of this site once in each browser; `rlhf password` prints it")
+    if configured_url() in ("", own_url(site)):
+        output.print_text("It asks for the password of this site once in each browser; `rlhf password` prints it")
 
 
 def password(as_json: JsonOption = False) -> None:

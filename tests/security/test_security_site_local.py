@@ -107,7 +107,7 @@ def test_a_password_that_another_user_wrote_is_refused(home: Path) -> None:
         server.password(site)
     file.rename(home / "his")
     file.symlink_to(home / "his")
-    with pytest.raises(BadInput, match="cannot read"):
+    with pytest.raises(BadInput, match=f"belongs to user {STRANGER}"):
         server.password(site)
 
 

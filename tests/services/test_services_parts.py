@@ -346,6 +346,15 @@ def test_a_password_that_the_user_gave_prefect_is_kept(site: Site) -> None:
     assert "PREFECT_API_AUTH_STRING" not in server.client_settings(site, server.own_url(site))
 
 
+def test_a_password_in_the_active_profile_of_prefect_is_kept(site: Site, tmp_path: Path) -> None:
+    folder = tmp_path / ".prefect"
+    folder.mkdir()
+    profile = f'PREFECT_API_URL = "{server.own_url(site)}"\nPREFECT_API_AUTH_STRING = "me:my-own"\n'
+    (folder / "profiles.toml").write_text(f'active = "mine"\n[profiles.mine]\n{profile}')
+    os.environ["PREFECT_HOME"] = str(folder)
+    assert "PREFECT_API_AUTH_STRING" not in server.client_settings(site, server.own_url(site))
+
+
 def test_everybody_gets_the_same_password_at_once(site: Site) -> None:
     public, found = open_to_others(site), []
     together = threading.Barrier(8)
