@@ -162,7 +162,7 @@ def test_the_page_is_followed(folder: Path, fresh_page: Any, tmp_path: Path) -> 
         "export": True,
     }
     assert not folder.exists(), "nothing is left behind"
-    assert site.processes() == []
+    assert [one.cmdline() for one in site.processes()] == []
 
 
 def seen_at_the_end(site: BrowserSite, folder: Path) -> dict[str, Any]:

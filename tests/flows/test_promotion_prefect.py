@@ -118,7 +118,7 @@ def test_a_person_approves_in_the_browser(desk: Desk, real_prefect: RealServer) 
     assert (standing(run_dir).by, standing(run_dir).reason) == (f"Ada ({THROUGH_PREFECT})", "good enough")
     name, message = message_of(run_dir)
     assert name == "Completed"
-    assert message.endswith("by Ada: good enough")
+    assert message.endswith("by Ada (through Prefect, unverified): good enough")
 
 
 def test_a_person_refuses_in_the_newer_ui(desk: Desk, real_prefect: RealServer) -> None:
@@ -183,7 +183,7 @@ def test_an_answer_to_a_dead_controllers_form_counts(desk: Desk) -> None:
         form = {"approve": True, "by": "dee", "reason": "late"}
         client.resume_flow_run(dead.id, run_input=form)
         approval._take_over(client, run_dir, UUID(int=0))
-    assert standing(run_dir).by == "dee"
+    assert standing(run_dir).by == f"dee ({THROUGH_PREFECT})"
 
 
 def test_a_form_that_nobody_reads_any_more_is_taken_away(desk: Desk) -> None:
