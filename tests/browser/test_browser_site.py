@@ -274,7 +274,7 @@ def test_a_model_is_approved_in_the_ui(site: BrowserSite, asked: dict[str, str],
     assert "by Ada" in site.flow_state(flow_run, "Completed")
     question = "SELECT state, decided_by, reason, path FROM promotions WHERE run_id = ?"
     ((state, by, reason, path),) = until(lambda: [row for row in site.rows(question, run_id) if row[0] == "promoted"])
-    assert (state, by, reason) == ("promoted", "Ada", "sorts well enough")
+    assert (state, by, reason) == ("promoted", "Ada (through Prefect, unverified)", "sorts well enough")
     assert {"config.json", "model.safetensors", "rlhf.json"} <= {file.name for file in Path(path).iterdir()}
     assert Path(path).name == run_id
 
