@@ -16,7 +16,7 @@ import psutil
 import pytest
 from control_fakes import FakeAgent, FakeScheduler, make_run
 
-from rlhf_core.accounts import user_name
+from rlhf_core.accounts import account, user_name
 from rlhf_core.cli import doctor, log_files, main, watching
 from rlhf_core.cli.progress import Pace, TerminalProgress, describe
 from rlhf_core.config import describe_fields, load, load_site
@@ -254,7 +254,7 @@ def test_cancel_of_a_run_that_nobody_drives(scheduler: FakeScheduler, capsys: Pr
     run_dir = make_run(load_site().runs_dir)
     rlhf("cancel", run_dir.run_id, "--reason", "not needed")
     assert "is cancelled (cancelled); none of its jobs is at work" in capsys.readouterr().out
-    assert read_record(run_dir).cause == "not needed"
+    assert read_record(run_dir).cause == f"not needed (by {account()})"
     rlhf("cancel", run_dir.run_id, "--json")
     assert json.loads(capsys.readouterr().out) == {"run_id": run_dir.run_id, "state": "cancelled", "job_ended": True}
 
