@@ -40,6 +40,7 @@ from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.regression import regression_text
 from rlhf_core.watchdog.evidence import regressed
+from rlhf_core.words import THROUGH_PREFECT
 
 FLOW = "rlhf-run"
 """Name of the flow; deployments are called ``rlhf-run/<name>``."""
@@ -81,7 +82,7 @@ def end_run(flow: Flow[Any, Any], flow_run: PrefectFlowRun, state: State[Any]) -
         if run_dir is None:
             say("this flow run had not made a run yet; there is nothing to end")
             return
-        say(cancel_run(run_dir, site, store, "cancelled in Prefect", say=say).message)
+        say(cancel_run(run_dir, site, store, f"cancelled in Prefect ({THROUGH_PREFECT})", say=say).message)
 
 
 def leave_run(flow: Flow[Any, Any], flow_run: PrefectFlowRun, state: State[Any]) -> None:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from flows.asking.kept import kept_with
 from rlhf_core import config
+from rlhf_core.accounts import account
 from rlhf_core.config import Site
 from rlhf_core.errors import DatabaseUnavailable, RunDirError
 from rlhf_core.history.store import HistoryStore
@@ -163,7 +164,7 @@ class Session:
         self.lease.keep()
         self.lacks_directory()
         if self.observer.wants_to_stop():
-            raise CancelAsked("interrupted at the terminal")
+            raise CancelAsked(f"interrupted at the terminal (by {account()})")
         request = read_model(self.run_dir.cancel_request, AgentCommand)
         if request is not None:
             raise CancelAsked(request.reason or "rlhf cancel", save=request.kind == "stop_after_step")

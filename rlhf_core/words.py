@@ -7,6 +7,10 @@ _SHOWN = 5
 """Ranges of steps that are listed."""
 
 
+THROUGH_PREFECT = "through Prefect, unverified"
+"""Stands for the user where a name was typed into a form of Prefect, or sent to its API."""
+
+
 def duration(seconds: float) -> str:
     """Seconds as people say them: ``8.2 s``, ``12 s``, ``3 min 05 s``, ``2 h 14 min``."""
     whole = round(seconds)
@@ -22,6 +26,25 @@ def duration(seconds: float) -> str:
 def count(number: int, noun: str) -> str:
     """``1 step``, ``2 steps``, ``10,000 steps``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+_LONGEST_CLAIM = 128
+
+
+def attributed(name: str, account: str) -> str:
+    """A claimed name with the user behind it: ``Head of Safety (anna, uid 1000)``, or shorter where both are one.
+
+    What stands in brackets at the end is never part of the claim.
+
+    Args:
+        name: As it was typed.
+        account: Of ``rlhf_core.accounts.account``, or :data:`THROUGH_PREFECT`; empty in records of rlhf-flows 0.1.
+    """
+    if not account:
+        return name
+    # Records keep so many characters of a name; a longer claim would push the account out.
+    claim = name if len(name) <= _LONGEST_CLAIM else f"{name[: _LONGEST_CLAIM - 1]}…"
+    return f"{claim} ({account.removeprefix(f'{name}, ')})"
 
 
 def place_text(attempt: int, restart: int) -> str:

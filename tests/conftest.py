@@ -19,7 +19,10 @@ os.environ.update(
     }
 )
 
-SITE_VARIABLES = ("RLHF_RUNS", "RLHF_DATABASE_URL", "RLHF_SCHEDULER", "RLHF_COMPUTE_PYTHON", "PREFECT_API_URL")
+SITE_VARIABLES = (
+    *("RLHF_RUNS", "RLHF_DATABASE_URL", "RLHF_SCHEDULER", "RLHF_COMPUTE_PYTHON", "RLHF_PREFECT_AUTH"),
+    *("PREFECT_API_URL", "PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING"),
+)
 """Settings of the person who runs the tests. Gone at once: fixtures of a whole session come before those of a test."""
 for _variable in SITE_VARIABLES:
     os.environ.pop(_variable, None)

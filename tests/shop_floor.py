@@ -1,20 +1,18 @@
 """A site for the tests of its services: a home folder, the ``rlhf`` command in it, and questions to its server."""
 
-import base64
 import json
 import os
 import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
+import signing_in
 
 ROOT = Path(__file__).parents[1]
 
@@ -123,24 +121,16 @@ class Floor:
                 continue
         return found
 
+    @property
+    def password(self) -> str:
+        """What its server asks for."""
+        file = self.home / "prefect" / "auth"
+        return self.auth or (file.read_text().strip() if file.is_file() else "")
+
     def ask(self, path: str, body: Any = None, *, auth: str | None = None, method: str = "") -> tuple[int, Any]:
         """Status and answer of the API, with this site's password unless another one (or none) is given."""
-        secret = self.auth if auth is None else auth
-        headers = {"content-type": "application/json"}
-        if secret:
-            headers["authorization"] = f"Basic {base64.b64encode(secret.encode()).decode()}"
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/api{path}",
-            data=None if body is None else json.dumps(body).encode(),
-            headers=headers,
-            method=method or ("GET" if body is None else "POST"),
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=20) as response:
-                content = response.read()
-                return response.status, json.loads(content) if content else None
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode(errors="replace")
+        password = self.password if auth is None else auth
+        return signing_in.ask(f"http://127.0.0.1:{self.port}/api", path, body, password=password, method=method)
 
     def start_flow(self, folder: Path, name: str = "waits") -> str:
         """Have the worker run the sample flow. Returns the id of the flow run."""

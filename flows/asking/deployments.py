@@ -29,10 +29,10 @@ from flows.session import FlowRun
 from flows.site.server import START_IT, server_answers
 from rlhf_core import config as configs
 from rlhf_core import private_files
+from rlhf_core.accounts import user_name
 from rlhf_core.config import Site
 from rlhf_core.errors import BadInput, PrefectUnavailable
 from rlhf_core.escaping import markdown_code
-from rlhf_core.launch.lease import user_name
 from rlhf_core.presets import PRESETS
 from rlhf_core.redaction import carries_secret
 

@@ -22,7 +22,7 @@ def start(run_id: str, site: Site) -> "subprocess.Popen[bytes]":
     logs.mkdir(parents=True, exist_ok=True)
     with (logs / f"adopted-{run_id}.log").open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "flows.keeping.adopting", run_id],
+            [sys.executable, "-P", "-m", "flows.keeping.adopting", run_id],
             env={**os.environ, **_site_variables(site)},
             stdin=subprocess.DEVNULL,
             stdout=log,

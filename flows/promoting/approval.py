@@ -30,6 +30,7 @@ from rlhf_core.launch.promote import give_answer, read_answer
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.promotion import PromotionAnswer
+from rlhf_core.words import THROUGH_PREFECT, attributed
 
 POLL_S = 2.0
 """How often the flow run is asked whether somebody has answered."""
@@ -54,13 +55,18 @@ class Approval(RunInput):
     approve: bool = Field(
         default=False, description="On: it is promoted. Off: it is refused, whatever the button below is called."
     )
-    by: str = Field(min_length=1, description="Your name; stands in the history and in the model card.")
+    by: str = Field(
+        min_length=1, description=f"Your name; stands in the history and in the model card, as {THROUGH_PREFECT}."
+    )
     reason: str = Field(default="", description="Why, in a sentence.")
 
     def as_answer(self) -> PromotionAnswer:
-        """What counts."""
+        """What counts. Whoever has the password of the server can give any name, which is kept as what it is."""
         return PromotionAnswer(
-            verdict="approved" if self.approve else "refused", by=self.by, reason=self.reason, time=utc_now()
+            verdict="approved" if self.approve else "refused",
+            by=attributed(self.by, THROUGH_PREFECT),
+            reason=self.reason,
+            time=utc_now(),
         )
 
 

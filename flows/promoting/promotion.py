@@ -33,6 +33,7 @@ from rlhf_core.schemas.promotion import ModelProvenance, PromotionAnswer
 from rlhf_core.schemas.regression import regression_text
 from rlhf_core.schemas.reports import EvaluationReport
 from rlhf_core.schemas.run import StoredSpec
+from rlhf_core.words import THROUGH_PREFECT, attributed
 
 POLICY = "promote.when=always"
 """Who approves where nobody is asked."""
@@ -78,13 +79,16 @@ class Question:
     def text(self) -> str:
         """The question with what is needed to answer it, as Markdown."""
         run_id = self.run_dir.run_id
-        summary = summarise(self.run_dir)
+        summary, stored = summarise(self.run_dir), self.run_dir.read_spec()
         lines = [
             self._question,
             "",
             f"Approved, it is copied to {markdown_code(str(self.target))}. Without an answer until "
             f"{self.deadline:%Y-%m-%d %H:%M} UTC nothing is promoted. From a terminal: `rlhf approve {run_id}` or "
             f"`rlhf refuse {run_id} --reason ...`",
+            "",
+            f"The run was asked for by {_cell(attributed(stored.owner, stored.owner_account))}. Names are claims: an "
+            f"answer from a terminal is kept with its user of the machine, one from here as *{THROUGH_PREFECT}*.",
             "",
             *_results(summary),
             *_samples(summary),
@@ -278,6 +282,7 @@ def _provenance(session: Session, approved: PromotionRecord) -> ModelProvenance:
         run_id=stored.run_id,
         name=spec.name,
         owner=stored.owner,
+        owner_account=stored.owner_account,
         tags=stored.tags,
         created_at=stored.created_at,
         promoted_at=utc_now(),

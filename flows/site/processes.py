@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
+from typing import BinaryIO
 
 import psutil
 
 from rlhf_core.errors import BadInput
-from rlhf_core.run_dir import read_model, write_model
+from rlhf_core.run_dir import PRIVATE_MODE, read_model, write_model
 from rlhf_core.schemas.base import Schema, utc_now
 
 SERVICES = ("server", "worker", "keeper")
@@ -141,8 +142,7 @@ def holding(home: Path, name: str, address: str = "") -> Iterator[Callable[[], N
         BadInput: another process is this service already.
     """
     files = ServiceFiles(home, name)
-    files.lock.parent.mkdir(parents=True, exist_ok=True)
-    with files.lock.open("ab") as lock:
+    with _opened(files.lock) as lock:
         if not _locked(lock.fileno(), LOCK_PATIENCE_S):
             record = read_model(files.record, ServiceRecord)
             who = f"process {record.pid} on {record.host}" if record else "another process"
@@ -158,9 +158,7 @@ def holding(home: Path, name: str, address: str = "") -> Iterator[Callable[[], N
 def alone(home: Path, *, wait: bool = True) -> Iterator[bool]:
     """Be the one who starts or ends services of this home folder, once nobody else does; False, with ``wait`` false,
     where another process does just now."""
-    path = home / "services" / "up.lock"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as lock:
+    with _opened(home / "services" / "up.lock") as lock:
         try:
             fcntl.flock(lock.fileno(), fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
@@ -225,6 +223,47 @@ def started_ticks(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
+def private_folder(path: Path) -> None:
+    """Make a folder that only its owner may enter; close one that others may.
+
+    Whoever can open a lock can hold it, whatever its permissions say about writing.
+
+    Raises:
+        BadInput: it is another user's, or cannot be made.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
+        found = path.stat()
+        if found.st_uid == os.geteuid() and found.st_mode & 0o077:
+            path.chmod(0o700)
+    except OSError as error:
+        raise BadInput(f"cannot make {path} a folder of this user alone: {error.strerror}") from None
+    if found.st_uid != os.geteuid():
+        raise BadInput(
+            f"{path} belongs to user {found.st_uid}, expected a folder of user {os.geteuid()}: use another RLHF_HOME"
+        )
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """A lock of this user, in a folder that nobody else may enter.
+
+    Raises:
+        BadInput: it is a link, or another user's.
+    """
+    private_folder(path.parent)
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, PRIVATE_MODE)
+    except OSError as error:
+        raise BadInput(f"cannot open {path}: {error.strerror}; expected a file of this user, or none") from None
+    with os.fdopen(descriptor, "r+b") as lock:
+        if os.fstat(descriptor).st_mode & 0o077:
+            os.fchmod(descriptor, PRIVATE_MODE)  # made by an earlier version
+        yield lock
+
+
 def _this_process(address: str) -> ServiceRecord:
     ticks = started_ticks(os.getpid())
     assert ticks is not None, "this process lives"
@@ -259,7 +298,8 @@ def _gone(record: ServiceRecord, patience_s: float) -> bool:
 
 def _is_held(lock: Path) -> bool:
     try:
-        with lock.open("rb") as file:
+        descriptor = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
             fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
@@ -283,7 +323,7 @@ def _locked(descriptor: int, patience_s: float) -> bool:
 
 def _write_beat(path: Path) -> None:
     """In place and of one length, so that a reader sees the old beat or the new one."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, PRIVATE_MODE)
     try:
         os.pwrite(descriptor, f"{time.monotonic():020.3f}\n".encode("ascii"), 0)
     finally:

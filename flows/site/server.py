@@ -1,6 +1,5 @@
 """The Prefect server: the site's own, with its settings, or a temporary one for as long as a run lasts."""
 
-import contextlib
 import ctypes
 import ipaddress
 import logging
@@ -17,10 +16,13 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from flows.site.processes import HOME_MARKER, ServiceState, look
+from flows.site.guards import MAX_SOCKET_BYTES, Names, names_of
+from flows.site.processes import HOME_MARKER, ServiceState, look, private_folder
 from rlhf_core.config import Site
 from rlhf_core.errors import BadInput, PrefectUnavailable
+from rlhf_core.run_dir import PRIVATE_MODE, create_once
 
 STARTUP_TIMEOUT_S = 180.0
 """How long a temporary server may take to answer. Its first start makes a database: 20 s, longer on a busy machine."""
@@ -34,6 +36,10 @@ NO_PREFECT = "Run without Prefect: add --no-prefect."
 
 AUTH_VARIABLE = "RLHF_PREFECT_AUTH"
 """Variable with the password of the site's server, as ``user:password``."""
+SERVER_AUTH = "PREFECT_SERVER_API_AUTH_STRING"
+"""Prefect's own variable for the password of a server."""
+CLIENT_AUTH = "PREFECT_API_AUTH_STRING"
+"""Prefect's own variable for the password that a client sends."""
 
 DAY_S = 24 * 3600
 
@@ -74,68 +80,87 @@ def is_public(site: Site) -> bool:
         return host != "localhost"
 
 
+def own_names(site: Site) -> Names:
+    """Names by which the server may be asked: of loopback, of this machine where others reach it, and configured ones.
+
+    An address in figures is one of them where other machines reach the server: behind containers and routers it need
+    not be one that this machine knows.
+    """
+    public, page = is_public(site), urlsplit(ui_url(site))
+    names = [site.prefect.host, *site.prefect.hosts, page.netloc, urlsplit(configured_url()).netloc]
+    names += [socket.gethostname(), socket.getfqdn()] if public else []
+    return names_of(names, [f"{page.scheme}://{page.netloc}"], any_address=public)
+
+
 def password_file(site: Site) -> Path:
     """Where the password of the server is kept, readable by this user alone."""
     return site.home / "prefect" / "auth"
 
 
 def password(site: Site) -> str:
-    """The password of the site's server, as ``user:password``; empty where none is asked for.
+    """The password of the site's server, as ``user:password``.
 
-    ``RLHF_PREFECT_AUTH`` wins over the file; where neither is there and other machines reach the server, one is made
-    and kept in the file. On loopback a password is asked for when there is one.
+    ``RLHF_PREFECT_AUTH`` wins over ``PREFECT_SERVER_API_AUTH_STRING``, and both over the file; where there is none of
+    them, one is made and kept in the file.
 
     Raises:
-        BadInput: the file is empty, or readable by others.
+        BadInput: the file cannot be written, is empty or another user's, or others may read it.
     """
-    given = os.environ.get(AUTH_VARIABLE, "")
+    given = os.environ.get(AUTH_VARIABLE) or os.environ.get(SERVER_AUTH)
     if given:
         return given
     path = password_file(site)
     if not path.exists():
-        if not is_public(site):
-            return ""
-        _make_password(path)
-    if path.stat().st_mode & 0o077:
-        raise BadInput(f"{path} holds the password of the Prefect server and others may read it; chmod 600 {path}")
-    found = path.read_text(encoding="utf-8").strip()
+        private_folder(path.parent)
+        try:
+            create_once(path, f"{_new_password()}\n", PRIVATE_MODE)
+        except OSError as error:
+            raise BadInput(f"cannot keep a password for the Prefect server in {path}: {error.strerror}") from None
+    found = _private_text(path).strip()
     if not found:
         raise BadInput(f"{path} is empty, expected user:password; write one, or remove the file and one is made")
     return found
 
 
-def _make_password(path: Path) -> None:
-    """Make one, whole or not at all; where another process was faster, its password holds."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".auth.{secrets.token_hex(8)}.tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+def _new_password() -> str:
+    return f"rlhf:{secrets.token_urlsafe(24)}"
+
+
+def _private_text(path: Path) -> str:
+    """Text of a file that holds a secret.
+
+    Raises:
+        BadInput: it is not this user's own file, or others may read it.
+    """
     try:
-        os.write(descriptor, f"rlhf:{secrets.token_urlsafe(24)}\n".encode("ascii"))
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    try:
-        with contextlib.suppress(FileExistsError):
-            path.hardlink_to(temporary)
-    finally:
-        temporary.unlink()
+        file = path.open(encoding="utf-8")
+    except OSError as error:
+        raise BadInput(f"cannot read {path}, the password of the Prefect server: {error.strerror}") from None
+    with file:
+        found = os.fstat(file.fileno())
+        if found.st_uid != os.geteuid():
+            raise BadInput(f"{path} holds the password of the Prefect server and belongs to user {found.st_uid}")
+        if found.st_mode & 0o077:
+            raise BadInput(f"{path} holds the password of the Prefect server and others may read it; chmod 600 {path}")
+        return file.read()
 
 
 def configured_url(environ: Mapping[str, str] | None = None) -> str:
-    """The server that this user has configured for Prefect, in the environment or in the active profile; or empty.
+    """The server that this user has configured for Prefect, in the environment or in the active profile; or empty."""
+    return _configured("PREFECT_API_URL", os.environ if environ is None else environ)
 
-    Read without importing Prefect, which takes its settings when it is imported.
-    """
-    environment = os.environ if environ is None else environ
-    if environment.get("PREFECT_API_URL"):
-        return environment["PREFECT_API_URL"]
+
+def _configured(setting: str, environment: Mapping[str, str]) -> str:
+    """A setting of Prefect's, read without importing it: it takes its settings when it is imported."""
+    if environment.get(setting):
+        return environment[setting]
     home = Path(environment.get("PREFECT_HOME") or Path.home() / ".prefect").expanduser()
     try:
         content = tomllib.loads((home / "profiles.toml").read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
         return ""
     name = environment.get("PREFECT_PROFILE") or content.get("active", "")
-    return str(content.get("profiles", {}).get(name, {}).get("PREFECT_API_URL", ""))
+    return str(content.get("profiles", {}).get(name, {}).get(setting, ""))
 
 
 def connect(site: Site) -> str:
@@ -147,7 +172,7 @@ def connect(site: Site) -> str:
     configured = configured_url()
     if configured and configured != own_url(site):
         if os.environ.get(AUTH_VARIABLE):
-            os.environ.setdefault("PREFECT_API_AUTH_STRING", os.environ[AUTH_VARIABLE])
+            os.environ.setdefault(CLIENT_AUTH, os.environ[AUTH_VARIABLE])
         return configured
     if not configured and (look(site.home, "server").state is ServiceState.STOPPED or not answers(own_url(site))):
         return ""
@@ -156,10 +181,13 @@ def connect(site: Site) -> str:
 
 
 def client_settings(site: Site, url: str) -> dict[str, str]:
-    """What a client of a server needs. The password of the site goes to its own server only, unless it was given."""
+    """What a client of a server needs. The password of the site goes to its own server only, unless it was given; one
+    that this user has set for Prefect, together with an address, is kept."""
     settings = {"PREFECT_API_URL": url, "PREFECT_UI_URL": ui_url(site)}
+    if configured_url() == url and _configured(CLIENT_AUTH, os.environ) and not os.environ.get(AUTH_VARIABLE):
+        return settings
     auth = password(site) if url == own_url(site) else os.environ.get(AUTH_VARIABLE, "")
-    return {**settings, "PREFECT_API_AUTH_STRING": auth} if auth else settings
+    return {**settings, CLIENT_AUTH: auth} if auth else settings
 
 
 def service_settings(site: Site) -> dict[str, str]:
@@ -197,8 +225,12 @@ def server_settings(site: Site) -> dict[str, str]:
         "PREFECT_SERVER_EVENTS_RETENTION_PERIOD": f"P{site.prefect.keep_days}D",
         "PREFECT__SERVER_FINAL": "1",
     }
-    auth = password(site)
-    return {**settings, "PREFECT_SERVER_API_AUTH_STRING": auth} if auth else settings
+    return {**settings, **_door(password(site))}
+
+
+def _door(auth: str) -> dict[str, str]:
+    """Settings by which a server asks for a password, and for a token of whatever writes from a browser."""
+    return {SERVER_AUTH: auth, "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true"}
 
 
 def worker_settings(site: Site) -> dict[str, str]:
@@ -208,7 +240,12 @@ def worker_settings(site: Site) -> dict[str, str]:
     healthy runs. A flow run that can no longer be cancelled for that reason is ended by the keeper.
     """
     del site  # the same everywhere; asked for like the settings of the server
-    return {"PREFECT_WORKER_QUERY_SECONDS": "5", "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"}
+    return {
+        "PREFECT_WORKER_QUERY_SECONDS": "5",
+        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
+        # Flow runs begin in the folder of the runs, which others may write to: nothing is imported from there.
+        "PYTHONSAFEPATH": "1",
+    }
 
 
 def _in_url(host: str) -> str:
@@ -250,7 +287,7 @@ def prefect_server(home: Path, say: Callable[[str], None]) -> Iterator[str]:
     Raises:
         PrefectUnavailable: there is none, and none could be started.
     """
-    from prefect.settings import PREFECT_API_URL, temporary_settings
+    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
     configured = PREFECT_API_URL.value()
     if configured:
@@ -261,7 +298,11 @@ def prefect_server(home: Path, say: Callable[[str], None]) -> Iterator[str]:
         "there is no Prefect server (`rlhf up` starts one): a temporary one is started for this run; "
         "--no-prefect runs without"
     )
-    with _temporary_server(home / "prefect") as url, temporary_settings({PREFECT_API_URL: url}):
+    auth = _new_password()  # of this server alone: other users of the machine reach its port
+    with (
+        _temporary_server(home / "prefect", auth) as url,
+        temporary_settings({PREFECT_API_URL: url, PREFECT_API_AUTH_STRING: auth}),
+    ):
         try:
             yield url
         finally:
@@ -303,28 +344,28 @@ def _require_answer(url: str) -> None:
 
 
 @contextmanager
-def _temporary_server(folder: Path) -> Iterator[str]:
+def _temporary_server(folder: Path, auth: str) -> Iterator[str]:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        private_folder(folder)
         log = (folder / "server.log").open("wb")
     except OSError as error:
         raise PrefectUnavailable(f"cannot write {folder}: {error.strerror}. {NO_PREFECT}") from None
     with log:
-        url, process = _start(folder, log.fileno())
+        url, process = _start(folder, log.fileno(), auth)
         try:
             yield url
         finally:
             _stop(process)
 
 
-def _start(folder: Path, log: int) -> tuple[str, "subprocess.Popen[bytes]"]:
+def _start(folder: Path, log: int, auth: str) -> tuple[str, "subprocess.Popen[bytes]"]:
     deadline = time.monotonic() + STARTUP_TIMEOUT_S
     while True:
         port = _free_port()
         url = f"http://127.0.0.1:{port}/api"
         process = subprocess.Popen(
             _command(port),
-            env=_environment(folder),
+            env=_environment(folder, auth),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -366,6 +407,15 @@ def answers(url: str) -> bool:
         return False
 
 
+def asks_for_password(url: str) -> bool:
+    """False where the server at an address of an API lets anybody in."""
+    try:
+        with urllib.request.urlopen(f"{url}/admin/version", timeout=ANSWER_TIMEOUT_S):
+            return False
+    except (OSError, ValueError):
+        return True
+
+
 def answers_within(seconds: float, url: str) -> bool:
     """Whether one answers now or soon: it may be busy, or just starting."""
     deadline = time.monotonic() + seconds
@@ -377,15 +427,17 @@ def answers_within(seconds: float, url: str) -> bool:
 
 
 def _command(port: int) -> list[str]:
-    # As prefect.server.api.server.SubprocessASGIServer does it; started here so that it has a session of its own.
-    factory = "prefect.server.api.server:create_app"
-    serve = ["-m", "uvicorn", "--factory", factory, "--host", "127.0.0.1", "--port", str(port)]
-    return [sys.executable, *serve, "--log-level", "error", "--lifespan", "on"]
+    # As prefect.server.api.server.SubprocessASGIServer does it; started here so that it has a session of its own, and
+    # imports nothing from the folder that this process happens to be in.
+    serve = ["-P", "-m", "uvicorn", "--factory", "flows.site.server_app:create_app", "--lifespan", "on"]
+    serve += ["--host", "127.0.0.1", "--port", str(port), "--ws-max-size", str(MAX_SOCKET_BYTES)]
+    return [sys.executable, *serve, "--log-level", "error"]
 
 
-def _environment(folder: Path) -> Mapping[str, str]:
+def _environment(folder: Path, auth: str) -> Mapping[str, str]:
     environment = {
         **os.environ,
+        **_door(auth),
         "PREFECT_UI_ENABLED": "0",
         "PREFECT__SERVER_EPHEMERAL": "1",
         "PREFECT__SERVER_FINAL": "1",

@@ -2,7 +2,8 @@
 
 Browsers are told by a Content-Security-Policy to talk to this server only: the pages of Prefect ask hosts outside for
 their configuration and statistics, and a Markdown artifact may name images of anywhere. The server itself serves the
-lists of worker types that come with the package, instead of asking the network for newer ones.
+lists of worker types that come with the package, instead of asking the network for newer ones. What is asked of it
+passes :mod:`flows.site.guards` first, and a server without a password is none.
 
 Two faults of Prefect 3.7 on SQLite are mended here, too: schedules that never fire (:func:`let_schedules_be_inserted`),
 and what a browser asks and is lost (:class:`Patient`).
@@ -12,18 +13,29 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
 from prefect.server.api import collections
 from prefect.server.api.server import create_app as prefect_app
 from prefect.server.database.orm_models import Base
+from prefect.settings import PREFECT_SERVER_API_AUTH_STRING
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
+from flows.site.guards import (
+    READING,
+    App,
+    Authenticated,
+    Known,
+    Limited,
+    Message,
+    Names,
+    Receive,
+    Scope,
+    Send,
+    names_of,
+)
+from rlhf_core.errors import BadInput
 
 POLICY = "; ".join(
     [
@@ -49,7 +61,8 @@ PATIENCE_S = 20.0
 PAUSE_S = 0.1
 """Pause before that."""
 
-_READING = frozenset({"GET", "HEAD", "OPTIONS"})
+_WRITING_PATH = "/csrf-token"
+"""End of the path of a question that writes: each client gets a token that the server remembers."""
 
 
 class Patient:
@@ -61,15 +74,17 @@ class Patient:
     with approvals and with the removal of a schedule, on a site with some runs at work.
     """
 
-    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+    def __init__(self, app: App) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass everything on; a writing request again while the answer is 503, up to ``PATIENCE_S``."""
-        if scope["type"] != "http" or scope["method"] in _READING:
+        if scope["type"] != "http" or (scope["method"] in READING and not scope["path"].endswith(_WRITING_PATH)):
             await self._app(scope, receive, send)
             return
         body = await _whole_body(receive)
+        if body is None:
+            return
         until = time.monotonic() + PATIENCE_S
         while await self._is_refused(scope, _again(body, receive), send, is_last=time.monotonic() > until):
             await asyncio.sleep(PAUSE_S)
@@ -93,10 +108,13 @@ class Patient:
         return refused
 
 
-async def _whole_body(receive: Receive) -> bytes:
+async def _whole_body(receive: Receive) -> bytes | None:
+    """The body of a request; None where its sender went away before the end of it."""
     body = bytearray()
     while True:
         message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
         body += message.get("body", b"")
         if not message.get("more_body", False):
             return bytes(body)
@@ -115,7 +133,7 @@ def _again(body: bytes, receive: Receive) -> Receive:
 class Guarded:
     """An ASGI application whose every answer says what its page may reach."""
 
-    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+    def __init__(self, app: App) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -140,7 +158,7 @@ STYLE = (
 class Styled:
     """An ASGI application that adds :data:`STYLE` to each of its pages."""
 
-    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+    def __init__(self, app: App) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -178,12 +196,23 @@ def _with_length(headers: list[tuple[bytes, bytes]], length: int) -> list[tuple[
     return [*(pair for pair in headers if pair[0] not in changed), (b"content-length", str(length).encode())]
 
 
-def create_app() -> Guarded:
-    """What uvicorn serves."""
+def create_app(names: Names | None = None) -> Guarded:
+    """Make the application that uvicorn serves.
+
+    Args:
+        names: By which it may be asked. Default: those of loopback.
+
+    Raises:
+        BadInput: no password is set (``PREFECT_SERVER_API_AUTH_STRING``).
+    """
+    password = PREFECT_SERVER_API_AUTH_STRING.value()
+    if not password:
+        raise BadInput("the Prefect server has no password; `rlhf serve server` gives it one")
     collections.get_collection_view = shipped_view
     logging.getLogger("docket.dependencies").addFilter(is_news)
     let_schedules_be_inserted()
-    return Guarded(Styled(Patient(prefect_app())))
+    inner = Limited(Styled(Patient(prefect_app())))
+    return Guarded(Known(Authenticated(inner, password), names or names_of(())))
 
 
 def let_schedules_be_inserted() -> None:

@@ -25,6 +25,7 @@ from flows.site.processes import (
 from flows.site.server import (
     STARTUP_TIMEOUT_S,
     answers_within,
+    asks_for_password,
     client_settings,
     configured_url,
     own_url,
@@ -93,7 +94,7 @@ def up(site: Site, names: Sequence[str] = (), say: Say = lambda text: None) -> l
     """Start the services that are missing, replace those that do not answer, and wait until each is ready.
 
     Raises:
-        BadInput: the port is taken, or a service runs on another machine.
+        BadInput: the port is taken, a service runs on another machine, or the server asks for no password.
         PrefectUnavailable: a service did not become ready; the message has the end of its log. Or the worker's server
             is none of those that are started, and does not answer.
     """
@@ -165,6 +166,11 @@ def _ensure(site: Site, name: str, environment: Mapping[str, str], say: Say) -> 
     if found.state is ServiceState.SILENT:
         found = _until(site, name, ANSWER_PATIENCE_S, lambda status: status.state is ServiceState.RUNNING)
     if found.state is ServiceState.RUNNING and (name != "server" or answers_within(ANSWER_PATIENCE_S, own_url(site))):
+        if name == "server" and not asks_for_password(own_url(site)):
+            raise BadInput(
+                f"the server (process {found.pid}) was started by an earlier version and asks for no password: "
+                f"`rlhf down`, then `rlhf up`; the jobs of runs go on meanwhile"
+            )
         return Started(name, found.pid, "was running")
     replaced = found.state is not ServiceState.STOPPED
     if replaced:
@@ -224,7 +230,7 @@ def launch(site: Site, name: str, environment: Mapping[str, str]) -> "subprocess
         _make_room(ServiceFiles(site.home, FLOW_RUNS).log)
     with log.open("ab") as written:
         return subprocess.Popen(
-            [sys.executable, "-m", "rlhf_core.cli.main", "serve", name],
+            [sys.executable, "-P", "-m", "rlhf_core.cli.main", "serve", name],
             env={**environment, "RLHF_HOME": str(site.home), STARTED_BY: OURS},
             cwd=site.home,
             stdin=subprocess.DEVNULL,

@@ -18,8 +18,25 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from flows.site import wanted
-from flows.site.processes import BEAT_S, OURS, STARTED_BY, ServiceFiles, end_all, holding, is_flow_process
-from flows.site.server import answers, own_url, server_settings, service_settings, ui_url, worker_settings
+from flows.site.processes import (
+    BEAT_S,
+    OURS,
+    STARTED_BY,
+    ServiceFiles,
+    end_all,
+    holding,
+    is_flow_process,
+    private_folder,
+)
+from flows.site.server import (
+    answers,
+    own_names,
+    own_url,
+    server_settings,
+    service_settings,
+    ui_url,
+    worker_settings,
+)
 from rlhf_core.config import Site
 from rlhf_core.errors import BadInput
 
@@ -55,8 +72,8 @@ def serve(site: Site, name: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     settings = {"server": server_settings, "worker": worker_settings}
     os.environ.update({**service_settings(site), **(settings[name](site) if name in settings else {})})
-    for folder in ("prefect", "logs"):
-        (site.home / folder).mkdir(parents=True, exist_ok=True)
+    private_folder(site.home / "prefect")
+    (site.home / "logs").mkdir(parents=True, exist_ok=True)
     with holding(site.home, name, ui_url(site) if name == "server" else "") as beat:
         if os.environ.get(STARTED_BY) == OURS:
             if name not in wanted.read(site.home).services:
@@ -111,16 +128,19 @@ def _listener(port: int) -> str:
 def _serve_server(site: Site, beat: Beat) -> None:
     import uvicorn
 
+    from flows.site.guards import MAX_SOCKET_BYTES
+    from flows.site.server_app import create_app  # only now: Prefect reads its settings when it is imported
+
     require_free_port(site)
     os.umask(0o077)  # its database holds secrets, and the key that they are encrypted with
     threading.Thread(target=_beat_while_answering, args=(own_url(site), beat), daemon=True).start()
     uvicorn.run(
-        "flows.site.server_app:create_app",
-        factory=True,
+        create_app(own_names(site)),
         host=site.prefect.host,
         port=site.prefect.port,
         log_level="warning",
         lifespan="on",
+        ws_max_size=MAX_SOCKET_BYTES,
         # Browsers keep their event streams open for as long as the page is.
         timeout_graceful_shutdown=SERVER_END_S,
     )
@@ -306,12 +326,15 @@ def _set_up_pool(site: Site) -> None:
 
 
 def _job_template(site: Site) -> dict[str, Any]:
-    """Flow runs write to one log file themselves. Through a pipe of the worker, they would break when it is killed."""
+    """Flow runs write to one log file themselves. Through a pipe of the worker, they would break when it is killed.
+
+    They import nothing from the folder they begin in, and jobs are handed no variable that says the same to user code.
+    """
     from prefect.workers.process import ProcessWorker
 
     template = ProcessWorker.get_default_base_job_template()
     log = ServiceFiles(site.home, FLOW_RUNS).log
-    script = 'exec "$0" -m prefect.engine >>"$1" 2>&1'
+    script = 'unset PYTHONSAFEPATH; exec "$0" -P -m prefect.engine >>"$1" 2>&1'
     variables = template["variables"]["properties"]
     variables["command"]["default"] = shlex.join(["/bin/sh", "-c", script, sys.executable, str(log)])
     variables["stream_output"]["default"] = False

@@ -12,7 +12,7 @@ import typer
 
 from rlhf_core.cli import output, requests
 from rlhf_core.schemas.attempts import RunState
-from rlhf_core.words import count
+from rlhf_core.words import attributed, count
 
 if TYPE_CHECKING:
     from rlhf_core.history.queries import SqlResult
@@ -111,7 +111,9 @@ def nodes(
         str, typer.Option("--clear", metavar="NODE", help="Say that this node was mended; takes --reason.")
     ] = "",
     reason: Annotated[str, typer.Option(help="With --clear: what was mended; it is kept.")] = "",
-    by: Annotated[str, typer.Option("--by", help="With --clear: who says so. Default: you.")] = "",
+    by: Annotated[
+        str, typer.Option("--by", help="With --clear: who says so; your user name is kept beside it. Default: you.")
+    ] = "",
     as_json: output.JsonOption = False,
 ) -> None:
     """Show what is known against nodes: strikes from the incidents of all runs, and which are left alone until when.
@@ -120,9 +122,9 @@ def nodes(
     again and again for six hours; new attempts on Slurm go without them as long as enough others are there. With
     --clear what came up against a node until now no longer counts; the history keeps it.
     """
+    from rlhf_core.accounts import attributed_here
     from rlhf_core.config import load_site
     from rlhf_core.errors import BadInput
-    from rlhf_core.launch.lease import user_name
     from rlhf_core.schemas.base import utc_now
     from rlhf_core.watchdog.nodes import clear_node, node_records
 
@@ -131,7 +133,7 @@ def nodes(
     runs = load_site().runs_dir
     with _history() as store:
         if clear:
-            found = [clear_node(store, runs, clear, by or user_name(), reason, utc_now())]
+            found = [clear_node(store, runs, clear, attributed_here(by), reason, utc_now())]
         else:
             found = node_records(store, utc_now(), runs)
     if as_json:
@@ -414,7 +416,9 @@ def _print_head(shown: Facts) -> None:
         output.print_text(f"The run left {run['missing_steps']}.")
     if shown["regressed"]:
         output.print_text(f"Regressed: {output.regression_text(shown['regressed'])}")
-    output.print_text(f"Asked for: {_moment(run['created_at'])} UTC, by {run['owner']}")
+    output.print_text(
+        f"Asked for: {_moment(run['created_at'])} UTC, by {attributed(run['owner'], run['owner_account'])}"
+    )
     if run["trial_of"]:
         output.print_text(f"Trial of: {run['trial_of']}")
     if run["tags"]:

@@ -79,6 +79,7 @@ app.command("sql", rich_help_panel=_LOOKING)(history_commands.sql)
 
 app.command("up", rich_help_panel=_SITE)(service_commands.up)
 app.command("down", rich_help_panel=_SITE)(service_commands.down)
+app.command("password", rich_help_panel=_SITE)(service_commands.password)
 app.command("serve", rich_help_panel=_SITE)(service_commands.serve)
 app.command("notify", rich_help_panel=_SITE)(promote_commands.notify)
 app.command("reconcile", rich_help_panel=_SITE)(keeper_command.reconcile)

@@ -11,7 +11,7 @@ from rlhf_core.cli.output import JsonOption
 if TYPE_CHECKING:
     from flows.promoting.answering import Verdict
 
-ByOption = Annotated[str, typer.Option("--by", help="Who decides. Default: the user of this process.")]
+ByOption = Annotated[str, typer.Option("--by", help="Who decides; your user name is kept beside it. Default: you.")]
 
 
 def approve(
@@ -39,17 +39,17 @@ def refuse(
 
 def _answer(run: str, verdict: "Verdict", by: str, reason: str, as_json: bool) -> None:
     from flows.promoting.answering import answer_promotion
+    from rlhf_core.accounts import attributed_here
     from rlhf_core.cli.run_commands import find_run
     from rlhf_core.config import load_site
     from rlhf_core.errors import PromotionFailed
     from rlhf_core.history.store import HistoryStore
-    from rlhf_core.launch.lease import user_name
     from rlhf_core.schemas.attempts import PromotionState
 
     site = load_site()
     with HistoryStore(site.database_url) as store:
         run_dir = find_run(store, site, run)
-        answered = answer_promotion(run_dir, site, store, verdict, by or user_name(), reason, say=output.note)
+        answered = answer_promotion(run_dir, site, store, verdict, attributed_here(by), reason, say=output.note)
     if answered.state is PromotionState.FAILED:
         raise PromotionFailed(answered.message)
     if as_json:

@@ -225,30 +225,32 @@ def resume(run: RunArgument, no_prefect: NoPrefectOption = False, as_json: JsonO
 
 def cancel(
     run: RunArgument,
-    reason: Annotated[str, typer.Option(help="Why; stands in the history.")] = "",
+    reason: Annotated[str, typer.Option(help="Why; stands in the history, with your user name.")] = "",
     save: Annotated[bool, typer.Option("--save", help="Write a checkpoint first, if the workers still can.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """End a run and prove that its job is gone, with or without a living controller. One that was asked for and that no
     worker has begun is taken back."""
     from flows.cancelling import Cancelled, cancel_missing, cancel_run
+    from rlhf_core.accounts import account
     from rlhf_core.config import load_site
     from rlhf_core.errors import UnknownRun
     from rlhf_core.schemas.attempts import RunState
 
     site = load_site()
+    why = f"{reason or 'rlhf cancel'} (by {account()})"
     with _history_if_usable(site) as store:
         try:
             run_dir = find_run(store, site, run)
         except UnknownRun:
-            missing = cancel_missing(run, site, store, reason or "rlhf cancel") if store is not None else None
-            if missing is None and not _withdraw(site, run, reason or "rlhf cancel"):
+            missing = cancel_missing(run, site, store, why) if store is not None else None
+            if missing is None and not _withdraw(site, run, why):
                 raise
             not_begun = f"run {run} had not begun; its flow run in Prefect is cancelled"
             run_id, outcome = run, missing or Cancelled(RunState.CANCELLED, True, not_begun)
         else:
             run_id = run_dir.run_id
-            outcome = cancel_run(run_dir, site, store, reason or "rlhf cancel", save=save, say=output.note)
+            outcome = cancel_run(run_dir, site, store, why, save=save, say=output.note)
     if as_json:
         output.print_json({"run_id": run_id, "state": outcome.state, "job_ended": outcome.job_ended})
     else:

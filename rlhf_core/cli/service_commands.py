@@ -1,6 +1,5 @@
-"""``rlhf up``, ``down`` and ``serve``: the services of a site. What is heavy is imported inside the functions."""
+"""Services of a site: ``rlhf up``, ``down``, ``serve``, ``password``. Heavy modules are imported late."""
 
-import os
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -33,7 +32,7 @@ def up(
     server from then on. What dies is started again by the services that live. Nothing is fetched from, or sent to, the
     network.
     """
-    from flows.site.server import AUTH_VARIABLE, password, password_file, ui_url
+    from flows.site.server import configured_url, own_url, ui_url
     from flows.site.services import down_ones
     from flows.site.services import up as start
     from rlhf_core.config import load_site
@@ -53,8 +52,26 @@ def up(
     if as_json or status:
         return
     output.print_text(f"Prefect: {ui_url(site)}")
-    if password(site) and AUTH_VARIABLE not in os.environ:
-        output.print_text(f"It asks for a password, which stands in {password_file(site)}")
+    if configured_url() in ("", own_url(site)):
+        output.print_text("It asks for the password of this site once in each browser; `rlhf password` prints it")
+
+
+def password(as_json: JsonOption = False) -> None:
+    """Print the password that the Prefect server of this site asks for: what its sign-in page takes, user and all.
+
+    It is made once, in a file of RLHF_HOME that only you may read, unless RLHF_PREFECT_AUTH gives one. Whoever has it
+    may run programs as the user of the services.
+    """
+    from flows.site.server import password as find
+    from flows.site.server import ui_url
+    from rlhf_core.config import load_site
+
+    site = load_site()
+    found = find(site)
+    if as_json:
+        output.print_json({"address": ui_url(site), "password": found})
+    else:
+        print(found)  # as it is: neither wrapped nor coloured
 
 
 def down(services: ServicesArgument = None) -> None:

@@ -11,6 +11,7 @@ from datetime import datetime
 from enum import StrEnum
 
 from rlhf_core.schemas.attempts import RUN_ENDS, RunState, StageState
+from rlhf_core.words import THROUGH_PREFECT
 
 ADOPT_AFTER_S = 30.0
 """How long nobody must have driven a run before it is adopted; a controller that is proven dead is not waited for."""
@@ -321,7 +322,7 @@ def _cancellation(run: RunFacts, newest: FlowRunFacts | None) -> str:
     cared_for = newest.state is FlowState.CANCELLING and newest.process is not ProcessState.GONE
     if cared_for and newest.state_s < (CANCEL_PATIENCE_S if newest.attended else UNATTENDED_S):
         return ""
-    return "its flow run was cancelled in Prefect"
+    return f"its flow run was cancelled in Prefect ({THROUGH_PREFECT})"
 
 
 def _is_to_be_adopted(run: RunFacts, flow_runs: Sequence[FlowRunFacts], world: World) -> bool:

@@ -34,7 +34,7 @@ from sqlalchemy.types import TypeEngine
 
 from rlhf_core.schemas.base import storable_text
 
-SCHEMA_REVISION = "0006"
+SCHEMA_REVISION = "0007"
 """The newest migration: the schema that this program reads and writes."""
 
 VIEWS = (
@@ -144,6 +144,9 @@ class Run(Base):
     message: Mapped[str]
     """Cause of the last change of state."""
     owner: Mapped[str]
+    """Who asked for it, as was said."""
+    owner_account: Mapped[str] = mapped_column(server_default=text("''"))
+    """The operating system's user that said so; see ``rlhf_core.accounts``."""
     seed: Mapped[int] = mapped_column(BigInteger)
     algorithm: Mapped[str]
     total_steps: Mapped[int]

@@ -55,6 +55,7 @@ from rlhf_core.schemas.probe import ProbeReport
 from rlhf_core.schemas.reports import AgentStatus, AttemptOutcome, CheckpointManifest, EvaluationReport, KeeperNote
 from rlhf_core.schemas.resources import Placement
 from rlhf_core.schemas.run import StoredSpec, shape_key
+from rlhf_core.words import attributed
 
 RUNS = tables.metadata.tables["runs"]
 OFFSETS = tables.metadata.tables["ingest_offsets"]
@@ -190,6 +191,7 @@ def _described_run(run_dir: str, stored: StoredSpec) -> Row:
     return {
         "name": spec.name,
         "owner": stored.owner,
+        "owner_account": stored.owner_account,
         "seed": spec.seed,
         "algorithm": spec.train.algorithm,
         "total_steps": spec.total_steps,
@@ -582,8 +584,8 @@ def _journal_event_row(run_id: str, entry: JournalEntry) -> Row:
 
 def _tell(event: ControlEvent) -> _Told:
     match event:
-        case RunCreated(name=name, owner=owner, config_source=source):
-            return _Told(f"{owner} asked for {name} with {source}", state=RunState.PENDING.value)
+        case RunCreated(name=name, owner=owner, owner_account=account, config_source=source):
+            return _Told(f"{attributed(owner, account)} asked for {name} with {source}", state=RunState.PENDING.value)
         case RunMoved(state=run_state, cause=cause):
             return _Told(cause, state=run_state.value)
         case StageStarted(name=stage, attempt=attempt):

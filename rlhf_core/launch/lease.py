@@ -1,7 +1,6 @@
 """The lease on a run: one controller drives it. The database gives it; its fencing token goes into the journal."""
 
 import contextlib
-import getpass
 import os
 import socket
 import threading
@@ -12,19 +11,16 @@ from datetime import UTC, datetime
 
 import psutil
 
+from rlhf_core.accounts import user_name
 from rlhf_core.errors import DatabaseUnavailable, LeaseLost
 from rlhf_core.history.controllers import Holder, holder
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.schemas.base import storable_text
 
 TTL_S = 60.0
 """Time for which a lease holds without being renewed. It is renewed four times in that time."""
 
 HANG_S = 3600.0
 """A controller that has not asked for its lease for so long hangs: its lease is renewed no more."""
-
-_USER_CHARACTERS = 64
-"""As much is kept of the user's name, which is an environment variable: with the rest it is a label of the history."""
 
 RELEASE_PATIENCE_S = 5.0
 """Longest wait for a renewal that is under way when the lease is given back."""
@@ -89,14 +85,6 @@ def owner_text(owner: str) -> str:
         return owner
     since = datetime.fromtimestamp(found.started, UTC)
     return f"{found.user} on {found.host}, process {found.pid}, since {since:%Y-%m-%d %H:%M} UTC"
-
-
-def user_name() -> str:
-    """The user's name; the number where the system does not know one (containers)."""
-    try:
-        return storable_text(getpass.getuser(), _USER_CHARACTERS)
-    except (KeyError, OSError):
-        return str(os.getuid())
 
 
 def known_dead(owner_text: str) -> bool:

@@ -8,6 +8,7 @@ from rlhf_core.schemas.promotion import ModelProvenance
 from rlhf_core.schemas.regression import regression_text, regressions
 from rlhf_core.schemas.reports import EvaluationReport
 from rlhf_core.schemas.run import RunSpec
+from rlhf_core.words import attributed
 
 TO_WRITE = "*To be written by the person who publishes this model.*"
 
@@ -112,8 +113,9 @@ def _interval(report: EvaluationReport | None) -> str:
 
 
 def _making(provenance: ModelProvenance, spec: RunSpec) -> dict[str, str]:
+    asked_by = attributed(provenance.owner, provenance.owner_account)
     return {
-        "run": f"`{provenance.run_id}`, asked for by {markdown(provenance.owner)} on "
+        "run": f"`{provenance.run_id}`, asked for by {markdown(asked_by)} on "
         f"{provenance.created_at:%Y-%m-%d %H:%M} UTC",
         "checkpoint": f"step {provenance.checkpoint_step} of {spec.total_steps}",
         "seed": str(provenance.seed),

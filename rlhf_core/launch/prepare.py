@@ -9,13 +9,14 @@ from pathlib import Path
 
 import rlhf_core
 from rlhf_core import __version__, private_files
+from rlhf_core.accounts import account, user_name
 from rlhf_core.errors import BadConfig, RunDirError
 from rlhf_core.launch.journal import Journal
-from rlhf_core.launch.lease import user_name
 from rlhf_core.run_dir import RunDir, new_run_id, remove_tree, write_model, write_text
 from rlhf_core.schemas.base import label_problem, storable_text, utc_now
 from rlhf_core.schemas.journal import RunCreated
 from rlhf_core.schemas.run import BUILT_TOKENIZERS, MAX_TAGS, RunSpec, StoredSpec
+from rlhf_core.words import THROUGH_PREFECT
 
 DIFF_LIMIT_BYTES = 4 << 20
 """Longest diff that is kept; a longer one is cut and says so."""
@@ -90,6 +91,7 @@ def prepare(
         run_id=run_id or new_run_id(spec.name),
         created_at=utc_now(),
         owner=owner or user_name(),
+        owner_account=THROUGH_PREFECT if flow_run_id else account(),
         config_source=config_source,
         overrides=tuple(overrides),
         package_version=__version__,
@@ -150,7 +152,14 @@ def _make_whole(runs: Path, stored: StoredSpec, keep: Callable[[Path], object]) 
         keep(unfinished.code)
         write_model(unfinished.spec, stored)
         journal = Journal(unfinished, token=0)
-        journal.append(RunCreated(name=stored.spec.name, owner=stored.owner, config_source=stored.config_source))
+        journal.append(
+            RunCreated(
+                name=stored.spec.name,
+                owner=stored.owner,
+                owner_account=stored.owner_account,
+                config_source=stored.config_source,
+            )
+        )
         journal.close()
         unfinished.root.rename(run_dir.root)
     except OSError as error:

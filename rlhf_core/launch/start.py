@@ -14,9 +14,13 @@ from rlhf_core.schemas.run import RunSpec, SlurmSpec
 
 
 def agent_command(run_dir: RunDir, attempt: int, compute_python: str) -> tuple[str, ...]:
-    """The command line that the scheduler starts on every node. This text is the seam between the two towers."""
+    """The command line that the scheduler starts on every node. This text is the seam between the two towers.
+
+    Nothing is imported from the folder that it is started in: that is often the folder of all runs.
+    """
     return (
         compute_python,
+        "-P",
         "-m",
         "rlhf_core.worker",
         "agent",

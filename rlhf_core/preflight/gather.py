@@ -154,6 +154,7 @@ def try_imports(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) 
     for name in filter(None, names):
         command = [
             around.compute_python,
+            "-P",
             "-m",
             "rlhf_core.worker",
             "check-import",
@@ -174,7 +175,7 @@ def look_at_content(spec: RunSpec, around: Surroundings, tick: Tick = lambda: No
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "spec.json"
         path.write_text(spec.model_dump_json(), encoding="utf-8")
-        command = [around.compute_python, "-m", "rlhf_core.worker", "check-content", "--spec", str(path)]
+        command = [around.compute_python, "-P", "-m", "rlhf_core.worker", "check-content", "--spec", str(path)]
         answer = _ask([*command, "--path", str(around.code_path)], tick, around.passed(spec))
     return answer if isinstance(answer, str) else ContentReport.model_validate(answer)
 

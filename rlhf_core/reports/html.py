@@ -30,7 +30,7 @@ from rlhf_core.reports.markup import (
 from rlhf_core.reports.promoted import promotion
 from rlhf_core.run_dir import RunDir, write_text
 from rlhf_core.schemas.base import utc_now
-from rlhf_core.words import count
+from rlhf_core.words import attributed, count
 
 NAMES = ("greedy", "sampled")
 """Kinds of evaluation, in the order of the page."""
@@ -205,7 +205,7 @@ def _facts(record: RunRecord) -> Markup:
         "Facts",
         facts(
             [
-                ("asked for by", run["owner"]),
+                ("asked for by", attributed(run["owner"], run["owner_account"])),
                 ("created", moment(run["created_at"])),
                 ("wall time", duration(record.goodput.get("wall_s"))),
                 ("by stage", _by_stage(record)),

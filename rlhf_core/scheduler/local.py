@@ -163,7 +163,7 @@ class _Executor(LocalExecutor):  # type: ignore[misc]
         environment |= _controller_variables(command, self._time_limit_s)
         with (self.folder / "controller.log").open("ab") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", _CONTROLLER_MODULE, str(self.folder)],
+                [sys.executable, "-P", "-m", _CONTROLLER_MODULE, str(self.folder)],
                 env=environment,
                 # Not the folder of whoever submits: a flow run's is temporary, and a later attempt has another one.
                 cwd=self.folder,

@@ -14,7 +14,7 @@ class PromotionAnswer(Schema):
     verdict: Literal["approved", "refused", "expired"]
     """``expired``: nobody answered in time."""
     by: Label = ""
-    """Who answered; empty for ``expired``."""
+    """Who answered, with the operating system's user in brackets (``rlhf_core.accounts``); empty for ``expired``."""
     reason: Message = ""
     """Why, in a sentence for a person."""
     time: Moment
@@ -31,7 +31,9 @@ class ModelProvenance(Schema):
     name: Label
     """Name of that run."""
     owner: Label
-    """Who asked for the run."""
+    """Who asked for the run, as was said."""
+    owner_account: Label = ""
+    """The operating system's user that said so."""
     tags: tuple[Label, ...]
     """Tags of the run."""
     created_at: Moment
@@ -39,7 +41,7 @@ class ModelProvenance(Schema):
     promoted_at: Moment
     """When this folder was written (UTC)."""
     approved_by: Label
-    """Who allowed it."""
+    """Who allowed it, with the operating system's user in brackets."""
     reason: Message
     """Why, in a sentence for a person."""
     checkpoint_step: Int32

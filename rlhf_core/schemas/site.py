@@ -36,11 +36,14 @@ class PrefectSite(Schema):
     """``[prefect]``: how `rlhf up` sets Prefect up on this machine."""
 
     host: str = "127.0.0.1"
-    """Address that server and UI listen on. On any other than loopback a password is asked for."""
+    """Address that server and UI listen on. A password is asked for on every one."""
     port: Port = 4200
     """Their port."""
     url: str = ""
     """Address of the UI as browsers of the site reach it (behind a proxy, say); empty takes host and port."""
+    hosts: tuple[str, ...] = ()
+    """Further names by which browsers and programs reach the server: it answers to those of loopback, to `host`, to the
+    one in `url`, and, where other machines reach it, to this machine's name and addresses; to no others."""
     database_url: str = ""
     """Database of the Prefect server: `postgresql+asyncpg://user@host/name`, or empty for SQLite in the home folder. A
     password belongs into the environment variable `RLHF_PREFECT_DATABASE_URL`, which wins."""

@@ -205,7 +205,7 @@ def _compile(scratch: Path, progress: Progress) -> None:
     environment = os.environ | {"TORCH_EXTENSIONS_DIR": str(scratch), "DS_ACCELERATOR": "cpu"}
     deadline = time.monotonic() + BUILD_LIMIT_S
     with (scratch / "said.txt").open("w+b") as said:
-        process = subprocess.Popen([sys.executable, "-c", _COMPILE], env=environment, stdout=said, stderr=said)
+        process = subprocess.Popen([sys.executable, "-P", "-c", _COMPILE], env=environment, stdout=said, stderr=said)
         try:
             while process.poll() is None:
                 if time.monotonic() > deadline:

@@ -658,7 +658,7 @@ class Agent:
 
     def _worker_command(self, watch: Watch) -> tuple[str, ...]:
         job, role = self._job, watch.role
-        command = ["-u", "-m", "rlhf_core.worker", "role", role.value]
+        command = ["-u", "-P", "-m", "rlhf_core.worker", "role", role.value]
         command += ["--run-dir", str(job.run_dir.root), "--attempt", str(job.attempt)]
         command += ["--restart", str(self._restart), "--node", job.nodes.name]
         if job.nodes.num == 1:

@@ -56,7 +56,7 @@ def prebuild(
         say: Told what it does while it takes time, about every ``PROGRESS_S``.
     """
     started_s = heard_s = time.monotonic()
-    command = [sys.executable, "-u", "-m", "rlhf_core.worker", "prebuild"]
+    command = [sys.executable, "-u", "-P", "-m", "rlhf_core.worker", "prebuild"]
     # Slurm signals every process of a job: what was meant for the agent must not look like a compilation that failed.
     with held_back(signal.SIGTERM, SAVING):
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

@@ -136,7 +136,7 @@ class Probe:
         }
         log = self._folder.restart(0).log(Role.PROBE, place.nodes.name, local_rank)
         log.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-u", "-m", "rlhf_core.worker", "probe", json.dumps(fields)]
+        command = [sys.executable, "-u", "-P", "-m", "rlhf_core.worker", "probe", json.dumps(fields)]
         with log.open("ab") as complaints:
             return subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=complaints, process_group=0

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from browser_site import BrowserSite, Shoot, browser, browser_site
+from signing_in import sign_in
 from slurm_cluster import WHY_NOT, missing_programs
 
 
@@ -33,11 +34,19 @@ def chromium() -> Iterator[Any]:
 
 
 @pytest.fixture
-def page(chromium: Any) -> Iterator[Any]:
+def fresh_page(chromium: Any) -> Iterator[Any]:
+    """A page of somebody who was never here."""
     page = chromium.new_page(viewport={"width": 1440, "height": 900})
     page.set_default_timeout(30_000)
     yield page
     page.close()
+
+
+@pytest.fixture
+def page(fresh_page: Any, site: BrowserSite) -> Any:
+    """A page of a person who has signed in."""
+    sign_in(fresh_page, site.password)
+    return fresh_page
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,15 @@ TIMEOUT_MS = 30_000
 BUSY = 503
 
 
+def sign_in(page: Page, ui: str, password: str) -> None:
+    """Give the password on the page that asks for it at a first visit, whatever page was wanted."""
+    page.set_default_timeout(TIMEOUT_MS)
+    page.goto(f"{ui}/v2/dashboard", wait_until="domcontentloaded")
+    page.locator("input[type=password]").fill(password)
+    page.keyboard.press("Enter")
+    page.get_by_role("link", name="Deployments").first.wait_for()
+
+
 def open_run_form(page: Page, ui: str, deployment_id: str) -> None:
     """The form of a deployment."""
     page.set_default_timeout(TIMEOUT_MS)

@@ -12,6 +12,7 @@ from typing import Any
 import pages
 import pytest
 from browser_site import PATIENCE_S, BrowserSite, Shoot, until
+from signing_in import sign_in
 
 pytestmark = [pytest.mark.site, pytest.mark.end_to_end, pytest.mark.training]
 
@@ -42,6 +43,7 @@ def asked(site: BrowserSite, chromium: Any) -> dict[str, str]:
     """The flow runs of :data:`ASKED`."""
     deployment = site.deploy("sorting.toml")
     page = chromium.new_page()
+    sign_in(page, site.password)
     flow_runs = {}
     for name, overrides in ASKED.items():
         pages.open_run_form(page, site.ui, deployment)
@@ -272,7 +274,7 @@ def test_a_model_is_approved_in_the_ui(site: BrowserSite, asked: dict[str, str],
     assert "by Ada" in site.flow_state(flow_run, "Completed")
     question = "SELECT state, decided_by, reason, path FROM promotions WHERE run_id = ?"
     ((state, by, reason, path),) = until(lambda: [row for row in site.rows(question, run_id) if row[0] == "promoted"])
-    assert (state, by, reason) == ("promoted", "Ada", "sorts well enough")
+    assert (state, by, reason) == ("promoted", "Ada (through Prefect, unverified)", "sorts well enough")
     assert {"config.json", "model.safetensors", "rlhf.json"} <= {file.name for file in Path(path).iterdir()}
     assert Path(path).name == run_id
 

@@ -67,6 +67,7 @@ class Reader:
     page: Any
 
     def asks_for_a_run(self) -> None:
+        pages.sign_in(self.page, self.site.ui, self.site.rlhf("password").stdout.strip())
         pages.open_deployment(self.page, self.site.ui, self.site.deployment("slurm-quickstart"))
         pages.choose_custom_run(self.page)
         table = re.findall(r"^\| (\w+) \| `(.*)` \|$", PAGE.read_text(), flags=re.MULTILINE)
@@ -130,7 +131,7 @@ def test_what_is_done_in_the_browser_has_its_place_on_the_page() -> None:
     assert [sum(words in block for block in blocks()) for words in BEFORE] == [1] * len(BEFORE)
 
 
-def test_the_page_is_followed(folder: Path, page: Any, tmp_path: Path) -> None:
+def test_the_page_is_followed(folder: Path, fresh_page: Any, tmp_path: Path) -> None:
     site = BrowserSite(folder / "site", free_port(), max_runs=12)
     site.write_settings()  # for the port alone: others may test on this machine
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("RLHF_", "PREFECT_", "SLURM_"))}
@@ -144,7 +145,7 @@ def test_the_page_is_followed(folder: Path, page: Any, tmp_path: Path) -> None:
             "COLUMNS": "160",
         },
     )
-    reader = Reader(site, page)
+    reader = Reader(site, fresh_page)
     done: dict[str, Any] = {}
     for block in blocks():
         for words, action in BEFORE.items():
@@ -156,12 +157,12 @@ def test_the_page_is_followed(folder: Path, page: Any, tmp_path: Path) -> None:
     assert done == {
         "mine": [("completed", 7, 230)],
         "incidents": [("restart_in_place",)],
-        "promotions": [("promoted", "Ada")],
+        "promotions": [("promoted", "Ada (through Prefect, unverified)")],
         "report": True,
         "export": True,
     }
     assert not folder.exists(), "nothing is left behind"
-    assert site.processes() == []
+    assert [one.cmdline() for one in site.processes()] == []
 
 
 def seen_at_the_end(site: BrowserSite, folder: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from history_tools import RunFiles, at, postgres, whole_run
 
+from rlhf_core.accounts import account
 from rlhf_core.cli.main import execute
 from rlhf_core.config import load_site
 from rlhf_core.history.store import HistoryStore
@@ -249,11 +250,12 @@ def test_a_node_is_cleared_with_who_and_why(rlhf: Rlhf, known: RunFiles, monkeyp
     assert rlhf("nodes", "--json").json() == before, "nothing was written"
     said = rlhf("nodes", "--clear", "n2", "--reason", "new cable", "--by", "bea").out
     assert "n2 is cleared (2 strikes, " in said
-    assert "by bea: new cable" in said
+    assert f"by bea ({account()}): new cable" in said
     (node,) = [one for one in rlhf("nodes", "--json").json() if one["node"] == "n2"]
     assert (node["excluded_until"], node["num_strikes"], node["num_cleared"]) == (None, 0, 2)
-    assert (node["cleared"]["by"], node["cleared"]["reason"]) == ("bea", "new cable")
-    assert "by bea: new cable" in rlhf("nodes").out
+    assert (node["cleared"]["by"], node["cleared"]["reason"]) == (f"bea ({account()})", "new cable")
+    table = " ".join(rlhf("nodes").out.replace("│", " ").split())
+    assert f"bea ({account()}): new cable" in table
     assert rlhf("sql", "SELECT node FROM node_strikes", "--json").json() != [], "the history keeps it"
 
 

@@ -16,12 +16,13 @@ import psutil
 import pytest
 from control_fakes import FakeAgent, FakeScheduler, make_run
 
+from rlhf_core.accounts import account, user_name
 from rlhf_core.cli import doctor, log_files, main, watching
 from rlhf_core.cli.progress import Pace, TerminalProgress, describe
 from rlhf_core.config import describe_fields, load, load_site
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import Journal, read_record
-from rlhf_core.launch.lease import Owner, user_name
+from rlhf_core.launch.lease import Owner
 from rlhf_core.presets import PRESETS
 from rlhf_core.run_dir import RunDir, run_dirs
 from rlhf_core.schemas.attempts import AttemptState, RunState
@@ -150,7 +151,7 @@ def test_a_wrong_key_is_answered_with_the_right_one(command: str, capsys: Printe
 def test_a_dry_run_starts_nothing(scheduler: FakeScheduler, capsys: Printed) -> None:
     rlhf("run", "quickstart", "--dry-run", "--json")
     shown = json.loads(capsys.readouterr().out)
-    assert shown["command"][1:4] == ["-m", "rlhf_core.worker", "agent"]
+    assert shown["command"][1:5] == ["-P", "-m", "rlhf_core.worker", "agent"]
     assert [role["role"] for role in shown["placement"]["roles"]] == ["probe", "trainer", "evaluator"]
     rlhf("run", "quickstart", "--dry-run")
     assert "Nothing was started" in capsys.readouterr().out
@@ -253,7 +254,7 @@ def test_cancel_of_a_run_that_nobody_drives(scheduler: FakeScheduler, capsys: Pr
     run_dir = make_run(load_site().runs_dir)
     rlhf("cancel", run_dir.run_id, "--reason", "not needed")
     assert "is cancelled (cancelled); none of its jobs is at work" in capsys.readouterr().out
-    assert read_record(run_dir).cause == "not needed"
+    assert read_record(run_dir).cause == f"not needed (by {account()})"
     rlhf("cancel", run_dir.run_id, "--json")
     assert json.loads(capsys.readouterr().out) == {"run_id": run_dir.run_id, "state": "cancelled", "job_ended": True}
 

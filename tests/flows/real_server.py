@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+from signing_in import sign_in
 
 START_TIMEOUT_S = 400
 """A start takes 15 s alone and minutes beside other work; one that fails ends its process, and is seen at once."""
@@ -27,6 +28,7 @@ class RealServer:
 
     url: str
     home: Path
+    password: str = "rlhf:of-these-tests"
 
     @property
     def api(self) -> str:
@@ -39,9 +41,16 @@ class RealServer:
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """What is done in the block is told this server."""
-        with temporary_settings({PREFECT_API_URL: self.api}), pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PREFECT_API_URL", self.api)  # for what looks for a server without importing Prefect
+        settings = {PREFECT_API_URL: self.api, PREFECT_API_AUTH_STRING: self.password}
+        with temporary_settings(settings), pytest.MonkeyPatch.context() as patch:
+            for name, value in self.variables.items():
+                patch.setenv(name, value)  # for what looks for a server without importing Prefect
             yield
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What a program needs to use it."""
+        return {"PREFECT_API_URL": self.api, "PREFECT_API_AUTH_STRING": self.password}
 
 
 @contextmanager
@@ -52,7 +61,12 @@ def real_server(home: Path) -> Iterator[RealServer]:
     server = RealServer(f"http://127.0.0.1:{port}", home)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "RLHF_"))}
     environment |= {"PREFECT_HOME": str(home), "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
-    environment |= {"PREFECT_API_URL": server.api, "PREFECT_UI_API_URL": "/api", "PREFECT__SERVER_FINAL": "1"}
+    environment |= {**server.variables, "PREFECT_SERVER_API_AUTH_STRING": server.password}
+    environment |= {
+        "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true",
+        "PREFECT_UI_API_URL": "/api",
+        "PREFECT__SERVER_FINAL": "1",
+    }
     environment |= {"PREFECT_UI_STATIC_DIRECTORY": str(home / "ui"), "PYTHONPATH": str(Path(__file__).parents[2])}
     # As `rlhf serve server` serves it: with Prefect's own command no schedule would plan anything (SQLAlchemy 2.1).
     command = [sys.executable, "-m", "uvicorn", "--factory", "flows.site.server_app:create_app", "--lifespan", "on"]
@@ -99,6 +113,7 @@ def page_of(server: RealServer, path: str) -> Iterator[Any]:
     with playwright.sync_playwright() as driver:
         chromium = driver.chromium.launch(executable_path=executable, args=["--no-sandbox"])
         page = chromium.new_page(viewport={"width": 1400, "height": 1200})
+        sign_in(page, server.password)
         page.set_default_timeout(45_000)
         page.goto(f"{server.url}{path}", wait_until="domcontentloaded")
         yield page

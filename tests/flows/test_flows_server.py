@@ -79,7 +79,7 @@ import sys, time
 from pathlib import Path
 from flows.site import server
 server._command = lambda port: [sys.executable, "-c", sys.argv[1], str(port)]
-url, process = server._start(Path(sys.argv[2]), 1)
+url, process = server._start(Path(sys.argv[2]), 1, "rlhf:none")
 print(process.pid, flush=True)
 time.sleep(60)
 """
@@ -106,6 +106,8 @@ def test_settings_of_the_user_win(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert os.environ["PREFECT_HOME"] == "/mine"
     assert os.environ["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] == "DEBUG"
     assert os.environ["DO_NOT_TRACK"] == "1"
-    assert "PREFECT_API_DATABASE_CONNECTION_URL" not in server._environment(tmp_path)
+    assert "PREFECT_API_DATABASE_CONNECTION_URL" not in server._environment(tmp_path, "rlhf:none")
     del mine["PREFECT_HOME"]
-    assert server._environment(tmp_path)["PREFECT_API_DATABASE_CONNECTION_URL"].endswith(f"{tmp_path}/prefect.db")
+    assert server._environment(tmp_path, "rlhf:none")["PREFECT_API_DATABASE_CONNECTION_URL"].endswith(
+        f"{tmp_path}/prefect.db"
+    )

@@ -16,6 +16,7 @@ import psutil
 import pytest
 from zombies import ROOT, Services, go, starts, state_of, wait_for
 
+from rlhf_core.accounts import account
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir import RunDir
 from rlhf_core.scheduler.local import LocalScheduler
@@ -128,7 +129,7 @@ def cancelled_and_killed(controllers: Controllers, *, old: bool) -> RunDir:
 def test_a_run_whose_controller_was_killed_while_it_cancelled_is_cancelled(controllers: Controllers) -> None:
     run_dir = cancelled_and_killed(controllers, old=False)
     record = read_record(run_dir)
-    assert (record.state, record.cause) == (RunState.CANCELLED, "interrupted at the terminal")
+    assert (record.state, record.cause) == (RunState.CANCELLED, f"interrupted at the terminal (by {account()})")
     assert record.attempts[1].state is AttemptState.CANCELLED
     assert starts(run_dir) == ["1"]
 

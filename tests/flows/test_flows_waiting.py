@@ -16,6 +16,7 @@ from real_server import RealServer
 
 from flows.asking.deployments import Submitted, register, submit
 from flows.asking.waiting import what_it_waits_for
+from rlhf_core.accounts import account
 from rlhf_core.cli import deploy_commands
 from rlhf_core.cli.deploy_commands import STUCK_S, _await_beginning
 from rlhf_core.cli.main import execute
@@ -179,7 +180,7 @@ def test_what_has_not_begun_is_taken_back(client: Any, asked: Submitted, capsys:
     assert execute(["cancel", asked.run_id, "--reason", "not needed"]) == 0
     assert "had not begun" in capsys.readouterr().out
     state = client.read_flow_run(UUID(asked.flow_run_id)).state
-    assert (state.type.value, state.message) == ("CANCELLED", "not needed")
+    assert (state.type.value, state.message) == ("CANCELLED", f"not needed (by {account()})")
     assert execute(["cancel", asked.run_id]) == 2, "once only"
     assert f"no run '{asked.run_id}'" in capsys.readouterr().err
 

@@ -27,6 +27,7 @@ from rlhf_core.launch.journal import read_record
 from rlhf_core.launch.lease import TTL_S
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import PromotionState, RunState
+from rlhf_core.words import THROUGH_PREFECT
 
 
 @pytest.fixture(autouse=True)
@@ -114,10 +115,10 @@ def test_a_person_approves_in_the_browser(desk: Desk, real_prefect: RealServer) 
         form.get_by_role("button", name="Submit").click()
         until(lambda: "promoted" in states(run_dir))
     assert states(run_dir) == ["waiting", "approved", "promoted"]
-    assert (standing(run_dir).by, standing(run_dir).reason) == ("Ada", "good enough")
+    assert (standing(run_dir).by, standing(run_dir).reason) == (f"Ada ({THROUGH_PREFECT})", "good enough")
     name, message = message_of(run_dir)
     assert name == "Completed"
-    assert message.endswith("by Ada: good enough")
+    assert message.endswith("by Ada (through Prefect, unverified): good enough")
 
 
 def test_a_person_refuses_in_the_newer_ui(desk: Desk, real_prefect: RealServer) -> None:
@@ -130,7 +131,7 @@ def test_a_person_refuses_in_the_newer_ui(desk: Desk, real_prefect: RealServer) 
         form.locator("textarea").nth(0).fill("Bea")
         form.get_by_role("button", name="Resume").click()
         until(lambda: "refused" in states(run_dir))
-    assert standing(run_dir).by == "Bea"
+    assert standing(run_dir).by == f"Bea ({THROUGH_PREFECT})"
     name, message = message_of(run_dir)
     assert name == "Completed"
     assert "was refused by Bea" in message
@@ -182,7 +183,7 @@ def test_an_answer_to_a_dead_controllers_form_counts(desk: Desk) -> None:
         form = {"approve": True, "by": "dee", "reason": "late"}
         client.resume_flow_run(dead.id, run_input=form)
         approval._take_over(client, run_dir, UUID(int=0))
-    assert standing(run_dir).by == "dee"
+    assert standing(run_dir).by == f"dee ({THROUGH_PREFECT})"
 
 
 def test_a_form_that_nobody_reads_any_more_is_taken_away(desk: Desk) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from typing import Any
 from uuid import UUID
 
 import pytest
@@ -15,6 +14,7 @@ from prefect.exceptions import CancelledRun
 from prefect.flow_engine import run_flow
 from prefect.states import Crashed, Running
 from real_server import RealServer
+from signing_in import ask
 from zombies import wait_for
 
 from flows.asking import skipping
@@ -71,11 +71,9 @@ def state(client: SyncPrefectClient, flow_run: FlowRun) -> tuple[str, str]:
 
 
 def events(real_prefect: RealServer, deployment: UUID) -> list[str]:
-    import httpx
-
     wanted = {"filter": {"resource": {"id": [f"prefect.deployment.{deployment}"]}}}
-    found: list[dict[str, Any]] = httpx.post(f"{real_prefect.api}/events/filter", json=wanted).json()["events"]
-    return [one["event"] for one in found if one["event"].startswith("rlhf.")]
+    _, found = ask(real_prefect.api, "/events/filter", wanted, password=real_prefect.password)
+    return [one["event"] for one in found["events"] if one["event"].startswith("rlhf.")]
 
 
 def at_work(client: SyncPrefectClient, deployment: UUID, name: str = "") -> FlowRun:

@@ -17,9 +17,10 @@ import pytest
 from control_fakes import Clock
 from history_tools import postgres
 
+from rlhf_core.accounts import user_name
 from rlhf_core.errors import DatabaseUnavailable, LeaseLost
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.launch.lease import TTL_S, Lease, Owner, acquire, known_dead, refuse_if_driven, user_name
+from rlhf_core.launch.lease import TTL_S, Lease, Owner, acquire, known_dead, refuse_if_driven
 
 RUN = "small-20260101-000000-abcdef"
 

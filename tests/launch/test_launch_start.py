@@ -32,6 +32,7 @@ def test_the_seam_is_a_command_line(run_dir: RunDir) -> None:
     command = agent_command(run_dir, 3, "/opt/python")
     assert command == (
         "/opt/python",
+        "-P",
         "-m",
         "rlhf_core.worker",
         "agent",

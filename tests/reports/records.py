@@ -124,6 +124,7 @@ def learned(**changes: Any) -> RunRecord:
             "state": "completed",
             "message": "evaluated",
             "owner": "ada",
+            "owner_account": "ada, uid 1000",
             "created_at": at(0),
             "progress_at": at(192),
             "ended_at": at(192),

@@ -28,7 +28,9 @@ async def ask() -> None:
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with (
         LifespanManager(app, startup_timeout=100, shutdown_timeout=100),
-        httpx.AsyncClient(transport=transport, base_url="http://server/api", timeout=60) as client,
+        httpx.AsyncClient(
+            transport=transport, base_url="http://localhost/api", timeout=60, auth=("rlhf", "of-this-test")
+        ) as client,
     ):
         async def made(path, **content):
             # The server's own services write at times: what comes before the question is asked until it is done.
@@ -71,6 +73,7 @@ def what_became_of_it(home: Path, server: str) -> str:
     """An answer to a paused flow run and the removal of a schedule, each while somebody writes: status, then effect."""
     environment = {"PREFECT_HOME": str(home), "HOME": str(home), "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
     environment |= {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
+    environment |= {"PREFECT_SERVER_API_AUTH_STRING": "rlhf:of-this-test"}
     done = subprocess.run(
         [sys.executable, "-c", f"{server}\n{ASK}", str(home / "prefect.db")],
         env=environment,

@@ -32,7 +32,6 @@ def floor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Floor]:
         both = [floor.start("up") for _ in range(2)]
         said = [process.communicate(timeout=150) for process in both]
         assert [process.returncode for process in both] == [0, 0], f"{said}\n{floor.logs()}"
-        floor.auth = (floor.home / "prefect" / "auth").read_text().strip()
         (floor.home / "said").write_text("\n".join(text for pair in said for text in pair))
         yield floor
     finally:
@@ -71,7 +70,10 @@ def test_the_api_asks_for_the_password(floor: Floor) -> None:
     assert floor.ask("/work_pools/rlhf", auth="")[0] == 401
     assert floor.ask("/work_pools/rlhf", auth="rlhf:wrong")[0] == 401
     assert (floor.home / "prefect" / "auth").stat().st_mode & 0o777 == 0o600
-    assert str(floor.home / "prefect" / "auth") in (floor.home / "said").read_text()
+    said = (floor.home / "said").read_text()
+    assert "`rlhf password` prints it" in said
+    assert floor.password not in said
+    assert floor.rlhf("password").stdout.strip() == floor.password
 
 
 def test_a_run_uses_the_server_of_the_site(floor: Floor) -> None:
@@ -148,7 +150,7 @@ def look_around(floor: Floor, outside: Outside, artifact: str, *, guarded: bool)
         if not guarded:
             page.route(lambda url: url.startswith(base) and "/api/" not in url, without_policy)
         page.goto(base)
-        page.evaluate(f"localStorage.setItem('prefect-password', btoa('{floor.auth}'))")
+        page.evaluate(f"localStorage.setItem('prefect-password', btoa('{floor.password}'))")
         page.goto(f"{base}/v2/dashboard")
         page.get_by_text("Work Pools").first.wait_for()
         page.goto(f"{base}/artifacts/artifact/{artifact}")
@@ -279,7 +281,7 @@ def test_after_a_kill_of_everything_all_is_back_and_what_is_old_is_gone(floor: F
 
 def test_the_password_is_nowhere_and_down_leaves_nothing_behind(floor: Floor) -> None:
     """The last test of this site."""
-    secret = floor.auth.partition(":")[2]
+    secret = floor.password.partition(":")[2]
     assert len(secret) > 20
     lines = [" ".join(process.cmdline()) for process in floor.processes()]
     found = floor.rlhf("down")

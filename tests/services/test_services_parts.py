@@ -319,9 +319,8 @@ def test_the_exit_code_of_a_look_says_whether_something_is_down(site: Site) -> N
 
 
 def test_where_the_password_comes_from(site: Site) -> None:
-    assert server.password(site) == ""
     public = open_to_others(site)
-    made = server.password(public)
+    made = server.password(site)
     assert made.startswith("rlhf:")
     assert len(made) > 30
     assert server.password_file(site).stat().st_mode & 0o777 == 0o600
@@ -333,13 +332,27 @@ def test_where_the_password_comes_from(site: Site) -> None:
     assert server.service_settings(public)["PREFECT_API_AUTH_STRING"] == "me:given"
 
 
-@pytest.mark.parametrize(
-    ("host", "public"),
-    [("127.0.0.1", False), ("::1", False), ("localhost", False), ("0.0.0.0", True), ("::", True), ("node1", True)],
-)
-def test_a_server_that_others_reach_asks_for_a_password(site: Site, host: str, public: bool) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "0.0.0.0", "::", "node1"])
+def test_every_server_asks_for_a_password(site: Site, host: str) -> None:
     site = replace(site, prefect=site.prefect.model_copy(update={"host": host}))
-    assert ("PREFECT_SERVER_API_AUTH_STRING" in server.server_settings(site)) is public
+    assert server.server_settings(site)["PREFECT_SERVER_API_AUTH_STRING"] == server.password(site)
+
+
+def test_a_password_that_the_user_gave_prefect_is_kept(site: Site) -> None:
+    os.environ["PREFECT_SERVER_API_AUTH_STRING"] = "me:of-my-server"
+    assert server.password(site) == "me:of-my-server"
+    assert not server.password_file(site).exists()
+    os.environ["PREFECT_API_URL"], os.environ["PREFECT_API_AUTH_STRING"] = server.own_url(site), "me:my-own"
+    assert "PREFECT_API_AUTH_STRING" not in server.client_settings(site, server.own_url(site))
+
+
+def test_a_password_in_the_active_profile_of_prefect_is_kept(site: Site, tmp_path: Path) -> None:
+    folder = tmp_path / ".prefect"
+    folder.mkdir()
+    profile = f'PREFECT_API_URL = "{server.own_url(site)}"\nPREFECT_API_AUTH_STRING = "me:my-own"\n'
+    (folder / "profiles.toml").write_text(f'active = "mine"\n[profiles.mine]\n{profile}')
+    os.environ["PREFECT_HOME"] = str(folder)
+    assert "PREFECT_API_AUTH_STRING" not in server.client_settings(site, server.own_url(site))
 
 
 def test_everybody_gets_the_same_password_at_once(site: Site) -> None:

@@ -1,0 +1,209 @@
+"""Who may ask the Prefect server of a site, and how much: what is checked before Prefect sees a request.
+
+The password is no cookie, so that a page of another site has nothing to borrow from a browser. These are further walls:
+a server that answers to any name can be read by a page whose name is made to point at it (DNS rebinding), and a body
+that is read before its sender is known costs memory, whoever sends it.
+"""
+
+import base64
+import binascii
+import hmac
+import ipaddress
+import json
+from collections.abc import Awaitable, Callable, Collection, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+MAX_BODY_BYTES = 16 << 20
+"""Longest body of a request. The longest of Prefect's own clients, a batch of log lines, has 4 MB."""
+
+MAX_SOCKET_BYTES = 4 << 20
+"""Longest message over a websocket, whose sender is known only after the first one. An event has 1.5 MB at most."""
+
+READING = frozenset({"GET", "HEAD", "OPTIONS"})
+"""Methods that change nothing, and whose body nobody reads."""
+
+_PORTS = {"http": 80, "https": 443}
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names by which a server may be asked."""
+
+    hosts: frozenset[str]
+    """Names of hosts and addresses, without ports."""
+    origins: frozenset[str] = frozenset()
+    """Further origins whose pages may write, for instance ``https://runs.example.com`` of a proxy."""
+    any_address: bool = False
+    """True where each address in figures will do: a page cannot make its own name one."""
+
+    def serves(self, host: str) -> bool:
+        """True if a ``Host`` header names this server."""
+        name = _host_name(host)
+        return name in self.hosts or (self.any_address and _is_address(name))
+
+    def trusts(self, origin: str, host: str) -> bool:
+        """True if a page of ``origin`` may write to the server that was asked as ``host``."""
+        try:
+            parts = urlsplit(origin)
+            port = parts.port or _PORTS.get(parts.scheme, 0)
+        except ValueError:
+            return False
+        if parts.scheme not in _PORTS or not parts.hostname:
+            return False
+        if f"{parts.scheme}://{parts.netloc.lower()}" in self.origins:
+            return True
+        asked, asked_port = _host_name(host), _port(host, _PORTS[parts.scheme])
+        return (_host_name(parts.netloc), port) == (asked, asked_port)
+
+
+class Known:
+    """An ASGI application that answers to its own names, and to writing pages of its own alone."""
+
+    def __init__(self, app: App, names: Names) -> None:
+        self._app = app
+        self._names = names
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on what asks for this server by one of its names, and what none of another's pages has sent."""
+        problem = self._problem(scope) if scope["type"] in ("http", "websocket") else ""
+        if not problem:
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008, "reason": "refused"})
+        else:
+            await refuse(send, 400 if problem.startswith("Host") else 403, problem)
+
+    def _problem(self, scope: Scope) -> str:
+        host = _header(scope, b"host")
+        if not self._names.serves(host):
+            return (
+                f"Host: found {host[:200]!r}, which is no name of this server; where it is one, say so as hosts under "
+                f"[prefect] in rlhf.toml"
+            )
+        if scope["type"] == "http" and scope["method"] in READING:
+            return ""
+        origin = _header(scope, b"origin") or _header(scope, b"referer")
+        if origin and not self._names.trusts(origin, host):
+            return f"Origin: found {origin[:200]!r}; only pages of this server may write to it"
+        return ""
+
+
+class Authenticated:
+    """An ASGI application that reads no body before its sender has given the password."""
+
+    def __init__(self, app: App, password: str) -> None:
+        """Ask for ``password``, as ``user:password``."""
+        self._app = app
+        self._password = password.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on what has the password, and what has no body: Prefect itself asks for it there."""
+        if scope["type"] == "http" and scope["method"] not in READING and not self._has_password(scope):
+            await refuse(send, 401, "Unauthorized")
+        else:
+            await self._app(scope, receive, send)
+
+    def _has_password(self, scope: Scope) -> bool:
+        scheme, _, given = _header(scope, b"authorization").partition(" ")
+        try:
+            decoded = base64.b64decode(given.strip(), validate=True)
+        except (binascii.Error, ValueError):
+            return False
+        return scheme.lower() == "basic" and hmac.compare_digest(decoded, self._password)
+
+
+class Limited:
+    """An ASGI application that reads bodies up to a limit, whatever their sender says about their length."""
+
+    def __init__(self, app: App, max_bytes: int = MAX_BODY_BYTES) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass requests on; one whose body is too long is answered with 413."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        length = _header(scope, b"content-length")
+        if length.isdigit() and int(length) > self._max_bytes:
+            await self._refuse(send)
+            return
+        num_bytes, begun = 0, False
+
+        async def counted() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_bytes:
+                raise _TooLong
+            return message
+
+        async def noted(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, counted, noted)
+        except _TooLong:
+            if begun:
+                raise
+            await self._refuse(send)
+
+    async def _refuse(self, send: Send) -> None:
+        await refuse(send, 413, f"the body of a request may have {self._max_bytes:,} bytes")
+
+
+class _TooLong(Exception):
+    """A body that goes on behind the limit."""
+
+
+async def refuse(send: Send, status: int, why: str) -> None:
+    """Answer with a status and a sentence, in the form in which Prefect's clients and pages read them."""
+    body = json.dumps({"detail": why, "exception_message": why}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def names_of(hosts: Collection[str], origins: Collection[str] = (), *, any_address: bool = False) -> Names:
+    """Names of a server, however they are written, beside those of loopback."""
+    named = frozenset(_host_name(host) for host in hosts if host)
+    trusted = frozenset(origin.rstrip("/").lower() for origin in origins if origin)
+    return Names(named | {"localhost", "127.0.0.1", "[::1]"}, trusted, any_address)
+
+
+def _header(scope: Scope, name: bytes) -> str:
+    """The value of a header, empty where there is none. Several are one that is none of those looked for."""
+    return b", ".join(value for key, value in scope["headers"] if key == name).decode("latin-1")
+
+
+def _host_name(host: str) -> str:
+    """Name of a host without its port, in lower case; an IPv6 address in brackets."""
+    name = host.strip().lower()
+    if name.startswith("["):
+        return name.partition("]")[0] + "]"
+    if name.count(":") > 1:
+        return f"[{name}]"
+    return name.partition(":")[0].rstrip(".")
+
+
+def _port(host: str, default: int) -> int:
+    _, colon, port = host.strip().rpartition("]")[2].rpartition(":")
+    return int(port) if colon and port.isdigit() else default
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True

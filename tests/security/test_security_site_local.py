@@ -1,0 +1,375 @@
+"""Attacks on a site that need no server: locks held by another user, planted modules, names that are no one's."""
+
+import ast
+import asyncio
+import fcntl
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from control_fakes import make_spec
+from site_stranger import STRANGER, as_stranger, needs_root, page_of_a_stranger
+
+from flows.promoting.answering import Answered
+from flows.promoting.approval import Approval
+from flows.site import server, services, serving
+from flows.site.guards import Authenticated, Known, Limited, Message, Names, Receive, Scope, Send, names_of
+from flows.site.processes import ServiceState, alone, holding, look
+from rlhf_core.accounts import account, attributed_here, user_name
+from rlhf_core.cli.main import execute
+from rlhf_core.config import load_site
+from rlhf_core.errors import BadInput
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.launch.prepare import prepare
+from rlhf_core.launch.start import agent_command
+from rlhf_core.run_dir import RunDir
+from rlhf_core.schemas.attempts import PromotionState
+from rlhf_core.schemas.base import LABEL_CHARACTERS
+from rlhf_core.watchdog.ingest import sync
+from rlhf_core.words import THROUGH_PREFECT, attributed
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    """A home folder as it was usual so far: everybody may enter it."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Locks
+
+
+def hold(path: Path) -> str:
+    """Hold a lock, for as long as this process lives."""
+    descriptor = os.open(path, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return "held"
+
+
+@needs_root
+def test_another_user_cannot_hold_the_locks_of_the_services(home: Path) -> None:
+    old = home / "services"
+    old.mkdir(mode=0o755)
+    for name in ("up", "server", "worker"):
+        (old / f"{name}.lock").touch(0o644)
+    assert as_stranger(lambda: hold(old / "up.lock")) == "held", "negative control: that is how it was"
+    with alone(home, wait=False) as is_alone, holding(home, "server") as beat:
+        assert is_alone
+        beat()
+        for name in ("up.lock", "server.lock", "worker.lock", "server.beat", "server.json"):
+            assert as_stranger(lambda name=name: hold(old / name)) == "PermissionError"
+        assert look(home, "server").state is ServiceState.RUNNING
+    assert old.stat().st_mode & 0o777 == 0o700
+    assert (old / "server.lock").stat().st_mode & 0o777 == 0o600
+
+
+@needs_root
+def test_a_folder_of_another_users_is_not_used(home: Path) -> None:
+    (home / "services").mkdir()
+    os.chown(home / "services", STRANGER, STRANGER)
+    with pytest.raises(BadInput, match=f"belongs to user {STRANGER}"), alone(home):
+        pytest.fail("its locks are his")
+
+
+def test_a_lock_that_is_a_link_is_not_followed(home: Path) -> None:
+    elsewhere = home / "elsewhere"
+    elsewhere.write_text("kept")
+    (home / "services").mkdir()
+    for name in ("up", "worker"):
+        (home / "services" / f"{name}.lock").symlink_to(elsewhere)
+    with pytest.raises(BadInput, match=r"up\.lock"), alone(home):
+        pytest.fail("it leads elsewhere")
+    with pytest.raises(BadInput, match=r"worker\.lock"), holding(home, "worker"):
+        pytest.fail("it leads elsewhere")
+    assert elsewhere.read_text() == "kept"
+
+
+@needs_root
+def test_a_password_that_another_user_wrote_is_refused(home: Path) -> None:
+    site = load_site({"RLHF_HOME": str(home)})
+    file = server.password_file(site)
+    file.parent.mkdir()
+    file.write_text("rlhf:his own")
+    file.chmod(0o600)
+    os.chown(file, STRANGER, STRANGER)
+    with pytest.raises(BadInput, match=f"belongs to user {STRANGER}"):
+        server.password(site)
+    file.rename(home / "his")
+    file.symlink_to(home / "his")
+    with pytest.raises(BadInput, match=f"belongs to user {STRANGER}"):
+        server.password(site)
+
+
+def test_a_server_of_an_earlier_version_that_asks_for_no_password_is_no_server(home: Path) -> None:
+    with page_of_a_stranger("everything") as url, holding(home, "server") as beat:
+        beat()
+        port = url.rpartition(":")[2].strip("/")
+        (home / "rlhf.toml").write_text(f"[prefect]\nport = {port}\n")
+        with pytest.raises(BadInput, match="asks for no password: `rlhf down`, then `rlhf up`"):
+            services.up(load_site({"RLHF_HOME": str(home)}), ["server"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Modules that lie where a program begins
+
+
+PLANTED = "import pathlib; pathlib.Path(__file__).with_name('it-ran').touch(); raise SystemExit('planted')"
+
+
+def ran(folder: Path, command: list[str], planted: str) -> bool:
+    """True if a module that was planted into the folder that a command begins in is executed by it."""
+    (folder / f"{planted}.py").write_text(PLANTED)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "PYTHON"))}
+    environment |= {"PREFECT_HOME": str(folder / "prefect"), "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=200, check=False)
+    return (folder / "it-ran").exists()
+
+
+def flow_run_command(folder: Path) -> list[str]:
+    """How the worker of a site starts a flow run; its log is left out."""
+    site = load_site({"RLHF_HOME": str(folder / "home")})
+    (site.home / "logs").mkdir(parents=True)
+    return shlex.split(serving._job_template(site)["variables"]["properties"]["command"]["default"])
+
+
+def test_a_planted_module_does_not_run_in_a_flow_run(tmp_path: Path) -> None:
+    command = flow_run_command(tmp_path)
+    assert not ran(tmp_path, command, "anyio")
+    as_it_was = [word.replace(" -P ", " ") for word in command]
+    assert as_it_was != command
+    assert ran(tmp_path, as_it_was, "anyio"), "negative control: the folder of the runs came first"
+
+
+def test_a_planted_module_does_not_run_in_a_job(tmp_path: Path) -> None:
+    command = list(agent_command(RunDir(tmp_path / "run"), 1, sys.executable))
+    assert not ran(tmp_path, command, "argparse")
+    assert ran(tmp_path, [word for word in command if word != "-P"], "argparse"), "negative control"
+
+
+def test_every_module_that_is_started_imports_nothing_from_where_it_begins() -> None:
+    """All commands of ours with `-m`: a new one must say `-P` too."""
+    found = []
+    for path in (path for name in ("flows", "rlhf_core") for path in (ROOT / name).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.List | ast.Tuple):
+                words = [word.value for word in node.elts if isinstance(word, ast.Constant)]
+                if "-m" in words:
+                    found.append((path.relative_to(ROOT), "-P" in words))
+    assert len(found) >= 10
+    assert [path for path, is_safe in found if not is_safe] == []
+    assert server.worker_settings(load_site({}))["PYTHONSAFEPATH"] == "1", "for what Prefect itself starts"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Names
+
+
+@needs_root
+def test_the_environment_does_not_change_who_somebody_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.setenv(name, "root")
+    assert as_stranger(lambda: [user_name(), account(), attributed_here("Head of Safety")]) == [
+        "nobody",
+        f"nobody, uid {STRANGER}",
+        f"Head of Safety (nobody, uid {STRANGER})",
+    ]
+    monkeypatch.setenv("LOGNAME", "anna")
+    assert user_name() == "root"
+
+
+def test_a_name_from_a_form_is_marked_whatever_it_says() -> None:
+    for name in ("Head of Safety", "root (uid 0)", "root, uid 0)"):
+        answer = Approval(approve=True, by=name, reason="").as_answer()
+        assert answer.by == f"{name} (through Prefect, unverified)"
+    assert attributed("anna", "anna, uid 1000") == "anna (uid 1000)"
+    assert attributed("anna", "") == "anna", "a record of rlhf-flows 0.1"
+    forged = f"Head of Safety (root, uid 0){' ' * 300}"
+    assert attributed(forged, "anna, uid 1000").endswith("… (anna, uid 1000)")
+    assert len(attributed(forged, "anna, uid 1000")) < LABEL_CHARACTERS, "or the record would cut it off"
+
+
+@pytest.mark.parametrize("flow_run", ["", "0b5ad1e8-9f6c-4a53-8f0a-000000000000"])
+def test_who_asked_for_a_run_stands_with_its_user_in_all_books(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flow_run: str
+) -> None:
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "200")
+    site = load_site()
+    run_dir = prepare(
+        make_spec(),
+        site.runs_dir,
+        config_source="a.toml",
+        owner="Head of Safety",
+        flow_run_id=flow_run,
+        folder=tmp_path,
+    )
+    behind = THROUGH_PREFECT if flow_run else account()
+    shown = f"Head of Safety ({behind})"
+    with HistoryStore(site.database_url) as store:
+        sync(run_dir, store)
+        with store.reading() as connection:
+            books = connection.exec_driver_sql("SELECT owner, owner_account FROM runs").one()
+            (told,) = connection.exec_driver_sql("SELECT message FROM events").one()
+    assert tuple(books) == ("Head of Safety", behind)
+    assert told.startswith(f"{shown} asked for")
+    assert execute(["show", run_dir.run_id]) == 0
+    assert shown in capsys.readouterr().out
+
+
+def test_a_run_of_an_earlier_version_says_nothing_of_its_user(tmp_path: Path) -> None:
+    run_dir = prepare(make_spec(), tmp_path / "runs", config_source="a.toml", folder=tmp_path)
+    content = json.loads(run_dir.spec.read_text())
+    del content["owner_account"]
+    run_dir.spec.write_text(json.dumps(content))
+    assert run_dir.read_spec().owner_account == ""
+
+
+@needs_root
+def test_an_approval_at_the_command_line_names_its_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever may write the run directory answers; whom he calls himself is his business, who he is is not."""
+    monkeypatch.setenv("LOGNAME", "head-of-safety")
+    given: list[str] = []
+    monkeypatch.setattr("rlhf_core.cli.run_commands.find_run", lambda *_: run_dir)
+
+    def answers(
+        _run_dir: object, _site: object, _store: object, _verdict: str, by: str, *_: object, **__: object
+    ) -> Any:
+        given.append(by)
+        return Answered(PromotionState.REFUSED, "refused")
+
+    monkeypatch.setattr("flows.promoting.answering.answer_promotion", answers)
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path))
+    run_dir = RunDir(tmp_path / "run")
+    assert execute(["refuse", "run", "--by", "Head of Safety", "--reason", "no"]) == 0
+    assert execute(["approve", "run"]) == 0
+    assert given == ["Head of Safety (root, uid 0)", "root (uid 0)"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The guards by themselves: what they let through, and that it would have arrived without them
+
+
+Answer = tuple[int, int]
+"""Status, and number of bytes that the guarded application has read."""
+
+
+def answered(guard: Any, *, method: str = "POST", kind: str = "http", body: int = 0, **headers: str) -> Answer:
+    """What comes of a question with so many bytes of body."""
+    read, status = 0, 0
+
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal read
+        more = True
+        while more:
+            message = await receive()
+            read += len(message["body"])
+            more = message["more_body"]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    left = body
+
+    async def receive() -> Message:
+        nonlocal left
+        piece = min(left, 1000)
+        left -= piece
+        return {"type": "http.request", "body": b" " * piece, "more_body": left > 0}
+
+    async def send(message: Message) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+        elif message["type"] == "websocket.close":
+            status = message["code"]
+
+    raw = [(name.replace("_", "-").encode(), value.encode("latin-1")) for name, value in headers.items()]
+    scope = {"type": kind, "method": method, "path": "/", "headers": raw}
+    asyncio.run(guard(application)(scope, receive, send))
+    return status, read
+
+
+@pytest.mark.parametrize("length", [None, "0", "-1", "99999999999999999999"])
+def test_a_body_is_counted_whatever_its_sender_says(length: str | None) -> None:
+    headers = {} if length is None else {"content_length": length}
+    status, read = answered(lambda app: Limited(app, 10_000), body=50_000, **headers)
+    assert status == 413
+    assert read <= 10_000
+    assert answered(lambda app: app, body=50_000) == (200, 50_000), "negative control"
+    assert answered(lambda app: Limited(app, 10_000), body=10_000) == (200, 10_000)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *("", "Basic", "Basic ", "Basic !!!", "Basic w6QK", "Bearer cmxoZjpzZWNyZXQ=", "Basic cmxoZjpzZWNyZXQ"),
+        *("Basic cmxoZjpzZWNyZXQ=, Basic cmxoZjpzZWNyZXQ=", "Basic cmxoZjpzZWNyZXQh", "\xff"),
+    ],
+)
+def test_a_body_is_read_for_the_password_alone(given: str) -> None:
+    def guard(app: Any) -> Authenticated:
+        return Authenticated(app, "rlhf:secret")
+
+    assert answered(guard, body=5000, authorization=given) == (401, 0)
+    assert answered(guard, body=5000, authorization="Basic cmxoZjpzZWNyZXQ=") == (200, 5000), "negative control"
+
+
+PUBLIC = names_of(["runs.example.com", "login1"], ["https://runs.example.com"], any_address=True)
+
+
+@pytest.mark.parametrize(
+    ("names", "host", "origin", "status"),
+    [
+        (names_of(()), "localhost:4200", "http://localhost:4200", 200),
+        (names_of(()), "localhost:4200", "https://localhost:4200", 200),
+        (names_of(()), "localhost:4200", "http://localhost:4201", 403),
+        (names_of(()), "localhost", "http://localhost", 200),
+        (names_of(()), "localhost", "http://localhost:99999", 403),
+        (names_of(()), "localhost", "file://localhost", 403),
+        (names_of(()), "10.0.0.7", "", 400),
+        (names_of(()), "localhost.evil.example", "", 400),
+        (names_of(()), "[::1", "", 200),
+        (PUBLIC, "10.0.0.7:4200", "http://10.0.0.7:4200", 200),
+        (PUBLIC, "[fd00::7]:4200", "http://[fd00::7]:4200", 200),
+        (PUBLIC, "login1:4200", "https://runs.example.com", 200),
+        (PUBLIC, "login1:4200", "https://runs.example.com.evil.example", 403),
+        (PUBLIC, "login1:4200", "http://runs.example.com", 403),
+        (PUBLIC, "RUNS.example.com.", "", 200),
+        (PUBLIC, "evil.example", "", 400),
+        (PUBLIC, "10.0.0.7.evil.example", "", 400),
+        (PUBLIC, "runs.example.com, evil.example", "", 400),
+    ],
+)
+def test_hosts_and_origins(names: Names, host: str, origin: str, status: int) -> None:
+    headers = {"host": host, **({"origin": origin} if origin else {})}
+    assert answered(lambda app: Known(app, names), **headers)[0] == status
+    assert answered(lambda app: Known(app, names), method="GET", **headers)[0] == (400 if status == 400 else 200)
+    if status != 200:
+        assert answered(lambda app: Known(app, names), kind="websocket", **headers)[0] == 1008
+
+
+def test_a_site_knows_its_own_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def names(**settings: Any) -> Names:
+        site = load_site({"RLHF_HOME": str(tmp_path)})
+        return server.own_names(replace(site, prefect=site.prefect.model_copy(update=settings)))
+
+    monkeypatch.setattr(server.socket, "gethostname", lambda: "Login1")
+    monkeypatch.setattr(server.socket, "getfqdn", lambda: "login1.example.com")
+    assert not names().serves("login1"), "on loopback nobody calls it so"
+    assert all(
+        names(host="0.0.0.0").serves(name) for name in ("login1:4200", "login1.example.com", "10.1.2.3", "[::1]")
+    )
+    assert names(url="https://runs.example.com/").trusts("https://runs.example.com", "127.0.0.1:4200")
+    assert names(hosts=("alias",)).serves("alias:80")
+    monkeypatch.setenv("PREFECT_API_URL", "http://server:4200/api")
+    assert names(host="0.0.0.0").serves("server:4200"), "the name by which its own programs know it (containers)"
