@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from flows.site.processes import HOME_MARKER, ServiceState, look
+from rlhf_core import private_files
 from rlhf_core.config import Site
 from rlhf_core.errors import BadInput, PrefectUnavailable
 
@@ -305,7 +306,7 @@ def _require_answer(url: str) -> None:
 @contextmanager
 def _temporary_server(folder: Path) -> Iterator[str]:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        private_files.make_folder(folder)
         log = (folder / "server.log").open("wb")
     except OSError as error:
         raise PrefectUnavailable(f"cannot write {folder}: {error.strerror}. {NO_PREFECT}") from None
