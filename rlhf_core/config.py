@@ -536,7 +536,7 @@ Table = TypeVar("Table", bound=Schema)
 
 
 def load_site(environ: Mapping[str, str] | None = None) -> Site:
-    """Site settings from the environment and ``$RLHF_HOME/rlhf.toml``. The home folder is made, and closed to others.
+    """Site settings from the environment and ``$RLHF_HOME/rlhf.toml``; a home folder that is there is closed to others.
 
     Raises:
         BadConfig: an unknown key in ``rlhf.toml``, or a value that cannot be.
@@ -571,11 +571,9 @@ def load_site(environ: Mapping[str, str] | None = None) -> Site:
 
 
 def _close_home(home: Path) -> None:
-    """Make the home folder private, and what older versions left open in it. A home that cannot be made is reported by
-    whoever needs it."""
+    """Close the home folder to others, and what older versions left open in it. Whoever makes it makes it private."""
     with contextlib.suppress(OSError):
-        private_files.make_folder(home)
-        for name in ("prefect", "logs", "services", "deployments", *_DATABASES):
+        for name in (".", "prefect", "logs", "services", "deployments", *_DATABASES):
             private_files.close(home / name)
 
 

@@ -18,12 +18,15 @@ _MAX_SQUATTED = 100
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder that only its owner may enter; one of this user that is there is closed to others.
+    """Make a folder that only its owner may enter, and those above it that are missing; one of this user that is there
+    is closed to others.
 
     Raises:
         OSError: it cannot be made, or is no folder.
     """
-    path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+    for missing in reversed([one for one in path.parents if not one.exists()]):
+        missing.mkdir(mode=FOLDER_MODE, exist_ok=True)
+    path.mkdir(mode=FOLDER_MODE, exist_ok=True)
     close(path)
 
 

@@ -317,7 +317,8 @@ def _put(client: SyncPrefectClient, site: Site, wanted: _Wanted) -> Registered:
 
 def _make_working_folder(site: Site) -> None:
     try:
-        site.runs_dir.mkdir(mode=private_files.FOLDER_MODE, parents=True, exist_ok=True)
+        if not site.runs_dir.exists():
+            private_files.make_folder(site.runs_dir)
     except OSError as error:
         raise BadInput(
             f"cannot make the folder of the runs {site.runs_dir}: {error.strerror}. Set RLHF_RUNS to a writable folder"

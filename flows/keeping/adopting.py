@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 
+from rlhf_core import private_files
 from rlhf_core.config import Site, load_site
 from rlhf_core.errors import RlhfError
 from rlhf_core.escaping import terminal
@@ -19,7 +20,7 @@ from rlhf_core.run_dir import RunDir
 def start(run_id: str, site: Site) -> "subprocess.Popen[bytes]":
     """Start the process; it outlives this one. Its output goes to ``logs/adopted-<run>.log`` of the home folder."""
     logs = site.home / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
+    private_files.make_folder(logs)
     with (logs / f"adopted-{run_id}.log").open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "flows.keeping.adopting", run_id],

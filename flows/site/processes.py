@@ -21,6 +21,7 @@ from typing import BinaryIO
 
 import psutil
 
+from rlhf_core import private_files
 from rlhf_core.errors import BadInput
 from rlhf_core.run_dir import PRIVATE_MODE, read_model, write_model
 from rlhf_core.schemas.base import Schema, utc_now
@@ -232,11 +233,8 @@ def private_folder(path: Path) -> None:
         BadInput: it is another user's, or cannot be made.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.mkdir(mode=0o700, exist_ok=True)
+        private_files.make_folder(path)
         found = path.stat()
-        if found.st_uid == os.geteuid() and found.st_mode & 0o077:
-            path.chmod(0o700)
     except OSError as error:
         raise BadInput(f"cannot make {path} a folder of this user alone: {error.strerror}") from None
     if found.st_uid != os.geteuid():

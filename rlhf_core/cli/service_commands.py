@@ -35,11 +35,12 @@ def up(
     from flows.site.server import configured_url, own_url, ui_url
     from flows.site.services import down_ones
     from flows.site.services import up as start
+    from rlhf_core import private_files
     from rlhf_core.config import load_site
 
     site = load_site()
     if not status:
-        site.home.mkdir(parents=True, exist_ok=True)
+        private_files.make_folder(site.home)
         started = start(site, services or (), output.note)
         for one in started:
             output.note(f"{one.name}: {one.what} (process {one.pid})")
@@ -102,11 +103,12 @@ def serve(
     """Be one service in the foreground, until SIGTERM: what systemd units, containers and `rlhf up` start."""
     from flows.site.services import wanted_services
     from flows.site.serving import serve as be
+    from rlhf_core import private_files
     from rlhf_core.config import load_site
 
     site = load_site()
     (name,) = wanted_services(site, (service,))
-    site.home.mkdir(parents=True, exist_ok=True)
+    private_files.make_folder(site.home)
     be(site, name)
 
 

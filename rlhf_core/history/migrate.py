@@ -79,7 +79,8 @@ def _create(url: URL, file: Path) -> None:
     """
     unfinished = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(4)}.new")
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        if not file.parent.exists():
+            private_files.make_folder(file.parent)
         private_files.write_new(unfinished, "")  # SQLite gives its log and its index the rights of the file
         made = url.set(database=str(unfinished))
         _migrate(made)

@@ -146,7 +146,7 @@ def _make_whole(runs: Path, stored: StoredSpec, keep: Callable[[Path], object]) 
     run_dir, unfinished = RunDir.of(runs, stored.run_id), _unfinished(runs, stored.run_id)
     try:
         if not runs.exists():
-            runs.mkdir(mode=private_files.FOLDER_MODE, parents=True, exist_ok=True)
+            private_files.make_folder(runs)
         unfinished.root.mkdir()
         private_files.give_rights_of(runs, unfinished.root)
         keep(unfinished.code)

@@ -29,7 +29,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checks: list[CheckResu
     monkeypatch.setattr("flows.session.get_scheduler", lambda name: scheduler)
     monkeypatch.setattr("flows.cancelling.get_scheduler", lambda name: scheduler)
     site = load_site({"RLHF_HOME": str(tmp_path / "site")})
-    site.home.mkdir(exist_ok=True)
+    site.home.mkdir()
     with ExitStack() as stack, HistoryStore(site.database_url) as store:
         yield Desk(site, scheduler, store, Clock(), Notes(), stack)
 

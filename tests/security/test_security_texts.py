@@ -250,16 +250,18 @@ def test_a_model_card_says_what_was_said(tmp_path: Path) -> None:
         )
         return model_card(origin, make_spec())
 
-    plain = card("x", tuple("x" for _ in hostile.ALL if _.strip()))
+    def blocks(written: str) -> list[str]:
+        return [one for one in shape(written.split("---\n", 2)[2]) if one != "code_inline"]
+
+    plain = blocks(card("x", ("x",)))
     for text in hostile.ALL:
-        written = card(text, tuple(one for one in hostile.ALL if one.strip()))
+        written = card(text, (text,))
         written.encode()  # halves of characters would not be
         front = yaml.safe_load(written.split("---\n")[1])
-        assert front["tags"][2:] == [storable(one) for one in dict.fromkeys(hostile.ALL) if one.strip()]
+        assert front["tags"][2:] == [storable(text)]
         assert front.get("base_model", "") == storable(text)
         if text.strip():
-            in_tables = [one for one in shape(written.split("---\n", 2)[2]) if one != "code_inline"]
-            assert in_tables == [one for one in shape(plain.split("---\n", 2)[2]) if one != "code_inline"], text
+            assert blocks(written) == plain, text
 
 
 # ---------------------------------------------------------------------------------------------------------------------
