@@ -126,9 +126,10 @@ def test_the_servers_database_is_made_private(place: Path, monkeypatch: pytest.M
     monkeypatch.setattr(server, "_command", lambda port: [sys.executable, "-c", write])
     monkeypatch.setattr(server, "_wait_for_answer", lambda url, process, deadline: process.wait() == 0)
     with (place / "log").open("wb") as log:
-        server._start(place, log.fileno())
+        server._start(place, log.fileno(), "rlhf:secret")
     assert mode(made) == 0o600
     monkeypatch.setattr("uvicorn.run", lambda *arguments, **options: (place / "served").write_text("key"))
+    monkeypatch.setattr("flows.site.server_app.create_app", lambda names: None)
     monkeypatch.setattr(serving, "require_free_port", lambda site: None)
     monkeypatch.setattr(serving, "_beat_while_answering", lambda url, beat: None)
     serving._serve_server(load_site({"RLHF_HOME": str(place / "home")}), lambda: None)
