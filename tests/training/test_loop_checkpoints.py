@@ -300,7 +300,7 @@ def flip_a_byte(path: Path, where: int = -1) -> None:
 
 
 def make_unreadable(path: Path) -> None:
-    """Reading it fails with an input/output error, for root as well."""
+    """It cannot be read, by root neither: it is no file of the checkpoint any more."""
     path.unlink()
     path.symlink_to("/proc/self/mem")
 
@@ -318,12 +318,15 @@ DAMAGE: dict[str, tuple[Callable[[CheckpointDir], Any], str]] = {
     "a file is emptied": (lambda saved: os.truncate(saved.model / "config.json", 0), "config.json: found 0 bytes"),
     "a file cannot be read": (
         lambda saved: make_unreadable(saved.trainer_state / "rank-00000.pt"),
-        "00000.pt: Input/output error",
+        "00000.pt: found a symbolic link, expected a regular file",
     ),
     "the manifest is truncated": (lambda saved: os.truncate(saved.complete, 50), "COMPLETE is no manifest: its 50 byt"),
     "the manifest is emptied": (lambda saved: os.truncate(saved.complete, 0), "COMPLETE is no manifest: its 0 bytes"),
     "the manifest is gone": (lambda saved: saved.complete.unlink(), "COMPLETE is missing"),
-    "the manifest cannot be read": (lambda saved: make_unreadable(saved.complete), "COMPLETE is unreadable: Input/out"),
+    "the manifest cannot be read": (
+        lambda saved: make_unreadable(saved.complete),
+        "COMPLETE is unreadable: found a",
+    ),
     "a byte of the manifest: settings": (
         lambda saved: flip_in_manifest(saved, spec_hash(spec_with())[:8], "0" * 8),
         "COMPLETE does not fit the settings beside it",
