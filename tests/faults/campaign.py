@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -105,8 +105,7 @@ class Campaign:
                     raise Stuck(f"the undisturbed run did not get to its end; see {place.site.home}/rlhf.log")
                 for incident in all_incidents(run):
                     raise Stuck(f"false alarm in the undisturbed run: {incident.message}")
-                if len(set(hashes.values())) < len(hashes):
-                    raise Stuck(f"the undisturbed run has the same weights at two steps: {hashes}")
+                require_learning(hashes)
                 self.reference_file.write_text(json.dumps(hashes, indent=1))
         return dict(json.loads(self.reference_file.read_text()))
 
@@ -221,6 +220,19 @@ class Campaign:
         left = cluster is not None and cluster.is_at_work(run_id)
         row = measure_gone(scenario.name, scenario.faults[0], truth, told, jobs, left)
         return replace(row, scheduler="slurm" if cluster else "local")
+
+
+def require_learning(hashes: Mapping[str, str]) -> None:
+    """Refuse a reference with which equal weights prove nothing.
+
+    Args:
+        hashes: of the weights, by step.
+
+    Raises:
+        Stuck: two steps have the same.
+    """
+    if len(set(hashes.values())) < len(hashes):
+        raise Stuck(f"the undisturbed run has the same weights at two steps: {hashes}")
 
 
 def _say(row: Row) -> None:

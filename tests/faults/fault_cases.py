@@ -27,7 +27,8 @@ class Expected:
     """Failure kinds that are right, ``none`` among them where saving early is enough; empty: it must not be taken for a
     failure at all."""
     actions: frozenset[str] = frozenset()
-    """Decisions that are right; empty where there is nothing to decide."""
+    """Decisions that are right; empty where there is nothing to decide. With ``""`` among them, and ``none`` among the
+    kinds, the fault may pass the run by."""
     blame: str = ""
     """``rank`` or ``node``: what must be named, and nothing else; empty where no single one is to blame."""
     limit: str = ""

@@ -104,8 +104,7 @@ def measure(
     cancelled = is_failure and state == "cancelled" and incident is None
     if cancelled:
         kind, action = "user_cancel", "stop"
-    # Where a fault may pass a run by, finishing is right.
-    harmless = incident is None and state == "completed" and "none" in expected.kinds and "" in expected.actions
+    harmless = incident is None and passed_by(expected, state)
     return Row(
         scenario=scenario,
         number=number,
@@ -130,6 +129,11 @@ def measure(
         state=state,
         message=incident.message if incident else "",
     )
+
+
+def passed_by(expected: Expected, state: str) -> bool:
+    """True for a run that ended well although nothing was found, where the fault may have done it no harm."""
+    return state == "completed" and "none" in expected.kinds and "" in expected.actions
 
 
 def measure_gone(scenario: str, fault: Fault, truth: Truth, told: dict[str, Any], jobs: int, job_left: bool) -> Row:
@@ -288,4 +292,14 @@ def _again_in_time(
         return None
     # Two faults at once may need both: an agent is lost, and the new attempt finds a damaged checkpoint.
     is_new = any(begin <= one.decided_at < end and one.action is Action.NEW_ATTEMPT for one in all_decisions(run))
-    return again_s - found_s <= (cold_s + 30 if is_new else 1.5 * cold_s + 5)
+    return again_s - found_s <= again_limit_s(cold_s, is_new=is_new)
+
+
+def again_limit_s(cold_s: float, *, is_new: bool) -> float:
+    """Longest time from a fault that was found until training goes on.
+
+    Args:
+        cold_s: cold start of the run, in seconds.
+        is_new: a new attempt was made; otherwise the workers were started again in place.
+    """
+    return cold_s + 30 if is_new else 1.5 * cold_s + 5

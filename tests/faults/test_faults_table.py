@@ -4,8 +4,10 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from campaign import require_learning
 from fault_cases import CHAIN, CONTROLS, KINDS, SPACING, scenarios
-from fault_measure import Row
+from fault_measure import Row, again_limit_s, passed_by
+from fault_site import Stuck
 from fault_soon import CONTROLS as SILENT
 from fault_soon import DEFAULTS, STEPS_BEFORE, soon_scenarios
 from fault_soon import KINDS as SOON
@@ -101,3 +103,19 @@ def test_only_what_is_between_the_markers_of_a_page_is_replaced() -> None:
     assert write_between(page, "x", "new") == "before\n<!-- x: begin -->\nnew\n<!-- x: end -->\nafter\n"
     with pytest.raises(ValueError, match="found no"):
         write_between("nothing here", "x", "new")
+
+
+def test_a_reference_that_learns_nothing_is_refused() -> None:
+    require_learning({"5": "a", "10": "b"})
+    with pytest.raises(Stuck, match="the same weights at two steps"):
+        require_learning({"5": "a", "10": "b", "15": "b"})
+
+
+def test_only_what_may_pass_a_run_by_is_right_without_being_found() -> None:
+    expected = {kind.row: kind.expected for kind in KINDS}
+    assert [row for row, one in expected.items() if passed_by(one, "completed")] == ["slurmstepd killed"]
+    assert not passed_by(expected["slurmstepd killed"], "failed")
+
+
+def test_a_new_attempt_has_longer_to_come_back() -> None:
+    assert (again_limit_s(10.0, is_new=True), again_limit_s(10.0, is_new=False)) == (40.0, 20.0)
