@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf_core.errors import SubmissionFailed
 from rlhf_core.launch.prepare import prepare
@@ -26,6 +26,9 @@ from rlhf_core.schemas.reports import (
 )
 from rlhf_core.schemas.resources import Inventory, Role, Submission, job_marker
 from rlhf_core.schemas.run import RunSpec
+
+if TYPE_CHECKING:
+    import pytest  # not when this runs as an agent
 
 NODE = "n1"
 
@@ -298,3 +301,13 @@ class FakeAgent:
         self.evaluation("after", "greedy", 0.9)
         self.role(Role.EVALUATOR)
         self.end(AttemptState.COMPLETED)
+
+
+def only_scheduler(monkeypatch: "pytest.MonkeyPatch") -> FakeScheduler:
+    """Have a fake be the scheduler of this site, for controllers and commands, with no checks and no waiting."""
+    found = FakeScheduler()
+    for module in ("rlhf_core.scheduler", "flows.session", "flows.cancelling"):
+        monkeypatch.setattr(f"{module}.get_scheduler", lambda name: found)
+    monkeypatch.setattr("flows.stages.make_checks", lambda spec, around, tick: ())
+    monkeypatch.setattr("flows.stages.CANCEL_PATIENCE_S", 0.0)
+    return found

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from control_fakes import FakeAgent, FakeScheduler, make_run
+from control_fakes import FakeAgent, FakeScheduler, make_run, only_scheduler
 
 from rlhf_core.accounts import account, user_name
 from rlhf_core.cli import doctor, log_files, main, watching
@@ -40,11 +40,7 @@ Printed = pytest.CaptureFixture[str]
 @pytest.fixture
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> FakeScheduler:
     """The scheduler of this site; its jobs do at once all they should."""
-    found = FakeScheduler()
-    for module in ("rlhf_core.scheduler", "flows.session", "flows.cancelling"):
-        monkeypatch.setattr(f"{module}.get_scheduler", lambda name: found)
-    monkeypatch.setattr("flows.stages.make_checks", lambda spec, around, tick: ())
-    monkeypatch.setattr("flows.stages.CANCEL_PATIENCE_S", 0.0)
+    found = only_scheduler(monkeypatch)
 
     def whole(request: Any) -> None:
         FakeAgent(newest_run(), request.placement.attempt).whole_run(request.placement.resumed_from_step)

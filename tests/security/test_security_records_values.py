@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
-from control_fakes import FakeAgent, FakeScheduler, make_run
+from control_fakes import FakeAgent, FakeScheduler, make_run, only_scheduler
 from history_tools import RunFiles, at, dump, new_sqlite, postgres, whole_run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -316,12 +316,7 @@ LINES: Sequence[bytes] = (
 
 @pytest.fixture
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> FakeScheduler:
-    found = FakeScheduler()
-    for module in ("rlhf_core.scheduler", "flows.session", "flows.cancelling"):
-        monkeypatch.setattr(f"{module}.get_scheduler", lambda name: found)
-    monkeypatch.setattr("flows.stages.make_checks", lambda spec, around, tick: ())
-    monkeypatch.setattr("flows.stages.CANCEL_PATIENCE_S", 0.0)
-    return found
+    return only_scheduler(monkeypatch)
 
 
 def begun(scheduler: FakeScheduler) -> RunDir:
