@@ -23,7 +23,7 @@ from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import read_record
 from rlhf_core.launch.lease import known_dead
 from rlhf_core.run_dir import RunDir, read_model, write_model
-from rlhf_core.scheduler import JobState, get_scheduler
+from rlhf_core.scheduler import JobState, Scheduler, get_scheduler
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.journal import ControllerStarted
@@ -134,8 +134,7 @@ def cancel_missing(run: str, site: Site, store: HistoryStore, reason: str) -> Ca
     scheduler = get_scheduler(site.scheduler)
     jobs = [living.submission for living in scheduler.living() if living.run_id == run_id]
     for job in jobs:
-        if not scheduler.cancel(job):
-            raise SchedulerError(f"job {job.job_id} could not be ended: something of it is still at work")
+        _end(scheduler, job)
     ended = f"ended by its marker: job {', '.join(job.job_id for job in jobs)}" if jobs else "no job of it was at work"
     cause = f"the run directory is gone: {root}. Cancelled ({reason}); {ended}"
     closed = close_missing(run_id, store, cause, utc_now())
@@ -162,8 +161,8 @@ def _ended_without_journal(run_dir: RunDir, site: Site, reason: str, damage: Jou
     scheduler = get_scheduler(site.scheduler)
     for attempt in run_dir.attempts():
         submission = read_model(attempt.submission, Submission) or scheduler.find(run_dir.run_id, attempt.number)
-        if submission is not None and not scheduler.cancel(submission):
-            raise SchedulerError(f"job {submission.job_id} could not be ended: something of it is still at work")
+        if submission is not None:
+            _end(scheduler, submission)
     return Cancelled(None, True, f"none of the jobs of {run_dir.run_id} is at work; its state is not known: {damage}")
 
 
@@ -174,14 +173,18 @@ def _patience(save: bool) -> str:
 def _end_job(run_dir: RunDir, site: Site) -> None:
     for concerned in (run_dir, *trials_of(run_dir)):
         attempt = read_record(concerned).last_attempt
-        if (
-            attempt is not None
-            and attempt.submission is not None
-            and not get_scheduler(site.scheduler).cancel(attempt.submission)
-        ):
-            raise SchedulerError(
-                f"job {attempt.submission.job_id} could not be ended: something of it is still at work"
-            )
+        if attempt is not None and attempt.submission is not None:
+            _end(get_scheduler(site.scheduler), attempt.submission)
+
+
+def _end(scheduler: Scheduler, submission: Submission) -> None:
+    """End a job.
+
+    Raises:
+        SchedulerError: something of it is still there.
+    """
+    if not scheduler.cancel(submission):
+        raise SchedulerError(f"job {submission.job_id} could not be ended: something of it is still at work")
 
 
 def _result(run_dir: RunDir, site: Site, message: str) -> Cancelled:

@@ -31,8 +31,8 @@ _KINDS = (
 
 
 class UnfitFile(OSError):
-    """What stands in the place of a file is no regular file, or larger than any that is written there. Unlike other
-    errors of the operating system it does not pass."""
+    """A file that is no regular one, or larger than any that is written in its place. Unlike other errors of the
+    operating system it does not pass."""
 
 
 def open_regular(path: Path, *, follow_link: bool = False) -> BufferedReader:
@@ -73,6 +73,19 @@ def read_document(path: Path, limit_bytes: int = MAX_DOCUMENT_BYTES, *, follow_l
     if len(content) > limit_bytes:
         raise UnfitFile(errno.EFBIG, f"found more than {limit_bytes} bytes, expected at most that", str(path))
     return content
+
+
+def bring_to_disk(path: Path) -> None:
+    """Have the operating system write a file's content, or a folder's list of names, to the disk now.
+
+    Raises:
+        OSError: it is not there or cannot be written.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _unfit(path: Path, found: str) -> UnfitFile:

@@ -45,8 +45,6 @@ def new_run_id(name: str, now: datetime | None = None) -> str:
 # Whole files
 
 
-PRIVATE_MODE = 0o600
-"""Permissions of a file that only its owner may read."""
 _USUAL_MODE = 0o666
 
 

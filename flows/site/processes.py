@@ -23,7 +23,7 @@ import psutil
 
 from rlhf_core import private_files
 from rlhf_core.errors import BadInput
-from rlhf_core.run_dir import PRIVATE_MODE, read_model, write_model
+from rlhf_core.run_dir import read_model, write_model
 from rlhf_core.schemas.base import Schema, utc_now
 
 SERVICES = ("server", "worker", "keeper")
@@ -253,12 +253,12 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
     private_folder(path.parent)
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        descriptor = os.open(path, flags, PRIVATE_MODE)
+        descriptor = os.open(path, flags, private_files.FILE_MODE)
     except OSError as error:
         raise BadInput(f"cannot open {path}: {error.strerror}; expected a file of this user, or none") from None
     with os.fdopen(descriptor, "r+b") as lock:
         if os.fstat(descriptor).st_mode & 0o077:
-            os.fchmod(descriptor, PRIVATE_MODE)  # made by an earlier version
+            os.fchmod(descriptor, private_files.FILE_MODE)  # made by an earlier version
         yield lock
 
 
@@ -321,7 +321,7 @@ def _locked(descriptor: int, patience_s: float) -> bool:
 
 def _write_beat(path: Path) -> None:
     """In place and of one length, so that a reader sees the old beat or the new one."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, PRIVATE_MODE)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, private_files.FILE_MODE)
     try:
         os.pwrite(descriptor, f"{time.monotonic():020.3f}\n".encode("ascii"), 0)
     finally:

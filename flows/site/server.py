@@ -20,9 +20,10 @@ from urllib.parse import urlsplit
 
 from flows.site.guards import MAX_SOCKET_BYTES, Names, names_of
 from flows.site.processes import HOME_MARKER, ServiceState, look, private_folder
+from rlhf_core import private_files
 from rlhf_core.config import Site
 from rlhf_core.errors import BadInput, PrefectUnavailable
-from rlhf_core.run_dir import PRIVATE_MODE, create_once
+from rlhf_core.run_dir import create_once
 
 STARTUP_TIMEOUT_S = 180.0
 """How long a temporary server may take to answer. Its first start makes a database: 20 s, longer on a busy machine."""
@@ -113,7 +114,7 @@ def password(site: Site) -> str:
     if not path.exists():
         private_folder(path.parent)
         try:
-            create_once(path, f"{_new_password()}\n", PRIVATE_MODE)
+            create_once(path, f"{_new_password()}\n", private_files.FILE_MODE)
         except OSError as error:
             raise BadInput(f"cannot keep a password for the Prefect server in {path}: {error.strerror}") from None
     found = _private_text(path).strip()
@@ -181,8 +182,11 @@ def connect(site: Site) -> str:
 
 
 def client_settings(site: Site, url: str) -> dict[str, str]:
-    """What a client of a server needs. The password of the site goes to its own server only, unless it was given; one
-    that this user has set for Prefect, together with an address, is kept."""
+    """Settings that a client of a server needs.
+
+    The password of the site goes to its own server only, unless it was given; one that this user has set for Prefect,
+    together with an address, is kept.
+    """
     settings = {"PREFECT_API_URL": url, "PREFECT_UI_URL": ui_url(site)}
     if configured_url() == url and _configured(CLIENT_AUTH, os.environ) and not os.environ.get(AUTH_VARIABLE):
         return settings

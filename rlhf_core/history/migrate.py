@@ -11,6 +11,7 @@ from sqlalchemy import URL, Connection, Engine, inspect, text
 import rlhf_core
 from rlhf_core import private_files
 from rlhf_core.errors import HistoryError, SchemaOutOfDate
+from rlhf_core.files import bring_to_disk
 from rlhf_core.history import database
 from rlhf_core.history.tables import SCHEMA_REVISION
 
@@ -101,15 +102,7 @@ def _put_in_place(unfinished: Path, file: Path) -> None:
         return
     except OSError:  # a file system without links
         unfinished.rename(file)
-    _sync(file.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    bring_to_disk(file.parent)
 
 
 def _migrate(url: URL) -> Upgraded:

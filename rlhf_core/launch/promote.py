@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_core.errors import CheckpointCorrupt, PromotionFailed, RunDirError
-from rlhf_core.files import open_regular
+from rlhf_core.files import bring_to_disk, open_regular
 from rlhf_core.run_dir import CheckpointDir, RunDir, checksum, create_once, is_disk_full, read_model, write_text
 from rlhf_core.schemas.promotion import ModelProvenance, PromotionAnswer
 from rlhf_core.schemas.reports import CheckpointManifest, EvaluationReport, FileChecksum
@@ -144,7 +144,7 @@ def write_model_directory(
         partial.mkdir(parents=True)
         _fill(partial, checkpoint, manifest, card, provenance, tick)
         partial.rename(target)
-        _sync(target.parent)
+        bring_to_disk(target.parent)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         what = "the disk is full" if is_disk_full(error) else error.strerror or str(error)
@@ -181,7 +181,7 @@ def _fill(
     whole = provenance.model_copy(update={"files": dict(sorted(files.items()))})
     write_text(folder / PROVENANCE, whole.model_dump_json(indent=2) + "\n")
     for path in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
-        _sync(path)
+        bring_to_disk(path)
 
 
 def _model_files(manifest: CheckpointManifest) -> dict[str, FileChecksum]:
@@ -236,11 +236,3 @@ def _copy(source: Path, target: Path, tick: Callable[[], None]) -> FileChecksum:
         writer.flush()
         os.fsync(writer.fileno())
     return FileChecksum(bytes=size, sha256=digest.hexdigest())
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

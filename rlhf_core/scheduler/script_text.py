@@ -4,14 +4,11 @@ Quotes do not help against a line break in an ``#SBATCH`` line: what follows it 
 characters are refused, whatever let them in.
 """
 
-import re
 import shlex
 from collections.abc import Iterable
 
 from rlhf_core.errors import SubmissionFailed
-
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-_NODE = re.compile(r"[A-Za-z0-9][\w.\[\],-]*", re.ASCII)
+from rlhf_core.schemas.slurm_values import CONTROL, NODE_NAMES, VARIABLE
 
 
 def one_line(name: str, value: str) -> str:
@@ -20,7 +17,7 @@ def one_line(name: str, value: str) -> str:
     Raises:
         SubmissionFailed: there is a control character in it, a line break for instance; names the option.
     """
-    if _CONTROL.search(value):
+    if CONTROL.search(value):
         raise SubmissionFailed(
             f"{name}: found {value!r}, expected text without control characters, as it becomes part of a batch script. "
             f"Correct it in the config, or move the run to a folder without them in its path"
@@ -43,7 +40,7 @@ def exported(name: str, value: str) -> str:
     Raises:
         SubmissionFailed: the name is none, or there is a NUL character in the value.
     """
-    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+    if not VARIABLE.fullmatch(name):
         raise SubmissionFailed(f"found {name!r}, expected the name of a variable: letters, digits and _")
     return f"export {name}={shlex.quote(_without_nul(name, value))}"
 
@@ -56,4 +53,4 @@ def _without_nul(name: str, value: str) -> str:
 
 def is_node_name(text: str) -> bool:
     """True if nodes can be called so; names in Slurm's short form (``node[1-3]``) count."""
-    return _NODE.fullmatch(text) is not None
+    return NODE_NAMES.fullmatch(text) is not None

@@ -13,7 +13,6 @@ Whatever goes wrong before, the checkpoints before it are untouched.
 import contextlib
 import json
 import math
-import os
 import random
 import re
 import shutil
@@ -29,6 +28,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.diagnosis.retention import kept_steps
 from rlhf_core.errors import CheckpointCorrupt, DiskFull, ResumeMismatch, WorkerError
+from rlhf_core.files import bring_to_disk
 from rlhf_core.run_dir import CheckpointDir, RunDir, checksum, is_disk_full, remove_tree, write_model
 from rlhf_core.schemas.base import Schema, utc_now
 from rlhf_core.schemas.reports import CheckpointManifest, FileChecksum
@@ -242,7 +242,7 @@ class CheckpointWriter:
             written += [settings, *(path for path in sorted(partial.model.rglob("*")) if path.is_file())]
         checksums = {}
         for path in written:
-            _sync(path)
+            bring_to_disk(path)
             checksums[path.relative_to(partial.root).as_posix()] = checksum(path)
             self._beat()
         return checksums
@@ -265,12 +265,12 @@ class CheckpointWriter:
             time=utc_now(),
         )
         for folder in (partial.trainer_state, partial.model):
-            _sync(folder)
+            bring_to_disk(folder)
         write_model(partial.complete, manifest)
-        _sync(partial.root)
+        bring_to_disk(partial.root)
         remove_tree(final.root)  # an older one of the same step, when training went back
         partial.root.rename(final.root)
-        _sync(self._run_dir.checkpoints_dir)
+        bring_to_disk(self._run_dir.checkpoints_dir)
         self._remove_old(progress.step)
 
     def _together(self, partial: CheckpointDir, work: Callable[[], Result]) -> Result:
@@ -478,15 +478,6 @@ def _is_disk_full(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def _sync(path: Path) -> None:
-    """Bring a file's content, or a folder's list of names, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _readable(num_bytes: float) -> str:

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from rlhf_core.private_files import own_folder
+from rlhf_core.private_files import FILE_MODE, own_folder
 from rlhf_core.schemas.reports import Phase
 
 MAGIC = 0x726C68665F763031
@@ -72,8 +72,7 @@ class Slot:
 
 
 def slots_folder() -> Path:
-    """Where slot files lie: a folder of this user alone, in memory where that can be had, otherwise among temporary
-    files."""
+    """Folder of slot files, of this user alone: in memory where that can be had, otherwise among temporary files."""
     memory = Path("/dev/shm")
     return own_folder(memory if os.access(memory, os.W_OK | os.X_OK) else Path(tempfile.gettempdir()))
 
@@ -89,7 +88,7 @@ class SlotFile:
         self.path = folder / f"rlhf-{run_id}-{attempt}-{node}.slots"
         self.num_slots = num_slots
         size = (HEADER_WORDS + num_slots * SLOT_WORDS) * WORD_BYTES
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, FILE_MODE)
         try:
             os.ftruncate(descriptor, size)
             self._words = _words(descriptor, size)
@@ -126,7 +125,7 @@ class SlotFile:
         return self._words[_QUESTIONS_AT]
 
     def store(self, restart: int) -> Path:
-        """Where the workers of a start meet when all are on this node: a file that only this user reaches, no port."""
+        """Meeting place of the workers of a start that are all on this node: a file of this user alone, no port."""
         return self.path.with_name(f"{self.path.name}.store-{restart}")
 
     def remove(self) -> None:

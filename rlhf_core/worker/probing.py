@@ -20,7 +20,8 @@ from typing import IO, Any
 from rlhf_core.diagnosis import node_checks
 from rlhf_core.diagnosis.node_checks import Plan, blocked, compare
 from rlhf_core.diagnosis.node_speed import Floors, better, judge_speed, needs_another_look
-from rlhf_core.run_dir import PRIVATE_MODE, RunDir, read_model, write_model
+from rlhf_core.private_files import FILE_MODE
+from rlhf_core.run_dir import RunDir, read_model, write_model
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.probe import NodeFacts, NodeSpeed, PairSpeed, ProbeReport
@@ -93,7 +94,7 @@ class Probe:
             self._environment,
         )
         with contextlib.suppress(OSError):
-            write_model(self._folder.node_facts(own.node), own, PRIVATE_MODE)
+            write_model(self._folder.node_facts(own.node), own, FILE_MODE)
         return own
 
     def measure(self, look: int, is_over: Callable[[], bool]) -> NodeSpeed:

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from rlhf_core.diagnosis.launch_variables import LAUNCHING
 from rlhf_core.diagnosis.node_checks import MUST_AGREE
+from rlhf_core.private_files import FILE_MODE
 from rlhf_core.redaction import is_secret_name, keyed_hash, masked
-from rlhf_core.run_dir import PRIVATE_MODE, create_once
+from rlhf_core.run_dir import create_once
 from rlhf_core.schemas.resources import PASSED_VARIABLE
 
 _OTHERS = """
@@ -61,7 +62,7 @@ def attempt_key(path: Path) -> bytes:
     cannot be used."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        create_once(path, secrets.token_hex(32), PRIVATE_MODE)
+        create_once(path, secrets.token_hex(32), FILE_MODE)
         return path.read_bytes()
     except OSError:
         return b""

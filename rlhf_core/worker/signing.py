@@ -14,7 +14,8 @@ import secrets
 import time
 from pathlib import Path
 
-from rlhf_core.run_dir import PRIVATE_MODE, create_once
+from rlhf_core.private_files import FILE_MODE
+from rlhf_core.run_dir import create_once
 
 MAX_MESSAGE_BYTES = 4 << 20
 """Longest message that is looked at. The longest of our own carries the ends of the logs of one node, 32 KiB each."""
@@ -37,7 +38,7 @@ def attempt_secret(path: Path) -> bytes:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # Before it is looked for: on a network file system that is what makes the one of another node seen.
-    create_once(path, secrets.token_hex(SECRET_BYTES), PRIVATE_MODE)
+    create_once(path, secrets.token_hex(SECRET_BYTES), FILE_MODE)
     with path.open("rb") as file:
         content = file.read(4 * SECRET_BYTES)
     if not _SECRET.fullmatch(content):

@@ -164,7 +164,7 @@ def test_what_an_interrupted_save_left_is_cleared_away(run_dir: RunDir, ranks: R
     verify_checkpoint(saved, spec_with(), ranks)
 
 
-@pytest.mark.parametrize("killed_at", ["write_model", "checksum", "_sync", "remove_tree"])
+@pytest.mark.parametrize("killed_at", ["write_model", "checksum", "bring_to_disk", "remove_tree"])
 def test_a_checkpoint_counts_whole_or_not_at_all(
     run_dir: RunDir, ranks: Ranks, model: Any, monkeypatch: pytest.MonkeyPatch, killed_at: str
 ) -> None:
