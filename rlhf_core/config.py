@@ -144,7 +144,7 @@ def _unbounded(value: Any, depth: int, num_values: int) -> str:
 
 
 def shortened(found: Any) -> str:
-    """What was found, for a message: as Python writes it, and not more of it than a person reads."""
+    """A value that was found, for a message: as Python writes it, and not more of it than a person reads."""
     text = repr(found)
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}... ({len(text)} characters)"
 

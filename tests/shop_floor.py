@@ -123,7 +123,7 @@ class Floor:
 
     @property
     def password(self) -> str:
-        """What its server asks for."""
+        """Password that its server asks for."""
         file = self.home / "prefect" / "auth"
         return self.auth or (file.read_text().strip() if file.is_file() else "")
 

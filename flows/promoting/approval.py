@@ -61,7 +61,7 @@ class Approval(RunInput):
     reason: str = Field(default="", description="Why, in a sentence.")
 
     def as_answer(self) -> PromotionAnswer:
-        """What counts. Whoever has the password of the server can give any name, which is kept as what it is."""
+        """The answer that counts. Whoever has the server's password can give any name, which is kept as what it is."""
         return PromotionAnswer(
             verdict="approved" if self.approve else "refused",
             by=attributed(self.by, THROUGH_PREFECT),

@@ -1,4 +1,4 @@
-"""Who may ask the Prefect server of a site, and how much: what is checked before Prefect sees a request.
+"""Checks of every request to a site's Prefect server before Prefect sees it: who asks, from which page, and how much.
 
 The password is no cookie, so that a page of another site has nothing to borrow from a browser. These are further walls:
 a server that answers to any name can be read by a page whose name is made to point at it (DNS rebinding), and a body

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from rlhf_core.history.sql_limits import WorkClock
 
 GRACE_S = 2.0
-"""How long SQLite may take to stop by itself, in seconds."""
+"""Time that SQLite has to stop by itself, in seconds."""
 _PULSE_S = 0.25
 
 

@@ -76,7 +76,7 @@ class SetAside:
 
     source: str
     position: int
-    """Where the first line of it begins."""
+    """Place at which the first line of it begins."""
     found_at: datetime
     message: str
 

@@ -144,7 +144,7 @@ class Run(Base):
     message: Mapped[str]
     """Cause of the last change of state."""
     owner: Mapped[str]
-    """Who asked for it, as was said."""
+    """Name of the person who asked for it, as was said."""
     owner_account: Mapped[str] = mapped_column(server_default=text("''"))
     """The operating system's user that said so; see ``rlhf_core.accounts``."""
     seed: Mapped[int] = mapped_column(BigInteger)

@@ -533,7 +533,7 @@ def write_notes(connection: Connection, run_id: str, source: str, notes: Sequenc
 
 
 def write_set_aside(connection: Connection, run_id: str, found: Sequence[SetAside]) -> None:
-    """What became no row, as events."""
+    """Write events about what became no row."""
     rows: list[Row] = [
         {
             "run_id": run_id,

@@ -155,5 +155,5 @@ class NodeCleared(Schema):
     node: Label
     time: Moment
     by: Label
-    """Who said so, with the operating system's user in brackets."""
+    """Name of the person who said so, with the operating system's user in brackets."""
     reason: Message

@@ -26,7 +26,7 @@ class RunCreated(Schema):
     name: Label
     """Name from the spec."""
     owner: Label
-    """Who asked, as was said."""
+    """Name of the person who asked, as was said."""
     owner_account: Label = ""
     """The operating system's user that said so (``rlhf_core.accounts``). Lines of rlhf-flows 0.1 do not say it."""
     config_source: Message
@@ -161,7 +161,7 @@ class PromotionMoved(Schema):
     checkpoint_step: Int32
     """Checkpoint that is to become the model."""
     by: Label = ""
-    """Who decided, with the operating system's user in brackets; empty while nobody has."""
+    """Name of the person who decided, with the operating system's user in brackets; empty while nobody has."""
     reason: Message = ""
     """Why, in a sentence for a person."""
     path: Message = ""

@@ -14,7 +14,8 @@ class PromotionAnswer(Schema):
     verdict: Literal["approved", "refused", "expired"]
     """``expired``: nobody answered in time."""
     by: Label = ""
-    """Who answered, with the operating system's user in brackets (``rlhf_core.accounts``); empty for ``expired``."""
+    """Name of the person who answered, with the operating system's user in brackets (``rlhf_core.accounts``); empty for
+    ``expired``."""
     reason: Message = ""
     """Why, in a sentence for a person."""
     time: Moment
@@ -31,7 +32,7 @@ class ModelProvenance(Schema):
     name: Label
     """Name of that run."""
     owner: Label
-    """Who asked for the run, as was said."""
+    """Name of the person who asked for the run, as was said."""
     owner_account: Label = ""
     """The operating system's user that said so."""
     tags: tuple[Label, ...]
@@ -41,7 +42,7 @@ class ModelProvenance(Schema):
     promoted_at: Moment
     """When this folder was written (UTC)."""
     approved_by: Label
-    """Who allowed it, with the operating system's user in brackets."""
+    """Name of the person who allowed it, with the operating system's user in brackets."""
     reason: Message
     """Why, in a sentence for a person."""
     checkpoint_step: Int32

@@ -583,7 +583,7 @@ class StoredSpec(Schema):
     created_at: Moment
     """When it was asked for (UTC)."""
     owner: Label
-    """Who asked, as was said."""
+    """Name of the person who asked, as was said."""
     owner_account: Label = ""
     """The operating system's user that said so, or that it came through Prefect, where anybody can say any name. Empty
     in files of rlhf-flows 0.1."""

@@ -128,7 +128,7 @@ class Ranks:
         return answers
 
     def _comes(self, key: str, deadline: float) -> bool:
-        """Whether a key is in the store by then. The wait of torch's file store looks only once a second."""
+        """True if a key is in the store by then. The wait of torch's file store looks only once a second."""
         while not self.store.check([key]):
             if time.monotonic() > deadline:
                 return False

@@ -110,7 +110,7 @@ class SyncReport:
     fenced: int = 0
     """Journal lines that do not count: their writer had lost its lease."""
     num_skipped: int = 0
-    """What could not be read or stored: torn by a kill, written by another version, or hostile."""
+    """Lines that could not be read or stored: torn by a kill, written by another version, or hostile."""
     skipped: list[SkippedLine] = field(default_factory=list)
     """The first of it in each file and batch."""
 

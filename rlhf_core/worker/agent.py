@@ -204,7 +204,7 @@ def _is_left_to_say_so(attempt: AttemptDir, name: str, problem: str, inbox: Sign
 
 
 def _signer(site: Site) -> MessageSigner | None:
-    """What signs the messages of this agent; none for one that is alone, which sends none.
+    """The signer of this agent's messages; none for one that is alone, which sends none.
 
     Raises:
         OSError: the key of the attempt can be neither made nor read.

@@ -106,7 +106,7 @@ class StoreBoard:
 
 
 def _text(content: bytes) -> str:
-    """What was left, also by a stranger: bytes that are no text must not keep anybody from reading the rest."""
+    """Text that was left, also by a stranger: bytes that are no text must not keep anybody from reading the rest."""
     return content.decode("utf-8", errors="replace")
 
 

@@ -29,7 +29,7 @@ FAREWELL_S = 10.0
 AGAIN_S, MAX_AGAIN_S = 1.0, 60.0
 """After this a message is sent again, then after twice as long each time, up to a limit."""
 NUM_AGAIN = 16
-"""How many of the last messages are sent again: nobody waits for older ones."""
+"""Number of the last messages that are sent again: nobody waits for older ones."""
 
 Message = TypeVar("Message", bound=Schema)
 
@@ -141,7 +141,7 @@ class Team:
         return not self.leads and time.monotonic() - max(self._answered_at, self._forgiven_at) > LOST_S
 
     def new_refusal(self) -> str:
-        """Why a message was refused, in a sentence: once, for the first of them; otherwise empty."""
+        """The reason why a message was refused, in a sentence: once, for the first of them; otherwise empty."""
         with self._lock:
             refusal, self._refusal = self._refusal, ""
         return refusal

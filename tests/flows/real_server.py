@@ -49,7 +49,7 @@ class RealServer:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What a program needs to use it."""
+        """Variables that a program needs to use it."""
         return {"PREFECT_API_URL": self.api, "PREFECT_API_AUTH_STRING": self.password}
 
 

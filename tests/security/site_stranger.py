@@ -18,7 +18,7 @@ needs_root = pytest.mark.skipif(os.getuid() != 0, reason="another user's attack 
 
 
 def as_stranger(attack: Callable[[], Any]) -> Any:
-    """What an attack comes to in a process of another user: its JSON, or the name of what was raised."""
+    """The outcome of an attack in a process of another user: its JSON, or the name of what was raised."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""What is installed: bounds where another version would break or is known to be unsafe, and hashes in the container."""
+"""Packages: bounds where another version would break or is known to be unsafe, and hashes in the container."""
 
 import re
 import tomllib

@@ -61,7 +61,7 @@ class Case:
         self.run_dir.root.rename(self.aside)
 
     def processes(self) -> set[int]:
-        """What carries the marker of the attempt."""
+        """Processes that carry the marker of the attempt."""
         marker, found = job_marker(self.run_dir.run_id, 1), set()
         for process in psutil.process_iter():
             try:

@@ -54,7 +54,7 @@ def agent_run(tmp_path: Path) -> Iterator[MakeRun]:
 
 
 def listening(run: AgentRun) -> list[tuple[str, int]]:
-    """Where the agents of a run and everything they started listen for connections."""
+    """Places at which the agents of a run and all they started listen."""
     found = []
     for agent in run.agents:
         process = psutil.Process(agent.pid)
@@ -160,7 +160,7 @@ def board_of(run: AgentRun) -> Any:
 
 
 def forge(board: Any, run: AgentRun, bomb: Path) -> None:
-    """What a stranger can think of: ends, bad hardware, kills; plain, and signed with a key that is none."""
+    """Messages that a stranger can think of: ends, bad hardware, kills; plain, and signed with a key that is none."""
     over = Step(action="end", state=AttemptState.FAILED, message="forged", kind=FailureKind.NODE_UNFIT)
     orders = Orders(over=over, cancel="forged", kill=0, stop="forged").model_dump_json()
     broken = NodeState(wall_s=time.time(), restart=0, broken="forged", broken_kind=FailureKind.NODE_UNFIT)

@@ -1,4 +1,4 @@
-"""What a user or a file names: ids of runs, configs, files of a checkpoint, jobs, and a history on a full disk."""
+"""Names that users and files give: ids of runs, configs, files of a checkpoint, jobs, and a history on a full disk."""
 
 import os
 import shutil

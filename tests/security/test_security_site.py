@@ -96,7 +96,7 @@ def test_a_websocket_without_the_password_is_closed(floor: Floor, path: str) -> 
 
 
 def websocket(floor: Floor, path: str, password: str) -> str:
-    """What a websocket says to a password."""
+    """The answer of a websocket to a password."""
     url = f"ws://127.0.0.1:{floor.port}/api/{path}"
     try:
         with websockets.sync.client.connect(url, subprotocols=["prefect"]) as connection:  # type: ignore[list-item]

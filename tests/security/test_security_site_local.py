@@ -138,7 +138,7 @@ def ran(folder: Path, command: list[str], planted: str) -> bool:
 
 
 def flow_run_command(folder: Path) -> list[str]:
-    """How the worker of a site starts a flow run; its log is left out."""
+    """The command with which the worker of a site starts a flow run; its log is left out."""
     site = load_site({"RLHF_HOME": str(folder / "home")})
     (site.home / "logs").mkdir(parents=True)
     return shlex.split(serving._job_template(site)["variables"]["properties"]["command"]["default"])
@@ -266,7 +266,7 @@ Answer = tuple[int, int]
 
 
 def answered(guard: Any, *, method: str = "POST", kind: str = "http", body: int = 0, **headers: str) -> Answer:
-    """What comes of a question with so many bytes of body."""
+    """The answer to a question with so many bytes of body."""
     read, status = 0, 0
 
     async def application(scope: Scope, receive: Receive, send: Send) -> None:

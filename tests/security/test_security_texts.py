@@ -57,7 +57,7 @@ ALLOWED_BY_SCHEMAS = tuple(text for text in hostile.ALL if not re.search(r"[\ud8
 
 
 def shape(text: str) -> list[str]:
-    """What a renderer makes of a text: its blocks, and within them everything but plain text."""
+    """A text as a renderer sees it: its blocks, and within them everything but plain text."""
     found = []
     for token in RENDERER.parse(text):
         found.append(f"{token.type} {token.tag}")

@@ -49,7 +49,7 @@ class AgentRun:
     run_dir: RunDir
     attempt: int = 1
     program: tuple[str, ...] = ("-m", "rlhf_core.worker")
-    """What the interpreter runs as the worker package."""
+    """The worker package as the interpreter runs it."""
     roles: str = "fake_roles"
     """Module with the functions ``train`` and ``evaluate`` that stand in for the roles."""
     agents: list["subprocess.Popen[bytes]"] = field(default_factory=list)
