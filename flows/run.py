@@ -1,4 +1,4 @@
-"""``rlhf-run``: the Prefect flow of one run. ``flows.stages`` has the order of its steps; here they become visible."""
+"""The Prefect flow of one run, ``rlhf-run``: every step that the controller yields becomes a task."""
 
 import os
 import textwrap
@@ -20,20 +20,20 @@ from prefect.logging.loggers import flow_run_logger
 from prefect.settings import PREFECT_UI_URL
 from prefect.states import Cancelled, Completed, Failed
 
-from flows.asking import skipping
-from flows.asking.form import Form, meanings, overrides_of, read_form
-from flows.asking.kept import kept_with
-from flows.cancelling import cancel_run
-from flows.keeping.flow_runs import ADOPTED_TAG
+from flows import schedules as skipping
+from flows.flow_runs import ADOPTED_TAG
+from flows.form import Form, meanings, overrides_of, read_form
+from flows.gate import asked_in_prefect
 from flows.limits import run_slot
-from flows.promoting.approval import asked_in_prefect
-from flows.promoting.promotion import Question, describe
-from flows.session import FlowRun, Session, new_run, opened
-from flows.stages import drive
+from flows.log_filter import leave_out
 from flows.tasks import TaskCaller, Work
-from flows.told import leave_out
 from flows.view import shown_in_prefect
 from rlhf_core.config import Site, load_site
+from rlhf_core.control.cancel import cancel_run
+from rlhf_core.control.controller import FlowRun, Session, new_run, opened
+from rlhf_core.control.promotion import Question, describe
+from rlhf_core.control.snapshots import kept_with
+from rlhf_core.control.steps import drive
 from rlhf_core.errors import RlhfError, RunCancelled
 from rlhf_core.history.controllers import run_of_flow_run
 from rlhf_core.history.store import HistoryStore
@@ -130,7 +130,7 @@ def _run_of(flow_run: PrefectFlowRun, site: Site, store: HistoryStore) -> RunDir
     description=DESCRIPTION,
     retries=0,
     persist_result=False,
-    validate_parameters=False,  # flows.asking.form does, and says what to do
+    validate_parameters=False,  # flows.form does, and says what to do
     on_cancellation=[end_run],
     on_crashed=[leave_run],
 )
@@ -254,7 +254,7 @@ def _is_a_page(address: str) -> bool:
 
 
 def run_in_prefect(session: Session) -> None:
-    """Drive an open session as a flow run. Raises what :func:`flows.stages.drive` raises.
+    """Drive an open session as a flow run. Raises what :func:`rlhf_core.control.steps.drive` raises.
 
     A Prefect server that is lost on the way changes nothing but the view.
     """

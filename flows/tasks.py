@@ -7,10 +7,10 @@ from prefect import State, Task, task
 from prefect.cache_policies import NO_CACHE
 from prefect.states import Cancelled, Completed, Failed
 
-from flows.session import CancelAsked
 from flows.site.server import server_answers
-from flows.stages import AttemptFailed
-from flows.trial import TRIAL
+from rlhf_core.control.controller import CancelAsked
+from rlhf_core.control.steps import AttemptFailed
+from rlhf_core.control.trials import TRIAL
 from rlhf_core.errors import RlhfError, RunCancelled
 from rlhf_core.schemas.attempts import StageName
 

@@ -36,8 +36,8 @@ A message says what was found, what was expected and what to do. Errors stay pic
 
 Not among them are exceptions by which one part of a package tells another how to go on, and which end inside it:
 
-    flows.session.CancelAsked                 a wait ends because the user ends the run
-    flows.stages.AttemptFailed                a stage ends with its attempt
+    rlhf_core.control.controller.CancelAsked                 a wait ends because the user ends the run
+    rlhf_core.control.steps.AttemptFailed                a stage ends with its attempt
     rlhf_core.files.UnfitFile                 what stands in the place of a file is none; an OSError
     rlhf_core.worker.agent.AttemptFailed      the attempt ends before workers could be started
     rlhf_core.worker.board.BoardLost          agents lose the place where they meet

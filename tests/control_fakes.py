@@ -306,8 +306,8 @@ class FakeAgent:
 def only_scheduler(monkeypatch: "pytest.MonkeyPatch") -> FakeScheduler:
     """Have a fake be the scheduler of this site, for controllers and commands, with no checks and no waiting."""
     found = FakeScheduler()
-    for module in ("rlhf_core.scheduler", "flows.session", "flows.cancelling"):
+    for module in ("rlhf_core.scheduler", "rlhf_core.control.controller", "rlhf_core.control.cancel"):
         monkeypatch.setattr(f"{module}.get_scheduler", lambda name: found)
-    monkeypatch.setattr("flows.stages.make_checks", lambda spec, around, tick: ())
-    monkeypatch.setattr("flows.stages.CANCEL_PATIENCE_S", 0.0)
+    monkeypatch.setattr("rlhf_core.control.steps.make_checks", lambda spec, around, tick: ())
+    monkeypatch.setattr("rlhf_core.control.steps.CANCEL_PATIENCE_S", 0.0)
     return found

@@ -263,7 +263,7 @@ def _say(text: str) -> None:
 
 
 def _serve_keeper(site: Site, beat: Beat) -> None:
-    from flows.keeping.keeper import keep
+    from flows.daemon import keep
 
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -288,8 +288,8 @@ def set_up(site: Site) -> None:
 
     The process must be connected to the server (:func:`flows.site.server.connect`) before Prefect is imported.
     """
-    from flows.asking import deployments
-    from flows.keeping import housekeeping
+    from flows import deployments
+    from flows import reconcile as housekeeping
     from flows.site import notify
 
     _set_up_pool(site)

@@ -13,13 +13,13 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 from prefect.client.schemas.objects import Artifact
 from prefect.client.schemas.sorting import ArtifactSort
 
-from flows.summary import summarise
 from flows.view.events import FlowRun
 from flows.view.incidents import first_line, headline, incidents_markdown
 from flows.view.keys import artifact_key
 from flows.view.progress import Seen, describe, furthest_step
 from flows.view.result import result_markdown, tells_the_end, times_of
 from flows.view.story import Story
+from rlhf_core.control.summary import summarise
 from rlhf_core.escaping import markdown
 from rlhf_core.history.store import HistoryStore
 

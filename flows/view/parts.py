@@ -22,7 +22,6 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 
 from flows import tasks
-from flows.summary import summarise
 from flows.view import events
 from flows.view.checks import checks_markdown
 from flows.view.curves import Curves
@@ -32,6 +31,7 @@ from flows.view.keys import artifact_key
 from flows.view.progress import Seen, describe
 from flows.view.result import result_markdown, times_of
 from flows.view.story import Story, ToldDecision, ToldIncident, read_checks
+from rlhf_core.control.summary import summarise
 from rlhf_core.escaping import markdown
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir import RunDir

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from flows.summary import Section, Summary
-from flows.summary import markdown as summary_markdown
 from flows.view.incidents import decided
 from flows.view.keys import artifact_link
 from flows.view.story import Story
+from rlhf_core.control.summary import Section, Summary
+from rlhf_core.control.summary import markdown as summary_markdown
 from rlhf_core.errors import HistoryError
 from rlhf_core.escaping import markdown, markdown_code
 from rlhf_core.history import queries

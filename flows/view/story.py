@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from flows.trial import trials_of
+from rlhf_core.control.trials import trials_of
 from rlhf_core.control_journal import read_journal
 from rlhf_core.launch.journal import RunRecord, fold, read_record
 from rlhf_core.run_dir import RunDir, read_model

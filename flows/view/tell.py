@@ -13,7 +13,6 @@ from contextlib import contextmanager
 
 from prefect import get_run_logger, runtime
 
-from flows.session import Observer, Session
 from flows.site.server import server_answers
 from flows.view.curves import Curves
 from flows.view.events import FlowRun
@@ -32,6 +31,7 @@ from flows.view.parts import (
 )
 from flows.view.progress import Seen, furthest_step
 from flows.view.story import Story, read_story
+from rlhf_core.control.controller import Observer, Session
 from rlhf_core.escaping import terminal
 from rlhf_core.launch.journal import RunRecord
 from rlhf_core.run_dir import RunDir

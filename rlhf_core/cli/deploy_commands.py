@@ -15,7 +15,7 @@ from rlhf_core.cli.output import JsonOption
 from rlhf_core.cli.run_commands import ConfigArgument, SetOption
 
 if TYPE_CHECKING:
-    from flows.asking.deployments import Submitted
+    from flows.deployments import Submitted
     from rlhf_core.config import Site
 
 LOOK_EVERY_S = 2.0
@@ -66,7 +66,7 @@ def deploy(
     """
     _require_good_config(config, set_ or ())
     site = _site_in_prefect()
-    from flows.asking.deployments import register
+    from flows.deployments import register
 
     done = register(
         config,
@@ -123,7 +123,7 @@ def submit(
     """
     _require_good_config(config, set_ or (), or_deployment=True)
     site = _site_in_prefect()
-    from flows.asking.deployments import submit_config
+    from flows.deployments import submit_config
 
     asked = submit_config(config, site, overrides=set_ or (), tags=tag or (), owner=owner)
     if as_json:
@@ -193,7 +193,7 @@ def _await_beginning(
         RunNotBegun: that takes too long.
         RunFailed, RunCancelled: there will be no run.
     """
-    from flows.asking.waiting import what_it_waits_for
+    from flows.queue import what_it_waits_for
     from rlhf_core.cli.progress import person_at_terminal
     from rlhf_core.errors import RunNotBegun
 

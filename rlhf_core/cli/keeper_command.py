@@ -20,8 +20,8 @@ def reconcile(
 ) -> None:
     """Compare database, Prefect and scheduler once, and mend what disagrees: as the keeper of the site does all the
     time. Exit code 1 where something could not be done."""
-    from flows.keeping.by_hand import look_once, reconcile_once
     from rlhf_core.config import load_site
+    from rlhf_core.control.reconcile.once import look_once, reconcile_once
     from rlhf_core.diagnosis.reconcile import Action, ActionKind
     from rlhf_core.history.store import HistoryStore
 

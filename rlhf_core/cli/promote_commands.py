@@ -9,7 +9,7 @@ from rlhf_core.cli.history_commands import RunArgument
 from rlhf_core.cli.output import JsonOption
 
 if TYPE_CHECKING:
-    from flows.promoting.answering import Verdict
+    from rlhf_core.control.approval import Verdict
 
 ByOption = Annotated[str, typer.Option("--by", help="Who decides; your user name is kept beside it. Default: you.")]
 
@@ -38,10 +38,10 @@ def refuse(
 
 
 def _answer(run: str, verdict: "Verdict", by: str, reason: str, as_json: bool) -> None:
-    from flows.promoting.answering import answer_promotion
     from rlhf_core.accounts import attributed_here
     from rlhf_core.cli.run_commands import find_run
     from rlhf_core.config import load_site
+    from rlhf_core.control.approval import answer_promotion
     from rlhf_core.errors import PromotionFailed
     from rlhf_core.history.store import HistoryStore
     from rlhf_core.schemas.attempts import PromotionState

@@ -17,9 +17,9 @@ from rlhf_core.cli.output import JsonOption
 from rlhf_core.presets import PRESETS
 
 if TYPE_CHECKING:
-    from flows.session import Session
-    from flows.summary import Summary
     from rlhf_core.config import Site
+    from rlhf_core.control.controller import Session
+    from rlhf_core.control.summary import Summary
     from rlhf_core.history.store import HistoryStore
     from rlhf_core.run_dir import RunDir
     from rlhf_core.schemas.checks import CheckResult
@@ -103,9 +103,9 @@ def check(
 def _checks(config: str, overrides: Sequence[str]) -> "Sequence[CheckResult]":
     import tempfile
 
-    from flows.past import look_back_from
-    from flows.session import resolve
     from rlhf_core.config import load_site
+    from rlhf_core.control.baseline import look_back_from
+    from rlhf_core.control.controller import resolve
     from rlhf_core.launch.prepare import keep_code
     from rlhf_core.preflight.gather import Surroundings
     from rlhf_core.preflight.static import make_checks
@@ -137,9 +137,9 @@ def _checks(config: str, overrides: Sequence[str]) -> "Sequence[CheckResult]":
 
 
 def _probe(config: str, overrides: Sequence[str]) -> "Sequence[CheckResult]":
-    from flows.probing import probe_nodes
-    from flows.session import resolve
     from rlhf_core.config import load_site
+    from rlhf_core.control.controller import resolve
+    from rlhf_core.control.node_probe import probe_nodes
     from rlhf_core.launch.prepare import absolute_paths
     from rlhf_core.scheduler import get_scheduler
 
@@ -177,8 +177,8 @@ def run(
     Ctrl-C asks once, then cancels cleanly. Training goes on when this process is killed: `rlhf resume` adopts it.
     Exit code 0 done, 1 failed (with the diagnosis), 2 bad input or blocked by a check, 130 cancelled.
     """
-    from flows.session import new_run, resolve
     from rlhf_core.config import load_site
+    from rlhf_core.control.controller import new_run, resolve
     from rlhf_core.history.store import HistoryStore
 
     overrides = set_ or []
@@ -200,8 +200,8 @@ def resume(run: RunArgument, no_prefect: NoPrefectOption = False, as_json: JsonO
     A run that a living controller drives is left to it, and who that is is said. A controller that died on this host is
     replaced at once; of one on another host its lease tells within a minute.
     """
-    from flows.promoting.promotion import is_due
     from rlhf_core.config import load_site
+    from rlhf_core.control.promotion import is_due
     from rlhf_core.history.store import HistoryStore
     from rlhf_core.launch.journal import read_record
     from rlhf_core.launch.lease import refuse_if_driven
@@ -231,9 +231,9 @@ def cancel(
 ) -> None:
     """End a run and prove that its job is gone, with or without a living controller. One that was asked for and that no
     worker has begun is taken back."""
-    from flows.cancelling import Cancelled, cancel_missing, cancel_run
     from rlhf_core.accounts import account
     from rlhf_core.config import load_site
+    from rlhf_core.control.cancel import Cancelled, cancel_missing, cancel_run
     from rlhf_core.errors import UnknownRun
     from rlhf_core.schemas.attempts import RunState
 
@@ -282,7 +282,7 @@ def _withdraw(site: "Site", text: str, reason: str) -> bool:
     url = connect(site)
     if not url or not answers(url):
         return False
-    from flows.asking.withdrawing import withdraw
+    from flows.withdraw import withdraw
 
     return withdraw(text, reason)
 
@@ -325,8 +325,8 @@ def _server(site: "Site", no_prefect: bool) -> Iterator[None]:
 
 
 def _drive(run_dir: "RunDir", site: "Site", store: "HistoryStore", *, no_prefect: bool, resumed: bool) -> None:
-    from flows.session import FlowRun, opened
     from rlhf_core.cli.progress import TerminalProgress, person_at_terminal
+    from rlhf_core.control.controller import FlowRun, opened
 
     progress = TerminalProgress(run_dir.read_spec().spec, run_dir.run_id, person_at_terminal())
 
@@ -349,7 +349,7 @@ def _drive(run_dir: "RunDir", site: "Site", store: "HistoryStore", *, no_prefect
 
 def _carry_out(session: "Session", no_prefect: bool) -> None:
     if no_prefect:
-        from flows.stages import drive
+        from rlhf_core.control.steps import drive
 
         drive(session)
     else:
@@ -393,13 +393,13 @@ def _print_plan(spec: Any, site: "Site", as_json: bool) -> None:
 
 
 def _print_summary(run_dir: "RunDir", as_json: bool) -> None:
-    from flows.summary import summarise
+    from rlhf_core.control.summary import summarise
 
     summary = summarise(run_dir)
     if as_json:
         output.print_json(summary_json(summary))
         return
-    from flows.summary import interval, signed
+    from rlhf_core.control.summary import interval, signed
     from rlhf_core.schemas.regression import regression_text
 
     rows = [

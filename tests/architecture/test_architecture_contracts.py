@@ -56,7 +56,9 @@ WRONG_IMPORTS: dict[str, WrongImport] = {
     "prefect in the watchdog, which the steps use": _wrong(
         "rlhf_core/watchdog/watch.py", "import prefect", "prefect-lives-in-flows", "stages-know-no-prefect"
     ),
-    "prefect in the order of the steps": _wrong("flows/stages.py", "import prefect", "stages-know-no-prefect"),
+    "prefect in the order of the steps": _wrong(
+        "rlhf_core/control/steps.py", "import prefect", "stages-know-no-prefect"
+    ),
     "a schema imports the package of the flows": _wrong("rlhf_core/schemas/journal.py", "import flows", "flows-on-top"),
     "a report imports a flow, and its siblings with it": _wrong(
         "rlhf_core/reports/html.py", "from flows import stages", "flows-on-top", "floors"

@@ -23,7 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from history_tools import RunFiles  # noqa: E402
 
-from flows.keeping.keeper import Ingester  # noqa: E402
+from flows.daemon import Ingester  # noqa: E402
 from rlhf_core.config import load_site  # noqa: E402
 from rlhf_core.history import queries  # noqa: E402
 from rlhf_core.history.store import HistoryStore  # noqa: E402

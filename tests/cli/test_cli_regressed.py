@@ -7,10 +7,7 @@ from typing import Any
 import pytest
 from history_tools import RunFiles, at, whole_run
 
-from flows.promoting.promotion import _results
 from flows.run import ended_well
-from flows.session import FlowRun
-from flows.summary import markdown, summarise
 from flows.view.events import happenings
 from flows.view.result import tells_the_end
 from flows.view.story import read_story
@@ -18,6 +15,9 @@ from rlhf_core.cli.main import execute
 from rlhf_core.cli.run_commands import summary_json
 from rlhf_core.cli.watching import Viewer, headline, json_lines
 from rlhf_core.config import load_site
+from rlhf_core.control.controller import FlowRun
+from rlhf_core.control.promotion import _results
+from rlhf_core.control.summary import markdown, summarise
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.model_card import model_card

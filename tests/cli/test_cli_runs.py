@@ -352,7 +352,7 @@ def test_watch_prints_a_line_for_a_run_that_has_ended(scheduler: FakeScheduler, 
 def test_who_submits_and_watches_learns_how_it_ended(
     state: RunState, code: int, says: str, monkeypatch: pytest.MonkeyPatch, capsys: Printed
 ) -> None:
-    from flows.asking.deployments import Submitted
+    from flows.deployments import Submitted
 
     run_dir = make_run(load_site().runs_dir)
     journal = Journal(run_dir, 1)
@@ -360,7 +360,7 @@ def test_who_submits_and_watches_learns_how_it_ended(
         journal.move_run(step, "because")
     asked = Submitted(run_dir.run_id, "00000000-0000-0000-0000-000000000000", "http://prefect")
     monkeypatch.setattr("flows.site.required.require", lambda site: "http://prefect")
-    monkeypatch.setattr("flows.asking.deployments.submit_config", lambda *given, **named: asked)
+    monkeypatch.setattr("flows.deployments.submit_config", lambda *given, **named: asked)
     rlhf("submit", "quickstart", "--watch", expect=code)
     assert says in capsys.readouterr().err
 

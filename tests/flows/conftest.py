@@ -9,8 +9,8 @@ from control_fakes import Clock, FakeScheduler
 from desk import Desk, Notes
 from real_server import RealServer, real_server
 
-from flows import stages
 from rlhf_core.config import load_site
+from rlhf_core.control import steps as stages
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 
@@ -26,8 +26,8 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[CheckResult]:
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checks: list[CheckResult]) -> Iterator[Desk]:
     scheduler = FakeScheduler()
-    monkeypatch.setattr("flows.session.get_scheduler", lambda name: scheduler)
-    monkeypatch.setattr("flows.cancelling.get_scheduler", lambda name: scheduler)
+    monkeypatch.setattr("rlhf_core.control.controller.get_scheduler", lambda name: scheduler)
+    monkeypatch.setattr("rlhf_core.control.cancel.get_scheduler", lambda name: scheduler)
     site = load_site({"RLHF_HOME": str(tmp_path / "site")})
     site.home.mkdir()
     with ExitStack() as stack, HistoryStore(site.database_url) as store:

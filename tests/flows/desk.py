@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from control_fakes import Clock, FakeScheduler, make_run
 
-from flows.session import Session, opened
 from rlhf_core.config import Site
+from rlhf_core.control.controller import Session, opened
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.run import RunSpec

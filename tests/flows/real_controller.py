@@ -10,9 +10,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from flows import stages
-from flows.session import Quiet, Session, opened
 from rlhf_core.config import load_site
+from rlhf_core.control import steps as stages
+from rlhf_core.control.controller import Quiet, Session, opened
 from rlhf_core.errors import RlhfError
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import Journal

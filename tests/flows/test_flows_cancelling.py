@@ -6,8 +6,8 @@ import pytest
 from control_fakes import FakeAgent
 from desk import Desk
 
-from flows.cancelling import Cancelled, cancel_run
-from flows.stages import CANCEL_PATIENCE_S, cancel, drive
+from rlhf_core.control.cancel import Cancelled, cancel_run
+from rlhf_core.control.steps import CANCEL_PATIENCE_S, cancel, drive
 from rlhf_core.errors import SchedulerError
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir import RunDir, read_model
@@ -57,7 +57,7 @@ def cancelled(desk: Desk, run_dir: RunDir, **options: Any) -> tuple[Cancelled, l
 @pytest.fixture
 def follows_orders(monkeypatch: pytest.MonkeyPatch) -> None:
     """Agents need no time to obey."""
-    monkeypatch.setattr("flows.stages.CANCEL_PATIENCE_S", 0.0)
+    monkeypatch.setattr("rlhf_core.control.steps.CANCEL_PATIENCE_S", 0.0)
 
 
 @pytest.mark.usefixtures("follows_orders")

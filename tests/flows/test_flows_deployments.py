@@ -14,7 +14,7 @@ from uuid import UUID
 import pytest
 from real_server import START_TIMEOUT_S
 
-from flows.asking.deployments import (
+from flows.deployments import (
     PRIORITIES,
     RESUME_DEPLOYMENT,
     SCHEDULE,
@@ -24,7 +24,7 @@ from flows.asking.deployments import (
     submit,
     submit_config,
 )
-from flows.asking.skipping import SKIP_IF_BUSY
+from flows.schedules import SKIP_IF_BUSY
 from rlhf_core import config
 from rlhf_core.cli.main import execute
 from rlhf_core.config import Site, load_site

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from flows.asking.form import Form, overrides_of, prefilled, read_form, settings_text
-from flows.asking.kept import keep, kept_with
+from flows.form import Form, overrides_of, prefilled, read_form, settings_text
 from flows.run import rlhf_run
-from flows.session import FlowRun, new_run
 from rlhf_core import config
 from rlhf_core.config import describe_fields, load_site
+from rlhf_core.control.controller import FlowRun, new_run
+from rlhf_core.control.snapshots import keep, kept_with
 from rlhf_core.errors import BadInput
 
 SMALL = """
@@ -198,7 +198,7 @@ def test_a_flow_run_finds_the_run_it_made_and_no_other(folder: Path, tmp_path: P
 def test_a_run_of_a_preset_names_the_checkout_of_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the deployments of `rlhf up` begin one: outside of any repository. A config of a user is not the program's."""
     site = load_site({"RLHF_HOME": str(tmp_path / "home")})
-    monkeypatch.setattr("flows.session.program_revision", lambda: "0123abc")
+    monkeypatch.setattr("rlhf_core.control.controller.program_revision", lambda: "0123abc")
     outside = tmp_path / "outside"
     outside.mkdir()
     assert new_run("quickstart", [], site, folder=outside).read_spec().code_revision == "0123abc"

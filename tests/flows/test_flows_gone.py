@@ -8,8 +8,8 @@ import pytest
 from control_fakes import FakeAgent
 from desk import Desk
 
-from flows import session as session_module
-from flows.stages import drive
+from rlhf_core.control import controller as session_module
+from rlhf_core.control.steps import drive
 from rlhf_core.errors import RunDirError, RunDirGone, SchedulerError
 from rlhf_core.history import queries
 from rlhf_core.launch.journal import read_record

@@ -12,8 +12,8 @@ from real_server import START_TIMEOUT_S
 
 from flows import limits
 from flows.limits import LIMIT, run_slot
-from flows.session import Session
-from flows.stages import drive
+from rlhf_core.control.controller import Session
+from rlhf_core.control.steps import drive
 from rlhf_core.run_dir import write_model
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import AgentCommand
@@ -40,7 +40,7 @@ def limit(server: None) -> Iterator[UUID]:
 
 
 def a_session(desk: Desk) -> Session:
-    from flows.session import opened
+    from rlhf_core.control.controller import opened
 
     return desk._stack.enter_context(opened(desk.run(), desk.site, desk.store, desk.notes, patience_s=0))
 

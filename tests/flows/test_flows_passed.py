@@ -4,7 +4,7 @@ import pytest
 from control_fakes import FakeAgent, make_spec
 from desk import Desk
 
-from flows.stages import drive
+from rlhf_core.control.steps import drive
 from rlhf_core.errors import RunFailed
 from rlhf_core.launch.journal import read_record
 from rlhf_core.scheduler.base import JobRequest

@@ -15,14 +15,14 @@ from desk import Desk
 from prefect.exceptions import FailedRun
 from real_server import START_TIMEOUT_S
 
-from flows.keeping.housekeeping import rlhf_reconcile
+from flows.reconcile import rlhf_reconcile
 from flows.run import rlhf_run, run_in_prefect
-from flows.session import Session
-from flows.stages import drive
 from flows.tasks import MAX_TITLE, TaskCaller, Work, shorten
 from flows.view import artifact_key, events, parts, tell
 from flows.view.progress import Seen
 from flows.view.story import read_story
+from rlhf_core.control.controller import Session
+from rlhf_core.control.steps import drive
 from rlhf_core.errors import PreflightBlocked, RunCancelled, RunFailed
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir import RunDir, read_models, write_model
@@ -362,7 +362,7 @@ def fails_once(desk: Desk, run_dir: RunDir) -> None:
 
 def without_node3(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second attempt is planned to go without a node."""
-    from flows import stages
+    from rlhf_core.control import steps as stages
 
     plan = stages.plan
 
@@ -370,7 +370,7 @@ def without_node3(monkeypatch: pytest.MonkeyPatch) -> None:
         found = plan(*arguments, **options)
         return found.model_copy(update={"excluded_nodes": ("node3",)}) if found.attempt > 1 else found
 
-    monkeypatch.setattr("flows.stages.plan", planned)
+    monkeypatch.setattr("rlhf_core.control.steps.plan", planned)
 
 
 def events_of(run_dir: RunDir) -> list[dict[str, Any]]:

@@ -12,10 +12,10 @@ from desk import Desk
 from kill_points import Killed, Points
 
 from flows import run as flow_module
-from flows.asking.form import read_form
+from flows.form import read_form
 from flows.run import _begun
-from flows.session import FlowRun, opened
-from flows.stages import drive
+from rlhf_core.control.controller import FlowRun, opened
+from rlhf_core.control.steps import drive
 from rlhf_core.errors import RunFailed
 from rlhf_core.history.controllers import flow_runs_of, run_of_flow_run
 from rlhf_core.history.queries import show_run

@@ -8,8 +8,8 @@ import pytest
 from control_fakes import FakeAgent, make_spec
 from desk import Desk
 
-from flows.session import Session
-from flows.stages import drive
+from rlhf_core.control.controller import Session
+from rlhf_core.control.steps import drive
 from rlhf_core.errors import DatabaseUnavailable, LeaseLost, PreflightBlocked, RunCancelled, RunFailed
 from rlhf_core.history import queries
 from rlhf_core.launch.journal import Journal, read_record

@@ -14,9 +14,9 @@ from control_fakes import FakeAgent, make_spec
 from desk import Desk
 from kill_points import Killed, Points
 
-from flows import stages
-from flows.session import LEASE_RETRY_S
-from flows.stages import drive
+from rlhf_core.control import steps as stages
+from rlhf_core.control.controller import LEASE_RETRY_S
+from rlhf_core.control.steps import drive
 from rlhf_core.errors import DatabaseUnavailable, RunCancelled, RunFailed
 from rlhf_core.launch import start
 from rlhf_core.launch.journal import Journal, read_record

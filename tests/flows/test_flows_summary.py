@@ -3,8 +3,8 @@
 from control_fakes import FakeAgent
 from desk import Desk
 
-from flows.stages import drive
-from flows.summary import interval, markdown, signed, summarise
+from rlhf_core.control.steps import drive
+from rlhf_core.control.summary import interval, markdown, signed, summarise
 from rlhf_core.schemas.attempts import RunState
 
 

@@ -8,10 +8,10 @@ from control_fakes import FakeAgent, make_spec
 from desk import Desk
 from kill_points import Killed, Points
 
-from flows.cancelling import cancel_run
-from flows.session import Session
-from flows.stages import drive
-from flows.trial import trials_of
+from rlhf_core.control.cancel import cancel_run
+from rlhf_core.control.controller import Session
+from rlhf_core.control.steps import drive
+from rlhf_core.control.trials import trials_of
 from rlhf_core.errors import LeaseLost, PreflightBlocked, RunCancelled, RunFailed
 from rlhf_core.history import queries
 from rlhf_core.launch import prepare, start
@@ -37,7 +37,7 @@ def site(desk: Desk, checks: list[CheckResult], monkeypatch: pytest.MonkeyPatch)
     """A cluster of four nodes, on which something has changed since the last good run."""
     desk.scheduler.nodes = tuple(f"n{number}" for number in range(1, NUM_NODES + 1))
     checks.append(CHANGED)
-    monkeypatch.setattr("flows.stages.CANCEL_PATIENCE_S", 0.0)
+    monkeypatch.setattr("rlhf_core.control.steps.CANCEL_PATIENCE_S", 0.0)
     return desk
 
 
@@ -407,7 +407,7 @@ def test_a_trial_that_is_written_down_too_late_is_made_twice(site: Desk, monkeyp
             session.journal.append(TrialPlanned(check_id=rung.check_id, run_id=made.run_id))
         return made
 
-    monkeypatch.setattr("flows.trial._made", too_late)
+    monkeypatch.setattr("rlhf_core.control.trials._made", too_late)
     for point in range(20):
         present = len(run_dirs(site.site.runs_dir))
         run_dir = site.run(wanted())

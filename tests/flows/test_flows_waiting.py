@@ -14,8 +14,8 @@ import pytest
 from control_fakes import Clock
 from real_server import RealServer
 
-from flows.asking.deployments import Submitted, register, submit
-from flows.asking.waiting import what_it_waits_for
+from flows.deployments import Submitted, register, submit
+from flows.queue import what_it_waits_for
 from rlhf_core.accounts import account
 from rlhf_core.cli import deploy_commands
 from rlhf_core.cli.deploy_commands import STUCK_S, _await_beginning

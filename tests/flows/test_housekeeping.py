@@ -12,11 +12,12 @@ import pytest
 from control_fakes import FakeAgent, FakeJob, make_run, make_spec
 from desk import Desk
 
-from flows.keeping import adopting, keeper
-from flows.keeping.by_hand import look_once, reconcile_once
-from flows.keeping.keeper import Ingester, lease_name
-from flows.keeping.reconciler import Deed, Reconciler
-from flows.stages import drive
+from flows import daemon as keeper
+from flows.daemon import Ingester, lease_name
+from rlhf_core.control import adopt as adopting
+from rlhf_core.control.reconcile.actions import Deed, Reconciler
+from rlhf_core.control.reconcile.once import look_once, reconcile_once
+from rlhf_core.control.steps import drive
 from rlhf_core.diagnosis.reconcile import Action, ActionKind
 from rlhf_core.errors import LeaseLost
 from rlhf_core.history import queries
@@ -58,8 +59,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def reconciler(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> Reconciler:
-    monkeypatch.setattr("flows.keeping.reconciler.get_scheduler", lambda name: desk.scheduler)
-    monkeypatch.setattr("flows.stages.CANCEL_PATIENCE_S", 0.0)
+    monkeypatch.setattr("rlhf_core.control.reconcile.actions.get_scheduler", lambda name: desk.scheduler)
+    monkeypatch.setattr("rlhf_core.control.steps.CANCEL_PATIENCE_S", 0.0)
     return Reconciler(desk.site, desk.store, has_prefect=False, clock=desk.clock)
 
 
@@ -440,8 +441,8 @@ def test_the_keeper_reads_adopts_and_outlives_damage(
     fresh = desk.run()  # which the history does not know
     desk.scheduler.jobs.clear()
     stop, done, read = threading.Event(), threading.Event(), threading.Event()
-    monkeypatch.setattr("flows.keeping.keeper.take_turn", _then(keeper.take_turn, done))
-    monkeypatch.setattr("flows.keeping.keeper.Ingester.turn", _then(Ingester.turn, read))
+    monkeypatch.setattr("flows.daemon.take_turn", _then(keeper.take_turn, done))
+    monkeypatch.setattr("flows.daemon.Ingester.turn", _then(Ingester.turn, read))
     thread = threading.Thread(target=keeper.keep, args=(desk.site, stop), daemon=True)
     thread.start()
     wait_for(done)

@@ -9,9 +9,9 @@ from history_tools import postgres
 from sqlalchemy import text
 from sqlalchemy.engine import make_url
 
-from flows.keeping.keeper import Ingester
-from flows.keeping.reconciler import Reconciler
+from flows.daemon import Ingester
 from rlhf_core.config import load_site
+from rlhf_core.control.reconcile.actions import Reconciler
 from rlhf_core.errors import HistoryError
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
@@ -41,7 +41,7 @@ def test_a_lost_database_is_lived_through(
     database: tuple[str, Callable[[bool], None]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, allow = database
-    monkeypatch.setattr("flows.keeping.reconciler.get_scheduler", lambda name: FakeScheduler())
+    monkeypatch.setattr("rlhf_core.control.reconcile.actions.get_scheduler", lambda name: FakeScheduler())
     site = load_site({"RLHF_HOME": str(tmp_path / "site"), "RLHF_DATABASE_URL": url})
     run_dir = make_run(site.runs_dir)
     said: list[str] = []

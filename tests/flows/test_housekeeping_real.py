@@ -11,10 +11,10 @@ from prefect.states import Cancelling, Crashed
 from slurm_cluster import WHY_NOT, Cluster, missing_programs
 from zombies import ROOT, Services, go, starts, state_of, wait_for
 
-from flows.keeping import housekeeping
-from flows.keeping.flow_runs import ADOPTED_TAG
-from flows.keeping.reconciler import Deed, Reconciler
+from flows import reconcile as housekeeping
+from flows.flow_runs import ADOPTED_TAG
 from flows.run import rlhf_run
+from rlhf_core.control.reconcile.actions import Deed, Reconciler
 from rlhf_core.diagnosis import reconcile
 from rlhf_core.diagnosis.reconcile import ActionKind
 from rlhf_core.history import queries

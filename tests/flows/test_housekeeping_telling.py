@@ -15,12 +15,12 @@ from prefect.states import Crashed, Running
 from real_server import RealServer
 from zombies import wait_for
 
-from flows.keeping.reconciler import Reconciler
 from flows.run import rlhf_run
-from flows.stages import drive
 from flows.view import artifact_key, late
 from flows.view.events import FlowRun, happenings, tell, unknown_to_the_server
 from flows.view.story import read_story
+from rlhf_core.control.reconcile.actions import Reconciler
+from rlhf_core.control.steps import drive
 from rlhf_core.diagnosis.reconcile import Action, ActionKind
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import PromotionState
@@ -33,7 +33,7 @@ STORY = [f"rlhf.run.{state}" for state in ("preflight", "queued", "evaluating", 
 
 @pytest.fixture(autouse=True)
 def _server(real_prefect: RealServer, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("flows.keeping.reconciler.get_scheduler", lambda name: desk.scheduler)
+    monkeypatch.setattr("rlhf_core.control.reconcile.actions.get_scheduler", lambda name: desk.scheduler)
     with real_prefect.in_use():
         yield
 

@@ -16,10 +16,10 @@ from control_fakes import make_run, make_spec
 from desk import Desk
 from real_server import RealServer
 
-from flows.asking import kept
-from flows.asking.deployments import register, submit
-from flows.keeping import keeper
-from flows.keeping.tidying import Tidier
+from flows import daemon as keeper
+from flows.deployments import register, submit
+from rlhf_core.control import snapshots as kept
+from rlhf_core.control.reconcile.cleanup import Tidier
 from rlhf_core.launch.journal import Journal
 from rlhf_core.run_dir import RunDir, read_model, remove_tree, write_model
 from rlhf_core.schemas.attempts import RunState
@@ -126,7 +126,7 @@ def test_what_a_flow_run_may_begin_with_again_stays(client: Any, desk: Desk, sta
 
 
 def test_a_deployment_on_a_late_page_is_seen(client: Any, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flows.keeping.tidying._PAGE", 4)
+    monkeypatch.setattr("rlhf_core.control.reconcile.cleanup._PAGE", 4)
     files = []
     for number in range(11):
         register("quickstart", desk.site, name=f"d{number}", overrides=[f"seed={number}"], folder=desk.site.home)
@@ -198,7 +198,7 @@ def test_the_keeper_does_it(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None
         done.set()
         return []
 
-    monkeypatch.setattr("flows.keeping.reconciler.get_scheduler", lambda name: desk.scheduler)
+    monkeypatch.setattr("rlhf_core.control.reconcile.actions.get_scheduler", lambda name: desk.scheduler)
     monkeypatch.setattr(Tidier, "tidy", tidy)
     thread = threading.Thread(target=keeper.keep, args=(desk.site, stop), daemon=True)
     thread.start()

@@ -12,9 +12,9 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from real_server import RealServer, page_of
 
 from flows.run import run_in_prefect
-from flows.session import opened
 from flows.view import artifact_key
 from rlhf_core.cli.main import execute
+from rlhf_core.control.controller import opened
 
 
 @pytest.fixture

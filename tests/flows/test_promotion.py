@@ -16,11 +16,12 @@ from control_fakes import FakeAgent, make_spec
 from desk import Desk
 from kill_points import Killed, Points
 
-from flows import stages
-from flows.promoting import answering, promotion
-from flows.promoting.answering import answer_promotion
-from flows.session import Session
-from flows.stages import drive
+from rlhf_core.control import approval as answering
+from rlhf_core.control import promotion
+from rlhf_core.control import steps as stages
+from rlhf_core.control.approval import answer_promotion
+from rlhf_core.control.controller import Session
+from rlhf_core.control.steps import drive
 from rlhf_core.errors import BadInput, IllegalMove, PromotionFailed
 from rlhf_core.history import promotions, queries
 from rlhf_core.launch import lease, promote

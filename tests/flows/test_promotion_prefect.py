@@ -19,10 +19,10 @@ from prefect.states import Running
 from real_server import RealServer, page_of
 from test_promotion import answers, completes, standing, states
 
+from flows import gate as approval
 from flows.limits import LIMIT
-from flows.promoting import approval
 from flows.run import run_in_prefect
-from flows.session import Session
+from rlhf_core.control.controller import Session
 from rlhf_core.launch.journal import read_record
 from rlhf_core.launch.lease import TTL_S
 from rlhf_core.run_dir import RunDir

@@ -11,7 +11,7 @@ from prefect.client.orchestration import get_client
 from prefect.states import Failed, Running, Scheduled
 from real_server import RealServer
 
-from flows.asking import requests
+from flows import requests
 from flows.run import FLOW, rlhf_run
 from rlhf_core.cli.main import execute
 from rlhf_core.schemas.base import utc_now

@@ -17,7 +17,7 @@ from real_server import RealServer
 from signing_in import ask
 from zombies import wait_for
 
-from flows.asking import skipping
+from flows import schedules as skipping
 from flows.run import FLOW, rlhf_run
 from rlhf_core.run_dir import RunDir
 

@@ -6,9 +6,9 @@ from datetime import timedelta
 from control_fakes import FakeAgent
 from desk import Desk
 
-from flows.stages import drive
 from flows.view.events import NEWS, FlowRun, Happening, happenings
 from flows.view.story import read_story
+from rlhf_core.control.steps import drive
 from rlhf_core.launch.journal import Journal
 from rlhf_core.run_dir import LineWriter, RunDir
 from rlhf_core.schemas.attempts import PromotionState, RunState

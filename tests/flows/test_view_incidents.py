@@ -7,9 +7,9 @@ import pytest
 from control_fakes import NODE, FakeAgent, make_run, make_spec
 from desk import Desk
 
-from flows.stages import drive
 from flows.view.incidents import MAX_INCIDENTS, incidents_markdown
 from flows.view.story import read_checks, read_story
+from rlhf_core.control.steps import drive
 from rlhf_core.errors import PreflightBlocked
 from rlhf_core.reports.evidence import LOG_LINES, STACK_LINES
 from rlhf_core.run_dir import RunDir

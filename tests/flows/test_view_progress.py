@@ -4,9 +4,9 @@ from control_fakes import FakeAgent, make_run, make_spec
 from desk import Desk
 from view_tools import look
 
-from flows.stages import drive
 from flows.view.progress import Seen, describe, furthest_step
 from flows.view.story import read_story
+from rlhf_core.control.steps import drive
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.failures import FailureKind
 

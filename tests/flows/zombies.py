@@ -107,7 +107,7 @@ class Services:
             "worker": ["-m", "prefect", "worker", "start", "--pool", "rlhf", "--type", "process"],
             "keeper": [
                 "-c",
-                "import threading; from flows.keeping.keeper import keep; from rlhf_core.config import load_site; "
+                "import threading; from flows.daemon import keep; from rlhf_core.config import load_site; "
                 "keep(load_site(), threading.Event())",
             ],
         }

@@ -11,8 +11,8 @@ from typing import Any
 
 from slurm_cluster import throwaway
 
-from flows.probing import probe_nodes
 from rlhf_core.config import Site, load
+from rlhf_core.control.node_probe import probe_nodes
 from rlhf_core.scheduler import get_scheduler
 from rlhf_core.scheduler.base import JobRequest
 from rlhf_core.schemas.checks import CheckResult, CheckStatus

@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 sys.path.insert(0, str(Path(__file__).parents[1] / "worker"))
 from agent_runs import is_alive, wait_for
 
-from flows.gone import abandon
-from flows.session import Session, opened
 from rlhf_core.cli.main import app
 from rlhf_core.config import Site, load_site
+from rlhf_core.control.controller import Session, opened
+from rlhf_core.control.lost_directory import abandon
 from rlhf_core.errors import RunDirGone
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore

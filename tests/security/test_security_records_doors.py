@@ -16,14 +16,14 @@ from control_fakes import FakeScheduler, make_run, make_spec
 from history_tools import whole_run
 from pydantic import ValidationError
 
-from flows.asking.form import read_form
-from flows.keeping.task_runs import _stage
+from flows.form import read_form
 from flows.run import _begun, _run_of
-from flows.session import FlowRun
-from flows.trial import trials_of
+from flows.task_runs import _stage
 from rlhf_core import config
 from rlhf_core.cli import main
 from rlhf_core.config import MAX_CONFIG_BYTES, load_site, read_toml
+from rlhf_core.control.controller import FlowRun
+from rlhf_core.control.trials import trials_of
 from rlhf_core.errors import BadConfig, BadInput, DatabaseUnavailable, RunDirError, SchedulerError
 from rlhf_core.history import migrate
 from rlhf_core.history.database import parse_url

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from flows.keeping.keeper import Ingester
+from flows.daemon import Ingester
 from rlhf_core.cli import main
 from rlhf_core.config import load_site
 from rlhf_core.errors import RlhfError

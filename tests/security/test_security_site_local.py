@@ -18,14 +18,14 @@ import pytest
 from control_fakes import make_spec
 from site_stranger import STRANGER, as_stranger, needs_root, page_of_a_stranger
 
-from flows.promoting.answering import Answered
-from flows.promoting.approval import Approval
+from flows.gate import Approval
 from flows.site import server, services, serving
 from flows.site.guards import Authenticated, Known, Limited, Message, Names, Receive, Scope, Send, names_of
 from flows.site.processes import ServiceState, alone, holding, look
 from rlhf_core.accounts import account, attributed_here, user_name
 from rlhf_core.cli.main import execute
 from rlhf_core.config import load_site
+from rlhf_core.control.approval import Answered
 from rlhf_core.errors import BadInput
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.prepare import prepare
@@ -249,7 +249,7 @@ def test_an_approval_at_the_command_line_names_its_user(tmp_path: Path, monkeypa
         given.append(by)
         return Answered(PromotionState.REFUSED, "refused")
 
-    monkeypatch.setattr("flows.promoting.answering.answer_promotion", answers)
+    monkeypatch.setattr("rlhf_core.control.approval.answer_promotion", answers)
     monkeypatch.setenv("RLHF_HOME", str(tmp_path))
     run_dir = RunDir(tmp_path / "run")
     assert execute(["refuse", "run", "--by", "Head of Safety", "--reason", "no"]) == 0

@@ -16,9 +16,6 @@ from history_tools import whole_run
 from markdown_it import MarkdownIt
 from rich.console import Console
 
-from flows.promoting.promotion import Question
-from flows.summary import markdown as summary_page
-from flows.summary import summarise
 from flows.view import progress
 from flows.view.checks import checks_markdown
 from flows.view.incidents import decided, incidents_markdown
@@ -27,6 +24,9 @@ from flows.view.story import read_story
 from rlhf_core.cli import output, watching
 from rlhf_core.cli.main import execute
 from rlhf_core.config import load_site
+from rlhf_core.control.promotion import Question
+from rlhf_core.control.summary import markdown as summary_page
+from rlhf_core.control.summary import summarise
 from rlhf_core.errors import BadInput
 from rlhf_core.escaping import (
     csv_cell,
@@ -205,7 +205,7 @@ def test_a_page_on_which_a_person_decides_has_the_same_shape_whatever_a_model_wr
 def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, str], dict[str, str]]]:
     texts = tuple(text for text in ALLOWED_BY_SCHEMAS if text.strip())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flows.promoting.promotion.SHOWN_SAMPLES", len(texts))
+        patch.setattr("rlhf_core.control.promotion.SHOWN_SAMPLES", len(texts))
         patch.setattr("rlhf_core.reports.evidence.MAX_LINE", 10_000)
         folders = (tmp_path_factory.mktemp(name) for name in ("plain", "attacked"))
         plain, attacked = next(folders), next(folders)

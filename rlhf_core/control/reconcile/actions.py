@@ -15,14 +15,15 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from flows.cancelling import cancel_run
-from flows.keeping import adopting, flow_runs, task_runs
-from flows.promoting.promotion import is_due
+from flows import flow_runs, task_runs
 from flows.site.server import server_answers
 from flows.view import late
 from flows.view.events import FlowRun, Happening, happenings, tell, unknown_to_the_server
 from flows.view.story import Story, read_story
 from rlhf_core.config import Site
+from rlhf_core.control import adopt as adopting
+from rlhf_core.control.cancel import cancel_run
+from rlhf_core.control.promotion import is_due
 from rlhf_core.diagnosis.reconcile import (
     FLOW_ENDS,
     Action,

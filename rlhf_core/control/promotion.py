@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from flows.session import CancelAsked, Session
-from flows.summary import Summary, interval, signed, summarise
+from rlhf_core.control.controller import CancelAsked, Session
+from rlhf_core.control.summary import Summary, interval, signed, summarise
 from rlhf_core.errors import CheckpointCorrupt, PromotionFailed
 from rlhf_core.escaping import markdown, markdown_code
 from rlhf_core.launch.journal import PromotionRecord, RunRecord

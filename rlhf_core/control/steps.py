@@ -1,6 +1,6 @@
 """The steps of a run and their order, without Prefect: preflight -> allocate -> train -> evaluate; and after failures.
 
-A completed run may be promoted, which is a step of its own (``flows/promoting/promotion.py``): by then its job is gone.
+A completed run may be promoted, a step of its own (``promotion.py``): by then its job is gone.
 
 :func:`drive` is re-entrant. It may be killed at any point; started again for the same run, in whatever state that is,
 it goes on from what the journal and the run directory say, and adopts the job that is running. It never submits twice.
@@ -12,12 +12,12 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
-from flows.gone import abandon
-from flows.past import look_back
-from flows.promoting import promotion
-from flows.session import CancelAsked, Session
-from flows.trial import TRIAL, cancel_trials, carry_out, due
 from rlhf_core.allocation.planner import plan, shortages
+from rlhf_core.control import promotion
+from rlhf_core.control.baseline import look_back
+from rlhf_core.control.controller import CancelAsked, Session
+from rlhf_core.control.lost_directory import abandon
+from rlhf_core.control.trials import TRIAL, cancel_trials, carry_out, due
 from rlhf_core.diagnosis import caps
 from rlhf_core.diagnosis.ledger import REMEMBERED
 from rlhf_core.errors import (

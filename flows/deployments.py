@@ -21,16 +21,16 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL
 from pydantic import ValidationError
 
-from flows.asking.form import BOUNDS, MAX_SEED, Form, overrides_of, prefilled, read_form, settings_text
-from flows.asking.kept import keep
-from flows.asking.skipping import SKIP_IF_BUSY
+from flows.form import BOUNDS, MAX_SEED, Form, overrides_of, prefilled, read_form, settings_text
 from flows.run import DESCRIPTION, FLOW, rlhf_run
-from flows.session import FlowRun
+from flows.schedules import SKIP_IF_BUSY
 from flows.site.server import START_IT, server_answers
 from rlhf_core import config as configs
 from rlhf_core import private_files
 from rlhf_core.accounts import user_name
 from rlhf_core.config import Site
+from rlhf_core.control.controller import FlowRun
+from rlhf_core.control.snapshots import keep
 from rlhf_core.errors import BadInput, PrefectUnavailable
 from rlhf_core.escaping import markdown_code
 from rlhf_core.presets import PRESETS

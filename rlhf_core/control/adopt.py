@@ -1,4 +1,4 @@
-"""``python -m flows.keeping.adopting RUN``: a controller for a run that has lost its own, without Prefect.
+"""``python -m rlhf_core.control.adopt RUN``: a controller for a run that has lost its own, without Prefect.
 
 The keeper starts it, as a process of its own, where Prefect cannot be asked to. It is the same controller as any: the
 lease lets one drive the run, and a second one ends at once. Nobody asked for it, so that budgets of retries, back-offs
@@ -23,7 +23,7 @@ def start(run_id: str, site: Site) -> "subprocess.Popen[bytes]":
     private_files.make_folder(logs)
     with (logs / f"adopted-{run_id}.log").open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "flows.keeping.adopting", run_id],
+            [sys.executable, "-P", "-m", "rlhf_core.control.adopt", run_id],
             env={**os.environ, **_site_variables(site)},
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -45,8 +45,8 @@ def _site_variables(site: Site) -> dict[str, str]:
 
 def main(run_id: str) -> int:
     """Drive the run to its end; the exit code is that of `rlhf run`."""
-    from flows.session import opened
-    from flows.stages import drive
+    from rlhf_core.control.controller import opened
+    from rlhf_core.control.steps import drive
 
     site = load_site()
     try:

@@ -1,14 +1,14 @@
 """Carries out the trials of a run: runs of their own, in front of it, under the same supervision.
 
-The order of the steps of a trial is that of any run, :func:`flows.stages.drive`, which is handed in: the stages call
-this module. Whoever looks on at the run looks on at its trial too, and ends both at once.
+The steps of a trial are those of any run (:func:`rlhf_core.control.steps.drive`, handed in: the stages call this
+module). The observer of the run observes its trial too, and ends both at once.
 """
 
 from collections.abc import Callable
 from statistics import median
 
-from flows.session import CancelAsked, Session, opened
-from flows.summary import summarise
+from rlhf_core.control.controller import CancelAsked, Session, opened
+from rlhf_core.control.summary import summarise
 from rlhf_core.errors import BadInput, LeaseLost, RunCancelled, RunFailed, SchedulerError
 from rlhf_core.launch.journal import read_record
 from rlhf_core.launch.prepare import prepare_trial

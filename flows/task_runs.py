@@ -83,7 +83,7 @@ def _stage(runs_dir: Path, run_id: str, title: str) -> StageState | None:
 
 
 def stage_called(stages: Sequence[StageRecord], title: str) -> StageState | None:
-    """State of the newest stage of a title (:func:`flows.stages.title_of`); None where there is none."""
+    """State of the newest stage of a title (:func:`rlhf_core.control.steps.title_of`); None where there is none."""
     words = title.split()
     number = int(words[2]) if words[1:2] == ["attempt"] and words[2:3] and words[2].isdigit() else None
     found = [one for one in stages if words[:1] == [one.name.value] and number in (None, one.attempt)]

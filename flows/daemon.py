@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from flows.asking import requests, skipping
-from flows.keeping.flow_runs import RUN_FLOW
-from flows.keeping.housekeeping import take_turn
-from flows.keeping.reconciler import Reconciler
-from flows.keeping.tidying import Tidier
+from flows import requests
+from flows import schedules as skipping
+from flows.flow_runs import RUN_FLOW
+from flows.reconcile import take_turn
 from flows.site.server import server_answers
 from rlhf_core.config import Site
+from rlhf_core.control.reconcile.actions import Reconciler
+from rlhf_core.control.reconcile.cleanup import Tidier
 from rlhf_core.errors import HistoryError, LeaseLost, RlhfError
 from rlhf_core.history import active
 from rlhf_core.history.store import HistoryStore

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from flows.keeping.keeper import TTL_S, has_prefect, lease_name
-from flows.keeping.reconciler import Deed, Reconciler
+from flows.daemon import TTL_S, has_prefect, lease_name
 from rlhf_core.config import Site
+from rlhf_core.control.reconcile.actions import Deed, Reconciler
 from rlhf_core.diagnosis.reconcile import Action
 from rlhf_core.errors import LeaseLost
 from rlhf_core.history.store import HistoryStore

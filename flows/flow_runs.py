@@ -21,7 +21,7 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import FlowRun, State, StateType, TaskRun
 from prefect.exceptions import ObjectNotFound
 
-from flows.keeping import task_runs
+from flows import task_runs
 from rlhf_core.diagnosis.reconcile import FlowRunFacts, FlowState, ProcessState
 from rlhf_core.launch.lease import Owner
 from rlhf_core.run_dir import is_run_id

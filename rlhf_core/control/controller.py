@@ -9,10 +9,10 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol
 
-from flows.asking.kept import kept_with
 from rlhf_core import config
 from rlhf_core.accounts import account
 from rlhf_core.config import Site
+from rlhf_core.control.snapshots import kept_with
 from rlhf_core.errors import DatabaseUnavailable, RunDirError
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import Journal, read_record

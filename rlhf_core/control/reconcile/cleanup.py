@@ -1,4 +1,4 @@
-"""Removes kept configs and code (``flows/asking/kept.py``) that nothing refers to any more."""
+"""Removes kept configs and code (``rlhf_core/control/snapshots.py``) that nothing refers to any more."""
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -10,10 +10,10 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateType
 from prefect.client.schemas.objects import StateType
 
-from flows.asking import kept
-from flows.promoting.promotion import is_due
 from flows.site.server import server_answers
 from rlhf_core.config import Site
+from rlhf_core.control import snapshots as kept
+from rlhf_core.control.promotion import is_due
 from rlhf_core.errors import RunDirError
 from rlhf_core.history import active
 from rlhf_core.history.store import HistoryStore

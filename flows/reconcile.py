@@ -21,9 +21,9 @@ from prefect.flow_engine import run_flow
 from prefect.states import Cancelled, Completed, Failed, Pending
 from prefect.utilities.callables import parameter_schema
 
-from flows.keeping.reconciler import QUIET, Deed, Reconciler
 from flows.site.server import server_answers
 from rlhf_core.config import Site
+from rlhf_core.control.reconcile.actions import QUIET, Deed, Reconciler
 from rlhf_core.diagnosis.reconcile import Action
 
 DEPLOYMENT = "rlhf-reconcile/site"

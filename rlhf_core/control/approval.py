@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from flows.promoting.promotion import approve_anew, carry_out, describe, refuse_anew
-from flows.session import Session, opened
 from rlhf_core.config import Site
+from rlhf_core.control.controller import Session, opened
+from rlhf_core.control.promotion import approve_anew, carry_out, describe, refuse_anew
 from rlhf_core.errors import BadInput, LeaseLost
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import PromotionRecord, read_record

@@ -2,7 +2,7 @@
 
 from contextlib import suppress
 
-from flows.session import Session
+from rlhf_core.control.controller import Session
 from rlhf_core.errors import HistoryError, RlhfError, RunDirGone, SchedulerError
 from rlhf_core.launch.journal import Journal
 from rlhf_core.run_dir import RunDir, remove_tree

@@ -20,7 +20,7 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.sorting import FlowRunSort
 
-from flows.asking.deployments import page
+from flows.deployments import page
 from rlhf_core.config import Site
 from rlhf_core.history import active
 from rlhf_core.history.store import HistoryStore
