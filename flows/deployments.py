@@ -29,7 +29,7 @@ from rlhf_core import config as configs
 from rlhf_core import private_files
 from rlhf_core.accounts import user_name
 from rlhf_core.config import Site
-from rlhf_core.control.controller import FlowRun
+from rlhf_core.control.controller import FlowRunLink
 from rlhf_core.control.snapshots import keep
 from rlhf_core.errors import BadInput, PrefectUnavailable
 from rlhf_core.escaping import markdown_code
@@ -224,7 +224,7 @@ def submit(
         form = read_form({**deployment.parameters, **given})
         spec = configs.load(form.config, overrides_of(form, given_as="--set"))
         flow_run = client.create_flow_run_from_deployment(deployment.id, parameters=given, tags=form.tags)
-        run_id = FlowRun(str(flow_run.id), created=flow_run.created).run_id(spec.name)
+        run_id = FlowRunLink(str(flow_run.id), created=flow_run.created).run_id(spec.name)
         client.update_flow_run(flow_run.id, name=run_id)
     return Submitted(run_id, str(flow_run.id), page(site, "runs/flow-run", flow_run.id))
 

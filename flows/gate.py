@@ -24,7 +24,7 @@ from pydantic import Field
 
 from flows.site.server import server_answers
 from flows.view import artifact_key
-from rlhf_core.control.controller import Session
+from rlhf_core.control.controller import Controller
 from rlhf_core.control.promotion import Question
 from rlhf_core.launch.promote import give_answer, read_answer
 from rlhf_core.run_dir import RunDir
@@ -71,13 +71,13 @@ class Approval(RunInput):
 
 
 @contextmanager
-def asked_in_prefect(session: Session, question: Question) -> Iterator[None]:
+def asked_in_prefect(controller: Controller, question: Question) -> Iterator[None]:
     """Pause the flow run with the form for as long as the block lasts. Outside of a flow run nothing happens."""
     flow_run_id = runtime.flow_run.id
     if not flow_run_id:
         yield
         return
-    asker = _Asker(session, question, UUID(flow_run_id))
+    asker = _Asker(controller, question, UUID(flow_run_id))
     asker.start()
     try:
         yield
@@ -88,8 +88,8 @@ def asked_in_prefect(session: Session, question: Question) -> Iterator[None]:
 class _Asker:
     """The thread that talks to Prefect."""
 
-    def __init__(self, session: Session, question: Question, flow_run_id: UUID) -> None:
-        self._say = session.observer.says
+    def __init__(self, controller: Controller, question: Question, flow_run_id: UUID) -> None:
+        self._say = controller.observer.says
         self._question = question
         self._run_dir = question.run_dir
         self._flow_run_id = flow_run_id

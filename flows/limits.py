@@ -14,7 +14,7 @@ from prefect.concurrency.sync import concurrency
 from prefect.exceptions import ObjectNotFound
 
 from flows.site.server import server_answers
-from rlhf_core.control.controller import CancelAsked, Session
+from rlhf_core.control.controller import CancelRequested, Controller
 from rlhf_core.errors import LeaseLost
 from rlhf_core.schemas.attempts import RunState
 
@@ -35,7 +35,7 @@ _LOCKED = 423
 
 
 @contextmanager
-def run_slot(session: Session) -> Iterator[Callable[[], None]]:
+def run_slot(controller: Controller) -> Iterator[Callable[[], None]]:
     """Hold one of the places for the block, once there is one. The lease on the run is kept while it waits.
 
     Yields what gives the place back earlier: a completed run that waits days for an approval is not at work. One that
@@ -44,33 +44,33 @@ def run_slot(session: Session) -> Iterator[Callable[[], None]]:
     Raises:
         LeaseLost: another controller has the run.
     """
-    completed = session.journal.record.state is RunState.COMPLETED
+    completed = controller.journal.record.state is RunState.COMPLETED
     place = _Place() if not completed and server_answers() else None
     with ExitStack() as stack:
         if place is not None:
             stack.callback(place.give_back)
-            _wait(session, place)
+            _wait(controller, place)
         yield stack.close
 
 
-def _wait(session: Session, place: "_Place") -> None:
+def _wait(controller: Controller, place: "_Place") -> None:
     """Wait for a place. Whoever asks to end the run is answered by what follows, which begins at once then."""
-    until = session.clock() + ANSWER_S
+    until = controller.clock() + ANSWER_S
     told = False
     try:
-        while not place.decided.is_set() and (place.full or session.clock() < until):
+        while not place.decided.is_set() and (place.full or controller.clock() < until):
             if place.full and not told:
                 told = True
-                session.observer.says(f"waits for a place: the limit {LIMIT} of Prefect is reached")
-            session.wait(0.2)
-    except CancelAsked:
+                controller.observer.says(f"waits for a place: the limit {LIMIT} of Prefect is reached")
+            controller.wait(0.2)
+    except CancelRequested:
         return
     except LeaseLost:
-        session.lease_lost = True
+        controller.lease_lost = True
         raise
     if place.failure or not place.decided.is_set():
         why = place.failure or f"no answer within {ANSWER_S:g} s"
-        session.observer.says(f"the limit {LIMIT} of Prefect could not be asked ({why}); the run goes on without it")
+        controller.observer.says(f"the limit {LIMIT} of Prefect could not be asked ({why}); the run goes on without it")
 
 
 class _Place:

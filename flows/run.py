@@ -1,63 +1,57 @@
-"""The Prefect flow of one run, ``rlhf-run``: every step that the controller yields becomes a task."""
+"""``rlhf-run``: the Prefect flow of one run.
 
-import os
+    preflight -> [allocate -> train -> evaluate] for each attempt -> promote
+
+The controller (:mod:`rlhf_core.control.steps`) yields the steps, one at a time, from wherever the run stands. Each is a
+task run: a failed attempt shows as a failed task, the wait before the next one as a task, and the stages of the next
+one as tasks again, with the excluded nodes in their names. The flow itself has no retries: whether a job is retried,
+and where, is decided from the evidence of its failure (:mod:`rlhf_core.control.recovery`).
+"""
+
 import textwrap
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
-from uuid import UUID
 
-from prefect import Flow, State, flow, get_run_logger
-from prefect.client.orchestration import get_client
-from prefect.client.schemas.objects import FlowRun as PrefectFlowRun
-from prefect.context import FlowRunContext
+from prefect import State, flow, get_run_logger
 from prefect.exceptions import CancelledRun
-from prefect.logging.loggers import flow_run_logger
-from prefect.settings import PREFECT_UI_URL
 from prefect.states import Cancelled, Completed, Failed
 
-from flows import schedules as skipping
-from flows.flow_runs import ADOPTED_TAG
+from flows import flow_run_links, schedules
 from flows.form import Form, meanings, overrides_of, read_form
 from flows.gate import asked_in_prefect
+from flows.hooks import end_run, leave_run
 from flows.limits import run_slot
 from flows.log_filter import leave_out
-from flows.tasks import TaskCaller, Work
+from flows.tasks import TaskRunner, without_prefect
 from flows.view import shown_in_prefect
 from rlhf_core.config import Site, load_site
-from rlhf_core.control.cancel import cancel_run
-from rlhf_core.control.controller import FlowRun, Session, new_run, opened
+from rlhf_core.control.controller import Controller, FlowRunLink, new_run, opened
 from rlhf_core.control.promotion import Question, describe
 from rlhf_core.control.snapshots import kept_with
-from rlhf_core.control.steps import drive
+from rlhf_core.control.steps import Step, steps
 from rlhf_core.errors import RlhfError, RunCancelled
-from rlhf_core.history.controllers import run_of_flow_run
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.regression import regression_text
 from rlhf_core.watchdog.evidence import regressed
-from rlhf_core.words import THROUGH_PREFECT
 
 FLOW = "rlhf-run"
 """Name of the flow; deployments are called ``rlhf-run/<name>``."""
 
 DESCRIPTION = "One RLHF run: preflight, allocate, train, evaluate. Failures are diagnosed and retried."
-"""What the flow is, in Prefect's list of flows."""
+"""Description in Prefect's list of flows."""
 
 
-@dataclass(frozen=True)
-class _Handed:
-    """What ``rlhf run`` hands to the flow in its own process. A deployment's flow run opens its own session."""
-
-    session: Session
-    work: Work
-
-
-_handed: ContextVar[_Handed | None] = ContextVar("handed", default=None)
+def carry_out(controller: Controller) -> None:
+    """Carry out the steps of a run as task runs: preflight, allocate, train, evaluate; again after a failure that is
+    retried. Raises what :func:`rlhf_core.control.steps.steps` raises."""
+    tasks = TaskRunner(controller.observer.says)
+    with run_slot(controller) as give_back:
+        controller.show_question = _asking(controller, give_back)
+        for step in steps(controller):
+            tasks.run(step)
 
 
 def _described(function: Callable[..., State[None]]) -> Callable[..., State[None]]:
@@ -67,62 +61,6 @@ def _described(function: Callable[..., State[None]]) -> Callable[..., State[None
     function.__annotations__ |= {name: field.rebuild_annotation() for name, field in bounded.items()}
     function.__doc__ = f"{DESCRIPTION}\n\nArgs:\n{textwrap.indent(arguments, '    ')}\n"
     return function
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What Prefect calls when its worker has ended the process of a flow run, from the worker's own process
-
-
-def end_run(flow: Flow[Any, Any], flow_run: PrefectFlowRun, state: State[Any]) -> None:
-    """The flow run was cancelled in Prefect: end its run and the run's job."""
-    say = flow_run_logger(flow_run, flow).info
-    site = _site_of(flow_run)
-    with HistoryStore(site.database_url) as store:
-        run_dir = _run_of(flow_run, site, store)
-        if run_dir is None:
-            say("this flow run had not made a run yet; there is nothing to end")
-            return
-        say(cancel_run(run_dir, site, store, f"cancelled in Prefect ({THROUGH_PREFECT})", say=say).message)
-
-
-def leave_run(flow: Flow[Any, Any], flow_run: PrefectFlowRun, state: State[Any]) -> None:
-    """The process of the flow run died. Its job trains on and must not suffer from that, unless it was to be ended."""
-    say = flow_run_logger(flow_run, flow).info
-    site = _site_of(flow_run)
-    with HistoryStore(site.database_url) as store:
-        run_dir = _run_of(flow_run, site, store)
-        if run_dir is None:
-            return
-        if run_dir.cancel_request.exists():
-            say(cancel_run(run_dir, site, store, "it was to be ended when its controller died", say=say).message)
-        else:
-            say(
-                f"the controller of run {run_dir.run_id} died; what it has started goes on. Retry this flow run, or "
-                f"`rlhf resume {run_dir.run_id}`, to adopt it; `rlhf cancel {run_dir.run_id}` ends it"
-            )
-
-
-def _site_of(flow_run: PrefectFlowRun) -> Site:
-    """The site whose runs this flow run drives: its deployment says which, as it did to its process."""
-    environment = dict(os.environ)
-    if flow_run.deployment_id is not None:
-        with get_client(sync_client=True) as client:
-            deployment = client.read_deployment(flow_run.deployment_id)
-        environment |= deployment.job_variables.get("env") or {}
-    return load_site(environment)
-
-
-def _run_of(flow_run: PrefectFlowRun, site: Site, store: HistoryStore) -> RunDir | None:
-    """The run of a flow run: the one that it was to go on with, the one that it made, or the one that it drove."""
-    found = flow_run.parameters.get("run_id") or ""
-    made = FlowRun(str(flow_run.id)).run_dir(site.runs_dir)
-    if not found and made is not None:
-        return made
-    return RunDir.find(site.runs_dir, str(found) or run_of_flow_run(store, str(flow_run.id)) or "")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The flow
 
 
 @flow(
@@ -148,39 +86,29 @@ def rlhf_run(
     overrides: str = "",
     run_id: str = "",
 ) -> State[None]:
-    given = {
-        "config": config,
-        "name": name,
-        "nodes": nodes,
-        "gpus_per_node": gpus_per_node,
-        "steps": steps,
-        "learning_rate": learning_rate,
-        "seed": seed,
-        "owner": owner,
-        "tags": tags,
-        "overrides": overrides,
-        "run_id": run_id,
-    }
-    handed = _handed.get()
+    form = {name: value for name, value in locals().items() if name in Form.model_fields}
     leave_out()
     try:
-        return _driven(handed) if handed is not None else _asked_for(given)
+        handed = _handed.get()
+        return _of_the_terminal(*handed) if handed is not None else _of_the_form(form)
     except RlhfError as error:
         # It was raised on purpose, and its message says all: Prefect would log where in this program, too.
         get_run_logger().error("%s", error)
         return Failed(message=str(error))
 
 
-def _driven(handed: _Handed) -> State[None]:
-    """The run of a terminal."""
-    link = _this_flow_run(handed.session.site)
-    _try(lambda: _label(link, handed.session.run_dir), handed.session.observer.says)
-    handed.session.announce(link)
-    return _finish(handed.session, handed.work)
+def ended_well(run_dir: RunDir, promoted: str = "") -> State[None]:
+    """End of the flow run of a run that has completed; its words are all that Prefect's lists show of it."""
+    said = ["completed", regression_text(regressed(run_dir)), promoted]
+    return Completed(message=f"run {run_dir.run_id} " + "; ".join(part for part in said if part))
 
 
-def _asked_for(given: Mapping[str, Any]) -> State[None]:
-    """The run that was asked for in Prefect.
+# ---------------------------------------------------------------------------------------------------------------------
+# A run of the form: a flow run of a deployment, in the process that a worker has started
+
+
+def _of_the_form(given: Mapping[str, Any]) -> State[None]:
+    """Make the run that was asked for in Prefect, or go on with it, and bring it to its end.
 
     Raises:
         BadInput: the form, the config or an override cannot be used, or preflight blocked.
@@ -190,30 +118,26 @@ def _asked_for(given: Mapping[str, Any]) -> State[None]:
     busy = _busy_with(site)
     if busy:
         return Cancelled(message=f"skipped: {busy}")
-    link = _this_flow_run(site)
+    link = flow_run_links.of_this_process(site)
     with HistoryStore(site.database_url) as store:
-        run_dir, resumed = _begun(form, site, link)
-        _try(lambda: _label(link, run_dir), print)
-        with opened(run_dir, site, store, resumed=resumed, flow_run=link) as session:
-            return _finish(session, _work(session))
+        run_dir, resumed = _run_of_the_form(form, site, link)
+        flow_run_links.label(link, run_dir, print)
+        with opened(run_dir, site, store, resumed=resumed, flow_run=link) as controller:
+            return _finished(controller, _whole_run(controller))
 
 
 def _busy_with(site: Site) -> str:
     """Reason why this flow run does not begin: its deployment skips times at which its last run still goes on."""
-    context = FlowRunContext.get()
-    if context is None or context.flow_run is None or not skipping.is_to_be_skipped(context.flow_run):
+    flow_run = flow_run_links.present()
+    if flow_run is None or not schedules.is_to_be_skipped(flow_run):
         return ""
-    with get_client(sync_client=True) as client:
-        busy = skipping.busy_with(client, context.flow_run, site.runs_dir)
-    if not busy:
-        return ""
-    why = f"run {busy} of the same deployment still goes on"
-    get_run_logger().warning("skipped: %s", why)
-    skipping.tell(context.flow_run, why)
+    why = schedules.skipped_for(flow_run, site.runs_dir)
+    if why:
+        get_run_logger().warning("skipped: %s", why)
     return why
 
 
-def _begun(form: Form, site: Site, link: FlowRun) -> tuple[RunDir, bool]:
+def _run_of_the_form(form: Form, site: Site, link: FlowRunLink) -> tuple[RunDir, bool]:
     """The run of this flow run, and whether it is gone on with: a flow run that is tried again never makes a second."""
     if form.run_id:
         return RunDir.of(site.runs_dir, form.run_id), not link.adopts
@@ -226,102 +150,76 @@ def _begun(form: Form, site: Site, link: FlowRun) -> tuple[RunDir, bool]:
     return new_run(form.config, overrides, site, folder=folder, owner=form.owner, tags=form.tags, flow_run=link), False
 
 
-def _this_flow_run(site: Site) -> FlowRun:
-    context = FlowRunContext.get()
-    if context is None or context.flow_run is None:
-        return FlowRun()
-    flow_run = context.flow_run
-    adopts = ADOPTED_TAG in flow_run.tags and flow_run.run_count <= 1
-    return FlowRun(str(flow_run.id), _page(site, str(flow_run.id)), flow_run.created, adopts)
+# ---------------------------------------------------------------------------------------------------------------------
+# A run of a terminal: `rlhf run` has its controller already, and becomes a flow run for as long as Prefect goes along
 
 
-def _page(site: Site, flow_run_id: str) -> str:
-    """Where a browser finds a flow run; empty where the server in use has no pages, as a temporary one."""
-    address = site.prefect.url or PREFECT_UI_URL.value() or ""
-    if not site.prefect.url and not _is_a_page(address):
-        return ""
-    return f"{address.rstrip('/')}/runs/flow-run/{flow_run_id}"
+_Shown = AbstractContextManager[None]
+
+_handed: ContextVar[tuple[Controller, Step] | None] = ContextVar("handed", default=None)
+"""Controller and work that `rlhf run` hands to the flow in its own process."""
 
 
-def _is_a_page(address: str) -> bool:
-    try:
-        with urllib.request.urlopen(address, timeout=2.0):
-            return True
-    except urllib.error.HTTPError as error:
-        return error.code in (401, 403)  # it wants a password, as it may
-    except (OSError, ValueError):
-        return False
-
-
-def run_in_prefect(session: Session) -> None:
-    """Drive an open session as a flow run. Raises what :func:`rlhf_core.control.steps.drive` raises.
+def run_in_prefect(controller: Controller) -> None:
+    """Drive a run whose controller is open as a flow run. Raises what :func:`rlhf_core.control.steps.steps` raises.
 
     A Prefect server that is lost on the way changes nothing but the view.
     """
-    work = _work(session)
-    with _hand_over(_Handed(session, work)):
+    whole = _whole_run(controller)
+    with _hand_over(controller, whole):
         try:
-            rlhf_run(run_id=session.run_dir.run_id)
+            rlhf_run(run_id=controller.run_dir.run_id)
         except CancelledRun:
-            if work.error is None:
+            if whole.error is None:
                 raise
-            raise work.error from None
-        except Exception as error:  # noqa: BLE001 - ours is raised again by settle; Prefect's own does not stop a run
-            work.settle(error, session.observer.says)
-
-
-def _work(session: Session) -> Work:
-    def do() -> None:
-        session.announce(FlowRun())  # unless the flow run did: Prefect may have failed before it began
-        with run_slot(session) as give_back:
-
-            def ask(asking: Session, question: Question) -> AbstractContextManager[None]:
-                give_back()  # whoever waits for a person keeps no other run waiting
-                return asked_in_prefect(asking, question)
-
-            drive(session, TaskCaller(session.observer.says), ask)
-
-    return Work(do)
+        except Exception as error:  # noqa: BLE001 - Prefect's own: it does not stop a run; ours is in the step
+            without_prefect(whole, error, controller.observer.says)
+    whole.result()
 
 
 @contextmanager
-def _hand_over(handed: _Handed) -> Iterator[None]:
-    token = _handed.set(handed)
+def _hand_over(controller: Controller, whole: Step) -> Iterator[None]:
+    token = _handed.set((controller, whole))
     try:
         yield
     finally:
         _handed.reset(token)
 
 
-def _finish(session: Session, work: Work) -> State[None]:
+def _of_the_terminal(controller: Controller, whole: Step) -> State[None]:
+    link = flow_run_links.of_this_process(controller.site)
+    flow_run_links.label(link, controller.run_dir, controller.observer.says)
+    controller.announce(link)
+    return _finished(controller, whole)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _whole_run(controller: Controller) -> Step:
+    """The whole run as one piece of work that is done once, whether Prefect begins it or fails before it does."""
+
+    def work() -> None:
+        controller.announce(FlowRunLink())  # unless the flow run did: Prefect may have failed before it began
+        carry_out(controller)
+
+    return Step("run", controller.run_dir.run_id, work)
+
+
+def _asking(controller: Controller, give_back: Callable[[], None]) -> Callable[[Question], _Shown]:
+    def ask(question: Question) -> _Shown:
+        give_back()  # a run that waits for an approval keeps no other run waiting
+        return asked_in_prefect(controller, question)
+
+    return ask
+
+
+def _finished(controller: Controller, whole: Step) -> State[None]:
     """Do the work, and say in Prefect's words how it ended."""
-    try:
-        with shown_in_prefect(session):
-            work()
-    except RunCancelled as cancelled:
-        return Cancelled(message=str(cancelled))
-    return ended_well(session.run_dir, describe(session.journal.record.promotion))
-
-
-def ended_well(run_dir: RunDir, promoted: str = "") -> State[None]:
-    """End of the flow run of a run that has completed; its words are all that Prefect's lists show of it."""
-    said = ["completed", regression_text(regressed(run_dir)), promoted]
-    return Completed(message=f"run {run_dir.run_id} " + "; ".join(part for part in said if part))
-
-
-def _label(link: FlowRun, run_dir: RunDir) -> None:
-    """Name the flow run after its run, and let it be found by the run's id, owner and tags."""
-    stored = run_dir.read_spec()
-    flow_run_id = UUID(link.id)
-    with get_client(sync_client=True) as client:
-        present = client.read_flow_run(flow_run_id)
-        client.update_flow_run(flow_run_id, name=stored.run_id, tags=sorted({*present.tags, *stored.tags}))
-        client.update_flow_run_labels(flow_run_id, {"rlhf.run_id": stored.run_id, "rlhf.owner": stored.owner})
-
-
-def _try(action: Callable[[], None], say: Callable[[str], None]) -> None:
-    """Do something for the view only: a server that is away must not stop a run."""
-    try:
-        action()
-    except Exception as error:  # noqa: BLE001 - whatever Prefect raises, the run directory and the history have it all
-        say(f"Prefect could not be told: {type(error).__name__}: {error}")
+    with shown_in_prefect(controller):
+        whole.run()
+        try:
+            whole.result()
+        except RunCancelled as cancelled:
+            return Cancelled(message=str(cancelled))
+    return ended_well(controller.run_dir, describe(controller.journal.record.promotion))

@@ -72,6 +72,20 @@ def busy_with(client: SyncPrefectClient, flow_run: FlowRun, runs_dir: Path) -> s
     return next((one.name for one in others if one.id != flow_run.id and _goes_on(one, runs_dir)), "")
 
 
+def skipped_for(flow_run: FlowRun, runs_dir: Path) -> str:
+    """Reason why a scheduled flow run is skipped, told to Prefect as an event; empty where it begins.
+
+    Raises whatever Prefect raises when it does not answer.
+    """
+    with get_client(sync_client=True) as client:
+        busy = busy_with(client, flow_run, runs_dir)
+    if not busy:
+        return ""
+    why = f"run {busy} of the same deployment still goes on"
+    tell(flow_run, why)
+    return why
+
+
 def _goes_on(flow_run: FlowRun, runs_dir: Path) -> bool:
     if flow_run.state_type is not StateType.CRASHED:
         return True

@@ -1,4 +1,8 @@
-"""Stages as Prefect tasks. Prefect shows them; it neither retries nor caches them, nor can its absence stop them."""
+"""A step of the controller as a Prefect task.
+
+Prefect shows the steps; it neither retries nor caches them, and its absence does not stop them: our own policy decides
+about retries, our own journal says what was done.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,8 +12,9 @@ from prefect.cache_policies import NO_CACHE
 from prefect.states import Cancelled, Completed, Failed
 
 from flows.site.server import server_answers
-from rlhf_core.control.controller import CancelAsked
-from rlhf_core.control.steps import AttemptFailed
+from rlhf_core.control.controller import CancelRequested
+from rlhf_core.control.stages import StageFailed
+from rlhf_core.control.steps import Step
 from rlhf_core.control.trials import TRIAL
 from rlhf_core.errors import RlhfError, RunCancelled
 from rlhf_core.schemas.attempts import StageName
@@ -19,52 +24,37 @@ MAX_TITLE = 160
 
 
 @dataclass
-class Work:
-    """A piece of work that is done at most once, and remembers how it ended."""
-
-    do: Callable[[], None]
-    begun: bool = False
-    done: bool = False
-    error: BaseException | None = None
-
-    def __call__(self) -> None:
-        """Do it."""
-        self.begun = True
-        try:
-            self.do()
-        except BaseException as error:
-            self.error = error
-            raise
-        self.done = True
-
-    def settle(self, prefect_error: Exception, say: Callable[[str], None]) -> None:
-        """Make good an error that came out of Prefect: raise it if it was our own, do the work if it was not begun."""
-        if self.error is not None:
-            raise self.error
-        say(f"Prefect failed ({type(prefect_error).__name__}: {prefect_error}); the run goes on without it")
-        if not self.begun:
-            self()
-
-
-@dataclass
-class TaskCaller:
-    """Carries stages out as task runs with readable names; plainly, for as long as the server is lost."""
+class TaskRunner:
+    """Carries steps out as task runs with readable names; plainly, for as long as the server is lost."""
 
     say: Callable[[str], None]
     lost: bool = field(default=False, init=False)
 
-    def __call__(self, title: str, name: str, do: Callable[[], None]) -> None:
-        """Carry one stage, or one wait, out."""
-        work = Work(do)
+    def run(self, step: Step) -> None:
+        """Carry one step out, with or without Prefect. Its own error stays in the step."""
         if self.lost and not server_answers():
-            work()
+            step.run()
             return
         self.lost = False
         try:
-            as_task(title, name, work)
+            as_task_run(step)
         except Exception as error:  # noqa: BLE001 - whatever Prefect raises: training does not depend on it
-            self.lost = work.error is None
-            work.settle(error, self.say)
+            self.lost = True
+            without_prefect(step, error, self.say)
+
+
+def without_prefect(step: Step, error: Exception, say: Callable[[str], None]) -> None:
+    """Go on after an error of Prefect: carry the step out, where it was not begun."""
+    if step.error is not None:
+        return
+    say(f"Prefect failed ({type(error).__name__}: {error}); the run goes on without it")
+    if not step.begun:
+        step.run()
+
+
+def note(title: str, name: str, message: str) -> None:
+    """Leave a task run for what has happened by itself and takes no time here, so that it is seen among the steps."""
+    _task(title, name, "Something that happened in a run.", lambda: Completed(message=message))(return_state=True)
 
 
 def shorten(text: str) -> str:
@@ -73,35 +63,33 @@ def shorten(text: str) -> str:
     return f"{first[: MAX_TITLE - 3]}..." if len(first) > MAX_TITLE or more else first
 
 
-def as_task(title: str, name: str, work: Work) -> None:
-    """One task run. Our own policy decides about retries, our own journal about what was done.
+def as_task_run(step: Step) -> None:
+    """Carry a step out as one task run. Its state has the message of a failure, which tells more than the place in this
+    program where it was raised."""
 
-    What a person needs to know of a failure is its message, not the place in this program where it was raised: the
-    state of the task run says it.
-    """
+    def carried_out() -> State[None]:
+        step.run()
+        return _state_of(step)
 
-    def stage() -> State[None]:
-        try:
-            work()
-        except (CancelAsked, RunCancelled) as cancelled:
-            return Cancelled(message=str(cancelled))
-        except AttemptFailed as failed:
-            return Cancelled(message=str(failed)) if failed.cancelled else Failed(message=str(failed))
-        except RlhfError as error:
-            return Failed(message=str(error))
-        return Completed()
-
+    name = step.name
     kind = "A trial" if name == TRIAL else f"The stage {name}" if name in list(StageName) else "A wait between attempts"
-    state = _task(title, name, f"{kind} of a run.", stage)(return_state=True)
-    if work.error is not None:
-        raise work.error
-    if not work.begun:
+    state = _task(step.title, name, f"{kind} of a run.", carried_out)(return_state=True)
+    if not step.begun:
         raise RuntimeError(f"it did not begin the task run: {state.message}")
 
 
-def note(title: str, name: str, message: str) -> None:
-    """A task run for what has happened by itself and takes no time here, so that it is seen among the stages."""
-    _task(title, name, "Something that happened in a run.", lambda: Completed(message=message))(return_state=True)
+def _state_of(step: Step) -> State[None]:
+    match step.error:
+        case None:
+            return Completed()
+        case CancelRequested() | RunCancelled() as cancelled:
+            return Cancelled(message=str(cancelled))
+        case StageFailed(cancelled=True) as failed:
+            return Cancelled(message=str(failed))
+        case StageFailed() | RlhfError() as error:
+            return Failed(message=str(error))
+        case error:
+            raise error  # a mistake in this program: Prefect logs where it was raised
 
 
 def _task(title: str, name: str, description: str, do: Callable[[], State[None]]) -> Task[[], State[None]]:

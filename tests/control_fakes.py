@@ -308,6 +308,6 @@ def only_scheduler(monkeypatch: "pytest.MonkeyPatch") -> FakeScheduler:
     found = FakeScheduler()
     for module in ("rlhf_core.scheduler", "rlhf_core.control.controller", "rlhf_core.control.cancel"):
         monkeypatch.setattr(f"{module}.get_scheduler", lambda name: found)
-    monkeypatch.setattr("rlhf_core.control.steps.make_checks", lambda spec, around, tick: ())
-    monkeypatch.setattr("rlhf_core.control.steps.CANCEL_PATIENCE_S", 0.0)
+    monkeypatch.setattr("rlhf_core.control.stages.make_checks", lambda spec, around, tick: ())
+    monkeypatch.setattr("rlhf_core.control.cancel.CANCEL_TIMEOUT_S", 0.0)
     return found

@@ -31,7 +31,7 @@ from flows.view.parts import (
 )
 from flows.view.progress import Seen, furthest_step
 from flows.view.story import Story, read_story
-from rlhf_core.control.controller import Observer, Session
+from rlhf_core.control.controller import Controller, Observer
 from rlhf_core.escaping import terminal
 from rlhf_core.launch.journal import RunRecord
 from rlhf_core.run_dir import RunDir
@@ -58,32 +58,32 @@ _LOGGED_EVENTS = frozenset({"suspect", "checkpoint", "file", "killed", "command"
 
 
 @contextmanager
-def shown_in_prefect(session: Session) -> Iterator[None]:
+def shown_in_prefect(controller: Controller) -> Iterator[None]:
     """Show the run in Prefect for as long as the block lasts. Use it in the flow run."""
     log = get_run_logger()
-    seen, lock = Seen(session.spec), threading.Lock()
-    flow_run = FlowRun(str(runtime.flow_run.id or ""), session.run_dir.run_id)
-    begun = _begun(session.run_dir)
+    seen, lock = Seen(controller.spec), threading.Lock()
+    flow_run = FlowRun(str(runtime.flow_run.id or ""), controller.run_dir.run_id)
+    begun = _begun(controller.run_dir)
     parts: list[Part] = [
-        Events(session.stored, flow_run),
+        Events(controller.stored, flow_run),
         Progress(seen, lock),
         Incidents(),
-        Checks(session.run_dir),
+        Checks(controller.run_dir),
         Restarts({place_of(told) for told in begun.decisions if is_restart(told)}),
-        Result(session.store),
+        Result(controller.store),
         # Last: it takes the longest.
-        CurvesPicture(Curves(session.run_dir), seen, lock),
+        CurvesPicture(Curves(controller.run_dir), seen, lock),
     ]
-    teller = Teller(session.run_dir, parts, session.observer.says, Chronicle(log, begun))
-    teller.before = lambda: _catch_up(seen, session.run_dir)
-    observer, session.observer = session.observer, _Onlooker(session.observer, teller, seen, lock, log)
+    teller = Teller(controller.run_dir, parts, controller.observer.says, Chronicle(log, begun))
+    teller.before = lambda: _catch_up(seen, controller.run_dir)
+    observer, controller.observer = controller.observer, _Onlooker(controller.observer, teller, seen, lock, log)
     teller.start()
     try:
         yield
     finally:
-        session.observer = observer
+        controller.observer = observer
         # Another controller tells the rest of a run that was taken over.
-        teller.close(farewell=not session.lease_lost)
+        teller.close(farewell=not controller.lease_lost)
 
 
 def _begun(run_dir: RunDir) -> Story:

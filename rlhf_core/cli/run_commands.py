@@ -18,7 +18,7 @@ from rlhf_core.presets import PRESETS
 
 if TYPE_CHECKING:
     from rlhf_core.config import Site
-    from rlhf_core.control.controller import Session
+    from rlhf_core.control.controller import Controller
     from rlhf_core.control.summary import Summary
     from rlhf_core.history.store import HistoryStore
     from rlhf_core.run_dir import RunDir
@@ -326,7 +326,7 @@ def _server(site: "Site", no_prefect: bool) -> Iterator[None]:
 
 def _drive(run_dir: "RunDir", site: "Site", store: "HistoryStore", *, no_prefect: bool, resumed: bool) -> None:
     from rlhf_core.cli.progress import TerminalProgress, person_at_terminal
-    from rlhf_core.control.controller import FlowRun, opened
+    from rlhf_core.control.controller import FlowRunLink, opened
 
     progress = TerminalProgress(run_dir.read_spec().spec, run_dir.run_id, person_at_terminal())
 
@@ -334,11 +334,11 @@ def _drive(run_dir: "RunDir", site: "Site", store: "HistoryStore", *, no_prefect
         output.note(f"{owner} Waiting whether it is renewed or runs out, {seconds:.0f} s at most ...")
 
     # With Prefect the flow run that this process becomes is known later; it tells the journal itself.
-    link = FlowRun() if no_prefect else None
+    link = FlowRunLink() if no_prefect else None
     controlling = opened(run_dir, site, store, progress, resumed=resumed, flow_run=link, on_wait=waits, gives_way=True)
-    with controlling as session, progress:
+    with controlling as controller, progress:
         try:
-            _carry_out(session, no_prefect)
+            _carry_out(controller, no_prefect)
         except KeyboardInterrupt:
             output.note(
                 f"left; the job of {run_dir.run_id} goes on by itself. "
@@ -347,15 +347,15 @@ def _drive(run_dir: "RunDir", site: "Site", store: "HistoryStore", *, no_prefect
             raise
 
 
-def _carry_out(session: "Session", no_prefect: bool) -> None:
+def _carry_out(controller: "Controller", no_prefect: bool) -> None:
     if no_prefect:
         from rlhf_core.control.steps import drive
 
-        drive(session)
+        drive(controller)
     else:
         from flows.run import run_in_prefect
 
-        run_in_prefect(session)
+        run_in_prefect(controller)
 
 
 def _print_plan(spec: Any, site: "Site", as_json: bool) -> None:

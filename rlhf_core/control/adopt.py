@@ -52,9 +52,9 @@ def main(run_id: str) -> int:
     try:
         with (
             HistoryStore(site.database_url) as store,
-            opened(RunDir.of(site.runs_dir, run_id), site, store, patience_s=0) as session,
+            opened(RunDir.of(site.runs_dir, run_id), site, store, patience_s=0) as controller,
         ):
-            drive(session)
+            drive(controller)
     except RlhfError as error:
         print(terminal(str(error)), file=sys.stderr, flush=True)
         return error.exit_code

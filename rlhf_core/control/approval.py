@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from rlhf_core.config import Site
-from rlhf_core.control.controller import Session, opened
+from rlhf_core.control.controller import Controller, opened
 from rlhf_core.control.promotion import approve_anew, carry_out, describe, refuse_anew
 from rlhf_core.errors import BadInput, LeaseLost
 from rlhf_core.history.store import HistoryStore
@@ -69,11 +69,11 @@ def answer_promotion(
     until = clock() + patience_s
     while True:
         try:
-            with opened(run_dir, site, store, patience_s=0) as session:
-                settled = session.journal.record.promotion
+            with opened(run_dir, site, store, patience_s=0) as controller:
+                settled = controller.journal.record.promotion
                 if not (given and settled is not None and _is_ours(settled, verdict, by)):
                     say(f"no controller is at work on {run_dir.run_id}; acting on it from here")
-                    _act(session, verdict, by, reason)
+                    _act(controller, verdict, by, reason)
                 return _result(run_dir)  # where the controller has acted on the answer already, that is all
         except LeaseLost:
             promotion = read_record(run_dir).promotion
@@ -88,21 +88,21 @@ def answer_promotion(
         sleep(0.3)
 
 
-def _act(session: Session, verdict: Verdict, by: str, reason: str) -> None:
+def _act(controller: Controller, verdict: Verdict, by: str, reason: str) -> None:
     """Do it under the lease. What was settled by somebody else meanwhile is not settled again."""
-    promotion = session.journal.record.promotion
+    promotion = controller.journal.record.promotion
     if promotion is not None and promotion.open:
-        carry_out(session)
-        promotion = session.journal.record.promotion
+        carry_out(controller)
+        promotion = controller.journal.record.promotion
         if promotion is not None and promotion.state is not PromotionState.EXPIRED:
-            _require_ours(session.run_dir, promotion, verdict, by)
+            _require_ours(controller.run_dir, promotion, verdict, by)
             return
         # The time had run out under a controller that was killed before it could write that down.
-    _require_open(session.run_dir, verdict)
+    _require_open(controller.run_dir, verdict)
     if verdict == "approved":
-        approve_anew(session, by, reason)
+        approve_anew(controller, by, reason)
     else:
-        refuse_anew(session, by, reason)
+        refuse_anew(controller, by, reason)
 
 
 def _require_open(run_dir: RunDir, verdict: Verdict) -> None:

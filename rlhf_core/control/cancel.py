@@ -1,4 +1,4 @@
-"""Ends a run from another process than the one that drives it, or when none does."""
+"""The cancellation of a run: by its controller, from another process, or after its directory is gone."""
 
 import time
 from collections.abc import Callable
@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_core.config import Site
-from rlhf_core.control.controller import opened
-from rlhf_core.control.steps import SAVE_PATIENCE_S, cancel, order_to_end
-from rlhf_core.control.trials import trials_of
+from rlhf_core.control.controller import Controller, opened
+from rlhf_core.control.jobs import CANCEL_TIMEOUT_S, SAVE_TIMEOUT_S, end_job, give_order, order_to_end
+from rlhf_core.control.recovery import conclude
+from rlhf_core.control.trials import cancel_trials, trials_of
 from rlhf_core.control_journal import read_journal
 from rlhf_core.errors import (
     DatabaseUnavailable,
@@ -24,15 +25,16 @@ from rlhf_core.launch.journal import read_record
 from rlhf_core.launch.lease import known_dead
 from rlhf_core.run_dir import RunDir, read_model, write_model
 from rlhf_core.scheduler import JobState, Scheduler, get_scheduler
-from rlhf_core.schemas.attempts import RunState
+from rlhf_core.schemas.attempts import AttemptState, RunState, StageState
 from rlhf_core.schemas.base import utc_now
-from rlhf_core.schemas.journal import ControllerStarted
+from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.schemas.journal import CancelStarted, ControllerStarted
 from rlhf_core.schemas.resources import Submission
 from rlhf_core.watchdog.missing import close_missing
 from rlhf_core.watchdog.watch import record
 
-CONTROLLER_PATIENCE_S = 60.0
-"""How long a living controller may take to end its run when asked."""
+CONTROLLER_TIMEOUT_S = 60.0
+"""Time for a living controller to end its run when asked."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,46 @@ class Cancelled:
     message: str
 
 
+def cancel(controller: Controller, reason: str, *, save: bool = False) -> None:
+    """End the run's job, prove it, and write it down. The run's lease must be held.
+
+    Args:
+        save: write a checkpoint first, if the workers can within ``SAVE_TIMEOUT_S``.
+
+    Raises:
+        SchedulerError: something of the job is still there.
+    """
+    journal = controller.journal
+    if journal.record.ended:
+        return
+    if journal.record.cancelling is None:
+        journal.append(CancelStarted(reason=reason))
+    cancel_trials(controller, reason, cancel)
+    number = max(journal.record.attempts, default=0)
+    attempt = journal.record.attempts.get(number)
+    if attempt is not None and not attempt.ended:
+        # Of a job that waits for nodes there is nothing to save.
+        save = save and controller.watcher(number).look().verdict.state is AttemptState.RUNNING
+        controller.observer.says(f"{'saving, then ' if save else ''}cancelling attempt {number}")
+        give_order(controller.run_dir, number, order_to_end(reason, save=save))
+        submission = attempt.submission or controller.scheduler.find(controller.run_dir.run_id, number)
+        deadline = controller.clock() + (SAVE_TIMEOUT_S if save else CANCEL_TIMEOUT_S)
+        while submission is not None and not controller.watcher(number).look().ended and controller.clock() < deadline:
+            controller.lease.keep()
+            controller.sleep(0.2)
+        end_job(controller, submission, wait_for_database=False)
+        if controller.watcher(number).look().verdict.state is AttemptState.COMPLETED:
+            conclude(controller, number)  # it was faster than the order
+            return
+        journal.move_attempt(number, AttemptState.CANCELLED, reason, FailureKind.USER_CANCEL)
+    stage = journal.record.open_stage()
+    if stage is not None:
+        journal.end_stage(stage.index, StageState.CANCELLED, reason)
+    journal.move_run(RunState.CANCELLED, reason)
+    controller.run_dir.cancel_request.unlink(missing_ok=True)
+    controller.record()
+
+
 def cancel_run(
     run_dir: RunDir,
     site: Site,
@@ -54,7 +96,7 @@ def cancel_run(
     *,
     save: bool = False,
     say: Callable[[str], None],
-    patience_s: float = CONTROLLER_PATIENCE_S,
+    patience_s: float = CONTROLLER_TIMEOUT_S,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Cancelled:
@@ -84,21 +126,21 @@ def cancel_run(
     try:
         if store is None:
             raise DatabaseUnavailable("the history cannot be used")
-        with opened(run_dir, site, store, patience_s=0) as session:
+        with opened(run_dir, site, store, patience_s=0) as controller:
             say("no controller is at work on it; ending it from here" + _patience(save))
-            cancel(session, reason, save=save)
+            cancel(controller, reason, save=save)
         return _result(run_dir, site, f"run {run_id} is cancelled")
     except LeaseLost:
         say(f"asking the controller of {run_id} to end it" + _patience(save))
     except DatabaseUnavailable as error:
         say(f"{error}. Asking the controller of {run_id} to end it, if there is one" + _patience(save))
         patience_s = 0.0 if _has_no_controller(run_dir) else patience_s
-    until = clock() + patience_s + (SAVE_PATIENCE_S if save and patience_s else 0.0)
+    until = clock() + patience_s + (SAVE_TIMEOUT_S if save and patience_s else 0.0)
     while clock() < until:
         if read_record(run_dir).ended:
             return _result(run_dir, site, f"run {run_id} was ended by its controller")
         sleep(0.3)
-    _end_job(run_dir, site)
+    _end_last_job(run_dir, site)
     return _result(
         run_dir,
         site,
@@ -167,10 +209,10 @@ def _ended_without_journal(run_dir: RunDir, site: Site, reason: str, damage: Jou
 
 
 def _patience(save: bool) -> str:
-    return f", with a checkpoint first, for which {SAVE_PATIENCE_S / 60:.0f} minutes are given" if save else ""
+    return f", with a checkpoint first, for which {SAVE_TIMEOUT_S / 60:.0f} minutes are given" if save else ""
 
 
-def _end_job(run_dir: RunDir, site: Site) -> None:
+def _end_last_job(run_dir: RunDir, site: Site) -> None:
     for concerned in (run_dir, *trials_of(run_dir)):
         attempt = read_record(concerned).last_attempt
         if attempt is not None and attempt.submission is not None:

@@ -2,12 +2,12 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime
 from hashlib import blake2b
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rlhf_core import config
 from rlhf_core.accounts import account
@@ -27,6 +27,9 @@ from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.run import RunSpec, StoredSpec
 from rlhf_core.watchdog.missing import Presence
 from rlhf_core.watchdog.watch import Look, Watcher, record
+
+if TYPE_CHECKING:
+    from rlhf_core.control.promotion import Question
 
 LEASE_RETRY_S = 2.0
 """Pause before a database that does not answer is asked again for the lease."""
@@ -72,7 +75,7 @@ class Quiet:
 
 
 @dataclass(frozen=True)
-class FlowRun:
+class FlowRunLink:
     """The Prefect flow run that a controller is; all empty without Prefect."""
 
     id: str = ""
@@ -109,7 +112,7 @@ class FlowRun:
         return blake2b(self.id.encode(), digest_size=3).hexdigest()
 
 
-class CancelAsked(Exception):
+class CancelRequested(Exception):
     """Somebody asked to end the run."""
 
     def __init__(self, reason: str, *, save: bool = False) -> None:
@@ -119,7 +122,7 @@ class CancelAsked(Exception):
 
 
 @dataclass
-class Session:
+class Controller:
     """One controller at work on one run."""
 
     run_dir: RunDir
@@ -139,6 +142,9 @@ class Session:
     poll_s: float = 1.0
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
+    show_question: Callable[["Question"], AbstractContextManager[None]] = lambda question: nullcontext()
+    """Shows the question about a promotion for as long as the block lasts; an answer goes to
+    :func:`rlhf_core.launch.promote.give_answer`. By itself the controller only says how to answer."""
     announced: bool = False
     """Whether the journal says that this controller has the run."""
     _watcher: Watcher | None = None
@@ -164,10 +170,10 @@ class Session:
         self.lease.keep()
         self.lacks_directory()
         if self.observer.wants_to_stop():
-            raise CancelAsked(f"interrupted at the terminal (by {account()})")
+            raise CancelRequested(f"interrupted at the terminal (by {account()})")
         request = read_model(self.run_dir.cancel_request, AgentCommand)
         if request is not None:
-            raise CancelAsked(request.reason or "rlhf cancel", save=request.kind == "stop_after_step")
+            raise CancelRequested(request.reason or "rlhf cancel", save=request.kind == "stop_after_step")
 
     def require_lease(self) -> None:
         """Ask the database whether the run is still this controller's, before its scheduler is asked to do something.
@@ -177,7 +183,7 @@ class Session:
 
         Raises:
             LeaseLost: another controller has the run.
-            CancelAsked: somebody asked to end it while the database was waited for.
+            CancelRequested: somebody asked to end it while the database was waited for.
         """
         told = False
         while True:
@@ -229,7 +235,7 @@ class Session:
             self._watched = number
         return self._watcher
 
-    def announce(self, flow_run: FlowRun) -> None:
+    def announce(self, flow_run: FlowRunLink) -> None:
         """Write down, once, who drives the run from here, so that either is found from the other.
 
         Raises:
@@ -267,7 +273,7 @@ def new_run(
     folder: Path | None = None,
     owner: str = "",
     tags: Sequence[str] = (),
-    flow_run: FlowRun | None = None,
+    flow_run: FlowRunLink | None = None,
 ) -> RunDir:
     """Make a run from a config file. Nothing is started.
 
@@ -309,18 +315,18 @@ def opened(
     observer: Observer | None = None,
     *,
     resumed: bool = False,
-    flow_run: FlowRun | None = FlowRun(),
+    flow_run: FlowRunLink | None = FlowRunLink(),
     on_wait: Callable[[str, float], None] = lambda owner, seconds: None,
     patience_s: float = TTL_S + 5,
     gives_way: bool = False,
     lease_s: float = TTL_S,
-) -> Iterator[Session]:
+) -> Iterator[Controller]:
     """Be the controller of a run for as long as the block lasts.
 
     Args:
         observer: who looks on.
         resumed: a person asked to go on with the run.
-        flow_run: the Prefect flow run that this controller is; None where :meth:`Session.announce` tells it later.
+        flow_run: the Prefect flow run that this controller is; None where :meth:`Controller.announce` tells it later.
         on_wait: told when another controller's lease has to run out first, and how long that may take (seconds).
         patience_s: how long to wait for that.
         gives_way: not to wait for a controller that is seen to be alive.
@@ -349,7 +355,7 @@ def opened(
     except BaseException:
         lease.release()
         raise
-    session = Session(
+    controller = Controller(
         run_dir=run_dir,
         stored=stored,
         site=site,
@@ -365,21 +371,21 @@ def opened(
         if resumed or journal.record.ended:
             run_dir.cancel_request.unlink(missing_ok=True)  # it was about an earlier life of the run
         if flow_run is not None:
-            session.announce(flow_run)
-        yield session
+            controller.announce(flow_run)
+        yield controller
     finally:
-        close(session)
+        close(controller)
 
 
-def close(session: Session) -> None:
+def close(controller: Controller) -> None:
     """Let go of the run: the history is brought up to date, the journal closed, the lease given back."""
-    lost = session.lease_lost or session.lease.lost
+    lost = controller.lease_lost or controller.lease.lost
     if not lost:
-        behind = session.record()
+        behind = controller.record()
         if behind:
-            session.observer.says(
+            controller.observer.says(
                 f"the history is behind: {behind.rstrip('.')}. Nothing is lost; "
                 f"`rlhf db rebuild` reads the run directories again"
             )
-    session.lease.release()
-    session.journal.close(lease_lost=lost)
+    controller.lease.release()
+    controller.journal.close(lease_lost=lost)

@@ -2,7 +2,7 @@
 
 from contextlib import suppress
 
-from rlhf_core.control.controller import Session
+from rlhf_core.control.controller import Controller
 from rlhf_core.errors import HistoryError, RlhfError, RunDirGone, SchedulerError
 from rlhf_core.launch.journal import Journal
 from rlhf_core.run_dir import RunDir, remove_tree
@@ -12,7 +12,7 @@ from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.watchdog.missing import close_missing
 
 
-def abandon(session: Session, found: RunDirGone) -> RunDirGone:
+def abandon(controller: Controller, found: RunDirGone) -> RunDirGone:
     """End the job, so that nothing trains into nowhere, and close the run in the history.
 
     Neither the scheduler nor the database is waited for for longer than they take to say that they do not answer: with
@@ -20,20 +20,20 @@ def abandon(session: Session, found: RunDirGone) -> RunDirGone:
 
     Returns: the error to end with.
     """
-    run_id = session.run_dir.run_id
-    if session.journal.record.ended:  # only its promotion was waited for
+    run_id = controller.run_dir.run_id
+    if controller.journal.record.ended:  # only its promotion was waited for
         return RunDirGone(f"the directory of run {run_id}, which had ended, is gone: {found}")
-    cause = f"the run directory is gone: {found}. {_end_job(session)}"
-    _clear_remains(session.run_dir)
-    _write_down(session.journal, cause)
+    cause = f"the run directory is gone: {found}. {_end_job(controller)}"
+    _clear_remains(controller.run_dir)
+    _write_down(controller.journal, cause)
     try:
-        close_missing(run_id, session.store, cause, utc_now())
+        close_missing(run_id, controller.store, cause, utc_now())
     except HistoryError as error:
         cause += f". The history could not be told ({error}); the keeper of the site does it later"
     return RunDirGone(
         f"run {run_id} failed: {cause}.\n"
         f"  Its checkpoints and metrics were in it. If it was moved, move it back, then `rlhf resume {run_id}`; "
-        f"if it was removed, begin again: `rlhf run {session.stored.config_source}`"
+        f"if it was removed, begin again: `rlhf run {controller.stored.config_source}`"
     )
 
 
@@ -58,17 +58,17 @@ def _clear_remains(run_dir: RunDir) -> None:
             remove_tree(run_dir.root)
 
 
-def _end_job(session: Session) -> str:
-    attempt = session.journal.record.last_attempt
+def _end_job(controller: Controller) -> str:
+    attempt = controller.journal.record.last_attempt
     if attempt is None or attempt.ended:
         return "No job of it is at work"
     submission = attempt.submission
     try:
         if submission is None:
-            submission = session.scheduler.find(session.run_dir.run_id, attempt.placement.attempt)
+            submission = controller.scheduler.find(controller.run_dir.run_id, attempt.placement.attempt)
         if submission is None:
             return "No job of it is at work"
-        if session.scheduler.cancel(submission):
+        if controller.scheduler.cancel(submission):
             return f"Its job {submission.job_id} was ended"
         problem = "something of it is still at work"
     except SchedulerError as error:

@@ -6,13 +6,12 @@ The run is completed by then, and stays so whatever becomes of its promotion. Wh
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from rlhf_core.control.controller import CancelAsked, Session
+from rlhf_core.control.controller import CancelRequested, Controller
 from rlhf_core.control.summary import Summary, interval, signed, summarise
 from rlhf_core.errors import CheckpointCorrupt, PromotionFailed
 from rlhf_core.escaping import markdown, markdown_code
@@ -97,23 +96,13 @@ class Question:
         return "\n".join(lines)
 
 
-Ask = Callable[[Session, Question], AbstractContextManager[None]]
-"""Makes the question visible for as long as the block lasts; an answer goes to :func:`give_answer`."""
-
-
-@contextmanager
-def in_the_terminal(session: Session, question: Question) -> Iterator[None]:
-    """Say how to answer, and nothing else."""
-    yield
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The step
 
 
-def due(session: Session) -> bool:
+def due(controller: Controller) -> bool:
     """Whether a controller of this run has something to do about its promotion: begin it, wait, or write the model."""
-    return is_due(session.stored, session.journal.record)
+    return is_due(controller.stored, controller.journal.record)
 
 
 def is_due(stored: StoredSpec, record: RunRecord) -> bool:
@@ -126,53 +115,56 @@ def is_due(stored: StoredSpec, record: RunRecord) -> bool:
     return stored.spec.promote.when != "never" and not done
 
 
-def carry_out(session: Session, ask: Ask = in_the_terminal) -> None:
+def carry_out(controller: Controller) -> None:
     """Bring the promotion to its end, from wherever it stands. May be killed at any point and started again.
 
     Raises:
         PromotionFailed: the model could not be written; nothing of it is left.
-        CancelAsked: the person at this terminal went away; the question stays open.
+        CancelRequested: the person at this terminal went away; the question stays open.
     """
-    journal = session.journal
+    journal = controller.journal
     index = journal.begin_stage(StageName.PROMOTE, 0)
-    session.record()
-    session.observer.begins("promote")
+    controller.record()
+    controller.observer.begins("promote")
     try:
-        _begin(session)
-        _wait_for_answer(session, ask)
-        _write(session)
-    except CancelAsked:
+        _begin(controller)
+        _wait_for_answer(controller)
+        _write(controller)
+    except CancelRequested:
         journal.end_stage(index, StageState.CANCELLED, "left; the question stays open")
-        session.observer.says(f"left; {how_to_answer(session.run_dir.run_id)}")
+        controller.observer.says(f"left; {how_to_answer(controller.run_dir.run_id)}")
         raise
     except (PromotionFailed, CheckpointCorrupt) as error:
-        _move(session, PromotionState.FAILED, reason=str(error))
+        _move(controller, PromotionState.FAILED, reason=str(error))
         journal.end_stage(index, StageState.FAILED, str(error))
-        session.record()
+        controller.record()
         raise PromotionFailed(str(error)) from error
-    said = describe(journal.record.promotion) or f"not promoted: {choose(session.run_dir, session.spec.promote).reason}"
+    said = (
+        describe(journal.record.promotion)
+        or f"not promoted: {choose(controller.run_dir, controller.spec.promote).reason}"
+    )
     journal.end_stage(index, StageState.COMPLETED, said)
-    session.record()
-    session.observer.says(said)
+    controller.record()
+    controller.observer.says(said)
 
 
-def approve_anew(session: Session, by: str, reason: str) -> None:
+def approve_anew(controller: Controller, by: str, reason: str) -> None:
     """Approve what was never asked about, refused, expired or could not be written, and write the model.
 
     Raises:
         PromotionFailed: there is nothing to promote, or it could not be written.
     """
-    choice = choose(session.run_dir, session.spec.promote)
+    choice = choose(controller.run_dir, controller.spec.promote)
     if choice.checkpoint is None:
-        raise PromotionFailed(f"{session.run_dir.run_id} cannot be promoted: {choice.reason}")
-    _move(session, PromotionState.APPROVED, by=by, reason=reason, step=choice.checkpoint.step)
-    carry_out(session)
+        raise PromotionFailed(f"{controller.run_dir.run_id} cannot be promoted: {choice.reason}")
+    _move(controller, PromotionState.APPROVED, by=by, reason=reason, step=choice.checkpoint.step)
+    carry_out(controller)
 
 
-def refuse_anew(session: Session, by: str, reason: str) -> None:
+def refuse_anew(controller: Controller, by: str, reason: str) -> None:
     """Refuse what has expired or could not be written, so that it says so."""
-    _move(session, PromotionState.REFUSED, by=by, reason=reason)
-    session.record()
+    _move(controller, PromotionState.REFUSED, by=by, reason=reason)
+    controller.record()
 
 
 def describe(promotion: PromotionRecord | None) -> str:
@@ -198,86 +190,96 @@ def how_to_answer(run_id: str) -> str:
     return f"`rlhf approve {run_id}` promotes it, `rlhf refuse {run_id} --reason ...` does not"
 
 
-def _begin(session: Session) -> None:
+def _begin(controller: Controller) -> None:
     """Ask, or approve where nobody is to be asked; nothing where it was begun or there is nothing to promote."""
-    if session.journal.record.promotion is not None:
+    if controller.journal.record.promotion is not None:
         return
-    choice = choose(session.run_dir, session.spec.promote)
+    choice = choose(controller.run_dir, controller.spec.promote)
     if choice.checkpoint is None:
         return
-    if session.spec.promote.when == "approved":
-        _move(session, PromotionState.WAITING, reason=choice.reason, step=choice.checkpoint.step)
+    if controller.spec.promote.when == "approved":
+        _move(controller, PromotionState.WAITING, reason=choice.reason, step=choice.checkpoint.step)
     else:
-        _move(session, PromotionState.APPROVED, by=POLICY, reason=choice.reason, step=choice.checkpoint.step)
-    session.record()
+        _move(controller, PromotionState.APPROVED, by=POLICY, reason=choice.reason, step=choice.checkpoint.step)
+    controller.record()
 
 
-def _wait_for_answer(session: Session, ask: Ask) -> None:
-    waiting = session.journal.record.promotion
+def _wait_for_answer(controller: Controller) -> None:
+    waiting = controller.journal.record.promotion
     if waiting is None or waiting.state is not PromotionState.WAITING:
         return
-    question = _question(session, waiting)
-    run_id = session.run_dir.run_id
-    session.observer.says(
+    question = _question(controller, waiting)
+    run_id = controller.run_dir.run_id
+    controller.observer.says(
         f"waits for approval until {question.deadline:%Y-%m-%d %H:%M} UTC: {waiting.reason}. {how_to_answer(run_id)}"
     )
-    with ask(session, question):
-        while (answer := read_answer(session.run_dir)) is None:
+    with controller.show_question(question):
+        while (answer := read_answer(controller.run_dir)) is None:
             if utc_now() >= question.deadline:
                 # Through the same file: an answer that comes in this moment and this one cannot both count.
-                give_answer(session.run_dir, PromotionAnswer(verdict="expired", time=utc_now()))
+                give_answer(controller.run_dir, PromotionAnswer(verdict="expired", time=utc_now()))
             else:
-                session.wait(session.poll_s)
-        _move(session, PromotionState(answer.verdict), by=answer.by, reason=answer.reason)
-        session.record()
+                controller.wait(controller.poll_s)
+        _move(controller, PromotionState(answer.verdict), by=answer.by, reason=answer.reason)
+        controller.record()
 
 
-def _question(session: Session, waiting: PromotionRecord) -> Question:
+def _question(controller: Controller, waiting: PromotionRecord) -> Question:
     return Question(
-        session.run_dir,
+        controller.run_dir,
         waiting.checkpoint_step,
-        promoted_folder(session.run_dir, session.spec.promote),
+        promoted_folder(controller.run_dir, controller.spec.promote),
         waiting.asked_at,
-        waiting.asked_at + timedelta(hours=session.spec.promote.timeout_h),
+        waiting.asked_at + timedelta(hours=controller.spec.promote.timeout_h),
         waiting.reason,
     )
 
 
-def _write(session: Session) -> None:
+def _write(controller: Controller) -> None:
     """Write the model where it was approved.
 
     Raises:
         PromotionFailed: it could not be written.
         CheckpointCorrupt: the checkpoint is not what it was.
     """
-    approved = session.journal.record.promotion
+    approved = controller.journal.record.promotion
     if approved is None or approved.state is not PromotionState.APPROVED:
         return
-    target = promoted_folder(session.run_dir, session.spec.promote)
-    checkpoint = session.run_dir.checkpoint(approved.checkpoint_step)
-    provenance = _provenance(session, approved)
-    session.observer.says(f"step {approved.checkpoint_step} is being copied to {target}")
-    write_model_directory(checkpoint, target, model_card(provenance, session.spec), provenance, session.lease.keep)
-    _move(session, PromotionState.PROMOTED, by=approved.by, reason=approved.reason, path=str(target))
+    target = promoted_folder(controller.run_dir, controller.spec.promote)
+    checkpoint = controller.run_dir.checkpoint(approved.checkpoint_step)
+    provenance = _provenance(controller, approved)
+    controller.observer.says(f"step {approved.checkpoint_step} is being copied to {target}")
+    write_model_directory(
+        checkpoint, target, model_card(provenance, controller.spec), provenance, controller.lease.keep
+    )
+    _move(controller, PromotionState.PROMOTED, by=approved.by, reason=approved.reason, path=str(target))
 
 
 def _move(
-    session: Session, state: PromotionState, *, by: str = "", reason: str = "", path: str = "", step: int | None = None
+    controller: Controller,
+    state: PromotionState,
+    *,
+    by: str = "",
+    reason: str = "",
+    path: str = "",
+    step: int | None = None,
 ) -> None:
-    present = session.journal.record.promotion
+    present = controller.journal.record.promotion
     if step is None:
         assert present is not None  # only where it begins there is none, and then the step is given
         step = present.checkpoint_step
-    session.journal.move_promotion(PromotionMoved(state=state, checkpoint_step=step, by=by, reason=reason, path=path))
+    controller.journal.move_promotion(
+        PromotionMoved(state=state, checkpoint_step=step, by=by, reason=reason, path=path)
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What is told about it
 
 
-def _provenance(session: Session, approved: PromotionRecord) -> ModelProvenance:
-    summary, stored, spec = summarise(session.run_dir), session.stored, session.spec
-    manifest = session.run_dir.checkpoint(approved.checkpoint_step).manifest()
+def _provenance(controller: Controller, approved: PromotionRecord) -> ModelProvenance:
+    summary, stored, spec = summarise(controller.run_dir), controller.stored, controller.spec
+    manifest = controller.run_dir.checkpoint(approved.checkpoint_step).manifest()
     return ModelProvenance(
         run_id=stored.run_id,
         name=spec.name,

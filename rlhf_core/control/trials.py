@@ -7,7 +7,7 @@ module). The observer of the run observes its trial too, and ends both at once.
 from collections.abc import Callable
 from statistics import median
 
-from rlhf_core.control.controller import CancelAsked, Session, opened
+from rlhf_core.control.controller import CancelRequested, Controller, opened
 from rlhf_core.control.summary import summarise
 from rlhf_core.errors import BadInput, LeaseLost, RunCancelled, RunFailed, SchedulerError
 from rlhf_core.launch.journal import read_record
@@ -25,25 +25,25 @@ TRIAL = "trial"
 """Name of a trial, where stages have theirs."""
 
 
-def due(session: Session) -> tuple[Rung, ...]:
+def due(controller: Controller) -> tuple[Rung, ...]:
     """The trials to make before a run takes its nodes; those that were made have their verdict at once."""
-    record = session.journal.record
-    if session.stored.trial_of or record.attempts:
+    record = controller.journal.record
+    if controller.stored.trial_of or record.attempts:
         return ()  # what has been on its nodes needs no trial any more
-    return rungs(session.spec) if record.trials or is_due(session.spec, record.checks) else ()
+    return rungs(controller.spec) if record.trials or is_due(controller.spec, record.checks) else ()
 
 
-def carry_out(session: Session, rung: Rung, drive: Callable[[Session], None]) -> CheckResult:
+def carry_out(controller: Controller, rung: Rung, drive: Callable[[Controller], None]) -> CheckResult:
     """Make a trial, or go on with it, and give its verdict. One that is completed is not made again.
 
     Raises:
-        CancelAsked: the run is to be ended. Its trial has been.
+        CancelRequested: the run is to be ended. Its trial has been.
         LeaseLost: another controller has taken the run over.
         SchedulerError: the scheduler does not answer.
     """
-    began = session.clock()
-    trial = _made(session, rung)
-    failure = "" if read_record(trial).state is RunState.COMPLETED else _driven(session, rung, trial, drive)
+    began = controller.clock()
+    trial = _made(controller, rung)
+    failure = "" if read_record(trial).state is RunState.COMPLETED else _driven(controller, rung, trial, drive)
     if failure:
         return CheckResult(
             id=rung.check_id,
@@ -51,11 +51,11 @@ def carry_out(session: Session, rung: Rung, drive: Callable[[Session], None]) ->
             found=f"{rung.title} failed: {failure}",
             expected="a trial that is completed",
             advice=f"`rlhf show {trial.run_id}` tells more; mend it, then start a new run, or "
-            f"`rlhf resume {session.run_dir.run_id}` where the config may stay as it is",
-            seconds=session.clock() - began,
+            f"`rlhf resume {controller.run_dir.run_id}` where the config may stay as it is",
+            seconds=controller.clock() - began,
         )
     return CheckResult(
-        id=rung.check_id, status=CheckStatus.PASSED, found=_success(rung, trial), seconds=session.clock() - began
+        id=rung.check_id, status=CheckStatus.PASSED, found=_success(rung, trial), seconds=controller.clock() - began
     )
 
 
@@ -65,59 +65,59 @@ def trials_of(run_dir: RunDir) -> list[RunDir]:
     return [trial for trial in found if trial is not None]
 
 
-def cancel_trials(session: Session, reason: str, cancel: Callable[[Session, str], None]) -> None:
+def cancel_trials(controller: Controller, reason: str, cancel: Callable[[Controller, str], None]) -> None:
     """End the trial that the controller before this one has left at work.
 
     Raises:
         SchedulerError: something of it is still there, or another controller drives it.
     """
-    for trial in trials_of(session.run_dir):
+    for trial in trials_of(controller.run_dir):
         if read_record(trial).ended:
             continue
         try:
-            with opened(trial, session.site, session.store, session.observer) as inner:
-                _keep_time(inner, session)
+            with opened(trial, controller.site, controller.store, controller.observer) as inner:
+                _keep_time(inner, controller)
                 cancel(inner, reason)
         except LeaseLost as error:
             raise SchedulerError(f"the trial {trial.run_id} could not be ended: {error}") from None
 
 
-def _made(session: Session, rung: Rung) -> RunDir:
-    trials = session.journal.record.trials
+def _made(controller: Controller, rung: Rung) -> RunDir:
+    trials = controller.journal.record.trials
     if rung.check_id not in trials:
         # Written down first: a controller that is killed before the directory stands makes the same one.
-        planned = TrialPlanned(check_id=rung.check_id, run_id=new_run_id(session.spec.name))
-        session.journal.append(planned)
-    return prepare_trial(session.run_dir, trials[rung.check_id], trial_spec(session.spec, rung))
+        planned = TrialPlanned(check_id=rung.check_id, run_id=new_run_id(controller.spec.name))
+        controller.journal.append(planned)
+    return prepare_trial(controller.run_dir, trials[rung.check_id], trial_spec(controller.spec, rung))
 
 
-def _driven(session: Session, rung: Rung, trial: RunDir, drive: Callable[[Session], None]) -> str:
+def _driven(controller: Controller, rung: Rung, trial: RunDir, drive: Callable[[Controller], None]) -> str:
     """Bring a trial to its end; why it failed, or an empty text."""
-    session.observer.says(f"{rung.title}: run {trial.run_id}")
-    onlooker = _Onlooker(session, rung.title)
+    controller.observer.says(f"{rung.title}: run {trial.run_id}")
+    onlooker = _Onlooker(controller, rung.title)
     # One that had ended is gone on with because a person asked to go on with its run.
     again = read_record(trial).ended
     try:
-        with opened(trial, session.site, session.store, onlooker, resumed=again) as inner:
-            _keep_time(inner, session)
+        with opened(trial, controller.site, controller.store, onlooker, resumed=again) as inner:
+            _keep_time(inner, controller)
             onlooker.turns_to(inner.spec)
             drive(inner)
     except (RunFailed, BadInput) as error:
         return _diagnosis(error)
     except RunCancelled as error:
-        session.check()  # raises when it is the run that is to be ended
+        controller.check()  # raises when it is the run that is to be ended
         return _diagnosis(error)
     except LeaseLost as error:
-        if session.lease_lost:
+        if controller.lease_lost:
             raise
         return _diagnosis(error)
     finally:
-        onlooker.turns_to(session.spec)
+        onlooker.turns_to(controller.spec)
     return ""
 
 
-def _keep_time(inner: Session, session: Session) -> None:
-    inner.clock, inner.sleep, inner.poll_s = session.clock, session.sleep, session.poll_s
+def _keep_time(inner: Controller, controller: Controller) -> None:
+    inner.clock, inner.sleep, inner.poll_s = controller.clock, controller.sleep, controller.poll_s
 
 
 def _diagnosis(error: Exception) -> str:
@@ -144,8 +144,8 @@ def _success(rung: Rung, trial: RunDir) -> str:
 class _Onlooker:
     """Hands on what a trial has to say, and asks its run, as often as the trial asks, whether it is to go on."""
 
-    def __init__(self, session: Session, title: str) -> None:
-        self._session = session
+    def __init__(self, controller: Controller, title: str) -> None:
+        self._session = controller
         self._title = title
 
     def turns_to(self, spec: RunSpec) -> None:
@@ -168,13 +168,13 @@ class _Onlooker:
         """Keep the lease of the run too, and end the trial with its run.
 
         Raises:
-            CancelAsked: somebody asked to end the run. Nothing of a trial is worth saving.
+            CancelRequested: somebody asked to end the run. Nothing of a trial is worth saving.
             LeaseLost: another controller has the run.
         """
         try:
             self._session.check()
-        except CancelAsked as asked:
-            raise CancelAsked(str(asked)) from None
+        except CancelRequested as asked:
+            raise CancelRequested(str(asked)) from None
         except LeaseLost:
             self._session.lease_lost = True
             raise

@@ -15,7 +15,7 @@ from rlhf_core.cli.main import execute
 from rlhf_core.cli.run_commands import summary_json
 from rlhf_core.cli.watching import Viewer, headline, json_lines
 from rlhf_core.config import load_site
-from rlhf_core.control.controller import FlowRun
+from rlhf_core.control.controller import FlowRunLink
 from rlhf_core.control.promotion import _results
 from rlhf_core.control.summary import markdown, summarise
 from rlhf_core.history import queries
@@ -164,7 +164,7 @@ def test_the_model_card_says_it(runs: tuple[RunFiles, RunFiles]) -> None:
 def test_the_event_of_the_end_says_it(runs: tuple[RunFiles, RunFiles]) -> None:
     told = []
     for run in runs:
-        news = happenings(read_story(run.dir), run.dir.read_spec(), FlowRun(), now=at(60))
+        news = happenings(read_story(run.dir), run.dir.read_spec(), FlowRunLink(), now=at(60))
         told += [one.payload["message"] for one in news if one.name == "rlhf.run.completed"]
     assert told[0] == "exact match went from 0.75 to 0.93"
     assert told[1].endswith(f"; the model is worse than before training: {SAID}")

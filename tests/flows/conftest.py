@@ -10,7 +10,7 @@ from desk import Desk, Notes
 from real_server import RealServer, real_server
 
 from rlhf_core.config import load_site
-from rlhf_core.control import steps as stages
+from rlhf_core.control import stages
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 

@@ -1,17 +1,21 @@
 """A desk at which controllers of one site are started, one after the other, without waiting."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 
 from control_fakes import Clock, FakeScheduler, make_run
 
 from rlhf_core.config import Site
-from rlhf_core.control.controller import Session, opened
+from rlhf_core.control.controller import Controller, opened
+from rlhf_core.control.promotion import Question
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.watchdog.watch import Look
+
+Ask = Callable[[Question], AbstractContextManager[None]]
+"""Shows the question about a promotion."""
 
 
 @dataclass
@@ -55,12 +59,14 @@ class Desk:
         """A new run."""
         return make_run(self.site.runs_dir, spec)
 
-    def controller(self, run_dir: RunDir, *, resumed: bool = False) -> Session:
+    def controller(self, run_dir: RunDir, *, resumed: bool = False, ask: Ask | None = None) -> Controller:
         """A controller of a run; let go of at the end of the test, or by the next one."""
         self._stack.close()
-        session = self._stack.enter_context(
+        controller = self._stack.enter_context(
             opened(run_dir, self.site, self.store, self.notes, resumed=resumed, patience_s=0)
         )
-        session.clock, session.sleep = self.clock, self.clock.sleep
-        session.poll_s = 1.0
-        return session
+        controller.clock, controller.sleep = self.clock, self.clock.sleep
+        controller.poll_s = 1.0
+        if ask is not None:
+            controller.show_question = ask
+        return controller

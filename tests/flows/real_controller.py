@@ -11,8 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from rlhf_core.config import load_site
-from rlhf_core.control import steps as stages
-from rlhf_core.control.controller import Quiet, Session, opened
+from rlhf_core.control import cancel
+from rlhf_core.control.controller import Controller, Quiet, opened
+from rlhf_core.control.steps import drive
 from rlhf_core.errors import RlhfError
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import Journal
@@ -55,7 +56,7 @@ def as_it_was() -> None:
             append(journal, event)
 
     Journal.append = append_without_intent  # type: ignore[method-assign]
-    Session.require_lease = lambda self: None  # type: ignore[method-assign]
+    Controller.require_lease = lambda self: None  # type: ignore[method-assign]
 
 
 def main(run_id: str, point: str, lease_s: float) -> int:
@@ -65,17 +66,17 @@ def main(run_id: str, point: str, lease_s: float) -> int:
         LocalScheduler.find = then(LocalScheduler.find, signal.SIGSTOP)  # type: ignore[method-assign]
     if point == "killed when the scheduler was asked to cancel":
         observer = Impatient()
-        stages.CANCEL_PATIENCE_S = 0.0
+        cancel.CANCEL_TIMEOUT_S = 0.0
         LocalScheduler.cancel = then(LocalScheduler.cancel, signal.SIGKILL)  # type: ignore[method-assign]
     try:
         with (
             HistoryStore(site.database_url) as store,
             opened(
                 RunDir.of(site.runs_dir, run_id), site, store, observer, patience_s=100.0, lease_s=lease_s
-            ) as session,
+            ) as controller,
         ):
-            session.poll_s = 0.2
-            stages.drive(session)
+            controller.poll_s = 0.2
+            drive(controller)
     except RlhfError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return error.exit_code

@@ -6,8 +6,9 @@ import pytest
 from control_fakes import FakeAgent
 from desk import Desk
 
-from rlhf_core.control.cancel import Cancelled, cancel_run
-from rlhf_core.control.steps import CANCEL_PATIENCE_S, cancel, drive
+from rlhf_core.control.cancel import Cancelled, cancel, cancel_run
+from rlhf_core.control.jobs import CANCEL_TIMEOUT_S
+from rlhf_core.control.steps import drive
 from rlhf_core.errors import SchedulerError
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir import RunDir, read_model
@@ -57,7 +58,7 @@ def cancelled(desk: Desk, run_dir: RunDir, **options: Any) -> tuple[Cancelled, l
 @pytest.fixture
 def follows_orders(monkeypatch: pytest.MonkeyPatch) -> None:
     """Agents need no time to obey."""
-    monkeypatch.setattr("rlhf_core.control.steps.CANCEL_PATIENCE_S", 0.0)
+    monkeypatch.setattr("rlhf_core.control.cancel.CANCEL_TIMEOUT_S", 0.0)
 
 
 @pytest.mark.usefixtures("follows_orders")
@@ -162,5 +163,5 @@ def test_a_job_that_still_waits_for_nodes_has_nothing_to_save(desk: Desk) -> Non
     began = desk.clock.now
     session = desk.controller(run_dir)
     cancel(session, "enough", save=True)
-    assert desk.clock.now - began < 2 * CANCEL_PATIENCE_S
+    assert desk.clock.now - began < 2 * CANCEL_TIMEOUT_S
     assert read_record(run_dir).state is RunState.CANCELLED

@@ -9,7 +9,7 @@ from flows.form import Form, overrides_of, prefilled, read_form, settings_text
 from flows.run import rlhf_run
 from rlhf_core import config
 from rlhf_core.config import describe_fields, load_site
-from rlhf_core.control.controller import FlowRun, new_run
+from rlhf_core.control.controller import FlowRunLink, new_run
 from rlhf_core.control.snapshots import keep, kept_with
 from rlhf_core.errors import BadInput
 
@@ -180,14 +180,14 @@ def test_a_flow_run_finds_the_run_it_made_and_no_other(folder: Path, tmp_path: P
     from rlhf_core.schemas.base import utc_now
 
     site = load_site({"RLHF_HOME": str(tmp_path / "home")})
-    one, other = FlowRun("1" * 32, created=utc_now()), FlowRun("2" * 32, created=utc_now())
+    one, other = FlowRunLink("1" * 32, created=utc_now()), FlowRunLink("2" * 32, created=utc_now())
     source = str(folder / "small.toml")
     assert one.run_dir(site.runs_dir) is None
     made = new_run(source, [], site, flow_run=one)
     assert one.run_dir(site.runs_dir) == made
     assert made.run_id == one.run_id("small")
     assert other.run_dir(site.runs_dir) is None
-    assert FlowRun().run_dir(site.runs_dir) is None, "without Prefect there is nothing to find"
+    assert FlowRunLink().run_dir(site.runs_dir) is None, "without Prefect there is nothing to find"
     from rlhf_core.errors import RunDirError
 
     with pytest.raises(RunDirError, match="there already"):

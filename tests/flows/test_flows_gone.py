@@ -174,7 +174,7 @@ def test_without_the_look_at_its_directory_the_run_is_called_a_bad_config_or_sta
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: the controller as it was."""
-    monkeypatch.setattr(session_module.Session, "lacks_directory", lambda session: False)
+    monkeypatch.setattr(session_module.Controller, "lacks_directory", lambda controller: False)
 
     class Ever(Exception):
         """Nothing has ended it."""

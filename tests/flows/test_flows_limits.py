@@ -12,7 +12,7 @@ from real_server import START_TIMEOUT_S
 
 from flows import limits
 from flows.limits import LIMIT, run_slot
-from rlhf_core.control.controller import Session
+from rlhf_core.control.controller import Controller
 from rlhf_core.control.steps import drive
 from rlhf_core.run_dir import write_model
 from rlhf_core.schemas.base import utc_now
@@ -39,7 +39,7 @@ def limit(server: None) -> Iterator[UUID]:
         client.delete_global_concurrency_limit_by_name(LIMIT)
 
 
-def a_session(desk: Desk) -> Session:
+def a_session(desk: Desk) -> Controller:
     from rlhf_core.control.controller import opened
 
     return desk._stack.enter_context(opened(desk.run(), desk.site, desk.store, desk.notes, patience_s=0))
@@ -112,9 +112,9 @@ def test_who_waits_for_an_approval_keeps_no_other_run_waiting(desk: Desk) -> Non
 def test_a_run_that_is_completed_already_takes_no_place(desk: Desk) -> None:
     run_dir = desk.run()
     desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
-    session = desk.controller(run_dir)
-    drive(session)
-    with run_slot(session):
+    controller = desk.controller(run_dir)
+    drive(controller)
+    with run_slot(controller):
         assert active_slots() == 0
 
 

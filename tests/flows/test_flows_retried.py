@@ -14,7 +14,7 @@ from kill_points import Killed, Points
 from flows import run as flow_module
 from flows.form import read_form
 from flows.run import _begun
-from rlhf_core.control.controller import FlowRun, opened
+from rlhf_core.control.controller import FlowRunLink, opened
 from rlhf_core.control.steps import drive
 from rlhf_core.errors import RunFailed
 from rlhf_core.history.controllers import flow_runs_of, run_of_flow_run
@@ -45,17 +45,17 @@ def well(desk: Desk) -> Desk:
     return desk
 
 
-def a_flow_run() -> FlowRun:
-    return FlowRun(str(uuid4()), "http://ui/runs/flow-run/1", utc_now())
+def a_flow_run() -> FlowRunLink:
+    return FlowRunLink(str(uuid4()), "http://ui/runs/flow-run/1", utc_now())
 
 
-def process(desk: Desk, link: FlowRun) -> RunDir:
+def process(desk: Desk, link: FlowRunLink) -> RunDir:
     """What the process of a flow run does, without Prefect around it."""
     form = read_form({"config": "quickstart", "overrides": OVERRIDES, "tags": "canary", "owner": "ann"})
     run_dir, resumed = _begun(form, desk.site, link)
-    with opened(run_dir, desk.site, desk.store, resumed=resumed, flow_run=link, patience_s=0) as session:
-        session.clock, session.sleep = desk.clock, desk.clock.sleep
-        drive(session)
+    with opened(run_dir, desk.site, desk.store, resumed=resumed, flow_run=link, patience_s=0) as controller:
+        controller.clock, controller.sleep = desk.clock, desk.clock.sleep
+        drive(controller)
     return run_dir
 
 
@@ -70,7 +70,7 @@ def runs_of(desk: Desk) -> list[Path]:
     return [path for path in desk.site.runs_dir.iterdir() if not path.name.startswith(".")]
 
 
-def one_life(desk: Desk, link: FlowRun, point: int | None) -> int:
+def one_life(desk: Desk, link: FlowRunLink, point: int | None) -> int:
     with killed_at(desk, point) as points:
         try:
             process(desk, link)
@@ -144,9 +144,9 @@ def test_a_run_that_is_gone_on_with_by_its_id_has_both_flow_runs(well: Desk) -> 
     assert run_dir is not None
     found, resumed = _begun(read_form({"config": "quickstart", "run_id": run_dir.run_id}), well.site, second)
     assert (found, resumed) == (run_dir, True)
-    with opened(found, well.site, well.store, resumed=True, flow_run=second, patience_s=0) as session:
-        session.clock, session.sleep = well.clock, well.clock.sleep
-        drive(session)
+    with opened(found, well.site, well.store, resumed=True, flow_run=second, patience_s=0) as controller:
+        controller.clock, controller.sleep = well.clock, well.clock.sleep
+        drive(controller)
     assert run_of_flow_run(well.store, second.id) == run_dir.run_id
     assert flow_runs_of(well.store, run_dir.run_id) == [first.id, second.id]
     assert run_of_flow_run(well.store, "") is None
@@ -166,9 +166,9 @@ def test_a_run_that_the_reconciler_adopts_is_not_resumed_by_a_person(well: Desk)
 def test_a_controller_that_is_told_its_flow_run_later_is_in_the_journal_once(well: Desk) -> None:
     run_dir = well.run()
     link = replace(a_flow_run(), url="")
-    with opened(run_dir, well.site, well.store, flow_run=None, patience_s=0) as session:
+    with opened(run_dir, well.site, well.store, flow_run=None, patience_s=0) as controller:
         assert show_run(well.store, run_dir.run_id)["controllers"] == []
-        session.announce(link)
-        session.announce(FlowRun())
+        controller.announce(link)
+        controller.announce(FlowRunLink())
         assert run_of_flow_run(well.store, link.id) == run_dir.run_id
     assert len(show_run(well.store, run_dir.run_id)["controllers"]) == 1

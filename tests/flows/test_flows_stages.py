@@ -8,7 +8,7 @@ import pytest
 from control_fakes import FakeAgent, make_spec
 from desk import Desk
 
-from rlhf_core.control.controller import Session
+from rlhf_core.control.controller import Controller
 from rlhf_core.control.steps import drive
 from rlhf_core.errors import DatabaseUnavailable, LeaseLost, PreflightBlocked, RunCancelled, RunFailed
 from rlhf_core.history import queries
@@ -485,11 +485,11 @@ def undisturbed_lines(desk: Desk) -> int:
     return len(story(run_dir))
 
 
-def controller_until_it_stays_alive(desk: Desk, run_dir: RunDir, prepare: Callable[[Session], None]) -> None:
-    session = desk.controller(run_dir)
-    prepare(session)
+def controller_until_it_stays_alive(desk: Desk, run_dir: RunDir, prepare: Callable[[Controller], None]) -> None:
+    controller = desk.controller(run_dir)
+    prepare(controller)
     with pytest.raises(Killed):
-        drive(session)
+        drive(controller)
     drive(desk.controller(run_dir))
 
 
@@ -502,8 +502,8 @@ def test_killed_at_any_line_of_the_journal_the_next_controller_ends_the_same_way
         run_dir = desk.run()
         fails_then_runs(desk, run_dir, FailureKind.NODE_LOST, failures=1, checkpoint=6)
 
-        def die(session: Session, number: int = number) -> None:
-            dies_at_line(session.journal, number, after)
+        def die(controller: Controller, number: int = number) -> None:
+            dies_at_line(controller.journal, number, after)
 
         controller_until_it_stays_alive(desk, run_dir, die)
         shown = queries.show_run(desk.store, run_dir.run_id)
@@ -560,18 +560,18 @@ def test_resuming_a_failed_run_checks_again_and_begins_a_new_budget(desk: Desk) 
 def test_a_controller_that_lost_its_lease_writes_nothing_more(desk: Desk) -> None:
     run_dir = desk.run()
     trains_for_ever(desk, run_dir)
-    session = desk.controller(run_dir)
+    controller = desk.controller(run_dir)
     sizes = []
 
     def taken_over() -> None:
         if len(desk.notes.looks) == 3:
             desk.store.acquire_lease(run_dir.run_id, "b@elsewhere:1:1.00", 60, takeover=lambda owner: True)
-            session.lease._renewed = -1e9
+            controller.lease._renewed = -1e9
             sizes.append(run_dir.control.stat().st_size)
 
     desk.scheduler.on_status = taken_over
     with pytest.raises(LeaseLost):
-        drive(session)
+        drive(controller)
     desk._stack.close()
     assert sizes == [run_dir.control.stat().st_size]
     assert run_dir.control_reserve.exists(), "it belongs to the other controller now"
@@ -581,7 +581,7 @@ def test_a_controller_that_lost_its_lease_writes_nothing_more(desk: Desk) -> Non
 def test_a_database_that_goes_away_changes_nothing_but_the_view(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = desk.run()
     runs_well(desk, run_dir)
-    session = desk.controller(run_dir)
+    controller = desk.controller(run_dir)
     away = True
 
     def sync(directory: RunDir, store: object) -> None:
@@ -592,7 +592,7 @@ def test_a_database_that_goes_away_changes_nothing_but_the_view(desk: Desk, monk
     from rlhf_core.watchdog.ingest import sync as real_sync
 
     monkeypatch.setattr("rlhf_core.watchdog.watch.sync", sync)
-    drive(session)
+    drive(controller)
     assert read_record(run_dir).state is RunState.COMPLETED
     assert {look.history_behind for look in desk.notes.looks} == {"it is away"}
     away = False

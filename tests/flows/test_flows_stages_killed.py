@@ -14,8 +14,9 @@ from control_fakes import FakeAgent, make_spec
 from desk import Desk
 from kill_points import Killed, Points
 
-from rlhf_core.control import steps as stages
+from rlhf_core.control import cancel, jobs
 from rlhf_core.control.controller import LEASE_RETRY_S
+from rlhf_core.control.jobs import order_to_end
 from rlhf_core.control.steps import drive
 from rlhf_core.errors import DatabaseUnavailable, RunCancelled, RunFailed
 from rlhf_core.launch import start
@@ -61,10 +62,10 @@ def three_attempts(desk: Desk, run_dir: RunDir) -> None:
 def live(desk: Desk, run_dir: RunDir, kill_at: int | None) -> int:
     """One life of a controller; how many points it passed."""
     points = Points(kill_at)
-    session = desk.controller(run_dir)
+    controller = desk.controller(run_dir)
     with points.at_every_effect(desk.scheduler, start):
         try:
-            drive(session)
+            drive(controller)
         except Killed:
             assert kill_at is not None
     return points.passed
@@ -183,9 +184,9 @@ def cancelled_at(desk: Desk, run_dir: RunDir, kill_at: int | None) -> int:
     desk.notes.looks.clear()
     desk.notes.stop = lambda: len(desk.notes.looks) > 2
     points = Points(kill_at)
-    session = desk.controller(run_dir)
-    with points.at_every_effect(desk.scheduler, start, stages), suppress(Killed, RunCancelled):
-        drive(session)
+    controller = desk.controller(run_dir)
+    with points.at_every_effect(desk.scheduler, start, jobs), suppress(Killed, RunCancelled):
+        drive(controller)
     desk.notes.stop = lambda: False
     return points.passed
 
@@ -198,7 +199,7 @@ def was_told(desk: Desk, run_dir: RunDir) -> bool:
 @pytest.fixture
 def obedient(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> int:
     """Agents need no time to obey; how many points a cancelled life passes."""
-    monkeypatch.setattr(stages, "CANCEL_PATIENCE_S", 0.0)
+    monkeypatch.setattr(cancel, "CANCEL_TIMEOUT_S", 0.0)
     desk.site = dataclasses.replace(desk.site, max_restarts_per_hour=1_000_000)
     run_dir = desk.run()
     passed = cancelled_at(desk, run_dir, None)
@@ -270,7 +271,7 @@ def test_a_job_that_was_ended_without_its_controller_is_no_failure(desk: Desk) -
 
     def ended() -> None:
         if len(desk.notes.looks) == 2:
-            write_model(run_dir.cancel_request, stages.order_to_end("enough", save=False))
+            write_model(run_dir.cancel_request, order_to_end("enough", save=False))
             agent.end(AttemptState.FAILED, FailureKind.PREEMPTION)
             desk.scheduler.end_all()
 
@@ -303,10 +304,10 @@ def away(number: int) -> Callable[[], None]:
 def test_a_submission_waits_until_the_database_says_whose_run_it_is(desk: Desk) -> None:
     run_dir = desk.run()
     desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
-    session = desk.controller(run_dir)
-    session.lease.require = away(3)  # type: ignore[method-assign]
+    controller = desk.controller(run_dir)
+    controller.lease.require = away(3)  # type: ignore[method-assign]
     before = desk.clock.now
-    drive(session)
+    drive(controller)
     assert read_record(run_dir).state is RunState.COMPLETED
     assert numbers(desk) == [1]
     assert desk.clock.now >= before + 3 * LEASE_RETRY_S
@@ -315,11 +316,11 @@ def test_a_submission_waits_until_the_database_says_whose_run_it_is(desk: Desk) 
 
 def test_who_cancels_meanwhile_is_answered_and_nothing_was_submitted(desk: Desk) -> None:
     run_dir = desk.run()
-    session = desk.controller(run_dir)
-    session.lease.require = away(1_000_000)  # type: ignore[method-assign]
+    controller = desk.controller(run_dir)
+    controller.lease.require = away(1_000_000)  # type: ignore[method-assign]
     desk.notes.stop = lambda: "waiting for the database" in "".join(desk.notes.sayings)
     with pytest.raises(RunCancelled):
-        drive(session)
+        drive(controller)
     assert read_record(run_dir).state is RunState.CANCELLED
     assert numbers(desk) == []
 
@@ -332,10 +333,10 @@ def test_a_person_can_end_the_job_without_the_database(desk: Desk, obedient: int
     def begin(request: JobRequest) -> None:
         FakeAgent(run_dir).begin()
         FakeAgent(run_dir).role(Role.TRAINER)
-        session.lease.require = away(1_000_000)  # type: ignore[method-assign]
+        controller.lease.require = away(1_000_000)  # type: ignore[method-assign]
 
     desk.scheduler.on_submit = begin
-    session = desk.controller(run_dir)
+    controller = desk.controller(run_dir)
     with pytest.raises(RunCancelled):
-        drive(session)
+        drive(controller)
     assert desk.scheduler.jobs[desk.scheduler.cancelled[-1]].state is JobState.ENDED

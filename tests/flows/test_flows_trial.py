@@ -9,7 +9,7 @@ from desk import Desk
 from kill_points import Killed, Points
 
 from rlhf_core.control.cancel import cancel_run
-from rlhf_core.control.controller import Session
+from rlhf_core.control.controller import Controller
 from rlhf_core.control.steps import drive
 from rlhf_core.control.trials import trials_of
 from rlhf_core.errors import LeaseLost, PreflightBlocked, RunCancelled, RunFailed
@@ -37,7 +37,7 @@ def site(desk: Desk, checks: list[CheckResult], monkeypatch: pytest.MonkeyPatch)
     """A cluster of four nodes, on which something has changed since the last good run."""
     desk.scheduler.nodes = tuple(f"n{number}" for number in range(1, NUM_NODES + 1))
     checks.append(CHANGED)
-    monkeypatch.setattr("rlhf_core.control.steps.CANCEL_PATIENCE_S", 0.0)
+    monkeypatch.setattr("rlhf_core.control.cancel.CANCEL_TIMEOUT_S", 0.0)
     return desk
 
 
@@ -336,16 +336,16 @@ def test_a_trial_is_not_left_at_work_by_a_run_that_is_blocked_since(site: Desk, 
 def test_a_controller_that_lost_the_run_leaves_its_trial_alone(site: Desk) -> None:
     run_dir = site.run(wanted())
     behaves(site, trains_for_ever)
-    session = site.controller(run_dir)
+    controller = site.controller(run_dir)
 
     def taken_over() -> None:
         if len(site.notes.looks) == 3:
             site.store.acquire_lease(run_dir.run_id, "b@elsewhere:1:1.00", 60, takeover=lambda owner: True)
-            session.lease._renewed = -1e9
+            controller.lease._renewed = -1e9
 
     site.scheduler.on_status = taken_over
     with pytest.raises(LeaseLost):
-        drive(session)
+        drive(controller)
     site._stack.close()
     (trial,) = trials_of(run_dir)
     assert read_record(trial).state is RunState.TRAINING
@@ -355,10 +355,10 @@ def test_a_controller_that_lost_the_run_leaves_its_trial_alone(site: Desk) -> No
 def live(site: Desk, run_dir: RunDir, kill_at: int | None) -> int:
     """One life of a controller; how many points it passed."""
     points = Points(kill_at)
-    session = site.controller(run_dir)
+    controller = site.controller(run_dir)
     with points.at_every_effect(site.scheduler, start, prepare):
         try:
-            drive(session)
+            drive(controller)
         except Killed:
             assert kill_at is not None
     return points.passed
@@ -398,13 +398,13 @@ def test_killed_around_every_effect_every_trial_is_made_once(site: Desk) -> None
 def test_a_trial_that_is_written_down_too_late_is_made_twice(site: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the test above would see it."""
 
-    def too_late(session: Session, rung: Rung) -> RunDir:
-        known = session.journal.record.trials.get(rung.check_id)
+    def too_late(controller: Controller, rung: Rung) -> RunDir:
+        known = controller.journal.record.trials.get(rung.check_id)
         made = prepare.prepare_trial(
-            session.run_dir, known or new_run_id(session.spec.name), trial_spec(session.spec, rung)
+            controller.run_dir, known or new_run_id(controller.spec.name), trial_spec(controller.spec, rung)
         )
         if known is None:
-            session.journal.append(TrialPlanned(check_id=rung.check_id, run_id=made.run_id))
+            controller.journal.append(TrialPlanned(check_id=rung.check_id, run_id=made.run_id))
         return made
 
     monkeypatch.setattr("rlhf_core.control.trials._made", too_late)

@@ -60,7 +60,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def reconciler(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> Reconciler:
     monkeypatch.setattr("rlhf_core.control.reconcile.actions.get_scheduler", lambda name: desk.scheduler)
-    monkeypatch.setattr("rlhf_core.control.steps.CANCEL_PATIENCE_S", 0.0)
+    monkeypatch.setattr("rlhf_core.control.cancel.CANCEL_TIMEOUT_S", 0.0)
     return Reconciler(desk.site, desk.store, has_prefect=False, clock=desk.clock)
 
 

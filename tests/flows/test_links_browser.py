@@ -24,9 +24,9 @@ def run_id(desk: Desk, real_prefect: RealServer, monkeypatch: pytest.MonkeyPatch
     run_dir = desk.run()
     desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
     # As `rlhf run` opens it: the flow run tells the journal who drives.
-    with real_prefect.in_use(), opened(run_dir, desk.site, desk.store, desk.notes, flow_run=None) as session:
-        session.clock, session.sleep = desk.clock, desk.clock.sleep
-        run_in_prefect(session)
+    with real_prefect.in_use(), opened(run_dir, desk.site, desk.store, desk.notes, flow_run=None) as controller:
+        controller.clock, controller.sleep = desk.clock, desk.clock.sleep
+        run_in_prefect(controller)
     return run_dir.run_id
 
 

@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 from control_fakes import FakeAgent, make_spec
-from desk import Desk
+from desk import Ask, Desk
 from kill_points import Killed, Points
 
 from rlhf_core.control import approval as answering
 from rlhf_core.control import promotion
-from rlhf_core.control import steps as stages
 from rlhf_core.control.approval import answer_promotion
-from rlhf_core.control.controller import Session
+from rlhf_core.control.controller import Controller
 from rlhf_core.control.steps import drive
 from rlhf_core.errors import BadInput, IllegalMove, PromotionFailed
 from rlhf_core.history import promotions, queries
@@ -73,10 +72,10 @@ def completed(desk: Desk, spec: RunSpec) -> RunDir:
     """A run that has completed; its controller is about to ask."""
     run_dir = desk.run(spec)
     completes(desk, run_dir)
-    session = desk.controller(run_dir)
+    controller = desk.controller(run_dir)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stages.promotion, "due", lambda session: False)
-        drive(session)
+        patch.setattr(promotion, "due", lambda controller: False)
+        drive(controller)
     return run_dir
 
 
@@ -102,11 +101,11 @@ def answers(run_dir: RunDir, verdict: str, by: str = "ada", reason: str = "") ->
     )
 
 
-def when_asked(run_dir: RunDir, do: Callable[[], object]) -> promotion.Ask:
+def when_asked(run_dir: RunDir, do: Callable[[], object]) -> Ask:
     """Somebody sees the question and does something."""
 
     @contextmanager
-    def ask(session: Session, question: promotion.Question) -> Iterator[None]:
+    def ask(question: promotion.Question) -> Iterator[None]:
         do()
         yield
 
@@ -132,7 +131,7 @@ def test_nobody_is_asked_unless_the_run_says_so(desk: Desk) -> None:
 def test_an_approved_model_is_written_whole_with_its_origin(desk: Desk) -> None:
     run_dir = desk.run(asked())
     completes(desk, run_dir)
-    drive(desk.controller(run_dir), ask=when_asked(run_dir, lambda: answers(run_dir, "approved", reason="good")))
+    drive(desk.controller(run_dir, ask=when_asked(run_dir, lambda: answers(run_dir, "approved", reason="good"))))
     record = read_record(run_dir)
     assert record.state is RunState.COMPLETED
     assert states(run_dir) == ["waiting", "approved", "promoted"]
@@ -170,14 +169,14 @@ def test_the_allocation_is_gone_before_anybody_is_asked(desk: Desk) -> None:
         seen.extend(job.state for job in desk.scheduler.jobs.values())
         answers(run_dir, "refused")
 
-    drive(desk.controller(run_dir), ask=when_asked(run_dir, look))
+    drive(desk.controller(run_dir, ask=when_asked(run_dir, look)))
     assert seen == [JobState.ENDED]
 
 
 def test_always_asks_nobody(desk: Desk) -> None:
     run_dir = desk.run(make_spec(promote={"when": "always"}))
     completes(desk, run_dir)
-    drive(desk.controller(run_dir), ask=when_asked(run_dir, lambda: pytest.fail("asked")))
+    drive(desk.controller(run_dir, ask=when_asked(run_dir, lambda: pytest.fail("asked"))))
     assert states(run_dir) == ["approved", "promoted"]
     assert standing(run_dir).by == promotion.POLICY
 
@@ -185,7 +184,7 @@ def test_always_asks_nobody(desk: Desk) -> None:
 def test_a_refusal_writes_nothing_and_the_run_stays_completed(desk: Desk) -> None:
     run_dir = desk.run(asked())
     completes(desk, run_dir)
-    drive(desk.controller(run_dir), ask=when_asked(run_dir, lambda: answers(run_dir, "refused", reason="too terse")))
+    drive(desk.controller(run_dir, ask=when_asked(run_dir, lambda: answers(run_dir, "refused", reason="too terse"))))
     assert read_record(run_dir).state is RunState.COMPLETED
     assert stage_of(desk, run_dir) == ("completed", "step 10 was refused by ada: too terse")
     assert not (desk.site.home / "promoted").exists()
@@ -204,7 +203,7 @@ def test_a_question_that_nobody_answers_expires_and_can_still_be_approved(desk: 
 def test_a_gain_that_is_too_small_asks_nobody(desk: Desk) -> None:
     run_dir = desk.run(asked(min_gain=0.71))
     completes(desk, run_dir)
-    drive(desk.controller(run_dir), ask=when_asked(run_dir, lambda: pytest.fail("asked")))
+    drive(desk.controller(run_dir, ask=when_asked(run_dir, lambda: pytest.fail("asked"))))
     assert states(run_dir) == []
     state, said = stage_of(desk, run_dir)
     assert (state, said.partition(";")[0]) == (
@@ -220,7 +219,7 @@ def test_a_gain_that_is_just_enough_asks(desk: Desk) -> None:
     """Negative control of the test before."""
     run_dir = desk.run(asked(min_gain=0.69))
     completes(desk, run_dir)
-    drive(desk.controller(run_dir), ask=when_asked(run_dir, lambda: answers(run_dir, "refused")))
+    drive(desk.controller(run_dir, ask=when_asked(run_dir, lambda: answers(run_dir, "refused"))))
     assert states(run_dir) == ["waiting", "refused"]
 
 
@@ -274,7 +273,7 @@ def threads_are_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("threads_are_processes")
 def test_of_many_answers_at_once_one_counts_and_the_others_are_told(desk: Desk) -> None:
     run_dir = completed(desk, asked())
-    session = desk.controller(run_dir)
+    controller = desk.controller(run_dir)
     told: dict[str, str] = {}
 
     def says(verdict: answering.Verdict, by: str) -> None:
@@ -294,7 +293,8 @@ def test_of_many_answers_at_once_one_counts_and_the_others_are_told(desk: Desk) 
         while len(told) < len(people) - 1 and any(person.is_alive() for person in people):
             people[0].join(timeout=0.01)
 
-    promotion.carry_out(session, when_asked(run_dir, all_answer))
+    controller.show_question = when_asked(run_dir, all_answer)
+    promotion.carry_out(controller)
     for person in people:
         person.join()
     assert len(states(run_dir)) == 2 + (standing(run_dir).state is PromotionState.PROMOTED)
@@ -308,7 +308,7 @@ def test_of_many_answers_at_once_one_counts_and_the_others_are_told(desk: Desk) 
 @pytest.mark.usefixtures("threads_are_processes")
 def test_of_two_who_think_again_at_once_one_promotes_and_the_other_is_told(desk: Desk) -> None:
     run_dir = completed(desk, asked())
-    promotion.carry_out(desk.controller(run_dir), when_asked(run_dir, lambda: answers(run_dir, "refused")))
+    promotion.carry_out(desk.controller(run_dir, ask=when_asked(run_dir, lambda: answers(run_dir, "refused"))))
     desk.controller(desk.run())
     told: dict[str, str] = {}
 
@@ -346,9 +346,10 @@ def test_with_an_answer_that_may_be_replaced_two_count(desk: Desk, monkeypatch: 
 @pytest.mark.parametrize("first", ["approved", "refused"])
 def test_without_a_controller_the_answer_is_acted_on_from_here(desk: Desk, first: answering.Verdict) -> None:
     run_dir = completed(desk, asked())
-    session = desk.controller(run_dir)
+    controller = desk.controller(run_dir)
+    controller.show_question = when_asked(run_dir, killed)
     with pytest.raises(Killed):
-        promotion.carry_out(session, when_asked(run_dir, killed))
+        promotion.carry_out(controller)
     assert states(run_dir) == ["waiting"]
     desk.controller(desk.run())
     done = answer(desk, run_dir, first, "ada", "because")
@@ -366,7 +367,7 @@ def test_an_answer_that_the_controller_acted_on_at_once_is_no_error(
     """It may be done with it, and gone, before the one who answered looks whether a controller is there."""
     run_dir = completed(desk, asked())
     with pytest.raises(Killed):
-        promotion.carry_out(desk.controller(run_dir), when_asked(run_dir, killed))
+        promotion.carry_out(desk.controller(run_dir, ask=when_asked(run_dir, killed)))
     opened = answering.opened
 
     def quick(*arguments: Any, **options: Any) -> Any:
@@ -381,7 +382,7 @@ def test_an_answer_that_the_controller_acted_on_at_once_is_no_error(
 
 def test_a_refusal_can_be_thought_over_and_a_promotion_cannot(desk: Desk) -> None:
     run_dir = completed(desk, asked())
-    promotion.carry_out(desk.controller(run_dir), when_asked(run_dir, lambda: answers(run_dir, "refused")))
+    promotion.carry_out(desk.controller(run_dir, ask=when_asked(run_dir, lambda: answers(run_dir, "refused"))))
     desk.controller(desk.run())
     with pytest.raises(BadInput, match="too late: step 10 was refused by ada"):
         answer(desk, run_dir, "refused", "bea")
@@ -423,16 +424,17 @@ def test_killed_while_waiting_the_next_controller_waits_until_the_first_deadline
     deadlines = []
 
     @contextmanager
-    def killed_here(session: Session, question: promotion.Question) -> Iterator[None]:
+    def killed_here(controller: Controller, question: promotion.Question) -> Iterator[None]:
         deadlines.append(question.deadline)
         raise Killed
         yield
 
     for _ in range(2):
-        session = desk.controller(run_dir)
-        assert promotion.due(session)
+        controller = desk.controller(run_dir)
+        assert promotion.due(controller)
+        controller.show_question = killed_here
         with pytest.raises(Killed):
-            promotion.carry_out(session, killed_here)
+            promotion.carry_out(controller)
     assert deadlines[0] == deadlines[1] == standing(run_dir).asked_at + timedelta(hours=5)
     assert states(run_dir) == ["waiting"]
     answers(run_dir, "approved")  # nobody lives to see it
@@ -444,12 +446,13 @@ def test_killed_while_waiting_the_next_controller_waits_until_the_first_deadline
 def test_killed_around_every_line_and_file_the_model_is_promoted_once(desk: Desk) -> None:
     def live(run_dir: RunDir, kill_at: int | None) -> int:
         points = Points(kill_at)
-        session = desk.controller(run_dir)
+        controller = desk.controller(run_dir)
         with points.at_every_effect(desk.scheduler), pytest.MonkeyPatch.context() as patch:
             patch.setattr(promote, "_copy", points.around(promote._copy))
             patch.setattr(promote, "create_once", points.around(promote.create_once))
             with suppress(Killed):
-                promotion.carry_out(session, when_asked(run_dir, lambda: answers(run_dir, "approved")))
+                controller.show_question = when_asked(run_dir, lambda: answers(run_dir, "approved"))
+                promotion.carry_out(controller)
         return points.passed
 
     total = live(completed(desk, asked()), None)
@@ -457,7 +460,7 @@ def test_killed_around_every_line_and_file_the_model_is_promoted_once(desk: Desk
     for point in range(total):
         run_dir = completed(desk, asked())
         assert live(run_dir, point) == point
-        drive(desk.controller(run_dir), ask=when_asked(run_dir, lambda run_dir=run_dir: answers(run_dir, "approved")))
+        drive(desk.controller(run_dir, ask=when_asked(run_dir, lambda run_dir=run_dir: answers(run_dir, "approved"))))
         assert damage(promoted_folder(run_dir, run_dir.read_spec().spec.promote)) == [], point
         assert states(run_dir) == ["waiting", "approved", "promoted"], point
 
@@ -570,9 +573,9 @@ def test_a_full_disk_is_said_and_can_be_tried_again(desk: Desk, monkeypatch: pyt
     desk.controller(desk.run())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(promote, "write_text", full)
-        session = desk.controller(run_dir)
+        controller = desk.controller(run_dir)
         with pytest.raises(PromotionFailed, match=r"the disk is full\. Nothing is left there"):
-            promotion.carry_out(session)
+            promotion.carry_out(controller)
     assert standing(run_dir).state is PromotionState.FAILED
     assert list((desk.site.home / "promoted").iterdir()) == []
     desk.controller(desk.run())
@@ -616,12 +619,12 @@ def test_the_question_has_all_that_is_needed_to_answer_it(desk: Desk) -> None:
     shown = []
 
     @contextmanager
-    def ask(session: Session, question: promotion.Question) -> Iterator[None]:
+    def ask(question: promotion.Question) -> Iterator[None]:
         shown.append(question.text)
         answers(run_dir, "refused")
         yield
 
-    promotion.carry_out(desk.controller(run_dir), ask)
+    promotion.carry_out(desk.controller(run_dir, ask=ask))
     (text,) = shown
     assert "| exact_match, greedy | 0.200 [0.100, 0.300] | 0.900 [0.800, 1.000] | +0.700 |" in text
     assert f"rlhf approve {run_dir.run_id}" in text

@@ -22,7 +22,7 @@ from test_promotion import answers, completes, standing, states
 from flows import gate as approval
 from flows.limits import LIMIT
 from flows.run import run_in_prefect
-from rlhf_core.control.controller import Session
+from rlhf_core.control.controller import Controller
 from rlhf_core.launch.journal import read_record
 from rlhf_core.launch.lease import TTL_S
 from rlhf_core.run_dir import RunDir
@@ -57,11 +57,11 @@ def paused(run_dir: RunDir) -> FlowRun | None:
     return found if found.state is not None and found.state.is_paused() else None
 
 
-def controller(desk: Desk, run_dir: RunDir) -> Session:
+def waiting_controller(desk: Desk, run_dir: RunDir) -> Controller:
     """With real time: it waits for a person."""
-    session = desk.controller(run_dir)
-    session.clock, session.sleep, session.poll_s = time.monotonic, time.sleep, 0.1
-    return session
+    controller = desk.controller(run_dir)
+    controller.clock, controller.sleep, controller.poll_s = time.monotonic, time.sleep, 0.1
+    return controller
 
 
 @contextmanager
@@ -70,9 +70,9 @@ def waiting_run(desk: Desk, **promote: Any) -> Iterator[RunDir]:
     run_dir = desk.run(make_spec(promote={"when": "approved", **promote}))
     completes(desk, run_dir)
     desk.scheduler.on_status = lambda: desk.scheduler.end_all() if read_record(run_dir).ended else None
-    session = controller(desk, run_dir)
+    controller = waiting_controller(desk, run_dir)
     context = contextvars.copy_context()
-    thread = threading.Thread(target=lambda: context.run(run_in_prefect, session))
+    thread = threading.Thread(target=lambda: context.run(run_in_prefect, controller))
     thread.start()
     try:
         until(lambda: thread.is_alive() and _seen(run_dir) and paused(run_dir))
@@ -206,13 +206,13 @@ def test_a_server_that_never_answers_does_not_hold_the_lease(desk: Desk, monkeyp
     run_dir = desk.run(make_spec(promote={"when": "approved"}))
     completes(desk, run_dir)
     desk.scheduler.on_status = lambda: desk.scheduler.end_all() if read_record(run_dir).ended else None
-    session = controller(desk, run_dir)
+    controller = waiting_controller(desk, run_dir)
     kept = []
-    monkeypatch.setattr(session.lease, "keep", lambda: kept.append(1))
+    monkeypatch.setattr(controller.lease, "keep", lambda: kept.append(1))
     monkeypatch.setattr(approval, "server_answers", hangs)
     monkeypatch.setattr(approval, "FAREWELL_S", 0.2)
     context = contextvars.copy_context()
-    thread = threading.Thread(target=lambda: context.run(run_in_prefect, session))
+    thread = threading.Thread(target=lambda: context.run(run_in_prefect, controller))
     thread.start()
     assert asked.wait(TTL_S)
     before = len(kept)

@@ -1,5 +1,5 @@
 """A run directory that is moved away under a run: its job is a real one, with a helper that has left its parents and
-its session. It is ended by its marker, and the history closes the run with words."""
+its controller. It is ended by its marker, and the history closes the run with words."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ from agent_runs import is_alive, wait_for
 
 from rlhf_core.cli.main import app
 from rlhf_core.config import Site, load_site
-from rlhf_core.control.controller import Session, opened
+from rlhf_core.control.controller import Controller, opened
 from rlhf_core.control.lost_directory import abandon
 from rlhf_core.errors import RunDirGone
 from rlhf_core.history import queries
@@ -46,15 +46,15 @@ class Case:
     def __init__(self, site: Site, store: HistoryStore, stack: ExitStack, pids: Path) -> None:
         self.site, self.store = site, store
         self.run_dir = make_run(site.runs_dir)
-        self.session: Session = stack.enter_context(opened(self.run_dir, site, store, patience_s=0))
+        self.controller: Controller = stack.enter_context(opened(self.run_dir, site, store, patience_s=0))
         for state in (RunState.PREFLIGHT, RunState.QUEUED, RunState.TRAINING):
-            self.session.journal.move_run(state, "a test")
+            self.controller.journal.move_run(state, "a test")
         placement = Placement(attempt=1, num_nodes=1, roles=(RolePlan(role=Role.TRAINER, workers_per_node=1),))
-        record_plan(self.run_dir, placement, self.session.journal)
-        request = job_request(self.run_dir, self.session.stored.spec, placement, sys.executable)
+        record_plan(self.run_dir, placement, self.controller.journal)
+        request = job_request(self.run_dir, self.controller.stored.spec, placement, sys.executable)
         command = (sys.executable, "-c", JOB, str(pids))
         request = replace(request, command=command)
-        assert submit_once(self.run_dir, request, self.session.scheduler, self.session.journal) is not None
+        assert submit_once(self.run_dir, request, self.controller.scheduler, self.controller.journal) is not None
         wait_for((pids / "up").exists)
         record(self.run_dir, store)
         self.aside = site.runs_dir.parent / "aside"
@@ -87,7 +87,7 @@ def test_the_controller_ends_everything_of_the_job_and_closes_the_run(case: Case
     before = case.processes()
     assert int((tmp_path / "daemon.pid").read_text()) in before
     assert len(before) >= 3, "the controller of the job, its agent, and the helper that has left them"
-    said = str(abandon(case.session, RunDirGone(f"{case.run_dir.root} has been missing for 31 s")))
+    said = str(abandon(case.controller, RunDirGone(f"{case.run_dir.root} has been missing for 31 s")))
     assert "was ended" in said
     assert not case.processes()
     shown = queries.show_run(case.store, case.run_dir.run_id)["run"]

@@ -1,0 +1,177 @@
+"""The end of an attempt: its final state, its diagnosis, and the decision whether the job is retried.
+
+The decision itself is :mod:`rlhf_core.diagnosis.policy`; here it is held against the caps of the run and the nodes that
+are there, written down, and acted on.
+"""
+
+from dataclasses import replace
+
+from rlhf_core.allocation.planner import shortages
+from rlhf_core.control.controller import CancelRequested, Controller
+from rlhf_core.control.jobs import end_job
+from rlhf_core.diagnosis import caps
+from rlhf_core.errors import PreflightBlocked, RunCancelled, RunFailed, SchedulerError
+from rlhf_core.launch.journal import AttemptRecord
+from rlhf_core.run_dir import RunDir, read_model
+from rlhf_core.scheduler.base import JobState
+from rlhf_core.schemas.attempts import AttemptState, RunState
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.checks import CheckStatus
+from rlhf_core.schemas.failures import Action, Decision, FailureKind
+from rlhf_core.schemas.journal import DecisionMade, IncidentFound
+from rlhf_core.schemas.probe import ProbeReport
+from rlhf_core.schemas.reports import AgentCommand
+from rlhf_core.watchdog.evidence import allocated_s
+from rlhf_core.watchdog.watch import Failure, Look, Verdict, explain
+
+
+def conclude(controller: Controller, number: int) -> None:
+    """Write down how an attempt ended, decide what follows, and move the run. Harmless when it was done before.
+
+    Raises:
+        RunFailed: the decision is to stop.
+        PreflightBlocked: likewise, for what the probe of the nodes has found.
+        RunCancelled: somebody ended the job.
+        CancelRequested: somebody asked to end the run.
+    """
+    journal = controller.journal
+    attempt = journal.record.attempts[number]
+    controller.await_directory()
+    look = _final_look(controller, number, attempt)
+    match look.verdict.state:
+        case AttemptState.COMPLETED:
+            journal.move_attempt(number, AttemptState.COMPLETED, look.verdict.cause or "every role ended well")
+            if journal.record.state in (RunState.QUEUED, RunState.TRAINING):
+                journal.move_run(RunState.EVALUATING, f"training of attempt {number} is done")
+            journal.move_run(RunState.COMPLETED, f"attempt {number} completed")
+        case AttemptState.CANCELLED:
+            journal.move_attempt(number, AttemptState.CANCELLED, look.verdict.cause, FailureKind.USER_CANCEL)
+            journal.move_run(RunState.CANCELLED, look.verdict.cause or "its job was cancelled")
+            controller.record()
+            raise RunCancelled(f"run {controller.run_dir.run_id} was cancelled: {look.verdict.cause}")
+        case _:
+            _raise_if_asked_to_end(controller)
+            _after_failure(controller, number, attempt, look)
+    controller.record()
+
+
+def _raise_if_asked_to_end(controller: Controller) -> None:
+    """A job that was ended on request has not failed, whatever its agents and its scheduler say.
+
+    Raises:
+        CancelRequested: somebody asked to end the run, and may have ended its job without waiting for this controller.
+    """
+    request = read_model(controller.run_dir.cancel_request, AgentCommand)
+    if request is not None:
+        raise CancelRequested(request.reason or "rlhf cancel")
+
+
+def _final_look(controller: Controller, number: int, attempt: AttemptRecord) -> Look:
+    look = controller.watcher(number).look()
+    if attempt.ended:
+        # As it was concluded. Its job may have been cancelled since, which is not what ended it.
+        return replace(look, verdict=Verdict(attempt.state, attempt.cause, attempt.failure_kind))
+    return look
+
+
+def _after_failure(controller: Controller, number: int, attempt: AttemptRecord, look: Look) -> None:
+    journal = controller.journal
+    first = max(journal.record.first_attempt, controller.resumed_at)
+    failure = explain(
+        controller.run_dir,
+        look,
+        controller.spec,
+        first_attempt=first,
+        rolled_back=_went_back_in_vain(controller, first, number),
+    )
+    # Each line may be the last one written before a kill: what stands is not written again.
+    if failure.found_here and failure.incident is not None and attempt.incident is None:
+        journal.append(IncidentFound(incident=failure.incident))
+    if attempt.decision is None:
+        failure = replace(failure, decision=_within_caps(controller, _placeable(controller, failure), first))
+        journal.append(DecisionMade(decision=failure.decision))
+    decision = attempt.decision or failure.decision
+    journal.move_attempt(number, look.verdict.state, failure.message, failure.kind)
+    controller.record()
+    if decision.action is not Action.NEW_ATTEMPT:
+        if look.verdict.state is AttemptState.LOST and look.job.state is not JobState.ENDED:
+            end_job(controller, attempt.submission)  # agents that are silent may only be stopped
+        journal.move_run(RunState.FAILED, failure.message or failure.kind.value)
+        controller.record()
+        ended = PreflightBlocked if _is_blocked_by_probe(controller.run_dir, number) else RunFailed
+        raise ended(diagnosis(controller.run_dir, number, failure, decision))
+    # Two attempts of one run must never be at work at the same time: they would write the same checkpoints.
+    end_job(controller, attempt.submission)
+    controller.observer.says(f"attempt {number} ended: {failure.kind.value}. {decision.reason}")
+    journal.move_run(RunState.QUEUED, decision.reason)
+    controller.record()
+
+
+def _placeable(controller: Controller, failure: Failure) -> Decision:
+    """What was decided; or to stop, where it takes another node in place of an unfit one, and there is none.
+
+    Other suspects are used again where nobody can take their place: they may have been unlucky. This one would only be
+    found unfit again.
+    """
+    decision = failure.decision
+    if failure.kind is not FailureKind.NODE_UNFIT or decision.action is not Action.NEW_ATTEMPT:
+        return decision
+    try:
+        lacks = shortages(controller.spec.resources, controller.scheduler.inventory(), decision.excluded_nodes)
+    except SchedulerError:
+        return decision  # nobody knows; the next attempt will find out
+    if not lacks:
+        return decision
+    reason = f"no other node can take the place of {', '.join(decision.excluded_nodes)}: {'; '.join(lacks)}"
+    return decision.model_copy(update={"action": Action.STOP, "reason": reason, "delay_s": 0.0, "excluded_nodes": ()})
+
+
+def _within_caps(controller: Controller, decision: Decision, first: int) -> Decision:
+    """The decision; to stop, where all attempts together have used what the run may use."""
+    refused = caps.refusal(controller.spec, used_so_far(controller, first))
+    if decision.action is not Action.NEW_ATTEMPT or not refused:
+        return decision
+    return decision.model_copy(update={"action": Action.STOP, "reason": refused, "delay_s": 0.0, "excluded_nodes": ()})
+
+
+def used_so_far(controller: Controller, first: int) -> caps.Used:
+    """Use of the attempts from ``first`` on: they count from where a person last started or resumed the run."""
+    attempts = {number: one for number, one in controller.journal.record.attempts.items() if number >= first}
+    seconds = (allocated_s(controller.run_dir.attempt(n), one.ended_at or utc_now()) for n, one in attempts.items())
+    return caps.Used(len(attempts), sum(seconds))
+
+
+def _is_blocked_by_probe(run_dir: RunDir, number: int) -> bool:
+    report = read_model(run_dir.attempt(number).probe_report, ProbeReport)
+    return report is not None and any(result.status is CheckStatus.BLOCKED for result in report.results)
+
+
+def _went_back_in_vain(controller: Controller, first: int, number: int) -> bool:
+    """Whether an attempt went back to an older checkpoint, and none has got further since than training was then."""
+    newest = controller.run_dir.newest_checkpoint()
+    reached = newest.step if newest is not None else 0
+    return any(
+        before.decision is not None
+        and bool(before.decision.resume_checkpoint)
+        and reached <= controller.run_dir.newest_put_aside(past)
+        for past, before in controller.journal.record.attempts.items()
+        if first <= past < number
+    )
+
+
+def diagnosis(run_dir: RunDir, number: int, failure: Failure, decision: Decision) -> str:
+    """What went wrong, for a tired person: what, who, where to look, why it was not tried again."""
+    incident = failure.incident
+    lines = [f"run {run_dir.run_id} failed in attempt {number}: {failure.kind.value}", f"  {failure.message}"]
+    if incident is not None and incident.message not in failure.message:
+        lines.append(f"  {incident.message}")
+    if incident is not None and incident.step is not None:
+        lines.append(f"  at step {incident.step}" + (f", phase {incident.phase}" if incident.phase else ""))
+    if incident is not None and incident.suspect_ranks:
+        on = f" on {', '.join(incident.suspect_nodes)}" if incident.suspect_nodes else ""
+        lines.append(f"  suspect ranks: {', '.join(map(str, incident.suspect_ranks))}{on}")
+    if incident is not None and incident.evidence_dir:
+        lines.append(f"  evidence: {run_dir.root / incident.evidence_dir}")
+    lines.append(f"  not tried again: {decision.reason}")
+    lines.append(f"  logs: rlhf logs {run_dir.run_id}    go on after mending it: rlhf resume {run_dir.run_id}")
+    return "\n".join(lines)

@@ -1,0 +1,193 @@
+"""The stages of a run: preflight, then allocate, train and evaluate for each attempt."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from rlhf_core.control.baseline import look_back
+from rlhf_core.control.cancel import cancel
+from rlhf_core.control.controller import Controller
+from rlhf_core.control.planning import decision_before, plan_attempt
+from rlhf_core.control.recovery import used_so_far
+from rlhf_core.control.trials import cancel_trials, carry_out
+from rlhf_core.diagnosis import caps
+from rlhf_core.errors import BadInput, SubmissionFailed
+from rlhf_core.launch.start import job_request, submit_once
+from rlhf_core.preflight.gather import Surroundings
+from rlhf_core.preflight.static import blocking, make_checks, require_passed
+from rlhf_core.preflight.trial import Rung
+from rlhf_core.schemas.attempts import AttemptState, RunState, StageName, StageState
+from rlhf_core.schemas.checks import CheckStatus
+from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.schemas.journal import ChecksMade
+from rlhf_core.watchdog.watch import Look, Verdict
+
+
+class StageFailed(Exception):
+    """The attempt a stage belongs to did not end well; :func:`drive` decides what follows."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.cause)
+        self.cancelled = verdict.state is AttemptState.CANCELLED
+
+
+def preflight(controller: Controller) -> None:
+    """Make the static checks.
+
+    Raises:
+        PreflightBlocked: the run moves to failed.
+    """
+    resumed = controller.journal.record.attempts
+    controller.journal.move_run(RunState.PREFLIGHT, "resumed" if resumed else "started")
+    with _stage(controller, StageName.PREFLIGHT, 0, "preflight"):
+        around = Surroundings(
+            inventory=controller.scheduler.inventory(),
+            scheduler=controller.scheduler.name,
+            compute_python=controller.site.compute_python,
+            runs_dir=controller.site.runs_dir,
+            code_path=controller.run_dir.code / "snapshot",
+            resume=controller.run_dir.newest_checkpoint(),
+            stored_version=controller.stored.package_version,
+            site_slurm=controller.site.slurm,
+            job_secrets=controller.site.job_secrets,
+            past=look_back(controller.store, controller.spec, controller.observer.says, controller.run_dir.run_id),
+        )
+        results = make_checks(controller.spec, around, controller.check)
+        controller.journal.append(ChecksMade(results=results))
+        for result in results:
+            if result.status is CheckStatus.WARNING:
+                controller.observer.says(f"warning {result.id}: {result.found}; expected {result.expected}")
+        controller.record()
+        if blocking(results):  # perhaps only now, after a controller before this one began with the trials
+            cancel_trials(controller, "its run is blocked", cancel)
+        require_passed(results)
+
+
+def trial(controller: Controller, rung: Rung, drive: Callable[[Controller], None]) -> None:
+    """Try the run out in small, as a run of its own that comes before it.
+
+    Raises:
+        PreflightBlocked: the trial failed; the run moves to failed.
+    """
+    with _stage(controller, StageName.PREFLIGHT, 0, rung.title, said=rung.title):
+        verdict = carry_out(controller, rung, drive)
+        controller.journal.append(ChecksMade(results=(*controller.journal.record.checks, verdict)))
+        controller.record()
+        require_passed([verdict])
+
+
+def allocate(controller: Controller, number: int) -> None:
+    """Plan an attempt, submit it once, and wait until it has its nodes."""
+    journal = controller.journal
+    if number not in journal.record.attempts:
+        journal.move_run(RunState.QUEUED, f"attempt {number}")
+    with _stage(controller, StageName.ALLOCATE, number, title_of(controller, StageName.ALLOCATE, number)):
+        if number not in journal.record.attempts:
+            plan_attempt(controller, number)
+        if journal.record.attempts[number].state is AttemptState.PLANNED:
+            _submit(controller, number)
+        _watch_until(controller, number, lambda look: look.verdict.state is not AttemptState.SUBMITTED)
+
+
+def train(controller: Controller, number: int) -> None:
+    """Watch the trainer until the evaluator begins.
+
+    Raises:
+        StageFailed: the attempt ended before that.
+    """
+    with _stage(controller, StageName.TRAIN, number, title_of(controller, StageName.TRAIN, number)):
+        look = _watch_until(controller, number, lambda look: look.evaluating)
+        if look.ended and look.verdict.state is not AttemptState.COMPLETED and not look.evaluating:
+            raise StageFailed(look.verdict)
+
+
+def evaluate(controller: Controller, number: int) -> None:
+    """Watch the evaluator until the attempt ends.
+
+    Raises:
+        StageFailed: it did not end well.
+    """
+    if controller.journal.record.state in (RunState.QUEUED, RunState.TRAINING):
+        controller.journal.move_run(RunState.EVALUATING, f"training of attempt {number} is done")
+    with _stage(controller, StageName.EVALUATE, number, "evaluate"):
+        look = _watch_until(controller, number, lambda look: False)
+        if look.verdict.state is not AttemptState.COMPLETED:
+            raise StageFailed(look.verdict)
+
+
+def title_of(controller: Controller, name: StageName, number: int) -> str:
+    """What a stage of an attempt is called, for a person: with the nodes that its attempt goes without."""
+    if name is StageName.EVALUATE:
+        return "evaluate"
+    attempts = controller.journal.record.attempts
+    if number in attempts:
+        without = attempts[number].placement.excluded_nodes
+    else:  # not planned yet
+        decision = decision_before(controller, number)
+        without = decision.excluded_nodes if decision is not None else ()
+    return f"{name.value} attempt {number}" + (f" - excluding {', '.join(without)}" if without else "")
+
+
+def _submit(controller: Controller, number: int) -> None:
+    journal = controller.journal
+    placement = journal.record.attempts[number].placement
+    site = controller.site
+    first = max(journal.record.first_attempt, controller.resumed_at)
+    limit_s = caps.time_limit_s(controller.spec, used_so_far(controller, first))
+    request = job_request(
+        controller.run_dir, controller.spec, placement, site.compute_python, site.slurm, site.job_secrets
+    )
+    request = replace(request, time_limit_s=limit_s)
+    try:
+        submit_once(controller.run_dir, request, controller.scheduler, journal, controller.require_lease)
+    except SubmissionFailed as error:
+        verdict = Verdict(AttemptState.FAILED, str(error), FailureKind.CONFIG)
+        journal.move_attempt(number, verdict.state, verdict.cause, verdict.failure_kind)
+        raise StageFailed(verdict) from error
+
+
+def _watch_until(controller: Controller, number: int, enough: Callable[[Look], bool]) -> Look:
+    """Look again and again until the attempt has ended, or ``enough`` says so; moves states on the way."""
+    journal, watcher = controller.journal, controller.watcher(number)
+    while True:
+        look = watcher.look()
+        if (
+            look.verdict.state is AttemptState.RUNNING
+            and journal.record.attempts[number].state is AttemptState.SUBMITTED
+        ):
+            nodes = ", ".join(look.job.nodes)
+            journal.move_attempt(number, AttemptState.RUNNING, f"on {nodes}" if nodes else "its job runs")
+            if journal.record.state is RunState.QUEUED:
+                journal.move_run(RunState.TRAINING, f"attempt {number} runs")
+            watcher.record()
+        controller.observer.looked(look)
+        if controller.lacks_directory():
+            controller.wait(controller.poll_s)
+            continue
+        if look.ended or enough(look):
+            return look
+        controller.wait(controller.poll_s)
+
+
+@contextmanager
+def _stage(controller: Controller, name: StageName, attempt: int, title: str, said: str = "") -> Iterator[None]:
+    """Time a stage and record how it went. What is no end of the stage (a lost lease, a bug) leaves it open.
+
+    Args:
+        said: what there is to say about it when it went well.
+    """
+    index = controller.journal.begin_stage(name, attempt)
+    controller.record()
+    controller.observer.begins(title)
+    try:
+        yield
+    except StageFailed as error:
+        state = StageState.CANCELLED if error.cancelled else StageState.FAILED
+        controller.journal.end_stage(index, state, str(error))
+        raise
+    except BadInput as error:
+        controller.journal.end_stage(index, StageState.FAILED, str(error))
+        controller.journal.move_run(RunState.FAILED, str(error).partition("\n")[0])
+        raise
+    controller.journal.end_stage(index, StageState.COMPLETED, said)
+    controller.record()
