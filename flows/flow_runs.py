@@ -1,4 +1,4 @@
-"""What Prefect says of the flow runs of a site, and what it is told: the reconciler's only way to it."""
+"""The flow runs of a site for the reconciler: Prefect behind the interface of :mod:`rlhf_core.control.reconcile`."""
 
 import contextlib
 import os
@@ -21,12 +21,20 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import FlowRun, State, StateType, TaskRun
 from prefect.exceptions import ObjectNotFound
 
-from flows import task_runs
+from flows import references, task_runs
+from flows.site.server import server_answers
+from flows.view import late
+from flows.view.events import FlowRun as EventSource
+from flows.view.events import Happening, happenings, tell, unknown_to_the_server
+from flows.view.story import Story, read_story
+from rlhf_core.config import Site
+from rlhf_core.control.reconcile.flow_runs import FlowRunSnapshot, NotRegistered, RunsOfFlowRuns
 from rlhf_core.diagnosis.reconcile import FlowRunFacts, FlowState, ProcessState
+from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.lease import Owner
-from rlhf_core.run_dir import is_run_id
-
-__all__ = ["RESUME_DEPLOYMENT", "ObjectNotFound", "Seen", "adopt", "end", "facts", "look"]
+from rlhf_core.run_dir import RunDir, is_run_id
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.journal import ControllerStarted
 
 RUN_FLOW = "rlhf-run"
 """The flow of one run."""
@@ -45,7 +53,82 @@ _AT_WORK = [StateType.PENDING, StateType.RUNNING, StateType.PAUSED, StateType.CA
 
 
 @dataclass(frozen=True)
-class Seen:
+class PrefectFlowRuns:
+    """The flow runs of a site on the Prefect server that this process is connected to."""
+
+    site: Site
+
+    def answers(self) -> bool:
+        """True if the server answers now."""
+        return server_answers()
+
+    def poll(self, run_ids: Collection[str], flow_run_ids: Collection[str], runs: RunsOfFlowRuns) -> FlowRunSnapshot:
+        """Flow runs that Prefect takes for alive, those named after a run, and those that are named."""
+        seen = _poll(run_ids, flow_run_ids)
+        found = _all_facts(seen, runs({str(one.id) for one in seen.flow_runs}), self.site.prefect.pool, utc_now())
+        run_of = {one.flow_run_id: one.run_id for one in found}
+        return FlowRunSnapshot(found, task_runs.facts(seen.task_runs, run_of, self.site.runs_dir))
+
+    def adopt(self, run_id: str, key: str) -> str:
+        """Start a flow run that goes on with a run; its id. The same key makes no second one."""
+        with get_client(sync_client=True) as client:
+            try:
+                deployment = client.read_deployment_by_name(RESUME_DEPLOYMENT)
+            except ObjectNotFound:
+                raise NotRegistered(f"the deployment {RESUME_DEPLOYMENT} is not registered") from None
+            made = client.create_flow_run_from_deployment(
+                deployment.id, parameters={"run_id": run_id}, name=run_id, tags=[ADOPTED_TAG], idempotency_key=key
+            )
+            return str(made.id)
+
+    def end_flow_run(self, flow_run_id: str, state: FlowState, changed_at: datetime, reason: str) -> bool:
+        """Give a flow run a last state; False, with nothing done, where its state has changed since ``changed_at``."""
+        with get_client(sync_client=True) as client:
+            try:
+                present = client.read_flow_run(UUID(flow_run_id)).state
+            except ObjectNotFound:
+                return False
+            if present is None or present.timestamp != changed_at:
+                return False
+            last: State[None] = State(type=StateType(state.value), name=state.value.capitalize(), message=reason)
+            client.set_flow_run_state(UUID(flow_run_id), last, force=True)
+            return True
+
+    def end_task_run(self, task_run_id: str, state: FlowState, reason: str) -> None:
+        """Give a task run that is still open a last state."""
+        task_runs.end(task_run_id, state, reason)
+
+    def num_unpublished(self, run_dir: RunDir, known: Collection[str]) -> int:
+        """Number of events and artifacts that the server lacks of a run that has ended."""
+        source, story, events = _unpublished(run_dir, known)
+        return len(events) + (len(late.behind(story)) if source.id else 0)
+
+    def publish(self, run_dir: RunDir, store: HistoryStore, known: Collection[str]) -> list[str]:
+        """Publish what the server lacks of a run; names of what was."""
+        source, story, events = _unpublished(run_dir, known)
+        if events:
+            tell(events, run_dir.run_id, source)
+        artifacts = late.renew(story, store, source) if source.id else []
+        return [*(one.name for one in events), *(f"artifact {what}" for what in artifacts)]
+
+    def configs(self) -> Iterator[str]:
+        """Configs that deployments refer to, and flow runs that may still begin or be retried."""
+        return references.configs()
+
+
+def _unpublished(run_dir: RunDir, known: Collection[str]) -> tuple[EventSource, Story, Sequence[Happening]]:
+    """What this server lacks, and the flow run in whose name it is published: the newest that drove the run and that
+    this server knows. Nothing of a run that was published on another server, or on none."""
+    story = read_story(run_dir)
+    # Not the newest controller: that may have been without Prefect, because its server was away.
+    drove = [line.event.flow_run_id for line in story.lines if isinstance(line.event, ControllerStarted)]
+    source = EventSource(next((one for one in reversed(drove) if one in known), ""), run_dir.run_id)
+    found = happenings(story, run_dir.read_spec(), source) if source.id else []
+    return source, story, unknown_to_the_server(found) if found else []
+
+
+@dataclass(frozen=True)
+class _Found:
     """Flow runs as Prefect has them, and what is known of the processes on this machine after that."""
 
     flow_runs: Sequence[FlowRun]
@@ -57,7 +140,7 @@ class Seen:
     """Task runs that Prefect takes for alive although their flow runs have ended."""
 
 
-def look(run_ids: Collection[str], flow_run_ids: Collection[str]) -> Seen:
+def _poll(run_ids: Collection[str], flow_run_ids: Collection[str]) -> _Found:
     """Flow runs that Prefect takes for alive, those named after a run, and those that are named; in a few questions.
 
     Raises whatever Prefect raises when it does not answer.
@@ -74,10 +157,12 @@ def look(run_ids: Collection[str], flow_run_ids: Collection[str]) -> Seen:
     # Processes last: what is alive now was not dead when Prefect was asked.
     processes = dict(_flow_run_processes())
     attended = frozenset(one for one, is_attended in processes.items() if is_attended)
-    return Seen(list(found.values()), frozenset(processes), attended, left_open)
+    return _Found(list(found.values()), frozenset(processes), attended, left_open)
 
 
-def facts(seen: Seen, controllers: Mapping[str, tuple[str, str]], pool: str, now: datetime) -> list[FlowRunFacts]:
+def _all_facts(
+    seen: _Found, controllers: Mapping[str, tuple[str, str]], pool: str, now: datetime
+) -> list[FlowRunFacts]:
     """What was seen, as the reconciler wants it.
 
     Args:
@@ -90,7 +175,7 @@ def facts(seen: Seen, controllers: Mapping[str, tuple[str, str]], pool: str, now
 
 def _facts(
     flow_run: FlowRun,
-    seen: Seen,
+    seen: _Found,
     controllers: Mapping[str, tuple[str, str]],
     pool: str,
     now: datetime,
@@ -144,37 +229,6 @@ def _flow_run_processes() -> Iterator[tuple[str, bool]]:
             if flow_run_id and any(word.startswith("prefect.") for word in process.cmdline()):
                 parent = process.parent()
                 yield flow_run_id, parent is not None and "worker" in parent.cmdline()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What Prefect is told
-
-
-def adopt(run_id: str, key: str) -> str:
-    """Start a flow run that goes on with a run; its id. The same key makes no second one.
-
-    Raises whatever Prefect raises; ``ObjectNotFound`` where the deployment is not registered.
-    """
-    with get_client(sync_client=True) as client:
-        deployment = client.read_deployment_by_name(RESUME_DEPLOYMENT)
-        made = client.create_flow_run_from_deployment(
-            deployment.id, parameters={"run_id": run_id}, name=run_id, tags=[ADOPTED_TAG], idempotency_key=key
-        )
-        return str(made.id)
-
-
-def end(flow_run_id: str, state: FlowState, changed_at: datetime, why: str) -> bool:
-    """Give a flow run a last state; False, with nothing done, where its state has changed since it was looked at."""
-    with get_client(sync_client=True) as client:
-        try:
-            present = client.read_flow_run(UUID(flow_run_id)).state
-        except ObjectNotFound:
-            return False
-        if present is None or present.timestamp != changed_at:
-            return False
-        last: State[None] = State(type=StateType(state.value), name=state.value.capitalize(), message=why)
-        client.set_flow_run_state(UUID(flow_run_id), last, force=True)
-        return True
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from prefect.utilities.callables import parameter_schema
 
 from flows.site.server import server_answers
 from rlhf_core.config import Site
-from rlhf_core.control.reconcile.actions import QUIET, Deed, Reconciler
+from rlhf_core.control.reconcile.actions import ROUTINE, ActionResult, Reconciler
 from rlhf_core.diagnosis.reconcile import Action
 
 DEPLOYMENT = "rlhf-reconcile/site"
@@ -44,17 +44,17 @@ DESCRIPTION = (
 class Turn:
     """One round, carried out once, whatever happens to Prefect before, during and after it."""
 
-    def __init__(self, work: Callable[[], Sequence[Deed]]) -> None:
+    def __init__(self, work: Callable[[], Sequence[ActionResult]]) -> None:
         self._work = work
-        self._deeds: Sequence[Deed] | None = None
+        self._results: Sequence[ActionResult] | None = None
         self._begun = False
 
-    def __call__(self) -> Sequence[Deed]:
+    def __call__(self) -> Sequence[ActionResult]:
         """What was done."""
         if not self._begun:
             self._begun = True
-            self._deeds = self._work()
-        return self._deeds or ()
+            self._results = self._work()
+        return self._results or ()
 
 
 _turn: ContextVar[Turn | None] = ContextVar("turn", default=None)
@@ -67,9 +67,9 @@ def rlhf_reconcile() -> State[None]:
     if turn is None:
         # Returned: of an error Prefect would log where in this program it was raised.
         return Failed(message="this flow is carried out by the keeper of the site alone: `rlhf up` starts it")
-    deeds = [deed for deed in turn() if deed.action.kind not in QUIET]
-    create_table_artifact(table=_table(deeds), key=ARTIFACT_KEY, description=_summary(deeds))
-    return Completed(message=_summary(deeds))
+    results = [result for result in turn() if result.action.kind not in ROUTINE]
+    create_table_artifact(table=_table(results), key=ARTIFACT_KEY, description=_summary(results))
+    return Completed(message=_summary(results))
 
 
 def register(site: Site) -> None:
@@ -96,7 +96,7 @@ def register(site: Site) -> None:
         )
 
 
-def take_turn(reconciler: Reconciler, may: Callable[[], bool], *, retention: bool) -> Sequence[Deed]:
+def carry_out_round(reconciler: Reconciler, may: Callable[[], bool], retention: bool) -> Sequence[ActionResult]:
     """One round: as the flow run that is due, as a new one where there is something to do, or plainly.
 
     Raises:
@@ -105,15 +105,15 @@ def take_turn(reconciler: Reconciler, may: Callable[[], bool], *, retention: boo
     due = _quietly(_due)
     if due is not None:
         # The round looks by itself: what its flow run shows is what is so when it begins.
-        whole = Turn(lambda: reconciler.carry_out(reconciler.look(retention=retention), may))
+        whole = Turn(lambda: reconciler.carry_out(reconciler.poll(retention=retention), may))
         return _as_flow_run(due, whole)
-    actions = reconciler.look(retention=retention)
+    actions = reconciler.poll(retention=retention)
     turn = Turn(lambda: reconciler.carry_out(actions, may))
-    made = _quietly(_new_flow_run) if any(one.kind not in QUIET for one in actions) else None
+    made = _quietly(_new_flow_run) if any(one.kind not in ROUTINE for one in actions) else None
     return _as_flow_run(made, turn) if made is not None else turn()
 
 
-def _as_flow_run(flow_run: FlowRun, turn: Turn) -> Sequence[Deed]:
+def _as_flow_run(flow_run: FlowRun, turn: Turn) -> Sequence[ActionResult]:
     with _handed(turn), contextlib.suppress(Exception):
         # return_type: how it went stands in the flow run; an error of the round itself is raised below, by the turn.
         run_flow(rlhf_reconcile, flow_run=flow_run, parameters={}, return_type="state")
@@ -161,16 +161,16 @@ def _quietly(ask: Callable[[], FlowRun | None]) -> FlowRun | None:
         return None
 
 
-def _table(deeds: Sequence[Deed]) -> list[dict[str, str]]:
+def _table(results: Sequence[ActionResult]) -> list[dict[str, str]]:
     return [
         {
-            "run": deed.action.run_id,
-            "done": deed.action.kind.value.replace("_", " ") if deed.done else f"{deed.action.kind.value} FAILED",
-            "about": _about(deed.action),
-            "why": deed.action.reason,
-            "how it went": deed.said,
+            "run": result.action.run_id,
+            "done": result.action.kind.value.replace("_", " ") if result.done else f"{result.action.kind.value} FAILED",
+            "about": _about(result.action),
+            "why": result.action.reason,
+            "how it went": result.message,
         }
-        for deed in deeds
+        for result in results
     ] or [{"run": "", "done": "nothing", "about": "", "why": "all three agree", "how it went": ""}]
 
 
@@ -185,8 +185,8 @@ def _about(action: Action) -> str:
     return ", ".join(f"{name} {value}" for name, value in named.items() if value)
 
 
-def _summary(deeds: Sequence[Deed]) -> str:
-    if not deeds:
+def _summary(results: Sequence[ActionResult]) -> str:
+    if not results:
         return "database, Prefect and scheduler agree"
-    failed = sum(not deed.done for deed in deeds)
-    return f"{len(deeds) - failed} done" + (f", {failed} failed and tried again in the next round" if failed else "")
+    failed = sum(not result.done for result in results)
+    return f"{len(results) - failed} done" + (f", {failed} failed and tried again in the next round" if failed else "")

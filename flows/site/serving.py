@@ -263,13 +263,13 @@ def _say(text: str) -> None:
 
 
 def _serve_keeper(site: Site, beat: Beat) -> None:
-    from flows.daemon import keep
+    from flows import daemon
 
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     threading.Thread(target=_beat_until, args=(stop, beat), daemon=True).start()
-    keep(site, stop)
+    daemon.serve(site, stop)
 
 
 def _beat_until(stop: threading.Event, beat: Beat) -> None:

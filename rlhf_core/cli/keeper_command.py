@@ -20,18 +20,20 @@ def reconcile(
 ) -> None:
     """Compare database, Prefect and scheduler once, and mend what disagrees: as the keeper of the site does all the
     time. Exit code 1 where something could not be done."""
+    from flows.daemon import flow_runs_of
     from rlhf_core.config import load_site
-    from rlhf_core.control.reconcile.once import look_once, reconcile_once
+    from rlhf_core.control.reconcile.once import poll_once, reconcile_once
     from rlhf_core.diagnosis.reconcile import Action, ActionKind
     from rlhf_core.history.store import HistoryStore
 
     site = load_site()
+    flow_runs = flow_runs_of(site)
     found: list[tuple[Action, bool | None, str]]
     with HistoryStore(site.database_url) as store:
         if dry_run:
-            found = [(action, None, "would be done") for action in look_once(site, store)]
+            found = [(action, None, "would be done") for action in poll_once(site, store, flow_runs)]
         else:
-            found = [(deed.action, deed.done, deed.said) for deed in reconcile_once(site, store)]
+            found = [(one.action, one.done, one.message) for one in reconcile_once(site, store, flow_runs)]
     if as_json:
         output.print_json([{**_as_dict(action), "done": done, "said": said} for action, done, said in found])
     elif not found:

@@ -52,19 +52,24 @@ WRONG_IMPORTS: dict[str, WrongImport] = {
     "preflight loads a tokenizer": _wrong(
         "rlhf_core/preflight/__init__.py", "import tokenizers", "control-plane-has-no-torch"
     ),
-    "prefect in a report": _wrong("rlhf_core/reports/html.py", "import prefect", "prefect-lives-in-flows"),
+    "prefect in a report": _wrong("rlhf_core/reports/html.py", "import prefect", "controller-without-prefect"),
     "prefect in the watchdog, which the steps use": _wrong(
-        "rlhf_core/watchdog/watch.py", "import prefect", "prefect-lives-in-flows", "stages-know-no-prefect"
+        "rlhf_core/watchdog/watch.py", "import prefect", "controller-without-prefect"
     ),
     "prefect in the order of the steps": _wrong(
-        "rlhf_core/control/steps.py", "import prefect", "stages-know-no-prefect"
+        "rlhf_core/control/steps.py", "import prefect", "controller-without-prefect"
     ),
-    "a schema imports the package of the flows": _wrong("rlhf_core/schemas/journal.py", "import flows", "flows-on-top"),
-    "a report imports a flow, and its siblings with it": _wrong(
-        "rlhf_core/reports/html.py", "from flows import stages", "flows-on-top", "floors"
+    "prefect inside a function of a command": _wrong(
+        "rlhf_core/cli/main.py", "def _late() -> None:\n    import prefect", "prefect-lives-in-flows"
     ),
-    "a second command imports the flow": _wrong(
-        "rlhf_core/cli/main.py", "from flows import run", "flows-on-top", "prefect-lives-in-flows"
+    "a schema imports the package of the flows": _wrong(
+        "rlhf_core/schemas/journal.py", "import flows", "controller-without-prefect"
+    ),
+    "the reconciler asks Prefect itself": _wrong(
+        "rlhf_core/control/reconcile/actions.py", "from flows import flow_runs", "controller-without-prefect", "floors"
+    ),
+    "a stage reaches up to a command": _wrong(
+        "rlhf_core/control/stages.py", "from rlhf_core.cli import output", "floors"
     ),
     "sqlalchemy in flows": _wrong("flows/tasks.py", "import sqlalchemy", "sqlalchemy-lives-in-history"),
     "alembic in cli": _wrong("rlhf_core/cli/main.py", "from alembic import command", "sqlalchemy-lives-in-history"),

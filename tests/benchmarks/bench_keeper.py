@@ -23,8 +23,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from history_tools import RunFiles  # noqa: E402
 
-from flows.daemon import Ingester  # noqa: E402
 from rlhf_core.config import load_site  # noqa: E402
+from rlhf_core.control.ingester import Ingester  # noqa: E402
 from rlhf_core.history import queries  # noqa: E402
 from rlhf_core.history.store import HistoryStore  # noqa: E402
 from rlhf_core.schemas.attempts import RunState  # noqa: E402
@@ -70,7 +70,7 @@ def measure(store: HistoryStore, ingester: Ingester, seconds: float, pause_s: fl
     began = time.monotonic()
     while time.monotonic() - began < seconds:
         turn = time.monotonic()
-        ingester.turn()
+        ingester.ingest()
         now = time.time()
         turns.append(time.monotonic() - turn)
         question = (
@@ -110,7 +110,7 @@ def main() -> None:
         with HistoryStore(url) as store:
             store.clear()
             ingester = Ingester(site, store)
-            while ingester.turn():
+            while ingester.ingest():
                 pass
             process = psutil.Process(os.getpid())
             before, cpu = process.memory_info().rss, sum(process.cpu_times()[:2])
@@ -120,10 +120,10 @@ def main() -> None:
             used = sum(process.cpu_times()[:2]) - cpu
             after = process.memory_info().rss
             writer.wait()
-            while ingester.turn():
+            while ingester.ingest():
                 pass
             idle = time.monotonic()
-            ingester.turn()
+            ingester.ingest()
             idle = time.monotonic() - idle
             backend = store.url.get_backend_name()
         lags.sort()

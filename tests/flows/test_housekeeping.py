@@ -12,11 +12,12 @@ import pytest
 from control_fakes import FakeAgent, FakeJob, make_run, make_spec
 from desk import Desk
 
-from flows import daemon as keeper
-from flows.daemon import Ingester, lease_name
 from rlhf_core.control import adopt as adopting
-from rlhf_core.control.reconcile.actions import Deed, Reconciler
-from rlhf_core.control.reconcile.once import look_once, reconcile_once
+from rlhf_core.control.ingester import Ingester
+from rlhf_core.control.reconcile import loop
+from rlhf_core.control.reconcile.actions import ActionResult, Reconciler
+from rlhf_core.control.reconcile.loop import lease_name
+from rlhf_core.control.reconcile.once import poll_once, reconcile_once
 from rlhf_core.control.steps import drive
 from rlhf_core.diagnosis.reconcile import Action, ActionKind
 from rlhf_core.errors import LeaseLost
@@ -61,7 +62,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def reconciler(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> Reconciler:
     monkeypatch.setattr("rlhf_core.control.reconcile.actions.get_scheduler", lambda name: desk.scheduler)
     monkeypatch.setattr("rlhf_core.control.cancel.CANCEL_TIMEOUT_S", 0.0)
-    return Reconciler(desk.site, desk.store, has_prefect=False, clock=desk.clock)
+    return Reconciler(desk.site, desk.store, flow_runs=None, clock=desk.clock)
 
 
 def training(desk: Desk) -> RunDir:
@@ -114,8 +115,8 @@ def told(desk: Desk, run_dir: RunDir) -> list[tuple[str, str]]:
     ]
 
 
-def one_round(reconciler: Reconciler) -> list[Deed]:
-    return reconciler.carry_out(reconciler.look())
+def one_round(reconciler: Reconciler) -> list[ActionResult]:
+    return reconciler.carry_out(reconciler.poll())
 
 
 def test_a_run_whose_controller_is_gone_is_adopted(desk: Desk, reconciler: Reconciler, started: list[str]) -> None:
@@ -165,14 +166,14 @@ def test_an_adopted_run_goes_on_with_its_job_and_ends(desk: Desk, reconciler: Re
     desk._stack.close()
     assert read_record(run_dir).state is RunState.COMPLETED
     assert len(desk.scheduler.submitted) == 1
-    assert reconciler.look() == []
+    assert reconciler.poll() == []
 
 
 def test_a_request_to_end_a_run_that_nobody_drives_is_carried_out(desk: Desk, reconciler: Reconciler) -> None:
     run_dir = training(desk)
     write_model(run_dir.cancel_request, AgentCommand(kind="cancel", reason="enough", time=utc_now()))
-    (deed,) = one_round(reconciler)
-    assert deed.done
+    (result,) = one_round(reconciler)
+    assert result.done
     assert read_record(run_dir).state is RunState.CANCELLED
     assert desk.scheduler.living() == []
     assert one_round(reconciler) == []
@@ -180,10 +181,10 @@ def test_a_request_to_end_a_run_that_nobody_drives_is_carried_out(desk: Desk, re
 
 def test_the_job_of_a_run_that_has_ended_is_cancelled_after_a_while(desk: Desk, reconciler: Reconciler) -> None:
     run_dir = completed(desk)
-    assert reconciler.look() == [], "its agents may take a moment to leave"
-    later = Reconciler(desk.site, desk.store, has_prefect=False, now=lambda: utc_now() + timedelta(seconds=90))
-    (deed,) = one_round(later)
-    assert (deed.action.kind, deed.done) == (ActionKind.CANCEL_JOB, True)
+    assert reconciler.poll() == [], "its agents may take a moment to leave"
+    later = Reconciler(desk.site, desk.store, flow_runs=None, now=lambda: utc_now() + timedelta(seconds=90))
+    (result,) = one_round(later)
+    assert (result.action.kind, result.done) == (ActionKind.CANCEL_JOB, True)
     assert desk.scheduler.cancelled == ["101"]
     assert told(desk, run_dir)[0][0] == "keeper_cancel_job"
     assert one_round(later) == []
@@ -193,35 +194,35 @@ def test_jobs_of_other_sites_are_never_touched(desk: Desk, reconciler: Reconcile
     """Neither of a site with a history of its own, nor of one that shares this history."""
     other = dataclasses.replace(desk.site, runs_dir=tmp_path / "others")
     sharing = make_run(other.runs_dir)
-    Ingester(other, desk.store).turn()
+    Ingester(other, desk.store).ingest()
     assert sharing.run_id in desk.store.run_ids()
     journal = Journal(sharing, 1)
     journal.move_run(RunState.FAILED, "it failed")
     journal.close()
-    Ingester(other, desk.store).turn()
+    Ingester(other, desk.store).ingest()
     for number, run_id in enumerate((sharing.run_id, "else-20260101-000000-aaaaaa", "not a run of ours")):
         submission = Submission(attempt=1, scheduler="local", job_id=str(900 + number), command=())
         desk.scheduler.jobs[submission.job_id] = FakeJob(run_id, submission)
-    later = Reconciler(desk.site, desk.store, has_prefect=False, now=lambda: utc_now() + timedelta(hours=2))
+    later = Reconciler(desk.site, desk.store, flow_runs=None, now=lambda: utc_now() + timedelta(hours=2))
     assert one_round(later) == []
     assert desk.scheduler.cancelled == []
-    (deed,) = one_round(Reconciler(other, desk.store, has_prefect=False, now=lambda: utc_now() + timedelta(hours=2)))
-    assert deed.action.job_id == "900", "the control: its own site would"
+    (result,) = one_round(Reconciler(other, desk.store, flow_runs=None, now=lambda: utc_now() + timedelta(hours=2)))
+    assert result.action.job_id == "900", "the control: its own site would"
 
 
 def test_a_lost_folder_of_runs_is_not_taken_for_lost_runs(desk: Desk, reconciler: Reconciler) -> None:
     run_dir = training(desk)
     desk.site.runs_dir.rename(desk.site.home / "away")
-    assert reconciler.look() == []
+    assert reconciler.poll() == []
     desk.clock.now += 3600
-    assert reconciler.look() == []
+    assert reconciler.poll() == []
     desk.site.runs_dir.mkdir()
     for _ in range(2):
-        assert reconciler.look() == [], "the mount point of a file system that is away"
+        assert reconciler.poll() == [], "the mount point of a file system that is away"
         desk.clock.now += 3600
     desk.site.runs_dir.rmdir()
     (desk.site.home / "away").rename(desk.site.runs_dir)
-    (action,) = reconciler.look()
+    (action,) = reconciler.poll()
     assert (action.kind, action.run_id) == (ActionKind.ADOPT, run_dir.run_id)
 
 
@@ -229,15 +230,15 @@ def test_a_run_whose_directory_is_gone_is_closed_and_its_job_ended(
     desk: Desk, reconciler: Reconciler, started: list[str]
 ) -> None:
     run_dir = training(desk)
-    assert kinds(reconciler.look()) == [ActionKind.ADOPT]
+    assert kinds(reconciler.poll()) == [ActionKind.ADOPT]
     aside = desk.site.home / "aside"
     run_dir.root.rename(aside)
     for passed_s in (0, 599):
         desk.clock.now += passed_s
-        assert reconciler.look() == [], "it may come back"
+        assert reconciler.poll() == [], "it may come back"
     desk.clock.now += 2
-    deeds = one_round(reconciler)
-    assert [deed.action.kind for deed in deeds] == [ActionKind.CLOSE_RUN, ActionKind.CANCEL_JOB]
+    results = one_round(reconciler)
+    assert [result.action.kind for result in results] == [ActionKind.CLOSE_RUN, ActionKind.CANCEL_JOB]
     assert desk.scheduler.cancelled == ["101"]
     shown = queries.show_run(desk.store, run_dir.run_id)
     assert (shown["run"]["state"], shown["attempts"][0]["state"]) == ("failed", "lost")
@@ -246,9 +247,9 @@ def test_a_run_whose_directory_is_gone_is_closed_and_its_job_ended(
     assert one_round(reconciler) == [], "once"
     # It was only moved: its own files say what is so, and it goes on.
     aside.rename(run_dir.root)
-    Ingester(desk.site, desk.store).turn()
+    Ingester(desk.site, desk.store).ingest()
     assert queries.show_run(desk.store, run_dir.run_id)["run"]["state"] == "training"
-    assert kinds(reconciler.look()) == [ActionKind.ADOPT]
+    assert kinds(reconciler.poll()) == [ActionKind.ADOPT]
 
 
 def test_a_scheduler_that_does_not_answer_costs_nothing(desk: Desk, reconciler: Reconciler) -> None:
@@ -260,18 +261,18 @@ def test_a_scheduler_that_does_not_answer_costs_nothing(desk: Desk, reconciler: 
         raise SchedulerError("away")
 
     desk.scheduler.living = silent  # type: ignore[method-assign,assignment]
-    later = Reconciler(desk.site, desk.store, has_prefect=False, now=lambda: utc_now() + timedelta(hours=2))
+    later = Reconciler(desk.site, desk.store, flow_runs=None, now=lambda: utc_now() + timedelta(hours=2))
     assert one_round(later) == []
 
 
 def test_a_keeper_that_was_taken_over_while_it_was_suspended_does_nothing(desk: Desk) -> None:
-    """It asks before each deed: its own clock and its other thread may not have noticed yet."""
+    """It asks before each result: its own clock and its other thread may not have noticed yet."""
     name, owner = lease_name(desk.site), str(Owner.this_process())
     lease = Lease(desk.store, name, owner, desk.store.acquire_lease(name, owner, 60))
-    assert keeper.is_held(lease)
+    assert loop.is_held(lease)
     desk.store.acquire_lease(name, "next@elsewhere:1:1.00", 60, takeover=lambda owner: True)
     lease.keep()  # the control: it was renewed just now, and knows of nothing
-    assert not keeper.is_held(lease)
+    assert not loop.is_held(lease)
 
 
 def damage_the_journal(run_dir: RunDir) -> None:
@@ -298,7 +299,7 @@ def test_a_damaged_journal_is_complained_about_once_and_the_other_runs_are_read(
     for step in (3, 4):
         FakeAgent(run_dir).step(step)
         FakeAgent(damaged).step(step)
-        ingester.turn()
+        ingester.ingest()
         rows = queries.run_sql(desk.store, "SELECT run_id, max(step) FROM metrics GROUP BY run_id ORDER BY run_id").rows
         assert rows == sorted([[run_dir.run_id, step], [damaged.run_id, step]])
     (complaint,) = said
@@ -311,22 +312,22 @@ def test_a_damaged_journal_is_complained_about_once_and_the_other_runs_are_read(
 
 def with_retention(desk: Desk, days: int) -> Reconciler:
     site = dataclasses.replace(desk.site, retention=RetentionSite(checkpoints_days=days))
-    return Reconciler(site, desk.store, has_prefect=False, now=lambda: utc_now() + timedelta(days=8))
+    return Reconciler(site, desk.store, flow_runs=None, now=lambda: utc_now() + timedelta(days=8))
 
 
 @pytest.mark.usefixtures("reconciler")
 def test_old_checkpoints_are_removed_and_the_history_remembers_them(desk: Desk) -> None:
     run_dir = completed(desk)
     desk.scheduler.end_all()
-    assert with_retention(desk, 0).look(retention=True) == []
+    assert with_retention(desk, 0).poll(retention=True) == []
     keeping = with_retention(desk, 7)
-    assert [one.step for one in keeping.look(retention=True)] == [4, 8]
+    assert [one.step for one in keeping.poll(retention=True)] == [4, 8]
     assert [one.step for one in run_dir.checkpoints()] == [4, 8, 10], "looking removes nothing"
-    keeping.carry_out(keeping.look(retention=True))
+    keeping.carry_out(keeping.poll(retention=True))
     assert [one.step for one in run_dir.checkpoints()] == [10]
     rows = queries.run_sql(desk.store, "SELECT step, removed_at IS NOT NULL FROM checkpoints ORDER BY step").rows
     assert [list(map(int, row)) for row in rows] == [[4, 1], [8, 1], [10, 0]]
-    assert keeping.look(retention=True) == []
+    assert keeping.poll(retention=True) == []
 
 
 @pytest.mark.usefixtures("reconciler")
@@ -338,9 +339,9 @@ def test_what_was_put_aside_goes_when_checkpoints_go(desk: Desk, tmp_path: Path)
     (tmp_path / "elsewhere").mkdir()
     run_dir.damaged(1, 3).symlink_to(tmp_path / "elsewhere")
     keeping = with_retention(desk, 9)
-    assert [one.folder for one in keeping.look(retention=True) if one.folder] == [], "8 days old"
+    assert [one.folder for one in keeping.poll(retention=True) if one.folder] == [], "8 days old"
     keeping = with_retention(desk, 7)
-    found = [one for one in keeping.look(retention=True) if one.folder]
+    found = [one for one in keeping.poll(retention=True) if one.folder]
     assert [(one.kind, one.folder) for one in found] == [
         (ActionKind.REMOVE_PUT_ASIDE, "aside-1"),
         (ActionKind.REMOVE_PUT_ASIDE, "damaged-1.2"),
@@ -358,7 +359,7 @@ def test_a_link_is_never_followed(desk: Desk, tmp_path: Path) -> None:
     run_dir.checkpoint(4).root.symlink_to(elsewhere)
     (run_dir.checkpoint(8).root / "model").symlink_to(elsewhere)
     keeping = with_retention(desk, 7)
-    keeping.carry_out(keeping.look(retention=True))
+    keeping.carry_out(keeping.poll(retention=True))
     assert not run_dir.checkpoint(8).root.exists()
     assert run_dir.checkpoint(4).root.is_symlink()
     assert (elsewhere / "COMPLETE").is_file()
@@ -371,8 +372,8 @@ def test_what_a_run_at_work_begins_from_stays(desk: Desk) -> None:
     run_dir = completed(desk)
     desk.scheduler.end_all()
     desk.run(make_spec(model={"path": str(run_dir.checkpoint(4).model), "config": {}, "tokenizer": ""}))
-    Ingester(desk.site, desk.store).turn()
-    found = [one for one in with_retention(desk, 7).look(retention=True) if one.kind is ActionKind.REMOVE_CHECKPOINT]
+    Ingester(desk.site, desk.store).ingest()
+    found = [one for one in with_retention(desk, 7).poll(retention=True) if one.kind is ActionKind.REMOVE_CHECKPOINT]
     assert [one.step for one in found] == [8]
 
 
@@ -383,16 +384,16 @@ def test_what_a_run_at_work_begins_from_stays(desk: Desk) -> None:
 @pytest.mark.usefixtures("reconciler")
 def test_by_hand_only_where_no_keeper_is_at_work(desk: Desk, started: list[str]) -> None:
     run_dir = training(desk)
-    assert kinds(list(look_once(desk.site, desk.store))) == [ActionKind.ADOPT]
+    assert kinds(list(poll_once(desk.site, desk.store, None))) == [ActionKind.ADOPT]
     assert started == []
     token = desk.store.acquire_lease(lease_name(desk.site), "keeper@elsewhere:1:1.00", 60)
     with pytest.raises(LeaseLost, match="keeper of this site is at work"):
-        reconcile_once(desk.site, desk.store)
+        reconcile_once(desk.site, desk.store, None)
     assert started == []
     desk.store.release_lease(lease_name(desk.site), "keeper@elsewhere:1:1.00", token)
-    reconcile_once(desk.site, desk.store)
+    reconcile_once(desk.site, desk.store, None)
     assert started == [run_dir.run_id]
-    reconcile_once(desk.site, desk.store)  # the lease was given back
+    reconcile_once(desk.site, desk.store, None)  # the lease was given back
 
 
 def wait_for(condition: threading.Event) -> None:
@@ -403,21 +404,21 @@ def wait_for(condition: threading.Event) -> None:
 def test_of_two_keepers_one_acts_until_it_goes(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     acting, acted = [], threading.Condition()
     stops = {name: threading.Event() for name in ("first", "second")}
-    monkeypatch.setattr(keeper, "AGAIN_S", 0.05)
+    monkeypatch.setattr(loop, "RETRY_INTERVAL_S", 0.05)
     owners = iter(("a@elsewhere:1:1.00", "b@elsewhere:2:1.00"))
-    monkeypatch.setattr(keeper.Owner, "this_process", lambda: next(owners))
+    monkeypatch.setattr(loop.Owner, "this_process", lambda: next(owners))
 
-    def act(site: object, store: object, lease: keeper.Lease, stop: threading.Event) -> None:
+    def act(site: object, store: object, lease: loop.Lease, stop: threading.Event, rounds: object) -> None:
         with acted:
             acting.append(next(name for name, one in stops.items() if one is stop))
             acted.notify_all()
         stop.wait()
         lease.release()
 
-    monkeypatch.setattr(keeper, "_act", act)
+    monkeypatch.setattr(loop, "_act", act)
     threads = []
     for name, stop in stops.items():
-        threads.append(threading.Thread(target=keeper.keep, args=(desk.site, stop), name=name, daemon=True))
+        threads.append(threading.Thread(target=loop.run, args=(desk.site, stop, None), name=name, daemon=True))
         threads[-1].start()
         with acted:
             assert acted.wait_for(lambda: acting, timeout=60)
@@ -441,9 +442,9 @@ def test_the_keeper_reads_adopts_and_outlives_damage(
     fresh = desk.run()  # which the history does not know
     desk.scheduler.jobs.clear()
     stop, done, read = threading.Event(), threading.Event(), threading.Event()
-    monkeypatch.setattr("flows.daemon.take_turn", _then(keeper.take_turn, done))
-    monkeypatch.setattr("flows.daemon.Ingester.turn", _then(Ingester.turn, read))
-    thread = threading.Thread(target=keeper.keep, args=(desk.site, stop), daemon=True)
+    monkeypatch.setattr(Ingester, "ingest", _then(Ingester.ingest, read))
+    carry_out = _then(loop.plain_round, done)
+    thread = threading.Thread(target=loop.run, args=(desk.site, stop, None, carry_out), daemon=True)
     thread.start()
     wait_for(done)
     wait_for(read)
@@ -468,9 +469,9 @@ def _then(work: object, done: threading.Event) -> object:
 def test_the_ingester_skips_what_has_not_changed(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = training(desk)
     ingester = Ingester(desk.site, desk.store)
-    ingester.turn()
-    assert ingester.turn() == 0
+    ingester.ingest()
+    assert ingester.ingest() == 0
     FakeAgent(run_dir).step(3)
-    assert ingester.turn() == 1
+    assert ingester.ingest() == 1
     assert queries.run_sql(desk.store, "SELECT max(step) FROM metrics").rows == [[3]]
-    assert ingester.turn() == 0
+    assert ingester.ingest() == 0

@@ -9,8 +9,8 @@ from history_tools import postgres
 from sqlalchemy import text
 from sqlalchemy.engine import make_url
 
-from flows.daemon import Ingester
 from rlhf_core.config import load_site
+from rlhf_core.control.ingester import Ingester
 from rlhf_core.control.reconcile.actions import Reconciler
 from rlhf_core.errors import HistoryError
 from rlhf_core.history import queries
@@ -46,19 +46,19 @@ def test_a_lost_database_is_lived_through(
     run_dir = make_run(site.runs_dir)
     said: list[str] = []
     with HistoryStore(url) as store:
-        ingester, reconciler = Ingester(site, store, said.append), Reconciler(site, store, has_prefect=False)
-        assert ingester.turn() == 1
-        assert reconciler.look() == []
+        ingester, reconciler = Ingester(site, store, said.append), Reconciler(site, store, flow_runs=None)
+        assert ingester.ingest() == 1
+        assert reconciler.poll() == []
         allow(False)
         try:
             FakeAgent(run_dir).step(1)
-            assert [ingester.turn(), ingester.turn()] == [0, 0]
+            assert [ingester.ingest(), ingester.ingest()] == [0, 0]
             with pytest.raises(HistoryError):
-                reconciler.look()
+                reconciler.poll()
         finally:
             allow(True)
         assert len(said) == 1, "once, not at every turn"
-        assert ingester.turn() == 1
+        assert ingester.ingest() == 1
         assert queries.run_sql(store, "SELECT max(step) FROM metrics").rows == [[1]]
-        assert reconciler.look() == []
+        assert reconciler.poll() == []
         store.clear()

@@ -12,9 +12,9 @@ from slurm_cluster import WHY_NOT, Cluster, missing_programs
 from zombies import ROOT, Services, go, starts, state_of, wait_for
 
 from flows import reconcile as housekeeping
-from flows.flow_runs import ADOPTED_TAG
+from flows.flow_runs import ADOPTED_TAG, PrefectFlowRuns
 from flows.run import rlhf_run
-from rlhf_core.control.reconcile.actions import Deed, Reconciler
+from rlhf_core.control.reconcile.actions import ActionResult, Reconciler
 from rlhf_core.diagnosis import reconcile
 from rlhf_core.diagnosis.reconcile import ActionKind
 from rlhf_core.history import queries
@@ -103,17 +103,17 @@ def in_training(services: Services, client: SyncPrefectClient) -> RunDir:
     return run_dir
 
 
-def rounds(services: Services, store: HistoryStore) -> list[Deed]:
+def rounds(services: Services, store: HistoryStore) -> list[ActionResult]:
     """One round, in this process. Without what it tells Prefect of runs that have ended, as those of earlier tests:
     that comes when it comes (``test_housekeeping_telling``)."""
-    one = Reconciler(services.site, store, has_prefect=True)
-    deeds = housekeeping.take_turn(one, lambda: True, retention=False)
-    return [deed for deed in deeds if deed.action.kind is not ActionKind.TELL]
+    one = Reconciler(services.site, store, flow_runs=PrefectFlowRuns(services.site))
+    results = housekeeping.carry_out_round(one, lambda: True, False)
+    return [result for result in results if result.action.kind is not ActionKind.TELL]
 
 
 def untold(services: Services, store: HistoryStore) -> bool:
     """Whether a keeper that has told nothing yet finds something to tell."""
-    looked = Reconciler(services.site, store, has_prefect=True).look()
+    looked = Reconciler(services.site, store, flow_runs=PrefectFlowRuns(services.site)).poll()
     return any(one.kind is ActionKind.TELL for one in looked)
 
 
@@ -159,8 +159,8 @@ def test_a_cancellation_that_nobody_hears_is_carried_out(
     (flow_run,) = [one for one in client.read_flow_runs() if one.name == run_dir.run_id]
     client.set_flow_run_state(flow_run.id, Cancelling(), force=True)
     assert state_of(run_dir) is RunState.TRAINING
-    deeds = rounds(services, store)
-    assert [one.action.kind for one in deeds] == [ActionKind.CANCEL_RUN, ActionKind.END_FLOW_RUN]
+    results = rounds(services, store)
+    assert [one.action.kind for one in results] == [ActionKind.CANCEL_RUN, ActionKind.END_FLOW_RUN]
     ended(client, store, run_dir, RunState.CANCELLED, "Cancelled")
 
 
@@ -171,8 +171,8 @@ def test_a_controller_that_prefect_takes_for_dead_keeps_its_run(
     run_dir = in_training(services, client)
     (flow_run,) = [one for one in client.read_flow_runs() if one.name == run_dir.run_id]
     client.set_flow_run_state(flow_run.id, Crashed(), force=True)
-    (deed,) = rounds(services, store)
-    assert deed.action.kind is ActionKind.NOTE
+    (result,) = rounds(services, store)
+    assert result.action.kind is ActionKind.NOTE
     go(run_dir)
     wait_for(lambda: state_of(run_dir) is RunState.COMPLETED, "it ends")
     assert len(flow_runs(client, run_dir)) == 1
@@ -184,8 +184,8 @@ def test_two_rounds_that_see_the_same_make_one_flow_run(
     services.start("worker")
     run_dir = in_training(services, client)
     services.kill("worker")
-    both = [Reconciler(services.site, store, has_prefect=True) for _ in range(2)]
-    looks = [one.look() for one in both]
+    both = [Reconciler(services.site, store, flow_runs=PrefectFlowRuns(services.site)) for _ in range(2)]
+    looks = [one.poll() for one in both]
     for one, actions in zip(both, looks, strict=True):
         one.carry_out(actions)
     assert flow_runs(client, run_dir) == [("Crashed", False), ("Scheduled", True)]
@@ -221,8 +221,8 @@ def test_rounds_are_flow_runs_where_they_are_due_or_do_something(
     run_dir = in_training(services, client)
     services.kill("worker")
     monkeypatch.setattr(reconcile, "AGAIN_S", 0.0)
-    deeds = rounds(services, store)
-    assert [one.action.kind for one in deeds] == [ActionKind.ADOPT, ActionKind.END_FLOW_RUN]
+    results = rounds(services, store)
+    assert [one.action.kind for one in results] == [ActionKind.ADOPT, ActionKind.END_FLOW_RUN]
     assert len(made()) == len(first) + 2
     (artifact,) = [one for one in client.read_artifacts() if one.key == housekeeping.ARTIFACT_KEY][-1:]
     assert run_dir.run_id in str([one.data for one in client.read_artifacts()])

@@ -15,6 +15,7 @@ from prefect.states import Crashed, Running
 from real_server import RealServer
 from zombies import wait_for
 
+from flows.flow_runs import PrefectFlowRuns
 from flows.run import rlhf_run
 from flows.view import artifact_key, late
 from flows.view.events import FlowRun, happenings, tell, unknown_to_the_server
@@ -59,7 +60,9 @@ def flow_run(name: str) -> str:
 
 
 def later(desk: Desk) -> Reconciler:
-    return Reconciler(desk.site, desk.store, has_prefect=True, now=lambda: utc_now() + timedelta(seconds=90))
+    return Reconciler(
+        desk.site, desk.store, flow_runs=PrefectFlowRuns(desk.site), now=lambda: utc_now() + timedelta(seconds=90)
+    )
 
 
 def of_telling(actions: list[Action]) -> list[Action]:
@@ -74,31 +77,31 @@ def is_known(run_dir: RunDir) -> bool:
 def test_the_keeper_tells_what_nobody_has_told_and_tells_it_once(desk: Desk) -> None:
     run_dir = completed(desk, True)
     keeper = later(desk)
-    (deed,) = keeper.carry_out(of_telling(keeper.look()))
-    assert deed.done
-    assert deed.said == f"told now: {', '.join([*STORY, 'page result'])}"
-    assert of_telling(keeper.look()) == [], "also before the server shows it: an automation would act on each"
+    (result,) = keeper.carry_out(of_telling(keeper.poll()))
+    assert result.done
+    assert result.message == f"published now: {', '.join([*STORY, 'artifact result'])}"
+    assert of_telling(keeper.poll()) == [], "also before the server shows it: an automation would act on each"
     wait_for(lambda: is_known(run_dir), "the server has it all")
-    assert of_telling(later(desk).look()) == [], "another keeper finds nothing to tell"
+    assert of_telling(later(desk).poll()) == [], "another keeper finds nothing to tell"
 
 
 def test_the_end_under_a_controller_without_prefect_is_told_too(desk: Desk) -> None:
     """It took over while the server was away, or `rlhf cancel` ended a run that nobody drove."""
     completed(desk, True, False)
     keeper = later(desk)
-    assert len(of_telling(keeper.look())) == 1
+    assert len(of_telling(keeper.poll())) == 1
 
 
 def test_a_run_that_was_never_a_flow_run_is_not_told_of(desk: Desk) -> None:
     completed(desk, False)
-    assert of_telling(later(desk).look()) == []
+    assert of_telling(later(desk).poll()) == []
 
 
 def test_what_was_told_in_time_is_not_told_again(desk: Desk) -> None:
     run_dir = completed(desk, True)
     tell_events(run_dir)
     late.renew(read_story(run_dir), desk.store, FlowRun(drove(run_dir), ""))
-    assert of_telling(later(desk).look()) == []
+    assert of_telling(later(desk).poll()) == []
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -137,8 +140,8 @@ def test_pages_that_tell_another_end_are_renewed_in_the_name_of_the_flow_run(des
     put(run_dir, "result", "markdown", f"# {run_dir.run_id}: training\n", "training: attempt 1")
     put(run_dir, "progress", "progress", 40.0, "**step 4 of 10 (grpo), 40 %** · 3 min left")
     keeper = later(desk)
-    (deed,) = keeper.carry_out(of_telling(keeper.look()))
-    assert deed.said == "told now: page result, page progress"
+    (result,) = keeper.carry_out(of_telling(keeper.poll()))
+    assert result.message == "published now: artifact result, page progress"
     result, progress = page(run_dir, "result"), page(run_dir, "progress")
     assert result is not None
     assert progress is not None
@@ -147,7 +150,7 @@ def test_pages_that_tell_another_end_are_renewed_in_the_name_of_the_flow_run(des
     assert result.description == "completed: attempt 1 completed"
     assert str(result.flow_run_id) == drove(run_dir), "on the tab Artifacts of the run's own flow run"
     assert (progress.data, str(progress.description).partition(" ")[0]) == (100.0, "**completed**")
-    assert of_telling(later(desk).look()) == [], "another keeper finds nothing to renew"
+    assert of_telling(later(desk).poll()) == [], "another keeper finds nothing to renew"
 
 
 def test_a_page_from_before_the_promotion_was_decided_is_renewed(desk: Desk) -> None:
@@ -159,8 +162,8 @@ def test_a_page_from_before_the_promotion_was_decided_is_renewed(desk: Desk) -> 
     desk._stack.close()
     tell_events(run_dir)
     keeper = later(desk)
-    (deed,) = keeper.carry_out(of_telling(keeper.look()))
-    assert deed.said == "told now: page result"
+    (result,) = keeper.carry_out(of_telling(keeper.poll()))
+    assert result.message == "published now: artifact result"
     result = page(run_dir, "result")
     assert result is not None
     assert "**Promotion: refused**, step 10 · by ada · not yet" in str(result.data)
@@ -171,12 +174,12 @@ def test_an_incident_that_no_page_tells_of_is_told(desk: Desk) -> None:
     FakeAgent(run_dir).incident(FailureKind.NODE_LOST)
     tell_events(run_dir)
     keeper = later(desk)
-    (deed,) = keeper.carry_out(of_telling(keeper.look()))
-    assert deed.said == "told now: page result, page incidents"
+    (result,) = keeper.carry_out(of_telling(keeper.poll()))
+    assert result.message == "published now: artifact result, page incidents"
     told = page(run_dir, "incidents")
     assert told is not None
     assert "## node_lost" in str(told.data)
-    assert of_telling(later(desk).look()) == []
+    assert of_telling(later(desk).poll()) == []
 
 
 def test_nothing_is_shown_of_a_run_that_was_never_a_flow_run(desk: Desk) -> None:
@@ -204,9 +207,9 @@ def test_a_flow_run_called_crashed_and_its_open_task_runs_get_the_end_of_the_run
         client.set_flow_run_state(flow_run_id, Crashed(), force=True)
         one = later(desk)
         of_ends = [ActionKind.END_FLOW_RUN, ActionKind.END_TASK_RUN]
-        deeds = one.carry_out([action for action in one.look() if action.kind in of_ends])
-        assert [deed.done for deed in deeds] == [True] * 4
+        results = one.carry_out([action for action in one.poll() if action.kind in of_ends])
+        assert [result.done for result in results] == [True] * 4
         assert client.read_flow_run(flow_run_id).state_name == "Completed"
         states = {title: client.read_task_run(id_).state_name for title, id_ in open_ones.items()}
     assert set(states.values()) == {"Completed"}
-    assert [action for action in later(desk).look() if action.kind in of_ends] == []
+    assert [action for action in later(desk).poll() if action.kind in of_ends] == []

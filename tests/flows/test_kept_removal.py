@@ -16,10 +16,11 @@ from control_fakes import make_run, make_spec
 from desk import Desk
 from real_server import RealServer
 
-from flows import daemon as keeper
 from flows.deployments import register, submit
+from flows.flow_runs import PrefectFlowRuns
 from rlhf_core.control import snapshots as kept
-from rlhf_core.control.reconcile.cleanup import Tidier
+from rlhf_core.control.reconcile import loop
+from rlhf_core.control.reconcile.cleanup import SnapshotCleanup
 from rlhf_core.launch.journal import Journal
 from rlhf_core.run_dir import RunDir, read_model, remove_tree, write_model
 from rlhf_core.schemas.attempts import RunState
@@ -58,8 +59,9 @@ def age(file: Path, days: float) -> None:
     os.utime(file.parent, (then, then))
 
 
-def tidier(desk: Desk, days: int = DAYS) -> Tidier:
-    return Tidier(dataclasses.replace(desk.site, retention=RetentionSite(deployments_days=days)), desk.store)
+def tidier(desk: Desk, days: int = DAYS) -> SnapshotCleanup:
+    site = dataclasses.replace(desk.site, retention=RetentionSite(deployments_days=days))
+    return SnapshotCleanup(site, desk.store, PrefectFlowRuns(site))
 
 
 def run_of(desk: Desk, file: Path, *states: RunState) -> RunDir:
@@ -86,16 +88,16 @@ def test_what_is_old_and_nothing_refers_to_goes(client: Any, desk: Desk, caplog:
     old, other, young = keep(desk, "a"), keep(desk, "b", "seed=3"), keep(desk, "a", "seed=2", days=DAYS - 1)
     run_of(desk, other, *COMPLETED)
     with caplog.at_level("INFO", logger="rlhf.keeper"):
-        assert tidier(desk).tidy() == [old.parent, other.parent]
+        assert tidier(desk).run() == [old.parent, other.parent]
     assert not old.parent.exists(), "the code as well"
     assert young.is_file()
     assert caplog.text.count("nothing refers to it") == 2
-    assert tidier(desk).tidy() == []
+    assert tidier(desk).run() == []
 
 
 def test_nought_days_keeps_all(client: Any, desk: Desk) -> None:
     file = keep(desk, "a", days=10_000)
-    assert tidier(desk, days=0).tidy() == []
+    assert tidier(desk, days=0).run() == []
     assert file.is_file()
 
 
@@ -108,9 +110,9 @@ def test_what_a_deployment_refers_to_stays(client: Any, desk: Desk) -> None:
     deployment = client.read_deployment(UUID(done.id))
     file = Path(deployment.parameters["config"])
     age(file, DAYS + 1)
-    assert tidier(desk).tidy() == []
+    assert tidier(desk).run() == []
     client.delete_deployment(deployment.id)
-    assert tidier(desk).tidy() == [file.parent]
+    assert tidier(desk).run() == [file.parent]
 
 
 @pytest.mark.parametrize(("state", "stays"), [("Scheduled", True), ("Failed", True), ("Completed", False)])
@@ -122,11 +124,11 @@ def test_what_a_flow_run_may_begin_with_again_stays(client: Any, desk: Desk, sta
     asked = submit("mine", desk.site, config=str(file))
     client.set_flow_run_state(UUID(asked.flow_run_id), getattr(states, state)(), force=True)
     age(file, DAYS + 1)
-    assert tidier(desk).tidy() == ([] if stays else [file.parent])
+    assert tidier(desk).run() == ([] if stays else [file.parent])
 
 
 def test_a_deployment_on_a_late_page_is_seen(client: Any, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_core.control.reconcile.cleanup._PAGE", 4)
+    monkeypatch.setattr("flows.references._PAGE", 4)
     files = []
     for number in range(11):
         register("quickstart", desk.site, name=f"d{number}", overrides=[f"seed={number}"], folder=desk.site.home)
@@ -134,7 +136,7 @@ def test_a_deployment_on_a_late_page_is_seen(client: Any, desk: Desk, monkeypatc
     for file in files:
         age(file, DAYS + 1)
     assert len(files) == 11
-    assert tidier(desk).tidy() == []
+    assert tidier(desk).run() == []
 
 
 @pytest.mark.parametrize(
@@ -144,12 +146,12 @@ def test_what_a_run_can_be_resumed_with_stays(client: Any, desk: Desk, states: t
     """Also one that the history does not know yet; and one that lies where this site does not look."""
     file = keep(desk, "a")
     run_dir = run_of(desk, file, *states)
-    assert tidier(desk).tidy() == [], "from its directory"
+    assert tidier(desk).run() == [], "from its directory"
     record(run_dir, desk.store)
     shutil.move(run_dir.root, desk.site.home / "elsewhere")
-    assert tidier(desk).tidy() == [], "from the history"
+    assert tidier(desk).run() == [], "from the history"
     desk.store.remove_run(run_dir.run_id)
-    assert tidier(desk).tidy() == [file.parent]
+    assert tidier(desk).run() == [file.parent]
 
 
 def test_without_an_answer_of_prefect_everything_stays(desk: Desk) -> None:
@@ -157,7 +159,7 @@ def test_without_an_answer_of_prefect_everything_stays(desk: Desk) -> None:
 
     file = keep(desk, "a")
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
-        assert tidier(desk).tidy() == []
+        assert tidier(desk).run() == []
     assert file.is_file()
 
 
@@ -165,7 +167,7 @@ def test_what_is_asked_for_again_is_young_again(client: Any, desk: Desk) -> None
     file = keep(desk, "a")
     again = kept.keep("quickstart", (), "a", desk.site.home, desk.site.home)
     assert again.config == file
-    assert tidier(desk).tidy() == []
+    assert tidier(desk).run() == []
 
 
 def test_what_is_asked_for_while_it_is_removed_stays(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,23 +186,23 @@ def test_a_removal_that_was_killed_is_finished(client: Any, desk: Desk, monkeypa
 
     monkeypatch.setattr(kept, "remove_tree", die)
     with pytest.raises(KeyboardInterrupt):
-        tidier(desk).tidy()
+        tidier(desk).run()
     monkeypatch.setattr(kept, "remove_tree", remove_tree)
     assert not file.exists()
-    assert tidier(desk).tidy() == [file.parent.with_suffix(".old")]
+    assert tidier(desk).run() == [file.parent.with_suffix(".old")]
     assert list((desk.site.home / "deployments" / "a").iterdir()) == []
 
 
 def test_the_keeper_does_it(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     done, stop = threading.Event(), threading.Event()
 
-    def tidy(self: Tidier, may: Callable[[], bool]) -> list[Path]:
+    def tidy(self: SnapshotCleanup, may: Callable[[], bool]) -> list[Path]:
         done.set()
         return []
 
     monkeypatch.setattr("rlhf_core.control.reconcile.actions.get_scheduler", lambda name: desk.scheduler)
-    monkeypatch.setattr(Tidier, "tidy", tidy)
-    thread = threading.Thread(target=keeper.keep, args=(desk.site, stop), daemon=True)
+    monkeypatch.setattr(SnapshotCleanup, "run", tidy)
+    thread = threading.Thread(target=loop.run, args=(desk.site, stop, None), daemon=True)
     thread.start()
     assert done.wait(60)
     stop.set()

@@ -424,7 +424,7 @@ def test_killed_while_waiting_the_next_controller_waits_until_the_first_deadline
     deadlines = []
 
     @contextmanager
-    def killed_here(controller: Controller, question: promotion.Question) -> Iterator[None]:
+    def killed_here(question: promotion.Question) -> Iterator[None]:
         deadlines.append(question.deadline)
         raise Killed
         yield

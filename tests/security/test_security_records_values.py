@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from flows.daemon import Ingester
 from rlhf_core.cli import main
 from rlhf_core.config import load_site
+from rlhf_core.control.ingester import Ingester
 from rlhf_core.errors import RlhfError
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
@@ -363,8 +363,8 @@ def test_hostile_lines_stop_neither_their_run_nor_any_command(
     with HistoryStore(site.database_url) as store:
         said: list[str] = []
         ingester = Ingester(site, store, said.append)
-        assert ingester.turn() == 2
-        assert (ingester.turn(), said) == (0, [])
+        assert ingester.ingest() == 2
+        assert (ingester.ingest(), said) == (0, [])
         for run_dir, last in ((hostile, 2), (healthy, 1)):
             assert queries.show_run(store, run_dir.run_id)["metrics"]["train/loss"]["step"] == last
         told = [one for one in queries.events(store, hostile.run_id) if one["kind"] == "set_aside"]

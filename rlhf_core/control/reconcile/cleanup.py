@@ -1,46 +1,125 @@
-"""Removes kept configs and code (``rlhf_core/control/snapshots.py``) that nothing refers to any more."""
+"""Removal of what is old: checkpoints, and snapshots of configs and code that nothing refers to any more."""
 
 import logging
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from datetime import datetime
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TypeVar
 
-from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateType
-from prefect.client.schemas.objects import StateType
-
-from flows.site.server import server_answers
 from rlhf_core.config import Site
-from rlhf_core.control import snapshots as kept
+from rlhf_core.control import snapshots
 from rlhf_core.control.promotion import is_due
-from rlhf_core.errors import RunDirError
+from rlhf_core.control.reconcile.flow_runs import FlowRuns
+from rlhf_core.diagnosis.reconcile import Action, ActionKind, World
+from rlhf_core.diagnosis.retention import Scored, removable
+from rlhf_core.errors import RlhfError, RunDirError
 from rlhf_core.history import active
+from rlhf_core.history.active import Standing
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import read_record
-from rlhf_core.run_dir import RunDir, run_dirs
+from rlhf_core.run_dir import RunDir, read_model, run_dirs
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.reports import EvaluationReport
 
-log = logging.getLogger("rlhf.keeper")
+log = logging.getLogger("rlhf.daemon")
 
-_Row = TypeVar("_Row")
-
-_PAGE = 200
-"""As many as Prefect gives at a time."""
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints
 
 
-class Tidier:
-    """Removes configs and code that were deployed once and that nothing can need any more. It remembers what the run
+def old_checkpoints(site: Site, store: HistoryStore, world: World, now: datetime) -> Iterator[Action]:
+    """Removals of checkpoints that are older than the site keeps them, and neither the newest, the best, promoted nor
+    in use.
+
+    Raises:
+        HistoryError: the history does not answer.
+    """
+    days = site.retention.checkpoints_days
+    if not days:
+        return
+    candidates = active.with_checkpoints(store, now - timedelta(days=days))
+    begun_from = _begun_from(site, world) if candidates else []
+    for run_id, (path, ended_at) in candidates.items():
+        run_dir = RunDir.find(site.runs_dir, run_id)
+        if Path(path).parent != site.runs_dir or run_dir is None or run_dir.checkpoints_dir.is_symlink():
+            continue
+        standing = active.standings(store, now, run_ids=[run_id])[run_id]
+        with suppress(RlhfError, OSError):
+            for step in _old_steps(run_dir, standing, ended_at, begun_from, days, now):
+                reason = f"older than {days} days, and neither the newest, the best, promoted nor in use"
+                yield Action(ActionKind.REMOVE_CHECKPOINT, run_id, reason, step=step)
+            for name in _old_put_aside(run_dir, ended_at, now - timedelta(days=days)):
+                reason = f"put aside, damaged or given up, and older than {days} days"
+                yield Action(ActionKind.REMOVE_PUT_ASIDE, run_id, reason, folder=name)
+
+
+def _old_put_aside(run_dir: RunDir, ended_at: datetime, latest: datetime) -> list[str]:
+    """Folders of checkpoints that were put aside; of a run that was gone on with, none may go yet."""
+    if not read_record(run_dir).ended or ended_at >= latest:
+        return []
+    folders = [path for path in run_dir.put_aside_folders() if not path.is_symlink()]
+    return [path.name for path in folders if datetime.fromtimestamp(path.stat().st_mtime, UTC) < latest]
+
+
+def _old_steps(
+    run_dir: RunDir, standing: Standing, ended_at: datetime, begun_from: Sequence[Path], days: int, now: datetime
+) -> list[int]:
+    if not read_record(run_dir).ended:
+        return []  # gone on with since; the history will know soon
+    folders = [one for one in run_dir.checkpoints() if not one.root.is_symlink()]
+    manifests = {one.step: manifest for one in folders if (manifest := one.manifest()) is not None}
+    reports = [read_model(path, EvaluationReport) for path in run_dir.evaluations_dir.glob("*.json")]
+    return removable(
+        {step: manifest.time for step, manifest in manifests.items()},
+        [
+            Scored(one.name, one.checkpoint_step, one.value)
+            for one in reports
+            if one is not None and math.isfinite(one.value)
+        ],
+        (standing.promotion, standing.promoted_step) if standing.promotion else None,
+        {one.step for one in folders if any(path.is_relative_to(one.root) for path in begun_from)},
+        ended_at=ended_at,
+        days=days,
+        now=now,
+    )
+
+
+def _begun_from(site: Site, world: World) -> list[Path]:
+    """Model folders that runs at work begin from."""
+    found: list[Path] = []
+    for run in world.runs.values():
+        if not run.ended and not run.missing_s:
+            with suppress(RlhfError, OSError):
+                model = RunDir.of(site.runs_dir, run.run_id).read_spec().spec.model.path
+                found += [Path(model)] if model else []
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Snapshots of configs and code
+
+
+class SnapshotCleanup:
+    """Removal of configs and code that were deployed once and that nothing can need any more. It remembers what the run
     directories refer to, which never changes: each is read once."""
 
-    def __init__(self, site: Site, store: HistoryStore, now: Callable[[], datetime] = utc_now) -> None:
+    def __init__(
+        self, site: Site, store: HistoryStore, flow_runs: FlowRuns | None, now: Callable[[], datetime] = utc_now
+    ) -> None:
+        """Remember nothing yet.
+
+        Args:
+            flow_runs: those of the site's Prefect server; None where it has none.
+        """
         self._site = site
+        self._flow_runs = flow_runs
         self._store = store
         self._now = now
         self._sources: dict[str, str] = {}
 
-    def tidy(self, may: Callable[[], bool] = lambda: True) -> list[Path]:
+    def run(self, may: Callable[[], bool] = lambda: True) -> list[Path]:
         """Remove what may go, and say so in the log; the folders that were removed.
 
         Where Prefect does not answer nothing goes: whether something is scheduled is not known then.
@@ -49,29 +128,31 @@ class Tidier:
             HistoryError: the history does not answer.
         """
         old = self._removable(())
-        if not old or not server_answers():
+        if not old or self._flow_runs is None or not self._flow_runs.answers():
             return []
-        referred = {*_referred_in_prefect(), *self._referred_by_runs()}
+        referred = {*_keys(self._flow_runs.configs()), *self._referred_by_runs()}
         removed = []
         for copy in self._removable(referred):
             if not may():
                 break
-            if kept.remove(copy):
+            if snapshots.remove(copy):
                 removed.append(copy.folder)
                 log.info("removed %s: asked for last at %s, nothing refers to it", copy.folder, f"{copy.asked_at:%F}")
         return removed
 
-    def _removable(self, referred: Collection[tuple[str, str]]) -> list[kept.Copy]:
+    def _removable(self, referred: Collection[tuple[str, str]]) -> list[snapshots.Copy]:
         days = self._site.retention.deployments_days
-        return kept.removable(kept.copies(self._site.home), referred, days=days, now=self._now()) if days else []
+        return (
+            snapshots.removable(snapshots.copies(self._site.home), referred, days=days, now=self._now()) if days else []
+        )
 
     def _referred_by_runs(self) -> Iterator[tuple[str, str]]:
-        """Of runs that may be gone on with. The history knows them also where this site has other folders of runs, the
+        """Of runs that may be resumed. The history knows them also where this site has other folders of runs, the
         directories also where the history has not read them."""
         sources = [*active.resumable_sources(self._store)]
         for run_dir in run_dirs(self._site.runs_dir):
             source = self._source(run_dir)
-            if kept.key_of(source) is not None and self._may_go_on(run_dir):
+            if snapshots.key_of(source) is not None and self._may_go_on(run_dir):
                 sources.append(source)
         yield from _keys(sources)
 
@@ -92,35 +173,8 @@ class Tidier:
         return record.state is not RunState.COMPLETED or is_due(run_dir.read_spec(), record)
 
 
-def _referred_in_prefect() -> Iterator[tuple[str, str]]:
-    """Of deployments, and of flow runs that may still begin or be tried again.
-
-    Raises whatever Prefect raises when it does not answer.
-    """
-    begun_again = [one for one in StateType if one is not StateType.COMPLETED]
-    open_ones = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=begun_again)))
-    with get_client(sync_client=True) as client:
-        for page in _overlapping(lambda offset: client.read_deployments(limit=_PAGE, offset=offset)):
-            yield from _keys(str(one.parameters.get("config") or "") for one in page)
-        for runs in _overlapping(
-            lambda offset: client.read_flow_runs(flow_run_filter=open_ones, limit=_PAGE, offset=offset)
-        ):
-            yield from _keys(str(one.parameters.get("config") or "") for one in runs)
-
-
-def _overlapping(read: Callable[[int], Sequence[_Row]]) -> Iterator[Sequence[_Row]]:
-    """Pages that overlap by half: one that ends while it is read moves all after it, and none may be missed."""
-    offset = 0
-    while True:
-        page = read(offset)
-        yield page
-        if len(page) < _PAGE:
-            return
-        offset += _PAGE // 2
-
-
 def _keys(sources: Iterable[str]) -> Iterator[tuple[str, str]]:
     for source in sources:
-        key = kept.key_of(source)
+        key = snapshots.key_of(source)
         if key is not None:
             yield key

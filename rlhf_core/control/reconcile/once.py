@@ -1,30 +1,31 @@
-"""A round of the reconciler by hand, beside the keeper or without one."""
+"""One round of the reconciler by hand, beside the daemon of the site or without one."""
 
 from collections.abc import Sequence
 
-from flows.daemon import TTL_S, has_prefect, lease_name
 from rlhf_core.config import Site
-from rlhf_core.control.reconcile.actions import Deed, Reconciler
+from rlhf_core.control.reconcile.actions import ActionResult, Reconciler
+from rlhf_core.control.reconcile.flow_runs import FlowRuns
+from rlhf_core.control.reconcile.loop import TTL_S, lease_name
 from rlhf_core.diagnosis.reconcile import Action
 from rlhf_core.errors import LeaseLost
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.lease import Lease, Owner, known_dead
 
 
-def look_once(site: Site, store: HistoryStore) -> Sequence[Action]:
-    """What a round would do.
+def poll_once(site: Site, store: HistoryStore, flow_runs: FlowRuns | None) -> Sequence[Action]:
+    """The actions that a round would carry out.
 
     Raises:
         HistoryError: the history does not answer.
     """
-    return Reconciler(site, store, has_prefect=has_prefect()).look(retention=True)
+    return Reconciler(site, store, flow_runs=flow_runs).poll(retention=True)
 
 
-def reconcile_once(site: Site, store: HistoryStore) -> Sequence[Deed]:
-    """Do a round.
+def reconcile_once(site: Site, store: HistoryStore, flow_runs: FlowRuns | None) -> Sequence[ActionResult]:
+    """Carry out a round.
 
     Raises:
-        LeaseLost: the keeper of the site is at work and does it by itself, or has begun to meanwhile.
+        LeaseLost: the daemon of the site is at work and does it by itself, or has begun to meanwhile.
         HistoryError: the history does not answer.
     """
     name, owner = lease_name(site), str(Owner.this_process())
@@ -32,11 +33,10 @@ def reconcile_once(site: Site, store: HistoryStore) -> Sequence[Deed]:
         token = store.acquire_lease(name, owner, TTL_S, takeover=known_dead)
     except LeaseLost as error:
         raise LeaseLost(
-            f"the keeper of this site is at work and reconciles every {site.prefect.reconcile_s:g} s by itself; "
+            f"the daemon of this site is at work and reconciles every {site.prefect.reconcile_s:g} s by itself; "
             f"--dry-run shows what it finds ({error})"
         ) from None
     lease = Lease(store, name, owner, token)
-
     lease.start()
 
     def may() -> bool:
@@ -44,7 +44,7 @@ def reconcile_once(site: Site, store: HistoryStore) -> Sequence[Deed]:
         return True
 
     try:
-        reconciler = Reconciler(site, store, has_prefect=has_prefect())
-        return reconciler.carry_out(reconciler.look(retention=True), may)
+        reconciler = Reconciler(site, store, flow_runs=flow_runs)
+        return reconciler.carry_out(reconciler.poll(retention=True), may)
     finally:
         lease.release()

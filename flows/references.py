@@ -1,0 +1,40 @@
+"""Configs that Prefect refers to: a snapshot that a deployment or a flow run may still need is not removed."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateType
+from prefect.client.schemas.objects import StateType
+
+_Row = TypeVar("_Row")
+
+_PAGE = 200
+"""As many as Prefect gives at a time."""
+
+
+def configs() -> Iterator[str]:
+    """Configs of deployments, and of flow runs that may still begin or be retried.
+
+    Raises whatever Prefect raises when it does not answer.
+    """
+    begun_again = [one for one in StateType if one is not StateType.COMPLETED]
+    open_ones = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=begun_again)))
+    with get_client(sync_client=True) as client:
+        for page in _overlapping(lambda offset: client.read_deployments(limit=_PAGE, offset=offset)):
+            yield from (str(one.parameters.get("config") or "") for one in page)
+        for runs in _overlapping(
+            lambda offset: client.read_flow_runs(flow_run_filter=open_ones, limit=_PAGE, offset=offset)
+        ):
+            yield from (str(one.parameters.get("config") or "") for one in runs)
+
+
+def _overlapping(read: Callable[[int], Sequence[_Row]]) -> Iterator[Sequence[_Row]]:
+    """Pages that overlap by half: one that ends while it is read moves all after it, and none may be missed."""
+    offset = 0
+    while True:
+        page = read(offset)
+        yield page
+        if len(page) < _PAGE:
+            return
+        offset += _PAGE // 2

@@ -1,0 +1,62 @@
+"""Facts about one run for the reconciler, from its files and its rows in the history."""
+
+from datetime import datetime, timedelta
+
+from rlhf_core.control.promotion import is_due
+from rlhf_core.diagnosis.reconcile import Holder, RunFacts
+from rlhf_core.history.active import Standing
+from rlhf_core.launch.journal import RunRecord
+from rlhf_core.launch.lease import TTL_S, Owner
+from rlhf_core.schemas.run import StoredSpec
+
+
+def run_facts(
+    run_id: str, standing: Standing | None, written: RunRecord, cancel_asked: str, stored: StoredSpec, now: datetime
+) -> RunFacts:
+    """Put the facts together.
+
+    Args:
+        standing: its rows in the history; None where there are none.
+        written: its journal.
+        cancel_asked: reason for which it is to be cancelled; empty where it is not.
+    """
+    submissions = {number: one.submission for number, one in written.attempts.items()}
+    newest = standing.controllers[-1] if standing is not None and standing.controllers else None
+    holder, undriven_s = lease_holder(standing, now)
+    ended_at = standing.ended_at if standing is not None else None
+    return RunFacts(
+        run_id=run_id,
+        state=written.state,
+        recorded=standing.state if standing is not None else "",
+        holder=holder,
+        owner=standing.owner if standing is not None else "",
+        undriven_s=undriven_s,
+        num_controllers=sum(
+            one.started_at > now - timedelta(hours=1) for one in (standing.controllers if standing is not None else ())
+        ),
+        controller_started_at=newest.started_at if newest is not None else None,
+        flow_run_id=newest.flow_run_id if newest is not None else "",
+        attempt=max(written.attempts, default=0),
+        jobs={number: one.job_id for number, one in submissions.items() if one is not None},
+        ended_s=(now - ended_at).total_seconds() if ended_at is not None else 0.0,
+        cancel_asked=cancel_asked,
+        trial_of=stored.trial_of,
+        promotion_due=is_due(stored, written),
+    )
+
+
+def lease_holder(standing: Standing | None, now: datetime) -> tuple[Holder, float]:
+    """The state of the lease on a run, and the time without a controller at work on it (seconds)."""
+    if standing is None:
+        return Holder.FREE, 0.0
+    if standing.expired_s is None:
+        return Holder.FREE, (now - standing.created_at).total_seconds()
+    if not standing.owner:
+        return Holder.FREE, standing.expired_s
+    owner = Owner.parse(standing.owner)
+    if owner is not None and owner.is_here():
+        # One that lives and cannot reach the database keeps its run, also when its lease has run out.
+        if not owner.is_known_dead():
+            return Holder.LIVING, 0.0
+        return Holder.DEAD, max(standing.expired_s + TTL_S, 0.0)
+    return (Holder.LIVING, 0.0) if standing.expired_s < 0 else (Holder.SILENT, standing.expired_s)

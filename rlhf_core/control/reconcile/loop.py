@@ -1,0 +1,219 @@
+"""The daemon of a site: one process that reads the files of all active runs into the history, and reconciles.
+
+Two daemons at once are no danger: a lease lets one act, and the other waits for it. The work is in two threads, so that
+a job that takes a minute to end holds neither the reading nor the lease.
+"""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from rlhf_core.config import Site
+from rlhf_core.control.ingester import Ingester
+from rlhf_core.control.reconcile.actions import ActionResult, Reconciler
+from rlhf_core.control.reconcile.cleanup import SnapshotCleanup
+from rlhf_core.control.reconcile.flow_runs import FlowRuns
+from rlhf_core.errors import HistoryError, LeaseLost, RlhfError
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.launch.lease import Lease, Owner, known_dead
+
+log = logging.getLogger("rlhf.daemon")
+
+TTL_S = 60.0
+"""Time for which the daemon's lease holds without being renewed."""
+
+RETRY_INTERVAL_S = 5.0
+"""Pause before the lease, or a database that does not answer, is asked for again."""
+
+CLEANUP_INTERVAL_S = 3600.0
+"""Time between two removals of old checkpoints and snapshots."""
+
+Round = Callable[[Reconciler, Callable[[], bool], bool], Sequence[ActionResult]]
+"""Carries out one round of a reconciler, asking before each action whether it may; the flag adds old checkpoints."""
+
+
+@dataclass(frozen=True)
+class Chore:
+    """Further work of every round."""
+
+    title: str
+    """For the log, as the beginning of ``... was not possible``."""
+    work: Callable[[HistoryStore], None]
+
+
+def plain_round(reconciler: Reconciler, may: Callable[[], bool], retention: bool) -> Sequence[ActionResult]:
+    """Poll and act, and nothing else."""
+    return reconciler.carry_out(reconciler.poll(retention=retention), may)
+
+
+def lease_name(site: Site) -> str:
+    """Row of the leases that one daemon holds: per folder of run directories, as a history may serve several."""
+    return f"site:keeper:{site.runs_dir}"
+
+
+def run(
+    site: Site,
+    stop: threading.Event,
+    flow_runs: FlowRuns | None,
+    carry_out_round: Round = plain_round,
+    chores: Sequence[Chore] = (),
+) -> None:
+    """Look after the site until ``stop`` is set.
+
+    A lost database, Prefect server or scheduler, and damaged run directories, are lived through: what could not be
+    done is done later.
+
+    Args:
+        flow_runs: those of the site's Prefect server; None where it has none.
+        carry_out_round: carries out one round of the reconciler.
+        chores: further work of every round, done where Prefect answers.
+
+    Raises:
+        SchemaOutOfDate, UnsafeDatabase, BadConfig: something must be repaired by hand first.
+    """
+    _log_to_the_terminal()
+    rounds = _Rounds(site, flow_runs, carry_out_round, chores)
+    with _history(site, stop) as store:
+        while store is not None and not stop.is_set():
+            lease = _lease(site, store, stop)
+            if lease is not None:
+                _act(site, store, lease, stop, rounds)
+
+
+def _log_to_the_terminal() -> None:
+    """A handler of its own: those of the root belong to Prefect, which may have been told to be quiet."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+
+
+@contextlib.contextmanager
+def _history(site: Site, stop: threading.Event) -> Iterator[HistoryStore | None]:
+    """The history, as soon as it answers; None when the daemon is stopped before."""
+    while True:
+        try:
+            store = HistoryStore(site.database_url)
+            break
+        except HistoryError as error:
+            if error.exit_code == 2:  # nothing that passes
+                raise
+            log.warning("%s", error)
+        if stop.wait(RETRY_INTERVAL_S):
+            yield None
+            return
+    with store:
+        yield store
+
+
+def _lease(site: Site, store: HistoryStore, stop: threading.Event) -> Lease | None:
+    """The daemon's lease, as soon as it can be had; None when the daemon is stopped before."""
+    name, owner = lease_name(site), str(Owner.this_process())
+    said = ""
+    while not stop.is_set():
+        try:
+            token = store.acquire_lease(name, owner, TTL_S, takeover=known_dead)
+            log.info("this process looks after %s", site.runs_dir)
+            lease = Lease(store, name, owner, token)
+            lease.start()
+            return lease
+        except LeaseLost:
+            why = "another daemon is at work; waiting for its lease"
+        except HistoryError as error:
+            why = str(error)
+        if why != said:
+            log.info("%s", why)
+            said = why
+        stop.wait(RETRY_INTERVAL_S)
+    return None
+
+
+def _act(site: Site, store: HistoryStore, lease: Lease, stop: threading.Event, rounds: "_Rounds") -> None:
+    """Read and reconcile until the keeper is stopped or has lost its lease."""
+    over = threading.Event()
+    reconciling = threading.Thread(target=rounds.run, args=(store, lease, stop, over), name="reconciler", daemon=True)
+    reconciling.start()
+    ingester = Ingester(site, store)
+    try:
+        while not stop.is_set():
+            began = time.monotonic()
+            lease.keep()
+            ingester.ingest()
+            stop.wait(max(site.prefect.ingest_s - (time.monotonic() - began), 0.05))
+    except LeaseLost:
+        log.warning("another daemon has taken over; this one waits")
+    finally:
+        over.set()
+        _wait_for(reconciling, lease)
+        lease.release()
+
+
+def _wait_for(thread: threading.Thread, lease: Lease) -> None:
+    """Let the action in hand come to its end, with the lease kept: no other daemon is to begin meanwhile."""
+    while thread.is_alive():
+        thread.join(timeout=1.0)
+        with contextlib.suppress(HistoryError):
+            lease.keep()
+
+
+@dataclass(frozen=True)
+class _Rounds:
+    """The rounds of the reconciler, in a thread of their own."""
+
+    site: Site
+    flow_runs: FlowRuns | None
+    carry_out: Round
+    chores: Sequence[Chore]
+
+    def run(self, store: HistoryStore, lease: Lease, stop: threading.Event, over: threading.Event) -> None:
+        """One round after the other, until either event is set."""
+        reconciler = Reconciler(self.site, store, flow_runs=self.flow_runs)
+        cleanup = SnapshotCleanup(self.site, store, self.flow_runs)
+        cleaned_up_s = -CLEANUP_INTERVAL_S
+
+        def goes_on() -> bool:
+            return not (over.is_set() or stop.is_set())
+
+        def may() -> bool:
+            return goes_on() and is_held(lease)
+
+        while goes_on():
+            retention = time.monotonic() - cleaned_up_s >= CLEANUP_INTERVAL_S
+            with _survived("a round could not be made"):
+                self.carry_out(reconciler, may, retention)
+                cleaned_up_s = time.monotonic() if retention else cleaned_up_s
+            for chore in self.chores:
+                if may() and self.flow_runs is not None and self.flow_runs.answers():
+                    with _survived(f"{chore.title} was not possible"):
+                        chore.work(store)
+            if retention and may():
+                with _survived("the removal of old snapshots was not possible"):
+                    cleanup.run(may)
+            over.wait(self.site.prefect.reconcile_s)
+
+
+def is_held(lease: Lease) -> bool:
+    """True if the daemon's lease is known to be held, asked of the database: before each action, since this process may
+    have been suspended for longer than the lease lasts."""
+    try:
+        lease.require()
+    except HistoryError:  # lost, or unknown
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _survived(what: str) -> Iterator[None]:
+    """Go on after an error: one run, or one round, must not cost all others the daemon."""
+    try:
+        yield
+    except LeaseLost:
+        raise
+    except (RlhfError, OSError) as error:
+        log.warning("%s: %s", what, error)
+    except Exception:
+        log.exception("%s", what)
