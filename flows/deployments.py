@@ -1,7 +1,7 @@
 """Deployments: runs that can be asked for in Prefect, by a form whose fields have the values of a config, or on time.
 
-Registering again brings a deployment up to date: its config, form and environment. What a person has set in the UI in
-the meantime (schedules, limits, a pause) stays, unless it is given anew.
+Registering again brings a deployment up to date: its config, form and environment. Settings made in the UI in
+the meantime (schedules, limits, a pause) stay, unless they are given anew.
 """
 
 import os
@@ -37,7 +37,7 @@ from rlhf_core.presets import PRESETS
 from rlhf_core.redaction import carries_secret
 
 ENTRYPOINT = "flows.run.rlhf_run"
-"""How a worker finds the flow: as a module of this installation, whatever folder its process is in."""
+"""Entry point of the flow for a worker: a module of this installation, whatever folder its process is in."""
 
 RESUME = "resume"
 RESUME_DEPLOYMENT = f"{FLOW}/{RESUME}"
@@ -249,7 +249,7 @@ def submit_config(
 
 
 def is_deployed(name: str) -> bool:
-    """Whether there is a deployment of that name.
+    """True if there is a deployment of that name.
 
     Raises:
         PrefectUnavailable: no server answers.
@@ -269,7 +269,7 @@ def page(site: Site, kind: str, id: UUID) -> str:
 
 
 def environment(site: Site) -> dict[str, str]:
-    """What the processes of flow runs must be told of the site. Nothing that may hold a password."""
+    """Settings of the site for the processes of flow runs. Nothing that may hold a password."""
     told = {name: os.environ[name] for name in TOLD_SITE if os.environ.get(name)}
     database = os.environ.get("RLHF_DATABASE_URL", "")
     if database and not carries_secret(database):

@@ -33,7 +33,6 @@ from rlhf_core.diagnosis.reconcile import FlowRunFacts, FlowState, ProcessState
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.lease import Owner
 from rlhf_core.run_dir import RunDir, is_run_id
-from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.journal import ControllerStarted
 
 RUN_FLOW = "rlhf-run"
@@ -43,7 +42,7 @@ RESUME_DEPLOYMENT = "rlhf-run/resume"
 """The deployment that goes on with a run, given its id."""
 
 ADOPTED_TAG = "rlhf-adopted"
-"""Tag of the flow runs that the reconciler starts: nobody asked for them, so budgets of retries go on as they were."""
+"""Tag of the flow runs that the reconciler starts: no user asked for them, so budgets of retries go on as they were."""
 
 FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
 """Environment variable by which the process of a flow run knows which it is."""
@@ -62,10 +61,12 @@ class PrefectFlowRuns:
         """True if the server answers now."""
         return server_answers()
 
-    def poll(self, run_ids: Collection[str], flow_run_ids: Collection[str], runs: RunsOfFlowRuns) -> FlowRunSnapshot:
+    def poll(
+        self, run_ids: Collection[str], flow_run_ids: Collection[str], runs: RunsOfFlowRuns, now: datetime
+    ) -> FlowRunSnapshot:
         """Flow runs that Prefect takes for alive, those named after a run, and those that are named."""
         seen = _poll(run_ids, flow_run_ids)
-        found = _all_facts(seen, runs({str(one.id) for one in seen.flow_runs}), self.site.prefect.pool, utc_now())
+        found = _all_facts(seen, runs({str(one.id) for one in seen.flow_runs}), self.site.prefect.pool, now)
         run_of = {one.flow_run_id: one.run_id for one in found}
         return FlowRunSnapshot(found, task_runs.facts(seen.task_runs, run_of, self.site.runs_dir))
 
@@ -117,8 +118,8 @@ class PrefectFlowRuns:
 
 
 def _unpublished(run_dir: RunDir, known: Collection[str]) -> tuple[EventSource, Story, Sequence[Happening]]:
-    """What this server lacks, and the flow run in whose name it is published: the newest that drove the run and that
-    this server knows. Nothing of a run that was published on another server, or on none."""
+    """Events that this server lacks, and the flow run in whose name they are published: the newest that drove the run
+    and that this server knows. Nothing of a run that was published on another server, or on none."""
     story = read_story(run_dir)
     # Not the newest controller: that may have been without Prefect, because its server was away.
     drove = [line.event.flow_run_id for line in story.lines if isinstance(line.event, ControllerStarted)]
@@ -163,7 +164,7 @@ def _poll(run_ids: Collection[str], flow_run_ids: Collection[str]) -> _Found:
 def _all_facts(
     seen: _Found, controllers: Mapping[str, tuple[str, str]], pool: str, now: datetime
 ) -> list[FlowRunFacts]:
-    """What was seen, as the reconciler wants it.
+    """Facts about what was found.
 
     Args:
         controllers: run and controller of each flow run that the history knows.

@@ -67,7 +67,7 @@ SETTINGS = {
 
 
 class Form(Schema):
-    """What may be asked for. A value that no setting can have stands for "as in the config"."""
+    """The fields of the form. A value that no setting can have stands for "as in the config"."""
 
     config: str = ""
     """Path of a TOML config on the machine of the worker, or the name of a preset."""
@@ -84,7 +84,7 @@ class Form(Schema):
     seed: Annotated[int, Field(ge=-1, le=MAX_SEED)] = -1
     """Everything random follows from it."""
     owner: UserLabel = ""
-    """Who asks: a name to find the run by. Empty for the user of the worker."""
+    """Owner of the run: a name to find it by. Empty for the user of the worker."""
     tags: Annotated[tuple[UserLabel, ...], BeforeValidator(_split_at_commas), Field(max_length=MAX_TAGS)] = ()
     """Words to find the run by (rlhf runs --tag), with commas between them."""
     overrides: Annotated[tuple[str, ...], BeforeValidator(_split_at_lines), Field(max_length=_MAX_OVERRIDES)] = ()
@@ -106,7 +106,7 @@ BOUNDS: dict[str, dict[str, float]] = {
 
 
 def meanings() -> dict[str, str]:
-    """What each field means and which setting it stands for, in one plain line each: forms show no Markdown."""
+    """The meaning of each field and its setting, in one plain line each: forms show no Markdown."""
     texts = {}
     for name, field in Form.model_fields.items():
         text = " ".join((field.description or "").split())
@@ -116,7 +116,7 @@ def meanings() -> dict[str, str]:
 
 
 def as_in_config() -> str:
-    """What stands for "as in the config" in a form that has no values filled in."""
+    """Values that stand for "as in the config" in a form that has no values filled in."""
     texts = [f"{name} {Form.model_fields[name].default!r}" for name in SETTINGS if name != "name"]
     return f"Empty, or {', '.join(texts)}: as in the config."
 
@@ -181,7 +181,7 @@ OVERRIDES = "the field overrides of the form"
 
 
 def overrides_of(form: Form, given_as: str = OVERRIDES) -> list[str]:
-    """What a filled-in form changes in its config: its overrides, then each field that differs from the config.
+    """The changes that a filled-in form makes to its config: its overrides, then each field that differs from it.
 
     Args:
         form: The form.

@@ -33,17 +33,17 @@ from rlhf_core.schemas.promotion import PromotionAnswer
 from rlhf_core.words import THROUGH_PREFECT, attributed
 
 POLL_S = 2.0
-"""How often the flow run is asked whether somebody has answered."""
+"""Time between two looks for an answer."""
 
 AGAIN_S = 10.0
 """Pause after Prefect could not be reached."""
 
 FAREWELL_S = 15.0
-"""How long the controller waits for Prefect to hear of an answer."""
+"""Time for which the controller waits for Prefect to take an answer."""
 
 SLACK = timedelta(hours=1)
-"""How much longer than our own deadline Prefect's is: it fails a flow run that nobody resumed. With a living controller
-that does not happen."""
+"""Time by which Prefect's deadline is later than our own: Prefect fails a flow run that was not resumed. With a living
+controller that does not happen."""
 
 _KEY_PREFIX = "rlhf-promotion"
 """Beginning of the keys under which form and answer lie in Prefect."""
@@ -61,7 +61,7 @@ class Approval(RunInput):
     reason: str = Field(default="", description="Why, in a sentence.")
 
     def as_answer(self) -> PromotionAnswer:
-        """The answer that counts. Whoever has the server's password can give any name, which is kept as what it is."""
+        """The answer that counts. Every holder of the server's password can give any name: it is kept as a claim."""
         return PromotionAnswer(
             verdict="approved" if self.approve else "refused",
             by=attributed(self.by, THROUGH_PREFECT),
@@ -106,7 +106,7 @@ class _Asker:
         self._thread.start()
 
     def close(self) -> None:
-        """The question is answered, or nobody waits for the answer any more."""
+        """Stop asking: the question is answered, or no controller waits for the answer any more."""
         self._over.set()
         self._thread.join(timeout=FAREWELL_S)
 
@@ -190,7 +190,7 @@ class _Asker:
 
 def _take_over(client: SyncPrefectClient, run_dir: RunDir, own: UUID | None) -> None:
     """Flow runs whose controller was killed while they asked the same: an answer given there counts, and a form that is
-    still shown is taken away, because nobody would read it."""
+    still shown is taken away, because no process would read it."""
     wanted = FlowRunFilter(name=FlowRunFilterName(any_=[run_dir.run_id]))
     for other in client.read_flow_runs(flow_run_filter=wanted):
         if other.id == own:
@@ -204,7 +204,7 @@ def _take_over(client: SyncPrefectClient, run_dir: RunDir, own: UUID | None) -> 
 
 
 def _form(client: SyncPrefectClient, flow_run_id: UUID, keys: Keyset) -> Approval | None:
-    """What was filled in; None where the flow run was resumed without."""
+    """The filled-in form; None where the flow run was resumed without."""
     try:
         content = client.read_flow_run_input(flow_run_id, keys["response"])
     except PrefectHTTPStatusError as error:

@@ -1,7 +1,7 @@
 """The limit ``rlhf-runs``: how many runs may be driven at the same time, over all machines. Prefect keeps it.
 
-Whoever wants one makes a global concurrency limit of this name, in the UI or with ``prefect gcl create``, and changes
-it there at any time. Without it there is none.
+Make a global concurrency limit of this name, in the UI or with ``prefect gcl create``, and change it there at any time.
+Without it there is none.
 """
 
 import contextvars
@@ -25,13 +25,13 @@ AGAIN_S = 3.0
 """Pause between two tries to get a place."""
 
 ANSWER_S = 20.0
-"""How long the server may take to say whether there is a place; after that the run goes on without one."""
+"""Time for the server to say whether there is a place; after that the run goes on without one."""
 
 HELD_S = 90
-"""How long Prefect keeps a place for a controller that has died, in seconds."""
+"""Time for which Prefect keeps a place for a controller that has died, in seconds."""
 
 _LOCKED = 423
-"""What Prefect's server answers where all places are taken."""
+"""HTTP status of Prefect's server where all places are taken."""
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def run_slot(controller: Controller) -> Iterator[Callable[[], None]]:
 
 
 def _wait(controller: Controller, place: "_Place") -> None:
-    """Wait for a place. Whoever asks to end the run is answered by what follows, which begins at once then."""
+    """Wait for a place. A request to end the run is answered by the first step, which begins at once then."""
     until = controller.clock() + ANSWER_S
     told = False
     try:
@@ -74,11 +74,11 @@ def _wait(controller: Controller, place: "_Place") -> None:
 
 
 class _Place:
-    """A thread that gets a place, holds it, and gives it back: a server that never answers holds nobody up."""
+    """A thread that gets a place, holds it, and gives it back: a server that never answers holds no run up."""
 
     def __init__(self) -> None:
         self.decided = threading.Event()
-        """Whether a place is held, none is needed, or none can be had."""
+        """Set once a place is held, none is needed, or none can be had."""
         self.full = False
         self.failure = ""
         self._over = threading.Event()

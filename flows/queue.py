@@ -1,6 +1,6 @@
-"""Why a run that was asked for in Prefect has not begun yet: what Prefect knows of its flow run, its pool and workers.
+"""The reason why a run that was asked for in Prefect has not begun yet: its flow run, its pool, its workers.
 
-A run that waits its turn (a schedule, a limit) is told apart from one that nobody is there to begin.
+A run that waits its turn (a schedule, a limit) is told apart from one that no worker is there to begin.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ SOON = timedelta(seconds=5)
 """A flow run that is due within this is due: workers look some seconds ahead."""
 
 PROMPT = timedelta(seconds=20)
-"""How long workers that are there may take to take a flow run; they ask every five to fifteen seconds."""
+"""Time for workers that are online to take a flow run; they ask every five to fifteen seconds."""
 
 SILENT_BEATS = 2.0
 """A worker that let so many of its heartbeats pass is taken for gone. Prefect itself waits for three."""
@@ -31,23 +31,23 @@ _SLOT = "AwaitingConcurrencySlot"
 
 @dataclass(frozen=True)
 class Wait:
-    """What a run that has not begun waits for."""
+    """The reason why a run has not begun."""
 
     words: str
-    """For a person: what was found, and what to do. The same as long as nothing has changed."""
+    """The finding and the advice. The same as long as nothing has changed."""
     stuck: bool = False
-    """Whether nobody is there who could begin it: it may wait forever, unless somebody does something."""
+    """True if no worker could begin it: it may wait forever, unless that is repaired."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a flow run waits, as Prefect has it."""
+    """Pool, queue and workers of a flow run that waits."""
 
     pool: WorkPool | None
     queue: WorkQueue | None
     workers: Sequence[Worker]
     limit: int | None
-    """How many runs of its deployment may be driven at the same time."""
+    """Limit on the runs of its deployment at the same time."""
 
 
 def what_it_waits_for(flow_run_id: str, now: datetime | None = None) -> Wait:
@@ -73,7 +73,7 @@ def what_it_waits_for(flow_run_id: str, now: datetime | None = None) -> Wait:
 
 
 def explain(flow_run: FlowRun, place: Place, now: datetime) -> Wait:
-    """What a flow run that has not ended and has made no run waits for. Pure."""
+    """Explain why a flow run that has not ended has made no run. Pure."""
     state = flow_run.state
     if state is None or state.type is not StateType.SCHEDULED:
         name = state.name if state is not None else "unknown"
@@ -88,7 +88,7 @@ def explain(flow_run: FlowRun, place: Place, now: datetime) -> Wait:
 
 
 def _hindered(flow_run: FlowRun, place: Place, now: datetime) -> Wait | None:
-    """Why nobody could begin it, if so."""
+    """The reason why no worker could begin it, if there is one."""
     name = flow_run.work_pool_name
     if place.pool is None:
         found = f"the Prefect server has no work pool {name!r} any more" if name else "its deployment has no work pool"
@@ -112,7 +112,7 @@ def _hindered(flow_run: FlowRun, place: Place, now: datetime) -> Wait | None:
 
 
 def is_heard(worker: Worker, now: datetime) -> bool:
-    """Whether a worker is alive, judged by its own heartbeats: for Prefect one that was killed is online for 90 s."""
+    """True if a worker is alive, judged by its own heartbeats: for Prefect one that was killed is online for 90 s."""
     if worker.last_heartbeat_time is None:
         return False
     beat_s = worker.heartbeat_interval_seconds or 30

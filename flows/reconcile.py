@@ -33,7 +33,7 @@ ARTIFACT_KEY = "rlhf-reconcile"
 """Key of the table of what was found and done."""
 
 EVERY_S = 600.0
-"""How often a round is scheduled that leaves a flow run in any case."""
+"""Time between two scheduled rounds, which leave a flow run in any case."""
 
 DESCRIPTION = (
     "Compares database, Prefect and scheduler, and mends what disagrees. The keeper of the site (`rlhf serve keeper`) "
@@ -50,7 +50,7 @@ class Turn:
         self._begun = False
 
     def __call__(self) -> Sequence[ActionResult]:
-        """What was done."""
+        """Carry it out; its results."""
         if not self._begun:
             self._begun = True
             self._results = self._work()
@@ -130,7 +130,7 @@ def _handed(turn: Turn) -> Iterator[None]:
 
 
 def _due() -> FlowRun | None:
-    """The newest flow run that is due; older ones, from a time when nobody reconciled, are called off."""
+    """The newest flow run that is due; older ones, from a time without a daemon, are called off."""
     with get_client(sync_client=True) as client:
         deployment = client.read_deployment_by_name(DEPLOYMENT)
         waiting = client.get_scheduled_flow_runs_for_deployments([deployment.id], scheduled_before=datetime.now(UTC))

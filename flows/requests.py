@@ -40,7 +40,7 @@ _MEANINGS = {
     "Pending": "a worker has taken it",
     "AwaitingConcurrencySlot": "waits for its turn: the limit of its deployment is reached",
 }
-"""States of a flow run that waits, for a person."""
+"""States of a flow run that waits, in words."""
 
 
 def keep(site: Site, store: HistoryStore, flow: str, now: datetime) -> Requests:

@@ -52,7 +52,7 @@ class Skipped:
 
 
 def is_to_be_skipped(flow_run: FlowRun) -> bool:
-    """True if it begins only if its deployment is idle. One that a person asked for, or tried again, begins."""
+    """True if it begins only if its deployment is idle. One that a user asked for, or retried, begins."""
     return flow_run.auto_scheduled and SKIP_IF_BUSY in flow_run.tags and flow_run.run_count <= 1
 
 

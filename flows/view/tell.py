@@ -109,7 +109,7 @@ class _Onlooker:
         self._log = log
 
     def turns_to(self, spec: RunSpec) -> None:
-        """What follows is about a run with this spec."""
+        """Follow a run with this spec from now on."""
         with self._lock:
             self._seen.turns_to(spec)
         self._behind.turns_to(spec)
@@ -133,13 +133,13 @@ class _Onlooker:
         self._behind.looked(look)
 
     def says(self, text: str) -> None:
-        """Something a person should read: for instance, that an attempt has ended."""
+        """Show a message to the user: for instance, that an attempt has ended."""
         self._log.log(logging.WARNING if text.startswith("warning ") else logging.INFO, "%s", terminal(text))
         self._teller.look()
         self._behind.says(text)
 
     def wants_to_stop(self) -> bool:
-        """Whether the person has asked to end the run."""
+        """True if the user has asked to end the run."""
         return self._behind.wants_to_stop()
 
 

@@ -165,7 +165,7 @@ class TerminalProgress:
             self._last_line = (text, self._clock())
 
     def says(self, text: str) -> None:
-        """Something a person should read."""
+        """Show a message to the user."""
         self._line(text)
 
     def wants_to_stop(self) -> bool:

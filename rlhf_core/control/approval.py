@@ -21,14 +21,14 @@ from rlhf_core.schemas.promotion import PromotionAnswer
 Verdict = Literal["approved", "refused"]
 
 CONTROLLER_PATIENCE_S = 60.0
-"""How long a living controller may take to act on an answer, before it is said that it will."""
+"""Time for a living controller to act on an answer, before the answer is reported as given."""
 
 _WANTED = {"approved": (PromotionState.PROMOTED,), "refused": (PromotionState.REFUSED,)}
 
 
 @dataclass(frozen=True)
 class Answered:
-    """What came of an answer."""
+    """The outcome of an answer."""
 
     state: PromotionState
     message: str
@@ -55,7 +55,7 @@ def answer_promotion(
     After a refusal, a deadline that has passed, or a disk that was full, the lease of the run decides who is first.
 
     Raises:
-        BadInput: the run is not completed, somebody answered before, or there is nothing to answer.
+        BadInput: the run is not completed, it was answered before, or there is nothing to answer.
         PromotionFailed: the model could not be written.
     """
     problem = label_problem(by)
@@ -89,7 +89,7 @@ def answer_promotion(
 
 
 def _act(controller: Controller, verdict: Verdict, by: str, reason: str) -> None:
-    """Do it under the lease. What was settled by somebody else meanwhile is not settled again."""
+    """Act under the lease. A promotion that was settled meanwhile is not settled again."""
     promotion = controller.journal.record.promotion
     if promotion is not None and promotion.open:
         carry_out(controller)

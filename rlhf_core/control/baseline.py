@@ -1,4 +1,4 @@
-"""What the history has that preflight compares a run with. A history that does not answer holds no run up."""
+"""The baseline of a run: earlier runs that preflight compares it with. A history that does not answer blocks no run."""
 
 from collections.abc import Callable
 

@@ -39,12 +39,12 @@ CONTROLLER_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Cancelled:
-    """How a cancellation went."""
+    """The outcome of a cancellation."""
 
     state: RunState | None
     """None where the journal cannot be read."""
     job_ended: bool
-    """Whether no job of the run is at work, as the scheduler says."""
+    """True if no job of the run is at work, as the scheduler says."""
     message: str
 
 
@@ -230,7 +230,7 @@ def _end(scheduler: Scheduler, submission: Submission) -> None:
 
 
 def _result(run_dir: RunDir, site: Site, message: str) -> Cancelled:
-    """What is so now. The scheduler is asked: that a job was told to end is no proof that it did."""
+    """The present state. The scheduler is asked: an order to end is no proof of the end."""
     present = read_record(run_dir)
     if present.ended:
         run_dir.cancel_request.unlink(missing_ok=True)

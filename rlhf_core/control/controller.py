@@ -36,10 +36,10 @@ LEASE_RETRY_S = 2.0
 
 
 class Observer(Protocol):
-    """Who looks on: the progress display, or nobody."""
+    """Receiver of what a controller does and finds, such as the progress display."""
 
     def turns_to(self, spec: RunSpec) -> None:
-        """What follows is about a run with this spec: a trial, or again the run itself."""
+        """Follow a run with this spec from now on: a trial, or again the run itself."""
 
     def begins(self, title: str) -> None:
         """A stage begins."""
@@ -48,14 +48,14 @@ class Observer(Protocol):
         """The watchdog has looked."""
 
     def says(self, text: str) -> None:
-        """Something a person should read."""
+        """Show a message to the user."""
 
     def wants_to_stop(self) -> bool:
-        """Whether the person has asked to end the run (Ctrl-C)."""
+        """True if the user has asked to end the run (Ctrl-C)."""
 
 
 class Quiet:
-    """Nobody looks on."""
+    """Observer that shows nothing."""
 
     def turns_to(self, spec: RunSpec) -> None:
         """Not shown."""
@@ -82,10 +82,10 @@ class FlowRunLink:
     url: str = ""
     """Its page, as a browser of the site reaches it."""
     created: datetime | None = None
-    """When it was asked for: the same whenever it is tried again."""
+    """Time of the request: the same whenever the flow run is retried."""
     adopts: bool = False
-    """Whether it was made by the reconciler for a run that had lost its controller, and is not tried again by a person.
-    Nobody asked to go on then: budgets of retries go on where they were, and a wish to end the run still counts."""
+    """True if the reconciler made it for a run that had lost its controller, and no user has retried it since. No user
+    asked to go on then: budgets of retries go on where they were, and a request to end the run still counts."""
 
     def run_id(self, name: str) -> str:
         """The id of the run that it makes. Always the same, so that it can never make a second one."""
@@ -113,12 +113,12 @@ class FlowRunLink:
 
 
 class CancelRequested(Exception):
-    """Somebody asked to end the run."""
+    """The run is to be ended, by request of a user."""
 
     def __init__(self, reason: str, *, save: bool = False) -> None:
         super().__init__(reason)
         self.save = save
-        """Whether a checkpoint is to be written first."""
+        """True if a checkpoint is to be written first."""
 
 
 @dataclass
@@ -134,10 +134,10 @@ class Controller:
     lease: Lease
     observer: Observer = field(default_factory=Quiet)
     resumed_at: int = 0
-    """Newest attempt when a person asked to go on with the run; 0 for a new run. The budget of retries begins with it,
+    """Newest attempt when the user asked to go on with the run; 0 for a new run. The budget of retries begins with it,
     and what follows it is not waited for."""
     resumed: bool = False
-    """True if a person asked to go on with the run."""
+    """True if the user asked to go on with the run."""
     lease_lost: bool = False
     poll_s: float = 1.0
     clock: Callable[[], float] = time.monotonic
@@ -146,7 +146,7 @@ class Controller:
     """Shows the question about a promotion for as long as the block lasts; an answer goes to
     :func:`rlhf_core.launch.promote.give_answer`. By itself the controller only says how to answer."""
     announced: bool = False
-    """Whether the journal says that this controller has the run."""
+    """True if the journal says that this controller has the run."""
     _watcher: Watcher | None = None
     _watched: int = 0
     _missing: str = ""
@@ -157,11 +157,11 @@ class Controller:
 
     @property
     def spec(self) -> RunSpec:
-        """What was asked for."""
+        """The spec of the run."""
         return self.stored.spec
 
     def check(self) -> None:
-        """Keep the lease, and see whether somebody asked to end the run. Called about every half second.
+        """Keep the lease, and see whether the run is to be ended. Called about every half second.
 
         Raises:
             LeaseLost: another controller has the run.
@@ -183,7 +183,7 @@ class Controller:
 
         Raises:
             LeaseLost: another controller has the run.
-            CancelRequested: somebody asked to end it while the database was waited for.
+            CancelRequested: it is to be ended, which was asked while the database was waited for.
         """
         told = False
         while True:
@@ -324,8 +324,8 @@ def opened(
     """Be the controller of a run for as long as the block lasts.
 
     Args:
-        observer: who looks on.
-        resumed: a person asked to go on with the run.
+        observer: receives what the controller does and finds.
+        resumed: the user asked to go on with the run.
         flow_run: the Prefect flow run that this controller is; None where :meth:`Controller.announce` tells it later.
         on_wait: told when another controller's lease has to run out first, and how long that may take (seconds).
         patience_s: how long to wait for that.

@@ -36,7 +36,7 @@ def end_job(controller: Controller, submission: Submission | None, *, wait_for_d
     """See a job gone. The run's lease is asked first: another controller may have adopted the job.
 
     Args:
-        wait_for_database: do nothing while nobody knows whose run it is. A person who asks to end it means the job of
+        wait_for_database: do nothing while it is unknown whose run it is. A user who asks to end it means the job of
             any controller.
     """
     if submission is None:
@@ -55,7 +55,7 @@ def end_job(controller: Controller, submission: Submission | None, *, wait_for_d
 
 
 def release(controller: Controller) -> None:
-    """See the job of the last attempt gone: nodes must not wait for a person. It ends by itself a moment after its
+    """See the job of the last attempt gone: nodes must not wait for an approval. It ends by itself a moment after its
     outcome is written; one that does not is ended."""
     last = controller.journal.record.last_attempt
     if last is None or last.submission is None:

@@ -50,7 +50,7 @@ def _write_down(journal: Journal, cause: str) -> None:
 
 
 def _clear_remains(run_dir: RunDir) -> None:
-    """Remove the folders that agents made anew after the directory was gone: it may have been moved, and whoever moves
+    """Remove the folders that agents made anew after the directory was gone: it may have been moved, and moving
     it back would move it into them. A checkpoint that was written meanwhile is kept."""
     kept = (run_dir.spec, run_dir.control, run_dir.checkpoints_dir)
     if not any(path.exists() for path in kept):

@@ -24,7 +24,7 @@ PROBES = ".probes"
 """Folder of their run directories, beside the runs: they are no runs, and the history does not know them."""
 POLL_S = 0.5
 OUTCOME_S = 10.0
-"""How long the outcome of an ended job may take to be seen."""
+"""Time for the outcome of an ended job to be seen."""
 LOG_TAIL_BYTES = 16 << 10
 MARGIN_S = 600
 """Time limit of the job, beside what the measurements may take: interpreters start slowly on a cold file system."""
@@ -90,7 +90,7 @@ def _await_report(
 
 
 def _said(attempt: AttemptDir) -> str:
-    """What srun said about a node whose agent could not even start; empty where it said nothing."""
+    """The error of srun about a node whose agent could not even start; empty where there is none."""
     log = scheduler_log(attempt)
     lines = read_tail(log, LOG_TAIL_BYTES).splitlines() if log is not None else []
     return next(

@@ -38,7 +38,7 @@ def plan_attempt(controller: Controller, number: int) -> None:
 
 
 def decision_before(controller: Controller, number: int) -> Decision | None:
-    """What was decided about the attempt before this one."""
+    """The decision about the attempt before this one."""
     before = controller.journal.record.attempts.get(number - 1)
     return before.decision if before is not None else None
 

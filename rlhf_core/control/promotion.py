@@ -35,18 +35,18 @@ from rlhf_core.schemas.run import StoredSpec
 from rlhf_core.words import THROUGH_PREFECT, attributed
 
 POLICY = "promote.when=always"
-"""Who approves where nobody is asked."""
+"""Approver where no approval is asked for."""
 
 SHOWN_SAMPLES = 5
 """Completions shown beside the question."""
 
 _MACHINES = {"slurm", "resources", "supervise", "preflight"}
-"""Parts of the spec that say nothing about the model, and may hold what is nobody else's business."""
+"""Parts of the spec that say nothing about the model, and may hold private settings."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a person is asked."""
+    """A question for approval, as it is shown."""
 
     run_dir: RunDir
     checkpoint_step: int
@@ -55,7 +55,7 @@ class Question:
     asked_at: datetime
     deadline: datetime
     reason: str
-    """What speaks for it."""
+    """Reason to promote it."""
 
     @property
     def _question(self) -> str:
@@ -101,7 +101,7 @@ class Question:
 
 
 def due(controller: Controller) -> bool:
-    """Whether a controller of this run has something to do about its promotion: begin it, wait, or write the model."""
+    """True if a controller of this run has its promotion to begin, to wait for, or to write."""
     return is_due(controller.stored, controller.journal.record)
 
 
@@ -168,7 +168,7 @@ def refuse_anew(controller: Controller, by: str, reason: str) -> None:
 
 
 def describe(promotion: PromotionRecord | None) -> str:
-    """Where a promotion stands, in a sentence; empty where there is none."""
+    """The state of a promotion in a sentence; empty where there is none."""
     if promotion is None:
         return ""
     why = f" by {promotion.by}" * bool(promotion.by) + f": {promotion.reason}" * bool(promotion.reason)
@@ -186,12 +186,12 @@ def describe(promotion: PromotionRecord | None) -> str:
 
 
 def how_to_answer(run_id: str) -> str:
-    """How a person answers from a terminal."""
+    """Commands that answer from a terminal."""
     return f"`rlhf approve {run_id}` promotes it, `rlhf refuse {run_id} --reason ...` does not"
 
 
 def _begin(controller: Controller) -> None:
-    """Ask, or approve where nobody is to be asked; nothing where it was begun or there is nothing to promote."""
+    """Ask, or approve where no approval is needed; nothing where it was begun or there is nothing to promote."""
     if controller.journal.record.promotion is not None:
         return
     choice = choose(controller.run_dir, controller.spec.promote)
@@ -338,7 +338,7 @@ def _incidents(summary: Summary) -> Iterator[str]:
 
 
 def _samples(summary: Summary) -> Sequence[str]:
-    """Some completions after training, so that a person sees what the numbers stand for."""
+    """Some completions after training, to show what the numbers stand for."""
     after = next((row.after for row in summary.accuracy if row.after is not None and row.after.samples), None)
     if after is None:
         return ()

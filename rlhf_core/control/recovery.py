@@ -31,8 +31,8 @@ def conclude(controller: Controller, number: int) -> None:
     Raises:
         RunFailed: the decision is to stop.
         PreflightBlocked: likewise, for what the probe of the nodes has found.
-        RunCancelled: somebody ended the job.
-        CancelRequested: somebody asked to end the run.
+        RunCancelled: the job was ended from outside.
+        CancelRequested: the run is to be ended.
     """
     journal = controller.journal
     attempt = journal.record.attempts[number]
@@ -59,7 +59,7 @@ def _raise_if_asked_to_end(controller: Controller) -> None:
     """A job that was ended on request has not failed, whatever its agents and its scheduler say.
 
     Raises:
-        CancelRequested: somebody asked to end the run, and may have ended its job without waiting for this controller.
+        CancelRequested: the run is to be ended, and its job may have been ended without waiting for this controller.
     """
     request = read_model(controller.run_dir.cancel_request, AgentCommand)
     if request is not None:
@@ -108,9 +108,9 @@ def _after_failure(controller: Controller, number: int, attempt: AttemptRecord, 
 
 
 def _placeable(controller: Controller, failure: Failure) -> Decision:
-    """What was decided; or to stop, where it takes another node in place of an unfit one, and there is none.
+    """Turn the decision into a stop where it takes another node in place of an unfit one, and there is none.
 
-    Other suspects are used again where nobody can take their place: they may have been unlucky. This one would only be
+    Other suspects are used again where no node can take their place: they may have been unlucky. This one would only be
     found unfit again.
     """
     decision = failure.decision
@@ -135,7 +135,7 @@ def _within_caps(controller: Controller, decision: Decision, first: int) -> Deci
 
 
 def used_so_far(controller: Controller, first: int) -> caps.Used:
-    """Use of the attempts from ``first`` on: they count from where a person last started or resumed the run."""
+    """Use of the attempts from ``first`` on: they count from where the user last started or resumed the run."""
     attempts = {number: one for number, one in controller.journal.record.attempts.items() if number >= first}
     seconds = (allocated_s(controller.run_dir.attempt(n), one.ended_at or utc_now()) for n, one in attempts.items())
     return caps.Used(len(attempts), sum(seconds))
@@ -147,7 +147,7 @@ def _is_blocked_by_probe(run_dir: RunDir, number: int) -> bool:
 
 
 def _went_back_in_vain(controller: Controller, first: int, number: int) -> bool:
-    """Whether an attempt went back to an older checkpoint, and none has got further since than training was then."""
+    """True if an attempt went back to an older checkpoint, and none has got further since than training was then."""
     newest = controller.run_dir.newest_checkpoint()
     reached = newest.step if newest is not None else 0
     return any(
@@ -160,7 +160,7 @@ def _went_back_in_vain(controller: Controller, first: int, number: int) -> bool:
 
 
 def diagnosis(run_dir: RunDir, number: int, failure: Failure, decision: Decision) -> str:
-    """What went wrong, for a tired person: what, who, where to look, why it was not tried again."""
+    """The diagnosis for the user: the failure, the suspects, the evidence, and the reason why it was not retried."""
     incident = failure.incident
     lines = [f"run {run_dir.run_id} failed in attempt {number}: {failure.kind.value}", f"  {failure.message}"]
     if incident is not None and incident.message not in failure.message:

@@ -1,4 +1,4 @@
-"""Configs that were deployed, kept so that what is scheduled does not change when somebody edits the file or the code.
+"""Configs that were deployed, kept so that what is scheduled does not change when the file or the code is edited.
 
 ``<home>/deployments/<name>/<hash>/`` holds the config with absolute paths, the user's code as of then, and where both
 came from. The hash is one of their content: nothing in there is ever changed, and what is the same is there once. The
@@ -27,12 +27,12 @@ CODE = "code"
 
 
 class Origin(Schema):
-    """Where a kept config came from."""
+    """Origin of a kept config."""
 
     source: str
     """The config file, or the name of a preset."""
     overrides: tuple[str, ...] = ()
-    """What was changed when it was deployed."""
+    """Overrides given when it was deployed."""
     folder: str
     """Folder from which it was deployed: relative paths begin there."""
     revision: str = ""
@@ -48,7 +48,7 @@ class Kept:
     code: Path
     """Folder with the user's code."""
     folder: Path
-    """Where relative paths begin."""
+    """Folder in which relative paths begin."""
     revision: str
     """Git revision of the code."""
 
@@ -100,7 +100,7 @@ def keep(
 
 
 def kept_with(source: str) -> Kept | None:
-    """What was kept with a config; None for a config file of a user, or a preset."""
+    """The snapshot that a config belongs to; None for a config file of a user, or a preset."""
     path = Path(source)
     origin = read_model(path.with_name(ORIGIN), Origin) if path.name == CONFIG else None
     if origin is None:
@@ -129,7 +129,7 @@ class Copy:
 
     folder: Path
     asked_at: datetime
-    """When it was deployed or submitted last."""
+    """Time at which it was deployed or submitted last."""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -170,7 +170,7 @@ def removable(found: Iterable[Copy], referred: Collection[tuple[str, str]], *, d
 
 
 def remove(copy: Copy) -> bool:
-    """Remove a copy; False where somebody has asked for it again in the meantime.
+    """Remove a copy; False where it was asked for again in the meantime.
 
     Raises:
         OSError: it cannot be removed.

@@ -116,7 +116,7 @@ def evaluate(controller: Controller, number: int) -> None:
 
 
 def title_of(controller: Controller, name: StageName, number: int) -> str:
-    """What a stage of an attempt is called, for a person: with the nodes that its attempt goes without."""
+    """Title of a stage of an attempt, with the nodes that its attempt goes without."""
     if name is StageName.EVALUATE:
         return "evaluate"
     attempts = controller.journal.record.attempts

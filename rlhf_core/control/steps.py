@@ -42,7 +42,7 @@ _OF_AN_ATTEMPT: tuple[tuple[StageName, Callable[[Controller, int], None]], ...] 
 
 @dataclass
 class Step:
-    """A stage, a trial, or a wait between two attempts. It is carried out once, by whoever takes it from the loop."""
+    """A stage, a trial, or a wait between two attempts. It is carried out once."""
 
     name: str
     """Name of the stage, ``trial`` or ``wait``."""

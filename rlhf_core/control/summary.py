@@ -1,4 +1,4 @@
-"""What a run came to, from its directory alone: for the end of `rlhf run` and for the artifact in Prefect."""
+"""The summary of a run, from its directory alone: for the end of `rlhf run` and for the artifact in Prefect."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

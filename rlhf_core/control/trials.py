@@ -149,7 +149,7 @@ class _Onlooker:
         self._title = title
 
     def turns_to(self, spec: RunSpec) -> None:
-        """What follows is about a run with this spec."""
+        """Follow a run with this spec from now on."""
         self._session.observer.turns_to(spec)
 
     def begins(self, title: str) -> None:
@@ -161,14 +161,14 @@ class _Onlooker:
         self._session.observer.looked(look)
 
     def says(self, text: str) -> None:
-        """Something a person should read."""
+        """Show a message to the user."""
         self._session.observer.says(f"{self._title}: {text}")
 
     def wants_to_stop(self) -> bool:
         """Keep the lease of the run too, and end the trial with its run.
 
         Raises:
-            CancelRequested: somebody asked to end the run. Nothing of a trial is worth saving.
+            CancelRequested: the run is to be ended. Nothing of a trial is worth saving.
             LeaseLost: another controller has the run.
         """
         try:

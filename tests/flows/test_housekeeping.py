@@ -18,7 +18,7 @@ from rlhf_core.control.reconcile import loop
 from rlhf_core.control.reconcile.actions import ActionResult, Reconciler
 from rlhf_core.control.reconcile.loop import lease_name
 from rlhf_core.control.reconcile.once import poll_once, reconcile_once
-from rlhf_core.control.steps import drive
+from rlhf_core.control.steps import drive, steps
 from rlhf_core.diagnosis.reconcile import Action, ActionKind
 from rlhf_core.errors import LeaseLost
 from rlhf_core.history import queries
@@ -142,13 +142,10 @@ def test_a_completed_run_that_lost_its_controller_before_anybody_was_asked_is_ad
     run_dir = desk.run(make_spec(promote={"when": "approved"}))
     desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
 
-    def call(title: str, name: str, work: Callable[[], None]) -> None:
-        if name == StageName.PROMOTE:
-            raise Killed
-        work()
-
-    with pytest.raises(Killed):
-        drive(desk.controller(run_dir), call)
+    for step in steps(desk.controller(run_dir)):
+        if step.name == StageName.PROMOTE:
+            break  # the controller is killed here
+        step.run()
     desk._stack.close()
     desk.store.acquire_lease(run_dir.run_id, DEAD, 60)
     assert read_record(run_dir).promotion is None
@@ -387,7 +384,7 @@ def test_by_hand_only_where_no_keeper_is_at_work(desk: Desk, started: list[str])
     assert kinds(list(poll_once(desk.site, desk.store, None))) == [ActionKind.ADOPT]
     assert started == []
     token = desk.store.acquire_lease(lease_name(desk.site), "keeper@elsewhere:1:1.00", 60)
-    with pytest.raises(LeaseLost, match="keeper of this site is at work"):
+    with pytest.raises(LeaseLost, match="daemon of this site is at work"):
         reconcile_once(desk.site, desk.store, None)
     assert started == []
     desk.store.release_lease(lease_name(desk.site), "keeper@elsewhere:1:1.00", token)

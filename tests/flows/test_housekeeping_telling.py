@@ -141,7 +141,7 @@ def test_pages_that_tell_another_end_are_renewed_in_the_name_of_the_flow_run(des
     put(run_dir, "progress", "progress", 40.0, "**step 4 of 10 (grpo), 40 %** · 3 min left")
     keeper = later(desk)
     (result,) = keeper.carry_out(of_telling(keeper.poll()))
-    assert result.message == "published now: artifact result, page progress"
+    assert result.message == "published now: artifact result, artifact progress"
     result, progress = page(run_dir, "result"), page(run_dir, "progress")
     assert result is not None
     assert progress is not None
@@ -175,7 +175,7 @@ def test_an_incident_that_no_page_tells_of_is_told(desk: Desk) -> None:
     tell_events(run_dir)
     keeper = later(desk)
     (result,) = keeper.carry_out(of_telling(keeper.poll()))
-    assert result.message == "published now: artifact result, page incidents"
+    assert result.message == "published now: artifact result, artifact incidents"
     told = page(run_dir, "incidents")
     assert told is not None
     assert "## node_lost" in str(told.data)
@@ -185,7 +185,7 @@ def test_an_incident_that_no_page_tells_of_is_told(desk: Desk) -> None:
 def test_nothing_is_shown_of_a_run_that_was_never_a_flow_run(desk: Desk) -> None:
     run_dir = completed(desk, False)
     one_round = later(desk)
-    one_round.carry_out(one_round.look())
+    one_round.carry_out(one_round.poll())
     assert page(run_dir, "result") is None
 
 

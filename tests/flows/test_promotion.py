@@ -19,7 +19,6 @@ from kill_points import Killed, Points
 from rlhf_core.control import approval as answering
 from rlhf_core.control import promotion
 from rlhf_core.control.approval import answer_promotion
-from rlhf_core.control.controller import Controller
 from rlhf_core.control.steps import drive
 from rlhf_core.errors import BadInput, IllegalMove, PromotionFailed
 from rlhf_core.history import promotions, queries

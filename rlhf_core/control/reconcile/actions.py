@@ -52,7 +52,7 @@ class ActionResult:
     action: Action
     done: bool
     message: str
-    """How it went."""
+    """Outcome, for the log."""
 
 
 class Reconciler:
@@ -87,7 +87,7 @@ class Reconciler:
         self._adopters: dict[str, subprocess.Popen[bytes]] = {}
         self._standings: dict[str, Standing] = {}
         self._seen: FlowRunSnapshot | None = None
-        """What Prefect said in this round; None where it did not answer."""
+        """The answer of Prefect in this round; None where it did not answer."""
         self._published: set[tuple[str, str, str]] = set()
         """Run, its end and the state of its promotion, of what Prefect is known to have."""
         self._submissions: dict[str, Submission] = {}
@@ -99,7 +99,7 @@ class Reconciler:
             retention: also look for checkpoints that may go.
 
         Raises:
-            HistoryError: the history does not answer: nobody knows who drives what, and nothing must be done.
+            HistoryError: the history does not answer: it is unknown who drives what, and nothing must be done.
         """
         try:
             world = self._world()
@@ -115,7 +115,7 @@ class Reconciler:
         """Do it, one after the other; what fails is tried again in the next round.
 
         Args:
-            may: asked before each; False ends the round, because somebody else reconciles this site now.
+            may: asked before each; False ends the round, because another process reconciles this site now.
         """
         results: list[ActionResult] = []
         failed: set[str] = set()
@@ -142,7 +142,7 @@ class Reconciler:
         run_ids = {job.run_id for job in jobs}
         self._standings = active.standings(self._store, now, since=now - RECENT, run_ids=run_ids)
         self._watched_since = self._clock() if self._watched_since is None else self._watched_since
-        self._seen = self._poll_prefect()
+        self._seen = self._poll_prefect(now)
         seen = self._seen or FlowRunSnapshot()
         mentioned = {one.run_id for one in seen.flow_runs if one.state not in FLOW_ENDS and one.run_id}
         self._standings |= active.standings(self._store, now, run_ids=mentioned)
@@ -173,7 +173,7 @@ class Reconciler:
             if is_run_id(one.run_id)
         ]
 
-    def _poll_prefect(self) -> FlowRunSnapshot | None:
+    def _poll_prefect(self, now: datetime) -> FlowRunSnapshot | None:
         """None where the server does not answer, or the site has none."""
         if self._flow_runs is None or not self._flow_runs.answers():
             return None
@@ -184,7 +184,7 @@ class Reconciler:
         }
         try:
             return self._flow_runs.poll(
-                self._standings.keys(), driven_by, lambda ids: active.runs_of_flow_runs(self._store, set(ids))
+                self._standings.keys(), driven_by, lambda ids: active.runs_of_flow_runs(self._store, set(ids)), now
             )
         except HistoryError:
             raise

@@ -31,7 +31,9 @@ class FlowRuns(Protocol):
     def answers(self) -> bool:
         """True if the server answers now."""
 
-    def poll(self, run_ids: Collection[str], flow_run_ids: Collection[str], runs: RunsOfFlowRuns) -> FlowRunSnapshot:
+    def poll(
+        self, run_ids: Collection[str], flow_run_ids: Collection[str], runs: RunsOfFlowRuns, now: datetime
+    ) -> FlowRunSnapshot:
         """Flow runs that Prefect takes for alive, those named after a run, and those that are named, with the task runs
         that it takes for alive although their flow runs have ended."""
 
