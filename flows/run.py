@@ -120,7 +120,7 @@ def _of_the_form(given: Mapping[str, Any]) -> State[None]:
         return Cancelled(message=f"skipped: {busy}")
     link = flow_run_links.of_this_process(site)
     with HistoryStore(site.database_url) as store:
-        run_dir, resumed = _run_of_the_form(form, site, link)
+        run_dir, resumed = run_of_the_form(form, site, link)
         flow_run_links.label(link, run_dir, print)
         with opened(run_dir, site, store, resumed=resumed, flow_run=link) as controller:
             return _finished(controller, _whole_run(controller))
@@ -137,7 +137,7 @@ def _busy_with(site: Site) -> str:
     return why
 
 
-def _run_of_the_form(form: Form, site: Site, link: FlowRunLink) -> tuple[RunDir, bool]:
+def run_of_the_form(form: Form, site: Site, link: FlowRunLink) -> tuple[RunDir, bool]:
     """The run of this flow run, and whether it is gone on with: a flow run that is tried again never makes a second."""
     if form.run_id:
         return RunDir.of(site.runs_dir, form.run_id), not link.adopts

@@ -317,7 +317,7 @@ def test_any_other_error_keeps_its_traceback(desk: Desk, monkeypatch: pytest.Mon
         raise RuntimeError("a mistake of ours")
 
     monkeypatch.setenv("RLHF_HOME", str(desk.site.home))
-    monkeypatch.setattr("flows.run._begun", breaks)
+    monkeypatch.setattr("flows.run.run_of_the_form", breaks)
     with logged() as read:
         with pytest.raises(RuntimeError, match="a mistake of ours"):
             rlhf_run(config="quickstart")
@@ -325,7 +325,7 @@ def test_any_other_error_keeps_its_traceback(desk: Desk, monkeypatch: pytest.Mon
     assert name == "Failed"
     assert "a mistake of ours" in message
     assert "Traceback" in log
-    assert "in _asked_for" in log
+    assert "in _of_the_form" in log
 
 
 @pytest.mark.usefixtures("server")

@@ -13,7 +13,7 @@ from kill_points import Killed, Points
 
 from flows import run as flow_module
 from flows.form import read_form
-from flows.run import _begun
+from flows.run import run_of_the_form
 from rlhf_core.control.controller import FlowRunLink, opened
 from rlhf_core.control.steps import drive
 from rlhf_core.errors import RunFailed
@@ -52,7 +52,7 @@ def a_flow_run() -> FlowRunLink:
 def process(desk: Desk, link: FlowRunLink) -> RunDir:
     """What the process of a flow run does, without Prefect around it."""
     form = read_form({"config": "quickstart", "overrides": OVERRIDES, "tags": "canary", "owner": "ann"})
-    run_dir, resumed = _begun(form, desk.site, link)
+    run_dir, resumed = run_of_the_form(form, desk.site, link)
     with opened(run_dir, desk.site, desk.store, resumed=resumed, flow_run=link, patience_s=0) as controller:
         controller.clock, controller.sleep = desk.clock, desk.clock.sleep
         drive(controller)
@@ -142,7 +142,7 @@ def test_a_run_that_is_gone_on_with_by_its_id_has_both_flow_runs(well: Desk) -> 
     one_life(well, first, 12)
     run_dir = first.run_dir(well.site.runs_dir)
     assert run_dir is not None
-    found, resumed = _begun(read_form({"config": "quickstart", "run_id": run_dir.run_id}), well.site, second)
+    found, resumed = run_of_the_form(read_form({"config": "quickstart", "run_id": run_dir.run_id}), well.site, second)
     assert (found, resumed) == (run_dir, True)
     with opened(found, well.site, well.store, resumed=True, flow_run=second, patience_s=0) as controller:
         controller.clock, controller.sleep = well.clock, well.clock.sleep
@@ -159,8 +159,8 @@ def test_a_run_that_the_reconciler_adopts_is_not_resumed_by_a_person(well: Desk)
     run_dir = first.run_dir(well.site.runs_dir)
     assert run_dir is not None
     form = read_form({"run_id": run_dir.run_id})
-    assert _begun(form, well.site, replace(a_flow_run(), adopts=True)) == (run_dir, False)
-    assert _begun(form, well.site, replace(a_flow_run(), adopts=False)) == (run_dir, True)
+    assert run_of_the_form(form, well.site, replace(a_flow_run(), adopts=True)) == (run_dir, False)
+    assert run_of_the_form(form, well.site, replace(a_flow_run(), adopts=False)) == (run_dir, True)
 
 
 def test_a_controller_that_is_told_its_flow_run_later_is_in_the_journal_once(well: Desk) -> None:
