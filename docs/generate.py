@@ -21,10 +21,10 @@ import typer  # noqa: E402
 import rlhf_core.preflight.checks  # noqa: E402, F401 - importing it registers the checks
 from rlhf_core import config  # noqa: E402
 from rlhf_core.cli.main import app  # noqa: E402
-from rlhf_core.diagnosis import classify, code_places, exceptions, log_reading, policy, signatures  # noqa: E402
+from rlhf_core.diagnosis import classify, code_locations, exceptions, log_reading, policy, signatures  # noqa: E402
+from rlhf_core.diagnosis.evidence_parts import Part  # noqa: E402
 from rlhf_core.diagnosis.node_checks import NODE_CHECKS  # noqa: E402
-from rlhf_core.diagnosis.parts import Part  # noqa: E402
-from rlhf_core.preflight.known_bad import KNOWN_BAD  # noqa: E402
+from rlhf_core.preflight.known_bad_versions import KNOWN_BAD  # noqa: E402
 from rlhf_core.preflight.memory import GPU_MEMORY_GB  # noqa: E402
 from rlhf_core.preflight.registry import CHECKS, PLUGINS  # noqa: E402
 from rlhf_core.presets import PRESETS  # noqa: E402
@@ -436,7 +436,7 @@ def _by_meaning(known: Mapping[int, exceptions.Meaning]) -> Iterator[str]:
 
 def _known_places() -> Iterator[str]:
     yield from ("| kind | a frame, or the code at it |", "|---|---|")
-    for place in code_places.PLACES:
+    for place in code_locations.PLACES:
         yield f"| `{place.kind.value}` | {_code(place.example)} |"
 
 

@@ -28,8 +28,8 @@ from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.journal import ControllerStarted
 from rlhf_core.schemas.resources import Submission
-from rlhf_core.watchdog.missing import close_missing
-from rlhf_core.watchdog.watch import record
+from rlhf_core.watchdog.missing_run import close_missing
+from rlhf_core.watchdog.watcher import record
 
 CONTROLLER_PATIENCE_S = 60.0
 """How long a living controller may take to end its run when asked."""

@@ -35,12 +35,12 @@ from flows.told import leave_out
 from flows.view import shown_in_prefect
 from rlhf_core.config import Site, load_site
 from rlhf_core.errors import RlhfError, RunCancelled
+from rlhf_core.formatting import THROUGH_PREFECT
 from rlhf_core.history.controllers import run_of_flow_run
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.regression import regression_text
 from rlhf_core.watchdog.evidence import regressed
-from rlhf_core.words import THROUGH_PREFECT
 
 FLOW = "rlhf-run"
 """Name of the flow; deployments are called ``rlhf-run/<name>``."""

@@ -25,8 +25,8 @@ from rlhf_core.scheduler.base import Scheduler
 from rlhf_core.schemas.journal import ControllerStarted
 from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.run import RunSpec, StoredSpec
-from rlhf_core.watchdog.missing import Presence
-from rlhf_core.watchdog.watch import Look, Watcher, record
+from rlhf_core.watchdog.missing_run import Presence
+from rlhf_core.watchdog.watcher import Look, Watcher, record
 
 LEASE_RETRY_S = 2.0
 """Pause before a database that does not answer is asked again for the lease."""

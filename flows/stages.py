@@ -18,8 +18,8 @@ from flows.promoting import promotion
 from flows.session import CancelAsked, Session
 from flows.trial import TRIAL, cancel_trials, carry_out, due
 from rlhf_core.allocation.planner import plan, shortages
-from rlhf_core.diagnosis import caps
-from rlhf_core.diagnosis.ledger import REMEMBERED
+from rlhf_core.diagnosis import attempt_caps
+from rlhf_core.diagnosis.node_strikes import REMEMBERED
 from rlhf_core.errors import (
     BadInput,
     DatabaseUnavailable,
@@ -36,8 +36,8 @@ from rlhf_core.errors import (
 from rlhf_core.history import queries
 from rlhf_core.launch.journal import AttemptRecord
 from rlhf_core.launch.start import job_request, record_plan, submit_once
-from rlhf_core.preflight.gather import Surroundings
-from rlhf_core.preflight.static import blocking, make_checks, require_passed
+from rlhf_core.preflight.gather_facts import Surroundings
+from rlhf_core.preflight.runner import blocking, make_checks, require_passed
 from rlhf_core.preflight.trial import Rung
 from rlhf_core.run_dir import RunDir, read_model, write_model
 from rlhf_core.scheduler.base import JobState
@@ -51,8 +51,8 @@ from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.resources import Inventory, Submission
 from rlhf_core.schemas.run import shape_key
 from rlhf_core.watchdog.evidence import allocated_s
-from rlhf_core.watchdog.nodes import node_standings
-from rlhf_core.watchdog.watch import Failure, Look, Verdict, explain
+from rlhf_core.watchdog.node_records import node_standings
+from rlhf_core.watchdog.watcher import Failure, Look, Verdict, explain
 
 Call = Callable[[str, str, Callable[[], None]], None]
 """How a stage, or a wait between two attempts, is carried out, given its title, its name and the work."""
@@ -359,7 +359,7 @@ def _submit(session: Session, number: int) -> None:
     placement = journal.record.attempts[number].placement
     site = session.site
     first = max(journal.record.first_attempt, session.resumed_at)
-    limit_s = caps.time_limit_s(session.spec, _used(session, first))
+    limit_s = attempt_caps.time_limit_s(session.spec, _used(session, first))
     request = job_request(session.run_dir, session.spec, placement, site.compute_python, site.slurm, site.job_secrets)
     request = replace(request, time_limit_s=limit_s)
     try:
@@ -569,17 +569,17 @@ def _placeable(session: Session, failure: Failure) -> Decision:
 
 def _within_caps(session: Session, decision: Decision, first: int) -> Decision:
     """The decision; to stop, where all attempts together have used what the run may use."""
-    refused = caps.refusal(session.spec, _used(session, first))
+    refused = attempt_caps.refusal(session.spec, _used(session, first))
     if decision.action is not Action.NEW_ATTEMPT or not refused:
         return decision
     return decision.model_copy(update={"action": Action.STOP, "reason": refused, "delay_s": 0.0, "excluded_nodes": ()})
 
 
-def _used(session: Session, first: int) -> caps.Used:
+def _used(session: Session, first: int) -> attempt_caps.Used:
     """Use of the attempts from ``first`` on: they count from where a person last started or resumed the run."""
     attempts = {number: one for number, one in session.journal.record.attempts.items() if number >= first}
     seconds = (allocated_s(session.run_dir.attempt(n), one.ended_at or utc_now()) for n, one in attempts.items())
-    return caps.Used(len(attempts), sum(seconds))
+    return attempt_caps.Used(len(attempts), sum(seconds))
 
 
 def _is_blocked_by_probe(run_dir: RunDir, number: int) -> bool:

@@ -19,7 +19,7 @@ from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.journal import TrialPlanned
 from rlhf_core.schemas.reports import MetricsLine
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.watchdog.watch import Look
+from rlhf_core.watchdog.watcher import Look
 
 TRIAL = "trial"
 """Name of a trial, where stages have theirs."""

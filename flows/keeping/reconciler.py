@@ -50,8 +50,8 @@ from rlhf_core.schemas.journal import ControllerStarted
 from rlhf_core.schemas.reports import AgentCommand, EvaluationReport, KeeperNote
 from rlhf_core.schemas.resources import Submission
 from rlhf_core.schemas.run import StoredSpec
-from rlhf_core.watchdog.missing import close_missing, identity
-from rlhf_core.watchdog.watch import record
+from rlhf_core.watchdog.missing_run import close_missing, identity
+from rlhf_core.watchdog.watcher import record
 
 log = logging.getLogger("rlhf.keeper")
 

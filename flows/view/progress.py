@@ -4,12 +4,12 @@ from dataclasses import dataclass, field
 
 from flows.view.story import Story
 from rlhf_core.escaping import markdown
+from rlhf_core.formatting import duration
 from rlhf_core.launch.journal import RunRecord
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.watchdog.evidence import Progress
-from rlhf_core.watchdog.watch import Look
-from rlhf_core.words import duration
+from rlhf_core.watchdog.watcher import Look
 
 SMOOTHING = 0.1
 """Share of the newest step in the mean time of a step."""

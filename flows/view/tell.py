@@ -37,7 +37,7 @@ from rlhf_core.launch.journal import RunRecord
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.journal import RunMoved
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.watchdog.watch import Look
+from rlhf_core.watchdog.watcher import Look
 
 Log = logging.Logger | logging.LoggerAdapter[logging.Logger]
 

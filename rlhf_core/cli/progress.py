@@ -19,7 +19,7 @@ from rlhf_core.cli import output
 from rlhf_core.escaping import terminal
 from rlhf_core.schemas.reports import AgentEvent
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.watchdog.watch import Look
+from rlhf_core.watchdog.watcher import Look
 
 LINE_EVERY_S = 5.0
 """How often a plain line is written where there is no terminal."""

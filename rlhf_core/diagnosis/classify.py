@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rlhf_core.diagnosis import log_reading
-from rlhf_core.diagnosis.parts import Part
+from rlhf_core.diagnosis.evidence_parts import Part
 from rlhf_core.diagnosis.raised_errors import Event
 from rlhf_core.diagnosis.verdict import Verdict
 from rlhf_core.redaction import masked

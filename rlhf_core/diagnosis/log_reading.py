@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rlhf_core.diagnosis import metric_lines, signatures
+from rlhf_core.diagnosis.evidence_parts import Part
 from rlhf_core.diagnosis.log_lines import Line, read_line
-from rlhf_core.diagnosis.parts import Part
 from rlhf_core.diagnosis.raised_errors import TABLES, Event, Tables, continued, event_of
-from rlhf_core.diagnosis.signatures_row import Matched
+from rlhf_core.diagnosis.signature import Matched
 from rlhf_core.diagnosis.tracebacks import CONTINUED, Frame, Raised, TracebackReader
 from rlhf_core.schemas.failures import FailureKind as Kind
 

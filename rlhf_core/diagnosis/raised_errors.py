@@ -10,12 +10,12 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from rlhf_core.diagnosis import code_places, exceptions, signatures
-from rlhf_core.diagnosis.code_places import Place
+from rlhf_core.diagnosis import code_locations, exceptions, signatures
+from rlhf_core.diagnosis.code_locations import Place
+from rlhf_core.diagnosis.evidence_parts import Part
 from rlhf_core.diagnosis.exceptions import Meaning
 from rlhf_core.diagnosis.log_lines import Line
-from rlhf_core.diagnosis.parts import Part
-from rlhf_core.diagnosis.signatures_row import Signature
+from rlhf_core.diagnosis.signature import Signature
 from rlhf_core.diagnosis.tracebacks import Raised
 from rlhf_core.schemas.failures import FailureKind as Kind
 
@@ -26,7 +26,7 @@ class Tables:
 
     signatures: Sequence[Signature] = signatures.SIGNATURES
     classes: dict[str, Meaning] = field(default_factory=lambda: exceptions.CLASSES)
-    places: Sequence[Place] = code_places.PLACES
+    places: Sequence[Place] = code_locations.PLACES
 
 
 TABLES = Tables()
@@ -96,7 +96,7 @@ def _weighed(raised: Raised, said: Event | None, tables: Tables) -> Event:
         return Event(Kind.UNKNOWN, Part.CASCADE, "", 0, "a child whose parent had died", is_end=True)
     if raised.error in exceptions.WRAPPERS and (said is None or said.is_end):
         return _of_wrapper(raised, tables)
-    place = code_places.place_of(raised, tables.places)
+    place = code_locations.place_of(raised, tables.places)
     if place is not None and place.kind is Kind.REWARD_FUNCTION and (said is None or said.kind in _OF_THE_CODE):
         return Event(place.kind, Part.SYMPTOM, "", 0, place.example)
     known = said or _of_class(raised, tables)
@@ -121,7 +121,7 @@ def _of_number(raised: Raised) -> Event | None:
 
 
 def _of_place(place: Place | None, process: str) -> Event:
-    if place is None and code_places.ENGINE_PROCESSES.search(process) is not None:
+    if place is None and code_locations.ENGINE_PROCESSES.search(process) is not None:
         return Event(Kind.ENGINE, Part.SYMPTOM, "", 0, "an error of an engine's process")
     if place is None:
         return Event(Kind.UNKNOWN, Part.CASCADE, "", 0, "an error")
@@ -138,11 +138,11 @@ def _of_wrapper(raised: Raised, tables: Tables) -> Event:
 
 def _of_files(raised: Raised, known: Event) -> Event:
     """A file that is not there or may not be used: whose it is tells a setting from data and from a shared folder."""
-    package = code_places.raised_in(raised)
+    package = code_locations.raised_in(raised)
     if raised.error == "FileNotFoundError" and package == "datasets":
         return replace(known, kind=Kind.DATA, rule="a file of the library of data sets")
     writes = any(_WRITES.fullmatch(frame.function) for frame in raised.frames[-3:])
-    if raised.error == "PermissionError" and package in code_places.CACHES and writes:
+    if raised.error == "PermissionError" and package in code_locations.CACHES and writes:
         return replace(known, kind=Kind.FILE_SYSTEM, rule="a folder that a library keeps")
     return known
 
@@ -150,7 +150,7 @@ def _of_files(raised: Raised, known: Event) -> Event:
 def _is_service(raised: Raised) -> bool:
     if exceptions.SERVICE_ERRORS.search(raised.name) is not None:
         return True
-    return code_places.raised_in(raised) in code_places.SERVICES
+    return code_locations.raised_in(raised) in code_locations.SERVICES
 
 
 def continued(texts: Sequence[str]) -> Iterator[str]:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 
+from rlhf_core.formatting import THROUGH_PREFECT
 from rlhf_core.schemas.attempts import RUN_ENDS, RunState, StageState
-from rlhf_core.words import THROUGH_PREFECT
 
 ADOPT_AFTER_S = 30.0
 """How long nobody must have driven a run before it is adopted; a controller that is proven dead is not waited for."""

@@ -1,7 +1,7 @@
 """Phrases that tell what a line says: one table of regular expressions, for what only words can tell.
 
 What an error's class tells stands in :mod:`rlhf_core.diagnosis.exceptions`, and what the place tells that it came from
-in :mod:`rlhf_core.diagnosis.code_places`.
+in :mod:`rlhf_core.diagnosis.code_locations`.
 
 Each row holds a line in the form in which the runtime prints it; the tests hold every row to its line, and
 docs/failures.md shows them. The first row that matches decides about a line. The table errs on the side of a retry: a
@@ -14,7 +14,7 @@ from rlhf_core.diagnosis import signatures_setup as setup
 from rlhf_core.diagnosis import signatures_system as system
 from rlhf_core.diagnosis import signatures_training as training
 from rlhf_core.diagnosis.log_lines import Line
-from rlhf_core.diagnosis.signatures_row import Matched, Signature
+from rlhf_core.diagnosis.signature import Matched, Signature
 
 SIGNATURES: tuple[Signature, ...] = (
     *system.SCHEDULER,

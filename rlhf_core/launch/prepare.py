@@ -11,12 +11,12 @@ import rlhf_core
 from rlhf_core import __version__, private_files
 from rlhf_core.accounts import account, user_name
 from rlhf_core.errors import BadConfig, RunDirError
+from rlhf_core.formatting import THROUGH_PREFECT
 from rlhf_core.launch.journal import Journal
 from rlhf_core.run_dir import RunDir, new_run_id, remove_tree, write_model, write_text
 from rlhf_core.schemas.base import label_problem, storable_text, utc_now
 from rlhf_core.schemas.journal import RunCreated
 from rlhf_core.schemas.run import BUILT_TOKENIZERS, MAX_TAGS, RunSpec, StoredSpec
-from rlhf_core.words import THROUGH_PREFECT
 
 DIFF_LIMIT_BYTES = 4 << 20
 """Longest diff that is kept; a longer one is cut and says so."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from rlhf_core.launch.journal import Journal
 from rlhf_core.run_dir import RunDir, read_model, write_model
 from rlhf_core.scheduler.base import JobRequest, Scheduler
-from rlhf_core.scheduler.passed import PassedEnvironment
+from rlhf_core.scheduler.passed_environment import PassedEnvironment
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.journal import AttemptPlanned, AttemptSubmitted
 from rlhf_core.schemas.resources import Placement, Submission

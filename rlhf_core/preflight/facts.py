@@ -1,4 +1,4 @@
-"""What the checks look at. Gathered by ``gather.py``; in tests, written by hand."""
+"""What the checks look at. Gathered by ``gather_facts.py``; in tests, written by hand."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

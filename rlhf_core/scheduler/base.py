@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
-from rlhf_core.scheduler.passed import PassedEnvironment
+from rlhf_core.scheduler.passed_environment import PassedEnvironment
 from rlhf_core.schemas.resources import Inventory, Placement, Submission
 from rlhf_core.schemas.run import SlurmSpec
 

@@ -25,8 +25,8 @@ from submitit.local.local import LocalExecutor, LocalJob
 
 from rlhf_core.errors import SubmissionFailed
 from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus, LivingJob
-from rlhf_core.scheduler.command import job_environment
-from rlhf_core.scheduler.passed import without_private
+from rlhf_core.scheduler.job_environment import job_environment
+from rlhf_core.scheduler.passed_environment import without_private
 from rlhf_core.schemas.resources import JOB_VARIABLE, Inventory, Submission, job_marker, parse_job_marker
 
 END_PATIENCE_S = 15.0

@@ -23,9 +23,9 @@ from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 from rlhf_core.errors import SchedulerError, SubmissionFailed
 from rlhf_core.scheduler import slurm_queue
 from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus, LivingJob
-from rlhf_core.scheduler.command import job_environment
-from rlhf_core.scheduler.passed import without_private
-from rlhf_core.scheduler.script_text import command_line, exported, is_node_name, one_line
+from rlhf_core.scheduler.job_environment import job_environment
+from rlhf_core.scheduler.passed_environment import without_private
+from rlhf_core.scheduler.script_quoting import command_line, exported, is_node_name, one_line
 from rlhf_core.scheduler.slurm_queue import Row
 from rlhf_core.schemas.resources import Inventory, Submission, job_marker, parse_job_marker
 

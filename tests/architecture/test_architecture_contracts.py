@@ -37,7 +37,7 @@ WRONG_IMPORTS: dict[str, WrongImport] = {
         "rlhf_core/history/queries.py", "def _late() -> None:\n    import torch", "control-plane-has-no-torch"
     ),
     "torch for its types only": _wrong(
-        "rlhf_core/watchdog/watch.py",
+        "rlhf_core/watchdog/watcher.py",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch",
         "control-plane-has-no-torch",
     ),
@@ -54,7 +54,7 @@ WRONG_IMPORTS: dict[str, WrongImport] = {
     ),
     "prefect in a report": _wrong("rlhf_core/reports/html.py", "import prefect", "prefect-lives-in-flows"),
     "prefect in the watchdog, which the steps use": _wrong(
-        "rlhf_core/watchdog/watch.py", "import prefect", "prefect-lives-in-flows", "stages-know-no-prefect"
+        "rlhf_core/watchdog/watcher.py", "import prefect", "prefect-lives-in-flows", "stages-know-no-prefect"
     ),
     "prefect in the order of the steps": _wrong("flows/stages.py", "import prefect", "stages-know-no-prefect"),
     "a schema imports the package of the flows": _wrong("rlhf_core/schemas/journal.py", "import flows", "flows-on-top"),

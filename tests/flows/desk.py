@@ -11,7 +11,7 @@ from rlhf_core.config import Site
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.watchdog.watch import Look
+from rlhf_core.watchdog.watcher import Look
 
 
 @dataclass

@@ -19,7 +19,7 @@ from rlhf_core.launch.journal import Journal
 from rlhf_core.run_dir import RunDir
 from rlhf_core.scheduler.local import LocalScheduler
 from rlhf_core.schemas.journal import CancelStarted
-from rlhf_core.watchdog.watch import Look
+from rlhf_core.watchdog.watcher import Look
 
 
 class Impatient(Quiet):

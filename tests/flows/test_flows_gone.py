@@ -18,7 +18,7 @@ from rlhf_core.scheduler.base import JobState
 from rlhf_core.schemas.attempts import AttemptState, RunState
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.resources import Role
-from rlhf_core.watchdog.missing import AWAY_S, GONE_S
+from rlhf_core.watchdog.missing_run import AWAY_S, GONE_S
 
 
 def trains(desk: Desk, happens: Callable[[int], None]) -> RunDir:

@@ -7,7 +7,7 @@ from control_fakes import NODE
 from rlhf_core.scheduler.base import JobState, JobStatus
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.resources import Role
-from rlhf_core.watchdog.watch import Look, Verdict
+from rlhf_core.watchdog.watcher import Look, Verdict
 
 
 def look(step: int, **changes: Any) -> Look:

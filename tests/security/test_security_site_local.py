@@ -27,6 +27,7 @@ from rlhf_core.accounts import account, attributed_here, user_name
 from rlhf_core.cli.main import execute
 from rlhf_core.config import load_site
 from rlhf_core.errors import BadInput
+from rlhf_core.formatting import THROUGH_PREFECT, attributed
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.prepare import prepare
 from rlhf_core.launch.start import agent_command
@@ -34,7 +35,6 @@ from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import PromotionState
 from rlhf_core.schemas.base import LABEL_CHARACTERS
 from rlhf_core.watchdog.ingest import sync
-from rlhf_core.words import THROUGH_PREFECT, attributed
 
 ROOT = Path(__file__).parents[2]
 

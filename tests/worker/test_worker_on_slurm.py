@@ -19,7 +19,7 @@ from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.resources import Placement
 from rlhf_core.schemas.run import SlurmSpec
-from rlhf_core.watchdog.watch import Failure, Look, Watcher, explain
+from rlhf_core.watchdog.watcher import Failure, Look, Watcher, explain
 
 pytestmark = [
     pytest.mark.end_to_end,

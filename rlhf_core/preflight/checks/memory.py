@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 
 from pydantic import JsonValue
 
-from rlhf_core.preflight.estimate import num_parameters, vocabulary_size
 from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.memory import (
     GIB,
@@ -18,6 +17,7 @@ from rlhf_core.preflight.memory import (
     trainer_estimate,
 )
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
+from rlhf_core.preflight.size_estimates import num_parameters, vocabulary_size
 
 SURELY_TOO_MUCH = 1.15
 """An estimate beyond this share of the memory stops the run; up to it, it may be the estimate that is wrong."""

@@ -25,7 +25,7 @@ from rlhf_core.preflight.data_file import scan
 from rlhf_core.preflight.facts import NO_PAST, CheckpointFacts, ComputeSide, Disk, Facts, ModelFolder, Past, Requirement
 from rlhf_core.preflight.plugins import load_plugins
 from rlhf_core.run_dir import CheckpointDir
-from rlhf_core.scheduler.passed import PassedEnvironment, without_private
+from rlhf_core.scheduler.passed_environment import PassedEnvironment, without_private
 from rlhf_core.schemas.content import ContentReport
 from rlhf_core.schemas.resources import Inventory
 from rlhf_core.schemas.run import BUILT_TOKENIZERS, ModelSpec, RunSpec, SlurmSpec

@@ -16,7 +16,7 @@ from rlhf_core.schemas.reports import AgentEvent, AttemptOutcome
 from rlhf_core.schemas.resources import Placement, Role, Submission
 from rlhf_core.watchdog.evidence import look_back, scheduler_log
 from rlhf_core.watchdog.silence import SILENT_S
-from rlhf_core.watchdog.watch import DESERTED_S, LOST_AFTER_S, WORD_S, Look, Verdict, Watcher, explain, judge
+from rlhf_core.watchdog.watcher import DESERTED_S, LOST_AFTER_S, WORD_S, Look, Verdict, Watcher, explain, judge
 
 
 @pytest.fixture
@@ -260,7 +260,7 @@ def test_a_history_that_does_not_answer_is_only_behind(run_dir: RunDir, monkeypa
     def sync(directory: RunDir, store: object) -> None:
         raise DatabaseUnavailable("no answer from the database")
 
-    monkeypatch.setattr("rlhf_core.watchdog.watch.sync", sync)
+    monkeypatch.setattr("rlhf_core.watchdog.watcher.sync", sync)
     one = Watcher(run_dir, placed(run_dir), submission(), Answers(JobState.RUNNING), Away())  # type: ignore[arg-type]
     look = one.look()
     assert look.history_behind == "no answer from the database"

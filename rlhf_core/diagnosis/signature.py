@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from rlhf_core.diagnosis.parts import Part
+from rlhf_core.diagnosis.evidence_parts import Part
 from rlhf_core.schemas.failures import FailureKind as Kind
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from rlhf_core.diagnosis.ledger import REMEMBERED, Standing, Strike, standings
+from rlhf_core.diagnosis.node_strikes import REMEMBERED, Standing, Strike, standings
 from rlhf_core.errors import BadInput
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore

@@ -18,7 +18,7 @@ from rlhf_core.schemas.reports import AgentEvent, AgentStatus, AttemptOutcome
 from rlhf_core.schemas.resources import Placement, Role, Submission
 from rlhf_core.watchdog import evidence
 from rlhf_core.watchdog.silence import BLIND_S, SILENT_S
-from rlhf_core.watchdog.watch import DESERTED_S, Look, Watcher, explain
+from rlhf_core.watchdog.watcher import DESERTED_S, Look, Watcher, explain
 
 RUNNING = JobStatus(JobState.RUNNING, scheduler_state="RUNNING")
 SUSPENDED = JobStatus(JobState.RUNNING, scheduler_state="SUSPENDED")
