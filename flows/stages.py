@@ -52,7 +52,7 @@ from rlhf_core.schemas.resources import Inventory, Submission
 from rlhf_core.schemas.run import shape_key
 from rlhf_core.watchdog.evidence import allocated_s
 from rlhf_core.watchdog.node_records import node_standings
-from rlhf_core.watchdog.watcher import Failure, Look, Verdict, explain
+from rlhf_core.watchdog.watcher import AttemptFailure, AttemptSnapshot, AttemptVerdict, explain
 
 Call = Callable[[str, str, Callable[[], None]], None]
 """How a stage, or a wait between two attempts, is carried out, given its title, its name and the work."""
@@ -77,7 +77,7 @@ RELEASE_PATIENCE_S = 60.0
 class AttemptFailed(Exception):
     """The attempt a stage belongs to did not end well; :func:`drive` decides what follows."""
 
-    def __init__(self, verdict: Verdict) -> None:
+    def __init__(self, verdict: AttemptVerdict) -> None:
         super().__init__(verdict.cause)
         self.cancelled = verdict.state is AttemptState.CANCELLED
 
@@ -208,7 +208,7 @@ def preflight(session: Session) -> None:
             stored_version=session.stored.package_version,
             site_slurm=session.site.slurm,
             job_secrets=session.site.job_secrets,
-            past=look_back(session.store, session.spec, session.observer.says, session.run_dir.run_id),
+            baseline=look_back(session.store, session.spec, session.observer.says, session.run_dir.run_id),
         )
         results = make_checks(session.spec, around, session.check)
         session.journal.append(ChecksMade(results=results))
@@ -365,16 +365,16 @@ def _submit(session: Session, number: int) -> None:
     try:
         submit_once(session.run_dir, request, session.scheduler, journal, session.require_lease)
     except SubmissionFailed as error:
-        verdict = Verdict(AttemptState.FAILED, str(error), FailureKind.CONFIG)
+        verdict = AttemptVerdict(AttemptState.FAILED, str(error), FailureKind.CONFIG)
         journal.move_attempt(number, verdict.state, verdict.cause, verdict.failure_kind)
         raise AttemptFailed(verdict) from error
 
 
-def _watch_until(session: Session, number: int, enough: Callable[[Look], bool]) -> Look:
+def _watch_until(session: Session, number: int, enough: Callable[[AttemptSnapshot], bool]) -> AttemptSnapshot:
     """Look again and again until the attempt has ended, or ``enough`` says so; moves states on the way."""
     journal, watcher = session.journal, session.watcher(number)
     while True:
-        look = watcher.look()
+        look = watcher.poll()
         if (
             look.verdict.state is AttemptState.RUNNING
             and journal.record.attempts[number].state is AttemptState.SUBMITTED
@@ -507,15 +507,15 @@ def _raise_if_asked_to_end(session: Session) -> None:
         raise CancelAsked(request.reason or "rlhf cancel")
 
 
-def _final_look(session: Session, number: int, attempt: AttemptRecord) -> Look:
-    look = session.watcher(number).look()
+def _final_look(session: Session, number: int, attempt: AttemptRecord) -> AttemptSnapshot:
+    look = session.watcher(number).poll()
     if attempt.ended:
         # As it was concluded. Its job may have been cancelled since, which is not what ended it.
-        return replace(look, verdict=Verdict(attempt.state, attempt.cause, attempt.failure_kind))
+        return replace(look, verdict=AttemptVerdict(attempt.state, attempt.cause, attempt.failure_kind))
     return look
 
 
-def _after_failure(session: Session, number: int, attempt: AttemptRecord, look: Look) -> None:
+def _after_failure(session: Session, number: int, attempt: AttemptRecord, look: AttemptSnapshot) -> None:
     journal = session.journal
     first = max(journal.record.first_attempt, session.resumed_at)
     failure = explain(
@@ -548,7 +548,7 @@ def _after_failure(session: Session, number: int, attempt: AttemptRecord, look: 
     session.record()
 
 
-def _placeable(session: Session, failure: Failure) -> Decision:
+def _placeable(session: Session, failure: AttemptFailure) -> Decision:
     """What was decided; or to stop, where it takes another node in place of an unfit one, and there is none.
 
     Other suspects are used again where nobody can take their place: they may have been unlucky. This one would only be
@@ -600,7 +600,7 @@ def _went_back_in_vain(session: Session, first: int, number: int) -> bool:
     )
 
 
-def diagnosis(run_dir: RunDir, number: int, failure: Failure, decision: Decision) -> str:
+def diagnosis(run_dir: RunDir, number: int, failure: AttemptFailure, decision: Decision) -> str:
     """What went wrong, for a tired person: what, who, where to look, why it was not tried again."""
     incident = failure.incident
     lines = [f"run {run_dir.run_id} failed in attempt {number}: {failure.kind.value}", f"  {failure.message}"]
@@ -646,16 +646,16 @@ def cancel(session: Session, reason: str, *, save: bool = False) -> None:
     attempt = journal.record.attempts.get(number)
     if attempt is not None and not attempt.ended:
         # Of a job that waits for nodes there is nothing to save.
-        save = save and session.watcher(number).look().verdict.state is AttemptState.RUNNING
+        save = save and session.watcher(number).poll().verdict.state is AttemptState.RUNNING
         session.observer.says(f"{'saving, then ' if save else ''}cancelling attempt {number}")
         _order(session.run_dir, number, order_to_end(reason, save=save))
         submission = attempt.submission or session.scheduler.find(session.run_dir.run_id, number)
         deadline = session.clock() + (SAVE_PATIENCE_S if save else CANCEL_PATIENCE_S)
-        while submission is not None and not session.watcher(number).look().ended and session.clock() < deadline:
+        while submission is not None and not session.watcher(number).poll().ended and session.clock() < deadline:
             session.lease.keep()
             session.sleep(0.2)
         _end_job(session, submission, wait_for_database=False)
-        if session.watcher(number).look().verdict.state is AttemptState.COMPLETED:
+        if session.watcher(number).poll().verdict.state is AttemptState.COMPLETED:
             conclude(session, number)  # it was faster than the order
             return
         journal.move_attempt(number, AttemptState.CANCELLED, reason, FailureKind.USER_CANCEL)

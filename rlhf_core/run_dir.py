@@ -23,7 +23,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
 from rlhf_core.errors import CheckpointCorrupt, RunDirError
-from rlhf_core.files import Line, Lines, UnfitFile, lines_of, open_regular, read_document
+from rlhf_core.files import FileLine, FileLines, UnfitFile, lines_of, open_regular, read_document
 from rlhf_core.schemas.reports import CheckpointManifest, FileChecksum
 from rlhf_core.schemas.run import SCHEMA_VERSION, StoredSpec
 
@@ -255,7 +255,7 @@ def read_lines(
     *,
     is_inside: bool = False,
     longest: int | None = None,
-) -> Lines:
+) -> FileLines:
     """Whole lines of an appended file from ``offset`` on, and the offset after the last of them.
 
     Reads at most about ``limit_bytes`` at once. A file that is not there, or is no file, has no lines. The other
@@ -265,11 +265,11 @@ def read_lines(
         with open_regular(path) as file:
             return lines_of(file, offset, limit_bytes, is_inside=is_inside, longest=longest)
     except (FileNotFoundError, NotADirectoryError, UnfitFile):
-        return Lines([], offset, is_inside)
+        return FileLines([], offset, is_inside)
 
 
 @dataclass(frozen=True)
-class Place:
+class FilePosition:
     """Position in an appended file, and the marks by which it is known again: a follower keeps all of them.
 
     A file is known by what stands in it. Its number in the file system says less: a copy that was put back has another
@@ -285,7 +285,7 @@ class Place:
     """True if the offset lies in a line that is too long."""
 
 
-def read_on(path: Path, place: Place, limit_bytes: int = 16 << 20) -> tuple[list[Line], Place, bool]:
+def read_on(path: Path, place: FilePosition, limit_bytes: int = 16 << 20) -> tuple[list[FileLine], FilePosition, bool]:
     """Whole lines of an appended file after a place, the place after them, and whether it is another file than before.
 
     A file that was truncated or replaced by another one is read from its beginning: its bytes before the place are not
@@ -302,10 +302,10 @@ def read_on(path: Path, place: Place, limit_bytes: int = 16 << 20) -> tuple[list
                     return [], place, False
             else:
                 is_other = bool(place.tail) and _tail(file, place.offset) != place.tail
-            begin = Place() if is_other else place
+            begin = FilePosition() if is_other else place
             lines, end, is_inside = lines_of(file, begin.offset, limit_bytes, is_inside=begin.is_inside)
             head = _mark(file, 0, _HEAD_BYTES) if end >= _HEAD_BYTES else 0
-            return lines, Place(end, _tail(file, end), head, is_inside), is_other
+            return lines, FilePosition(end, _tail(file, end), head, is_inside), is_other
     except (FileNotFoundError, NotADirectoryError, UnfitFile):
         return [], place, False
 
@@ -343,7 +343,7 @@ def _mark(file: BinaryIO, begin: int, end: int) -> int:
     return int.from_bytes(digest, "big") >> 1 or 1  # fits a signed integer of 64 bits
 
 
-def parse_lines(lines: Iterable[Line], schema: type[Model]) -> Iterator[Model]:
+def parse_lines(lines: Iterable[FileLine], schema: type[Model]) -> Iterator[Model]:
     """Parse JSON lines; those that are torn, foreign or too long are left out."""
     for line in lines:
         if line.text is None:
@@ -354,7 +354,7 @@ def parse_lines(lines: Iterable[Line], schema: type[Model]) -> Iterator[Model]:
             continue
 
 
-def read_blocks(path: Path, offset: int = 0, longest: int | None = None) -> Iterator[tuple[list[Line], int]]:
+def read_blocks(path: Path, offset: int = 0, longest: int | None = None) -> Iterator[tuple[list[FileLine], int]]:
     """All whole lines of an appended file from ``offset`` on, a block at a time, each with the offset after it."""
     is_inside = False
     while True:

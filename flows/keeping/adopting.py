@@ -52,7 +52,7 @@ def main(run_id: str) -> int:
     try:
         with (
             HistoryStore(site.database_url) as store,
-            opened(RunDir.of(site.runs_dir, run_id), site, store, patience_s=0) as session,
+            opened(RunDir.of(site.runs_dir, run_id), site, store, timeout_s=0) as session,
         ):
             drive(session)
     except RlhfError as error:

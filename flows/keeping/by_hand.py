@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from flows.keeping.keeper import TTL_S, has_prefect, lease_name
 from flows.keeping.reconciler import Deed, Reconciler
 from rlhf_core.config import Site
-from rlhf_core.diagnosis.reconcile import Action
+from rlhf_core.diagnosis.reconcile import ReconcileAction
 from rlhf_core.errors import LeaseLost
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.launch.lease import Lease, Owner, known_dead
+from rlhf_core.launch.lease import HeldLease, Owner, known_dead
 
 
-def look_once(site: Site, store: HistoryStore) -> Sequence[Action]:
+def look_once(site: Site, store: HistoryStore) -> Sequence[ReconcileAction]:
     """What a round would do.
 
     Raises:
@@ -35,7 +35,7 @@ def reconcile_once(site: Site, store: HistoryStore) -> Sequence[Deed]:
             f"the keeper of this site is at work and reconciles every {site.prefect.reconcile_s:g} s by itself; "
             f"--dry-run shows what it finds ({error})"
         ) from None
-    lease = Lease(store, name, owner, token)
+    lease = HeldLease(store, name, owner, token)
 
     lease.start()
 

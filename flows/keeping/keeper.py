@@ -23,7 +23,7 @@ from rlhf_core.config import Site
 from rlhf_core.errors import HistoryError, LeaseLost, RlhfError
 from rlhf_core.history import active
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.launch.lease import Lease, Owner, known_dead
+from rlhf_core.launch.lease import HeldLease, Owner, known_dead
 from rlhf_core.run_dir import RunDir, run_dirs
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.watchdog.ingest import glance, sync
@@ -95,7 +95,7 @@ def _history(site: Site, stop: threading.Event) -> Iterator[HistoryStore | None]
         yield store
 
 
-def _lease(site: Site, store: HistoryStore, stop: threading.Event) -> Lease | None:
+def _lease(site: Site, store: HistoryStore, stop: threading.Event) -> HeldLease | None:
     """The keeper's lease, as soon as it can be had; None when the keeper is stopped before."""
     name, owner = lease_name(site), str(Owner.this_process())
     said = ""
@@ -103,7 +103,7 @@ def _lease(site: Site, store: HistoryStore, stop: threading.Event) -> Lease | No
         try:
             token = store.acquire_lease(name, owner, TTL_S, takeover=known_dead)
             log.info("this process keeps %s", site.runs_dir)
-            lease = Lease(store, name, owner, token)
+            lease = HeldLease(store, name, owner, token)
             lease.start()
             return lease
         except LeaseLost:
@@ -117,7 +117,7 @@ def _lease(site: Site, store: HistoryStore, stop: threading.Event) -> Lease | No
     return None
 
 
-def _act(site: Site, store: HistoryStore, lease: Lease, stop: threading.Event) -> None:
+def _act(site: Site, store: HistoryStore, lease: HeldLease, stop: threading.Event) -> None:
     """Read and reconcile until the keeper is stopped or has lost its lease."""
     over = threading.Event()
     reconciling = threading.Thread(
@@ -139,7 +139,7 @@ def _act(site: Site, store: HistoryStore, lease: Lease, stop: threading.Event) -
         lease.release()
 
 
-def _wait_for(thread: threading.Thread, lease: Lease) -> None:
+def _wait_for(thread: threading.Thread, lease: HeldLease) -> None:
     """Let the deed in hand come to its end, with the lease kept: nobody else is to begin meanwhile."""
     while thread.is_alive():
         thread.join(timeout=1.0)
@@ -147,7 +147,7 @@ def _wait_for(thread: threading.Thread, lease: Lease) -> None:
             lease.keep()
 
 
-def _reconcile(site: Site, store: HistoryStore, lease: Lease, stop: threading.Event, over: threading.Event) -> None:
+def _reconcile(site: Site, store: HistoryStore, lease: HeldLease, stop: threading.Event, over: threading.Event) -> None:
     reconciler = Reconciler(site, store, has_prefect=has_prefect())
     tidier = Tidier(site, store)
     looked_through = -RETENTION_EVERY_S
@@ -176,7 +176,7 @@ def _reconcile(site: Site, store: HistoryStore, lease: Lease, stop: threading.Ev
         over.wait(site.prefect.reconcile_s)
 
 
-def is_held(lease: Lease) -> bool:
+def is_held(lease: HeldLease) -> bool:
     """True if the keeper's lease is known to be held, asked of the database: before each deed, since this process may
     have been suspended for longer than the lease lasts."""
     try:

@@ -25,11 +25,11 @@ from flows.view.story import Story, read_story
 from rlhf_core.config import Site
 from rlhf_core.diagnosis.reconcile import (
     FLOW_ENDS,
-    Action,
     ActionKind,
     FlowRunFacts,
-    Holder,
     JobFacts,
+    LeaseState,
+    ReconcileAction,
     RunFacts,
     TaskRunFacts,
     World,
@@ -66,7 +66,7 @@ QUIET = frozenset({ActionKind.INGEST, ActionKind.NOTE})
 class Deed:
     """An action that was carried out, or tried."""
 
-    action: Action
+    action: ReconcileAction
     done: bool
     said: str
     """How it went."""
@@ -128,7 +128,7 @@ class Reconciler:
         """Run, its end and where its promotion stands, of what Prefect is known to have been told."""
         self._submissions: dict[str, Submission] = {}
 
-    def look(self, *, retention: bool = False) -> list[Action]:
+    def look(self, *, retention: bool = False) -> list[ReconcileAction]:
         """What is to be done now.
 
         Args:
@@ -147,7 +147,7 @@ class Reconciler:
             actions += self._removals(world)
         return actions
 
-    def carry_out(self, actions: Iterable[Action], may: Callable[[], bool] = lambda: True) -> list[Deed]:
+    def carry_out(self, actions: Iterable[ReconcileAction], may: Callable[[], bool] = lambda: True) -> list[Deed]:
         """Do it, one after the other; what fails is tried again in the next round.
 
         Args:
@@ -301,7 +301,7 @@ class Reconciler:
     # -----------------------------------------------------------------------------------------------------------------
     # Deeds
 
-    def _do(self, action: Action) -> Deed:
+    def _do(self, action: ReconcileAction) -> Deed:
         try:
             return self._deed(action)
         except (RlhfError, OSError) as error:
@@ -309,7 +309,7 @@ class Reconciler:
         except Exception as error:  # noqa: BLE001 - of Prefect's client: the next round tries again
             return Deed(action, False, f"{type(error).__name__}: {error}")
 
-    def _deed(self, action: Action) -> Deed:
+    def _deed(self, action: ReconcileAction) -> Deed:
         match action.kind:
             case ActionKind.INGEST:
                 behind = record(self._run_dir(action), self._store)
@@ -344,11 +344,11 @@ class Reconciler:
                 self._note_once(action.run_id, action.flow_run_id, action.reason)
                 return Deed(action, True, "left alone")
 
-    def _run_dir(self, action: Action) -> RunDir:
+    def _run_dir(self, action: ReconcileAction) -> RunDir:
         """The directory of the run that an action is about; not every action is about one."""
         return RunDir.of(self._site.runs_dir, action.run_id)
 
-    def _adopt(self, action: Action) -> Deed:
+    def _adopt(self, action: ReconcileAction) -> Deed:
         run_id = action.run_id
         if self._prefect.answers:
             standing = self._standings.get(run_id)
@@ -365,14 +365,14 @@ class Reconciler:
         self._adopters[run_id] = adopting.start(run_id, self._site)
         return Deed(action, True, f"process {self._adopters[run_id].pid}, without Prefect")
 
-    def _end_flow_run(self, action: Action) -> Deed:
+    def _end_flow_run(self, action: ReconcileAction) -> Deed:
         (seen,) = (one for one in self._prefect.flow_runs if one.flow_run_id == action.flow_run_id)
         assert action.flow_state is not None
         if flow_runs.end(action.flow_run_id, action.flow_state, seen.changed_at, action.reason):
             return Deed(action, True, f"it is {action.flow_state.value.capitalize()} now")
         return Deed(action, True, "its state has changed meanwhile; left alone")
 
-    def _tell(self, action: Action, run_dir: RunDir) -> Deed:
+    def _tell(self, action: ReconcileAction, run_dir: RunDir) -> Deed:
         whole = _whole(run_dir, read_record(run_dir))
         untold = self._untold(run_dir, run_dir.read_spec())
         told = [one.name for one in untold.events]
@@ -420,7 +420,7 @@ class Reconciler:
     # -----------------------------------------------------------------------------------------------------------------
     # Retention
 
-    def _removals(self, world: World) -> Iterator[Action]:
+    def _removals(self, world: World) -> Iterator[ReconcileAction]:
         days = self._site.retention.checkpoints_days
         if not days:
             return
@@ -435,10 +435,10 @@ class Reconciler:
             with suppress(RlhfError, OSError):
                 for step in self._old_steps(run_dir, standing, ended_at, begun_from, now):
                     reason = f"older than {days} days, and neither the newest, the best, promoted nor in use"
-                    yield Action(ActionKind.REMOVE_CHECKPOINT, run_id, reason, step=step)
+                    yield ReconcileAction(ActionKind.REMOVE_CHECKPOINT, run_id, reason, step=step)
                 for name in self._old_put_aside(run_dir, ended_at, now - timedelta(days=days)):
                     reason = f"put aside, damaged or given up, and older than {days} days"
-                    yield Action(ActionKind.REMOVE_PUT_ASIDE, run_id, reason, folder=name)
+                    yield ReconcileAction(ActionKind.REMOVE_PUT_ASIDE, run_id, reason, folder=name)
 
     @staticmethod
     def _old_put_aside(run_dir: RunDir, ended_at: datetime, latest: datetime) -> list[str]:
@@ -515,24 +515,24 @@ def _facts(
     )
 
 
-def _holder(standing: Standing | None, now: datetime) -> tuple[Holder, float]:
+def _holder(standing: Standing | None, now: datetime) -> tuple[LeaseState, float]:
     """Who has the lease, and how long nobody has driven the run."""
     if standing is None:
-        return Holder.FREE, 0.0
+        return LeaseState.FREE, 0.0
     if standing.expired_s is None:
-        return Holder.FREE, (now - standing.created_at).total_seconds()
+        return LeaseState.FREE, (now - standing.created_at).total_seconds()
     if not standing.owner:
-        return Holder.FREE, standing.expired_s
+        return LeaseState.FREE, standing.expired_s
     owner = Owner.parse(standing.owner)
     if owner is not None and owner.is_here():
         # One that lives and cannot reach the database keeps its run, also when its lease has run out.
         if not owner.is_known_dead():
-            return Holder.LIVING, 0.0
-        return Holder.DEAD, max(standing.expired_s + TTL_S, 0.0)
-    return (Holder.LIVING, 0.0) if standing.expired_s < 0 else (Holder.SILENT, standing.expired_s)
+            return LeaseState.LIVING, 0.0
+        return LeaseState.DEAD, max(standing.expired_s + TTL_S, 0.0)
+    return (LeaseState.LIVING, 0.0) if standing.expired_s < 0 else (LeaseState.SILENT, standing.expired_s)
 
 
-def _about(action: Action) -> str:
+def _about(action: ReconcileAction) -> str:
     parts = [action.run_id, action.job_id and f"job {action.job_id}", action.flow_run_id]
     parts.append(f"task run {action.task_run_id}" if action.task_run_id else "")
     parts.append(f"checkpoint {action.step}" if action.step else "")

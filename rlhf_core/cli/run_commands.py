@@ -131,7 +131,7 @@ def _checks(config: str, overrides: Sequence[str]) -> "Sequence[CheckResult]":
             code_path=Path(folder) / "snapshot",
             site_slurm=site.slurm,
             job_secrets=site.job_secrets,
-            past=look_back_from(site, spec, output.note),
+            baseline=look_back_from(site, spec, output.note),
         )
         return make_checks(spec, around)
 
@@ -335,7 +335,9 @@ def _drive(run_dir: "RunDir", site: "Site", store: "HistoryStore", *, no_prefect
 
     # With Prefect the flow run that this process becomes is known later; it tells the journal itself.
     link = FlowRun() if no_prefect else None
-    controlling = opened(run_dir, site, store, progress, resumed=resumed, flow_run=link, on_wait=waits, gives_way=True)
+    controlling = opened(
+        run_dir, site, store, progress, resumed=resumed, flow_run=link, on_wait=waits, fail_if_held=True
+    )
     with controlling as session, progress:
         try:
             _carry_out(session, no_prefect)

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rlhf_core.diagnosis import log_reading
-from rlhf_core.diagnosis.evidence_parts import Part
-from rlhf_core.diagnosis.raised_errors import Event
+from rlhf_core.diagnosis.evidence_parts import EvidencePart
+from rlhf_core.diagnosis.raised_errors import FailureEvent
 from rlhf_core.diagnosis.verdict import Verdict
 from rlhf_core.redaction import masked
 from rlhf_core.schemas.failures import FailureKind
@@ -32,18 +32,18 @@ SIGNAL_NAMES = {
 """Linux signal numbers; nothing of the operating system is imported here."""
 _SENT_FROM_OUTSIDE = {1, 2, 9, 15}
 
-SCHEDULER_STATES: dict[str, tuple[FailureKind, Part]] = {
-    "NODE_FAIL": (FailureKind.NODE_LOST, Part.ROOT),
-    "BOOT_FAIL": (FailureKind.NODE_LOST, Part.ROOT),
-    "LAUNCH_FAILED": (FailureKind.NODE_LOST, Part.ROOT),
-    "RECONFIG_FAIL": (FailureKind.NODE_LOST, Part.ROOT),
-    "PREEMPTED": (FailureKind.PREEMPTION, Part.ROOT),
-    "REQUEUED": (FailureKind.PREEMPTION, Part.ROOT),
-    "TIMEOUT": (FailureKind.TIME_LIMIT, Part.ROOT),
-    "DEADLINE": (FailureKind.TIME_LIMIT, Part.ROOT),
-    "OUT_OF_MEMORY": (FailureKind.HOST_OOM, Part.ROOT),
-    "OUT_OF_ME": (FailureKind.HOST_OOM, Part.ROOT),
-    "CANCELLED": (FailureKind.USER_CANCEL, Part.SYMPTOM),
+SCHEDULER_STATES: dict[str, tuple[FailureKind, EvidencePart]] = {
+    "NODE_FAIL": (FailureKind.NODE_LOST, EvidencePart.ROOT),
+    "BOOT_FAIL": (FailureKind.NODE_LOST, EvidencePart.ROOT),
+    "LAUNCH_FAILED": (FailureKind.NODE_LOST, EvidencePart.ROOT),
+    "RECONFIG_FAIL": (FailureKind.NODE_LOST, EvidencePart.ROOT),
+    "PREEMPTED": (FailureKind.PREEMPTION, EvidencePart.ROOT),
+    "REQUEUED": (FailureKind.PREEMPTION, EvidencePart.ROOT),
+    "TIMEOUT": (FailureKind.TIME_LIMIT, EvidencePart.ROOT),
+    "DEADLINE": (FailureKind.TIME_LIMIT, EvidencePart.ROOT),
+    "OUT_OF_MEMORY": (FailureKind.HOST_OOM, EvidencePart.ROOT),
+    "OUT_OF_ME": (FailureKind.HOST_OOM, EvidencePart.ROOT),
+    "CANCELLED": (FailureKind.USER_CANCEL, EvidencePart.SYMPTOM),
 }
 """First word of the state of a job that ended, and what it says. ``OUT_OF_ME+``: what sacct prints of it by default."""
 
@@ -105,7 +105,7 @@ class Diagnosis:
 @dataclass(frozen=True)
 class _Finding:
     kind: FailureKind
-    part: Part
+    part: EvidencePart
     text: str
     subject: str
     """What the fingerprint is made from."""
@@ -121,7 +121,7 @@ def classify(evidence: Evidence) -> Diagnosis:
     if evidence.verdict is not None:
         return _hang(evidence.verdict, evidence.workers)
     told = _from_scheduler(evidence.scheduler_state)
-    if told is not None and told.part is Part.ROOT:
+    if told is not None and told.part is EvidencePart.ROOT:
         return _diagnosis(told)
     findings = [finding for worker in evidence.workers for finding in _from_worker(worker, evidence.oom_kills)]
     findings += _from_agents(evidence) if not evidence.workers else []
@@ -155,7 +155,7 @@ def _rank_of_finding(finding: _Finding) -> tuple[int, int, int]:
 
 def _diagnosis(finding: _Finding) -> Diagnosis:
     worker = finding.worker
-    blamed = worker is not None and finding.part is not Part.CASCADE
+    blamed = worker is not None and finding.part is not EvidencePart.CASCADE
     node = finding.node or (worker.node if worker is not None and blamed else "")
     return Diagnosis(
         kind=finding.kind,
@@ -191,7 +191,7 @@ def _from_scheduler(state: str) -> _Finding | None:
     kind, part = known
     if kind is FailureKind.USER_CANCEL and re.search(r"\bby (0|root|slurm)\b", state):
         # Not the user: an administrator, or the scheduler itself.
-        kind, part = FailureKind.PREEMPTION, Part.ROOT
+        kind, part = FailureKind.PREEMPTION, EvidencePart.ROOT
     return _Finding(kind, part, f"The scheduler ended the job: {state}.", kind)
 
 
@@ -205,7 +205,7 @@ def _from_agents(evidence: Evidence) -> list[_Finding]:
     return [_from_match(match)]
 
 
-def _from_match(match: Event) -> _Finding:
+def _from_match(match: FailureEvent) -> _Finding:
     text = f"The log says: {match.line[:300]}"
     return _Finding(match.kind, match.part, text, match.line, node=match.node, is_undecided=True)
 
@@ -213,9 +213,9 @@ def _from_match(match: Event) -> _Finding:
 def _without_findings(evidence: Evidence) -> _Finding:
     if evidence.agent_vanished:
         text = "The agent ended without an outcome, and its workers with it; nothing says why."
-        return _Finding(FailureKind.AGENT_KILLED, Part.ROOT, text, "agent vanished")
+        return _Finding(FailureKind.AGENT_KILLED, EvidencePart.ROOT, text, "agent vanished")
     text = "It ended, and nothing says why: no outcome, no telling line in the logs."
-    return _Finding(FailureKind.UNKNOWN, Part.ROOT, text, "nothing")
+    return _Finding(FailureKind.UNKNOWN, EvidencePart.ROOT, text, "nothing")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -245,24 +245,24 @@ def _from_outcome(worker: WorkerEnd, outcome: WorkerOutcome) -> _Finding:
     return _Finding(kind, part, text, subject, worker, is_undecided=outcome.error_type not in ERRORS)
 
 
-def _kind_of_error(outcome: WorkerOutcome) -> tuple[FailureKind, Part]:
+def _kind_of_error(outcome: WorkerOutcome) -> tuple[FailureKind, EvidencePart]:
     known = ERRORS.get(outcome.error_type)
     if known is not None:
         return known
     event = log_reading.find_error(outcome.error_type, outcome.message, outcome.traceback)
     if event.kind is not FailureKind.UNKNOWN:
         return event.kind, event.part
-    return UNEXPLAINED.get(outcome.error_type, (FailureKind.UNKNOWN, Part.SYMPTOM))
+    return UNEXPLAINED.get(outcome.error_type, (FailureKind.UNKNOWN, EvidencePart.SYMPTOM))
 
 
 def _from_signal(worker: WorkerEnd, number: int, oom_kills: int) -> _Finding:
     signal = SIGNAL_NAMES.get(number, f"signal {number}")
     if number == 9 and oom_kills > 0:
         text = f"{_name(worker)} was killed by the kernel: the node, or the job's share of it, ran out of main memory."
-        return _Finding(FailureKind.HOST_OOM, Part.ROOT, text, "oom kill", worker)
+        return _Finding(FailureKind.HOST_OOM, EvidencePart.ROOT, text, "oom kill", worker)
     if number in _SENT_FROM_OUTSIDE:
         text = f"{_name(worker)} was ended by {signal}; nothing in the job explains it."
-        return _Finding(FailureKind.WORKER_KILLED, Part.ROOT, text, signal, worker)
+        return _Finding(FailureKind.WORKER_KILLED, EvidencePart.ROOT, text, signal, worker)
     return _from_log(worker, f"was ended by {signal}")
 
 
@@ -272,10 +272,10 @@ def _from_log(worker: WorkerEnd, what: str) -> _Finding:
         last = next((line.strip() for line in reversed(worker.log_tail.splitlines()) if line.strip()), "")
         said = f"the last line of its log: {last[:300]}" if last else "its log is empty"
         text = f"{_name(worker)} {what}; {said}"
-        return _Finding(FailureKind.UNKNOWN, Part.SYMPTOM, text, f"{what}|{last}", worker)
+        return _Finding(FailureKind.UNKNOWN, EvidencePart.SYMPTOM, text, f"{what}|{last}", worker)
     # What this worker said last is its own, even where nothing is known of it: no echo of another one's end.
     own = match.kind in (FailureKind.UNKNOWN, FailureKind.ENGINE)
-    part = min(match.part, Part.SYMPTOM) if own else match.part
+    part = min(match.part, EvidencePart.SYMPTOM) if own else match.part
     text = f"{_name(worker)} {what}: {match.line[:300]}"
     return _Finding(match.kind, part, text, match.line, worker, is_undecided=True)
 
@@ -294,11 +294,11 @@ def _frames(traceback: str) -> str:
 # Error classes
 
 
-def _own(names: Iterable[str], kind: FailureKind) -> dict[str, tuple[FailureKind, Part]]:
-    return {f"rlhf_core.errors.{name}": (kind, Part.ROOT) for name in names}
+def _own(names: Iterable[str], kind: FailureKind) -> dict[str, tuple[FailureKind, EvidencePart]]:
+    return {f"rlhf_core.errors.{name}": (kind, EvidencePart.ROOT) for name in names}
 
 
-ERRORS: dict[str, tuple[FailureKind, Part]] = {
+ERRORS: dict[str, tuple[FailureKind, EvidencePart]] = {
     **_own(("BadInput", "BadConfig", "RunDirError"), FailureKind.CONFIG),
     **_own(("BadData",), FailureKind.DATA),
     **_own(("CheckpointCorrupt", "ResumeMismatch"), FailureKind.CHECKPOINT_CORRUPT),
@@ -311,7 +311,7 @@ ERRORS: dict[str, tuple[FailureKind, Part]] = {
 }
 """Our own classes, by full name. What is known of all others: :mod:`rlhf_core.diagnosis.exceptions`."""
 
-UNEXPLAINED: dict[str, tuple[FailureKind, Part]] = {
-    "builtins.TimeoutError": (FailureKind.COLLECTIVE_HANG, Part.SYMPTOM),
+UNEXPLAINED: dict[str, tuple[FailureKind, EvidencePart]] = {
+    "builtins.TimeoutError": (FailureKind.COLLECTIVE_HANG, EvidencePart.SYMPTOM),
 }
 """Meaning of a class in a worker of ours, for a message that says nothing."""

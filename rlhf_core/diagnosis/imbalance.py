@@ -205,7 +205,7 @@ class _Sign:
 
 
 @dataclass
-class _Finding:
+class _ImbalanceFinding:
     """A possible finding, and how many judgements in a row spoke against its present state."""
 
     text: str = ""
@@ -220,7 +220,7 @@ class ImbalanceWatch:
 
     _nodes: dict[str, deque[_Sample]] = field(default_factory=dict)
     _gpus: dict[_Gpu, deque[_Sample]] = field(default_factory=dict)
-    _findings: dict[str, _Finding] = field(default_factory=dict)
+    _findings: dict[str, _ImbalanceFinding] = field(default_factory=dict)
     _ecc_at_first: dict[_Gpu, float] = field(default_factory=dict)
     _progress: dict[str, tuple[int, int]] = field(default_factory=dict)
     _progressed_at_s: float | None = None
@@ -273,7 +273,7 @@ class ImbalanceWatch:
             self._weigh(key, sign)
 
     def _weigh(self, key: str, sign: _Sign) -> None:
-        finding = self._findings.setdefault(key, _Finding())
+        finding = self._findings.setdefault(key, _ImbalanceFinding())
         if finding.for_good:
             return
         if sign.at_once:

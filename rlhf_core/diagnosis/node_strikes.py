@@ -33,7 +33,7 @@ class Strike:
 
 
 @dataclass(frozen=True)
-class Standing:
+class NodeStanding:
     """What is known against a node."""
 
     node: str
@@ -46,7 +46,7 @@ class Standing:
     """No new attempt goes there before; None where it may be used."""
 
 
-def standings(strikes: Iterable[Strike], now: datetime) -> list[Standing]:
+def standings(strikes: Iterable[Strike], now: datetime) -> list[NodeStanding]:
     """What is known against each node, the worst first."""
     by_node: dict[str, list[Strike]] = {}
     for strike in strikes:
@@ -56,10 +56,10 @@ def standings(strikes: Iterable[Strike], now: datetime) -> list[Standing]:
     return sorted(found, key=lambda one: (-one.score, one.node))
 
 
-def _standing(node: str, strikes: list[Strike], now: datetime) -> Standing:
+def _standing(node: str, strikes: list[Strike], now: datetime) -> NodeStanding:
     score = sum(0.5 ** (max(now - strike.time, timedelta(0)) / HALF_LIFE) for strike in strikes)
     until = [strike.time + BROKEN_FOR for strike in strikes if strike.kind in EXCLUDED_AT_ONCE]
     if score >= SUSPECT_SCORE:
         until.append(strikes[-1].time + SUSPECT_FOR)
     later = [time for time in until if time > now]
-    return Standing(node, score, len(strikes), strikes[-1].kind, strikes[-1].time, max(later, default=None))
+    return NodeStanding(node, score, len(strikes), strikes[-1].kind, strikes[-1].time, max(later, default=None))

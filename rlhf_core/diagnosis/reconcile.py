@@ -19,7 +19,7 @@ ADOPT_AFTER_S = 30.0
 NEW_RUN_S = 120.0
 """How long a new run may wait for its first controller: `rlhf run` may have to start a Prefect server before."""
 
-AGAIN_S = 15.0
+RETRY_INTERVAL_S = 15.0
 """Pause before a run is adopted that had two controllers within an hour; doubled with each further one."""
 
 RECENT_S = 3600.0
@@ -28,13 +28,13 @@ RECENT_S = 3600.0
 LONGEST_PAUSE_S = 600.0
 """The longest such pause."""
 
-PREFECT_PATIENCE_S = 120.0
+PREFECT_TIMEOUT_S = 120.0
 """How long Prefect must have been away before a run is adopted without it: its server starts again, most times."""
 
 START_S = 300.0
 """How long a flow run may be said to start, or to run, while no process is known for it."""
 
-CANCEL_PATIENCE_S = 60.0
+CANCEL_TIMEOUT_S = 60.0
 """How long Prefect may take to cancel a flow run before the run is ended without it."""
 
 UNATTENDED_S = 5.0
@@ -43,7 +43,7 @@ UNATTENDED_S = 5.0
 JOB_GRACE_S = 60.0
 """How long the job of a run that has ended may take to be gone."""
 
-TELL_AFTER_S = 30.0
+PUBLISH_AFTER_S = 30.0
 """How long a run must have ended before its end is told for its controller, which may be at it still."""
 
 TASK_GRACE_S = 30.0
@@ -53,7 +53,7 @@ MISSING_S = 600.0
 """Absence of a run directory after which the run is closed and its jobs are ended."""
 
 
-class Holder(StrEnum):
+class LeaseState(StrEnum):
     """Who has the lease of a run."""
 
     FREE = "free"
@@ -101,7 +101,7 @@ class RunFacts:
     """As its journal tells."""
     recorded: str
     """As the history tells; empty where it does not know the run."""
-    holder: Holder = Holder.FREE
+    holder: LeaseState = LeaseState.FREE
     owner: str = ""
     """The controller, for a person."""
     undriven_s: float = 0.0
@@ -242,7 +242,7 @@ class ActionKind(StrEnum):
 
 
 @dataclass(frozen=True)
-class Action:
+class ReconcileAction:
     """One thing to do, and why."""
 
     kind: ActionKind
@@ -260,9 +260,9 @@ class Action:
     """Of the checkpoints that were put aside, within those of the run."""
 
 
-def decide(world: World) -> list[Action]:
+def decide(world: World) -> list[ReconcileAction]:
     """What is to be done, in this order."""
-    actions: list[Action] = []
+    actions: list[ReconcileAction] = []
     for run in world.runs.values():
         actions += _about_run(run, [one for one in world.flow_runs if one.run_id == run.run_id], world)
     for flow_run in world.flow_runs:
@@ -281,61 +281,61 @@ def decide(world: World) -> list[Action]:
 # Runs
 
 
-def _about_run(run: RunFacts, flow_runs: Sequence[FlowRunFacts], world: World) -> Iterator[Action]:
+def _about_run(run: RunFacts, flow_runs: Sequence[FlowRunFacts], world: World) -> Iterator[ReconcileAction]:
     if run.missing_s:
         # A living controller finds out by itself, much sooner.
-        if run.missing_s > MISSING_S and not run.ended and run.holder is not Holder.LIVING:
-            yield Action(ActionKind.CLOSE_RUN, run.run_id, "the directory of this run is gone")
+        if run.missing_s > MISSING_S and not run.ended and run.holder is not LeaseState.LIVING:
+            yield ReconcileAction(ActionKind.CLOSE_RUN, run.run_id, "the directory of this run is gone")
         return
     if run.recorded != run.state:
         found = f"the history says {run.recorded or 'nothing'}, its journal {run.state.value}"
-        yield Action(ActionKind.INGEST, run.run_id, found)
-    if run.untold and run.holder is not Holder.LIVING and run.ended_s > TELL_AFTER_S:
+        yield ReconcileAction(ActionKind.INGEST, run.run_id, found)
+    if run.untold and run.holder is not LeaseState.LIVING and run.ended_s > PUBLISH_AFTER_S:
         said = f"its controller ended before Prefect had {run.untold} of its events and pages"
-        yield Action(ActionKind.TELL, run.run_id, said)
+        yield ReconcileAction(ActionKind.TELL, run.run_id, said)
     newest = max(flow_runs, key=lambda one: one.created_at, default=None)
     if not run.wants_controller:
         return
     asked = "" if run.ended else _cancellation(run, newest)
     if asked:
-        yield Action(ActionKind.CANCEL_RUN, run.run_id, asked, run.attempt)
-    elif run.holder is Holder.LIVING:
+        yield ReconcileAction(ActionKind.CANCEL_RUN, run.run_id, asked, run.attempt)
+    elif run.holder is LeaseState.LIVING:
         if newest is not None and newest.state in FLOW_ENDS and not run.ended:
             said = f"Prefect calls its flow run {newest.state.value.lower()}, but {run.owner} is at work on it"
-            yield Action(ActionKind.NOTE, run.run_id, said, flow_run_id=newest.flow_run_id)
+            yield ReconcileAction(ActionKind.NOTE, run.run_id, said, flow_run_id=newest.flow_run_id)
     elif run.trial_of:
         parent = world.runs.get(run.trial_of)
         if (parent is None or parent.ended) and run.undriven_s > NEW_RUN_S:
-            yield Action(ActionKind.CANCEL_RUN, run.run_id, f"{run.trial_of}, which it tries out, has ended")
+            yield ReconcileAction(ActionKind.CANCEL_RUN, run.run_id, f"{run.trial_of}, which it tries out, has ended")
     elif _is_to_be_adopted(run, flow_runs, world) and not any(one.may_drive for one in flow_runs):
-        yield Action(ActionKind.ADOPT, run.run_id, _why_undriven(run), run.attempt)
+        yield ReconcileAction(ActionKind.ADOPT, run.run_id, _why_undriven(run), run.attempt)
 
 
 def _cancellation(run: RunFacts, newest: FlowRunFacts | None) -> str:
     """Why a run that is at work is to be ended from here; empty where it is not."""
-    if run.cancel_asked and run.holder is not Holder.LIVING:
+    if run.cancel_asked and run.holder is not LeaseState.LIVING:
         return run.cancel_asked  # a living controller sees the request by itself
     if newest is None or newest.state not in (FlowState.CANCELLED, FlowState.CANCELLING):
         return ""
     if run.controller_started_at is not None and newest.created_at < run.controller_started_at > newest.changed_at:
         return ""  # somebody went on with the run since
     cared_for = newest.state is FlowState.CANCELLING and newest.process is not ProcessState.GONE
-    if cared_for and newest.state_s < (CANCEL_PATIENCE_S if newest.attended else UNATTENDED_S):
+    if cared_for and newest.state_s < (CANCEL_TIMEOUT_S if newest.attended else UNATTENDED_S):
         return ""
     return f"its flow run was cancelled in Prefect ({THROUGH_PREFECT})"
 
 
 def _is_to_be_adopted(run: RunFacts, flow_runs: Sequence[FlowRunFacts], world: World) -> bool:
-    if 0 < world.prefect_away_s < PREFECT_PATIENCE_S:
+    if 0 < world.prefect_away_s < PREFECT_TIMEOUT_S:
         return False
     # Also flow runs that ended before they were controllers count: they would end so again at once.
     tried_s = [one.state_s for one in flow_runs if one.state in FLOW_ENDS and one.state_s < RECENT_S]
     if min([run.undriven_s, *tried_s]) < _pause(max(run.num_controllers, len(tried_s))):
         return False
     match run.holder:
-        case Holder.DEAD:
+        case LeaseState.DEAD:
             return True
-        case Holder.SILENT:
+        case LeaseState.SILENT:
             return min(run.undriven_s, world.watched_s) >= ADOPT_AFTER_S
         case _:
             return run.undriven_s >= (NEW_RUN_S if run.controller_started_at is None else ADOPT_AFTER_S)
@@ -343,14 +343,14 @@ def _is_to_be_adopted(run: RunFacts, flow_runs: Sequence[FlowRunFacts], world: W
 
 def _pause(num_controllers: int) -> float:
     """What a controller dies of may be the run itself: one that loses them again and again is adopted ever later."""
-    return 0.0 if num_controllers < 2 else min(AGAIN_S * 2.0 ** min(num_controllers - 2, 10), LONGEST_PAUSE_S)
+    return 0.0 if num_controllers < 2 else min(RETRY_INTERVAL_S * 2.0 ** min(num_controllers - 2, 10), LONGEST_PAUSE_S)
 
 
 def _why_undriven(run: RunFacts) -> str:
     match run.holder:
-        case Holder.DEAD:
+        case LeaseState.DEAD:
             return f"its controller {run.owner} is gone"
-        case Holder.SILENT:
+        case LeaseState.SILENT:
             return f"its controller {run.owner} has not renewed its lease for {run.undriven_s:.0f} s"
         case _:
             return f"nobody has driven it for {run.undriven_s:.0f} s"
@@ -366,14 +366,18 @@ _ENDS_AS = {
 }
 
 
-def _about_flow_run(flow_run: FlowRunFacts, run: RunFacts | None, world: World) -> Iterator[Action]:
+def _about_flow_run(flow_run: FlowRunFacts, run: RunFacts | None, world: World) -> Iterator[ReconcileAction]:
     if flow_run.is_lost or _asks_in_vain(flow_run, run):
         state, why = _end_of(flow_run, run, world)
-        yield Action(ActionKind.END_FLOW_RUN, flow_run.run_id, why, flow_run_id=flow_run.flow_run_id, flow_state=state)
+        yield ReconcileAction(
+            ActionKind.END_FLOW_RUN, flow_run.run_id, why, flow_run_id=flow_run.flow_run_id, flow_state=state
+        )
     elif run is not None and _ended_unheard(flow_run, run):
         why = f"Prefect did not hear how it ended; its run is {run.state.value}"
         end = _ENDS_AS[run.state]
-        yield Action(ActionKind.END_FLOW_RUN, flow_run.run_id, why, flow_run_id=flow_run.flow_run_id, flow_state=end)
+        yield ReconcileAction(
+            ActionKind.END_FLOW_RUN, flow_run.run_id, why, flow_run_id=flow_run.flow_run_id, flow_state=end
+        )
 
 
 def _ended_unheard(flow_run: FlowRunFacts, run: RunFacts) -> bool:
@@ -384,7 +388,7 @@ def _ended_unheard(flow_run: FlowRunFacts, run: RunFacts) -> bool:
     return (
         run.ended
         and not run.promotion_due
-        and run.holder is not Holder.LIVING
+        and run.holder is not LeaseState.LIVING
         and run.flow_run_id == flow_run.flow_run_id
     )
 
@@ -403,7 +407,7 @@ def _end_of(flow_run: FlowRunFacts, run: RunFacts | None, world: World) -> tuple
     if run is None:
         return FlowState.CRASHED, "its process is gone, and it had not begun a run that is known here"
     what = f"the promotion of run {run.run_id}" if run.promotion_due else f"run {run.run_id}"
-    if run.holder is Holder.LIVING:
+    if run.holder is LeaseState.LIVING:
         return FlowState.CRASHED, f"its process is gone; {what} goes on under {run.owner}"
     return FlowState.CRASHED, f"its process is gone; {what} gets another controller"
 
@@ -412,7 +416,7 @@ def _asks_in_vain(flow_run: FlowRunFacts, run: RunFacts | None) -> bool:
     """Whether it is paused with a question that was answered elsewhere, and nobody of another machine drives it."""
     if flow_run.state is not FlowState.PAUSED or flow_run.process is ProcessState.ALIVE or flow_run.suspended:
         return False
-    return run is not None and run.ended and not run.promotion_due and run.holder is not Holder.LIVING
+    return run is not None and run.ended and not run.promotion_due and run.holder is not LeaseState.LIVING
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -427,7 +431,7 @@ _STAGE_ENDS_AS = {
 
 def _about_task_run(
     task_run: TaskRunFacts, flow_runs: Sequence[FlowRunFacts], ends: Mapping[str, FlowState | None]
-) -> Iterator[Action]:
+) -> Iterator[ReconcileAction]:
     """A task run ends as its stage did; where the journal does not tell, as its flow run."""
     flow_run = next((one for one in flow_runs if one.flow_run_id == task_run.flow_run_id), None)
     if flow_run is None or flow_run.state not in FLOW_ENDS or flow_run.process is ProcessState.ALIVE:
@@ -435,7 +439,7 @@ def _about_task_run(
     if flow_run.state_s <= TASK_GRACE_S:
         return
     known = _STAGE_ENDS_AS.get(task_run.stage) if task_run.stage is not None else None
-    yield Action(
+    yield ReconcileAction(
         ActionKind.END_TASK_RUN,
         flow_run.run_id,
         "Prefect did not hear how it ended",
@@ -449,7 +453,7 @@ def _about_task_run(
 # Jobs
 
 
-def _about_job(job: JobFacts, run: RunFacts, jobs: Sequence[JobFacts]) -> Iterator[Action]:
+def _about_job(job: JobFacts, run: RunFacts, jobs: Sequence[JobFacts]) -> Iterator[ReconcileAction]:
     recorded = run.jobs.get(job.attempt, "")
     is_second = recorded not in ("", job.job_id) and any(other.job_id == recorded for other in jobs)
     if run.missing_s > MISSING_S:
@@ -464,4 +468,4 @@ def _about_job(job: JobFacts, run: RunFacts, jobs: Sequence[JobFacts]) -> Iterat
         why = f"attempt {job.attempt} has job {recorded} already"
     else:
         return
-    yield Action(ActionKind.CANCEL_JOB, run.run_id, why, job.attempt, job.job_id)
+    yield ReconcileAction(ActionKind.CANCEL_JOB, run.run_id, why, job.attempt, job.job_id)

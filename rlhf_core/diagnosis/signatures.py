@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from rlhf_core.diagnosis import signatures_setup as setup
 from rlhf_core.diagnosis import signatures_system as system
 from rlhf_core.diagnosis import signatures_training as training
-from rlhf_core.diagnosis.log_lines import Line
+from rlhf_core.diagnosis.log_lines import LogLine
 from rlhf_core.diagnosis.signature import Matched, Signature
 
 SIGNATURES: tuple[Signature, ...] = (
@@ -71,7 +71,7 @@ def may_tell(text: str) -> bool:
     return any(word in small for word in _WORDS)
 
 
-def match_line(line: Line, table: Iterable[Signature] = SIGNATURES) -> Matched | None:
+def match_line(line: LogLine, table: Iterable[Signature] = SIGNATURES) -> Matched | None:
     """The row that knows a line, and by what; None when none does.
 
     A line that was logged as a warning or below is only known by what the scheduler says.

@@ -22,7 +22,7 @@ TTL_S = 60.0
 HANG_S = 3600.0
 """A controller that has not asked for its lease for so long hangs: its lease is renewed no more."""
 
-RELEASE_PATIENCE_S = 5.0
+RELEASE_TIMEOUT_S = 5.0
 """Longest wait for a renewal that is under way when the lease is given back."""
 
 
@@ -93,7 +93,7 @@ def known_dead(owner_text: str) -> bool:
     return owner is not None and owner.is_known_dead()
 
 
-class Lease:
+class HeldLease:
     """The lease this process holds on a run. Use :func:`acquire`.
 
     After :meth:`start` a thread of its own renews it, so that nothing the controller waits for, such as a job that
@@ -146,8 +146,8 @@ class Lease:
         self._used = self._clock()
         if self._lost is None:
             # A thread that is late has not run, as after a suspension: what was missed is found out here, not by it.
-            patience_s = self._every_s if self._thread is None else 2 * self._every_s
-            if self._used - self._renewed >= patience_s and self._turn.acquire(blocking=False):
+            due_s = self._every_s if self._thread is None else 2 * self._every_s
+            if self._used - self._renewed >= due_s and self._turn.acquire(blocking=False):
                 try:
                     with contextlib.suppress(DatabaseUnavailable):
                         self._renew()
@@ -179,7 +179,7 @@ class Lease:
         """Give the lease back, so that the next controller need not wait. It runs out by itself where this fails."""
         self._over.set()
         if self._thread is not None:
-            self._thread.join(timeout=RELEASE_PATIENCE_S)
+            self._thread.join(timeout=RELEASE_TIMEOUT_S)
         try:
             self._store.release_lease(self._run_id, self._owner, self.token)
         except DatabaseUnavailable as error:
@@ -252,19 +252,19 @@ def acquire(
     above: int = 0,
     clock: Callable[[], float] = seconds_since_boot,
     sleep: Callable[[float], None] = time.sleep,
-    patience_s: float = TTL_S + 5,
-    gives_way: bool = False,
+    timeout_s: float = TTL_S + 5,
+    fail_if_held: bool = False,
     ttl_s: float = TTL_S,
-) -> Lease:
+) -> HeldLease:
     """Take the lease of a run: at once when it is free or its owner is known dead, else when it runs out.
 
     Args:
         on_wait: told once what is waited for and for how long at most (seconds).
         above: highest token in the run's journal; ours will be higher, even when the database is younger than that.
-        patience_s: how long to wait for a lease that is not renewed; 0 not to wait.
-        gives_way: stop waiting as soon as the owner is seen to be alive: on this host its process is there, on another
-            one the lease was renewed meanwhile. For a person who asks; a flow run that is tried again may have to wait
-            for its own last process to end.
+        timeout_s: how long to wait for a lease that is not renewed; 0 not to wait.
+        fail_if_held: Raise as soon as the owner is known to be alive, instead of waiting: its process runs on this
+            host, or, on another host, the lease was renewed meanwhile. Meant for commands; a retried flow run may have
+            to wait for its own previous process to end.
         ttl_s: how long the lease holds without being renewed.
 
     Raises:
@@ -280,14 +280,14 @@ def acquire(
             found = holder(store, run_id)
             if found is None:
                 continue  # given back just now
-            if (gives_way and _is_alive(found, first or found)) or clock() - started >= patience_s:
+            if (fail_if_held and _is_alive(found, first or found)) or clock() - started >= timeout_s:
                 raise LeaseLost(_driven_by(run_id, found, first or found)) from None
             if first is None:
                 first = found
-                on_wait(str(error), patience_s)
+                on_wait(str(error), timeout_s)
             sleep(1.0)
             continue
-        return Lease(store, run_id, owner, token, clock, ttl_s)
+        return HeldLease(store, run_id, owner, token, clock, ttl_s)
 
 
 def _is_alive(found: Holder, first: Holder) -> bool:

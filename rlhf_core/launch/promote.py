@@ -35,7 +35,7 @@ _BLOCK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
-class Choice:
+class PromotionChoice:
     """The checkpoint to promote, or why there is none."""
 
     reason: str
@@ -45,7 +45,7 @@ class Choice:
     after: EvaluationReport | None = None
 
 
-def choose(run_dir: RunDir, wanted: PromoteSpec) -> Choice:
+def choose(run_dir: RunDir, wanted: PromoteSpec) -> PromotionChoice:
     """The complete checkpoint that was evaluated best after training, if it is enough better than the start.
 
     Today's evaluator measures the last checkpoint only, so that there is one to choose from; several evaluations of the
@@ -55,7 +55,7 @@ def choose(run_dir: RunDir, wanted: PromoteSpec) -> Choice:
     complete = {checkpoint.step: checkpoint for checkpoint in run_dir.checkpoints()}
     measured = [report for report in reports if report.when == "after" and report.checkpoint_step in complete]
     if not measured:
-        return Choice(f"found no complete checkpoint with a {wanted.metric} evaluation after training")
+        return PromotionChoice(f"found no complete checkpoint with a {wanted.metric} evaluation after training")
     best = max(measured, key=lambda report: (report.value, report.checkpoint_step))
     start = min(
         (report for report in reports if report.when == "before"),
@@ -63,12 +63,14 @@ def choose(run_dir: RunDir, wanted: PromoteSpec) -> Choice:
         default=None,
     )
     if start is None:
-        return Choice(f"found no {wanted.metric} evaluation before training to hold the gain against", after=best)
+        return PromotionChoice(
+            f"found no {wanted.metric} evaluation before training to hold the gain against", after=best
+        )
     gain = best.value - start.value
     told = f"{best.metric} ({best.name}) {start.value:.3f} -> {best.value:.3f}, gain {gain:+.3f}"
     if not gain >= wanted.min_gain:  # also when it is not a number
-        return Choice(f"{told}; promote.min_gain is {wanted.min_gain:g}", None, start, best)
-    return Choice(told, complete[best.checkpoint_step], start, best)
+        return PromotionChoice(f"{told}; promote.min_gain is {wanted.min_gain:g}", None, start, best)
+    return PromotionChoice(told, complete[best.checkpoint_step], start, best)
 
 
 def _evaluations(run_dir: RunDir, name: str) -> list[EvaluationReport]:

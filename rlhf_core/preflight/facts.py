@@ -142,7 +142,7 @@ class GoodRun:
 
 
 @dataclass(frozen=True)
-class Past:
+class Baseline:
     """What the history has about runs like this one; empty where there is none, or it does not answer."""
 
     seconds_per_step: float | None = None
@@ -152,7 +152,7 @@ class Past:
     """Whether the history answered: otherwise that there is no good run means nothing."""
 
 
-NO_PAST = Past()
+NO_BASELINE = Baseline()
 
 
 @dataclass(frozen=True)
@@ -207,4 +207,4 @@ class Facts:
     """What a look at the data itself found; None where there was none."""
     content_problem: str = ""
     """Why there was none; empty when nobody asked, or another check says so."""
-    past: Past = NO_PAST
+    baseline: Baseline = NO_BASELINE

@@ -22,7 +22,16 @@ from rlhf_core import __version__
 from rlhf_core.errors import SubmissionFailed
 from rlhf_core.files import read_document
 from rlhf_core.preflight.data_file import scan
-from rlhf_core.preflight.facts import NO_PAST, CheckpointFacts, ComputeSide, Disk, Facts, ModelFolder, Past, Requirement
+from rlhf_core.preflight.facts import (
+    NO_BASELINE,
+    Baseline,
+    CheckpointFacts,
+    ComputeSide,
+    Disk,
+    Facts,
+    ModelFolder,
+    Requirement,
+)
 from rlhf_core.preflight.plugins import load_plugins
 from rlhf_core.run_dir import CheckpointDir
 from rlhf_core.scheduler.passed_environment import PassedEnvironment, without_private
@@ -54,7 +63,7 @@ class Surroundings:
     """The checkpoint to go on from, when a run is resumed."""
     stored_version: str = ""
     """Version of rlhf-flows that made the run, when it is resumed."""
-    past: Past = NO_PAST
+    baseline: Baseline = NO_BASELINE
     site_slurm: SlurmSpec = field(default_factory=SlurmSpec)
     """Options of Slurm for all jobs of the site."""
     job_secrets: Path | None = None
@@ -98,7 +107,7 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
         plugins=load_plugins(),
         content=content if isinstance(content, ContentReport) else None,
         content_problem=content if isinstance(content, str) else "",
-        past=around.past,
+        baseline=around.baseline,
         site_slurm=around.site_slurm,
         job_secrets=around.job_secrets,
         passed_problem=around.passed(spec).problem(),

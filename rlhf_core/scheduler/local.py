@@ -29,9 +29,9 @@ from rlhf_core.scheduler.job_environment import job_environment
 from rlhf_core.scheduler.passed_environment import without_private
 from rlhf_core.schemas.resources import JOB_VARIABLE, Inventory, Submission, job_marker, parse_job_marker
 
-END_PATIENCE_S = 15.0
+SHUTDOWN_TIMEOUT_S = 15.0
 """How long an agent may take to end its workers and write its outcome before it is killed."""
-KILL_PATIENCE_S = 10.0
+KILL_TIMEOUT_S = 10.0
 """How long killed processes may take to be gone."""
 
 _CONTROLLER_MODULE = "submitit.local._local"
@@ -85,7 +85,7 @@ class LocalScheduler:
                 f"{request.command[0]} is no executable program on this machine; set RLHF_COMPUTE_PYTHON to the Python "
                 f"interpreter of the compute environment"
             )
-        executor = _Executor(request)
+        executor = _LocalExecutor(request)
         try:
             job = executor.submit(_replaced_by_the_command)
         except OSError as error:
@@ -119,7 +119,7 @@ class LocalScheduler:
         """End the job: its agent is asked first, so that it can write its outcome, then all is killed that carries
         the marker of its attempt.
 
-        Takes up to ``END_PATIENCE_S + KILL_PATIENCE_S`` seconds. False when something is still there afterwards, or
+        Takes up to ``SHUTDOWN_TIMEOUT_S + KILL_TIMEOUT_S`` seconds. False when something is still there afterwards, or
         when the job is on another machine.
         """
         if not _is_here(submission):
@@ -130,8 +130,8 @@ class LocalScheduler:
         for agent in agents:
             with contextlib.suppress(psutil.Error):
                 agent.terminate()
-        psutil.wait_procs(agents, timeout=END_PATIENCE_S)
-        deadline = time.monotonic() + KILL_PATIENCE_S
+        psutil.wait_procs(agents, timeout=SHUTDOWN_TIMEOUT_S)
+        deadline = time.monotonic() + KILL_TIMEOUT_S
         while remaining := {*_processes(submission), *filter(_is_alive, known)}:
             if time.monotonic() > deadline:
                 return False
@@ -142,7 +142,7 @@ class LocalScheduler:
         return True
 
 
-class _Executor(LocalExecutor):  # type: ignore[misc]
+class _LocalExecutor(LocalExecutor):  # type: ignore[misc]
     """submitit's local executor, running our command line in its own session."""
 
     def __init__(self, request: JobRequest) -> None:

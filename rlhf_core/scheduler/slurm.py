@@ -26,7 +26,7 @@ from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus, LivingJob
 from rlhf_core.scheduler.job_environment import job_environment
 from rlhf_core.scheduler.passed_environment import without_private
 from rlhf_core.scheduler.script_quoting import command_line, exported, is_node_name, one_line
-from rlhf_core.scheduler.slurm_queue import Row
+from rlhf_core.scheduler.slurm_queue import QueuedJob
 from rlhf_core.schemas.resources import Inventory, Submission, job_marker, parse_job_marker
 
 CANCEL_S = 90.0
@@ -93,7 +93,7 @@ class SlurmScheduler:
 
     def script(self, request: JobRequest) -> str:
         """The batch script."""
-        executor = _Executor(request)
+        executor = _SlurmExecutor(request)
         return str(executor._make_submission_file_text(executor._submitit_command_str, "dry-run"))
 
     def submit(self, request: JobRequest) -> Submission:
@@ -108,7 +108,7 @@ class SlurmScheduler:
         if not Path(request.command[0]).is_absolute() and shutil.which(request.command[0]) is None:
             raise SubmissionFailed(f"{request.command[0]} is no program here; set RLHF_COMPUTE_PYTHON to a whole path")
         request.scheduler_dir.mkdir(parents=True, exist_ok=True)
-        executor = _Executor(request)
+        executor = _SlurmExecutor(request)
         try:
             job = executor._submit_command(executor._submitit_command_str)
         except (FailedJobError, FailedSubmissionError) as error:
@@ -192,7 +192,7 @@ class SlurmScheduler:
             time.sleep(0.5)
 
 
-class _Executor(SlurmExecutor):  # type: ignore[misc]
+class _SlurmExecutor(SlurmExecutor):  # type: ignore[misc]
     """submitit's Slurm executor with our command line, and without pickles."""
 
     def __init__(self, request: JobRequest) -> None:
@@ -325,11 +325,11 @@ def _submission(run_id: str, attempt: int, job_id: str, command: tuple[str, ...]
     return Submission(attempt=attempt, scheduler="slurm", job_id=job_id, command=command, marker=marker)
 
 
-def _has_ended(row: Row) -> bool:
+def _has_ended(row: QueuedJob) -> bool:
     return row.state.split()[0] in _ENDED
 
 
-def _status(row: Row) -> JobStatus:
+def _status(row: QueuedJob) -> JobStatus:
     word = row.state.split()[0]
     if word in _ENDED:
         why = f" ({row.reason})" if row.reason not in ("None", "") else ""
@@ -358,7 +358,7 @@ def _look_up(job_id: str) -> JobStatus:
     fields = dict(re.findall(r"(\w+)=(\S*)", text))
     nodes = fields.get("NodeList", "").replace("(null)", "")
     start = fields.get("StartTime", "N/A").replace("Unknown", "N/A")
-    return _status(Row(job_id, fields.get("JobState", "?"), fields.get("Reason", ""), nodes, start, ""))
+    return _status(QueuedJob(job_id, fields.get("JobState", "?"), fields.get("Reason", ""), nodes, start, ""))
 
 
 def _from_accounting(job_id: str) -> JobStatus:

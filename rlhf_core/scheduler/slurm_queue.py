@@ -33,7 +33,7 @@ _FORMAT = "%i|%T|%r|%N|%S|%k"
 
 
 @dataclass(frozen=True)
-class Row:
+class QueuedJob:
     """One job in the queue; ended ones stay in it for some minutes."""
 
     job_id: str
@@ -53,7 +53,7 @@ class Listing:
 
     asked_at: float
     """In seconds since the epoch, before the question."""
-    rows: Mapping[str, Row]
+    rows: Mapping[str, QueuedJob]
     """By job id."""
     problem: str = ""
     """Why there is no answer; empty when there is."""
@@ -127,7 +127,7 @@ def _ask() -> Listing:
         text = run("squeue", "--noheader", "--states=all", f"--user={getpass.getuser()}", f"--format={_FORMAT}")
     except SchedulerError as error:
         return Listing(asked_at, {}, str(error))
-    rows = [Row(*line.split("|", 5)) for line in text.splitlines() if line.count("|") >= 5]
+    rows = [QueuedJob(*line.split("|", 5)) for line in text.splitlines() if line.count("|") >= 5]
     return Listing(asked_at, {row.job_id: row for row in rows})
 
 
@@ -163,7 +163,7 @@ def _read(path: Path) -> Listing | None:
     try:
         content = json.loads(path.read_text())
         rows: Sequence[Mapping[str, str]] = content["rows"]
-        return Listing(content["asked_at"], {row["job_id"]: Row(**row) for row in rows}, content["problem"])
+        return Listing(content["asked_at"], {row["job_id"]: QueuedJob(**row) for row in rows}, content["problem"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from pydantic_core import from_json
 
 from rlhf_core.control_journal import read_journal
-from rlhf_core.files import Line, read_document
+from rlhf_core.files import FileLine, read_document
 from rlhf_core.run_dir import (
     AttemptDir,
-    Place,
+    FilePosition,
     RestartDir,
     RunDir,
     parse_lines,
@@ -33,7 +33,7 @@ def regressed(run_dir: RunDir) -> tuple[Regression, ...]:
 
 
 @dataclass
-class Progress:
+class AttemptProgress:
     """How far an attempt has come, brought up to date from its files at every look.
 
     Appended files are read from where the last look ended, so a look costs what is new and not what is there.
@@ -64,7 +64,7 @@ class Progress:
     """The node that an agent gave up, by the node of the agent that says so."""
     published: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Restart and number of what each agent published last, by node; the sign of life of an agent."""
-    _places: dict[Path, Place] = field(default_factory=dict)
+    _places: dict[Path, FilePosition] = field(default_factory=dict)
 
     def update(self) -> None:
         """Read what is new."""
@@ -112,10 +112,10 @@ class Progress:
         self.role = role
         self.evaluating = self.evaluating or role is Role.EVALUATOR
 
-    def _new_lines(self, path: Path) -> list[Line]:
-        found: list[Line] = []
+    def _new_lines(self, path: Path) -> list[FileLine]:
+        found: list[FileLine] = []
         while True:
-            lines, self._places[path], _ = read_on(path, self._places.get(path, Place()))
+            lines, self._places[path], _ = read_on(path, self._places.get(path, FilePosition()))
             if not lines:
                 return found
             found.extend(lines)
@@ -201,7 +201,7 @@ def can_be_written(attempt: AttemptDir) -> bool:
 
 
 @dataclass(frozen=True)
-class Past:
+class EarlierAttempts:
     """What earlier attempts say about whether another one makes sense."""
 
     attempts_without_progress: int
@@ -210,7 +210,7 @@ class Past:
     """Whether an earlier one of these ended with the same fingerprint."""
 
 
-def look_back(run_dir: RunDir, ended: int, first_attempt: int, fingerprint: str) -> Past:
+def read_earlier_attempts(run_dir: RunDir, ended: int, first_attempt: int, fingerprint: str) -> EarlierAttempts:
     """What the attempts from ``first_attempt`` to ``ended`` tell the policy.
 
     An attempt made progress when there is a checkpoint newer than the one it began from.
@@ -226,7 +226,7 @@ def look_back(run_dir: RunDir, ended: int, first_attempt: int, fingerprint: str)
         fruitless.append(attempt)
     earlier = [attempt for attempt in fruitless if attempt.number != ended]
     seen = {incident.fingerprint for attempt in earlier for incident in _last(incidents(attempt))}
-    return Past(len(fruitless), bool(fingerprint) and fingerprint in seen)
+    return EarlierAttempts(len(fruitless), bool(fingerprint) and fingerprint in seen)
 
 
 def _last(found: Sequence[Incident]) -> Sequence[Incident]:

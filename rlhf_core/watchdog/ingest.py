@@ -24,7 +24,7 @@ from pydantic import BaseModel, ValidationError
 
 from rlhf_core.control_journal import read_journal, scan_journal
 from rlhf_core.errors import JournalDamaged, RlhfError, RunDirError
-from rlhf_core.files import MAX_LINE_BYTES, Line
+from rlhf_core.files import MAX_LINE_BYTES, FileLine
 from rlhf_core.history.batch import (
     EventEntry,
     IngestBatch,
@@ -37,7 +37,7 @@ from rlhf_core.history.batch import (
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir import (
     AttemptDir,
-    Place,
+    FilePosition,
     RestartDir,
     RunDir,
     is_as_read,
@@ -362,7 +362,7 @@ class _Reader:
         name = self._relative(path)
         known = self._state.offsets
         offset, tail, head, is_inside = (known.get(f"{name}{mark}", 0) for mark in ("", _TAIL, _HEAD, _INSIDE))
-        before = Place(offset, tail, head, bool(is_inside))
+        before = FilePosition(offset, tail, head, bool(is_inside))
         times = known.get(f"{name}{_TIMES}", 0)
         if self._is_full():
             return
@@ -384,7 +384,7 @@ class _Reader:
         yield from self._parsed(name, lines, schema, times * _FAR)
 
     def _parsed(
-        self, name: str, lines: Sequence[Line], schema: type[Model], beyond: int
+        self, name: str, lines: Sequence[FileLine], schema: type[Model], beyond: int
     ) -> Iterator[tuple[int, Model]]:
         skipped: list[SkippedLine] = []
         num_skipped = 0

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from rlhf_core.diagnosis.node_strikes import REMEMBERED, Standing, Strike, standings
+from rlhf_core.diagnosis.node_strikes import REMEMBERED, NodeStanding, Strike, standings
 from rlhf_core.errors import BadInput
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
@@ -22,7 +22,7 @@ from rlhf_core.schemas.failures import FailureKind, NodeCleared
 class NodeRecord:
     """A node with all that is remembered of it."""
 
-    standing: Standing
+    standing: NodeStanding
     """What counts against it; its last strike may be one that counts no more."""
     cleared: NodeCleared | None
     """When it was cleared last."""
@@ -30,7 +30,7 @@ class NodeRecord:
     """Strikes that no longer count."""
 
 
-def node_standings(store: HistoryStore, now: datetime, runs: Path) -> list[Standing]:
+def node_standings(store: HistoryStore, now: datetime, runs: Path) -> list[NodeStanding]:
     """What counts against each node, the worst first.
 
     Args:

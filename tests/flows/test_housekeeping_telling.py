@@ -21,7 +21,7 @@ from flows.stages import drive
 from flows.view import artifact_key, late
 from flows.view.events import FlowRun, happenings, tell, unknown_to_the_server
 from flows.view.story import read_story
-from rlhf_core.diagnosis.reconcile import Action, ActionKind
+from rlhf_core.diagnosis.reconcile import ActionKind, ReconcileAction
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import PromotionState
 from rlhf_core.schemas.base import utc_now
@@ -62,7 +62,7 @@ def later(desk: Desk) -> Reconciler:
     return Reconciler(desk.site, desk.store, has_prefect=True, now=lambda: utc_now() + timedelta(seconds=90))
 
 
-def of_telling(actions: list[Action]) -> list[Action]:
+def of_telling(actions: list[ReconcileAction]) -> list[ReconcileAction]:
     return [one for one in actions if one.kind is ActionKind.TELL]
 
 

@@ -10,6 +10,7 @@ from control_fakes import FakeScheduler, make_spec
 from rlhf_core.errors import PreflightBlocked
 from rlhf_core.preflight import runner
 from rlhf_core.preflight.facts import (
+    Baseline,
     CheckpointFacts,
     ComputeSide,
     DataFile,
@@ -17,7 +18,6 @@ from rlhf_core.preflight.facts import (
     Facts,
     LineProblem,
     ModelFolder,
-    Past,
     Requirement,
 )
 from rlhf_core.preflight.registry import CHECKS, run_checks
@@ -163,7 +163,7 @@ def generated(**train: Any) -> Facts:
 
 
 def lasts(seconds_per_step: float, **resources: Any) -> Facts:
-    return replace(with_spec(resources=resources), past=Past(seconds_per_step))
+    return replace(with_spec(resources=resources), baseline=Baseline(seconds_per_step))
 
 
 BLOCKED, WARNING, SKIPPED = CheckStatus.BLOCKED, CheckStatus.WARNING, CheckStatus.SKIPPED
@@ -310,7 +310,7 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     (
         "trial.needed",
         WARNING,
-        replace(with_spec(resources={"num_nodes": 2}), past=Past(known=True)),
+        replace(with_spec(resources={"num_nodes": 2}), baseline=Baseline(known=True)),
         "--set preflight.trial=run",
     ),
 ]

@@ -154,7 +154,7 @@ def time_limit(facts: Facts) -> Iterator[Finding]:
 @check("resources.duration")
 def duration(facts: Facts) -> Iterator[Finding]:
     """A run that needs several attempts spends the night in queues that nobody reckoned with."""
-    seconds, limit = facts.past.seconds_per_step, facts.spec.resources.time_limit_s
+    seconds, limit = facts.baseline.seconds_per_step, facts.spec.resources.time_limit_s
     if seconds is None:
         return
     steps = facts.spec.total_steps - (facts.resume.step if facts.resume is not None else 0)

@@ -20,7 +20,7 @@ def basis(facts: Facts) -> Iterator[Finding]:
 @check("trial.needed")
 def needed(facts: Facts) -> Iterator[Finding]:
     """Many nodes wait for hours, to find out in the first minute that something which was changed does not work."""
-    spec, past = facts.spec, facts.past
+    spec, past = facts.spec, facts.baseline
     # A run with a checkpoint has shown that it works.
     if spec.preflight.trial == "off" or facts.resume is not None:
         return
