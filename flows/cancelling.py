@@ -84,7 +84,7 @@ def cancel_run(
     try:
         if store is None:
             raise DatabaseUnavailable("the history cannot be used")
-        with opened(run_dir, site, store, patience_s=0) as session:
+        with opened(run_dir, site, store, timeout_s=0) as session:
             say("no controller is at work on it; ending it from here" + _patience(save))
             cancel(session, reason, save=save)
         return _result(run_dir, site, f"run {run_id} is cancelled")

@@ -134,7 +134,7 @@ RESERVE_BYTES = 64 << 10
 
 
 def is_disk_full(error: OSError) -> bool:
-    """Whether there is no room left, on the disk or in the user's quota."""
+    """Return True if no space is left, on the disk or in the user's quota."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -412,11 +412,11 @@ class RestartDir:
         return self.root / "agents"
 
     def agent_status(self, node: str) -> Path:
-        """What the agent of ``node`` publishes; that agent replaces it."""
+        """Status that the agent of ``node`` publishes; that agent replaces it."""
         return self.agents / f"{node}.json"
 
     def events(self, node: str) -> Path:
-        """What the agent of ``node`` did; that agent appends."""
+        """Events of the agent of ``node``; that agent appends."""
         return self.root / f"events-{node}.jsonl"
 
     def worker_events(self, role: str, node: str, local_rank: int) -> Path:
@@ -434,12 +434,12 @@ class RestartDir:
 
     @property
     def incident(self) -> Path:
-        """What went wrong; agent 0 writes it."""
+        """Incident; written by agent 0."""
         return self.incident_dir / "incident.json"
 
     @property
     def decision(self) -> Path:
-        """What agent 0 decided; written before it is acted on."""
+        """Decision of agent 0; written before it is acted on."""
         return self.incident_dir / "decision.json"
 
     @property
@@ -452,7 +452,7 @@ class RestartDir:
         return self.logs / f"{role}-{node}-{local_rank}.log"
 
     def worker_outcome(self, role: str, node: str, local_rank: int) -> Path:
-        """How one worker ended; that worker writes it."""
+        """Outcome of one worker, written by that worker."""
         return self.root / "outcomes" / f"{role}-{node}-{local_rank}.json"
 
 
@@ -465,12 +465,12 @@ class AttemptDir:
 
     @property
     def placement(self) -> Path:
-        """Which nodes have which role; written before submission."""
+        """Nodes and their roles; written before submission."""
         return self.root / "placement.json"
 
     @property
     def submission(self) -> Path:
-        """What the scheduler answered."""
+        """Answer of the scheduler to the submission."""
         return self.root / "submission.json"
 
     @property
@@ -514,7 +514,7 @@ class AttemptDir:
 
     @property
     def outcome(self) -> Path:
-        """How the attempt ended; agent 0 writes it once, last."""
+        """Outcome of the attempt; written once by agent 0, as its last file."""
         return self.root / "outcome.json"
 
     @property
@@ -656,7 +656,7 @@ class RunDir:
 
     @property
     def cancel_request(self) -> Path:
-        """What `rlhf cancel` asks of the controller (an ``AgentCommand``); the controller removes it when done."""
+        """Request of `rlhf cancel` to the controller (an ``AgentCommand``); the controller removes it when done."""
         return self.root / "cancel.json"
 
     @property
@@ -666,7 +666,7 @@ class RunDir:
 
     @property
     def housekeeping(self) -> Path:
-        """What the keeper of the site did about the run; the holder of the keeper's lease appends."""
+        """Actions of the site's daemon on the run; the holder of the daemon's lease appends."""
         return self.root / "housekeeping.jsonl"
 
     @property
@@ -834,7 +834,7 @@ def cleared_nodes(runs: Path) -> Path:
 
 
 def is_run_id(text: str) -> bool:
-    """Whether ``text`` has the form of a run id."""
+    """Return True if ``text`` has the form of a run id."""
     return _RUN_ID.fullmatch(text) is not None
 
 

@@ -69,7 +69,7 @@ def answer_promotion(
     until = clock() + patience_s
     while True:
         try:
-            with opened(run_dir, site, store, patience_s=0) as session:
+            with opened(run_dir, site, store, timeout_s=0) as session:
                 settled = session.journal.record.promotion
                 if not (given and settled is not None and _is_ours(settled, verdict, by)):
                     say(f"no controller is at work on {run_dir.run_id}; acting on it from here")

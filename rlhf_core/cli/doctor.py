@@ -1,4 +1,4 @@
-"""What this machine has and what it lacks, for ``rlhf doctor``."""
+"""Properties and gaps of this machine, for ``rlhf doctor``."""
 
 import importlib.util
 import os
@@ -25,7 +25,7 @@ class Item:
     ok: bool
     found: str
     advice: str = ""
-    """What to do where it is not well."""
+    """Advice if the item is not well."""
 
 
 def examine(site: Site, services: Mapping[str, str], server: str) -> list[Item]:

@@ -1,4 +1,4 @@
-"""Why it ended: from exit codes, outcomes, logs, the scheduler's word and a hang's verdict to one kind of failure.
+"""Classification of a failure from exit codes, outcomes, logs, the scheduler's state and the verdict on a hang.
 
 One failure shows itself many times: a rank that dies breaks the connections of its peers, and the agent ends the
 rest. So every worker's end is read by itself first, and then the most telling one decides: roots before symptoms
@@ -50,7 +50,7 @@ SCHEDULER_STATES: dict[str, tuple[FailureKind, EvidencePart]] = {
 
 @dataclass(frozen=True)
 class WorkerEnd:
-    """How one worker ended, as its agent saw it."""
+    """End of one worker, as its agent saw it."""
 
     rank: int
     node: str
@@ -60,9 +60,9 @@ class WorkerEnd:
     ended_by_agent: bool = False
     """The agent killed it, as it does with all workers after a failure: says nothing by itself."""
     order: int = 0
-    """Which it was to end, from 0."""
+    """Position in the order of ending, from 0."""
     outcome: WorkerOutcome | None = None
-    """What it wrote about itself, if it still could."""
+    """Outcome that the worker wrote about itself, if it still could."""
     log_tail: str = ""
     """The last lines of its log."""
 
@@ -87,11 +87,11 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What it was."""
+    """Result of the classification."""
 
     kind: FailureKind
     message: str
-    """What happened, in one or two sentences for a person."""
+    """Description of the failure in one or two sentences."""
     fingerprint: str
     """The same fault gives the same fingerprint: numbers, addresses and paths are left out of it."""
     ranks: tuple[int, ...] = ()
@@ -108,7 +108,7 @@ class _Finding:
     part: EvidencePart
     text: str
     subject: str
-    """What the fingerprint is made from."""
+    """Text that the fingerprint is made from."""
     worker: WorkerEnd | None = None
     node: str = ""
     """Node to blame where it is not the worker's."""
@@ -133,7 +133,7 @@ def classify(evidence: Evidence) -> Diagnosis:
 
 
 def read_log(text: str) -> Diagnosis | None:
-    """What a log alone says: the diagnosis, or None where it shows no failure, however it sounds.
+    """Diagnose a log alone; None if it shows no failure.
 
     A log in which something failed without a known reason gives ``UNKNOWN``; warnings, what was tried again with
     success, and what a training went on after give None.
@@ -183,7 +183,7 @@ def _hang(verdict: Verdict, workers: Sequence[WorkerEnd]) -> Diagnosis:
 
 
 def _from_scheduler(state: str) -> _Finding | None:
-    """What the state of the job says. FAILED and COMPLETED are not in the table: others know why."""
+    """Finding from the state of the job. FAILED and COMPLETED are not in the table: other evidence explains them."""
     word = re.match(r"[A-Z_]*", state.strip().upper())
     known = SCHEDULER_STATES.get(word.group()) if word is not None else None
     if known is None:

@@ -1,4 +1,4 @@
-"""What follows from what the nodes of an attempt measured: which device, node or link is slow or broken. Pure.
+"""Findings from the measurements of an attempt's nodes: slow or broken devices, nodes and links. Pure.
 
 Every node speaks with two others. One that is slow with both is itself to blame; where both ends of a slow link are
 fast with somebody else, it is the link. Medians, not means: one slow node must not make the others look fast.
@@ -23,12 +23,12 @@ from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.probe import NodeSpeed, PairSpeed
 
 STEPS = ("started", "met", "matmul", "pairs", "all_reduce", "all_gather", "done")
-"""What a rank does, in this order."""
+"""Steps of a rank, in order."""
 
 
 @dataclass(frozen=True)
 class Floors:
-    """What is slow."""
+    """Thresholds below which a measurement counts as slow."""
 
     relative: float = 0.5
     """Share of the median below which a node is slow; 0 for none."""
@@ -76,7 +76,7 @@ def judge_speed(
 
 
 def needs_another_look(results: Iterable[CheckResult]) -> bool:
-    """Whether something was found that may have been chance: another process on a core, a burst of traffic."""
+    """Return True if a finding may be due to chance: another process on a core, a burst of traffic."""
     return any(result.status is not CheckStatus.PASSED and result.id not in _NEVER_CHANCE for result in results)
 
 
@@ -102,7 +102,7 @@ def better(first: NodeSpeed, second: NodeSpeed) -> NodeSpeed:
 
 
 def edges(speeds: Mapping[int, NodeSpeed]) -> list[Edge]:
-    """Who spoke with whom; of what the two ends say, the worse."""
+    """List the measured links; of the measurements of the two ends, the worse one counts."""
     by_ends: dict[tuple[int, int], list[PairSpeed]] = {}
     for index, one in speeds.items():
         for pair in one.pairs:

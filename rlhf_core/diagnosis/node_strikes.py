@@ -1,4 +1,4 @@
-"""What the history of all runs says about nodes: strikes that fade, and nodes that are left alone for a while. Pure.
+"""Strikes against nodes over all runs: they fade, and a node with too many is excluded for a while. Pure.
 
 A strike is one incident that suspects a node. It weighs 1 when it is new and half of that three days later, so a node
 that was mended, or was unlucky once, is forgiven by itself.
@@ -15,9 +15,9 @@ HALF_LIFE = timedelta(days=3)
 REMEMBERED = timedelta(days=30)
 """A strike older than this weighs a thousandth: it need not be asked for."""
 BROKEN_FOR = timedelta(hours=24)
-"""How long a node is left alone after a failure of its hardware, or after it was lost."""
+"""Time for which a node is excluded after a hardware failure or after it was lost."""
 SUSPECT_FOR = timedelta(hours=6)
-"""How long a node is left alone that has come up again and again."""
+"""Time for which a node is excluded after repeated strikes."""
 SUSPECT_SCORE = 1.75
 """Weight of strikes from which on that holds: two, if the first is not older than about 30 hours. Not 2, which two
 strikes never reach: the older one has always faded a little."""
@@ -34,7 +34,7 @@ class Strike:
 
 @dataclass(frozen=True)
 class NodeStanding:
-    """What is known against a node."""
+    """Strikes and score of a node."""
 
     node: str
     score: float
@@ -47,7 +47,7 @@ class NodeStanding:
 
 
 def standings(strikes: Iterable[Strike], now: datetime) -> list[NodeStanding]:
-    """What is known against each node, the worst first."""
+    """Score every node, worst first."""
     by_node: dict[str, list[Strike]] = {}
     for strike in strikes:
         if now - strike.time < REMEMBERED:

@@ -1,4 +1,4 @@
-"""What is done about a failure: the recovery ladder as a pure function of the failure and of what was tried before.
+"""Recovery ladder: the next action as a pure function of the failure and of earlier attempts at recovery.
 
 The ladder: start the workers again in place (seconds) -> a new attempt -> stop with the diagnosis. A failure that
 comes back every time is not retried at all; one that may be chance is retried a bounded number of times without
@@ -23,7 +23,7 @@ REMEDY = -1
 
 @dataclass(frozen=True)
 class Rule:
-    """How often one kind of failure is retried without checkpoint progress, and why not more often."""
+    """Number of retries of one kind of failure without checkpoint progress, and the reason for it."""
 
     in_place: int
     """Restarts inside the same allocation."""
@@ -40,7 +40,7 @@ class Choice(NamedTuple):
     delay_s: float
     """Wait before acting, in seconds."""
     reason: str
-    """Why, in a sentence for a person."""
+    """Reason, in a sentence."""
 
 
 _EVERY_TIME = "it would fail in the same way again"
@@ -92,7 +92,7 @@ def decide_in_place(
     remedy: str = "",
     undecided: bool = False,
 ) -> Choice:
-    """What agent 0 does about a failure inside its allocation.
+    """Decide agent 0's action after a failure inside its allocation.
 
     Args:
         kind: What went wrong.
@@ -150,7 +150,7 @@ def decide_next(
     *,
     undecided: bool = False,
 ) -> Choice:
-    """What the controller does about an attempt that ended badly.
+    """Decide the controller's action after an attempt that ended badly.
 
     Args:
         kind: What went wrong.

@@ -14,37 +14,38 @@ from rlhf_core.formatting import THROUGH_PREFECT
 from rlhf_core.schemas.attempts import RUN_ENDS, RunState, StageState
 
 ADOPT_AFTER_S = 30.0
-"""How long nobody must have driven a run before it is adopted; a controller that is proven dead is not waited for."""
+"""Time that a run must be without a controller before it is adopted; one whose controller is proven dead is adopted at
+once."""
 
 NEW_RUN_S = 120.0
-"""How long a new run may wait for its first controller: `rlhf run` may have to start a Prefect server before."""
+"""Time that a new run may wait for its first controller: `rlhf run` may have to start a Prefect server before."""
 
 RETRY_INTERVAL_S = 15.0
 """Pause before a run is adopted that had two controllers within an hour; doubled with each further one."""
 
 RECENT_S = 3600.0
-"""How far back controllers and flow runs are counted for that."""
+"""Period over which controllers and flow runs are counted for that."""
 
 LONGEST_PAUSE_S = 600.0
 """The longest such pause."""
 
 PREFECT_TIMEOUT_S = 120.0
-"""How long Prefect must have been away before a run is adopted without it: its server starts again, most times."""
+"""Time that Prefect must be away before a run is adopted without it: usually its server is only restarting."""
 
 START_S = 300.0
-"""How long a flow run may be said to start, or to run, while no process is known for it."""
+"""Time that a flow run may count as starting or running while no process is known for it."""
 
 CANCEL_TIMEOUT_S = 60.0
-"""How long Prefect may take to cancel a flow run before the run is ended without it."""
+"""Time that Prefect has to cancel a flow run before the run is ended without it."""
 
 UNATTENDED_S = 5.0
 """The same where no worker has its process: its worker was killed, or it is one of a terminal."""
 
 JOB_GRACE_S = 60.0
-"""How long the job of a run that has ended may take to be gone."""
+"""Time that the job of an ended run has to disappear."""
 
 PUBLISH_AFTER_S = 30.0
-"""How long a run must have ended before its end is told for its controller, which may be at it still."""
+"""Time after the end of a run before its end is published for its controller, which may still be doing so."""
 
 TASK_GRACE_S = 30.0
 """Time until the end of a task run is heard of, after that of its flow run: Prefect hears by events, which are late."""
@@ -54,7 +55,7 @@ MISSING_S = 600.0
 
 
 class LeaseState(StrEnum):
-    """Who has the lease of a run."""
+    """State of the lease of a run."""
 
     FREE = "free"
     """Nobody: it was never taken, or given back."""
@@ -67,7 +68,7 @@ class LeaseState(StrEnum):
 
 
 class ProcessState(StrEnum):
-    """What is known of the process of a flow run."""
+    """State of the process of a flow run."""
 
     ALIVE = "alive"
     GONE = "gone"
@@ -105,11 +106,11 @@ class RunFacts:
     owner: str = ""
     """The controller, for a person."""
     undriven_s: float = 0.0
-    """How long nobody has driven it, at least; in seconds."""
+    """Time without a controller, at least; in seconds."""
     num_controllers: int = 0
     """Controllers that took it within the last hour."""
     controller_started_at: datetime | None = None
-    """When the newest of all its controllers took it."""
+    """Start of the newest of its controllers."""
     flow_run_id: str = ""
     """Flow run of that controller; empty where it was none."""
     attempt: int = 0
@@ -117,27 +118,27 @@ class RunFacts:
     jobs: Mapping[int, str] = field(default_factory=dict)
     """Scheduler's id of the job of each attempt, where the scheduler's answer is known."""
     ended_s: float = 0.0
-    """How long ago it ended, in seconds."""
+    """Time since its end, in seconds."""
     cancel_asked: str = ""
-    """Why somebody asked to end it with `rlhf cancel`; empty where nobody did."""
+    """Reason given to `rlhf cancel`; empty if cancellation was not requested."""
     trial_of: str = ""
     """The run that it tries out; empty for a run of its own."""
     promotion_due: bool = False
-    """Whether it is completed and a controller has something to do about its promotion: begin it, wait for the answer,
-    or write the model."""
+    """True if the run is completed and a controller has to act on its promotion: begin it, wait for the answer, or
+    write the model."""
     untold: int = 0
     """Events and pages of a run that has ended which Prefect does not have, because its server was away at the end."""
     missing_s: float = 0.0
-    """How long its directory is known to be gone, in seconds; 0 where it is there or nothing is known."""
+    """Time for which its directory has been known to be gone, in seconds; 0 if it is there or nothing is known."""
 
     @property
     def ended(self) -> bool:
-        """Whether nothing of it is at work."""
+        """True if nothing of it is active."""
         return self.state in RUN_ENDS
 
     @property
     def wants_controller(self) -> bool:
-        """Whether there is something left to drive; a promotion may come after the end."""
+        """True if a controller has something left to do; a promotion may come after the end."""
         return not self.ended or self.promotion_due
 
 
@@ -150,19 +151,19 @@ class FlowRunFacts:
     """The run that it drives; empty where that is not known (it may never have made one)."""
     state: FlowState
     changed_at: datetime
-    """When it got into this state."""
+    """Time of the last change of state."""
     state_s: float
-    """How long ago that was, in seconds."""
+    """Time since that change, in seconds."""
     created_at: datetime
     process: ProcessState = ProcessState.UNKNOWN
     suspended: bool = False
-    """Whether it waits without a process, as Prefect allows."""
+    """True if it waits without a process, as Prefect allows."""
     attended: bool = True
     """True if a worker has its process, which cancels it when it is asked to; True where that is not known."""
 
     @property
     def is_lost(self) -> bool:
-        """Whether Prefect takes it for alive although nothing of it is."""
+        """True if Prefect takes it for alive although nothing of it is."""
         if self.state in FLOW_ENDS or self.state is FlowState.SCHEDULED or self.suspended:
             return False
         if self.process is ProcessState.UNKNOWN:
@@ -171,7 +172,7 @@ class FlowRunFacts:
 
     @property
     def may_drive(self) -> bool:
-        """Whether it drives its run, or soon will."""
+        """True if it drives its run, or soon will."""
         if self.state in FLOW_ENDS or self.is_lost:
             return False
         waits = self.state in (FlowState.SCHEDULED, FlowState.PENDING) or self.suspended
@@ -200,7 +201,7 @@ class JobFacts:
 
 @dataclass(frozen=True)
 class World:
-    """What all three say."""
+    """State of history, Prefect and scheduler."""
 
     runs: Mapping[str, RunFacts]
     """Runs of this site that are not ended, and those that a job or a flow run speaks of."""
@@ -209,13 +210,14 @@ class World:
     jobs: Sequence[JobFacts] = ()
     """Empty also where the scheduler does not answer: nothing is known then, and nothing done."""
     prefect_away_s: float = 0.0
-    """How long Prefect has not answered; infinite where the site has none."""
+    """Time since Prefect last answered, in seconds; infinite if the site has no Prefect."""
     watched_s: float = 0.0
-    """How long the history has answered without a break: after one, leases have run out that are still renewed."""
+    """Time for which the history has answered without a break: after an outage, leases have expired that are still
+    renewed."""
 
 
 class ActionKind(StrEnum):
-    """What can be done."""
+    """Kinds of action."""
 
     INGEST = "ingest"
     """Read the run directory into the history."""
@@ -261,7 +263,7 @@ class ReconcileAction:
 
 
 def decide(world: World) -> list[ReconcileAction]:
-    """What is to be done, in this order."""
+    """Decide the actions, in order."""
     actions: list[ReconcileAction] = []
     for run in world.runs.values():
         actions += _about_run(run, [one for one in world.flow_runs if one.run_id == run.run_id], world)
@@ -312,7 +314,7 @@ def _about_run(run: RunFacts, flow_runs: Sequence[FlowRunFacts], world: World) -
 
 
 def _cancellation(run: RunFacts, newest: FlowRunFacts | None) -> str:
-    """Why a run that is at work is to be ended from here; empty where it is not."""
+    """Reason why an active run is to be ended by the reconciler; empty if it is not."""
     if run.cancel_asked and run.holder is not LeaseState.LIVING:
         return run.cancel_asked  # a living controller sees the request by itself
     if newest is None or newest.state not in (FlowState.CANCELLED, FlowState.CANCELLING):
@@ -342,7 +344,7 @@ def _is_to_be_adopted(run: RunFacts, flow_runs: Sequence[FlowRunFacts], world: W
 
 
 def _pause(num_controllers: int) -> float:
-    """What a controller dies of may be the run itself: one that loses them again and again is adopted ever later."""
+    """Pause before the next adoption. The run itself may kill its controllers, so the pause grows with their number."""
     return 0.0 if num_controllers < 2 else min(RETRY_INTERVAL_S * 2.0 ** min(num_controllers - 2, 10), LONGEST_PAUSE_S)
 
 
@@ -413,7 +415,7 @@ def _end_of(flow_run: FlowRunFacts, run: RunFacts | None, world: World) -> tuple
 
 
 def _asks_in_vain(flow_run: FlowRunFacts, run: RunFacts | None) -> bool:
-    """Whether it is paused with a question that was answered elsewhere, and nobody of another machine drives it."""
+    """Return True if it is paused with a question that was answered elsewhere, and no other machine drives it."""
     if flow_run.state is not FlowState.PAUSED or flow_run.process is ProcessState.ALIVE or flow_run.suspended:
         return False
     return run is not None and run.ended and not run.promotion_due and run.holder is not LeaseState.LIVING

@@ -13,7 +13,7 @@ _KEEPING = frozenset(PromotionState) - {PromotionState.REFUSED, PromotionState.E
 
 @dataclass(frozen=True)
 class Scored:
-    """What an evaluation says about a checkpoint."""
+    """Score of a checkpoint in one evaluation."""
 
     name: str
     step: int

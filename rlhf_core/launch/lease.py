@@ -59,11 +59,11 @@ class Owner:
             return None
 
     def is_here(self) -> bool:
-        """Whether it is, or was, a process of this host."""
+        """True if the process runs, or ran, on this host."""
         return self.host == socket.gethostname()
 
     def is_known_dead(self) -> bool:
-        """Whether this host can tell that the process is gone. About other hosts nothing is known: False."""
+        """True if this host can tell that the process is gone. False for processes of other hosts."""
         if not self.is_here():
             return False
         try:
@@ -88,7 +88,8 @@ def owner_text(owner: str) -> str:
 
 
 def known_dead(owner_text: str) -> bool:
-    """Whether the owner of a lease is known to be gone, so that its lease may be taken over before it runs out."""
+    """Return True if the owner of a lease is known to be gone, so that the lease may be taken over before it
+    expires."""
     owner = Owner.parse(owner_text)
     return owner is not None and owner.is_known_dead()
 
@@ -112,7 +113,7 @@ class HeldLease:
     ) -> None:
         self.token = token
         self.behind = ""
-        """Why the database could not be reached at the last renewal; empty when it could."""
+        """Reason why the database could not be reached at the last renewal; empty if it could."""
         self._store = store
         self._run_id = run_id
         self._owner = owner
@@ -291,7 +292,8 @@ def acquire(
 
 
 def _is_alive(found: Holder, first: Holder) -> bool:
-    """Whether the owner of a lease is known to be alive. On another host that takes a renewal since the first look."""
+    """Return True if the owner of a lease is known to be alive. On another host that takes a renewal since the first
+    query."""
     owner = Owner.parse(found.owner)
     if owner is not None and owner.is_here():
         return not owner.is_known_dead()
@@ -299,7 +301,7 @@ def _is_alive(found: Holder, first: Holder) -> bool:
 
 
 def _driven_by(run_id: str, found: Holder, first: Holder) -> str:
-    """Who drives a run and what to do, for a person who wanted to drive it too."""
+    """Message that names the controller of a run and says what to do."""
     owner = Owner.parse(found.owner)
     who = found.owner if owner is None else f"{owner.user} on {owner.host}, process {owner.pid}"
     since = f", since {found.since:%Y-%m-%d %H:%M:%S} UTC" if found.since is not None else ""

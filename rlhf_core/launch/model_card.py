@@ -19,7 +19,7 @@ def model_card(provenance: ModelProvenance, spec: RunSpec) -> str:
 
 
 def data_name(spec: RunSpec) -> str:
-    """What the model was trained on: the file, or what made the data."""
+    """Name of the training data: the file or the generator."""
     return spec.data.generator or spec.data.train.rpartition("/")[2]
 
 

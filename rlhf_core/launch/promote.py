@@ -39,7 +39,7 @@ class PromotionChoice:
     """The checkpoint to promote, or why there is none."""
 
     reason: str
-    """What speaks for it or against it, in a sentence for a person."""
+    """Argument for or against promotion, in a sentence."""
     checkpoint: CheckpointDir | None = None
     before: EvaluationReport | None = None
     after: EvaluationReport | None = None
@@ -79,7 +79,7 @@ def _evaluations(run_dir: RunDir, name: str) -> list[EvaluationReport]:
 
 
 def promoted_folder(run_dir: RunDir, wanted: PromoteSpec) -> Path:
-    """Where the model of a run goes: ``promoted`` stands beside the folder of the run directories."""
+    """Return the folder of a run's promoted model: ``promoted``, beside the folder of the run directories."""
     folder = Path(wanted.folder) if wanted.folder else run_dir.root.absolute().parent.parent / "promoted"
     return folder / run_dir.run_id
 
@@ -209,7 +209,7 @@ def _require_same(target: Path, manifest: CheckpointManifest, provenance: ModelP
 
 
 def damage(folder: Path) -> Sequence[str]:
-    """What is wrong with a promoted model, by size and hash of every file; empty for a sound one."""
+    """Describe the damage of a promoted model by size and hash of every file; empty if it is sound."""
     provenance = read_model(folder / PROVENANCE, ModelProvenance)
     if provenance is None:
         return [f"it has no {PROVENANCE} that can be read"]

@@ -39,7 +39,7 @@ def job_request(
     site: SlurmSpec | None = None,
     job_secrets: Path | None = None,
 ) -> JobRequest:
-    """What is asked of the scheduler for one attempt.
+    """Build the job request of one attempt.
 
     Args:
         site: What all jobs of the site ask of Slurm, unless their run says otherwise.

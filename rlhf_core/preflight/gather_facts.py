@@ -51,7 +51,7 @@ Tick = Callable[[], None]
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Where a run would take place."""
+    """Site and code around a run."""
 
     inventory: Inventory
     scheduler: str
@@ -257,7 +257,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def training_requirements() -> tuple[Requirement, ...]:
-    """What the installed rlhf-flows says its training extra needs; empty when it is not installed as a package."""
+    """Requirements of the training extra of the installed rlhf-flows; empty if it is not installed as a package."""
     try:
         lines = importlib.metadata.requires("rlhf-flows") or []
     except importlib.metadata.PackageNotFoundError:
@@ -320,7 +320,7 @@ def hash_code(folder: Path, tick: Tick = lambda: None) -> str:
 
 
 def look_at_disk(runs_dir: Path) -> Disk:
-    """Whether run directories can be made, found out by making one, and the free space there. Leaves nothing behind."""
+    """Check that run directories can be created, by creating one, and measure the free space. Leaves nothing behind."""
     existing = runs_dir
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
@@ -369,7 +369,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 
 def look_at_tokenizer(model: ModelSpec) -> str:
-    """Why the tokenizer is no tokenizer folder; empty when it is one, or is built."""
+    """Reason why the tokenizer is not a tokenizer folder; empty if it is one, or is built."""
     if model.tokenizer in BUILT_TOKENIZERS:
         return ""
     folder = Path(model.tokenizer or model.path)

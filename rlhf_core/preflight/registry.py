@@ -16,7 +16,7 @@ OFF = "preflight.off"
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check has to say."""
+    """Result of one check."""
 
     status: CheckStatus
     found: str
@@ -36,7 +36,7 @@ class Check:
 
     @property
     def prevents(self) -> str:
-        """What it is for: the first line of its docstring."""
+        """Problem that the check prevents: the first line of its docstring."""
         return (self.function.__doc__ or "").strip().partition("\n")[0]
 
 

@@ -1,4 +1,4 @@
-"""How large things will be, from the model's config alone. Estimates: good to some ten per cent, not to the byte."""
+"""Size estimates from the model's config alone, accurate to about ten per cent."""
 
 import math
 from collections.abc import Mapping

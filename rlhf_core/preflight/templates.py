@@ -1,4 +1,4 @@
-"""Which columns a template names."""
+"""Columns named in templates."""
 
 import string
 

@@ -1,4 +1,4 @@
-"""Whether a run should be tried out first, in small: what has changed since the last good run of its name.
+"""Need for a small trial run: changes since the last good run of the same name.
 
 Only what can stop a run that used to work, or make it run out of memory, counts: data, algorithm, versions, scale. A
 learning rate does not: no trial of a few steps would tell anything about it.
@@ -55,8 +55,8 @@ class Change:
 
 
 def changes_since(before: GoodRun, spec: RunSpec, basis: Mapping[str, str]) -> list[Change]:
-    """What is different from an earlier run. What one of the two does not tell is taken for the same: another version
-    of this program may have had other settings, or asked less."""
+    """List the differences from an earlier run. A value that only one of the two runs has counts as unchanged: another
+    version of this program may have had other settings or recorded less."""
     found = [
         Change(name, _shown(old), _shown(new))
         for watched in WATCHED
@@ -74,7 +74,7 @@ def changes_since(before: GoodRun, spec: RunSpec, basis: Mapping[str, str]) -> l
 
 
 def is_small(spec: RunSpec) -> bool:
-    """Whether a trial would cost about as much as the run."""
+    """Return True if a trial would cost about as much as the run."""
     return spec.resources.num_nodes == 1 and spec.total_steps <= SMALL * spec.preflight.trial_steps
 
 
@@ -158,7 +158,7 @@ class Rung:
 
     @property
     def title(self) -> str:
-        """What it is called, for a person."""
+        """Display name."""
         return "trial on one node" if self.num_nodes == 1 else f"trial on all {self.num_nodes} nodes"
 
 
@@ -169,7 +169,7 @@ def rungs(spec: RunSpec) -> tuple[Rung, ...]:
 
 
 def is_due(spec: RunSpec, results: Sequence[CheckResult]) -> bool:
-    """Whether the trials are to be made, by what the check ``trial.needed`` found."""
+    """Return True if the trials are to be run, according to the finding of the check ``trial.needed``."""
     asks = any(result.id == "trial.needed" and result.status is CheckStatus.WARNING for result in results)
     return asks and spec.preflight.trial == "run"
 

@@ -30,9 +30,9 @@ from rlhf_core.scheduler.passed_environment import without_private
 from rlhf_core.schemas.resources import JOB_VARIABLE, Inventory, Submission, job_marker, parse_job_marker
 
 SHUTDOWN_TIMEOUT_S = 15.0
-"""How long an agent may take to end its workers and write its outcome before it is killed."""
+"""Time that an agent has to end its workers and write its outcome before it is killed."""
 KILL_TIMEOUT_S = 10.0
-"""How long killed processes may take to be gone."""
+"""Time that killed processes have to disappear."""
 
 _CONTROLLER_MODULE = "submitit.local._local"
 _COMMAND_VARIABLE = "SUBMITIT_LOCAL_COMMAND"
@@ -102,7 +102,7 @@ class LocalScheduler:
         )
 
     def status(self, submissions: Sequence[Submission]) -> dict[str, JobStatus]:
-        """Where jobs stand, by job id. A job whose controller and agent are gone has ended."""
+        """Return the state of jobs, by job id. A job whose controller and agent are gone has ended."""
         return {submission.job_id: _status(submission) for submission in submissions}
 
     def find(self, run_id: str, attempt: int) -> Submission | None:
@@ -276,7 +276,7 @@ def _marker_of(process: psutil.Process) -> str:
 
 
 def _drives(process: psutil.Process, command: tuple[str, ...]) -> bool:
-    """Whether a process is the job's controller or its agent, rather than something they left behind."""
+    """Return True if a process is the job's controller or agent, rather than something they left behind."""
     line = _line(process)
     return line == command or _CONTROLLER_MODULE in line
 
@@ -318,7 +318,7 @@ def _start_time(pid: int) -> float:
 
 
 def _gpu_type(folder: Path = Path("/proc/driver/nvidia/gpus")) -> str:
-    """What the driver calls the GPUs of this machine; empty where it does not say, or they differ."""
+    """Name of this machine's GPUs according to the driver; empty if unknown or if they differ."""
     kinds = set()
     for path in folder.glob("*/information"):
         with contextlib.suppress(OSError):

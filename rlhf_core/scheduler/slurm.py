@@ -30,9 +30,9 @@ from rlhf_core.scheduler.slurm_queue import QueuedJob
 from rlhf_core.schemas.resources import Inventory, Submission, job_marker, parse_job_marker
 
 CANCEL_S = 90.0
-"""How long a job may take to be gone after it was cancelled; Slurm's own KillWait is 30 s by default."""
+"""Time that a cancelled job has to disappear; Slurm's own KillWait is 30 s by default."""
 KILL_AFTER_S = 15.0
-"""When it is asked to kill instead."""
+"""Time after which Slurm is asked to kill the job."""
 
 _WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD"})
 _AT_WORK = frozenset({"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"})
@@ -121,7 +121,7 @@ class SlurmScheduler:
         return _submission(request.run_id, request.placement.attempt, job.job_id, request.command)
 
     def status(self, submissions: Sequence[Submission]) -> dict[str, JobStatus]:
-        """Where jobs stand, by job id, from one question for all jobs of this user."""
+        """Query the state of jobs, by job id, with one query for all jobs of this user."""
         found = slurm_queue.listing()
         if found.problem:
             return {one.job_id: JobStatus(JobState.UNKNOWN, found.problem) for one in submissions}
@@ -230,7 +230,7 @@ class _SlurmExecutor(SlurmExecutor):  # type: ignore[misc]
 
 
 def _parameters(request: JobRequest) -> dict[str, object]:
-    """What submitit is told; what it has no name for goes through as it is."""
+    """Parameters for submitit; those it has no name for are passed on unchanged."""
     slurm, placement = request.slurm, request.placement
     minutes = math.ceil(request.time_limit_s / 60)
     # The folder is not that of whoever submits: a flow run's is temporary, and a later attempt has another one.
@@ -420,7 +420,7 @@ def _gpu_type(gres: str) -> str:
 
 
 def _refusal(text: str) -> str:
-    """What sbatch itself said, without submitit's traceback around it."""
+    """Extract sbatch's own message from submitit's error."""
     lines = [line.strip() for line in text.splitlines() if "sbatch:" in line]
     return " ".join(line.removeprefix("sbatch: error: ") for line in lines) or text.strip()[-500:]
 

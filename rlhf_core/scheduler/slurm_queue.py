@@ -1,4 +1,4 @@
-"""What Slurm's queue says, asked once for all jobs of this user and shared between all processes that want to know.
+"""Slurm's queue, queried once for all jobs of this user and shared between all processes that need it.
 
 Two hundred controllers that each ask every second would be a load that administrators notice. The answer of one
 batched ``squeue`` is kept for two seconds in a small file, whose lock makes sure that one process asks and the others
@@ -23,11 +23,11 @@ from rlhf_core import private_files
 from rlhf_core.errors import SchedulerError
 
 FRESH_S = 2.0
-"""How long an answer is good enough."""
+"""Age up to which an answer is used."""
 COMMAND_S = 30.0
-"""How long a command of Slurm may take; with its controller away each blocks for about ten seconds."""
+"""Timeout of a Slurm command; with slurmctld away each blocks for about ten seconds."""
 PING_S = 10.0
-"""How long the question whether the controller is there may take; normally milliseconds."""
+"""Timeout of the ping of slurmctld, which normally takes milliseconds."""
 _JOB_ID = re.compile(r"[0-9]{1,18}([_+][0-9]{1,18})?")
 _FORMAT = "%i|%T|%r|%N|%S|%k"
 
@@ -43,7 +43,7 @@ class QueuedJob:
     nodes: str
     """Its nodes, as Slurm abbreviates them."""
     start: str
-    """When it began, or is expected to; ``N/A`` when Slurm does not say."""
+    """Actual or expected start; ``N/A`` if Slurm does not say."""
     comment: str
 
 
@@ -56,11 +56,11 @@ class Listing:
     rows: Mapping[str, QueuedJob]
     """By job id."""
     problem: str = ""
-    """Why there is no answer; empty when there is."""
+    """Reason why there is no answer; empty if there is one."""
 
 
 def run(*words: str, seconds: float = COMMAND_S) -> str:
-    """What a command of Slurm prints.
+    """Run a Slurm command and return its output.
 
     Args:
         seconds: How long it may take.

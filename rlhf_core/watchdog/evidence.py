@@ -34,7 +34,7 @@ def regressed(run_dir: RunDir) -> tuple[Regression, ...]:
 
 @dataclass
 class AttemptProgress:
-    """How far an attempt has come, brought up to date from its files at every look.
+    """Progress of an attempt, updated from its files at every poll.
 
     Appended files are read from where the last look ended, so a look costs what is new and not what is there.
     """
@@ -49,15 +49,15 @@ class AttemptProgress:
     step: int = 0
     """Last optimizer step that was done."""
     phase: str = ""
-    """What the first rank is doing."""
+    """Phase of the first rank."""
     loop: str = ""
     """``sft`` or ``grpo``: which loop made the last step."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Latest value of every metric."""
     evaluating: bool = False
-    """Whether the evaluator was started: training is done."""
+    """True once the evaluator was started: training is done."""
     events: list[AgentEvent] = field(default_factory=list)
-    """What the agents did since the last look."""
+    """Events of the agents since the last poll."""
     leader_lost_at: dict[str, datetime] = field(default_factory=dict)
     """Time at which each agent said that it had lost agent 0, by node."""
     given_up: dict[str, str] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class AttemptProgress:
 
 
 def read_outcome(attempt: AttemptDir) -> AttemptOutcome | None:
-    """How the attempt ended, once its agent has said so."""
+    """Read the outcome of the attempt; None until its agent has written it."""
     return read_model(attempt.outcome, AttemptOutcome)
 
 
@@ -139,7 +139,7 @@ def agent_decisions(attempt: AttemptDir) -> list[Decision]:
 
 
 def num_restarts(attempt: AttemptDir) -> int:
-    """How often workers were started again in place after a failure."""
+    """Count the restarts in place after a failure."""
     return sum(decision.action is Action.RESTART_IN_PLACE for decision in agent_decisions(attempt))
 
 
@@ -156,7 +156,7 @@ def scheduler_log(attempt: AttemptDir) -> Path | None:
 
 
 def strikes(run_dir: RunDir, own: Incident | None = None) -> Mapping[str, int]:
-    """How often each node was suspected in this run, by its agents and by the controller.
+    """Count the suspicions against each node in this run, by its agents and by the controller.
 
     Args:
         own: the controller's finding about the attempt that has just ended, which may not be in the journal yet.
@@ -190,7 +190,7 @@ def allocated_s(attempt: AttemptDir, until: datetime) -> float:
 
 
 def can_be_written(attempt: AttemptDir) -> bool:
-    """Whether agents could leave a sign of life: a disk that is full makes silent, it does not kill."""
+    """Check that agents could write a sign of life: a full disk silences an agent without killing it."""
     probe = attempt.root / ".can-be-written"
     try:
         probe.write_bytes(bytes(4096))
@@ -202,16 +202,16 @@ def can_be_written(attempt: AttemptDir) -> bool:
 
 @dataclass(frozen=True)
 class EarlierAttempts:
-    """What earlier attempts say about whether another one makes sense."""
+    """Evidence of earlier attempts for or against another one."""
 
     attempts_without_progress: int
     """Attempts in a row, the one that just ended included, that left no newer checkpoint."""
     same_fingerprint_before: bool
-    """Whether an earlier one of these ended with the same fingerprint."""
+    """True if an earlier one of these ended with the same fingerprint."""
 
 
 def read_earlier_attempts(run_dir: RunDir, ended: int, first_attempt: int, fingerprint: str) -> EarlierAttempts:
-    """What the attempts from ``first_attempt`` to ``ended`` tell the policy.
+    """Summarise the attempts from ``first_attempt`` to ``ended`` for the policy.
 
     An attempt made progress when there is a checkpoint newer than the one it began from.
     """

@@ -62,7 +62,7 @@ from rlhf_core.schemas.reports import (
 )
 
 BLOCK_BYTES = 2 << 20
-"""How much of one appended file goes into one batch."""
+"""Bytes of one appended file per batch."""
 
 BATCH_BYTES = 4 << 20
 """About how much goes into one transaction: bounds memory and how long other writers wait."""
@@ -99,7 +99,7 @@ class SkippedLine:
 
 @dataclass
 class SyncReport:
-    """What a synchronisation did."""
+    """Result of a synchronisation."""
 
     batches: int = 0
     """Transactions."""
@@ -126,7 +126,7 @@ class SyncReport:
 
 @dataclass(frozen=True)
 class RebuildReport:
-    """What a rebuild did."""
+    """Result of a rebuild."""
 
     runs: dict[str, SyncReport]
     """Run id -> what was read."""
@@ -169,7 +169,7 @@ def sync(run_dir: RunDir, store: HistoryStore) -> SyncReport:
 
 
 def glance(run_dir: RunDir) -> int | None:
-    """What the files that :func:`sync` reads look like, as one number; None where there is no directory.
+    """Digest of the state of the files that :func:`sync` reads; None if there is no directory.
 
     Whoever reads many runs compares it with the glance from before the last reading: where they are equal there is
     nothing to read, and the database need not be asked.
@@ -246,7 +246,7 @@ class _Reader:
     def __init__(self, run_dir: RunDir, state: IngestState) -> None:
         self.report = SyncReport(batches=1)
         self.left_some = False
-        """Whether there is more than went into the batch."""
+        """True if more is left than went into the batch."""
         self.damage: JournalDamaged | None = None
         """Reason why the journal was not read to its end."""
         self._run_dir = run_dir

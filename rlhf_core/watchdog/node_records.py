@@ -1,4 +1,4 @@
-"""What the incidents of all runs speak against nodes: the history's strikes, weighed by the ledger.
+"""Record of incidents against nodes over all runs: strikes from the history, weighed by ``diagnosis/node_strikes.py``.
 
 Strikes are made from incidents and stay in the history. That somebody has mended a node is a file of its own beside the
 run directories (:class:`NodeCleared`): strikes from before no longer count, for every controller that shares those.
@@ -23,15 +23,15 @@ class NodeRecord:
     """A node with all that is remembered of it."""
 
     standing: NodeStanding
-    """What counts against it; its last strike may be one that counts no more."""
+    """Score of the node; its last strike may be one that no longer counts."""
     cleared: NodeCleared | None
-    """When it was cleared last."""
+    """Last clearing of the node."""
     num_cleared: int
     """Strikes that no longer count."""
 
 
 def node_standings(store: HistoryStore, now: datetime, runs: Path) -> list[NodeStanding]:
-    """What counts against each node, the worst first.
+    """Score every node, worst first.
 
     Args:
         runs: folder of the run directories, which knows what was cleared.

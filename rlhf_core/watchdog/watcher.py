@@ -30,12 +30,12 @@ from rlhf_core.watchdog.ingest import sync
 from rlhf_core.watchdog.silence import Silence, SilenceClock
 
 OUTCOME_TIMEOUT_S = 2.0
-"""How long after its job has ended badly an attempt may still bring its outcome (a shared file system shows files
+"""Time after a bad end of its job in which an attempt may still bring its outcome (a shared file system shows files
 late)."""
 COMPLETED_OUTCOME_TIMEOUT_S = 30.0
 """The same where the scheduler says that the job ended well: then there is an outcome."""
 SCHEDULER_REASON_TIMEOUT_S = 15.0
-"""How long the scheduler may take to say why it ended a job whose agents had time to save."""
+"""Time that the scheduler has to say why it ended a job whose agents had time to save."""
 
 LEADER_LOST_TIMEOUT_S = 8.0
 """Time that an outcome, or a word of agent 0 against another node, may still take after all other agents have lost it.
@@ -52,15 +52,15 @@ _ASK_WHY = (
     FailureKind.PREEMPTION,
     FailureKind.WORKER_KILLED,
 )
-"""What agents may take it for when the scheduler ends their job."""
+"""Kinds of failure that agents may report when in fact the scheduler has ended their job."""
 
 LOG_TAIL_BYTES = 16 << 10
-"""How much of the end of a lost job's log is looked at."""
+"""Bytes read from the end of a lost job's log."""
 
 
 @dataclass(frozen=True)
 class AttemptVerdict:
-    """Where an attempt stands, and why."""
+    """State of an attempt, and its cause."""
 
     state: AttemptState
     cause: str
@@ -71,7 +71,7 @@ class AttemptVerdict:
 
 @dataclass(frozen=True)
 class AttemptSnapshot:
-    """What one look showed."""
+    """Result of one poll of an attempt."""
 
     attempt: int
     verdict: AttemptVerdict
@@ -87,11 +87,11 @@ class AttemptSnapshot:
     events: Sequence[AgentEvent]
     outcome: AttemptOutcome | None
     history_behind: str
-    """Why the history could not be brought up to date; empty when it was."""
+    """Reason why the history could not be updated; empty if it was."""
 
     @property
     def ended(self) -> bool:
-        """Whether the attempt has come to its end."""
+        """True if the attempt has ended."""
         return self.verdict.state in ATTEMPT_ENDS
 
 
@@ -104,7 +104,7 @@ class AttemptFailure:
     incident: Incident | None
     """The last incident of the attempt, from its agents or, when they left none, from here."""
     found_here: bool
-    """Whether the incident is the controller's own finding, to be written into the journal."""
+    """True if the incident is the controller's own finding, to be written into the journal."""
     decision: Decision
 
 
@@ -271,7 +271,7 @@ def judge(
     silence: Silence | None = None,
     deserted: AttemptVerdict | None = None,
 ) -> AttemptVerdict:
-    """Where an attempt stands. Pure.
+    """Derive the state of an attempt. Pure.
 
     Args:
         job: the scheduler's last known answer.
@@ -314,7 +314,7 @@ _CANCELLED = "somebody cancelled its job at the scheduler"
 
 
 def _with_the_schedulers_word(job: JobStatus, outcome: AttemptOutcome, told_for_s: float) -> AttemptVerdict:
-    """How an attempt ended, when the agents had the time to say so: they cannot know why they were told to end."""
+    """Combine the agents' outcome with the scheduler's reason: agents cannot know why they were told to end."""
     kind = outcome.failure_kind
     if outcome.state is AttemptState.PREEMPTED:
         kind = kind or FailureKind.PREEMPTION
@@ -348,7 +348,7 @@ def explain(
     rolled_back: bool = False,
     chance: Callable[[], float] = random.random,
 ) -> AttemptFailure:
-    """What went wrong in an attempt that ended badly, and what to do about it.
+    """Explain a failed attempt and decide on the next action.
 
     Args:
         spec: what the run asked for.
@@ -412,7 +412,7 @@ def explain(
 
 @dataclass(frozen=True)
 class _Remedy:
-    """What the next attempt does differently; nothing when all is empty."""
+    """Changes for the next attempt; all fields are empty if there are none."""
 
     what: str = ""
     config_diff: Mapping[str, JsonValue] = field(default_factory=dict)
@@ -485,7 +485,7 @@ def _incident_of_a_lost_job(run_dir: RunDir, snapshot: AttemptSnapshot) -> Incid
 
 
 def _lost_nodes(run_dir: RunDir, snapshot: AttemptSnapshot) -> tuple[str, ...]:
-    """What the scheduler names, or srun has: a node may have come back before it was asked for."""
+    """Nodes that the scheduler or srun names as lost: a node may have come back before the query."""
     if snapshot.job.lost_nodes:
         return snapshot.job.lost_nodes
     log = evidence.scheduler_log(run_dir.attempt(snapshot.attempt))

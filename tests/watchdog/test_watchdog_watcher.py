@@ -14,7 +14,7 @@ from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.reports import AgentEvent, AttemptOutcome
 from rlhf_core.schemas.resources import Placement, Role, Submission
-from rlhf_core.watchdog.evidence import look_back, scheduler_log
+from rlhf_core.watchdog.evidence import read_earlier_attempts, scheduler_log
 from rlhf_core.watchdog.silence import SILENT_S
 from rlhf_core.watchdog.watcher import (
     LEADER_LOST_TIMEOUT_S,
@@ -485,25 +485,25 @@ def test_attempts_without_a_new_checkpoint_are_counted(
         placed(run_dir, number, step)
     if checkpoint is not None:
         FakeAgent(run_dir).checkpoint(checkpoint)
-    assert look_back(run_dir, len(begins), 1, "").attempts_without_progress == fruitless
+    assert read_earlier_attempts(run_dir, len(begins), 1, "").attempts_without_progress == fruitless
 
 
 def test_only_attempts_of_this_life_of_the_run_count(run_dir: RunDir) -> None:
     for number in (1, 2, 3):
         placed(run_dir, number)
-    assert look_back(run_dir, 3, 1, "").attempts_without_progress == 3
-    assert look_back(run_dir, 3, 3, "").attempts_without_progress == 1
+    assert read_earlier_attempts(run_dir, 3, 1, "").attempts_without_progress == 3
+    assert read_earlier_attempts(run_dir, 3, 3, "").attempts_without_progress == 1
 
 
 def test_a_fingerprint_that_was_seen_before_is_recognised(run_dir: RunDir) -> None:
     for number in (1, 2):
         placed(run_dir, number)
         FakeAgent(run_dir, attempt=number).incident(FailureKind.UNKNOWN, fingerprint="abc")
-    assert look_back(run_dir, 2, 1, "abc").same_fingerprint_before
-    assert not look_back(run_dir, 2, 1, "other").same_fingerprint_before
-    assert not look_back(run_dir, 1, 1, "abc").same_fingerprint_before, "it must not recognise itself"
+    assert read_earlier_attempts(run_dir, 2, 1, "abc").same_fingerprint_before
+    assert not read_earlier_attempts(run_dir, 2, 1, "other").same_fingerprint_before
+    assert not read_earlier_attempts(run_dir, 1, 1, "abc").same_fingerprint_before, "it must not recognise itself"
     FakeAgent(run_dir).checkpoint(4)
-    assert not look_back(run_dir, 2, 1, "abc").same_fingerprint_before, "a checkpoint lies between them"
+    assert not read_earlier_attempts(run_dir, 2, 1, "abc").same_fingerprint_before, "a checkpoint lies between them"
 
 
 def test_the_newest_log_that_says_something_is_taken(run_dir: RunDir) -> None:

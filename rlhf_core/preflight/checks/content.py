@@ -174,7 +174,7 @@ def _unsuitable_functions(trials: tuple[RewardTrial, ...]) -> Iterator[Finding]:
 
 
 def _repeated_rows(facts: Facts) -> Iterator[Finding]:
-    """What the static checks say of files that they can read themselves."""
+    """Findings that the static checks make for files that they can read themselves."""
     assert facts.content is not None
     for look in facts.content.splits:
         if look.num_duplicates and not _is_scanned(facts, look):
@@ -234,7 +234,7 @@ def _is_scanned(facts: Facts, look: SplitLook) -> bool:
 
 
 def _is_judged_already(facts: Facts, look: SplitLook) -> bool:
-    """Whether the control plane has read the file itself and says what is wrong with it."""
+    """True if the control plane has read the file itself and reports its problems."""
     file = _file(facts, look)
     return file is not None and (file.scanned or bool(file.problem))
 

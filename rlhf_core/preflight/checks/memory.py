@@ -1,4 +1,4 @@
-"""Whether model, optimizer, activations and cache fit, before a node finds out."""
+"""Memory of model, optimizer, activations and cache against the memory of a node."""
 
 import json
 from collections.abc import Iterator, Mapping

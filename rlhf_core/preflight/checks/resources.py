@@ -1,4 +1,4 @@
-"""What is asked of the machines, against what there is."""
+"""Requested resources against the machines of the site."""
 
 import math
 from collections import Counter

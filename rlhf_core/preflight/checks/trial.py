@@ -1,4 +1,4 @@
-"""Whether a run should be tried out in small before it takes what it asks for."""
+"""Decision to run a small trial before the run takes all it asks for."""
 
 from collections.abc import Iterator
 
