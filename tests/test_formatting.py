@@ -1,4 +1,4 @@
-"""How figures are said to people."""
+"""Formatting of figures."""
 
 from collections.abc import Collection
 

@@ -1,8 +1,8 @@
 """Classification of a failure from exit codes, outcomes, logs, the scheduler's state and the verdict on a hang.
 
-One failure shows itself many times: a rank that dies breaks the connections of its peers, and the agent ends the
-rest. So every worker's end is read by itself first, and then the most telling one decides: roots before symptoms
-before cascades, and among equals the first to end. How a log is read: :mod:`rlhf_core.diagnosis.log_reading`.
+One failure shows itself many times: a rank that dies breaks the connections of its peers, and the agent ends the rest.
+So every worker's end is classified by itself first, and then the most significant one decides: roots before symptoms
+before cascades, and among equals the first to end. Logs are read by :mod:`rlhf_core.diagnosis.log_reading`.
 """
 
 import dataclasses
@@ -45,7 +45,8 @@ SCHEDULER_STATES: dict[str, tuple[FailureKind, EvidencePart]] = {
     "OUT_OF_ME": (FailureKind.HOST_OOM, EvidencePart.ROOT),
     "CANCELLED": (FailureKind.USER_CANCEL, EvidencePart.SYMPTOM),
 }
-"""First word of the state of a job that ended, and what it says. ``OUT_OF_ME+``: what sacct prints of it by default."""
+"""Kind of failure by the first word of the state of an ended job. ``OUT_OF_ME+``: what sacct prints of it by
+default."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class WorkerEnd:
     exit_code: int | None
     """Negative: the signal that ended it. None: it had not ended when the agent acted."""
     ended_by_agent: bool = False
-    """The agent killed it, as it does with all workers after a failure: says nothing by itself."""
+    """True if the agent killed it, as it does with all workers after a failure; no evidence by itself."""
     order: int = 0
     """Position in the order of ending, from 0."""
     outcome: WorkerOutcome | None = None
@@ -69,18 +70,18 @@ class WorkerEnd:
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that is known about an end."""
+    """Evidence of the end of an attempt's workers."""
 
     workers: tuple[WorkerEnd, ...] = ()
     verdict: Verdict | None = None
-    """For a hang: who is to blame. The agent killed the workers because of it, so it decides."""
+    """Verdict on a hang. The agent killed the workers because of it, so it decides."""
     scheduler_state: str = ""
-    """The scheduler's word about the job, for instance ``NODE_FAIL`` or ``CANCELLED by 1000``; empty when it has
+    """State of the job in the scheduler, for instance ``NODE_FAIL`` or ``CANCELLED by 1000``; empty if there is
     none."""
     agent_log: str = ""
     """The last lines of what the agents and the scheduler's own steps printed."""
     oom_kills: int = 0
-    """Processes that the kernel killed for want of memory while the workers ran."""
+    """Number of processes that the kernel killed for lack of memory while the workers ran."""
     agent_vanished: bool = False
     """The job is gone and its agent left no outcome."""
 
@@ -95,11 +96,11 @@ class Diagnosis:
     fingerprint: str
     """The same fault gives the same fingerprint: numbers, addresses and paths are left out of it."""
     ranks: tuple[int, ...] = ()
-    """Ranks it began with; empty when none is to blame."""
+    """Ranks that failed first; empty if none is to blame."""
     nodes: tuple[str, ...] = ()
     """Their nodes."""
     is_undecided: bool = False
-    """Only words say so: neither ranks that were compared nor an error of our own."""
+    """True if only the text of a log says so: neither a comparison of ranks nor one of our own errors."""
 
 
 @dataclass(frozen=True)
@@ -113,11 +114,11 @@ class _Finding:
     node: str = ""
     """Node to blame where it is not the worker's."""
     is_undecided: bool = False
-    """Words of a log, or of an error that is not our own."""
+    """True if it rests on the text of a log, or of an error that is not our own."""
 
 
 def classify(evidence: Evidence) -> Diagnosis:
-    """The kind of failure, its message and fingerprint."""
+    """Classify a failure: its kind, message and fingerprint."""
     if evidence.verdict is not None:
         return _hang(evidence.verdict, evidence.workers)
     told = _from_scheduler(evidence.scheduler_state)
@@ -135,15 +136,15 @@ def classify(evidence: Evidence) -> Diagnosis:
 def read_log(text: str) -> Diagnosis | None:
     """Diagnose a log alone; None if it shows no failure.
 
-    A log in which something failed without a known reason gives ``UNKNOWN``; warnings, what was tried again with
-    success, and what a training went on after give None.
+    A log in which something failed without a known reason gives ``UNKNOWN``; warnings, successful retries, and errors
+    after which training continued give None.
     """
     match = log_reading.find(text)
     return _diagnosis(_from_match(match)) if match is not None else None
 
 
 def fingerprint(kind: FailureKind, subject: str) -> str:
-    """12 hexadecimal digits that are equal for the same fault, whatever its numbers, addresses and paths."""
+    """Return 12 hexadecimal digits that are equal for the same fault, whatever its numbers, addresses and paths."""
     plain = re.sub(r"0x[0-9a-fA-F]+|/[^\s'\":,)]+|\d+(\.\d+)?(e[+-]?\d+)?", "#", subject)
     return hashlib.sha256(f"{kind}|{' '.join(plain.split())}".encode()).hexdigest()[:12]
 
@@ -168,7 +169,7 @@ def _diagnosis(finding: _Finding) -> Diagnosis:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Hangs, and what the scheduler says
+# Hangs, and the state of the job
 
 
 def _hang(verdict: Verdict, workers: Sequence[WorkerEnd]) -> Diagnosis:
@@ -200,7 +201,7 @@ def _from_agents(evidence: Evidence) -> list[_Finding]:
     if match is None:
         return []
     if evidence.agent_vanished and match.is_end:
-        # The tasks of a job are its agents: of one that ended without an outcome, srun says how, and on which node.
+        # The tasks of a job are its agents: if one ended without an outcome, srun reports how, and on which node.
         match = dataclasses.replace(match, kind=FailureKind.AGENT_KILLED)
     return [_from_match(match)]
 
@@ -212,9 +213,9 @@ def _from_match(match: FailureEvent) -> _Finding:
 
 def _without_findings(evidence: Evidence) -> _Finding:
     if evidence.agent_vanished:
-        text = "The agent ended without an outcome, and its workers with it; nothing says why."
+        text = "The agent ended without an outcome, and its workers with it, without an explanation."
         return _Finding(FailureKind.AGENT_KILLED, EvidencePart.ROOT, text, "agent vanished")
-    text = "It ended, and nothing says why: no outcome, no telling line in the logs."
+    text = "It ended without an explanation: no outcome, no error in the logs."
     return _Finding(FailureKind.UNKNOWN, EvidencePart.ROOT, text, "nothing")
 
 
@@ -239,7 +240,7 @@ def _from_outcome(worker: WorkerEnd, outcome: WorkerOutcome) -> _Finding:
     first_line = outcome.message.strip().partition("\n")[0]
     subject = f"{error}|{first_line}|{_frames(outcome.traceback)}"
     if kind is FailureKind.DEGENERATE_RL:
-        # All ranks find it together, so none of them and none of their nodes is to blame; the message names who is.
+        # All ranks find it together, so none of them and none of their nodes is to blame; the message names the cause.
         return _Finding(kind, part, first_line, subject)
     text = f"{_name(worker)} failed in phase {outcome.phase} at step {outcome.step}: {error}: {first_line}"
     return _Finding(kind, part, text, subject, worker, is_undecided=outcome.error_type not in ERRORS)
@@ -273,7 +274,7 @@ def _from_log(worker: WorkerEnd, what: str) -> _Finding:
         said = f"the last line of its log: {last[:300]}" if last else "its log is empty"
         text = f"{_name(worker)} {what}; {said}"
         return _Finding(FailureKind.UNKNOWN, EvidencePart.SYMPTOM, text, f"{what}|{last}", worker)
-    # What this worker said last is its own, even where nothing is known of it: no echo of another one's end.
+    # The last lines of this worker are about itself, even if their kind is unknown.
     own = match.kind in (FailureKind.UNKNOWN, FailureKind.ENGINE)
     part = min(match.part, EvidencePart.SYMPTOM) if own else match.part
     text = f"{_name(worker)} {what}: {match.line[:300]}"
@@ -286,7 +287,7 @@ def _name(worker: WorkerEnd) -> str:
 
 
 def _frames(traceback: str) -> str:
-    """Names of the innermost functions: they tell two faults with the same message apart."""
+    """Names of the innermost functions, which distinguish two faults with the same message."""
     return ">".join(re.findall(r", in (\S+)", traceback)[-3:])
 
 
@@ -309,9 +310,9 @@ ERRORS: dict[str, tuple[FailureKind, EvidencePart]] = {
     **_own(("NonFiniteLoss",), FailureKind.NON_FINITE),
     **_own(("DegenerateRl",), FailureKind.DEGENERATE_RL),
 }
-"""Our own classes, by full name. What is known of all others: :mod:`rlhf_core.diagnosis.exceptions`."""
+"""Kinds of our own error classes, by full name. All others: :mod:`rlhf_core.diagnosis.exceptions`."""
 
 UNEXPLAINED: dict[str, tuple[FailureKind, EvidencePart]] = {
     "builtins.TimeoutError": (FailureKind.COLLECTIVE_HANG, EvidencePart.SYMPTOM),
 }
-"""Meaning of a class in a worker of ours, for a message that says nothing."""
+"""Kinds of error classes in our workers whose message explains nothing."""

@@ -458,7 +458,7 @@ def _strained(gpu: _Gpu, readings: list[Mapping[str, float]]) -> dict[str, _Sign
     if heat and limit is not None:
         mean = statistics.fmean(heat)
         signs[f"heat {gpu}"] = _Sign(
-            f"{gpu} has {mean:.0f} °C; at {limit:.0f} °C it slows itself down. Look at the cooling of {gpu.node}",
+            f"{gpu} has {mean:.0f} °C; at {limit:.0f} °C it slows itself down. Check the cooling of {gpu.node}",
             begins=mean >= limit - HOT_MARGIN_C,
             stays=mean >= limit - COOLED_MARGIN_C,
         )
@@ -477,7 +477,7 @@ def _strained(gpu: _Gpu, readings: list[Mapping[str, float]]) -> dict[str, _Sign
         errors = corrected[-1] - corrected[0]
         signs[f"corrected {gpu}"] = _Sign(
             f"{gpu} had {errors:.0f} memory errors corrected by ECC in {WINDOW_S:.0f} s. It still computes rightly, "
-            f"but such memory tends to fail: have {gpu.node} looked at",
+            f"but such memory tends to fail: have {gpu.node} checked",
             begins=errors >= CORRECTED_ECC,
             stays=errors >= STAYS_AT * CORRECTED_ECC,
         )

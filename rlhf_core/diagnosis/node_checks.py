@@ -87,7 +87,7 @@ NODE_CHECKS = (
 """Every check on nodes, in the order in which they are shown."""
 
 NEVER_OFF = frozenset({MISSING.id, IDENTITY.id})
-"""Checks that cannot be turned off: without that node there is nothing to go on with."""
+"""Checks that cannot be turned off: without that node there is nothing to resume."""
 
 
 def _words(text: str) -> tuple[str, ...]:

@@ -184,7 +184,7 @@ def _matmul(
         what = f"rank {one.slowest_rank} of {one.node} ({one.device}): {_tflops(one.matmul_tflops)} in matrix products"
         if one.core_share < 0.8:
             what += f"; it got {one.core_share:.0%} of its cores"
-        advice = "leave the node alone and have it looked at: heat, power cap, another job or a limit on its cores"
+        advice = "exclude the node and have it checked: heat, power cap, another job or a limit on its cores"
         earlier = usual.get(one.node, {}).get("matmul_tflops", 0.0)
         if one.matmul_tflops < floors.matmul_tflops:
             expected = f"at least {_tflops(floors.matmul_tflops)} (preflight.min_matmul_tflops)"
@@ -230,7 +230,7 @@ def _links(
                     BANDWIDTH,
                     f"{node}: {_gb_s(speed)} to its fastest neighbour",
                     f"about the {_gb_s(earlier)} that this node had before",
-                    "have its network looked at: link width, cable, congestion",
+                    "have its network checked: link width, cable, congestion",
                     node,
                 )
             )
@@ -259,7 +259,7 @@ def _blame_links(slow: Iterable[Edge], best: Mapping[str, float], floor: float) 
                 BANDWIDTH,
                 f"{node}: {heard}",
                 f"at least {_gb_s(floor)}, as the others have among themselves",
-                "leave the node alone and have its network looked at: link width, cable, wrong interface",
+                "exclude the node and have its network checked: link width, cable, wrong interface",
                 node,
             )
         )
@@ -276,7 +276,7 @@ def _blame_links(slow: Iterable[Edge], best: Mapping[str, float], floor: float) 
                     BANDWIDTH,
                     f"nothing gets through between {kept} and {left_out}: {edge.problem}",
                     "nodes that reach each other",
-                    f"both are well with other nodes, so {left_out} is left out: look at the path between them",
+                    f"both are well with other nodes, so {left_out} is left out: check the path between them",
                     left_out,
                 )
             )
@@ -288,7 +288,7 @@ def _blame_links(slow: Iterable[Edge], best: Mapping[str, float], floor: float) 
                 BANDWIDTH,
                 f"{edge.problem or _gb_s(edge.gb_s)} {where} {edge.ends[0]} and {edge.ends[1]}",
                 f"at least {_gb_s(floor)}",
-                "both are well with other nodes: look at the switches between them"
+                "both are well with other nodes: check the switches between them"
                 if both_well
                 else "too few nodes to say which of the two it is: exclude one by hand (slurm.exclude) and try again",
             )
@@ -307,7 +307,7 @@ def _latency(links: Iterable[Edge], floors: Floors) -> list[CheckResult]:
                 LATENCY,
                 f"{worst.latency_ms:.2f} ms between {worst.ends[0]} and {worst.ends[1]}",
                 f"at most {floors.latency_ms:g} ms (preflight.max_latency_ms)",
-                "look whether the right network interface is used",
+                "check that the right network interface is used",
             )
         ]
     return [passed(LATENCY, f"{min(edge.latency_ms for edge in links):.2f} to {worst.latency_ms:.2f} ms")]

@@ -1,7 +1,7 @@
 """Strikes against nodes over all runs: they fade, and a node with too many is excluded for a while. Pure.
 
 A strike is one incident that suspects a node. It weighs 1 when it is new and half of that three days later, so a node
-that was mended, or was unlucky once, is forgiven by itself.
+that was repaired, or failed once by chance, recovers its standing by itself.
 """
 
 from collections.abc import Iterable
@@ -13,14 +13,14 @@ from rlhf_core.schemas.failures import FailureKind
 
 HALF_LIFE = timedelta(days=3)
 REMEMBERED = timedelta(days=30)
-"""A strike older than this weighs a thousandth: it need not be asked for."""
+"""Age after which a strike weighs a thousandth and need not be queried."""
 BROKEN_FOR = timedelta(hours=24)
 """Time for which a node is excluded after a hardware failure or after it was lost."""
 SUSPECT_FOR = timedelta(hours=6)
 """Time for which a node is excluded after repeated strikes."""
 SUSPECT_SCORE = 1.75
-"""Weight of strikes from which on that holds: two, if the first is not older than about 30 hours. Not 2, which two
-strikes never reach: the older one has always faded a little."""
+"""Weight of strikes above which a node is excluded: two, if the first is not older than about 30 hours. Not 2, which
+two strikes never reach: the older one has always faded a little."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""Three books about one thing: the run directories (and the history made from them), Prefect, the scheduler's queue.
+"""Reconciliation of run directories (with the history made from them), Prefect and the scheduler's queue.
 
-:func:`decide` is given what each of them says and names what is to be done so that they agree again. Pure: the same
-facts give the same actions, and once these are carried out, the next look finds nothing to do. What a book does not
-say is unknown, and unknown is never taken for dead.
+:func:`decide` takes the state of each and returns the actions after which they agree. Pure: the same facts give the
+same actions, and once these are carried out, the next round finds nothing to do. A state that a source does not give is
+unknown, and unknown never counts as dead.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ CANCEL_TIMEOUT_S = 60.0
 """Time that Prefect has to cancel a flow run before the run is ended without it."""
 
 UNATTENDED_S = 5.0
-"""The same where no worker has its process: its worker was killed, or it is one of a terminal."""
+"""The same if no worker holds its process: its worker was killed, or it was started in a terminal."""
 
 JOB_GRACE_S = 60.0
 """Time that the job of an ended run has to disappear."""
@@ -48,7 +48,8 @@ PUBLISH_AFTER_S = 30.0
 """Time after the end of a run before its end is published for its controller, which may still be doing so."""
 
 TASK_GRACE_S = 30.0
-"""Time until the end of a task run is heard of, after that of its flow run: Prefect hears by events, which are late."""
+"""Time after the end of a flow run until the ends of its task runs are known: Prefect learns them from events, which
+are late."""
 
 MISSING_S = 600.0
 """Absence of a run directory after which the run is closed and its jobs are ended."""
@@ -58,13 +59,13 @@ class LeaseState(StrEnum):
     """State of the lease of a run."""
 
     FREE = "free"
-    """Nobody: it was never taken, or given back."""
+    """Never taken, or given back."""
     DEAD = "dead"
     """A process of this machine that is gone."""
     SILENT = "silent"
     """A process of another machine, which has not renewed it in time."""
     LIVING = "living"
-    """A controller at work."""
+    """A running controller."""
 
 
 class ProcessState(StrEnum):
@@ -76,7 +77,7 @@ class ProcessState(StrEnum):
 
 
 class FlowState(StrEnum):
-    """Types of states of a flow run, as Prefect calls them."""
+    """State types of a flow run, with Prefect's names."""
 
     SCHEDULED = "SCHEDULED"
     PENDING = "PENDING"
@@ -90,25 +91,25 @@ class FlowState(StrEnum):
 
 
 FLOW_ENDS = frozenset({FlowState.CANCELLED, FlowState.COMPLETED, FlowState.FAILED, FlowState.CRASHED})
-"""States in which a flow run stays."""
+"""Final states of a flow run."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """One run: what its journal says, what the history says, who drives it."""
+    """State of one run in its journal and in the history, and its controller."""
 
     run_id: str
     state: RunState
-    """As its journal tells."""
+    """State in its journal."""
     recorded: str
-    """As the history tells; empty where it does not know the run."""
+    """State in the history; empty if it does not know the run."""
     holder: LeaseState = LeaseState.FREE
     owner: str = ""
-    """The controller, for a person."""
+    """Name of the controller, for display."""
     undriven_s: float = 0.0
     """Time without a controller, at least; in seconds."""
     num_controllers: int = 0
-    """Controllers that took it within the last hour."""
+    """Number of controllers that took it within the last hour."""
     controller_started_at: datetime | None = None
     """Start of the newest of its controllers."""
     flow_run_id: str = ""
@@ -122,12 +123,12 @@ class RunFacts:
     cancel_asked: str = ""
     """Reason given to `rlhf cancel`; empty if cancellation was not requested."""
     trial_of: str = ""
-    """The run that it tries out; empty for a run of its own."""
+    """Run whose trial it is; empty if it is not a trial."""
     promotion_due: bool = False
     """True if the run is completed and a controller has to act on its promotion: begin it, wait for the answer, or
     write the model."""
     untold: int = 0
-    """Events and pages of a run that has ended which Prefect does not have, because its server was away at the end."""
+    """Number of events and artifacts of an ended run that Prefect lacks because its server was away at the end."""
     missing_s: float = 0.0
     """Time for which its directory has been known to be gone, in seconds; 0 if it is there or nothing is known."""
 
@@ -144,11 +145,11 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class FlowRunFacts:
-    """One flow run of a run, as Prefect knows it."""
+    """State of one flow run of a run in Prefect."""
 
     flow_run_id: str
     run_id: str
-    """The run that it drives; empty where that is not known (it may never have made one)."""
+    """Run that it drives; empty if unknown (it may never have made one)."""
     state: FlowState
     changed_at: datetime
     """Time of the last change of state."""
@@ -159,7 +160,7 @@ class FlowRunFacts:
     suspended: bool = False
     """True if it waits without a process, as Prefect allows."""
     attended: bool = True
-    """True if a worker has its process, which cancels it when it is asked to; True where that is not known."""
+    """True if a Prefect worker holds its process and cancels it on request, or if that is unknown."""
 
     @property
     def is_lost(self) -> bool:
@@ -176,23 +177,23 @@ class FlowRunFacts:
         if self.state in FLOW_ENDS or self.is_lost:
             return False
         waits = self.state in (FlowState.SCHEDULED, FlowState.PENDING) or self.suspended
-        # On another machine only the lease tells: it is there to take it soon after it has begun.
+        # On another machine only the lease tells: a controller takes it soon after it starts.
         return waits or self.process is not ProcessState.UNKNOWN or self.state_s <= START_S
 
 
 @dataclass(frozen=True)
 class TaskRunFacts:
-    """One task run that Prefect takes for alive although its flow run has ended."""
+    """Task run that Prefect takes for alive although its flow run has ended."""
 
     task_run_id: str
     flow_run_id: str
     stage: StageState | None = None
-    """End of the stage that it stands for, as the journal tells; None where it does not, or it stands for none."""
+    """End of its stage in the journal; None if the journal has none, or it is not a stage."""
 
 
 @dataclass(frozen=True)
 class JobFacts:
-    """One living job of this user in the scheduler's queue."""
+    """Active job of this user in the scheduler's queue."""
 
     job_id: str
     run_id: str
@@ -204,11 +205,11 @@ class World:
     """State of history, Prefect and scheduler."""
 
     runs: Mapping[str, RunFacts]
-    """Runs of this site that are not ended, and those that a job or a flow run speaks of."""
+    """Runs of this site that have not ended, and those that a job or a flow run refers to."""
     flow_runs: Sequence[FlowRunFacts] = ()
     task_runs: Sequence[TaskRunFacts] = ()
     jobs: Sequence[JobFacts] = ()
-    """Empty also where the scheduler does not answer: nothing is known then, and nothing done."""
+    """Empty also if the scheduler does not answer: then nothing is known, and nothing is done."""
     prefect_away_s: float = 0.0
     """Time since Prefect last answered, in seconds; infinite if the site has no Prefect."""
     watched_s: float = 0.0
@@ -224,28 +225,28 @@ class ActionKind(StrEnum):
     ADOPT = "adopt"
     """Start a controller for a run that has none."""
     CANCEL_RUN = "cancel_run"
-    """End a run and its job, because somebody asked."""
+    """End a run and its job on request."""
     CLOSE_RUN = "close_run"
     """Close a run in the history whose directory is gone."""
     CANCEL_JOB = "cancel_job"
-    """End a job that nobody needs."""
+    """End a job that no run needs."""
     END_FLOW_RUN = "end_flow_run"
-    """Give a flow run without a process the state that fits."""
+    """Set the final state of a flow run without a process."""
     END_TASK_RUN = "end_task_run"
-    """Give a task run whose flow run has ended the state that fits."""
+    """Set the final state of a task run whose flow run has ended."""
     TELL = "tell"
-    """Tell Prefect what its controller could not tell any more."""
+    """Publish to Prefect what its controller could not publish any more."""
     REMOVE_CHECKPOINT = "remove_checkpoint"
     """Remove a checkpoint that the site's retention does not keep."""
     REMOVE_PUT_ASIDE = "remove_put_aside"
     """Remove checkpoints that were put aside, damaged or given up."""
     NOTE = "note"
-    """Nothing is done; a person may want to know."""
+    """Report something without acting on it."""
 
 
 @dataclass(frozen=True)
 class ReconcileAction:
-    """One thing to do, and why."""
+    """One action, with its reason."""
 
     kind: ActionKind
     run_id: str
@@ -257,9 +258,9 @@ class ReconcileAction:
     flow_state: FlowState | None = None
     """State that the flow run, or the task run, gets."""
     step: int = 0
-    """Of the checkpoint."""
+    """Step of the checkpoint."""
     folder: str = ""
-    """Of the checkpoints that were put aside, within those of the run."""
+    """Folder of checkpoints that were put aside, within the run's checkpoints."""
 
 
 def decide(world: World) -> list[ReconcileAction]:
@@ -274,7 +275,7 @@ def decide(world: World) -> list[ReconcileAction]:
         actions += _about_task_run(task_run, world.flow_runs, ends)
     for job in world.jobs:
         run_of_job = world.runs.get(job.run_id)
-        if run_of_job is not None:  # of a run that this site does not know: another site's
+        if run_of_job is not None:  # otherwise it belongs to a run of another site
             actions += _about_job(job, run_of_job, world.jobs)
     return actions
 
@@ -285,7 +286,7 @@ def decide(world: World) -> list[ReconcileAction]:
 
 def _about_run(run: RunFacts, flow_runs: Sequence[FlowRunFacts], world: World) -> Iterator[ReconcileAction]:
     if run.missing_s:
-        # A living controller finds out by itself, much sooner.
+        # A running controller finds out by itself, much sooner.
         if run.missing_s > MISSING_S and not run.ended and run.holder is not LeaseState.LIVING:
             yield ReconcileAction(ActionKind.CLOSE_RUN, run.run_id, "the directory of this run is gone")
         return
@@ -303,12 +304,12 @@ def _about_run(run: RunFacts, flow_runs: Sequence[FlowRunFacts], world: World) -
         yield ReconcileAction(ActionKind.CANCEL_RUN, run.run_id, asked, run.attempt)
     elif run.holder is LeaseState.LIVING:
         if newest is not None and newest.state in FLOW_ENDS and not run.ended:
-            said = f"Prefect calls its flow run {newest.state.value.lower()}, but {run.owner} is at work on it"
+            said = f"Prefect calls its flow run {newest.state.value.lower()}, but its controller {run.owner} is running"
             yield ReconcileAction(ActionKind.NOTE, run.run_id, said, flow_run_id=newest.flow_run_id)
     elif run.trial_of:
         parent = world.runs.get(run.trial_of)
         if (parent is None or parent.ended) and run.undriven_s > NEW_RUN_S:
-            yield ReconcileAction(ActionKind.CANCEL_RUN, run.run_id, f"{run.trial_of}, which it tries out, has ended")
+            yield ReconcileAction(ActionKind.CANCEL_RUN, run.run_id, f"{run.trial_of}, whose trial it is, has ended")
     elif _is_to_be_adopted(run, flow_runs, world) and not any(one.may_drive for one in flow_runs):
         yield ReconcileAction(ActionKind.ADOPT, run.run_id, _why_undriven(run), run.attempt)
 
@@ -320,7 +321,7 @@ def _cancellation(run: RunFacts, newest: FlowRunFacts | None) -> str:
     if newest is None or newest.state not in (FlowState.CANCELLED, FlowState.CANCELLING):
         return ""
     if run.controller_started_at is not None and newest.created_at < run.controller_started_at > newest.changed_at:
-        return ""  # somebody went on with the run since
+        return ""  # the run has been resumed since
     cared_for = newest.state is FlowState.CANCELLING and newest.process is not ProcessState.GONE
     if cared_for and newest.state_s < (CANCEL_TIMEOUT_S if newest.attended else UNATTENDED_S):
         return ""
@@ -355,7 +356,7 @@ def _why_undriven(run: RunFacts) -> str:
         case LeaseState.SILENT:
             return f"its controller {run.owner} has not renewed its lease for {run.undriven_s:.0f} s"
         case _:
-            return f"nobody has driven it for {run.undriven_s:.0f} s"
+            return f"it has had no controller for {run.undriven_s:.0f} s"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -375,7 +376,7 @@ def _about_flow_run(flow_run: FlowRunFacts, run: RunFacts | None, world: World) 
             ActionKind.END_FLOW_RUN, flow_run.run_id, why, flow_run_id=flow_run.flow_run_id, flow_state=state
         )
     elif run is not None and _ended_unheard(flow_run, run):
-        why = f"Prefect did not hear how it ended; its run is {run.state.value}"
+        why = f"Prefect did not learn how it ended; its run is {run.state.value}"
         end = _ENDS_AS[run.state]
         yield ReconcileAction(
             ActionKind.END_FLOW_RUN, flow_run.run_id, why, flow_run_id=flow_run.flow_run_id, flow_state=end
@@ -383,8 +384,8 @@ def _about_flow_run(flow_run: FlowRunFacts, run: RunFacts | None, world: World) 
 
 
 def _ended_unheard(flow_run: FlowRunFacts, run: RunFacts) -> bool:
-    """True if it brought its run to an end, could not say so, and was called crashed: Prefect's worker calls it so
-    where the server was away when the process ended."""
+    """Return True if it drove its run to an end, could not report it, and counts as crashed: Prefect's worker
+    reports that if the server was away when the process ended."""
     if flow_run.state is not FlowState.CRASHED or flow_run.process is ProcessState.ALIVE:
         return False
     return (
@@ -396,18 +397,18 @@ def _ended_unheard(flow_run: FlowRunFacts, run: RunFacts) -> bool:
 
 
 def _end_of(flow_run: FlowRunFacts, run: RunFacts | None, world: World) -> tuple[FlowState, str]:
-    """Last state of a flow run that nothing drives any more, and why: the end of its run where it was there for that,
-    else what became of itself."""
+    """Final state of a flow run without a process, with the reason: the end of its run if it drove it to its end,
+    otherwise its own."""
     if run is not None and run.ended and not run.promotion_due:
         end = _ENDS_AS[run.state]
         later = (one for one in world.flow_runs if one.run_id == run.run_id and one.created_at > flow_run.created_at)
         if any(one.state is end for one in later):
             return FlowState.CRASHED, f"its process is gone; another flow run brought run {run.run_id} to its end"
-        return end, f"nothing drives it any more; run {run.run_id} is {run.state.value}"
+        return end, f"it has no controller any more; run {run.run_id} is {run.state.value}"
     if flow_run.state is FlowState.CANCELLING:
         return FlowState.CANCELLED, "it was cancelled, and its process is gone"
     if run is None:
-        return FlowState.CRASHED, "its process is gone, and it had not begun a run that is known here"
+        return FlowState.CRASHED, "its process is gone, and it had not started a run that is known here"
     what = f"the promotion of run {run.run_id}" if run.promotion_due else f"run {run.run_id}"
     if run.holder is LeaseState.LIVING:
         return FlowState.CRASHED, f"its process is gone; {what} goes on under {run.owner}"
@@ -434,7 +435,7 @@ _STAGE_ENDS_AS = {
 def _about_task_run(
     task_run: TaskRunFacts, flow_runs: Sequence[FlowRunFacts], ends: Mapping[str, FlowState | None]
 ) -> Iterator[ReconcileAction]:
-    """A task run ends as its stage did; where the journal does not tell, as its flow run."""
+    """End a task run as its stage ended; if the journal has no end of the stage, as its flow run ended."""
     flow_run = next((one for one in flow_runs if one.flow_run_id == task_run.flow_run_id), None)
     if flow_run is None or flow_run.state not in FLOW_ENDS or flow_run.process is ProcessState.ALIVE:
         return
@@ -444,7 +445,7 @@ def _about_task_run(
     yield ReconcileAction(
         ActionKind.END_TASK_RUN,
         flow_run.run_id,
-        "Prefect did not hear how it ended",
+        "Prefect did not learn how it ended",
         flow_run_id=flow_run.flow_run_id,
         task_run_id=task_run.task_run_id,
         flow_state=known or ends.get(flow_run.flow_run_id) or flow_run.state,
@@ -465,7 +466,7 @@ def _about_job(job: JobFacts, run: RunFacts, jobs: Sequence[JobFacts]) -> Iterat
     elif run.ended and run.ended_s > JOB_GRACE_S:
         why = f"its run is {run.state.value}"
     elif not run.ended and job.attempt < run.attempt:
-        why = f"attempt {job.attempt} was given up for attempt {run.attempt}"
+        why = f"attempt {job.attempt} was replaced by attempt {run.attempt}"
     elif not run.ended and is_second:
         why = f"attempt {job.attempt} has job {recorded} already"
     else:

@@ -137,7 +137,7 @@ class HeldLease:
         return self._lost is not None
 
     def keep(self) -> None:
-        """Learn whether the lease was lost, and renew it where nobody has for a while. Cheap; call it often.
+        """Raise if the lease was lost, and renew it if the renewing thread is late. Cheap; call it often.
 
         A database that does not answer is tolerated: training goes on, and the renewal is tried again.
 
@@ -146,7 +146,7 @@ class HeldLease:
         """
         self._used = self._clock()
         if self._lost is None:
-            # A thread that is late has not run, as after a suspension: what was missed is found out here, not by it.
+            # A late thread has not run, as after a suspension: this call finds out what was missed.
             due_s = self._every_s if self._thread is None else 2 * self._every_s
             if self._used - self._renewed >= due_s and self._turn.acquire(blocking=False):
                 try:
@@ -160,8 +160,8 @@ class HeldLease:
     def require(self) -> None:
         """Ask the database now whether the lease is held, before something that must not be done twice.
 
-        Without an answer the lease counts as held for as long as nobody else can have it: until it runs out, counted
-        from before the last renewal.
+        Without an answer the lease counts as held until it expires, counted from before the last renewal: until then no
+        other controller can have it.
 
         Raises:
             LeaseLost: another controller has the run.
@@ -220,7 +220,7 @@ class HeldLease:
         while not self._over.wait(self._every_s / 4):
             now = self._clock()
             if now - self._used > HANG_S:
-                continue  # a controller that hangs must not keep its run for ever
+                continue  # a hung controller must not keep its run forever
             if now - self._renewed < self._every_s:
                 continue
             with self._turn:
@@ -257,10 +257,10 @@ def acquire(
     fail_if_held: bool = False,
     ttl_s: float = TTL_S,
 ) -> HeldLease:
-    """Take the lease of a run: at once when it is free or its owner is known dead, else when it runs out.
+    """Take the lease of a run: at once if it is free or its owner is known dead, otherwise once it expires.
 
     Args:
-        on_wait: told once what is waited for and for how long at most (seconds).
+        on_wait: called once with the reason for waiting and the longest wait (seconds).
         above: highest token in the run's journal; ours will be higher, even when the database is younger than that.
         timeout_s: how long to wait for a lease that is not renewed; 0 not to wait.
         fail_if_held: Raise as soon as the owner is known to be alive, instead of waiting: its process runs on this

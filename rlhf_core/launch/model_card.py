@@ -1,4 +1,4 @@
-"""The model card of a promoted model: what is known, for the Hub's reader and for a person; nothing is made up."""
+"""Model card of a promoted model, from recorded facts alone, for the Hub and for readers."""
 
 import json
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ TO_WRITE = "*To be written by the person who publishes this model.*"
 
 
 def model_card(provenance: ModelProvenance, spec: RunSpec) -> str:
-    """``README.md``: YAML front matter as the Hugging Face Hub reads it, then the same for a person."""
+    """Render ``README.md``: YAML front matter for the Hugging Face Hub, then the same as text."""
     return "\n".join(["---", *_front_matter(provenance, spec), "---", "", *_body(provenance, spec), ""])
 
 

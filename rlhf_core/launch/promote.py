@@ -1,12 +1,12 @@
-"""Promotion: which checkpoint is the best, the one answer that counts, and the model directory, whole or not at all.
+"""Promotion: choice of the best checkpoint, the one answer that counts, and the model directory, complete or absent.
 
     <folder>/<run_id>/
         model weights, configuration, tokenizer     as in the checkpoint, byte for byte
         README.md                                   the model card
         rlhf.json                                   where it comes from, and the sha256 of every other file
 
-The folder is written under another name and renamed when everything is on the disk: whoever finds it under its own
-name finds a whole model, also after a kill or a power cut.
+The folder is written under another name and renamed when everything is on the disk: under its own name it is always a
+complete model, even after a kill or a power cut.
 """
 
 import hashlib
@@ -89,7 +89,7 @@ def promoted_folder(run_dir: RunDir, wanted: PromoteSpec) -> Path:
 
 
 def give_answer(run_dir: RunDir, answer: PromotionAnswer) -> bool:
-    """Answer the question; False when somebody else was first.
+    """Record the answer; False if another answer was first.
 
     Raises:
         RunDirError: it cannot be written.

@@ -42,7 +42,7 @@ def job_request(
     """Build the job request of one attempt.
 
     Args:
-        site: What all jobs of the site ask of Slurm, unless their run says otherwise.
+        site: Slurm options of all jobs of the site, unless their run overrides them.
         job_secrets: File with values for ``slurm.pass_environment``.
     """
     resources = spec.resources

@@ -192,7 +192,7 @@ class Facts:
     built_ops: tuple[str, ...] = ()
     """DeepSpeed operators that were compiled here before."""
     resume: CheckpointFacts | None = None
-    """Set when a run is gone on with from a checkpoint."""
+    """Set when a run resumes from a checkpoint."""
     stored_version: str = ""
     """Version of rlhf-flows that made the run; empty for a new one."""
     plugins: tuple[Plugin, ...] = ()

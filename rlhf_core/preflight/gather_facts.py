@@ -1,4 +1,4 @@
-"""Gathers the facts: thin functions that look at files, ask the scheduler and start one subprocess per question."""
+"""Gathering of the facts: thin functions that read files, query the scheduler and start one subprocess per query."""
 
 import contextlib
 import hashlib
@@ -43,7 +43,7 @@ IMPORT_TIMEOUT_S = 120.0
 """Longest a user's module may take to import. Generous: a cold shared file system is slow."""
 
 CONTENT_CHECKS = ("content.columns", "content.tokenizer", "content.lengths", "content.rewards", "content.pipeline")
-"""Checks that are made of one look at the data, which costs some seconds."""
+"""Checks that share one reading of the data, which takes seconds."""
 
 Tick = Callable[[], None]
 """Called about every half second while something is waited for; may raise to stop."""
@@ -75,9 +75,9 @@ class Surroundings:
 
 
 def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Facts:
-    """Look at everything the checks need. Takes seconds: the compute interpreter is started a few times."""
+    """Gather everything the checks need. Takes seconds: the compute interpreter is started a few times."""
     compute = ask_compute_python(around.compute_python, tick)
-    # Without these nothing of ours imports there, and environment.packages says so.
+    # Without these our modules cannot be imported there; environment.packages reports it.
     usable = bool(compute.rlhf_flows) and "pydantic" in compute.packages
     imports = try_imports(spec, around, tick) if usable else {}
     content = _content(spec, around, compute, imports, tick) if usable else None
@@ -117,7 +117,8 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
 def _content(
     spec: RunSpec, around: Surroundings, compute: ComputeSide, imports: Mapping[str, str], tick: Tick
 ) -> ContentReport | str | None:
-    """None where another check says already why the content cannot be looked at, or where nobody wants to know."""
+    """Report on the content; None if another check already reports why it cannot be read, or if all its checks are
+    off."""
     if all(id in spec.preflight.off for id in CONTENT_CHECKS) or "transformers" not in compute.packages:
         return None
     broken = [name for name, problem in imports.items() if problem]

@@ -124,7 +124,7 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
     ),
     KnownBad(
         {"deepspeed": ">=0.17.6,<0.18.3"},
-        "gradients of ZeRO 2 come out too small; of ZeRO 1, which is used here, nobody has reported it",
+        "gradients of ZeRO 2 come out too small; no report concerns ZeRO 1, which is used here",
         "deepspeed>=0.18.3",
         "https://github.com/deepspeedai/DeepSpeed/issues/7718",
         certain=False,

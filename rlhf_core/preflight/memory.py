@@ -123,7 +123,7 @@ def gpu_memory_bytes(kind: str) -> int | None:
 
 
 def shape_of(config: Mapping[str, Any], parameters: int | None, vocabulary: int) -> Shape | None:
-    """The shape of a decoder from its ``config.json``; None where that does not tell.
+    """Read the shape of a decoder from its ``config.json``; None if it lacks the dimensions.
 
     Args:
         vocabulary: taken where the config names none, because the tokenizer is built.

@@ -20,7 +20,7 @@ class JobState(StrEnum):
     PENDING = "pending"
     """Accepted; waits for nodes."""
     RUNNING = "running"
-    """Its agents are at work."""
+    """Its agents are running."""
     ENDED = "ended"
     """Nothing of it runs any more. How it went stands in ``outcome.json``."""
     UNKNOWN = "unknown"

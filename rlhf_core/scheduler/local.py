@@ -165,7 +165,7 @@ class _LocalExecutor(LocalExecutor):  # type: ignore[misc]
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", _CONTROLLER_MODULE, str(self.folder)],
                 env=environment,
-                # Not the folder of whoever submits: a flow run's is temporary, and a later attempt has another one.
+                # Not the current folder: a flow run's is temporary, and a later attempt has another one.
                 cwd=self.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -38,7 +38,7 @@ class QueuedJob:
 
     job_id: str
     state: str
-    """Slurm's word, for instance ``NODE_FAIL``."""
+    """Slurm's name of the state, for instance ``NODE_FAIL``."""
     reason: str
     nodes: str
     """Its nodes, as Slurm abbreviates them."""
@@ -52,7 +52,7 @@ class Listing:
     """One answer of the queue."""
 
     asked_at: float
-    """In seconds since the epoch, before the question."""
+    """Time before the query, in seconds since the epoch."""
     rows: Mapping[str, QueuedJob]
     """By job id."""
     problem: str = ""
@@ -82,7 +82,7 @@ def run(*words: str, seconds: float = COMMAND_S) -> str:
 
 
 def require_job_id(text: str) -> str:
-    """The id of one job of Slurm's, of an array's part or of a heterogeneous job's, before it stands in a command line.
+    """Validate the id of a Slurm job, array task or heterogeneous component before it goes onto a command line.
 
     Raises:
         SchedulerError: it is none: a ``submission.json`` may say anything.
@@ -107,10 +107,10 @@ def require_controller() -> None:
 
 
 def listing(max_age_s: float = FRESH_S) -> Listing:
-    """The queue, at most so old. A controller that does not answer is an answer too: it is asked no more often."""
+    """Return the queue, at most ``max_age_s`` old. A failed query is cached too, so an outage adds no queries."""
     path = _cache_file()
     with _locked(path) as held:
-        # Where no lock can be had (a read-only home), everybody asks for himself.
+        # Without a lock (a read-only home), every process queries for itself.
         kept = _read(path) if held else None
         if kept is not None and 0 <= time.time() - kept.asked_at < max_age_s:
             return kept
@@ -136,7 +136,7 @@ def _ask() -> Listing:
 
 
 def _cache_file() -> Path:
-    """One per cluster and user."""
+    """Path of the cache: one per cluster and user."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlhf"
     cluster = "\n".join(os.environ.get(name, "") for name in ("SLURM_CONF", "SLURM_CLUSTERS"))
     return folder / f"squeue-{hashlib.sha256(cluster.encode()).hexdigest()[:12]}.json"

@@ -1,4 +1,4 @@
-"""Gathers what an attempt shows of itself: its files in the run directory, and what the scheduler says of its job."""
+"""Evidence of an attempt: its files in the run directory, and the output of its job."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ def regressed(run_dir: RunDir) -> tuple[Regression, ...]:
 class AttemptProgress:
     """Progress of an attempt, updated from its files at every poll.
 
-    Appended files are read from where the last look ended, so a look costs what is new and not what is there.
+    Appended files are read from the end of the last poll, so the cost of a poll grows with the new lines alone.
     """
 
     attempt: AttemptDir
@@ -67,11 +67,11 @@ class AttemptProgress:
     _places: dict[Path, FilePosition] = field(default_factory=dict)
 
     def update(self) -> None:
-        """Read what is new."""
+        """Read the new lines and statuses."""
         self.events = []
         restarts = self.attempt.restarts()
         for restart in restarts:
-            # All at the first look; then those that may have grown: the newest known, the one before it, and new ones.
+            # All at the first poll; then those that may have grown: the newest known, the one before it, and new ones.
             if restart.restart >= self.restart - 1:
                 self._read_events(restart)
                 self._read_metrics(restart)

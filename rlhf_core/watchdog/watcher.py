@@ -1,6 +1,6 @@
-"""One look at one attempt: is it alive, how far is it, did it end, and what now.
+"""Polling of one attempt: its state, its progress, its end, and the next action.
 
-The controller's loop is ``look`` again and again. Nothing here waits, and nothing here acts.
+The controller's loop calls :meth:`Watcher.poll`. Nothing here waits, and nothing here acts.
 """
 
 import random
@@ -97,23 +97,23 @@ class AttemptSnapshot:
 
 @dataclass(frozen=True)
 class AttemptFailure:
-    """A bad end, and what to do about it."""
+    """Failed attempt, and the decision about it."""
 
     kind: FailureKind
     message: str
     incident: Incident | None
-    """The last incident of the attempt, from its agents or, when they left none, from here."""
+    """Last incident of the attempt, from its agents or, if they left none, from the controller."""
     found_here: bool
     """True if the incident is the controller's own finding, to be written into the journal."""
     decision: Decision
 
 
 class Watcher:
-    """Looks at one attempt.
+    """Poller of one attempt.
 
     Args:
         submission: its job; None when the job is known to have ended without ever having been recorded.
-        store: the history, brought up to date at every look; None leaves it alone.
+        store: the history, updated at every poll; None leaves it alone.
         clock: monotonic seconds.
     """
 
@@ -143,7 +143,7 @@ class Watcher:
         self.history_behind = ""
 
     def poll(self) -> AttemptSnapshot:
-        """Look once: scheduler, files, history. Raises nothing for a scheduler or a database that does not answer."""
+        """Poll scheduler and files, and update the history. An unavailable scheduler or database raises nothing."""
         job = self._job()
         # The outcome is read after the job's state: an attempt that ended in between is not taken for lost.
         self._progress.update()
@@ -228,9 +228,9 @@ class Watcher:
         return AttemptVerdict(AttemptState.LOST, cause, FailureKind.NODE_LOST, (first,))
 
     def _silent(self, job: JobStatus) -> Silence | None:
-        """Agents that had spoken and have said nothing for too long, while their job ran and somebody listened.
+        """Return the agents that have been silent for too long while their job ran and this process was reading.
 
-        From then on it stays so, for the job is given up: nobody may find it alive between the verdict and its end.
+        The result is kept, for the job is given up: no later poll may find it alive between the verdict and its end.
         """
         # What the scheduler last said of it does not count here: it may be away together with the file system.
         runs = self._answered and job.state is JobState.RUNNING and job.scheduler_state not in _PAUSED
@@ -248,11 +248,11 @@ class Watcher:
 
 
 def record(run_dir: RunDir, store: HistoryStore | None) -> str:
-    """Bring the history up to date with a run directory; why it could not be, or an empty text.
+    """Update the history from a run directory. Returns the reason if it could not be updated, or an empty text.
 
-    The run directory has everything: a database that is away, or a file system that does not answer for a moment,
-    costs nothing but a view that is behind. So does a journal that was damaged under the hands of its controller, which
-    knows what it wrote; whoever reads it next is told.
+    The run directory has everything: a database that is away, or a file system that does not answer for a moment, costs
+    nothing but a view that is behind. So does a journal that was damaged while its controller runs: the controller
+    knows what it wrote, and the next reader raises an error.
     """
     if store is None:
         return ""
@@ -275,11 +275,11 @@ def judge(
 
     Args:
         job: the scheduler's last known answer.
-        outcome: what agent 0 wrote, if it did.
-        ended_for_s: how long the job is known to have ended, in seconds.
-        told_for_s: how long the outcome is known, in seconds.
-        silence: agents of a running job that have said nothing for too long.
-        deserted: what it means that all other agents have lost agent 0, where they have.
+        outcome: outcome that agent 0 wrote, if it did.
+        ended_for_s: time for which the job has been known to have ended, in seconds.
+        told_for_s: time for which the outcome has been known, in seconds.
+        silence: agents of a running job that have been silent for too long.
+        deserted: verdict if all other agents have lost agent 0.
     """
     if deserted is not None and job.scheduler_state != "CANCELLED":
         return deserted
@@ -302,7 +302,8 @@ def judge(
 
 
 def _given_up(silence: Silence) -> AttemptVerdict:
-    """All agents are silent: whatever it is, no node has done it. Some are: the file system shows what others write."""
+    """Verdict on silent agents. If all are silent, no single node is to blame; if some are, the file system still
+    works."""
     of = "its agents have" if silence.of_all else f"the agents of {', '.join(silence.nodes)} have"
     cause = f"{of} said nothing for {silence.seconds:.0f} s, although the scheduler says that it runs"
     if silence.of_all:
@@ -310,7 +311,7 @@ def _given_up(silence: Silence) -> AttemptVerdict:
     return AttemptVerdict(AttemptState.LOST, f"{cause} and the others go on", FailureKind.NODE_LOST, silence.nodes)
 
 
-_CANCELLED = "somebody cancelled its job at the scheduler"
+_CANCELLED = "its job was cancelled at the scheduler"
 
 
 def _with_the_schedulers_word(job: JobStatus, outcome: AttemptOutcome, told_for_s: float) -> AttemptVerdict:
@@ -351,8 +352,8 @@ def explain(
     """Explain a failed attempt and decide on the next action.
 
     Args:
-        spec: what the run asked for.
-        first_attempt: first attempt since a person last started or resumed the run; the budget counts from here.
+        spec: spec of the run.
+        first_attempt: first attempt since the user last started or resumed the run; the budget counts from here.
         rolled_back: whether an attempt since then went back to an older checkpoint, and none got further than before.
         chance: number in [0, 1) that spreads the back-off.
     """
@@ -446,7 +447,7 @@ def _remedy(
 
 
 def _lacks_an_agent(snapshot: AttemptSnapshot) -> bool:
-    """Agent 0 took it for a preemption, and it was none."""
+    """Return True if agent 0 took a lost agent for a preemption."""
     was_saved = snapshot.outcome is not None and snapshot.outcome.state is AttemptState.PREEMPTED
     return was_saved and snapshot.verdict.failure_kind is FailureKind.AGENT_KILLED
 
@@ -454,11 +455,11 @@ def _lacks_an_agent(snapshot: AttemptSnapshot) -> bool:
 def _incident_of_a_lost_job(run_dir: RunDir, snapshot: AttemptSnapshot) -> Incident:
     attempt = run_dir.attempt(snapshot.attempt)
     log = evidence.scheduler_log(attempt)
-    # An agent that was at work may have printed failures it has recovered from: its log says nothing about its own end.
+    # An agent that ran may have printed failures it has recovered from: its log says nothing about its own end.
     # One that never began (no claim) printed why.
     text = "" if log is None else read_tail(log, LOG_TAIL_BYTES)
     if attempt.claim.exists():
-        # What Slurm's own steps say is no one's recovered failure.
+        # Slurm's own lines never report a recovered failure.
         text = "\n".join(line for line in text.splitlines() if line.startswith(("srun: error", "slurmstepd")))
     state = snapshot.job.scheduler_state
     diagnosis = classify(Evidence(agent_vanished=True, agent_log=text, scheduler_state=state))
@@ -495,7 +496,8 @@ def _lost_nodes(run_dir: RunDir, snapshot: AttemptSnapshot) -> tuple[str, ...]:
 
 
 def _incident_of_lost_nodes(snapshot: AttemptSnapshot, lost: tuple[str, ...]) -> Incident:
-    """Agents that had time to save do not know for which node it was; the scheduler does, or those that lost it."""
+    """Build the incident of lost nodes. Agents that had time to save do not know which node was lost; the scheduler
+    does."""
     names, cause = ", ".join(lost), snapshot.verdict.cause
     kind = snapshot.verdict.failure_kind or FailureKind.NODE_LOST
     said_by_agents = bool(snapshot.verdict.nodes) and not snapshot.job.lost_nodes

@@ -1,4 +1,4 @@
-"""What the reconciler decides: a table of situations, each with what follows, and its control beside it."""
+"""Decisions of the reconciler: a table of situations, each with the expected actions and a control beside it."""
 
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta

@@ -49,7 +49,7 @@ def surroundings(path: Path) -> dict[str, Any]:
 
 
 def facts_of(path: Path, spec: RunSpec) -> Facts:
-    """What would be gathered, with the files as they are and a cluster as the case describes it."""
+    """Gather the facts from the files as they are and a cluster as the case describes it."""
     around = surroundings(path)
     scheduler, packages = around.pop("scheduler", "local"), around.pop("packages", {})
     base = healthy()
@@ -67,7 +67,7 @@ def facts_of(path: Path, spec: RunSpec) -> Facts:
 
 
 def messages(path: Path, tmp_path: Path) -> tuple[set[str], str]:
-    """Who complains about a config, and in which words."""
+    """List the findings about a config, with their wording."""
     try:
         spec = absolute_paths(config.load(path), FOLDER)
     except BadConfig as error:

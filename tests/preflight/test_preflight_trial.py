@@ -1,4 +1,4 @@
-"""When a run is to be tried out first: what has changed since the last good one, and who is not to be nagged."""
+"""Need for a trial run: changes since the last good run, and the runs that need none."""
 
 from collections.abc import Mapping
 from dataclasses import replace

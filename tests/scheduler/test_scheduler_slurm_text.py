@@ -1,4 +1,4 @@
-"""What is asked of Slurm, and how its words are read: without a cluster."""
+"""Options passed to Slurm and the parsing of its answers, without a cluster."""
 
 from pathlib import Path
 

@@ -238,7 +238,7 @@ def test_a_run_of_an_earlier_version_says_nothing_of_its_user(tmp_path: Path) ->
 
 @needs_root
 def test_an_approval_at_the_command_line_names_its_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever may write the run directory answers; whom he calls himself is his business, who he is is not."""
+    """The answer is recorded under the operating system's user, next to the name that the user claims."""
     monkeypatch.setenv("LOGNAME", "head-of-safety")
     given: list[str] = []
     monkeypatch.setattr("rlhf_core.cli.run_commands.find_run", lambda *_: run_dir)

@@ -1,4 +1,4 @@
-"""The static checks, by what they look at. Importing this package registers them all, in this order."""
+"""The static checks, grouped by subject. Importing this package registers them all, in this order."""
 
 from rlhf_core.preflight.checks import batch, data, content, model, memory, environment, job_environment, resources  # isort: skip
 from rlhf_core.preflight.checks import promote, resume, trial, disabled_checks  # isort: skip

@@ -30,7 +30,7 @@ def trainer(facts: Facts) -> Iterator[Finding]:
     """CUDA out of memory, or the kernel's killer on CPU, after minutes of loading, or at the first long batch."""
     shape, room = _shape(facts), _room(facts)
     if isinstance(room, str) or shape is None:
-        yield skipped(room if isinstance(room, str) else "the model's config does not tell its sizes")
+        yield skipped(room if isinstance(room, str) else "the model's config does not give its dimensions")
         return
     estimate = trainer_estimate(facts.spec, shape)
     yield _finding(facts, "a trainer", estimate, room, _advice(facts, shape, estimate, room))

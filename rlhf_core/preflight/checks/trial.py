@@ -10,7 +10,7 @@ from rlhf_core.schemas.run import RunSpec
 
 @check("trial.basis")
 def basis(facts: Facts) -> Iterator[Finding]:
-    """A run of which nobody knows what it stood on cannot be compared with the next one."""
+    """A run without a record of its versions, data and code cannot be compared with the next one."""
     if facts.compute.problem:
         yield skipped(f"the versions are not known: {facts.compute.python} {facts.compute.problem}")
     else:
