@@ -21,10 +21,10 @@ import typer  # noqa: E402
 import rlhf_core.preflight.checks  # noqa: E402, F401 - importing it registers the checks
 from rlhf_core import config  # noqa: E402
 from rlhf_core.cli.main import app  # noqa: E402
-from rlhf_core.diagnosis import classify, code_places, exceptions, log_reading, policy, signatures  # noqa: E402
+from rlhf_core.diagnosis import classify, code_locations, exceptions, log_reading, policy, signatures  # noqa: E402
+from rlhf_core.diagnosis.evidence_parts import EvidencePart  # noqa: E402
 from rlhf_core.diagnosis.node_checks import NODE_CHECKS  # noqa: E402
-from rlhf_core.diagnosis.parts import Part  # noqa: E402
-from rlhf_core.preflight.known_bad import KNOWN_BAD  # noqa: E402
+from rlhf_core.preflight.known_bad_versions import KNOWN_BAD  # noqa: E402
 from rlhf_core.preflight.memory import GPU_MEMORY_GB  # noqa: E402
 from rlhf_core.preflight.registry import CHECKS, PLUGINS  # noqa: E402
 from rlhf_core.presets import PRESETS  # noqa: E402
@@ -410,7 +410,7 @@ def _known_lines() -> Iterator[str]:
     for kind in FailureKind:
         for row in signatures.SIGNATURES:
             if row.kind is kind:
-                says_nothing = row.part is Part.TEARDOWN
+                says_nothing = row.part is EvidencePart.TEARDOWN
                 shown = "" if says_nothing else f"`{kind.value}`"
                 example = row.example.strip().replace("`", "'")
                 yield f"| {shown} | {'says nothing' if says_nothing else row.part.name.lower()} | {_code(example)} |"
@@ -436,7 +436,7 @@ def _by_meaning(known: Mapping[int, exceptions.Meaning]) -> Iterator[str]:
 
 def _known_places() -> Iterator[str]:
     yield from ("| kind | a frame, or the code at it |", "|---|---|")
-    for place in code_places.PLACES:
+    for place in code_locations.CODE_LOCATIONS:
         yield f"| `{place.kind.value}` | {_code(place.example)} |"
 
 

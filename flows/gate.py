@@ -26,11 +26,11 @@ from flows.site.server import server_answers
 from flows.view import artifact_key
 from rlhf_core.control.controller import Controller
 from rlhf_core.control.promotion import Question
+from rlhf_core.formatting import THROUGH_PREFECT, attributed
 from rlhf_core.launch.promote import give_answer, read_answer
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.promotion import PromotionAnswer
-from rlhf_core.words import THROUGH_PREFECT, attributed
 
 POLL_S = 2.0
 """Time between two looks for an answer."""

@@ -11,10 +11,10 @@ from prefect.logging.loggers import flow_run_logger
 from rlhf_core.config import Site, load_site
 from rlhf_core.control.cancel import cancel_run
 from rlhf_core.control.controller import FlowRunLink
+from rlhf_core.formatting import THROUGH_PREFECT
 from rlhf_core.history.controllers import run_of_flow_run
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir import RunDir
-from rlhf_core.words import THROUGH_PREFECT
 
 
 def end_run(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:

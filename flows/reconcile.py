@@ -24,7 +24,7 @@ from prefect.utilities.callables import parameter_schema
 from flows.site.server import server_answers
 from rlhf_core.config import Site
 from rlhf_core.control.reconcile.actions import ROUTINE, ActionResult, Reconciler
-from rlhf_core.diagnosis.reconcile import Action
+from rlhf_core.diagnosis.reconcile import ReconcileAction
 
 DEPLOYMENT = "rlhf-reconcile/site"
 """The deployment whose flow runs the keeper carries out."""
@@ -174,7 +174,7 @@ def _table(results: Sequence[ActionResult]) -> list[dict[str, str]]:
     ] or [{"run": "", "done": "nothing", "about": "", "why": "all three agree", "how it went": ""}]
 
 
-def _about(action: Action) -> str:
+def _about(action: ReconcileAction) -> str:
     named = {
         "job": action.job_id,
         "flow run": action.flow_run_id,

@@ -7,7 +7,7 @@ of the process that made it; what comes through Prefect, where all have one pass
 import os
 import pwd
 
-from rlhf_core.words import attributed
+from rlhf_core.formatting import attributed
 
 
 def user_name() -> str:

@@ -23,11 +23,11 @@ from pydantic_core import PydanticUndefined
 from rlhf_core import private_files
 from rlhf_core.errors import BadConfig
 from rlhf_core.files import UnfitFile, read_document
+from rlhf_core.formatting import count
 from rlhf_core.presets import PRESETS, preset_path
 from rlhf_core.schemas.base import Schema, storable_text
 from rlhf_core.schemas.run import RunSpec, SlurmSpec
 from rlhf_core.schemas.site import NotifySite, PrefectSite, RetentionSite
-from rlhf_core.words import count
 
 _NAME = r"[a-z0-9][a-z0-9_-]{0,62}"
 

@@ -57,7 +57,7 @@ class RlhfError(Exception):
 
 
 class BadInput(RlhfError):
-    """What the user gave cannot work. Raised before anything is started, so nothing has to be undone."""
+    """Input that cannot work. Raised before anything is started, so nothing has to be undone."""
 
     exit_code = 2
 

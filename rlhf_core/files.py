@@ -96,7 +96,7 @@ def _unfit(path: Path, found: str) -> UnfitFile:
 # Lines
 
 
-class Line(NamedTuple):
+class FileLine(NamedTuple):
     """A whole line, without its newline."""
 
     begin: int
@@ -105,10 +105,10 @@ class Line(NamedTuple):
     """None for a line that is too long, which is not held in memory."""
 
 
-class Lines(NamedTuple):
+class FileLines(NamedTuple):
     """Lines that were read from a place on."""
 
-    lines: list[Line]
+    lines: list[FileLine]
     end: int
     """Offset at which to read on."""
     is_inside: bool
@@ -117,7 +117,7 @@ class Lines(NamedTuple):
 
 def lines_of(
     file: BinaryIO, offset: int, limit_bytes: int, *, is_inside: bool = False, longest: int | None = None
-) -> Lines:
+) -> FileLines:
     """Whole lines of an open file from ``offset`` on, about ``limit_bytes`` of them, in bounded memory.
 
     Args:
@@ -129,20 +129,20 @@ def lines_of(
     if is_inside:
         offset, is_inside = _skip_line(file, offset)
         if is_inside:
-            return Lines([], offset, is_inside=True)
+            return FileLines([], offset, is_inside=True)
         file.seek(offset)
     block = file.read(limit_bytes)
     if len(block) == limit_bytes <= longest and b"\n" not in block:
         block += file.readline(longest + 1 - len(block))
     if len(block) > longest and b"\n" not in block:
-        return Lines([Line(offset, None)], *_skip_line(file, offset + len(block)))
+        return FileLines([FileLine(offset, None)], *_skip_line(file, offset + len(block)))
     end = block.rfind(b"\n") + 1
     # Not splitlines(): that would also split at a stray carriage return, and positions of lines would no longer add up.
     lines, begin = [], offset
     for text in block[:end].split(b"\n")[:-1]:
-        lines.append(Line(begin, text if len(text) <= longest else None))
+        lines.append(FileLine(begin, text if len(text) <= longest else None))
         begin += len(text) + 1
-    return Lines(lines, offset + end, is_inside=False)
+    return FileLines(lines, offset + end, is_inside=False)
 
 
 def _skip_line(file: BinaryIO, offset: int) -> tuple[int, bool]:

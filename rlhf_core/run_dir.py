@@ -23,7 +23,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
 from rlhf_core.errors import CheckpointCorrupt, RunDirError
-from rlhf_core.files import Line, Lines, UnfitFile, lines_of, open_regular, read_document
+from rlhf_core.files import FileLine, FileLines, UnfitFile, lines_of, open_regular, read_document
 from rlhf_core.schemas.reports import CheckpointManifest, FileChecksum
 from rlhf_core.schemas.run import SCHEMA_VERSION, StoredSpec
 
@@ -134,7 +134,7 @@ RESERVE_BYTES = 64 << 10
 
 
 def is_disk_full(error: OSError) -> bool:
-    """Whether there is no room left, on the disk or in the user's quota."""
+    """Return True if no space is left, on the disk or in the user's quota."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -255,7 +255,7 @@ def read_lines(
     *,
     is_inside: bool = False,
     longest: int | None = None,
-) -> Lines:
+) -> FileLines:
     """Whole lines of an appended file from ``offset`` on, and the offset after the last of them.
 
     Reads at most about ``limit_bytes`` at once. A file that is not there, or is no file, has no lines. The other
@@ -265,11 +265,11 @@ def read_lines(
         with open_regular(path) as file:
             return lines_of(file, offset, limit_bytes, is_inside=is_inside, longest=longest)
     except (FileNotFoundError, NotADirectoryError, UnfitFile):
-        return Lines([], offset, is_inside)
+        return FileLines([], offset, is_inside)
 
 
 @dataclass(frozen=True)
-class Place:
+class FilePosition:
     """Position in an appended file, and the marks by which it is known again: a follower keeps all of them.
 
     A file is known by what stands in it. Its number in the file system says less: a copy that was put back has another
@@ -285,7 +285,7 @@ class Place:
     """True if the offset lies in a line that is too long."""
 
 
-def read_on(path: Path, place: Place, limit_bytes: int = 16 << 20) -> tuple[list[Line], Place, bool]:
+def read_on(path: Path, place: FilePosition, limit_bytes: int = 16 << 20) -> tuple[list[FileLine], FilePosition, bool]:
     """Whole lines of an appended file after a place, the place after them, and whether it is another file than before.
 
     A file that was truncated or replaced by another one is read from its beginning: its bytes before the place are not
@@ -302,10 +302,10 @@ def read_on(path: Path, place: Place, limit_bytes: int = 16 << 20) -> tuple[list
                     return [], place, False
             else:
                 is_other = bool(place.tail) and _tail(file, place.offset) != place.tail
-            begin = Place() if is_other else place
+            begin = FilePosition() if is_other else place
             lines, end, is_inside = lines_of(file, begin.offset, limit_bytes, is_inside=begin.is_inside)
             head = _mark(file, 0, _HEAD_BYTES) if end >= _HEAD_BYTES else 0
-            return lines, Place(end, _tail(file, end), head, is_inside), is_other
+            return lines, FilePosition(end, _tail(file, end), head, is_inside), is_other
     except (FileNotFoundError, NotADirectoryError, UnfitFile):
         return [], place, False
 
@@ -343,7 +343,7 @@ def _mark(file: BinaryIO, begin: int, end: int) -> int:
     return int.from_bytes(digest, "big") >> 1 or 1  # fits a signed integer of 64 bits
 
 
-def parse_lines(lines: Iterable[Line], schema: type[Model]) -> Iterator[Model]:
+def parse_lines(lines: Iterable[FileLine], schema: type[Model]) -> Iterator[Model]:
     """Parse JSON lines; those that are torn, foreign or too long are left out."""
     for line in lines:
         if line.text is None:
@@ -354,7 +354,7 @@ def parse_lines(lines: Iterable[Line], schema: type[Model]) -> Iterator[Model]:
             continue
 
 
-def read_blocks(path: Path, offset: int = 0, longest: int | None = None) -> Iterator[tuple[list[Line], int]]:
+def read_blocks(path: Path, offset: int = 0, longest: int | None = None) -> Iterator[tuple[list[FileLine], int]]:
     """All whole lines of an appended file from ``offset`` on, a block at a time, each with the offset after it."""
     is_inside = False
     while True:
@@ -412,11 +412,11 @@ class RestartDir:
         return self.root / "agents"
 
     def agent_status(self, node: str) -> Path:
-        """What the agent of ``node`` publishes; that agent replaces it."""
+        """Status that the agent of ``node`` publishes; that agent replaces it."""
         return self.agents / f"{node}.json"
 
     def events(self, node: str) -> Path:
-        """What the agent of ``node`` did; that agent appends."""
+        """Events of the agent of ``node``; that agent appends."""
         return self.root / f"events-{node}.jsonl"
 
     def worker_events(self, role: str, node: str, local_rank: int) -> Path:
@@ -434,12 +434,12 @@ class RestartDir:
 
     @property
     def incident(self) -> Path:
-        """What went wrong; agent 0 writes it."""
+        """Incident; written by agent 0."""
         return self.incident_dir / "incident.json"
 
     @property
     def decision(self) -> Path:
-        """What agent 0 decided; written before it is acted on."""
+        """Decision of agent 0; written before it is acted on."""
         return self.incident_dir / "decision.json"
 
     @property
@@ -452,7 +452,7 @@ class RestartDir:
         return self.logs / f"{role}-{node}-{local_rank}.log"
 
     def worker_outcome(self, role: str, node: str, local_rank: int) -> Path:
-        """How one worker ended; that worker writes it."""
+        """Outcome of one worker, written by that worker."""
         return self.root / "outcomes" / f"{role}-{node}-{local_rank}.json"
 
 
@@ -465,12 +465,12 @@ class AttemptDir:
 
     @property
     def placement(self) -> Path:
-        """Which nodes have which role; written before submission."""
+        """Nodes and their roles; written before submission."""
         return self.root / "placement.json"
 
     @property
     def submission(self) -> Path:
-        """What the scheduler answered."""
+        """Answer of the scheduler to the submission."""
         return self.root / "submission.json"
 
     @property
@@ -514,7 +514,7 @@ class AttemptDir:
 
     @property
     def outcome(self) -> Path:
-        """How the attempt ended; agent 0 writes it once, last."""
+        """Outcome of the attempt; written once by agent 0, as its last file."""
         return self.root / "outcome.json"
 
     @property
@@ -656,7 +656,7 @@ class RunDir:
 
     @property
     def cancel_request(self) -> Path:
-        """What `rlhf cancel` asks of the controller (an ``AgentCommand``); the controller removes it when done."""
+        """Request of `rlhf cancel` to the controller (an ``AgentCommand``); the controller removes it when done."""
         return self.root / "cancel.json"
 
     @property
@@ -666,7 +666,7 @@ class RunDir:
 
     @property
     def housekeeping(self) -> Path:
-        """What the keeper of the site did about the run; the holder of the keeper's lease appends."""
+        """Actions of the site's daemon on the run; the holder of the daemon's lease appends."""
         return self.root / "housekeeping.jsonl"
 
     @property
@@ -834,7 +834,7 @@ def cleared_nodes(runs: Path) -> Path:
 
 
 def is_run_id(text: str) -> bool:
-    """Whether ``text`` has the form of a run id."""
+    """Return True if ``text`` has the form of a run id."""
     return _RUN_ID.fullmatch(text) is not None
 
 

@@ -1,4 +1,4 @@
-"""What every test shares: nothing of the user's home is touched, nothing goes out to the network."""
+"""Fixtures for every test: the user's home stays untouched, and nothing connects to the network."""
 
 import os
 from pathlib import Path

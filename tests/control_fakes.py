@@ -1,4 +1,4 @@
-"""What the control-plane tests share: a spec, a scheduler in memory, an agent that writes what real ones write."""
+"""Helpers of the control-plane tests: a spec, a scheduler in memory, an agent that writes the files of real ones."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -261,13 +261,13 @@ class FakeAgent:
         write_model(self.run_dir.evaluation(when, name), report)
 
     def probe(self, unfit: str) -> None:
-        """What agent 0 writes when a node is too slow."""
+        """Build the probe report that agent 0 writes if a node is too slow."""
         found = CheckResult(id="probe.matmul", status=CheckStatus.BLOCKED, found="slow", expected="fast", node=unfit)
         report = ProbeReport(attempt=self.attempt, results=(found,), made_at=utc_now())
         write_model(self.run_dir.attempt(self.attempt).probe_report, report)
 
     def incident(self, kind: FailureKind, fingerprint: str = "") -> None:
-        """What agent 0 writes about a failure."""
+        """Build the incident that agent 0 writes after a failure."""
         folder = self.run_dir.attempt(self.attempt).restart(self.restart)
         incident = Incident(
             attempt=self.attempt,

@@ -1,5 +1,5 @@
-"""What the tests of history, ingestion and its commands share: run directories made by hand, dumps of a database, and a
-throw-away PostgreSQL server."""
+"""Helpers of the tests of history, ingestion and their commands: run directories made by hand, dumps of a database, and
+a throw-away PostgreSQL server."""
 
 import atexit
 import ctypes
@@ -59,7 +59,7 @@ from rlhf_core.schemas.resources import Placement, Role, RolePlan, Submission
 from rlhf_core.schemas.run import DataSpec, ModelSpec, RunSpec, SftSpec, StoredSpec, TrainSpec
 
 T0 = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC)
-"""When the runs made here were asked for."""
+"""Creation time of the runs made here."""
 
 
 def at(seconds: float) -> datetime:
@@ -126,7 +126,7 @@ class RunFiles:
         _append(self.dir.attempt(attempt).restart(restart).events(node), event)
 
     def status(self, attempt: int, restart: int, sequence: int, node: str = "n1", step: int = 1) -> None:
-        """What an agent publishes."""
+        """Build the status that an agent publishes."""
         rank = RankStatus(
             role=Role.TRAINER,
             rank=0,
@@ -200,7 +200,7 @@ class RunFiles:
         self.journal(AttemptMoved(attempt=attempt, state=AttemptState.RUNNING, cause="agents are there"), seconds + 1.5)
 
     def probe(self, attempt: int, nodes: Sequence[str], seconds: float, matmul_tflops: float = 0.1) -> None:
-        """What the probe of an attempt found: all well, and how fast its nodes are."""
+        """Build the probe report of a healthy attempt, with the speeds of its nodes."""
         found = CheckResult(id="node.content", status=CheckStatus.PASSED, found=f"the same on all {len(nodes)} nodes")
         pairs = (PairSpeed(peer=1, gb_s=2.0, latency_ms=0.1),)
         speeds = tuple(

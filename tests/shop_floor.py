@@ -46,7 +46,7 @@ class Floor:
     settings: str = ""
     """Further lines under [prefect]."""
     variables: dict[str, str] = field(default_factory=dict)
-    """What else everybody of this site has set."""
+    """Additional environment of all processes of this site."""
 
     def write_settings(self) -> None:
         lines = [
@@ -88,7 +88,7 @@ class Floor:
         return subprocess.CompletedProcess(arguments, process.returncode, output, errors)
 
     def python(self, code: str, **more: str) -> str:
-        """What a program of this site prints."""
+        """Run a program of this site and return its output."""
         found = subprocess.run(
             [sys.executable, "-c", code],
             env=self.environment(**more),

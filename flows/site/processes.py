@@ -168,8 +168,8 @@ def alone(home: Path, *, wait: bool = True) -> Iterator[bool]:
             yield True
 
 
-def end(record: ServiceRecord, patience_s: float) -> bool:
-    """End the process of a service: asked first, killed after ``patience_s`` seconds. Whether it had to be killed.
+def end(record: ServiceRecord, timeout_s: float) -> bool:
+    """End the process of a service: asked first, killed after ``timeout_s`` seconds. Whether it had to be killed.
 
     A process that only has the same id is left alone.
     """
@@ -178,11 +178,11 @@ def end(record: ServiceRecord, patience_s: float) -> bool:
     with contextlib.suppress(ProcessLookupError):
         os.kill(record.pid, signal.SIGTERM)
         os.kill(record.pid, signal.SIGCONT)  # one that was stopped hears nothing else
-    if _gone(record, patience_s):
+    if _gone(record, timeout_s):
         return False
     with contextlib.suppress(ProcessLookupError):
         os.kill(record.pid, signal.SIGKILL)
-    _gone(record, patience_s)
+    _gone(record, timeout_s)
     return True
 
 
@@ -203,16 +203,16 @@ def is_flow_process(process: psutil.Process, home: Path) -> bool:
     return process.environ().get(HOME_MARKER) == str(home) and process.status() != psutil.STATUS_ZOMBIE
 
 
-def end_all(processes: list[psutil.Process], patience_s: float) -> None:
+def end_all(processes: list[psutil.Process], timeout_s: float) -> None:
     """End processes: asked first, then killed."""
     for process in processes:
         with contextlib.suppress(psutil.Error):
             process.terminate()
-    _, remaining = psutil.wait_procs(processes, timeout=patience_s)
+    _, remaining = psutil.wait_procs(processes, timeout=timeout_s)
     for process in remaining:
         with contextlib.suppress(psutil.Error):
             process.kill()
-    psutil.wait_procs(remaining, timeout=patience_s)
+    psutil.wait_procs(remaining, timeout=timeout_s)
 
 
 def started_ticks(pid: int) -> int | None:
@@ -285,8 +285,8 @@ def _lives(record: ServiceRecord) -> bool:
     return here and started_ticks(record.pid) == record.started_ticks
 
 
-def _gone(record: ServiceRecord, patience_s: float) -> bool:
-    deadline = time.monotonic() + patience_s
+def _gone(record: ServiceRecord, timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
     while _lives(record):
         if time.monotonic() > deadline:
             return False
@@ -306,8 +306,8 @@ def _is_held(lock: Path) -> bool:
     return False
 
 
-def _locked(descriptor: int, patience_s: float) -> bool:
-    deadline = time.monotonic() + patience_s
+def _locked(descriptor: int, timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -240,8 +240,8 @@ def launch(site: Site, name: str, environment: Mapping[str, str]) -> "subprocess
         )
 
 
-def _until(site: Site, name: str, patience_s: float, enough: Callable[[ServiceStatus], bool]) -> ServiceStatus:
-    deadline = time.monotonic() + patience_s
+def _until(site: Site, name: str, timeout_s: float, enough: Callable[[ServiceStatus], bool]) -> ServiceStatus:
+    deadline = time.monotonic() + timeout_s
     while True:
         found = look(site.home, name)
         if enough(found) or time.monotonic() > deadline:

@@ -4,12 +4,12 @@ from dataclasses import dataclass, field
 
 from flows.view.story import Story
 from rlhf_core.escaping import markdown
+from rlhf_core.formatting import duration
 from rlhf_core.launch.journal import RunRecord
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.watchdog.evidence import Progress
-from rlhf_core.watchdog.watch import Look
-from rlhf_core.words import duration
+from rlhf_core.watchdog.evidence import AttemptProgress
+from rlhf_core.watchdog.watcher import AttemptSnapshot
 
 SMOOTHING = 0.1
 """Share of the newest step in the mean time of a step."""
@@ -33,7 +33,7 @@ def furthest_step(run_dir: RunDir) -> int:
     """The furthest step that any attempt has made, so that a controller that comes later knows how far it once was."""
     furthest = 0
     for attempt in run_dir.attempts():
-        progress = Progress(attempt)
+        progress = AttemptProgress(attempt)
         progress.update()
         furthest = max(furthest, progress.step)
     return furthest
@@ -51,7 +51,7 @@ class Seen:
     """Spec of the trial that is being made; None while it is about the run itself."""
     title: str = ""
     """What is being done."""
-    look: Look | None = None
+    look: AttemptSnapshot | None = None
     _step_s: dict[str, float] = field(default_factory=dict)
     """Mean time of a step by loop."""
     _measured: tuple[int, int, int] = (0, 0, 0)
@@ -61,7 +61,7 @@ class Seen:
         self.now_about = None if spec == self.spec else spec
         self.look, self._step_s = None, {}
 
-    def saw(self, look: Look) -> None:
+    def saw(self, look: AttemptSnapshot) -> None:
         """Take a look in."""
         self.look = look
         place = (look.attempt, look.restart, look.step)

@@ -10,10 +10,10 @@ from rlhf_core.control.summary import Section, Summary
 from rlhf_core.control.summary import markdown as summary_markdown
 from rlhf_core.errors import HistoryError
 from rlhf_core.escaping import markdown, markdown_code
+from rlhf_core.formatting import duration
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.schemas.regression import REGRESSED
-from rlhf_core.words import duration
 
 
 def times_of(store: HistoryStore, run_id: str) -> Mapping[str, Any]:

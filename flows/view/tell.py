@@ -37,7 +37,7 @@ from rlhf_core.launch.journal import RunRecord
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.journal import RunMoved
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.watchdog.watch import Look
+from rlhf_core.watchdog.watcher import AttemptSnapshot
 
 Log = logging.Logger | logging.LoggerAdapter[logging.Logger]
 
@@ -122,7 +122,7 @@ class _Onlooker:
         self._teller.look()
         self._behind.begins(title)
 
-    def looked(self, look: Look) -> None:
+    def looked(self, look: AttemptSnapshot) -> None:
         """The watchdog has looked."""
         with self._lock:
             self._seen.saw(look)

@@ -1,1 +1,1 @@
-"""Which nodes an attempt gets, and for which roles. Pure: what the scheduler has is passed in."""
+"""Nodes and roles of an attempt. Pure: the inventory is passed in."""

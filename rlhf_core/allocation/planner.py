@@ -59,7 +59,7 @@ def plan(
 
 
 def shortages(resources: ResourceSpec, inventory: Inventory, excluded_nodes: Sequence[str] = ()) -> list[str]:
-    """What the inventory lacks for the request, one sentence each; empty when it fits.
+    """List the resources that the inventory lacks for the request, one sentence each; empty if it fits.
 
     Processor cores are not counted here: sharing them is slow, not impossible (a preflight warning says so).
     """

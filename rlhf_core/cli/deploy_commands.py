@@ -22,7 +22,7 @@ LOOK_EVERY_S = 2.0
 """Pause between two questions why a run has not begun."""
 
 STUCK_S = 300.0
-"""How long a program waits where nobody is there who could begin the run. A person at a terminal decides."""
+"""Time that a program waits for a worker that could begin the run. At a terminal the user decides."""
 
 TagOption = Annotated[
     list[str] | None,

@@ -1,4 +1,4 @@
-"""What this machine has and what it lacks, for ``rlhf doctor``."""
+"""Properties and gaps of this machine, for ``rlhf doctor``."""
 
 import importlib.util
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 from rlhf_core import __version__, private_files
 from rlhf_core.config import Site
 from rlhf_core.errors import RlhfError
-from rlhf_core.preflight import gather
+from rlhf_core.preflight import gather_facts
 from rlhf_core.preflight.checks.environment import NEEDED_ALWAYS
 from rlhf_core.preflight.facts import ComputeSide
 from rlhf_core.schemas.resources import Inventory
@@ -25,7 +25,7 @@ class Item:
     ok: bool
     found: str
     advice: str = ""
-    """What to do where it is not well."""
+    """Advice if the item is not well."""
 
 
 def examine(site: Site, services: Mapping[str, str], server: str) -> list[Item]:
@@ -35,7 +35,7 @@ def examine(site: Site, services: Mapping[str, str], server: str) -> list[Item]:
         services: how each service of the site stands on this machine.
         server: address of the Prefect server that this user has configured; empty without.
     """
-    compute = gather.ask_compute_python(site.compute_python)
+    compute = gather_facts.ask_compute_python(site.compute_python)
     return [
         Item("rlhf-flows", True, f"{__version__} on Python {sys.version.split()[0]}"),
         _compute_python(compute),
@@ -83,7 +83,7 @@ def _py_spy(compute: ComputeSide) -> Item:
 
 
 def _compiler(compute: ComputeSide) -> Item:
-    found, built = gather.find_compiler(), gather.built_operators(compute.packages)
+    found, built = gather_facts.find_compiler(), gather_facts.built_operators(compute.packages)
     if built:
         return Item("C++ compiler", True, f"{found or 'none'}; DeepSpeed's operator is built ({', '.join(built)})")
     advice = "" if found else "needed to train on CPU: apt-get install g++"
@@ -91,7 +91,7 @@ def _compiler(compute: ComputeSide) -> Item:
 
 
 def _runs(site: Site) -> Item:
-    disk = gather.look_at_disk(site.runs_dir)
+    disk = gather_facts.look_at_disk(site.runs_dir)
     if disk.problem:
         return Item("run directories", False, f"{site.runs_dir}: {disk.problem}", "set RLHF_RUNS to a writable folder")
     kind = _file_system(site.runs_dir)

@@ -10,7 +10,7 @@ from rlhf_core.cli import output
 
 
 class Target(StrEnum):
-    """What runs can be exported to."""
+    """Systems that runs can be exported to."""
 
     PARQUET = "parquet"
     CSV = "csv"

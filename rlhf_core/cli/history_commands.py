@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlhf_core.cli import output, requests
+from rlhf_core.cli import output, pending_requests
+from rlhf_core.formatting import attributed, count
 from rlhf_core.schemas.attempts import RunState
-from rlhf_core.words import attributed, count
 
 if TYPE_CHECKING:
     from rlhf_core.history.queries import SqlResult
     from rlhf_core.history.questions import Question
     from rlhf_core.history.store import HistoryStore
-    from rlhf_core.watchdog.nodes import NodeRecord
+    from rlhf_core.watchdog.node_records import NodeRecord
 
 Facts = Mapping[str, Any]
 
@@ -46,7 +46,7 @@ def runs(
 ) -> None:
     """List runs, newest first; below them what was asked for in Prefect and is no run, as its keeper saw it last."""
     if queued:
-        requests.show(as_json=as_json)
+        pending_requests.show(as_json=as_json)
         return
     from rlhf_core.history import queries
 
@@ -62,7 +62,7 @@ def runs(
     else:
         _print_runs(found, trials=trials)
     if is_whole:
-        requests.show_below_runs()
+        pending_requests.show_below_runs()
 
 
 def _print_runs(found: Sequence[Facts], *, trials: bool) -> None:
@@ -126,7 +126,7 @@ def nodes(
     from rlhf_core.config import load_site
     from rlhf_core.errors import BadInput
     from rlhf_core.schemas.base import utc_now
-    from rlhf_core.watchdog.nodes import clear_node, node_records
+    from rlhf_core.watchdog.node_records import clear_node, node_records
 
     if (reason or by) and not clear:
         raise BadInput("--reason and --by are about --clear NODE, which is not given")
@@ -217,7 +217,7 @@ def sql(
     runs), run_lost_time, incident_lost_time, run_recoveries, run_step_time, node_health,
     node_figures (telemetry over time), node_imbalance (what stood out).
     """
-    from rlhf_core.cli.hard_stop import hard_stop
+    from rlhf_core.cli.query_deadline import enforce_deadline
     from rlhf_core.errors import BadInput
     from rlhf_core.history import database, questions
     from rlhf_core.history.sql_limits import WorkClock
@@ -230,7 +230,7 @@ def sql(
     text = sys.stdin.read() if question == "-" else question
     asked = questions.find(text) if questions.is_name(text) else questions.parse(text)
     clock = WorkClock(database.QUESTION_TIMEOUT_S)
-    with _history() as store, hard_stop(clock):
+    with _history() as store, enforce_deadline(clock):
         if show_it:
             output.print_text(questions.statement(asked, questions.dialect_of(store)).rstrip())
             return

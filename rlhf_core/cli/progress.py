@@ -19,7 +19,7 @@ from rlhf_core.cli import output
 from rlhf_core.escaping import terminal
 from rlhf_core.schemas.reports import AgentEvent
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.watchdog.watch import Look
+from rlhf_core.watchdog.watcher import AttemptSnapshot
 
 LINE_EVERY_S = 5.0
 """How often a plain line is written where there is no terminal."""
@@ -52,7 +52,7 @@ class Pace:
         return steps * (last_time - first_time) / (last_step - first_step)
 
 
-def describe(look: Look, spec: RunSpec, pace: Pace) -> str:
+def describe(look: AttemptSnapshot, spec: RunSpec, pace: Pace) -> str:
     """One look in one line: what is done, how far it is, how well, how fast, how long still."""
     parts = [f"step {look.step}/{spec.total_steps}"]
     if look.evaluating:
@@ -70,7 +70,7 @@ def describe(look: Look, spec: RunSpec, pace: Pace) -> str:
     return ", ".join(parts)
 
 
-def figures(look: Look) -> list[str]:
+def figures(look: AttemptSnapshot) -> list[str]:
     """The metrics worth a glance."""
     metrics = look.metrics
     found = []
@@ -83,7 +83,7 @@ def figures(look: Look) -> list[str]:
     return found
 
 
-def waiting_for(look: Look) -> str:
+def waiting_for(look: AttemptSnapshot) -> str:
     """What happens before the first step."""
     if look.role is None:
         return f"waiting for nodes: {look.job.reason}" if look.job.reason else "starting"
@@ -151,7 +151,7 @@ class TerminalProgress:
         else:
             self._line(title)
 
-    def looked(self, look: Look) -> None:
+    def looked(self, look: AttemptSnapshot) -> None:
         """The watchdog has looked: show how far it is, and tell what happened."""
         for event in look.events:
             self._tell(event)

@@ -62,7 +62,7 @@ def init(
     preset: Annotated[str, typer.Option(help=f"Which preset to begin from: {', '.join(PRESETS)}.")] = "quickstart",
 ) -> None:
     """Write a commented starter config: every setting with its meaning and default."""
-    from rlhf_core.cli.starter import starter_config
+    from rlhf_core.cli.starter_config import starter_config
     from rlhf_core.errors import BadInput
 
     target = folder / f"{preset}.toml"
@@ -87,7 +87,7 @@ def check(
     as_json: JsonOption = False,
 ) -> None:
     """Check a config before anything is started: all findings at once. Exit code 0 fine, 2 blocked."""
-    from rlhf_core.preflight.static import blocking
+    from rlhf_core.preflight.runner import blocking
 
     results = [*_checks(config, set_ or [])]
     if probe and not blocking(results):
@@ -107,8 +107,8 @@ def _checks(config: str, overrides: Sequence[str]) -> "Sequence[CheckResult]":
     from rlhf_core.control.baseline import look_back_from
     from rlhf_core.control.controller import resolve
     from rlhf_core.launch.prepare import keep_code
-    from rlhf_core.preflight.gather import Surroundings
-    from rlhf_core.preflight.static import make_checks
+    from rlhf_core.preflight.gather_facts import Surroundings
+    from rlhf_core.preflight.runner import make_checks
     from rlhf_core.scheduler import get_scheduler
 
     spec = resolve(config, overrides)
@@ -131,7 +131,7 @@ def _checks(config: str, overrides: Sequence[str]) -> "Sequence[CheckResult]":
             code_path=Path(folder) / "snapshot",
             site_slurm=site.slurm,
             job_secrets=site.job_secrets,
-            past=look_back_from(site, spec, output.note),
+            baseline=look_back_from(site, spec, output.note),
         )
         return make_checks(spec, around)
 
@@ -206,7 +206,7 @@ def resume(run: RunArgument, no_prefect: NoPrefectOption = False, as_json: JsonO
     from rlhf_core.launch.journal import read_record
     from rlhf_core.launch.lease import refuse_if_driven
     from rlhf_core.schemas.attempts import RunState
-    from rlhf_core.watchdog.watch import record
+    from rlhf_core.watchdog.watcher import record
 
     site = load_site()
     with HistoryStore(site.database_url) as store:
@@ -335,7 +335,9 @@ def _drive(run_dir: "RunDir", site: "Site", store: "HistoryStore", *, no_prefect
 
     # With Prefect the flow run that this process becomes is known later; it tells the journal itself.
     link = FlowRunLink() if no_prefect else None
-    controlling = opened(run_dir, site, store, progress, resumed=resumed, flow_run=link, on_wait=waits, gives_way=True)
+    controlling = opened(
+        run_dir, site, store, progress, resumed=resumed, flow_run=link, on_wait=waits, fail_if_held=True
+    )
     with controlling as controller, progress:
         try:
             _carry_out(controller, no_prefect)

@@ -7,8 +7,8 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from rlhf_core.cli import output
+from rlhf_core.formatting import place_text
 from rlhf_core.schemas.failures import Decision, FailureKind, Incident
-from rlhf_core.words import place_text
 
 HANGS = frozenset({FailureKind.HANG, FailureKind.COLLECTIVE_HANG, FailureKind.COLLECTIVE_MISMATCH})
 """Kinds that are found by silence: the workers were still there, and what counts is their last sign of life."""

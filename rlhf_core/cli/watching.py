@@ -16,7 +16,7 @@ from rlhf_core.run_dir import RestartDir, RunDir, parse_lines, read_lines, read_
 from rlhf_core.schemas.regression import Regression, state_text
 from rlhf_core.schemas.reports import AgentStatus, MetricsLine, RankStatus
 from rlhf_core.schemas.run import StoredSpec
-from rlhf_core.watchdog.evidence import Progress, agent_decisions, incidents, regressed
+from rlhf_core.watchdog.evidence import AttemptProgress, agent_decisions, incidents, regressed
 
 SHOWN_METRICS = (
     "reward/mean",
@@ -40,7 +40,7 @@ class View:
 
     stored: StoredSpec
     record: RunRecord
-    progress: Progress | None
+    progress: AttemptProgress | None
     ranks: Sequence[RankStatus]
     story: Sequence[str]
     """Incidents and decisions, oldest first."""
@@ -54,13 +54,13 @@ class Viewer:
     def __init__(self, run_dir: RunDir) -> None:
         self._run_dir = run_dir
         self._stored = run_dir.read_spec()
-        self._progress: Progress | None = None
+        self._progress: AttemptProgress | None = None
 
     def read(self) -> View:
         """The run as it is now."""
         attempts = self._run_dir.attempts()
         if attempts and (self._progress is None or self._progress.attempt.number != attempts[-1].number):
-            self._progress = Progress(attempts[-1])
+            self._progress = AttemptProgress(attempts[-1])
         if self._progress is not None:
             self._progress.update()
         restarts = attempts[-1].restarts() if attempts else []

@@ -52,7 +52,7 @@ def main(run_id: str) -> int:
     try:
         with (
             HistoryStore(site.database_url) as store,
-            opened(RunDir.of(site.runs_dir, run_id), site, store, patience_s=0) as controller,
+            opened(RunDir.of(site.runs_dir, run_id), site, store, timeout_s=0) as controller,
         ):
             drive(controller)
     except RlhfError as error:

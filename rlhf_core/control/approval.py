@@ -45,7 +45,7 @@ def answer_promotion(
     reason: str = "",
     *,
     say: Callable[[str], None],
-    patience_s: float = CONTROLLER_PATIENCE_S,
+    timeout_s: float = CONTROLLER_PATIENCE_S,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Answered:
@@ -66,10 +66,10 @@ def answer_promotion(
     given = present is not None and present.state is PromotionState.WAITING
     if given:
         _give(run_dir, PromotionAnswer(verdict=verdict, by=by, reason=reason, time=utc_now()))
-    until = clock() + patience_s
+    until = clock() + timeout_s
     while True:
         try:
-            with opened(run_dir, site, store, patience_s=0) as controller:
+            with opened(run_dir, site, store, timeout_s=0) as controller:
                 settled = controller.journal.record.promotion
                 if not (given and settled is not None and _is_ours(settled, verdict, by)):
                     say(f"no controller is at work on {run_dir.run_id}; acting on it from here")

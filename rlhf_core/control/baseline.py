@@ -6,7 +6,7 @@ from rlhf_core.config import Site
 from rlhf_core.errors import HistoryError
 from rlhf_core.history import database, migrate, queries
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.preflight.facts import NO_PAST, GoodRun, Past
+from rlhf_core.preflight.facts import NO_BASELINE, Baseline, GoodRun
 from rlhf_core.preflight.trial import read_basis
 from rlhf_core.schemas.run import RunSpec, shape_key
 
@@ -14,31 +14,31 @@ Say = Callable[[str], None]
 """Told that the history does not answer."""
 
 
-def look_back(store: HistoryStore, spec: RunSpec, say: Say, run_id: str = "") -> Past:
+def look_back(store: HistoryStore, spec: RunSpec, say: Say, run_id: str = "") -> Baseline:
     """The past of a run; empty where there is none. What was tried out for the run itself is no past."""
     try:
         found = queries.last_good(store, spec.name, run_id)
-        return Past(
+        return Baseline(
             seconds_per_step=queries.seconds_per_step(store, shape_key(spec)),
             last_good=GoodRun(found["run_id"], found["spec"], read_basis(found["basis"])) if found else None,
             known=True,
         )
     except HistoryError as error:
         say(_without(error))
-        return NO_PAST
+        return NO_BASELINE
 
 
-def look_back_from(site: Site, spec: RunSpec, say: Say) -> Past:
+def look_back_from(site: Site, spec: RunSpec, say: Say) -> Baseline:
     """The same for `rlhf check`, which has no history open, and makes none."""
     try:
         file = database.sqlite_file(database.parse_url(site.database_url))
         if file is not None and migrate.is_new(file):
-            return Past(known=True)
+            return Baseline(known=True)
         with HistoryStore(site.database_url) as store:
             return look_back(store, spec, say)
     except HistoryError as error:
         say(_without(error))
-        return NO_PAST
+        return NO_BASELINE
 
 
 def _without(error: HistoryError) -> str:

@@ -30,8 +30,8 @@ from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.journal import CancelStarted, ControllerStarted
 from rlhf_core.schemas.resources import Submission
-from rlhf_core.watchdog.missing import close_missing
-from rlhf_core.watchdog.watch import record
+from rlhf_core.watchdog.missing_run import close_missing
+from rlhf_core.watchdog.watcher import record
 
 CONTROLLER_TIMEOUT_S = 60.0
 """Time for a living controller to end its run when asked."""
@@ -67,16 +67,16 @@ def cancel(controller: Controller, reason: str, *, save: bool = False) -> None:
     attempt = journal.record.attempts.get(number)
     if attempt is not None and not attempt.ended:
         # Of a job that waits for nodes there is nothing to save.
-        save = save and controller.watcher(number).look().verdict.state is AttemptState.RUNNING
+        save = save and controller.watcher(number).poll().verdict.state is AttemptState.RUNNING
         controller.observer.says(f"{'saving, then ' if save else ''}cancelling attempt {number}")
         give_order(controller.run_dir, number, order_to_end(reason, save=save))
         submission = attempt.submission or controller.scheduler.find(controller.run_dir.run_id, number)
         deadline = controller.clock() + (SAVE_TIMEOUT_S if save else CANCEL_TIMEOUT_S)
-        while submission is not None and not controller.watcher(number).look().ended and controller.clock() < deadline:
+        while submission is not None and not controller.watcher(number).poll().ended and controller.clock() < deadline:
             controller.lease.keep()
             controller.sleep(0.2)
         end_job(controller, submission, wait_for_database=False)
-        if controller.watcher(number).look().verdict.state is AttemptState.COMPLETED:
+        if controller.watcher(number).poll().verdict.state is AttemptState.COMPLETED:
             conclude(controller, number)  # it was faster than the order
             return
         journal.move_attempt(number, AttemptState.CANCELLED, reason, FailureKind.USER_CANCEL)
@@ -96,7 +96,7 @@ def cancel_run(
     *,
     save: bool = False,
     say: Callable[[str], None],
-    patience_s: float = CONTROLLER_TIMEOUT_S,
+    timeout_s: float = CONTROLLER_TIMEOUT_S,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Cancelled:
@@ -109,7 +109,7 @@ def cancel_run(
     Args:
         store: the history; None where it cannot be used.
         save: have a checkpoint written first.
-        patience_s: how long the controller may take; with ``save`` that much longer than writing may take.
+        timeout_s: how long the controller may take; with ``save`` that much longer than writing may take.
 
     Raises:
         SchedulerError: something of the job is still there.
@@ -126,7 +126,7 @@ def cancel_run(
     try:
         if store is None:
             raise DatabaseUnavailable("the history cannot be used")
-        with opened(run_dir, site, store, patience_s=0) as controller:
+        with opened(run_dir, site, store, timeout_s=0) as controller:
             say("no controller is at work on it; ending it from here" + _patience(save))
             cancel(controller, reason, save=save)
         return _result(run_dir, site, f"run {run_id} is cancelled")
@@ -134,8 +134,8 @@ def cancel_run(
         say(f"asking the controller of {run_id} to end it" + _patience(save))
     except DatabaseUnavailable as error:
         say(f"{error}. Asking the controller of {run_id} to end it, if there is one" + _patience(save))
-        patience_s = 0.0 if _has_no_controller(run_dir) else patience_s
-    until = clock() + patience_s + (SAVE_TIMEOUT_S if save and patience_s else 0.0)
+        timeout_s = 0.0 if _has_no_controller(run_dir) else timeout_s
+    until = clock() + timeout_s + (SAVE_TIMEOUT_S if save and timeout_s else 0.0)
     while clock() < until:
         if read_record(run_dir).ended:
             return _result(run_dir, site, f"run {run_id} was ended by its controller")

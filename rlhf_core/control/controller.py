@@ -16,7 +16,7 @@ from rlhf_core.control.snapshots import kept_with
 from rlhf_core.errors import DatabaseUnavailable, RunDirError
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import Journal, read_record
-from rlhf_core.launch.lease import TTL_S, Lease, Owner, acquire
+from rlhf_core.launch.lease import TTL_S, HeldLease, Owner, acquire
 from rlhf_core.launch.prepare import absolute_paths, git_revision, prepare, program_revision
 from rlhf_core.presets import PRESETS
 from rlhf_core.run_dir import RunDir, read_model
@@ -25,8 +25,8 @@ from rlhf_core.scheduler.base import Scheduler
 from rlhf_core.schemas.journal import ControllerStarted
 from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.run import RunSpec, StoredSpec
-from rlhf_core.watchdog.missing import Presence
-from rlhf_core.watchdog.watch import Look, Watcher, record
+from rlhf_core.watchdog.missing_run import Presence
+from rlhf_core.watchdog.watcher import AttemptSnapshot, Watcher, record
 
 if TYPE_CHECKING:
     from rlhf_core.control.promotion import Question
@@ -44,7 +44,7 @@ class Observer(Protocol):
     def begins(self, title: str) -> None:
         """A stage begins."""
 
-    def looked(self, look: Look) -> None:
+    def looked(self, look: AttemptSnapshot) -> None:
         """The watchdog has looked."""
 
     def says(self, text: str) -> None:
@@ -63,7 +63,7 @@ class Quiet:
     def begins(self, title: str) -> None:
         """Not shown."""
 
-    def looked(self, look: Look) -> None:
+    def looked(self, look: AttemptSnapshot) -> None:
         """Not shown."""
 
     def says(self, text: str) -> None:
@@ -131,7 +131,7 @@ class Controller:
     scheduler: Scheduler
     store: HistoryStore
     journal: Journal
-    lease: Lease
+    lease: HeldLease
     observer: Observer = field(default_factory=Quiet)
     resumed_at: int = 0
     """Newest attempt when the user asked to go on with the run; 0 for a new run. The budget of retries begins with it,
@@ -317,8 +317,8 @@ def opened(
     resumed: bool = False,
     flow_run: FlowRunLink | None = FlowRunLink(),
     on_wait: Callable[[str, float], None] = lambda owner, seconds: None,
-    patience_s: float = TTL_S + 5,
-    gives_way: bool = False,
+    timeout_s: float = TTL_S + 5,
+    fail_if_held: bool = False,
     lease_s: float = TTL_S,
 ) -> Iterator[Controller]:
     """Be the controller of a run for as long as the block lasts.
@@ -328,8 +328,8 @@ def opened(
         resumed: the user asked to go on with the run.
         flow_run: the Prefect flow run that this controller is; None where :meth:`Controller.announce` tells it later.
         on_wait: told when another controller's lease has to run out first, and how long that may take (seconds).
-        patience_s: how long to wait for that.
-        gives_way: not to wait for a controller that is seen to be alive.
+        timeout_s: how long to wait for that.
+        fail_if_held: not to wait for a controller that is seen to be alive.
         lease_s: how long the lease holds where this process does not renew it, as when it is suspended (seconds).
 
     Raises:
@@ -345,8 +345,8 @@ def opened(
         run_dir.run_id,
         on_wait=on_wait,
         above=above,
-        patience_s=patience_s,
-        gives_way=gives_way,
+        timeout_s=timeout_s,
+        fail_if_held=fail_if_held,
         ttl_s=lease_s,
     )
     lease.start()

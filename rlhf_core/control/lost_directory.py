@@ -9,7 +9,7 @@ from rlhf_core.run_dir import RunDir, remove_tree
 from rlhf_core.schemas.attempts import AttemptState, RunState, StageState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import FailureKind
-from rlhf_core.watchdog.missing import close_missing
+from rlhf_core.watchdog.missing_run import close_missing
 
 
 def abandon(controller: Controller, found: RunDirGone) -> RunDirGone:

@@ -2,7 +2,7 @@
 
 from rlhf_core.allocation.planner import plan, shortages
 from rlhf_core.control.controller import Controller
-from rlhf_core.diagnosis.ledger import REMEMBERED
+from rlhf_core.diagnosis.node_strikes import REMEMBERED
 from rlhf_core.errors import HistoryError
 from rlhf_core.history import queries
 from rlhf_core.launch.start import record_plan
@@ -10,7 +10,7 @@ from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Decision
 from rlhf_core.schemas.resources import Inventory
 from rlhf_core.schemas.run import shape_key
-from rlhf_core.watchdog.nodes import node_standings
+from rlhf_core.watchdog.node_records import node_standings
 
 
 def plan_attempt(controller: Controller, number: int) -> None:

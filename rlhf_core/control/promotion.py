@@ -15,6 +15,7 @@ from rlhf_core.control.controller import CancelRequested, Controller
 from rlhf_core.control.summary import Summary, interval, signed, summarise
 from rlhf_core.errors import CheckpointCorrupt, PromotionFailed
 from rlhf_core.escaping import markdown, markdown_code
+from rlhf_core.formatting import THROUGH_PREFECT, attributed
 from rlhf_core.launch.journal import PromotionRecord, RunRecord
 from rlhf_core.launch.model_card import model_card
 from rlhf_core.launch.promote import (
@@ -32,7 +33,6 @@ from rlhf_core.schemas.promotion import ModelProvenance, PromotionAnswer
 from rlhf_core.schemas.regression import regression_text
 from rlhf_core.schemas.reports import EvaluationReport
 from rlhf_core.schemas.run import StoredSpec
-from rlhf_core.words import THROUGH_PREFECT, attributed
 
 POLICY = "promote.when=always"
 """Approver where no approval is asked for."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from rlhf_core.allocation.planner import shortages
 from rlhf_core.control.controller import CancelRequested, Controller
 from rlhf_core.control.jobs import end_job
-from rlhf_core.diagnosis import caps
+from rlhf_core.diagnosis import attempt_caps
 from rlhf_core.errors import PreflightBlocked, RunCancelled, RunFailed, SchedulerError
 from rlhf_core.launch.journal import AttemptRecord
 from rlhf_core.run_dir import RunDir, read_model
@@ -22,7 +22,7 @@ from rlhf_core.schemas.journal import DecisionMade, IncidentFound
 from rlhf_core.schemas.probe import ProbeReport
 from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.watchdog.evidence import allocated_s
-from rlhf_core.watchdog.watch import Failure, Look, Verdict, explain
+from rlhf_core.watchdog.watcher import AttemptFailure, AttemptSnapshot, AttemptVerdict, explain
 
 
 def conclude(controller: Controller, number: int) -> None:
@@ -66,15 +66,15 @@ def _raise_if_asked_to_end(controller: Controller) -> None:
         raise CancelRequested(request.reason or "rlhf cancel")
 
 
-def _final_look(controller: Controller, number: int, attempt: AttemptRecord) -> Look:
-    look = controller.watcher(number).look()
+def _final_look(controller: Controller, number: int, attempt: AttemptRecord) -> AttemptSnapshot:
+    look = controller.watcher(number).poll()
     if attempt.ended:
         # As it was concluded. Its job may have been cancelled since, which is not what ended it.
-        return replace(look, verdict=Verdict(attempt.state, attempt.cause, attempt.failure_kind))
+        return replace(look, verdict=AttemptVerdict(attempt.state, attempt.cause, attempt.failure_kind))
     return look
 
 
-def _after_failure(controller: Controller, number: int, attempt: AttemptRecord, look: Look) -> None:
+def _after_failure(controller: Controller, number: int, attempt: AttemptRecord, look: AttemptSnapshot) -> None:
     journal = controller.journal
     first = max(journal.record.first_attempt, controller.resumed_at)
     failure = explain(
@@ -107,7 +107,7 @@ def _after_failure(controller: Controller, number: int, attempt: AttemptRecord, 
     controller.record()
 
 
-def _placeable(controller: Controller, failure: Failure) -> Decision:
+def _placeable(controller: Controller, failure: AttemptFailure) -> Decision:
     """Turn the decision into a stop where it takes another node in place of an unfit one, and there is none.
 
     Other suspects are used again where no node can take their place: they may have been unlucky. This one would only be
@@ -128,17 +128,17 @@ def _placeable(controller: Controller, failure: Failure) -> Decision:
 
 def _within_caps(controller: Controller, decision: Decision, first: int) -> Decision:
     """The decision; to stop, where all attempts together have used what the run may use."""
-    refused = caps.refusal(controller.spec, used_so_far(controller, first))
+    refused = attempt_caps.refusal(controller.spec, used_so_far(controller, first))
     if decision.action is not Action.NEW_ATTEMPT or not refused:
         return decision
     return decision.model_copy(update={"action": Action.STOP, "reason": refused, "delay_s": 0.0, "excluded_nodes": ()})
 
 
-def used_so_far(controller: Controller, first: int) -> caps.Used:
+def used_so_far(controller: Controller, first: int) -> attempt_caps.Used:
     """Use of the attempts from ``first`` on: they count from where the user last started or resumed the run."""
     attempts = {number: one for number, one in controller.journal.record.attempts.items() if number >= first}
     seconds = (allocated_s(controller.run_dir.attempt(n), one.ended_at or utc_now()) for n, one in attempts.items())
-    return caps.Used(len(attempts), sum(seconds))
+    return attempt_caps.Used(len(attempts), sum(seconds))
 
 
 def _is_blocked_by_probe(run_dir: RunDir, number: int) -> bool:
@@ -159,7 +159,7 @@ def _went_back_in_vain(controller: Controller, first: int, number: int) -> bool:
     )
 
 
-def diagnosis(run_dir: RunDir, number: int, failure: Failure, decision: Decision) -> str:
+def diagnosis(run_dir: RunDir, number: int, failure: AttemptFailure, decision: Decision) -> str:
     """The diagnosis for the user: the failure, the suspects, the evidence, and the reason why it was not retried."""
     incident = failure.incident
     lines = [f"run {run_dir.run_id} failed in attempt {number}: {failure.kind.value}", f"  {failure.message}"]

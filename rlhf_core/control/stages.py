@@ -10,23 +10,23 @@ from rlhf_core.control.controller import Controller
 from rlhf_core.control.planning import decision_before, plan_attempt
 from rlhf_core.control.recovery import used_so_far
 from rlhf_core.control.trials import cancel_trials, carry_out
-from rlhf_core.diagnosis import caps
+from rlhf_core.diagnosis import attempt_caps
 from rlhf_core.errors import BadInput, SubmissionFailed
 from rlhf_core.launch.start import job_request, submit_once
-from rlhf_core.preflight.gather import Surroundings
-from rlhf_core.preflight.static import blocking, make_checks, require_passed
+from rlhf_core.preflight.gather_facts import Surroundings
+from rlhf_core.preflight.runner import blocking, make_checks, require_passed
 from rlhf_core.preflight.trial import Rung
 from rlhf_core.schemas.attempts import AttemptState, RunState, StageName, StageState
 from rlhf_core.schemas.checks import CheckStatus
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.journal import ChecksMade
-from rlhf_core.watchdog.watch import Look, Verdict
+from rlhf_core.watchdog.watcher import AttemptSnapshot, AttemptVerdict
 
 
 class StageFailed(Exception):
     """The attempt a stage belongs to did not end well; :func:`drive` decides what follows."""
 
-    def __init__(self, verdict: Verdict) -> None:
+    def __init__(self, verdict: AttemptVerdict) -> None:
         super().__init__(verdict.cause)
         self.cancelled = verdict.state is AttemptState.CANCELLED
 
@@ -50,7 +50,7 @@ def preflight(controller: Controller) -> None:
             stored_version=controller.stored.package_version,
             site_slurm=controller.site.slurm,
             job_secrets=controller.site.job_secrets,
-            past=look_back(controller.store, controller.spec, controller.observer.says, controller.run_dir.run_id),
+            baseline=look_back(controller.store, controller.spec, controller.observer.says, controller.run_dir.run_id),
         )
         results = make_checks(controller.spec, around, controller.check)
         controller.journal.append(ChecksMade(results=results))
@@ -133,7 +133,7 @@ def _submit(controller: Controller, number: int) -> None:
     placement = journal.record.attempts[number].placement
     site = controller.site
     first = max(journal.record.first_attempt, controller.resumed_at)
-    limit_s = caps.time_limit_s(controller.spec, used_so_far(controller, first))
+    limit_s = attempt_caps.time_limit_s(controller.spec, used_so_far(controller, first))
     request = job_request(
         controller.run_dir, controller.spec, placement, site.compute_python, site.slurm, site.job_secrets
     )
@@ -141,16 +141,16 @@ def _submit(controller: Controller, number: int) -> None:
     try:
         submit_once(controller.run_dir, request, controller.scheduler, journal, controller.require_lease)
     except SubmissionFailed as error:
-        verdict = Verdict(AttemptState.FAILED, str(error), FailureKind.CONFIG)
+        verdict = AttemptVerdict(AttemptState.FAILED, str(error), FailureKind.CONFIG)
         journal.move_attempt(number, verdict.state, verdict.cause, verdict.failure_kind)
         raise StageFailed(verdict) from error
 
 
-def _watch_until(controller: Controller, number: int, enough: Callable[[Look], bool]) -> Look:
+def _watch_until(controller: Controller, number: int, enough: Callable[[AttemptSnapshot], bool]) -> AttemptSnapshot:
     """Look again and again until the attempt has ended, or ``enough`` says so; moves states on the way."""
     journal, watcher = controller.journal, controller.watcher(number)
     while True:
-        look = watcher.look()
+        look = watcher.poll()
         if (
             look.verdict.state is AttemptState.RUNNING
             and journal.record.attempts[number].state is AttemptState.SUBMITTED

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rlhf_core.escaping import markdown as escaped
 from rlhf_core.escaping import markdown_code
+from rlhf_core.formatting import count, missing_steps
 from rlhf_core.launch.journal import RunRecord, StageRecord, read_record
 from rlhf_core.run_dir import RunDir, read_model, read_models
 from rlhf_core.schemas.attempts import RunState, StageName, StageState
@@ -14,7 +15,6 @@ from rlhf_core.schemas.regression import Regression, regression_text, regression
 from rlhf_core.schemas.reports import EvaluationReport, MetricsLine
 from rlhf_core.schemas.run import StoredSpec
 from rlhf_core.watchdog.evidence import incidents, num_restarts
-from rlhf_core.words import count, missing_steps
 
 Section = Sequence[str]
 """Lines of Markdown."""

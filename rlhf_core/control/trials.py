@@ -19,7 +19,7 @@ from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.journal import TrialPlanned
 from rlhf_core.schemas.reports import MetricsLine
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.watchdog.watch import Look
+from rlhf_core.watchdog.watcher import AttemptSnapshot
 
 TRIAL = "trial"
 """Name of a trial, where stages have theirs."""
@@ -156,7 +156,7 @@ class _Onlooker:
         """A stage of the trial begins."""
         self._session.observer.begins(f"{self._title}: {title}")
 
-    def looked(self, look: Look) -> None:
+    def looked(self, look: AttemptSnapshot) -> None:
         """The watchdog has looked at the trial."""
         self._session.observer.looked(look)
 

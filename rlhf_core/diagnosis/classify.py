@@ -1,8 +1,8 @@
-"""Why it ended: from exit codes, outcomes, logs, the scheduler's word and a hang's verdict to one kind of failure.
+"""Classification of a failure from exit codes, outcomes, logs, the scheduler's state and the verdict on a hang.
 
-One failure shows itself many times: a rank that dies breaks the connections of its peers, and the agent ends the
-rest. So every worker's end is read by itself first, and then the most telling one decides: roots before symptoms
-before cascades, and among equals the first to end. How a log is read: :mod:`rlhf_core.diagnosis.log_reading`.
+One failure shows itself many times: a rank that dies breaks the connections of its peers, and the agent ends the rest.
+So every worker's end is classified by itself first, and then the most significant one decides: roots before symptoms
+before cascades, and among equals the first to end. Logs are read by :mod:`rlhf_core.diagnosis.log_reading`.
 """
 
 import dataclasses
@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rlhf_core.diagnosis import log_reading
-from rlhf_core.diagnosis.parts import Part
-from rlhf_core.diagnosis.raised_errors import Event
+from rlhf_core.diagnosis.evidence_parts import EvidencePart
+from rlhf_core.diagnosis.raised_errors import FailureEvent
 from rlhf_core.diagnosis.verdict import Verdict
 from rlhf_core.redaction import masked
 from rlhf_core.schemas.failures import FailureKind
@@ -32,25 +32,26 @@ SIGNAL_NAMES = {
 """Linux signal numbers; nothing of the operating system is imported here."""
 _SENT_FROM_OUTSIDE = {1, 2, 9, 15}
 
-SCHEDULER_STATES: dict[str, tuple[FailureKind, Part]] = {
-    "NODE_FAIL": (FailureKind.NODE_LOST, Part.ROOT),
-    "BOOT_FAIL": (FailureKind.NODE_LOST, Part.ROOT),
-    "LAUNCH_FAILED": (FailureKind.NODE_LOST, Part.ROOT),
-    "RECONFIG_FAIL": (FailureKind.NODE_LOST, Part.ROOT),
-    "PREEMPTED": (FailureKind.PREEMPTION, Part.ROOT),
-    "REQUEUED": (FailureKind.PREEMPTION, Part.ROOT),
-    "TIMEOUT": (FailureKind.TIME_LIMIT, Part.ROOT),
-    "DEADLINE": (FailureKind.TIME_LIMIT, Part.ROOT),
-    "OUT_OF_MEMORY": (FailureKind.HOST_OOM, Part.ROOT),
-    "OUT_OF_ME": (FailureKind.HOST_OOM, Part.ROOT),
-    "CANCELLED": (FailureKind.USER_CANCEL, Part.SYMPTOM),
+SCHEDULER_STATES: dict[str, tuple[FailureKind, EvidencePart]] = {
+    "NODE_FAIL": (FailureKind.NODE_LOST, EvidencePart.ROOT),
+    "BOOT_FAIL": (FailureKind.NODE_LOST, EvidencePart.ROOT),
+    "LAUNCH_FAILED": (FailureKind.NODE_LOST, EvidencePart.ROOT),
+    "RECONFIG_FAIL": (FailureKind.NODE_LOST, EvidencePart.ROOT),
+    "PREEMPTED": (FailureKind.PREEMPTION, EvidencePart.ROOT),
+    "REQUEUED": (FailureKind.PREEMPTION, EvidencePart.ROOT),
+    "TIMEOUT": (FailureKind.TIME_LIMIT, EvidencePart.ROOT),
+    "DEADLINE": (FailureKind.TIME_LIMIT, EvidencePart.ROOT),
+    "OUT_OF_MEMORY": (FailureKind.HOST_OOM, EvidencePart.ROOT),
+    "OUT_OF_ME": (FailureKind.HOST_OOM, EvidencePart.ROOT),
+    "CANCELLED": (FailureKind.USER_CANCEL, EvidencePart.SYMPTOM),
 }
-"""First word of the state of a job that ended, and what it says. ``OUT_OF_ME+``: what sacct prints of it by default."""
+"""Kind of failure by the first word of the state of an ended job. ``OUT_OF_ME+``: what sacct prints of it by
+default."""
 
 
 @dataclass(frozen=True)
 class WorkerEnd:
-    """How one worker ended, as its agent saw it."""
+    """End of one worker, as its agent saw it."""
 
     rank: int
     node: str
@@ -58,70 +59,70 @@ class WorkerEnd:
     exit_code: int | None
     """Negative: the signal that ended it. None: it had not ended when the agent acted."""
     ended_by_agent: bool = False
-    """The agent killed it, as it does with all workers after a failure: says nothing by itself."""
+    """True if the agent killed it, as it does with all workers after a failure; no evidence by itself."""
     order: int = 0
-    """Which it was to end, from 0."""
+    """Position in the order of ending, from 0."""
     outcome: WorkerOutcome | None = None
-    """What it wrote about itself, if it still could."""
+    """Outcome that the worker wrote about itself, if it still could."""
     log_tail: str = ""
     """The last lines of its log."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that is known about an end."""
+    """Evidence of the end of an attempt's workers."""
 
     workers: tuple[WorkerEnd, ...] = ()
     verdict: Verdict | None = None
-    """For a hang: who is to blame. The agent killed the workers because of it, so it decides."""
+    """Verdict on a hang. The agent killed the workers because of it, so it decides."""
     scheduler_state: str = ""
-    """The scheduler's word about the job, for instance ``NODE_FAIL`` or ``CANCELLED by 1000``; empty when it has
+    """State of the job in the scheduler, for instance ``NODE_FAIL`` or ``CANCELLED by 1000``; empty if there is
     none."""
     agent_log: str = ""
     """The last lines of what the agents and the scheduler's own steps printed."""
     oom_kills: int = 0
-    """Processes that the kernel killed for want of memory while the workers ran."""
+    """Number of processes that the kernel killed for lack of memory while the workers ran."""
     agent_vanished: bool = False
     """The job is gone and its agent left no outcome."""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What it was."""
+    """Result of the classification."""
 
     kind: FailureKind
     message: str
-    """What happened, in one or two sentences for a person."""
+    """Description of the failure in one or two sentences."""
     fingerprint: str
     """The same fault gives the same fingerprint: numbers, addresses and paths are left out of it."""
     ranks: tuple[int, ...] = ()
-    """Ranks it began with; empty when none is to blame."""
+    """Ranks that failed first; empty if none is to blame."""
     nodes: tuple[str, ...] = ()
     """Their nodes."""
     is_undecided: bool = False
-    """Only words say so: neither ranks that were compared nor an error of our own."""
+    """True if only the text of a log says so: neither a comparison of ranks nor one of our own errors."""
 
 
 @dataclass(frozen=True)
 class _Finding:
     kind: FailureKind
-    part: Part
+    part: EvidencePart
     text: str
     subject: str
-    """What the fingerprint is made from."""
+    """Text that the fingerprint is made from."""
     worker: WorkerEnd | None = None
     node: str = ""
     """Node to blame where it is not the worker's."""
     is_undecided: bool = False
-    """Words of a log, or of an error that is not our own."""
+    """True if it rests on the text of a log, or of an error that is not our own."""
 
 
 def classify(evidence: Evidence) -> Diagnosis:
-    """The kind of failure, its message and fingerprint."""
+    """Classify a failure: its kind, message and fingerprint."""
     if evidence.verdict is not None:
         return _hang(evidence.verdict, evidence.workers)
     told = _from_scheduler(evidence.scheduler_state)
-    if told is not None and told.part is Part.ROOT:
+    if told is not None and told.part is EvidencePart.ROOT:
         return _diagnosis(told)
     findings = [finding for worker in evidence.workers for finding in _from_worker(worker, evidence.oom_kills)]
     findings += _from_agents(evidence) if not evidence.workers else []
@@ -133,17 +134,17 @@ def classify(evidence: Evidence) -> Diagnosis:
 
 
 def read_log(text: str) -> Diagnosis | None:
-    """What a log alone says: the diagnosis, or None where it shows no failure, however it sounds.
+    """Diagnose a log alone; None if it shows no failure.
 
-    A log in which something failed without a known reason gives ``UNKNOWN``; warnings, what was tried again with
-    success, and what a training went on after give None.
+    A log in which something failed without a known reason gives ``UNKNOWN``; warnings, successful retries, and errors
+    after which training continued give None.
     """
     match = log_reading.find(text)
     return _diagnosis(_from_match(match)) if match is not None else None
 
 
 def fingerprint(kind: FailureKind, subject: str) -> str:
-    """12 hexadecimal digits that are equal for the same fault, whatever its numbers, addresses and paths."""
+    """Return 12 hexadecimal digits that are equal for the same fault, whatever its numbers, addresses and paths."""
     plain = re.sub(r"0x[0-9a-fA-F]+|/[^\s'\":,)]+|\d+(\.\d+)?(e[+-]?\d+)?", "#", subject)
     return hashlib.sha256(f"{kind}|{' '.join(plain.split())}".encode()).hexdigest()[:12]
 
@@ -155,7 +156,7 @@ def _rank_of_finding(finding: _Finding) -> tuple[int, int, int]:
 
 def _diagnosis(finding: _Finding) -> Diagnosis:
     worker = finding.worker
-    blamed = worker is not None and finding.part is not Part.CASCADE
+    blamed = worker is not None and finding.part is not EvidencePart.CASCADE
     node = finding.node or (worker.node if worker is not None and blamed else "")
     return Diagnosis(
         kind=finding.kind,
@@ -168,7 +169,7 @@ def _diagnosis(finding: _Finding) -> Diagnosis:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Hangs, and what the scheduler says
+# Hangs, and the state of the job
 
 
 def _hang(verdict: Verdict, workers: Sequence[WorkerEnd]) -> Diagnosis:
@@ -183,7 +184,7 @@ def _hang(verdict: Verdict, workers: Sequence[WorkerEnd]) -> Diagnosis:
 
 
 def _from_scheduler(state: str) -> _Finding | None:
-    """What the state of the job says. FAILED and COMPLETED are not in the table: others know why."""
+    """Finding from the state of the job. FAILED and COMPLETED are not in the table: other evidence explains them."""
     word = re.match(r"[A-Z_]*", state.strip().upper())
     known = SCHEDULER_STATES.get(word.group()) if word is not None else None
     if known is None:
@@ -191,7 +192,7 @@ def _from_scheduler(state: str) -> _Finding | None:
     kind, part = known
     if kind is FailureKind.USER_CANCEL and re.search(r"\bby (0|root|slurm)\b", state):
         # Not the user: an administrator, or the scheduler itself.
-        kind, part = FailureKind.PREEMPTION, Part.ROOT
+        kind, part = FailureKind.PREEMPTION, EvidencePart.ROOT
     return _Finding(kind, part, f"The scheduler ended the job: {state}.", kind)
 
 
@@ -200,22 +201,22 @@ def _from_agents(evidence: Evidence) -> list[_Finding]:
     if match is None:
         return []
     if evidence.agent_vanished and match.is_end:
-        # The tasks of a job are its agents: of one that ended without an outcome, srun says how, and on which node.
+        # The tasks of a job are its agents: if one ended without an outcome, srun reports how, and on which node.
         match = dataclasses.replace(match, kind=FailureKind.AGENT_KILLED)
     return [_from_match(match)]
 
 
-def _from_match(match: Event) -> _Finding:
+def _from_match(match: FailureEvent) -> _Finding:
     text = f"The log says: {match.line[:300]}"
     return _Finding(match.kind, match.part, text, match.line, node=match.node, is_undecided=True)
 
 
 def _without_findings(evidence: Evidence) -> _Finding:
     if evidence.agent_vanished:
-        text = "The agent ended without an outcome, and its workers with it; nothing says why."
-        return _Finding(FailureKind.AGENT_KILLED, Part.ROOT, text, "agent vanished")
-    text = "It ended, and nothing says why: no outcome, no telling line in the logs."
-    return _Finding(FailureKind.UNKNOWN, Part.ROOT, text, "nothing")
+        text = "The agent ended without an outcome, and its workers with it, without an explanation."
+        return _Finding(FailureKind.AGENT_KILLED, EvidencePart.ROOT, text, "agent vanished")
+    text = "It ended without an explanation: no outcome, no error in the logs."
+    return _Finding(FailureKind.UNKNOWN, EvidencePart.ROOT, text, "nothing")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -239,30 +240,30 @@ def _from_outcome(worker: WorkerEnd, outcome: WorkerOutcome) -> _Finding:
     first_line = outcome.message.strip().partition("\n")[0]
     subject = f"{error}|{first_line}|{_frames(outcome.traceback)}"
     if kind is FailureKind.DEGENERATE_RL:
-        # All ranks find it together, so none of them and none of their nodes is to blame; the message names who is.
+        # All ranks find it together, so none of them and none of their nodes is to blame; the message names the cause.
         return _Finding(kind, part, first_line, subject)
     text = f"{_name(worker)} failed in phase {outcome.phase} at step {outcome.step}: {error}: {first_line}"
     return _Finding(kind, part, text, subject, worker, is_undecided=outcome.error_type not in ERRORS)
 
 
-def _kind_of_error(outcome: WorkerOutcome) -> tuple[FailureKind, Part]:
+def _kind_of_error(outcome: WorkerOutcome) -> tuple[FailureKind, EvidencePart]:
     known = ERRORS.get(outcome.error_type)
     if known is not None:
         return known
     event = log_reading.find_error(outcome.error_type, outcome.message, outcome.traceback)
     if event.kind is not FailureKind.UNKNOWN:
         return event.kind, event.part
-    return UNEXPLAINED.get(outcome.error_type, (FailureKind.UNKNOWN, Part.SYMPTOM))
+    return UNEXPLAINED.get(outcome.error_type, (FailureKind.UNKNOWN, EvidencePart.SYMPTOM))
 
 
 def _from_signal(worker: WorkerEnd, number: int, oom_kills: int) -> _Finding:
     signal = SIGNAL_NAMES.get(number, f"signal {number}")
     if number == 9 and oom_kills > 0:
         text = f"{_name(worker)} was killed by the kernel: the node, or the job's share of it, ran out of main memory."
-        return _Finding(FailureKind.HOST_OOM, Part.ROOT, text, "oom kill", worker)
+        return _Finding(FailureKind.HOST_OOM, EvidencePart.ROOT, text, "oom kill", worker)
     if number in _SENT_FROM_OUTSIDE:
         text = f"{_name(worker)} was ended by {signal}; nothing in the job explains it."
-        return _Finding(FailureKind.WORKER_KILLED, Part.ROOT, text, signal, worker)
+        return _Finding(FailureKind.WORKER_KILLED, EvidencePart.ROOT, text, signal, worker)
     return _from_log(worker, f"was ended by {signal}")
 
 
@@ -272,10 +273,10 @@ def _from_log(worker: WorkerEnd, what: str) -> _Finding:
         last = next((line.strip() for line in reversed(worker.log_tail.splitlines()) if line.strip()), "")
         said = f"the last line of its log: {last[:300]}" if last else "its log is empty"
         text = f"{_name(worker)} {what}; {said}"
-        return _Finding(FailureKind.UNKNOWN, Part.SYMPTOM, text, f"{what}|{last}", worker)
-    # What this worker said last is its own, even where nothing is known of it: no echo of another one's end.
+        return _Finding(FailureKind.UNKNOWN, EvidencePart.SYMPTOM, text, f"{what}|{last}", worker)
+    # The last lines of this worker are about itself, even if their kind is unknown.
     own = match.kind in (FailureKind.UNKNOWN, FailureKind.ENGINE)
-    part = min(match.part, Part.SYMPTOM) if own else match.part
+    part = min(match.part, EvidencePart.SYMPTOM) if own else match.part
     text = f"{_name(worker)} {what}: {match.line[:300]}"
     return _Finding(match.kind, part, text, match.line, worker, is_undecided=True)
 
@@ -286,7 +287,7 @@ def _name(worker: WorkerEnd) -> str:
 
 
 def _frames(traceback: str) -> str:
-    """Names of the innermost functions: they tell two faults with the same message apart."""
+    """Names of the innermost functions, which distinguish two faults with the same message."""
     return ">".join(re.findall(r", in (\S+)", traceback)[-3:])
 
 
@@ -294,11 +295,11 @@ def _frames(traceback: str) -> str:
 # Error classes
 
 
-def _own(names: Iterable[str], kind: FailureKind) -> dict[str, tuple[FailureKind, Part]]:
-    return {f"rlhf_core.errors.{name}": (kind, Part.ROOT) for name in names}
+def _own(names: Iterable[str], kind: FailureKind) -> dict[str, tuple[FailureKind, EvidencePart]]:
+    return {f"rlhf_core.errors.{name}": (kind, EvidencePart.ROOT) for name in names}
 
 
-ERRORS: dict[str, tuple[FailureKind, Part]] = {
+ERRORS: dict[str, tuple[FailureKind, EvidencePart]] = {
     **_own(("BadInput", "BadConfig", "RunDirError"), FailureKind.CONFIG),
     **_own(("BadData",), FailureKind.DATA),
     **_own(("CheckpointCorrupt", "ResumeMismatch"), FailureKind.CHECKPOINT_CORRUPT),
@@ -309,9 +310,9 @@ ERRORS: dict[str, tuple[FailureKind, Part]] = {
     **_own(("NonFiniteLoss",), FailureKind.NON_FINITE),
     **_own(("DegenerateRl",), FailureKind.DEGENERATE_RL),
 }
-"""Our own classes, by full name. What is known of all others: :mod:`rlhf_core.diagnosis.exceptions`."""
+"""Kinds of our own error classes, by full name. All others: :mod:`rlhf_core.diagnosis.exceptions`."""
 
-UNEXPLAINED: dict[str, tuple[FailureKind, Part]] = {
-    "builtins.TimeoutError": (FailureKind.COLLECTIVE_HANG, Part.SYMPTOM),
+UNEXPLAINED: dict[str, tuple[FailureKind, EvidencePart]] = {
+    "builtins.TimeoutError": (FailureKind.COLLECTIVE_HANG, EvidencePart.SYMPTOM),
 }
-"""Meaning of a class in a worker of ours, for a message that says nothing."""
+"""Kinds of error classes in our workers whose message explains nothing."""

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlhf_core.diagnosis.parts import Part
+from rlhf_core.diagnosis.evidence_parts import EvidencePart
 from rlhf_core.schemas.failures import FailureKind as Kind
 
 
@@ -17,10 +17,10 @@ class Meaning:
     """Kind and part of a class or a number."""
 
     kind: Kind
-    part: Part
+    part: EvidencePart
 
 
-def _all(kind: Kind, part: Part, names: str) -> dict[str, Meaning]:
+def _all(kind: Kind, part: EvidencePart, names: str) -> dict[str, Meaning]:
     return {name: Meaning(kind, part) for name in names.split()}
 
 
@@ -28,7 +28,7 @@ CLASSES: dict[str, Meaning] = {
     # Packages that are missing, too old, or built for something else.
     **_all(
         Kind.IMPORT_ERROR,
-        Part.ROOT,
+        EvidencePart.ROOT,
         "ImportError ModuleNotFoundError PackageNotFoundError DistributionNotFound VersionConflict UnknownExtra "
         "ContextualVersionConflict MissingCUDAException CUDAMismatchException CompilationError PTXASError "
         "OutOfResources",
@@ -36,18 +36,18 @@ CLASSES: dict[str, Meaning] = {
     # Data, and what turns text into tokens.
     **_all(
         Kind.DATA,
-        Part.ROOT,
+        EvidencePart.ROOT,
         "JSONDecodeError UnicodeDecodeError DatasetGenerationError DatasetGenerationCastError DatasetNotFoundError "
         "DatasetsNotFoundError DataFilesNotFoundError EmptyDatasetError ArrowInvalid ArrowTypeError "
         "ArrowNotImplementedError UnidentifiedImageError CastError EmptyDataError TemplateError UndefinedError "
         "TemplateSyntaxError TemplateRuntimeError SchemaInferenceError NonMatchingSplitsSizesError "
         "ExpectedMoreSplitsError DecompressionBombError DataError BadGzipFile pandas.errors.ParserError",
     ),
-    **_all(Kind.SHAPE, Part.ROOT, "EinopsError ShapeError ShapeMismatchError BroadcastError"),
+    **_all(Kind.SHAPE, EvidencePart.ROOT, "EinopsError ShapeError ShapeMismatchError BroadcastError"),
     # Settings.
     **_all(
         Kind.CONFIG,
-        Part.ROOT,
+        EvidencePart.ROOT,
         "ValidationError ConfigAttributeError ConfigKeyError ConfigTypeError ConfigIndexError ConfigValueError "
         "ConfigCompositionException MissingConfigException OverrideParseException InterpolationKeyError "
         "InterpolationResolutionError MissingMandatoryValue ScannerError yaml.parser.ParserError ComposerError "
@@ -56,41 +56,49 @@ CLASSES: dict[str, Meaning] = {
         "GatedRepoError EntryNotFoundError RevisionNotFoundError OfflineModeIsEnabled UsageError AuthenticationError "
         "BadParameter MissingParameter NoSuchOption UnsupportedOperation",
     ),
-    **_all(Kind.CONFIG, Part.SYMPTOM, "FileNotFoundError PermissionError NotADirectoryError IsADirectoryError"),
+    **_all(Kind.CONFIG, EvidencePart.SYMPTOM, "FileNotFoundError PermissionError NotADirectoryError IsADirectoryError"),
     # Memory.
-    **_all(Kind.HOST_OOM, Part.ROOT, "MemoryError _ArrayMemoryError ArrayMemoryError ray.exceptions.OutOfMemoryError"),
-    **_all(Kind.CUDA_OOM, Part.ROOT, "OutOfMemoryError CudaOutOfMemoryError OutOfMemoryException"),
-    # Files.
-    **_all(Kind.DISK_FULL, Part.ROOT, "OutOfDiskError DiskFullError"),
-    **_all(Kind.FILE_SYSTEM, Part.ROOT, "FileExistsError BlockingIOError filelock.Timeout filelock._error.Timeout"),
     **_all(
-        Kind.CHECKPOINT_CORRUPT, Part.ROOT, "UnpicklingError SafetensorError CheckpointException CheckpointingException"
+        Kind.HOST_OOM,
+        EvidencePart.ROOT,
+        "MemoryError _ArrayMemoryError ArrayMemoryError ray.exceptions.OutOfMemoryError",
+    ),
+    **_all(Kind.CUDA_OOM, EvidencePart.ROOT, "OutOfMemoryError CudaOutOfMemoryError OutOfMemoryException"),
+    # Files.
+    **_all(Kind.DISK_FULL, EvidencePart.ROOT, "OutOfDiskError DiskFullError"),
+    **_all(
+        Kind.FILE_SYSTEM, EvidencePart.ROOT, "FileExistsError BlockingIOError filelock.Timeout filelock._error.Timeout"
+    ),
+    **_all(
+        Kind.CHECKPOINT_CORRUPT,
+        EvidencePart.ROOT,
+        "UnpicklingError SafetensorError CheckpointException CheckpointingException",
     ),
     # Numbers.
-    **_all(Kind.NON_FINITE, Part.ROOT, "FloatingPointError NonFiniteLossError NanLossDuringTrainingError"),
+    **_all(Kind.NON_FINITE, EvidencePart.ROOT, "FloatingPointError NonFiniteLossError NanLossDuringTrainingError"),
     # Ranks that find each other, and connections between them.
-    **_all(Kind.RENDEZVOUS, Part.ROOT, "gaierror"),
+    **_all(Kind.RENDEZVOUS, EvidencePart.ROOT, "gaierror"),
     **_all(
         Kind.RENDEZVOUS,
-        Part.SYMPTOM,
+        EvidencePart.SYMPTOM,
         "RendezvousTimeoutError RendezvousConnectionError RendezvousClosedError RendezvousStateError "
         "RendezvousGracefulExitError RendezvousError DistNetworkError DistStoreError",
     ),
-    **_all(Kind.NODE_LOST, Part.ROOT, "NodeDiedError NodeNotReadyError"),
+    **_all(Kind.NODE_LOST, EvidencePart.ROOT, "NodeDiedError NodeNotReadyError"),
     **_all(
         Kind.NETWORK,
-        Part.CASCADE,
+        EvidencePart.CASCADE,
         "ConnectionResetError ConnectionAbortedError ConnectionRefusedError BrokenPipeError EOFError ConnectionError "
         "DistBackendError RemoteDisconnected RpcError IncompleteReadError",
     ),
     # Engines.
     **_all(
         Kind.ENGINE,
-        Part.CASCADE,
+        EvidencePart.CASCADE,
         "EngineDeadError EngineCoreError AsyncEngineDeadError MQEngineDeadError EngineGenerateError VLLMException",
     ),
     # What a person did.
-    **_all(Kind.USER_CANCEL, Part.SYMPTOM, "KeyboardInterrupt"),
+    **_all(Kind.USER_CANCEL, EvidencePart.SYMPTOM, "KeyboardInterrupt"),
 }
 """By full name, or by the class alone."""
 
@@ -114,14 +122,14 @@ SERVICE_ERRORS = re.compile(
 """Errors of a service outside the job (a hub, a tracker, a model's API): none of the kinds, so ``unknown``."""
 
 _ERRNO = re.compile(r"\[Errno (-?\d+)\]|\berrno: (-?\d+)|\(os error (\d+)\)|\bcode: (\d+), kind:")
-_NUMBERS: tuple[tuple[Kind, Part, tuple[int, ...]], ...] = (
-    (Kind.DISK_FULL, Part.ROOT, (28, 122)),
-    (Kind.FILE_SYSTEM, Part.ROOT, (5, 11, 17, 23, 24, 30, 37, 39, 107, 108, 116, 117, 121)),
-    (Kind.HOST_OOM, Part.ROOT, (12,)),
-    (Kind.RENDEZVOUS, Part.ROOT, (98, 99, -2, -3, -5)),
-    (Kind.NETWORK, Part.SYMPTOM, (100, 101, 110, 113)),
-    (Kind.NETWORK, Part.CASCADE, (32, 103, 104, 111)),
-    (Kind.CONFIG, Part.SYMPTOM, (1, 2, 13, 20, 21, 36)),
+_NUMBERS: tuple[tuple[Kind, EvidencePart, tuple[int, ...]], ...] = (
+    (Kind.DISK_FULL, EvidencePart.ROOT, (28, 122)),
+    (Kind.FILE_SYSTEM, EvidencePart.ROOT, (5, 11, 17, 23, 24, 30, 37, 39, 107, 108, 116, 117, 121)),
+    (Kind.HOST_OOM, EvidencePart.ROOT, (12,)),
+    (Kind.RENDEZVOUS, EvidencePart.ROOT, (98, 99, -2, -3, -5)),
+    (Kind.NETWORK, EvidencePart.SYMPTOM, (100, 101, 110, 113)),
+    (Kind.NETWORK, EvidencePart.CASCADE, (32, 103, 104, 111)),
+    (Kind.CONFIG, EvidencePart.SYMPTOM, (1, 2, 13, 20, 21, 36)),
 )
 NUMBERS: dict[int, Meaning] = {number: Meaning(kind, part) for kind, part, numbers in _NUMBERS for number in numbers}
 """Linux error numbers, and those of the resolver (negative), that say what failed."""
@@ -132,8 +140,8 @@ _STATUS = re.compile(
     r"|\b(?P<before>4\d\d) (?:Client Error|Bad Request|Unauthorized|Forbidden|Not Found|Unprocessable)"
 )
 STATUSES: dict[int, Meaning] = {
-    **dict.fromkeys((400, 413, 422), Meaning(Kind.DATA, Part.SYMPTOM)),
-    **dict.fromkeys((401, 403, 404), Meaning(Kind.CONFIG, Part.SYMPTOM)),
+    **dict.fromkeys((400, 413, 422), Meaning(Kind.DATA, EvidencePart.SYMPTOM)),
+    **dict.fromkeys((401, 403, 404), Meaning(Kind.CONFIG, EvidencePart.SYMPTOM)),
 }
 """HTTP statuses by which a service refuses a request for good: what was sent, or who asked for what. It may be busy or
 broken in all others."""

@@ -1,4 +1,4 @@
-"""What the telemetry of all nodes shows together: a node that lags, a GPU that is hot or broken, a spinning collective.
+"""Anomalies in the telemetry of all nodes: a lagging node, a hot or broken GPU, a spinning collective.
 
 Findings are sentences for a person. They neither stop nor restart anything: a hang is found by the beats
 (``liveness.py``). Pure: telemetry and seconds in, sentences out.
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 WINDOW_S = 180.0
-"""How far back a figure is averaged."""
+"""Window over which a figure is averaged."""
 
 JUDGE_EVERY_S = 10.0
 """Findings change no more often."""
@@ -77,7 +77,7 @@ class Comparison:
     """One figure that is about equal on all nodes of a healthy job."""
 
     name: str
-    """What is compared: a noun."""
+    """Noun for the figure that is compared."""
     unit: str
     floor: float
     """A difference below this is never worth a word, in ``unit``."""
@@ -86,7 +86,7 @@ class Comparison:
     read: Callable[[Mapping[str, float]], float | None]
     """The figure in one reading; None when it is not there."""
     look_for: str
-    """What to do about it."""
+    """Advice for the user."""
 
 
 def _sum_of(*names: str) -> Callable[[Mapping[str, float]], float | None]:
@@ -133,7 +133,7 @@ NODES = (
         look_for="Look for a slow or unused interface there (NCCL_SOCKET_IFNAME, ibstat), or for foreign transfers",
     ),
 )
-"""What is compared between nodes. Loopback is not: nodes that share one machine share that figure too."""
+"""Figures compared between nodes. Loopback is excluded: nodes that share a machine share that figure too."""
 
 GPUS = (
     Comparison(
@@ -161,7 +161,7 @@ GPUS = (
         look_for="Look at its clock limits and for heat (nvidia-smi -q -d CLOCK,PERFORMANCE)",
     ),
 )
-"""What is compared between GPUs, over all nodes."""
+"""Figures compared between GPUs, over all nodes."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class _Mean:
 
 @dataclass(frozen=True)
 class _Sign:
-    """What one judgement says about one possible finding."""
+    """Evidence of one judgement for one possible finding."""
 
     text: str
     begins: bool
@@ -205,7 +205,7 @@ class _Sign:
 
 
 @dataclass
-class _Finding:
+class _ImbalanceFinding:
     """A possible finding, and how many judgements in a row spoke against its present state."""
 
     text: str = ""
@@ -220,7 +220,7 @@ class ImbalanceWatch:
 
     _nodes: dict[str, deque[_Sample]] = field(default_factory=dict)
     _gpus: dict[_Gpu, deque[_Sample]] = field(default_factory=dict)
-    _findings: dict[str, _Finding] = field(default_factory=dict)
+    _findings: dict[str, _ImbalanceFinding] = field(default_factory=dict)
     _ecc_at_first: dict[_Gpu, float] = field(default_factory=dict)
     _progress: dict[str, tuple[int, int]] = field(default_factory=dict)
     _progressed_at_s: float | None = None
@@ -253,7 +253,7 @@ class ImbalanceWatch:
             self._judge()
 
     def findings(self) -> tuple[str, ...]:
-        """What stands out at present, one sentence each; the same words for as long as it stands out."""
+        """Return the current findings, one sentence each; the wording stays the same while a finding lasts."""
         return tuple(found.text for found in self._findings.values() if found.active)
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ class ImbalanceWatch:
             self._weigh(key, sign)
 
     def _weigh(self, key: str, sign: _Sign) -> None:
-        finding = self._findings.setdefault(key, _Finding())
+        finding = self._findings.setdefault(key, _ImbalanceFinding())
         if finding.for_good:
             return
         if sign.at_once:
@@ -340,7 +340,7 @@ class ImbalanceWatch:
         return signs
 
     def _broken(self, gpu: _Gpu, last: Mapping[str, float]) -> dict[str, _Sign]:
-        """What needs no second look: it happened."""
+        """Findings that need no confirmation, such as an uncorrectable error."""
         found = {}
         errors = last.get("ecc_uncorrected", 0.0) - self._ecc_at_first.get(gpu, 0.0)
         if errors > 0:
@@ -377,7 +377,7 @@ class ImbalanceWatch:
         return 0.0 if self._progressed_at_s is None else self._now_s - self._progressed_at_s
 
     def _learn_power(self) -> None:
-        """What a GPU draws while work is done: the highest mean over the last while, as long as things advance."""
+        """Learn the power that a GPU draws under load: the highest mean of the window while training advances."""
         if not self._has_progressed or self._quiet_s > STEPS_QUIET_S / 2:
             return
         for gpu, samples in self._gpus.items():
@@ -435,7 +435,7 @@ def _mean(samples: Iterable[_Sample], name: str) -> float | None:
 
 
 def _deviation(unit: str, comparison: Comparison, mean: _Mean, others: list[float]) -> _Sign:
-    """How far one unit is from the median of the others, against floor, share, spread and its own noise."""
+    """Deviation of one unit from the median of the others, if it exceeds floor, share, spread and its own noise."""
     middle = statistics.median(others)
     spread = MAD_TO_SIGMA * statistics.median(abs(other - middle) for other in others)
     limit = max(
@@ -458,7 +458,7 @@ def _strained(gpu: _Gpu, readings: list[Mapping[str, float]]) -> dict[str, _Sign
     if heat and limit is not None:
         mean = statistics.fmean(heat)
         signs[f"heat {gpu}"] = _Sign(
-            f"{gpu} has {mean:.0f} °C; at {limit:.0f} °C it slows itself down. Look at the cooling of {gpu.node}",
+            f"{gpu} has {mean:.0f} °C; at {limit:.0f} °C it slows itself down. Check the cooling of {gpu.node}",
             begins=mean >= limit - HOT_MARGIN_C,
             stays=mean >= limit - COOLED_MARGIN_C,
         )
@@ -477,7 +477,7 @@ def _strained(gpu: _Gpu, readings: list[Mapping[str, float]]) -> dict[str, _Sign
         errors = corrected[-1] - corrected[0]
         signs[f"corrected {gpu}"] = _Sign(
             f"{gpu} had {errors:.0f} memory errors corrected by ECC in {WINDOW_S:.0f} s. It still computes rightly, "
-            f"but such memory tends to fail: have {gpu.node} looked at",
+            f"but such memory tends to fail: have {gpu.node} checked",
             begins=errors >= CORRECTED_ECC,
             stays=errors >= STAYS_AT * CORRECTED_ECC,
         )

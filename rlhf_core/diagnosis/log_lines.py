@@ -48,7 +48,7 @@ _NCCL_WARNING = re.compile(r"NCCL WARN\b")
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LogLine:
     """One line of a log."""
 
     number: int
@@ -63,14 +63,14 @@ class Line:
     """As it was printed."""
 
 
-def read_lines(text: str) -> Iterator[Line]:
+def read_lines(text: str) -> Iterator[LogLine]:
     """All lines that say anything, in order."""
     for number, raw in enumerate(text.splitlines()):
         if raw and not raw.isspace():
             yield read_line(raw, number)
 
 
-def read_line(raw: str, number: int = 0) -> Line:
+def read_line(raw: str, number: int = 0) -> LogLine:
     """One line, split into who, how loud, and what."""
     text = raw[:LONGEST_LINE].rstrip()
     if "\x1b" in text:
@@ -89,4 +89,4 @@ def read_line(raw: str, number: int = 0) -> Line:
         if found is None or found.end() == 0:
             break
         text = text[found.end() :]
-    return Line(number, text, process, is_quiet, raw)
+    return LogLine(number, text, process, is_quiet, raw)

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rlhf_core.diagnosis import metric_lines, signatures
-from rlhf_core.diagnosis.log_lines import Line, read_line
-from rlhf_core.diagnosis.parts import Part
-from rlhf_core.diagnosis.raised_errors import TABLES, Event, Tables, continued, event_of
-from rlhf_core.diagnosis.signatures_row import Matched
+from rlhf_core.diagnosis.evidence_parts import EvidencePart
+from rlhf_core.diagnosis.log_lines import LogLine, read_line
+from rlhf_core.diagnosis.raised_errors import TABLES, FailureEvent, Tables, continued, event_of
+from rlhf_core.diagnosis.signature import Matched
 from rlhf_core.diagnosis.tracebacks import CONTINUED, Frame, Raised, TracebackReader
 from rlhf_core.schemas.failures import FailureKind as Kind
 
@@ -32,39 +32,39 @@ _OF_THE_START = frozenset({Kind.RENDEZVOUS})
 _REASONS = frozenset({Kind.PREEMPTION, Kind.TIME_LIMIT, Kind.NODE_LOST, Kind.USER_CANCEL})
 
 
-def find(text: str, tables: Tables = TABLES) -> Event | None:
+def find(text: str, tables: Tables = TABLES) -> FailureEvent | None:
     """The event that decides about a log; None when it shows no failure."""
     return decide(events(text, tables))
 
 
-def find_error(error_type: str, message: str, traceback: str, tables: Tables = TABLES) -> Event:
+def find_error(error_type: str, message: str, traceback: str, tables: Tables = TABLES) -> FailureEvent:
     """Read an error that a worker wrote down itself: its full class, its message, and its traceback.
 
     Where it says nothing itself, those that it was raised from may.
     """
     reader = TracebackReader()
-    lines = [Line(number, raw, "", False, raw) for number, raw in enumerate(traceback.splitlines())]
+    lines = [LogLine(number, raw, "", False, raw) for number, raw in enumerate(traceback.splitlines())]
     chain = [raised for line in lines if isinstance(raised := reader.read(line), Raised)]
     frames = reader.last_frames or (chain[-1].frames if chain else ())
     name = error_type.removeprefix("builtins.")
-    said = Line(len(lines), f"{name.rpartition('.')[2]}: {message}", "", False, message)
+    said = LogLine(len(lines), f"{name.rpartition('.')[2]}: {message}", "", False, message)
     own = event_of(Raised(name, "", message, frames, said, False), (), tables)
     if own.kind is not Kind.UNKNOWN:
         return own
     return decide([*(event_of(raised, (), tables) for raised in chain), own]) or own
 
 
-def decide(found: Sequence[Event]) -> Event | None:
+def decide(found: Sequence[FailureEvent]) -> FailureEvent | None:
     """The event that decides: roots before symptoms before cascades, then the first."""
-    telling = [event for event in found if event.part is not Part.TEARDOWN]
+    telling = [event for event in found if event.part is not EvidencePart.TEARDOWN]
     of_this_start = [event for event in telling if event.kind is not Kind.CONFIG or _STARTS_OVER not in event.line]
-    if any(event.part is not Part.CASCADE for event in of_this_start):
+    if any(event.part is not EvidencePart.CASCADE for event in of_this_start):
         telling = of_this_start
     telling = _around_cancellation(telling)
     return min(telling, key=lambda event: (event.part, event.is_end, event.number), default=None)
 
 
-def _around_cancellation(telling: list[Event]) -> list[Event]:
+def _around_cancellation(telling: list[FailureEvent]) -> list[FailureEvent]:
     """Without what a cancellation explains, or without the cancellation where it explains nothing.
 
     It says something only where nothing failed before it, for Slurm prints it about every step that it ends, also about
@@ -78,11 +78,11 @@ def _around_cancellation(telling: list[Event]) -> list[Event]:
         return others
     if telling[cancelled].is_later:
         # Interrupted while something was handled of which the log shows nothing before: what it shows later counts.
-        return [event for event in others if event.part is not Part.CASCADE] or telling
+        return [event for event in others if event.part is not EvidencePart.CASCADE] or telling
     return [event for event in telling if event.kind in _REASONS or (event.kind is Kind.HOST_OOM and event.node)]
 
 
-def events(text: str, tables: Tables = TABLES) -> list[Event]:
+def events(text: str, tables: Tables = TABLES) -> list[FailureEvent]:
     """All that a log says about a failure and that was not survived, in order."""
     if len(text) > HEAD + TAIL:
         text = f"{text[:HEAD]}\n{text[-TAIL:]}"
@@ -93,10 +93,16 @@ def events(text: str, tables: Tables = TABLES) -> list[Event]:
     found = reading.found
     if not found and reading.tracebacks.is_open:
         at = len(lines) - 1
-        found.append(Event(Kind.UNKNOWN, Part.CASCADE, "a traceback that is cut off", at, "a traceback", is_end=True))
+        found.append(
+            FailureEvent(
+                Kind.UNKNOWN, EvidencePart.CASCADE, "a traceback that is cut off", at, "a traceback", is_end=True
+            )
+        )
     diverged = metric_lines.divergence(reading.metrics)
     if diverged is not None:
-        found.append(Event(Kind.NON_FINITE, Part.ROOT, diverged.strip(), lines.index(diverged), "metrics"))
+        found.append(
+            FailureEvent(Kind.NON_FINITE, EvidencePart.ROOT, diverged.strip(), lines.index(diverged), "metrics")
+        )
     return found
 
 
@@ -105,12 +111,12 @@ class _Reading:
 
     def __init__(self, tables: Tables) -> None:
         """Nothing yet."""
-        self.found: list[Event] = []
+        self.found: list[FailureEvent] = []
         self.metrics: list[str] = []
         self.tracebacks = TracebackReader()
         self._tables = tables
         self._matched: dict[tuple[str, bool], Matched | None] = {}
-        self._weighed: dict[tuple[str, tuple[Frame, ...], tuple[str, ...], str], Event] = {}
+        self._weighed: dict[tuple[str, tuple[Frame, ...], tuple[str, ...], str], FailureEvent] = {}
         self._steps = 0
         self._bars: dict[int, int] = {}
         self._moved = 0
@@ -130,16 +136,16 @@ class _Reading:
             if line.is_quiet and not read.frames:
                 return
             following = [read_line(later).text for later in lines[number + 1 : number + 1 + CONTINUED]]
-            event: Event | None = self._of_error(read, tuple(continued(following)))
+            event: FailureEvent | None = self._of_error(read, tuple(continued(following)))
         else:
             event = None if read else self._of_phrase(line)
         if event is None or (self._requeued and _BY_REQUEUE in event.line):
             return
-        self._steps = 0 if event.part is Part.ROOT else self._steps
+        self._steps = 0 if event.part is EvidencePart.ROOT else self._steps
         self._moved = 0
         self.found.append(event)
 
-    def _of_error(self, raised: Raised, following: tuple[str, ...]) -> Event:
+    def _of_error(self, raised: Raised, following: tuple[str, ...]) -> FailureEvent:
         # All ranks print the same error: it is weighed once.
         key = (raised.line.text, raised.frames, following, raised.line.process)
         if key not in self._weighed:
@@ -147,7 +153,7 @@ class _Reading:
         at = raised.line
         return replace(self._weighed[key], line=at.raw.strip(), number=at.number, is_later=raised.is_later)
 
-    def _of_phrase(self, line: Line) -> Event | None:
+    def _of_phrase(self, line: LogLine) -> FailureEvent | None:
         # The same line is printed by every rank, and again and again: it is matched once.
         key = (line.text, line.is_quiet)
         if key not in self._matched:
@@ -157,7 +163,7 @@ class _Reading:
             return None
         row = matched.row
         is_end = signatures.is_end(row)
-        return Event(row.kind, row.part, line.raw.strip(), line.number, matched.rule, matched.node, is_end)
+        return FailureEvent(row.kind, row.part, line.raw.strip(), line.number, matched.rule, matched.node, is_end)
 
     def _is_progress(self, raw: str) -> bool:
         """Take note of a step that was made: what stands before it has not ended the training."""
@@ -186,4 +192,4 @@ class _Reading:
             self._forget_what_is_no_root()
 
     def _forget_what_is_no_root(self) -> None:
-        self.found = [event for event in self.found if event.part is Part.ROOT]
+        self.found = [event for event in self.found if event.part is EvidencePart.ROOT]

@@ -32,7 +32,7 @@ EXPLODED_NORM = 1e4
 
 
 def is_progress(line: str) -> bool:
-    """Whether the line shows a step that was made."""
+    """Return True if the line shows a completed step."""
     return _ANY_BAR.search(line) is None and (_STEP.search(line) is not None or is_end(line))
 
 
@@ -55,7 +55,7 @@ def is_metric(line: str) -> bool:
 
 
 def is_end(line: str) -> bool:
-    """Whether the line says that the training came to its good end."""
+    """Return True if the line says that training completed."""
     return _FINISHED.search(line) is not None
 
 

@@ -21,7 +21,7 @@ class NodeCheck:
 
     id: str
     prevents: str
-    """What it is for, in a sentence."""
+    """Purpose of the check, in a sentence."""
 
 
 MISSING = NodeCheck(
@@ -87,7 +87,7 @@ NODE_CHECKS = (
 """Every check on nodes, in the order in which they are shown."""
 
 NEVER_OFF = frozenset({MISSING.id, IDENTITY.id})
-"""Checks that cannot be turned off: without that node there is nothing to go on with."""
+"""Checks that cannot be turned off: without that node there is nothing to resume."""
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -138,19 +138,19 @@ SHOWN_CHARACTERS = 120
 
 @dataclass(frozen=True)
 class Plan:
-    """What the nodes should be, from the run's spec and placement."""
+    """Expected configuration of the nodes, from the run's spec and placement."""
 
     names: tuple[str, ...]
     """Names of the nodes in the order of the allocation."""
     ranks_per_node: int
     gpus_per_node: int = 0
     per_node_variables: tuple[str, ...] = ()
-    """What else may differ between nodes."""
+    """Further variables that may differ between nodes."""
     max_clock_offset_s: float = 5.0
 
 
 def compare(facts: Mapping[int, NodeFacts], ahead_s: Mapping[int, float], plan: Plan) -> list[CheckResult]:
-    """What is wrong with a node, and where nodes disagree.
+    """List the faults of single nodes and the disagreements between nodes.
 
     Args:
         facts: What the nodes said of themselves, by their place in the allocation.
@@ -207,7 +207,7 @@ class Difference:
 
     key: str
     usual: str | None
-    """What more than half of the nodes have; None when no value has such a majority."""
+    """Value that more than half of the nodes have; None if there is none."""
     odd: Mapping[str, str]
     """Node to its value, of those that have another one; without a majority all nodes."""
     num_usual: int
@@ -215,7 +215,7 @@ class Difference:
 
 
 def differences(values: Mapping[str, Mapping[str, str]]) -> list[Difference]:
-    """Where nodes disagree.
+    """List the disagreements between nodes.
 
     Args:
         values: Node to what it has: key to value. A key that a node lacks counts as ``absent``.

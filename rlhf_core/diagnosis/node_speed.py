@@ -1,4 +1,4 @@
-"""What follows from what the nodes of an attempt measured: which device, node or link is slow or broken. Pure.
+"""Findings from the measurements of an attempt's nodes: slow or broken devices, nodes and links. Pure.
 
 Every node speaks with two others. One that is slow with both is itself to blame; where both ends of a slow link are
 fast with somebody else, it is the link. Medians, not means: one slow node must not make the others look fast.
@@ -23,12 +23,12 @@ from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.probe import NodeSpeed, PairSpeed
 
 STEPS = ("started", "met", "matmul", "pairs", "all_reduce", "all_gather", "done")
-"""What a rank does, in this order."""
+"""Steps of a rank, in order."""
 
 
 @dataclass(frozen=True)
 class Floors:
-    """What is slow."""
+    """Thresholds below which a measurement counts as slow."""
 
     relative: float = 0.5
     """Share of the median below which a node is slow; 0 for none."""
@@ -76,7 +76,7 @@ def judge_speed(
 
 
 def needs_another_look(results: Iterable[CheckResult]) -> bool:
-    """Whether something was found that may have been chance: another process on a core, a burst of traffic."""
+    """Return True if a finding may be due to chance: another process on a core, a burst of traffic."""
     return any(result.status is not CheckStatus.PASSED and result.id not in _NEVER_CHANCE for result in results)
 
 
@@ -102,7 +102,7 @@ def better(first: NodeSpeed, second: NodeSpeed) -> NodeSpeed:
 
 
 def edges(speeds: Mapping[int, NodeSpeed]) -> list[Edge]:
-    """Who spoke with whom; of what the two ends say, the worse."""
+    """List the measured links; of the measurements of the two ends, the worse one counts."""
     by_ends: dict[tuple[int, int], list[PairSpeed]] = {}
     for index, one in speeds.items():
         for pair in one.pairs:
@@ -184,7 +184,7 @@ def _matmul(
         what = f"rank {one.slowest_rank} of {one.node} ({one.device}): {_tflops(one.matmul_tflops)} in matrix products"
         if one.core_share < 0.8:
             what += f"; it got {one.core_share:.0%} of its cores"
-        advice = "leave the node alone and have it looked at: heat, power cap, another job or a limit on its cores"
+        advice = "exclude the node and have it checked: heat, power cap, another job or a limit on its cores"
         earlier = usual.get(one.node, {}).get("matmul_tflops", 0.0)
         if one.matmul_tflops < floors.matmul_tflops:
             expected = f"at least {_tflops(floors.matmul_tflops)} (preflight.min_matmul_tflops)"
@@ -230,7 +230,7 @@ def _links(
                     BANDWIDTH,
                     f"{node}: {_gb_s(speed)} to its fastest neighbour",
                     f"about the {_gb_s(earlier)} that this node had before",
-                    "have its network looked at: link width, cable, congestion",
+                    "have its network checked: link width, cable, congestion",
                     node,
                 )
             )
@@ -259,7 +259,7 @@ def _blame_links(slow: Iterable[Edge], best: Mapping[str, float], floor: float) 
                 BANDWIDTH,
                 f"{node}: {heard}",
                 f"at least {_gb_s(floor)}, as the others have among themselves",
-                "leave the node alone and have its network looked at: link width, cable, wrong interface",
+                "exclude the node and have its network checked: link width, cable, wrong interface",
                 node,
             )
         )
@@ -276,7 +276,7 @@ def _blame_links(slow: Iterable[Edge], best: Mapping[str, float], floor: float) 
                     BANDWIDTH,
                     f"nothing gets through between {kept} and {left_out}: {edge.problem}",
                     "nodes that reach each other",
-                    f"both are well with other nodes, so {left_out} is left out: look at the path between them",
+                    f"both are well with other nodes, so {left_out} is left out: check the path between them",
                     left_out,
                 )
             )
@@ -288,7 +288,7 @@ def _blame_links(slow: Iterable[Edge], best: Mapping[str, float], floor: float) 
                 BANDWIDTH,
                 f"{edge.problem or _gb_s(edge.gb_s)} {where} {edge.ends[0]} and {edge.ends[1]}",
                 f"at least {_gb_s(floor)}",
-                "both are well with other nodes: look at the switches between them"
+                "both are well with other nodes: check the switches between them"
                 if both_well
                 else "too few nodes to say which of the two it is: exclude one by hand (slurm.exclude) and try again",
             )
@@ -307,7 +307,7 @@ def _latency(links: Iterable[Edge], floors: Floors) -> list[CheckResult]:
                 LATENCY,
                 f"{worst.latency_ms:.2f} ms between {worst.ends[0]} and {worst.ends[1]}",
                 f"at most {floors.latency_ms:g} ms (preflight.max_latency_ms)",
-                "look whether the right network interface is used",
+                "check that the right network interface is used",
             )
         ]
     return [passed(LATENCY, f"{min(edge.latency_ms for edge in links):.2f} to {worst.latency_ms:.2f} ms")]

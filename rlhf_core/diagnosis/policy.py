@@ -1,4 +1,4 @@
-"""What is done about a failure: the recovery ladder as a pure function of the failure and of what was tried before.
+"""Recovery ladder: the next action as a pure function of the failure and of earlier attempts at recovery.
 
 The ladder: start the workers again in place (seconds) -> a new attempt -> stop with the diagnosis. A failure that
 comes back every time is not retried at all; one that may be chance is retried a bounded number of times without
@@ -15,32 +15,32 @@ from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.run import RunSpec, SuperviseSpec
 
 ALLOWED_BY_SPEC = 1_000_000
-"""As many retries as the run's own budget allows."""
+"""Limit of kinds that only the run's own budget limits."""
 
 REMEDY = -1
-"""As often as a remedy can be found; without one, not at all: in place, or in a new attempt."""
+"""Limit of kinds that are retried as long as a remedy can be found, and otherwise not at all."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How often one kind of failure is retried without checkpoint progress, and why not more often."""
+    """Number of retries of one kind of failure without checkpoint progress, and the reason for it."""
 
     in_place: int
     """Restarts inside the same allocation."""
     attempts: int
     """New attempts after the first."""
     why: str
-    """Ends the sentence "... because"."""
+    """End of the sentence "... because"."""
 
 
 class Choice(NamedTuple):
-    """One rung of the ladder."""
+    """Choice of one rung of the ladder."""
 
     action: Action
     delay_s: float
     """Wait before acting, in seconds."""
     reason: str
-    """Why, in a sentence for a person."""
+    """Reason, in a sentence."""
 
 
 _EVERY_TIME = "it would fail in the same way again"
@@ -50,8 +50,8 @@ RULES: dict[FailureKind, Rule] = {
     FailureKind.TIME_LIMIT: Rule(0, ALLOWED_BY_SPEC, "the allocation has no time left"),
     FailureKind.NODE_UNFIT: Rule(0, 3, "the allocation has a node that cannot be used"),
     FailureKind.NODE_LOST: Rule(0, 3, "the allocation lacks a node"),
-    FailureKind.AGENT_KILLED: Rule(0, 3, "nobody watches the workers any more"),
-    FailureKind.GPU_HARDWARE: Rule(0, 3, "the GPU must be left alone"),
+    FailureKind.AGENT_KILLED: Rule(0, 3, "the workers have lost their supervisor"),
+    FailureKind.GPU_HARDWARE: Rule(0, 3, "the GPU must not be used"),
     FailureKind.COLLECTIVE_HANG: Rule(ALLOWED_BY_SPEC, 3, "it comes back wherever it runs"),
     FailureKind.HANG: Rule(ALLOWED_BY_SPEC, 3, "it comes back wherever it runs"),
     FailureKind.WORKER_KILLED: Rule(ALLOWED_BY_SPEC, 3, "something outside the job keeps ending its workers"),
@@ -67,7 +67,7 @@ RULES: dict[FailureKind, Rule] = {
     FailureKind.DEGENERATE_RL: Rule(0, REMEDY, "an older checkpoint has not helped: change the reward or the config"),
     FailureKind.COLLECTIVE_MISMATCH: Rule(0, 0, "ranks that disagree are a bug in the code"),
     FailureKind.CHECKPOINT_CORRUPT: Rule(REMEDY, REMEDY, "no checkpoint before it can take its place"),
-    FailureKind.DISK_FULL: Rule(0, 0, "the disk stays full until somebody makes room"),
+    FailureKind.DISK_FULL: Rule(0, 0, "the disk stays full until space is freed"),
     FailureKind.IMPORT_ERROR: Rule(0, 0, _EVERY_TIME),
     FailureKind.CONFIG: Rule(0, 0, _EVERY_TIME),
     FailureKind.SHAPE: Rule(0, 0, _EVERY_TIME),
@@ -75,12 +75,12 @@ RULES: dict[FailureKind, Rule] = {
     FailureKind.REWARD_FUNCTION: Rule(0, 0, _EVERY_TIME),
     FailureKind.USER_CANCEL: Rule(0, 0, "the user ended it"),
 }
-"""One row per kind. docs/failures.md is made from it."""
+"""Retry rule of each kind. docs/failures.md is generated from it."""
 
 UNDECIDED: dict[FailureKind, Rule] = {
     FailureKind.COLLECTIVE_MISMATCH: Rule(1, 1, "it came back: ranks that disagree are a bug in the code"),
 }
-"""Rows that hold instead while nothing but the words of a log says what it was: one more start confirms it."""
+"""Rules that apply instead while the kind rests on the text of a log alone: one more start confirms it."""
 
 
 def decide_in_place(
@@ -92,16 +92,16 @@ def decide_in_place(
     remedy: str = "",
     undecided: bool = False,
 ) -> Choice:
-    """What agent 0 does about a failure inside its allocation.
+    """Decide agent 0's action after a failure inside its allocation.
 
     Args:
-        kind: What went wrong.
+        kind: Kind of the failure.
         restarts_without_progress: Restarts in place already made since the last new checkpoint.
         spec: The run's budget.
         same_fingerprint_before: Whether the very same failure was seen before in this attempt without progress between.
-        remedy: What the next start of the workers does differently, for kinds that would come back otherwise; empty
-            where there is nothing.
-        undecided: Only words say so; see :data:`UNDECIDED`.
+        remedy: Change made for the next start of the workers, for kinds that would recur otherwise; empty if there is
+            none.
+        undecided: The kind rests on the text of a log alone; see :data:`UNDECIDED`.
 
     Returns:
         ``RESTART_IN_PLACE``; or ``NEW_ATTEMPT``: the allocation is given up, and whether there is a new one is for
@@ -150,19 +150,18 @@ def decide_next(
     *,
     undecided: bool = False,
 ) -> Choice:
-    """What the controller does about an attempt that ended badly.
+    """Decide the controller's action after an attempt that ended badly.
 
     Args:
-        kind: What went wrong.
+        kind: Kind of the failure.
         attempts_without_progress: Attempts in a row that left no newer checkpoint, the one that just ended included;
             0 when that one left one.
         same_fingerprint_before: Whether an earlier attempt ended with the same fingerprint, without a new checkpoint
             between.
         spec: The run's budget.
         random: A number in [0, 1) that spreads the back-off, so that many runs do not return at once.
-        remedy: What the next attempt does differently, for kinds that would come back otherwise; empty where there is
-            nothing.
-        undecided: Only words say so; see :data:`UNDECIDED`.
+        remedy: Change made for the next attempt, for kinds that would recur otherwise; empty if there is none.
+        undecided: The kind rests on the text of a log alone; see :data:`UNDECIDED`.
 
     Returns:
         ``NEW_ATTEMPT`` with its back-off, or ``STOP``.
@@ -233,7 +232,7 @@ def rollback_step(
     show the same: then it is the newest one from before, and the oldest where there is none.
 
     Args:
-        kind: What went wrong.
+        kind: Kind of the failure.
         checkpoint_steps: Of the complete checkpoints, ascending.
         failed_at: Step at which it was found; None when not known.
         spec: What the run asked for.
@@ -269,7 +268,7 @@ def excluded_after(
     """Nodes that the next attempt must not get.
 
     Args:
-        kind: What went wrong.
+        kind: Kind of the failure.
         suspects: Nodes to blame for it.
         strikes: How often each node was suspected in this run so far.
         already: Nodes that were excluded before, oldest first.

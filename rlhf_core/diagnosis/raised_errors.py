@@ -10,12 +10,12 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from rlhf_core.diagnosis import code_places, exceptions, signatures
-from rlhf_core.diagnosis.code_places import Place
+from rlhf_core.diagnosis import code_locations, exceptions, signatures
+from rlhf_core.diagnosis.code_locations import CodeLocation
+from rlhf_core.diagnosis.evidence_parts import EvidencePart
 from rlhf_core.diagnosis.exceptions import Meaning
-from rlhf_core.diagnosis.log_lines import Line
-from rlhf_core.diagnosis.parts import Part
-from rlhf_core.diagnosis.signatures_row import Signature
+from rlhf_core.diagnosis.log_lines import LogLine
+from rlhf_core.diagnosis.signature import Signature
 from rlhf_core.diagnosis.tracebacks import Raised
 from rlhf_core.schemas.failures import FailureKind as Kind
 
@@ -26,18 +26,18 @@ class Tables:
 
     signatures: Sequence[Signature] = signatures.SIGNATURES
     classes: dict[str, Meaning] = field(default_factory=lambda: exceptions.CLASSES)
-    places: Sequence[Place] = code_places.PLACES
+    places: Sequence[CodeLocation] = code_locations.CODE_LOCATIONS
 
 
 TABLES = Tables()
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class FailureEvent:
     """Something that a log says about a failure."""
 
     kind: Kind
-    part: Part
+    part: EvidencePart
     line: str
     """As it was printed."""
     number: int
@@ -64,7 +64,7 @@ _LABEL = re.compile(r"[\w.-]{1,60}[:=(]")
 _PARENT_DIED = "multiprocessing/spawn.py"
 
 
-def event_of(raised: Raised, following: Sequence[str] = (), tables: Tables = TABLES) -> Event:
+def event_of(raised: Raised, following: Sequence[str] = (), tables: Tables = TABLES) -> FailureEvent:
     """Weigh an error.
 
     Args:
@@ -76,73 +76,75 @@ def event_of(raised: Raised, following: Sequence[str] = (), tables: Tables = TAB
     if (said is None or said.kind is Kind.UNKNOWN) and following:
         whole = replace(raised.line, text=" ".join([raised.line.text, *following]))
         wrapped = _said(whole, tables)
-        said = wrapped if wrapped is not None and wrapped.part is not Part.TEARDOWN else said
+        said = wrapped if wrapped is not None and wrapped.part is not EvidencePart.TEARDOWN else said
     event = _weighed(raised, said, tables)
     return replace(event, is_later=raised.is_later, line=raised.line.raw.strip(), number=raised.line.number)
 
 
-def _said(line: Line, tables: Tables) -> Event | None:
+def _said(line: LogLine, tables: Tables) -> FailureEvent | None:
     loud = replace(line, is_quiet=False) if line.is_quiet else line
     matched = signatures.match_line(loud, tables.signatures)
     if matched is None:
         return None
-    return Event(matched.row.kind, matched.row.part, "", 0, matched.rule, matched.node, signatures.is_end(matched.row))
+    return FailureEvent(
+        matched.row.kind, matched.row.part, "", 0, matched.rule, matched.node, signatures.is_end(matched.row)
+    )
 
 
-def _weighed(raised: Raised, said: Event | None, tables: Tables) -> Event:
-    if said is not None and said.part is Part.TEARDOWN:
+def _weighed(raised: Raised, said: FailureEvent | None, tables: Tables) -> FailureEvent:
+    if said is not None and said.part is EvidencePart.TEARDOWN:
         return said
     if raised.error == "UnpicklingError" and any(_PARENT_DIED in frame.path for frame in raised.frames):
-        return Event(Kind.UNKNOWN, Part.CASCADE, "", 0, "a child whose parent had died", is_end=True)
+        return FailureEvent(Kind.UNKNOWN, EvidencePart.CASCADE, "", 0, "a child whose parent had died", is_end=True)
     if raised.error in exceptions.WRAPPERS and (said is None or said.is_end):
         return _of_wrapper(raised, tables)
-    place = code_places.place_of(raised, tables.places)
+    place = code_locations.location_of(raised, tables.places)
     if place is not None and place.kind is Kind.REWARD_FUNCTION and (said is None or said.kind in _OF_THE_CODE):
-        return Event(place.kind, Part.SYMPTOM, "", 0, place.example)
+        return FailureEvent(place.kind, EvidencePart.SYMPTOM, "", 0, place.example)
     known = said or _of_class(raised, tables)
     if (known is None or known.kind in _CONNECTIONS) and _is_service(raised):
         refused = exceptions.of_status(raised.message)
         if refused is not None:
-            return Event(refused[1].kind, refused[1].part, "", 0, refused[0])
-        return Event(Kind.UNKNOWN, Part.SYMPTOM, "", 0, "a service outside the job")
-    if known is not None and known.kind is Kind.CONFIG and known.part is Part.SYMPTOM:
+            return FailureEvent(refused[1].kind, refused[1].part, "", 0, refused[0])
+        return FailureEvent(Kind.UNKNOWN, EvidencePart.SYMPTOM, "", 0, "a service outside the job")
+    if known is not None and known.kind is Kind.CONFIG and known.part is EvidencePart.SYMPTOM:
         return _of_files(raised, known)
     return known or _of_number(raised) or _of_place(place, raised.line.process)
 
 
-def _of_class(raised: Raised, tables: Tables) -> Event | None:
+def _of_class(raised: Raised, tables: Tables) -> FailureEvent | None:
     row = exceptions.of_class(raised.name, tables.classes)
-    return Event(row[1].kind, row[1].part, "", 0, f"class {row[0]}") if row is not None else None
+    return FailureEvent(row[1].kind, row[1].part, "", 0, f"class {row[0]}") if row is not None else None
 
 
-def _of_number(raised: Raised) -> Event | None:
+def _of_number(raised: Raised) -> FailureEvent | None:
     row = exceptions.of_number(raised.message)
-    return Event(row[1].kind, row[1].part, "", 0, row[0]) if row is not None else None
+    return FailureEvent(row[1].kind, row[1].part, "", 0, row[0]) if row is not None else None
 
 
-def _of_place(place: Place | None, process: str) -> Event:
-    if place is None and code_places.ENGINE_PROCESSES.search(process) is not None:
-        return Event(Kind.ENGINE, Part.SYMPTOM, "", 0, "an error of an engine's process")
+def _of_place(place: CodeLocation | None, process: str) -> FailureEvent:
+    if place is None and code_locations.ENGINE_PROCESSES.search(process) is not None:
+        return FailureEvent(Kind.ENGINE, EvidencePart.SYMPTOM, "", 0, "an error of an engine's process")
     if place is None:
-        return Event(Kind.UNKNOWN, Part.CASCADE, "", 0, "an error")
-    return Event(place.kind, Part.SYMPTOM, "", 0, place.example)
+        return FailureEvent(Kind.UNKNOWN, EvidencePart.CASCADE, "", 0, "an error")
+    return FailureEvent(place.kind, EvidencePart.SYMPTOM, "", 0, place.example)
 
 
-def _of_wrapper(raised: Raised, tables: Tables) -> Event:
+def _of_wrapper(raised: Raised, tables: Tables) -> FailureEvent:
     inner = exceptions.of_class(raised.inner, tables.classes) if raised.inner else None
     if inner is None:
-        return Event(Kind.UNKNOWN, Part.CASCADE, "", 0, "a wrapper", is_end=True)
+        return FailureEvent(Kind.UNKNOWN, EvidencePart.CASCADE, "", 0, "a wrapper", is_end=True)
     # The class without its module: what it was is printed elsewhere too, and better.
-    return Event(inner[1].kind, Part.CASCADE, "", 0, f"class {inner[0]}", is_end=True)
+    return FailureEvent(inner[1].kind, EvidencePart.CASCADE, "", 0, f"class {inner[0]}", is_end=True)
 
 
-def _of_files(raised: Raised, known: Event) -> Event:
+def _of_files(raised: Raised, known: FailureEvent) -> FailureEvent:
     """A file that is not there or may not be used: whose it is tells a setting from data and from a shared folder."""
-    package = code_places.raised_in(raised)
+    package = code_locations.raised_in(raised)
     if raised.error == "FileNotFoundError" and package == "datasets":
         return replace(known, kind=Kind.DATA, rule="a file of the library of data sets")
     writes = any(_WRITES.fullmatch(frame.function) for frame in raised.frames[-3:])
-    if raised.error == "PermissionError" and package in code_places.CACHES and writes:
+    if raised.error == "PermissionError" and package in code_locations.CACHES and writes:
         return replace(known, kind=Kind.FILE_SYSTEM, rule="a folder that a library keeps")
     return known
 
@@ -150,7 +152,7 @@ def _of_files(raised: Raised, known: Event) -> Event:
 def _is_service(raised: Raised) -> bool:
     if exceptions.SERVICE_ERRORS.search(raised.name) is not None:
         return True
-    return code_places.raised_in(raised) in code_places.SERVICES
+    return code_locations.raised_in(raised) in code_locations.SERVICES
 
 
 def continued(texts: Sequence[str]) -> Iterator[str]:

@@ -1,8 +1,8 @@
-"""Three books about one thing: the run directories (and the history made from them), Prefect, the scheduler's queue.
+"""Reconciliation of run directories (with the history made from them), Prefect and the scheduler's queue.
 
-:func:`decide` is given what each of them says and names what is to be done so that they agree again. Pure: the same
-facts give the same actions, and once these are carried out, the next look finds nothing to do. What a book does not
-say is unknown, and unknown is never taken for dead.
+:func:`decide` takes the state of each and returns the actions after which they agree. Pure: the same facts give the
+same actions, and once these are carried out, the next round finds nothing to do. A state that a source does not give is
+unknown, and unknown never counts as dead.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,64 +10,66 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 
+from rlhf_core.formatting import THROUGH_PREFECT
 from rlhf_core.schemas.attempts import RUN_ENDS, RunState, StageState
-from rlhf_core.words import THROUGH_PREFECT
 
 ADOPT_AFTER_S = 30.0
-"""How long nobody must have driven a run before it is adopted; a controller that is proven dead is not waited for."""
+"""Time that a run must be without a controller before it is adopted; one whose controller is proven dead is adopted at
+once."""
 
 NEW_RUN_S = 120.0
-"""How long a new run may wait for its first controller: `rlhf run` may have to start a Prefect server before."""
+"""Time that a new run may wait for its first controller: `rlhf run` may have to start a Prefect server before."""
 
-AGAIN_S = 15.0
+RETRY_INTERVAL_S = 15.0
 """Pause before a run is adopted that had two controllers within an hour; doubled with each further one."""
 
 RECENT_S = 3600.0
-"""How far back controllers and flow runs are counted for that."""
+"""Period over which controllers and flow runs are counted for that."""
 
 LONGEST_PAUSE_S = 600.0
 """The longest such pause."""
 
-PREFECT_PATIENCE_S = 120.0
-"""How long Prefect must have been away before a run is adopted without it: its server starts again, most times."""
+PREFECT_TIMEOUT_S = 120.0
+"""Time that Prefect must be away before a run is adopted without it: usually its server is only restarting."""
 
 START_S = 300.0
-"""How long a flow run may be said to start, or to run, while no process is known for it."""
+"""Time that a flow run may count as starting or running while no process is known for it."""
 
-CANCEL_PATIENCE_S = 60.0
-"""How long Prefect may take to cancel a flow run before the run is ended without it."""
+CANCEL_TIMEOUT_S = 60.0
+"""Time that Prefect has to cancel a flow run before the run is ended without it."""
 
 UNATTENDED_S = 5.0
-"""The same where no worker has its process: its worker was killed, or it is one of a terminal."""
+"""The same if no worker holds its process: its worker was killed, or it was started in a terminal."""
 
 JOB_GRACE_S = 60.0
-"""How long the job of a run that has ended may take to be gone."""
+"""Time that the job of an ended run has to disappear."""
 
-TELL_AFTER_S = 30.0
-"""How long a run must have ended before its end is told for its controller, which may be at it still."""
+PUBLISH_AFTER_S = 30.0
+"""Time after the end of a run before its end is published for its controller, which may still be doing so."""
 
 TASK_GRACE_S = 30.0
-"""Time until the end of a task run is heard of, after that of its flow run: Prefect hears by events, which are late."""
+"""Time after the end of a flow run until the ends of its task runs are known: Prefect learns them from events, which
+are late."""
 
 MISSING_S = 600.0
 """Absence of a run directory after which the run is closed and its jobs are ended."""
 
 
-class Holder(StrEnum):
-    """Who has the lease of a run."""
+class LeaseState(StrEnum):
+    """State of the lease of a run."""
 
     FREE = "free"
-    """Nobody: it was never taken, or given back."""
+    """Never taken, or given back."""
     DEAD = "dead"
     """A process of this machine that is gone."""
     SILENT = "silent"
     """A process of another machine, which has not renewed it in time."""
     LIVING = "living"
-    """A controller at work."""
+    """A running controller."""
 
 
 class ProcessState(StrEnum):
-    """What is known of the process of a flow run."""
+    """State of the process of a flow run."""
 
     ALIVE = "alive"
     GONE = "gone"
@@ -75,7 +77,7 @@ class ProcessState(StrEnum):
 
 
 class FlowState(StrEnum):
-    """Types of states of a flow run, as Prefect calls them."""
+    """State types of a flow run, with Prefect's names."""
 
     SCHEDULED = "SCHEDULED"
     PENDING = "PENDING"
@@ -89,27 +91,27 @@ class FlowState(StrEnum):
 
 
 FLOW_ENDS = frozenset({FlowState.CANCELLED, FlowState.COMPLETED, FlowState.FAILED, FlowState.CRASHED})
-"""States in which a flow run stays."""
+"""Final states of a flow run."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """One run: what its journal says, what the history says, who drives it."""
+    """State of one run in its journal and in the history, and its controller."""
 
     run_id: str
     state: RunState
-    """As its journal tells."""
+    """State in its journal."""
     recorded: str
-    """As the history tells; empty where it does not know the run."""
-    holder: Holder = Holder.FREE
+    """State in the history; empty if it does not know the run."""
+    holder: LeaseState = LeaseState.FREE
     owner: str = ""
-    """The controller, for a person."""
+    """Name of the controller, for display."""
     undriven_s: float = 0.0
-    """How long nobody has driven it, at least; in seconds."""
+    """Time without a controller, at least; in seconds."""
     num_controllers: int = 0
-    """Controllers that took it within the last hour."""
+    """Number of controllers that took it within the last hour."""
     controller_started_at: datetime | None = None
-    """When the newest of all its controllers took it."""
+    """Start of the newest of its controllers."""
     flow_run_id: str = ""
     """Flow run of that controller; empty where it was none."""
     attempt: int = 0
@@ -117,52 +119,52 @@ class RunFacts:
     jobs: Mapping[int, str] = field(default_factory=dict)
     """Scheduler's id of the job of each attempt, where the scheduler's answer is known."""
     ended_s: float = 0.0
-    """How long ago it ended, in seconds."""
+    """Time since its end, in seconds."""
     cancel_asked: str = ""
-    """Why somebody asked to end it with `rlhf cancel`; empty where nobody did."""
+    """Reason given to `rlhf cancel`; empty if cancellation was not requested."""
     trial_of: str = ""
-    """The run that it tries out; empty for a run of its own."""
+    """Run whose trial it is; empty if it is not a trial."""
     promotion_due: bool = False
-    """Whether it is completed and a controller has something to do about its promotion: begin it, wait for the answer,
-    or write the model."""
+    """True if the run is completed and a controller has to act on its promotion: begin it, wait for the answer, or
+    write the model."""
     untold: int = 0
-    """Events and pages of a run that has ended which Prefect does not have, because its server was away at the end."""
+    """Number of events and artifacts of an ended run that Prefect lacks because its server was away at the end."""
     missing_s: float = 0.0
-    """How long its directory is known to be gone, in seconds; 0 where it is there or nothing is known."""
+    """Time for which its directory has been known to be gone, in seconds; 0 if it is there or nothing is known."""
 
     @property
     def ended(self) -> bool:
-        """Whether nothing of it is at work."""
+        """True if nothing of it is active."""
         return self.state in RUN_ENDS
 
     @property
     def wants_controller(self) -> bool:
-        """Whether there is something left to drive; a promotion may come after the end."""
+        """True if a controller has something left to do; a promotion may come after the end."""
         return not self.ended or self.promotion_due
 
 
 @dataclass(frozen=True)
 class FlowRunFacts:
-    """One flow run of a run, as Prefect knows it."""
+    """State of one flow run of a run in Prefect."""
 
     flow_run_id: str
     run_id: str
-    """The run that it drives; empty where that is not known (it may never have made one)."""
+    """Run that it drives; empty if unknown (it may never have made one)."""
     state: FlowState
     changed_at: datetime
-    """When it got into this state."""
+    """Time of the last change of state."""
     state_s: float
-    """How long ago that was, in seconds."""
+    """Time since that change, in seconds."""
     created_at: datetime
     process: ProcessState = ProcessState.UNKNOWN
     suspended: bool = False
-    """Whether it waits without a process, as Prefect allows."""
+    """True if it waits without a process, as Prefect allows."""
     attended: bool = True
-    """True if a worker has its process, which cancels it when it is asked to; True where that is not known."""
+    """True if a Prefect worker holds its process and cancels it on request, or if that is unknown."""
 
     @property
     def is_lost(self) -> bool:
-        """Whether Prefect takes it for alive although nothing of it is."""
+        """True if Prefect takes it for alive although nothing of it is."""
         if self.state in FLOW_ENDS or self.state is FlowState.SCHEDULED or self.suspended:
             return False
         if self.process is ProcessState.UNKNOWN:
@@ -171,27 +173,27 @@ class FlowRunFacts:
 
     @property
     def may_drive(self) -> bool:
-        """Whether it drives its run, or soon will."""
+        """True if it drives its run, or soon will."""
         if self.state in FLOW_ENDS or self.is_lost:
             return False
         waits = self.state in (FlowState.SCHEDULED, FlowState.PENDING) or self.suspended
-        # On another machine only the lease tells: it is there to take it soon after it has begun.
+        # On another machine only the lease tells: a controller takes it soon after it starts.
         return waits or self.process is not ProcessState.UNKNOWN or self.state_s <= START_S
 
 
 @dataclass(frozen=True)
 class TaskRunFacts:
-    """One task run that Prefect takes for alive although its flow run has ended."""
+    """Task run that Prefect takes for alive although its flow run has ended."""
 
     task_run_id: str
     flow_run_id: str
     stage: StageState | None = None
-    """End of the stage that it stands for, as the journal tells; None where it does not, or it stands for none."""
+    """End of its stage in the journal; None if the journal has none, or it is not a stage."""
 
 
 @dataclass(frozen=True)
 class JobFacts:
-    """One living job of this user in the scheduler's queue."""
+    """Active job of this user in the scheduler's queue."""
 
     job_id: str
     run_id: str
@@ -200,50 +202,51 @@ class JobFacts:
 
 @dataclass(frozen=True)
 class World:
-    """What all three say."""
+    """State of history, Prefect and scheduler."""
 
     runs: Mapping[str, RunFacts]
-    """Runs of this site that are not ended, and those that a job or a flow run speaks of."""
+    """Runs of this site that have not ended, and those that a job or a flow run refers to."""
     flow_runs: Sequence[FlowRunFacts] = ()
     task_runs: Sequence[TaskRunFacts] = ()
     jobs: Sequence[JobFacts] = ()
-    """Empty also where the scheduler does not answer: nothing is known then, and nothing done."""
+    """Empty also if the scheduler does not answer: then nothing is known, and nothing is done."""
     prefect_away_s: float = 0.0
-    """How long Prefect has not answered; infinite where the site has none."""
+    """Time since Prefect last answered, in seconds; infinite if the site has no Prefect."""
     watched_s: float = 0.0
-    """How long the history has answered without a break: after one, leases have run out that are still renewed."""
+    """Time for which the history has answered without a break: after an outage, leases have expired that are still
+    renewed."""
 
 
 class ActionKind(StrEnum):
-    """What can be done."""
+    """Kinds of action."""
 
     INGEST = "ingest"
     """Read the run directory into the history."""
     ADOPT = "adopt"
     """Start a controller for a run that has none."""
     CANCEL_RUN = "cancel_run"
-    """End a run and its job, because somebody asked."""
+    """End a run and its job on request."""
     CLOSE_RUN = "close_run"
     """Close a run in the history whose directory is gone."""
     CANCEL_JOB = "cancel_job"
-    """End a job that nobody needs."""
+    """End a job that no run needs."""
     END_FLOW_RUN = "end_flow_run"
-    """Give a flow run without a process the state that fits."""
+    """Set the final state of a flow run without a process."""
     END_TASK_RUN = "end_task_run"
-    """Give a task run whose flow run has ended the state that fits."""
+    """Set the final state of a task run whose flow run has ended."""
     TELL = "tell"
-    """Tell Prefect what its controller could not tell any more."""
+    """Publish to Prefect what its controller could not publish any more."""
     REMOVE_CHECKPOINT = "remove_checkpoint"
     """Remove a checkpoint that the site's retention does not keep."""
     REMOVE_PUT_ASIDE = "remove_put_aside"
     """Remove checkpoints that were put aside, damaged or given up."""
     NOTE = "note"
-    """Nothing is done; a person may want to know."""
+    """Report something without acting on it."""
 
 
 @dataclass(frozen=True)
-class Action:
-    """One thing to do, and why."""
+class ReconcileAction:
+    """One action, with its reason."""
 
     kind: ActionKind
     run_id: str
@@ -255,14 +258,14 @@ class Action:
     flow_state: FlowState | None = None
     """State that the flow run, or the task run, gets."""
     step: int = 0
-    """Of the checkpoint."""
+    """Step of the checkpoint."""
     folder: str = ""
-    """Of the checkpoints that were put aside, within those of the run."""
+    """Folder of checkpoints that were put aside, within the run's checkpoints."""
 
 
-def decide(world: World) -> list[Action]:
-    """What is to be done, in this order."""
-    actions: list[Action] = []
+def decide(world: World) -> list[ReconcileAction]:
+    """Decide the actions, in order."""
+    actions: list[ReconcileAction] = []
     for run in world.runs.values():
         actions += _about_run(run, [one for one in world.flow_runs if one.run_id == run.run_id], world)
     for flow_run in world.flow_runs:
@@ -272,7 +275,7 @@ def decide(world: World) -> list[Action]:
         actions += _about_task_run(task_run, world.flow_runs, ends)
     for job in world.jobs:
         run_of_job = world.runs.get(job.run_id)
-        if run_of_job is not None:  # of a run that this site does not know: another site's
+        if run_of_job is not None:  # otherwise it belongs to a run of another site
             actions += _about_job(job, run_of_job, world.jobs)
     return actions
 
@@ -281,79 +284,79 @@ def decide(world: World) -> list[Action]:
 # Runs
 
 
-def _about_run(run: RunFacts, flow_runs: Sequence[FlowRunFacts], world: World) -> Iterator[Action]:
+def _about_run(run: RunFacts, flow_runs: Sequence[FlowRunFacts], world: World) -> Iterator[ReconcileAction]:
     if run.missing_s:
-        # A living controller finds out by itself, much sooner.
-        if run.missing_s > MISSING_S and not run.ended and run.holder is not Holder.LIVING:
-            yield Action(ActionKind.CLOSE_RUN, run.run_id, "the directory of this run is gone")
+        # A running controller finds out by itself, much sooner.
+        if run.missing_s > MISSING_S and not run.ended and run.holder is not LeaseState.LIVING:
+            yield ReconcileAction(ActionKind.CLOSE_RUN, run.run_id, "the directory of this run is gone")
         return
     if run.recorded != run.state:
         found = f"the history says {run.recorded or 'nothing'}, its journal {run.state.value}"
-        yield Action(ActionKind.INGEST, run.run_id, found)
-    if run.untold and run.holder is not Holder.LIVING and run.ended_s > TELL_AFTER_S:
+        yield ReconcileAction(ActionKind.INGEST, run.run_id, found)
+    if run.untold and run.holder is not LeaseState.LIVING and run.ended_s > PUBLISH_AFTER_S:
         said = f"its controller ended before Prefect had {run.untold} of its events and pages"
-        yield Action(ActionKind.TELL, run.run_id, said)
+        yield ReconcileAction(ActionKind.TELL, run.run_id, said)
     newest = max(flow_runs, key=lambda one: one.created_at, default=None)
     if not run.wants_controller:
         return
     asked = "" if run.ended else _cancellation(run, newest)
     if asked:
-        yield Action(ActionKind.CANCEL_RUN, run.run_id, asked, run.attempt)
-    elif run.holder is Holder.LIVING:
+        yield ReconcileAction(ActionKind.CANCEL_RUN, run.run_id, asked, run.attempt)
+    elif run.holder is LeaseState.LIVING:
         if newest is not None and newest.state in FLOW_ENDS and not run.ended:
-            said = f"Prefect calls its flow run {newest.state.value.lower()}, but {run.owner} is at work on it"
-            yield Action(ActionKind.NOTE, run.run_id, said, flow_run_id=newest.flow_run_id)
+            said = f"Prefect calls its flow run {newest.state.value.lower()}, but its controller {run.owner} is running"
+            yield ReconcileAction(ActionKind.NOTE, run.run_id, said, flow_run_id=newest.flow_run_id)
     elif run.trial_of:
         parent = world.runs.get(run.trial_of)
         if (parent is None or parent.ended) and run.undriven_s > NEW_RUN_S:
-            yield Action(ActionKind.CANCEL_RUN, run.run_id, f"{run.trial_of}, which it tries out, has ended")
+            yield ReconcileAction(ActionKind.CANCEL_RUN, run.run_id, f"{run.trial_of}, whose trial it is, has ended")
     elif _is_to_be_adopted(run, flow_runs, world) and not any(one.may_drive for one in flow_runs):
-        yield Action(ActionKind.ADOPT, run.run_id, _why_undriven(run), run.attempt)
+        yield ReconcileAction(ActionKind.ADOPT, run.run_id, _why_undriven(run), run.attempt)
 
 
 def _cancellation(run: RunFacts, newest: FlowRunFacts | None) -> str:
-    """Why a run that is at work is to be ended from here; empty where it is not."""
-    if run.cancel_asked and run.holder is not Holder.LIVING:
+    """Reason why an active run is to be ended by the reconciler; empty if it is not."""
+    if run.cancel_asked and run.holder is not LeaseState.LIVING:
         return run.cancel_asked  # a living controller sees the request by itself
     if newest is None or newest.state not in (FlowState.CANCELLED, FlowState.CANCELLING):
         return ""
     if run.controller_started_at is not None and newest.created_at < run.controller_started_at > newest.changed_at:
-        return ""  # somebody went on with the run since
+        return ""  # the run has been resumed since
     cared_for = newest.state is FlowState.CANCELLING and newest.process is not ProcessState.GONE
-    if cared_for and newest.state_s < (CANCEL_PATIENCE_S if newest.attended else UNATTENDED_S):
+    if cared_for and newest.state_s < (CANCEL_TIMEOUT_S if newest.attended else UNATTENDED_S):
         return ""
     return f"its flow run was cancelled in Prefect ({THROUGH_PREFECT})"
 
 
 def _is_to_be_adopted(run: RunFacts, flow_runs: Sequence[FlowRunFacts], world: World) -> bool:
-    if 0 < world.prefect_away_s < PREFECT_PATIENCE_S:
+    if 0 < world.prefect_away_s < PREFECT_TIMEOUT_S:
         return False
     # Also flow runs that ended before they were controllers count: they would end so again at once.
     tried_s = [one.state_s for one in flow_runs if one.state in FLOW_ENDS and one.state_s < RECENT_S]
     if min([run.undriven_s, *tried_s]) < _pause(max(run.num_controllers, len(tried_s))):
         return False
     match run.holder:
-        case Holder.DEAD:
+        case LeaseState.DEAD:
             return True
-        case Holder.SILENT:
+        case LeaseState.SILENT:
             return min(run.undriven_s, world.watched_s) >= ADOPT_AFTER_S
         case _:
             return run.undriven_s >= (NEW_RUN_S if run.controller_started_at is None else ADOPT_AFTER_S)
 
 
 def _pause(num_controllers: int) -> float:
-    """What a controller dies of may be the run itself: one that loses them again and again is adopted ever later."""
-    return 0.0 if num_controllers < 2 else min(AGAIN_S * 2.0 ** min(num_controllers - 2, 10), LONGEST_PAUSE_S)
+    """Pause before the next adoption. The run itself may kill its controllers, so the pause grows with their number."""
+    return 0.0 if num_controllers < 2 else min(RETRY_INTERVAL_S * 2.0 ** min(num_controllers - 2, 10), LONGEST_PAUSE_S)
 
 
 def _why_undriven(run: RunFacts) -> str:
     match run.holder:
-        case Holder.DEAD:
+        case LeaseState.DEAD:
             return f"its controller {run.owner} is gone"
-        case Holder.SILENT:
+        case LeaseState.SILENT:
             return f"its controller {run.owner} has not renewed its lease for {run.undriven_s:.0f} s"
         case _:
-            return f"nobody has driven it for {run.undriven_s:.0f} s"
+            return f"it has had no controller for {run.undriven_s:.0f} s"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -366,53 +369,57 @@ _ENDS_AS = {
 }
 
 
-def _about_flow_run(flow_run: FlowRunFacts, run: RunFacts | None, world: World) -> Iterator[Action]:
+def _about_flow_run(flow_run: FlowRunFacts, run: RunFacts | None, world: World) -> Iterator[ReconcileAction]:
     if flow_run.is_lost or _asks_in_vain(flow_run, run):
         state, why = _end_of(flow_run, run, world)
-        yield Action(ActionKind.END_FLOW_RUN, flow_run.run_id, why, flow_run_id=flow_run.flow_run_id, flow_state=state)
+        yield ReconcileAction(
+            ActionKind.END_FLOW_RUN, flow_run.run_id, why, flow_run_id=flow_run.flow_run_id, flow_state=state
+        )
     elif run is not None and _ended_unheard(flow_run, run):
-        why = f"Prefect did not hear how it ended; its run is {run.state.value}"
+        why = f"Prefect did not learn how it ended; its run is {run.state.value}"
         end = _ENDS_AS[run.state]
-        yield Action(ActionKind.END_FLOW_RUN, flow_run.run_id, why, flow_run_id=flow_run.flow_run_id, flow_state=end)
+        yield ReconcileAction(
+            ActionKind.END_FLOW_RUN, flow_run.run_id, why, flow_run_id=flow_run.flow_run_id, flow_state=end
+        )
 
 
 def _ended_unheard(flow_run: FlowRunFacts, run: RunFacts) -> bool:
-    """True if it brought its run to an end, could not say so, and was called crashed: Prefect's worker calls it so
-    where the server was away when the process ended."""
+    """Return True if it drove its run to an end, could not report it, and counts as crashed: Prefect's worker
+    reports that if the server was away when the process ended."""
     if flow_run.state is not FlowState.CRASHED or flow_run.process is ProcessState.ALIVE:
         return False
     return (
         run.ended
         and not run.promotion_due
-        and run.holder is not Holder.LIVING
+        and run.holder is not LeaseState.LIVING
         and run.flow_run_id == flow_run.flow_run_id
     )
 
 
 def _end_of(flow_run: FlowRunFacts, run: RunFacts | None, world: World) -> tuple[FlowState, str]:
-    """Last state of a flow run that nothing drives any more, and why: the end of its run where it was there for that,
-    else what became of itself."""
+    """Final state of a flow run without a process, with the reason: the end of its run if it drove it to its end,
+    otherwise its own."""
     if run is not None and run.ended and not run.promotion_due:
         end = _ENDS_AS[run.state]
         later = (one for one in world.flow_runs if one.run_id == run.run_id and one.created_at > flow_run.created_at)
         if any(one.state is end for one in later):
             return FlowState.CRASHED, f"its process is gone; another flow run brought run {run.run_id} to its end"
-        return end, f"nothing drives it any more; run {run.run_id} is {run.state.value}"
+        return end, f"it has no controller any more; run {run.run_id} is {run.state.value}"
     if flow_run.state is FlowState.CANCELLING:
         return FlowState.CANCELLED, "it was cancelled, and its process is gone"
     if run is None:
-        return FlowState.CRASHED, "its process is gone, and it had not begun a run that is known here"
+        return FlowState.CRASHED, "its process is gone, and it had not started a run that is known here"
     what = f"the promotion of run {run.run_id}" if run.promotion_due else f"run {run.run_id}"
-    if run.holder is Holder.LIVING:
+    if run.holder is LeaseState.LIVING:
         return FlowState.CRASHED, f"its process is gone; {what} goes on under {run.owner}"
     return FlowState.CRASHED, f"its process is gone; {what} gets another controller"
 
 
 def _asks_in_vain(flow_run: FlowRunFacts, run: RunFacts | None) -> bool:
-    """Whether it is paused with a question that was answered elsewhere, and nobody of another machine drives it."""
+    """Return True if it is paused with a question that was answered elsewhere, and no other machine drives it."""
     if flow_run.state is not FlowState.PAUSED or flow_run.process is ProcessState.ALIVE or flow_run.suspended:
         return False
-    return run is not None and run.ended and not run.promotion_due and run.holder is not Holder.LIVING
+    return run is not None and run.ended and not run.promotion_due and run.holder is not LeaseState.LIVING
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -427,18 +434,18 @@ _STAGE_ENDS_AS = {
 
 def _about_task_run(
     task_run: TaskRunFacts, flow_runs: Sequence[FlowRunFacts], ends: Mapping[str, FlowState | None]
-) -> Iterator[Action]:
-    """A task run ends as its stage did; where the journal does not tell, as its flow run."""
+) -> Iterator[ReconcileAction]:
+    """End a task run as its stage ended; if the journal has no end of the stage, as its flow run ended."""
     flow_run = next((one for one in flow_runs if one.flow_run_id == task_run.flow_run_id), None)
     if flow_run is None or flow_run.state not in FLOW_ENDS or flow_run.process is ProcessState.ALIVE:
         return
     if flow_run.state_s <= TASK_GRACE_S:
         return
     known = _STAGE_ENDS_AS.get(task_run.stage) if task_run.stage is not None else None
-    yield Action(
+    yield ReconcileAction(
         ActionKind.END_TASK_RUN,
         flow_run.run_id,
-        "Prefect did not hear how it ended",
+        "Prefect did not learn how it ended",
         flow_run_id=flow_run.flow_run_id,
         task_run_id=task_run.task_run_id,
         flow_state=known or ends.get(flow_run.flow_run_id) or flow_run.state,
@@ -449,7 +456,7 @@ def _about_task_run(
 # Jobs
 
 
-def _about_job(job: JobFacts, run: RunFacts, jobs: Sequence[JobFacts]) -> Iterator[Action]:
+def _about_job(job: JobFacts, run: RunFacts, jobs: Sequence[JobFacts]) -> Iterator[ReconcileAction]:
     recorded = run.jobs.get(job.attempt, "")
     is_second = recorded not in ("", job.job_id) and any(other.job_id == recorded for other in jobs)
     if run.missing_s > MISSING_S:
@@ -459,9 +466,9 @@ def _about_job(job: JobFacts, run: RunFacts, jobs: Sequence[JobFacts]) -> Iterat
     elif run.ended and run.ended_s > JOB_GRACE_S:
         why = f"its run is {run.state.value}"
     elif not run.ended and job.attempt < run.attempt:
-        why = f"attempt {job.attempt} was given up for attempt {run.attempt}"
+        why = f"attempt {job.attempt} was replaced by attempt {run.attempt}"
     elif not run.ended and is_second:
         why = f"attempt {job.attempt} has job {recorded} already"
     else:
         return
-    yield Action(ActionKind.CANCEL_JOB, run.run_id, why, job.attempt, job.job_id)
+    yield ReconcileAction(ActionKind.CANCEL_JOB, run.run_id, why, job.attempt, job.job_id)

@@ -1,4 +1,5 @@
-"""Choice of the checkpoints that may go. Pure; the trainer removes them while it trains, the site's keeper later."""
+"""Choice of the checkpoints that may be removed. Pure; the trainer removes them during training, the site daemon
+later."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -8,12 +9,12 @@ from rlhf_core.schemas.attempts import PromotionState
 from rlhf_core.schemas.run import RunSpec
 
 _KEEPING = frozenset(PromotionState) - {PromotionState.REFUSED, PromotionState.EXPIRED}
-"""States of a promotion in which its checkpoint is still wanted, or is what a model came from."""
+"""States of a promotion in which its checkpoint is still needed, or is the source of a model."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """What an evaluation says about a checkpoint."""
+    """Score of a checkpoint in one evaluation."""
 
     name: str
     step: int
@@ -37,7 +38,7 @@ def removable(
         evaluations: what was measured of them.
         promotion: state and step of the promotion of the run's model; None where there is none.
         used: steps that something else needs, for instance another run that begins from one.
-        ended_at: when the run ended; None while it is at work: then all are kept.
+        ended_at: end of the run; None while it is active: then all are kept.
         days: how long a checkpoint is kept after it was made and its run has ended; 0 keeps all.
         now: the present.
     """

@@ -1,7 +1,7 @@
 """Phrases that tell what a line says: one table of regular expressions, for what only words can tell.
 
 What an error's class tells stands in :mod:`rlhf_core.diagnosis.exceptions`, and what the place tells that it came from
-in :mod:`rlhf_core.diagnosis.code_places`.
+in :mod:`rlhf_core.diagnosis.code_locations`.
 
 Each row holds a line in the form in which the runtime prints it; the tests hold every row to its line, and
 docs/failures.md shows them. The first row that matches decides about a line. The table errs on the side of a retry: a
@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from rlhf_core.diagnosis import signatures_setup as setup
 from rlhf_core.diagnosis import signatures_system as system
 from rlhf_core.diagnosis import signatures_training as training
-from rlhf_core.diagnosis.log_lines import Line
-from rlhf_core.diagnosis.signatures_row import Matched, Signature
+from rlhf_core.diagnosis.log_lines import LogLine
+from rlhf_core.diagnosis.signature import Matched, Signature
 
 SIGNATURES: tuple[Signature, ...] = (
     *system.SCHEDULER,
@@ -71,7 +71,7 @@ def may_tell(text: str) -> bool:
     return any(word in small for word in _WORDS)
 
 
-def match_line(line: Line, table: Iterable[Signature] = SIGNATURES) -> Matched | None:
+def match_line(line: LogLine, table: Iterable[Signature] = SIGNATURES) -> Matched | None:
     """The row that knows a line, and by what; None when none does.
 
     A line that was logged as a warning or below is only known by what the scheduler says.

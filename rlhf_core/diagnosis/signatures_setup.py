@@ -4,11 +4,11 @@ Rows are looked through from top to bottom; see :mod:`rlhf_core.diagnosis.signat
 they stand in :mod:`rlhf_core.diagnosis.exceptions`.
 """
 
-from rlhf_core.diagnosis.parts import Part
-from rlhf_core.diagnosis.signatures_row import Signature, row
+from rlhf_core.diagnosis.evidence_parts import EvidencePart
+from rlhf_core.diagnosis.signature import Signature, row
 from rlhf_core.schemas.failures import FailureKind as Kind
 
-ROOT, SYMPTOM, CASCADE = Part.ROOT, Part.SYMPTOM, Part.CASCADE
+ROOT, SYMPTOM, CASCADE = EvidencePart.ROOT, EvidencePart.SYMPTOM, EvidencePart.CASCADE
 _GENERAL = r"\b(?:Value|Assertion|Type|NotImplemented|Runtime|Key|Attribute|OS|Environment)Error\W{1,3}"
 
 ENGINES: tuple[Signature, ...] = (

@@ -3,11 +3,11 @@
 Rows are looked through from top to bottom; see :mod:`rlhf_core.diagnosis.signatures`.
 """
 
-from rlhf_core.diagnosis.parts import Part
-from rlhf_core.diagnosis.signatures_row import Signature, row
+from rlhf_core.diagnosis.evidence_parts import EvidencePart
+from rlhf_core.diagnosis.signature import Signature, row
 from rlhf_core.schemas.failures import FailureKind as Kind
 
-ROOT, SYMPTOM, CASCADE, TEARDOWN = Part.ROOT, Part.SYMPTOM, Part.CASCADE, Part.TEARDOWN
+ROOT, SYMPTOM, CASCADE, TEARDOWN = EvidencePart.ROOT, EvidencePart.SYMPTOM, EvidencePart.CASCADE, EvidencePart.TEARDOWN
 _NODE = r"(?P<node>[\w.-]+)"
 
 SCHEDULER: tuple[Signature, ...] = (

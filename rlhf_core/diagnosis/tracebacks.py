@@ -7,7 +7,7 @@ cut off at its begin, at its end, or in the middle.
 import re
 from dataclasses import dataclass, field
 
-from rlhf_core.diagnosis.log_lines import Line
+from rlhf_core.diagnosis.log_lines import LogLine
 
 _FRAMES = (
     re.compile(r'^\s*File "(?P<path>[^"]{1,400})", line \d+(?:, in (?P<function>\S+))?'),
@@ -60,7 +60,7 @@ class Raised:
     message: str
     frames: tuple[Frame, ...]
     """Outermost first; empty for an error that was only named."""
-    line: Line
+    line: LogLine
     is_later: bool
     """It came up while another one was handled."""
 
@@ -105,7 +105,7 @@ class TracebackReader:
         """Frames of the block without a label that was read last."""
         return tuple(self._blocks[""].frames) if "" in self._blocks else ()
 
-    def read(self, line: Line) -> "Raised | bool":
+    def read(self, line: LogLine) -> "Raised | bool":
         """The error that this line ends a block with or names; else whether it is only part of a block."""
         block = self._blocks.setdefault(line.process, _Block())
         frame = _frame(block.wrapped + line.text.strip() if block.wrapped else line.text)
@@ -149,7 +149,7 @@ class TracebackReader:
             block.code_expected = False
 
     @staticmethod
-    def _error(block: _Block, line: Line) -> Raised | None:
+    def _error(block: _Block, line: LogLine) -> Raised | None:
         ended = _LAST.match(line.text) if block.is_open and block.frames else None
         found = ended or _ANYWHERE.search(line.text)
         if found is None or (ended is None and _CODE.search(line.text[: found.start("name")])):

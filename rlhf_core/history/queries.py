@@ -16,6 +16,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Select, Subquery, Table, column, func, select, table, true
 
 from rlhf_core.errors import BadInput, UnknownRun
+from rlhf_core.formatting import missing_steps
 from rlhf_core.history import database, sql_limits
 from rlhf_core.history.sql_limits import WorkClock
 from rlhf_core.history.store import HistoryStore
@@ -49,7 +50,6 @@ from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.checks import CheckStatus
 from rlhf_core.schemas.failures import Action
 from rlhf_core.schemas.regression import regressions
-from rlhf_core.words import missing_steps
 
 Facts = dict[str, Any]
 

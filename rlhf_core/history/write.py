@@ -16,6 +16,7 @@ from sqlalchemy import Connection, Table, case, column, delete, func, insert, or
 from sqlalchemy.dialects import postgresql, sqlite
 
 from rlhf_core.errors import IllegalMove
+from rlhf_core.formatting import attributed
 from rlhf_core.history import metric_rows, tables
 from rlhf_core.history.batch import EventEntry, IngestBatch, JournalEntry, MetricsEntry, SetAside, TelemetryEntry
 from rlhf_core.schemas.attempts import (
@@ -55,7 +56,6 @@ from rlhf_core.schemas.probe import ProbeReport
 from rlhf_core.schemas.reports import AgentStatus, AttemptOutcome, CheckpointManifest, EvaluationReport, KeeperNote
 from rlhf_core.schemas.resources import Placement
 from rlhf_core.schemas.run import StoredSpec, shape_key
-from rlhf_core.words import attributed
 
 RUNS = tables.metadata.tables["runs"]
 OFFSETS = tables.metadata.tables["ingest_offsets"]

@@ -22,7 +22,7 @@ TTL_S = 60.0
 HANG_S = 3600.0
 """A controller that has not asked for its lease for so long hangs: its lease is renewed no more."""
 
-RELEASE_PATIENCE_S = 5.0
+RELEASE_TIMEOUT_S = 5.0
 """Longest wait for a renewal that is under way when the lease is given back."""
 
 
@@ -59,11 +59,11 @@ class Owner:
             return None
 
     def is_here(self) -> bool:
-        """Whether it is, or was, a process of this host."""
+        """True if the process runs, or ran, on this host."""
         return self.host == socket.gethostname()
 
     def is_known_dead(self) -> bool:
-        """Whether this host can tell that the process is gone. About other hosts nothing is known: False."""
+        """True if this host can tell that the process is gone. False for processes of other hosts."""
         if not self.is_here():
             return False
         try:
@@ -88,12 +88,13 @@ def owner_text(owner: str) -> str:
 
 
 def known_dead(owner_text: str) -> bool:
-    """Whether the owner of a lease is known to be gone, so that its lease may be taken over before it runs out."""
+    """Return True if the owner of a lease is known to be gone, so that the lease may be taken over before it
+    expires."""
     owner = Owner.parse(owner_text)
     return owner is not None and owner.is_known_dead()
 
 
-class Lease:
+class HeldLease:
     """The lease this process holds on a run. Use :func:`acquire`.
 
     After :meth:`start` a thread of its own renews it, so that nothing the controller waits for, such as a job that
@@ -112,7 +113,7 @@ class Lease:
     ) -> None:
         self.token = token
         self.behind = ""
-        """Why the database could not be reached at the last renewal; empty when it could."""
+        """Reason why the database could not be reached at the last renewal; empty if it could."""
         self._store = store
         self._run_id = run_id
         self._owner = owner
@@ -136,7 +137,7 @@ class Lease:
         return self._lost is not None
 
     def keep(self) -> None:
-        """Learn whether the lease was lost, and renew it where nobody has for a while. Cheap; call it often.
+        """Raise if the lease was lost, and renew it if the renewing thread is late. Cheap; call it often.
 
         A database that does not answer is tolerated: training goes on, and the renewal is tried again.
 
@@ -145,9 +146,9 @@ class Lease:
         """
         self._used = self._clock()
         if self._lost is None:
-            # A thread that is late has not run, as after a suspension: what was missed is found out here, not by it.
-            patience_s = self._every_s if self._thread is None else 2 * self._every_s
-            if self._used - self._renewed >= patience_s and self._turn.acquire(blocking=False):
+            # A late thread has not run, as after a suspension: this call finds out what was missed.
+            due_s = self._every_s if self._thread is None else 2 * self._every_s
+            if self._used - self._renewed >= due_s and self._turn.acquire(blocking=False):
                 try:
                     with contextlib.suppress(DatabaseUnavailable):
                         self._renew()
@@ -159,8 +160,8 @@ class Lease:
     def require(self) -> None:
         """Ask the database now whether the lease is held, before something that must not be done twice.
 
-        Without an answer the lease counts as held for as long as nobody else can have it: until it runs out, counted
-        from before the last renewal.
+        Without an answer the lease counts as held until it expires, counted from before the last renewal: until then no
+        other controller can have it.
 
         Raises:
             LeaseLost: another controller has the run.
@@ -179,7 +180,7 @@ class Lease:
         """Give the lease back, so that the next controller need not wait. It runs out by itself where this fails."""
         self._over.set()
         if self._thread is not None:
-            self._thread.join(timeout=RELEASE_PATIENCE_S)
+            self._thread.join(timeout=RELEASE_TIMEOUT_S)
         try:
             self._store.release_lease(self._run_id, self._owner, self.token)
         except DatabaseUnavailable as error:
@@ -219,7 +220,7 @@ class Lease:
         while not self._over.wait(self._every_s / 4):
             now = self._clock()
             if now - self._used > HANG_S:
-                continue  # a controller that hangs must not keep its run for ever
+                continue  # a hung controller must not keep its run forever
             if now - self._renewed < self._every_s:
                 continue
             with self._turn:
@@ -252,19 +253,19 @@ def acquire(
     above: int = 0,
     clock: Callable[[], float] = seconds_since_boot,
     sleep: Callable[[float], None] = time.sleep,
-    patience_s: float = TTL_S + 5,
-    gives_way: bool = False,
+    timeout_s: float = TTL_S + 5,
+    fail_if_held: bool = False,
     ttl_s: float = TTL_S,
-) -> Lease:
-    """Take the lease of a run: at once when it is free or its owner is known dead, else when it runs out.
+) -> HeldLease:
+    """Take the lease of a run: at once if it is free or its owner is known dead, otherwise once it expires.
 
     Args:
-        on_wait: told once what is waited for and for how long at most (seconds).
+        on_wait: called once with the reason for waiting and the longest wait (seconds).
         above: highest token in the run's journal; ours will be higher, even when the database is younger than that.
-        patience_s: how long to wait for a lease that is not renewed; 0 not to wait.
-        gives_way: stop waiting as soon as the owner is seen to be alive: on this host its process is there, on another
-            one the lease was renewed meanwhile. For a person who asks; a flow run that is tried again may have to wait
-            for its own last process to end.
+        timeout_s: how long to wait for a lease that is not renewed; 0 not to wait.
+        fail_if_held: Raise as soon as the owner is known to be alive, instead of waiting: its process runs on this
+            host, or, on another host, the lease was renewed meanwhile. Meant for commands; a retried flow run may have
+            to wait for its own previous process to end.
         ttl_s: how long the lease holds without being renewed.
 
     Raises:
@@ -280,18 +281,19 @@ def acquire(
             found = holder(store, run_id)
             if found is None:
                 continue  # given back just now
-            if (gives_way and _is_alive(found, first or found)) or clock() - started >= patience_s:
+            if (fail_if_held and _is_alive(found, first or found)) or clock() - started >= timeout_s:
                 raise LeaseLost(_driven_by(run_id, found, first or found)) from None
             if first is None:
                 first = found
-                on_wait(str(error), patience_s)
+                on_wait(str(error), timeout_s)
             sleep(1.0)
             continue
-        return Lease(store, run_id, owner, token, clock, ttl_s)
+        return HeldLease(store, run_id, owner, token, clock, ttl_s)
 
 
 def _is_alive(found: Holder, first: Holder) -> bool:
-    """Whether the owner of a lease is known to be alive. On another host that takes a renewal since the first look."""
+    """Return True if the owner of a lease is known to be alive. On another host that takes a renewal since the first
+    query."""
     owner = Owner.parse(found.owner)
     if owner is not None and owner.is_here():
         return not owner.is_known_dead()
@@ -299,7 +301,7 @@ def _is_alive(found: Holder, first: Holder) -> bool:
 
 
 def _driven_by(run_id: str, found: Holder, first: Holder) -> str:
-    """Who drives a run and what to do, for a person who wanted to drive it too."""
+    """Message that names the controller of a run and says what to do."""
     owner = Owner.parse(found.owner)
     who = found.owner if owner is None else f"{owner.user} on {owner.host}, process {owner.pid}"
     since = f", since {found.since:%Y-%m-%d %H:%M:%S} UTC" if found.since is not None else ""

@@ -1,25 +1,25 @@
-"""The model card of a promoted model: what is known, for the Hub's reader and for a person; nothing is made up."""
+"""Model card of a promoted model, from recorded facts alone, for the Hub and for readers."""
 
 import json
 from collections.abc import Iterator
 
 from rlhf_core.escaping import markdown, markdown_code, yaml_scalar
+from rlhf_core.formatting import attributed
 from rlhf_core.schemas.promotion import ModelProvenance
 from rlhf_core.schemas.regression import regression_text, regressions
 from rlhf_core.schemas.reports import EvaluationReport
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.words import attributed
 
 TO_WRITE = "*To be written by the person who publishes this model.*"
 
 
 def model_card(provenance: ModelProvenance, spec: RunSpec) -> str:
-    """``README.md``: YAML front matter as the Hugging Face Hub reads it, then the same for a person."""
+    """Render ``README.md``: YAML front matter for the Hugging Face Hub, then the same as text."""
     return "\n".join(["---", *_front_matter(provenance, spec), "---", "", *_body(provenance, spec), ""])
 
 
 def data_name(spec: RunSpec) -> str:
-    """What the model was trained on: the file, or what made the data."""
+    """Name of the training data: the file or the generator."""
     return spec.data.generator or spec.data.train.rpartition("/")[2]
 
 

@@ -11,12 +11,12 @@ import rlhf_core
 from rlhf_core import __version__, private_files
 from rlhf_core.accounts import account, user_name
 from rlhf_core.errors import BadConfig, RunDirError
+from rlhf_core.formatting import THROUGH_PREFECT
 from rlhf_core.launch.journal import Journal
 from rlhf_core.run_dir import RunDir, new_run_id, remove_tree, write_model, write_text
 from rlhf_core.schemas.base import label_problem, storable_text, utc_now
 from rlhf_core.schemas.journal import RunCreated
 from rlhf_core.schemas.run import BUILT_TOKENIZERS, MAX_TAGS, RunSpec, StoredSpec
-from rlhf_core.words import THROUGH_PREFECT
 
 DIFF_LIMIT_BYTES = 4 << 20
 """Longest diff that is kept; a longer one is cut and says so."""
@@ -74,12 +74,12 @@ def prepare(
         runs: folder of all run directories.
         config_source: the config file, as given.
         overrides: the ``--set`` overrides, as given.
-        folder: where the user is; user code and the git revision are taken from here. Default: the current folder.
+        folder: source of user code and git revision. Default: the current folder.
         revision: git revision of that code, where the folder is a copy. Default: git is asked.
-        owner: who asked. Default: the user of this process.
-        tags: words to find it by.
-        run_id: its id, where whoever asks again must get the same one. Default: a new one.
-        flow_run_id: the Prefect flow run that makes it.
+        owner: the requesting user. Default: the user of this process.
+        tags: labels to find it by.
+        run_id: its id, if a repeated request must get the same run. Default: a new one.
+        flow_run_id: the Prefect flow run that creates it.
 
     Raises:
         RunDirError: the folder of the runs cannot be written, or there is a run of that id.
@@ -101,7 +101,7 @@ def prepare(
         spec=spec,
     )
     if run_id:
-        # Whoever was killed while making it has this name too.
+        # A process that was killed while making it has left a folder of this name.
         remove_tree(_unfinished(runs, run_id).root)
     return _make_whole(runs, stored, lambda code: keep_code(code, spec, folder, stored.code_revision))
 
@@ -180,7 +180,8 @@ def _make_whole(runs: Path, stored: StoredSpec, keep: Callable[[Path], object]) 
 
 
 def keep_code(target: Path, spec: RunSpec, folder: Path, revision: str) -> None:
-    """Keep what a later attempt must find unchanged: git revision and diff for people, a snapshot for the workers.
+    """Keep everything that a later attempt must find unchanged: git revision and diff for the record, a snapshot for
+    the workers.
 
     Raises:
         BadConfig: something in ``code.paths`` is not there.
@@ -213,8 +214,8 @@ def git_revision(folder: Path) -> str:
 
 
 def program_revision(package: Path = Path(rlhf_core.__file__).parent) -> str:
-    """Commit of the checkout that this program is installed from; empty where it was installed from a package, also
-    where its environment lies inside of somebody else's repository."""
+    """Commit of the checkout that this program is installed from; empty if it was installed from a package, even if
+    its environment lies inside another repository."""
     return git_revision(package) if _git(package, "ls-files", "__init__.py").strip() else ""
 
 

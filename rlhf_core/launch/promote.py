@@ -1,12 +1,12 @@
-"""Promotion: which checkpoint is the best, the one answer that counts, and the model directory, whole or not at all.
+"""Promotion: choice of the best checkpoint, the one answer that counts, and the model directory, complete or absent.
 
     <folder>/<run_id>/
         model weights, configuration, tokenizer     as in the checkpoint, byte for byte
         README.md                                   the model card
         rlhf.json                                   where it comes from, and the sha256 of every other file
 
-The folder is written under another name and renamed when everything is on the disk: whoever finds it under its own
-name finds a whole model, also after a kill or a power cut.
+The folder is written under another name and renamed when everything is on the disk: under its own name it is always a
+complete model, even after a kill or a power cut.
 """
 
 import hashlib
@@ -35,17 +35,17 @@ _BLOCK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
-class Choice:
+class PromotionChoice:
     """The checkpoint to promote, or why there is none."""
 
     reason: str
-    """What speaks for it or against it, in a sentence for a person."""
+    """Argument for or against promotion, in a sentence."""
     checkpoint: CheckpointDir | None = None
     before: EvaluationReport | None = None
     after: EvaluationReport | None = None
 
 
-def choose(run_dir: RunDir, wanted: PromoteSpec) -> Choice:
+def choose(run_dir: RunDir, wanted: PromoteSpec) -> PromotionChoice:
     """The complete checkpoint that was evaluated best after training, if it is enough better than the start.
 
     Today's evaluator measures the last checkpoint only, so that there is one to choose from; several evaluations of the
@@ -55,7 +55,7 @@ def choose(run_dir: RunDir, wanted: PromoteSpec) -> Choice:
     complete = {checkpoint.step: checkpoint for checkpoint in run_dir.checkpoints()}
     measured = [report for report in reports if report.when == "after" and report.checkpoint_step in complete]
     if not measured:
-        return Choice(f"found no complete checkpoint with a {wanted.metric} evaluation after training")
+        return PromotionChoice(f"found no complete checkpoint with a {wanted.metric} evaluation after training")
     best = max(measured, key=lambda report: (report.value, report.checkpoint_step))
     start = min(
         (report for report in reports if report.when == "before"),
@@ -63,12 +63,14 @@ def choose(run_dir: RunDir, wanted: PromoteSpec) -> Choice:
         default=None,
     )
     if start is None:
-        return Choice(f"found no {wanted.metric} evaluation before training to hold the gain against", after=best)
+        return PromotionChoice(
+            f"found no {wanted.metric} evaluation before training to hold the gain against", after=best
+        )
     gain = best.value - start.value
     told = f"{best.metric} ({best.name}) {start.value:.3f} -> {best.value:.3f}, gain {gain:+.3f}"
     if not gain >= wanted.min_gain:  # also when it is not a number
-        return Choice(f"{told}; promote.min_gain is {wanted.min_gain:g}", None, start, best)
-    return Choice(told, complete[best.checkpoint_step], start, best)
+        return PromotionChoice(f"{told}; promote.min_gain is {wanted.min_gain:g}", None, start, best)
+    return PromotionChoice(told, complete[best.checkpoint_step], start, best)
 
 
 def _evaluations(run_dir: RunDir, name: str) -> list[EvaluationReport]:
@@ -77,7 +79,7 @@ def _evaluations(run_dir: RunDir, name: str) -> list[EvaluationReport]:
 
 
 def promoted_folder(run_dir: RunDir, wanted: PromoteSpec) -> Path:
-    """Where the model of a run goes: ``promoted`` stands beside the folder of the run directories."""
+    """Return the folder of a run's promoted model: ``promoted``, beside the folder of the run directories."""
     folder = Path(wanted.folder) if wanted.folder else run_dir.root.absolute().parent.parent / "promoted"
     return folder / run_dir.run_id
 
@@ -87,7 +89,7 @@ def promoted_folder(run_dir: RunDir, wanted: PromoteSpec) -> Path:
 
 
 def give_answer(run_dir: RunDir, answer: PromotionAnswer) -> bool:
-    """Answer the question; False when somebody else was first.
+    """Record the answer; False if another answer was first.
 
     Raises:
         RunDirError: it cannot be written.
@@ -207,7 +209,7 @@ def _require_same(target: Path, manifest: CheckpointManifest, provenance: ModelP
 
 
 def damage(folder: Path) -> Sequence[str]:
-    """What is wrong with a promoted model, by size and hash of every file; empty for a sound one."""
+    """Describe the damage of a promoted model by size and hash of every file; empty if it is sound."""
     provenance = read_model(folder / PROVENANCE, ModelProvenance)
     if provenance is None:
         return [f"it has no {PROVENANCE} that can be read"]

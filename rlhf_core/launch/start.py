@@ -6,7 +6,7 @@ from pathlib import Path
 from rlhf_core.launch.journal import Journal
 from rlhf_core.run_dir import RunDir, read_model, write_model
 from rlhf_core.scheduler.base import JobRequest, Scheduler
-from rlhf_core.scheduler.passed import PassedEnvironment
+from rlhf_core.scheduler.passed_environment import PassedEnvironment
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.journal import AttemptPlanned, AttemptSubmitted
 from rlhf_core.schemas.resources import Placement, Submission
@@ -39,10 +39,10 @@ def job_request(
     site: SlurmSpec | None = None,
     job_secrets: Path | None = None,
 ) -> JobRequest:
-    """What is asked of the scheduler for one attempt.
+    """Build the job request of one attempt.
 
     Args:
-        site: What all jobs of the site ask of Slurm, unless their run says otherwise.
+        site: Slurm options of all jobs of the site, unless their run overrides them.
         job_secrets: File with values for ``slurm.pass_environment``.
     """
     resources = spec.resources

@@ -1,4 +1,4 @@
-"""Reads a data file once, row by row, with nothing but the standard library."""
+"""Reading of a data file, once and row by row, with the standard library alone."""
 
 import csv
 import json
@@ -12,10 +12,10 @@ from rlhf_core.preflight.templates import named_columns
 from rlhf_core.schemas.run import DataSpec
 
 SHOWN = 5
-"""Problems of one kind that are shown; all are counted."""
+"""Number of problems of one kind that are shown; all are counted."""
 
 Row = tuple[int, Mapping[str, Any] | str]
-"""Line number from 1, and the row, or what is wrong with it."""
+"""Line number from 1, and the row or its problem."""
 
 
 def scan(path: Path, data: DataSpec, tick: Callable[[], None] = lambda: None) -> DataFile:
@@ -46,7 +46,7 @@ def scan(path: Path, data: DataSpec, tick: Callable[[], None] = lambda: None) ->
 
 
 class _First:
-    """Counts problems of one kind and keeps the first few."""
+    """Counter of the problems of one kind that keeps the first few."""
 
     def __init__(self) -> None:
         self.problems: list[LineProblem] = []

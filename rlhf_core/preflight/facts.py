@@ -1,4 +1,4 @@
-"""What the checks look at. Gathered by ``gather.py``; in tests, written by hand."""
+"""Facts that the checks judge. Gathered by ``gather_facts.py``; written by hand in tests."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ class LineProblem:
     line: int
     """Line number, from 1."""
     message: str
-    """What is wrong with it."""
+    """Problem of the row."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class DataFile:
 
     path: Path
     problem: str = ""
-    """Why it cannot be read at all; empty when it can."""
+    """Reason why it cannot be read at all; empty if it can."""
     scanned: bool = True
-    """Whether its rows were read; Parquet files are left to the nodes."""
+    """True if its rows were read; Parquet files are left to the nodes."""
     num_rows: int = 0
     """Rows that could be read."""
     columns: frozenset[str] = frozenset()
@@ -36,7 +36,7 @@ class DataFile:
     malformed: tuple[LineProblem, ...] = ()
     """The first rows that are not valid, or lack a column that other rows have."""
     num_malformed: int = 0
-    """How many there are of them."""
+    """Number of such rows in all."""
     empty_prompts: tuple[int, ...] = ()
     """First lines whose prompt is empty."""
     num_empty_prompts: int = 0
@@ -63,7 +63,7 @@ class ComputeSide:
     python: str
     """Its path."""
     problem: str = ""
-    """Why it could not be asked; empty when it could."""
+    """Reason why it could not be queried; empty if it could."""
     version: tuple[int, ...] = ()
     """Its Python version."""
     packages: Mapping[str, str] = field(default_factory=dict)
@@ -88,18 +88,18 @@ class ModelFolder:
 
     path: Path
     problem: str = ""
-    """Why it is no model folder; empty when it is one."""
+    """Reason why it is not a model folder; empty if it is one."""
     weight_bytes: int = 0
     """Size of its weight files."""
 
 
 @dataclass(frozen=True)
 class Disk:
-    """Where the run directories go."""
+    """Disk that holds the run directories."""
 
     runs_dir: Path
     problem: str = ""
-    """Why it cannot be written; empty when it can."""
+    """Reason why it cannot be written; empty if it can."""
     free_bytes: int = 0
     free_files: int | None = None
     """Files that can still be made; None where the file system sets no limit."""
@@ -115,7 +115,7 @@ class CheckpointFacts:
     problems: tuple[str, ...] = ()
     """Files that are missing or have another size than ``COMPLETE`` says."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """What it was trained with, as far as it decides what is learned; sections as in the config."""
+    """Settings it was trained with that decide what is learned; sections as in the config."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Plugin:
     function: Callable[..., Any] | None = None
     """Takes the facts and yields findings, as our own checks do; None when it could not be imported."""
     problem: str = ""
-    """Why not, in one line."""
+    """Reason why it could not be imported, in one line."""
 
 
 @dataclass(frozen=True)
@@ -138,21 +138,21 @@ class GoodRun:
     spec: Mapping[str, Any]
     """Its resolved spec, as JSON: another version of this program may have written it."""
     basis: Mapping[str, str] = field(default_factory=dict)
-    """What it stood on besides: see ``trial.basis_of``."""
+    """Versions, data and code of that run: see ``trial.basis_of``."""
 
 
 @dataclass(frozen=True)
-class Past:
-    """What the history has about runs like this one; empty where there is none, or it does not answer."""
+class Baseline:
+    """Earlier runs like this one, from the history; empty if there are none or the history does not answer."""
 
     seconds_per_step: float | None = None
     """Median over the last completed runs of the same shape."""
     last_good: GoodRun | None = None
     known: bool = False
-    """Whether the history answered: otherwise that there is no good run means nothing."""
+    """True if the history answered; otherwise a missing good run means nothing."""
 
 
-NO_PAST = Past()
+NO_BASELINE = Baseline()
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class Facts:
     """Version of rlhf-flows here."""
     compute: ComputeSide
     requirements: tuple[Requirement, ...]
-    """What rlhf-flows says its training extra needs."""
+    """Requirements of rlhf-flows' training extra, from its metadata."""
     disk: Disk
     imports: Mapping[str, str] = field(default_factory=dict)
     """``module:function`` to why it does not import; empty text when it does."""
@@ -182,17 +182,17 @@ class Facts:
     model_folder: ModelFolder | None = None
     """Set when ``model.path`` is."""
     tokenizer_problem: str = ""
-    """Why ``model.tokenizer`` is no tokenizer folder; empty when it is one or names a kind that is built."""
+    """Reason why ``model.tokenizer`` is not a tokenizer folder; empty if it is one or names a kind that is built."""
     compiler: str = ""
     """A C++ compiler on this machine; empty when there is none."""
     promote_folder: str = ""
     """Folder of promoted models; empty when nothing is to be promoted."""
     promote_problem: str = ""
-    """Why it cannot be written; empty when it can."""
+    """Reason why it cannot be written; empty if it can."""
     built_ops: tuple[str, ...] = ()
     """DeepSpeed operators that were compiled here before."""
     resume: CheckpointFacts | None = None
-    """Set when a run is gone on with from a checkpoint."""
+    """Set when a run resumes from a checkpoint."""
     stored_version: str = ""
     """Version of rlhf-flows that made the run; empty for a new one."""
     plugins: tuple[Plugin, ...] = ()
@@ -204,7 +204,7 @@ class Facts:
     passed_problem: str = ""
     """Reason why the job could not be handed the secrets that it asks for; empty when it could."""
     content: ContentReport | None = None
-    """What a look at the data itself found; None where there was none."""
+    """Report on the data itself; None if the data was not read."""
     content_problem: str = ""
-    """Why there was none; empty when nobody asked, or another check says so."""
-    past: Past = NO_PAST
+    """Reason why the data was not read; empty if that was not asked for or another check reports it."""
+    baseline: Baseline = NO_BASELINE

@@ -1,4 +1,4 @@
-"""How much memory each role takes, from the config and the model's config alone. Pure functions, no library of models.
+"""Memory of each role, estimated from the run's config and the model's config alone. Pure functions; no model library.
 
 What must be there at all times (weights, gradients, optimizer, reference) is exact arithmetic. What comes and goes
 (activations, logits, cache) is counted tensor by tensor for decoders with gated feed-forward layers, at the longest
@@ -66,7 +66,7 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Shape:
-    """What the size of a decoder follows from."""
+    """Dimensions that determine the size of a decoder."""
 
     parameters: int
     hidden: int
@@ -86,7 +86,7 @@ class Estimate:
     resident: Mapping[str, int]
     """There at all times."""
     moments: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """What comes on top while a rank samples, trains and so on; one of these at a time."""
+    """Additional memory while a rank samples, trains and so on; only one of these at a time."""
 
     @property
     def resident_bytes(self) -> int:
@@ -100,7 +100,7 @@ class Estimate:
 
     @property
     def largest(self) -> list[tuple[str, int]]:
-        """What takes most at the peak, the largest first."""
+        """Return the largest parts of the peak, largest first."""
         return sorted({**self.resident, **self._worst}.items(), key=lambda part: -part[1])
 
     @property
@@ -123,7 +123,7 @@ def gpu_memory_bytes(kind: str) -> int | None:
 
 
 def shape_of(config: Mapping[str, Any], parameters: int | None, vocabulary: int) -> Shape | None:
-    """The shape of a decoder from its ``config.json``; None where that does not tell.
+    """Read the shape of a decoder from its ``config.json``; None if it lacks the dimensions.
 
     Args:
         vocabulary: taken where the config names none, because the tokenizer is built.
@@ -165,7 +165,8 @@ def optimizer_bytes(shape: Shape, num_ranks: int) -> int:
 
 
 def activation_bytes(shape: Shape, dtype: str, tokens: int, checkpointing: bool) -> int:
-    """What the backward pass needs of the forward pass, in the manner of Korthikanti et al. 2022 (arXiv 2205.05198).
+    """Activations that the forward pass keeps for the backward pass, counted as in Korthikanti et al. 2022 (arXiv
+    2205.05198).
 
     Per layer and token: two norms (input, normalised, output), queries, keys and values before and after their norm
     and rotation, keys and values repeated for every head, the attention's output, and four times the width of the

@@ -1,4 +1,4 @@
-"""A site's own checks: functions that installed packages name as entry points (docs/preflight.md)."""
+"""A site's own checks: entry points of installed packages (docs/preflight.md)."""
 
 import importlib.metadata
 
@@ -7,7 +7,7 @@ from rlhf_core.preflight.registry import PLUGINS, one_line
 
 
 def load_plugins() -> tuple[Plugin, ...]:
-    """Import every plug-in that is installed beside this program, in the order of their names."""
+    """Import every installed plug-in, in the order of their names."""
     found = sorted(importlib.metadata.entry_points(group=PLUGINS), key=lambda point: (point.name, point.value))
     return tuple(_load(point) for point in found)
 

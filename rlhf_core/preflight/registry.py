@@ -1,4 +1,4 @@
-"""The list of checks, and how they are run."""
+"""Registry of the static checks, and their execution."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -11,12 +11,12 @@ from rlhf_core.schemas.checks import CheckResult, CheckStatus
 PLUGINS = "rlhf_flows.checks"
 """Entry point group of a site's own checks."""
 OFF = "preflight.off"
-"""The check of what is turned off; it cannot be turned off itself."""
+"""The check of the disabled checks; it cannot be disabled itself."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check has to say."""
+    """Result of one check."""
 
     status: CheckStatus
     found: str
@@ -29,14 +29,14 @@ CheckFunction = Callable[[Facts], Iterator[Finding]]
 
 @dataclass(frozen=True)
 class Check:
-    """A registered check. It yields a finding for each thing it looked at, and none where it does not apply."""
+    """A registered check. It yields a finding for each thing it examined, and none where it does not apply."""
 
     id: str
     function: CheckFunction
 
     @property
     def prevents(self) -> str:
-        """What it is for: the first line of its docstring."""
+        """Problem that the check prevents: the first line of its docstring."""
         return (self.function.__doc__ or "").strip().partition("\n")[0]
 
 
@@ -99,7 +99,7 @@ def _all_checks(facts: Facts) -> Iterator[Check]:
 
 
 def _guarded(id: str, function: Callable[..., Any]) -> CheckFunction:
-    """The site's own code may do anything; a mistake in it must not keep a run from starting."""
+    """Wrap a site's own check, whose errors must not keep a run from starting."""
 
     def made(facts: Facts) -> Iterator[Finding]:
         try:
@@ -127,25 +127,25 @@ def _unusable(id: str, problem: str) -> CheckFunction:
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
-    """An exception in one line."""
+    """Format an exception in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:limit].removesuffix(": ")
 
 
 def passed(found: str) -> Finding:
-    """All is well."""
+    """Report that the check passed."""
     return Finding(CheckStatus.PASSED, found)
 
 
 def skipped(reason: str) -> Finding:
-    """The check could not be made."""
+    """Report that the check could not be made."""
     return Finding(CheckStatus.SKIPPED, reason)
 
 
 def warning(found: str, expected: str, advice: str) -> Finding:
-    """Worth reading; does not stop the run."""
+    """Report a problem that does not stop the run."""
     return Finding(CheckStatus.WARNING, found, expected, advice)
 
 
 def blocked(found: str, expected: str, advice: str) -> Finding:
-    """The run cannot work."""
+    """Report a problem with which the run cannot work."""
     return Finding(CheckStatus.BLOCKED, found, expected, advice)

@@ -1,4 +1,4 @@
-"""Which columns a template names."""
+"""Columns named in templates."""
 
 import string
 
@@ -9,7 +9,7 @@ ALIASES = ("prompt", "answer")
 
 
 def template_columns(template: str) -> tuple[list[str], str]:
-    """Names in a template, and what is wrong with it (empty when it is well-formed).
+    """Parse the names in a template and its problem (empty if it is well-formed).
 
     The same rules as on the nodes: plain ``{column}`` only; ``{{`` and ``}}`` stand for braces.
     """
@@ -29,7 +29,7 @@ def template_columns(template: str) -> tuple[list[str], str]:
 
 
 def named_columns(data: DataSpec) -> dict[str, list[str]]:
-    """Setting to the columns that it names."""
+    """Map each setting to the columns that it names."""
     return {
         "data.prompt_column": [data.prompt_column],
         "data.answer_column": [data.answer_column],

@@ -1,7 +1,7 @@
-"""Whether a run should be tried out first, in small: what has changed since the last good run of its name.
+"""Need for a small trial run: changes since the last good run of the same name.
 
 Only what can stop a run that used to work, or make it run out of memory, counts: data, algorithm, versions, scale. A
-learning rate does not: no trial of a few steps would tell anything about it.
+learning rate does not: a trial of a few steps would not show its effect.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.run import RunSpec, with_changes
 
 SMALL = 3
-"""A run on one node of at most so many times the steps of a trial is tried out by itself."""
+"""Largest run that serves as its own trial: one node and this many times the steps of a trial."""
 
 WATCHED = (
     "data",
@@ -43,7 +43,7 @@ _LONGEST = 60
 
 @dataclass(frozen=True)
 class Change:
-    """One thing that is not as it was."""
+    """One difference from an earlier run."""
 
     what: str
     """Dotted name of a setting, or a name of :func:`basis_of`."""
@@ -55,8 +55,8 @@ class Change:
 
 
 def changes_since(before: GoodRun, spec: RunSpec, basis: Mapping[str, str]) -> list[Change]:
-    """What is different from an earlier run. What one of the two does not tell is taken for the same: another version
-    of this program may have had other settings, or asked less."""
+    """List the differences from an earlier run. A value that only one of the two runs has counts as unchanged: another
+    version of this program may have had other settings or recorded less."""
     found = [
         Change(name, _shown(old), _shown(new))
         for watched in WATCHED
@@ -74,16 +74,16 @@ def changes_since(before: GoodRun, spec: RunSpec, basis: Mapping[str, str]) -> l
 
 
 def is_small(spec: RunSpec) -> bool:
-    """Whether a trial would cost about as much as the run."""
+    """Return True if a trial would cost about as much as the run."""
     return spec.resources.num_nodes == 1 and spec.total_steps <= SMALL * spec.preflight.trial_steps
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a run stands on besides its settings
+# Versions, data and code of a run
 
 
 def basis_of(facts: Facts) -> dict[str, str]:
-    """Versions, rows and code: what may change while the config stays as it is."""
+    """Return versions, rows and code: everything that may change while the config stays the same."""
     found = {f"rows of {name}": _rows(file) for name, file in (("data.train", facts.train), ("data.eval", facts.eval))}
     found["code"] = facts.code_hash or "none"
     found["rlhf-flows"] = facts.control_version
@@ -93,12 +93,12 @@ def basis_of(facts: Facts) -> dict[str, str]:
 
 
 def basis_text(basis: Mapping[str, str]) -> str:
-    """The basis as one line, for a person and for :func:`read_basis`."""
+    """Format the basis as one line, for the user and for :func:`read_basis`."""
     return "; ".join(f"{name} = {value}" for name, value in basis.items())
 
 
 def read_basis(text: str) -> dict[str, str]:
-    """The basis that :func:`basis_text` wrote."""
+    """Parse the basis that :func:`basis_text` wrote."""
     pairs = (part.partition(" = ") for part in text.split("; "))
     return {name: value for name, sign, value in pairs if sign}
 
@@ -120,7 +120,7 @@ def _content(spec: RunSpec) -> Mapping[str, Any]:
 
 
 def _pick(spec: Mapping[str, Any], name: str) -> Any:
-    """A section or setting of a spec as JSON; None where it has none."""
+    """Return a section or setting of a spec as JSON; None if it has none."""
     section, _, field = name.partition(".")
     found = spec.get(section)
     return found.get(field) if field and isinstance(found, Mapping) else found
@@ -153,29 +153,29 @@ class Rung:
     """One trial of the ladder."""
 
     check_id: str
-    """The check whose verdict it gives."""
+    """Id of the check that reports its result."""
     num_nodes: int
 
     @property
     def title(self) -> str:
-        """What it is called, for a person."""
+        """Display name."""
         return "trial on one node" if self.num_nodes == 1 else f"trial on all {self.num_nodes} nodes"
 
 
 def rungs(spec: RunSpec) -> tuple[Rung, ...]:
-    """The trials of a run, in their order. On one node there is one."""
+    """Return the trials of a run, in order. On one node there is one."""
     whole = Rung("trial.all_nodes", spec.resources.num_nodes)
     return (whole,) if whole.num_nodes == 1 else (Rung("trial.one_node", 1), whole)
 
 
 def is_due(spec: RunSpec, results: Sequence[CheckResult]) -> bool:
-    """Whether the trials are to be made, by what the check ``trial.needed`` found."""
+    """Return True if the trials are to be run, according to the finding of the check ``trial.needed``."""
     asks = any(result.id == "trial.needed" and result.status is CheckStatus.WARNING for result in results)
     return asks and spec.preflight.trial == "run"
 
 
 def trial_spec(spec: RunSpec, rung: Rung) -> RunSpec:
-    """A run made small: few steps and prompts, one checkpoint, on the nodes of a rung.
+    """Reduce a run: few steps and prompts, one checkpoint, on the nodes of a rung.
 
     Batches stay as they are, so that a step needs the memory it will need, and still divide over the ranks: those of
     one node are a divisor of those of all nodes, and what a number divides, its divisors divide.

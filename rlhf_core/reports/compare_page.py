@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core import __version__
+from rlhf_core.formatting import count
 from rlhf_core.reports import plots
 from rlhf_core.reports.config_text import setting_text
 from rlhf_core.reports.html import document
@@ -25,7 +26,6 @@ from rlhf_core.reports.markup import (
 from rlhf_core.reports.plots import Marks, Point, PointSeries, Series
 from rlhf_core.run_dir import write_text
 from rlhf_core.schemas.base import utc_now
-from rlhf_core.words import count
 
 Facts = Mapping[str, Any]
 

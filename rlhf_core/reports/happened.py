@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rlhf_core.formatting import count, place_text
 from rlhf_core.reports.evidence import Evidence
 from rlhf_core.reports.gather import RunRecord, find_row
 from rlhf_core.reports.markup import (
@@ -20,7 +21,6 @@ from rlhf_core.reports.markup import (
     words,
 )
 from rlhf_core.reports.timeline import timeline
-from rlhf_core.words import count, place_text
 
 _ACTIONS = {
     "restart_in_place": "start the workers again in the same allocation",

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core import __version__
+from rlhf_core.formatting import attributed, count
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.reports import charts, plots, samples
 from rlhf_core.reports.config_text import as_toml
@@ -30,7 +31,6 @@ from rlhf_core.reports.markup import (
 from rlhf_core.reports.promoted import promotion
 from rlhf_core.run_dir import RunDir, write_text
 from rlhf_core.schemas.base import utc_now
-from rlhf_core.words import attributed, count
 
 NAMES = ("greedy", "sampled")
 """Kinds of evaluation, in the order of the page."""

@@ -9,18 +9,18 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
-from rlhf_core.scheduler.passed import PassedEnvironment
+from rlhf_core.scheduler.passed_environment import PassedEnvironment
 from rlhf_core.schemas.resources import Inventory, Placement, Submission
 from rlhf_core.schemas.run import SlurmSpec
 
 
 class JobState(StrEnum):
-    """Where a job stands, as far as its scheduler can tell."""
+    """State of a job, as far as its scheduler knows."""
 
     PENDING = "pending"
     """Accepted; waits for nodes."""
     RUNNING = "running"
-    """Its agents are at work."""
+    """Its agents are running."""
     ENDED = "ended"
     """Nothing of it runs any more. How it went stands in ``outcome.json``."""
     UNKNOWN = "unknown"
@@ -32,9 +32,9 @@ class JobStatus:
     """One answer about one job."""
 
     state: JobState
-    """Where it stands."""
+    """State of the job."""
     reason: str = ""
-    """Why, in the scheduler's words or a sentence for a person: why it waits, how it ended."""
+    """Reason for the state, from the scheduler or in a sentence: why it waits, how it ended."""
     nodes: tuple[str, ...] = ()
     """Nodes it has."""
     exit_code: int | None = None
@@ -44,7 +44,7 @@ class JobStatus:
     lost_nodes: tuple[str, ...] = ()
     """Nodes of a job that ended because of them."""
     expected_start: str = ""
-    """When a waiting job is expected to start, in the scheduler's words; empty when it does not say."""
+    """Expected start of a waiting job, as the scheduler prints it; empty if it does not say."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class JobRequest:
     environment: Mapping[str, str]
     """Variables added to the environment of the job."""
     slurm: SlurmSpec = field(default_factory=SlurmSpec)
-    """What Slurm is asked for besides; other schedulers do not look at it."""
+    """Additional options for Slurm; other schedulers ignore them."""
     passed: PassedEnvironment = field(default_factory=PassedEnvironment)
     """Variables that the job is handed as secrets; every scheduler asks for their values when it starts the job."""
 
@@ -92,14 +92,14 @@ class Scheduler(Protocol):
     """``local`` or ``slurm``."""
 
     def inventory(self) -> Inventory:
-        """What it can give.
+        """Return the resources of the scheduler.
 
         Raises:
             SchedulerError: it does not answer.
         """
 
     def script(self, request: JobRequest) -> str:
-        """What would be submitted, as text for a person."""
+        """Render the script that would be submitted."""
 
     def submit(self, request: JobRequest) -> Submission:
         """Start the job once.
@@ -109,7 +109,7 @@ class Scheduler(Protocol):
         """
 
     def status(self, submissions: Sequence[Submission]) -> dict[str, JobStatus]:
-        """Where jobs stand, by job id, in one question for all of them."""
+        """Query the state of several jobs at once, by job id."""
 
     def find(self, run_id: str, attempt: int) -> Submission | None:
         """The living job of an attempt whose submission was not recorded, to be adopted; of several, the one that was

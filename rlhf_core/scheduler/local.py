@@ -25,14 +25,14 @@ from submitit.local.local import LocalExecutor, LocalJob
 
 from rlhf_core.errors import SubmissionFailed
 from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus, LivingJob
-from rlhf_core.scheduler.command import job_environment
-from rlhf_core.scheduler.passed import without_private
+from rlhf_core.scheduler.job_environment import job_environment
+from rlhf_core.scheduler.passed_environment import without_private
 from rlhf_core.schemas.resources import JOB_VARIABLE, Inventory, Submission, job_marker, parse_job_marker
 
-END_PATIENCE_S = 15.0
-"""How long an agent may take to end its workers and write its outcome before it is killed."""
-KILL_PATIENCE_S = 10.0
-"""How long killed processes may take to be gone."""
+SHUTDOWN_TIMEOUT_S = 15.0
+"""Time that an agent has to end its workers and write its outcome before it is killed."""
+KILL_TIMEOUT_S = 10.0
+"""Time that killed processes have to disappear."""
 
 _CONTROLLER_MODULE = "submitit.local._local"
 _COMMAND_VARIABLE = "SUBMITIT_LOCAL_COMMAND"
@@ -85,7 +85,7 @@ class LocalScheduler:
                 f"{request.command[0]} is no executable program on this machine; set RLHF_COMPUTE_PYTHON to the Python "
                 f"interpreter of the compute environment"
             )
-        executor = _Executor(request)
+        executor = _LocalExecutor(request)
         try:
             job = executor.submit(_replaced_by_the_command)
         except OSError as error:
@@ -102,7 +102,7 @@ class LocalScheduler:
         )
 
     def status(self, submissions: Sequence[Submission]) -> dict[str, JobStatus]:
-        """Where jobs stand, by job id. A job whose controller and agent are gone has ended."""
+        """Return the state of jobs, by job id. A job whose controller and agent are gone has ended."""
         return {submission.job_id: _status(submission) for submission in submissions}
 
     def find(self, run_id: str, attempt: int) -> Submission | None:
@@ -119,7 +119,7 @@ class LocalScheduler:
         """End the job: its agent is asked first, so that it can write its outcome, then all is killed that carries
         the marker of its attempt.
 
-        Takes up to ``END_PATIENCE_S + KILL_PATIENCE_S`` seconds. False when something is still there afterwards, or
+        Takes up to ``SHUTDOWN_TIMEOUT_S + KILL_TIMEOUT_S`` seconds. False when something is still there afterwards, or
         when the job is on another machine.
         """
         if not _is_here(submission):
@@ -130,8 +130,8 @@ class LocalScheduler:
         for agent in agents:
             with contextlib.suppress(psutil.Error):
                 agent.terminate()
-        psutil.wait_procs(agents, timeout=END_PATIENCE_S)
-        deadline = time.monotonic() + KILL_PATIENCE_S
+        psutil.wait_procs(agents, timeout=SHUTDOWN_TIMEOUT_S)
+        deadline = time.monotonic() + KILL_TIMEOUT_S
         while remaining := {*_processes(submission), *filter(_is_alive, known)}:
             if time.monotonic() > deadline:
                 return False
@@ -142,7 +142,7 @@ class LocalScheduler:
         return True
 
 
-class _Executor(LocalExecutor):  # type: ignore[misc]
+class _LocalExecutor(LocalExecutor):  # type: ignore[misc]
     """submitit's local executor, running our command line in its own session."""
 
     def __init__(self, request: JobRequest) -> None:
@@ -165,7 +165,7 @@ class _Executor(LocalExecutor):  # type: ignore[misc]
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", _CONTROLLER_MODULE, str(self.folder)],
                 env=environment,
-                # Not the folder of whoever submits: a flow run's is temporary, and a later attempt has another one.
+                # Not the current folder: a flow run's is temporary, and a later attempt has another one.
                 cwd=self.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -276,7 +276,7 @@ def _marker_of(process: psutil.Process) -> str:
 
 
 def _drives(process: psutil.Process, command: tuple[str, ...]) -> bool:
-    """Whether a process is the job's controller or its agent, rather than something they left behind."""
+    """Return True if a process is the job's controller or agent, rather than something they left behind."""
     line = _line(process)
     return line == command or _CONTROLLER_MODULE in line
 
@@ -318,7 +318,7 @@ def _start_time(pid: int) -> float:
 
 
 def _gpu_type(folder: Path = Path("/proc/driver/nvidia/gpus")) -> str:
-    """What the driver calls the GPUs of this machine; empty where it does not say, or they differ."""
+    """Name of this machine's GPUs according to the driver; empty if unknown or if they differ."""
     kinds = set()
     for path in folder.glob("*/information"):
         with contextlib.suppress(OSError):

@@ -23,16 +23,16 @@ from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 from rlhf_core.errors import SchedulerError, SubmissionFailed
 from rlhf_core.scheduler import slurm_queue
 from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus, LivingJob
-from rlhf_core.scheduler.command import job_environment
-from rlhf_core.scheduler.passed import without_private
-from rlhf_core.scheduler.script_text import command_line, exported, is_node_name, one_line
-from rlhf_core.scheduler.slurm_queue import Row
+from rlhf_core.scheduler.job_environment import job_environment
+from rlhf_core.scheduler.passed_environment import without_private
+from rlhf_core.scheduler.script_quoting import command_line, exported, is_node_name, one_line
+from rlhf_core.scheduler.slurm_queue import QueuedJob
 from rlhf_core.schemas.resources import Inventory, Submission, job_marker, parse_job_marker
 
 CANCEL_S = 90.0
-"""How long a job may take to be gone after it was cancelled; Slurm's own KillWait is 30 s by default."""
+"""Time that a cancelled job has to disappear; Slurm's own KillWait is 30 s by default."""
 KILL_AFTER_S = 15.0
-"""When it is asked to kill instead."""
+"""Time after which Slurm is asked to kill the job."""
 
 _WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD"})
 _AT_WORK = frozenset({"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"})
@@ -66,13 +66,13 @@ _NODES_LINES = (
 
 
 class SlurmScheduler:
-    """Runs jobs on a Slurm cluster; the other half of the interface is in :mod:`rlhf_core.scheduler.base`."""
+    """Scheduler that runs jobs on a Slurm cluster; :mod:`rlhf_core.scheduler.base` documents the interface."""
 
     name = "slurm"
 
     def inventory(self) -> Inventory:
-        """All nodes, also those that are busy or down just now: their jobs wait. Cores, memory and GPUs are those of
-        the largest, as a job may ask for these alone; Slurm has the last word.
+        """Count all nodes, also those that are busy or down just now: their jobs wait. Cores, memory and GPUs are those
+        of the largest, as a job may ask for these alone; Slurm has the last word.
 
         Raises:
             SchedulerError: Slurm does not answer.
@@ -92,8 +92,8 @@ class SlurmScheduler:
         )
 
     def script(self, request: JobRequest) -> str:
-        """The batch script."""
-        executor = _Executor(request)
+        """Render the batch script."""
+        executor = _SlurmExecutor(request)
         return str(executor._make_submission_file_text(executor._submitit_command_str, "dry-run"))
 
     def submit(self, request: JobRequest) -> Submission:
@@ -102,13 +102,15 @@ class SlurmScheduler:
         Raises:
             SubmissionFailed: Slurm refused it, with its words; or a variable of ``slurm.pass_environment`` has no value
                 here.
-            SchedulerError: Slurm does not answer. Whether the job was accepted is not known then; :meth:`find` tells.
+            SchedulerError: Slurm does not answer. The job may have been accepted; :meth:`find` tells.
         """
         slurm_queue.require_controller()
         if not Path(request.command[0]).is_absolute() and shutil.which(request.command[0]) is None:
-            raise SubmissionFailed(f"{request.command[0]} is no program here; set RLHF_COMPUTE_PYTHON to a whole path")
+            raise SubmissionFailed(
+                f"{request.command[0]} is not a program on this machine; set RLHF_COMPUTE_PYTHON to an absolute path"
+            )
         request.scheduler_dir.mkdir(parents=True, exist_ok=True)
-        executor = _Executor(request)
+        executor = _SlurmExecutor(request)
         try:
             job = executor._submit_command(executor._submitit_command_str)
         except (FailedJobError, FailedSubmissionError) as error:
@@ -121,7 +123,7 @@ class SlurmScheduler:
         return _submission(request.run_id, request.placement.attempt, job.job_id, request.command)
 
     def status(self, submissions: Sequence[Submission]) -> dict[str, JobStatus]:
-        """Where jobs stand, by job id, from one question for all jobs of this user."""
+        """Query the state of jobs, by job id, with one query for all jobs of this user."""
         found = slurm_queue.listing()
         if found.problem:
             return {one.job_id: JobStatus(JobState.UNKNOWN, found.problem) for one in submissions}
@@ -131,7 +133,7 @@ class SlurmScheduler:
         }
 
     def find(self, run_id: str, attempt: int) -> Submission | None:
-        """The living job of an attempt, by its comment; of several the first.
+        """Find the active job of an attempt by its comment; the first of several.
 
         Raises:
             SchedulerError: Slurm does not answer.
@@ -145,7 +147,7 @@ class SlurmScheduler:
         return _submission(run_id, attempt, first.job_id, ()) if first is not None else None
 
     def living(self) -> Sequence[LivingJob]:
-        """Jobs of this user whose comment is that of an attempt, from one question.
+        """List this user's jobs whose comment names an attempt, with one query.
 
         Raises:
             SchedulerError: Slurm does not answer.
@@ -159,7 +161,8 @@ class SlurmScheduler:
         ]
 
     def cancel(self, submission: Submission) -> bool:
-        """End the job, and see it gone from the queue; its processes have ended then, also those that ignore SIGTERM.
+        """Cancel the job and wait until it has left the queue; by then its processes have ended, also those that ignore
+        SIGTERM.
 
         Takes up to ``CANCEL_S`` seconds. Nodes that do not answer are not waited for: agents there have lost agent 0
         by then and have ended what they had started, and what an agent that was killed left is ended by the next one.
@@ -192,7 +195,7 @@ class SlurmScheduler:
             time.sleep(0.5)
 
 
-class _Executor(SlurmExecutor):  # type: ignore[misc]
+class _SlurmExecutor(SlurmExecutor):  # type: ignore[misc]
     """submitit's Slurm executor with our command line, and without pickles."""
 
     def __init__(self, request: JobRequest) -> None:
@@ -226,14 +229,14 @@ class _Executor(SlurmExecutor):  # type: ignore[misc]
 
     @classmethod
     def affinity(cls) -> int:
-        return 2  # that there is no srun here is said by whoever needs Slurm, in better words
+        return 2  # a missing srun is reported by the calls that need Slurm, with a better message
 
 
 def _parameters(request: JobRequest) -> dict[str, object]:
-    """What submitit is told; what it has no name for goes through as it is."""
+    """Parameters for submitit; those it has no name for are passed on unchanged."""
     slurm, placement = request.slurm, request.placement
     minutes = math.ceil(request.time_limit_s / 60)
-    # The folder is not that of whoever submits: a flow run's is temporary, and a later attempt has another one.
+    # Not the current folder: a flow run's is temporary, and a later attempt has another one.
     further: dict[str, object] = {"no-requeue": True, "chdir": str(request.scheduler_dir)}
     if slurm.reservation:
         further["reservation"] = slurm.reservation
@@ -284,8 +287,8 @@ def _must_have_come(request: JobRequest) -> Iterator[str]:
 
 
 def _export_option(request: JobRequest, environment: Mapping[str, str]) -> list[str]:
-    """Names that sbatch has to hand over where it was told not to hand over everything; it takes their values from its
-    own environment."""
+    """Names that sbatch must export if it was told not to export everything; it takes the values from its own
+    environment."""
     options = {**dict(_further_options(request.slurm.extra))}
     told = str(options.get("export") or environment.get("SBATCH_EXPORT") or "ALL")
     if not request.passed.names or "ALL" in told.upper().split(","):
@@ -298,7 +301,7 @@ def _srun_arguments(request: JobRequest) -> list[str]:
     # Since Slurm 22.05 srun does not take the number of cores over from sbatch.
     words = ["--kill-on-bad-exit=1", f"--cpus-per-task={request.cpus_per_node}"]
     if request.passed.names:
-        words += ["--export=ALL"]  # what sbatch was told not to hand over, srun keeps back too
+        words += ["--export=ALL"]  # srun also withholds the variables that sbatch does not export
     if request.slurm.container_kind == "pyxis":
         words += [f"--container-image={request.slurm.container_image}"]
         words += [f"--container-mounts={','.join(_mounts(request))}"]
@@ -317,7 +320,7 @@ def _further_options(options: Sequence[str]) -> Iterator[tuple[str, object]]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Reading Slurm's words
+# Parsing Slurm's answers
 
 
 def _submission(run_id: str, attempt: int, job_id: str, command: tuple[str, ...]) -> Submission:
@@ -325,11 +328,11 @@ def _submission(run_id: str, attempt: int, job_id: str, command: tuple[str, ...]
     return Submission(attempt=attempt, scheduler="slurm", job_id=job_id, command=command, marker=marker)
 
 
-def _has_ended(row: Row) -> bool:
+def _has_ended(row: QueuedJob) -> bool:
     return row.state.split()[0] in _ENDED
 
 
-def _status(row: Row) -> JobStatus:
+def _status(row: QueuedJob) -> JobStatus:
     word = row.state.split()[0]
     if word in _ENDED:
         why = f" ({row.reason})" if row.reason not in ("None", "") else ""
@@ -341,14 +344,14 @@ def _status(row: Row) -> JobStatus:
         return JobStatus(JobState.RUNNING, reason, _names(row.nodes), scheduler_state=word)
     if word in _WAITING:
         start = "" if row.start == "N/A" else row.start
-        why = "the scheduler has not looked at it yet" if row.reason == "None" else row.reason
+        why = "the scheduler has not considered it yet" if row.reason == "None" else row.reason
         reason = f"{why}, expected to start {start}" if start else why
         return JobStatus(JobState.PENDING, reason, scheduler_state=word, expected_start=start)
     return JobStatus(JobState.UNKNOWN, f"Slurm says {word}", scheduler_state=word)
 
 
 def _look_up(job_id: str) -> JobStatus:
-    """A job that is not in the queue: too new for the answer at hand, or forgotten."""
+    """Query a job that is not in the cached queue: it is too new, or Slurm has forgotten it."""
     try:
         text = slurm_queue.run("scontrol", "--oneliner", "show", "job", slurm_queue.require_job_id(job_id))
     except SchedulerError as error:
@@ -358,11 +361,11 @@ def _look_up(job_id: str) -> JobStatus:
     fields = dict(re.findall(r"(\w+)=(\S*)", text))
     nodes = fields.get("NodeList", "").replace("(null)", "")
     start = fields.get("StartTime", "N/A").replace("Unknown", "N/A")
-    return _status(Row(job_id, fields.get("JobState", "?"), fields.get("Reason", ""), nodes, start, ""))
+    return _status(QueuedJob(job_id, fields.get("JobState", "?"), fields.get("Reason", ""), nodes, start, ""))
 
 
 def _from_accounting(job_id: str) -> JobStatus:
-    """A job that the controller has forgotten has ended; accounting, where there is any, knows how."""
+    """Query accounting, if there is any, for a job that slurmctld has forgotten: it has ended."""
     with contextlib.suppress(SchedulerError):
         text = slurm_queue.run(
             "sacct", "--noheader", "--allocations", "--parsable2", "--format=State", f"--jobs={job_id}"
@@ -374,12 +377,12 @@ def _from_accounting(job_id: str) -> JobStatus:
 
 
 def _only_the_lost_remain(status: JobStatus) -> bool:
-    """Slurm waits for a job's last nodes, and they do not answer."""
+    """Return True if Slurm waits for a job's last nodes, which do not answer."""
     return status.scheduler_state == "COMPLETING" and set(status.nodes) == set(_down(",".join(status.nodes)))
 
 
 def _down(nodes: str) -> tuple[str, ...]:
-    """Those of a job's nodes that are out of service now."""
+    """List the nodes of a job that are out of service now."""
     with contextlib.suppress(SchedulerError):
         text = slurm_queue.run("sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N %t")
         rows = [line.split() for line in text.splitlines()]
@@ -388,7 +391,7 @@ def _down(nodes: str) -> tuple[str, ...]:
 
 
 def _names(nodes: str) -> tuple[str, ...]:
-    """``node[1-3]`` as three names."""
+    """Expand ``node[1-3]`` to three names."""
     if not re.search(r"[\[,]", nodes):
         return (nodes,) if nodes else ()
     try:
@@ -399,7 +402,7 @@ def _names(nodes: str) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def _expanded(nodes: str) -> tuple[str, ...]:
-    """Slurm does it itself, without its controller. Once: every look at a job comes by here."""
+    """Expand names with scontrol, which needs no slurmctld. Cached: every poll of a job calls it."""
     return tuple(slurm_queue.run("scontrol", "show", "hostnames", nodes).split())
 
 
@@ -409,18 +412,18 @@ def _number(text: str) -> int:
 
 
 def _num_gpus(gres: str) -> int:
-    """GPUs in a node's generic resources, for instance ``gpu:h100:8(S:0-1),nvme:1``."""
+    """Count the GPUs in a node's generic resources, for instance ``gpu:h100:8(S:0-1),nvme:1``."""
     return sum(int(number) for number in re.findall(r"(?:^|,)gpu(?::[^:,(]+)?:(\d+)", gres))
 
 
 def _gpu_type(gres: str) -> str:
-    """Type of a node's GPUs; empty where Slurm was told none, or several."""
+    """Return the type of a node's GPUs; empty if Slurm knows none, or several."""
     kinds = set(re.findall(r"(?:^|,)gpu:([^:,(]+):\d+", gres))
     return kinds.pop() if len(kinds) == 1 else ""
 
 
 def _refusal(text: str) -> str:
-    """What sbatch itself said, without submitit's traceback around it."""
+    """Extract sbatch's own message from submitit's error."""
     lines = [line.strip() for line in text.splitlines() if "sbatch:" in line]
     return " ".join(line.removeprefix("sbatch: error: ") for line in lines) or text.strip()[-500:]
 

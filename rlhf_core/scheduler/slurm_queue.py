@@ -1,4 +1,4 @@
-"""What Slurm's queue says, asked once for all jobs of this user and shared between all processes that want to know.
+"""Slurm's queue, queried once for all jobs of this user and shared between all processes that need it.
 
 Two hundred controllers that each ask every second would be a load that administrators notice. The answer of one
 batched ``squeue`` is kept for two seconds in a small file, whose lock makes sure that one process asks and the others
@@ -23,27 +23,27 @@ from rlhf_core import private_files
 from rlhf_core.errors import SchedulerError
 
 FRESH_S = 2.0
-"""How long an answer is good enough."""
+"""Age up to which an answer is used."""
 COMMAND_S = 30.0
-"""How long a command of Slurm may take; with its controller away each blocks for about ten seconds."""
+"""Timeout of a Slurm command; with slurmctld away each blocks for about ten seconds."""
 PING_S = 10.0
-"""How long the question whether the controller is there may take; normally milliseconds."""
+"""Timeout of the ping of slurmctld, which normally takes milliseconds."""
 _JOB_ID = re.compile(r"[0-9]{1,18}([_+][0-9]{1,18})?")
 _FORMAT = "%i|%T|%r|%N|%S|%k"
 
 
 @dataclass(frozen=True)
-class Row:
+class QueuedJob:
     """One job in the queue; ended ones stay in it for some minutes."""
 
     job_id: str
     state: str
-    """Slurm's word, for instance ``NODE_FAIL``."""
+    """Slurm's name of the state, for instance ``NODE_FAIL``."""
     reason: str
     nodes: str
     """Its nodes, as Slurm abbreviates them."""
     start: str
-    """When it began, or is expected to; ``N/A`` when Slurm does not say."""
+    """Actual or expected start; ``N/A`` if Slurm does not say."""
     comment: str
 
 
@@ -52,15 +52,15 @@ class Listing:
     """One answer of the queue."""
 
     asked_at: float
-    """In seconds since the epoch, before the question."""
-    rows: Mapping[str, Row]
+    """Time before the query, in seconds since the epoch."""
+    rows: Mapping[str, QueuedJob]
     """By job id."""
     problem: str = ""
-    """Why there is no answer; empty when there is."""
+    """Reason why there is no answer; empty if there is one."""
 
 
 def run(*words: str, seconds: float = COMMAND_S) -> str:
-    """What a command of Slurm prints.
+    """Run a Slurm command and return its output.
 
     Args:
         seconds: How long it may take.
@@ -82,7 +82,7 @@ def run(*words: str, seconds: float = COMMAND_S) -> str:
 
 
 def require_job_id(text: str) -> str:
-    """The id of one job of Slurm's, of an array's part or of a heterogeneous job's, before it stands in a command line.
+    """Validate the id of a Slurm job, array task or heterogeneous component before it goes onto a command line.
 
     Raises:
         SchedulerError: it is none: a ``submission.json`` may say anything.
@@ -107,10 +107,10 @@ def require_controller() -> None:
 
 
 def listing(max_age_s: float = FRESH_S) -> Listing:
-    """The queue, at most so old. A controller that does not answer is an answer too: it is asked no more often."""
+    """Return the queue, at most ``max_age_s`` old. A failed query is cached too, so an outage adds no queries."""
     path = _cache_file()
     with _locked(path) as held:
-        # Where no lock can be had (a read-only home), everybody asks for himself.
+        # Without a lock (a read-only home), every process queries for itself.
         kept = _read(path) if held else None
         if kept is not None and 0 <= time.time() - kept.asked_at < max_age_s:
             return kept
@@ -127,7 +127,7 @@ def _ask() -> Listing:
         text = run("squeue", "--noheader", "--states=all", f"--user={getpass.getuser()}", f"--format={_FORMAT}")
     except SchedulerError as error:
         return Listing(asked_at, {}, str(error))
-    rows = [Row(*line.split("|", 5)) for line in text.splitlines() if line.count("|") >= 5]
+    rows = [QueuedJob(*line.split("|", 5)) for line in text.splitlines() if line.count("|") >= 5]
     return Listing(asked_at, {row.job_id: row for row in rows})
 
 
@@ -136,7 +136,7 @@ def _ask() -> Listing:
 
 
 def _cache_file() -> Path:
-    """One per cluster and user."""
+    """Path of the cache: one per cluster and user."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlhf"
     cluster = "\n".join(os.environ.get(name, "") for name in ("SLURM_CONF", "SLURM_CLUSTERS"))
     return folder / f"squeue-{hashlib.sha256(cluster.encode()).hexdigest()[:12]}.json"
@@ -163,7 +163,7 @@ def _read(path: Path) -> Listing | None:
     try:
         content = json.loads(path.read_text())
         rows: Sequence[Mapping[str, str]] = content["rows"]
-        return Listing(content["asked_at"], {row["job_id"]: Row(**row) for row in rows}, content["problem"])
+        return Listing(content["asked_at"], {row["job_id"]: QueuedJob(**row) for row in rows}, content["problem"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

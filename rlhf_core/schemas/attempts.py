@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class RunState(StrEnum):
-    """Where a run stands."""
+    """State of a run."""
 
     PENDING = "pending"
     """Asked for; nothing was done yet."""
@@ -39,7 +39,7 @@ class StageName(StrEnum):
 
 
 class StageState(StrEnum):
-    """How a stage went."""
+    """Result of a stage."""
 
     RUNNING = "running"
     COMPLETED = "completed"
@@ -48,7 +48,7 @@ class StageState(StrEnum):
 
 
 class PromotionState(StrEnum):
-    """Where the promotion of a run's model stands."""
+    """State of the promotion of a run's model."""
 
     WAITING = "waiting"
     """A person is asked."""
@@ -65,7 +65,7 @@ class PromotionState(StrEnum):
 
 
 class AttemptState(StrEnum):
-    """Where one submission to the scheduler stands."""
+    """State of one submission to the scheduler."""
 
     PLANNED = "planned"
     """Its placement is written; nothing was submitted yet."""

@@ -1,4 +1,4 @@
-"""What a preflight check found."""
+"""Result of a preflight check."""
 
 from enum import StrEnum
 
@@ -6,7 +6,7 @@ from rlhf_core.schemas.base import Finite, Label, Message, Schema
 
 
 class CheckStatus(StrEnum):
-    """How a check ended."""
+    """Result of a check."""
 
     PASSED = "passed"
     WARNING = "warning"
@@ -23,14 +23,14 @@ class CheckResult(Schema):
     id: Label
     """Stable dotted name of the check, for instance ``batch.divides_ranks``."""
     status: CheckStatus
-    """How it ended."""
+    """Result of the check."""
     found: Message
-    """What is there."""
+    """Actual value."""
     expected: Message = ""
-    """What should be there; empty when the check passed."""
+    """Expected value; empty if the check passed."""
     advice: Message = ""
-    """What to do about it; empty when the check passed."""
+    """Advice for the user; empty if the check passed."""
     node: Label = ""
     """The node it was made on; empty for checks of the control plane."""
     seconds: Finite = 0.0
-    """How long the check took, in seconds."""
+    """Duration of the check, in seconds."""

@@ -1,4 +1,4 @@
-"""What a look at the data itself found, made by the compute interpreter and judged by preflight."""
+"""Report on the data itself, made by the compute interpreter and judged by preflight."""
 
 from enum import StrEnum
 
@@ -6,7 +6,7 @@ from rlhf_core.schemas.base import Schema
 
 
 class TrialProblem(StrEnum):
-    """What went wrong when a reward function was tried."""
+    """Problem that the trial of a reward function found."""
 
     NONE = ""
     COLUMNS = "columns"
@@ -29,7 +29,7 @@ class RewardTrial(Schema):
     function: str
     """``module:function``."""
     problem: TrialProblem = TrialProblem.NONE
-    """What went wrong."""
+    """Kind of the problem."""
     message: str = ""
     """In words."""
     num_completions: int = 0
@@ -50,11 +50,11 @@ class SplitLook(Schema):
     split: str
     """``train`` or ``eval``."""
     problem: str = ""
-    """Why it cannot be read; empty when it can."""
+    """Reason why it cannot be read; empty if it can."""
     num_rows: int = 0
     """Rows looked at."""
     is_whole: bool = True
-    """Whether these are all of them."""
+    """True if these are all rows."""
     columns: tuple[str, ...] = ()
     """Columns of the rows."""
     num_duplicates: int = 0
@@ -79,7 +79,7 @@ class TokenizerLook(Schema):
     """The tokenizer on real texts."""
 
     problem: str = ""
-    """Why it cannot be loaded or built; empty when it can."""
+    """Reason why it cannot be loaded or built; empty if it can."""
     num_texts: int = 0
     """Prompts and answers that went through it."""
     num_changed: int = 0
@@ -89,7 +89,7 @@ class TokenizerLook(Schema):
     unknown_share: float = 0.0
     """Share of the tokens that stand for something the tokenizer does not know."""
     chat_problem: str = ""
-    """What is wrong with its chat template; empty when it has none or it renders."""
+    """Problem of its chat template; empty if it has none or it renders."""
 
 
 class ContentReport(Schema):

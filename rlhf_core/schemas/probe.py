@@ -1,11 +1,11 @@
-"""What nodes say of themselves and of each other before training."""
+"""Reports of nodes about themselves and each other before training."""
 
 from rlhf_core.schemas.base import Finite, Int32, Label, Message, Moment, Schema
 from rlhf_core.schemas.checks import CheckResult
 
 
 class NodeFacts(Schema):
-    """What a node says of itself before any process group (``attempts/<n>/probe/<node>.json``)."""
+    """Facts that a node reports before any process group exists (``attempts/<n>/probe/<node>.json``)."""
 
     node: Label
     """Its name."""
@@ -20,11 +20,11 @@ class NodeFacts(Schema):
     hardware: dict[str, str] = {}
     """Number and type of its GPUs, its cores."""
     complaints: tuple[CheckResult, ...] = ()
-    """What it finds wrong by itself."""
+    """Problems that the node itself finds."""
 
 
 class PairSpeed(Schema):
-    """How two nodes spoke with each other."""
+    """Measured link between two nodes."""
 
     peer: Int32
     """Place of the other node in the allocation."""
@@ -33,16 +33,16 @@ class PairSpeed(Schema):
     latency_ms: Finite = 0.0
     """Shortest time of an all-reduce of one number, in milliseconds."""
     problem: Message = ""
-    """Why they did not speak; empty when they did."""
+    """Reason why they could not connect; empty if they could."""
 
 
 class NodeSpeed(Schema):
-    """What the ranks of one node measured."""
+    """Measurements of the ranks of one node."""
 
     node: Label
     """Its name."""
     device: Label = ""
-    """What was measured, for instance ``cpu x 2 threads`` or the name of a GPU."""
+    """Measured device, for instance ``cpu x 2 threads`` or the name of a GPU."""
     matmul_tflops: Finite = 0.0
     """Speed of matrix products on its slowest device, in TFLOP/s; 0 when none was measured."""
     slowest_rank: Int32 = 0
@@ -58,15 +58,15 @@ class NodeSpeed(Schema):
 
 
 class ProbeReport(Schema):
-    """What agent 0 makes of it (``attempts/<n>/probe-report.json``)."""
+    """Report of agent 0 on all of it (``attempts/<n>/probe-report.json``)."""
 
     attempt: Int32
     """Number of the attempt, from 1."""
     results: tuple[CheckResult, ...]
     """All findings."""
     speeds: tuple[NodeSpeed, ...] = ()
-    """What the nodes measured, in the order of the allocation."""
+    """Measurements of the nodes, in the order of the allocation."""
     seconds: Finite = 0.0
-    """How long all of it took, in seconds."""
+    """Duration of the probe, in seconds."""
     made_at: Moment
-    """When (UTC)."""
+    """Time of the report (UTC)."""

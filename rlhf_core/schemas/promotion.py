@@ -1,4 +1,4 @@
-"""What makes a promoted model traceable: who allowed it, and what it was made from."""
+"""Provenance of a promoted model: its approval and its sources."""
 
 from typing import Literal
 
@@ -17,13 +17,13 @@ class PromotionAnswer(Schema):
     """Name of the person who answered, with the operating system's user in brackets (``rlhf_core.accounts``); empty for
     ``expired``."""
     reason: Message = ""
-    """Why, in a sentence for a person."""
+    """Reason, in a sentence."""
     time: Moment
-    """When (UTC)."""
+    """Time of the answer (UTC)."""
 
 
 class ModelProvenance(Schema):
-    """Where a promoted model comes from (``rlhf.json`` in its folder)."""
+    """Provenance of a promoted model (``rlhf.json`` in its folder)."""
 
     schema_version: Literal[1] = 1
     """Of this file."""
@@ -38,13 +38,13 @@ class ModelProvenance(Schema):
     tags: tuple[Label, ...]
     """Tags of the run."""
     created_at: Moment
-    """When the run was asked for (UTC)."""
+    """Time at which the run was requested (UTC)."""
     promoted_at: Moment
-    """When this folder was written (UTC)."""
+    """Time at which this folder was written (UTC)."""
     approved_by: Label
     """Name of the person who allowed it, with the operating system's user in brackets."""
     reason: Message
-    """Why, in a sentence for a person."""
+    """Reason, in a sentence."""
     checkpoint_step: Int32
     """Optimizer steps that the weights have seen."""
     spec_hash: Label
@@ -60,16 +60,16 @@ class ModelProvenance(Schema):
     config_source: Message
     """The config file, as given."""
     overrides: tuple[Message, ...]
-    """What was changed of it."""
+    """Settings changed on the command line."""
     num_attempts: Int32
     """Attempts that the run took."""
     num_restarts: Int32
     """Restarts in place within them."""
     incidents: tuple[Message, ...]
-    """What went wrong on the way: kind, attempt and message of each."""
+    """Incidents of the run: kind, attempt and message of each."""
     evaluations: tuple[EvaluationReport, ...]
     """Evaluations of the base and of these weights, without their samples."""
     spec: dict[str, JsonValue]
-    """What was asked for, without what is only about the machines."""
+    """Requested spec, without what is only about the machines."""
     files: dict[FileName, FileChecksum] = {}
     """Every other file of the folder."""

@@ -1,4 +1,4 @@
-"""What a site says once for all of its runs, beside where things are: the tables of ``rlhf.toml``."""
+"""Settings of a site for all of its runs: the tables of ``rlhf.toml``."""
 
 import fnmatch
 from datetime import datetime
@@ -53,14 +53,14 @@ class PrefectSite(Schema):
     """Runs that are driven at the same time on this machine; further ones wait. Each is a process here, whatever its
     size on the cluster."""
     reconcile_s: Seconds = 15.0
-    """How often database, Prefect and scheduler are compared, in seconds."""
+    """Interval at which database, Prefect and scheduler are compared, in seconds."""
     ingest_s: Seconds = 2.0
-    """How often the files of all active runs are read into the history, in seconds."""
+    """Interval at which the files of all active runs are read into the history, in seconds."""
     restart_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 5.0
     """Seconds between two looks of the services that `rlhf up` started at each other, to start again what has died; 0
     leaves that to the next `rlhf up`."""
     keep_days: Annotated[int, Field(ge=1)] = 30
-    """How long Prefect keeps flow runs that have ended. The history keeps everything."""
+    """Days for which Prefect keeps flow runs that have ended. The history keeps everything."""
 
 
 class NotifySite(Schema):
@@ -70,20 +70,20 @@ class NotifySite(Schema):
     """Address that a JSON message is posted to. One with a secret in it belongs into the environment variable
     `RLHF_NOTIFY_WEBHOOK_URL`, which wins."""
     on: tuple[Occasion, ...] = ("failed", "incident", "completed", "approval")
-    """What is told: a run that `failed`, was `completed` or `cancelled`; an `incident`; an `approval` that is waited
-    for."""
+    """Notifications to send: a run that `failed`, was `completed` or `cancelled`; an `incident`; an `approval` that is
+    due."""
 
 
 class RetentionSite(Schema):
     """``[retention]``: what the keeper of the site removes."""
 
     checkpoints_days: Annotated[int, Field(ge=0)] = 0
-    """How long checkpoints are kept after their run has ended, in days; 0 keeps all. The newest, the best of every
-    evaluation, promoted ones, and those that another run at work begins from are always kept; those that were put aside
+    """Days for which checkpoints are kept after the end of their run; 0 keeps all. The newest, the best of every
+    evaluation, promoted ones, and those that another active run starts from are always kept; those that were put aside
     are not."""
     deployments_days: Annotated[int, Field(ge=0)] = 30
-    """How long a config and its code that were deployed or submitted are kept after the last time, in days; 0 keeps
-    all. What a deployment, a flow run that is not completed, or a run that can be resumed refers to is always kept."""
+    """Days for which a deployed or submitted config and its code are kept after their last use; 0 keeps all. Those of a
+    deployment, of a flow run that is not completed, and of a run that can be resumed are always kept."""
 
 
 class Request(Schema):

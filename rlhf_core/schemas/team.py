@@ -1,4 +1,4 @@
-"""What the agents of an attempt tell each other while it runs. Nothing of it is kept."""
+"""Messages between the agents of an attempt while it runs. None of them is stored."""
 
 from typing import Literal
 
@@ -10,17 +10,17 @@ from rlhf_core.schemas.reports import RankStatus, WorkerOutcome
 
 
 class Step(Schema):
-    """What all agents do next."""
+    """Next step of all agents."""
 
     action: Literal["start", "again", "restart", "next_role", "end"]
     """Go on: start what comes next now; measure once more; start the workers again; go on with the next role; end the
     attempt."""
     state: AttemptState = AttemptState.FAILED
-    """How the attempt ends."""
+    """State in which the attempt ends."""
     message: str = ""
-    """Why it ends, in a sentence for a person."""
+    """Reason for the end, in a sentence."""
     kind: FailureKind | None = None
-    """What went wrong."""
+    """Kind of failure."""
     ended_by: str = ""
     """Signal that ended it from outside."""
     num_restarts: int = 0
@@ -32,20 +32,20 @@ class Step(Schema):
 
 
 class NodeState(Schema):
-    """How a node stands, several times a second."""
+    """State of a node, published several times a second."""
 
     wall_s: float
-    """When it was told, by the node's own clock, in seconds since the epoch; that it changes is the sign of life."""
+    """Time of publication, by the node's own clock, in seconds since the epoch; its change is the sign of life."""
     restart: int
     """Restart that the node is at."""
     started: bool = False
-    """Whether its workers were started."""
+    """True once its workers were started."""
     failed: bool = False
-    """Whether a worker has ended badly, or the agent has ended them."""
+    """True if a worker has ended badly, or the agent has ended them."""
     ended_by: str = ""
     """Signal that ends this agent from outside."""
     broken: str = ""
-    """What keeps this agent from going on, in a sentence for a person."""
+    """Fault that keeps this agent from continuing, in a sentence."""
     broken_kind: FailureKind = FailureKind.UNKNOWN
     ranks: tuple[RankStatus, ...] = ()
     """Its living workers."""
@@ -63,24 +63,24 @@ class LookOrder(Schema):
     """A look at all workers that agent 0 asks for."""
 
     number: int = 0
-    """Which; 0 for none."""
+    """Number of the order; 0 for none."""
     collectives: bool = False
     """True if to ask the workers for the collective they are in, too."""
 
 
 class Orders(Schema):
-    """What agent 0 wants of all agents just now."""
+    """Current orders of agent 0 to all agents."""
 
     cancel: str = ""
     """The user ends the run: why."""
     stop: str = ""
     """Save and end: who asked."""
     saves: int = 0
-    """How often to save and go on was asked."""
+    """Number of requests so far to save and go on."""
     kill: int = -1
     """Restart whose workers are to be ended."""
     collect: int = 0
-    """How often evidence was asked for."""
+    """Number of requests so far to collect evidence."""
     look: LookOrder = LookOrder()
     """Look at all workers."""
     over: Step | None = None
@@ -98,7 +98,7 @@ class Collected(Schema):
 
 
 class WorkerReport(Schema):
-    """How one worker ended, or that it never started."""
+    """End of one worker, or the fact that it never started."""
 
     rank: int
     local_rank: int
@@ -107,20 +107,20 @@ class WorkerReport(Schema):
     by_agent: bool = False
     """After the agent had begun to end the workers."""
     ended_s: float = 0.0
-    """When, by the node's own clock, in seconds since the epoch."""
+    """Time of the end, by the node's own clock, in seconds since the epoch."""
     last: RankStatus | None = None
-    """What it was last seen doing."""
+    """Last observed activity."""
     outcome: WorkerOutcome | None = None
-    """What it wrote about itself."""
+    """Outcome that the worker wrote about itself."""
     log_tail: str = ""
     """The end of its log."""
 
 
 class NodeEnd(Schema):
-    """How one start of the workers ended on one node."""
+    """End of one start of the workers on one node."""
 
     num_workers: int
-    """How many there should have been."""
+    """Expected number of workers."""
     workers: tuple[WorkerReport, ...] = ()
     problem: str = ""
     """Traceback of what kept them from being started."""

@@ -1,1 +1,1 @@
-"""One look at a run: files into rows (ingest), what the scheduler and the files say (evidence), what to do (watch)."""
+"""Supervision of a run: files into rows (ingest), scheduler and files as evidence, and the next action (watcher)."""

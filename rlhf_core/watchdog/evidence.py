@@ -1,4 +1,4 @@
-"""Gathers what an attempt shows of itself: its files in the run directory, and what the scheduler says of its job."""
+"""Evidence of an attempt: its files in the run directory, and the output of its job."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -9,10 +9,10 @@ from pathlib import Path
 from pydantic_core import from_json
 
 from rlhf_core.control_journal import read_journal
-from rlhf_core.files import Line, read_document
+from rlhf_core.files import FileLine, read_document
 from rlhf_core.run_dir import (
     AttemptDir,
-    Place,
+    FilePosition,
     RestartDir,
     RunDir,
     parse_lines,
@@ -33,10 +33,10 @@ def regressed(run_dir: RunDir) -> tuple[Regression, ...]:
 
 
 @dataclass
-class Progress:
-    """How far an attempt has come, brought up to date from its files at every look.
+class AttemptProgress:
+    """Progress of an attempt, updated from its files at every poll.
 
-    Appended files are read from where the last look ended, so a look costs what is new and not what is there.
+    Appended files are read from the end of the last poll, so the cost of a poll grows with the new lines alone.
     """
 
     attempt: AttemptDir
@@ -49,29 +49,29 @@ class Progress:
     step: int = 0
     """Last optimizer step that was done."""
     phase: str = ""
-    """What the first rank is doing."""
+    """Phase of the first rank."""
     loop: str = ""
     """``sft`` or ``grpo``: which loop made the last step."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Latest value of every metric."""
     evaluating: bool = False
-    """Whether the evaluator was started: training is done."""
+    """True once the evaluator was started: training is done."""
     events: list[AgentEvent] = field(default_factory=list)
-    """What the agents did since the last look."""
+    """Events of the agents since the last poll."""
     leader_lost_at: dict[str, datetime] = field(default_factory=dict)
     """Time at which each agent said that it had lost agent 0, by node."""
     given_up: dict[str, str] = field(default_factory=dict)
     """The node that an agent gave up, by the node of the agent that says so."""
     published: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Restart and number of what each agent published last, by node; the sign of life of an agent."""
-    _places: dict[Path, Place] = field(default_factory=dict)
+    _places: dict[Path, FilePosition] = field(default_factory=dict)
 
     def update(self) -> None:
-        """Read what is new."""
+        """Read the new lines and statuses."""
         self.events = []
         restarts = self.attempt.restarts()
         for restart in restarts:
-            # All at the first look; then those that may have grown: the newest known, the one before it, and new ones.
+            # All at the first poll; then those that may have grown: the newest known, the one before it, and new ones.
             if restart.restart >= self.restart - 1:
                 self._read_events(restart)
                 self._read_metrics(restart)
@@ -112,17 +112,17 @@ class Progress:
         self.role = role
         self.evaluating = self.evaluating or role is Role.EVALUATOR
 
-    def _new_lines(self, path: Path) -> list[Line]:
-        found: list[Line] = []
+    def _new_lines(self, path: Path) -> list[FileLine]:
+        found: list[FileLine] = []
         while True:
-            lines, self._places[path], _ = read_on(path, self._places.get(path, Place()))
+            lines, self._places[path], _ = read_on(path, self._places.get(path, FilePosition()))
             if not lines:
                 return found
             found.extend(lines)
 
 
 def read_outcome(attempt: AttemptDir) -> AttemptOutcome | None:
-    """How the attempt ended, once its agent has said so."""
+    """Read the outcome of the attempt; None until its agent has written it."""
     return read_model(attempt.outcome, AttemptOutcome)
 
 
@@ -139,7 +139,7 @@ def agent_decisions(attempt: AttemptDir) -> list[Decision]:
 
 
 def num_restarts(attempt: AttemptDir) -> int:
-    """How often workers were started again in place after a failure."""
+    """Count the restarts in place after a failure."""
     return sum(decision.action is Action.RESTART_IN_PLACE for decision in agent_decisions(attempt))
 
 
@@ -156,7 +156,7 @@ def scheduler_log(attempt: AttemptDir) -> Path | None:
 
 
 def strikes(run_dir: RunDir, own: Incident | None = None) -> Mapping[str, int]:
-    """How often each node was suspected in this run, by its agents and by the controller.
+    """Count the suspicions against each node in this run, by its agents and by the controller.
 
     Args:
         own: the controller's finding about the attempt that has just ended, which may not be in the journal yet.
@@ -190,7 +190,7 @@ def allocated_s(attempt: AttemptDir, until: datetime) -> float:
 
 
 def can_be_written(attempt: AttemptDir) -> bool:
-    """Whether agents could leave a sign of life: a disk that is full makes silent, it does not kill."""
+    """Check that agents could write a sign of life: a full disk silences an agent without killing it."""
     probe = attempt.root / ".can-be-written"
     try:
         probe.write_bytes(bytes(4096))
@@ -201,17 +201,17 @@ def can_be_written(attempt: AttemptDir) -> bool:
 
 
 @dataclass(frozen=True)
-class Past:
-    """What earlier attempts say about whether another one makes sense."""
+class EarlierAttempts:
+    """Evidence of earlier attempts for or against another one."""
 
     attempts_without_progress: int
     """Attempts in a row, the one that just ended included, that left no newer checkpoint."""
     same_fingerprint_before: bool
-    """Whether an earlier one of these ended with the same fingerprint."""
+    """True if an earlier one of these ended with the same fingerprint."""
 
 
-def look_back(run_dir: RunDir, ended: int, first_attempt: int, fingerprint: str) -> Past:
-    """What the attempts from ``first_attempt`` to ``ended`` tell the policy.
+def read_earlier_attempts(run_dir: RunDir, ended: int, first_attempt: int, fingerprint: str) -> EarlierAttempts:
+    """Summarise the attempts from ``first_attempt`` to ``ended`` for the policy.
 
     An attempt made progress when there is a checkpoint newer than the one it began from.
     """
@@ -226,7 +226,7 @@ def look_back(run_dir: RunDir, ended: int, first_attempt: int, fingerprint: str)
         fruitless.append(attempt)
     earlier = [attempt for attempt in fruitless if attempt.number != ended]
     seen = {incident.fingerprint for attempt in earlier for incident in _last(incidents(attempt))}
-    return Past(len(fruitless), bool(fingerprint) and fingerprint in seen)
+    return EarlierAttempts(len(fruitless), bool(fingerprint) and fingerprint in seen)
 
 
 def _last(found: Sequence[Incident]) -> Sequence[Incident]:

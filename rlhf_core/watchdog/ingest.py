@@ -24,7 +24,7 @@ from pydantic import BaseModel, ValidationError
 
 from rlhf_core.control_journal import read_journal, scan_journal
 from rlhf_core.errors import JournalDamaged, RlhfError, RunDirError
-from rlhf_core.files import MAX_LINE_BYTES, Line
+from rlhf_core.files import MAX_LINE_BYTES, FileLine
 from rlhf_core.history.batch import (
     EventEntry,
     IngestBatch,
@@ -37,7 +37,7 @@ from rlhf_core.history.batch import (
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir import (
     AttemptDir,
-    Place,
+    FilePosition,
     RestartDir,
     RunDir,
     is_as_read,
@@ -62,7 +62,7 @@ from rlhf_core.schemas.reports import (
 )
 
 BLOCK_BYTES = 2 << 20
-"""How much of one appended file goes into one batch."""
+"""Bytes of one appended file per batch."""
 
 BATCH_BYTES = 4 << 20
 """About how much goes into one transaction: bounds memory and how long other writers wait."""
@@ -99,7 +99,7 @@ class SkippedLine:
 
 @dataclass
 class SyncReport:
-    """What a synchronisation did."""
+    """Result of a synchronisation."""
 
     batches: int = 0
     """Transactions."""
@@ -126,7 +126,7 @@ class SyncReport:
 
 @dataclass(frozen=True)
 class RebuildReport:
-    """What a rebuild did."""
+    """Result of a rebuild."""
 
     runs: dict[str, SyncReport]
     """Run id -> what was read."""
@@ -169,7 +169,7 @@ def sync(run_dir: RunDir, store: HistoryStore) -> SyncReport:
 
 
 def glance(run_dir: RunDir) -> int | None:
-    """What the files that :func:`sync` reads look like, as one number; None where there is no directory.
+    """Digest of the state of the files that :func:`sync` reads; None if there is no directory.
 
     Whoever reads many runs compares it with the glance from before the last reading: where they are equal there is
     nothing to read, and the database need not be asked.
@@ -246,7 +246,7 @@ class _Reader:
     def __init__(self, run_dir: RunDir, state: IngestState) -> None:
         self.report = SyncReport(batches=1)
         self.left_some = False
-        """Whether there is more than went into the batch."""
+        """True if more is left than went into the batch."""
         self.damage: JournalDamaged | None = None
         """Reason why the journal was not read to its end."""
         self._run_dir = run_dir
@@ -362,7 +362,7 @@ class _Reader:
         name = self._relative(path)
         known = self._state.offsets
         offset, tail, head, is_inside = (known.get(f"{name}{mark}", 0) for mark in ("", _TAIL, _HEAD, _INSIDE))
-        before = Place(offset, tail, head, bool(is_inside))
+        before = FilePosition(offset, tail, head, bool(is_inside))
         times = known.get(f"{name}{_TIMES}", 0)
         if self._is_full():
             return
@@ -384,7 +384,7 @@ class _Reader:
         yield from self._parsed(name, lines, schema, times * _FAR)
 
     def _parsed(
-        self, name: str, lines: Sequence[Line], schema: type[Model], beyond: int
+        self, name: str, lines: Sequence[FileLine], schema: type[Model], beyond: int
     ) -> Iterator[tuple[int, Model]]:
         skipped: list[SkippedLine] = []
         num_skipped = 0

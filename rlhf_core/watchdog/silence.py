@@ -35,7 +35,7 @@ class SilenceClock:
         self._marks: dict[str, tuple[int, int]] = {}
         self._heard_at: dict[str, float] = {}
 
-    def look(self, now: float, marks: Mapping[str, tuple[int, int]], *, counts: bool) -> Silence | None:
+    def observe(self, now: float, marks: Mapping[str, tuple[int, int]], *, counts: bool) -> Silence | None:
         """Take note of what agents have published by now.
 
         Args:

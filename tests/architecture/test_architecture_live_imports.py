@@ -52,7 +52,7 @@ def test_the_control_plane_imports_without_torch() -> None:
     done = _import_all(["rlhf_core", "flows"], ["rlhf_core.training", "rlhf_core.worker"], TORCH_AND_KIN)
     assert done.returncode == 0, done.stderr
     imported = set(json.loads(done.stdout.splitlines()[-1]))
-    assert {"rlhf_core.cli.main", "rlhf_core.history.store", "rlhf_core.watchdog.watch", "flows.run"} <= imported
+    assert {"rlhf_core.cli.main", "rlhf_core.history.store", "rlhf_core.watchdog.watcher", "flows.run"} <= imported
 
 
 @pytest.mark.training

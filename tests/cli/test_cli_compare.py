@@ -215,7 +215,7 @@ def test_sparklines_share_their_axes() -> None:
 
 
 class _Tags(HTMLParser):
-    """Whether every element is closed, and what a page asks for from elsewhere."""
+    """Parser that records unclosed elements and external resources of a page."""
 
     def __init__(self) -> None:
         super().__init__()

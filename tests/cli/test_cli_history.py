@@ -23,7 +23,7 @@ from rlhf_core.watchdog.ingest import sync
 
 @dataclass
 class Answer:
-    """What a command line came to."""
+    """Result of a command line."""
 
     code: int
     out: str

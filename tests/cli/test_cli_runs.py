@@ -32,7 +32,7 @@ from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.journal import ControllerStarted
 from rlhf_core.schemas.reports import AgentEvent
 from rlhf_core.schemas.resources import Role
-from rlhf_core.watchdog.watch import Look
+from rlhf_core.watchdog.watcher import AttemptSnapshot
 
 Printed = pytest.CaptureFixture[str]
 
@@ -117,7 +117,7 @@ def test_check_shows_all_findings_and_blocks(capsys: Printed) -> None:
 @pytest.mark.usefixtures("scheduler")
 def test_check_of_a_good_config_is_fine(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
     good = CheckResult(id="a.check", status=CheckStatus.PASSED, found="all is well")
-    monkeypatch.setattr("rlhf_core.preflight.static.make_checks", lambda spec, around: (good,))
+    monkeypatch.setattr("rlhf_core.preflight.runner.make_checks", lambda spec, around: (good,))
     rlhf("check", "quickstart")
     shown = capsys.readouterr().out
     assert "a.check" in shown
@@ -127,7 +127,7 @@ def test_check_of_a_good_config_is_fine(capsys: Printed, monkeypatch: pytest.Mon
 @pytest.mark.usefixtures("scheduler")
 def test_check_goes_without_a_history_that_does_not_answer(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
     good = CheckResult(id="a.check", status=CheckStatus.PASSED, found="all is well")
-    monkeypatch.setattr("rlhf_core.preflight.static.make_checks", lambda spec, around: (good,))
+    monkeypatch.setattr("rlhf_core.preflight.runner.make_checks", lambda spec, around: (good,))
     rlhf("check", "quickstart")
     file = load_site().home / "history.db"
     assert not file.exists(), "checking makes no history"
@@ -398,13 +398,13 @@ def test_the_view_of_a_run_in_trouble_tells_the_story(with_logs: RunDir) -> None
 # progress
 
 
-def look(**changes: Any) -> Look:
+def look(**changes: Any) -> AttemptSnapshot:
     from rlhf_core.scheduler.base import JobState, JobStatus
-    from rlhf_core.watchdog.watch import Verdict
+    from rlhf_core.watchdog.watcher import AttemptVerdict
 
     base: dict[str, Any] = {
         "attempt": 1,
-        "verdict": Verdict(AttemptState.RUNNING, ""),
+        "verdict": AttemptVerdict(AttemptState.RUNNING, ""),
         "job": JobStatus(JobState.RUNNING),
         "role": Role.TRAINER,
         "restart": 0,
@@ -418,7 +418,7 @@ def look(**changes: Any) -> Look:
         "outcome": None,
         "history_behind": "",
     }
-    return Look(**{**base, **changes})
+    return AttemptSnapshot(**{**base, **changes})
 
 
 def test_progress_in_one_line() -> None:

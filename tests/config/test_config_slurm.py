@@ -1,4 +1,4 @@
-"""What the site says about Slurm, and what a run says over it."""
+"""Slurm options of the site, and options of a run that override them."""
 
 from pathlib import Path
 

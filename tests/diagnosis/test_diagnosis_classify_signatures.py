@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.diagnosis import code_places, exceptions
+from rlhf_core.diagnosis import code_locations, exceptions
 from rlhf_core.diagnosis.classify import read_log
-from rlhf_core.diagnosis.code_places import PLACES, Place
+from rlhf_core.diagnosis.code_locations import CODE_LOCATIONS, CodeLocation
+from rlhf_core.diagnosis.evidence_parts import EvidencePart
 from rlhf_core.diagnosis.log_lines import read_line
 from rlhf_core.diagnosis.log_reading import find
-from rlhf_core.diagnosis.parts import Part
+from rlhf_core.diagnosis.signature import Signature
 from rlhf_core.diagnosis.signatures import SIGNATURES, match_line, may_tell
-from rlhf_core.diagnosis.signatures_row import Signature
 from rlhf_core.schemas.failures import FailureKind
 
 NUMBERED = list(enumerate(SIGNATURES))
@@ -39,7 +39,7 @@ def test_each_row_knows_its_example_and_is_needed_for_it(number: int, row: Signa
 def test_an_example_alone_gives_its_kind_also_behind_a_rank(row: Signature) -> None:
     for line in (row.example, f"[rank12]: {row.example}"):
         event = find(line)
-        if row.part is Part.TEARDOWN:
+        if row.part is EvidencePart.TEARDOWN:
             assert event is None
         else:
             assert event is not None
@@ -108,8 +108,8 @@ def test_the_number_of_an_os_error_is_known_whatever_its_words(number: int, kind
     assert event.kind is kind
 
 
-@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.example[:60])
-def test_each_place_explains_an_error_that_came_from_it(place: Place) -> None:
+@pytest.mark.parametrize("place", CODE_LOCATIONS, ids=lambda place: place.example[:60])
+def test_each_place_explains_an_error_that_came_from_it(place: CodeLocation) -> None:
     """And without the frame, the same error is unknown."""
     frame = place.example if place.example.startswith("File") else 'File "train.py", line 7, in step'
     code = "" if place.example.startswith("File") else f"    {place.example}\n"
@@ -126,16 +126,16 @@ def test_each_place_explains_an_error_that_came_from_it(place: Place) -> None:
     ("path", "package"),
     [
         ("/opt/conda/lib/python3.11/site-packages/vllm/v1/engine/core.py", "vllm"),
-        ("/usr/lib/python3.11/os.py", code_places.STDLIB),
-        ("<frozen importlib._bootstrap>", code_places.STDLIB),
+        ("/usr/lib/python3.11/os.py", code_locations.STDLIB),
+        ("<frozen importlib._bootstrap>", code_locations.STDLIB),
         ("/home/me/src/verl/verl/trainer/main_ppo.py", "verl"),
-        ("train.py", code_places.USER),
+        ("train.py", code_locations.USER),
     ],
 )
 def test_of_a_frame_is_known_whose_code_it_is(path: str, package: str) -> None:
     from rlhf_core.diagnosis.tracebacks import Frame
 
-    assert code_places.package_of(Frame(path, "f", "")) == package
+    assert code_locations.package_of(Frame(path, "f", "")) == package
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What the telemetry of all nodes shows: each finding with a control that shows nothing."""
+"""Findings from the telemetry of all nodes, each with a control without findings."""
 
 import random
 from collections.abc import Callable, Iterable, Mapping

@@ -1,4 +1,4 @@
-"""Who is hung and who only waits: the rule, its allowances, and what it learns."""
+"""Hung and waiting ranks: the rule, its allowances, and the gaps it learns."""
 
 import itertools
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What is said about nodes that differ: which node, which key, what the others have; and nothing about those alike."""
+"""Findings about nodes that differ: the node, the key, the value of the others; none about nodes that agree."""
 
 from typing import Any
 

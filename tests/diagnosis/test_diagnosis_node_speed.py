@@ -1,4 +1,4 @@
-"""Who is to blame for what was measured: a node, a link, or nobody."""
+"""Blame for slow measurements: a node, a link, or neither."""
 
 from collections.abc import Iterable
 from typing import Any

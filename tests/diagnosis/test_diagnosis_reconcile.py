@@ -1,4 +1,4 @@
-"""What the reconciler decides: a table of situations, each with what follows, and its control beside it."""
+"""Decisions of the reconciler: a table of situations, each with the expected actions and a control beside it."""
 
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -10,8 +10,8 @@ from rlhf_core.diagnosis.reconcile import (
     ActionKind,
     FlowRunFacts,
     FlowState,
-    Holder,
     JobFacts,
+    LeaseState,
     ProcessState,
     RunFacts,
     TaskRunFacts,
@@ -26,7 +26,7 @@ RUN = RunFacts(
     "r",
     RunState.TRAINING,
     "training",
-    holder=Holder.DEAD,
+    holder=LeaseState.DEAD,
     owner="anna@n1:1:1.00",
     undriven_s=100.0,
     num_controllers=1,
@@ -34,9 +34,9 @@ RUN = RunFacts(
     attempt=2,
     jobs={1: "11", 2: "12"},
 )
-ENDED = replace(RUN, state=RunState.COMPLETED, recorded="completed", ended_s=100.0, holder=Holder.FREE)
+ENDED = replace(RUN, state=RunState.COMPLETED, recorded="completed", ended_s=100.0, holder=LeaseState.FREE)
 WAITS = replace(ENDED, promotion_due=True)
-DRIVEN = replace(RUN, holder=Holder.LIVING, undriven_s=0.0)
+DRIVEN = replace(RUN, holder=LeaseState.LIVING, undriven_s=0.0)
 FLOW = FlowRunFacts("f", "r", FlowState.RUNNING, NOW, 1000.0, NOW - timedelta(hours=1), ProcessState.GONE)
 ALIVE = replace(FLOW, process=ProcessState.ALIVE)
 ASKS = replace(FLOW, state=FlowState.PAUSED)
@@ -55,12 +55,12 @@ def decided(run: RunFacts | None = RUN, *flow_runs: FlowRunFacts, **world: Any) 
         (DRIVEN, []),
         (ENDED, []),
         (replace(RUN, undriven_s=0.0), ["adopt"]),
-        (replace(RUN, holder=Holder.FREE), ["adopt"]),
-        (replace(RUN, holder=Holder.FREE, undriven_s=29.0), []),
-        (replace(RUN, holder=Holder.FREE, controller_started_at=None), []),
-        (replace(RUN, holder=Holder.FREE, controller_started_at=None, undriven_s=121.0), ["adopt"]),
-        (replace(RUN, holder=Holder.SILENT, undriven_s=31.0), ["adopt"]),
-        (replace(RUN, holder=Holder.SILENT, undriven_s=29.0), []),
+        (replace(RUN, holder=LeaseState.FREE), ["adopt"]),
+        (replace(RUN, holder=LeaseState.FREE, undriven_s=29.0), []),
+        (replace(RUN, holder=LeaseState.FREE, controller_started_at=None), []),
+        (replace(RUN, holder=LeaseState.FREE, controller_started_at=None, undriven_s=121.0), ["adopt"]),
+        (replace(RUN, holder=LeaseState.SILENT, undriven_s=31.0), ["adopt"]),
+        (replace(RUN, holder=LeaseState.SILENT, undriven_s=29.0), []),
         # One that loses its controllers again and again waits ever longer.
         (replace(RUN, num_controllers=2, undriven_s=14.0), []),
         (replace(RUN, num_controllers=4, undriven_s=59.0), []),
@@ -74,7 +74,7 @@ def decided(run: RunFacts | None = RUN, *flow_runs: FlowRunFacts, **world: Any) 
         (replace(ENDED, promotion_due=True), ["adopt"]),
         (replace(ENDED, untold=2), ["tell"]),
         (replace(ENDED, untold=2, ended_s=29.0), []),
-        (replace(ENDED, untold=2, holder=Holder.LIVING), []),
+        (replace(ENDED, untold=2, holder=LeaseState.LIVING), []),
         (replace(RUN, missing_s=1.0), []),
     ],
 )
@@ -83,7 +83,7 @@ def test_a_run_without_flow_runs(run: RunFacts, expected: list[str]) -> None:
 
 
 def test_a_silent_controller_is_given_time_after_an_outage_of_the_history() -> None:
-    run = replace(RUN, holder=Holder.SILENT, undriven_s=1000.0)
+    run = replace(RUN, holder=LeaseState.SILENT, undriven_s=1000.0)
     assert decided(run, watched_s=5.0) == []
     assert decided(run, watched_s=31.0) == ["adopt"]
 
@@ -115,14 +115,14 @@ def test_while_prefect_starts_again_nobody_is_adopted_behind_its_back() -> None:
         (WAITS, replace(ASKS, process=ProcessState.UNKNOWN, state_s=10.0), []),
         (WAITS, replace(ASKS, process=ProcessState.UNKNOWN), ["adopt"]),
         (WAITS, replace(ASKS, process=ProcessState.UNKNOWN, suspended=True), []),
-        (replace(WAITS, holder=Holder.LIVING), replace(ASKS, process=ProcessState.UNKNOWN), []),
-        (replace(WAITS, holder=Holder.LIVING), ASKS, ["end_flow_run CRASHED"]),
+        (replace(WAITS, holder=LeaseState.LIVING), replace(ASKS, process=ProcessState.UNKNOWN), []),
+        (replace(WAITS, holder=LeaseState.LIVING), ASKS, ["end_flow_run CRASHED"]),
         (WAITS, replace(ASKS, state=FlowState.CANCELLING), ["adopt", "end_flow_run CANCELLED"]),
         # A run that is paused in the UI trains on; without a process it is a zombie like any.
         (RUN, ASKS, ["adopt", "end_flow_run CRASHED"]),
         (DRIVEN, ASKS, ["end_flow_run CRASHED"]),
         (RUN, replace(ASKS, process=ProcessState.UNKNOWN), ["adopt"]),
-        (replace(ENDED, holder=Holder.LIVING), replace(ASKS, process=ProcessState.UNKNOWN), []),
+        (replace(ENDED, holder=LeaseState.LIVING), replace(ASKS, process=ProcessState.UNKNOWN), []),
         # On another machine only the lease tells, and Prefect is not contradicted.
         (RUN, replace(FLOW, process=ProcessState.UNKNOWN), ["adopt"]),
         (RUN, replace(FLOW, process=ProcessState.UNKNOWN, state_s=10.0), []),
@@ -159,7 +159,7 @@ def test_while_prefect_starts_again_nobody_is_adopted_behind_its_back() -> None:
         (replace(ENDED, flow_run_id=""), replace(FLOW, state=FlowState.CRASHED), []),
         (replace(ENDED, flow_run_id="f"), replace(FLOW, state=FlowState.FAILED), []),
         (replace(ENDED, flow_run_id="f"), replace(ALIVE, state=FlowState.CRASHED), []),
-        (replace(ENDED, flow_run_id="f", holder=Holder.LIVING), replace(FLOW, state=FlowState.CRASHED), []),
+        (replace(ENDED, flow_run_id="f", holder=LeaseState.LIVING), replace(FLOW, state=FlowState.CRASHED), []),
         (replace(WAITS, flow_run_id="f"), replace(FLOW, state=FlowState.CRASHED), ["adopt"]),
         (None, replace(FLOW, run_id=""), ["end_flow_run CRASHED"]),
         (None, replace(FLOW, run_id="", state=FlowState.CANCELLING), ["end_flow_run CANCELLED"]),

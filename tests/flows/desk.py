@@ -12,7 +12,7 @@ from rlhf_core.control.promotion import Question
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.watchdog.watch import Look
+from rlhf_core.watchdog.watcher import AttemptSnapshot
 
 Ask = Callable[[Question], AbstractContextManager[None]]
 """Shows the question about a promotion."""
@@ -24,7 +24,7 @@ class Notes:
 
     titles: list[str] = field(default_factory=list)
     sayings: list[str] = field(default_factory=list)
-    looks: list[Look] = field(default_factory=list)
+    looks: list[AttemptSnapshot] = field(default_factory=list)
     totals: list[int] = field(default_factory=list)
     stop: Callable[[], bool] = lambda: False
 
@@ -34,7 +34,7 @@ class Notes:
     def begins(self, title: str) -> None:
         self.titles.append(title)
 
-    def looked(self, look: Look) -> None:
+    def looked(self, look: AttemptSnapshot) -> None:
         self.looks.append(look)
 
     def says(self, text: str) -> None:
@@ -63,7 +63,7 @@ class Desk:
         """A controller of a run; let go of at the end of the test, or by the next one."""
         self._stack.close()
         controller = self._stack.enter_context(
-            opened(run_dir, self.site, self.store, self.notes, resumed=resumed, patience_s=0)
+            opened(run_dir, self.site, self.store, self.notes, resumed=resumed, timeout_s=0)
         )
         controller.clock, controller.sleep = self.clock, self.clock.sleep
         controller.poll_s = 1.0

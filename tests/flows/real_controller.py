@@ -20,7 +20,7 @@ from rlhf_core.launch.journal import Journal
 from rlhf_core.run_dir import RunDir
 from rlhf_core.scheduler.local import LocalScheduler
 from rlhf_core.schemas.journal import CancelStarted
-from rlhf_core.watchdog.watch import Look
+from rlhf_core.watchdog.watcher import AttemptSnapshot
 
 
 class Impatient(Quiet):
@@ -28,7 +28,7 @@ class Impatient(Quiet):
 
     stop = False
 
-    def looked(self, look: Look) -> None:
+    def looked(self, look: AttemptSnapshot) -> None:
         self.stop = look.role is not None
 
     def wants_to_stop(self) -> bool:
@@ -72,7 +72,7 @@ def main(run_id: str, point: str, lease_s: float) -> int:
         with (
             HistoryStore(site.database_url) as store,
             opened(
-                RunDir.of(site.runs_dir, run_id), site, store, observer, patience_s=100.0, lease_s=lease_s
+                RunDir.of(site.runs_dir, run_id), site, store, observer, timeout_s=100.0, lease_s=lease_s
             ) as controller,
         ):
             controller.poll_s = 0.2

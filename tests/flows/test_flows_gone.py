@@ -18,7 +18,7 @@ from rlhf_core.scheduler.base import JobState
 from rlhf_core.schemas.attempts import AttemptState, RunState
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.resources import Role
-from rlhf_core.watchdog.missing import AWAY_S, GONE_S
+from rlhf_core.watchdog.missing_run import AWAY_S, GONE_S
 
 
 def trains(desk: Desk, happens: Callable[[int], None]) -> RunDir:
@@ -70,7 +70,7 @@ def test_the_job_is_ended_and_the_history_closes_the_run(desk: Desk, moved: bool
     assert [(one["state"], one["failure_kind"]) for one in shown["attempts"]] == [("lost", "file_system")]
     assert [one["state"] for one in shown["stages"]] == ["completed", "completed", "failed"]
     assert [(one["action"], one["reason"]) for one in shown["decisions"]] == [
-        ("stop", "there is no directory to go on from")
+        ("stop", "there is no directory to resume from")
     ]
     assert [one["suspect_nodes"] for one in shown["incidents"]] == [[]], "no node has done it"
 

@@ -42,7 +42,7 @@ def limit(server: None) -> Iterator[UUID]:
 def a_session(desk: Desk) -> Controller:
     from rlhf_core.control.controller import opened
 
-    return desk._stack.enter_context(opened(desk.run(), desk.site, desk.store, desk.notes, patience_s=0))
+    return desk._stack.enter_context(opened(desk.run(), desk.site, desk.store, desk.notes, timeout_s=0))
 
 
 def active_slots() -> int:

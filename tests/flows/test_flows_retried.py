@@ -53,7 +53,7 @@ def process(desk: Desk, link: FlowRunLink) -> RunDir:
     """What the process of a flow run does, without Prefect around it."""
     form = read_form({"config": "quickstart", "overrides": OVERRIDES, "tags": "canary", "owner": "ann"})
     run_dir, resumed = run_of_the_form(form, desk.site, link)
-    with opened(run_dir, desk.site, desk.store, resumed=resumed, flow_run=link, patience_s=0) as controller:
+    with opened(run_dir, desk.site, desk.store, resumed=resumed, flow_run=link, timeout_s=0) as controller:
         controller.clock, controller.sleep = desk.clock, desk.clock.sleep
         drive(controller)
     return run_dir
@@ -144,7 +144,7 @@ def test_a_run_that_is_gone_on_with_by_its_id_has_both_flow_runs(well: Desk) -> 
     assert run_dir is not None
     found, resumed = run_of_the_form(read_form({"config": "quickstart", "run_id": run_dir.run_id}), well.site, second)
     assert (found, resumed) == (run_dir, True)
-    with opened(found, well.site, well.store, resumed=True, flow_run=second, patience_s=0) as controller:
+    with opened(found, well.site, well.store, resumed=True, flow_run=second, timeout_s=0) as controller:
         controller.clock, controller.sleep = well.clock, well.clock.sleep
         drive(controller)
     assert run_of_flow_run(well.store, second.id) == run_dir.run_id
@@ -166,7 +166,7 @@ def test_a_run_that_the_reconciler_adopts_is_not_resumed_by_a_person(well: Desk)
 def test_a_controller_that_is_told_its_flow_run_later_is_in_the_journal_once(well: Desk) -> None:
     run_dir = well.run()
     link = replace(a_flow_run(), url="")
-    with opened(run_dir, well.site, well.store, flow_run=None, patience_s=0) as controller:
+    with opened(run_dir, well.site, well.store, flow_run=None, timeout_s=0) as controller:
         assert show_run(well.store, run_dir.run_id)["controllers"] == []
         controller.announce(link)
         controller.announce(FlowRunLink())

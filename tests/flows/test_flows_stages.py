@@ -22,7 +22,7 @@ from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.journal import JournalLine
 from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.resources import Role
-from rlhf_core.watchdog.nodes import clear_node, node_standings
+from rlhf_core.watchdog.node_records import clear_node, node_standings
 
 
 def agent_of(request: JobRequest, run_dir: RunDir) -> FakeAgent:
@@ -591,7 +591,7 @@ def test_a_database_that_goes_away_changes_nothing_but_the_view(desk: Desk, monk
 
     from rlhf_core.watchdog.ingest import sync as real_sync
 
-    monkeypatch.setattr("rlhf_core.watchdog.watch.sync", sync)
+    monkeypatch.setattr("rlhf_core.watchdog.watcher.sync", sync)
     drive(controller)
     assert read_record(run_dir).state is RunState.COMPLETED
     assert {look.history_behind for look in desk.notes.looks} == {"it is away"}

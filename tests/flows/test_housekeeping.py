@@ -19,11 +19,11 @@ from rlhf_core.control.reconcile.actions import ActionResult, Reconciler
 from rlhf_core.control.reconcile.loop import lease_name
 from rlhf_core.control.reconcile.once import poll_once, reconcile_once
 from rlhf_core.control.steps import drive, steps
-from rlhf_core.diagnosis.reconcile import Action, ActionKind
+from rlhf_core.diagnosis.reconcile import ActionKind, ReconcileAction
 from rlhf_core.errors import LeaseLost
 from rlhf_core.history import queries
 from rlhf_core.launch.journal import Journal, read_record
-from rlhf_core.launch.lease import Lease, Owner
+from rlhf_core.launch.lease import HeldLease, Owner
 from rlhf_core.run_dir import RunDir, write_model
 from rlhf_core.schemas.attempts import RunState, StageName
 from rlhf_core.schemas.base import utc_now
@@ -102,7 +102,7 @@ def completed(desk: Desk) -> RunDir:
     return run_dir
 
 
-def kinds(actions: list[Action]) -> list[ActionKind]:
+def kinds(actions: list[ReconcileAction]) -> list[ActionKind]:
     return [one.kind for one in actions]
 
 
@@ -265,7 +265,7 @@ def test_a_scheduler_that_does_not_answer_costs_nothing(desk: Desk, reconciler: 
 def test_a_keeper_that_was_taken_over_while_it_was_suspended_does_nothing(desk: Desk) -> None:
     """It asks before each result: its own clock and its other thread may not have noticed yet."""
     name, owner = lease_name(desk.site), str(Owner.this_process())
-    lease = Lease(desk.store, name, owner, desk.store.acquire_lease(name, owner, 60))
+    lease = HeldLease(desk.store, name, owner, desk.store.acquire_lease(name, owner, 60))
     assert loop.is_held(lease)
     desk.store.acquire_lease(name, "next@elsewhere:1:1.00", 60, takeover=lambda owner: True)
     lease.keep()  # the control: it was renewed just now, and knows of nothing
@@ -405,7 +405,7 @@ def test_of_two_keepers_one_acts_until_it_goes(desk: Desk, monkeypatch: pytest.M
     owners = iter(("a@elsewhere:1:1.00", "b@elsewhere:2:1.00"))
     monkeypatch.setattr(loop.Owner, "this_process", lambda: next(owners))
 
-    def act(site: object, store: object, lease: loop.Lease, stop: threading.Event, rounds: object) -> None:
+    def act(site: object, store: object, lease: loop.HeldLease, stop: threading.Event, rounds: object) -> None:
         with acted:
             acting.append(next(name for name, one in stops.items() if one is stop))
             acted.notify_all()

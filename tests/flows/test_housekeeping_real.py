@@ -208,7 +208,7 @@ def test_rounds_are_flow_runs_where_they_are_due_or_do_something(
         return sorted(str(one.state_name) for one in found if one.state_name not in ("Scheduled", "Late"))
 
     # What Prefect is told of the runs of earlier tests leaves flow runs too: all of it first.
-    monkeypatch.setattr(reconcile, "TELL_AFTER_S", 0.0)
+    monkeypatch.setattr(reconcile, "PUBLISH_AFTER_S", 0.0)
     rounds(services, store)
     wait_for(lambda: not untold(services, store), "Prefect shows what it was told")
     first = made()

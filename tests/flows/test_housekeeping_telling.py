@@ -22,7 +22,7 @@ from flows.view.events import FlowRun, happenings, tell, unknown_to_the_server
 from flows.view.story import read_story
 from rlhf_core.control.reconcile.actions import Reconciler
 from rlhf_core.control.steps import drive
-from rlhf_core.diagnosis.reconcile import Action, ActionKind
+from rlhf_core.diagnosis.reconcile import ActionKind, ReconcileAction
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import PromotionState
 from rlhf_core.schemas.base import utc_now
@@ -65,7 +65,7 @@ def later(desk: Desk) -> Reconciler:
     )
 
 
-def of_telling(actions: list[Action]) -> list[Action]:
+def of_telling(actions: list[ReconcileAction]) -> list[ReconcileAction]:
     return [one for one in actions if one.kind is ActionKind.TELL]
 
 

@@ -26,7 +26,7 @@ from rlhf_core.run_dir import RunDir, read_model, remove_tree, write_model
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.run import StoredSpec
 from rlhf_core.schemas.site import RetentionSite
-from rlhf_core.watchdog.watch import record
+from rlhf_core.watchdog.watcher import record
 
 DAYS = 30
 

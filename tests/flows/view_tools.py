@@ -7,14 +7,14 @@ from control_fakes import NODE
 from rlhf_core.scheduler.base import JobState, JobStatus
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.resources import Role
-from rlhf_core.watchdog.watch import Look, Verdict
+from rlhf_core.watchdog.watcher import AttemptSnapshot, AttemptVerdict
 
 
-def look(step: int, **changes: Any) -> Look:
+def look(step: int, **changes: Any) -> AttemptSnapshot:
     """A look at an attempt that trains."""
     facts: dict[str, Any] = {
         "attempt": 1,
-        "verdict": Verdict(AttemptState.RUNNING, ""),
+        "verdict": AttemptVerdict(AttemptState.RUNNING, ""),
         "job": JobStatus(JobState.RUNNING, nodes=(NODE,)),
         "role": Role.TRAINER,
         "restart": 0,
@@ -28,4 +28,4 @@ def look(step: int, **changes: Any) -> Look:
         "outcome": None,
         "history_behind": "",
     }
-    return Look(**{**facts, **changes})
+    return AttemptSnapshot(**{**facts, **changes})

@@ -50,8 +50,8 @@ AGENT = """\
 """
 
 
-def wait_for(condition: Callable[[], Any], what: str, patience_s: float = 100.0) -> Any:
-    deadline = time.monotonic() + patience_s
+def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 100.0) -> Any:
+    deadline = time.monotonic() + timeout_s
     while not (found := condition()):
         assert time.monotonic() < deadline, f"waited in vain: {what}"
         time.sleep(0.2)

@@ -20,7 +20,7 @@ from history_tools import postgres
 from rlhf_core.accounts import user_name
 from rlhf_core.errors import DatabaseUnavailable, LeaseLost
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.launch.lease import TTL_S, Lease, Owner, acquire, known_dead, refuse_if_driven
+from rlhf_core.launch.lease import TTL_S, HeldLease, Owner, acquire, known_dead, refuse_if_driven
 
 RUN = "small-20260101-000000-abcdef"
 
@@ -93,7 +93,7 @@ def test_the_lease_of_a_living_controller_is_waited_for_and_then_refused(store: 
             on_wait=lambda owner, seconds: waited.append(seconds),
             clock=clock,
             sleep=clock.sleep,
-            patience_s=20,
+            timeout_s=20,
         )
     assert waited == [20]
     assert clock.now >= 20
@@ -107,7 +107,7 @@ def test_who_gives_way_does_not_wait_for_a_process_that_is_there(store: HistoryS
             RUN,
             on_wait=lambda owner, seconds: pytest.fail("it must not wait"),
             sleep=lambda seconds: pytest.fail("it must not sleep"),
-            gives_way=True,
+            fail_if_held=True,
         )
     with pytest.raises(LeaseLost, match="It is alive"):
         refuse_if_driven(store, RUN)
@@ -119,7 +119,7 @@ def test_who_gives_way_takes_what_a_dead_process_held(store: HistoryStore) -> No
     assert parent is not None
     store.acquire_lease(RUN, str(replace(parent, started=parent.started - 3600)), 3600)
     refuse_if_driven(store, RUN)
-    lease = acquire(store, RUN, on_wait=lambda owner, seconds: pytest.fail("it must not wait"), gives_way=True)
+    lease = acquire(store, RUN, on_wait=lambda owner, seconds: pytest.fail("it must not wait"), fail_if_held=True)
     assert lease.token == 2
 
 
@@ -140,7 +140,9 @@ def test_who_gives_way_leaves_after_one_renewal_from_another_host(store: History
     clock, told = Clock(), []
     sleep = elsewhere(store, clock, renewed_at=12)
     with pytest.raises(LeaseLost, match="driven by another controller: anna on elsewhere, process 1"):
-        acquire(store, RUN, on_wait=lambda owner, seconds: told.append(owner), clock=clock, sleep=sleep, gives_way=True)
+        acquire(
+            store, RUN, on_wait=lambda owner, seconds: told.append(owner), clock=clock, sleep=sleep, fail_if_held=True
+        )
     assert clock.now == 12
     assert len(told) == 1
 
@@ -150,7 +152,7 @@ def test_a_lease_that_another_host_does_not_renew_is_waited_for(store: HistorySt
     clock = Clock()
     sleep = elsewhere(store, clock, renewed_at=None)
     with pytest.raises(LeaseLost):
-        acquire(store, RUN, on_wait=lambda owner, seconds: None, clock=clock, sleep=sleep, gives_way=True)
+        acquire(store, RUN, on_wait=lambda owner, seconds: None, clock=clock, sleep=sleep, fail_if_held=True)
     assert clock.now >= TTL_S
 
 
@@ -194,7 +196,7 @@ class AwayStore:
 
 def test_a_database_that_is_away_does_not_end_the_controller() -> None:
     clock, store = Clock(), AwayStore()
-    lease = Lease(store, RUN, "me", 1, clock)
+    lease = HeldLease(store, RUN, "me", 1, clock)
     clock.sleep(TTL_S / 4)
     lease.keep()
     assert lease.behind == "no answer"
@@ -218,7 +220,7 @@ def taken_within(store: HistoryStore, seconds: float) -> bool:
     return False
 
 
-def short_lease(store: HistoryStore, ttl_s: float = 4.0) -> Lease:
+def short_lease(store: HistoryStore, ttl_s: float = 4.0) -> HeldLease:
     return acquire(store, RUN, on_wait=lambda owner, seconds: None, ttl_s=ttl_s)
 
 

@@ -26,7 +26,7 @@ def git(folder: Path, *arguments: str) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where the user is: a repository with a reward function."""
+    """Current folder of the user: a repository with a reward function."""
     path = tmp_path / "work"
     path.mkdir()
     (path / "my_rewards.py").write_text("def score(**columns):\n    return []\n")

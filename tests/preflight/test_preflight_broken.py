@@ -17,10 +17,10 @@ from test_preflight_checks import healthy
 from rlhf_core import config
 from rlhf_core.errors import BadConfig
 from rlhf_core.launch.prepare import absolute_paths
-from rlhf_core.preflight import gather
+from rlhf_core.preflight import gather_facts
 from rlhf_core.preflight.data_file import scan
 from rlhf_core.preflight.facts import Disk, Facts
-from rlhf_core.preflight.gather import Surroundings
+from rlhf_core.preflight.gather_facts import Surroundings
 from rlhf_core.preflight.registry import run_checks
 from rlhf_core.presets import PRESETS
 from rlhf_core.schemas.checks import CheckStatus
@@ -49,7 +49,7 @@ def surroundings(path: Path) -> dict[str, Any]:
 
 
 def facts_of(path: Path, spec: RunSpec) -> Facts:
-    """What would be gathered, with the files as they are and a cluster as the case describes it."""
+    """Gather the facts from the files as they are and a cluster as the case describes it."""
     around = surroundings(path)
     scheduler, packages = around.pop("scheduler", "local"), around.pop("packages", {})
     base = healthy()
@@ -67,7 +67,7 @@ def facts_of(path: Path, spec: RunSpec) -> Facts:
 
 
 def messages(path: Path, tmp_path: Path) -> tuple[set[str], str]:
-    """Who complains about a config, and in which words."""
+    """List the findings about a config, with their wording."""
     try:
         spec = absolute_paths(config.load(path), FOLDER)
     except BadConfig as error:
@@ -75,7 +75,7 @@ def messages(path: Path, tmp_path: Path) -> tuple[set[str], str]:
     facts = facts_of(path, spec)
     if any(found.startswith("content.") for found in header(path)["Found by"]):
         around = Surroundings(facts.inventory, "local", sys.executable, tmp_path, code_path=FOLDER / "files")
-        content = gather.look_at_content(spec, around)
+        content = gather_facts.look_at_content(spec, around)
         assert isinstance(content, ContentReport), content
         facts = replace(facts, content=content)
     found = [one for one in run_checks(facts) if one.status in UNWANTED]
@@ -121,6 +121,6 @@ def test_no_preset_is_blocked(name: str, tmp_path: Path) -> None:
         tmp_path / "runs",
         code_path=tmp_path,
     )
-    facts = gather.gather(spec, around)
+    facts = gather_facts.gather(spec, around)
     assert facts.content is not None
     assert [one for one in run_checks(facts) if one.status is CheckStatus.BLOCKED] == []

@@ -8,8 +8,9 @@ import pytest
 from control_fakes import FakeScheduler, make_spec
 
 from rlhf_core.errors import PreflightBlocked
-from rlhf_core.preflight import static
+from rlhf_core.preflight import runner
 from rlhf_core.preflight.facts import (
+    Baseline,
     CheckpointFacts,
     ComputeSide,
     DataFile,
@@ -17,7 +18,6 @@ from rlhf_core.preflight.facts import (
     Facts,
     LineProblem,
     ModelFolder,
-    Past,
     Requirement,
 )
 from rlhf_core.preflight.registry import CHECKS, run_checks
@@ -163,7 +163,7 @@ def generated(**train: Any) -> Facts:
 
 
 def lasts(seconds_per_step: float, **resources: Any) -> Facts:
-    return replace(with_spec(resources=resources), past=Past(seconds_per_step))
+    return replace(with_spec(resources=resources), baseline=Baseline(seconds_per_step))
 
 
 BLOCKED, WARNING, SKIPPED = CheckStatus.BLOCKED, CheckStatus.WARNING, CheckStatus.SKIPPED
@@ -310,7 +310,7 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     (
         "trial.needed",
         WARNING,
-        replace(with_spec(resources={"num_nodes": 2}), past=Past(known=True)),
+        replace(with_spec(resources={"num_nodes": 2}), baseline=Baseline(known=True)),
         "--set preflight.trial=run",
     ),
 ]
@@ -428,12 +428,12 @@ def test_built_operators_need_no_compiler() -> None:
 def test_all_that_blocks_is_said_at_once() -> None:
     facts = with_spec(grpo={"prompts_per_step": 7}, sft={"batch_size": 33})
     with pytest.raises(PreflightBlocked) as caught:
-        static.require_passed(run_checks(facts))
+        runner.require_passed(run_checks(facts))
     text = str(caught.value)
     assert "2 checks block the run" in text
     assert "grpo.prompts_per_step" in text
     assert "sft.batch_size" in text
-    static.require_passed(run_checks(healthy()))
+    runner.require_passed(run_checks(healthy()))
 
 
 def test_messages_are_sentences_for_a_person() -> None:

@@ -1,4 +1,4 @@
-"""When a run is to be tried out first: what has changed since the last good one, and who is not to be nagged."""
+"""Need for a trial run: changes since the last good run, and the runs that need none."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from test_preflight_checks import found, healthy, with_spec
 
-from rlhf_core.preflight.facts import Facts, GoodRun, Past
+from rlhf_core.preflight.facts import Baseline, Facts, GoodRun
 from rlhf_core.preflight.registry import run_checks
 from rlhf_core.preflight.trial import Rung, basis_of, basis_text, changes_since, is_due, read_basis, rungs, trial_spec
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
@@ -18,7 +18,7 @@ RUN_ID = "small-20260301-120000-aaaaaa"
 def after(past: Facts, present: Facts) -> Facts:
     """Facts of a run whose last good run had those of ``past``."""
     good = GoodRun(RUN_ID, past.spec.model_dump(mode="json"), basis_of(past))
-    return replace(present, past=Past(last_good=good, known=True))
+    return replace(present, baseline=Baseline(last_good=good, known=True))
 
 
 def needed(facts: Facts) -> CheckResult:
@@ -84,7 +84,7 @@ def test_a_setting_that_the_older_version_did_not_have_is_no_change() -> None:
 
 @pytest.mark.parametrize(("num_nodes", "status"), [(1, CheckStatus.PASSED), (2, CheckStatus.WARNING)])
 def test_the_first_run_of_a_name_is_tried_out_on_several_nodes_only(num_nodes: int, status: CheckStatus) -> None:
-    facts = replace(with_spec(resources={"num_nodes": num_nodes}), past=Past(known=True))
+    facts = replace(with_spec(resources={"num_nodes": num_nodes}), baseline=Baseline(known=True))
     assert needed(facts).status is status
 
 
@@ -101,8 +101,8 @@ def test_a_small_run_is_its_own_trial() -> None:
 @pytest.mark.parametrize(
     "facts",
     [
-        replace(with_spec(preflight={"trial": "off"}, resources={"num_nodes": 2}), past=Past(known=True)),
-        replace(with_spec(resources={"num_nodes": 2}), past=Past()),
+        replace(with_spec(preflight={"trial": "off"}, resources={"num_nodes": 2}), baseline=Baseline(known=True)),
+        replace(with_spec(resources={"num_nodes": 2}), baseline=Baseline()),
     ],
     ids=["off", "no-history"],
 )
@@ -111,7 +111,7 @@ def test_nothing_is_said(facts: Facts) -> None:
 
 
 def test_a_trial_that_comes_by_itself_asks_nothing_of_a_person() -> None:
-    facts = replace(with_spec(preflight={"trial": "run"}, resources={"num_nodes": 2}), past=Past(known=True))
+    facts = replace(with_spec(preflight={"trial": "run"}, resources={"num_nodes": 2}), baseline=Baseline(known=True))
     assert needed(facts).advice.startswith("nothing: 3 steps on one node, then on 2 nodes")
 
 

@@ -1,4 +1,4 @@
-"""What can be wrong with one node of a job, made on the throw-away Slurm, and what the probe must say about it."""
+"""Faults of one node of a job, made on the throw-away Slurm, with the finding that the probe must report."""
 
 import subprocess
 import sys
@@ -76,7 +76,7 @@ class Case:
     node: str = ""
     """The node that must be named; empty where no node is to blame."""
     says: tuple[str, ...] = ()
-    """What must stand in the finding."""
+    """Text that the finding must contain."""
     also: tuple[str, ...] = field(default=())
     """Ids of other findings that may come with it."""
 
@@ -227,7 +227,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Seen:
-    """What came of a case."""
+    """Result of a case."""
 
     results: tuple[CheckResult, ...]
     seconds: float
@@ -239,7 +239,7 @@ class Seen:
         return [one for one in self.results if one.status in (CheckStatus.BLOCKED, CheckStatus.WARNING)]
 
     def problems_with(self, case: Case | None) -> list[str]:
-        """What is not as it should be; a case of None is a healthy cluster."""
+        """List the deviations from the expected result; a case of None is a healthy cluster."""
         if case is None:
             return [f"false alarm: {one.id} {one.node} {one.found}" for one in self.troubles]
         told = [one for one in self.troubles if (one.id, one.node) == (case.check, case.node)]

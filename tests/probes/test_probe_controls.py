@@ -39,7 +39,7 @@ os._exit(0)
 
 @dataclass(frozen=True)
 class End:
-    """How one process ended."""
+    """End of one process."""
 
     code: int
     said: str

@@ -1,4 +1,4 @@
-"""How files of a run are read and written: torn lines, whole files, ends of logs, the newest checkpoint."""
+"""Reading and writing the files of a run: torn lines, whole files, ends of logs, the newest checkpoint."""
 
 from pathlib import Path
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.run_dir import LineWriter, Place, RestartDir, parse_lines, read_models, read_on
+from rlhf_core.run_dir import FilePosition, LineWriter, RestartDir, parse_lines, read_models, read_on
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import AgentEvent, MetricsLine
 from rlhf_core.worker.events import EventLog
@@ -23,7 +23,7 @@ class Pair:
         self.path = path
         self.said: list[str] = []
         self.writer = LineWriter(path, self.said.append)
-        self.place = Place()
+        self.place = FilePosition()
         self.seen: list[int] = []
         self.write(1, 2, 3)
         self.follow()
@@ -103,7 +103,7 @@ def test_a_reader_with_an_offset_alone_loses_lines(pair: Pair) -> None:
     """Control: as it was. The file has grown beyond the offset, and what lies before it is never read."""
     os.truncate(pair.path, 0)
     pair.write(*range(4, 13))
-    lines, _, is_other = read_on(pair.path, Place(pair.place.offset))
+    lines, _, is_other = read_on(pair.path, FilePosition(pair.place.offset))
     assert not is_other
     assert len(lines) < 9
 

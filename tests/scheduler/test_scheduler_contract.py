@@ -169,7 +169,7 @@ def test_of_two_jobs_of_an_attempt_the_first_is_found_and_then_the_other(site: S
 
 
 def test_a_job_that_ended_is_known_to_have_ended_and_is_not_found(site: Site) -> None:
-    """Whoever adopts what is found would wait for it; and what remembers nothing of it must not tell another story."""
+    """A found job is adopted and waited for, so an ended one must not be found; both queries must agree about it."""
     job = site.submit(SHORT)
     site.wait_until(job, JobState.ENDED)
     assert (site.found(), site.living()) == ("", [])

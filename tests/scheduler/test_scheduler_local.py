@@ -150,7 +150,7 @@ def test_a_job_outlives_its_submitter_and_is_known_to_other_processes(
 
 
 def test_a_deaf_job_is_killed(tmp_path: Path, scheduler: LocalScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_core.scheduler.local.END_PATIENCE_S", 0.5)
+    monkeypatch.setattr("rlhf_core.scheduler.local.SHUTDOWN_TIMEOUT_S", 0.5)
     submission = scheduler.submit(make_request(tmp_path, "deaf", "daemon"))
     agent, daemon = _pid(tmp_path, "agent"), _pid(tmp_path, "daemon")
     assert scheduler.cancel(submission)

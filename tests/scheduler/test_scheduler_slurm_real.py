@@ -11,7 +11,7 @@ from slurm_cluster import WHY_NOT, Cluster, missing_programs
 
 from rlhf_core.scheduler import slurm_queue
 from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus
-from rlhf_core.scheduler.passed import PassedEnvironment
+from rlhf_core.scheduler.passed_environment import PassedEnvironment
 from rlhf_core.scheduler.slurm import SlurmScheduler
 from rlhf_core.schemas.resources import Placement, Role, RolePlan, Submission
 from rlhf_core.schemas.run import SlurmSpec

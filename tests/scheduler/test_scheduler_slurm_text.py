@@ -1,4 +1,4 @@
-"""What is asked of Slurm, and how its words are read: without a cluster."""
+"""Options passed to Slurm and the parsing of its answers, without a cluster."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 from rlhf_core.scheduler import get_scheduler
 from rlhf_core.scheduler.base import JobRequest, JobState
 from rlhf_core.scheduler.slurm import SlurmScheduler, _gpu_type, _is_no_answer, _num_gpus, _refusal, _status
-from rlhf_core.scheduler.slurm_queue import Row
+from rlhf_core.scheduler.slurm_queue import QueuedJob
 from rlhf_core.schemas.resources import Placement, Role, RolePlan
 from rlhf_core.schemas.run import SlurmSpec
 
@@ -140,13 +140,13 @@ def test_the_site_says_what_the_run_does_not() -> None:
     ],
 )
 def test_states(state: str, expected: JobState) -> None:
-    status = _status(Row("1", state, "None", "node1", "N/A", "toy-1/2"))
+    status = _status(QueuedJob("1", state, "None", "node1", "N/A", "toy-1/2"))
     assert status.state is expected
     assert status.scheduler_state == state.split()[0]
 
 
 def test_why_a_job_waits_and_when_it_is_expected_to_start() -> None:
-    status = _status(Row("1", "PENDING", "Resources", "", "2026-11-21T10:00:00", "toy-1/2"))
+    status = _status(QueuedJob("1", "PENDING", "Resources", "", "2026-11-21T10:00:00", "toy-1/2"))
     assert status.reason == "Resources, expected to start 2026-11-21T10:00:00"
     assert status.expected_start == "2026-11-21T10:00:00"
 

@@ -27,7 +27,7 @@ from rlhf_core.launch.start import job_request, record_plan, submit_once
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.resources import JOB_VARIABLE, Placement, Role, RolePlan, job_marker
-from rlhf_core.watchdog.watch import record
+from rlhf_core.watchdog.watcher import record
 
 pytestmark = pytest.mark.end_to_end
 

@@ -17,10 +17,19 @@ from history_tools import RunFiles, new_sqlite, whole_run
 from rlhf_core import files
 from rlhf_core.control_journal import read_journal, remove_unfinished_line
 from rlhf_core.errors import JournalDamaged, RunDirError
-from rlhf_core.files import Line, UnfitFile, open_regular, read_document
+from rlhf_core.files import FileLine, UnfitFile, open_regular, read_document
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.run_dir import Place, checksum, parse_lines, read_blocks, read_lines, read_model, read_on, read_tail
+from rlhf_core.run_dir import (
+    FilePosition,
+    checksum,
+    parse_lines,
+    read_blocks,
+    read_lines,
+    read_model,
+    read_on,
+    read_tail,
+)
 from rlhf_core.schemas.reports import AttemptOutcome, MetricsLine
 from rlhf_core.watchdog.evidence import Progress
 from rlhf_core.watchdog.ingest import glance, rebuild, sync
@@ -82,7 +91,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path, make: Callable[[Path]
         with pytest.raises(UnfitFile, match="expected a regular file"):
             open_regular(path)
         assert read_lines(path).lines == []
-        assert read_on(path, Place(7)) == ([], Place(7), False)
+        assert read_on(path, FilePosition(7)) == ([], FilePosition(7), False)
         assert list(read_blocks(path)) == []
         assert read_model(path, AttemptOutcome) is None
         assert read_tail(path, 100) == ""
@@ -200,9 +209,9 @@ def test_lines_around_one_that_is_too_long_keep_their_places(tmp_path: Path, mon
     texts = [b"a" * 3, b"b" * 100, b"c" * 101, b"d", b"e" * 500, b"f" * 99]
     path.write_bytes(b"\n".join(texts) + b"\n" + b"torn")
     begins = [0, 4, 105, 207, 209, 710]
-    wanted = [Line(begin, text if len(text) <= 100 else None) for begin, text in zip(begins, texts, strict=True)]
+    wanted = [FileLine(begin, text if len(text) <= 100 else None) for begin, text in zip(begins, texts, strict=True)]
     for limit in (1, 2, 50, 99, 100, 101, 150, 400, 1 << 20):
-        found, place = [], Place()
+        found, place = [], FilePosition()
         for _ in range(50):
             lines, place, is_other = read_on(path, place, limit)
             assert not is_other
@@ -212,13 +221,13 @@ def test_lines_around_one_that_is_too_long_keep_their_places(tmp_path: Path, mon
     with path.open("ab") as file:
         file.write(b"x" * 200)
     lines, place, _ = read_on(path, place)
-    assert (lines, place.is_inside) == ([Line(810, None)], True)
+    assert (lines, place.is_inside) == ([FileLine(810, None)], True)
     assert read_on(path, place)[0] == []
     with path.open("ab") as file:
         file.write(b"y" * 200 + b"\nnext\n")
     lines, place, _ = read_on(path, place)
     assert ([line.text for line in lines], place.is_inside) == ([b"next"], False)
-    assert list(parse_lines([Line(0, None)], MetricsLine)) == []
+    assert list(parse_lines([FileLine(0, None)], MetricsLine)) == []
 
 
 def test_a_document_without_an_end_is_not_read(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from rlhf_core.cli.main import execute
 from rlhf_core.config import load_site
 from rlhf_core.control.approval import Answered
 from rlhf_core.errors import BadInput
+from rlhf_core.formatting import THROUGH_PREFECT, attributed
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.prepare import prepare
 from rlhf_core.launch.start import agent_command
@@ -34,7 +35,6 @@ from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import PromotionState
 from rlhf_core.schemas.base import LABEL_CHARACTERS
 from rlhf_core.watchdog.ingest import sync
-from rlhf_core.words import THROUGH_PREFECT, attributed
 
 ROOT = Path(__file__).parents[2]
 
@@ -238,7 +238,7 @@ def test_a_run_of_an_earlier_version_says_nothing_of_its_user(tmp_path: Path) ->
 
 @needs_root
 def test_an_approval_at_the_command_line_names_its_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever may write the run directory answers; whom he calls himself is his business, who he is is not."""
+    """The answer is recorded under the operating system's user, next to the name that the user claims."""
     monkeypatch.setenv("LOGNAME", "head-of-safety")
     given: list[str] = []
     monkeypatch.setattr("rlhf_core.cli.run_commands.find_run", lambda *_: run_dir)

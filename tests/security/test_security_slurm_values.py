@@ -18,8 +18,8 @@ from pydantic import ValidationError
 from rlhf_core import config
 from rlhf_core.errors import BadConfig, SubmissionFailed
 from rlhf_core.scheduler.base import JobRequest
-from rlhf_core.scheduler.passed import PassedEnvironment
-from rlhf_core.scheduler.script_text import one_line
+from rlhf_core.scheduler.passed_environment import PassedEnvironment
+from rlhf_core.scheduler.script_quoting import one_line
 from rlhf_core.scheduler.slurm import SlurmScheduler
 from rlhf_core.schemas.resources import Placement, Role, RolePlan
 from rlhf_core.schemas.run import SlurmSpec

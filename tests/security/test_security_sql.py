@@ -59,9 +59,9 @@ def test_a_question_without_an_end_is_given_up(store: HistoryStore, text: str, m
 
 INTERRUPTED = """
 import os, signal, sys, threading
-from rlhf_core.cli import hard_stop
+from rlhf_core.cli import query_deadline
 from rlhf_core.cli.main import execute
-hard_stop.hard_stop.__wrapped__.__defaults__ = (600.0,)  # not what is tested here
+query_deadline.enforce_deadline.__wrapped__.__defaults__ = (600.0,)  # not what is tested here
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell takes it from what it starts in the background
 threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT)).start()
 sys.exit(execute(["sql", sys.argv[1]]))
@@ -75,10 +75,10 @@ def test_a_question_can_be_interrupted(store: HistoryStore) -> None:
 
 HARD = """
 import os, signal, sys, threading
-from rlhf_core.cli import hard_stop
+from rlhf_core.cli import query_deadline
 from rlhf_core.cli.main import execute
 from rlhf_core.history import database
-hard_stop.hard_stop.__wrapped__.__defaults__ = (0.5,)
+query_deadline.enforce_deadline.__wrapped__.__defaults__ = (0.5,)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if sys.argv[1] == "time":
     database.QUESTION_TIMEOUT_S = 0.5

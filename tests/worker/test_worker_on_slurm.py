@@ -19,7 +19,7 @@ from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.resources import Placement
 from rlhf_core.schemas.run import SlurmSpec
-from rlhf_core.watchdog.watch import Failure, Look, Watcher, explain
+from rlhf_core.watchdog.watcher import AttemptFailure, AttemptSnapshot, Watcher, explain
 
 pytestmark = [
     pytest.mark.end_to_end,
@@ -101,15 +101,15 @@ def submit(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     return start
 
 
-def at_the_end(watcher: Watcher, run: AgentRun) -> tuple[Look, Failure]:
+def at_the_end(watcher: Watcher, run: AgentRun) -> tuple[AttemptSnapshot, AttemptFailure]:
     """How the controller sees the attempt when it has ended, and what it makes of it."""
 
-    def look() -> Look | None:
-        one = watcher.look()
+    def look() -> AttemptSnapshot | None:
+        one = watcher.poll()
         time.sleep(0.5)
         return one if one.ended else None
 
-    last: Look = wait_for(look, 120.0)
+    last: AttemptSnapshot = wait_for(look, 120.0)
     return last, explain(run.run_dir, last, run.run_dir.read_spec().spec, first_attempt=1)
 
 

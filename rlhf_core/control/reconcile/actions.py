@@ -21,7 +21,7 @@ from rlhf_core.control.cancel import cancel_run
 from rlhf_core.control.reconcile.cleanup import old_checkpoints
 from rlhf_core.control.reconcile.facts import lease_holder, run_facts
 from rlhf_core.control.reconcile.flow_runs import FlowRuns, FlowRunSnapshot, NotRegistered
-from rlhf_core.diagnosis.reconcile import FLOW_ENDS, Action, ActionKind, JobFacts, RunFacts, World, decide
+from rlhf_core.diagnosis.reconcile import FLOW_ENDS, ActionKind, JobFacts, ReconcileAction, RunFacts, World, decide
 from rlhf_core.errors import HistoryError, RlhfError, SchedulerError
 from rlhf_core.history import active
 from rlhf_core.history.active import Standing
@@ -33,8 +33,8 @@ from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import AgentCommand, KeeperNote
 from rlhf_core.schemas.resources import Submission
-from rlhf_core.watchdog.missing import close_missing, identity
-from rlhf_core.watchdog.watch import record
+from rlhf_core.watchdog.missing_run import close_missing, identity
+from rlhf_core.watchdog.watcher import record
 
 log = logging.getLogger("rlhf.daemon")
 
@@ -49,7 +49,7 @@ ROUTINE = frozenset({ActionKind.INGEST, ActionKind.NOTE})
 class ActionResult:
     """An action that was carried out, or tried."""
 
-    action: Action
+    action: ReconcileAction
     done: bool
     message: str
     """Outcome, for the log."""
@@ -92,7 +92,7 @@ class Reconciler:
         """Run, its end and the state of its promotion, of what Prefect is known to have."""
         self._submissions: dict[str, Submission] = {}
 
-    def poll(self, *, retention: bool = False) -> list[Action]:
+    def poll(self, *, retention: bool = False) -> list[ReconcileAction]:
         """The actions that are due now.
 
         Args:
@@ -111,7 +111,9 @@ class Reconciler:
             actions += old_checkpoints(self._site, self._store, world, self._now())
         return actions
 
-    def carry_out(self, actions: Iterable[Action], may: Callable[[], bool] = lambda: True) -> list[ActionResult]:
+    def carry_out(
+        self, actions: Iterable[ReconcileAction], may: Callable[[], bool] = lambda: True
+    ) -> list[ActionResult]:
         """Do it, one after the other; what fails is tried again in the next round.
 
         Args:
@@ -257,7 +259,7 @@ class Reconciler:
     # -----------------------------------------------------------------------------------------------------------------
     # Deeds
 
-    def _do(self, action: Action) -> ActionResult:
+    def _do(self, action: ReconcileAction) -> ActionResult:
         try:
             return self._carry_out(action)
         except (RlhfError, OSError) as error:
@@ -265,7 +267,7 @@ class Reconciler:
         except Exception as error:  # noqa: BLE001 - of Prefect's client: the next round tries again
             return ActionResult(action, False, f"{type(error).__name__}: {error}")
 
-    def _carry_out(self, action: Action) -> ActionResult:
+    def _carry_out(self, action: ReconcileAction) -> ActionResult:
         match action.kind:
             case ActionKind.INGEST:
                 behind = record(self._run_dir(action), self._store)
@@ -300,7 +302,7 @@ class Reconciler:
                 self._note_once(action.run_id, action.flow_run_id, action.reason)
                 return ActionResult(action, True, "left alone")
 
-    def _run_dir(self, action: Action) -> RunDir:
+    def _run_dir(self, action: ReconcileAction) -> RunDir:
         """The directory of the run that an action is about; not every action is about one."""
         return RunDir.of(self._site.runs_dir, action.run_id)
 
@@ -310,7 +312,7 @@ class Reconciler:
         assert self._flow_runs is not None
         return self._flow_runs
 
-    def _adopt(self, action: Action) -> ActionResult:
+    def _adopt(self, action: ReconcileAction) -> ActionResult:
         run_id = action.run_id
         if self._seen is not None:
             standing = self._standings.get(run_id)
@@ -327,7 +329,7 @@ class Reconciler:
         self._adopters[run_id] = adopt.start(run_id, self._site)
         return ActionResult(action, True, f"process {self._adopters[run_id].pid}, without Prefect")
 
-    def _end_flow_run(self, action: Action) -> ActionResult:
+    def _end_flow_run(self, action: ReconcileAction) -> ActionResult:
         assert self._seen is not None
         assert action.flow_state is not None
         (seen,) = (one for one in self._seen.flow_runs if one.flow_run_id == action.flow_run_id)
@@ -335,7 +337,7 @@ class Reconciler:
             return ActionResult(action, True, f"it is {action.flow_state.value.capitalize()} now")
         return ActionResult(action, True, "its state has changed meanwhile; left alone")
 
-    def _publish(self, action: Action, run_dir: RunDir) -> ActionResult:
+    def _publish(self, action: ReconcileAction, run_dir: RunDir) -> ActionResult:
         end = _end_of(run_dir, read_record(run_dir))
         published = self._prefect.publish(run_dir, self._store, self._known_flow_runs())
         # Not asked again: the server shows them some seconds later, and an automation acts on each that it is sent.
@@ -382,7 +384,7 @@ def _end_of(run_dir: RunDir, written: RunRecord) -> tuple[str, str, str]:
     return run_dir.run_id, written.state.value, promotion
 
 
-def _about(action: Action) -> str:
+def _about(action: ReconcileAction) -> str:
     parts = [action.run_id, action.job_id and f"job {action.job_id}", action.flow_run_id]
     parts.append(f"task run {action.task_run_id}" if action.task_run_id else "")
     parts.append(f"checkpoint {action.step}" if action.step else "")

@@ -11,7 +11,7 @@ from rlhf_core.config import Site
 from rlhf_core.control import snapshots
 from rlhf_core.control.promotion import is_due
 from rlhf_core.control.reconcile.flow_runs import FlowRuns
-from rlhf_core.diagnosis.reconcile import Action, ActionKind, World
+from rlhf_core.diagnosis.reconcile import ActionKind, ReconcileAction, World
 from rlhf_core.diagnosis.retention import Scored, removable
 from rlhf_core.errors import RlhfError, RunDirError
 from rlhf_core.history import active
@@ -29,7 +29,7 @@ log = logging.getLogger("rlhf.daemon")
 # Checkpoints
 
 
-def old_checkpoints(site: Site, store: HistoryStore, world: World, now: datetime) -> Iterator[Action]:
+def old_checkpoints(site: Site, store: HistoryStore, world: World, now: datetime) -> Iterator[ReconcileAction]:
     """Removals of checkpoints that are older than the site keeps them, and neither the newest, the best, promoted nor
     in use.
 
@@ -49,10 +49,10 @@ def old_checkpoints(site: Site, store: HistoryStore, world: World, now: datetime
         with suppress(RlhfError, OSError):
             for step in _old_steps(run_dir, standing, ended_at, begun_from, days, now):
                 reason = f"older than {days} days, and neither the newest, the best, promoted nor in use"
-                yield Action(ActionKind.REMOVE_CHECKPOINT, run_id, reason, step=step)
+                yield ReconcileAction(ActionKind.REMOVE_CHECKPOINT, run_id, reason, step=step)
             for name in _old_put_aside(run_dir, ended_at, now - timedelta(days=days)):
                 reason = f"put aside, damaged or given up, and older than {days} days"
-                yield Action(ActionKind.REMOVE_PUT_ASIDE, run_id, reason, folder=name)
+                yield ReconcileAction(ActionKind.REMOVE_PUT_ASIDE, run_id, reason, folder=name)
 
 
 def _old_put_aside(run_dir: RunDir, ended_at: datetime, latest: datetime) -> list[str]:

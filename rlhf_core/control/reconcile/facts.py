@@ -3,7 +3,7 @@
 from datetime import datetime, timedelta
 
 from rlhf_core.control.promotion import is_due
-from rlhf_core.diagnosis.reconcile import Holder, RunFacts
+from rlhf_core.diagnosis.reconcile import LeaseState, RunFacts
 from rlhf_core.history.active import Standing
 from rlhf_core.launch.journal import RunRecord
 from rlhf_core.launch.lease import TTL_S, Owner
@@ -45,18 +45,18 @@ def run_facts(
     )
 
 
-def lease_holder(standing: Standing | None, now: datetime) -> tuple[Holder, float]:
+def lease_holder(standing: Standing | None, now: datetime) -> tuple[LeaseState, float]:
     """The state of the lease on a run, and the time without a controller at work on it (seconds)."""
     if standing is None:
-        return Holder.FREE, 0.0
+        return LeaseState.FREE, 0.0
     if standing.expired_s is None:
-        return Holder.FREE, (now - standing.created_at).total_seconds()
+        return LeaseState.FREE, (now - standing.created_at).total_seconds()
     if not standing.owner:
-        return Holder.FREE, standing.expired_s
+        return LeaseState.FREE, standing.expired_s
     owner = Owner.parse(standing.owner)
     if owner is not None and owner.is_here():
         # One that lives and cannot reach the database keeps its run, also when its lease has run out.
         if not owner.is_known_dead():
-            return Holder.LIVING, 0.0
-        return Holder.DEAD, max(standing.expired_s + TTL_S, 0.0)
-    return (Holder.LIVING, 0.0) if standing.expired_s < 0 else (Holder.SILENT, standing.expired_s)
+            return LeaseState.LIVING, 0.0
+        return LeaseState.DEAD, max(standing.expired_s + TTL_S, 0.0)
+    return (LeaseState.LIVING, 0.0) if standing.expired_s < 0 else (LeaseState.SILENT, standing.expired_s)

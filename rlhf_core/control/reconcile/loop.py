@@ -18,7 +18,7 @@ from rlhf_core.control.reconcile.cleanup import SnapshotCleanup
 from rlhf_core.control.reconcile.flow_runs import FlowRuns
 from rlhf_core.errors import HistoryError, LeaseLost, RlhfError
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.launch.lease import Lease, Owner, known_dead
+from rlhf_core.launch.lease import HeldLease, Owner, known_dead
 
 log = logging.getLogger("rlhf.daemon")
 
@@ -110,7 +110,7 @@ def _history(site: Site, stop: threading.Event) -> Iterator[HistoryStore | None]
         yield store
 
 
-def _lease(site: Site, store: HistoryStore, stop: threading.Event) -> Lease | None:
+def _lease(site: Site, store: HistoryStore, stop: threading.Event) -> HeldLease | None:
     """The daemon's lease, as soon as it can be had; None when the daemon is stopped before."""
     name, owner = lease_name(site), str(Owner.this_process())
     said = ""
@@ -118,7 +118,7 @@ def _lease(site: Site, store: HistoryStore, stop: threading.Event) -> Lease | No
         try:
             token = store.acquire_lease(name, owner, TTL_S, takeover=known_dead)
             log.info("this process looks after %s", site.runs_dir)
-            lease = Lease(store, name, owner, token)
+            lease = HeldLease(store, name, owner, token)
             lease.start()
             return lease
         except LeaseLost:
@@ -132,7 +132,7 @@ def _lease(site: Site, store: HistoryStore, stop: threading.Event) -> Lease | No
     return None
 
 
-def _act(site: Site, store: HistoryStore, lease: Lease, stop: threading.Event, rounds: "_Rounds") -> None:
+def _act(site: Site, store: HistoryStore, lease: HeldLease, stop: threading.Event, rounds: "_Rounds") -> None:
     """Read and reconcile until the keeper is stopped or has lost its lease."""
     over = threading.Event()
     reconciling = threading.Thread(target=rounds.run, args=(store, lease, stop, over), name="reconciler", daemon=True)
@@ -152,7 +152,7 @@ def _act(site: Site, store: HistoryStore, lease: Lease, stop: threading.Event, r
         lease.release()
 
 
-def _wait_for(thread: threading.Thread, lease: Lease) -> None:
+def _wait_for(thread: threading.Thread, lease: HeldLease) -> None:
     """Let the action in hand come to its end, with the lease kept: no other daemon is to begin meanwhile."""
     while thread.is_alive():
         thread.join(timeout=1.0)
@@ -169,7 +169,7 @@ class _Rounds:
     carry_out: Round
     chores: Sequence[Chore]
 
-    def run(self, store: HistoryStore, lease: Lease, stop: threading.Event, over: threading.Event) -> None:
+    def run(self, store: HistoryStore, lease: HeldLease, stop: threading.Event, over: threading.Event) -> None:
         """One round after the other, until either event is set."""
         reconciler = Reconciler(self.site, store, flow_runs=self.flow_runs)
         cleanup = SnapshotCleanup(self.site, store, self.flow_runs)
@@ -196,7 +196,7 @@ class _Rounds:
             over.wait(self.site.prefect.reconcile_s)
 
 
-def is_held(lease: Lease) -> bool:
+def is_held(lease: HeldLease) -> bool:
     """True if the daemon's lease is known to be held, asked of the database: before each action, since this process may
     have been suspended for longer than the lease lasts."""
     try:

@@ -6,13 +6,13 @@ from rlhf_core.config import Site
 from rlhf_core.control.reconcile.actions import ActionResult, Reconciler
 from rlhf_core.control.reconcile.flow_runs import FlowRuns
 from rlhf_core.control.reconcile.loop import TTL_S, lease_name
-from rlhf_core.diagnosis.reconcile import Action
+from rlhf_core.diagnosis.reconcile import ReconcileAction
 from rlhf_core.errors import LeaseLost
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.launch.lease import Lease, Owner, known_dead
+from rlhf_core.launch.lease import HeldLease, Owner, known_dead
 
 
-def poll_once(site: Site, store: HistoryStore, flow_runs: FlowRuns | None) -> Sequence[Action]:
+def poll_once(site: Site, store: HistoryStore, flow_runs: FlowRuns | None) -> Sequence[ReconcileAction]:
     """The actions that a round would carry out.
 
     Raises:
@@ -36,7 +36,7 @@ def reconcile_once(site: Site, store: HistoryStore, flow_runs: FlowRuns | None) 
             f"the daemon of this site is at work and reconciles every {site.prefect.reconcile_s:g} s by itself; "
             f"--dry-run shows what it finds ({error})"
         ) from None
-    lease = Lease(store, name, owner, token)
+    lease = HeldLease(store, name, owner, token)
     lease.start()
 
     def may() -> bool:

@@ -1,12 +1,13 @@
-"""The static checks, by what they look at. Importing this package registers them all, in this order."""
+"""The static checks, grouped by subject. Importing this package registers them all, in this order."""
 
 from rlhf_core.preflight.checks import batch, data, content, model, memory, environment, job_environment, resources  # isort: skip
-from rlhf_core.preflight.checks import promote, resume, trial, turned_off  # isort: skip
+from rlhf_core.preflight.checks import promote, resume, trial, disabled_checks  # isort: skip
 
 __all__ = [
     "batch",
     "content",
     "data",
+    "disabled_checks",
     "environment",
     "job_environment",
     "memory",
@@ -15,5 +16,4 @@ __all__ = [
     "resources",
     "resume",
     "trial",
-    "turned_off",
 ]

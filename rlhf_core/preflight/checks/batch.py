@@ -8,14 +8,14 @@ from rlhf_core.preflight.registry import Finding, blocked, check, passed, warnin
 
 @check("batch.prompts_divide_ranks")
 def prompts_divide_ranks(facts: Facts) -> Iterator[Finding]:
-    """Ranks with different numbers of prompts would wait for each other for ever in the first collective."""
+    """Ranks with different numbers of prompts would wait for each other forever in the first collective."""
     if facts.spec.train.algorithm == "grpo":
         yield _divides("grpo.prompts_per_step", facts.spec.grpo.prompts_per_step, facts.spec.num_ranks)
 
 
 @check("batch.rows_divide_ranks")
 def rows_divide_ranks(facts: Facts) -> Iterator[Finding]:
-    """Ranks with different numbers of rows wait for each other for ever in supervised training, too."""
+    """Ranks with different numbers of rows wait for each other forever in supervised training, too."""
     if facts.spec.sft.num_steps or facts.spec.train.algorithm == "sft":
         yield _divides("sft.batch_size", facts.spec.sft.batch_size, facts.spec.num_ranks)
 

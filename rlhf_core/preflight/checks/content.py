@@ -1,4 +1,4 @@
-"""The data itself: made of one look at it in the compute interpreter (``rlhf_core/training/content.py``)."""
+"""Checks of the data itself, judged from one reading in the compute interpreter (``rlhf_core/training/content.py``)."""
 
 from collections.abc import Iterator
 
@@ -7,9 +7,9 @@ from rlhf_core.preflight.registry import Finding, blocked, check, passed, skippe
 from rlhf_core.schemas.content import RewardTrial, SplitLook, TrialProblem
 
 MANY_OVERLONG = 0.1
-"""Share of prompts left out from which on it is said aloud."""
+"""Share of omitted prompts above which a finding is reported."""
 MANY_UNKNOWN = 0.001
-"""Share of unknown tokens from which on it is said aloud."""
+"""Share of unknown tokens above which a finding is reported."""
 
 
 @check("content.columns")
@@ -18,7 +18,7 @@ def columns(facts: Facts) -> Iterator[Finding]:
     report = facts.content
     if report is None:
         if facts.content_problem:
-            yield skipped(f"the data was not looked at: {facts.content_problem}")
+            yield skipped(f"the data was not read: {facts.content_problem}")
         return
     for look in report.splits:
         if look.problem:
@@ -59,7 +59,7 @@ def tokenizer(facts: Facts) -> Iterator[Finding]:
             "where exact answers are rewarded, clean the data of these characters or take another model.tokenizer",
         )
     else:
-        yield passed(f"{look.num_texts} texts come back as they went in")
+        yield passed(f"{look.num_texts} texts survive encoding and decoding unchanged")
     if look.chat_problem:
         yield warning(
             f"the chat template of the tokenizer {look.chat_problem}",
@@ -118,13 +118,13 @@ def rewards(facts: Facts) -> Iterator[Finding]:
             yield warning(
                 f"{shown}, all rewarded with {trial.right:g}: reference answers, those of other rows, and nonsense",
                 "different rewards for right and wrong answers",
-                f"look at {trial.function} and data.answer_column; with the same reward for all nothing is learned",
+                f"check {trial.function} and data.answer_column; nothing is learned from equal rewards",
             )
         elif trial.right <= trial.wrong:
             yield warning(
                 f"{shown}, reference answers {trial.right:g} on the mean, wrong ones {trial.wrong:g}",
                 "more for the reference answer than for wrong ones",
-                f"look at {trial.function} and data.answer_column, unless this reward is about something else",
+                f"check {trial.function} and data.answer_column, unless this reward measures something else",
             )
         else:
             yield passed(f"{shown}, reference answers {trial.right:g} on the mean, wrong ones {trial.wrong:g}")
@@ -174,12 +174,12 @@ def _unsuitable_functions(trials: tuple[RewardTrial, ...]) -> Iterator[Finding]:
 
 
 def _repeated_rows(facts: Facts) -> Iterator[Finding]:
-    """What the static checks say of files that they can read themselves."""
+    """Findings that the static checks make for files that they can read themselves."""
     assert facts.content is not None
     for look in facts.content.splits:
         if look.num_duplicates and not _is_scanned(facts, look):
             yield warning(
-                f"{look.num_duplicates} of {look.num_rows} rows of {_source(facts, look)} hold an earlier row again",
+                f"{look.num_duplicates} of {look.num_rows} rows of {_source(facts, look)} repeat an earlier row",
                 "every row once",
                 "remove them, unless they are meant to weigh more",
             )
@@ -200,13 +200,13 @@ def _failed(trial: RewardTrial) -> Finding:
         return warning(
             f"{trial.function} took more memory than a trial may have: {trial.message}",
             "a reward function that leaves the memory to the model",
-            f"look for what it keeps; if it loads a model of its own, say {off}",
+            f"check which objects it keeps; if it loads a model of its own, set {off}",
         )
     said = trial.message if trial.function in trial.message else f"{trial.function}: {trial.message}"
     return blocked(
         f"tried on real rows, {said}",
         "one finite number for each completion, also for empty and odd ones",
-        f"correct {trial.function}; if it needs something that only the nodes have, say {off}",
+        f"correct {trial.function}; if it needs something that only the nodes have, set {off}",
     )
 
 
@@ -234,7 +234,7 @@ def _is_scanned(facts: Facts, look: SplitLook) -> bool:
 
 
 def _is_judged_already(facts: Facts, look: SplitLook) -> bool:
-    """Whether the control plane has read the file itself and says what is wrong with it."""
+    """True if the control plane has read the file itself and reports its problems."""
     file = _file(facts, look)
     return file is not None and (file.scanned or bool(file.problem))
 

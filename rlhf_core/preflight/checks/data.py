@@ -9,7 +9,7 @@ from rlhf_core.preflight.templates import named_columns, template_columns
 
 @check("data.readable")
 def readable(facts: Facts) -> Iterator[Finding]:
-    """A path that is wrong is found out after minutes in the queue and on the nodes otherwise."""
+    """A wrong path would otherwise be found only on the nodes, after minutes in the queue."""
     for name, file in _files(facts):
         if file.problem:
             yield blocked(f"{name} = {file.path}: {file.problem}", "a readable file", f"correct {name}")
@@ -30,7 +30,7 @@ def held_out(facts: Facts) -> Iterator[Finding]:
 
 @check("data.lines")
 def lines(facts: Facts) -> Iterator[Finding]:
-    """One malformed line in a million stops a run when its turn comes, hours later."""
+    """One malformed line in a million stops a run hours later, when it is read."""
     for name, file in _read(facts):
         if not file.num_malformed:
             yield passed(f"{name}: every row is whole")
@@ -133,7 +133,7 @@ def blank_prompts(facts: Facts) -> Iterator[Finding]:
 
 @check("data.duplicates")
 def duplicates(facts: Facts) -> Iterator[Finding]:
-    """Rows that come twice are trained on twice as often; the same prompt with two answers cannot be learned at all."""
+    """Repeated rows are trained on twice as often; the same prompt with two answers cannot be learned at all."""
     for name, file in _read(facts):
         if file.num_duplicates:
             yield warning(

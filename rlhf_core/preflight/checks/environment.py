@@ -6,7 +6,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from rlhf_core.preflight.facts import Facts
-from rlhf_core.preflight.known_bad import IN_FORCE
+from rlhf_core.preflight.known_bad_versions import IN_FORCE
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
 
 OLDEST_PYTHON = (3, 11)

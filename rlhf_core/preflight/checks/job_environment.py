@@ -18,10 +18,10 @@ def secrets(facts: Facts) -> Iterator[Finding]:
         read = "" if variable != "NAME" else f", and read it there instead of from {place}"
         file = f" or, as {variable}=..., in {facts.job_secrets} (mode 600)" if facts.job_secrets is not None else ""
         yield warning(
-            f"{place} looks like a secret: it is stored with the run and shown to whoever reads it",
+            f"{place} looks like a secret: it is stored with the run and visible to everyone who can read the run",
             "no secret in a setting",
             f'take it out, set slurm.pass_environment = ["{variable}"] and give the value in the environment of '
-            f"whoever submits the run{file}{read}. What was stored before stays where it is: replace the secret",
+            f"the user who submits the run{file}{read}. Stored copies remain: replace the secret",
         )
     if not found:
         yield passed("no setting looks like one")

@@ -1,11 +1,10 @@
-"""Whether model, optimizer, activations and cache fit, before a node finds out."""
+"""Memory of model, optimizer, activations and cache against the memory of a node."""
 
 import json
 from collections.abc import Iterator, Mapping
 
 from pydantic import JsonValue
 
-from rlhf_core.preflight.estimate import num_parameters, vocabulary_size
 from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.memory import (
     GIB,
@@ -18,6 +17,7 @@ from rlhf_core.preflight.memory import (
     trainer_estimate,
 )
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
+from rlhf_core.preflight.size_estimates import num_parameters, vocabulary_size
 
 SURELY_TOO_MUCH = 1.15
 """An estimate beyond this share of the memory stops the run; up to it, it may be the estimate that is wrong."""
@@ -30,7 +30,7 @@ def trainer(facts: Facts) -> Iterator[Finding]:
     """CUDA out of memory, or the kernel's killer on CPU, after minutes of loading, or at the first long batch."""
     shape, room = _shape(facts), _room(facts)
     if isinstance(room, str) or shape is None:
-        yield skipped(room if isinstance(room, str) else "the model's config does not tell its sizes")
+        yield skipped(room if isinstance(room, str) else "the model's config does not give its dimensions")
         return
     estimate = trainer_estimate(facts.spec, shape)
     yield _finding(facts, "a trainer", estimate, room, _advice(facts, shape, estimate, room))

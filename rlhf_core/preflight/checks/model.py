@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from rlhf_core.preflight.estimate import checkpoint_bytes, checkpoint_files, checkpoints_kept, run_files
 from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
+from rlhf_core.preflight.size_estimates import checkpoint_bytes, checkpoint_files, checkpoints_kept, run_files
 
 
 @check("model.folder")

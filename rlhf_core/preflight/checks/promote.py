@@ -1,4 +1,4 @@
-"""Whether what comes after the evaluation can work."""
+"""Checks of the promotion that follows the evaluation."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""What is asked of the machines, against what there is."""
+"""Requested resources against the machines of the site."""
 
 import math
 from collections import Counter
@@ -13,7 +13,7 @@ SHORT_ATTEMPT_S = 300
 
 @check("resources.nodes")
 def nodes(facts: Facts) -> Iterator[Finding]:
-    """A job that asks for more nodes than there are waits for ever."""
+    """A job that requests more nodes than the cluster has waits forever."""
     asked, there = facts.spec.resources.num_nodes, len(facts.inventory.node_names)
     if facts.scheduler == "local" and asked > 1:
         yield blocked(
@@ -33,7 +33,7 @@ def nodes(facts: Facts) -> Iterator[Finding]:
 
 @check("resources.gpus")
 def gpus(facts: Facts) -> Iterator[Finding]:
-    """A job for GPUs that no node has waits for ever; unused ones are paid for; two ranks on one run out of memory."""
+    """A job for GPUs that no node has waits forever; unused GPUs cost money; two ranks on one GPU run out of memory."""
     resources, there = facts.spec.resources, facts.inventory.gpus_per_node
     asked, ranks = resources.gpus_per_node, resources.ranks_per_node
     if asked > there:
@@ -66,7 +66,7 @@ def gpus(facts: Facts) -> Iterator[Finding]:
 
 @check("resources.uneven_gpus")
 def uneven_gpus(facts: Facts) -> Iterator[Finding]:
-    """One node with a GPU less than the others makes the job wait for ever, or every rank wait for that node."""
+    """One node with a missing GPU makes the job wait forever, or every rank wait for that node."""
     resources, exclude = facts.spec.resources, facts.spec.slurm.exclude
     asked = resources.gpus_per_node
     there = {node: count for node, count in facts.inventory.node_gpus.items() if node not in exclude}
@@ -81,7 +81,7 @@ def uneven_gpus(facts: Facts) -> Iterator[Finding]:
             f"{resources.num_nodes} nodes with {asked} GPUs are asked for, {_count(len(enough))} so many"
             + (f"; fewer have {_shown(lacking)}" if lacking else ""),
             f"{resources.num_nodes} nodes with at least {asked} GPUs",
-            f"lower resources.num_nodes to {len(enough)}{fewer}, or have the GPUs of these nodes looked at",
+            f"lower resources.num_nodes to {len(enough)}{fewer}, or have the GPUs of these nodes checked",
         )
         return
     odd = _odd_ones(there, facts.inventory.node_gpu_types)
@@ -89,7 +89,7 @@ def uneven_gpus(facts: Facts) -> Iterator[Finding]:
         yield warning(
             f"{_shown(odd)}; the other nodes of the kind have more, and {asked} are asked for",
             "the same number of GPUs on every node of a kind",
-            "the job will not run there; if a GPU dropped off its bus, have these nodes looked at",
+            "the job will not run there; if a GPU dropped off its bus, have these nodes checked",
         )
     elif odd:
         usual = max(there.values())
@@ -121,7 +121,7 @@ def cores(facts: Facts) -> Iterator[Finding]:
 
 @check("resources.memory")
 def memory(facts: Facts) -> Iterator[Finding]:
-    """A job that asks for more memory than any node has waits for ever."""
+    """A job that requests more memory than any node has waits forever."""
     asked, there = facts.spec.resources.memory_gb, facts.inventory.memory_gb
     if there and asked > there:
         yield blocked(
@@ -153,8 +153,8 @@ def time_limit(facts: Facts) -> Iterator[Finding]:
 
 @check("resources.duration")
 def duration(facts: Facts) -> Iterator[Finding]:
-    """A run that needs several attempts spends the night in queues that nobody reckoned with."""
-    seconds, limit = facts.past.seconds_per_step, facts.spec.resources.time_limit_s
+    """A run that needs several attempts spends unplanned hours in queues."""
+    seconds, limit = facts.baseline.seconds_per_step, facts.spec.resources.time_limit_s
     if seconds is None:
         return
     steps = facts.spec.total_steps - (facts.resume.step if facts.resume is not None else 0)
@@ -172,7 +172,7 @@ def duration(facts: Facts) -> Iterator[Finding]:
 
 
 def _time(seconds: float) -> str:
-    """A duration as people say it, in at most two units."""
+    """Format a duration in at most two units."""
     minutes = round(seconds / 60)
     if seconds < 120:
         return f"{seconds:.0f} s"

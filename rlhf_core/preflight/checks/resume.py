@@ -1,4 +1,4 @@
-"""Whether a run can be gone on with from its checkpoint."""
+"""Checks of the checkpoint that a run resumes from."""
 
 import json
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Whether a run should be tried out in small before it takes what it asks for."""
+"""Decision to run a small trial before the run takes all it asks for."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from rlhf_core.schemas.run import RunSpec
 
 @check("trial.basis")
 def basis(facts: Facts) -> Iterator[Finding]:
-    """A run of which nobody knows what it stood on cannot be compared with the next one."""
+    """A run without a record of its versions, data and code cannot be compared with the next one."""
     if facts.compute.problem:
         yield skipped(f"the versions are not known: {facts.compute.python} {facts.compute.problem}")
     else:
@@ -20,7 +20,7 @@ def basis(facts: Facts) -> Iterator[Finding]:
 @check("trial.needed")
 def needed(facts: Facts) -> Iterator[Finding]:
     """Many nodes wait for hours, to find out in the first minute that something which was changed does not work."""
-    spec, past = facts.spec, facts.past
+    spec, past = facts.spec, facts.baseline
     # A run with a checkpoint has shown that it works.
     if spec.preflight.trial == "off" or facts.resume is not None:
         return

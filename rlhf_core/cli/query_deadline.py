@@ -17,7 +17,7 @@ _PULSE_S = 0.25
 
 
 @contextmanager
-def hard_stop(clock: WorkClock, grace_s: float = GRACE_S) -> Iterator[None]:
+def enforce_deadline(clock: WorkClock, grace_s: float = GRACE_S) -> Iterator[None]:
     """End this process where the database does not stop, after its time or after a Ctrl-C. Main thread only.
 
     Args:
@@ -28,7 +28,7 @@ def hard_stop(clock: WorkClock, grace_s: float = GRACE_S) -> Iterator[None]:
     os.set_blocking(wakes, False)
     before = signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
     over = threading.Event()
-    watcher = threading.Thread(target=_watch, args=(clock, signals, over, grace_s), name="hard-stop", daemon=True)
+    watcher = threading.Thread(target=_watch, args=(clock, signals, over, grace_s), name="query-deadline", daemon=True)
     watcher.start()
     try:
         yield

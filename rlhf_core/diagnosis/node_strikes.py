@@ -1,7 +1,7 @@
-"""What the history of all runs says about nodes: strikes that fade, and nodes that are left alone for a while. Pure.
+"""Strikes against nodes over all runs: they fade, and a node with too many is excluded for a while. Pure.
 
 A strike is one incident that suspects a node. It weighs 1 when it is new and half of that three days later, so a node
-that was mended, or was unlucky once, is forgiven by itself.
+that was repaired, or failed once by chance, recovers its standing by itself.
 """
 
 from collections.abc import Iterable
@@ -13,14 +13,14 @@ from rlhf_core.schemas.failures import FailureKind
 
 HALF_LIFE = timedelta(days=3)
 REMEMBERED = timedelta(days=30)
-"""A strike older than this weighs a thousandth: it need not be asked for."""
+"""Age after which a strike weighs a thousandth and need not be queried."""
 BROKEN_FOR = timedelta(hours=24)
-"""How long a node is left alone after a failure of its hardware, or after it was lost."""
+"""Time for which a node is excluded after a hardware failure or after it was lost."""
 SUSPECT_FOR = timedelta(hours=6)
-"""How long a node is left alone that has come up again and again."""
+"""Time for which a node is excluded after repeated strikes."""
 SUSPECT_SCORE = 1.75
-"""Weight of strikes from which on that holds: two, if the first is not older than about 30 hours. Not 2, which two
-strikes never reach: the older one has always faded a little."""
+"""Weight of strikes above which a node is excluded: two, if the first is not older than about 30 hours. Not 2, which
+two strikes never reach: the older one has always faded a little."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Strike:
 
 
 @dataclass(frozen=True)
-class Standing:
-    """What is known against a node."""
+class NodeStanding:
+    """Strikes and score of a node."""
 
     node: str
     score: float
@@ -46,8 +46,8 @@ class Standing:
     """No new attempt goes there before; None where it may be used."""
 
 
-def standings(strikes: Iterable[Strike], now: datetime) -> list[Standing]:
-    """What is known against each node, the worst first."""
+def standings(strikes: Iterable[Strike], now: datetime) -> list[NodeStanding]:
+    """Score every node, worst first."""
     by_node: dict[str, list[Strike]] = {}
     for strike in strikes:
         if now - strike.time < REMEMBERED:
@@ -56,10 +56,10 @@ def standings(strikes: Iterable[Strike], now: datetime) -> list[Standing]:
     return sorted(found, key=lambda one: (-one.score, one.node))
 
 
-def _standing(node: str, strikes: list[Strike], now: datetime) -> Standing:
+def _standing(node: str, strikes: list[Strike], now: datetime) -> NodeStanding:
     score = sum(0.5 ** (max(now - strike.time, timedelta(0)) / HALF_LIFE) for strike in strikes)
     until = [strike.time + BROKEN_FOR for strike in strikes if strike.kind in EXCLUDED_AT_ONCE]
     if score >= SUSPECT_SCORE:
         until.append(strikes[-1].time + SUSPECT_FOR)
     later = [time for time in until if time > now]
-    return Standing(node, score, len(strikes), strikes[-1].kind, strikes[-1].time, max(later, default=None))
+    return NodeStanding(node, score, len(strikes), strikes[-1].kind, strikes[-1].time, max(later, default=None))

@@ -1,4 +1,4 @@
-"""How figures are said to people: the same in the terminal, in reports and in Prefect."""
+"""Formatting of figures for users: the same in the terminal, in reports and in Prefect."""
 
 from collections.abc import Collection
 from itertools import groupby

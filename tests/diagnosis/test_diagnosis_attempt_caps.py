@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from rlhf_core.diagnosis.caps import Used, refusal, time_limit_s
+from rlhf_core.diagnosis.attempt_caps import Used, refusal, time_limit_s
 from rlhf_core.schemas.run import RunSpec
 
 

@@ -12,7 +12,7 @@ from test_scheduler_slurm_text import request as slurm_request
 from rlhf_core.errors import SubmissionFailed
 from rlhf_core.scheduler.base import JobRequest, JobState
 from rlhf_core.scheduler.local import LocalScheduler
-from rlhf_core.scheduler.passed import PassedEnvironment, read_private, without_private
+from rlhf_core.scheduler.passed_environment import PassedEnvironment, read_private, without_private
 from rlhf_core.scheduler.slurm import SlurmScheduler
 from rlhf_core.schemas.run import SlurmSpec
 

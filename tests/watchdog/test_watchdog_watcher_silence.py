@@ -18,7 +18,7 @@ from rlhf_core.schemas.reports import AgentEvent, AgentStatus, AttemptOutcome
 from rlhf_core.schemas.resources import Placement, Role, Submission
 from rlhf_core.watchdog import evidence
 from rlhf_core.watchdog.silence import BLIND_S, SILENT_S
-from rlhf_core.watchdog.watch import DESERTED_S, Look, Watcher, explain
+from rlhf_core.watchdog.watcher import LEADER_LOST_TIMEOUT_S, AttemptSnapshot, Watcher, explain
 
 RUNNING = JobStatus(JobState.RUNNING, scheduler_state="RUNNING")
 SUSPENDED = JobStatus(JobState.RUNNING, scheduler_state="SUSPENDED")
@@ -43,13 +43,13 @@ class World:
             raise self.answer
         return {"101": self.answer}
 
-    def pass_by(self, seconds: float, every_s: float = LOOK_EVERY_S) -> Look:
+    def pass_by(self, seconds: float, every_s: float = LOOK_EVERY_S) -> AttemptSnapshot:
         """Look again and again for so long; the last look."""
         until = self.now + seconds
-        look = self.watcher.look()
+        look = self.watcher.poll()
         while self.now < until:
             self.now += every_s
-            look = self.watcher.look()
+            look = self.watcher.poll()
         return look
 
 
@@ -154,13 +154,13 @@ class Pair:
         writer.write(AgentEvent.model_validate(event))
         writer.close()
 
-    def pass_by(self, seconds: float, *publishing: str) -> Look:
+    def pass_by(self, seconds: float, *publishing: str) -> AttemptSnapshot:
         until = self.now + seconds
-        look = self.watcher.look()
+        look = self.watcher.poll()
         while self.now < until:
             self.now += LOOK_EVERY_S
             self.publish(*publishing)
-            look = self.watcher.look()
+            look = self.watcher.poll()
         return look
 
 
@@ -194,9 +194,9 @@ def test_a_file_system_that_stalls_for_all_blames_no_node(pair: Pair) -> None:
 def test_what_an_agent_knows_from_the_network_needs_no_silence_of_files(pair: Pair) -> None:
     """Agent 0 is stopped: the other one says so within seconds."""
     pair.say("n2", leader_lost=True)
-    assert pair.watcher.look().verdict.state is AttemptState.RUNNING
-    pair.now += DESERTED_S + 1
-    look = pair.watcher.look()
+    assert pair.watcher.poll().verdict.state is AttemptState.RUNNING
+    pair.now += LEADER_LOST_TIMEOUT_S + 1
+    look = pair.watcher.poll()
     failure = explain(pair.run_dir, look, make_spec(), first_attempt=1)
     assert failure.incident is not None
     assert (failure.kind, failure.incident.suspect_nodes) == (FailureKind.NODE_LOST, ("n1",))
@@ -212,7 +212,7 @@ def test_an_agent_0_that_wakes_up_does_not_explain_how_it_was_lost(pair: Pair) -
     """Slurm wakes it to end the job, and it knows of nothing but that signal."""
     pair.say("n2", leader_lost=True)
     write_model(pair.run_dir.attempt(1).outcome, outcome(0.0))
-    look = pair.watcher.look()
+    look = pair.watcher.poll()
     assert (look.verdict.failure_kind, look.verdict.nodes) == (FailureKind.NODE_LOST, ("n1",))
 
 
@@ -220,7 +220,7 @@ def test_an_outcome_from_before_agent_0_was_lost_is_how_it_ended(pair: Pair) -> 
     """Control: it had ended, and the other one was late to hear of it."""
     pair.say("n2", leader_lost=True)
     write_model(pair.run_dir.attempt(1).outcome, outcome(15.0, FailureKind.SHAPE))
-    assert pair.watcher.look().verdict.failure_kind is FailureKind.SHAPE
+    assert pair.watcher.poll().verdict.failure_kind is FailureKind.SHAPE
 
 
 def test_two_nodes_that_have_lost_each_other_are_both_suspect(pair: Pair) -> None:
@@ -230,9 +230,9 @@ def test_two_nodes_that_have_lost_each_other_are_both_suspect(pair: Pair) -> Non
     accused = {"failure_kind": FailureKind.NODE_LOST, "message": "n2 is not heard", "suspect_nodes": ("n2",)}
     incident = Incident(attempt=1, restart=0, seen_at=utc_now(), **accused)
     write_model(pair.run_dir.attempt(1).restart(0).incident, incident)
-    pair.watcher.look()
-    pair.now += DESERTED_S + 1
-    failure = explain(pair.run_dir, pair.watcher.look(), make_spec(), first_attempt=1)
+    pair.watcher.poll()
+    pair.now += LEADER_LOST_TIMEOUT_S + 1
+    failure = explain(pair.run_dir, pair.watcher.poll(), make_spec(), first_attempt=1)
     assert failure.incident is not None
     assert (failure.kind, failure.incident.suspect_nodes) == (FailureKind.NETWORK, ("n1", "n2"))
     assert (failure.decision.action, failure.decision.excluded_nodes) == (Action.NEW_ATTEMPT, ())
@@ -276,9 +276,9 @@ def test_a_node_whose_agent_is_killed_twice_is_excluded(world: World) -> None:
         attempt.scheduler_dir.mkdir(parents=True)
         (attempt.scheduler_dir / "7_0_log.out").write_text(log)
         one = Watcher(world.run_dir, placement, None, world, None, lambda: world.now)  # type: ignore[arg-type]
-        one.look()
+        one.poll()
         world.now += 10
-        failure = explain(world.run_dir, one.look(), make_spec(), first_attempt=1)
+        failure = explain(world.run_dir, one.poll(), make_spec(), first_attempt=1)
         assert failure.kind is FailureKind.AGENT_KILLED
         assert failure.incident is not None
         journal.append(IncidentFound(incident=failure.incident))

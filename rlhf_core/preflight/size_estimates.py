@@ -1,4 +1,4 @@
-"""How large things will be, from the model's config alone. Estimates: good to some ten per cent, not to the byte."""
+"""Size estimates from the model's config alone, accurate to about ten per cent."""
 
 import math
 from collections.abc import Mapping
@@ -41,13 +41,14 @@ def checkpoints_kept(spec: RunSpec) -> int:
 
 
 def run_files(spec: RunSpec) -> int:
-    """Files of a run besides its checkpoints, if every attempt and restart is used: logs, states, evidence."""
+    """Number of files of a run without its checkpoints, if every attempt and restart is used: logs, states,
+    evidence."""
     starts = spec.supervise.max_attempts * (spec.supervise.max_restarts + 1)
     return starts * (_FILES_PER_RANK * spec.num_ranks + _FILES_PER_NODE * spec.resources.num_nodes)
 
 
 def num_parameters(facts: Facts) -> int | None:
-    """Parameters of the model; None when its config does not tell."""
+    """Number of parameters of the model; None if its config does not give the dimensions."""
     if facts.model_folder is not None:
         stored = str(facts.model_config.get("torch_dtype") or facts.model_config.get("dtype") or "float32")
         weight_bytes = facts.model_folder.weight_bytes
@@ -56,12 +57,12 @@ def num_parameters(facts: Facts) -> int | None:
 
 
 def vocabulary_size(spec: RunSpec) -> int:
-    """Tokens of a tokenizer that is built."""
+    """Vocabulary size of a tokenizer that is built."""
     return _SMALL_VOCABULARIES.get(spec.model.tokenizer, spec.model.tokenizer_vocab_size)
 
 
 def decoder_parameters(config: Mapping[str, Any]) -> int | None:
-    """Parameters of a decoder with gated feed-forward layers (Llama, Qwen and kin), from its config."""
+    """Parameters of a decoder with gated feed-forward layers (Llama, Qwen and similar), from its config."""
     try:
         hidden = int(config["hidden_size"])
         layers = int(config["num_hidden_layers"])

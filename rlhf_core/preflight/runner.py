@@ -1,26 +1,26 @@
-"""Preflight without an allocation: gather the facts, make every check, say what blocks."""
+"""Preflight without an allocation: gather the facts, run every check, report what blocks."""
 
 from collections.abc import Sequence
 
 import rlhf_core.preflight.checks  # noqa: F401 - importing it registers the checks
 from rlhf_core.errors import PreflightBlocked
-from rlhf_core.preflight.gather import Surroundings, Tick, gather
+from rlhf_core.preflight.gather_facts import Surroundings, Tick, gather
 from rlhf_core.preflight.registry import run_checks
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.run import RunSpec
 
 
 def make_checks(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> tuple[CheckResult, ...]:
-    """Every finding about a spec in its surroundings.
+    """Run every check on a spec in its surroundings.
 
     Args:
-        tick: called while something is waited for; may raise to stop.
+        tick: called while waiting; may raise to stop.
     """
     return run_checks(gather(spec, around, tick))
 
 
 def blocking(results: Sequence[CheckResult]) -> list[CheckResult]:
-    """The findings with which the run cannot work."""
+    """Select the findings with which the run cannot work."""
     return [result for result in results if result.status is CheckStatus.BLOCKED]
 
 

@@ -14,9 +14,18 @@ from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.reports import AgentEvent, AttemptOutcome
 from rlhf_core.schemas.resources import Placement, Role, Submission
-from rlhf_core.watchdog.evidence import look_back, scheduler_log
+from rlhf_core.watchdog.evidence import read_earlier_attempts, scheduler_log
 from rlhf_core.watchdog.silence import SILENT_S
-from rlhf_core.watchdog.watch import DESERTED_S, LOST_AFTER_S, WORD_S, Look, Verdict, Watcher, explain, judge
+from rlhf_core.watchdog.watcher import (
+    LEADER_LOST_TIMEOUT_S,
+    OUTCOME_TIMEOUT_S,
+    SCHEDULER_REASON_TIMEOUT_S,
+    AttemptSnapshot,
+    AttemptVerdict,
+    Watcher,
+    explain,
+    judge,
+)
 
 
 @pytest.fixture
@@ -65,8 +74,8 @@ def test_an_outcome_decides_whatever_the_scheduler_says() -> None:
 
 def test_a_job_that_ended_without_an_outcome_is_lost_after_a_grace() -> None:
     ended = JobStatus(JobState.ENDED)
-    assert judge(ended, None, LOST_AFTER_S - 0.1).state is AttemptState.RUNNING
-    lost = judge(ended, None, LOST_AFTER_S)
+    assert judge(ended, None, OUTCOME_TIMEOUT_S - 0.1).state is AttemptState.RUNNING
+    lost = judge(ended, None, OUTCOME_TIMEOUT_S)
     assert (lost.state, lost.failure_kind) == (AttemptState.LOST, FailureKind.AGENT_KILLED)
 
 
@@ -76,7 +85,7 @@ def test_silence_is_not_death(run_dir: RunDir) -> None:
     scheduler = Answers(JobState.RUNNING, JobState.UNKNOWN, SchedulerError("no answer"), JobState.UNKNOWN)
     one = watcher(run_dir, scheduler, clock)
     for _ in range(6):
-        look = one.look()
+        look = one.poll()
         assert look.verdict.state is AttemptState.RUNNING
         clock.now += 1000
     assert "state unknown" in look.job.reason
@@ -90,12 +99,12 @@ def test_silence_taken_for_death_would_lose_a_living_job() -> None:
 def test_the_grace_begins_again_when_the_job_turns_out_to_live(run_dir: RunDir) -> None:
     clock = Clock()
     one = watcher(run_dir, Answers(JobState.ENDED, JobState.RUNNING, JobState.ENDED), clock)
-    one.look()
-    clock.now = LOST_AFTER_S + 1
-    assert one.look().verdict.state is AttemptState.RUNNING
-    assert one.look().verdict.state is AttemptState.RUNNING, "it has only just been seen to have ended"
-    clock.now += LOST_AFTER_S + 1
-    assert one.look().verdict.state is AttemptState.LOST
+    one.poll()
+    clock.now = OUTCOME_TIMEOUT_S + 1
+    assert one.poll().verdict.state is AttemptState.RUNNING
+    assert one.poll().verdict.state is AttemptState.RUNNING, "it has only just been seen to have ended"
+    clock.now += OUTCOME_TIMEOUT_S + 1
+    assert one.poll().verdict.state is AttemptState.LOST
 
 
 def listen(run_dir: RunDir, state: str, speaks: bool) -> AttemptState:
@@ -112,7 +121,7 @@ def listen(run_dir: RunDir, state: str, speaks: bool) -> AttemptState:
         clock.now = float(second)
         if speaks and second % 20 == 0:
             agent.status(sequence=second + 2)
-        verdict = one.look().verdict
+        verdict = one.poll().verdict
     return verdict.state
 
 
@@ -149,9 +158,9 @@ def test_when_all_others_have_lost_agent_0_its_node_is_lost(
         lost = {"leader_lost": True}
         writer.write(AgentEvent(time=utc_now(), kind="agent_ended", node=node, message="ended", data=lost))
         writer.close()
-    one.look()
-    clock.now = DESERTED_S + 1
-    look = one.look()
+    one.poll()
+    clock.now = LEADER_LOST_TIMEOUT_S + 1
+    look = one.poll()
     assert look.verdict.state is expected
     if expected is AttemptState.LOST:
         failure = explain(run_dir, look, make_spec(), first_attempt=1)
@@ -164,17 +173,17 @@ def test_a_watchdog_that_was_not_looking_counts_anew(run_dir: RunDir) -> None:
     clock = Clock()
     one = watcher(run_dir, Answers(JobState.RUNNING), clock)
     FakeAgent(run_dir).role(Role.TRAINER)
-    one.look()
+    one.poll()
     clock.now = 10 * SILENT_S
-    assert one.look().verdict.state is AttemptState.RUNNING
+    assert one.poll().verdict.state is AttemptState.RUNNING
 
 
 def test_a_job_that_was_never_recorded_has_ended(run_dir: RunDir) -> None:
     clock = Clock()
     one = Watcher(run_dir, placed(run_dir), None, FakeScheduler(), None, clock)
-    one.look()
-    clock.now = LOST_AFTER_S + 1
-    assert one.look().verdict.state is AttemptState.LOST
+    one.poll()
+    clock.now = OUTCOME_TIMEOUT_S + 1
+    assert one.poll().verdict.state is AttemptState.LOST
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -183,11 +192,11 @@ def test_a_job_that_was_never_recorded_has_ended(run_dir: RunDir) -> None:
 
 def test_a_look_shows_role_step_phase_and_metrics(run_dir: RunDir) -> None:
     agent, one = FakeAgent(run_dir), watcher(run_dir, Answers(JobState.RUNNING))
-    assert one.look().role is None
+    assert one.poll().role is None
     agent.role(Role.TRAINER)
     agent.step(1, **{"reward/mean": 0.25})
     agent.step(2)
-    look = one.look()
+    look = one.poll()
     assert (look.role, look.step, look.phase, look.loop) == (Role.TRAINER, 2, "train", "sft")
     assert look.metrics == {"train/loss": 0.5, "reward/mean": 0.25}
     assert [event.kind for event in look.events] == ["role_started"]
@@ -202,15 +211,15 @@ def test_who_looks_for_the_first_time_sees_training_behind_later_restarts(run_di
         trainer.step(step)
     for restart in (1, 2):
         FakeAgent(run_dir, restart=restart).role(Role.EVALUATOR)
-    look = watcher(run_dir, Answers(JobState.RUNNING)).look()
+    look = watcher(run_dir, Answers(JobState.RUNNING)).poll()
     assert (look.step, look.metrics, look.restart) == (3, {"train/loss": 0.5}, 2)
 
 
 def test_events_are_told_once(run_dir: RunDir) -> None:
     agent, one = FakeAgent(run_dir), watcher(run_dir, Answers(JobState.RUNNING))
     agent.role(Role.TRAINER)
-    assert len(one.look().events) == 1
-    assert len(one.look().events) == 0
+    assert len(one.poll().events) == 1
+    assert len(one.poll().events) == 0
 
 
 def test_a_quick_evaluator_is_not_missed(run_dir: RunDir) -> None:
@@ -219,22 +228,22 @@ def test_a_quick_evaluator_is_not_missed(run_dir: RunDir) -> None:
     agent.role(Role.EVALUATOR)
     agent.restart = 1
     agent.role(Role.TRAINER)
-    assert one.look().evaluating
+    assert one.poll().evaluating
 
 
 def test_after_a_rewind_the_step_is_that_of_the_new_workers(run_dir: RunDir) -> None:
     agent, one = FakeAgent(run_dir), watcher(run_dir, Answers(JobState.RUNNING))
     for number in (1, 2, 3, 4, 5):
         agent.step(number)
-    assert one.look().step == 5
+    assert one.poll().step == 5
     agent.restart = 1
     agent.step(3)
-    assert one.look().step == 3
+    assert one.poll().step == 3
 
 
 def test_a_resumed_attempt_begins_at_its_checkpoint(run_dir: RunDir) -> None:
     one = Watcher(run_dir, placed(run_dir, 2, step=40), submission(2), Answers(JobState.RUNNING), None)
-    assert one.look().step == 40
+    assert one.poll().step == 40
 
 
 def test_a_torn_line_is_read_when_it_is_whole(run_dir: RunDir) -> None:
@@ -243,9 +252,9 @@ def test_a_torn_line_is_read_when_it_is_whole(run_dir: RunDir) -> None:
     path = run_dir.attempt(1).restart(0).metrics
     whole = path.read_bytes()
     path.write_bytes(whole + whole.replace(b'"step":1', b'"step":2')[:30])
-    assert one.look().step == 1
+    assert one.poll().step == 1
     path.write_bytes(whole + whole.replace(b'"step":1', b'"step":2'))
-    assert one.look().step == 2
+    assert one.poll().step == 2
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -260,9 +269,9 @@ def test_a_history_that_does_not_answer_is_only_behind(run_dir: RunDir, monkeypa
     def sync(directory: RunDir, store: object) -> None:
         raise DatabaseUnavailable("no answer from the database")
 
-    monkeypatch.setattr("rlhf_core.watchdog.watch.sync", sync)
+    monkeypatch.setattr("rlhf_core.watchdog.watcher.sync", sync)
     one = Watcher(run_dir, placed(run_dir), submission(), Answers(JobState.RUNNING), Away())  # type: ignore[arg-type]
-    look = one.look()
+    look = one.poll()
     assert look.history_behind == "no answer from the database"
     assert look.verdict.state is AttemptState.RUNNING
 
@@ -271,12 +280,12 @@ def test_a_history_that_does_not_answer_is_only_behind(run_dir: RunDir, monkeypa
 # What follows
 
 
-def ended(run_dir: RunDir, attempt: int = 1) -> Look:
+def ended(run_dir: RunDir, attempt: int = 1) -> AttemptSnapshot:
     clock = Clock()
     one = watcher(run_dir, Answers(JobState.ENDED), clock, attempt)
-    one.look()
-    clock.now = LOST_AFTER_S + 1
-    return one.look()
+    one.poll()
+    clock.now = OUTCOME_TIMEOUT_S + 1
+    return one.poll()
 
 
 def test_a_failure_is_explained_by_the_agents_incident(run_dir: RunDir) -> None:
@@ -416,7 +425,7 @@ def test_a_job_that_failed_was_not_preempted_and_srun_says_which_agent_it_was(ru
         job = JobStatus(JobState.ENDED, f"Slurm says {word}", ("n1", "n2", "n3"), scheduler_state=word)
         scheduler = FakeScheduler()
         scheduler.status = lambda submissions, job=job: {one.job_id: job for one in submissions}  # type: ignore[method-assign,misc]
-        look = Watcher(run_dir, placed(run_dir), submission(), scheduler, None, Clock()).look()
+        look = Watcher(run_dir, placed(run_dir), submission(), scheduler, None, Clock()).poll()
         failure = explain(run_dir, look, make_spec(), first_attempt=1)
         assert failure.kind == kind
         assert (failure.incident.suspect_nodes if failure.incident else None) == suspects
@@ -426,8 +435,8 @@ def test_a_job_that_failed_was_not_preempted_and_srun_says_which_agent_it_was(ru
 def test_the_schedulers_word_is_waited_for_but_not_for_ever() -> None:
     outcome = AttemptOutcome(attempt=1, state=AttemptState.PREEMPTED, message="saved", time=utc_now())
     running = JobStatus(JobState.RUNNING, scheduler_state="COMPLETING")
-    assert judge(running, outcome, 0.0, WORD_S - 0.1).state is AttemptState.RUNNING
-    assert judge(running, outcome, 0.0, WORD_S).state is AttemptState.PREEMPTED
+    assert judge(running, outcome, 0.0, SCHEDULER_REASON_TIMEOUT_S - 0.1).state is AttemptState.RUNNING
+    assert judge(running, outcome, 0.0, SCHEDULER_REASON_TIMEOUT_S).state is AttemptState.PREEMPTED
     # A scheduler that has no words for it (the local one) is not waited for.
     assert judge(JobStatus(JobState.RUNNING), outcome, 0.0, 0.0).state is AttemptState.PREEMPTED
 
@@ -450,7 +459,7 @@ def test_a_node_that_slurm_lost_is_blamed_although_it_is_back_already(run_dir: R
     told = replace(
         look,
         job=JobStatus(JobState.ENDED, SLURM, scheduler_state="NODE_FAIL"),
-        verdict=Verdict(AttemptState.FAILED, "saved", FailureKind.NODE_LOST),
+        verdict=AttemptVerdict(AttemptState.FAILED, "saved", FailureKind.NODE_LOST),
     )
     failure = explain(run_dir, told, make_spec(), first_attempt=1)
     assert failure.found_here
@@ -476,25 +485,25 @@ def test_attempts_without_a_new_checkpoint_are_counted(
         placed(run_dir, number, step)
     if checkpoint is not None:
         FakeAgent(run_dir).checkpoint(checkpoint)
-    assert look_back(run_dir, len(begins), 1, "").attempts_without_progress == fruitless
+    assert read_earlier_attempts(run_dir, len(begins), 1, "").attempts_without_progress == fruitless
 
 
 def test_only_attempts_of_this_life_of_the_run_count(run_dir: RunDir) -> None:
     for number in (1, 2, 3):
         placed(run_dir, number)
-    assert look_back(run_dir, 3, 1, "").attempts_without_progress == 3
-    assert look_back(run_dir, 3, 3, "").attempts_without_progress == 1
+    assert read_earlier_attempts(run_dir, 3, 1, "").attempts_without_progress == 3
+    assert read_earlier_attempts(run_dir, 3, 3, "").attempts_without_progress == 1
 
 
 def test_a_fingerprint_that_was_seen_before_is_recognised(run_dir: RunDir) -> None:
     for number in (1, 2):
         placed(run_dir, number)
         FakeAgent(run_dir, attempt=number).incident(FailureKind.UNKNOWN, fingerprint="abc")
-    assert look_back(run_dir, 2, 1, "abc").same_fingerprint_before
-    assert not look_back(run_dir, 2, 1, "other").same_fingerprint_before
-    assert not look_back(run_dir, 1, 1, "abc").same_fingerprint_before, "it must not recognise itself"
+    assert read_earlier_attempts(run_dir, 2, 1, "abc").same_fingerprint_before
+    assert not read_earlier_attempts(run_dir, 2, 1, "other").same_fingerprint_before
+    assert not read_earlier_attempts(run_dir, 1, 1, "abc").same_fingerprint_before, "it must not recognise itself"
     FakeAgent(run_dir).checkpoint(4)
-    assert not look_back(run_dir, 2, 1, "abc").same_fingerprint_before, "a checkpoint lies between them"
+    assert not read_earlier_attempts(run_dir, 2, 1, "abc").same_fingerprint_before, "a checkpoint lies between them"
 
 
 def test_the_newest_log_that_says_something_is_taken(run_dir: RunDir) -> None:

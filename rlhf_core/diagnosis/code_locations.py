@@ -87,7 +87,7 @@ def raised_in(raised: Raised) -> str:
 
 
 @dataclass(frozen=True)
-class Place:
+class CodeLocation:
     """One row of the table: a kind of code, and what failing there means."""
 
     kind: Kind
@@ -117,32 +117,32 @@ _SAMPLES = (
     r"messages?|msg|conv\w*"
 )
 
-PLACES: tuple[Place, ...] = (
-    Place(
+CODE_LOCATIONS: tuple[CodeLocation, ...] = (
+    CodeLocation(
         Kind.REWARD_FUNCTION,
         'File "rewards/maths.py", line 7, in score',
         path=r"(?:^|/)[^/]*reward(?!_?(?:trainer|model|modeling|manager))[^/]*(?:/[^/]*)?$|/(?:math_verify|graders?)[/.]",
         reach=12,
     ),
-    Place(
+    CodeLocation(
         Kind.REWARD_FUNCTION,
         'File "train.py", line 7, in compute_score',
         function=r"compute_score|reward_f|_rewards?$|^reward_\w+$|^_calculate_rewards$",
         reach=12,
     ),
-    Place(
+    CodeLocation(
         Kind.REWARD_FUNCTION,
         "scores = reward_fn(prompts, completions)",
         code=r"\b(?:reward_fn|reward_funcs?|reward_function|compute_score)\(",
         reach=12,
     ),
-    Place(
+    CodeLocation(
         Kind.CHECKPOINT_CORRUPT,
         'File "trainer.py", line 7, in load_checkpoint',
         function=r"^_?(?:load|restore|resume)_?(?:from_)?(?:\w{0,20}_)?(?:checkpoint|ckpt|state_dict|parameter_state|optimizer)\w*$|_load_plan$",
         errors="(?!FileNotFound|Permission|OSError|NotImplemented|Connection|Timeout).*",
     ),
-    Place(
+    CodeLocation(
         Kind.IMPORT_ERROR,
         'File "site-packages/vllm/_core_ext.py", line 182, in <module>',
         # Not a program: what it runs is no import.
@@ -150,21 +150,21 @@ PLACES: tuple[Place, ...] = (
         function=r"^<module>$",
         errors="(?!FileNotFound|Permission|OSError|KeyboardInterrupt|SystemExit).*",
     ),
-    Place(
+    CodeLocation(
         Kind.IMPORT_ERROR,
         'File "site-packages/triton/compiler/compiler.py", line 284, in compile',
         path=r"/triton/(?:compiler|backends|runtime/(?:build|driver))|torch/utils/cpp_extension|op_builder/"
         r"|jax/_src/compiler|tilelang/|flashinfer/jit|deep_gemm/jit",
         reach=4,
     ),
-    Place(
+    CodeLocation(
         Kind.DATA,
         'File "torch/utils/data/_utils/fetch.py", line 54, in fetch',
         path=r"utils/data/_utils/(?:fetch|collate)\.py|/datasets/(?:builder|arrow_dataset|iterable_dataset|load|table)\.py"
         r"|datasets/packaged_modules/|/sentencepiece/|/tokenizers/|/tiktoken/|/jinja2/|/pandas/io/|/pyarrow/",
         reach=12,
     ),
-    Place(
+    CodeLocation(
         Kind.DATA,
         'File "finetune/data_utils.py", line 7, in build',
         path=r"(?:tokenization_\w+|collator\w*|data_utils|\w*dataset\w*|preprocess\w*|template\w*|data_loader|dataloader)\.py$"
@@ -173,7 +173,7 @@ PLACES: tuple[Place, ...] = (
         errors=_LOOKUPS + "|AssertionError|RuntimeError",
         reach=4,
     ),
-    Place(
+    CodeLocation(
         Kind.DATA,
         'File "prepare.py", line 34, in tokenize_function',
         function=r"tokenize|preprocess|collate|encode_(?:example|row|sample)|format_(?:prompt|example|sample|row)|apply_chat_template"
@@ -181,14 +181,14 @@ PLACES: tuple[Place, ...] = (
         errors=_LOOKUPS + "|AssertionError",
         reach=4,
     ),
-    Place(
+    CodeLocation(
         Kind.DATA,
         'labels = inputs.pop("label").to(model.device)',
         code=rf"\b(?:{_SAMPLES})\b ?(?:\[|\.pop\(|\.get\()['\"]?\w",
         errors="KeyError|TypeError",
         reach=1,
     ),
-    Place(
+    CodeLocation(
         Kind.CONFIG,
         'File "hparams/data_args.py", line 86, in init_for_training',
         path=r"(?:hparams|arguments?|args|arg_utils|config\w*|\w+_config|\w+_args|hf_argparser|options|cli_args)(?:/\w+)?\.py$"
@@ -196,14 +196,14 @@ PLACES: tuple[Place, ...] = (
         errors="ValueError|AssertionError|TypeError|KeyError|AttributeError|NotImplementedError|RuntimeError|Exception",
         reach=2,
     ),
-    Place(
+    CodeLocation(
         Kind.CONFIG,
         'File "train.py", line 7, in validate_args',
         function=r"^__post_init__$|(?:validate|check|verify|parse|sanity_check)_?\w*(?:args|arguments|config|configs|options|params)\b|^post_init$",
         errors="ValueError|AssertionError|TypeError|KeyError|AttributeError|NotImplementedError|RuntimeError|Exception",
         reach=3,
     ),
-    Place(
+    CodeLocation(
         Kind.CONFIG,
         'File "site-packages/vllm/v1/core/kv_cache_utils.py", line 7, in check_enough_kv_cache_memory',
         path=r"(?:site|dist)-packages/(?!torch/)",
@@ -211,13 +211,13 @@ PLACES: tuple[Place, ...] = (
         errors="ValueError|AssertionError|TypeError|NotImplementedError",
         reach=2,
     ),
-    Place(
+    CodeLocation(
         Kind.RENDEZVOUS,
         'File "torch/distributed/rendezvous.py", line 174, in _create_c10d_store',
         path=r"torch/distributed/(?:rendezvous|elastic/rendezvous/\w+)\.py$",
         reach=3,
     ),
-    Place(
+    CodeLocation(
         Kind.ENGINE,
         'File "site-packages/vllm/v1/engine/core.py", line 872, in run_engine_core',
         path=r"/(?:vllm|sglang|lmdeploy|tensorrt_llm)/",
@@ -234,7 +234,7 @@ GENERAL = re.compile(
 """Classes that say nothing of a kind by themselves."""
 
 
-def place_of(raised: Raised, places: Sequence[Place] = PLACES) -> Place | None:
+def location_of(raised: Raised, places: Sequence[CodeLocation] = CODE_LOCATIONS) -> CodeLocation | None:
     """The innermost known place that an error of a general class came from; None where there is none."""
     if GENERAL.fullmatch(raised.error) is None:
         return None

@@ -1,6 +1,6 @@
-"""Variables that a job is handed without being stored: ``slurm.pass_environment`` names them.
+"""Variables that a job receives without being stored: ``slurm.pass_environment`` names them.
 
-A value is taken when the job is submitted, from the environment of whoever submits it or from a file that only its
+A value is taken when the job is submitted, from the environment of the submitting process or from a file that only its
 owner may read. From there it goes into the environment of the process that starts the job, and nowhere else: no
 request, script, command line, row or message holds it.
 """
@@ -20,14 +20,14 @@ _LINE = re.compile(r"(?:export\s+)?(?P<name>[A-Za-z_]\w*)=(?P<value>.*)")
 
 @dataclass(frozen=True)
 class PassedEnvironment:
-    """Variables that a job is handed: names, and places in which their values are looked for."""
+    """Names of the variables that a job receives, and the sources of their values."""
 
     names: tuple[str, ...] = ()
     file: Path | None = None
-    """Lines ``NAME=value``, mode 600; asked for what the environment lacks."""
+    """File of lines ``NAME=value``, mode 600, for names that the environment lacks."""
 
     def values(self, environment: Mapping[str, str] | None = None) -> dict[str, str]:
-        """The values, by name. To be called by whoever starts the job, and not to be kept.
+        """Look up the values, by name. Call it where the job is started, and do not keep the result.
 
         Args:
             environment: Default: that of this process.
@@ -60,10 +60,10 @@ class PassedEnvironment:
 
 
 def read_private(path: Path) -> dict[str, str]:
-    """Variables of a file that nobody but its owner may read; empty where there is none.
+    """Read variables from a file that only its owner may read; empty if there is none.
 
     Raises:
-        SubmissionFailed: others may read it, it is somebody else's, or a line is no ``NAME=value``. No text of it is
+        SubmissionFailed: others may read it, another user owns it, or a line is not ``NAME=value``. No text of it is
             in the message.
     """
     try:
@@ -93,7 +93,7 @@ def _require_private(path: Path, found: os.stat_result) -> None:
     if found.st_uid != os.geteuid():
         raise SubmissionFailed(
             f"{path} (RLHF_JOB_SECRETS) belongs to user {found.st_uid}, expected {os.geteuid()}, who submits the job: "
-            f"whoever owns it decides what jobs are handed"
+            f"its owner decides what jobs are given"
         )
     if found.st_mode & 0o077:
         raise SubmissionFailed(

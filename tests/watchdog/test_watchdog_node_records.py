@@ -13,7 +13,7 @@ from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir import cleared_nodes, run_dirs, write_text
 from rlhf_core.watchdog.ingest import sync
-from rlhf_core.watchdog.nodes import clear_node, clearings, node_records, node_standings
+from rlhf_core.watchdog.node_records import clear_node, clearings, node_records, node_standings
 
 NOW = at(3600)
 

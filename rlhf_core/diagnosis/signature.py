@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from rlhf_core.diagnosis.parts import Part
+from rlhf_core.diagnosis.evidence_parts import EvidencePart
 from rlhf_core.schemas.failures import FailureKind as Kind
 
 
@@ -12,7 +12,7 @@ class Signature:
     """One row of the table."""
 
     kind: Kind
-    part: Part
+    part: EvidencePart
     example: str
     """A line that this row knows and no earlier one does."""
     patterns: tuple[re.Pattern[str], ...]
@@ -42,7 +42,7 @@ class Matched:
     """Node that the line blames; empty when it names none."""
 
 
-def row(kind: Kind, part: Part, example: str, *patterns: str, after: str = "") -> Signature:
+def row(kind: Kind, part: EvidencePart, example: str, *patterns: str, after: str = "") -> Signature:
     """One row, with its patterns as text."""
     first = re.compile(after) if after else None
     return Signature(kind, part, example, tuple(re.compile(pattern) for pattern in patterns), first)

@@ -1,4 +1,4 @@
-"""What every scheduler gives a job: its command line goes as it is, its environment is made here.
+"""Environment that every scheduler gives a job. The command line is passed on unchanged.
 
 The command line is the seam between the two towers. Nothing is pickled across it: the nodes may have another
 interpreter, with other packages.

@@ -1,31 +1,31 @@
-"""Caps on what all attempts of a run together may use, whatever progress they make. Pure.
+"""Caps on the resources of all attempts of a run together, whatever progress they make. Pure.
 
-They count from where a person last started or resumed the run: to resume one that came to its cap is to allow as much
-again. A cap on hours acts while an attempt runs: its time limit is what is left, so that it saves and ends in time.
+They count from the last start or resumption by the user: resuming a run that reached its cap allows as much again. A
+cap on hours acts while an attempt runs: its time limit is what is left, so that it saves and ends in time.
 """
 
 import math
 from dataclasses import dataclass
 
+from rlhf_core.formatting import count
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.words import count
 
 HOUR_S = 3600.0
 MARGIN_S = 60.0
-"""Slurm counts in minutes, and may ask to save by as much earlier."""
+"""Slurm counts in minutes, and may request the save that much earlier."""
 
 
 @dataclass(frozen=True)
 class Used:
-    """Use of the attempts of a run so far."""
+    """Resources used by the attempts of a run so far."""
 
     attempts: int = 0
     allocated_s: float = 0.0
-    """Time for which they had their allocations, all together, in seconds."""
+    """Total time of their allocations, in seconds."""
 
 
 def refusal(spec: RunSpec, used: Used) -> str:
-    """The cap that forbids another attempt, and how much of it was used; empty where none does."""
+    """Name the cap that forbids another attempt, and its use; empty if none does."""
     supervise = spec.supervise
     if supervise.max_total_attempts and used.attempts >= supervise.max_total_attempts:
         return f"supervise.max_total_attempts = {supervise.max_total_attempts}: {count(used.attempts, 'attempt')} made"
@@ -38,13 +38,13 @@ def refusal(spec: RunSpec, used: Used) -> str:
 
 
 def time_limit_s(spec: RunSpec, used: Used) -> int:
-    """Longest life of the next attempt: ``resources.time_limit_s``, or what a cap leaves, whichever is shorter."""
+    """Time limit of the next attempt: ``resources.time_limit_s``, or what a cap leaves, whichever is shorter."""
     left = [cap * HOUR_S / units - used.allocated_s for _, cap, units, _ in _hours(spec)]
     return max(1, math.floor(min([spec.resources.time_limit_s, *left])))
 
 
 def _hours(spec: RunSpec) -> list[tuple[str, float, int, str]]:
-    """Caps that are set: name, hours, how many hours count for one of an allocation, and of what."""
+    """List the caps that are set: name, hours, units per hour of an allocation, and the unit."""
     nodes = spec.resources.num_nodes
     caps = [
         ("max_gpu_hours", spec.supervise.max_gpu_hours, nodes * spec.resources.gpus_per_node, "GPU-hours"),

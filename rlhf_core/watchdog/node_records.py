@@ -1,7 +1,7 @@
-"""What the incidents of all runs speak against nodes: the history's strikes, weighed by the ledger.
+"""Record of incidents against nodes over all runs: strikes from the history, weighed by ``diagnosis/node_strikes.py``.
 
-Strikes are made from incidents and stay in the history. That somebody has mended a node is a file of its own beside the
-run directories (:class:`NodeCleared`): strikes from before no longer count, for every controller that shares those.
+Strikes are made from incidents and stay in the history. The repair of a node is recorded in a file beside the run
+directories (:class:`NodeCleared`): earlier strikes no longer count, for every controller that shares those directories.
 """
 
 import secrets
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from rlhf_core.diagnosis.ledger import REMEMBERED, Standing, Strike, standings
+from rlhf_core.diagnosis.node_strikes import REMEMBERED, NodeStanding, Strike, standings
 from rlhf_core.errors import BadInput
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
@@ -20,18 +20,18 @@ from rlhf_core.schemas.failures import FailureKind, NodeCleared
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """A node with all that is remembered of it."""
+    """Record of one node."""
 
-    standing: Standing
-    """What counts against it; its last strike may be one that counts no more."""
+    standing: NodeStanding
+    """Score of the node; its last strike may be one that no longer counts."""
     cleared: NodeCleared | None
-    """When it was cleared last."""
+    """Last clearing of the node."""
     num_cleared: int
     """Strikes that no longer count."""
 
 
-def node_standings(store: HistoryStore, now: datetime, runs: Path) -> list[Standing]:
-    """What counts against each node, the worst first.
+def node_standings(store: HistoryStore, now: datetime, runs: Path) -> list[NodeStanding]:
+    """Score every node, worst first.
 
     Args:
         runs: folder of the run directories, which knows what was cleared.
@@ -43,7 +43,7 @@ def node_standings(store: HistoryStore, now: datetime, runs: Path) -> list[Stand
 
 
 def node_records(store: HistoryStore, now: datetime, runs: Path) -> list[NodeRecord]:
-    """The same for people, with nodes that were cleared; those that something counts against come first.
+    """Score every node for display, with nodes that were cleared; nodes with strikes that count come first.
 
     Raises:
         DatabaseUnavailable: the history does not answer.
@@ -58,17 +58,17 @@ def node_records(store: HistoryStore, now: datetime, runs: Path) -> list[NodeRec
 
 
 def clear_node(store: HistoryStore, runs: Path, node: str, by: str, reason: str, now: datetime) -> NodeRecord:
-    """Write down that a node was mended. What comes up against it from now on counts.
+    """Record that a node was repaired. Later strikes count again.
 
     Returns:
-        The node as it stands then.
+        The record of the node after that.
 
     Raises:
-        BadInput: no reason is given, nothing is known against the node, or it cannot be written down.
+        BadInput: no reason is given, nothing is recorded against the node, or the file cannot be written.
         DatabaseUnavailable: the history does not answer.
     """
     if not reason.strip():
-        raise BadInput("--reason is missing: say what was mended, for those who read it when the node fails again")
+        raise BadInput("--reason is missing: say what was repaired, for the next time the node fails")
     records = {one.standing.node: one for one in node_records(store, now, runs)}
     if node not in records:
         known = f"; known are {', '.join(sorted(records))}" if records else ""
@@ -79,7 +79,7 @@ def clear_node(store: HistoryStore, runs: Path, node: str, by: str, reason: str,
     try:
         write_model(path, NodeCleared(node=node, time=now, by=by, reason=reason.strip()))
     except OSError as error:
-        raise BadInput(f"cannot write {path}: {error.strerror}; it takes somebody who may write there") from None
+        raise BadInput(f"cannot write {path}: {error.strerror}; run this as a user who may write there") from None
     return next(one for one in node_records(store, now, runs) if one.standing.node == node)
 
 

@@ -1,7 +1,7 @@
-"""Texts on their way into a batch script or onto a command line: the one place in which they are quoted.
+"""Quoting of all text that goes into a batch script or onto a command line.
 
 Quotes do not help against a line break in an ``#SBATCH`` line: what follows it is a line of the script. So control
-characters are refused, whatever let them in.
+characters are refused here, whatever checks came before.
 """
 
 import shlex
@@ -12,7 +12,7 @@ from rlhf_core.schemas.slurm_values import CONTROL, NODE_NAMES, VARIABLE
 
 
 def one_line(name: str, value: str) -> str:
-    """The value of an option, as it is.
+    """Return the value of an option unchanged, if it is one line.
 
     Raises:
         SubmissionFailed: there is a control character in it, a line break for instance; names the option.
@@ -26,7 +26,7 @@ def one_line(name: str, value: str) -> str:
 
 
 def command_line(words: Iterable[str]) -> str:
-    """Words as a command of a shell. Within quotes a line break is harmless.
+    """Quote words as a shell command. Within quotes a line break is harmless.
 
     Raises:
         SubmissionFailed: there is a NUL character, which ends a word wherever it stands.

@@ -1,10 +1,10 @@
-"""How figures are said to people."""
+"""Formatting of figures."""
 
 from collections.abc import Collection
 
 import pytest
 
-from rlhf_core.words import count, duration, missing_steps
+from rlhf_core.formatting import count, duration, missing_steps
 
 
 @pytest.mark.parametrize(

@@ -21,30 +21,30 @@ class KnownBad:
     packages: Mapping[str, str]
     """Distribution (normalised) to versions; all of them must be installed and match."""
     happens: str
-    """What goes wrong."""
+    """Failure that these versions cause."""
     instead: str
-    """What to install, as a requirement."""
+    """Requirement to install instead."""
     source: str
-    """Where it was reported or fixed."""
+    """Report of the failure or of its fix."""
     algorithms: frozenset[str] = frozenset()
     """Algorithms that meet it; empty for all."""
     engine: str = ""
     """Rollout engine that meets it; empty for all."""
     only_on_gpus: bool = False
-    """Whether it needs NCCL."""
+    """True if only runs that use NCCL are affected."""
     only_many_ranks: bool = False
-    """Whether it needs several ranks."""
+    """True if only runs with several ranks are affected."""
     certain: bool = True
-    """Whether every run that meets the conditions fails; otherwise some do."""
+    """True if every run that meets the conditions fails; otherwise only some do."""
     waits_for: str = ""
     """The part of this program without which no run can meet it; empty once there is one."""
 
     def matches(self, installed: Mapping[str, str]) -> bool:
-        """Whether these versions are installed."""
+        """Return True if these versions are installed."""
         return all(_is_in(installed.get(name, ""), versions) for name, versions in self.packages.items())
 
     def concerns(self, spec: RunSpec) -> bool:
-        """Whether a run meets the conditions."""
+        """Return True if a run meets the conditions."""
         return (
             (not self.algorithms or spec.train.algorithm in self.algorithms)
             and (not self.engine or spec.rollout.engine == self.engine)
@@ -124,7 +124,7 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
     ),
     KnownBad(
         {"deepspeed": ">=0.17.6,<0.18.3"},
-        "gradients of ZeRO 2 come out too small; of ZeRO 1, which is used here, nobody has reported it",
+        "gradients of ZeRO 2 come out too small; no report concerns ZeRO 1, which is used here",
         "deepspeed>=0.18.3",
         "https://github.com/deepspeedai/DeepSpeed/issues/7718",
         certain=False,

@@ -15,9 +15,9 @@ def show(*, as_json: bool) -> None:
     if as_json:
         output.print_json([] if found is None else found.model_dump(mode="json")["requests"])
     elif found is None:
-        output.print_text("Nothing is known: the keeper of the site (`rlhf up`) lists what was asked for in Prefect.")
+        output.print_text("Unknown: the site daemon (`rlhf up`) lists the requests made in Prefect.")
     elif not found.requests:
-        output.print_text(f"Nothing waits, and nothing was refused (as of {_moment(found.as_of)} UTC).")
+        output.print_text(f"No request is waiting or refused (as of {_moment(found.as_of)} UTC).")
     else:
         _print(found)
 

@@ -1,6 +1,7 @@
-"""A run whose directory is gone: how that is told from a file system that is away, and how the history closes the run.
+"""Runs whose directory is gone: detection, as opposed to a file system that is away, and closing of the run in the
+history.
 
-What only the history has left is closed there, with the same lines that a journal would have brought. Should the
+A run that only the history still knows is closed there, with the events that its journal would have held. Should the
 directory come back (it was moved, or a file system was away for very long), its rows are made anew from its files.
 """
 
@@ -33,11 +34,11 @@ GONE_S = 30.0
 AWAY_S = 600.0
 """Longest wait of a controller for a file system that is away as a whole."""
 
-_NOT_TRIED = "there is no directory to go on from"
+_NOT_TRIED = "there is no directory to resume from"
 
 
 def identity(folder: Path) -> tuple[int, int] | None:
-    """File system and number of a folder; None where it is not there or does not answer. A mount point without its file
+    """Return device and inode of a folder; None if it is missing or does not answer. A mount point without its file
     system is another folder."""
     try:
         found = folder.stat()
@@ -47,7 +48,7 @@ def identity(folder: Path) -> tuple[int, int] | None:
 
 
 class Presence:
-    """Tells whether the directory of a run is there, missing, or away with its file system.
+    """Monitor of a run directory: present, missing, or away with its file system.
 
     Args:
         run_dir: the directory; it is there now.

@@ -11,7 +11,7 @@ from rlhf_core.cli import output
 from rlhf_core.cli.output import JsonOption
 
 if TYPE_CHECKING:
-    from rlhf_core.diagnosis.reconcile import Action
+    from rlhf_core.diagnosis.reconcile import ReconcileAction
 
 
 def reconcile(
@@ -23,12 +23,12 @@ def reconcile(
     from flows.daemon import flow_runs_of
     from rlhf_core.config import load_site
     from rlhf_core.control.reconcile.once import poll_once, reconcile_once
-    from rlhf_core.diagnosis.reconcile import Action, ActionKind
+    from rlhf_core.diagnosis.reconcile import ActionKind, ReconcileAction
     from rlhf_core.history.store import HistoryStore
 
     site = load_site()
     flow_runs = flow_runs_of(site)
-    found: list[tuple[Action, bool | None, str]]
+    found: list[tuple[ReconcileAction, bool | None, str]]
     with HistoryStore(site.database_url) as store:
         if dry_run:
             found = [(action, None, "would be done") for action in poll_once(site, store, flow_runs)]
@@ -45,7 +45,7 @@ def reconcile(
         raise typer.Exit(1)
 
 
-def _as_dict(action: "Action") -> dict[str, object]:
+def _as_dict(action: "ReconcileAction") -> dict[str, object]:
     return {
         "action": action.kind,
         "run_id": action.run_id,

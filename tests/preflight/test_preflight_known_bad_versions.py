@@ -10,7 +10,7 @@ from packaging.specifiers import SpecifierSet
 from test_preflight_checks import found, with_packages
 
 from rlhf_core.preflight.checks import environment
-from rlhf_core.preflight.known_bad import IN_FORCE, KNOWN_BAD, KnownBad
+from rlhf_core.preflight.known_bad_versions import IN_FORCE, KNOWN_BAD, KnownBad
 from rlhf_core.schemas.base import Schema
 from rlhf_core.schemas.checks import CheckStatus
 from rlhf_core.schemas.run import RolloutSpec, RunSpec, TrainSpec

@@ -3,7 +3,7 @@
 from enum import IntEnum
 
 
-class Part(IntEnum):
+class EvidencePart(IntEnum):
     """Part that a piece of evidence plays in a failure. Lower decides over higher."""
 
     ROOT = 0

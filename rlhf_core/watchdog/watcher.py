@@ -1,6 +1,6 @@
-"""One look at one attempt: is it alive, how far is it, did it end, and what now.
+"""Polling of one attempt: its state, its progress, its end, and the next action.
 
-The controller's loop is ``look`` again and again. Nothing here waits, and nothing here acts.
+The controller's loop calls :meth:`Watcher.poll`. Nothing here waits, and nothing here acts.
 """
 
 import random
@@ -29,18 +29,18 @@ from rlhf_core.watchdog import evidence
 from rlhf_core.watchdog.ingest import sync
 from rlhf_core.watchdog.silence import Silence, SilenceClock
 
-LOST_AFTER_S = 2.0
-"""How long after its job has ended badly an attempt may still bring its outcome (a shared file system shows files
+OUTCOME_TIMEOUT_S = 2.0
+"""Time after a bad end of its job in which an attempt may still bring its outcome (a shared file system shows files
 late)."""
-GOOD_END_S = 30.0
+COMPLETED_OUTCOME_TIMEOUT_S = 30.0
 """The same where the scheduler says that the job ended well: then there is an outcome."""
-WORD_S = 15.0
-"""How long the scheduler may take to say why it ended a job whose agents had time to save."""
+SCHEDULER_REASON_TIMEOUT_S = 15.0
+"""Time that the scheduler has to say why it ended a job whose agents had time to save."""
 
-DESERTED_S = 8.0
+LEADER_LOST_TIMEOUT_S = 8.0
 """Time that an outcome, or a word of agent 0 against another node, may still take after all other agents have lost it.
 A scheduler notices a lost node much later: Slurm after ``SlurmdTimeout``, five minutes by default."""
-OUTCOME_FIRST = timedelta(seconds=7.5)
+OUTCOME_LEAD = timedelta(seconds=7.5)
 """An outcome that is this much older than the loss of agent 0 is how the attempt ended: half of the time after which an
 agent takes agent 0 for lost, so that the clocks of nodes may differ by as much."""
 
@@ -52,15 +52,15 @@ _ASK_WHY = (
     FailureKind.PREEMPTION,
     FailureKind.WORKER_KILLED,
 )
-"""What agents may take it for when the scheduler ends their job."""
+"""Kinds of failure that agents may report when in fact the scheduler has ended their job."""
 
 LOG_TAIL_BYTES = 16 << 10
-"""How much of the end of a lost job's log is looked at."""
+"""Bytes read from the end of a lost job's log."""
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Where an attempt stands, and why."""
+class AttemptVerdict:
+    """State of an attempt, and its cause."""
 
     state: AttemptState
     cause: str
@@ -70,11 +70,11 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Look:
-    """What one look showed."""
+class AttemptSnapshot:
+    """Result of one poll of an attempt."""
 
     attempt: int
-    verdict: Verdict
+    verdict: AttemptVerdict
     job: JobStatus
     role: Role | None
     restart: int
@@ -87,33 +87,33 @@ class Look:
     events: Sequence[AgentEvent]
     outcome: AttemptOutcome | None
     history_behind: str
-    """Why the history could not be brought up to date; empty when it was."""
+    """Reason why the history could not be updated; empty if it was."""
 
     @property
     def ended(self) -> bool:
-        """Whether the attempt has come to its end."""
+        """True if the attempt has ended."""
         return self.verdict.state in ATTEMPT_ENDS
 
 
 @dataclass(frozen=True)
-class Failure:
-    """A bad end, and what to do about it."""
+class AttemptFailure:
+    """Failed attempt, and the decision about it."""
 
     kind: FailureKind
     message: str
     incident: Incident | None
-    """The last incident of the attempt, from its agents or, when they left none, from here."""
+    """Last incident of the attempt, from its agents or, if they left none, from the controller."""
     found_here: bool
-    """Whether the incident is the controller's own finding, to be written into the journal."""
+    """True if the incident is the controller's own finding, to be written into the journal."""
     decision: Decision
 
 
 class Watcher:
-    """Looks at one attempt.
+    """Poller of one attempt.
 
     Args:
         submission: its job; None when the job is known to have ended without ever having been recorded.
-        store: the history, brought up to date at every look; None leaves it alone.
+        store: the history, updated at every poll; None leaves it alone.
         clock: monotonic seconds.
     """
 
@@ -132,7 +132,7 @@ class Watcher:
         self._scheduler = scheduler
         self._store = store
         self._clock = clock
-        self._progress = evidence.Progress(self._attempt, step=placement.resumed_from_step)
+        self._progress = evidence.AttemptProgress(self._attempt, step=placement.resumed_from_step)
         self._last_job = JobStatus(JobState.PENDING if submission else JobState.ENDED)
         self._ended_since: float | None = None
         self._deserted_since: float | None = None
@@ -142,8 +142,8 @@ class Watcher:
         self._silences = SilenceClock(clock())
         self.history_behind = ""
 
-    def look(self) -> Look:
-        """Look once: scheduler, files, history. Raises nothing for a scheduler or a database that does not answer."""
+    def poll(self) -> AttemptSnapshot:
+        """Poll scheduler and files, and update the history. An unavailable scheduler or database raises nothing."""
         job = self._job()
         # The outcome is read after the job's state: an attempt that ended in between is not taken for lost.
         self._progress.update()
@@ -158,7 +158,7 @@ class Watcher:
         )
         self.record()
         progress = self._progress
-        return Look(
+        return AttemptSnapshot(
             attempt=self._attempt.number,
             verdict=verdict,
             job=job,
@@ -202,7 +202,7 @@ class Watcher:
         self._ended_since = now if self._ended_since is None else self._ended_since
         return now - self._ended_since
 
-    def _deserted(self, job: JobStatus, outcome: AttemptOutcome | None) -> Verdict | None:
+    def _deserted(self, job: JobStatus, outcome: AttemptOutcome | None) -> AttemptVerdict | None:
         """Verdict where the agents of all other nodes have lost agent 0; None where they have not.
 
         They know it from the network, within seconds. An agent 0 that was only stopped may wake up when Slurm ends the
@@ -214,27 +214,27 @@ class Watcher:
             return None
         now = self._clock()
         self._deserted_since = now if self._deserted_since is None else self._deserted_since
-        if outcome is None and now - self._deserted_since <= DESERTED_S:
+        if outcome is None and now - self._deserted_since <= LEADER_LOST_TIMEOUT_S:
             return None
         if outcome is not None:
-            came_first = outcome.time + OUTCOME_FIRST < min(said[node] for node in job.nodes[1:])
+            came_first = outcome.time + OUTCOME_LEAD < min(said[node] for node in job.nodes[1:])
             if came_first or outcome.state is AttemptState.COMPLETED:
                 return None
         first, others = job.nodes[0], job.nodes[1:]
         if len(others) == 1 and self._progress.given_up.get(first) == others[0]:
             cause = f"the agents of {first} and {others[0]} have lost each other, and both were alive"
-            return Verdict(AttemptState.LOST, cause, FailureKind.NETWORK, job.nodes)
+            return AttemptVerdict(AttemptState.LOST, cause, FailureKind.NETWORK, job.nodes)
         cause = f"the agents of all other nodes have lost that of {first}"
-        return Verdict(AttemptState.LOST, cause, FailureKind.NODE_LOST, (first,))
+        return AttemptVerdict(AttemptState.LOST, cause, FailureKind.NODE_LOST, (first,))
 
     def _silent(self, job: JobStatus) -> Silence | None:
-        """Agents that had spoken and have said nothing for too long, while their job ran and somebody listened.
+        """Return the agents that have been silent for too long while their job ran and this process was reading.
 
-        From then on it stays so, for the job is given up: nobody may find it alive between the verdict and its end.
+        The result is kept, for the job is given up: no later poll may find it alive between the verdict and its end.
         """
         # What the scheduler last said of it does not count here: it may be away together with the file system.
         runs = self._answered and job.state is JobState.RUNNING and job.scheduler_state not in _PAUSED
-        silence = self._silences.look(self._clock(), self._progress.published, counts=runs)
+        silence = self._silences.observe(self._clock(), self._progress.published, counts=runs)
         if silence is not None and self._given_up is None and evidence.can_be_written(self._attempt):
             self._given_up = silence
         return self._given_up
@@ -248,11 +248,11 @@ class Watcher:
 
 
 def record(run_dir: RunDir, store: HistoryStore | None) -> str:
-    """Bring the history up to date with a run directory; why it could not be, or an empty text.
+    """Update the history from a run directory. Returns the reason if it could not be updated, or an empty text.
 
-    The run directory has everything: a database that is away, or a file system that does not answer for a moment,
-    costs nothing but a view that is behind. So does a journal that was damaged under the hands of its controller, which
-    knows what it wrote; whoever reads it next is told.
+    The run directory has everything: a database that is away, or a file system that does not answer for a moment, costs
+    nothing but a view that is behind. So does a journal that was damaged while its controller runs: the controller
+    knows what it wrote, and the next reader raises an error.
     """
     if store is None:
         return ""
@@ -267,19 +267,19 @@ def judge(
     job: JobStatus,
     outcome: AttemptOutcome | None,
     ended_for_s: float,
-    told_for_s: float = WORD_S,
+    told_for_s: float = SCHEDULER_REASON_TIMEOUT_S,
     silence: Silence | None = None,
-    deserted: Verdict | None = None,
-) -> Verdict:
-    """Where an attempt stands. Pure.
+    deserted: AttemptVerdict | None = None,
+) -> AttemptVerdict:
+    """Derive the state of an attempt. Pure.
 
     Args:
         job: the scheduler's last known answer.
-        outcome: what agent 0 wrote, if it did.
-        ended_for_s: how long the job is known to have ended, in seconds.
-        told_for_s: how long the outcome is known, in seconds.
-        silence: agents of a running job that have said nothing for too long.
-        deserted: what it means that all other agents have lost agent 0, where they have.
+        outcome: outcome that agent 0 wrote, if it did.
+        ended_for_s: time for which the job has been known to have ended, in seconds.
+        told_for_s: time for which the outcome has been known, in seconds.
+        silence: agents of a running job that have been silent for too long.
+        deserted: verdict if all other agents have lost agent 0.
     """
     if deserted is not None and job.scheduler_state != "CANCELLED":
         return deserted
@@ -287,87 +287,92 @@ def judge(
         return _with_the_schedulers_word(job, outcome, told_for_s)
     match job.state:
         case JobState.PENDING | JobState.UNKNOWN:
-            return Verdict(AttemptState.SUBMITTED, job.reason)
+            return AttemptVerdict(AttemptState.SUBMITTED, job.reason)
         case JobState.RUNNING if silence is not None:
             return _given_up(silence)
         case JobState.RUNNING:
-            return Verdict(AttemptState.RUNNING, job.reason)
+            return AttemptVerdict(AttemptState.RUNNING, job.reason)
         case JobState.ENDED:
             if job.scheduler_state == "CANCELLED":
-                return Verdict(AttemptState.CANCELLED, _CANCELLED, FailureKind.USER_CANCEL)
-            if ended_for_s < (GOOD_END_S if job.scheduler_state == "COMPLETED" else LOST_AFTER_S):
-                return Verdict(AttemptState.RUNNING, "its job has ended; waiting for its outcome")
+                return AttemptVerdict(AttemptState.CANCELLED, _CANCELLED, FailureKind.USER_CANCEL)
+            if ended_for_s < (COMPLETED_OUTCOME_TIMEOUT_S if job.scheduler_state == "COMPLETED" else OUTCOME_TIMEOUT_S):
+                return AttemptVerdict(AttemptState.RUNNING, "its job has ended; waiting for its outcome")
             cause = f"its job ended without an outcome ({job.reason or 'no reason given'})"
-            return Verdict(AttemptState.LOST, cause, FailureKind.AGENT_KILLED)
+            return AttemptVerdict(AttemptState.LOST, cause, FailureKind.AGENT_KILLED)
 
 
-def _given_up(silence: Silence) -> Verdict:
-    """All agents are silent: whatever it is, no node has done it. Some are: the file system shows what others write."""
+def _given_up(silence: Silence) -> AttemptVerdict:
+    """Verdict on silent agents. If all are silent, no single node is to blame; if some are, the file system still
+    works."""
     of = "its agents have" if silence.of_all else f"the agents of {', '.join(silence.nodes)} have"
     cause = f"{of} said nothing for {silence.seconds:.0f} s, although the scheduler says that it runs"
     if silence.of_all:
-        return Verdict(AttemptState.LOST, cause, FailureKind.AGENT_KILLED)
-    return Verdict(AttemptState.LOST, f"{cause} and the others go on", FailureKind.NODE_LOST, silence.nodes)
+        return AttemptVerdict(AttemptState.LOST, cause, FailureKind.AGENT_KILLED)
+    return AttemptVerdict(AttemptState.LOST, f"{cause} and the others go on", FailureKind.NODE_LOST, silence.nodes)
 
 
-_CANCELLED = "somebody cancelled its job at the scheduler"
+_CANCELLED = "its job was cancelled at the scheduler"
 
 
-def _with_the_schedulers_word(job: JobStatus, outcome: AttemptOutcome, told_for_s: float) -> Verdict:
-    """How an attempt ended, when the agents had the time to say so: they cannot know why they were told to end."""
+def _with_the_schedulers_word(job: JobStatus, outcome: AttemptOutcome, told_for_s: float) -> AttemptVerdict:
+    """Combine the agents' outcome with the scheduler's reason: agents cannot know why they were told to end."""
     kind = outcome.failure_kind
     if outcome.state is AttemptState.PREEMPTED:
         kind = kind or FailureKind.PREEMPTION
-    own = Verdict(outcome.state, outcome.message, kind)
+    own = AttemptVerdict(outcome.state, outcome.message, kind)
     asks = outcome.state is not AttemptState.COMPLETED and (bool(outcome.ended_by) or kind in _ASK_WHY)
     if not asks or not job.scheduler_state:
         return own
     if job.state is not JobState.ENDED:
-        waiting = Verdict(AttemptState.RUNNING, "its agents have ended; waiting for the scheduler to say why")
-        return waiting if told_for_s < WORD_S else own
+        waiting = AttemptVerdict(AttemptState.RUNNING, "its agents have ended; waiting for the scheduler to say why")
+        return waiting if told_for_s < SCHEDULER_REASON_TIMEOUT_S else own
     if job.scheduler_state == "CANCELLED":
-        return Verdict(AttemptState.CANCELLED, _CANCELLED, FailureKind.USER_CANCEL)
+        return AttemptVerdict(AttemptState.CANCELLED, _CANCELLED, FailureKind.USER_CANCEL)
     if job.scheduler_state == "FAILED" and outcome.state is AttemptState.PREEMPTED:
         # Agents that have saved exit with 0. One has not, and Slurm ended the others by the signal that also announces
         # a preemption.
         cause = f"{job.reason}: an agent ended badly, and the others with it; {outcome.message}"
-        return Verdict(AttemptState.FAILED, cause, FailureKind.AGENT_KILLED)
+        return AttemptVerdict(AttemptState.FAILED, cause, FailureKind.AGENT_KILLED)
     told = SCHEDULER_STATES.get(job.scheduler_state)
     if told is None:
         return own
     state = AttemptState.FAILED if told[0] is FailureKind.NODE_LOST else outcome.state
-    return Verdict(state, f"{job.reason}; {outcome.message}", told[0])
+    return AttemptVerdict(state, f"{job.reason}; {outcome.message}", told[0])
 
 
 def explain(
     run_dir: RunDir,
-    look: Look,
+    snapshot: AttemptSnapshot,
     spec: RunSpec,
     *,
     first_attempt: int,
     rolled_back: bool = False,
     chance: Callable[[], float] = random.random,
-) -> Failure:
-    """What went wrong in an attempt that ended badly, and what to do about it.
+) -> AttemptFailure:
+    """Explain a failed attempt and decide on the next action.
 
     Args:
-        spec: what the run asked for.
-        first_attempt: first attempt since a person last started or resumed the run; the budget counts from here.
+        spec: spec of the run.
+        first_attempt: first attempt since the user last started or resumed the run; the budget counts from here.
         rolled_back: whether an attempt since then went back to an older checkpoint, and none got further than before.
         chance: number in [0, 1) that spreads the back-off.
     """
-    attempt = run_dir.attempt(look.attempt)
+    attempt = run_dir.attempt(snapshot.attempt)
     found = evidence.incidents(attempt)
     own = None
-    if look.verdict.state is AttemptState.LOST and look.verdict.nodes:
-        own = _incident_of_lost_nodes(look, look.job.lost_nodes or look.verdict.nodes)  # Slurm finds out much later
-    elif look.verdict.state is AttemptState.LOST or _lacks_an_agent(look):
-        own = _incident_of_a_lost_job(run_dir, look)
-    elif look.verdict.failure_kind is FailureKind.NODE_LOST and (lost := _lost_nodes(run_dir, look)):
-        own = _incident_of_lost_nodes(look, lost)
+    if snapshot.verdict.state is AttemptState.LOST and snapshot.verdict.nodes:
+        own = _incident_of_lost_nodes(
+            snapshot, snapshot.job.lost_nodes or snapshot.verdict.nodes
+        )  # Slurm finds out much later
+    elif snapshot.verdict.state is AttemptState.LOST or _lacks_an_agent(snapshot):
+        own = _incident_of_a_lost_job(run_dir, snapshot)
+    elif snapshot.verdict.failure_kind is FailureKind.NODE_LOST and (lost := _lost_nodes(run_dir, snapshot)):
+        own = _incident_of_lost_nodes(snapshot, lost)
     incident = own or (found[-1] if found else None)
-    kind = own.failure_kind if own else look.verdict.failure_kind or FailureKind.UNKNOWN
-    past = evidence.look_back(run_dir, look.attempt, first_attempt, incident.fingerprint if incident else "")
+    kind = own.failure_kind if own else snapshot.verdict.failure_kind or FailureKind.UNKNOWN
+    past = evidence.read_earlier_attempts(
+        run_dir, snapshot.attempt, first_attempt, incident.fingerprint if incident else ""
+    )
     placement = read_model(attempt.placement, Placement)
     remedy = _remedy(run_dir, kind, spec, placement, rolled_back, incident)
     choice = decide_next(
@@ -386,14 +391,14 @@ def explain(
         placement.excluded_nodes if placement is not None else (),
         spec.supervise.max_excluded_nodes,
     )
-    return Failure(
+    return AttemptFailure(
         kind=kind,
-        message=own.message if own else look.verdict.cause,
+        message=own.message if own else snapshot.verdict.cause,
         incident=incident,
         found_here=own is not None,
         decision=Decision(
-            attempt=look.attempt,
-            restart=max(look.restart, 0),
+            attempt=snapshot.attempt,
+            restart=max(snapshot.restart, 0),
             action=choice.action,
             reason=choice.reason,
             decided_by=DecidedBy.CONTROLLER,
@@ -408,7 +413,7 @@ def explain(
 
 @dataclass(frozen=True)
 class _Remedy:
-    """What the next attempt does differently; nothing when all is empty."""
+    """Changes for the next attempt; all fields are empty if there are none."""
 
     what: str = ""
     config_diff: Mapping[str, JsonValue] = field(default_factory=dict)
@@ -441,38 +446,38 @@ def _remedy(
     return _Remedy()
 
 
-def _lacks_an_agent(look: Look) -> bool:
-    """Agent 0 took it for a preemption, and it was none."""
-    was_saved = look.outcome is not None and look.outcome.state is AttemptState.PREEMPTED
-    return was_saved and look.verdict.failure_kind is FailureKind.AGENT_KILLED
+def _lacks_an_agent(snapshot: AttemptSnapshot) -> bool:
+    """Return True if agent 0 took a lost agent for a preemption."""
+    was_saved = snapshot.outcome is not None and snapshot.outcome.state is AttemptState.PREEMPTED
+    return was_saved and snapshot.verdict.failure_kind is FailureKind.AGENT_KILLED
 
 
-def _incident_of_a_lost_job(run_dir: RunDir, look: Look) -> Incident:
-    attempt = run_dir.attempt(look.attempt)
+def _incident_of_a_lost_job(run_dir: RunDir, snapshot: AttemptSnapshot) -> Incident:
+    attempt = run_dir.attempt(snapshot.attempt)
     log = evidence.scheduler_log(attempt)
-    # An agent that was at work may have printed failures it has recovered from: its log says nothing about its own end.
+    # An agent that ran may have printed failures it has recovered from: its log says nothing about its own end.
     # One that never began (no claim) printed why.
     text = "" if log is None else read_tail(log, LOG_TAIL_BYTES)
     if attempt.claim.exists():
-        # What Slurm's own steps say is no one's recovered failure.
+        # Slurm's own lines never report a recovered failure.
         text = "\n".join(line for line in text.splitlines() if line.startswith(("srun: error", "slurmstepd")))
-    state = look.job.scheduler_state
+    state = snapshot.job.scheduler_state
     diagnosis = classify(Evidence(agent_vanished=True, agent_log=text, scheduler_state=state))
-    what = f"The job of attempt {look.attempt} is gone and left no outcome. {diagnosis.message}"
-    if look.outcome is not None:
-        what = f"{look.verdict.cause}. {diagnosis.message}"
-    elif look.job.state is JobState.RUNNING:
-        what = f"The job of attempt {look.attempt} is given up: {look.verdict.cause}."
+    what = f"The job of attempt {snapshot.attempt} is gone and left no outcome. {diagnosis.message}"
+    if snapshot.outcome is not None:
+        what = f"{snapshot.verdict.cause}. {diagnosis.message}"
+    elif snapshot.job.state is JobState.RUNNING:
+        what = f"The job of attempt {snapshot.attempt} is given up: {snapshot.verdict.cause}."
     lines = text.strip().splitlines()
     said = f" The last line of {log}: {lines[-1].strip()[:300]}" if lines else ""
     return Incident(
-        attempt=look.attempt,
-        restart=max(look.restart, 0),
+        attempt=snapshot.attempt,
+        restart=max(snapshot.restart, 0),
         failure_kind=diagnosis.kind,
         message=masked(f"{what}{said}"),
-        phase=look.phase,
-        step=look.step or None,
-        suspect_nodes=_lost_nodes(run_dir, look) or diagnosis.nodes,
+        phase=snapshot.phase,
+        step=snapshot.step or None,
+        suspect_nodes=_lost_nodes(run_dir, snapshot) or diagnosis.nodes,
         is_undecided=diagnosis.is_undecided,
         seen_at=utc_now(),
         fingerprint=diagnosis.fingerprint,
@@ -480,29 +485,30 @@ def _incident_of_a_lost_job(run_dir: RunDir, look: Look) -> Incident:
     )
 
 
-def _lost_nodes(run_dir: RunDir, look: Look) -> tuple[str, ...]:
-    """What the scheduler names, or srun has: a node may have come back before it was asked for."""
-    if look.job.lost_nodes:
-        return look.job.lost_nodes
-    log = evidence.scheduler_log(run_dir.attempt(look.attempt))
+def _lost_nodes(run_dir: RunDir, snapshot: AttemptSnapshot) -> tuple[str, ...]:
+    """Nodes that the scheduler or srun names as lost: a node may have come back before the query."""
+    if snapshot.job.lost_nodes:
+        return snapshot.job.lost_nodes
+    log = evidence.scheduler_log(run_dir.attempt(snapshot.attempt))
     text = read_tail(log, LOG_TAIL_BYTES) if log is not None else ""
     named = re.findall(r"^srun: error: Node failure on (\S+)", text, re.MULTILINE)
     return tuple(dict.fromkeys(named))
 
 
-def _incident_of_lost_nodes(look: Look, lost: tuple[str, ...]) -> Incident:
-    """Agents that had time to save do not know for which node it was; the scheduler does, or those that lost it."""
-    names, cause = ", ".join(lost), look.verdict.cause
-    kind = look.verdict.failure_kind or FailureKind.NODE_LOST
-    said_by_agents = bool(look.verdict.nodes) and not look.job.lost_nodes
+def _incident_of_lost_nodes(snapshot: AttemptSnapshot, lost: tuple[str, ...]) -> Incident:
+    """Build the incident of lost nodes. Agents that had time to save do not know which node was lost; the scheduler
+    does."""
+    names, cause = ", ".join(lost), snapshot.verdict.cause
+    kind = snapshot.verdict.failure_kind or FailureKind.NODE_LOST
+    said_by_agents = bool(snapshot.verdict.nodes) and not snapshot.job.lost_nodes
     message = f"{cause[:1].upper()}{cause[1:]}." if said_by_agents else f"{names} went out of service. {cause}"
     return Incident(
-        attempt=look.attempt,
-        restart=max(look.restart, 0),
+        attempt=snapshot.attempt,
+        restart=max(snapshot.restart, 0),
         failure_kind=kind,
         message=message,
-        phase=look.phase,
-        step=look.step or None,
+        phase=snapshot.phase,
+        step=snapshot.step or None,
         suspect_nodes=lost,
         seen_at=utc_now(),
         fingerprint=fingerprint(kind, names),

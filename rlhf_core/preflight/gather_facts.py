@@ -1,4 +1,4 @@
-"""Gathers the facts: thin functions that look at files, ask the scheduler and start one subprocess per question."""
+"""Gathering of the facts: thin functions that read files, query the scheduler and start one subprocess per query."""
 
 import contextlib
 import hashlib
@@ -22,10 +22,19 @@ from rlhf_core import __version__
 from rlhf_core.errors import SubmissionFailed
 from rlhf_core.files import read_document
 from rlhf_core.preflight.data_file import scan
-from rlhf_core.preflight.facts import NO_PAST, CheckpointFacts, ComputeSide, Disk, Facts, ModelFolder, Past, Requirement
+from rlhf_core.preflight.facts import (
+    NO_BASELINE,
+    Baseline,
+    CheckpointFacts,
+    ComputeSide,
+    Disk,
+    Facts,
+    ModelFolder,
+    Requirement,
+)
 from rlhf_core.preflight.plugins import load_plugins
 from rlhf_core.run_dir import CheckpointDir
-from rlhf_core.scheduler.passed import PassedEnvironment, without_private
+from rlhf_core.scheduler.passed_environment import PassedEnvironment, without_private
 from rlhf_core.schemas.content import ContentReport
 from rlhf_core.schemas.resources import Inventory
 from rlhf_core.schemas.run import BUILT_TOKENIZERS, ModelSpec, RunSpec, SlurmSpec
@@ -34,7 +43,7 @@ IMPORT_TIMEOUT_S = 120.0
 """Longest a user's module may take to import. Generous: a cold shared file system is slow."""
 
 CONTENT_CHECKS = ("content.columns", "content.tokenizer", "content.lengths", "content.rewards", "content.pipeline")
-"""Checks that are made of one look at the data, which costs some seconds."""
+"""Checks that share one reading of the data, which takes seconds."""
 
 Tick = Callable[[], None]
 """Called about every half second while something is waited for; may raise to stop."""
@@ -42,7 +51,7 @@ Tick = Callable[[], None]
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Where a run would take place."""
+    """Site and code around a run."""
 
     inventory: Inventory
     scheduler: str
@@ -54,7 +63,7 @@ class Surroundings:
     """The checkpoint to go on from, when a run is resumed."""
     stored_version: str = ""
     """Version of rlhf-flows that made the run, when it is resumed."""
-    past: Past = NO_PAST
+    baseline: Baseline = NO_BASELINE
     site_slurm: SlurmSpec = field(default_factory=SlurmSpec)
     """Options of Slurm for all jobs of the site."""
     job_secrets: Path | None = None
@@ -66,9 +75,9 @@ class Surroundings:
 
 
 def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Facts:
-    """Look at everything the checks need. Takes seconds: the compute interpreter is started a few times."""
+    """Gather everything the checks need. Takes seconds: the compute interpreter is started a few times."""
     compute = ask_compute_python(around.compute_python, tick)
-    # Without these nothing of ours imports there, and environment.packages says so.
+    # Without these our modules cannot be imported there; environment.packages reports it.
     usable = bool(compute.rlhf_flows) and "pydantic" in compute.packages
     imports = try_imports(spec, around, tick) if usable else {}
     content = _content(spec, around, compute, imports, tick) if usable else None
@@ -98,7 +107,7 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
         plugins=load_plugins(),
         content=content if isinstance(content, ContentReport) else None,
         content_problem=content if isinstance(content, str) else "",
-        past=around.past,
+        baseline=around.baseline,
         site_slurm=around.site_slurm,
         job_secrets=around.job_secrets,
         passed_problem=around.passed(spec).problem(),
@@ -108,7 +117,8 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
 def _content(
     spec: RunSpec, around: Surroundings, compute: ComputeSide, imports: Mapping[str, str], tick: Tick
 ) -> ContentReport | str | None:
-    """None where another check says already why the content cannot be looked at, or where nobody wants to know."""
+    """Report on the content; None if another check already reports why it cannot be read, or if all its checks are
+    off."""
     if all(id in spec.preflight.off for id in CONTENT_CHECKS) or "transformers" not in compute.packages:
         return None
     broken = [name for name, problem in imports.items() if problem]
@@ -248,7 +258,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def training_requirements() -> tuple[Requirement, ...]:
-    """What the installed rlhf-flows says its training extra needs; empty when it is not installed as a package."""
+    """Requirements of the training extra of the installed rlhf-flows; empty if it is not installed as a package."""
     try:
         lines = importlib.metadata.requires("rlhf-flows") or []
     except importlib.metadata.PackageNotFoundError:
@@ -311,7 +321,7 @@ def hash_code(folder: Path, tick: Tick = lambda: None) -> str:
 
 
 def look_at_disk(runs_dir: Path) -> Disk:
-    """Whether run directories can be made, found out by making one, and the free space there. Leaves nothing behind."""
+    """Check that run directories can be created, by creating one, and measure the free space. Leaves nothing behind."""
     existing = runs_dir
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
@@ -360,7 +370,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 
 def look_at_tokenizer(model: ModelSpec) -> str:
-    """Why the tokenizer is no tokenizer folder; empty when it is one, or is built."""
+    """Reason why the tokenizer is not a tokenizer folder; empty if it is one, or is built."""
     if model.tokenizer in BUILT_TOKENIZERS:
         return ""
     folder = Path(model.tokenizer or model.path)

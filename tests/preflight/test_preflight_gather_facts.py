@@ -7,10 +7,10 @@ import pytest
 from control_fakes import FakeAgent, FakeScheduler, make_run, make_spec
 
 import rlhf_core.preflight.checks  # noqa: F401 - importing it registers the checks
-from rlhf_core.preflight import gather
-from rlhf_core.preflight.estimate import decoder_parameters
-from rlhf_core.preflight.gather import Surroundings
+from rlhf_core.preflight import gather_facts
+from rlhf_core.preflight.gather_facts import Surroundings
 from rlhf_core.preflight.registry import CHECKS
+from rlhf_core.preflight.size_estimates import decoder_parameters
 from rlhf_core.schemas.run import ModelSpec, RunSpec
 from rlhf_core.schemas.site import PRIVATE_VARIABLES
 
@@ -26,7 +26,7 @@ def around(tmp_path: Path, python: str = sys.executable) -> Surroundings:
 
 
 def test_this_interpreter_answers() -> None:
-    found = gather.ask_compute_python(sys.executable)
+    found = gather_facts.ask_compute_python(sys.executable)
     assert found.problem == ""
     assert found.version == sys.version_info[:3]
     assert "pydantic" in found.packages
@@ -38,12 +38,14 @@ def test_an_interpreter_that_is_none_is_described(tmp_path: Path, script: str, s
     if script:
         path.write_text(f"#!/bin/sh\n{script} >&2\n")
         path.chmod(0o755)
-    assert says in gather.ask_compute_python(str(path)).problem
+    assert says in gather_facts.ask_compute_python(str(path)).problem
 
 
 def test_a_module_that_never_imports_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather, "IMPORT_TIMEOUT_S", 1.0)
-    answer = gather._ask([sys.executable, "-c", "import time; print('{}', flush=True); time.sleep(60)"], lambda: None)
+    monkeypatch.setattr(gather_facts, "IMPORT_TIMEOUT_S", 1.0)
+    answer = gather_facts._ask(
+        [sys.executable, "-c", "import time; print('{}', flush=True); time.sleep(60)"], lambda: None
+    )
     assert isinstance(answer, str)
     assert "no answer within 1 s" in answer
 
@@ -54,7 +56,7 @@ def test_what_is_tried_out_does_not_see_the_secrets_of_the_site(monkeypatch: pyt
     for name in (*PRIVATE_VARIABLES, *prefect, "RLHF_PLAIN"):
         monkeypatch.setenv(name, "canary")
     code = "import json, os; print(json.dumps({name: 1 for name, value in os.environ.items() if value == 'canary'}))"
-    assert gather._ask([sys.executable, "-c", code], lambda: None) == {"RLHF_PLAIN": 1}
+    assert gather_facts._ask([sys.executable, "-c", code], lambda: None) == {"RLHF_PLAIN": 1}
 
 
 def test_waiting_can_be_stopped_and_leaves_no_process(tmp_path: Path) -> None:
@@ -69,7 +71,7 @@ def test_waiting_can_be_stopped_and_leaves_no_process(tmp_path: Path) -> None:
 
     code = f"import os, pathlib, time; pathlib.Path({str(mark)!r}).write_text(str(os.getpid())); time.sleep(60)"
     with pytest.raises(Stop):
-        gather._ask([sys.executable, "-c", code], stop)
+        gather_facts._ask([sys.executable, "-c", code], stop)
     assert not Path(f"/proc/{mark.read_text()}").exists()
 
 
@@ -82,7 +84,7 @@ def test_functions_are_imported_from_the_snapshot_only(tmp_path: Path, monkeypat
     (code / "uses_forgotten.py").write_text("import forgotten\n\ndef score(**columns):\n    return []\n")
     monkeypatch.chdir(here)
     spec = make_spec(reward={"functions": ["kept:score", "kept:missing", "uses_forgotten:score"]})
-    found = gather.try_imports(spec, around(tmp_path))
+    found = gather_facts.try_imports(spec, around(tmp_path))
     assert found["kept:score"] == ""
     assert "missing" in found["kept:missing"]
     assert "forgotten" in found["uses_forgotten:score"], "the nodes would not have it either"
@@ -96,31 +98,31 @@ def test_requirements_of_one_extra() -> None:
         'ruff; extra == "dev"',
         'vllm; extra == "vllm" and python_version < "3"',
     ]
-    found = gather.select_requirements(lines, "training")
+    found = gather_facts.select_requirements(lines, "training")
     assert [(one.name, one.accepts) for one in found] == [("torch", ">=2.6"), ("math-verify", ">=0.8")]
 
 
 def test_code_is_told_apart_by_name_and_content(tmp_path: Path) -> None:
-    assert gather.hash_code(tmp_path / "none") == gather.hash_code(tmp_path) == ""
+    assert gather_facts.hash_code(tmp_path / "none") == gather_facts.hash_code(tmp_path) == ""
     (tmp_path / "a.py").write_text("one")
-    first = gather.hash_code(tmp_path)
+    first = gather_facts.hash_code(tmp_path)
     (tmp_path / "__pycache__").mkdir()
     (tmp_path / "__pycache__" / "a.cpython-311.pyc").write_text("compiled")
-    assert gather.hash_code(tmp_path) == first
+    assert gather_facts.hash_code(tmp_path) == first
     (tmp_path / "a.py").write_text("two")
-    second = gather.hash_code(tmp_path)
+    second = gather_facts.hash_code(tmp_path)
     (tmp_path / "a.py").rename(tmp_path / "b.py")
-    assert len({first, second, gather.hash_code(tmp_path)}) == 3
+    assert len({first, second, gather_facts.hash_code(tmp_path)}) == 3
 
 
 def test_disks(tmp_path: Path) -> None:
-    good = gather.look_at_disk(tmp_path / "not" / "yet")
+    good = gather_facts.look_at_disk(tmp_path / "not" / "yet")
     assert (good.problem, good.free_bytes > 0) == ("", True)
     assert good.free_files is None or good.free_files > 0
     assert list(tmp_path.iterdir()) == [], "looking leaves nothing behind"
     file = tmp_path / "file"
     file.write_text("")
-    assert gather.look_at_disk(file / "runs").problem
+    assert gather_facts.look_at_disk(file / "runs").problem
 
 
 def test_models_and_tokenizers(tmp_path: Path) -> None:
@@ -135,33 +137,33 @@ def test_models_and_tokenizers(tmp_path: Path) -> None:
         return ModelSpec(path=str(folder))
 
     for folder, says in ((tmp_path / "none", "no such folder"), (empty, "no config.json")):
-        found = gather.look_at_model(path(folder))
+        found = gather_facts.look_at_model(path(folder))
         assert found is not None
         assert says in found.problem
-    found = gather.look_at_model(path(model))
+    found = gather_facts.look_at_model(path(model))
     assert found is not None
     assert (found.problem, found.weight_bytes) == ("", 8)
-    assert gather.model_config(path(model)) == {"hidden_size": 8}
-    assert gather.look_at_tokenizer(path(model)) == ""
-    assert "no tokenizer" in gather.look_at_tokenizer(path(empty))
-    assert gather.look_at_model(make_spec().model) is None
+    assert gather_facts.model_config(path(model)) == {"hidden_size": 8}
+    assert gather_facts.look_at_tokenizer(path(model)) == ""
+    assert "no tokenizer" in gather_facts.look_at_tokenizer(path(empty))
+    assert gather_facts.look_at_model(make_spec().model) is None
 
 
 def test_a_checkpoint_with_a_missing_file_is_seen(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "runs")
     FakeAgent(run_dir).checkpoint(10, num_ranks=4)
-    found = gather.look_at_checkpoint(run_dir.checkpoint(10))
+    found = gather_facts.look_at_checkpoint(run_dir.checkpoint(10))
     assert found is not None
     assert (found.num_ranks, found.problems, found.settings) == (4, (), {})
     state = run_dir.checkpoint(10).trainer_state
     state.mkdir()
     (state / "settings.json").write_text('{"seed": 7}')
-    found = gather.look_at_checkpoint(run_dir.checkpoint(10))
+    found = gather_facts.look_at_checkpoint(run_dir.checkpoint(10))
     assert found is not None
     assert found.settings == {"seed": 7}
     manifest = run_dir.checkpoint(10).complete
     manifest.write_text(manifest.read_text().replace('"files": {}', '"files": {"a": {"bytes": 3, "sha256": "x"}}'))
-    found = gather.look_at_checkpoint(run_dir.checkpoint(10))
+    found = gather_facts.look_at_checkpoint(run_dir.checkpoint(10))
     assert found is not None
     assert "a: No such file" in found.problems[0]
 
@@ -171,10 +173,10 @@ def test_operators_built_for_other_versions_do_not_count(tmp_path: Path, monkeyp
     folder = tmp_path / "deepspeed_shm_comm"
     folder.mkdir()
     (folder / "built_for.json").write_text('{"torch": "2.9", "deepspeed": "0.19"}')
-    assert gather.built_operators({"torch": "2.9", "deepspeed": "0.19"}) == (), "nothing was compiled"
+    assert gather_facts.built_operators({"torch": "2.9", "deepspeed": "0.19"}) == (), "nothing was compiled"
     (folder / "deepspeed_shm_comm.so").write_text("")
-    assert gather.built_operators({"torch": "2.9", "deepspeed": "0.19"}) == ("deepspeed_shm_comm",)
-    assert gather.built_operators({"torch": "2.10", "deepspeed": "0.19"}) == ()
+    assert gather_facts.built_operators({"torch": "2.9", "deepspeed": "0.19"}) == ("deepspeed_shm_comm",)
+    assert gather_facts.built_operators({"torch": "2.10", "deepspeed": "0.19"}) == ()
 
 
 def test_the_size_of_a_known_model_is_about_right() -> None:
@@ -196,7 +198,7 @@ def test_the_size_of_a_known_model_is_about_right() -> None:
 
 
 def test_everything_at_once(tmp_path: Path) -> None:
-    facts = gather.gather(RunSpec.model_validate(make_spec().model_dump()), around(tmp_path))
+    facts = gather_facts.gather(RunSpec.model_validate(make_spec().model_dump()), around(tmp_path))
     assert facts.compute.problem == ""
     assert facts.train is None
     assert facts.disk.problem == ""
@@ -205,19 +207,19 @@ def test_everything_at_once(tmp_path: Path) -> None:
 
 
 def test_nobody_looks_at_the_content_when_its_checks_are_off(tmp_path: Path) -> None:
-    spec = make_spec(preflight={"off": dict.fromkeys(gather.CONTENT_CHECKS, "the data is on the nodes only")})
-    assert gather.gather(spec, around(tmp_path)).content is None
-    some = make_spec(preflight={"off": dict.fromkeys(gather.CONTENT_CHECKS[1:], "known")})
-    assert gather.gather(some, around(tmp_path)).content is not None
+    spec = make_spec(preflight={"off": dict.fromkeys(gather_facts.CONTENT_CHECKS, "the data is on the nodes only")})
+    assert gather_facts.gather(spec, around(tmp_path)).content is None
+    some = make_spec(preflight={"off": dict.fromkeys(gather_facts.CONTENT_CHECKS[1:], "known")})
+    assert gather_facts.gather(some, around(tmp_path)).content is not None
 
 
 def test_the_checks_of_the_content_are_those_that_there_are() -> None:
-    assert list(gather.CONTENT_CHECKS) == [one.id for one in CHECKS if one.id.startswith("content.")]
+    assert list(gather_facts.CONTENT_CHECKS) == [one.id for one in CHECKS if one.id.startswith("content.")]
 
 
 def test_content_that_cannot_be_looked_at_has_a_reason(tmp_path: Path) -> None:
     spec = make_spec(reward={"functions": ["no_such_module:score"]})
-    facts = gather.gather(spec, around(tmp_path))
+    facts = gather_facts.gather(spec, around(tmp_path))
     assert facts.content is None
     assert "no_such_module:score does not import" in facts.content_problem
-    assert "exit code" in str(gather.look_at_content(spec, around(tmp_path, "/bin/false")))
+    assert "exit code" in str(gather_facts.look_at_content(spec, around(tmp_path, "/bin/false")))

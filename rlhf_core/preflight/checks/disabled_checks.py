@@ -1,4 +1,4 @@
-"""What is turned off, and why."""
+"""Checks that the config turns off, with the reasons given."""
 
 import difflib
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.registry import CHECKS, OFF, Finding, blocked, check, passed
 
 SITE = "site."
-"""What the ids of a site's own checks of nodes begin with: they are installed there, and not known here."""
+"""Prefix of the ids of a site's own node checks, which are installed on the nodes and unknown here."""
 
 
 @check(OFF)
