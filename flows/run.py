@@ -35,7 +35,7 @@ from flows.told import leave_out
 from flows.view import shown_in_prefect
 from rlhf_core.config import Site, load_site
 from rlhf_core.errors import RlhfError, RunCancelled
-from rlhf_core.history.controllers import run_of_flow_run
+from rlhf_core.history.queries.controllers import run_of_flow_run
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.regression import regression_text

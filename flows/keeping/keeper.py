@@ -21,7 +21,7 @@ from flows.keeping.tidying import Tidier
 from flows.site.server import server_answers
 from rlhf_core.config import Site
 from rlhf_core.errors import HistoryError, LeaseLost, RlhfError
-from rlhf_core.history import active
+from rlhf_core.history.queries import open_runs
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.lease import Lease, Owner, known_dead
 from rlhf_core.run_dir import RunDir, run_dirs
@@ -225,7 +225,7 @@ class Ingester:
     def turn(self) -> int:
         """Read what is new in all active runs, and in some of the others; how many had something new."""
         try:
-            found = active.standings(self.store, utc_now(), since=utc_now() - LINGER)
+            found = open_runs.standings(self.store, utc_now(), since=utc_now() - LINGER)
         except HistoryError as error:
             self._complain("", str(error))
             return 0

@@ -37,8 +37,8 @@ from rlhf_core.diagnosis.reconcile import (
 )
 from rlhf_core.diagnosis.retention import Scored, removable
 from rlhf_core.errors import HistoryError, RlhfError, SchedulerError
-from rlhf_core.history import active
-from rlhf_core.history.active import Standing
+from rlhf_core.history.queries import open_runs
+from rlhf_core.history.queries.open_runs import Standing
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import RunRecord, read_record
 from rlhf_core.launch.lease import TTL_S, Owner
@@ -176,11 +176,11 @@ class Reconciler:
         now = self._now()
         jobs = self._jobs()
         run_ids = {job.run_id for job in jobs}
-        self._standings = active.standings(self._store, now, since=now - RECENT, run_ids=run_ids)
+        self._standings = open_runs.standings(self._store, now, since=now - RECENT, run_ids=run_ids)
         self._watched_since = self._clock() if self._watched_since is None else self._watched_since
         self._prefect = self._ask_prefect(now)
         mentioned = {one.run_id for one in self._prefect.flow_runs if one.state not in FLOW_ENDS and one.run_id}
-        self._standings |= active.standings(self._store, now, run_ids=mentioned)
+        self._standings |= open_runs.standings(self._store, now, run_ids=mentioned)
         runs = {}
         for run_id in sorted(self._standings.keys() | run_ids | mentioned):
             run = self._run(run_id, self._standings.get(run_id), now)
@@ -221,7 +221,7 @@ class Reconciler:
         except Exception as error:  # noqa: BLE001 - whatever its client raises, Prefect says nothing then
             self._note_once("", "prefect", f"{type(error).__name__}: {error}")
             return _Prefect()
-        controllers = active.runs_of_flow_runs(self._store, {str(one.id) for one in seen.flow_runs})
+        controllers = open_runs.runs_of_flow_runs(self._store, {str(one.id) for one in seen.flow_runs})
         found = flow_runs.facts(seen, controllers, self._site.prefect.pool, now)
         run_ids = {one.flow_run_id: one.run_id for one in found}
         open_ones = task_runs.facts(seen.task_runs, run_ids, self._site.runs_dir)
@@ -425,13 +425,13 @@ class Reconciler:
         if not days:
             return
         now = self._now()
-        candidates = active.with_checkpoints(self._store, now - timedelta(days=days))
+        candidates = open_runs.with_checkpoints(self._store, now - timedelta(days=days))
         begun_from = self._begun_from(world) if candidates else []
         for run_id, (path, ended_at) in candidates.items():
             run_dir = RunDir.find(self._site.runs_dir, run_id)
             if Path(path).parent != self._site.runs_dir or run_dir is None or run_dir.checkpoints_dir.is_symlink():
                 continue
-            standing = active.standings(self._store, now, run_ids=[run_id])[run_id]
+            standing = open_runs.standings(self._store, now, run_ids=[run_id])[run_id]
             with suppress(RlhfError, OSError):
                 for step in self._old_steps(run_dir, standing, ended_at, begun_from, now):
                     reason = f"older than {days} days, and neither the newest, the best, promoted nor in use"

@@ -15,7 +15,7 @@ from flows.promoting.promotion import is_due
 from flows.site.server import server_answers
 from rlhf_core.config import Site
 from rlhf_core.errors import RunDirError
-from rlhf_core.history import active
+from rlhf_core.history.queries import open_runs
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir import RunDir, run_dirs
@@ -68,7 +68,7 @@ class Tidier:
     def _referred_by_runs(self) -> Iterator[tuple[str, str]]:
         """Of runs that may be gone on with. The history knows them also where this site has other folders of runs, the
         directories also where the history has not read them."""
-        sources = [*active.resumable_sources(self._store)]
+        sources = [*open_runs.resumable_sources(self._store)]
         for run_dir in run_dirs(self._site.runs_dir):
             source = self._source(run_dir)
             if kept.key_of(source) is not None and self._may_go_on(run_dir):

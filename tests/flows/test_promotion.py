@@ -22,7 +22,8 @@ from flows.promoting.answering import answer_promotion
 from flows.session import Session
 from flows.stages import drive
 from rlhf_core.errors import BadInput, IllegalMove, PromotionFailed
-from rlhf_core.history import promotions, queries
+from rlhf_core.history import queries
+from rlhf_core.history.queries import promotions
 from rlhf_core.launch import lease, promote
 from rlhf_core.launch.journal import PromotionRecord, read_record
 from rlhf_core.launch.promote import damage, give_answer, promoted_folder
