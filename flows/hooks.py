@@ -12,7 +12,7 @@ from rlhf_core.config import Site, load_site
 from rlhf_core.control.cancel import cancel_run
 from rlhf_core.control.controller import FlowRunLink
 from rlhf_core.formatting import THROUGH_PREFECT
-from rlhf_core.history.controllers import run_of_flow_run
+from rlhf_core.history.queries.controllers import run_of_flow_run
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir import RunDir
 

@@ -22,7 +22,7 @@ from prefect.client.schemas.sorting import FlowRunSort
 
 from flows.deployments import page
 from rlhf_core.config import Site
-from rlhf_core.history import active
+from rlhf_core.history.queries import open_runs
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir import RunDir, write_model
 from rlhf_core.schemas.site import Request, Requests, requests_file
@@ -53,7 +53,7 @@ def keep(site: Site, store: HistoryStore, flow: str, now: datetime) -> Requests:
         waiting = [one for one in _newest(client, flow, _WAITING) if not (one.auto_scheduled and _is_ahead(one, now))]
         since = FlowRunFilterExpectedStartTime(after_=now - RECENT)
         refused = _newest(client, flow, _REFUSED, since)
-        driven = active.runs_of_flow_runs(store, {str(one.id) for one in refused})
+        driven = open_runs.runs_of_flow_runs(store, {str(one.id) for one in refused})
         without_run = [one for one in refused if str(one.id) not in driven and not _has_run(site, one)]
         found = [one for one in (*waiting, *without_run) if not one.parameters.get("run_id")]
         names = _deployments(client, found)

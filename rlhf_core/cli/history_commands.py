@@ -16,7 +16,7 @@ from rlhf_core.schemas.attempts import RunState
 
 if TYPE_CHECKING:
     from rlhf_core.history.queries import SqlResult
-    from rlhf_core.history.questions import Question
+    from rlhf_core.history.saved_queries import Question
     from rlhf_core.history.store import HistoryStore
     from rlhf_core.watchdog.node_records import NodeRecord
 
@@ -219,7 +219,7 @@ def sql(
     """
     from rlhf_core.cli.query_deadline import enforce_deadline
     from rlhf_core.errors import BadInput
-    from rlhf_core.history import database, questions
+    from rlhf_core.history import database, saved_queries
     from rlhf_core.history.sql_limits import WorkClock
 
     if listed:
@@ -228,20 +228,20 @@ def sql(
     if not question:
         raise BadInput("there is nothing to ask: give a statement or the name of a saved question (`rlhf sql --list`)")
     text = sys.stdin.read() if question == "-" else question
-    asked = questions.find(text) if questions.is_name(text) else questions.parse(text)
+    asked = saved_queries.find(text) if saved_queries.is_name(text) else saved_queries.parse(text)
     clock = WorkClock(database.QUESTION_TIMEOUT_S)
     with _history() as store, enforce_deadline(clock):
         if show_it:
-            output.print_text(questions.statement(asked, questions.dialect_of(store)).rstrip())
+            output.print_text(saved_queries.statement(asked, saved_queries.dialect_of(store)).rstrip())
             return
         given = _named(values or [])
         if as_json:
-            with questions.answering(store, asked, given, clock) as streamed:
+            with saved_queries.answering(store, asked, given, clock) as streamed:
                 rows = (dict(zip(streamed.columns, row, strict=True)) for row in streamed.rows)
                 more = output.print_json_rows(rows, limit)
         else:
             limit = limit or _TABLE_ROWS
-            answer = questions.ask(store, asked, given, limit, clock)
+            answer = saved_queries.ask(store, asked, given, limit, clock)
             more = answer.truncated
             _print_answer(answer, asked, given)
     if more:
@@ -259,9 +259,9 @@ def _print_answer(answer: "SqlResult", asked: "Question", given: Mapping[str, st
 
 
 def _list_questions(as_json: bool) -> None:
-    from rlhf_core.history import questions
+    from rlhf_core.history import saved_queries
 
-    found = questions.saved()
+    found = saved_queries.saved()
     if as_json:
         output.print_json([{**vars(one), "arguments": [vars(argument) for argument in one.arguments]} for one in found])
         return

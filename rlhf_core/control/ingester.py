@@ -8,7 +8,7 @@ from datetime import timedelta
 
 from rlhf_core.config import Site
 from rlhf_core.errors import HistoryError, RlhfError
-from rlhf_core.history import active
+from rlhf_core.history.queries import open_runs
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir import RunDir, run_dirs
 from rlhf_core.schemas.base import utc_now
@@ -38,7 +38,7 @@ class Ingester:
     def ingest(self) -> int:
         """Read what is new in all active runs, and in some of the others; how many had something new."""
         try:
-            found = active.standings(self.store, utc_now(), since=utc_now() - LINGER)
+            found = open_runs.standings(self.store, utc_now(), since=utc_now() - LINGER)
         except HistoryError as error:
             self._complain("", str(error))
             return 0

@@ -10,7 +10,7 @@ from typing import Self
 from sqlalchemy import Connection, delete, func, select, update
 
 from rlhf_core.errors import HistoryError, LeaseLost
-from rlhf_core.history import database, migrate, write
+from rlhf_core.history import database, migrate, writers
 from rlhf_core.history.batch import IngestBatch, IngestState
 from rlhf_core.history.tables import Lease, Run, metadata
 from rlhf_core.schemas.attempts import RunState
@@ -126,7 +126,7 @@ class HistoryStore:
             expires_at = self.time(connection) + timedelta(seconds=ttl_s)
             taken = {"owner": owner, "token": token, "expires_at": expires_at}
             if present is None:
-                return token if write.insert_new(connection, LEASES, {"run_id": run_id, **taken}) else None
+                return token if writers.insert_new(connection, LEASES, {"run_id": run_id, **taken}) else None
             # Compare and swap: of all who saw this token, one finds it still there.
             swapped = connection.execute(
                 update(LEASES)
@@ -195,7 +195,7 @@ class HistoryStore:
             ).one_or_none()
             if run is None:
                 return IngestState()
-            offsets = write.OFFSETS
+            offsets = writers.OFFSETS
             found = connection.execute(select(offsets.c.path, offsets.c.position).where(offsets.c.run_id == run_id))
             positions = {row.path: row.position for row in found}
             return IngestState(run.ingest_stamp, positions, run.journal_token)
@@ -231,7 +231,7 @@ class HistoryStore:
         """Claim the run for this transaction, if it is as it was when the batch was made."""
         new_stamp = secrets.randbits(62) + 1
         if batch.base.stamp == 0:
-            return batch.stored is not None and write.insert_run(connection, batch.run_dir, batch.stored, new_stamp)
+            return batch.stored is not None and writers.insert_run(connection, batch.run_dir, batch.stored, new_stamp)
         claimed = connection.execute(
             update(RUNS)
             .where(RUNS.c.run_id == run_id, RUNS.c.ingest_stamp == batch.base.stamp)
@@ -240,31 +240,31 @@ class HistoryStore:
         if claimed.rowcount != 1:
             return False
         if batch.stored is not None:
-            write.describe_run(connection, batch.run_dir, batch.stored)
+            writers.describe_run(connection, batch.run_dir, batch.stored)
         return True
 
     def _write(self, connection: Connection, run_id: str, batch: IngestBatch) -> None:
-        write.write_journal(connection, run_id, batch.journal)
-        write.write_notes(connection, run_id, "housekeeping.jsonl", batch.notes)
-        write.write_attempts(connection, run_id, batch.attempts)
-        write.write_restarts(connection, run_id, batch)
-        write.write_events(connection, run_id, batch.events)
-        write.write_set_aside(connection, run_id, batch.set_aside)
+        writers.write_journal(connection, run_id, batch.journal)
+        writers.write_notes(connection, run_id, "housekeeping.jsonl", batch.notes)
+        writers.write_attempts(connection, run_id, batch.attempts)
+        writers.write_restarts(connection, run_id, batch)
+        writers.write_events(connection, run_id, batch.events)
+        writers.write_set_aside(connection, run_id, batch.set_aside)
         names = {name for entry in batch.metrics for name in entry.line.metrics}
-        write.write_metrics(connection, run_id, batch.metrics, write.write_metric_keys(connection, names))
-        write.write_nodes(connection, run_id, batch.nodes)
-        write.write_probes(connection, run_id, batch.probes)
-        write.write_incidents(connection, run_id, batch.incidents)
-        write.write_decisions(connection, run_id, batch.decisions)
-        write.write_outcomes(connection, run_id, batch.outcomes)
-        write.write_checkpoints(connection, run_id, batch.checkpoints)
-        write.write_removed_checkpoints(connection, run_id, batch.removed_checkpoints)
-        write.write_evaluations(connection, run_id, batch.evaluations)
-        write.write_telemetry(connection, run_id, batch.telemetry)
-        write.write_progress(connection, run_id, batch)
-        write.write_offsets(connection, run_id, batch)
+        writers.write_metrics(connection, run_id, batch.metrics, writers.write_metric_keys(connection, names))
+        writers.write_nodes(connection, run_id, batch.nodes)
+        writers.write_probes(connection, run_id, batch.probes)
+        writers.write_incidents(connection, run_id, batch.incidents)
+        writers.write_decisions(connection, run_id, batch.decisions)
+        writers.write_outcomes(connection, run_id, batch.outcomes)
+        writers.write_checkpoints(connection, run_id, batch.checkpoints)
+        writers.write_removed_checkpoints(connection, run_id, batch.removed_checkpoints)
+        writers.write_evaluations(connection, run_id, batch.evaluations)
+        writers.write_telemetry(connection, run_id, batch.telemetry)
+        writers.write_progress(connection, run_id, batch)
+        writers.write_offsets(connection, run_id, batch)
         if batch.is_last:
-            write.keep_goodput(connection, run_id)
+            writers.keep_goodput(connection, run_id)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Making it again
@@ -283,7 +283,7 @@ class HistoryStore:
             for table in reversed(metadata.sorted_tables):
                 if "run_id" in table.c and table.name not in _REMEMBERED | {"runs", "leases"}:
                     connection.execute(delete(table).where(table.c.run_id == run_id))
-            checkpoints = write.CHECKPOINTS
+            checkpoints = writers.CHECKPOINTS
             connection.execute(
                 update(checkpoints)
                 .where(checkpoints.c.run_id == run_id, checkpoints.c.removed_at.is_(None))
@@ -312,5 +312,5 @@ class HistoryStore:
         """Remove every row but the leases and the names of metrics, whose ids another process may be about to use."""
         with self.writing() as connection:
             for table in reversed(metadata.sorted_tables):
-                if table.name not in (LEASES.name, write.KEYS.name):
+                if table.name not in (LEASES.name, writers.KEYS.name):
                     connection.execute(delete(table))

@@ -13,7 +13,7 @@ import psutil
 
 from rlhf_core.accounts import user_name
 from rlhf_core.errors import DatabaseUnavailable, LeaseLost
-from rlhf_core.history.controllers import Holder, holder
+from rlhf_core.history.queries.controllers import Holder, holder
 from rlhf_core.history.store import HistoryStore
 
 TTL_S = 60.0

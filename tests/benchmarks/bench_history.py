@@ -36,7 +36,7 @@ import history_load
 from bench_ingest import NUM_KEYS, long_run, seconds
 from history_tools import T0, RunFiles, new_sqlite, postgres
 
-from rlhf_core.history import queries, questions
+from rlhf_core.history import queries, saved_queries
 from rlhf_core.history.batch import IngestBatch
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.reports.compare import compare
@@ -244,7 +244,7 @@ def bench_questions(kind: str, folder: Path, size: Size, mlflow: str | None) -> 
     for name, ask in what_people_ask(ids, chance).items():
         yield timed(url, name, ask, size.num_questions, LIMIT_MS)
     yield "saved questions:"
-    for question in questions.saved():
+    for question in saved_queries.saved():
         yield timed(url, question.name, saved_question(question, ids, chance), size.num_saved, SAVED_LIMIT_MS)
 
 
@@ -276,12 +276,12 @@ def what_people_ask(ids: Sequence[str], chance: random.Random) -> dict[str, Call
 
 
 def saved_question(
-    question: questions.Question, ids: Sequence[str], chance: random.Random
+    question: saved_queries.Question, ids: Sequence[str], chance: random.Random
 ) -> Callable[[HistoryStore], object]:
     """A saved question as it is asked by default, as if today were the day of the newest run; of runs, random ones."""
     age_days = (datetime.now(UTC) - T0).days - history_load.DAYS
 
-    def value(argument: questions.Argument) -> str | None:
+    def value(argument: saved_queries.Argument) -> str | None:
         if argument.type == "run":
             return chance.choice(ids)
         if argument.name == "days":
@@ -290,7 +290,7 @@ def saved_question(
 
     def ask(store: HistoryStore) -> object:
         given = {argument.name: text for argument in question.arguments if (text := value(argument)) is not None}
-        return questions.ask(store, question, given)
+        return saved_queries.ask(store, question, given)
 
     return ask
 

@@ -16,8 +16,8 @@ from history_tools import RunFiles, at, postgres, whole_run
 
 from rlhf_core.cli.main import execute
 from rlhf_core.config import load, load_site
-from rlhf_core.history.exports import curve_points, reading_tables
 from rlhf_core.history.queries import evaluation_samples
+from rlhf_core.history.queries.exports import curve_points, reading_tables
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.schemas.attempts import PromotionState, RunState
 from rlhf_core.schemas.journal import PromotionMoved

@@ -29,8 +29,8 @@ from rlhf_core import config
 from rlhf_core.cli.main import execute
 from rlhf_core.config import Site, load_site
 from rlhf_core.errors import BadConfig, BadInput, PrefectUnavailable
-from rlhf_core.history.controllers import run_of_flow_run
 from rlhf_core.history.queries import show_run
+from rlhf_core.history.queries.controllers import run_of_flow_run
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import read_record
 from rlhf_core.launch.lease import Owner

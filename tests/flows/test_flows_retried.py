@@ -17,8 +17,8 @@ from flows.run import run_of_the_form
 from rlhf_core.control.controller import FlowRunLink, opened
 from rlhf_core.control.steps import drive
 from rlhf_core.errors import RunFailed
-from rlhf_core.history.controllers import flow_runs_of, run_of_flow_run
 from rlhf_core.history.queries import show_run
+from rlhf_core.history.queries.controllers import flow_runs_of, run_of_flow_run
 from rlhf_core.launch import prepare, start
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir import RunDir

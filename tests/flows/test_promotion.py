@@ -21,7 +21,8 @@ from rlhf_core.control import promotion
 from rlhf_core.control.approval import answer_promotion
 from rlhf_core.control.steps import drive
 from rlhf_core.errors import BadInput, IllegalMove, PromotionFailed
-from rlhf_core.history import promotions, queries
+from rlhf_core.history import queries
+from rlhf_core.history.queries import promotions
 from rlhf_core.launch import lease, promote
 from rlhf_core.launch.journal import PromotionRecord, read_record
 from rlhf_core.launch.promote import damage, give_answer, promoted_folder

@@ -6,7 +6,7 @@ import pytest
 from control_fakes import make_run
 
 from rlhf_core.errors import IllegalMove
-from rlhf_core.history import promotions
+from rlhf_core.history.queries import promotions
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import Journal
 from rlhf_core.run_dir import RunDir

@@ -7,8 +7,9 @@ import pytest
 from history_tools import T0, RunFiles, at, dump, new_sqlite, whole_run
 
 from rlhf_core.errors import DatabaseUnavailable
-from rlhf_core.history import metric_rows, queries, write
+from rlhf_core.history import queries, writers
 from rlhf_core.history.store import HistoryStore
+from rlhf_core.history.writers import metric_rows
 from rlhf_core.run_dir import LineWriter
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.failures import FailureKind
@@ -84,7 +85,7 @@ def test_without_the_stamp_stale_goodput_would_be_shown(
     """Negative control: an ingester that does not keep anew, and a stamp that does not tell."""
     run = whole_run(runs)
     sync(run.dir, store)
-    monkeypatch.setattr(write, "keep_goodput", lambda *_arguments: None)
+    monkeypatch.setattr(writers, "keep_goodput", lambda *_arguments: None)
     run.metrics(2, 0, 11, 54.5)
     sync(run.dir, store)
     assert_goodput_is_the_view(store)

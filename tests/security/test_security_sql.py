@@ -14,7 +14,7 @@ from history_tools import new_sqlite
 
 from rlhf_core.cli.main import execute
 from rlhf_core.errors import BadInput
-from rlhf_core.history import database, queries, questions, sql_limits
+from rlhf_core.history import database, queries, saved_queries, sql_limits
 from rlhf_core.history.sql_limits import WorkClock
 from rlhf_core.history.store import HistoryStore
 
@@ -157,7 +157,7 @@ def test_rows_are_read_as_they_are_asked_for(store: HistoryStore, capsys: pytest
 
 def test_the_time_of_whoever_reads_does_not_count(store: HistoryStore) -> None:
     clock = WorkClock(0.5)
-    with questions.answering(store, questions.parse(ENDLESS.format("x")), {}, clock) as answer:
+    with saved_queries.answering(store, saved_queries.parse(ENDLESS.format("x")), {}, clock) as answer:
         for _ in range(3):
             next(answer.rows)
             time.sleep(0.3)

@@ -16,7 +16,7 @@ from history_tools import RunFiles, dump, new_sqlite, whole_run
 from sqlalchemy import event
 
 from rlhf_core.errors import IllegalMove
-from rlhf_core.history import write
+from rlhf_core.history import writers
 from rlhf_core.history.batch import IngestBatch
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.schemas.attempts import RunState
@@ -110,7 +110,7 @@ class OffsetsFirst(HistoryStore):
         with self.writing() as connection:
             if not self._take_turn(connection, run_id, batch):
                 return False
-            write.write_offsets(connection, run_id, batch)
+            writers.write_offsets(connection, run_id, batch)
         self.between()
         with self.writing() as connection:
             self._write(connection, run_id, batch)
@@ -126,7 +126,7 @@ class OffsetsLast(OffsetsFirst):
             return False
         self.between()
         with self.writing() as connection:
-            write.write_offsets(connection, run_id, batch)
+            writers.write_offsets(connection, run_id, batch)
         return True
 
 
@@ -235,7 +235,7 @@ def test_without_the_stamp_the_slower_ingester_would_break_the_run(
     run = RunFiles(runs)
     run.created()
     with store.writing() as connection:
-        write.insert_run(connection, str(run.dir.root), run.dir.read_spec(), 1)
+        writers.insert_run(connection, str(run.dir.root), run.dir.read_spec(), 1)
     run.moved(RunState.PREFLIGHT, 1)
     slow = ingest._Reader(run.dir, store.ingest_state(run.run_id)).read()
     run.moved(RunState.QUEUED, 2)

@@ -23,8 +23,8 @@ from rlhf_core.control.reconcile.facts import lease_holder, run_facts
 from rlhf_core.control.reconcile.flow_runs import FlowRuns, FlowRunSnapshot, NotRegistered
 from rlhf_core.diagnosis.reconcile import FLOW_ENDS, ActionKind, JobFacts, ReconcileAction, RunFacts, World, decide
 from rlhf_core.errors import HistoryError, RlhfError, SchedulerError
-from rlhf_core.history import active
-from rlhf_core.history.active import Standing
+from rlhf_core.history.queries import open_runs
+from rlhf_core.history.queries.open_runs import Standing
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import RunRecord, read_record
 from rlhf_core.run_dir import LineWriter, RunDir, is_run_id, read_model, remove_tree, run_dirs
@@ -142,12 +142,12 @@ class Reconciler:
         now = self._now()
         jobs = self._jobs()
         run_ids = {job.run_id for job in jobs}
-        self._standings = active.standings(self._store, now, since=now - RECENT, run_ids=run_ids)
+        self._standings = open_runs.standings(self._store, now, since=now - RECENT, run_ids=run_ids)
         self._watched_since = self._clock() if self._watched_since is None else self._watched_since
         self._seen = self._poll_prefect(now)
         seen = self._seen or FlowRunSnapshot()
         mentioned = {one.run_id for one in seen.flow_runs if one.state not in FLOW_ENDS and one.run_id}
-        self._standings |= active.standings(self._store, now, run_ids=mentioned)
+        self._standings |= open_runs.standings(self._store, now, run_ids=mentioned)
         runs = {}
         for run_id in sorted(self._standings.keys() | run_ids | mentioned):
             run = self._run(run_id, self._standings.get(run_id), now)
@@ -186,7 +186,7 @@ class Reconciler:
         }
         try:
             return self._flow_runs.poll(
-                self._standings.keys(), driven_by, lambda ids: active.runs_of_flow_runs(self._store, set(ids)), now
+                self._standings.keys(), driven_by, lambda ids: open_runs.runs_of_flow_runs(self._store, set(ids)), now
             )
         except HistoryError:
             raise

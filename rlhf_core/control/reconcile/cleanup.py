@@ -14,8 +14,8 @@ from rlhf_core.control.reconcile.flow_runs import FlowRuns
 from rlhf_core.diagnosis.reconcile import ActionKind, ReconcileAction, World
 from rlhf_core.diagnosis.retention import Scored, removable
 from rlhf_core.errors import RlhfError, RunDirError
-from rlhf_core.history import active
-from rlhf_core.history.active import Standing
+from rlhf_core.history.queries import open_runs
+from rlhf_core.history.queries.open_runs import Standing
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir import RunDir, read_model, run_dirs
@@ -39,13 +39,13 @@ def old_checkpoints(site: Site, store: HistoryStore, world: World, now: datetime
     days = site.retention.checkpoints_days
     if not days:
         return
-    candidates = active.with_checkpoints(store, now - timedelta(days=days))
+    candidates = open_runs.with_checkpoints(store, now - timedelta(days=days))
     begun_from = _begun_from(site, world) if candidates else []
     for run_id, (path, ended_at) in candidates.items():
         run_dir = RunDir.find(site.runs_dir, run_id)
         if Path(path).parent != site.runs_dir or run_dir is None or run_dir.checkpoints_dir.is_symlink():
             continue
-        standing = active.standings(store, now, run_ids=[run_id])[run_id]
+        standing = open_runs.standings(store, now, run_ids=[run_id])[run_id]
         with suppress(RlhfError, OSError):
             for step in _old_steps(run_dir, standing, ended_at, begun_from, days, now):
                 reason = f"older than {days} days, and neither the newest, the best, promoted nor in use"
@@ -149,7 +149,7 @@ class SnapshotCleanup:
     def _referred_by_runs(self) -> Iterator[tuple[str, str]]:
         """Of runs that may be resumed. The history knows them also where this site has other folders of runs, the
         directories also where the history has not read them."""
-        sources = [*active.resumable_sources(self._store)]
+        sources = [*open_runs.resumable_sources(self._store)]
         for run_dir in run_dirs(self._site.runs_dir):
             source = self._source(run_dir)
             if snapshots.key_of(source) is not None and self._may_go_on(run_dir):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.errors import BadInput
-from rlhf_core.history.exports import CurvePoint, curve_points
+from rlhf_core.history.queries.exports import CurvePoint, curve_points
 from rlhf_core.history.store import HistoryStore
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.escaping import csv_cell, json_text
-from rlhf_core.history.exports import Column, ExportTable, reading_tables
+from rlhf_core.history.queries.exports import Column, ExportTable, reading_tables
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.reports.exports.common import make_folder, require
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.history import queries
-from rlhf_core.history.exports import CurvePoint, curve_points
+from rlhf_core.history.queries.exports import CurvePoint, curve_points
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.reports.config_text import flat, setting_text
 from rlhf_core.reports.exports.common import (

@@ -6,7 +6,7 @@ from typing import Any
 from sqlalchemy import select
 
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.history.write import PROMOTIONS
+from rlhf_core.history.writers import PROMOTIONS
 from rlhf_core.schemas.attempts import PromotionState
 
 OPEN = (PromotionState.WAITING.value, PromotionState.APPROVED.value)

@@ -97,7 +97,7 @@ class Question:
 
 def saved() -> list[Question]:
     """All saved questions, by name."""
-    folder = resources.files("rlhf_core.history").joinpath("questions")
+    folder = resources.files("rlhf_core.history").joinpath("saved_queries")
     found = [file for file in folder.iterdir() if file.name.endswith(".sql")]
     return [
         replace(parse(file.read_text(encoding="utf-8")), name=file.name.removesuffix(".sql"))

@@ -17,8 +17,9 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from rlhf_core.errors import IllegalMove
 from rlhf_core.formatting import attributed
-from rlhf_core.history import metric_rows, tables
+from rlhf_core.history import tables
 from rlhf_core.history.batch import EventEntry, IngestBatch, JournalEntry, MetricsEntry, SetAside, TelemetryEntry
+from rlhf_core.history.writers import metric_rows
 from rlhf_core.schemas.attempts import (
     ATTEMPT_ENDS,
     PROMOTION_BEGINNINGS,

@@ -12,7 +12,7 @@ import pytest
 from history_tools import dump, new_sqlite, postgres, whole_run
 
 from rlhf_core.errors import BadInput, UnsafeDatabase
-from rlhf_core.history import database, migrate, queries, questions
+from rlhf_core.history import database, migrate, queries, saved_queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.watchdog.ingest import sync
 
@@ -154,7 +154,7 @@ def test_without_the_reading_role_a_superuser_is_refused_and_told_what_to_do(
         for question in ("SELECT 1", "SELECT current_user", *REFUSED_BY_POSTGRES):
             with pytest.raises(UnsafeDatabase, match="superuser") as refused:
                 queries.run_sql(store, question)
-        assert questions.ask(store, questions.find("goodput"), {}).rows == [], (
+        assert saved_queries.ask(store, saved_queries.find("goodput"), {}).rows == [], (
             "what comes with the program may be asked"
         )
         (advice,) = re.findall(r"`(rlhf db reader .*?)`", str(refused.value))

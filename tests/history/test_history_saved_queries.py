@@ -8,8 +8,8 @@ import pytest
 from sqlalchemy import Integer, Table, insert, select
 
 from rlhf_core.errors import BadInput, UnknownRun
-from rlhf_core.history import questions
-from rlhf_core.history.questions import ask, find, parse, saved
+from rlhf_core.history import saved_queries
+from rlhf_core.history.saved_queries import ask, find, parse, saved
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables import CleanJson, CleanText, UtcDateTime, metadata
 
@@ -420,17 +420,17 @@ def test_every_question_has_a_test_and_says_what_it_means() -> None:
         assert question.title
         assert question.meaning, question.name
         assert len(question.title) <= 80, question.name
-        assert questions.places(question.sql) == {argument.name for argument in question.arguments}, question.name
+        assert saved_queries.places(question.sql) == {argument.name for argument in question.arguments}, question.name
     assert len(saved()) >= 15
 
 
 def test_the_text_that_is_shown_can_be_asked_again(history: History) -> None:
     """With another argument, and as a statement of one's own."""
     a_run_that_was_stopped_once(history)
-    own_dialect = questions.dialect_of(history.store)
+    own_dialect = saved_queries.dialect_of(history.store)
     for question in saved():
         given = {"a": "a"} if question.name == "config-differences" else {}
-        shown = parse(questions.statement(question, own_dialect))
+        shown = parse(saved_queries.statement(question, own_dialect))
         assert shown.arguments == question.arguments
         assert ask(history.store, shown, given) == ask(history.store, question, given), question.name
         assert "@" not in shown.sql, question.name

@@ -21,7 +21,7 @@ from rlhf_core.history import database, sql_limits
 from rlhf_core.history.sql_limits import WorkClock
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables import VIEWS, UtcDateTime, metadata
-from rlhf_core.history.write import (
+from rlhf_core.history.writers import (
     ATTEMPTS,
     CHECKPOINTS,
     CHECKS,

@@ -6,7 +6,7 @@ from datetime import datetime
 from sqlalchemy import select
 
 from rlhf_core.history.store import LEASES, HistoryStore
-from rlhf_core.history.write import CONTROLLERS
+from rlhf_core.history.writers import CONTROLLERS
 
 
 def run_of_flow_run(store: HistoryStore, flow_run_id: str) -> str | None:
