@@ -52,14 +52,14 @@ WRONG_IMPORTS: dict[str, WrongImport] = {
     "preflight loads a tokenizer": _wrong(
         "rlhf_core/preflight/__init__.py", "import tokenizers", "control-plane-has-no-torch"
     ),
-    "prefect in a report": _wrong("rlhf_core/reports/html.py", "import prefect", "prefect-lives-in-flows"),
+    "prefect in a report": _wrong("rlhf_core/render/run_page.py", "import prefect", "prefect-lives-in-flows"),
     "prefect in the watchdog, which the steps use": _wrong(
         "rlhf_core/watchdog/watch.py", "import prefect", "prefect-lives-in-flows", "stages-know-no-prefect"
     ),
     "prefect in the order of the steps": _wrong("flows/stages.py", "import prefect", "stages-know-no-prefect"),
     "a schema imports the package of the flows": _wrong("rlhf_core/schemas/journal.py", "import flows", "flows-on-top"),
     "a report imports a flow, and its siblings with it": _wrong(
-        "rlhf_core/reports/html.py", "from flows import stages", "flows-on-top", "floors"
+        "rlhf_core/render/run_page.py", "from flows import stages", "flows-on-top", "floors"
     ),
     "a second command imports the flow": _wrong(
         "rlhf_core/cli/main.py", "from flows import run", "flows-on-top", "prefect-lives-in-flows"
@@ -199,7 +199,7 @@ CONTROL_PLANE = tuple(
 )
 
 
-EXPORTS = "rlhf_core.reports.exports"
+EXPORTS = "rlhf_core.render.exports"
 """Imports its libraries when they are needed, and says how to install one that is missing."""
 
 

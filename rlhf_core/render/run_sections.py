@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf_core.reports.evidence import Evidence
-from rlhf_core.reports.gather import RunRecord, find_row
-from rlhf_core.reports.markup import (
+from rlhf_core.render.evidence import Evidence
+from rlhf_core.render.gather import RunRecord, find_row
+from rlhf_core.render.markup import (
     Markup,
     badge,
     code,
@@ -19,7 +19,7 @@ from rlhf_core.reports.markup import (
     tag,
     words,
 )
-from rlhf_core.reports.timeline import timeline
+from rlhf_core.render.timeline_chart import timeline
 from rlhf_core.words import count, place_text
 
 _ACTIONS = {
