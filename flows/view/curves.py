@@ -62,7 +62,7 @@ class Curves:
 
 def picture_of(run_dir: RunDir, timeout_s: float = DRAWING_S) -> bytes:
     """The PNG; empty where there is nothing to draw, or the drawing failed or took too long."""
-    command = [sys.executable, "-P", "-m", "rlhf_core.reports.curves_image", str(run_dir.root)]
+    command = [sys.executable, "-P", "-m", "rlhf_core.render.curves_image", str(run_dir.root)]
     try:
         # A group of its own: a Ctrl-C is for the run.
         drawn = subprocess.run(

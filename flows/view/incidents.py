@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from flows.view.keys import artifact_link
 from flows.view.story import Story, ToldIncident
 from rlhf_core.escaping import markdown, markdown_code, markdown_quote
-from rlhf_core.reports.evidence import read_evidence
+from rlhf_core.render.evidence import read_evidence
 from rlhf_core.schemas.failures import Decision
 
 MAX_INCIDENTS = 20

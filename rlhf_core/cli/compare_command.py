@@ -38,7 +38,7 @@ def compare(
     from rlhf_core.errors import BadInput
     from rlhf_core.history import queries
     from rlhf_core.history.store import HistoryStore
-    from rlhf_core.reports.compare import compare as compare_runs
+    from rlhf_core.render.compare import compare as compare_runs
 
     if show and html is None:
         raise BadInput("--open needs a page to open: give --html FILE")
@@ -63,7 +63,7 @@ def compare(
 
 def _write_page(compared: Facts, path: Path, show: bool) -> None:
     from rlhf_core.errors import BadInput
-    from rlhf_core.reports.compare_page import write_comparison
+    from rlhf_core.render.compare_page import write_comparison
 
     try:
         write_comparison(compared, path)
@@ -107,7 +107,7 @@ def _print_time(runs: Sequence[Facts]) -> None:
 
 
 def _print_config(compared: Facts) -> None:
-    from rlhf_core.reports.config_text import setting_text
+    from rlhf_core.render.config_text import setting_text
 
     output.print_text("")
     if not compared["config"]:
@@ -151,7 +151,7 @@ def _print_metrics(compared: Facts) -> None:
 
 def sparklines(curves: Sequence[Sequence[tuple[int, float]]], width: int = _CURVE_WIDTH) -> list[str]:
     """Each curve as a line of bars, all on the same two axes; blank before its first step and after its last."""
-    from rlhf_core.reports.plots import finite
+    from rlhf_core.render.plots import finite
 
     known = [finite(curve) for curve in curves]
     points = [point for curve in known for point in curve]

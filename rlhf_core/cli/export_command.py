@@ -51,7 +51,7 @@ def export(
     from rlhf_core.config import load_site
     from rlhf_core.history import queries
     from rlhf_core.history.store import HistoryStore
-    from rlhf_core.reports.exports import files, mlflow, tensorboard, wandb
+    from rlhf_core.render.exports import files, mlflow, tensorboard, wandb
 
     with HistoryStore(load_site().database_url) as store:
         run_ids = list(dict.fromkeys(queries.resolve_run(store, run) for run in runs))

@@ -25,7 +25,7 @@ def report(
     from rlhf_core.errors import BadInput, RlhfError
     from rlhf_core.history import queries
     from rlhf_core.history.store import HistoryStore
-    from rlhf_core.reports.html import write_report
+    from rlhf_core.render.run_page import write_report
     from rlhf_core.run_dir import RunDir
     from rlhf_core.watchdog.ingest import sync
 

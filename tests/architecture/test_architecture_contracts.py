@@ -37,7 +37,7 @@ WRONG_IMPORTS: dict[str, WrongImport] = {
         "rlhf_core/history/queries/runs.py", "def _late() -> None:\n    import torch", "control-plane-has-no-torch"
     ),
     "torch for its types only": _wrong(
-        "rlhf_core/watchdog/watch.py",
+        "rlhf_core/watchdog/watcher.py",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch",
         "control-plane-has-no-torch",
     ),
@@ -52,9 +52,9 @@ WRONG_IMPORTS: dict[str, WrongImport] = {
     "preflight loads a tokenizer": _wrong(
         "rlhf_core/preflight/__init__.py", "import tokenizers", "control-plane-has-no-torch"
     ),
-    "prefect in a report": _wrong("rlhf_core/reports/html.py", "import prefect", "controller-without-prefect"),
+    "prefect in a report": _wrong("rlhf_core/render/run_page.py", "import prefect", "controller-without-prefect"),
     "prefect in the watchdog, which the steps use": _wrong(
-        "rlhf_core/watchdog/watch.py", "import prefect", "controller-without-prefect"
+        "rlhf_core/watchdog/watcher.py", "import prefect", "controller-without-prefect"
     ),
     "prefect in the order of the steps": _wrong(
         "rlhf_core/control/steps.py", "import prefect", "controller-without-prefect"
@@ -206,7 +206,7 @@ CONTROL_PLANE = tuple(
 )
 
 
-EXPORTS = "rlhf_core.reports.exports"
+EXPORTS = "rlhf_core.render.exports"
 """Imports its libraries when they are needed, and says how to install one that is missing."""
 
 

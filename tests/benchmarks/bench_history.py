@@ -39,7 +39,7 @@ from history_tools import T0, RunFiles, new_sqlite, postgres
 from rlhf_core.history import queries, saved_queries
 from rlhf_core.history.batch import IngestBatch
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.reports.compare import compare
+from rlhf_core.render.compare import compare
 from rlhf_core.run_dir import RunDir
 from rlhf_core.watchdog.ingest import sync
 

@@ -14,7 +14,7 @@ from rlhf_core.cli.compare_command import sparklines
 from rlhf_core.cli.main import execute
 from rlhf_core.config import load_site
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.reports.compare import at_last_common_step, config_differences, evaluations
+from rlhf_core.render.compare import at_last_common_step, config_differences, evaluations
 from rlhf_core.run_dir import write_model
 from rlhf_core.watchdog.ingest import sync
 
@@ -248,8 +248,8 @@ def test_the_page_needs_nothing_else(two: tuple[str, str], tmp_path: Path, capsy
 
 
 def test_a_page_of_hostile_names(two: tuple[str, str], tmp_path: Path) -> None:
-    from rlhf_core.reports.compare import compare
-    from rlhf_core.reports.compare_page import write_comparison
+    from rlhf_core.render.compare import compare
+    from rlhf_core.render.compare_page import write_comparison
 
     with HistoryStore(load_site().database_url) as store:
         compared = compare(store, two)

@@ -107,7 +107,7 @@ def test_steps_without_metrics_are_said_in_every_view(rlhf: Rlhf, runs: Path) ->
     assert rlhf("runs", "--json").json()[0]["missing_steps"] == said
     assert rlhf("show", "--json").json()["run"]["missing_steps"] == said
     with HistoryStore(load_site().database_url) as store:
-        from rlhf_core.reports.gather import gather
+        from rlhf_core.render.gather import gather
 
         assert any(said in note for note in gather(store, run.dir).notes)
 

@@ -21,7 +21,7 @@ from rlhf_core.control.summary import markdown, summarise
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.model_card import model_card
-from rlhf_core.reports.exports import mlflow, wandb
+from rlhf_core.render.exports import mlflow, wandb
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.promotion import ModelProvenance
 from rlhf_core.schemas.regression import regression_text, regressions, state_text

@@ -8,9 +8,9 @@ from control_fakes import Clock, FakeAgent, make_run, make_spec
 from PIL import Image
 
 from flows.view.curves import EVERY_S, MAX_BYTES, Curves, picture_of
-from rlhf_core.reports.charts import LEARNING
-from rlhf_core.reports.curves_image import draw, effective_curves, marks_of, plots_of
-from rlhf_core.reports.plots import Marks
+from rlhf_core.render.charts import LEARNING
+from rlhf_core.render.curves_image import draw, effective_curves, marks_of, plots_of
+from rlhf_core.render.plots import Marks
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.failures import FailureKind
 

@@ -11,7 +11,7 @@ from flows.view.incidents import MAX_INCIDENTS, incidents_markdown
 from flows.view.story import read_checks, read_story
 from rlhf_core.control.steps import drive
 from rlhf_core.errors import PreflightBlocked
-from rlhf_core.reports.evidence import LOG_LINES, STACK_LINES
+from rlhf_core.render.evidence import LOG_LINES, STACK_LINES
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.checks import CheckResult, CheckStatus

@@ -13,7 +13,7 @@ from flows.view.incidents import incidents_markdown
 from flows.view.story import read_story
 from rlhf_core.diagnosis.classify import Evidence, WorkerEnd, classify
 from rlhf_core.redaction import masked
-from rlhf_core.reports.evidence import read_evidence
+from rlhf_core.render.evidence import read_evidence
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.resources import Placement, Role
 from rlhf_core.schemas.site import is_private

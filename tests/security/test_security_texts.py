@@ -206,7 +206,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, s
     texts = tuple(text for text in ALLOWED_BY_SCHEMAS if text.strip())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rlhf_core.control.promotion.SHOWN_SAMPLES", len(texts))
-        patch.setattr("rlhf_core.reports.evidence.MAX_LINE", 10_000)
+        patch.setattr("rlhf_core.render.evidence.MAX_LINE", 10_000)
         folders = (tmp_path_factory.mktemp(name) for name in ("plain", "attacked"))
         plain, attacked = next(folders), next(folders)
         yield (

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf_core.reports.gather import RunRecord, find_row
-from rlhf_core.reports.markup import Markup, badge, code, facts, join, moment, section, table, tag
+from rlhf_core.render.gather import RunRecord, find_row
+from rlhf_core.render.markup import Markup, badge, code, facts, join, moment, section, table, tag
 
 _SAID = {
     "waiting": "waits for an answer",

@@ -8,8 +8,8 @@ from typing import Any
 from rlhf_core.errors import BadInput
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.reports.config_text import flat
-from rlhf_core.reports.plots import Curve, finite
+from rlhf_core.render.config_text import flat
+from rlhf_core.render.plots import Curve, finite
 
 Facts = dict[str, Any]
 

@@ -6,8 +6,8 @@ Positions are percentages, so that the picture fits a phone, a desk and paper.
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from rlhf_core.reports.gather import RunRecord
-from rlhf_core.reports.markup import Markup, as_time, clock, duration, tag
+from rlhf_core.render.gather import RunRecord
+from rlhf_core.render.markup import Markup, as_time, clock, duration, tag
 
 _TICKS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
 _MAX_TICKS = 6

@@ -7,10 +7,9 @@ from typing import Any
 
 from rlhf_core import __version__
 from rlhf_core.formatting import count
-from rlhf_core.reports import plots
-from rlhf_core.reports.config_text import setting_text
-from rlhf_core.reports.html import document
-from rlhf_core.reports.markup import (
+from rlhf_core.render import plots
+from rlhf_core.render.config_text import setting_text
+from rlhf_core.render.markup import (
     Markup,
     badges,
     code,
@@ -23,7 +22,8 @@ from rlhf_core.reports.markup import (
     tag,
     words,
 )
-from rlhf_core.reports.plots import Marks, Point, PointSeries, Series
+from rlhf_core.render.plots import Marks, Point, PointSeries, Series
+from rlhf_core.render.run_page import document
 from rlhf_core.run_dir import write_text
 from rlhf_core.schemas.base import utc_now
 
@@ -37,7 +37,7 @@ _STANDING = {
 
 
 def write_comparison(compared: Facts, out: Path) -> Path:
-    """Write the page of a comparison (:func:`rlhf_core.reports.compare.compare`).
+    """Write the page of a comparison (:func:`rlhf_core.render.compare.compare`).
 
     Raises:
         OSError: ``out`` cannot be written.

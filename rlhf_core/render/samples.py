@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from rlhf_core.formatting import count
-from rlhf_core.reports.gather import RunRecord
-from rlhf_core.reports.markup import Markup, code, fold, join, number, signed, table, tag
+from rlhf_core.render.gather import RunRecord
+from rlhf_core.render.markup import Markup, code, fold, join, number, signed, table, tag
 from rlhf_core.schemas.reports import EvaluationSample, SampleLine
 
 _PER_GROUP = 4

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlhf_core.formatting import count, place_text
-from rlhf_core.reports.evidence import Evidence
-from rlhf_core.reports.gather import RunRecord, find_row
-from rlhf_core.reports.markup import (
+from rlhf_core.render.evidence import Evidence
+from rlhf_core.render.gather import RunRecord, find_row
+from rlhf_core.render.markup import (
     Markup,
     badge,
     code,
@@ -20,7 +20,7 @@ from rlhf_core.reports.markup import (
     tag,
     words,
 )
-from rlhf_core.reports.timeline import timeline
+from rlhf_core.render.timeline_chart import timeline
 
 _ACTIONS = {
     "restart_in_place": "start the workers again in the same allocation",

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhf_core.reports import plots
-from rlhf_core.reports.gather import RunRecord
-from rlhf_core.reports.markup import Markup, join, number, tag, words
-from rlhf_core.reports.plots import Curve, Marks, Point, PointSeries, Series
+from rlhf_core.render import plots
+from rlhf_core.render.gather import RunRecord
+from rlhf_core.render.markup import Markup, join, number, tag, words
+from rlhf_core.render.plots import Curve, Marks, Point, PointSeries, Series
 
 EVALUATION_CURVE = "eval/greedy"
 """Metric of the greedy evaluations during training (``evaluate.every_num_steps``)."""

@@ -12,8 +12,8 @@ from rlhf_core import config
 from rlhf_core.cli.main import execute
 from rlhf_core.errors import UnknownRun
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.reports.gather import _evidence, gather
-from rlhf_core.reports.html import write_report
+from rlhf_core.render.gather import _evidence, gather
+from rlhf_core.render.run_page import write_report
 from rlhf_core.run_dir import LineWriter, RunDir, remove_tree
 from rlhf_core.schemas.attempts import PromotionState, StageName, StageState
 from rlhf_core.schemas.journal import PromotionMoved, StageEnded, StageStarted

@@ -11,10 +11,10 @@ import records
 
 from rlhf_core import config
 from rlhf_core.presets import PRESETS
-from rlhf_core.reports import charts, html
-from rlhf_core.reports.config_text import as_toml
-from rlhf_core.reports.gather import RunRecord
-from rlhf_core.reports.markup import Markup, duration, number, table, tag
+from rlhf_core.render import charts, run_page
+from rlhf_core.render.config_text import as_toml
+from rlhf_core.render.gather import RunRecord
+from rlhf_core.render.markup import Markup, duration, number, table, tag
 from rlhf_core.schemas.reports import EvaluationSample
 from rlhf_core.schemas.run import RunSpec
 
@@ -55,12 +55,12 @@ def _read(page: str) -> _Reader:
 
 
 def _text(record: RunRecord) -> str:
-    return " ".join(" ".join(_read(html.page(record)).text).replace("\u00a0", " ").split())
+    return " ".join(" ".join(_read(run_page.page(record)).text).replace("\u00a0", " ").split())
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_page_needs_nothing_from_anywhere(name: str) -> None:
-    page = html.page(RUNS[name]())
+    page = run_page.page(RUNS[name]())
     assert "http:" not in page
     assert "https:" not in page
     assert "@import" not in page
@@ -78,7 +78,7 @@ def test_the_page_needs_nothing_from_anywhere(name: str) -> None:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_ids_are_unique(name: str) -> None:
-    ids = [attributes["id"] for _, attributes in _read(html.page(RUNS[name]())).seen if "id" in attributes]
+    ids = [attributes["id"] for _, attributes in _read(run_page.page(RUNS[name]())).seen if "id" in attributes]
     assert len(ids) == len(set(ids))
 
 
@@ -130,7 +130,7 @@ def test_a_blocked_run_shows_the_finding() -> None:
 
 def test_what_cannot_be_drawn_is_a_sentence_and_not_a_frame() -> None:
     curves = {name: curve for name, curve in records.curves().items() if name != "policy/kl"}
-    page = html.page(records.learned(curves=curves))
+    page = run_page.page(records.learned(curves=curves))
     assert "Distance from the start (KL): it was not measured; set grpo.measure_kl = true" in page
     figures = [name for name, _ in _read(page).seen if name == "figure"]
     drawings = [name for name, _ in _read(page).seen if name == "svg"]
@@ -138,7 +138,7 @@ def test_what_cannot_be_drawn_is_a_sentence_and_not_a_frame() -> None:
 
 
 def test_every_plot_is_drawn_for_a_whole_run() -> None:
-    page = html.page(records.learned())
+    page = run_page.page(records.learned())
     assert page.count("<svg") == len(charts.LEARNING) + len(charts.SPEED) + 2
     assert 'class="missing"' not in page
 
@@ -146,7 +146,7 @@ def test_every_plot_is_drawn_for_a_whole_run() -> None:
 def test_the_two_loops_are_told_apart() -> None:
     record = records.learned()
     assert charts.marks_of(record).warm_start_steps == 40
-    page = html.page(record)
+    page = run_page.page(record)
     assert "supervised warm start" in page
     labels = re.findall(r'aria-label="(Loss of [^"]+)"', page)
     assert [label.split(":")[0] for label in labels] == ["Loss of the supervised steps", "Loss of the policy steps"]
@@ -216,15 +216,15 @@ def _hostile_record() -> RunRecord:
 
 
 def test_text_of_users_and_models_stays_text() -> None:
-    reader = _read(html.page(_hostile_record()))
+    reader = _read(run_page.page(_hostile_record()))
     assert {name for name, _ in reader.seen} & {"script", "img"} == set()
     assert not any("onerror" in attributes for _, attributes in reader.seen)
     assert " ".join(reader.text).count(HOSTILE) >= 12
 
 
 def test_markup_that_is_not_escaped_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_core.reports.markup.markup", lambda value: Markup(value))
-    assert "script" in {name for name, _ in _lenient(html.page(_hostile_record())).seen}
+    monkeypatch.setattr("rlhf_core.render.markup.markup", lambda value: Markup(value))
+    assert "script" in {name for name, _ in _lenient(run_page.page(_hostile_record())).seen}
 
 
 def _lenient(page: str) -> _Reader:

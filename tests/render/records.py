@@ -7,8 +7,8 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from rlhf_core import config
-from rlhf_core.reports.gather import RunRecord
-from rlhf_core.reports.plots import Curve
+from rlhf_core.render.gather import RunRecord
+from rlhf_core.render.plots import Curve
 from rlhf_core.schemas.reports import EvaluationSample, SampleLine
 
 START = datetime(2026, 11, 20, 14, 3, 7, tzinfo=UTC)

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core.history import queries
 from rlhf_core.history.queries.exports import CurvePoint, curve_points
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.reports.config_text import flat, setting_text
-from rlhf_core.reports.exports.common import (
+from rlhf_core.render.config_text import flat, setting_text
+from rlhf_core.render.exports.common import (
     clean_name,
     evaluation_points,
     make_folder,
     require,
 )
-from rlhf_core.reports.exports.mlflow_artifacts import log_artifacts
+from rlhf_core.render.exports.mlflow_artifacts import log_artifacts
 from rlhf_core.schemas.regression import Regression, regression_text
 
 if TYPE_CHECKING:

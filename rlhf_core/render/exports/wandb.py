@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.reports.exports.common import all_points, make_folder, require
+from rlhf_core.render.exports.common import all_points, make_folder, require
 from rlhf_core.run_dir import remove_tree
 from rlhf_core.schemas.regression import REGRESSED
 

@@ -14,9 +14,9 @@ from pydantic import ValidationError
 from rlhf_core.control_journal import read_journal
 from rlhf_core.history import queries, saved_queries
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.reports.evidence import Evidence, read_evidence
-from rlhf_core.reports.markup import as_time
-from rlhf_core.reports.plots import Curve
+from rlhf_core.render.evidence import Evidence, read_evidence
+from rlhf_core.render.markup import as_time
+from rlhf_core.render.plots import Curve
 from rlhf_core.run_dir import RunDir, read_models
 from rlhf_core.schemas.journal import PromotionMoved
 from rlhf_core.schemas.regression import regressions

@@ -1,6 +1,6 @@
 """The curves of a run as one small PNG, for a place that shows pictures and nothing else; made while the run trains.
 
-``python -m rlhf_core.reports.curves_image RUN_DIRECTORY`` writes it to standard output, and nothing where there is no
+``python -m rlhf_core.render.curves_image RUN_DIRECTORY`` writes it to standard output, and nothing where there is no
 step yet. It is a program of its own because whoever wants the picture has better things to keep going than a drawing:
 what it takes in memory and time ends with it. It reads the run directory alone, so a database that is away costs
 nothing.
@@ -19,8 +19,8 @@ from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
 from rlhf_core.control_journal import read_journal
-from rlhf_core.reports.charts import LEARNING, LinePlot
-from rlhf_core.reports.plots import Curve, Marks, finite, rolling_mean, smoothing_window, thin
+from rlhf_core.render.charts import LEARNING, LinePlot
+from rlhf_core.render.plots import Curve, Marks, finite, rolling_mean, smoothing_window, thin
 from rlhf_core.run_dir import RunDir, parse_lines, read_blocks, read_model
 from rlhf_core.schemas.failures import Incident
 from rlhf_core.schemas.journal import IncidentFound

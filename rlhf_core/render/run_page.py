@@ -9,11 +9,10 @@ from typing import Any
 from rlhf_core import __version__
 from rlhf_core.formatting import attributed, count
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.reports import charts, plots, samples
-from rlhf_core.reports.config_text import as_toml
-from rlhf_core.reports.gather import RunRecord, find_row, gather
-from rlhf_core.reports.happened import what_happened
-from rlhf_core.reports.markup import (
+from rlhf_core.render import charts, plots, samples
+from rlhf_core.render.config_text import as_toml
+from rlhf_core.render.gather import RunRecord, find_row, gather
+from rlhf_core.render.markup import (
     Markup,
     badges,
     code,
@@ -28,7 +27,8 @@ from rlhf_core.reports.markup import (
     tag,
     words,
 )
-from rlhf_core.reports.promoted import promotion
+from rlhf_core.render.promotion import promotion
+from rlhf_core.render.run_sections import what_happened
 from rlhf_core.run_dir import RunDir, write_text
 from rlhf_core.schemas.base import utc_now
 
@@ -79,7 +79,7 @@ def document(title: str, *content: object) -> str:
         Markup('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
         Markup('<meta name="color-scheme" content="light dark">'),
         tag("title", title),
-        tag("style", Markup(resources.files("rlhf_core.reports").joinpath("report.css").read_text(encoding="utf-8"))),
+        tag("style", Markup(resources.files("rlhf_core.render").joinpath("report.css").read_text(encoding="utf-8"))),
     )
     return f'<!DOCTYPE html>\n<html lang="en">{head}{tag("body", tag("main", *content))}</html>\n'
 
