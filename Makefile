@@ -38,13 +38,11 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.demo-ready: pyproject.toml constraints.txt | $(BIN)/python
-	@sh infra/system_packages.sh compiler $(PYTHON)
 	@echo "installing rlhf-flows with its training extra (some minutes the first time)"
 	$(PIP) install -c constraints.txt -e '.[training]'
 	@touch $@
 
 $(VENV)/.test-ready: pyproject.toml constraints.txt | $(BIN)/python
-	@sh infra/system_packages.sh compiler $(PYTHON)
 	@sh infra/system_packages.sh postgresql $(PYTHON)
 	@sh infra/system_packages.sh slurm $(PYTHON) || true
 	@sh infra/system_packages.sh browser $(PYTHON)
@@ -68,13 +66,11 @@ contracts: $(VENV)/.test-ready
 # Ends red for a skip that tests/allowed_skips.toml does not name; SKIPS=any lets a machine without Slurm or a browser pass.
 # A test that fails is run again once; the failure is shown all the same, and more than three of them end it red.
 pytest: $(VENV)/.test-ready
-	$(BIN)/python -m rlhf_core.worker prebuild
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --reruns 1 --most-reruns 3 $(if $(filter any,$(SKIPS)),,--only-allowed-skips) tests
 
 # Whole sites in a browser, the page for team leads followed word by word, everything killed and started again: one after
 # the other, since each is a cluster, a server and several runs. About half an hour.
 test-site: $(VENV)/.test-ready
-	$(BIN)/python -m rlhf_core.worker prebuild
 	$(BIN)/python -m pytest -m site tests
 
 kept-variables:

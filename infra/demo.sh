@@ -3,7 +3,6 @@
 # usage: demo.sh BIN    (the folder of the rlhf command)
 set -eu
 bin=$1
-"$bin/python" -m rlhf_core.worker prebuild
 "$bin/rlhf" run infra/presets/quickstart.toml
 "$bin/rlhf" report last
 echo

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Makes sure of one group of system packages: installs with apt where this user is root, says what is missing otherwise.
-# usage: system_packages.sh python|compiler|postgresql|slurm|browser PYTHON
+# usage: system_packages.sh python|postgresql|slurm|browser PYTHON
 set -eu
 group=$1
 python=$2
@@ -25,11 +25,6 @@ python)
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
         || { echo "found $("$python" --version), need Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 1; }
     "$python" -c 'import ensurepip, venv' 2>/dev/null || install "virtual environments" python3-venv
-    ;;
-compiler)
-    command -v c++ >/dev/null || install "DeepSpeed compiles one small operator on CPU" g++
-    "$python" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' \
-        || install "headers for that operator" python3-dev
     ;;
 postgresql)
     # Optional: without it the PostgreSQL half of the history tests is skipped with a reason.

@@ -27,7 +27,6 @@
         ├── MetricsMismatch         ranks reduced different metrics, or were at different steps
         ├── RewardFailed            a reward function raised or returned something that is no reward
         ├── DiskFull                no room for a checkpoint; older checkpoints are untouched
-        ├── BuildTookTooLong        an operation was not compiled in time; nothing says that it cannot be
         ├── NonFiniteLoss           loss or gradient norm is NaN or infinite
         ├── DegenerateRl            training learns nothing: no gradient, identical completions, a reward that is gone
         └── ResumeMismatch          a checkpoint does not fit this run (ranks, model, spec)
@@ -175,10 +174,6 @@ class RewardFailed(WorkerError):
 
 class DiskFull(WorkerError):
     """There is no room for a checkpoint. What was there before is untouched."""
-
-
-class BuildTookTooLong(WorkerError):
-    """An operation was not compiled in time, by this process or by the one it waited for. It may pass."""
 
 
 class NonFiniteLoss(WorkerError):

@@ -11,7 +11,6 @@ settings=$("$bin/python" "$cluster" up "$folder" --nodes 4)
 eval "$settings"
 sinfo
 echo
-"$bin/python" -m rlhf_core.worker prebuild
 RLHF_SCHEDULER=slurm "$bin/rlhf" run infra/presets/slurm-quickstart.toml
 "$bin/rlhf" report last
 echo

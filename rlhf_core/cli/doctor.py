@@ -41,7 +41,6 @@ def examine(site: Site, services: Mapping[str, str], server: str) -> list[Item]:
         _compute_python(compute),
         *_packages(compute),
         _py_spy(compute),
-        _compiler(compute),
         _runs(site),
         _private(site),
         _database(site),
@@ -80,14 +79,6 @@ def _py_spy(compute: ComputeSide) -> Item:
     if scope in ("2", "3") and os.geteuid() != 0:
         return Item("py-spy", False, f"{version}, but ptrace_scope is {scope}", "stacks come from faulthandler instead")
     return Item("py-spy", True, f"{version}, ptrace_scope {scope or 'not set'}")
-
-
-def _compiler(compute: ComputeSide) -> Item:
-    found, built = gather_facts.find_compiler(), gather_facts.built_operators(compute.packages)
-    if built:
-        return Item("C++ compiler", True, f"{found or 'none'}; DeepSpeed's operator is built ({', '.join(built)})")
-    advice = "" if found else "needed to train on CPU: apt-get install g++"
-    return Item("C++ compiler", bool(found), found or "none", advice)
 
 
 def _runs(site: Site) -> Item:

@@ -197,9 +197,7 @@ class TerminalProgress:
                 self._live.start()
 
     def _tell(self, event: AgentEvent) -> None:
-        # A compilation that goes on has no result yet; what comes of it is said by what follows.
-        compiling = event.kind == "prebuild" and not event.data
-        if event.kind in _TOLD_EVENTS or compiling:
+        if event.kind in _TOLD_EVENTS:
             self._line(f"{event.node}: {event.message}")
 
     def _tell_history(self, behind: str) -> None:

@@ -306,7 +306,6 @@ ERRORS: dict[str, tuple[FailureKind, EvidencePart]] = {
     **_own(("MetricsMismatch",), FailureKind.COLLECTIVE_MISMATCH),
     **_own(("RewardFailed",), FailureKind.REWARD_FUNCTION),
     **_own(("DiskFull",), FailureKind.DISK_FULL),
-    **_own(("BuildTookTooLong",), FailureKind.HANG),
     **_own(("NonFiniteLoss",), FailureKind.NON_FINITE),
     **_own(("DegenerateRl",), FailureKind.DEGENERATE_RL),
 }

@@ -124,7 +124,7 @@ PACKAGES: tuple[Signature, ...] = (
         ROOT,
         "MissingCUDAException: CUDA_HOME does not exist, unable to compile CUDA op(s)",
         r"CUDA_HOME (?:does not exist|environment variable is not set)|Error building extension",
-        r"operation \w+ could not be compiled|found no C\+\+ compiler|Failed to find C compiler",
+        r"Failed to find C compiler",
         r"No such file or directory: '(?:ninja|nvcc|gcc|g\+\+|cc|c\+\+|cmake|git|hipcc)\'|ninja: build stopped",
         r"nvcc fatal",
         r"(?i:(?:is|are) (?:required|not installed)\b.{0,200}\bpip install)|ptxas (?:fatal|exited|error)",

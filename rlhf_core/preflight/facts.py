@@ -183,14 +183,10 @@ class Facts:
     """Set when ``model.path`` is."""
     tokenizer_problem: str = ""
     """Reason why ``model.tokenizer`` is not a tokenizer folder; empty if it is one or names a kind that is built."""
-    compiler: str = ""
-    """A C++ compiler on this machine; empty when there is none."""
     promote_folder: str = ""
     """Folder of promoted models; empty when nothing is to be promoted."""
     promote_problem: str = ""
     """Reason why it cannot be written; empty if it can."""
-    built_ops: tuple[str, ...] = ()
-    """DeepSpeed operators that were compiled here before."""
     resume: CheckpointFacts | None = None
     """Set when a run resumes from a checkpoint."""
     stored_version: str = ""

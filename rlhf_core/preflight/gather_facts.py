@@ -100,8 +100,6 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
         tokenizer_problem=look_at_tokenizer(spec.model),
         promote_folder="" if spec.promote.when == "never" else str(promoted),
         promote_problem="" if spec.promote.when == "never" else look_at_disk(promoted).problem,
-        compiler=find_compiler(),
-        built_ops=built_operators(compute.packages),
         resume=look_at_checkpoint(around.resume),
         stored_version=around.stored_version,
         plugins=load_plugins(),
@@ -280,30 +278,6 @@ def select_requirements(lines: Sequence[str], extra: str) -> tuple[Requirement, 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # This machine
-
-
-def find_compiler() -> str:
-    """A C++ compiler, as torch looks for one: ``CXX``, then ``c++`` and ``g++``."""
-    for name in (os.environ.get("CXX", ""), "c++", "g++"):
-        path = shutil.which(name) if name else None
-        if path:
-            return path
-    return ""
-
-
-def built_operators(packages: Mapping[str, str]) -> tuple[str, ...]:
-    """Operators that were compiled for this user before, for these versions of torch and deepspeed.
-
-    The nodes' own prebuild leaves them, each with a stamp of the versions (``built_for.json``).
-    """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache / "torch_extensions")
-    found = set()
-    for stamp in root.glob("**/built_for.json"):
-        versions = _read_json(stamp)
-        if versions == {name: packages.get(name, "") for name in versions} and any(stamp.parent.glob("*.so")):
-            found.add(stamp.parent.name)
-    return tuple(sorted(found))
 
 
 def hash_code(folder: Path, tick: Tick = lambda: None) -> str:

@@ -140,7 +140,7 @@ class AgentEvent(Schema):
     kind: Literal[
         "agent_started",
         "probe",
-        "prebuild",
+        "prebuild",  # of rlhf-flows 0.1, which compiled an operation of DeepSpeed's
         "role_started",
         "workers_started",
         "role_ended",

@@ -5,7 +5,6 @@
     check-import  whether a module:function can be imported here; one JSON line
     probe         measures the node before training; started by an agent, one JSON line per step
     check-content looks at rows, tokenizer and rewards of a spec; one JSON line
-    prebuild      compiles what training needs, so that no worker does it
 
 What is heavy is imported after the arguments are read.
 """
@@ -15,7 +14,6 @@ import contextlib
 import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -32,7 +30,6 @@ def main(arguments: list[str] | None = None) -> int:
         "check-import": _check_import,
         "probe": _probe,
         "check-content": _check_content,
-        "prebuild": _prebuild,
     }
     return commands[parsed.command](parsed)
 
@@ -72,8 +69,6 @@ def _parser() -> argparse.ArgumentParser:
     content = commands.add_parser("check-content", help="look at rows, tokenizer and rewards of a spec; one JSON line")
     content.add_argument("--spec", type=Path, required=True, help="the spec as JSON, with absolute paths")
     content.add_argument("--path", type=Path, action="append", default=[], help="folder to import functions from")
-
-    commands.add_parser("prebuild", help="compile what training needs on this node")
     return parser
 
 
@@ -154,30 +149,6 @@ def _check_content(parsed: argparse.Namespace) -> int:
         report = load(CONTENT)(parsed.spec)
     assert isinstance(report, ContentReport)
     print(report.model_dump_json())
-    return 0
-
-
-def _prebuild(parsed: argparse.Namespace) -> int:
-    from rlhf_core.errors import BuildTookTooLong, RlhfError
-    from rlhf_core.worker.preparation import PROGRESS, PROGRESS_S, TOOK_TOO_LONG
-    from rlhf_core.worker.processes import die_with_parent
-    from rlhf_core.worker.roles import PREBUILD, load
-
-    die_with_parent()
-    said, said_s, started_s = "", 0.0, time.monotonic()
-
-    def progress(doing: str) -> None:
-        nonlocal said, said_s
-        now_s = time.monotonic()
-        if doing != said or now_s - said_s > PROGRESS_S:
-            said, said_s = doing, now_s
-            print(f"{PROGRESS}{doing} ({now_s - started_s:.0f} s)", flush=True)
-
-    try:
-        print(load(PREBUILD)(progress))
-    except RlhfError as error:
-        print(error, file=sys.stderr)
-        return TOOK_TOO_LONG if isinstance(error, BuildTookTooLong) else error.exit_code
     return 0
 
 

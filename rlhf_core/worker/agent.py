@@ -48,11 +48,10 @@ from rlhf_core.worker.damaged import DamagedCheckpoints
 from rlhf_core.worker.endings import Failure, NodeReport
 from rlhf_core.worker.events import EventLog
 from rlhf_core.worker.exit_deadline import ExitDeadline
+from rlhf_core.worker.gpu_wait import GpuWait
 from rlhf_core.worker.heartbeat import SlotFile
 from rlhf_core.worker.leader import OUTCOME_PATIENCE_S, Leader, RestartBudget, record_decision, record_incident
 from rlhf_core.worker.nodes import Nodes, NodesError, interface_of
-from rlhf_core.worker.preparation import GpuWait, prebuild
-from rlhf_core.worker.roles import TARGETS
 from rlhf_core.worker.signals import ENDING, SignalInbox
 from rlhf_core.worker.signing import MessageSigner, attempt_secret
 from rlhf_core.worker.supervisor import Asked, Patience, Supervisor
@@ -366,8 +365,8 @@ class Agent:
             if ending is not None:
                 return ending
             roles = [plan for plan in job.placement.roles if plan.role is not Role.PROBE]
-            if roles:
-                self._prepare(supervisor)
+            if roles and job.placement.gpus_per_node > 0:
+                self._gpus = GpuWait(self._events)
             for plan in roles:
                 ending = self._run_role(plan, slots, supervisor)
                 if ending is not None:
@@ -484,26 +483,6 @@ class Agent:
             # Whatever is right among nodes: ranks of one node need nothing that others can reach.
             os.environ["GLOO_SOCKET_IFNAME"] = interface
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
-
-    def _prepare(self, supervisor: Supervisor) -> None:
-        job = self._job
-        native = any(plan.role in TARGETS and plan.role not in job.targets for plan in job.placement.roles)
-        if job.placement.gpus_per_node > 0:
-            self._gpus = GpuWait(self._events)
-        elif native:
-            asked = supervisor.asked
-            built = prebuild(
-                job.spec.supervise.setup_floor_s,
-                lambda: asked.to_end or bool(asked.stop),
-                lambda doing: self._events.add("prebuild", doing),
-            )
-            ended = asked.to_end or bool(asked.stop)
-            bad = "the compilation was ended with the attempt" if ended else "operations could not be compiled"
-            how = "compiled operations are there" if built.ok else bad
-            message = f"{how} after {built.seconds} s: {built.output[-4000:]}"
-            self._events.add("prebuild", message, seconds=built.seconds, ok=built.ok)
-            if built.kind is not None and not ended:
-                raise AttemptFailed(built.kind, message)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Roles and restarts

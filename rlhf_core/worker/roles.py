@@ -22,9 +22,6 @@ TARGETS: dict[Role, str] = {
 }
 """The native targets. Roles without one need a target given to the agent."""
 
-PREBUILD = "rlhf_core.training.prebuild:prebuild"
-"""What native trainers on CPU need built before the first of them starts."""
-
 PROBE = "rlhf_core.training.node_checks:run"
 """What measures a node."""
 CONTENT = "rlhf_core.training.content:check_content"

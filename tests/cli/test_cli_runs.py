@@ -26,11 +26,9 @@ from rlhf_core.launch.lease import Owner
 from rlhf_core.presets import PRESETS
 from rlhf_core.run_dir import RunDir, run_dirs
 from rlhf_core.schemas.attempts import AttemptState, RunState
-from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.journal import ControllerStarted
-from rlhf_core.schemas.reports import AgentEvent
 from rlhf_core.schemas.resources import Role
 from rlhf_core.watchdog.watcher import AttemptSnapshot
 
@@ -489,18 +487,6 @@ def test_the_steps_shown_are_those_of_the_trial_while_it_is_made(capsys: Printed
     shown = capsys.readouterr().err
     assert "step 2/3" in shown
     assert f"step 1/{spec.total_steps}" in shown
-
-
-def test_a_compilation_that_takes_its_time_is_told_and_one_that_is_there_is_not(capsys: Printed) -> None:
-    going_on = AgentEvent(time=utc_now(), kind="prebuild", node="n1", message="compiling an operation (10 s)")
-    done = AgentEvent(
-        time=utc_now(), kind="prebuild", node="n1", message="all there", data={"seconds": 0.1, "ok": True}
-    )
-    with TerminalProgress(load("quickstart"), "the-run") as progress:
-        progress.looked(look(events=(going_on, done)))
-    shown = capsys.readouterr().err
-    assert "n1: compiling an operation (10 s)" in shown
-    assert "all there" not in shown
 
 
 def test_the_history_being_behind_is_said_once_and_taken_back(capsys: Printed) -> None:

@@ -14,8 +14,6 @@ from pathlib import Path
 import pytest
 from shop_floor import Floor, free_port, until
 
-from rlhf_core.training.prebuild import extensions_dir
-
 ROOT = Path(__file__).parents[2]
 UNITS = sorted((ROOT / "infra" / "systemd").glob("rlhf-*.service"))
 TINY = (
@@ -88,9 +86,6 @@ def rlhf(installed: Path, *arguments: str) -> str:
     work = installed / "work"
     work.mkdir(exist_ok=True)
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-    # The libraries are this environment's, so let it use their compiled operation too, with the same ninja.
-    environment["TORCH_EXTENSIONS_DIR"] = str(extensions_dir())
-    environment["PATH"] = sysconfig.get_path("scripts") + os.pathsep + environment["PATH"]
     ended = subprocess.run(
         [str(installed / "venv" / "bin" / "python"), "-m", "rlhf_core.cli.main", *arguments],
         cwd=work,
@@ -150,7 +145,6 @@ def floor(control: Path, installed: Path, tmp_path: Path) -> Iterator[Installed]
     floor.variables = {
         "PATH": os.pathsep.join([str(control / "venv" / "bin"), sysconfig.get_path("scripts"), "/usr/bin", "/bin"]),
         "RLHF_COMPUTE_PYTHON": str(installed / "venv" / "bin" / "python"),
-        "TORCH_EXTENSIONS_DIR": str(extensions_dir()),
     }
     floor.write_settings()
     yield floor

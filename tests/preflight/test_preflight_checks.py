@@ -67,7 +67,6 @@ def healthy(**changes: Any) -> Facts:
         train=file,
         eval=replace(file, path=Path("/d/eval.jsonl"), prompt_hashes=frozenset({b"b"})),
         model_config=MODEL,
-        compiler="/usr/bin/g++",
     )
     return replace(facts, **changes)
 
@@ -91,7 +90,7 @@ def test_a_healthy_run_has_no_finding() -> None:
 def test_a_healthy_run_on_gpus_has_no_finding() -> None:
     facts = with_spec(resources={"gpus_per_node": 2})
     inventory = FakeScheduler(gpus_per_node=2, node_gpus={"n1": 2}, node_gpu_types={"n1": "NVIDIA L4"}).inventory()
-    facts = replace(facts, inventory=inventory, compiler="")
+    facts = replace(facts, inventory=inventory)
     assert [result for result in run_checks(facts) if result.status is not CheckStatus.PASSED] == []
 
 
@@ -256,7 +255,6 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ),
     ("environment.versions", WARNING, with_packages({"torch": "2.7.0"}), "does not come upon it"),
     ("environment.versions", WARNING, with_packages({"deepspeed": "0.18.0"}), "DeepSpeed/issues/7718"),
-    ("environment.compiler", BLOCKED, healthy(compiler=""), "apt-get install g++"),
     ("resources.nodes", BLOCKED, with_spec(resources={"num_nodes": 2}), "one node"),
     (
         "resources.nodes",
@@ -295,6 +293,7 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("resume.steps", WARNING, resumed(step=500), "raise train.num_steps"),
     ("resume.version", WARNING, healthy(stored_version="0.0.9"), "0.0.9"),
     ("preflight.off", BLOCKED, with_spec(preflight={"off": {"batch.mikro_batch": "known"}}), "batch.micro_batch"),
+    ("preflight.off", WARNING, with_spec(preflight={"off": {"environment.compiler": "old"}}), "not checked any more"),
     ("preflight.off", BLOCKED, with_spec(preflight={"off": {"disk.space": " "}}), "no reason"),
     ("preflight.off", BLOCKED, with_spec(preflight={"off": {"preflight.off": "all is well"}}), "itself"),
     ("preflight.off", BLOCKED, with_spec(preflight={"off": {"node.missing": "never mind"}}), "cannot go on without"),
@@ -418,11 +417,6 @@ def test_an_empty_prompt_inside_a_template_is_no_empty_prompt() -> None:
     spec = with_spec(data={"prompt_template": "Question: {prompt}"}).spec
     facts = replace(train_file(empty_prompts=(3,), num_empty_prompts=1), spec=spec)
     assert [one.status for one in found(facts, "data.empty_prompts")] == [WARNING]
-
-
-def test_built_operators_need_no_compiler() -> None:
-    facts = healthy(compiler="", built_ops=("deepspeed_shm_comm",))
-    assert found(facts, "environment.compiler")[0].status is CheckStatus.PASSED
 
 
 def test_all_that_blocks_is_said_at_once() -> None:

@@ -11,7 +11,6 @@ from whole_site import Site, state_of
 
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import RunState
-from rlhf_core.training.prebuild import extensions_dir
 
 pytestmark = [
     pytest.mark.site,
@@ -52,7 +51,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         **cluster.environment,
         "RLHF_SCHEDULER": "slurm",
         "XDG_CACHE_HOME": str(folder / "cache"),
-        "TORCH_EXTENSIONS_DIR": str(extensions_dir()),
     }
     floor.write_settings()
     try:

@@ -13,6 +13,7 @@ from rlhf_core.schemas.run import OptimizerSpec
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
 
 STEPS = 3
+ZERO_STAGES = (1, 2, 3)
 OPTIMIZER = {"learning_rate": 3e-3, "max_grad_norm": 0.5, "weight_decay": 0.1, "warmup_steps": 2}
 
 
@@ -53,6 +54,7 @@ def every_scenario(rank: int, num_ranks: int, run_dir: str, micro_batch_sizes: l
     from rlhf_core.training.distributed import init_process_group, leave_process_group
     from rlhf_core.training.trainers.engine import Engine, learning_rate
 
+    find_no_compiler(run_dir, rank)
     ranks = init_process_group(make_context(run_dir, tiny_spec(), rank, num_ranks))
     spec = OptimizerSpec.model_validate(OPTIMIZER)
     part = slice(12 * rank // num_ranks, 12 * (rank + 1) // num_ranks)
@@ -101,8 +103,53 @@ def every_scenario(rank: int, num_ranks: int, run_dir: str, micro_batch_sizes: l
             straight = policy.state_dict()
             same = all(torch.equal(straight[key], value) for key, value in twin.state_dict().items())
             results[f"{name} in {dtype}"] = same
+    results["zero"] = step_of_every_zero_stage(ranks, part)
+    results["compiled"] = [path.name for path in Path(f"{run_dir}-extensions-{rank}").rglob("*.so")]
     leave_process_group(ranks)
     return results
+
+
+def find_no_compiler(run_dir: str, rank: int) -> None:
+    """Let this rank find no program, and nothing that another process has compiled."""
+    import os
+
+    os.environ["PATH"] = ""
+    os.environ.pop("CXX", None)
+    os.environ["TORCH_EXTENSIONS_DIR"] = f"{run_dir}-extensions-{rank}"
+
+
+def step_of_every_zero_stage(ranks: Any, part: slice) -> dict[str, tuple[float, float]]:
+    """Share of the weights that a step in each stage of ZeRO moves, and the sum of all weights after it."""
+    import deepspeed
+    import torch
+
+    from rlhf_core.training.trainers import engine
+
+    moved = {}
+    for stage in ZERO_STAGES:
+        policy = tiny_policy()
+        before = torch.cat([parameter.detach().flatten() for parameter in policy.parameters()])
+        config = engine._config(OptimizerSpec.model_validate(OPTIMIZER), "float32")
+        config["zero_optimization"]["stage"] = stage
+        with engine._quick_and_quiet():
+            wrapped = deepspeed.initialize(model=policy, model_parameters=policy.parameters(), config=config)[0]
+        for loss in losses(wrapped, 1, part, 12):
+            wrapped.backward(loss)
+        wrapped.step()
+        with deepspeed.zero.GatheredParameters(list(policy.parameters())):
+            after = torch.cat([parameter.detach().flatten() for parameter in policy.parameters()])
+        moved[str(stage)] = (float((after != before).float().mean()), float(after.double().sum()))
+    return moved
+
+
+def let_deepspeed_compile(rank: int, num_ranks: int, run_dir: str) -> None:
+    """Join a process group as DeepSpeed does by itself."""
+    from rlhf_core.training.distributed import init_process_group
+    from rlhf_core.training.trainers import engine
+
+    find_no_compiler(run_dir, rank)
+    engine._compile_nothing = lambda deepspeed: None
+    engine._import_deepspeed(init_process_group(make_context(run_dir, tiny_spec(), rank, num_ranks)))
 
 
 def plain_torch(folder: Path) -> tuple[list[float], dict[str, Any]]:
@@ -200,6 +247,24 @@ def test_bfloat16_trains_with_float32_weights_behind_it(two_ranks: list[dict[str
         assert results["norms in bfloat16"] == pytest.approx(results["norms in float32"], rel=0.1)
         assert results["norms in bfloat16"] != results["norms in float32"]
         assert set(results["masters in bfloat16"]) == {"torch.float32"}
+
+
+def test_no_stage_of_zero_needs_a_compiler(two_ranks: list[dict[str, Any]]) -> None:
+    """Two ranks that find no program at all train a step in each stage, and agree about the weights."""
+    moved = two_ranks[0]["zero"]
+    assert two_ranks[1]["zero"] == moved
+    assert list(moved) == [str(stage) for stage in ZERO_STAGES]
+    assert all(share > 0.9 for share, _ in moved.values())
+    sums = [total for _, total in moved.values()]
+    assert sums == pytest.approx([sums[0]] * len(sums), rel=1e-6), "each stage makes the same step"
+    assert [results["compiled"] for results in two_ranks] == [[], []]
+
+
+def test_deepspeed_by_itself_would_compile(folder: Path) -> None:
+    """Negative control."""
+    (rank,) = launch(let_deepspeed_compile, 1, folder / "compiling", run_dir=str(folder / "compiling"))
+    assert rank.exit_code == 1
+    assert "Unable to JIT load the deepspeed_shm_comm op" in rank.error, rank.output
 
 
 def test_learning_rate_is_a_function_of_the_step() -> None:

@@ -1,5 +1,6 @@
 """Files into rows: what becomes of each file, and what happens to what cannot be read or does not count."""
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -413,6 +414,25 @@ def test_nodes_show_their_newest_restart(store: HistoryStore, runs: Path) -> Non
         ["n1", 1, 12],
         ["n2", 1, 12],
     ]
+
+
+@pytest.mark.parametrize(("kind", "skipped"), [("prebuild", 0), ("control: no such kind", 1)])
+def test_events_of_version_0_1_are_still_read(store: HistoryStore, runs: Path, kind: str, skipped: int) -> None:
+    """It compiled an operation of DeepSpeed's before it started workers."""
+    run = whole_run(runs)
+    told = "compiled operations are there after 0.1 s"
+    line = {
+        "time": at(100).isoformat(),
+        "kind": kind,
+        "node": "n1",
+        "message": told,
+        "role": None,
+        "data": {"ok": True},
+    }
+    with run.dir.attempt(1).restart(0).events("n1").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    assert len(sync(run.dir, store).skipped) == skipped
+    assert len(ask(store, "SELECT 1 FROM events WHERE kind = 'prebuild'")) == 1 - skipped
 
 
 def test_a_moved_run_directory_is_found_again(store: HistoryStore, runs: Path, tmp_path: Path) -> None:

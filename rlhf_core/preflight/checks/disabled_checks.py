@@ -5,10 +5,13 @@ from collections.abc import Iterator
 
 from rlhf_core.diagnosis.node_checks import NEVER_OFF, NODE_CHECKS
 from rlhf_core.preflight.facts import Facts
-from rlhf_core.preflight.registry import CHECKS, OFF, Finding, blocked, check, passed
+from rlhf_core.preflight.registry import CHECKS, OFF, Finding, blocked, check, passed, warning
 
 SITE = "site."
 """Prefix of the ids of a site's own node checks, which are installed on the nodes and unknown here."""
+
+RETIRED = ("environment.compiler",)
+"""Ids of checks of earlier versions that are not made any more."""
 
 
 @check(OFF)
@@ -20,6 +23,12 @@ def off(facts: Facts) -> Iterator[Finding]:
         if id == OFF or id in NEVER_OFF:
             why = "itself" if id == OFF else f"{id}: the run cannot go on without that node"
             yield blocked(f"preflight.off names {why}", "ids of other checks", f"remove {id} from preflight.off")
+        elif id in RETIRED:
+            yield warning(
+                f"preflight.off names {id}, which is not checked any more",
+                "ids as `rlhf check` shows them",
+                f"remove {id} from preflight.off",
+            )
         elif id not in known and not id.startswith(SITE):
             near = difflib.get_close_matches(id, sorted(known), n=3, cutoff=0.5)
             yield blocked(

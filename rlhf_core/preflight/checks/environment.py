@@ -1,4 +1,4 @@
-"""The interpreter on the nodes, its packages, the compiler."""
+"""The interpreter on the nodes, its packages."""
 
 from collections.abc import Iterator
 
@@ -101,23 +101,6 @@ def versions(facts: Facts) -> Iterator[Finding]:
         )
     if installed and not found:
         yield passed(f"none of {len(IN_FORCE)} combinations that are known to go wrong is installed")
-
-
-@check("environment.compiler")
-def compiler(facts: Facts) -> Iterator[Finding]:
-    """Without a compiler DeepSpeed cannot build its operator for CPUs, and every worker ends when training starts."""
-    if facts.spec.resources.gpus_per_node or facts.scheduler != "local":
-        return
-    if facts.built_ops:
-        yield passed(f"DeepSpeed's operator is built: {', '.join(facts.built_ops)}")
-    elif facts.compiler:
-        yield passed(f"{facts.compiler} will compile DeepSpeed's operator once")
-    else:
-        yield blocked(
-            "no C++ compiler (g++) on this machine, and DeepSpeed's CPU operator was not built before",
-            "a C++ compiler",
-            "install one, for instance `apt-get install g++`; elsewhere ask the administrator for a gcc module",
-        )
 
 
 def _fits(installed: str, accepts: str) -> bool:

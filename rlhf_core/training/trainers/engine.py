@@ -17,10 +17,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.run import OptimizerSpec
 from rlhf_core.training.distributed import Ranks
-from rlhf_core.training.prebuild import load_built, prebuild, use_own_scripts
 
 _SAMPLED_ENTRIES = 64
 
@@ -128,10 +126,6 @@ def _import_deepspeed(ranks: Ranks) -> Any:
     """Import DeepSpeed and join it to the process group that is there."""
     if ranks.device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise DeepSpeed looks for other devices, and warns
-        # Its agent has done it before; a rank without one says that it lives while it compiles or waits.
-        prebuild(lambda doing: ranks.reporter.beat(Phase.SETUP, 0))
-    else:
-        use_own_scripts()
     # torch deprecates by the month what DeepSpeed calls on every step.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\..*")
     with _quick_and_quiet():
@@ -139,10 +133,19 @@ def _import_deepspeed(ranks: Ranks) -> Any:
 
         deepspeed.utils.logger.setLevel(logging.WARNING)
         if ranks.device.type == "cpu":
-            load_built()
+            _compile_nothing(deepspeed)
         with ranks.reporter.collective():
             deepspeed.init_distributed(dist_backend="gloo" if ranks.device.type == "cpu" else "nccl", verbose=False)
     return deepspeed
+
+
+def _compile_nothing(deepspeed: Any) -> None:
+    """Have DeepSpeed join a process group on CPU without its shared-memory operation.
+
+    It compiles that operation by C++ when it joins, and uses it for tensor-parallel inference only. DeepSpeed asks this
+    table which operations it may build; it is meant to be edited. Set as a whole, it is not filled by trying compilers.
+    """
+    deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
 
 
 def _sample_of(policy: nn.Module) -> Tensor:

@@ -1,0 +1,30 @@
+"""Waiting before a restart until the GPUs are free again."""
+
+from rlhf_core.worker.events import EventLog
+from rlhf_core.worker.gpu_memory import GpuMemory, wait_until_free
+
+GPU_TIMEOUT_S = 60.0
+"""Longest wait, in seconds: a process blocked in the driver may never let go."""
+
+
+class GpuWait:
+    """Waits before a restart until the GPUs hold no more than they did before the first start."""
+
+    def __init__(self, events: EventLog) -> None:
+        """Take the present use as normal. Where it cannot be read, an event says so and nothing is waited for."""
+        self._events = events
+        self._memory: GpuMemory | None = None
+        try:
+            self._memory = GpuMemory()
+            self._before = self._memory.used_bytes()
+        except OSError as error:
+            self._memory = None
+            self._events.say(f"GPU memory is not waited for before a restart: {error}")
+
+    def wait(self) -> None:
+        """Wait for at most ``GPU_TIMEOUT_S``; an event names the GPUs that are still full then."""
+        if self._memory is None:
+            return
+        full = wait_until_free(self._memory.used_bytes, self._before, GPU_TIMEOUT_S)
+        if full:
+            self._events.say(f"GPUs {full} still hold memory of ended processes after {GPU_TIMEOUT_S:.0f} s")
