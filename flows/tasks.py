@@ -7,8 +7,8 @@ from prefect import State, Task, task
 from prefect.cache_policies import NO_CACHE
 from prefect.states import Cancelled, Completed, Failed
 
+from flows.server import server_answers
 from flows.session import CancelAsked
-from flows.site.server import server_answers
 from flows.stages import AttemptFailed
 from flows.trial import TRIAL
 from rlhf_core.errors import RlhfError, RunCancelled

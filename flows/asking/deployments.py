@@ -25,8 +25,8 @@ from flows.asking.form import BOUNDS, MAX_SEED, Form, overrides_of, prefilled, r
 from flows.asking.kept import keep
 from flows.asking.skipping import SKIP_IF_BUSY
 from flows.run import DESCRIPTION, FLOW, rlhf_run
+from flows.server import START_IT, server_answers
 from flows.session import FlowRun
-from flows.site.server import START_IT, server_answers
 from rlhf_core import config as configs
 from rlhf_core import private_files
 from rlhf_core.accounts import user_name

@@ -22,7 +22,7 @@ from prefect.states import Cancelled, Completed, Failed, Pending
 from prefect.utilities.callables import parameter_schema
 
 from flows.keeping.reconciler import QUIET, Deed, Reconciler
-from flows.site.server import server_answers
+from flows.server import server_answers
 from rlhf_core.config import Site
 from rlhf_core.diagnosis.reconcile import Action
 

@@ -18,7 +18,7 @@ from flows.keeping.flow_runs import RUN_FLOW
 from flows.keeping.housekeeping import take_turn
 from flows.keeping.reconciler import Reconciler
 from flows.keeping.tidying import Tidier
-from flows.site.server import server_answers
+from flows.server import server_answers
 from rlhf_core.config import Site
 from rlhf_core.errors import HistoryError, LeaseLost, RlhfError
 from rlhf_core.history import active

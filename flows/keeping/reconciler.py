@@ -18,7 +18,7 @@ from pathlib import Path
 from flows.cancelling import cancel_run
 from flows.keeping import adopting, flow_runs, task_runs
 from flows.promoting.promotion import is_due
-from flows.site.server import server_answers
+from flows.server import server_answers
 from flows.view import late
 from flows.view.events import FlowRun, Happening, happenings, tell, unknown_to_the_server
 from flows.view.story import Story, read_story

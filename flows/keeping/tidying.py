@@ -12,7 +12,7 @@ from prefect.client.schemas.objects import StateType
 
 from flows.asking import kept
 from flows.promoting.promotion import is_due
-from flows.site.server import server_answers
+from flows.server import server_answers
 from rlhf_core.config import Site
 from rlhf_core.errors import RunDirError
 from rlhf_core.history import active

@@ -23,8 +23,8 @@ from prefect.states import Crashed, Paused
 from pydantic import Field
 
 from flows.promoting.promotion import Question
+from flows.server import server_answers
 from flows.session import Session
-from flows.site.server import server_answers
 from flows.view import artifact_key
 from rlhf_core.launch.promote import give_answer, read_answer
 from rlhf_core.run_dir import RunDir

@@ -18,11 +18,11 @@ import pytest
 from control_fakes import make_spec
 from site_stranger import STRANGER, as_stranger, needs_root, page_of_a_stranger
 
+from flows import server, services
+from flows import worker as serving
 from flows.promoting.answering import Answered
 from flows.promoting.approval import Approval
-from flows.site import server, services, serving
-from flows.site.guards import Authenticated, Known, Limited, Message, Names, Receive, Scope, Send, names_of
-from flows.site.processes import ServiceState, alone, holding, look
+from flows.server_guards import Authenticated, Known, Limited, Message, Names, Receive, Scope, Send, names_of
 from rlhf_core.accounts import account, attributed_here, user_name
 from rlhf_core.cli.main import execute
 from rlhf_core.config import load_site
@@ -33,6 +33,7 @@ from rlhf_core.launch.start import agent_command
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import PromotionState
 from rlhf_core.schemas.base import LABEL_CHARACTERS
+from rlhf_core.services.processes import ServiceState, alone, holding, look
 from rlhf_core.watchdog.ingest import sync
 from rlhf_core.words import THROUGH_PREFECT, attributed
 
