@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from flows.form import BOUNDS, MAX_SEED, Form, overrides_of, prefilled, read_form, settings_text
 from flows.run import DESCRIPTION, FLOW, rlhf_run
 from flows.schedules import SKIP_IF_BUSY
-from flows.site.server import START_IT, server_answers
+from flows.server import START_IT, server_answers
 from rlhf_core import config as configs
 from rlhf_core import private_files
 from rlhf_core.accounts import user_name

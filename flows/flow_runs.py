@@ -22,7 +22,7 @@ from prefect.client.schemas.objects import FlowRun, State, StateType, TaskRun
 from prefect.exceptions import ObjectNotFound
 
 from flows import references, task_runs
-from flows.site.server import server_answers
+from flows.server import server_answers
 from flows.view import late
 from flows.view.events import FlowRun as EventSource
 from flows.view.events import Happening, happenings, tell, unknown_to_the_server

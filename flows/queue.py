@@ -13,7 +13,7 @@ from prefect.client.schemas.objects import FlowRun, StateType, Worker, WorkPool,
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
 
-from flows.site.server import server_answers
+from flows.server import server_answers
 from rlhf_core.errors import RunCancelled, RunFailed
 
 SOON = timedelta(seconds=5)

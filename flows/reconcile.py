@@ -21,7 +21,7 @@ from prefect.flow_engine import run_flow
 from prefect.states import Cancelled, Completed, Failed, Pending
 from prefect.utilities.callables import parameter_schema
 
-from flows.site.server import server_answers
+from flows.server import server_answers
 from rlhf_core.config import Site
 from rlhf_core.control.reconcile.actions import ROUTINE, ActionResult, Reconciler
 from rlhf_core.diagnosis.reconcile import ReconcileAction

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from prefect import get_run_logger, runtime
 
-from flows.site.server import server_answers
+from flows.server import server_answers
 from flows.view.curves import Curves
 from flows.view.events import FlowRun
 from flows.view.incidents import decided

@@ -155,7 +155,7 @@ def _require_good_config(config: str, overrides: Sequence[str], *, or_deployment
 
 def _site_in_prefect() -> "Site":
     """The site's settings, with Prefect's own set before it is imported."""
-    from flows.site.required import require
+    from flows.server_required import require
     from rlhf_core.config import load_site
 
     site = load_site()

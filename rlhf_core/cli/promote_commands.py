@@ -63,12 +63,12 @@ def notify(
     as_json: JsonOption = False,
 ) -> None:
     """Tell Prefect what this site wants to be told of ([notify] of rlhf.toml); with --test, also send a message."""
-    from flows.site.required import require
+    from flows.server_required import require
     from rlhf_core.config import load_site
 
     site = load_site()
     require(site)
-    from flows.site.notify import register, send_test  # only now: Prefect reads its settings when it is imported
+    from flows.notify import register, send_test  # only now: Prefect reads its settings when it is imported
 
     names = register(site)
     answer = send_test(site) if test else ""

@@ -274,7 +274,7 @@ def _history_if_usable(site: "Site") -> Iterator["HistoryStore | None"]:
 
 def _withdraw(site: "Site", text: str, reason: str) -> bool:
     """Take back what was asked for under this id and has not begun; False where there is no such thing."""
-    from flows.site.server import answers, connect
+    from flows.server import answers, connect
     from rlhf_core.run_dir import is_run_id
 
     if not is_run_id(text):
@@ -317,7 +317,7 @@ def _server(site: "Site", no_prefect: bool) -> Iterator[None]:
     if no_prefect:
         yield
         return
-    from flows.site.server import connect, prefect_server
+    from flows.server import connect, prefect_server
 
     connect(site)
     with prefect_server(site.home, output.note):
@@ -504,8 +504,8 @@ def _find(text: str) -> "RunDir":
 
 def doctor(as_json: JsonOption = False) -> None:
     """Show what this machine has for training, and what it lacks. Exit code 1 where something is missing."""
-    from flows.site.server import configured_url
-    from flows.site.services import status
+    from flows.server import configured_url
+    from flows.services import status
     from rlhf_core.cli.doctor import examine
     from rlhf_core.config import load_site
 

@@ -32,9 +32,9 @@ def up(
     server from then on. What dies is started again by the services that live. Nothing is fetched from, or sent to, the
     network.
     """
-    from flows.site.server import configured_url, own_url, ui_url
-    from flows.site.services import down_ones
-    from flows.site.services import up as start
+    from flows.server import configured_url, own_url, ui_url
+    from flows.services import down_ones
+    from flows.services import up as start
     from rlhf_core import private_files
     from rlhf_core.config import load_site
 
@@ -63,8 +63,8 @@ def password(as_json: JsonOption = False) -> None:
     It is made once, in a file of RLHF_HOME that only you may read, unless RLHF_PREFECT_AUTH gives one. Whoever has it
     may run programs as the user of the services.
     """
-    from flows.site.server import password as find
-    from flows.site.server import ui_url
+    from flows.server import password as find
+    from flows.server import ui_url
     from rlhf_core.config import load_site
 
     site = load_site()
@@ -77,8 +77,8 @@ def password(as_json: JsonOption = False) -> None:
 
 def down(services: ServicesArgument = None) -> None:
     """End what `rlhf up` started. The jobs of runs go on by themselves; the next `rlhf up` picks the runs up again."""
-    from flows.site.services import active_runs
-    from flows.site.services import down as stop
+    from flows.services import active_runs
+    from flows.services import down as stop
     from rlhf_core.config import load_site
     from rlhf_core.errors import HistoryError
 
@@ -101,8 +101,8 @@ def serve(
     service: Annotated[str, typer.Argument(metavar="SERVICE", help="server, worker or keeper.")],
 ) -> None:
     """Be one service in the foreground, until SIGTERM: what systemd units, containers and `rlhf up` start."""
-    from flows.site.services import wanted_services
-    from flows.site.serving import serve as be
+    from flows.services import wanted_services
+    from flows.worker import serve as be
     from rlhf_core import private_files
     from rlhf_core.config import load_site
 
@@ -113,8 +113,8 @@ def serve(
 
 
 def _seen(site: "Site") -> list[dict[str, Any]]:
-    from flows.site.processes import ServiceFiles
-    from flows.site.services import num_restarts, status
+    from flows.services import num_restarts, status
+    from rlhf_core.services.processes import ServiceFiles
 
     return [
         {

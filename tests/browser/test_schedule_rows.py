@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from packaging.version import Version
 
-from flows.site import server_app
+from flows import server_app
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,7 +34,7 @@ async def plan() -> None:
 asyncio.run(plan())
 """
 
-AS_HERE = "from flows.site.server_app import let_schedules_be_inserted\nlet_schedules_be_inserted()\n"
+AS_HERE = "from flows.server_app import let_schedules_be_inserted\nlet_schedules_be_inserted()\n"
 
 
 def plan(home: Path, code: str) -> "subprocess.CompletedProcess[str]":

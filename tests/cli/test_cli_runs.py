@@ -357,7 +357,7 @@ def test_who_submits_and_watches_learns_how_it_ended(
     for step in (RunState.PREFLIGHT, RunState.QUEUED, RunState.TRAINING, RunState.EVALUATING, state):
         journal.move_run(step, "because")
     asked = Submitted(run_dir.run_id, "00000000-0000-0000-0000-000000000000", "http://prefect")
-    monkeypatch.setattr("flows.site.required.require", lambda site: "http://prefect")
+    monkeypatch.setattr("flows.server_required.require", lambda site: "http://prefect")
     monkeypatch.setattr("flows.deployments.submit_config", lambda *given, **named: asked)
     rlhf("submit", "quickstart", "--watch", expect=code)
     assert says in capsys.readouterr().err

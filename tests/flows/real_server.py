@@ -69,7 +69,7 @@ def real_server(home: Path) -> Iterator[RealServer]:
     }
     environment |= {"PREFECT_UI_STATIC_DIRECTORY": str(home / "ui"), "PYTHONPATH": str(Path(__file__).parents[2])}
     # As `rlhf serve server` serves it: with Prefect's own command no schedule would plan anything (SQLAlchemy 2.1).
-    command = [sys.executable, "-m", "uvicorn", "--factory", "flows.site.server_app:create_app", "--lifespan", "on"]
+    command = [sys.executable, "-m", "uvicorn", "--factory", "flows.server_app:create_app", "--lifespan", "on"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
     with server.log.open("wb") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flows.site import server
+from flows import server
 from rlhf_core.errors import PrefectUnavailable
 
 HEALTHY = """
@@ -77,7 +77,7 @@ def test_a_configured_server_that_does_not_answer_is_named(tmp_path: Path, monke
 START_AND_WAIT = """
 import sys, time
 from pathlib import Path
-from flows.site import server
+from flows import server
 server._command = lambda port: [sys.executable, "-c", sys.argv[1], str(port)]
 url, process = server._start(Path(sys.argv[2]), 1, "rlhf:none")
 print(process.pid, flush=True)

@@ -13,8 +13,8 @@ from prefect.client.orchestration import get_client
 from prefect.events import emit_event
 from real_server import RealServer
 
-from flows.site import notify
-from flows.site.notify import PREFIX, register, send_test
+from flows import notify
+from flows.notify import PREFIX, register, send_test
 from rlhf_core.config import Site, load_site
 from rlhf_core.errors import BadConfig, PrefectUnavailable
 from rlhf_core.schemas.site import NotifySite, Occasion

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 from control_fakes import make_run
 
-from flows.site.server import answers
+from flows.server import answers
 from rlhf_core.config import Site, load_site
 from rlhf_core.launch.journal import Journal, read_record
 from rlhf_core.run_dir import RunDir

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from flows.site.processes import SERVICES
 from rlhf_core.config import load_site
+from rlhf_core.services.processes import SERVICES
 
 INFRA = Path(__file__).parents[2] / "infra"
 UNITS = sorted((INFRA / "systemd").glob("*.service"))

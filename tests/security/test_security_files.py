@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 from control_fakes import make_run
 
-from flows.site import server, serving
+from flows import server
+from flows import worker as serving
 from rlhf_core import private_files
 from rlhf_core.cli import doctor, output
 from rlhf_core.config import load_site
@@ -129,7 +130,7 @@ def test_the_servers_database_is_made_private(place: Path, monkeypatch: pytest.M
         server._start(place, log.fileno(), "rlhf:secret")
     assert mode(made) == 0o600
     monkeypatch.setattr("uvicorn.run", lambda *arguments, **options: (place / "served").write_text("key"))
-    monkeypatch.setattr("flows.site.server_app.create_app", lambda names: None)
+    monkeypatch.setattr("flows.server_app.create_app", lambda names: None)
     monkeypatch.setattr(serving, "require_free_port", lambda site: None)
     monkeypatch.setattr(serving, "_beat_while_answering", lambda url, beat: None)
     serving._serve_server(load_site({"RLHF_HOME": str(place / "home")}), lambda: None)

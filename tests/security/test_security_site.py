@@ -18,8 +18,8 @@ from shop_floor import Floor, free_port, until
 from signing_in import authorization
 from site_stranger import as_stranger, needs_root, page_of_a_stranger
 
-from flows.site import server
-from flows.site.guards import MAX_BODY_BYTES
+from flows import server
+from flows.server_guards import MAX_BODY_BYTES
 
 pytestmark = pytest.mark.end_to_end
 

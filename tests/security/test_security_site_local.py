@@ -18,10 +18,10 @@ import pytest
 from control_fakes import make_spec
 from site_stranger import STRANGER, as_stranger, needs_root, page_of_a_stranger
 
+from flows import server, services
+from flows import worker as serving
 from flows.gate import Approval
-from flows.site import server, services, serving
-from flows.site.guards import Authenticated, Known, Limited, Message, Names, Receive, Scope, Send, names_of
-from flows.site.processes import ServiceState, alone, holding, look
+from flows.server_guards import Authenticated, Known, Limited, Message, Names, Receive, Scope, Send, names_of
 from rlhf_core.accounts import account, attributed_here, user_name
 from rlhf_core.cli.main import execute
 from rlhf_core.config import load_site
@@ -34,6 +34,7 @@ from rlhf_core.launch.start import agent_command
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import PromotionState
 from rlhf_core.schemas.base import LABEL_CHARACTERS
+from rlhf_core.services.processes import ServiceState, alone, holding, look
 from rlhf_core.watchdog.ingest import sync
 
 ROOT = Path(__file__).parents[2]

@@ -10,12 +10,12 @@ from typing import Any
 import httpx
 import pytest
 
-from flows.site import server_app
-from flows.site.server_app import Patient
+from flows import server_app
+from flows.server_app import Patient
 
 ROOT = Path(__file__).parents[2]
 
-OURS = "from flows.site.server_app import create_app"
+OURS = "from flows.server_app import create_app"
 PREFECTS = "from prefect.server.api.server import create_app"
 
 ASK = """

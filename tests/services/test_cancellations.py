@@ -10,8 +10,8 @@ import pytest
 from prefect._internal.observers import FlowRunCancellingObserver
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
-from flows.site import cancellations
-from flows.site.cancellations import Cancellations
+from flows import cancellations
+from flows.cancellations import Cancellations
 
 NOBODY = "http://127.0.0.1:9/api"
 

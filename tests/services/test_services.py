@@ -16,7 +16,7 @@ import psutil
 import pytest
 from shop_floor import Floor, free_port, until
 
-from flows.site.processes import SERVICES
+from rlhf_core.services.processes import SERVICES
 
 pytestmark = pytest.mark.end_to_end
 
@@ -78,7 +78,7 @@ def test_the_api_asks_for_the_password(floor: Floor) -> None:
 
 def test_a_run_uses_the_server_of_the_site(floor: Floor) -> None:
     code = """
-from flows.site.server import connect, prefect_server
+from flows.server import connect, prefect_server
 from rlhf_core.config import load_site
 site = load_site()
 connect(site)
@@ -212,7 +212,7 @@ def test_a_flow_run_outlives_a_killed_worker_and_down_ends_it(floor: Floor, tmp_
 
 
 STATES = """
-from flows.site import processes
+from rlhf_core.services import processes
 from rlhf_core.config import load_site
 processes.STALE_S = 4.0
 print(*(processes.look(load_site().home, name).state for name in ("server", "worker")))
@@ -239,7 +239,8 @@ def test_an_outage_of_the_server_ends_neither_worker_nor_flow_runs(floor: Floor,
 
 
 SHORT_PATIENCE = """
-from flows.site import processes, services
+from rlhf_core.services import processes
+from flows import services
 from rlhf_core.config import load_site
 processes.STALE_S, services.ANSWER_PATIENCE_S = 4.0, 1.0
 for name in ("server", "worker"):

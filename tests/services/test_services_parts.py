@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 
-from flows.site import processes, required, restarting, server, services, wanted
-from flows.site.processes import ServiceFiles, ServiceRecord, ServiceState, end, holding, look
+from flows import restarting, server, services
+from flows import server_required as required
 from rlhf_core.config import Site, load_site
 from rlhf_core.errors import BadInput, PrefectUnavailable
 from rlhf_core.run_dir import read_model, write_model
 from rlhf_core.schemas.site import is_private
+from rlhf_core.services import processes, wanted
+from rlhf_core.services.processes import ServiceFiles, ServiceRecord, ServiceState, end, holding, look
 
 
 @pytest.fixture
@@ -174,7 +176,7 @@ def test_a_long_log_is_put_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 SERVICE = """
 import os, sys, time
 from pathlib import Path
-from flows.site import processes, wanted
+from rlhf_core.services import processes, wanted
 home, name = Path(sys.argv[1]), sys.argv[2]
 with processes.holding(home, name) as beat:
     beat()
@@ -295,7 +297,7 @@ def test_how_long_a_service_waits_for_its_next_restart(num: int, pause_s: float)
 def test_a_service_whose_end_was_faster_than_its_start_does_not_stay(
     site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from flows.site import serving
+    from flows import worker as serving
 
     monkeypatch.setenv("RLHF_STARTED_BY", "rlhf up")
     monkeypatch.setattr(serving, "_serve_keeper", lambda site, beat: pytest.fail("it stays"))
@@ -497,7 +499,7 @@ def test_the_worker_forgives_an_outage_of_the_server_and_nothing_else() -> None:
 
     import httpx
 
-    from flows.site import serving
+    from flows import worker as serving
 
     def answer(status: int) -> httpx.HTTPStatusError:
         request = httpx.Request("GET", "http://server/api")
@@ -552,7 +554,7 @@ def test_the_beat_is_read_whole(tmp_path: Path) -> None:
 def test_only_retries_of_a_busy_sqlite_are_left_out_of_the_log() -> None:
     import logging
 
-    from flows.site.server_app import is_news
+    from flows.server_app import is_news
 
     def line(error: Exception | None) -> logging.LogRecord:
         info = (type(error), error, None) if error else None
@@ -565,7 +567,7 @@ def test_only_retries_of_a_busy_sqlite_are_left_out_of_the_log() -> None:
 
 @pytest.mark.parametrize(("kind", "changed"), [("text/html; charset=utf-8", True), ("application/json", False)])
 def test_a_page_gets_a_style_and_its_length_is_right(kind: str, changed: bool) -> None:
-    from flows.site.server_app import STYLE, Styled
+    from flows.server_app import STYLE, Styled
 
     sent: list[Any] = []
     page = b"<html><head></head><body></body></html>"

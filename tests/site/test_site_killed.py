@@ -9,9 +9,9 @@ from shop_floor import Floor, free_port, until
 from slurm_cluster import WHY_NOT, Cluster, missing_programs
 from whole_site import Site, events, go, stand_in, state_of
 
-from flows.site.processes import SERVICES
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import RunState
+from rlhf_core.services.processes import SERVICES
 
 pytestmark = [
     pytest.mark.site,

@@ -12,16 +12,16 @@ import pytest
 from shop_floor import Floor, free_port, until
 from whole_site import go, prefect_says, stand_in, submitted
 
-from flows.site.processes import SERVICES
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import RunState
+from rlhf_core.services.processes import SERVICES
 
 pytestmark = [pytest.mark.site, pytest.mark.end_to_end, pytest.mark.timeout(400)]
 
 DEAF = """
 import asyncio
-from flows.site import serving
+from flows import worker as serving
 from rlhf_core.cli.main import execute
 
 async def only_beats(worker, beat):

@@ -1,15 +1,16 @@
 """Services that `rlhf up` has started and `rlhf down` has not ended, and their restarts.
 
-One file, ``services/wanted.json``. It is written by whoever holds the lock of :func:`flows.site.processes.alone`.
+One file, ``services/wanted.json``. Only the holder of the lock of
+:func:`rlhf_core.services.processes.alone` writes it.
 """
 
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from flows.site.processes import started_ticks
 from rlhf_core.run_dir import read_model, write_model
 from rlhf_core.schemas.base import Schema
+from rlhf_core.services.processes import started_ticks
 
 FIRST_PAUSE_S = 5.0
 """Pause before the second restart of a service that died again; doubled with each further one."""

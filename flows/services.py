@@ -8,8 +8,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flows.site import wanted as wants
-from flows.site.processes import (
+from flows.server import (
+    STARTUP_TIMEOUT_S,
+    answers_within,
+    asks_for_password,
+    client_settings,
+    configured_url,
+    own_url,
+    quiet_settings,
+)
+from flows.worker import FLOW_END_S, FLOW_RUNS, require_free_port, set_up
+from rlhf_core.config import Site
+from rlhf_core.errors import BadInput, PrefectUnavailable
+from rlhf_core.history import database, migrate, queries
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.run_dir import read_tail
+from rlhf_core.schemas.attempts import RUN_ENDS, RunState
+from rlhf_core.services import wanted as wants
+from rlhf_core.services.processes import (
     OURS,
     SERVICES,
     STARTED_BY,
@@ -22,22 +38,6 @@ from flows.site.processes import (
     flow_processes,
     look,
 )
-from flows.site.server import (
-    STARTUP_TIMEOUT_S,
-    answers_within,
-    asks_for_password,
-    client_settings,
-    configured_url,
-    own_url,
-    quiet_settings,
-)
-from flows.site.serving import FLOW_END_S, FLOW_RUNS, require_free_port, set_up
-from rlhf_core.config import Site
-from rlhf_core.errors import BadInput, PrefectUnavailable
-from rlhf_core.history import database, migrate, queries
-from rlhf_core.history.store import HistoryStore
-from rlhf_core.run_dir import read_tail
-from rlhf_core.schemas.attempts import RUN_ENDS, RunState
 
 Say = Callable[[str], None]
 

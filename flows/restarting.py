@@ -8,10 +8,10 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 
-from flows.site import wanted
-from flows.site.processes import OURS, ServiceState, ServiceStatus, alone, end, look
-from flows.site.services import END_PATIENCE_S, launch
+from flows.services import END_PATIENCE_S, launch
 from rlhf_core.config import Site
+from rlhf_core.services import wanted
+from rlhf_core.services.processes import OURS, ServiceState, ServiceStatus, alone, end, look
 
 SILENT_S = 90.0
 """Silence after which a service is replaced. `rlhf up` waits less, since a person is there: a

@@ -1,14 +1,14 @@
 """A Prefect server for what cannot be done without one, or words about where it should be. Imports no Prefect."""
 
-from flows.site import wanted
-from flows.site.processes import ServiceFiles, ServiceState, look
-from flows.site.server import START_IT, connect, is_there, own_url
+from flows.server import START_IT, connect, is_there, own_url
 from rlhf_core.config import Site
 from rlhf_core.errors import PrefectUnavailable
+from rlhf_core.services import wanted
+from rlhf_core.services.processes import ServiceFiles, ServiceState, look
 
 
 def require(site: Site) -> str:
-    """Connect this process to a server that answers (:func:`flows.site.server.connect`). Returns its address.
+    """Connect this process to a server that answers (:func:`flows.server.connect`). Returns its address.
 
     Raises:
         PrefectUnavailable: there is none, or it does not answer; the message says where it should be.

@@ -17,18 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from flows.site import wanted
-from flows.site.processes import (
-    BEAT_S,
-    OURS,
-    STARTED_BY,
-    ServiceFiles,
-    end_all,
-    holding,
-    is_flow_process,
-    private_folder,
-)
-from flows.site.server import (
+from flows.server import (
     answers,
     own_names,
     own_url,
@@ -39,6 +28,17 @@ from flows.site.server import (
 )
 from rlhf_core.config import Site
 from rlhf_core.errors import BadInput
+from rlhf_core.services import wanted
+from rlhf_core.services.processes import (
+    BEAT_S,
+    OURS,
+    STARTED_BY,
+    ServiceFiles,
+    end_all,
+    holding,
+    is_flow_process,
+    private_folder,
+)
 
 if TYPE_CHECKING:
     from prefect.workers.process import ProcessWorker
@@ -84,7 +84,7 @@ def serve(site: Site, name: str) -> None:
 
 
 def _look_after_the_others(site: Site, name: str, environment: Mapping[str, str]) -> None:
-    from flows.site.restarting import Restarter
+    from flows.restarting import Restarter
 
     if site.prefect.restart_s:
         restarter = Restarter(site, name, environment, _say)
@@ -128,8 +128,8 @@ def _listener(port: int) -> str:
 def _serve_server(site: Site, beat: Beat) -> None:
     import uvicorn
 
-    from flows.site.guards import MAX_SOCKET_BYTES
-    from flows.site.server_app import create_app  # only now: Prefect reads its settings when it is imported
+    from flows.server_app import create_app  # only now: Prefect reads its settings when it is imported
+    from flows.server_guards import MAX_SOCKET_BYTES
 
     require_free_port(site)
     os.umask(0o077)  # its database holds secrets, and the key that they are encrypted with
@@ -222,7 +222,7 @@ def _forgiving(work: Callable[[], Awaitable[Any]], stop: asyncio.Event) -> Calla
 
 async def _watch_while_working(worker: "ProcessWorker", beat: Beat) -> None:
     """Have cancellations carried out, and beat for as long as the worker takes flow runs and can cancel them."""
-    from flows.site.cancellations import Cancellations
+    from flows.cancellations import Cancellations
 
     while not (worker.is_setup and getattr(worker, "_runner", None) and worker._runner.started):
         await asyncio.sleep(0.1)
@@ -286,11 +286,10 @@ def _beat_until(stop: threading.Event, beat: Beat) -> None:
 def set_up(site: Site) -> None:
     """Give the site's server what it needs to have: idempotent, and changed settings are applied.
 
-    The process must be connected to the server (:func:`flows.site.server.connect`) before Prefect is imported.
+    The process must be connected to the server (:func:`flows.server.connect`) before Prefect is imported.
     """
-    from flows import deployments
+    from flows import deployments, notify
     from flows import reconcile as housekeeping
-    from flows.site import notify
 
     _set_up_pool(site)
     deployments.register_presets(site)

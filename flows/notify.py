@@ -20,7 +20,7 @@ from prefect.events.schemas.automations import AutomationCore, EventTrigger, Pos
 from prefect.exceptions import ObjectNotFound
 from pydantic import SecretStr
 
-from flows.site.server import server_answers
+from flows.server import server_answers
 from rlhf_core.config import Site
 from rlhf_core.errors import BadConfig, PrefectUnavailable
 

@@ -18,12 +18,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from flows.site.guards import MAX_SOCKET_BYTES, Names, names_of
-from flows.site.processes import HOME_MARKER, ServiceState, look, private_folder
+from flows.server_guards import MAX_SOCKET_BYTES, Names, names_of
 from rlhf_core import private_files
 from rlhf_core.config import Site
 from rlhf_core.errors import BadInput, PrefectUnavailable
 from rlhf_core.run_dir import create_once
+from rlhf_core.services.processes import HOME_MARKER, ServiceState, look, private_folder
 
 STARTUP_TIMEOUT_S = 180.0
 """How long a temporary server may take to answer. Its first start makes a database: 20 s, longer on a busy machine."""
@@ -433,7 +433,7 @@ def answers_within(seconds: float, url: str) -> bool:
 def _command(port: int) -> list[str]:
     # As prefect.server.api.server.SubprocessASGIServer does it; started here so that it has a session of its own, and
     # imports nothing from the folder that this process happens to be in.
-    serve = ["-P", "-m", "uvicorn", "--factory", "flows.site.server_app:create_app", "--lifespan", "on"]
+    serve = ["-P", "-m", "uvicorn", "--factory", "flows.server_app:create_app", "--lifespan", "on"]
     serve += ["--host", "127.0.0.1", "--port", str(port), "--ws-max-size", str(MAX_SOCKET_BYTES)]
     return [sys.executable, *serve, "--log-level", "error"]
 

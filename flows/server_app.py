@@ -3,7 +3,7 @@
 Browsers are told by a Content-Security-Policy to talk to this server only: the pages of Prefect ask hosts outside for
 their configuration and statistics, and a Markdown artifact may name images of anywhere. The server itself serves the
 lists of worker types that come with the package, instead of asking the network for newer ones. What is asked of it
-passes :mod:`flows.site.guards` first, and a server without a password is none.
+passes :mod:`flows.server_guards` first, and a server without a password is none.
 
 Two faults of Prefect 3.7 on SQLite are mended here, too: schedules that never fire (:func:`let_schedules_be_inserted`),
 and what a browser asks and is lost (:class:`Patient`).
@@ -22,7 +22,7 @@ from prefect.server.api.server import create_app as prefect_app
 from prefect.server.database.orm_models import Base
 from prefect.settings import PREFECT_SERVER_API_AUTH_STRING
 
-from flows.site.guards import (
+from flows.server_guards import (
     READING,
     App,
     Authenticated,
