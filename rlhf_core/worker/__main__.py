@@ -159,7 +159,7 @@ def _check_content(parsed: argparse.Namespace) -> int:
 
 def _prebuild(parsed: argparse.Namespace) -> int:
     from rlhf_core.errors import BuildTookTooLong, RlhfError
-    from rlhf_core.worker.preparation import PROGRESS, PROGRESS_S, TOOK_TOO_LONG
+    from rlhf_core.worker.gpu_wait import PROGRESS, PROGRESS_S, TOOK_TOO_LONG
     from rlhf_core.worker.processes import die_with_parent
     from rlhf_core.worker.roles import PREBUILD, load
 

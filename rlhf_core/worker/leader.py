@@ -29,10 +29,10 @@ from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind, Incident
 from rlhf_core.schemas.reports import AgentCommand, AttemptOutcome, MetricsLine
 from rlhf_core.schemas.run import SuperviseSpec
-from rlhf_core.worker.endings import Failure
-from rlhf_core.worker.events import EventLog
+from rlhf_core.worker.event_log import EventLog
+from rlhf_core.worker.exit_reports import Failure
 
-OUTCOME_PATIENCE_S = 30.0
+OUTCOME_TIMEOUT_S = 30.0
 """How long an outcome that cannot be written is tried again."""
 
 _COMMAND_NAME = re.compile(r"^(\d+)\.json$")
@@ -103,7 +103,7 @@ class Leader:
 
     def finish(self, outcome: AttemptOutcome) -> bool:
         """Write the outcome, once and last; False when that was not possible."""
-        deadline = time.monotonic() + OUTCOME_PATIENCE_S
+        deadline = time.monotonic() + OUTCOME_TIMEOUT_S
         while not self._dir.outcome.exists():
             if self.write(self._dir.outcome, outcome):
                 break

@@ -31,7 +31,7 @@ from rlhf_core.training.prebuild import extensions_dir, prebuild, use_own_script
 
 pytestmark = [pytest.mark.training]
 
-PATIENCE_S = 100.0
+TIMEOUT_S = 100.0
 WAITING = re.compile(r"^\.\.\. waiting for process \d+ on \S+ to compile", re.MULTILINE)
 QUICK = """#!/bin/sh
 out="" previous=""
@@ -87,13 +87,13 @@ def start(before: str = "") -> "subprocess.Popen[str]":
 
 def finish(processes: "list[subprocess.Popen[str]]") -> list[str]:
     """What they said; all of them with exit code 0."""
-    said = [process.communicate(timeout=PATIENCE_S)[0] for process in processes]
+    said = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * len(processes), said
     return said
 
 
 def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)

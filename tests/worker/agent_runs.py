@@ -24,7 +24,7 @@ from rlhf_core.worker.heartbeat import slots_folder
 
 REPOSITORY = Path(__file__).parents[2]
 TARGETS = Path(__file__).parent / "targets"
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 def make_spec(**sections: Any) -> RunSpec:
@@ -104,7 +104,7 @@ class AgentRun:
 
     def finish_all(self) -> list[int]:
         """Wait for all agents; their exit codes."""
-        return [agent.wait(timeout=PATIENCE_S) for agent in self.agents]
+        return [agent.wait(timeout=TIMEOUT_S) for agent in self.agents]
 
     def printed(self, index: int) -> str:
         """What an agent printed."""
@@ -115,7 +115,7 @@ class AgentRun:
 
     def finish(self) -> tuple[int, str]:
         """Wait for the newest agent; its exit code and what it printed."""
-        code = self.agents[-1].wait(timeout=PATIENCE_S)
+        code = self.agents[-1].wait(timeout=TIMEOUT_S)
         return code, self._output(len(self.agents) - 1).read_text(encoding="utf-8")
 
     def order(self, kind: str, number: int = 0) -> None:
@@ -205,9 +205,9 @@ def toy_runs(folder: Path) -> Iterator[Callable[..., AgentRun]]:
             path.unlink()
 
 
-def wait_for(condition: Callable[[], Any], patience_s: float = PATIENCE_S) -> Any:
+def wait_for(condition: Callable[[], Any], timeout_s: float = TIMEOUT_S) -> Any:
     """Wait until a condition holds and return its value."""
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     while not (value := condition()):
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)

@@ -10,8 +10,8 @@ from rlhf_core.diagnosis.node_checks import Plan, compare
 from rlhf_core.schemas.checks import CheckStatus
 from rlhf_core.schemas.resources import PASSED_VARIABLE, Placement
 from rlhf_core.worker import node_facts
+from rlhf_core.worker.node_probe import Place, Probe
 from rlhf_core.worker.nodes import Nodes
-from rlhf_core.worker.probing import Place, Probe
 from rlhf_core.worker.shown_variables import HIDDEN, attempt_key, shown, shown_variables
 
 KEY = b"key of the attempt"

@@ -18,7 +18,7 @@ LIMIT_S = 20
 
 CALL = """
 import sys
-from rlhf_core.worker.preparation import prebuild
+from rlhf_core.worker.gpu_wait import prebuild
 sys.executable = sys.argv[1]
 asked = iter([False, True])
 said = lambda doing: print("said", doing)
@@ -27,13 +27,13 @@ print(built.kind, built.output)
 """
 
 
-def _prebuild(tmp_path: Path, script: str, patience_s: float, way: str = "wait") -> str:
+def _prebuild(tmp_path: Path, script: str, timeout_s: float, way: str = "wait") -> str:
     """What it says, with a shell script in place of the compiler. Not to be waited for longer than ``LIMIT_S``."""
     compiler = tmp_path / "compiler"
     compiler.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
     compiler.chmod(0o755)
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, "-c", CALL, str(compiler), str(patience_s), way]
+    command = [sys.executable, "-c", CALL, str(compiler), str(timeout_s), way]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=LIMIT_S)
     return done.stdout.strip()
 
@@ -63,13 +63,13 @@ def test_it_may_take_longer_than_its_silence_may_last(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("patience_s", "way", "said"), [(0.5, "wait", "hang no sign of life for 0 s"), (60.0, "cancel", "worker_killed")]
+    ("timeout_s", "way", "said"), [(0.5, "wait", "hang no sign of life for 0 s"), (60.0, "cancel", "worker_killed")]
 )
 def test_a_compiler_that_waits_for_ever_is_ended_with_its_children(
-    tmp_path: Path, patience_s: float, way: str, said: str
+    tmp_path: Path, timeout_s: float, way: str, said: str
 ) -> None:
     """The child holds the output open, as ninja's compilers do: killing the parent alone would leave us waiting."""
-    assert _prebuild(tmp_path, f"sleep {2 * LIMIT_S} & wait", patience_s, way) == said
+    assert _prebuild(tmp_path, f"sleep {2 * LIMIT_S} & wait", timeout_s, way) == said
 
 
 @pytest.mark.parametrize(

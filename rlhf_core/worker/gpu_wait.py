@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from rlhf_core.diagnosis.classify import read_log
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.worker import processes
-from rlhf_core.worker.events import EventLog
+from rlhf_core.worker.event_log import EventLog
 from rlhf_core.worker.gpu_memory import GpuMemory, wait_until_free
 from rlhf_core.worker.signals import SAVING, held_back
 
-GPU_PATIENCE_S = 60.0
+GPU_TIMEOUT_S = 60.0
 PROGRESS = "... "
 """Begins a line in which ``python -m rlhf_core.worker prebuild`` says what it is doing."""
 PROGRESS_S = 10.0
@@ -42,7 +42,7 @@ class Prebuilt:
 
 
 def prebuild(
-    patience_s: float, is_over: Callable[[], bool], say: Callable[[str], object] = lambda doing: None
+    timeout_s: float, is_over: Callable[[], bool], say: Callable[[str], object] = lambda doing: None
 ) -> Prebuilt:
     """Compile what native workers on CPU need, in a process of its own; when all is there it takes a fraction of a
     second.
@@ -51,7 +51,7 @@ def prebuild(
     several runs start at once, one compiles and the others wait.
 
     Args:
-        patience_s: Longest silence of the process, in seconds.
+        timeout_s: Longest silence of the process, in seconds.
         is_over: Asked now and then; True ends it.
         say: Told what it does while it takes time, about every ``PROGRESS_S``.
     """
@@ -76,15 +76,15 @@ def prebuild(
         told = len(lines) - 1
         now_s = time.monotonic()
         heard_s = now_s if new else heard_s
-        if not ended and (now_s - heard_s > patience_s or is_over()):
-            kind = FailureKind.HANG if now_s - heard_s > patience_s else None
+        if not ended and (now_s - heard_s > timeout_s or is_over()):
+            kind = FailureKind.HANG if now_s - heard_s > timeout_s else None
             # With its compilers, which hold its output open.
             processes.end_descendants()
     process.stdout.close()
     code = process.wait()
     output = "\n".join(line for line in said.decode(errors="replace").splitlines() if not line.startswith(PROGRESS))
     if kind is not None:
-        output += f"no sign of life for {patience_s:.0f} s"
+        output += f"no sign of life for {timeout_s:.0f} s"
     return Prebuilt(kind or _kind(code, output), round(time.monotonic() - started_s, 2), output.strip())
 
 
@@ -126,6 +126,6 @@ class GpuWait:
         """Wait, but not for ever: a process blocked in the driver may never let go."""
         if self._memory is None:
             return
-        full = wait_until_free(self._memory.used_bytes, self._before, GPU_PATIENCE_S)
+        full = wait_until_free(self._memory.used_bytes, self._before, GPU_TIMEOUT_S)
         if full:
-            self._events.say(f"GPUs {full} still hold memory of ended processes after {GPU_PATIENCE_S:.0f} s")
+            self._events.say(f"GPUs {full} still hold memory of ended processes after {GPU_TIMEOUT_S:.0f} s")
