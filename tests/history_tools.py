@@ -55,7 +55,7 @@ from rlhf_core.schemas.reports import (
     RankStatus,
     TelemetryLine,
 )
-from rlhf_core.schemas.resources import Placement, Role, RolePlan, Submission
+from rlhf_core.schemas.resources import GroupPlan, Placement, Role, Submission, in_order
 from rlhf_core.schemas.run import DataSpec, ModelSpec, RunSpec, SftSpec, StoredSpec, TrainSpec
 
 T0 = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC)
@@ -190,7 +190,7 @@ class RunFiles:
         placement = Placement(
             attempt=attempt,
             num_nodes=1,
-            roles=(RolePlan(role=Role.TRAINER, workers_per_node=2),),
+            phases=in_order(GroupPlan.on_all_nodes(Role.TRAINER, 2, 1)),
             resume_checkpoint=f"step-{resumed_from:06d}" if resumed_from else "",
             resumed_from_step=resumed_from,
         )

@@ -1,1 +1,1 @@
-"""Which nodes an attempt gets, and for which roles. Pure: what the scheduler has is passed in."""
+"""Nodes of an attempt, and their roles. Pure: what the scheduler has is passed in."""

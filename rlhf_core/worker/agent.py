@@ -30,7 +30,7 @@ from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.probe import NodeFacts, NodeSpeed
 from rlhf_core.schemas.reports import AttemptOutcome
-from rlhf_core.schemas.resources import JOB_VARIABLE, Placement, Role, RolePlan, job_marker
+from rlhf_core.schemas.resources import JOB_VARIABLE, GroupPlan, Placement, Role, job_marker
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.worker import exit_reports, node_facts, node_probe, processes
 from rlhf_core.worker.agent_channel import AgentChannel, Message
@@ -249,7 +249,7 @@ def _read(run_dir: RunDir, attempt: int, nodes: Nodes) -> tuple[RunSpec, Placeme
     except RunDirError as error:
         raise AttemptAborted(FailureKind.CONFIG, str(error)) from error
     placement = read_model(path, Placement)
-    if placement is None or not placement.roles:
+    if placement is None or not placement.phases:
         raise AttemptAborted(FailureKind.CONFIG, f"{path} is missing, damaged or names no role")
     return spec, placement
 
@@ -347,7 +347,7 @@ class Agent:
         processes.adopt_orphans()
         for stranger in processes.end_older_attempts(job.run_dir.run_id, job.attempt):
             self._events.say(f"ended what an older attempt had left on this node: {stranger}")
-        num_slots = max(plan.workers_per_node for plan in job.placement.roles)
+        num_slots = max(plan.workers_per_node for plan in job.placement.groups)
         slots = SlotFile(job.run_dir.run_id, job.attempt, job.nodes.name, num_slots)
         supervise = job.spec.supervise
         supervisor = Supervisor(
@@ -362,16 +362,16 @@ class Agent:
             self._deadline,
             partial(job.run_dir.is_superseded, job.attempt),
         )
-        supervisor.enter(job.placement.roles[0].role, self._restart_dir)
+        supervisor.enter(job.placement.groups[0].role, self._restart_dir)
         supervisor.start()
         self._events.add("agent_started", f"agent of attempt {job.attempt} started with pid {os.getpid()}")
         try:
             self._set_environment(slots)
-            probed = any(plan.role is Role.PROBE for plan in job.placement.roles)
+            probed = any(plan.role is Role.PROBE for plan in job.placement.groups)
             ending = self._meet(supervisor) or (self._check_nodes(supervisor) if probed else None)
             if ending is not None:
                 return ending
-            roles = [plan for plan in job.placement.roles if plan.role is not Role.PROBE]
+            roles = [plan for plan in job.placement.groups if plan.role is not Role.PROBE]
             if roles:
                 self._prepare(supervisor)
             for plan in roles:
@@ -495,7 +495,7 @@ class Agent:
 
     def _prepare(self, supervisor: Supervisor) -> None:
         job = self._job
-        native = any(plan.role in TARGETS and plan.role not in job.targets for plan in job.placement.roles)
+        native = any(plan.role in TARGETS and plan.role not in job.targets for plan in job.placement.groups)
         if job.placement.gpus_per_node > 0:
             self._gpus = GpuWait(self._events)
         elif native:
@@ -516,7 +516,7 @@ class Agent:
     # -----------------------------------------------------------------------------------------------------------------
     # Roles and restarts
 
-    def _run_role(self, plan: RolePlan, slots: SlotFile, supervisor: Supervisor) -> Ending | None:
+    def _run_role(self, plan: GroupPlan, slots: SlotFile, supervisor: Supervisor) -> Ending | None:
         """Run one role to its good end (None), or to the end of the attempt."""
         num_nodes = self._job.nodes.num
         on_each = f" on each of {num_nodes} nodes" if num_nodes > 1 else ""

@@ -35,7 +35,7 @@ from rlhf_core import config
 from rlhf_core.launch.prepare import prepare
 from rlhf_core.run_dir import RunDir, read_models, write_model
 from rlhf_core.schemas.reports import MetricsLine, Phase, RankStatus
-from rlhf_core.schemas.resources import Placement, Role, RolePlan
+from rlhf_core.schemas.resources import GroupPlan, Placement, Role, in_order
 from rlhf_core.schemas.run import HealthRule
 from rlhf_core.worker.heartbeat import Beat, SlotFile
 from rlhf_core.worker.inspection import inspect_workers
@@ -77,8 +77,8 @@ def make_run(runs: Path, steps: int) -> RunDir:
     sparse = ("evaluate.num_prompts=8", f"checkpoint.every_num_steps={10 * steps}")
     spec = config.load("quickstart", [*short, *sparse, *unjudged])
     run_dir = prepare(spec, runs, config_source="quickstart")
-    roles = (RolePlan(role=Role.TRAINER, workers_per_node=NUM_RANKS),)
-    write_model(run_dir.attempt(1).placement, Placement(attempt=1, num_nodes=1, roles=roles))
+    phases = in_order(GroupPlan.on_all_nodes(Role.TRAINER, NUM_RANKS, 1))
+    write_model(run_dir.attempt(1).placement, Placement(attempt=1, num_nodes=1, phases=phases))
     return run_dir
 
 

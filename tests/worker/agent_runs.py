@@ -18,7 +18,7 @@ from rlhf_core.run_dir import AttemptDir, RestartDir, RunDir, new_run_id, read_m
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Decision, Incident
 from rlhf_core.schemas.reports import AgentCommand, AgentEvent, AgentStatus, AttemptOutcome
-from rlhf_core.schemas.resources import Placement, Role, RolePlan
+from rlhf_core.schemas.resources import GroupPlan, Placement, Role, in_order
 from rlhf_core.schemas.run import RunSpec, StoredSpec
 from rlhf_core.worker.heartbeat import slots_folder
 
@@ -187,10 +187,10 @@ def toy_runs(folder: Path) -> Iterator[Callable[..., AgentRun]]:
             spec=make_spec(**sections),
         )
         write_model(run_dir.spec, spec)
-        roles = [RolePlan(role=Role.TRAINER, workers_per_node=2)]
+        groups = [GroupPlan.on_all_nodes(Role.TRAINER, 2, num_nodes)]
         if evaluator:
-            roles.append(RolePlan(role=Role.EVALUATOR, workers_per_node=2))
-        write_model(run_dir.attempt(1).placement, Placement(attempt=1, num_nodes=num_nodes, roles=tuple(roles)))
+            groups.append(GroupPlan.on_all_nodes(Role.EVALUATOR, 2, num_nodes))
+        write_model(run_dir.attempt(1).placement, Placement(attempt=1, num_nodes=num_nodes, phases=in_order(*groups)))
         runs.append(AgentRun(run_dir))
         return runs[-1]
 
