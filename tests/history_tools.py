@@ -170,20 +170,21 @@ class RunFiles:
             evidence_dir=f"attempts/{attempt}/restarts/{restart}/incident",
             **facts,
         )
-        write_model(self.dir.attempt(attempt).restart(restart).incident, incident)
+        write_model(self.dir.attempt(attempt).restart(restart).incident(incident.number), incident)
         return incident
 
-    def decision(self, attempt: int, restart: int, action: Action, seconds: float) -> None:
+    def decision(self, attempt: int, restart: int, action: Action, seconds: float, number: int = 0) -> None:
         """Agent 0 decided."""
         decision = Decision(
             attempt=attempt,
             restart=restart,
+            number=number,
             action=action,
             reason="one restart is left",
             decided_by=DecidedBy.AGENT,
             decided_at=at(seconds),
         )
-        write_model(self.dir.attempt(attempt).restart(restart).decision, decision)
+        write_model(self.dir.attempt(attempt).restart(restart).decision(number), decision)
 
     def planned(self, attempt: int, seconds: float, resumed_from: int = 0) -> None:
         """The controller planned and submitted an attempt, and its agents began."""

@@ -357,7 +357,7 @@ def explain(
         chance: number in [0, 1) that spreads the back-off.
     """
     attempt = run_dir.attempt(look.attempt)
-    found = evidence.incidents(attempt)
+    found = evidence.ending_incidents(attempt)
     own = None
     if look.verdict.state is AttemptState.LOST and look.verdict.nodes:
         own = _incident_of_lost_nodes(look, look.job.lost_nodes or look.verdict.nodes)  # Slurm finds out much later

@@ -471,8 +471,8 @@ class Agent:
         what = f"{' '.join(sorted({one.id for one in blocking}))} {' '.join(nodes)}"
         blamed = nodes if kind is FailureKind.NODE_UNFIT else ()
         failure = Failure(Diagnosis(kind, message, fingerprint(kind, what), nodes=blamed), "", None, None)
-        record_incident(self._leader, self._events, self._restart_dir, self._job.run_dir, failure)
-        record_decision(self._leader, self._events, self._restart_dir, self._budget.choose(failure.diagnosis))
+        number = record_incident(self._leader, self._events, self._restart_dir, failure)
+        record_decision(self._leader, self._events, self._restart_dir, self._budget.choose(failure.diagnosis), number)
         return self._end(AttemptState.FAILED, message, kind)
 
     def _set_environment(self, slots: SlotFile) -> None:
@@ -769,13 +769,13 @@ class Agent:
     def _choose(self, role: Role, failure: Failure, asked: ExternalRequests) -> Choice:
         """Write down what was found and what will be done about it; only then may it be done."""
         failure = replace(failure, diagnosis=self._budget.confirmed(failure.diagnosis))
-        record_incident(self._leader, self._events, self._restart_dir, self._job.run_dir, failure)
+        number = record_incident(self._leader, self._events, self._restart_dir, failure, role)
         choice = self._budget.choose(failure.diagnosis, self._damaged.remedy(failure))
         choice = self._damaged.choice_for(role, failure, choice)
         if asked.stop and choice.action is Action.RESTART_IN_PLACE:
             reason = f"not restarted in place, as the attempt is to end: {asked.stop}"
             choice = Choice(Action.NEW_ATTEMPT, 0.0, reason)
-        record_decision(self._leader, self._events, self._restart_dir, choice)
+        record_decision(self._leader, self._events, self._restart_dir, choice, number)
         if failure.damaged_checkpoint and choice.action is not Action.STOP:
             self._damaged.put_aside(failure, self._restart_dir, self._events)
         return choice

@@ -75,7 +75,7 @@ def report(group: WorkerGroup, problem: str, write: Callable[[Path, BaseModel], 
     if is_well(end):
         return end
     logs = {index: group.restart_dir.log(group.role, group.node, index) for index in range(group.num_workers)}
-    evidence.save_log_tails(logs, group.restart_dir.incident_dir, group.node)
+    evidence.save_log_tails(logs, group.restart_dir.evidence_dir, group.node)
     told = tuple(
         worker.model_copy(update={"log_tail": evidence.log_tail(logs[worker.local_rank])}) for worker in workers
     )

@@ -420,12 +420,12 @@ class Supervisor(threading.Thread):
         question = self._slots.ask_for_collectives()
         ranks = group.living()
         logs = {rank.local_rank: group.restart_dir.log(group.role, self._node, rank.local_rank) for rank in ranks}
-        missing = evidence.collect(ranks, logs, group.restart_dir.incident_dir, self._node)
-        folder = group.restart_dir.incident_dir.name
+        missing = evidence.collect(ranks, logs, group.restart_dir.evidence_dir, self._node)
+        folder = group.restart_dir.evidence_dir.name
         self._events.add("evidence", f"stacks, states and logs of {len(ranks)} workers saved in {folder}/", group.role)
         answers = collectives.read_answers(ranks, self._slots.path, question)
         for local_rank, content in answers.items():
-            path = group.restart_dir.incident_dir / f"collectives-{self._node}-{local_rank}.json"
+            path = group.restart_dir.evidence_dir / f"collectives-{self._node}-{local_rank}.json"
             evidence.save(path, content, missing)
         for problem in missing:
             self._events.say(problem)

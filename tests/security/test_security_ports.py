@@ -201,7 +201,7 @@ def test_forged_orders_and_a_planted_pickle_change_nothing(agent_run: MakeRun, t
     forge(store, run, bomb)
     # A start of the workers under the eyes of the stranger, with all its agreements.
     os.kill(run.pids(0)[0], signal.SIGKILL)
-    wait_for(lambda: run.restart(0).incident.exists())
+    wait_for(lambda: run.restart(0).incident(1).exists())
     forge(store, run, bomb)
     replay = wait_for(lambda: store.get("state/1"))
     wait_for(lambda: len(run.pids(1)) == 4 and run.reached(1, 2))

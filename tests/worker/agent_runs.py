@@ -128,12 +128,16 @@ class AgentRun:
         return found
 
     def incident(self, restart: int) -> Incident:
-        found = read_model(self.restart(restart).incident, Incident)
+        """The only incident of a restart."""
+        (path,) = self.restart(restart).incident_files()
+        found = read_model(path, Incident)
         assert found is not None
         return found
 
     def decision(self, restart: int) -> Decision:
-        found = read_model(self.restart(restart).decision, Decision)
+        """The decision about it."""
+        (path,) = self.restart(restart).decision_files()
+        found = read_model(path, Decision)
         assert found is not None
         return found
 

@@ -61,7 +61,7 @@ def test_the_others_end_when_agent_0_is_stopped_and_a_newer_attempt_is_left_alon
     assert run.agents[0].wait(60) == 1
     assert not any(map(is_alive, workers.values()))
     assert not run.dir.outcome.exists()
-    assert not run.restart(0).incident.exists()
+    assert not run.restart(0).incident_files()
     # Workers that wake up may still say how they ended, where nobody else writes.
     changed = {path for path, time_ns in written(run).items() if before.get(path) != time_ns}
     assert all(path.is_relative_to(run.restart(0).root) for path in changed), changed
