@@ -428,19 +428,38 @@ class RestartDir:
         return self.root / f"telemetry-{node}.jsonl"
 
     @property
-    def incident_dir(self) -> Path:
-        """Evidence; each agent its own files."""
+    def evidence_dir(self) -> Path:
+        """Evidence of incidents; each agent its own files."""
         return self.root / "incident"
 
     @property
-    def incident(self) -> Path:
-        """Incident; written by agent 0."""
-        return self.incident_dir / "incident.json"
+    def incidents_dir(self) -> Path:
+        """Folder of the incidents and of the decisions about them; agent 0 writes them."""
+        return self.root / "incidents"
 
-    @property
-    def decision(self) -> Path:
-        """Decision of agent 0; written before it is acted on."""
-        return self.incident_dir / "decision.json"
+    def incident(self, number: int) -> Path:
+        """One incident, by its number in the attempt."""
+        return self.incidents_dir / f"{number}.json"
+
+    def decision(self, number: int) -> Path:
+        """The decision about an incident; written before it is acted on."""
+        return self.incidents_dir / f"{number}.decision.json"
+
+    def incident_files(self) -> list[Path]:
+        """Files of all incidents, in order; first the place that version 0.1 knew."""
+        numbered = [self.incident(number) for number in self._incident_numbers()]
+        return [path for path in (self.evidence_dir / "incident.json", *numbered) if path.is_file()]
+
+    def decision_files(self) -> list[Path]:
+        """Files of all decisions, in order; first the place that version 0.1 knew."""
+        numbered = [self.decision(number) for number in self._incident_numbers()]
+        return [path for path in (self.evidence_dir / "decision.json", *numbered) if path.is_file()]
+
+    def _incident_numbers(self) -> list[int]:
+        if not self.incidents_dir.is_dir():
+            return []
+        names = (path.name.partition(".")[0] for path in self.incidents_dir.glob("*.json"))
+        return sorted({int(name) for name in names if _NUMBER.fullmatch(name)})
 
     @property
     def logs(self) -> Path:

@@ -279,9 +279,10 @@ class FakeAgent:
             suspect_nodes=(NODE,),
             seen_at=utc_now(),
             fingerprint=fingerprint,
-            evidence_dir=str(folder.incident_dir.relative_to(self.run_dir.root)),
+            evidence_dir=str(folder.evidence_dir.relative_to(self.run_dir.root)),
         )
-        write_model(folder.incident, incident)
+        folder.evidence_dir.mkdir(parents=True, exist_ok=True)
+        write_model(folder.incident(0), incident)
 
     def end(self, state: AttemptState, kind: FailureKind | None = None, message: str = "") -> None:
         """Write the outcome."""

@@ -55,7 +55,7 @@ from rlhf_core.schemas.reports import (
     RankStatus,
     TelemetryLine,
 )
-from rlhf_core.schemas.resources import Placement, Role, RolePlan, Submission
+from rlhf_core.schemas.resources import GroupPlan, Placement, Role, Submission, in_order
 from rlhf_core.schemas.run import DataSpec, ModelSpec, RunSpec, SftSpec, StoredSpec, TrainSpec
 
 T0 = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC)
@@ -170,27 +170,28 @@ class RunFiles:
             evidence_dir=f"attempts/{attempt}/restarts/{restart}/incident",
             **facts,
         )
-        write_model(self.dir.attempt(attempt).restart(restart).incident, incident)
+        write_model(self.dir.attempt(attempt).restart(restart).incident(incident.number), incident)
         return incident
 
-    def decision(self, attempt: int, restart: int, action: Action, seconds: float) -> None:
+    def decision(self, attempt: int, restart: int, action: Action, seconds: float, number: int = 0) -> None:
         """Agent 0 decided."""
         decision = Decision(
             attempt=attempt,
             restart=restart,
+            number=number,
             action=action,
             reason="one restart is left",
             decided_by=DecidedBy.AGENT,
             decided_at=at(seconds),
         )
-        write_model(self.dir.attempt(attempt).restart(restart).decision, decision)
+        write_model(self.dir.attempt(attempt).restart(restart).decision(number), decision)
 
     def planned(self, attempt: int, seconds: float, resumed_from: int = 0) -> None:
         """The controller planned and submitted an attempt, and its agents began."""
         placement = Placement(
             attempt=attempt,
             num_nodes=1,
-            roles=(RolePlan(role=Role.TRAINER, workers_per_node=2),),
+            phases=in_order(GroupPlan.on_all_nodes(Role.TRAINER, 2, 1)),
             resume_checkpoint=f"step-{resumed_from:06d}" if resumed_from else "",
             resumed_from_step=resumed_from,
         )

@@ -79,7 +79,10 @@ def _section(story: Story, told: ToldIncident, *, shows_evidence: bool) -> list[
     }
     here = (told.run_dir, incident.attempt, incident.restart)
     done = [
-        one.decision for one in story.decisions if (one.run_dir, one.decision.attempt, one.decision.restart) == here
+        one.decision
+        for one in story.decisions
+        if (one.run_dir, one.decision.attempt, one.decision.restart) == here
+        and one.decision.number in (0, incident.number)
     ]
     return [
         f"## {incident.failure_kind.value}, step {incident.step}"

@@ -6,7 +6,7 @@ from pydantic import JsonValue
 
 from rlhf_core.errors import BadInput
 from rlhf_core.run_dir import CheckpointDir
-from rlhf_core.schemas.resources import Inventory, Placement, Role, RolePlan
+from rlhf_core.schemas.resources import GroupPlan, Inventory, Placement, Role, in_order
 from rlhf_core.schemas.run import ResourceSpec, RunSpec
 
 
@@ -38,15 +38,16 @@ def plan(
     shortage = shortages(spec.resources, inventory, tuple(excluded))
     if shortage:
         raise BadInput(f"attempt {attempt} cannot be placed: {'; '.join(shortage)}")
-    ranks = spec.resources.ranks_per_node
+    resources = spec.resources
+    roles = [*([Role.PROBE] if spec.preflight.probe else []), Role.TRAINER, Role.EVALUATOR]
+    groups = [
+        GroupPlan.on_all_nodes(role, resources.ranks_per_node, resources.num_nodes, resources.gpus_per_node)
+        for role in roles
+    ]
     return Placement(
         attempt=attempt,
         num_nodes=spec.resources.num_nodes,
-        roles=(
-            *([RolePlan(role=Role.PROBE, workers_per_node=ranks)] if spec.preflight.probe else []),
-            RolePlan(role=Role.TRAINER, workers_per_node=ranks),
-            RolePlan(role=Role.EVALUATOR, workers_per_node=ranks),
-        ),
+        phases=in_order(*groups),
         gpus_per_node=spec.resources.gpus_per_node,
         excluded_nodes=tuple(excluded),
         exclusion_reasons=excluded,

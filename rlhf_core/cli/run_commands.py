@@ -376,7 +376,8 @@ def _print_plan(spec: Any, site: "Site", as_json: bool) -> None:
         output.print_json({**shown, "scheduler": scheduler.name})
         return
     roles = ", then ".join(
-        f"{role.role.value} with {role.workers_per_node} workers per node" for role in placement.roles
+        " beside ".join(f"{group.role.value} with {group.workers_per_node} workers per node" for group in phase)
+        for phase in placement.phases
     )
     rows = [
         ("steps", f"{spec.sft.num_steps} supervised, then {spec.train.num_steps} of {spec.train.algorithm}"),

@@ -16,7 +16,7 @@ from rlhf_core.scheduler.base import JobState, JobStatus, Scheduler
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.probe import ProbeReport
 from rlhf_core.schemas.reports import AttemptOutcome
-from rlhf_core.schemas.resources import Role, RolePlan, Submission
+from rlhf_core.schemas.resources import GroupPlan, Role, Submission, in_order
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.watchdog.evidence import scheduler_log
 
@@ -44,10 +44,9 @@ def probe_nodes(spec: RunSpec, site: Site, scheduler: Scheduler, say: Callable[[
     """
     run_dir = prepare(spec, site.runs_dir / PROBES, config_source="rlhf check --probe")
     attempt = run_dir.attempt(1)
-    ranks = spec.resources.ranks_per_node
-    placement = plan(spec, scheduler.inventory(), attempt=1).model_copy(
-        update={"roles": (RolePlan(role=Role.PROBE, workers_per_node=ranks),)}
-    )
+    resources = spec.resources
+    probe = GroupPlan.on_all_nodes(Role.PROBE, resources.ranks_per_node, resources.num_nodes, resources.gpus_per_node)
+    placement = plan(spec, scheduler.inventory(), attempt=1).model_copy(update={"phases": in_order(probe)})
     write_model(attempt.placement, placement)
     request = job_request(run_dir, spec, placement, site.compute_python, site.slurm, site.job_secrets)
     limit_s = min(request.time_limit_s, round(spec.preflight.meet_s + spec.preflight.probe_s) + MARGIN_S)

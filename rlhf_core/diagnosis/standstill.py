@@ -19,7 +19,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from rlhf_core.diagnosis.liveness import STOPPED_STATES, Suspect
 from rlhf_core.diagnosis.verdict import disagreement
-from rlhf_core.schemas.looks import RankLook, Wait
+from rlhf_core.schemas.inspections import Inspection, Wait
 from rlhf_core.schemas.reports import RankStatus
 
 MIN_LOOKS = 3
@@ -34,11 +34,11 @@ class Standstill:
     """The looks at each worker since it last moved."""
 
     def __init__(self) -> None:
-        self._looks: dict[Place, list[RankLook]] = {}
+        self._looks: dict[Place, list[Inspection]] = {}
 
-    def add(self, looks: Collection[RankLook]) -> None:
+    def add(self, looks: Collection[Inspection]) -> None:
         """Take one look at all workers into account."""
-        new: dict[Place, list[RankLook]] = {}
+        new: dict[Place, list[Inspection]] = {}
         for look in looks:
             before = self._looks.get(_place(look), [])
             same = bool(before) and not movement(before[-1], look)
@@ -51,12 +51,12 @@ class Standstill:
         self._looks.clear()
 
     @property
-    def still(self) -> dict[Place, Sequence[RankLook]]:
+    def still(self) -> dict[Place, Sequence[Inspection]]:
         """Of each worker the looks since it last moved, the newest last."""
         return dict(self._looks)
 
 
-def movement(before: RankLook, after: RankLook) -> str:
+def movement(before: Inspection, after: Inspection) -> str:
     """Movement between two looks at a worker, in words; empty when there is none."""
     if before.status.pid != after.status.pid:
         return "another process"
@@ -77,7 +77,7 @@ def movement(before: RankLook, after: RankLook) -> str:
     return next((name for name, (one, other) in moved.items() if one != other), "")
 
 
-def prove(still: Mapping[Place, Sequence[RankLook]], suspects: Collection[Suspect], num_ranks: int) -> list[Suspect]:
+def prove(still: Mapping[Place, Sequence[Inspection]], suspects: Collection[Suspect], num_ranks: int) -> list[Suspect]:
     """The suspects that provably stand still, with the evidence; empty while the long floors decide.
 
     Args:
@@ -97,7 +97,7 @@ def prove(still: Mapping[Place, Sequence[RankLook]], suspects: Collection[Suspec
     return [Suspect(one.status, one.limit_s, verdict.reason) for one in suspects] if verdict is not None else []
 
 
-def is_promising(still: Mapping[Place, Sequence[RankLook]], suspects: Collection[Suspect]) -> bool:
+def is_promising(still: Mapping[Place, Sequence[Inspection]], suspects: Collection[Suspect]) -> bool:
     """True if a next look soon may complete a proof."""
     found = [still.get((one.status.node, one.status.local_rank), ()) for one in suspects]
     return any(
@@ -121,11 +121,11 @@ def confirm(proven: Collection[Suspect], ranks: Sequence[RankStatus]) -> list[Su
     return found
 
 
-def _is_long(looks: Sequence[RankLook]) -> bool:
+def _is_long(looks: Sequence[Inspection]) -> bool:
     return len(looks) >= MIN_LOOKS and looks[-1].at_s - looks[0].at_s >= SPAN_S
 
 
-def _evidence(looks: Sequence[RankLook], still: Mapping[Place, Sequence[RankLook]], num_ranks: int) -> str:
+def _evidence(looks: Sequence[Inspection], still: Mapping[Place, Sequence[Inspection]], num_ranks: int) -> str:
     """Proof that a worker stands still for good; empty when there is none."""
     look, seconds = looks[-1], looks[-1].at_s - looks[0].at_s
     over = f"in {len(looks)} looks over {seconds:.1f} s"
@@ -145,21 +145,21 @@ def _evidence(looks: Sequence[RankLook], still: Mapping[Place, Sequence[RankLook
     )
 
 
-def _is_waited_for(look: RankLook, everybody: Sequence[RankLook]) -> bool:
+def _is_waited_for(look: Inspection, everybody: Sequence[Inspection]) -> bool:
     """Peers wait in a collective that this worker has not entered; one that is alone needs no peers."""
     others = [one.status for one in everybody if one is not look]
     entered = look.status.collectives
     return not others or any(one.in_collective and one.collectives > entered for one in others)
 
 
-def _is_asleep(look: RankLook) -> bool:
+def _is_asleep(look: Inspection) -> bool:
     """No thread of it can wake by itself, nor by anything but a peer."""
     if look.uses_gpu and look.gpu_percent != 0.0:
         return False
     return {look.main, *look.others} <= {Wait.LOCK, Wait.CONNECTION}
 
 
-def _is_closed(still: Mapping[Place, Sequence[RankLook]]) -> bool:
+def _is_closed(still: Mapping[Place, Sequence[Inspection]]) -> bool:
     """Nothing of the job can send anything any more: every worker stands still, inside a collective or asleep, and
     waits for connections within the job alone."""
     newest = [looks[-1] for looks in still.values()]
@@ -167,12 +167,12 @@ def _is_closed(still: Mapping[Place, Sequence[RankLook]]) -> bool:
     return all(map(_is_long, still.values())) and all(_can_only_wait(one) and set(one.awaited) <= job for one in newest)
 
 
-def _can_only_wait(look: RankLook) -> bool:
+def _can_only_wait(look: Inspection) -> bool:
     if not look.status.in_collective:
         return _is_asleep(look)
     # The main thread waits for its peers, however it does that.
     return set(look.others) <= {Wait.LOCK, Wait.CONNECTION, Wait.COLLECTIVE}
 
 
-def _place(look: RankLook) -> Place:
+def _place(look: Inspection) -> Place:
     return look.status.node, look.status.local_rank

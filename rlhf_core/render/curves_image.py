@@ -112,7 +112,8 @@ def _by_restart(run_dir: RunDir) -> Iterator[Iterator[MetricsLine]]:
 def marks_of(run_dir: RunDir, spec: RunSpec, last_step: int) -> Marks:
     """Where checkpoints, incidents and returns to a checkpoint stand on the axis of steps."""
     restarts = [restart for attempt in run_dir.attempts() for restart in attempt.restarts()]
-    told = [incident for one in restarts if (incident := read_model(one.incident, Incident)) is not None]
+    paths = [path for one in restarts for path in one.incident_files()]
+    told = [incident for path in paths if (incident := read_model(path, Incident)) is not None]
     events = [line.event for line in read_journal(run_dir.control)]
     told += [event.incident for event in events if isinstance(event, IncidentFound)]
     firsts = [line.step for lines in _by_restart(run_dir) if (line := next(lines, None)) is not None]

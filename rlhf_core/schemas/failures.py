@@ -1,10 +1,11 @@
-"""What can go wrong, what was seen of it, and what was done about it."""
+"""Failures, the incidents that show them, and the decisions about these."""
 
 from enum import StrEnum
 
 from pydantic import JsonValue
 
 from rlhf_core.schemas.base import Finite, Int32, Int64, Label, Message, Moment, Schema
+from rlhf_core.schemas.resources import Role
 
 
 class FailureKind(StrEnum):
@@ -70,14 +71,23 @@ class FailureKind(StrEnum):
 
 
 class Action(StrEnum):
-    """What is done about an incident: the rungs of the recovery ladder."""
+    """Answers to an incident: the rungs of the recovery ladder, from the bottom."""
 
+    CONTINUE = "continue"
+    """Nothing: the workers at work are as many as are needed, or the incident is a warning."""
+    RESTART_WORKERS = "restart_workers"
+    """Start the failed workers of a group again, each alone; all others stay at work."""
     RESTART_IN_PLACE = "restart_in_place"
     """Start the workers again inside the same allocation."""
     NEW_ATTEMPT = "new_attempt"
     """Submit again, going on from the last complete checkpoint."""
     STOP = "stop"
     """End the run with the diagnosis."""
+
+    @property
+    def leaves_running(self) -> bool:
+        """True if the attempt goes on with the workers that are at work."""
+        return self in (Action.CONTINUE, Action.RESTART_WORKERS)
 
 
 class DecidedBy(StrEnum):
@@ -88,12 +98,16 @@ class DecidedBy(StrEnum):
 
 
 class Incident(Schema):
-    """One thing that went wrong (``incident/incident.json``)."""
+    """One thing that went wrong (``incidents/<n>.json``)."""
 
     attempt: Int32
     """Attempt it happened in, from 1."""
     restart: Int32
     """Restart it happened in, from 0."""
+    number: Int32 = 0
+    """Which of the attempt's incidents, from 1; 0 where the controller found it, and in those of version 0.1."""
+    role: Role | None = None
+    """Role of the group it happened in; null when it is about a node or the whole attempt."""
     failure_kind: FailureKind
     """What it was."""
     message: Message
@@ -125,12 +139,15 @@ class Incident(Schema):
 
 
 class Decision(Schema):
-    """What is done about an incident. Written before it is acted on, always (``incident/decision.json``)."""
+    """What is done about an incident. Written before it is acted on, always
+    (``incidents/<n>.decision.json``)."""
 
     attempt: Int32
     """Attempt it is about, from 1."""
     restart: Int32
     """Restart it is about, from 0."""
+    number: Int32 = 0
+    """Number of the incident it is about; 0 for one without."""
     action: Action
     """What is done."""
     reason: Message

@@ -1,9 +1,10 @@
 """Nodes: what there is, what was asked for, what was given."""
 
+from collections.abc import Sequence
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
-from pydantic import JsonValue, StringConstraints
+from pydantic import Field, JsonValue, StringConstraints, model_validator
 
 from rlhf_core.schemas.base import Finite, Int32, Label, Message, Schema
 
@@ -35,24 +36,55 @@ class Inventory(Schema):
     """Type of GPU of each node, in the scheduler's words, for instance ``h100``; only nodes whose type is known."""
 
 
-class RolePlan(Schema):
-    """One role of an attempt: how many workers on each node."""
+class GroupPlan(Schema):
+    """One group of workers of an attempt. It is known by its role, which no other group of its phase has."""
 
     role: Role
     """The role."""
+    nodes: Annotated[tuple[Int32, ...], Field(min_length=1)]
+    """Indices of its nodes in the allocation, ascending, from 0."""
     workers_per_node: Int32
-    """Workers of this role on every node."""
+    """Workers on each of these nodes."""
+    gpus: tuple[Int32, ...] = ()
+    """GPUs that it may use on each of these nodes, as indices from 0."""
+    restart: Literal["together", "alone"] = "together"
+    """Workers that are started again when one of them has failed: all of them, or that one."""
+
+    @model_validator(mode="after")
+    def _check_nodes(self) -> "GroupPlan":
+        if list(self.nodes) != sorted(set(self.nodes)) or self.nodes[0] < 0:
+            raise ValueError(f"found the nodes {self.nodes}, expected indices from 0, ascending")
+        return self
+
+    @property
+    def num_workers(self) -> int:
+        """Workers on all nodes."""
+        return len(self.nodes) * self.workers_per_node
+
+    @classmethod
+    def on_all_nodes(cls, role: Role, workers_per_node: int, num_nodes: int, gpus_per_node: int = 0) -> "GroupPlan":
+        """A group on every node, with all of its GPUs."""
+        nodes, gpus = tuple(range(num_nodes)), tuple(range(gpus_per_node))
+        return cls(role=role, nodes=nodes, workers_per_node=workers_per_node, gpus=gpus)
+
+
+Phases = tuple[tuple[GroupPlan, ...], ...]
+
+
+def in_order(*groups: GroupPlan) -> Phases:
+    """Phases of one group each, which follow each other."""
+    return tuple((group,) for group in groups)
 
 
 class Placement(Schema):
-    """Which nodes have which role in one attempt (``attempts/<n>/placement.json``)."""
+    """The groups of workers of one attempt, and their nodes (``attempts/<n>/placement.json``)."""
 
     attempt: Int32
     """Number of the attempt, from 1."""
     num_nodes: Int32
     """Nodes of the allocation."""
-    roles: tuple[RolePlan, ...]
-    """Roles in the order in which they run; each starts when the one before it has ended well."""
+    phases: Phases
+    """Groups of one phase run side by side; a phase starts when the one before it has ended well."""
     gpus_per_node: Int32 = 0
     """GPUs asked for on every node."""
     excluded_nodes: tuple[Label, ...] = ()
@@ -69,6 +101,34 @@ class Placement(Schema):
     """Why each excluded node is: for a person."""
     usual_speeds: dict[str, dict[str, dict[str, float]]] = {}
     """Medians of what earlier probes of all runs measured: node to device to reading."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_roles(cls, content: Any) -> Any:
+        """Read ``roles`` as version 0.1 wrote them: roles on all nodes, one after the other."""
+        if not isinstance(content, dict) or "roles" not in content:
+            return content
+        nodes, gpus = list(range(content.get("num_nodes", 1))), list(range(content.get("gpus_per_node", 0)))
+        phases = [[{"nodes": nodes, "gpus": gpus, **role}] for role in content["roles"]]
+        return {"phases": phases, **{name: value for name, value in content.items() if name != "roles"}}
+
+    @model_validator(mode="after")
+    def _check_groups(self) -> "Placement":
+        for phase in self.phases:
+            roles = [group.role.value for group in phase]
+            if len(roles) != len(set(roles)):
+                raise ValueError(f"found the groups {', '.join(roles)} in one phase, expected each role once")
+            for group in phase:
+                if group.nodes[-1] >= self.num_nodes:
+                    raise ValueError(
+                        f"found node {group.nodes[-1]} for {group.role}, expected less than {self.num_nodes}"
+                    )
+        return self
+
+    @property
+    def groups(self) -> Sequence[GroupPlan]:
+        """The groups of all phases, in order."""
+        return [group for phase in self.phases for group in phase]
 
 
 JobId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+]{0,63}$")]

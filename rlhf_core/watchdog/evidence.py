@@ -128,14 +128,20 @@ def read_outcome(attempt: AttemptDir) -> AttemptOutcome | None:
 
 def incidents(attempt: AttemptDir) -> list[Incident]:
     """Incidents that the agents of an attempt wrote down, oldest first."""
-    found = (read_model(restart.incident, Incident) for restart in attempt.restarts())
-    return [incident for incident in found if incident is not None]
+    paths = (path for restart in attempt.restarts() for path in restart.incident_files())
+    return [incident for path in paths if (incident := read_model(path, Incident)) is not None]
+
+
+def ending_incidents(attempt: AttemptDir) -> list[Incident]:
+    """Incidents after which all workers were ended, oldest first: those that the run outlived are left out."""
+    outlived = {one.number for one in agent_decisions(attempt) if one.action.leaves_running}
+    return [incident for incident in incidents(attempt) if incident.number not in outlived]
 
 
 def agent_decisions(attempt: AttemptDir) -> list[Decision]:
     """Decisions that agent 0 made inside an attempt, oldest first."""
-    found = (read_model(restart.decision, Decision) for restart in attempt.restarts())
-    return [decision for decision in found if decision is not None]
+    paths = (path for restart in attempt.restarts() for path in restart.decision_files())
+    return [decision for path in paths if (decision := read_model(path, Decision)) is not None]
 
 
 def num_restarts(attempt: AttemptDir) -> int:
@@ -225,7 +231,7 @@ def read_earlier_attempts(run_dir: RunDir, ended: int, first_attempt: int, finge
             break
         fruitless.append(attempt)
     earlier = [attempt for attempt in fruitless if attempt.number != ended]
-    seen = {incident.fingerprint for attempt in earlier for incident in _last(incidents(attempt))}
+    seen = {incident.fingerprint for attempt in earlier for incident in _last(ending_incidents(attempt))}
     return EarlierAttempts(len(fruitless), bool(fingerprint) and fingerprint in seen)
 
 

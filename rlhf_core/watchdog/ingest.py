@@ -331,8 +331,10 @@ class _Reader:
                 self._batch.telemetry.append(TelemetryEntry(*identity, node, position, reading))
         for path in sorted(restart.agents.glob("*.json")):
             self._document(path, AgentStatus, self._batch.nodes, restart.attempt)
-        self._document(restart.incident, Incident, self._batch.incidents, restart.attempt)
-        self._document(restart.decision, Decision, self._batch.decisions, restart.attempt)
+        for path in restart.incident_files():
+            self._document(path, Incident, self._batch.incidents, restart.attempt)
+        for path in restart.decision_files():
+            self._document(path, Decision, self._batch.decisions, restart.attempt)
         if len(self._batch.offsets) > touched:
             self._batch.restarts.add(identity)
 

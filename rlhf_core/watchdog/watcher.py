@@ -358,7 +358,7 @@ def explain(
         chance: number in [0, 1) that spreads the back-off.
     """
     attempt = run_dir.attempt(snapshot.attempt)
-    found = evidence.incidents(attempt)
+    found = evidence.ending_incidents(attempt)
     own = None
     if snapshot.verdict.state is AttemptState.LOST and snapshot.verdict.nodes:
         own = _incident_of_lost_nodes(

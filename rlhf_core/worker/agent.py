@@ -1,9 +1,9 @@
 """The agent: one process per node. It starts the workers of each role in turn, and starts them again when that helps.
 
-The main thread runs restarts, one elastic agent each (``elastic.py``); a second thread supervises
+The main thread runs restarts, one elastic agent each (``groups/elastic.py``); a second thread supervises
 (``supervisor.py``). On the first node the agent is also the leader (``leader.py``): it hears how the workers of all
-nodes ended and announces what is done next, and all agents do that together (``team.py``). Everything this process
-ever started is ended when it ends; if it is killed, the kernel ends its workers.
+nodes ended and publishes what is done next, and all agents do that together (``agent_channel.py``). Everything this
+process ever started is ended when it ends; if it is killed, the kernel ends its workers.
 """
 
 import os
@@ -23,47 +23,47 @@ from rlhf_core.diagnosis.liveness import GapTracker
 from rlhf_core.diagnosis.policy import Choice
 from rlhf_core.errors import RunDirError
 from rlhf_core.run_dir import AttemptDir, RestartDir, RunDir, read_model, write_model
+from rlhf_core.schemas.agent_messages import NodeEnd, NodeState, Orders, Ready, Step
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.base import Schema, utc_now
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.probe import NodeFacts, NodeSpeed
 from rlhf_core.schemas.reports import AttemptOutcome
-from rlhf_core.schemas.resources import JOB_VARIABLE, Placement, Role, RolePlan, job_marker
+from rlhf_core.schemas.resources import JOB_VARIABLE, GroupPlan, Placement, Role, job_marker
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.schemas.team import NodeEnd, NodeState, Orders, Ready, Step
-from rlhf_core.worker import endings, node_facts, probing, processes
-from rlhf_core.worker.board import (
-    JOIN_S,
+from rlhf_core.worker import exit_reports, node_facts, node_probe, processes
+from rlhf_core.worker.agent_channel import AgentChannel, Message
+from rlhf_core.worker.agent_store import (
+    JOIN_TIMEOUT_S,
     LOOPBACK,
-    Board,
-    BoardLost,
-    MemoryBoard,
-    host_board,
+    AgentStore,
+    AgentStoreLost,
+    MemoryAgentStore,
+    host_agent_store,
     host_worker_store,
-    join_board,
+    join_agent_store,
 )
 from rlhf_core.worker.collectives import BUFFER_SIZE, BUFFER_VARIABLE
-from rlhf_core.worker.damaged import DamagedCheckpoints
-from rlhf_core.worker.endings import Failure, NodeReport
-from rlhf_core.worker.events import EventLog
+from rlhf_core.worker.damaged_checkpoints import DamagedCheckpoints
+from rlhf_core.worker.event_log import EventLog
 from rlhf_core.worker.exit_deadline import ExitDeadline
+from rlhf_core.worker.exit_reports import Failure, NodeReport
 from rlhf_core.worker.gpu_wait import GpuWait
+from rlhf_core.worker.groups.base import Exit, Started, WorkerGroup
 from rlhf_core.worker.heartbeat import SlotFile
-from rlhf_core.worker.leader import OUTCOME_PATIENCE_S, Leader, RestartBudget, record_decision, record_incident
+from rlhf_core.worker.leader import OUTCOME_TIMEOUT_S, Leader, RestartBudget, record_decision, record_incident
 from rlhf_core.worker.nodes import Nodes, NodesError, interface_of
 from rlhf_core.worker.signals import ENDING, SignalInbox
 from rlhf_core.worker.signing import MessageSigner, attempt_secret
-from rlhf_core.worker.supervisor import Asked, Patience, Supervisor
-from rlhf_core.worker.team import Message, Team
-from rlhf_core.worker.watch import Exit, Started, Watch
+from rlhf_core.worker.supervisor import ExternalRequests, PeerTimeouts, Supervisor
 from rlhf_core.worker.worker_process import AGENT_VARIABLE, SLOTS_VARIABLE
 
-ALONE_S = 15.0
+NO_LEADER_TIMEOUT_S = 15.0
 """After this an agent that contradicts the plan, and sees no agent 0, takes it that all do."""
-CONFUSED_S = 1.0
+MISPLACED_INTERVAL_S = 1.0
 """How often agent 0 looks for nodes that cannot join and say so in a file."""
-END_PATIENCE_S = 5.0
+LAST_STATE_TIMEOUT_S = 5.0
 """How long agent 0 waits for the last words of the others when all is to end."""
 
 _GOOD_ENDS = (AttemptState.COMPLETED, AttemptState.PREEMPTED)
@@ -95,7 +95,7 @@ class Ending:
     num_restarts: int = 0
 
 
-class AttemptFailed(Exception):
+class AttemptAborted(Exception):
     """Ends the attempt with what went wrong before workers could be started."""
 
     def __init__(self, kind: FailureKind, message: str) -> None:
@@ -113,11 +113,11 @@ class Site:
     inbox: SignalInbox
     leader: Leader
     events: EventLog
-    team: Team | None = None
+    channel: AgentChannel | None = None
 
     def last_words(self, why: str) -> None:
         """Write down why this agent is ended by force. Of a lost agent 0 only the others can tell."""
-        leader_lost = self.team is not None and self.team.is_lost
+        leader_lost = self.channel is not None and self.channel.is_lost
         self.events.add("agent_ended", why, state=AttemptState.FAILED, leader_lost=leader_lost)
 
 
@@ -151,13 +151,13 @@ def run_agent(
     site = Site(directory, attempt, nodes, inbox, leader, EventLog(nodes.name, directory.attempt(attempt).restart(0)))
     try:
         if problem:
-            raise AttemptFailed(FailureKind.CONFIG, f"{nodes.name}: {problem}")
+            raise AttemptAborted(FailureKind.CONFIG, f"{nodes.name}: {problem}")
         signer = _signer(site)
-        site.team = Team(nodes, _board(site, signer), signer)
+        site.channel = AgentChannel(nodes, _agent_store(site, signer), signer)
         spec, placement = _read(directory, attempt, nodes)
         job = Job(directory, attempt, nodes, spec, placement, targets or {}, import_paths)
-        ending = Agent(job, inbox, leader, site.events, site.team, ExitDeadline(site.last_words)).run()
-    except AttemptFailed as error:
+        ending = Agent(job, inbox, leader, site.events, site.channel, ExitDeadline(site.last_words)).run()
+    except AttemptAborted as error:
         ending = _tell_broken(site, str(error), error.kind)
     except Exception as error:  # noqa: BLE001 - an attempt without an outcome leaves everybody guessing
         text = traceback.format_exc()
@@ -193,11 +193,11 @@ def _is_left_to_say_so(attempt: AttemptDir, name: str, problem: str, inbox: Sign
     """
     print(f"{name}: {problem}", file=sys.stderr, flush=True)
     _try_to_write(attempt.node_facts(name), node_facts.confused(name, problem))
-    deadline = time.monotonic() + JOIN_S
+    deadline = time.monotonic() + JOIN_TIMEOUT_S
     while time.monotonic() < deadline:
         if any(number in ENDING for number in inbox.wait(1.0)) or attempt.outcome.exists():
             return False
-        if not attempt.claim.exists() and time.monotonic() > deadline - JOIN_S + ALONE_S:
+        if not attempt.claim.exists() and time.monotonic() > deadline - JOIN_TIMEOUT_S + NO_LEADER_TIMEOUT_S:
             return True
     return False
 
@@ -215,15 +215,15 @@ def _signer(site: Site) -> MessageSigner | None:
     return MessageSigner(secret, job_marker(site.run_dir.run_id, site.attempt), site.nodes.index)
 
 
-def _board(site: Site, signer: MessageSigner | None) -> Board:
+def _agent_store(site: Site, signer: MessageSigner | None) -> AgentStore:
     """Where the agents meet.
 
     Raises:
-        AttemptFailed: they did not.
+        AttemptAborted: they did not.
     """
     nodes = site.nodes
     if signer is None:
-        return MemoryBoard()
+        return MemoryAgentStore()
     try:
         if nodes.is_first:
             listen_at = nodes.listening_address
@@ -231,14 +231,14 @@ def _board(site: Site, signer: MessageSigner | None) -> Board:
                 site.events.say(
                     f"{nodes.address} leads to no interface that others reach: stores listen on all of them"
                 )
-            return host_board(nodes.address, listen_at, signer)
+            return host_agent_store(nodes.address, listen_at, signer)
 
         def pause(seconds: float) -> bool:
             return any(number in ENDING for number in site.inbox.wait(seconds))
 
-        return join_board(nodes.addresses[0], signer, pause)
-    except BoardLost as error:
-        raise AttemptFailed(FailureKind.RENDEZVOUS, str(error)) from error
+        return join_agent_store(nodes.addresses[0], signer, pause)
+    except AgentStoreLost as error:
+        raise AttemptAborted(FailureKind.RENDEZVOUS, str(error)) from error
 
 
 def _read(run_dir: RunDir, attempt: int, nodes: Nodes) -> tuple[RunSpec, Placement]:
@@ -246,29 +246,29 @@ def _read(run_dir: RunDir, attempt: int, nodes: Nodes) -> tuple[RunSpec, Placeme
     try:
         spec = run_dir.read_spec().spec
     except RunDirError as error:
-        raise AttemptFailed(FailureKind.CONFIG, str(error)) from error
+        raise AttemptAborted(FailureKind.CONFIG, str(error)) from error
     placement = read_model(path, Placement)
-    if placement is None or not placement.roles:
-        raise AttemptFailed(FailureKind.CONFIG, f"{path} is missing, damaged or names no role")
+    if placement is None or not placement.phases:
+        raise AttemptAborted(FailureKind.CONFIG, f"{path} is missing, damaged or names no role")
     return spec, placement
 
 
 def _tell_broken(site: Site, message: str, kind: FailureKind) -> Ending:
     """Have all others end too: agent 0 says that it is over, another one says what is wrong with it."""
-    team = site.team
-    if team is not None and team.leads:
+    channel = site.channel
+    if channel is not None and channel.leads:
         over = Step(action="end", state=AttemptState.FAILED, message=message, kind=kind)
-        team.announce("orders", Orders(over=over))
-    elif team is not None:
+        channel.publish("orders", Orders(over=over))
+    elif channel is not None:
         said = f"{site.nodes.name}: {message}"
-        team.tell("state", NodeState(wall_s=time.time(), restart=-1, broken=said, broken_kind=kind))
+        channel.send("state", NodeState(wall_s=time.time(), restart=-1, broken=said, broken_kind=kind))
     return Ending(AttemptState.FAILED, message, kind)
 
 
 def _finish(site: Site, ending: Ending) -> int:
     message = f"attempt {site.attempt} is {ending.state}: {ending.message}"
     # Of a lost agent 0 only the others can tell: it has left no outcome.
-    leader_lost = site.team is not None and site.team.is_lost
+    leader_lost = site.channel is not None and site.channel.is_lost
     site.events.add("agent_ended", message, state=ending.state, leader_lost=leader_lost)
     written = True
     if site.nodes.is_first:
@@ -288,42 +288,48 @@ def _finish(site: Site, ending: Ending) -> int:
             site.events.say("the outcome could not be written")
     site.events.close()
     is_well = written and ending.state in _GOOD_ENDS
-    if site.team is not None:
-        if not is_well and site.team.leads:
+    if site.channel is not None:
+        if not is_well and site.channel.leads:
             over = Step(action="end", state=ending.state, message=ending.message, kind=ending.kind)
-            site.team.announce("orders", Orders(over=over))
+            site.channel.publish("orders", Orders(over=over))
         elif not is_well:
-            _await_outcome(site.team)
-        site.team.part()
+            _await_outcome(site.channel)
+        site.channel.close()
     return 0 if is_well else 1
 
 
-def _await_outcome(team: Team) -> None:
+def _await_outcome(channel: AgentChannel) -> None:
     """Of an agent that ends badly: Slurm ends the whole job with it, and agent 0 has to say why before."""
-    deadline = time.monotonic() + OUTCOME_PATIENCE_S
-    while time.monotonic() < deadline and not team.is_lost:
-        orders = team.announced("orders", Orders)
+    deadline = time.monotonic() + OUTCOME_TIMEOUT_S
+    while time.monotonic() < deadline and not channel.is_lost:
+        orders = channel.published("orders", Orders)
         if orders is not None and orders.over is not None:
             return
-        team.wait(0.1)
+        channel.wait(0.1)
 
 
 class Agent:
     """One node of one attempt."""
 
     def __init__(
-        self, job: Job, inbox: SignalInbox, leader: Leader, events: EventLog, team: Team, deadline: ExitDeadline
+        self,
+        job: Job,
+        inbox: SignalInbox,
+        leader: Leader,
+        events: EventLog,
+        channel: AgentChannel,
+        deadline: ExitDeadline,
     ) -> None:
         self._job = job
         self._deadline = deadline
         self._inbox = inbox
         self._leader = leader
         self._events = events
-        self._team = team
+        self._channel = channel
         self._budget = RestartBudget(job.run_dir, job.spec.supervise)
         self._damaged = DamagedCheckpoints(job.run_dir)
-        self._probe = probing.Probe(
-            probing.Place(job.run_dir, job.attempt, job.nodes, job.spec, job.placement, team.endpoint)
+        self._probe = node_probe.Probe(
+            node_probe.Place(job.run_dir, job.attempt, job.nodes, job.spec, job.placement, channel.endpoint)
         )
         self._gpus: GpuWait | None = None
         self._worker_store: object = None
@@ -334,37 +340,37 @@ class Agent:
         """Run all roles in their order; whatever happens, nothing that was started is left.
 
         Raises:
-            AttemptFailed: something went wrong before workers could be started.
+            AttemptAborted: something went wrong before workers could be started.
         """
         job = self._job
         processes.adopt_orphans()
         for stranger in processes.end_older_attempts(job.run_dir.run_id, job.attempt):
             self._events.say(f"ended what an older attempt had left on this node: {stranger}")
-        num_slots = max(plan.workers_per_node for plan in job.placement.roles)
+        num_slots = max(plan.workers_per_node for plan in job.placement.groups)
         slots = SlotFile(job.run_dir.run_id, job.attempt, job.nodes.name, num_slots)
         supervise = job.spec.supervise
         supervisor = Supervisor(
-            self._team,
+            self._channel,
             slots,
             self._inbox,
             GapTracker.of(supervise, job.placement.longest_gaps_s),
             self._events,
-            self._leader.new_commands if self._team.leads else list,
-            Patience(supervise.evidence_s, supervise.agent_floor_s),
+            self._leader.new_commands if self._channel.leads else list,
+            PeerTimeouts(supervise.evidence_s, supervise.agent_floor_s),
             job.run_dir.root,
             self._deadline,
             partial(job.run_dir.is_superseded, job.attempt),
         )
-        supervisor.enter(job.placement.roles[0].role, self._restart_dir)
+        supervisor.enter(job.placement.groups[0].role, self._restart_dir)
         supervisor.start()
         self._events.add("agent_started", f"agent of attempt {job.attempt} started with pid {os.getpid()}")
         try:
             self._set_environment(slots)
-            probed = any(plan.role is Role.PROBE for plan in job.placement.roles)
+            probed = any(plan.role is Role.PROBE for plan in job.placement.groups)
             ending = self._meet(supervisor) or (self._check_nodes(supervisor) if probed else None)
             if ending is not None:
                 return ending
-            roles = [plan for plan in job.placement.roles if plan.role is not Role.PROBE]
+            roles = [plan for plan in job.placement.groups if plan.role is not Role.PROBE]
             if roles and job.placement.gpus_per_node > 0:
                 self._gpus = GpuWait(self._events)
             for plan in roles:
@@ -379,35 +385,37 @@ class Agent:
 
     def _meet(self, supervisor: Supervisor) -> Ending | None:
         """Agent 0 waits until the agents of all nodes are there; the end, where they do not come in time."""
-        team = self._team
-        if team.nodes.num == 1:
+        channel = self._channel
+        if channel.nodes.num == 1:
             return None
-        team.tell("hello", Ready())
-        if not team.leads:
+        channel.send("hello", Ready())
+        if not channel.leads:
             return None
         look_at_s = 0.0
 
         def enough() -> bool:
             nonlocal look_at_s
             # With the first state of each there is also a first measure of its clock.
-            came = team.heard("hello", Ready).keys() & team.heard("state", NodeState).keys()
-            if len(came) == team.nodes.num or supervisor.asked.to_end:
+            came = channel.received("hello", Ready).keys() & channel.received("state", NodeState).keys()
+            if len(came) == channel.nodes.num or supervisor.asked.to_end:
                 return True
             now_s = time.monotonic()
             if now_s < look_at_s:
                 return False
-            look_at_s = now_s + CONFUSED_S
-            known = {team.nodes.names[index] for index in came} | {one.node for one in self._probe.confused()}
-            return known >= set(team.nodes.names)
+            look_at_s = now_s + MISPLACED_INTERVAL_S
+            known = {channel.nodes.names[index] for index in came} | {one.node for one in self._probe.confused()}
+            return known >= set(channel.nodes.names)
 
         self._wait_until(enough, self._job.spec.preflight.meet_s)
-        came = [name for index, name in enumerate(team.nodes.names) if index in team.heard("hello", Ready)]
-        if len(came) < team.nodes.num and not supervisor.asked.to_end:
+        came = [name for index, name in enumerate(channel.nodes.names) if index in channel.received("hello", Ready)]
+        if len(came) < channel.nodes.num and not supervisor.asked.to_end:
             self._probe.without(came)
             step = self._after_checks(last=True)
-            team.announce("orders", Orders(over=step))
+            channel.publish("orders", Orders(over=step))
             return _ending(step)
-        self._events.add("peer", f"the agents of all {team.nodes.num} nodes are here: {', '.join(team.nodes.names)}")
+        self._events.add(
+            "peer", f"the agents of all {channel.nodes.num} nodes are here: {', '.join(channel.nodes.names)}"
+        )
         return None
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -423,7 +431,7 @@ class Agent:
             step = self._asked_to_end(asked) if unread else self._may_start(asked)
             if step is not None and step.action == "end":
                 return step
-            ahead_s = {index: self._team.ahead_s(index) for index in facts}
+            ahead_s = {index: self._channel.ahead_s(index) for index in facts}
             probe.take_facts(facts, ahead_s, {asked.broken_node: asked.broken} if unread else {})
             return self._after_checks(last=not probe.measures)
 
@@ -433,12 +441,12 @@ class Agent:
                 return step
             return Step(action="again") if probe.take_speeds(speeds, look) else self._after_checks(last=True)
 
-        step = self._agree("facts", probe.facts(), NodeFacts, after_facts, supervisor, probing.FACTS_S)
+        step = self._agree("facts", probe.facts(), NodeFacts, after_facts, supervisor, node_probe.FACTS_S)
         for look in (1, 2):
             if probe.measures and step.action in ("start", "again"):
                 speed = probe.measure(look, lambda: asked.to_end)
                 after = partial(after_speeds, look=look)
-                step = self._agree(f"speed-{look}", speed, NodeSpeed, after, supervisor, probe.patience_s)
+                step = self._agree(f"speed-{look}", speed, NodeSpeed, after, supervisor, probe.timeout_s)
             if step.action != "again":
                 break
         return _ending(step) if step.action == "end" else None
@@ -458,12 +466,12 @@ class Agent:
         """The end; with the nodes to do without, unless no node is to blame."""
         nodes = tuple(dict.fromkeys(one.node for one in blocking if one.node))
         kind = FailureKind.NODE_UNFIT if all(one.node for one in blocking) else FailureKind.CONFIG
-        message = probing.in_a_sentence(blocking)
+        message = node_probe.in_a_sentence(blocking)
         what = f"{' '.join(sorted({one.id for one in blocking}))} {' '.join(nodes)}"
         blamed = nodes if kind is FailureKind.NODE_UNFIT else ()
         failure = Failure(Diagnosis(kind, message, fingerprint(kind, what), nodes=blamed), "", None, None)
-        record_incident(self._leader, self._events, self._restart_dir, self._job.run_dir, failure)
-        record_decision(self._leader, self._events, self._restart_dir, self._budget.choose(failure.diagnosis))
+        number = record_incident(self._leader, self._events, self._restart_dir, failure)
+        record_decision(self._leader, self._events, self._restart_dir, self._budget.choose(failure.diagnosis), number)
         return self._end(AttemptState.FAILED, message, kind)
 
     def _set_environment(self, slots: SlotFile) -> None:
@@ -487,7 +495,7 @@ class Agent:
     # -----------------------------------------------------------------------------------------------------------------
     # Roles and restarts
 
-    def _run_role(self, plan: RolePlan, slots: SlotFile, supervisor: Supervisor) -> Ending | None:
+    def _run_role(self, plan: GroupPlan, slots: SlotFile, supervisor: Supervisor) -> Ending | None:
         """Run one role to its good end (None), or to the end of the attempt."""
         num_nodes = self._job.nodes.num
         on_each = f" on each of {num_nodes} nodes" if num_nodes > 1 else ""
@@ -499,7 +507,7 @@ class Agent:
                 f"ready/{self._restart}", Ready(), Ready, lambda _: self._begin_start(supervisor.asked), supervisor
             )
             if step.action == "start":
-                watch = Watch(
+                group = WorkerGroup(
                     plan.role,
                     self._restart_dir,
                     plan.workers_per_node,
@@ -507,12 +515,12 @@ class Agent:
                     supervisor.clock,
                     self._job.nodes.name,
                 )
-                end = self._run_once(watch, supervisor, step.store)
+                end = self._run_once(group, supervisor, step.store)
                 step = self._agree(
                     f"end/{self._restart}",
                     end,
                     NodeEnd,
-                    lambda ends, watch=watch: self._conclude(watch, ends, supervisor.asked),  # type: ignore[misc]
+                    lambda ends, group=group: self._conclude(group, ends, supervisor.asked),  # type: ignore[misc]
                     supervisor,
                 )
                 supervisor.release()
@@ -532,16 +540,16 @@ class Agent:
         kind: type[Message],
         decide: Callable[[Mapping[int, Message]], Step],
         supervisor: Supervisor,
-        patience_s: float = float("inf"),
+        timeout_s: float = float("inf"),
     ) -> Step:
         """Tell agent 0 something; once it has heard all, it decides for all. The same step comes back on every node.
 
         Args:
-            patience_s: How long agent 0 waits for those who are alive and say nothing.
+            timeout_s: How long agent 0 waits for those who are alive and say nothing.
         """
-        team, asked = self._team, supervisor.asked
-        team.tell(topic, message)
-        if not team.leads:
+        channel, asked = self._channel, supervisor.asked
+        channel.send(topic, message)
+        if not channel.leads:
             return self._await_step(f"step/{topic}", asked)
         latest_s = float("inf")
 
@@ -549,34 +557,34 @@ class Agent:
             nonlocal latest_s
             now_s = time.monotonic()
             if asked.to_end:
-                latest_s = min(latest_s, now_s + END_PATIENCE_S)
-            heard = team.heard(topic, kind)
-            missing = {name for index, name in enumerate(team.nodes.names) if index not in heard}
+                latest_s = min(latest_s, now_s + LAST_STATE_TIMEOUT_S)
+            heard = channel.received(topic, kind)
+            missing = {name for index, name in enumerate(channel.nodes.names) if index not in heard}
             return now_s > latest_s or missing <= {asked.broken_node}
 
-        self._wait_until(enough, patience_s)
-        step = decide(team.heard(topic, kind))
-        team.announce(f"step/{topic}", step)
+        self._wait_until(enough, timeout_s)
+        step = decide(channel.received(topic, kind))
+        channel.publish(f"step/{topic}", step)
         return step
 
-    def _await_step(self, topic: str, asked: Asked) -> Step:
+    def _await_step(self, topic: str, asked: ExternalRequests) -> Step:
         """What agent 0 decides; the end, where it decides nothing any more."""
-        team = self._team
+        channel = self._channel
 
         def over() -> Step | None:
-            orders = team.announced("orders", Orders)
+            orders = channel.published("orders", Orders)
             return orders.over if orders is not None else None
 
-        self._wait_until(lambda: bool(team.announced(topic, Step) or over() or asked.broken))
+        self._wait_until(lambda: bool(channel.published(topic, Step) or over() or asked.broken))
         lost = Step(action="end", message=asked.broken, kind=FailureKind.AGENT_KILLED)
-        return team.announced(topic, Step) or over() or lost
+        return channel.published(topic, Step) or over() or lost
 
-    def _wait_until(self, condition: Callable[[], bool], patience_s: float = float("inf")) -> bool:
-        deadline = time.monotonic() + patience_s
+    def _wait_until(self, condition: Callable[[], bool], timeout_s: float = float("inf")) -> bool:
+        deadline = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > deadline:
                 return False
-            self._team.wait(0.1)
+            self._channel.wait(0.1)
         return True
 
     @property
@@ -595,36 +603,36 @@ class Agent:
             self._events.move_to(self._restart_dir)
         supervisor.enter(role, self._restart_dir)
 
-    def _run_once(self, watch: Watch, supervisor: Supervisor, store: str) -> NodeEnd:
+    def _run_once(self, group: WorkerGroup, supervisor: Supervisor, store: str) -> NodeEnd:
         """Start the workers of this node and stay until they have ended, with all that they started.
 
         Args:
             store: ``host:port`` of the store in which they meet those of other nodes; empty where there are none.
         """
         # Torch is imported here, when everything that can go wrong without it has been looked at.
-        from rlhf_core.worker.elastic import Start, StartAbandoned, prepare_environment, run_workers
+        from rlhf_core.worker.groups.elastic import Start, StartAbandoned, prepare_environment, run_workers
 
         job = self._job
         prepare_environment()
         self._restart_is_used = True
-        watch.slots.clear()
-        supervisor.watch(watch)
+        group.slots.clear()
+        supervisor.supervise(group)
         start = Start(
             name=f"{job.run_dir.run_id}.{job.attempt}.{self._restart}",
             node_index=job.nodes.index,
             num_nodes=job.nodes.num,
             store=store,
-            command=self._worker_command(watch),
+            command=self._worker_command(group),
         )
         problem = ""
         try:
             run_workers(
                 start,
-                watch,
+                group,
                 self._inbox,
                 on_start=self._note_start,
                 on_exit=self._note_exit,
-                has_spoken=lambda worker: endings.has_spoken(watch, worker.local_rank),
+                has_spoken=lambda worker: exit_reports.has_spoken(group, worker.local_rank),
             )
         except StartAbandoned:
             pass
@@ -633,15 +641,15 @@ class Agent:
         finally:
             supervisor.settle()
             self._end_all()
-        return endings.report(watch, problem, self._leader.write if self._team.leads else _try_to_write)
+        return exit_reports.report(group, problem, self._leader.write if self._channel.leads else _try_to_write)
 
-    def _worker_command(self, watch: Watch) -> tuple[str, ...]:
-        job, role = self._job, watch.role
+    def _worker_command(self, group: WorkerGroup) -> tuple[str, ...]:
+        job, role = self._job, group.role
         command = ["-u", "-P", "-m", "rlhf_core.worker", "role", role.value]
         command += ["--run-dir", str(job.run_dir.root), "--attempt", str(job.attempt)]
         command += ["--restart", str(self._restart), "--node", job.nodes.name]
         if job.nodes.num == 1:
-            command += ["--store", str(watch.slots.store(self._restart))]
+            command += ["--store", str(group.slots.store(self._restart))]
         if role in job.targets:
             command += ["--target", job.targets[role]]
         for path in job.import_paths:
@@ -672,7 +680,7 @@ class Agent:
         restarts = self._budget.restarts
         return Step(action="end", state=state, message=message, kind=kind, ended_by=ended_by, num_restarts=restarts)
 
-    def _begin_start(self, asked: Asked) -> Step:
+    def _begin_start(self, asked: ExternalRequests) -> Step:
         """Open the store of a start of the workers, which is new for each: in an older one stand addresses of the dead.
 
         The one before is closed only now, when all workers of it have ended on all nodes.
@@ -684,7 +692,7 @@ class Agent:
             step = step.model_copy(update={"store": store})
         return step
 
-    def _may_start(self, asked: Asked) -> Step:
+    def _may_start(self, asked: ExternalRequests) -> Step:
         step = self._asked_to_end(asked)
         if step is None and asked.broken:
             # First, whatever else was asked: Slurm ends a job of which one agent has ended, by the signal that also
@@ -695,7 +703,7 @@ class Agent:
             step = self._end(AttemptState.PREEMPTED, f"ended between two starts of the workers: {asked.stop}")
         return step or Step(action="start")
 
-    def _asked_to_end(self, asked: Asked) -> Step | None:
+    def _asked_to_end(self, asked: ExternalRequests) -> Step | None:
         if asked.cancel:
             return self._end(AttemptState.CANCELLED, asked.cancel, FailureKind.USER_CANCEL)
         if asked.end:
@@ -703,30 +711,31 @@ class Agent:
             return self._end(AttemptState.FAILED, message, FailureKind.PREEMPTION, asked.end)
         return None
 
-    def _conclude(self, watch: Watch, ends: Mapping[int, NodeEnd], asked: Asked) -> Step:
+    def _conclude(self, group: WorkerGroup, ends: Mapping[int, NodeEnd], asked: ExternalRequests) -> Step:
         """What follows from how the workers of all nodes have ended."""
         step = self._asked_to_end(asked)
         if step is not None:
             return step
         complete = len(ends) == self._job.nodes.num
-        if complete and all(endings.is_well(end) for end in ends.values()):
-            return self._end_role(watch.role, ends, asked)
+        if complete and all(exit_reports.is_well(end) for end in ends.values()):
+            return self._end_role(group.role, ends, asked)
         if asked.broken:
             kind, node = asked.broken_kind, asked.broken_node
             diagnosis = Diagnosis(kind, asked.broken, fingerprint(kind, node), nodes=(node,) if node else ())
             failure = Failure(diagnosis, "", None, None)
         else:
             reports = [
-                NodeReport(self._job.nodes.names[index], end, self._team.ahead_s(index)) for index, end in ends.items()
+                NodeReport(self._job.nodes.names[index], end, self._channel.ahead_s(index))
+                for index, end in ends.items()
             ]
-            failure = endings.explain(reports, watch.hang)
+            failure = exit_reports.explain(reports, group.hang)
         failure = self._damaged.explained(failure, self._restart_dir)
-        choice = self._choose(watch.role, failure, asked)
+        choice = self._choose(group.role, failure, asked)
         if choice.action is Action.RESTART_IN_PLACE:
             return Step(action="restart", damaged=tuple(self._damaged.names))
         return self._end(AttemptState.FAILED, f"{failure.diagnosis.message} ({choice.reason})", failure.diagnosis.kind)
 
-    def _end_role(self, role: Role, ends: Mapping[int, NodeEnd], asked: Asked) -> Step:
+    def _end_role(self, role: Role, ends: Mapping[int, NodeEnd], asked: ExternalRequests) -> Step:
         outcomes = [worker.outcome for end in ends.values() for worker in end.workers]
         early = any(outcome.stopped_early for outcome in outcomes if outcome is not None)
         how = "saved and ended early" if early else "ended well"
@@ -736,16 +745,16 @@ class Agent:
         self._budget.renew()
         return Step(action="next_role")
 
-    def _choose(self, role: Role, failure: Failure, asked: Asked) -> Choice:
+    def _choose(self, role: Role, failure: Failure, asked: ExternalRequests) -> Choice:
         """Write down what was found and what will be done about it; only then may it be done."""
         failure = replace(failure, diagnosis=self._budget.confirmed(failure.diagnosis))
-        record_incident(self._leader, self._events, self._restart_dir, self._job.run_dir, failure)
+        number = record_incident(self._leader, self._events, self._restart_dir, failure, role)
         choice = self._budget.choose(failure.diagnosis, self._damaged.remedy(failure))
         choice = self._damaged.choice_for(role, failure, choice)
         if asked.stop and choice.action is Action.RESTART_IN_PLACE:
             reason = f"not restarted in place, as the attempt is to end: {asked.stop}"
             choice = Choice(Action.NEW_ATTEMPT, 0.0, reason)
-        record_decision(self._leader, self._events, self._restart_dir, choice)
+        record_decision(self._leader, self._events, self._restart_dir, choice, number)
         if failure.damaged_checkpoint and choice.action is not Action.STOP:
             self._damaged.put_aside(failure, self._restart_dir, self._events)
         return choice

@@ -18,9 +18,9 @@ from rlhf_core.schemas.reports import RankStatus
 from rlhf_core.worker import processes
 from rlhf_core.worker.heartbeat import Beat
 
-ANSWER_PATIENCE_S = 2.0
+ANSWER_TIMEOUT_S = 2.0
 """How long the agent waits for answers."""
-LOOK_S = 0.2
+INSPECTION_INTERVAL_S = 0.2
 BUFFER_VARIABLE = "TORCH_FR_BUFFER_SIZE"
 """How many collectives torch remembers; without it none."""
 BUFFER_SIZE = "256"
@@ -51,7 +51,7 @@ def _answer(beat: Beat, slots: Path, local_rank: int) -> None:
     processes.name_thread(THREAD_NAME)
     answered = beat.questions()
     while True:
-        time.sleep(LOOK_S)
+        time.sleep(INSPECTION_INTERVAL_S)
         number = beat.questions()
         if number == answered:
             continue
@@ -76,10 +76,10 @@ def _recorded() -> str:
 
 
 def read_answers(
-    ranks: Sequence[RankStatus], slots: Path, number: int, patience_s: float = ANSWER_PATIENCE_S
+    ranks: Sequence[RankStatus], slots: Path, number: int, timeout_s: float = ANSWER_TIMEOUT_S
 ) -> dict[int, str]:
     """The answers to a question by local rank, once all are there that can be expected, or the patience is over."""
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     waiting = {
         rank.local_rank: answer_path(slots, rank.local_rank, number)
         for rank in ranks

@@ -21,14 +21,14 @@ from rlhf_core.run_dir import read_tail, write_text
 from rlhf_core.schemas.reports import RankStatus
 from rlhf_core.worker.worker_process import STACK_SIGNAL
 
-STACK_PATIENCE_S = 5.0
+STACK_TIMEOUT_S = 5.0
 LOG_TAIL_BYTES = 32 << 10
 
 _RANKS = TypeAdapter(tuple[RankStatus, ...])
 
 
 def collect(ranks: Sequence[RankStatus], logs: Mapping[int, Path], folder: Path, node: str) -> list[str]:
-    """Save stacks, process states and log ends of the workers of this node. Takes up to ``STACK_PATIENCE_S`` seconds.
+    """Save stacks, process states and log ends of the workers of this node. Takes up to ``STACK_TIMEOUT_S`` seconds.
 
     Args:
         ranks: The workers, as they were read when they became suspect.
@@ -44,7 +44,7 @@ def collect(ranks: Sequence[RankStatus], logs: Mapping[int, Path], folder: Path,
     dumps = {rank.local_rank: _start_py_spy(rank) for rank in ranks}
     for rank in ranks:
         save(folder / f"process-{node}-{rank.local_rank}.txt", _process_facts(rank.pid), missing)
-    deadline = time.monotonic() + STACK_PATIENCE_S
+    deadline = time.monotonic() + STACK_TIMEOUT_S
     for rank in ranks:
         text, problem = _finish_py_spy(dumps[rank.local_rank], deadline)
         if problem:
@@ -116,7 +116,7 @@ def _finish_py_spy(dump: "subprocess.Popen[str] | str", deadline: float) -> tupl
     except subprocess.TimeoutExpired:
         dump.kill()
         dump.communicate()
-        return "", f"no answer within {STACK_PATIENCE_S:.0f} s"
+        return "", f"no answer within {STACK_TIMEOUT_S:.0f} s"
     return (output, "") if dump.returncode == 0 else ("", output.strip() or f"exit code {dump.returncode}")
 
 

@@ -13,7 +13,7 @@ from rlhf_core.worker import processes
 
 LAST_WORDS_S = 3.0
 """Longest wait for the last event to be written: a file system that does not answer holds up no end."""
-KILL_PATIENCE_S = 5.0
+KILL_TIMEOUT_S = 5.0
 """Longest wait for processes that this one has started."""
 POLL_S = 0.2
 
@@ -55,7 +55,7 @@ class ExitDeadline:
 
     def leave_now(self) -> None:
         """End the process at once, with all that it has started, and without a word: the run goes on elsewhere."""
-        self._end_descendants(KILL_PATIENCE_S)
+        self._end_descendants(KILL_TIMEOUT_S)
         self._leave(1)
 
     def _wait(self) -> None:
@@ -63,6 +63,6 @@ class ExitDeadline:
             time.sleep(POLL_S)
         words = threading.Thread(target=self._last_words, args=(self._why,), daemon=True)
         words.start()
-        self._end_descendants(KILL_PATIENCE_S)
+        self._end_descendants(KILL_TIMEOUT_S)
         words.join(LAST_WORDS_S)
         self._leave(1)

@@ -61,20 +61,20 @@ class GpuMemory:
 
 
 def wait_until_free(
-    used_bytes: Callable[[], list[int]], before: list[int], patience_s: float, pause_s: float = 0.25
+    used_bytes: Callable[[], list[int]], before: list[int], timeout_s: float, pause_s: float = 0.25
 ) -> list[int]:
     """Wait until every device uses no more than before, but for a tolerance.
 
     Args:
         used_bytes: Reads the use of each device.
         before: The use before the first worker was started.
-        patience_s: Longest wait in seconds.
+        timeout_s: Longest wait in seconds.
         pause_s: Pause between two readings.
 
     Returns:
         Devices, by position, that still hold more after the wait; normally none.
     """
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     while True:
         pairs = zip(used_bytes(), before, strict=True)
         full = [index for index, (used, base) in enumerate(pairs) if used > base + TOLERANCE_BYTES]

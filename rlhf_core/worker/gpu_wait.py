@@ -1,6 +1,6 @@
 """Waiting before a restart until the GPUs are free again."""
 
-from rlhf_core.worker.events import EventLog
+from rlhf_core.worker.event_log import EventLog
 from rlhf_core.worker.gpu_memory import GpuMemory, wait_until_free
 
 GPU_TIMEOUT_S = 60.0

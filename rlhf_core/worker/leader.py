@@ -28,11 +28,12 @@ from rlhf_core.run_dir import (
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind, Incident
 from rlhf_core.schemas.reports import AgentCommand, AttemptOutcome, MetricsLine
+from rlhf_core.schemas.resources import Role
 from rlhf_core.schemas.run import SuperviseSpec
-from rlhf_core.worker.endings import Failure
-from rlhf_core.worker.events import EventLog
+from rlhf_core.worker.event_log import EventLog
+from rlhf_core.worker.exit_reports import Failure
 
-OUTCOME_PATIENCE_S = 30.0
+OUTCOME_TIMEOUT_S = 30.0
 """How long an outcome that cannot be written is tried again."""
 
 _COMMAND_NAME = re.compile(r"^(\d+)\.json$")
@@ -47,6 +48,7 @@ class Leader:
         self.reserve = Reserve(self._dir.reserve)
         """What the outcome is written into on a full disk."""
         self._obeyed: set[int] = set()
+        self._num_incidents = 0
 
     # -----------------------------------------------------------------------------------------------------------------
     # Owning the attempt
@@ -79,6 +81,15 @@ class Leader:
                 self.reserve.free()
         return False
 
+    def relative(self, path: Path) -> str:
+        """A path as it is named in files of the run directory."""
+        return str(path.relative_to(self._run_dir.root))
+
+    def next_incident_number(self) -> int:
+        """The number of a new incident of the attempt, from 1."""
+        self._num_incidents += 1
+        return self._num_incidents
+
     # -----------------------------------------------------------------------------------------------------------------
     # Orders from the control plane
 
@@ -103,7 +114,7 @@ class Leader:
 
     def finish(self, outcome: AttemptOutcome) -> bool:
         """Write the outcome, once and last; False when that was not possible."""
-        deadline = time.monotonic() + OUTCOME_PATIENCE_S
+        deadline = time.monotonic() + OUTCOME_TIMEOUT_S
         while not self._dir.outcome.exists():
             if self.write(self._dir.outcome, outcome):
                 break
@@ -184,13 +195,31 @@ class RestartBudget:
 
 
 def record_incident(
-    leader: Leader, events: EventLog, restart_dir: RestartDir, run_dir: RunDir, failure: Failure
-) -> None:
-    """Write ``incident.json``."""
+    leader: Leader,
+    events: EventLog,
+    restart_dir: RestartDir,
+    failure: Failure,
+    role: Role | None = None,
+    evidence_dir: Path | None = None,
+) -> int:
+    """Write down an incident; to be called before anything is decided about it.
+
+    Args:
+        restart_dir: The restart of the attempt in which it happened.
+        failure: What was found.
+        role: Role of the group that it happened in; None where it is about a node.
+        evidence_dir: Folder of its evidence. Default: that of the restart.
+
+    Returns:
+        Its number in the attempt.
+    """
     diagnosis = failure.diagnosis
+    number = leader.next_incident_number()
     incident = Incident(
         attempt=restart_dir.attempt,
         restart=restart_dir.restart,
+        number=number,
+        role=role,
         failure_kind=diagnosis.kind,
         message=diagnosis.message,
         phase=failure.phase,
@@ -204,22 +233,25 @@ def record_incident(
         is_undecided=diagnosis.is_undecided,
         seen_at=utc_now(),
         fingerprint=diagnosis.fingerprint,
-        evidence_dir=str(restart_dir.incident_dir.relative_to(run_dir.root)),
+        evidence_dir=leader.relative(evidence_dir or restart_dir.evidence_dir),
     )
-    leader.write(restart_dir.incident, incident)
-    events.add("incident", f"incident ({diagnosis.kind}): {diagnosis.message}", failure_kind=diagnosis.kind)
+    leader.write(restart_dir.incident(number), incident)
+    message = f"incident ({diagnosis.kind}): {diagnosis.message}"
+    events.add("incident", message, role, failure_kind=diagnosis.kind, number=number)
+    return number
 
 
-def record_decision(leader: Leader, events: EventLog, restart_dir: RestartDir, choice: Choice) -> None:
-    """Write ``decision.json``; to be called before anything is done about it."""
+def record_decision(leader: Leader, events: EventLog, restart_dir: RestartDir, choice: Choice, number: int) -> None:
+    """Write down the decision about an incident; to be called before anything is done about it."""
     decision = Decision(
         attempt=restart_dir.attempt,
         restart=restart_dir.restart,
+        number=number,
         action=choice.action,
         reason=choice.reason,
         decided_by=DecidedBy.AGENT,
         decided_at=utc_now(),
         delay_s=choice.delay_s,
     )
-    leader.write(restart_dir.decision, decision)
-    events.add("decision", f"decision: {choice.reason}", action=choice.action)
+    leader.write(restart_dir.decision(number), decision)
+    events.add("decision", f"decision: {choice.reason}", action=choice.action, number=number)

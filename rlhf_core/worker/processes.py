@@ -71,7 +71,7 @@ def kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def end_descendants(patience_s: float = 10.0) -> list[str]:
+def end_descendants(timeout_s: float = 10.0) -> list[str]:
     """Kill every descendant of this process, and wait until they are gone.
 
     With :func:`adopt_orphans` that is everything this process ever caused to start, also what made itself a daemon.
@@ -79,7 +79,7 @@ def end_descendants(patience_s: float = 10.0) -> list[str]:
     Returns:
         What could not be ended in time (a process blocked in the kernel), as ``pid (command)``; normally nothing.
     """
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     while descendants := _living_descendants():
         if time.monotonic() > deadline:
             return [_describe(process) for process in descendants]

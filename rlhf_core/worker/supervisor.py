@@ -17,37 +17,37 @@ from rlhf_core.diagnosis.liveness import GapTracker, LoopClock, Suspect, describ
 from rlhf_core.diagnosis.standstill import confirm
 from rlhf_core.diagnosis.verdict import blame
 from rlhf_core.run_dir import RestartDir, write_model
+from rlhf_core.schemas.agent_messages import Collected, NodeState, Orders
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import AgentCommand, AgentStatus, RankStatus
 from rlhf_core.schemas.resources import Role
-from rlhf_core.schemas.team import Collected, NodeState, Orders
 from rlhf_core.worker import collectives, evidence, processes
-from rlhf_core.worker.events import EventLog
+from rlhf_core.worker.agent_channel import AgentChannel
+from rlhf_core.worker.agent_loss import find_loss
+from rlhf_core.worker.anomalies import Anomalies, NodeReading
+from rlhf_core.worker.early_hang_check import EarlyHangCheck, NodeInspections
+from rlhf_core.worker.event_log import EventLog
 from rlhf_core.worker.exit_deadline import ExitDeadline
-from rlhf_core.worker.findings import Findings, NodeReading
+from rlhf_core.worker.groups.base import PEER_TIMEOUT_S, Hang, WorkerGroup
 from rlhf_core.worker.heartbeat import SlotFile
-from rlhf_core.worker.lost_agents import find_loss
 from rlhf_core.worker.signals import ENDING, SAVING, SignalInbox
-from rlhf_core.worker.suspicion import NodeLooks, Suspicion
-from rlhf_core.worker.team import Team
 from rlhf_core.worker.telemetry import Telemetry
 from rlhf_core.worker.telemetry_series import TelemetrySeries
-from rlhf_core.worker.watch import PEER_PATIENCE_S, Hang, Watch
 
-TICK_S = 0.25
-PUBLISH_S = 2.0
-ORDERS_S = 1.0
-REAP_S = 10.0
-LAST_WORD_S = 15.0
+TICK_INTERVAL_S = 0.25
+PUBLISH_INTERVAL_S = 2.0
+COMMANDS_INTERVAL_S = 1.0
+REAP_INTERVAL_S = 10.0
+LAST_STATE_TIMEOUT_S = 15.0
 """Silence of an agent after which its node is given up, once all workers are being ended."""
-LEADERLESS_S = 10.0
+LEADER_LOST_TIMEOUT_S = 10.0
 """Longest time for the main thread to end after agent 0 was lost: with its store nothing is left to be agreed on."""
-END_S = 120.0
+END_TIMEOUT_S = 120.0
 """The same in any other case, an outcome that cannot be written for a while included."""
 
 
 @dataclass(frozen=True)
-class Patience:
+class PeerTimeouts:
     """How long agent 0 waits for other nodes, in seconds."""
 
     evidence_s: float = 10.0
@@ -57,7 +57,7 @@ class Patience:
 
 
 @dataclass
-class Asked:
+class ExternalRequests:
     """What was asked of this agent from outside. Each is kept once it was given; empty means nobody asked."""
 
     cancel: str = ""
@@ -82,38 +82,38 @@ class Supervisor(threading.Thread):
 
     def __init__(
         self,
-        team: Team,
+        channel: AgentChannel,
         slots: SlotFile,
         inbox: SignalInbox,
         tracker: GapTracker,
         events: EventLog,
         new_commands: Callable[[], list[AgentCommand]],
-        patience: Patience = Patience(),
+        timeouts: PeerTimeouts = PeerTimeouts(),
         telemetry_folder: Path | None = None,
         deadline: ExitDeadline | None = None,
         is_superseded: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(name="supervisor", daemon=True)
-        self.asked = Asked()
+        self.asked = ExternalRequests()
         self.clock = LoopClock()
-        self._team = team
-        self._node = team.nodes.name
+        self._channel = channel
+        self._node = channel.nodes.name
         self._slots = slots
         self._inbox = inbox
         self._tracker = tracker
         self._events = events
         self._new_commands = new_commands
-        self._patience = patience
+        self._timeouts = timeouts
         self._deadline = deadline
         self._is_superseded = is_superseded
         self._telemetry = Telemetry(events.say, telemetry_folder)
         self._series = TelemetrySeries(self._node, events.say)
-        self._findings = Findings(events)
-        self._looks = NodeLooks(slots)
-        self._suspicion = Suspicion(tracker)
+        self._anomalies = Anomalies(events)
+        self._inspections = NodeInspections(slots)
+        self._hang_check = EarlyHangCheck(tracker)
         self._orders = Orders()
         self._place: tuple[Role, RestartDir] | None = None
-        self._watch: Watch | None = None
+        self._group: WorkerGroup | None = None
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._published = 0
@@ -133,16 +133,16 @@ class Supervisor(threading.Thread):
             self._place = (role, restart_dir)
             self._publish_at_s = 0.0
 
-    def watch(self, watch: Watch) -> None:
+    def supervise(self, group: WorkerGroup) -> None:
         """Judge these workers from now on."""
         with self._lock:
             self._tracker.begin_restart()
-            self._findings.begin_restart()
-            self._suspicion.clear()
+            self._anomalies.begin_restart()
+            self._hang_check.clear()
             self._failed_at_s = None
-            self._watch = watch
+            self._group = group
         if self.asked.to_end:
-            watch.kill()
+            group.kill()
 
     def settle(self) -> None:
         """The workers of this node have ended. Returns once nothing is being found out about them any more."""
@@ -152,12 +152,12 @@ class Supervisor(threading.Thread):
     def release(self) -> None:
         """What becomes of the workers is decided on all nodes."""
         with self._lock:
-            self._watch = None
+            self._group = None
 
     def stop(self) -> None:
         """End the thread."""
         self._over.set()
-        self.join(timeout=evidence.STACK_PATIENCE_S + 5.0)
+        self.join(timeout=evidence.STACK_TIMEOUT_S + 5.0)
         self._series.stop(time.monotonic())
         self._telemetry.stop()
 
@@ -171,31 +171,31 @@ class Supervisor(threading.Thread):
                 self._tick()
             except Exception as error:  # noqa: BLE001 - workers must not be left alone because one tick failed
                 self._say_once(f"supervision stumbled: {type(error).__name__}: {error}")
-                time.sleep(TICK_S)
+                time.sleep(TICK_INTERVAL_S)
 
     def _tick(self) -> None:
-        for number in self._inbox.wait(TICK_S):
-            self._hear_signal(number)
+        for number in self._inbox.wait(TICK_INTERVAL_S):
+            self._take_signal(number)
         now_s = time.monotonic()
         if now_s >= self._orders_at_s:
-            self._orders_at_s = now_s + ORDERS_S
+            self._orders_at_s = now_s + COMMANDS_INTERVAL_S
             for command in self._new_commands():
-                self._obey(command)
+                self._carry_out(command)
         with self._lock:
             now_s = time.monotonic()
             if self.clock.tick(now_s):
                 self._wake_up()
-                self._suspicion.clear()
+                self._hang_check.clear()
             state = self._state(now_s)
-            self._team.tell("state", state)
-            if refusal := self._team.new_refusal():
+            self._channel.send("state", state)
+            if refusal := self._channel.new_refusal():
                 self._events.add("peer", refusal, refused=True)
-            if self._team.leads:
+            if self._channel.leads:
                 self._lead()
             else:
                 self._follow()
             if self.asked.to_end:
-                self._end_in(END_S, "the agent was to end, and has not")
+                self._end_in(END_TIMEOUT_S, "the agent was to end, and has not")
             self._publish(state, now_s)
             self._reap(now_s)
             self.clock.skip(time.monotonic())
@@ -205,7 +205,7 @@ class Supervisor(threading.Thread):
         if self._deadline is not None and self._is_superseded():
             self._deadline.leave_now()
         self._events.say(f"this agent stood still for {self.clock.pause_s:.0f} s; silences are counted from now")
-        self._team.forgive()
+        self._channel.reset_silences()
 
     def _end_in(self, seconds: float, why: str) -> None:
         """The main thread may wait in a call that never returns: then this thread ends the agent."""
@@ -214,29 +214,29 @@ class Supervisor(threading.Thread):
 
     def _state(self, now_s: float) -> NodeState:
         """How this node stands; with a new reading of its telemetry when one is due."""
-        watch = self._watch
-        ranks = tuple(watch.living()) if watch is not None else ()
+        group = self._group
+        ranks = tuple(group.living()) if group is not None else ()
         if self._place is not None and now_s >= self._publish_at_s:
             self._published += 1
             self._reading = self._telemetry.read([rank.pid for rank in ranks])
-        self._looks.answer(self._orders.look, ranks, self._reading)
+        self._inspections.answer(self._orders.inspect, ranks, self._reading)
         return NodeState(
             wall_s=time.time(),
-            restart=watch.restart_dir.restart if watch is not None else -1,
-            started=watch is not None and bool(watch.workers),
-            failed=watch is not None and watch.failed,
+            restart=group.restart_dir.restart if group is not None else -1,
+            started=group is not None and bool(group.workers),
+            failed=group is not None and group.failed,
             ended_by=self.asked.end,
             ranks=ranks,
             published=self._published,
             telemetry=self._reading,
-            look_number=self._looks.number,
-            looks=self._looks.looks,
+            inspection_number=self._inspections.number,
+            inspections=self._inspections.inspections,
         )
 
     # -----------------------------------------------------------------------------------------------------------------
     # What is asked from outside
 
-    def _hear_signal(self, number: signal.Signals) -> None:
+    def _take_signal(self, number: signal.Signals) -> None:
         if number == SAVING:
             self._order_stop(f"{number.name}: the time limit is near or the nodes are taken back")
         elif number == signal.SIGTERM and "SLURM_JOB_ID" in os.environ and not self.asked.stop:
@@ -245,7 +245,7 @@ class Supervisor(threading.Thread):
         elif number in ENDING:
             self._order_end(number.name)
 
-    def _obey(self, command: AgentCommand) -> None:
+    def _carry_out(self, command: AgentCommand) -> None:
         why = f": {command.reason}" if command.reason else ""
         self._events.add("command", f"order from the control plane: {command.kind}{why}", command=command.kind)
         match command.kind:
@@ -271,50 +271,50 @@ class Supervisor(threading.Thread):
             self.asked.stop = reason
             self._slots.ask_to_stop()
             self._events.add("save_requested", f"the workers were asked to save and end: {reason}")
-            if self._team.leads:
+            if self._channel.leads:
                 self._order(stop=reason)
 
     def _kill_workers(self) -> None:
-        watch = self._watch
-        if watch is not None:
-            watch.kill()
+        group = self._group
+        if group is not None:
+            group.kill()
 
     # -----------------------------------------------------------------------------------------------------------------
     # Agent 0 leads
 
     def _order(self, **changes: object) -> None:
         self._orders = self._orders.model_copy(update=changes)
-        self._team.announce("orders", self._orders)
+        self._channel.publish("orders", self._orders)
 
     def _lead(self) -> None:
         """Look at all nodes: somebody to give up, somebody who failed, somebody who hangs."""
-        states = self._team.heard("state", NodeState)
-        self._look_for_the_lost(states)
-        watch = self._watch
-        if watch is None:
+        states = self._channel.received("state", NodeState)
+        self._find_lost_agents(states)
+        group = self._group
+        if group is None:
             return
-        here = {index: state for index, state in states.items() if state.restart == watch.restart_dir.restart}
+        here = {index: state for index, state in states.items() if state.restart == group.restart_dir.restart}
         if any(state.failed for state in here.values()) or self.asked.to_end:
-            self._end_all(watch)
-        elif len(here) == self._team.nodes.num and all(state.started for state in here.values()):
-            self._judge(watch, [here[index] for index in sorted(here)])
+            self._end_all(group)
+        elif len(here) == self._channel.nodes.num and all(state.started for state in here.values()):
+            self._judge(group, [here[index] for index in sorted(here)])
 
-    def _look_for_the_lost(self, states: dict[int, NodeState]) -> None:
-        names = self._team.nodes.names
+    def _find_lost_agents(self, states: dict[int, NodeState]) -> None:
+        names = self._channel.nodes.names
         for index, state in states.items():
-            if state.ended_by and index != self._team.nodes.index:
+            if state.ended_by and index != self._channel.nodes.index:
                 self._order_end(f"{state.ended_by} on {names[index]}")
             if state.broken:
                 self._give_up(names[index], state.broken, state.broken_kind)
-        loss = find_loss(self._team, self._patience_for_agents_s(), self.clock.pause_s)
+        loss = find_loss(self._channel, self._agent_timeout_s(), self.clock.pause_s)
         if loss is not None:
             self._give_up(loss.node, loss.message, FailureKind.NODE_LOST)
 
-    def _patience_for_agents_s(self) -> float:
+    def _agent_timeout_s(self) -> float:
         """All workers are being ended: an agent that lives says so within seconds, and everybody waits for it."""
-        watch = self._watch
-        ending = watch is not None and self._orders.kill == watch.restart_dir.restart
-        return min(LAST_WORD_S, self._patience.agent_s) if ending else self._patience.agent_s
+        group = self._group
+        ending = group is not None and self._orders.kill == group.restart_dir.restart
+        return min(LAST_STATE_TIMEOUT_S, self._timeouts.agent_s) if ending else self._timeouts.agent_s
 
     def _give_up(self, node: str, message: str, kind: FailureKind) -> None:
         if not self.asked.broken:
@@ -322,80 +322,82 @@ class Supervisor(threading.Thread):
             self._events.add("peer", f"{message}; everything is ended", node_lost=node)
             self._kill_workers()
 
-    def _end_all(self, watch: Watch) -> None:
+    def _end_all(self, group: WorkerGroup) -> None:
         """A worker has failed on some node: its peers may say what they saw, then they are ended everywhere."""
         now_s = time.monotonic()
         if self._failed_at_s is None:
             self._failed_at_s = now_s
-        patience_s = 0.0 if self.asked.to_end or watch.hang is not None else PEER_PATIENCE_S
-        if now_s - self._failed_at_s >= patience_s and self._orders.kill != watch.restart_dir.restart:
-            self._order(kill=watch.restart_dir.restart)
-            watch.kill()
+        timeout_s = 0.0 if self.asked.to_end or group.hang is not None else PEER_TIMEOUT_S
+        if now_s - self._failed_at_s >= timeout_s and self._orders.kill != group.restart_dir.restart:
+            self._order(kill=group.restart_dir.restart)
+            group.kill()
 
-    def _judge(self, watch: Watch, states: list[NodeState]) -> None:
+    def _judge(self, group: WorkerGroup, states: list[NodeState]) -> None:
         ranks = [rank for state in states for rank in state.ranks]
         if not ranks:
             return
         self._tracker.observe(ranks)
-        suspects = judge(ranks, self._tracker) or self._suspicion.consider(ranks, states, time.monotonic())
-        if self._suspicion.order != self._orders.look:
-            self._order(look=self._suspicion.order)
+        suspects = judge(ranks, self._tracker) or self._hang_check.consider(ranks, states, time.monotonic())
+        if self._hang_check.order != self._orders.inspect:
+            self._order(inspect=self._hang_check.order)
         if suspects:
-            self._investigate(watch, ranks, suspects)
+            self._investigate(group, ranks, suspects)
 
-    def _investigate(self, watch: Watch, before: list[RankStatus], suspects: list[Suspect]) -> None:
+    def _investigate(self, group: WorkerGroup, before: list[RankStatus], suspects: list[Suspect]) -> None:
         """Suspect, collect on all nodes, read again, and only then: verdict, and end all. The first kill spoils the
         evidence."""
-        self._events.add("suspect", "; ".join(map(describe, suspects)), watch.role)
+        self._events.add("suspect", "; ".join(map(describe, suspects)), group.role)
         number = self._orders.collect + 1
         self._order(collect=number)
-        ranks = self._hear_evidence(number, watch, self._collect(watch))
+        ranks = self._receive_evidence(number, group, self._collect(group))
         self._tracker.observe(ranks)
         still = confirm(suspects, ranks) or judge(ranks, self._tracker)
         # Evidence takes seconds: somebody may have gone on, or have ended, which is another story.
-        if not still or watch.failed or _processes(ranks) != _processes(before):
-            self._events.add("suspect", "withdrawn: the workers went on", watch.role)
+        if not still or group.failed or _processes(ranks) != _processes(before):
+            self._events.add("suspect", "withdrawn: the workers went on", group.role)
             return
         proven = {suspect.status.rank: suspect.evidence for suspect in still if suspect.evidence}
         verdict = blame(ranks, [suspect.status.rank for suspect in still], proven)
         blamed = [rank for rank in before if rank.rank in verdict.ranks] or before
-        watch.hang = Hang(verdict, tuple(ranks), max(rank.age_s for rank in blamed))
-        self._events.add("verdict", verdict.reason, watch.role, ranks=list(verdict.ranks))
-        self._events.add("killed", f"hang: {verdict.reason}; all workers are ended", watch.role)
-        self._order(kill=watch.restart_dir.restart)
-        watch.kill()
+        group.hang = Hang(verdict, tuple(ranks), max(rank.age_s for rank in blamed))
+        self._events.add("verdict", verdict.reason, group.role, ranks=list(verdict.ranks))
+        self._events.add("killed", f"hang: {verdict.reason}; all workers are ended", group.role)
+        self._order(kill=group.restart_dir.restart)
+        group.kill()
 
-    def _hear_evidence(self, number: int, watch: Watch, answers_here: dict[int, str]) -> list[RankStatus]:
+    def _receive_evidence(self, number: int, group: WorkerGroup, answers_here: dict[int, str]) -> list[RankStatus]:
         """How the workers of all nodes stand after the evidence was saved; of a node that does not answer, before."""
-        team = self._team
-        deadline = time.monotonic() + self._patience.evidence_s
-        while len(answers := team.heard(f"evidence/{number}", Collected)) < team.nodes.num - 1:
+        channel = self._channel
+        deadline = time.monotonic() + self._timeouts.evidence_s
+        while len(answers := channel.received(f"evidence/{number}", Collected)) < channel.nodes.num - 1:
             if time.monotonic() > deadline:
                 break
-            team.wait(0.1)
-        last = team.heard("state", NodeState)
-        ranks = collectives.with_collectives(watch.living(), answers_here)
-        for index in range(1, team.nodes.num):
+            channel.wait(0.1)
+        last = channel.received("state", NodeState)
+        ranks = collectives.with_collectives(group.living(), answers_here)
+        for index in range(1, channel.nodes.num):
             ranks += answers[index].ranks if index in answers else last[index].ranks
             if index not in answers:
-                self._events.say(f"no evidence from {team.nodes.names[index]} within {self._patience.evidence_s:.0f} s")
+                self._events.say(
+                    f"no evidence from {channel.nodes.names[index]} within {self._timeouts.evidence_s:.0f} s"
+                )
         return ranks
 
     # -----------------------------------------------------------------------------------------------------------------
     # The other agents follow
 
     def _follow(self) -> None:
-        orders = self._team.announced("orders", Orders)
-        if self._team.is_lost and not self.asked.broken:
+        orders = self._channel.published("orders", Orders)
+        if self._channel.is_lost and not self.asked.broken:
             self.asked.broken = "agent 0 does not answer any more"
             self._kill_workers()
-            self._end_in(LEADERLESS_S, "agent 0 is lost, and this agent has not ended")
+            self._end_in(LEADER_LOST_TIMEOUT_S, "agent 0 is lost, and this agent has not ended")
             # The controller acts on this line: it need not wait until files of agent 0 have been silent for long.
             self._events.add("peer", f"{self.asked.broken}; everything is ended", leader_lost=True)
         if orders is None:
             return
         before, self._orders = self._orders, orders
-        watch = self._watch
+        group = self._group
         if orders.cancel and not self.asked.cancel:
             self.asked.cancel = orders.cancel
             self._kill_workers()
@@ -403,27 +405,27 @@ class Supervisor(threading.Thread):
             self._order_stop(orders.stop)
         if orders.saves > before.saves:
             self._slots.ask_to_save()
-        if watch is not None and not watch.killing and orders.kill == watch.restart_dir.restart:
-            self._events.add("killed", "agent 0 ends all workers", watch.role)
-            watch.kill()
+        if group is not None and not group.killing and orders.kill == group.restart_dir.restart:
+            self._events.add("killed", "agent 0 ends all workers", group.role)
+            group.kill()
         if orders.over is not None:
             self._kill_workers()
-        if watch is not None and orders.collect > before.collect:
-            answers = self._collect(watch)
-            ranks = collectives.with_collectives(watch.living(), answers)
-            self._team.tell(f"evidence/{orders.collect}", Collected(ranks=tuple(ranks)))
+        if group is not None and orders.collect > before.collect:
+            answers = self._collect(group)
+            ranks = collectives.with_collectives(group.living(), answers)
+            self._channel.send(f"evidence/{orders.collect}", Collected(ranks=tuple(ranks)))
 
-    def _collect(self, watch: Watch) -> dict[int, str]:
+    def _collect(self, group: WorkerGroup) -> dict[int, str]:
         """Save the evidence of this node; returns what its workers say about their collectives, by local rank."""
         question = self._slots.ask_for_collectives()
-        ranks = watch.living()
-        logs = {rank.local_rank: watch.restart_dir.log(watch.role, self._node, rank.local_rank) for rank in ranks}
-        missing = evidence.collect(ranks, logs, watch.restart_dir.incident_dir, self._node)
-        folder = watch.restart_dir.incident_dir.name
-        self._events.add("evidence", f"stacks, states and logs of {len(ranks)} workers saved in {folder}/", watch.role)
+        ranks = group.living()
+        logs = {rank.local_rank: group.restart_dir.log(group.role, self._node, rank.local_rank) for rank in ranks}
+        missing = evidence.collect(ranks, logs, group.restart_dir.evidence_dir, self._node)
+        folder = group.restart_dir.evidence_dir.name
+        self._events.add("evidence", f"stacks, states and logs of {len(ranks)} workers saved in {folder}/", group.role)
         answers = collectives.read_answers(ranks, self._slots.path, question)
         for local_rank, content in answers.items():
-            path = watch.restart_dir.incident_dir / f"collectives-{self._node}-{local_rank}.json"
+            path = group.restart_dir.evidence_dir / f"collectives-{self._node}-{local_rank}.json"
             evidence.save(path, content, missing)
         for problem in missing:
             self._events.say(problem)
@@ -435,10 +437,10 @@ class Supervisor(threading.Thread):
     def _publish(self, state: NodeState, now_s: float) -> None:
         if self._place is None or now_s < self._publish_at_s:
             return
-        self._publish_at_s = now_s + PUBLISH_S
+        self._publish_at_s = now_s + PUBLISH_INTERVAL_S
         role, restart_dir = self._place
         self._series.add(restart_dir, state.telemetry, now_s)
-        nodes = self._team.nodes
+        nodes = self._channel.nodes
         status = AgentStatus(
             node=self._node,
             node_index=nodes.index,
@@ -449,7 +451,7 @@ class Supervisor(threading.Thread):
             ranks=state.ranks,
             telemetry=state.telemetry,
             longest_gaps_s=self._tracker.all_longest_s,
-            findings=self._findings.look(self._readings(), now_s) if self._team.leads else (),
+            findings=self._anomalies.look(self._readings(), now_s) if self._channel.leads else (),
         )
         try:
             write_model(restart_dir.agent_status(self._node), status)
@@ -459,15 +461,15 @@ class Supervisor(threading.Thread):
             self._say_once(f"the status could not be written: {error}")
 
     def _readings(self) -> Iterable[NodeReading]:
-        for index, state in self._team.heard("state", NodeState).items():
-            yield NodeReading(self._team.nodes.names[index], state.published, state.telemetry, state.ranks)
+        for index, state in self._channel.received("state", NodeState).items():
+            yield NodeReading(self._channel.nodes.names[index], state.published, state.telemetry, state.ranks)
 
     def _reap(self, now_s: float) -> None:
         # Not while workers are being started: their exits belong to elastic, which does not know them by then.
-        watch = self._watch
-        if watch is not None and watch.workers and now_s >= self._reap_at_s:
-            self._reap_at_s = now_s + REAP_S
-            processes.reap_orphans({worker.pid for worker in watch.workers.values()})
+        group = self._group
+        if group is not None and group.workers and now_s >= self._reap_at_s:
+            self._reap_at_s = now_s + REAP_INTERVAL_S
+            processes.reap_orphans({worker.pid for worker in group.workers.values()})
 
     def _say_once(self, text: str) -> None:
         if text != self._unwritten:

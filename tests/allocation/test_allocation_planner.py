@@ -13,10 +13,10 @@ from rlhf_core.schemas.resources import Role
 
 def test_probe_first_then_trainer_then_evaluator_in_the_same_places() -> None:
     placement = plan(make_spec(), FakeScheduler().inventory(), attempt=1)
-    roles = [(role.role, role.workers_per_node) for role in placement.roles]
+    roles = [(role.role, role.workers_per_node) for role in placement.groups]
     assert roles == [(Role.PROBE, 2), (Role.TRAINER, 2), (Role.EVALUATOR, 2)]
     without = plan(make_spec(preflight={"probe": False}), FakeScheduler().inventory(), attempt=1)
-    assert [role.role for role in without.roles] == [Role.TRAINER, Role.EVALUATOR]
+    assert [role.role for role in without.groups] == [Role.TRAINER, Role.EVALUATOR]
     assert (placement.num_nodes, placement.resume_checkpoint, placement.resumed_from_step) == (1, "", 0)
 
 

@@ -35,17 +35,17 @@ from rlhf_core import config
 from rlhf_core.launch.prepare import prepare
 from rlhf_core.run_dir import RunDir, read_models, write_model
 from rlhf_core.schemas.reports import MetricsLine, Phase, RankStatus
-from rlhf_core.schemas.resources import Placement, Role, RolePlan
+from rlhf_core.schemas.resources import GroupPlan, Placement, Role, in_order
 from rlhf_core.schemas.run import HealthRule
 from rlhf_core.worker.heartbeat import Beat, SlotFile
-from rlhf_core.worker.looks import look_at
+from rlhf_core.worker.inspection import inspect_workers
 from rlhf_core.worker.telemetry import Telemetry
 
 NUM_RANKS = 2
 WARM_UP = 5
 AGENT_LIMIT_PERCENT = 1.0
 MIN_WINDOW_S = 30.0
-PATIENCE_S = 900.0
+TIMEOUT_S = 900.0
 MANY_THREADS = """
 import threading
 for _ in range(30):
@@ -77,8 +77,8 @@ def make_run(runs: Path, steps: int) -> RunDir:
     sparse = ("evaluate.num_prompts=8", f"checkpoint.every_num_steps={10 * steps}")
     spec = config.load("quickstart", [*short, *sparse, *unjudged])
     run_dir = prepare(spec, runs, config_source="quickstart")
-    roles = (RolePlan(role=Role.TRAINER, workers_per_node=NUM_RANKS),)
-    write_model(run_dir.attempt(1).placement, Placement(attempt=1, num_nodes=1, roles=roles))
+    phases = in_order(GroupPlan.on_all_nodes(Role.TRAINER, NUM_RANKS, 1))
+    write_model(run_dir.attempt(1).placement, Placement(attempt=1, num_nodes=1, phases=phases))
     return run_dir
 
 
@@ -138,7 +138,7 @@ def train(folder: Path, steps: int, *, supervised: bool) -> Measured:
         rank_cpu_s = (cpu_s(ranks) - ranks_before_s) / (ended_at - begun_at)
         agent_percent = 100 * (cpu_s(agents) - agent_before_s) / window_s if supervised else 0.0
         for parent in parents:
-            if parent.wait(PATIENCE_S) != 0:
+            if parent.wait(TIMEOUT_S) != 0:
                 raise SystemExit(f"training did not end well; see {run_dir.root}")
     times = [line.time for line in lines() if first <= line.step <= last]
     gaps = [(after - before).total_seconds() for before, after in itertools.pairwise(times)]
@@ -149,7 +149,7 @@ def wait_for_step(
     lines: Callable[[], list[MetricsLine]], parents: Sequence["subprocess.Popen[bytes]"], step: int
 ) -> None:
     """Wait until a step is in the metrics."""
-    deadline_s = time.monotonic() + PATIENCE_S
+    deadline_s = time.monotonic() + TIMEOUT_S
     while not any(line.step >= step for line in lines()):
         if time.monotonic() > deadline_s or any(parent.poll() for parent in parents):
             raise SystemExit(f"training did not reach step {step}")
@@ -202,7 +202,7 @@ def measure_looks() -> list[float]:
         costs = []
         for _ in range(20):
             began_s = time.process_time()
-            look_at([status], {})
+            inspect_workers([status], {})
             costs.append((time.process_time() - began_s) * 1e9)
         worker.kill()
     return costs

@@ -146,7 +146,7 @@ def test_a_dry_run_starts_nothing(scheduler: FakeScheduler, capsys: Printed) -> 
     rlhf("run", "quickstart", "--dry-run", "--json")
     shown = json.loads(capsys.readouterr().out)
     assert shown["command"][1:5] == ["-P", "-m", "rlhf_core.worker", "agent"]
-    assert [role["role"] for role in shown["placement"]["roles"]] == ["probe", "trainer", "evaluator"]
+    assert [group["role"] for (group,) in shown["placement"]["phases"]] == ["probe", "trainer", "evaluator"]
     rlhf("run", "quickstart", "--dry-run")
     assert "Nothing was started" in capsys.readouterr().out
     assert scheduler.submitted == []

@@ -12,7 +12,7 @@ from rlhf_core.diagnosis.liveness import GapTracker, Suspect, judge, suspect
 from rlhf_core.diagnosis.standstill import MIN_LOOKS, SPAN_S, Standstill, confirm, is_promising, movement, prove
 from rlhf_core.diagnosis.verdict import blame
 from rlhf_core.schemas.failures import FailureKind
-from rlhf_core.schemas.looks import RankLook, Wait
+from rlhf_core.schemas.inspections import Inspection, Wait
 from rlhf_core.schemas.reports import Phase, RankStatus
 from rlhf_core.schemas.resources import Role
 from rlhf_core.schemas.run import SuperviseSpec
@@ -42,13 +42,13 @@ def rank(number: int, **changes: Any) -> RankStatus:
     return RankStatus.model_validate(fields | changes)
 
 
-def looked(status: RankStatus, at_s: float, main: Wait = Wait.LOCK, **changes: Any) -> RankLook:
-    return RankLook.model_validate(
+def looked(status: RankStatus, at_s: float, main: Wait = Wait.LOCK, **changes: Any) -> Inspection:
+    return Inspection.model_validate(
         {"status": status, "at_s": at_s, "main": main, "detail": "a lock of its own"} | changes
     )
 
 
-def record(*at_every_look: Sequence[RankLook]) -> Standstill:
+def record(*at_every_look: Sequence[Inspection]) -> Standstill:
     found = Standstill()
     for looks in at_every_look:
         found.add(looks)
@@ -77,7 +77,7 @@ def suspects_of(ranks: Sequence[RankStatus]) -> list[Suspect]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Suspicion
+# EarlyHangCheck
 
 
 def test_at_default_settings_a_silence_of_eleven_seconds_is_worth_a_look_and_no_more() -> None:

@@ -185,7 +185,7 @@ def same_parameters(run: RunDir, reference: dict[str, str]) -> bool | None:
 
 def all_incidents(run: RunDir) -> list[Incident]:
     """Incidents of agents and of the controller, by time."""
-    of_agents = [read_model(restart.incident, Incident) for restart in restarts(run)]
+    of_agents = [read_model(path, Incident) for one in restarts(run) for path in one.incident_files()]
     found = [incident for incident in of_agents if incident is not None]
     found += [line.event.incident for line in _journal(run) if isinstance(line.event, IncidentFound)]
     return sorted(found, key=lambda incident: incident.seen_at)
@@ -193,7 +193,7 @@ def all_incidents(run: RunDir) -> list[Incident]:
 
 def all_decisions(run: RunDir) -> list[Decision]:
     """Decisions of agents and of the controller, by time."""
-    of_agents = [read_model(restart.decision, Decision) for restart in restarts(run)]
+    of_agents = [read_model(path, Decision) for one in restarts(run) for path in one.decision_files()]
     found = [decision for decision in of_agents if decision is not None]
     found += [line.event.decision for line in _journal(run) if isinstance(line.event, DecisionMade)]
     return sorted(found, key=lambda decision: decision.decided_at)

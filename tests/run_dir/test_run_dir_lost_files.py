@@ -9,7 +9,7 @@ import pytest
 from rlhf_core.run_dir import FilePosition, LineWriter, RestartDir, parse_lines, read_models, read_on
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import AgentEvent, MetricsLine
-from rlhf_core.worker.events import EventLog
+from rlhf_core.worker.event_log import EventLog
 
 
 def line(step: int) -> MetricsLine:

@@ -15,7 +15,7 @@ from rlhf_core.errors import SubmissionFailed
 from rlhf_core.scheduler import JobRequest, JobState, Scheduler
 from rlhf_core.scheduler.local import LocalScheduler
 from rlhf_core.scheduler.slurm import SlurmScheduler
-from rlhf_core.schemas.resources import Placement, Role, RolePlan, Submission, job_marker
+from rlhf_core.schemas.resources import GroupPlan, Placement, Role, Submission, in_order, job_marker
 
 pytestmark = pytest.mark.end_to_end
 
@@ -40,7 +40,9 @@ class Site:
         return JobRequest(
             run_id=run_id or self.run_id,
             placement=Placement(
-                attempt=attempt, num_nodes=num_nodes, roles=(RolePlan(role=Role.TRAINER, workers_per_node=1),)
+                attempt=attempt,
+                num_nodes=num_nodes,
+                phases=in_order(GroupPlan.on_all_nodes(Role.TRAINER, 1, num_nodes)),
             ),
             scheduler_dir=self.folder / "run" / "attempts" / str(attempt) / "scheduler",
             command=("sh", "-c", shell),

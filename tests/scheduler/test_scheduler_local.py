@@ -17,7 +17,7 @@ from rlhf_core.errors import BadInput, SubmissionFailed
 from rlhf_core.run_dir import read_model
 from rlhf_core.scheduler import JobRequest, JobState, get_scheduler
 from rlhf_core.scheduler.local import LocalScheduler
-from rlhf_core.schemas.resources import JOB_VARIABLE, Placement, Role, RolePlan, Submission
+from rlhf_core.schemas.resources import JOB_VARIABLE, GroupPlan, Placement, Role, Submission, in_order
 
 pytestmark = pytest.mark.end_to_end
 
@@ -64,7 +64,9 @@ def run_id_of(folder: Path) -> str:
 def make_request(folder: Path, *ways: str, time_limit_s: int = 600, nodes: int = 1, attempt: int = 1) -> JobRequest:
     return JobRequest(
         run_id=run_id_of(folder),
-        placement=Placement(attempt=attempt, num_nodes=nodes, roles=(RolePlan(role=Role.TRAINER, workers_per_node=1),)),
+        placement=Placement(
+            attempt=attempt, num_nodes=nodes, phases=in_order(GroupPlan.on_all_nodes(Role.TRAINER, 1, nodes))
+        ),
         scheduler_dir=folder / "scheduler",
         command=(sys.executable, "-c", AGENT, str(folder), *ways),
         cpus_per_node=1,

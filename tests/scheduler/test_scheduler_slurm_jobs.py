@@ -17,7 +17,7 @@ from rlhf_core.launch.start import record_plan, submit_once
 from rlhf_core.run_dir import RunDir
 from rlhf_core.scheduler import JobRequest, JobState, slurm, slurm_queue
 from rlhf_core.scheduler.slurm import SlurmScheduler
-from rlhf_core.schemas.resources import Placement, Role, RolePlan, Submission
+from rlhf_core.schemas.resources import GroupPlan, Placement, Role, Submission, in_order
 from rlhf_core.schemas.run import SlurmSpec
 
 pytestmark = [
@@ -49,7 +49,7 @@ def run_id_of(folder: Path) -> str:
 
 
 def make_request(folder: Path, shell: str, slurm: SlurmSpec | None = None, **placed: object) -> JobRequest:
-    placement = Placement(attempt=1, num_nodes=1, roles=(RolePlan(role=Role.TRAINER, workers_per_node=1),))
+    placement = Placement(attempt=1, num_nodes=1, phases=in_order(GroupPlan.on_all_nodes(Role.TRAINER, 1, 1)))
     run_dir = RunDir.of(folder / "runs", run_id_of(folder))
     return JobRequest(
         run_id=run_dir.run_id,

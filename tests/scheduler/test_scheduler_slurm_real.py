@@ -13,7 +13,7 @@ from rlhf_core.scheduler import slurm_queue
 from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus
 from rlhf_core.scheduler.passed_environment import PassedEnvironment
 from rlhf_core.scheduler.slurm import SlurmScheduler
-from rlhf_core.schemas.resources import Placement, Role, RolePlan, Submission
+from rlhf_core.schemas.resources import GroupPlan, Placement, Role, Submission, in_order
 from rlhf_core.schemas.run import SlurmSpec
 
 pytestmark = [pytest.mark.skipif(bool(missing_programs()), reason=WHY_NOT)]
@@ -39,7 +39,10 @@ def slurm(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 def request(folder: Path, shell: str, num_nodes: int = 1, run_id: str = "toy-1", **slurm: object) -> JobRequest:
     placement = Placement(
-        attempt=1, num_nodes=num_nodes, roles=(RolePlan(role=Role.TRAINER, workers_per_node=1),), gpus_per_node=0
+        attempt=1,
+        num_nodes=num_nodes,
+        phases=in_order(GroupPlan.on_all_nodes(Role.TRAINER, 1, num_nodes)),
+        gpus_per_node=0,
     )
     return JobRequest(
         run_id=run_id,

@@ -8,7 +8,7 @@ from rlhf_core.scheduler import get_scheduler
 from rlhf_core.scheduler.base import JobRequest, JobState
 from rlhf_core.scheduler.slurm import SlurmScheduler, _gpu_type, _is_no_answer, _num_gpus, _refusal, _status
 from rlhf_core.scheduler.slurm_queue import QueuedJob
-from rlhf_core.schemas.resources import Placement, Role, RolePlan
+from rlhf_core.schemas.resources import GroupPlan, Placement, Role, in_order
 from rlhf_core.schemas.run import SlurmSpec
 
 
@@ -16,7 +16,7 @@ def request(gpus: int = 0, excluded: tuple[str, ...] = (), time_limit_s: int = 3
     placement = Placement(
         attempt=2,
         num_nodes=4,
-        roles=(RolePlan(role=Role.TRAINER, workers_per_node=8),),
+        phases=in_order(GroupPlan.on_all_nodes(Role.TRAINER, 8, 4)),
         gpus_per_node=gpus,
         excluded_nodes=excluded,
     )

@@ -26,7 +26,7 @@ from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.start import job_request, record_plan, submit_once
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import RunState
-from rlhf_core.schemas.resources import JOB_VARIABLE, Placement, Role, RolePlan, job_marker
+from rlhf_core.schemas.resources import JOB_VARIABLE, GroupPlan, Placement, Role, in_order, job_marker
 from rlhf_core.watchdog.watcher import record
 
 pytestmark = pytest.mark.end_to_end
@@ -49,7 +49,7 @@ class Case:
         self.controller: Controller = stack.enter_context(opened(self.run_dir, site, store, patience_s=0))
         for state in (RunState.PREFLIGHT, RunState.QUEUED, RunState.TRAINING):
             self.controller.journal.move_run(state, "a test")
-        placement = Placement(attempt=1, num_nodes=1, roles=(RolePlan(role=Role.TRAINER, workers_per_node=1),))
+        placement = Placement(attempt=1, num_nodes=1, phases=in_order(GroupPlan.on_all_nodes(Role.TRAINER, 1, 1)))
         record_plan(self.run_dir, placement, self.controller.journal)
         request = job_request(self.run_dir, self.controller.stored.spec, placement, sys.executable)
         command = (sys.executable, "-c", JOB, str(pids))

@@ -24,11 +24,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "worker"))
 from agent_runs import AgentRun, is_alive, toy_runs, wait_for
 
+from rlhf_core.schemas.agent_messages import NodeState, Orders, Step
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.resources import job_marker
-from rlhf_core.schemas.team import NodeState, Orders, Step
-from rlhf_core.worker.board import candidate_ports
+from rlhf_core.worker.agent_store import candidate_ports
 from rlhf_core.worker.signing import MessageSigner
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.training]
@@ -151,7 +151,7 @@ def test_files_of_workers_on_a_node_lie_where_no_other_user_reaches_them(tmp_pat
 # Several nodes
 
 
-def board_of(run: AgentRun) -> Any:
+def store_of(run: AgentRun) -> Any:
     """The store of the agents, as a stranger finds it."""
     ports = candidate_ports(job_marker(run.run_dir.run_id, run.attempt))
     (port,) = wait_for(lambda: [port for host, port in listening(run) if port in ports])
@@ -159,7 +159,7 @@ def board_of(run: AgentRun) -> Any:
     return store
 
 
-def forge(board: Any, run: AgentRun, bomb: Path) -> None:
+def forge(store: Any, run: AgentRun, bomb: Path) -> None:
     """Messages that a stranger can think of: ends, bad hardware, kills; plain, and signed with a key that is none."""
     over = Step(action="end", state=AttemptState.FAILED, message="forged", kind=FailureKind.NODE_UNFIT)
     orders = Orders(over=over, cancel="forged", kill=0, stop="forged").model_dump_json()
@@ -174,13 +174,13 @@ def forge(board: Any, run: AgentRun, bomb: Path) -> None:
         "evidence/1/1": "{}",
         "farewell/1": "{}",
     }.items():
-        board.set(key, text)
-        board.set(key, stranger.sign(key, text))
-    board.set("pulse/1", b"\xff\x00 no text")
+        store.set(key, text)
+        store.set(key, stranger.sign(key, text))
+    store.set("pulse/1", b"\xff\x00 no text")
     planted = base64.b64encode(pickle.dumps(Bomb(bomb)))
     for restart in range(4):
         # Where torch's dynamic rendezvous keeps its state, which it unpickles.
-        board.set(f"torch.rendezvous.{run.run_dir.run_id}.{run.attempt}.{restart}", planted)
+        store.set(f"torch.rendezvous.{run.run_dir.run_id}.{run.attempt}.{restart}", planted)
 
 
 def refusals(run: AgentRun) -> list[str]:
@@ -192,21 +192,21 @@ def refusals(run: AgentRun) -> list[str]:
 def test_forged_orders_and_a_planted_pickle_change_nothing(agent_run: MakeRun, tmp_path: Path) -> None:
     run = agent_run(num_nodes=2, train={"num_steps": 70}, supervise={"floor_s": 30.0, "max_restarts": 3})
     run.start_all(2)
-    board, bomb = board_of(run), tmp_path / "exploded"
+    store, bomb = store_of(run), tmp_path / "exploded"
     assert {place for place, _ in listening(run)} == {"127.0.0.1"}, "the address of the allocation, nothing else"
     assert stat.S_IMODE(run.dir.key.stat().st_mode) == 0o600
     wait_for(lambda: len(run.pids(0)) == 4 and run.reached(0, 2))
-    keys = board.list_keys()
+    keys = store.list_keys()
     assert "orders" in keys, "the stranger does see and reach the store"
-    forge(board, run, bomb)
+    forge(store, run, bomb)
     # A start of the workers under the eyes of the stranger, with all its agreements.
     os.kill(run.pids(0)[0], signal.SIGKILL)
-    wait_for(lambda: run.restart(0).incident.exists())
-    forge(board, run, bomb)
-    replay = wait_for(lambda: board.get("state/1"))
+    wait_for(lambda: run.restart(0).incident(1).exists())
+    forge(store, run, bomb)
+    replay = wait_for(lambda: store.get("state/1"))
     wait_for(lambda: len(run.pids(1)) == 4 and run.reached(1, 2))
-    board.set("state/1", replay)
-    forge(board, run, bomb)
+    store.set("state/1", replay)
+    forge(store, run, bomb)
     assert run.finish_all() == [0, 0], run.printed(0) + run.printed(1)
     outcome = run.outcome()
     assert (outcome.state, outcome.num_restarts, outcome.last_step) == (AttemptState.COMPLETED, 1, 70)
@@ -221,10 +221,10 @@ def test_who_believes_everything_obeys_the_stranger(agent_run: MakeRun, tmp_path
     run = agent_run(num_nodes=2, train={"num_steps": 5000}, supervise={"agent_floor_s": 3.0})
     run.program = ("-c", CREDULOUS)
     run.start_all(2)
-    board = board_of(run)
+    store = store_of(run)
     wait_for(lambda: len(run.pids(0)) == 4 and run.reached(0, 2))
     workers = run.pids(0)
-    forge(board, run, tmp_path / "exploded")
+    forge(store, run, tmp_path / "exploded")
     assert run.finish_all() == [1, 1]
     assert run.outcome().state is AttemptState.FAILED
     assert ": forged" in run.printed(0) + run.printed(1), "an agent says so of its end"

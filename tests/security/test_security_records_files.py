@@ -115,7 +115,7 @@ def test_fifos_in_every_place_stop_neither_their_run_nor_the_others(tmp_path: Pa
     restart = attempt.restart(0)
     places = [
         *(hostile.dir.housekeeping, attempt.outcome, attempt.probe_report, restart.metrics, restart.events("n1")),
-        *(restart.telemetry("n1"), restart.agent_status("n1"), restart.incident, restart.decision),
+        *(restart.telemetry("n1"), restart.agent_status("n1"), restart.incident(0), restart.decision(0)),
         *(hostile.dir.checkpoint(8).complete, hostile.dir.evaluation("after", "greedy"), restart.events("new")),
     ]
     for path in places:

@@ -102,13 +102,13 @@ def _hostile_run(runs: Path) -> RunFiles:
     for number, content in enumerate(mutants(json.dumps(report).encode())):
         (found.dir.evaluations_dir / f"after-m{number}.json").write_bytes(content)
     incident, decision = (
-        [*mutants(first.incident.read_bytes())],
-        [*mutants(found.dir.attempt(1).restart(0).decision.read_bytes())],
+        [*mutants(first.incident(0).read_bytes())],
+        [*mutants(found.dir.attempt(1).restart(0).decision(0).read_bytes())],
     )
     for number in range(max(len(incident), len(decision))):
         restart = found.dir.attempt(1).restart(2 + number)
-        restart.incident_dir.mkdir(parents=True)
-        for path, contents in ((restart.incident, incident), (restart.decision, decision)):
+        restart.incidents_dir.mkdir(parents=True)
+        for path, contents in ((restart.incident(0), incident), (restart.decision(0), decision)):
             if number < len(contents):
                 path.write_bytes(contents[number])
     return found

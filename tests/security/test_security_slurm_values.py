@@ -21,7 +21,7 @@ from rlhf_core.scheduler.base import JobRequest
 from rlhf_core.scheduler.passed_environment import PassedEnvironment
 from rlhf_core.scheduler.script_quoting import one_line
 from rlhf_core.scheduler.slurm import SlurmScheduler
-from rlhf_core.schemas.resources import Placement, Role, RolePlan
+from rlhf_core.schemas.resources import GroupPlan, Placement, Role, in_order
 from rlhf_core.schemas.run import SlurmSpec
 
 OPTIONS = ("partition", "account", "qos", "constraint", "gpu_type", "gres", "reservation")
@@ -59,7 +59,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def request(folder: Path, slurm: SlurmSpec, **changes: Any) -> JobRequest:
     placement = Placement(
-        attempt=1, num_nodes=1, roles=(RolePlan(role=Role.TRAINER, workers_per_node=1),), gpus_per_node=2
+        attempt=1, num_nodes=1, phases=in_order(GroupPlan.on_all_nodes(Role.TRAINER, 1, 1)), gpus_per_node=2
     )
     return replace(
         JobRequest(

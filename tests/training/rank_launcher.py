@@ -178,7 +178,7 @@ def make_context(
             package_version="0",
             spec=RunSpec.model_validate(spec),
         ),
-        placement=Placement(attempt=1, num_nodes=1, roles=(), **placement),
+        placement=Placement(attempt=1, num_nodes=1, phases=(), **placement),
         role=Role.TRAINER,
         rank=rank,
         local_rank=rank,

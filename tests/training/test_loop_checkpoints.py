@@ -147,7 +147,7 @@ def test_a_rank_that_wakes_up_after_a_newer_attempt_began_replaces_no_checkpoint
     before = content(kept)
     spec, tokenizer = spec_with(), build_tokenizer("char", [], 0)
     woken = CheckpointWriter(run_dir, spec, tokenizer, ranks, lambda: None, lambda: run_dir.is_superseded(1))
-    write_model(run_dir.attempt(2).placement, Placement(attempt=2, num_nodes=1, roles=()))
+    write_model(run_dir.attempt(2).placement, Placement(attempt=2, num_nodes=1, phases=()))
     with pytest.raises(WorkerError, match="a newer attempt has begun"):
         woken.save(progress(4), model, ENGINE_STATE)
     assert content(kept) == before

@@ -14,8 +14,9 @@ from rlhf_core.history.store import HistoryStore
 from rlhf_core.schemas.attempts import AttemptState, RunState
 from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind, Incident
 from rlhf_core.schemas.journal import AttemptMoved, AttemptSubmitted, DecisionMade, IncidentFound
-from rlhf_core.schemas.resources import Submission
+from rlhf_core.schemas.resources import Role, Submission
 from rlhf_core.watchdog import ingest
+from rlhf_core.watchdog.evidence import ending_incidents
 from rlhf_core.watchdog.ingest import SkippedLine, SyncReport, rebuild, sync
 
 
@@ -357,6 +358,30 @@ def test_incidents_and_decisions_of_the_controller(store: HistoryStore, runs: Pa
         ["n2", "node_lost"],
         ["n7", "node_lost"],
     ]
+
+
+def test_several_incidents_of_a_restart_become_rows_of_their_own(store: HistoryStore, runs: Path) -> None:
+    """With the control, the only one of a restart in the place where version 0.1 wrote it."""
+    run = RunFiles(runs)
+    run.created()
+    run.planned(1, 4)
+    for number, seconds in ((1, 10.0), (2, 20.0), (10, 30.0)):
+        run.incident(1, 0, FailureKind.WORKER_KILLED, seconds, number=number, role=Role.ROLLOUT)
+        run.decision(1, 0, Action.RESTART_WORKERS, seconds + 0.1, number=number)
+    old = run.incident(1, 1, FailureKind.HANG, 40.0)
+    restart = run.dir.attempt(1).restart(1)
+    restart.evidence_dir.mkdir(parents=True)
+    restart.incident(0).rename(restart.evidence_dir / "incident.json")
+    sync(run.dir, store)
+    shown = queries.show_run(store, run.run_id)
+    assert [(row["incident_id"], row["number"], row["role"]) for row in shown["incidents"]] == [
+        ("1.0.1", 1, "rollout"),
+        ("1.0.2", 2, "rollout"),
+        ("1.0.10", 10, "rollout"),
+        ("1.1", 0, None),
+    ]
+    assert [row["number"] for row in shown["decisions"]] == [1, 2, 10]
+    assert ending_incidents(run.dir.attempt(1)) == [old], "the run outlived the others"
 
 
 def test_an_incident_written_anew_replaces_the_old_one(store: HistoryStore, runs: Path) -> None:

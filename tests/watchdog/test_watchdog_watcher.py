@@ -34,7 +34,7 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 
 def placed(run_dir: RunDir, attempt: int = 1, step: int = 0) -> Placement:
-    placement = Placement(attempt=attempt, num_nodes=1, roles=(), resumed_from_step=step)
+    placement = Placement(attempt=attempt, num_nodes=1, phases=(), resumed_from_step=step)
     write_model(run_dir.attempt(attempt).placement, placement)
     return placement
 

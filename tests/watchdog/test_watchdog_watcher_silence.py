@@ -229,7 +229,7 @@ def test_two_nodes_that_have_lost_each_other_are_both_suspect(pair: Pair) -> Non
     pair.say("n1", node_lost="n2")
     accused = {"failure_kind": FailureKind.NODE_LOST, "message": "n2 is not heard", "suspect_nodes": ("n2",)}
     incident = Incident(attempt=1, restart=0, seen_at=utc_now(), **accused)
-    write_model(pair.run_dir.attempt(1).restart(0).incident, incident)
+    write_model(pair.run_dir.attempt(1).restart(0).incident(0), incident)
     pair.watcher.poll()
     pair.now += LEADER_LOST_TIMEOUT_S + 1
     failure = explain(pair.run_dir, pair.watcher.poll(), make_spec(), first_attempt=1)

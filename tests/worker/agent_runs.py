@@ -18,13 +18,13 @@ from rlhf_core.run_dir import AttemptDir, RestartDir, RunDir, new_run_id, read_m
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Decision, Incident
 from rlhf_core.schemas.reports import AgentCommand, AgentEvent, AgentStatus, AttemptOutcome
-from rlhf_core.schemas.resources import Placement, Role, RolePlan
+from rlhf_core.schemas.resources import GroupPlan, Placement, Role, in_order
 from rlhf_core.schemas.run import RunSpec, StoredSpec
 from rlhf_core.worker.heartbeat import slots_folder
 
 REPOSITORY = Path(__file__).parents[2]
 TARGETS = Path(__file__).parent / "targets"
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 def make_spec(**sections: Any) -> RunSpec:
@@ -104,7 +104,7 @@ class AgentRun:
 
     def finish_all(self) -> list[int]:
         """Wait for all agents; their exit codes."""
-        return [agent.wait(timeout=PATIENCE_S) for agent in self.agents]
+        return [agent.wait(timeout=TIMEOUT_S) for agent in self.agents]
 
     def printed(self, index: int) -> str:
         """What an agent printed."""
@@ -115,7 +115,7 @@ class AgentRun:
 
     def finish(self) -> tuple[int, str]:
         """Wait for the newest agent; its exit code and what it printed."""
-        code = self.agents[-1].wait(timeout=PATIENCE_S)
+        code = self.agents[-1].wait(timeout=TIMEOUT_S)
         return code, self._output(len(self.agents) - 1).read_text(encoding="utf-8")
 
     def order(self, kind: str, number: int = 0) -> None:
@@ -128,12 +128,16 @@ class AgentRun:
         return found
 
     def incident(self, restart: int) -> Incident:
-        found = read_model(self.restart(restart).incident, Incident)
+        """The only incident of a restart."""
+        (path,) = self.restart(restart).incident_files()
+        found = read_model(path, Incident)
         assert found is not None
         return found
 
     def decision(self, restart: int) -> Decision:
-        found = read_model(self.restart(restart).decision, Decision)
+        """The decision about it."""
+        (path,) = self.restart(restart).decision_files()
+        found = read_model(path, Decision)
         assert found is not None
         return found
 
@@ -187,10 +191,10 @@ def toy_runs(folder: Path) -> Iterator[Callable[..., AgentRun]]:
             spec=make_spec(**sections),
         )
         write_model(run_dir.spec, spec)
-        roles = [RolePlan(role=Role.TRAINER, workers_per_node=2)]
+        groups = [GroupPlan.on_all_nodes(Role.TRAINER, 2, num_nodes)]
         if evaluator:
-            roles.append(RolePlan(role=Role.EVALUATOR, workers_per_node=2))
-        write_model(run_dir.attempt(1).placement, Placement(attempt=1, num_nodes=num_nodes, roles=tuple(roles)))
+            groups.append(GroupPlan.on_all_nodes(Role.EVALUATOR, 2, num_nodes))
+        write_model(run_dir.attempt(1).placement, Placement(attempt=1, num_nodes=num_nodes, phases=in_order(*groups)))
         runs.append(AgentRun(run_dir))
         return runs[-1]
 
@@ -205,9 +209,9 @@ def toy_runs(folder: Path) -> Iterator[Callable[..., AgentRun]]:
             path.unlink()
 
 
-def wait_for(condition: Callable[[], Any], patience_s: float = PATIENCE_S) -> Any:
+def wait_for(condition: Callable[[], Any], timeout_s: float = TIMEOUT_S) -> Any:
     """Wait until a condition holds and return its value."""
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     while not (value := condition()):
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)

@@ -80,7 +80,7 @@ def test_real_ranks_say_where_they_wait(
 def test_a_stopped_rank_is_not_waited_for_and_late_answers_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlhf_core.worker.collectives.ANSWER_PATIENCE_S", 1000.0)
+    monkeypatch.setattr("rlhf_core.worker.collectives.ANSWER_TIMEOUT_S", 1000.0)
     slots = SlotFile("collectives-stopped", 1, tmp_path.name, 1)
     number = slots.ask_for_collectives()
     assert read_answers([_rank(0, process_state="T"), _rank(1, sequence=0)], slots.path, number) == {}

@@ -13,7 +13,7 @@ from control_fakes import make_run
 from rlhf_core.errors import BadInput
 from rlhf_core.run_dir import read_model, write_model
 from rlhf_core.schemas.reports import WorkerOutcome
-from rlhf_core.schemas.resources import Placement, Role, RolePlan
+from rlhf_core.schemas.resources import GroupPlan, Placement, Role, in_order
 from rlhf_core.worker.roles import TARGETS, load, target_of
 
 
@@ -98,7 +98,7 @@ def test_a_tear_down_that_aborts_does_not_change_how_a_worker_ended(tmp_path: Pa
         encoding="utf-8",
     )
     run = make_run(tmp_path / "runs")
-    placement = Placement(attempt=1, num_nodes=1, roles=(RolePlan(role=Role.TRAINER, workers_per_node=1),))
+    placement = Placement(attempt=1, num_nodes=1, phases=in_order(GroupPlan.on_all_nodes(Role.TRAINER, 1, 1)))
     write_model(run.attempt(1).placement, placement)
     where = ("--run-dir", str(run.root), "--attempt", "1", "--restart", "0", "--node", "here")
     done = _worker("role", "trainer", *where, "--target", "abrupt:role", "--path", str(tmp_path))

@@ -13,8 +13,8 @@ from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.reports import CheckpointManifest, MetricsLine
-from rlhf_core.worker.damaged import DamagedCheckpoints
-from rlhf_core.worker.endings import Failure
+from rlhf_core.worker.damaged_checkpoints import DamagedCheckpoints
+from rlhf_core.worker.exit_reports import Failure
 
 MakeRun = Callable[..., AgentRun]
 

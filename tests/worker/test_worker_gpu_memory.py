@@ -9,12 +9,12 @@ GIB = 1 << 30
 
 def test_it_waits_until_all_devices_are_back() -> None:
     readings = iter([[40 * GIB, 2 * GIB], [40 * GIB, GIB], [GIB + TOLERANCE_BYTES, GIB]])
-    assert wait_until_free(lambda: next(readings), [GIB, GIB], patience_s=10.0, pause_s=0.0) == []
+    assert wait_until_free(lambda: next(readings), [GIB, GIB], timeout_s=10.0, pause_s=0.0) == []
     assert list(readings) == []
 
 
 def test_it_names_the_devices_that_stay_full() -> None:
-    assert wait_until_free(lambda: [GIB, 40 * GIB], [GIB, GIB], patience_s=0.0) == [1]
+    assert wait_until_free(lambda: [GIB, 40 * GIB], [GIB, GIB], timeout_s=0.0) == [1]
 
 
 def test_without_a_driver_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,4 +37,4 @@ def test_memory_taken_by_a_tensor_is_seen_and_comes_back() -> None:
     assert max(now - base for now, base in zip(memory.used_bytes(), before, strict=True)) > TOLERANCE_BYTES
     del block
     torch.cuda.empty_cache()
-    assert wait_until_free(memory.used_bytes, before, patience_s=10.0) == []
+    assert wait_until_free(memory.used_bytes, before, timeout_s=10.0) == []

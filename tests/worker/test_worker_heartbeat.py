@@ -15,8 +15,8 @@ from rlhf_core.run_dir import AttemptDir, new_run_id
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.resources import Role
 from rlhf_core.training.types import Reporter
+from rlhf_core.worker.groups.base import Started, WorkerGroup
 from rlhf_core.worker.heartbeat import WARM_BEATS, Beat, SlotFile, slots_folder
-from rlhf_core.worker.watch import Started, Watch
 
 
 @pytest.fixture
@@ -189,7 +189,7 @@ def test_a_thread_that_beats_would_hide_an_endless_loop(
     if beats_from_thread:
         monkeypatch.setattr("rlhf_core.worker.heartbeat._this_thread", lambda: beat._thread)
         threading.Thread(target=keep_beating, daemon=True).start()
-    watch = Watch(Role.TRAINER, AttemptDir(tmp_path, 1).restart(0), 1, slots, LoopClock())
+    watch = WorkerGroup(Role.TRAINER, AttemptDir(tmp_path, 1).restart(0), 1, slots, LoopClock())
     watch.workers = {0: Started(0, 0, os.getpid(), time.monotonic_ns())}
     until = time.monotonic() + 2 * limit_s
     while time.monotonic() < until:

@@ -135,7 +135,7 @@ def test_the_outcome_of_a_full_disk_is_written_into_the_reserve(
     tiny_disk: Path, monkeypatch: pytest.MonkeyPatch, reserved: bool
 ) -> None:
     """With the control: without the reserve there is no outcome."""
-    monkeypatch.setattr("rlhf_core.worker.leader.OUTCOME_PATIENCE_S", 0.1)
+    monkeypatch.setattr("rlhf_core.worker.leader.OUTCOME_TIMEOUT_S", 0.1)
     leader = Leader(RunDir(tiny_disk / "run"), 1)
     assert leader.claim() == ""
     if reserved:

@@ -12,7 +12,7 @@ from agent_runs import AgentRun, is_alive, wait_for
 
 from rlhf_core.run_dir import read_model, read_models, write_model
 from rlhf_core.schemas.attempts import AttemptState
-from rlhf_core.schemas.failures import Action, FailureKind, Incident
+from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.probe import ProbeReport
 from rlhf_core.schemas.reports import AgentStatus, MetricsLine
 from rlhf_core.schemas.resources import JOB_VARIABLE, Placement, job_marker
@@ -39,7 +39,7 @@ def test_without_a_fault_nothing_is_found_and_all_end_together(agent_run: MakeRu
     outcome = run.outcome()
     assert (outcome.state, outcome.num_restarts, outcome.last_step) == (AttemptState.COMPLETED, 0, 20)
     assert sorted(run.nodes(0).values()) == ["node1"] * 2 + ["node2"] * 2 + ["node3"] * 2
-    assert not run.restart(0).incident.exists()
+    assert not run.restart(0).incident_files()
     assert (run.run_dir.root / "evaluated-5").exists()
     for node in ("node1", "node2", "node3"):
         status = read_model(run.restart(0).agent_status(node), AgentStatus)
@@ -157,7 +157,7 @@ def test_a_node_that_never_comes_is_named(agent_run: MakeRun) -> None:
     outcome = run.outcome()
     assert outcome.failure_kind is FailureKind.NODE_UNFIT
     assert "node2 did not come; 1 of 2 nodes did" in outcome.message
-    incident = read_model(run.restart(0).incident, Incident)
+    incident = run.incident(0)
     assert incident is not None
     assert incident.suspect_nodes == ("node2",)
 

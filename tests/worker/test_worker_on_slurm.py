@@ -56,7 +56,7 @@ if "agent" in sys.orig_argv:
         return may_start(self, asked)
 
     agent.Agent._may_start = stop_comes_first
-    agent._await_outcome = lambda team: None
+    agent._await_outcome = lambda channel: None
 """
 """What this file is about, put back."""
 

@@ -164,7 +164,7 @@ def test_without_liveness_a_stopped_rank_is_not_found_and_cancel_ends_it(agent_r
     wait_for(lambda: run.reached(0, 4))
     time.sleep(4.0)  # as long as it takes to find the hang in the first test
     assert agent.poll() is None
-    assert not run.restart(0).incident.exists()
+    assert not run.restart(0).incident_files()
     pids = run.pids(0)
 
     run.order("cancel")

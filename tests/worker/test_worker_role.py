@@ -11,7 +11,7 @@ from agent_runs import REPOSITORY, make_spec
 from rlhf_core.run_dir import RunDir, read_model, write_model, write_text
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import Phase, WorkerOutcome
-from rlhf_core.schemas.resources import Placement, Role, RolePlan
+from rlhf_core.schemas.resources import GroupPlan, Placement, Role, in_order
 from rlhf_core.schemas.run import StoredSpec
 from rlhf_core.worker.heartbeat import SlotFile
 from rlhf_core.worker.worker_process import SLOTS_VARIABLE
@@ -28,8 +28,8 @@ def run_dir(tmp_path: Path) -> RunDir:
         run_id=found.run_id, created_at=utc_now(), owner="t", config_source="", package_version="0", spec=make_spec()
     )
     write_model(found.spec, spec)
-    roles = (RolePlan(role=Role.TRAINER, workers_per_node=2),)
-    write_model(found.attempt(1).placement, Placement(attempt=1, num_nodes=1, roles=roles))
+    phases = in_order(GroupPlan.on_all_nodes(Role.TRAINER, 2, 1))
+    write_model(found.attempt(1).placement, Placement(attempt=1, num_nodes=1, phases=phases))
     return found
 
 

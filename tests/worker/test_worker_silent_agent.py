@@ -13,7 +13,7 @@ from agent_runs import AgentRun, is_alive, wait_for
 from rlhf_core.run_dir import write_model
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.failures import FailureKind
-from rlhf_core.schemas.resources import Placement, Role, RolePlan
+from rlhf_core.schemas.resources import GroupPlan, Placement, Role, in_order
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.training, pytest.mark.timeout(240)]
 
@@ -53,7 +53,7 @@ def test_the_others_end_when_agent_0_is_stopped_and_a_newer_attempt_is_left_alon
     assert not any(is_alive(pid) for rank, pid in workers.items() if run.nodes(0)[rank] == "node2")
 
     # The controller has gone on without it.
-    placement = Placement(attempt=2, num_nodes=2, roles=(RolePlan(role=Role.TRAINER, workers_per_node=2),))
+    placement = Placement(attempt=2, num_nodes=2, phases=in_order(GroupPlan.on_all_nodes(Role.TRAINER, 2, 2)))
     write_model(run.run_dir.attempt(2).placement, placement)
     before = written(run)
     for process in frozen:
@@ -61,7 +61,7 @@ def test_the_others_end_when_agent_0_is_stopped_and_a_newer_attempt_is_left_alon
     assert run.agents[0].wait(60) == 1
     assert not any(map(is_alive, workers.values()))
     assert not run.dir.outcome.exists()
-    assert not run.restart(0).incident.exists()
+    assert not run.restart(0).incident_files()
     # Workers that wake up may still say how they ended, where nobody else writes.
     changed = {path for path, time_ns in written(run).items() if before.get(path) != time_ns}
     assert all(path.is_relative_to(run.restart(0).root) for path in changed), changed

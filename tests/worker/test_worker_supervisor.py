@@ -15,16 +15,16 @@ from rlhf_core.run_dir import AttemptDir, new_run_id
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.resources import Role
-from rlhf_core.worker.board import MemoryBoard
-from rlhf_core.worker.events import EventLog
+from rlhf_core.worker.agent_channel import AgentChannel
+from rlhf_core.worker.agent_store import MemoryAgentStore
+from rlhf_core.worker.event_log import EventLog
+from rlhf_core.worker.groups.base import Started, WorkerGroup
 from rlhf_core.worker.heartbeat import SlotFile
 from rlhf_core.worker.nodes import Nodes
 from rlhf_core.worker.signals import SignalInbox
 from rlhf_core.worker.supervisor import Supervisor
-from rlhf_core.worker.team import Team
-from rlhf_core.worker.watch import Started, Watch
 
-ALONE = Team(Nodes(("here",), ("127.0.0.1",), 0), MemoryBoard())
+ALONE = AgentChannel(Nodes(("here",), ("127.0.0.1",), 0), MemoryAgentStore())
 
 
 @pytest.fixture
@@ -61,10 +61,10 @@ def _supervise(folder: Path, slots: SlotFile, inbox: SignalInbox, limit_s: float
     return supervisor
 
 
-def _watch(supervisor: Supervisor, folder: Path, slots: SlotFile, pid: int) -> Watch:
-    watch = Watch(Role.TRAINER, AttemptDir(folder, 1).restart(0), 1, slots, supervisor.clock, "here")
+def _watch(supervisor: Supervisor, folder: Path, slots: SlotFile, pid: int) -> WorkerGroup:
+    watch = WorkerGroup(Role.TRAINER, AttemptDir(folder, 1).restart(0), 1, slots, supervisor.clock, "here")
     watch.begin({0: Started(0, 0, pid, time.monotonic_ns())})
-    supervisor.watch(watch)
+    supervisor.supervise(watch)
     return watch
 
 

@@ -34,7 +34,7 @@ from sqlalchemy.types import TypeEngine
 
 from rlhf_core.schemas.base import storable_text
 
-SCHEMA_REVISION = "0007"
+SCHEMA_REVISION = "0008"
 """The newest migration: the schema that this program reads and writes."""
 
 VIEWS = (
@@ -499,15 +499,20 @@ class LatestMetric(Base):
 
 
 class Incident(Base):
-    """One thing that went wrong. From ``incident.json`` (agents) or the journal (controller)."""
+    """One thing that went wrong. From ``incidents/<n>.json`` (agents) or the journal (controller)."""
 
     __tablename__ = "incidents"
 
     run_id: Mapped[str] = _run_id()
     incident_id: Mapped[str] = mapped_column(primary_key=True)
-    """``<attempt>.<restart>`` for the agents' own, ``control-<position>`` for one in the journal."""
+    """``<attempt>.<restart>.<number>`` for the agents' own (``<attempt>.<restart>`` for those of version 0.1),
+    ``control-<position>`` for one in the journal."""
     attempt: Mapped[int]
     restart: Mapped[int]
+    number: Mapped[int] = mapped_column(server_default=text("0"))
+    """Which of the attempt's incidents, from 1; 0 where the controller found it, and in those of version 0.1."""
+    role: Mapped[str | None]
+    """Role of the group of workers it happened in; null where it is about a node or the whole attempt."""
     found_by: Mapped[str]
     """``agent`` or ``controller``."""
     failure_kind: Mapped[str]
@@ -529,7 +534,7 @@ class Incident(Base):
 
 
 class Decision(Base):
-    """What was done about an incident. From ``decision.json`` (agents) or the journal (controller)."""
+    """What was done about an incident. From ``incidents/<n>.decision.json`` (agents) or the journal (controller)."""
 
     __tablename__ = "decisions"
 
@@ -538,6 +543,8 @@ class Decision(Base):
     """As ``incidents.incident_id``."""
     attempt: Mapped[int]
     restart: Mapped[int]
+    number: Mapped[int] = mapped_column(server_default=text("0"))
+    """Number of the incident it is about; 0 for one without."""
     action: Mapped[str]
     reason: Mapped[str]
     decided_by: Mapped[str]

@@ -824,18 +824,20 @@ def write_incidents(
     """Incidents, and the strikes they are against nodes.
 
     Args:
-        incident_id: empty for incidents of agents, which are known by their attempt and restart.
+        incident_id: empty for incidents of agents, which are known by attempt, restart and number.
     """
     rows = []
     strikes = []
     for incident in incidents:
-        identity = incident_id or f"{incident.attempt}.{incident.restart}"
+        identity = incident_id or _agent_identity(incident)
         rows.append(
             {
                 "run_id": run_id,
                 "incident_id": identity,
                 "attempt": incident.attempt,
                 "restart": incident.restart,
+                "number": incident.number,
+                "role": incident.role.value if incident.role is not None else None,
                 "found_by": found_by,
                 "failure_kind": incident.failure_kind.value,
                 "phase": incident.phase,
@@ -871,14 +873,20 @@ def write_incidents(
     insert_or_replace(connection, STRIKES, strikes)
 
 
+def _agent_identity(one: Incident | Decision) -> str:
+    number = f".{one.number}" if one.number else ""
+    return f"{one.attempt}.{one.restart}{number}"
+
+
 def write_decisions(connection: Connection, run_id: str, decisions: Sequence[Decision], decision_id: str = "") -> None:
     """Decisions; ``decision_id`` as in :func:`write_incidents`."""
     rows = [
         {
             "run_id": run_id,
-            "decision_id": decision_id or f"{decision.attempt}.{decision.restart}",
+            "decision_id": decision_id or _agent_identity(decision),
             "attempt": decision.attempt,
             "restart": decision.restart,
+            "number": decision.number,
             "action": decision.action.value,
             "reason": decision.reason,
             "decided_by": decision.decided_by.value,

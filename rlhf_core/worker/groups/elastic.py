@@ -5,7 +5,7 @@ nodes to find out: elastic's own rendezvous unpickles what it finds in a store t
 Elastic never restarts (``max_restarts`` is 0, and every start has a rendezvous of its own),
 never ends a worker (its way waits 30 s for a stopped one) and never sees a worker die before we have (the order in
 which they died is evidence). This is the only module of the agent that imports torch when it is loaded, which is late;
-``board.py`` imports its store when several nodes meet.
+``agent_store.py`` imports its store when several nodes meet.
 """
 
 import logging
@@ -18,16 +18,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import WorkerGroup as ElasticGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from rlhf_core.worker.groups.base import PEER_TIMEOUT_S, Exit, Started, WorkerGroup
 from rlhf_core.worker.signals import SAVING, SignalInbox, held_back
-from rlhf_core.worker.watch import PEER_PATIENCE_S, Exit, Started, Watch
 
 MONITOR_INTERVAL_S = 0.1
-KILL_PATIENCE_S = 10.0
+KILL_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def prepare_environment() -> None:
 
 def run_workers(
     start: Start,
-    watch: Watch,
+    group: WorkerGroup,
     inbox: SignalInbox,
     on_start: Callable[[list[Started]], None],
     on_exit: Callable[[Started, Exit], None],
@@ -71,11 +72,11 @@ def run_workers(
 ) -> None:
     """Start the workers of one restart and stay until none of them runs. To be called in the main thread.
 
-    How they ended stands in ``watch.exits``.
+    How they ended stands in ``group.exits``.
 
     Args:
         start: Where to meet, what to run.
-        watch: Filled as workers start and end.
+        group: Filled as workers start and end.
         inbox: Takes back the signal that elastic takes.
         on_start: Called once, when all are started.
         on_exit: Called for every worker that ends.
@@ -86,15 +87,15 @@ def run_workers(
         Exception: whatever elastic raises when processes cannot be started.
     """
     spec = WorkerSpec(
-        role=watch.role,
-        local_world_size=watch.num_workers,
+        role=group.role,
+        local_world_size=group.num_workers,
         rdzv_handler=_KnownNodes(start),
         entrypoint=sys.executable,
         args=start.command,
         max_restarts=0,
         monitor_interval=MONITOR_INTERVAL_S,
     )
-    _Workers(spec, watch, inbox, on_start, on_exit, has_spoken).run()
+    _Workers(spec, group, inbox, on_start, on_exit, has_spoken).run()
 
 
 class _KnownNodes(RendezvousHandler):
@@ -148,21 +149,21 @@ class _Workers(LocalElasticAgent):
     def __init__(
         self,
         spec: WorkerSpec,
-        watch: Watch,
+        group: WorkerGroup,
         inbox: SignalInbox,
         on_start: Callable[[list[Started]], None],
         on_exit: Callable[[Started, Exit], None],
         has_spoken: Callable[[Started], bool],
     ) -> None:
         super().__init__(spec, _NoRedirects())
-        self._watch = watch
+        self._group = group
         self._inbox = inbox
         self._on_start = on_start
         self._on_exit = on_exit
         self._has_spoken = has_spoken
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, object]:
-        if self._watch.killing:
+    def _start_workers(self, worker_group: ElasticGroup) -> dict[int, object]:
+        if self._group.killing:
             raise StartAbandoned
         started_ns = time.monotonic_ns()
         with held_back(SAVING):
@@ -172,15 +173,15 @@ class _Workers(LocalElasticAgent):
             worker.local_rank: Started(worker.local_rank, worker.global_rank, pids[worker.local_rank], started_ns)
             for worker in worker_group.workers
         }
-        self._watch.begin(started)
+        self._group.begin(started)
         self._on_start(list(started.values()))
         return dict(pids)
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+    def _monitor_workers(self, worker_group: ElasticGroup) -> RunResult:
         self._note_exits()
-        if self._watch.failed:
+        if self._group.failed:
             self._settle()
-        elif not self._watch.all_ended:
+        elif not self._group.all_ended:
             return RunResult(state=WorkerState.HEALTHY)
         # All have ended, so elastic finds nothing that it could end; it collects their exits.
         result: RunResult = super()._monitor_workers(worker_group)
@@ -188,29 +189,29 @@ class _Workers(LocalElasticAgent):
 
     def _settle(self) -> None:
         """Hear what the peers of the worker that died have to say, then end them, and see them gone."""
-        self._wait_until(lambda: all(map(self._is_done, self._watch.workers.values())), PEER_PATIENCE_S)
-        self._watch.kill()
-        self._wait_until(lambda: self._watch.all_ended, KILL_PATIENCE_S)
+        self._wait_until(lambda: all(map(self._is_done, self._group.workers.values())), PEER_TIMEOUT_S)
+        self._group.kill()
+        self._wait_until(lambda: self._group.all_ended, KILL_TIMEOUT_S)
 
     def _is_done(self, worker: Started) -> bool:
-        return worker.local_rank in self._watch.exits or self._has_spoken(worker)
+        return worker.local_rank in self._group.exits or self._has_spoken(worker)
 
-    def _wait_until(self, condition: Callable[[], bool], patience_s: float) -> None:
-        deadline = time.monotonic() + patience_s
+    def _wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
         while not condition() and time.monotonic() < deadline:
             time.sleep(0.02)
             self._note_exits()
 
     def _note_exits(self) -> None:
-        for worker, end in self._watch.note_exits():
+        for worker, end in self._group.note_exits():
             self._on_exit(worker, end)
 
     def _exit_barrier(self) -> None:
-        """Not to wait for the other nodes here: how a start has ended is talked over by the agents (``team.py``)."""
+        """Do not wait for the other nodes: the agents agree on how a start has ended (``agent_channel.py``)."""
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGKILL, timeout: int = 5) -> None:
-        if not self._watch.all_ended:
-            self._watch.kill()
+        if not self._group.all_ended:
+            self._group.kill()
         super()._shutdown(signal.SIGKILL, timeout)
 
 

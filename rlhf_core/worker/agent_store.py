@@ -24,20 +24,20 @@ from rlhf_core.worker.signing import MessageSigner
 NUM_PORTS = 8
 PORTS = range(20000, 30000)
 """Below the range from which Linux hands out ports to clients."""
-JOIN_S = 60.0
+JOIN_TIMEOUT_S = 60.0
 """How long agents look for the store of agent 0, and agent 0 waits for them."""
-ANSWER_S = 5.0
+ANSWER_TIMEOUT_S = 5.0
 BACKLOG = 1024
 """Connections that may wait to be accepted: all workers of a start come at once."""
 MARK = "rlhf/marker"
 LOOPBACK = "127.0.0.1"
 
 
-class BoardLost(Exception):
+class AgentStoreLost(Exception):
     """The store does not answer."""
 
 
-class Board(Protocol):
+class AgentStore(Protocol):
     """Texts by key."""
 
     endpoint: str
@@ -47,18 +47,18 @@ class Board(Protocol):
         """Leave a text.
 
         Raises:
-            BoardLost: the store does not answer.
+            AgentStoreLost: the store does not answer.
         """
 
     def get(self, keys: Sequence[str]) -> list[str | None]:
         """Texts by key, None where nobody left one.
 
         Raises:
-            BoardLost: the store does not answer.
+            AgentStoreLost: the store does not answer.
         """
 
 
-class MemoryBoard:
+class MemoryAgentStore:
     """For an agent that is alone, and for tests."""
 
     endpoint = "127.0.0.1:0"
@@ -78,7 +78,7 @@ class MemoryBoard:
             return [self._texts.get(key) for key in keys]
 
 
-class StoreBoard:
+class TcpAgentStore:
     """On torch's ``TCPStore``."""
 
     def __init__(self, store: Any, endpoint: str) -> None:
@@ -90,7 +90,7 @@ class StoreBoard:
         try:
             self._store.set(key, text)
         except RuntimeError as error:
-            raise BoardLost(str(error)) from error
+            raise AgentStoreLost(str(error)) from error
 
     def get(self, keys: Sequence[str]) -> list[str | None]:
         """Texts by key; one question where all are there."""
@@ -102,7 +102,7 @@ class StoreBoard:
                 return [_text(content) for content in self._store.multi_get(list(keys))]
             return [_text(self._store.get(key)) if self._store.check([key]) else None for key in keys]
         except RuntimeError as error:
-            raise BoardLost(str(error)) from error
+            raise AgentStoreLost(str(error)) from error
 
 
 def _text(content: bytes) -> str:
@@ -117,7 +117,7 @@ def candidate_ports(marker: str) -> list[int]:
     return list(dict.fromkeys(PORTS.start + number % len(PORTS) for number in numbers))
 
 
-def host_board(address: str, listen_at: str, signer: MessageSigner) -> StoreBoard:
+def host_agent_store(address: str, listen_at: str, signer: MessageSigner) -> TcpAgentStore:
     """Start the store of an attempt; for agent 0.
 
     Args:
@@ -126,7 +126,7 @@ def host_board(address: str, listen_at: str, signer: MessageSigner) -> StoreBoar
         signer: Its own.
 
     Raises:
-        BoardLost: all candidate ports are taken.
+        AgentStoreLost: all candidate ports are taken.
     """
     taken = []
     for port in candidate_ports(signer.marker):
@@ -136,8 +136,8 @@ def host_board(address: str, listen_at: str, signer: MessageSigner) -> StoreBoar
             taken.append(f"{port}: {str(error).splitlines()[0]}")
             continue
         store.set(MARK, signer.mark(f"{address}:{port}"))
-        return StoreBoard(store, f"{address}:{port}")
-    raise BoardLost(f"none of the ports of {signer.marker} is free ({'; '.join(taken)})")
+        return TcpAgentStore(store, f"{address}:{port}")
+    raise AgentStoreLost(f"none of the ports of {signer.marker} is free ({'; '.join(taken)})")
 
 
 def host_worker_store(address: str, listen_at: str) -> tuple[Any, str]:
@@ -172,27 +172,27 @@ def _host_store(listen_at: str, port: int) -> tuple[Any, int]:
             port,
             is_master=True,
             wait_for_workers=False,
-            timeout=timedelta(seconds=ANSWER_S),
+            timeout=timedelta(seconds=ANSWER_TIMEOUT_S),
             master_listen_fd=listener.detach(),
         )
     return store, port
 
 
-def join_board(
-    address: str, signer: MessageSigner, pause: Callable[[float], bool], patience_s: float = JOIN_S
-) -> StoreBoard:
+def join_agent_store(
+    address: str, signer: MessageSigner, pause: Callable[[float], bool], timeout_s: float = JOIN_TIMEOUT_S
+) -> TcpAgentStore:
     """Find the store of agent 0.
 
     Args:
         address: Of agent 0's node.
         signer: That of this agent.
         pause: Sleeps for so many seconds; True when there is no more use in waiting.
-        patience_s: Longest time to look, in seconds.
+        timeout_s: Longest time to look, in seconds.
 
     Raises:
-        BoardLost: it was not found; the message says what was.
+        AgentStoreLost: it was not found; the message says what was.
     """
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     seen: dict[int, str] = {}
     while time.monotonic() < deadline:
         for port in candidate_ports(signer.marker):
@@ -200,29 +200,29 @@ def join_board(
             # In a thread: whoever listens there may be silent for ever, and TCPStore would wait for it.
             threading.Thread(target=_try, args=(address, port, signer, found), daemon=True).start()
             try:
-                store, seen[port] = found.get(timeout=ANSWER_S)
+                store, seen[port] = found.get(timeout=ANSWER_TIMEOUT_S)
             except queue.Empty:
                 store, seen[port] = None, "does not answer"
             if store is not None:
-                return StoreBoard(store, f"{address}:{port}")
+                return TcpAgentStore(store, f"{address}:{port}")
         if pause(0.25):
-            raise BoardLost("no longer looking for agent 0: this agent is to end")
+            raise AgentStoreLost("no longer looking for agent 0: this agent is to end")
     listed = ", ".join(f"{port} {what}" for port, what in seen.items())
-    raise BoardLost(f"agent 0 was not found at {address} within {patience_s:.0f} s: {listed}")
+    raise AgentStoreLost(f"agent 0 was not found at {address} within {timeout_s:.0f} s: {listed}")
 
 
 def _try(address: str, port: int, signer: MessageSigner, found: "queue.SimpleQueue[tuple[Any, str]]") -> None:
     """Find out whether our store is at a port, and what is there otherwise."""
     try:
         # TCPStore itself would try for its whole patience where nobody listens.
-        socket.create_connection((address, port), timeout=ANSWER_S).close()
+        socket.create_connection((address, port), timeout=ANSWER_TIMEOUT_S).close()
     except OSError as error:
         found.put((None, error.strerror or type(error).__name__))
         return
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     try:
-        patience = timedelta(seconds=ANSWER_S)
+        patience = timedelta(seconds=ANSWER_TIMEOUT_S)
         store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=patience)
         mark = _text(store.get(MARK)) if store.check([MARK]) else "nobody"
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""The agents of an attempt as a team: what each tells agent 0, what agent 0 announces to all.
+"""The agents of an attempt as a channel: what each tells agent 0, what agent 0 announces to all.
 
 Everything that could block, a store whose keeper is gone, happens in a thread of its own, so that no agent ever waits
 for another one with its hands tied. An agent that is alone has a team too: it hears itself.
@@ -11,24 +11,24 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
+from rlhf_core.schemas.agent_messages import NodeState, Ready
 from rlhf_core.schemas.base import Schema
-from rlhf_core.schemas.team import NodeState, Ready
-from rlhf_core.worker.board import Board, BoardLost
+from rlhf_core.worker.agent_store import AgentStore, AgentStoreLost
 from rlhf_core.worker.nodes import Nodes
 from rlhf_core.worker.signing import MessageRefused, MessageSigner
 
-LOST_S = 15.0
+LOST_TIMEOUT_S = 15.0
 """Silence of agent 0's store after which an agent takes it for lost."""
-ROUND_S = 0.1
-PULSE_S = 0.5
+POLL_INTERVAL_S = 0.1
+PULSE_INTERVAL_S = 0.5
 """Interval of an agent's signs of life. Its thread here does nothing else, so that a file system that does not
 answer, which may hold up everything else of an agent, is never taken for a lost node."""
-FAREWELL_S = 10.0
+SHUTDOWN_TIMEOUT_S = 10.0
 """How long agent 0 waits for the others to have heard the end."""
 
-AGAIN_S, MAX_AGAIN_S = 1.0, 60.0
+RESEND_INTERVAL_S, MAX_RESEND_INTERVAL_S = 1.0, 60.0
 """After this a message is sent again, then after twice as long each time, up to a limit."""
-NUM_AGAIN = 16
+NUM_RESENT = 16
 """Number of the last messages that are sent again: nobody waits for older ones."""
 
 Message = TypeVar("Message", bound=Schema)
@@ -39,14 +39,14 @@ class _Sent:
     """A message that was sent."""
 
     message: str
-    again_at_s: float
-    pause_s: float = AGAIN_S
+    resend_at_s: float
+    interval_s: float = RESEND_INTERVAL_S
 
 
-class Team:
-    """One agent's end of the board."""
+class AgentChannel:
+    """One agent's end of the store."""
 
-    def __init__(self, nodes: Nodes, board: Board, signer: MessageSigner | None = None) -> None:
+    def __init__(self, nodes: Nodes, store: AgentStore, signer: MessageSigner | None = None) -> None:
         """Take part.
 
         Args:
@@ -58,8 +58,8 @@ class Team:
         if nodes.num > 1 and signer is None:
             raise ValueError(f"the agents of {nodes.num} nodes sign their messages: found no signer")
         self.nodes = nodes
-        self.endpoint = board.endpoint
-        self._board = board
+        self.endpoint = store.endpoint
+        self._store = store
         self._signer = signer
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -77,15 +77,15 @@ class Team:
         self._changed_at: dict[str, float] = {}
         self._offsets: dict[int, float] = {}
         self._answered_at = time.monotonic()
-        self._forgiven_at = float("-inf")
+        self._reset_at = float("-inf")
         self._pulse_at = 0.0
         peers = range(1, nodes.num) if nodes.is_first else ()
         self._live = [f"{topic}/{one}" for one in peers for topic in ("state", "pulse")] or ["orders"]
         if nodes.num > 1:
             if nodes.is_first:
                 for key in ("orders", *self._live):
-                    board.set(key, "")  # keys that are there can be read in one question
-            threading.Thread(target=self._run, name="board", daemon=True).start()
+                    store.set(key, "")  # keys that are there can be read in one question
+            threading.Thread(target=self._run, name="agent-channel", daemon=True).start()
 
     @property
     def leads(self) -> bool:
@@ -95,20 +95,20 @@ class Team:
     # -----------------------------------------------------------------------------------------------------------------
     # Speaking and hearing
 
-    def tell(self, topic: str, message: Schema) -> None:
+    def send(self, topic: str, message: Schema) -> None:
         """Tell agent 0, which hears itself too."""
         self._put(f"{topic}/{self.nodes.index}", message, send=not self.leads)
 
-    def announce(self, topic: str, message: Schema) -> None:
+    def publish(self, topic: str, message: Schema) -> None:
         """Tell all; for agent 0."""
         self._put(topic, message, send=self.nodes.num > 1)
 
-    def heard(self, topic: str, kind: type[Message]) -> dict[int, Message]:
+    def received(self, topic: str, kind: type[Message]) -> dict[int, Message]:
         """What was told about a topic so far, by index of the node; for agent 0."""
         found = {index: self._get(f"{topic}/{index}", kind) for index in range(self.nodes.num)}
         return {index: message for index, message in found.items() if message is not None}
 
-    def announced(self, topic: str, kind: type[Message]) -> Message | None:
+    def published(self, topic: str, kind: type[Message]) -> Message | None:
         """What agent 0 has announced, if it has."""
         return self._get(topic, kind)
 
@@ -123,13 +123,13 @@ class Team:
             since = max(self._changed_at.get(f"{topic}/{index}", float("-inf")) for topic in ("state", "pulse"))
         if since == float("-inf") or index == self.nodes.index:
             return 0.0
-        return max(0.0, time.monotonic() - max(since, self._forgiven_at))
+        return max(0.0, time.monotonic() - max(since, self._reset_at))
 
     def heard_since_pause(self, index: int) -> bool:
         """True if a node has been heard since this process stood still; for agent 0."""
         with self._lock:
             heard_at = [self._changed_at.get(f"{topic}/{index}", 0.0) for topic in ("state", "pulse")]
-        return max(heard_at) > self._forgiven_at
+        return max(heard_at) > self._reset_at
 
     def ahead_s(self, index: int) -> float:
         """How far this node's clock is ahead of another's, in seconds; right to about a tenth of a second."""
@@ -138,7 +138,7 @@ class Team:
     @property
     def is_lost(self) -> bool:
         """Whether agent 0 has not been heard for too long."""
-        return not self.leads and time.monotonic() - max(self._answered_at, self._forgiven_at) > LOST_S
+        return not self.leads and time.monotonic() - max(self._answered_at, self._reset_at) > LOST_TIMEOUT_S
 
     def new_refusal(self) -> str:
         """The reason why a message was refused, in a sentence: once, for the first of them; otherwise empty."""
@@ -146,26 +146,26 @@ class Team:
             refusal, self._refusal = self._refusal, ""
         return refusal
 
-    def forgive(self) -> None:
+    def reset_silences(self) -> None:
         """Count all silences from now: this process itself stood still, and heard nobody because of that."""
-        self._forgiven_at = time.monotonic()
+        self._reset_at = time.monotonic()
 
     # -----------------------------------------------------------------------------------------------------------------
     # The end
 
-    def part(self) -> None:
+    def close(self) -> None:
         """Say farewell, or wait until the others have: agent 0 keeps the store, and must be the last to go."""
         if self.nodes.num > 1:
-            self.tell("farewell", Ready())
-            deadline = time.monotonic() + FAREWELL_S
-            while not self._parted() and time.monotonic() < deadline and not self.is_lost:
+            self.send("closed", Ready())
+            deadline = time.monotonic() + SHUTDOWN_TIMEOUT_S
+            while not self._all_closed() and time.monotonic() < deadline and not self.is_lost:
                 self.wait(0.1)
         self._over.set()
         self._wake.set()
 
-    def _parted(self) -> bool:
+    def _all_closed(self) -> bool:
         if self.leads:
-            return len(self.heard("farewell", Ready)) == self.nodes.num
+            return len(self.received("closed", Ready)) == self.nodes.num
         with self._lock:
             return not self._outbox
 
@@ -205,19 +205,19 @@ class Team:
 
     def _run(self) -> None:
         while not self._over.is_set():
-            self._wake.wait(ROUND_S)
+            self._wake.wait(POLL_INTERVAL_S)
             self._wake.clear()
             try:
                 self._exchange()
-            except (BoardLost, ValueError):
-                self._over.wait(ROUND_S)
+            except (AgentStoreLost, ValueError):
+                self._over.wait(POLL_INTERVAL_S)
             else:
                 self._answered_at = time.monotonic()
 
     def _exchange(self) -> None:
         if not self.leads and time.monotonic() >= self._pulse_at:
             self._send(f"pulse/{self.nodes.index}", str(time.monotonic_ns()))
-            self._pulse_at = time.monotonic() + PULSE_S
+            self._pulse_at = time.monotonic() + PULSE_INTERVAL_S
         with self._lock:
             outgoing = dict(self._outbox)
         for key, content in outgoing.items():
@@ -225,12 +225,12 @@ class Team:
             with self._lock:
                 if self._outbox.get(key) == content:
                     del self._outbox[key]
-        self._send_again()
+        self._resend()
         with self._lock:
             wanted = list(self._wanted)
         # Two questions: those that are asked all the time are answered at once, as their keys are always there.
-        found = [*zip(self._live, self._board.get(self._live), strict=True)]
-        found += zip(wanted, self._board.get(wanted), strict=True)
+        found = [*zip(self._live, self._store.get(self._live), strict=True)]
+        found += zip(wanted, self._store.get(wanted), strict=True)
         new = {key: text for key, message in found if message and (text := self._verified(key, message)) is not None}
         with self._changed:
             for key, text in new.items():
@@ -245,20 +245,20 @@ class Team:
     def _send(self, key: str, text: str) -> None:
         assert self._signer is not None
         message = self._signer.sign(key, text)
-        self._board.set(key, message)
+        self._store.set(key, message)
         if key not in (f"state/{self.nodes.index}", f"pulse/{self.nodes.index}"):  # those are sent anew all the time
             self._sent.pop(key, None)
-            self._sent[key] = _Sent(message, time.monotonic() + AGAIN_S)
-            if len(self._sent) > NUM_AGAIN:
+            self._sent[key] = _Sent(message, time.monotonic() + RESEND_INTERVAL_S)
+            if len(self._sent) > NUM_RESENT:
                 del self._sent[next(iter(self._sent))]
 
-    def _send_again(self) -> None:
+    def _resend(self) -> None:
         """Whoever has read a message before sees that it is the same."""
         for key, sent in self._sent.items():
-            if time.monotonic() >= sent.again_at_s:
-                self._board.set(key, sent.message)
-                sent.pause_s = min(2 * sent.pause_s, MAX_AGAIN_S)
-                sent.again_at_s = time.monotonic() + sent.pause_s
+            if time.monotonic() >= sent.resend_at_s:
+                self._store.set(key, sent.message)
+                sent.interval_s = min(2 * sent.interval_s, MAX_RESEND_INTERVAL_S)
+                sent.resend_at_s = time.monotonic() + sent.interval_s
 
     def _verified(self, key: str, message: str) -> str | None:
         """The text of a new message; None for one that is known, or refused."""

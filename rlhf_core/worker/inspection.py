@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_core.schemas.looks import RankLook, Wait
+from rlhf_core.schemas.inspections import Inspection, Wait
 from rlhf_core.schemas.reports import RankStatus
 
 SERVING_THREADS = ("gloo_tcp_loop", "pt_tcpstore", "pt_nccl", "NCCL", "cuda", "jemalloc", "rlhf-collective")
@@ -64,9 +64,9 @@ class Connection:
         return _address(self.remote_field)
 
 
-def look_at(
+def inspect_workers(
     ranks: Iterable[RankStatus], gpu_percents: Mapping[int, float], connections: Mapping[int, Connection] | None = None
-) -> list[RankLook]:
+) -> list[Inspection]:
     """Look once at workers of this node.
 
     Args:
@@ -80,10 +80,10 @@ def look_at(
     ranks = list(ranks)
     if connections is None and ranks:
         connections = read_connections(ranks[0].pid)
-    return [_look_at(rank, gpu_percents.get(rank.local_rank), connections or {}) for rank in ranks]
+    return [_inspect(rank, gpu_percents.get(rank.local_rank), connections or {}) for rank in ranks]
 
 
-def _look_at(rank: RankStatus, gpu_percent: float | None, connections: Mapping[int, Connection]) -> RankLook:
+def _inspect(rank: RankStatus, gpu_percent: float | None, connections: Mapping[int, Connection]) -> Inspection:
     at_s = time.monotonic()
     try:
         threads = [_read_thread(rank.pid, tid) for tid in _threads(rank.pid)]
@@ -92,14 +92,14 @@ def _look_at(rank: RankStatus, gpu_percent: float | None, connections: Mapping[i
         child_ticks = _ended_children_ticks(rank.pid) + sum(child.cpu_ticks for child in children)
         io = _io(rank.pid) + sum(child.io for child in children)
     except (OSError, ValueError, IndexError) as error:
-        return RankLook(status=rank, at_s=at_s, problem=f"rank {rank.rank} could not be looked at: {error}")
+        return Inspection(status=rank, at_s=at_s, problem=f"rank {rank.rank} could not be looked at: {error}")
     main = next((thread for thread in threads if thread.tid == rank.pid), None)
     own = [thread for thread in threads if thread is main or not thread.name.startswith(SERVING_THREADS)]
     waits = {thread.tid: _classify(thread, links, connections) for thread in own}
     sockets = [connections[inode] for inode in _socket_inodes(links.values()) if inode in connections]
     opened = [one for one in sockets if one.is_open]
     wait, detail, _ = waits.get(rank.pid, (Wait.OUTSIDE, "", ""))
-    return RankLook(
+    return Inspection(
         status=rank,
         at_s=at_s,
         problem="" if main is not None else f"rank {rank.rank} has no main thread any more",

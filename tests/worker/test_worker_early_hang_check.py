@@ -8,13 +8,19 @@ import pytest
 
 from rlhf_core.diagnosis.liveness import GapTracker, Suspect
 from rlhf_core.run_dir import new_run_id
-from rlhf_core.schemas.looks import RankLook, Wait
+from rlhf_core.schemas.agent_messages import InspectionOrder, NodeState
+from rlhf_core.schemas.inspections import Inspection, Wait
 from rlhf_core.schemas.reports import Phase, RankStatus
 from rlhf_core.schemas.resources import Role
 from rlhf_core.schemas.run import SuperviseSpec
-from rlhf_core.schemas.team import LookOrder, NodeState
+from rlhf_core.worker.early_hang_check import (
+    ANSWER_TIMEOUT_S,
+    INSPECTION_INTERVAL_S,
+    RETRY_INTERVAL_S,
+    EarlyHangCheck,
+    NodeInspections,
+)
 from rlhf_core.worker.heartbeat import SlotFile
-from rlhf_core.worker.suspicion import AGAIN_S, ANSWER_S, LOOK_S, NodeLooks, Suspicion
 
 
 def rank(number: int, age_s: float, *, inside: bool = False, state: str = "S") -> RankStatus:
@@ -39,7 +45,7 @@ class Job:
     """Two nodes of one rank each, and agent 0's suspicion; time passes by hand."""
 
     def __init__(self, *ranks: RankStatus) -> None:
-        self.suspicion = Suspicion(GapTracker.of(SuperviseSpec()))
+        self.suspicion = EarlyHangCheck(GapTracker.of(SuperviseSpec()))
         self.ranks = list(ranks)
         self.now_s = 100.0
 
@@ -48,8 +54,8 @@ class Job:
         order = self.suspicion.order
         states = [NodeState(wall_s=self.now_s, restart=0, ranks=(one,)) for one in self.ranks]
         for index in answering:
-            looks = (RankLook(status=self.ranks[index], at_s=self.now_s, **look),)
-            states[index] = states[index].model_copy(update={"look_number": order.number, "looks": looks})
+            looks = (Inspection(status=self.ranks[index], at_s=self.now_s, **look),)
+            states[index] = states[index].model_copy(update={"inspection_number": order.number, "inspections": looks})
         return self.suspicion.consider(self.ranks, states, self.now_s)
 
     def asked_after(self, seconds: float) -> bool:
@@ -62,7 +68,7 @@ class Job:
 def test_while_nobody_is_suspect_nothing_is_asked_for() -> None:
     job = Job(rank(0, 9.0, inside=True), rank(1, 9.0))
     assert job.consider() == []
-    assert job.suspicion.order == LookOrder()
+    assert job.suspicion.order == InspectionOrder()
 
 
 def test_three_looks_of_all_nodes_prove_and_two_do_not() -> None:
@@ -70,8 +76,8 @@ def test_three_looks_of_all_nodes_prove_and_two_do_not() -> None:
     assert job.asked_after(0.0)
     for _ in range(2):
         assert job.consider(0, 1, main=Wait.STOPPED) == []
-        assert not job.asked_after(LOOK_S / 2), "not in quick succession"
-        assert job.asked_after(LOOK_S / 2)
+        assert not job.asked_after(INSPECTION_INTERVAL_S / 2), "not in quick succession"
+        assert job.asked_after(INSPECTION_INTERVAL_S / 2)
     found = job.consider(0, 1, main=Wait.STOPPED)
     assert [one.status.rank for one in found] == [1]
     assert "was stopped" in found[0].evidence
@@ -82,10 +88,10 @@ def test_a_suspect_that_is_at_work_is_looked_at_rarely() -> None:
     job = Job(rank(0, 11.0, inside=True), rank(1, 11.0))
     assert job.asked_after(0.0)
     assert job.consider(0, 1, main=Wait.OUTSIDE) == []
-    assert not job.asked_after(LOOK_S)
-    assert job.asked_after(AGAIN_S - LOOK_S)
+    assert not job.asked_after(INSPECTION_INTERVAL_S)
+    assert job.asked_after(RETRY_INTERVAL_S - INSPECTION_INTERVAL_S)
     assert job.consider(0, 1, main=Wait.LOCK) == []
-    assert job.asked_after(LOOK_S)
+    assert job.asked_after(INSPECTION_INTERVAL_S)
 
 
 def test_a_node_that_does_not_answer_is_not_waited_for_for_long() -> None:
@@ -94,7 +100,7 @@ def test_a_node_that_does_not_answer_is_not_waited_for_for_long() -> None:
     number = job.suspicion.order.number
     job.consider(0)
     assert job.suspicion.order.number == number
-    job.now_s += ANSWER_S
+    job.now_s += ANSWER_TIMEOUT_S
     assert job.consider(0) == []
     assert job.suspicion.order.number == 0
 
@@ -102,11 +108,11 @@ def test_a_node_that_does_not_answer_is_not_waited_for_for_long() -> None:
 def test_whoever_goes_on_clears_what_was_seen() -> None:
     job = Job(rank(0, 11.0, inside=True), rank(1, 11.0, state="T"))
     for _ in range(2):
-        assert job.asked_after(LOOK_S)
+        assert job.asked_after(INSPECTION_INTERVAL_S)
         job.consider(0, 1, main=Wait.STOPPED)
     before = job.ranks
     job.ranks = [rank(0, 0.1), rank(1, 0.1)]
-    assert not job.asked_after(LOOK_S)
+    assert not job.asked_after(INSPECTION_INTERVAL_S)
     job.ranks = before
     assert job.asked_after(0.0)
     assert job.consider(0, 1, main=Wait.STOPPED) == [], "the looks begin anew"
@@ -128,15 +134,15 @@ def slots() -> Iterator[SlotFile]:
 
 
 def test_a_node_looks_once_for_every_order_and_keeps_nothing_afterwards(slots: SlotFile) -> None:
-    node, ranks = NodeLooks(slots), [rank(0, 11.0)]
-    node.answer(LookOrder(), ranks, {})
-    assert node.looks == ()
-    node.answer(LookOrder(number=1), ranks, {"gpu0_util_percent": 3.0})
-    (first,) = node.looks
+    node, ranks = NodeInspections(slots), [rank(0, 11.0)]
+    node.answer(InspectionOrder(), ranks, {})
+    assert node.inspections == ()
+    node.answer(InspectionOrder(number=1), ranks, {"gpu0_util_percent": 3.0})
+    (first,) = node.inspections
     assert (first.main, first.gpu_percent) == (Wait.RUNNING, 3.0)
-    node.answer(LookOrder(number=1), ranks, {})
-    assert node.looks == (first,), "the same order is not carried out twice"
-    node.answer(LookOrder(number=2), ranks, {"gpu0_util_percent": 3.0, "slow_reading_age_s": 20.0})
-    assert node.looks[0].gpu_percent is None, "an old reading of a GPU says nothing"
-    node.answer(LookOrder(), ranks, {})
-    assert (node.number, node.looks) == (0, ())
+    node.answer(InspectionOrder(number=1), ranks, {})
+    assert node.inspections == (first,), "the same order is not carried out twice"
+    node.answer(InspectionOrder(number=2), ranks, {"gpu0_util_percent": 3.0, "slow_reading_age_s": 20.0})
+    assert node.inspections[0].gpu_percent is None, "an old reading of a GPU says nothing"
+    node.answer(InspectionOrder(), ranks, {})
+    assert (node.number, node.inspections) == (0, ())

@@ -5,9 +5,9 @@ Two nodes that do not hear each other cannot tell which of them is cut off. Of m
 
 from dataclasses import dataclass
 
-from rlhf_core.worker.team import LOST_S, Team
+from rlhf_core.worker.agent_channel import LOST_TIMEOUT_S, AgentChannel
 
-GAVE_UP_S = 0.6 * LOST_S
+GAVE_UP_S = 0.6 * LOST_TIMEOUT_S
 """A pause of agent 0 after which the others may have given it up, with a margin for when they heard it last."""
 
 
@@ -19,23 +19,23 @@ class Loss:
     message: str
 
 
-def find_loss(team: Team, patience_s: float, pause_s: float) -> Loss | None:
+def find_loss(channel: AgentChannel, timeout_s: float, pause_s: float) -> Loss | None:
     """The node to give up because agents have been silent for too long, if there is one.
 
     Args:
-        team: agent 0's end of the board.
-        patience_s: silence that is allowed, in seconds.
+        channel: agent 0's end of the channel.
+        timeout_s: silence that is allowed, in seconds.
         pause_s: how long this process itself stood still the last time, in seconds.
     """
-    others = range(1, team.nodes.num)
-    silent_s = {index: team.silence_s(index) for index in others}
-    lost = [index for index in others if silent_s[index] > patience_s]
+    others = range(1, channel.nodes.num)
+    silent_s = {index: channel.silence_s(index) for index in others}
+    lost = [index for index in others if silent_s[index] > timeout_s]
     if not lost:
         return None
-    own, names = team.nodes.name, team.nodes.names
-    if pause_s > GAVE_UP_S and not any(map(team.heard_since_pause, others)):
+    own, names = channel.nodes.name, channel.nodes.names
+    if pause_s > GAVE_UP_S and not any(map(channel.heard_since_pause, others)):
         return Loss(own, f"the agent of {own} stood still for {pause_s:.0f} s, and no other one has been heard since")
-    if len(others) > 1 and min(silent_s.values()) > patience_s / 2:
+    if len(others) > 1 and min(silent_s.values()) > timeout_s / 2:
         return Loss(own, f"the agent of {own} has not heard any other one for {min(silent_s.values()):.0f} s")
     first = lost[0]
     return Loss(names[first], f"the agent of {names[first]} has not been heard for {silent_s[first]:.0f} s")

@@ -6,8 +6,8 @@ from rlhf_core.diagnosis.policy import Choice
 from rlhf_core.run_dir import CheckpointDir, RestartDir, RunDir
 from rlhf_core.schemas.failures import Action
 from rlhf_core.schemas.resources import Role
-from rlhf_core.worker.endings import Failure
-from rlhf_core.worker.events import EventLog
+from rlhf_core.worker.event_log import EventLog
+from rlhf_core.worker.exit_reports import Failure
 
 
 @dataclass

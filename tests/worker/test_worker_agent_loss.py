@@ -4,19 +4,19 @@ from dataclasses import dataclass
 
 import pytest
 
-from rlhf_core.worker import team as team_module
-from rlhf_core.worker.board import MemoryBoard
-from rlhf_core.worker.lost_agents import GAVE_UP_S, find_loss
+from rlhf_core.worker import agent_channel
+from rlhf_core.worker.agent_channel import LOST_TIMEOUT_S, AgentChannel
+from rlhf_core.worker.agent_loss import GAVE_UP_S, find_loss
+from rlhf_core.worker.agent_store import MemoryAgentStore
 from rlhf_core.worker.nodes import Nodes
 from rlhf_core.worker.signing import MessageSigner
-from rlhf_core.worker.team import LOST_S, Team
 
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 
 
 @dataclass
 class Heard:
-    """Agent 0's end of the board as ``find_loss`` sees it."""
+    """Agent 0's end of the channel as ``find_loss`` sees it."""
 
     silent_s: tuple[float, ...]
     since_pause: bool = True
@@ -61,19 +61,19 @@ class Heard:
     ],
 )
 def test_whose_node_is_given_up(silent_s: tuple[float, ...], pause_s: float, since_pause: bool, node: str) -> None:
-    found = find_loss(Heard(silent_s, since_pause), PATIENCE_S, pause_s)  # type: ignore[arg-type]
+    found = find_loss(Heard(silent_s, since_pause), TIMEOUT_S, pause_s)  # type: ignore[arg-type]
     assert (found.node if found else "") == node
 
 
 def test_who_stood_still_forgives_and_who_did_not_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(team_module.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(team_module.threading.Thread, "start", lambda thread: None)
+    monkeypatch.setattr(agent_channel.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(agent_channel.threading.Thread, "start", lambda thread: None)
     signer = MessageSigner(b"0" * 64, "toy/1", 1)
-    follower = Team(Nodes(("n0", "n1"), ("127.0.0.1",) * 2, 1), MemoryBoard(), signer)
-    now[0] += LOST_S + 1
+    follower = AgentChannel(Nodes(("n0", "n1"), ("127.0.0.1",) * 2, 1), MemoryAgentStore(), signer)
+    now[0] += LOST_TIMEOUT_S + 1
     assert follower.is_lost, "the control"
-    follower.forgive()
+    follower.reset_silences()
     assert not follower.is_lost
-    now[0] += LOST_S + 1
+    now[0] += LOST_TIMEOUT_S + 1
     assert follower.is_lost, "it is not heard after the pause either"

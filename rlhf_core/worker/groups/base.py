@@ -16,7 +16,7 @@ from rlhf_core.schemas.resources import Role
 from rlhf_core.worker import processes
 from rlhf_core.worker.heartbeat import SlotFile
 
-PEER_PATIENCE_S = 1.0
+PEER_TIMEOUT_S = 1.0
 """How long the peers of a worker that died may take to say what they saw, before they are killed."""
 
 
@@ -58,7 +58,7 @@ class Hang:
 
 
 @dataclass
-class Watch:
+class WorkerGroup:
     """One start of the workers of one role on this node."""
 
     role: Role

@@ -5,7 +5,7 @@ from typing import Literal
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.base import Schema
 from rlhf_core.schemas.failures import FailureKind
-from rlhf_core.schemas.looks import RankLook
+from rlhf_core.schemas.inspections import Inspection
 from rlhf_core.schemas.reports import RankStatus, WorkerOutcome
 
 
@@ -53,13 +53,13 @@ class NodeState(Schema):
     """Readings of the telemetry so far."""
     telemetry: dict[str, float] = {}
     """The last of them."""
-    look_number: int = 0
+    inspection_number: int = 0
     """Look at its workers that agent 0 has asked for last; 0 for none."""
-    looks: tuple[RankLook, ...] = ()
+    inspections: tuple[Inspection, ...] = ()
     """Findings of it."""
 
 
-class LookOrder(Schema):
+class InspectionOrder(Schema):
     """A look at all workers that agent 0 asks for."""
 
     number: int = 0
@@ -81,7 +81,7 @@ class Orders(Schema):
     """Restart whose workers are to be ended."""
     collect: int = 0
     """Number of requests so far to collect evidence."""
-    look: LookOrder = LookOrder()
+    inspect: InspectionOrder = InspectionOrder()
     """Look at all workers."""
     over: Step | None = None
     """The attempt ends now."""

@@ -8,22 +8,22 @@ from collections.abc import Mapping, Sequence
 
 from rlhf_core.diagnosis.liveness import GapTracker, Suspect, suspect
 from rlhf_core.diagnosis.standstill import Standstill, is_promising, prove
-from rlhf_core.schemas.looks import RankLook
+from rlhf_core.schemas.agent_messages import InspectionOrder, NodeState
+from rlhf_core.schemas.inspections import Inspection
 from rlhf_core.schemas.reports import RankStatus
-from rlhf_core.schemas.team import LookOrder, NodeState
 from rlhf_core.worker import collectives
 from rlhf_core.worker.heartbeat import SlotFile
-from rlhf_core.worker.looks import look_at
+from rlhf_core.worker.inspection import inspect_workers
 
-LOOK_S = 2.0
+INSPECTION_INTERVAL_S = 2.0
 """Pause between two looks that may prove something together."""
-AGAIN_S = 10.0
+RETRY_INTERVAL_S = 10.0
 """Pause after a look at somebody who is at work, or waits for something outside the job."""
-ANSWER_S = 5.0
+ANSWER_TIMEOUT_S = 5.0
 """Longest wait of agent 0 for the looks of other nodes."""
 
 
-class NodeLooks:
+class NodeInspections:
     """The looks of one node at its workers: one whenever agent 0 asks."""
 
     def __init__(self, slots: SlotFile) -> None:
@@ -31,22 +31,22 @@ class NodeLooks:
         self._question = 0
         self.number = 0
         """Number of the newest look; 0 when none is asked for."""
-        self.looks: tuple[RankLook, ...] = ()
+        self.inspections: tuple[Inspection, ...] = ()
         """That look."""
 
-    def answer(self, order: LookOrder, ranks: Sequence[RankStatus], telemetry: Mapping[str, float]) -> None:
+    def answer(self, order: InspectionOrder, ranks: Sequence[RankStatus], telemetry: Mapping[str, float]) -> None:
         """Look, if that was asked for since the last time."""
         if order.number == self.number:
             return
         self.number = order.number
         if order.collectives:
             ranks = self._with_collectives(ranks)
-        self.looks = tuple(look_at(ranks, _gpu_percents(ranks, telemetry))) if order.number else ()
+        self.inspections = tuple(inspect_workers(ranks, _gpu_percents(ranks, telemetry))) if order.number else ()
 
     def _with_collectives(self, ranks: Sequence[RankStatus]) -> list[RankStatus]:
         """With the answers to the question of the look before: nobody waits for the answer to a question."""
         path, question = self._slots.path, self._question
-        answers = collectives.read_answers(ranks, path, question, patience_s=0.0) if question else {}
+        answers = collectives.read_answers(ranks, path, question, timeout_s=0.0) if question else {}
         self._question = self._slots.ask_for_collectives()
         return collectives.with_collectives(ranks, answers)
 
@@ -59,7 +59,7 @@ def _gpu_percents(ranks: Sequence[RankStatus], telemetry: Mapping[str, float]) -
     return {local_rank: telemetry[name] for local_rank, name in names.items() if name in telemetry}
 
 
-class Suspicion:
+class EarlyHangCheck:
     """Judge the looks of all nodes, on agent 0."""
 
     def __init__(self, tracker: GapTracker) -> None:
@@ -68,14 +68,14 @@ class Suspicion:
         self._asked = 0
         self._asked_at_s = 0.0
         self._next_at_s = 0.0
-        self.order = LookOrder()
+        self.order = InspectionOrder()
         """Request to all agents just now."""
 
     def clear(self) -> None:
         """Nobody is suspect, or what was seen does not count any more."""
         self._standstill.clear()
         self._next_at_s = 0.0
-        self.order = LookOrder()
+        self.order = InspectionOrder()
 
     def consider(self, ranks: Sequence[RankStatus], states: Sequence[NodeState], now_s: float) -> list[Suspect]:
         """Workers that are proven to stand still; looks are asked for while some are suspect.
@@ -94,17 +94,17 @@ class Suspicion:
             if now_s >= self._next_at_s:
                 self._ask(ranks, now_s)
             return []
-        answers = [state for state in states if state.look_number == self.order.number]
-        if len(answers) < len(states) and now_s < self._asked_at_s + ANSWER_S:
+        answers = [state for state in states if state.inspection_number == self.order.number]
+        if len(answers) < len(states) and now_s < self._asked_at_s + ANSWER_TIMEOUT_S:
             return []
-        self._standstill.add([look for state in answers for look in state.looks])
+        self._standstill.add([look for state in answers for look in state.inspections])
         still = self._standstill.still
-        self._next_at_s = now_s + (LOOK_S if is_promising(still, suspects) else AGAIN_S)
-        self.order = LookOrder()
+        self._next_at_s = now_s + (INSPECTION_INTERVAL_S if is_promising(still, suspects) else RETRY_INTERVAL_S)
+        self.order = InspectionOrder()
         return prove(still, suspects, len(ranks))
 
     def _ask(self, ranks: Sequence[RankStatus], now_s: float) -> None:
         self._asked += 1
         self._asked_at_s = now_s
         # Only ranks that all wait can disagree, and answering is work, which would look like movement.
-        self.order = LookOrder(number=self._asked, collectives=all(rank.in_collective for rank in ranks))
+        self.order = InspectionOrder(number=self._asked, collectives=all(rank.in_collective for rank in ranks))

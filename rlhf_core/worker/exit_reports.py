@@ -11,11 +11,11 @@ from pydantic import BaseModel
 
 from rlhf_core.diagnosis.classify import Diagnosis, Evidence, WorkerEnd, classify
 from rlhf_core.run_dir import read_model
+from rlhf_core.schemas.agent_messages import NodeEnd, WorkerReport
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import RankStatus, WorkerOutcome
-from rlhf_core.schemas.team import NodeEnd, WorkerReport
 from rlhf_core.worker import evidence, processes
-from rlhf_core.worker.watch import Hang, Started, Watch
+from rlhf_core.worker.groups.base import Hang, Started, WorkerGroup
 from rlhf_core.worker.worker_process import spare_outcome
 
 Outcomes = Mapping[int, WorkerOutcome]
@@ -54,41 +54,41 @@ class NodeReport:
 # On every node
 
 
-def has_spoken(watch: Watch, local_rank: int) -> bool:
+def has_spoken(group: WorkerGroup, local_rank: int) -> bool:
     """Whether a worker has written its outcome."""
-    path = watch.restart_dir.worker_outcome(watch.role, watch.node, local_rank)
-    return path.exists() or spare_outcome(watch.slots.path, local_rank).exists()
+    path = group.restart_dir.worker_outcome(group.role, group.node, local_rank)
+    return path.exists() or spare_outcome(group.slots.path, local_rank).exists()
 
 
-def report(watch: Watch, problem: str, write: Callable[[Path, BaseModel], bool]) -> NodeEnd:
+def report(group: WorkerGroup, problem: str, write: Callable[[Path, BaseModel], bool]) -> NodeEnd:
     """How the workers of this node ended. The ends of their logs are saved unless all went well.
 
     Args:
-        watch: The workers, all ended.
+        group: The workers, all ended.
         problem: Traceback of what kept them from being started; empty when they were.
         write: Writes what workers left on the node because the disk was full.
     """
-    outcomes = read_outcomes(watch, write)
-    workers = tuple(_report_worker(watch, worker, outcomes) for worker in watch.workers.values())
-    oom_kills = max(0, processes.oom_kills() - watch.oom_kills_before)
-    end = NodeEnd(num_workers=watch.num_workers, workers=workers, problem=problem, oom_kills=oom_kills)
+    outcomes = read_outcomes(group, write)
+    workers = tuple(_report_worker(group, worker, outcomes) for worker in group.workers.values())
+    oom_kills = max(0, processes.oom_kills() - group.oom_kills_before)
+    end = NodeEnd(num_workers=group.num_workers, workers=workers, problem=problem, oom_kills=oom_kills)
     if is_well(end):
         return end
-    logs = {index: watch.restart_dir.log(watch.role, watch.node, index) for index in range(watch.num_workers)}
-    evidence.save_log_tails(logs, watch.restart_dir.incident_dir, watch.node)
+    logs = {index: group.restart_dir.log(group.role, group.node, index) for index in range(group.num_workers)}
+    evidence.save_log_tails(logs, group.restart_dir.evidence_dir, group.node)
     told = tuple(
         worker.model_copy(update={"log_tail": evidence.log_tail(logs[worker.local_rank])}) for worker in workers
     )
     return end.model_copy(update={"workers": told})
 
 
-def read_outcomes(watch: Watch, write: Callable[[Path, BaseModel], bool]) -> Outcomes:
+def read_outcomes(group: WorkerGroup, write: Callable[[Path, BaseModel], bool]) -> Outcomes:
     """What the workers wrote about themselves; what they left on the node, as the disk was full, is written by
     ``write``."""
     found = {}
-    for index in range(watch.num_workers):
-        path = watch.restart_dir.worker_outcome(watch.role, watch.node, index)
-        spare = spare_outcome(watch.slots.path, index)
+    for index in range(group.num_workers):
+        path = group.restart_dir.worker_outcome(group.role, group.node, index)
+        spare = spare_outcome(group.slots.path, index)
         outcome = read_model(path, WorkerOutcome)
         if outcome is None:
             outcome = read_model(spare, WorkerOutcome)
@@ -100,8 +100,8 @@ def read_outcomes(watch: Watch, write: Callable[[Path, BaseModel], bool]) -> Out
     return found
 
 
-def _report_worker(watch: Watch, worker: Started, outcomes: Outcomes) -> WorkerReport:
-    end = watch.exits.get(worker.local_rank)
+def _report_worker(group: WorkerGroup, worker: Started, outcomes: Outcomes) -> WorkerReport:
+    end = group.exits.get(worker.local_rank)
     return WorkerReport(
         rank=worker.rank,
         local_rank=worker.local_rank,

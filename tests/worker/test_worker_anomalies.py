@@ -8,8 +8,8 @@ import pytest
 from rlhf_core.run_dir import RunDir, read_models
 from rlhf_core.schemas.reports import AgentEvent, Phase, RankStatus
 from rlhf_core.schemas.resources import Role
-from rlhf_core.worker.events import EventLog
-from rlhf_core.worker.findings import Findings, NodeReading
+from rlhf_core.worker.anomalies import Anomalies, NodeReading
+from rlhf_core.worker.event_log import EventLog
 
 PERIOD_S = 2.0
 
@@ -39,7 +39,7 @@ def reading(node: str, number: int, busy: float) -> NodeReading:
     return NodeReading(node, number, {"cpu_percent": busy}, (rank,))
 
 
-def looks(found: Findings, first: int, last: int, busy_on_node2: float) -> tuple[str, ...]:
+def looks(found: Anomalies, first: int, last: int, busy_on_node2: float) -> tuple[str, ...]:
     present: tuple[str, ...] = ()
     for number in range(first, last):
         busy = {"node1": 20.0, "node2": busy_on_node2, "node3": 22.0}
@@ -54,7 +54,7 @@ def told(path: Path) -> list[tuple[object, str]]:
 
 def test_a_finding_is_an_event_when_it_begins_and_when_it_ends(log: tuple[EventLog, Path]) -> None:
     events, path = log
-    found = Findings(events)
+    found = Anomalies(events)
     (text,) = looks(found, 0, 200, 95.0)
     assert "node2 stands out" in text
     assert told(path) == [("begins", text)]
@@ -65,14 +65,14 @@ def test_a_finding_is_an_event_when_it_begins_and_when_it_ends(log: tuple[EventL
 def test_nodes_that_are_alike_are_no_event(log: tuple[EventLog, Path]) -> None:
     """Negative control."""
     events, path = log
-    assert looks(Findings(events), 0, 200, 25.0) == ()
+    assert looks(Anomalies(events), 0, 200, 25.0) == ()
     assert told(path) == []
 
 
 def test_a_status_that_did_not_change_is_not_counted_again(log: tuple[EventLog, Path]) -> None:
     """A node that is silent must not vote with its last reading for ever."""
     events, _ = log
-    found = Findings(events)
+    found = Anomalies(events)
     for number in range(200):
         readings = [reading("node1", number, 20.0), reading("node2", 7, 95.0), reading("node3", number, 22.0)]
         assert found.look(readings, number * PERIOD_S) == ()
@@ -80,7 +80,7 @@ def test_a_status_that_did_not_change_is_not_counted_again(log: tuple[EventLog, 
 
 def test_a_restart_begins_anew_without_a_word(log: tuple[EventLog, Path]) -> None:
     events, path = log
-    found = Findings(events)
+    found = Anomalies(events)
     looks(found, 0, 200, 95.0)
     found.begin_restart()
     assert looks(found, 0, 5, 95.0) == ()

@@ -15,10 +15,10 @@ import pytest
 from agent_runs import REPOSITORY, wait_for
 
 from rlhf_core.diagnosis.standstill import movement
-from rlhf_core.schemas.looks import RankLook, Wait
+from rlhf_core.schemas.inspections import Inspection, Wait
 from rlhf_core.schemas.reports import Phase, RankStatus
 from rlhf_core.schemas.resources import Role
-from rlhf_core.worker.looks import look_at
+from rlhf_core.worker.inspection import inspect_workers
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
 
@@ -92,7 +92,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         process.wait()
 
 
-def look(*pids: int, in_collective: bool = False) -> list[RankLook]:
+def look(*pids: int, in_collective: bool = False) -> list[Inspection]:
     ranks = [
         RankStatus(
             role=Role.TRAINER,
@@ -110,13 +110,13 @@ def look(*pids: int, in_collective: bool = False) -> list[RankLook]:
         )
         for number, pid in enumerate(pids)
     ]
-    return look_at(ranks, {})
+    return inspect_workers(ranks, {})
 
 
-def look_until(pid: int, wait: Wait) -> RankLook:
+def look_until(pid: int, wait: Wait) -> Inspection:
     """The first look that finds a process waiting so, twice: it may pass by the same call while it starts."""
 
-    def settled() -> RankLook | None:
+    def settled() -> Inspection | None:
         before = look(pid)[0]
         time.sleep(0.3)
         after = look(pid)[0]
@@ -124,7 +124,7 @@ def look_until(pid: int, wait: Wait) -> RankLook:
         return after if rests and (before.main, after.main) == (wait, wait) else None
 
     found = wait_for(settled)
-    assert isinstance(found, RankLook)
+    assert isinstance(found, Inspection)
     return found
 
 

@@ -29,7 +29,7 @@ class Wait(StrEnum):
     """Anything else that another process may end: a file, a pipe, a child, several sockets at once, a shared lock."""
 
 
-class RankLook(Schema):
+class Inspection(Schema):
     """One look at one worker."""
 
     status: RankStatus

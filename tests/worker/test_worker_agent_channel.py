@@ -9,12 +9,18 @@ import time
 import pytest
 
 from rlhf_core.run_dir import new_run_id
-from rlhf_core.schemas.team import Ready, Step
-from rlhf_core.worker import board, team
-from rlhf_core.worker.board import BoardLost, MemoryBoard, candidate_ports, host_board, join_board
+from rlhf_core.schemas.agent_messages import Ready, Step
+from rlhf_core.worker import agent_channel, agent_store
+from rlhf_core.worker.agent_channel import AgentChannel
+from rlhf_core.worker.agent_store import (
+    AgentStoreLost,
+    MemoryAgentStore,
+    candidate_ports,
+    host_agent_store,
+    join_agent_store,
+)
 from rlhf_core.worker.nodes import Nodes
 from rlhf_core.worker.signing import MessageSigner
-from rlhf_core.worker.team import Team
 
 pytestmark = pytest.mark.training
 
@@ -48,9 +54,9 @@ def test_what_one_leaves_the_other_finds_also_when_the_first_port_is_taken(marke
     with socket.socket() as stranger:
         stranger.bind(("", candidate_ports(marker)[0]))
         stranger.listen()
-        hosted = host_board("127.0.0.1", "127.0.0.1", signer(marker))
+        hosted = host_agent_store("127.0.0.1", "127.0.0.1", signer(marker))
         assert hosted.endpoint.endswith(str(candidate_ports(marker)[1]))
-        joined = join_board("127.0.0.1", signer(marker, 1), asleep, 20.0)
+        joined = join_agent_store("127.0.0.1", signer(marker, 1), asleep, 20.0)
         joined.set("a", "1")
         assert hosted.get(["a", "b"]) == ["1", None]
         assert hosted.get(["a"]) == ["1"]
@@ -59,26 +65,26 @@ def test_what_one_leaves_the_other_finds_also_when_the_first_port_is_taken(marke
 def test_the_store_of_another_attempt_is_not_taken(marker: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An attempt that has just ended may still hold the port that follows from another one's name."""
     ports = candidate_ports(marker)[:1]
-    monkeypatch.setattr(board, "candidate_ports", lambda _: ports)
-    hosted = host_board("127.0.0.1", "127.0.0.1", signer("someone-else/1"))
-    with pytest.raises(BoardLost, match="belongs to someone-else/1"):
-        join_board("127.0.0.1", signer(marker, 1), asleep, 1.0)
-    with pytest.raises(BoardLost, match="not its key"):
-        join_board("127.0.0.1", signer("someone-else/1", 1, b"1" * 64), asleep, 1.0)
+    monkeypatch.setattr(agent_store, "candidate_ports", lambda _: ports)
+    hosted = host_agent_store("127.0.0.1", "127.0.0.1", signer("someone-else/1"))
+    with pytest.raises(AgentStoreLost, match="belongs to someone-else/1"):
+        join_agent_store("127.0.0.1", signer(marker, 1), asleep, 1.0)
+    with pytest.raises(AgentStoreLost, match="not its key"):
+        join_agent_store("127.0.0.1", signer("someone-else/1", 1, b"1" * 64), asleep, 1.0)
     # Negative control: with its own mark it is.
-    assert join_board("127.0.0.1", signer("someone-else/1", 1), asleep, 10.0).endpoint == hosted.endpoint
+    assert join_agent_store("127.0.0.1", signer("someone-else/1", 1), asleep, 10.0).endpoint == hosted.endpoint
 
 
 def test_who_is_to_end_does_not_look_any_longer(marker: str) -> None:
     began = time.monotonic()
-    with pytest.raises(BoardLost, match="is to end"):
-        join_board("127.0.0.1", signer(marker, 1), lambda _: True, 60.0)
+    with pytest.raises(AgentStoreLost, match="is to end"):
+        join_agent_store("127.0.0.1", signer(marker, 1), lambda _: True, 60.0)
     assert time.monotonic() - began < 30
 
 
-def _two(shared: MemoryBoard) -> tuple[Team, Team]:
+def _two(shared: MemoryAgentStore) -> tuple[AgentChannel, AgentChannel]:
     names, addresses = ("a", "b"), ("127.0.0.1",) * 2
-    first, second = (Team(Nodes(names, addresses, index), shared, signer("toy/1", index)) for index in (0, 1))
+    first, second = (AgentChannel(Nodes(names, addresses, index), shared, signer("toy/1", index)) for index in (0, 1))
     return first, second
 
 
@@ -90,35 +96,35 @@ def _wait(condition: object) -> None:
 
 
 def test_a_team_hears_tells_and_parts() -> None:
-    first, second = _two(MemoryBoard())
-    second.tell("hello", Step(action="end", message="from b"))
-    first.tell("hello", Step(action="end", message="from a"))
-    _wait(lambda: len(first.heard("hello", Step)) == 2)
-    assert [step.message for _, step in sorted(first.heard("hello", Step).items())] == ["from a", "from b"]
-    assert second.announced("word", Step) is None
-    first.announce("word", Step(action="end", message="all"))
-    _wait(lambda: second.announced("word", Step))
-    second.part()
-    first.part()
+    first, second = _two(MemoryAgentStore())
+    second.send("hello", Step(action="end", message="from b"))
+    first.send("hello", Step(action="end", message="from a"))
+    _wait(lambda: len(first.received("hello", Step)) == 2)
+    assert [step.message for _, step in sorted(first.received("hello", Step).items())] == ["from a", "from b"]
+    assert second.published("word", Step) is None
+    first.publish("word", Step(action="end", message="all"))
+    _wait(lambda: second.published("word", Step))
+    second.close()
+    first.close()
 
 
 def test_an_agent_that_is_alone_hears_itself() -> None:
-    alone = Team(Nodes(("a",), ("127.0.0.1",), 0), MemoryBoard())
-    alone.tell("hello", Ready())
-    alone.announce("word", Step(action="end", message="me"))
-    assert alone.heard("hello", Ready) == {0: Ready()}
-    assert alone.announced("word", Step) == Step(action="end", message="me")
+    alone = AgentChannel(Nodes(("a",), ("127.0.0.1",), 0), MemoryAgentStore())
+    alone.send("hello", Ready())
+    alone.publish("word", Step(action="end", message="me"))
+    assert alone.received("hello", Ready) == {0: Ready()}
+    assert alone.published("word", Step) == Step(action="end", message="me")
     assert not alone.is_lost
-    alone.part()
+    alone.close()
 
 
 HOST = textwrap.dedent(
     """
     import sys, time
-    from rlhf_core.worker.board import host_board
+    from rlhf_core.worker.agent_store import host_agent_store
     from rlhf_core.worker.signing import MessageSigner
-    board = host_board("127.0.0.1", "", MessageSigner(b"0" * 64, sys.argv[1], 0))
-    board.set("orders", "")
+    store = host_agent_store("127.0.0.1", "", MessageSigner(b"0" * 64, sys.argv[1], 0))
+    store.set("orders", "")
     print("up", flush=True)
     time.sleep(60)
     """
@@ -128,16 +134,16 @@ HOST = textwrap.dedent(
 @pytest.mark.parametrize("dies", [True, False])
 def test_agent_0_is_lost_when_its_process_dies(marker: str, monkeypatch: pytest.MonkeyPatch, dies: bool) -> None:
     """With the control: while it lives it is not."""
-    monkeypatch.setattr(team, "LOST_S", 4.0)
+    monkeypatch.setattr(agent_channel, "LOST_TIMEOUT_S", 4.0)
     with subprocess.Popen([sys.executable, "-c", HOST, marker], stdout=subprocess.PIPE, text=True) as host:
         assert host.stdout is not None
         assert host.stdout.readline() == "up\n"
         nodes = Nodes(("a", "b"), ("127.0.0.1",) * 2, 1)
         own = signer(marker, 1)
-        follower = Team(nodes, join_board("127.0.0.1", own, asleep, 20.0), own)
+        follower = AgentChannel(nodes, join_agent_store("127.0.0.1", own, asleep, 20.0), own)
         if dies:
             host.kill()
         time.sleep(7.0)
         assert follower.is_lost is dies
         host.kill()
-        follower.part()
+        follower.close()

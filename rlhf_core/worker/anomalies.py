@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from rlhf_core.diagnosis.imbalance import ImbalanceWatch
 from rlhf_core.schemas.reports import RankStatus
-from rlhf_core.worker.events import EventLog
+from rlhf_core.worker.event_log import EventLog
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class NodeReading:
     ranks: tuple[RankStatus, ...]
 
 
-class Findings:
+class Anomalies:
     """Compares the nodes. Used by the supervising thread of agent 0 alone."""
 
     def __init__(self, events: EventLog) -> None:

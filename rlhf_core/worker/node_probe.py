@@ -75,7 +75,7 @@ class Probe:
         return self._place.nodes.num > 1 or self._place.placement.gpus_per_node > 0
 
     @property
-    def patience_s(self) -> float:
+    def timeout_s(self) -> float:
         """How long agent 0 waits for what the nodes have measured."""
         return self._place.spec.preflight.probe_s + GRACE_S
 
@@ -122,7 +122,7 @@ class Probe:
 
     def _start(self, local_rank: int, look: int, store: str, output: IO[bytes]) -> "subprocess.Popen[bytes]":
         place = self._place
-        patience_s = place.spec.preflight.probe_s
+        timeout_s = place.spec.preflight.probe_s
         fields = {
             "node": place.nodes.index,
             "num_nodes": place.nodes.num,
@@ -132,8 +132,8 @@ class Probe:
             "prefix": f"probe-{look}",
             "gpu": place.placement.gpus_per_node > 0,
             # Starting is the long part: all ranks import torch from one file system.
-            "start_s": patience_s / 2,
-            "patience_s": patience_s / 6,
+            "start_s": timeout_s / 2,
+            "timeout_s": timeout_s / 6,
         }
         log = self._folder.restart(0).log(Role.PROBE, place.nodes.name, local_rank)
         log.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,38 @@
+"""Placements: groups side by side and one after the other, and those that version 0.1 wrote."""
+
+import json
+
+import pytest
+from pydantic import ValidationError
+
+from rlhf_core.schemas.resources import GroupPlan, Placement, Role, in_order
+
+
+def test_a_placement_of_0_1_is_read_as_groups_on_all_nodes() -> None:
+    roles = [{"role": "probe", "workers_per_node": 4}, {"role": "trainer", "workers_per_node": 4}]
+    written = {"attempt": 1, "num_nodes": 2, "roles": roles, "gpus_per_node": 4}
+    placement = Placement.model_validate_json(json.dumps(written))
+    assert placement.phases == in_order(
+        GroupPlan.on_all_nodes(Role.PROBE, 4, 2, 4), GroupPlan.on_all_nodes(Role.TRAINER, 4, 2, 4)
+    )
+    assert Placement.model_validate_json(placement.model_dump_json()) == placement
+
+
+@pytest.mark.parametrize(
+    ("second", "problem"),
+    [
+        ({"role": "trainer", "nodes": [1], "workers_per_node": 1}, "expected each role once"),
+        ({"role": "rollout", "nodes": [2], "workers_per_node": 1}, "expected less than 2"),
+        ({"role": "rollout", "nodes": [1, 0], "workers_per_node": 1}, "ascending"),
+        ({"role": "rollout", "nodes": [1], "workers_per_node": 1}, ""),
+    ],
+)
+def test_groups_of_a_phase_are_told_apart_and_lie_in_the_allocation(second: dict[str, object], problem: str) -> None:
+    """With the control, one that is accepted."""
+    first = {"role": "trainer", "nodes": [0, 1], "workers_per_node": 2}
+    content = {"attempt": 1, "num_nodes": 2, "phases": [[first, second]]}
+    if problem:
+        with pytest.raises(ValidationError, match=problem):
+            Placement.model_validate(content)
+    else:
+        assert [group.num_workers for group in Placement.model_validate(content).groups] == [4, 1]
