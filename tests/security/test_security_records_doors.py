@@ -17,7 +17,7 @@ from history_tools import whole_run
 from pydantic import ValidationError
 
 from flows.form import read_form
-from flows.run import _begun, _run_of
+from flows.run import run_of_the_form, _run_of
 from flows.task_runs import _stage
 from rlhf_core import config
 from rlhf_core.cli import main
@@ -102,14 +102,14 @@ def test_the_form_goes_on_with_no_run_outside_of_the_runs(tmp_path: Path) -> Non
             read_form({"run_id": text})
         form = read_form({}).model_copy(update={"run_id": text})
         with pytest.raises(RunDirError):
-            _begun(form, site, FlowRunLink())
+            run_of_the_form(form, site, FlowRunLink())
         flow_run: Any = SimpleNamespace(id="11111111-1111-1111-1111-111111111111", parameters={"run_id": text})
         store: Any = None
         assert _run_of(flow_run, site, store) is None
     (site.runs_dir / ID).symlink_to(evil.root)
     form = read_form({"run_id": ID})
     with pytest.raises(RunDirError, match="leads out of"):
-        _begun(form, site, FlowRunLink())
+        run_of_the_form(form, site, FlowRunLink())
     assert [one.run_id for one in run_dirs(site.runs_dir)] != []
     assert ID not in [one.run_id for one in run_dirs(site.runs_dir)]
 

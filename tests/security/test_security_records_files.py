@@ -31,7 +31,7 @@ from rlhf_core.run_dir import (
     read_tail,
 )
 from rlhf_core.schemas.reports import AttemptOutcome, MetricsLine
-from rlhf_core.watchdog.evidence import Progress
+from rlhf_core.watchdog.evidence import AttemptProgress
 from rlhf_core.watchdog.ingest import glance, rebuild, sync
 
 
@@ -124,7 +124,7 @@ def test_fifos_in_every_place_stop_neither_their_run_nor_the_others(tmp_path: Pa
         os.mkfifo(path)
     with within(20):
         report = rebuild(runs, store)
-        progress = Progress(attempt)
+        progress = AttemptProgress(attempt)
         progress.update()
         assert glance(hostile.dir) is not None
         assert hostile.dir.checkpoint(8).damage() == ["COMPLETE is unreadable: found a FIFO, expected a regular file"]
@@ -184,7 +184,7 @@ def test_500_mb_without_a_newline_are_skipped_in_bounded_memory(tmp_path: Path, 
         report = sync(run.dir, store)
         assert report.skipped == [], "it was said before"
         assert list(read_blocks(path))
-        progress = Progress(run.dir.attempt(1))
+        progress = AttemptProgress(run.dir.attempt(1))
         (run.dir.attempt(1).restart(0).root / "agents").mkdir(exist_ok=True)
         progress.update()
         _, peak = tracemalloc.get_traced_memory()
