@@ -1,4 +1,5 @@
-"""Looks at a silent worker from outside: what its threads wait for, and counters that grow only while it is at work."""
+"""Observations of a silent worker from outside: the reasons why its threads wait, and counters that grow only while
+it works."""
 
 from enum import StrEnum
 
@@ -30,14 +31,14 @@ class Wait(StrEnum):
 
 
 class RankLook(Schema):
-    """One look at one worker."""
+    """Observation of one worker."""
 
     status: RankStatus
     """The worker at that moment, as its beats say."""
     at_s: float
     """Time of the observation, by the monotonic clock of its node."""
     problem: str = ""
-    """Parts that could not be read, in a sentence; empty when the look is complete."""
+    """Parts that could not be read, in a sentence; empty if the observation is complete."""
     main: Wait = Wait.OUTSIDE
     """Wait of the main thread, the only one that beats."""
     detail: str = ""

@@ -13,8 +13,8 @@ class Step(Schema):
     """Next step of all agents."""
 
     action: Literal["start", "again", "restart", "next_role", "end"]
-    """Go on: start what comes next now; measure once more; start the workers again; go on with the next role; end the
-    attempt."""
+    """Next action: start the role that was agreed; measure once more; start the workers again; start the next role;
+    end the attempt."""
     state: AttemptState = AttemptState.FAILED
     """State in which the attempt ends."""
     message: str = ""
@@ -54,13 +54,13 @@ class NodeState(Schema):
     telemetry: dict[str, float] = {}
     """The last of them."""
     look_number: int = 0
-    """Look at its workers that agent 0 has asked for last; 0 for none."""
+    """Last observation of its workers that agent 0 requested; 0 for none."""
     looks: tuple[RankLook, ...] = ()
     """Findings of it."""
 
 
 class LookOrder(Schema):
-    """A look at all workers that agent 0 asks for."""
+    """Observation of all workers that agent 0 requests."""
 
     number: int = 0
     """Number of the order; 0 for none."""
@@ -82,7 +82,7 @@ class Orders(Schema):
     collect: int = 0
     """Number of requests so far to collect evidence."""
     look: LookOrder = LookOrder()
-    """Look at all workers."""
+    """Observation of all workers."""
     over: Step | None = None
     """The attempt ends now."""
 
