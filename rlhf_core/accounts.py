@@ -1,7 +1,8 @@
-"""The operating system's user behind a name that anybody can type.
+"""Operating system accounts behind claimed names.
 
-Names of people (who asks for a run, who approves a model) are claims. Beside each of them stands what the kernel says
-of the process that made it; what comes through Prefect, where all have one password, is marked as not verified.
+User names (of the owner of a run, of the approver of a model) are claims. Each is recorded with the account that the
+kernel reports of the process that made it; what comes through Prefect, where all have one password, is marked as not
+verified.
 """
 
 import os
@@ -24,5 +25,5 @@ def account() -> str:
 
 
 def attributed_here(name: str = "") -> str:
-    """The same for whoever uses this process; without a name, as its user."""
+    """Attribute a name to the account of this process; without a name, to the account alone."""
     return attributed(name or user_name(), account())

@@ -1,4 +1,4 @@
-"""Every error that a person may be shown, as one tree.
+"""Tree of all errors that users may see.
 
     RlhfError                       exit code 1 of the command line unless the class says otherwise
     ├── BadInput (2)                what the user gave cannot work; nothing was started
@@ -20,7 +20,7 @@
     │   └── JournalDamaged          a line of the controller's journal cannot be read
     ├── PrefectUnavailable          no Prefect server can be used; nothing of a run depends on one
     ├── PromotionFailed             the model of a completed run could not be written; it can be tried again
-    ├── RunNotBegun                 nobody begins a run that was asked for; it stays asked for
+    ├── RunNotBegun                 no worker starts a requested run; the request stays
     ├── RunFailed                   a run ended without a model; the diagnosis is the message
     ├── RunCancelled (130)          the user ended the run
     └── WorkerError                 raised on the nodes; crosses to the control plane as text in outcome.json
@@ -33,7 +33,7 @@
 
 A message says what was found, what was expected and what to do. Errors stay picklable: one message argument.
 
-Not among them are exceptions by which one part of a package tells another how to go on, and which end inside it:
+Exceptions for control flow within one package are not among them:
 
     rlhf_core.control.controller.CancelAsked                 a wait ends because the user ends the run
     rlhf_core.control.steps.AttemptFailed                a stage ends with its attempt
@@ -119,7 +119,7 @@ class RunDirError(RlhfError):
 
 
 class RunDirGone(RunDirError):
-    """A run directory was removed or moved away while its run was at work."""
+    """A run directory was removed or moved away while its run was active."""
 
 
 class CheckpointCorrupt(RunDirError):
@@ -147,7 +147,7 @@ class PromotionFailed(RlhfError):
 
 
 class RunNotBegun(RlhfError):
-    """Nobody begins a run that was asked for. It stays asked for: asking again would make a second one."""
+    """No worker starts a requested run. The request stays: another one would make a second run."""
 
 
 class RunFailed(RlhfError):

@@ -1,6 +1,6 @@
 """Files that another process writes, read so that none of them can hold or exhaust the reader.
 
-Only regular files are opened: a FIFO, a device or a socket in the place of one would block whoever reads it, and a
+Only regular files are opened: a FIFO, a device or a socket in the place of one would block the reader, and a
 symbolic link would have another file read. No more of a file is held in memory than its reader can use: a document or
 a line beyond the limit is refused or left out, whatever its size.
 """

@@ -4,15 +4,15 @@ from collections.abc import Collection
 from itertools import groupby
 
 _SHOWN = 5
-"""Ranges of steps that are listed."""
+"""Number of ranges of steps that are listed."""
 
 
 THROUGH_PREFECT = "through Prefect, unverified"
-"""Stands for the user where a name was typed into a form of Prefect, or sent to its API."""
+"""Account of a name that was typed into a form of Prefect, or sent to its API."""
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them: ``8.2 s``, ``12 s``, ``3 min 05 s``, ``2 h 14 min``."""
+    """Format a duration: ``8.2 s``, ``12 s``, ``3 min 05 s``, ``2 h 14 min``."""
     whole = round(seconds)
     if round(seconds, 1) < 10:
         return f"{seconds:.1f} s"
@@ -24,7 +24,7 @@ def duration(seconds: float) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """``1 step``, ``2 steps``, ``10,000 steps``."""
+    """Format a number with its noun: ``1 step``, ``2 steps``, ``10,000 steps``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
@@ -32,12 +32,13 @@ _LONGEST_CLAIM = 128
 
 
 def attributed(name: str, account: str) -> str:
-    """A claimed name with the user behind it: ``Head of Safety (anna, uid 1000)``, or shorter where both are one.
+    """Format a claimed name with the account behind it: ``Head of Safety (anna, uid 1000)``, or shorter where both are
+    one.
 
-    What stands in brackets at the end is never part of the claim.
+    The part in brackets at the end is never part of the claim.
 
     Args:
-        name: As it was typed.
+        name: The name as it was typed.
         account: Of ``rlhf_core.accounts.account``, or :data:`THROUGH_PREFECT`; empty in records of rlhf-flows 0.1.
     """
     if not account:
@@ -48,17 +49,17 @@ def attributed(name: str, account: str) -> str:
 
 
 def place_text(attempt: int, restart: int) -> str:
-    """Attempt and restart as people say them: ``attempt 1``, ``attempt 1 after restart 2``."""
+    """Format attempt and restart: ``attempt 1``, ``attempt 1 after restart 2``."""
     return f"attempt {attempt}" + (f" after restart {restart}" if restart else "")
 
 
 def missing_steps(known: Collection[int], total: int, state: str) -> str:
-    """Say of which steps a run that is over has no metrics; empty where none is missing.
+    """List the steps of an ended run that have no metrics; empty if none is missing.
 
     Args:
         known: steps that left metrics.
-        total: steps that were asked for.
-        state: how the run ended; of one that was not completed, only the steps up to its last one were made.
+        total: requested steps.
+        state: final state of the run; if it was not completed, only the steps up to its last one were made.
     """
     if state not in ("completed", "failed", "cancelled"):
         return ""

@@ -77,12 +77,12 @@ def write_new(path: Path, text: str) -> None:
 
 
 def own_folder(parent: Path) -> Path:
-    """The folder of this user among temporary files, the same at every call; nobody else can enter it.
+    """Return this user's private folder among temporary files, the same at every call.
 
     Where another user stands in its place, a further name is taken.
 
     Args:
-        parent: A folder in which everybody may write, ``/dev/shm`` for instance.
+        parent: World-writable folder, for instance ``/dev/shm``.
 
     Raises:
         OSError: none can be made.

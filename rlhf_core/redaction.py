@@ -1,6 +1,6 @@
 """Recognition and masking of secrets: names of variables that hold one, and values that carry one. Pure.
 
-Whatever is kept (rows, run directories, Prefect, logs) is read by more people than the one who asked for a run. A value
+Everything stored (rows, run directories, Prefect, logs) has more readers than the user who requested the run. A value
 that is recognised here is never printed, by no message and no finding.
 """
 

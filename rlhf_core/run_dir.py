@@ -92,7 +92,7 @@ def read_model(path: Path, schema: type[Model]) -> Model | None:
 
 
 def claim(path: Path, text: str) -> bool:
-    """Create a file that must not exist yet; False when somebody else was first."""
+    """Create a file that must not exist yet; False if another process was first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -106,7 +106,7 @@ def claim(path: Path, text: str) -> bool:
 
 
 def create_once(path: Path, text: str, mode: int = _USUAL_MODE) -> bool:
-    """Write a whole file that must not exist yet; False when somebody else was first.
+    """Write a whole file that must not exist yet; False if another process was first.
 
     Unlike :func:`claim`, whose file may be seen while it is empty: what is here is whole, also after a kill.
 
@@ -173,7 +173,8 @@ class LineWriter:
     that it had: they are still in the open file, as long as its file system keeps it.
 
     Args:
-        on_loss: told in a sentence, before the next line is written, that the file was deleted, replaced or truncated.
+        on_loss: called with a sentence, before the next line is written, if the file was deleted, replaced or
+            truncated.
     """
 
     def __init__(self, path: Path, on_loss: Callable[[str], None] = lambda text: None) -> None:
@@ -220,7 +221,7 @@ class LineWriter:
             there = self._path.stat()
         except OSError:
             if not self._path.parent.is_dir():
-                return ""  # more is gone than this file; whoever needs the folder will say so
+                return ""  # the whole folder is gone; its next user reports it
             there = None
         is_own = there is not None and (there.st_dev, there.st_ino) == (own.st_dev, own.st_ino)
         if is_own and own.st_size >= self._end:
@@ -270,7 +271,7 @@ def read_lines(
 
 @dataclass(frozen=True)
 class FilePosition:
-    """Position in an appended file, and the marks by which it is known again: a follower keeps all of them.
+    """Position in an appended file, and the marks by which a reader recognises the file.
 
     A file is known by what stands in it. Its number in the file system says less: a copy that was put back has another
     one, and a file that was truncated and written anew has the same.
@@ -289,7 +290,7 @@ def read_on(path: Path, place: FilePosition, limit_bytes: int = 16 << 20) -> tup
     """Whole lines of an appended file after a place, the place after them, and whether it is another file than before.
 
     A file that was truncated or replaced by another one is read from its beginning: its bytes before the place are not
-    those that were read. One that was written again with the same lines is gone on with. A missing one has no lines,
+    those that were read. A file rewritten with the same lines is continued. A missing one has no lines,
     nor has what is no file, nor one that is shorter than it was: another machine may see an older version of it for a
     while.
     """
@@ -311,7 +312,7 @@ def read_on(path: Path, place: FilePosition, limit_bytes: int = 16 << 20) -> tup
 
 
 def tail_mark(path: Path, offset: int) -> int:
-    """Fingerprint of the last bytes before an offset, by which a file is known again; 0 where it cannot be taken."""
+    """Fingerprint of the last bytes before an offset, to recognise a file; 0 if it cannot be taken."""
     try:
         with open_regular(path) as file:
             return _tail(file, offset)
@@ -326,7 +327,7 @@ def is_as_read(path: Path, offset: int, mark: int) -> bool:
         with open_regular(path) as file:
             return not mark or file.seek(0, os.SEEK_END) < offset or _tail(file, offset) == mark
     except OSError:
-        return True  # missing, away, or no file: whoever reads it says so
+        return True  # missing, away, or not a file: its next reader reports it
 
 
 _HEAD_BYTES = 64
@@ -420,7 +421,7 @@ class RestartDir:
         return self.root / f"events-{node}.jsonl"
 
     def worker_events(self, role: str, node: str, local_rank: int) -> Path:
-        """Messages of a worker to people: that a file of its was deleted, for instance; that worker appends."""
+        """Messages of a worker for the user, for instance about a deleted file; that worker appends."""
         return self.root / f"events-{node}-{role}-{local_rank}.jsonl"
 
     def telemetry(self, node: str) -> Path:
@@ -632,7 +633,7 @@ class RunDir:
 
         Raises:
             RunDirError: the text is no run id, or its folder is a link that leads out of ``runs``. An id may come from
-                anybody who can fill in a form: nothing else is ever opened by one.
+                any user who can fill in a form: nothing else is ever opened by one.
         """
         if not is_run_id(run_id):
             raise RunDirError(f"found {run_id[:200]!r}, expected the id of a run, as sort-20260301-120000-a1b2c3")
@@ -680,7 +681,7 @@ class RunDir:
 
     @property
     def promotion_answer(self) -> Path:
-        """The one answer that counts to the question whether the model may be promoted; whoever answers first."""
+        """Answer to the question whether the model may be promoted; the first one counts."""
         return self.root / "promotion.json"
 
     @property
@@ -727,7 +728,7 @@ class RunDir:
         return [self.attempt(number) for number in _numbered(self.attempts_dir)]
 
     def is_superseded(self, attempt: int) -> bool:
-        """True if the attempt after this one was planned: nothing of this one may be at work or be written any more."""
+        """True if the attempt after this one was planned: nothing of this one may run or write any more."""
         return self.attempt(attempt + 1).placement.exists()
 
     def checkpoint(self, step: int) -> CheckpointDir:
@@ -848,7 +849,7 @@ def run_dirs(runs: Path) -> list[RunDir]:
 
 
 def cleared_nodes(runs: Path) -> Path:
-    """Folder beside the run directories of what people said about nodes that were mended."""
+    """Return the folder of the records of repaired nodes, beside the run directories."""
     return runs / "cleared-nodes"
 
 

@@ -1,7 +1,7 @@
-"""Places in the code: what a program was doing when it failed, from the frames of a traceback.
+"""Activity of a program at its failure, from the frames of a traceback.
 
-An error of a general class, as ``KeyError``, says little; that it came up in a tokenizer, in a reward function or while
-a library was imported says most. The innermost place that is known decides.
+An error of a general class, such as ``KeyError``, says little; its location in a tokenizer, a reward function or an
+import says most. The innermost known location decides.
 """
 
 import re
@@ -23,7 +23,7 @@ USER, STDLIB = "user code", "standard library"
 ENGINES = frozenset({"vllm", "sglang", "lmdeploy", "tensorrt_llm", "vllm_ascend", "sgl_kernel", "aphrodite"})
 """Packages that generate text in a process of their own."""
 ENGINE_PROCESSES = re.compile(r"EngineCore|[Vv]llm|vLLM|SGLang|sglang|Worker_[DTP]P\d")
-"""In the label of a process: it is an engine's own."""
+"""Labels of processes of an engine."""
 SERVICES = frozenset(
     {
         "wandb",
@@ -51,7 +51,7 @@ SERVICES = frozenset(
         "urllib",
     }
 )
-"""Packages that speak with something outside the job."""
+"""Packages that connect to services outside the job."""
 CACHES = frozenset(
     {
         "huggingface_hub",
@@ -81,28 +81,29 @@ def package_of(frame: Frame) -> str:
 
 
 def raised_in(raised: Raised) -> str:
-    """Package whose code raised an error, with the standard library counted to its caller; empty without frames."""
+    """Name the package whose code raised an error, with the standard library counted to its caller; empty without
+    frames."""
     packages = [package_of(frame) for frame in raised.frames]
     return next((package for package in reversed(packages) if package != STDLIB), packages[-1] if packages else "")
 
 
 @dataclass(frozen=True)
 class CodeLocation:
-    """One row of the table: a kind of code, and what failing there means."""
+    """Row of the table: a kind of code, and the kind of a failure there."""
 
     kind: Kind
     example: str
-    """A frame, or the code it was at, as a traceback prints it."""
+    """Frame or line of code, as a traceback prints it."""
     path: str = ""
     function: str = ""
     code: str = ""
     errors: str = ""
-    """Classes of errors it holds for; empty for all general ones."""
+    """Classes of errors it applies to; empty for all general ones."""
     reach: int = 8
-    """So many frames from the innermost are looked at."""
+    """Number of frames examined, from the innermost."""
 
     def fits(self, frame: Frame, error: str) -> bool:
-        """Tell a frame that is such a place, for this class of error."""
+        """Return True if the frame is such a location, for this class of error."""
         return (
             (not self.errors or re.fullmatch(self.errors, error) is not None)
             and (not self.path or re.search(self.path, frame.path) is not None)
@@ -145,7 +146,7 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
     CodeLocation(
         Kind.IMPORT_ERROR,
         'File "site-packages/vllm/_core_ext.py", line 182, in <module>',
-        # Not a program: what it runs is no import.
+        # Not a program: the code it runs is no import.
         path=r"(?:site|dist)-packages/(?!.*(?:/workers?/|(?:__main__|main|run|cli|launch\w*|default_worker)\.py))",
         function=r"^<module>$",
         errors="(?!FileNotFound|Permission|OSError|KeyboardInterrupt|SystemExit).*",
@@ -225,17 +226,17 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
         reach=3,
     ),
 )
-"""Looked through for every frame from the innermost outwards; the first place that fits decides."""
+"""Searched for every frame from the innermost outwards; the first location that fits decides."""
 
 GENERAL = re.compile(
     r"\w*?(?:Key|Value|Type|Attribute|Assertion|Index|Runtime|NotImplemented|Name|UnboundLocal|Recursion|ZeroDivision|OS|IO|Lookup|"
     r"Arithmetic|System|Inductor|Compilation|Stop)\w*(?:Error|Exception|Iteration)|Exception|_?queue\.Empty|InductorError|AcceleratorError"
 )
-"""Classes that say nothing of a kind by themselves."""
+"""Classes that imply no kind by themselves."""
 
 
 def location_of(raised: Raised, places: Sequence[CodeLocation] = CODE_LOCATIONS) -> CodeLocation | None:
-    """The innermost known place that an error of a general class came from; None where there is none."""
+    """Find the innermost known location of an error of a general class; None if there is none."""
     if GENERAL.fullmatch(raised.error) is None:
         return None
     for distance, frame in enumerate(reversed(raised.frames)):

@@ -1,16 +1,16 @@
-"""Parts that a piece of evidence can play in a failure."""
+"""Parts that evidence can play in a failure."""
 
 from enum import IntEnum
 
 
 class EvidencePart(IntEnum):
-    """Part that a piece of evidence plays in a failure. Lower decides over higher."""
+    """Part of a piece of evidence in a failure. The lowest one decides."""
 
     ROOT = 0
-    """It says what failed."""
+    """It names the cause."""
     SYMPTOM = 1
-    """Something that failed shows itself here, and may say more elsewhere."""
+    """It shows that something failed, whose cause may be named elsewhere."""
     CASCADE = 2
-    """It follows from a failure elsewhere, or says no more than that there was one."""
+    """It follows from a failure elsewhere, or only says that there was one."""
     TEARDOWN = 3
-    """It belongs to the end of everything, or only sounds like a failure: says nothing."""
+    """It belongs to the shutdown, or only sounds like a failure: no evidence."""

@@ -1,7 +1,7 @@
-"""Classes of errors: what the class alone says of an error, whatever its message, and what its error number does.
+"""Kinds of failure by error class and error number alone, whatever the message.
 
-A class is looked up by its full name, then by its own name, then by the library it is of. Classes that everything is
-raised with (``ValueError``, ``RuntimeError`` ...) are not here: their message and the place they came from decide.
+A class is looked up by its full name, then by its own name, then by its library. General classes (``ValueError``,
+``RuntimeError`` ...) are not here: their message and location decide.
 """
 
 import re
@@ -33,7 +33,7 @@ CLASSES: dict[str, Meaning] = {
         "ContextualVersionConflict MissingCUDAException CUDAMismatchException CompilationError PTXASError "
         "OutOfResources",
     ),
-    # Data, and what turns text into tokens.
+    # Data and tokenizers.
     **_all(
         Kind.DATA,
         EvidencePart.ROOT,
@@ -97,10 +97,10 @@ CLASSES: dict[str, Meaning] = {
         EvidencePart.CASCADE,
         "EngineDeadError EngineCoreError AsyncEngineDeadError MQEngineDeadError EngineGenerateError VLLMException",
     ),
-    # What a person did.
+    # Actions of the user.
     **_all(Kind.USER_CANCEL, EvidencePart.SYMPTOM, "KeyboardInterrupt"),
 }
-"""By full name, or by the class alone."""
+"""Kinds by full class name, or by the class alone."""
 
 # fmt: off
 WRAPPERS = frozenset((
@@ -111,7 +111,7 @@ WRAPPERS = frozenset((
     "UserCodeException",
 ))
 # fmt: on
-"""Classes that only say that something else failed: what it was decides, wherever it was printed."""
+"""Classes that wrap another error, which decides wherever it was printed."""
 
 SERVICE_ERRORS = re.compile(
     r"(?:wandb|swanlab|mlflow|comet_ml|openai|anthropic|huggingface_hub|urllib3|requests|httpx|httpcore|aiohttp|botocore|urllib)\."
@@ -132,7 +132,7 @@ _NUMBERS: tuple[tuple[Kind, EvidencePart, tuple[int, ...]], ...] = (
     (Kind.CONFIG, EvidencePart.SYMPTOM, (1, 2, 13, 20, 21, 36)),
 )
 NUMBERS: dict[int, Meaning] = {number: Meaning(kind, part) for kind, part, numbers in _NUMBERS for number in numbers}
-"""Linux error numbers, and those of the resolver (negative), that say what failed."""
+"""Kinds by Linux error number, and by number of the resolver (negative)."""
 
 
 _STATUS = re.compile(
@@ -143,12 +143,11 @@ STATUSES: dict[int, Meaning] = {
     **dict.fromkeys((400, 413, 422), Meaning(Kind.DATA, EvidencePart.SYMPTOM)),
     **dict.fromkeys((401, 403, 404), Meaning(Kind.CONFIG, EvidencePart.SYMPTOM)),
 }
-"""HTTP statuses by which a service refuses a request for good: what was sent, or who asked for what. It may be busy or
-broken in all others."""
+"""HTTP statuses by which a service refuses a request permanently. With all others it may be busy or broken."""
 
 
 def of_class(name: str, classes: Mapping[str, Meaning] = CLASSES) -> tuple[str, Meaning] | None:
-    """Row and meaning of a class, given with or without its module; None for one that says nothing."""
+    """Look up a class, given with or without its module; None if it is unknown."""
     error = name.rpartition(".")[2]
     for key in (name, error):
         if key in classes and (key == error or "." in key):
@@ -158,7 +157,7 @@ def of_class(name: str, classes: Mapping[str, Meaning] = CLASSES) -> tuple[str, 
 
 
 def of_number(message: str) -> tuple[str, Meaning] | None:
-    """Row and meaning of the error number in a message."""
+    """Look up the error number in a message."""
     found = _ERRNO.search(message)
     if found is None:
         return None
@@ -168,7 +167,7 @@ def of_number(message: str) -> tuple[str, Meaning] | None:
 
 
 def of_status(message: str) -> tuple[str, Meaning] | None:
-    """Row and meaning of the HTTP status in the message of a service's error."""
+    """Look up the HTTP status in the message of a service's error."""
     found = _STATUS.search(message)
     if found is None:
         return None

@@ -1,10 +1,10 @@
 """Anomalies in the telemetry of all nodes: a lagging node, a hot or broken GPU, a spinning collective.
 
-Findings are sentences for a person. They neither stop nor restart anything: a hang is found by the beats
+Findings are sentences for the user. They neither stop nor restart anything: hangs are found by heartbeats
 (``liveness.py``). Pure: telemetry and seconds in, sentences out.
 
-Two things keep healthy jitter quiet. Figures are means over minutes (a median over time would jump between two nodes
-whose GPUs are busy half of the time), and a finding begins or ends only when several judgements in a row say so, with
+Two rules suppress healthy jitter. Figures are means over minutes (a median over time would jump between two nodes
+whose GPUs are busy half of the time), and a finding begins or ends only after several equal judgements in a row, with
 a lower threshold for its end than for its beginning.
 """
 
@@ -19,72 +19,72 @@ WINDOW_S = 180.0
 """Window over which a figure is averaged."""
 
 JUDGE_EVERY_S = 10.0
-"""Findings change no more often."""
+"""Interval between judgements."""
 
 IN_A_ROW = 3
-"""So many judgements must agree before a finding begins, or ends."""
+"""Number of consecutive judgements that begin or end a finding."""
 
 MIN_SAMPLES = 15
-"""Fewer readings of a unit say nothing about it."""
+"""Minimum number of readings of a unit."""
 
 MIN_UNITS = 3
-"""With two, nobody can say which of them is the odd one."""
+"""Minimum number of units: of two, neither can be called the outlier."""
 
 MAD_FACTOR = 5.0
-"""Deviation from the median of the others, in robust standard deviations, from which on it counts."""
+"""Threshold of the deviation from the median of the others, in robust standard deviations."""
 
 MAD_TO_SIGMA = 1.4826
 """Median absolute deviation to standard deviation, of a normal distribution."""
 
 NOISE_FACTOR = 6.0
-"""... and in standard errors of the unit's own mean, which fluctuates where its figure comes in bursts."""
+"""Threshold in standard errors of the unit's own mean, which fluctuates if its figure comes in bursts."""
 
 STAYS_AT = 0.7
 """Share of a threshold above which a finding stays."""
 
 STEPS_QUIET_S = 60.0
-"""Without progress for less long, no collective is called spinning."""
+"""Minimum time without progress before a collective is called spinning."""
 
 STEPS_QUIET_FACTOR = 3.0
-"""... and for less long than so many times the longest wait for progress seen before."""
+"""Minimum of the same as a multiple of the longest wait for progress seen before."""
 
 BUSY_PERCENT = 95.0
 """Utilisation of a GPU that counts as busy all the time."""
 
 LOW_POWER_OF_WORK = 0.6
-"""A kernel that only waits draws less than this share of what the same GPU drew while steps advanced."""
+"""A kernel that only waits draws less than this share of the GPU's power while steps advanced."""
 
 LOW_POWER_OF_LIMIT = 0.35
 """The same as a share of its power limit, before any step has advanced."""
 
 HOT_MARGIN_C = 3.0
-"""So near the temperature at which the hardware slows down, a GPU is hot."""
+"""Distance to the throttling temperature below which a GPU counts as hot."""
 
 COOLED_MARGIN_C = 8.0
-"""And so far below it, it no longer is."""
+"""Distance above which it no longer does."""
 
 CORRECTED_ECC = 100.0
-"""Corrected memory errors within the window that are worth a look."""
+"""Corrected memory errors within the window above which they are reported."""
 
 PROGRAM_XIDS = {13, 31, 43, 45}
-"""XIDs that a faulty program causes as well (NVIDIA, "XID Errors"): illegal access, page fault, channel ended."""
+"""XIDs that a faulty program can cause too (NVIDIA, "XID Errors"): illegal access, page fault, channel ended."""
 
 _GPU = re.compile(r"gpu(\d+)_(\w+)")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One figure that is about equal on all nodes of a healthy job."""
+    """Figure that is about equal on all nodes of a healthy job."""
 
     name: str
     """Noun for the figure that is compared."""
     unit: str
     floor: float
-    """A difference below this is never worth a word, in ``unit``."""
+    """Smallest difference that is reported, in ``unit``."""
     share: float
-    """Nor is one below this share of the median."""
+    """Smallest difference that is reported, as a share of the median."""
     read: Callable[[Mapping[str, float]], float | None]
-    """The figure in one reading; None when it is not there."""
+    """Extract the figure from one reading; None if it is missing."""
     look_for: str
     """Advice for the user."""
 
@@ -199,14 +199,14 @@ class _Sign:
     begins: bool
     """Strong enough to begin a finding."""
     stays: bool
-    """Strong enough for one that is there to stay."""
+    """Strong enough to keep an existing finding."""
     at_once: bool = False
-    """No matter of degree: it begins with the first judgement, and stays for good."""
+    """True for a yes-or-no fact: it begins with the first judgement and never ends."""
 
 
 @dataclass
 class _ImbalanceFinding:
-    """A possible finding, and how many judgements in a row spoke against its present state."""
+    """Possible finding, with the number of consecutive judgements against its present state."""
 
     text: str = ""
     active: bool = False
@@ -216,7 +216,7 @@ class _ImbalanceFinding:
 
 @dataclass
 class ImbalanceWatch:
-    """Remembers the last minutes of all nodes, and says what stands out. One per role and restart."""
+    """Detector of outliers in the last minutes of telemetry of all nodes. One per role and restart."""
 
     _nodes: dict[str, deque[_Sample]] = field(default_factory=dict)
     _gpus: dict[_Gpu, deque[_Sample]] = field(default_factory=dict)
@@ -231,14 +231,14 @@ class ImbalanceWatch:
     _judged_at_s: float | None = None
 
     def add(self, node: str, telemetry: Mapping[str, float], step: int, now_s: float, beats: int = 0) -> None:
-        """Take in one reading of a node.
+        """Add one reading of a node.
 
         Args:
             node: Name of the node.
             telemetry: Its figures, as in ``AgentStatus.telemetry``.
             step: Training step its workers are at.
-            now_s: When, on the caller's monotonic clock, in seconds; the same clock for all nodes.
-            beats: Signs of life of its workers so far, in sum; they count as progress where there are no steps.
+            now_s: Time on the caller's monotonic clock, in seconds; the same clock for all nodes.
+            beats: Total number of heartbeats of its workers so far; they count as progress where there are no steps.
         """
         self._now_s = max(self._now_s, now_s)
         self._note_progress(node, (step, beats), now_s)
@@ -291,7 +291,7 @@ class ImbalanceWatch:
         comparisons: Iterable[Comparison],
         units: "Mapping[str, deque[_Sample]] | Mapping[_Gpu, deque[_Sample]]",
     ) -> dict[str, _Sign]:
-        """One sign per unit and figure that could be compared."""
+        """Compare every unit and figure; one sign each."""
         signs: dict[str, _Sign] = {}
         for comparison in comparisons:
             means = self._means(units, comparison.read)
@@ -301,7 +301,7 @@ class ImbalanceWatch:
             for unit, mean in means.items():
                 others = [other.value for key, other in means.items() if key != unit]
                 found[f"{kind} {unit} {comparison.name}"] = _deviation(unit, comparison, mean, others)
-            # Where half of them differ from the other half, nobody is the odd one: they do different work.
+            # If half of the units differ from the other half, there is no outlier: they do different work.
             if sum(sign.begins for sign in found.values()) * 2 < len(found):
                 signs |= found
         return signs
@@ -311,7 +311,7 @@ class ImbalanceWatch:
         units: "Mapping[str, deque[_Sample]] | Mapping[_Gpu, deque[_Sample]]",
         read: Callable[[Mapping[str, float]], float | None],
     ) -> dict[str, _Mean]:
-        """Mean of a figure over the window, of the units that have enough readings of it."""
+        """Mean of a figure over the window for each unit with enough readings."""
         means = {}
         for unit, samples in units.items():
             values = [value for sample in self._recent(samples) if (value := read(sample.figures)) is not None]
@@ -346,7 +346,7 @@ class ImbalanceWatch:
         if errors > 0:
             found[f"ecc {gpu}"] = (
                 f"{gpu} had {errors:.0f} memory errors that ECC could not correct since this job began. "
-                f"Its results are not to be trusted: take the node out and have the GPU reset or replaced"
+                f"Its results cannot be trusted: exclude the node and have the GPU reset or replaced"
             )
         if last.get("lost"):
             found[f"lost {gpu}"] = f"{gpu} no longer answers: it has fallen off the bus. The node must be restarted"
@@ -365,7 +365,7 @@ class ImbalanceWatch:
         before = self._progress.get(node)
         self._progress[node] = progress
         if before is not None and progress != before:
-            # The wait for the first sign of life is that of a start, and says nothing about the waits of the work.
+            # The wait for the first heartbeat is part of the start, and no measure of later waits.
             if self._has_progressed:
                 self._longest_wait_s = max(self._longest_wait_s, now_s - self._progressed_at_s)
             self._progressed_at_s = now_s
@@ -373,7 +373,7 @@ class ImbalanceWatch:
 
     @property
     def _quiet_s(self) -> float:
-        """Seconds since anything advanced on any node."""
+        """Return the seconds since anything advanced on any node."""
         return 0.0 if self._progressed_at_s is None else self._now_s - self._progressed_at_s
 
     def _learn_power(self) -> None:
@@ -420,7 +420,7 @@ def _append(samples: "deque[_Sample]", sample: _Sample) -> None:
 
 
 def _by_gpu(telemetry: Mapping[str, float]) -> dict[int, dict[str, float]]:
-    """``gpu3_power_w`` of a node to ``power_w`` of its GPU 3."""
+    """Group telemetry by GPU: ``gpu3_power_w`` of a node becomes ``power_w`` of its GPU 3."""
     found: dict[int, dict[str, float]] = {}
     for name, value in telemetry.items():
         match = _GPU.fullmatch(name)
@@ -451,7 +451,7 @@ def _deviation(unit: str, comparison: Comparison, mean: _Mean, others: list[floa
 
 
 def _strained(gpu: _Gpu, readings: list[Mapping[str, float]]) -> dict[str, _Sign]:
-    """Heat, throttling, and memory errors that were still corrected."""
+    """Findings about heat, throttling and corrected memory errors."""
     signs = {}
     heat = [one["temperature_c"] for one in readings[-MIN_SAMPLES:] if "temperature_c" in one]
     limit = readings[-1].get("temperature_slowdown_c")
@@ -468,7 +468,7 @@ def _strained(gpu: _Gpu, readings: list[Mapping[str, float]]) -> dict[str, _Sign
             share = statistics.fmean(flags)
             signs[f"{name} {gpu}"] = _Sign(
                 f"{gpu} is slowed down by {cause} {share:.0%} of the time. The whole job waits for it: "
-                f"look at {'the cooling' if name == 'throttle_thermal' else 'the power supply'} of {gpu.node}",
+                f"check {'the cooling' if name == 'throttle_thermal' else 'the power supply'} of {gpu.node}",
                 begins=share >= 0.5,
                 stays=share >= 0.25,
             )
@@ -476,7 +476,7 @@ def _strained(gpu: _Gpu, readings: list[Mapping[str, float]]) -> dict[str, _Sign
     if corrected:
         errors = corrected[-1] - corrected[0]
         signs[f"corrected {gpu}"] = _Sign(
-            f"{gpu} had {errors:.0f} memory errors corrected by ECC in {WINDOW_S:.0f} s. It still computes rightly, "
+            f"{gpu} had {errors:.0f} memory errors corrected by ECC in {WINDOW_S:.0f} s. Its results are still correct, "
             f"but such memory tends to fail: have {gpu.node} checked",
             begins=errors >= CORRECTED_ECC,
             stays=errors >= STAYS_AT * CORRECTED_ECC,

@@ -1,8 +1,8 @@
-"""Variables from which launchers build their world, against the plan of the run. Pure.
+"""Comparison of the variables from which launchers build their world with the plan of the run. Pure.
 
-None of them is needed here: the agents deal the ranks. A launcher in user code or in the job's set-up reads them, and a
-node that contradicts the plan then waits for ranks that do not exist, or trains alone (ms-swift #3695). A variable that
-is set nowhere, or unset where a launcher would take the right value by itself, is no contradiction.
+None of them is needed here: the agents assign the ranks. A launcher in user code or in the job's set-up reads them, and
+a node that contradicts the plan then waits for ranks that do not exist, or trains alone (ms-swift #3695). A variable
+that is set nowhere, or unset where a launcher would take the right value by itself, is no contradiction.
 """
 
 from collections import Counter
@@ -10,11 +10,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 NODE_NUMBERS = ("NODE_RANK", "GROUP_RANK", "PET_NODE_RANK")
-"""Each node's own number, from 0."""
+"""Variables of each node's own number, from 0."""
 MEETING = ("MASTER_ADDR", "MASTER_PORT")
-"""Variables of the meeting point; the plan knows nothing about them, they must only agree."""
+"""Variables of the rendezvous address; they are not in the plan and only have to agree."""
 TAKEN_WHERE_UNSET = "1"
-"""Defaults of launchers for numbers of nodes and ranks that they are not told."""
+"""Default of launchers for unset numbers of nodes and ranks."""
 
 _ALONE = "a launcher there starts a world of its own, and the node trains alone"
 _NEVER_WHOLE = "the world is never complete, and all wait for ranks that do not exist"
@@ -22,7 +22,7 @@ _NEVER_WHOLE = "the world is never complete, and all wait for ranks that do not 
 
 @dataclass(frozen=True)
 class Contradiction:
-    """A variable that is wrong."""
+    """Variable that contradicts the plan."""
 
     found: str
     expected: str
@@ -102,7 +102,7 @@ def _of_places(name: str, nodes: Sequence[NodeVariables], planned: Sequence[str]
     held = {one.index: one.variables[name] for one in nodes if name in one.variables}
     if not held:
         return
-    # A launcher that is told none takes 0, which is right on the first node.
+    # A launcher without the variable takes 0, which is right on the first node.
     unset = [one for one in nodes if one.index not in held and one.index != 0]
     places = {index: int(value) for index, value in held.items() if value.isdigit()}
     advice = f"give each node its own {name}, or unset it: rlhf-flows does not need it"

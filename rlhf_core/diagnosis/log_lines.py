@@ -1,8 +1,7 @@
-"""Lines of a log without what launchers put before them: the text, the process that printed it, and how loud it is.
+"""Lines of a log without the prefixes of launchers: text, process and log level.
 
-Ray, torchrun, srun, engines, containers, the kernel and people who quote a log each put something of their own before
-what a runtime says. It is taken off from the left, piece by piece, so that the rest of the reading sees the same text
-wherever it was printed.
+Ray, torchrun, srun, engines, containers, the kernel and quotations of logs each add their own prefix. Prefixes are
+removed from the left, one by one, so that the rest of the parser sees the same text wherever it was printed.
 """
 
 import re
@@ -10,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 LONGEST_LINE = 4000
-"""Characters of a line that are read: what matters stands at its begin, and no line may hold the reading up."""
+"""Number of characters of a line that are read: the important part is at its beginning, and no line may slow the
+parser down."""
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]{0,200}\x07")
 _PROCESS = re.compile(
@@ -52,26 +52,26 @@ class LogLine:
     """One line of a log."""
 
     number: int
-    """From 0."""
+    """Number of the line, from 0."""
     text: str
-    """Without its prefix; blanks at its begin tell what a traceback quotes."""
+    """Text without its prefix; leading blanks mark the lines that a traceback quotes."""
     process: str
-    """Label of the process that printed it; empty when it has none."""
+    """Label of the process that printed it; empty if there is none."""
     is_quiet: bool
-    """It was logged as a warning or below: by itself no failure."""
+    """True if it was logged as a warning or below: by itself no failure."""
     raw: str
-    """As it was printed."""
+    """Line as it was printed."""
 
 
 def read_lines(text: str) -> Iterator[LogLine]:
-    """All lines that say anything, in order."""
+    """Yield all lines that are not blank, in order."""
     for number, raw in enumerate(text.splitlines()):
         if raw and not raw.isspace():
             yield read_line(raw, number)
 
 
 def read_line(raw: str, number: int = 0) -> LogLine:
-    """One line, split into who, how loud, and what."""
+    """Split a line into process, level and text."""
     text = raw[:LONGEST_LINE].rstrip()
     if "\x1b" in text:
         text = _ANSI.sub("", text)

@@ -1,11 +1,10 @@
-"""From the text of a log to the evidence that decides: what is in it, in which order, and what came of it.
+"""Search of a log for the evidence that decides its classification.
 
-Each line is split into who printed it and what (:mod:`rlhf_core.diagnosis.log_lines`); lines of a traceback are put
-together with their frames (:mod:`rlhf_core.diagnosis.tracebacks`) and weighed
-(:mod:`rlhf_core.diagnosis.raised_errors`); of all others, phrases are known
-(:mod:`rlhf_core.diagnosis.signatures`). What is left are *events*, each with its kind and the part it plays. Then time
-decides: what a training went on after has not ended it, what came after a user's cancellation is its consequence, and
-of several roots the first is the one.
+Each line is split into process and text (:mod:`rlhf_core.diagnosis.log_lines`); lines of a traceback are joined with
+their frames (:mod:`rlhf_core.diagnosis.tracebacks`) and weighed (:mod:`rlhf_core.diagnosis.raised_errors`); all others
+are matched against phrases (:mod:`rlhf_core.diagnosis.signatures`). The result is a list of *events*, each with its
+kind and its part in the failure. Then order decides: an event after which training continued has not ended it, events
+after a user's cancellation are its consequences, and of several roots the first one counts.
 """
 
 from collections.abc import Sequence
@@ -20,27 +19,27 @@ from rlhf_core.diagnosis.tracebacks import CONTINUED, Frame, Raised, TracebackRe
 from rlhf_core.schemas.failures import FailureKind as Kind
 
 GOING_ON = 3
-"""So many steps after a complaint show that it was survived. Fewer may come from a buffer that is emptied at exit."""
+"""Number of steps after an error that show that training survived it. Fewer may come from a buffer flushed at exit."""
 HEAD, TAIL = 1_000_000, 4_000_000
-"""Characters that are read of a longer log, at its begin and at its end: the time that it takes is bounded."""
+"""Characters read from the beginning and the end of a long log, to bound the time."""
 _BY_REQUEUE = "DUE TO JOB REQUEUE"
-"""In what Slurm says of a job that was put back: no failure where the job did so itself."""
+"""Part of Slurm's message about a requeued job: no failure if the job requeued itself."""
 _STARTS_OVER = ": error: "
-"""In what a command prints about its arguments before it ends: what follows in the same file is another start."""
+"""Part of a command's message about wrong arguments: the rest of the file is another start."""
 _OF_THE_START = frozenset({Kind.RENDEZVOUS})
-"""Kinds that no step can be made after: the first one shows that they were survived."""
+"""Kinds that preclude any step: the first step shows that they were survived."""
 _REASONS = frozenset({Kind.PREEMPTION, Kind.TIME_LIMIT, Kind.NODE_LOST, Kind.USER_CANCEL})
 
 
 def find(text: str, tables: Tables = TABLES) -> FailureEvent | None:
-    """The event that decides about a log; None when it shows no failure."""
+    """Find the event that decides the classification of a log; None if it shows no failure."""
     return decide(events(text, tables))
 
 
 def find_error(error_type: str, message: str, traceback: str, tables: Tables = TABLES) -> FailureEvent:
-    """Read an error that a worker wrote down itself: its full class, its message, and its traceback.
+    """Classify an error that a worker recorded itself: its full class, its message, and its traceback.
 
-    Where it says nothing itself, those that it was raised from may.
+    If it is not specific itself, the errors that it was raised from may be.
     """
     reader = TracebackReader()
     lines = [LogLine(number, raw, "", False, raw) for number, raw in enumerate(traceback.splitlines())]
@@ -55,7 +54,7 @@ def find_error(error_type: str, message: str, traceback: str, tables: Tables = T
 
 
 def decide(found: Sequence[FailureEvent]) -> FailureEvent | None:
-    """The event that decides: roots before symptoms before cascades, then the first."""
+    """Choose the deciding event: roots before symptoms before cascades, then the first."""
     telling = [event for event in found if event.part is not EvidencePart.TEARDOWN]
     of_this_start = [event for event in telling if event.kind is not Kind.CONFIG or _STARTS_OVER not in event.line]
     if any(event.part is not EvidencePart.CASCADE for event in of_this_start):
@@ -65,9 +64,9 @@ def decide(found: Sequence[FailureEvent]) -> FailureEvent | None:
 
 
 def _around_cancellation(telling: list[FailureEvent]) -> list[FailureEvent]:
-    """Without what a cancellation explains, or without the cancellation where it explains nothing.
+    """Drop the events that a cancellation explains, or the cancellation if it explains nothing.
 
-    It says something only where nothing failed before it, for Slurm prints it about every step that it ends, also about
+    It counts only if nothing failed before it, for Slurm prints it about every step that it ends, also about
     one that failed. Then all that follows comes from it, except for the reason that the scheduler gives.
     """
     cancelled = next((at for at, event in enumerate(telling) if event.kind is Kind.USER_CANCEL), None)

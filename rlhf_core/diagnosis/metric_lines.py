@@ -1,4 +1,4 @@
-"""Lines in which a training says how it gets on: whether it went on after a complaint, and whether it diverged."""
+"""Metric lines of a training: evidence that it continued after an error, and that it diverged."""
 
 import math
 import re
@@ -18,7 +18,7 @@ _FINISHED = re.compile(
 _REQUEUED = re.compile(r"(?i)\brequeu(?:e?ing|ed) (?:the )?(?:slurm )?job:? \d+")
 _BAR = re.compile(r"\d+%\|.{0,400}?\b(?P<done>\d+)/(?P<total>\d+) \[")
 _ANY_BAR = re.compile(r"\d+%\|")
-"""A progress bar. It is printed once more while a process dies, so only one that advances says anything."""
+"""Progress bar. It is printed once more while a process dies, so only one that advances counts."""
 
 _NORM_OR_LOSS = re.compile(
     r"(?i)\b(?P<name>(?:\w+[_ ])?loss(?: \d+(?=:))?|grad(?:ient)?[_ ]norm)['\"]?\s*[:= ]\s*"
@@ -26,9 +26,9 @@ _NORM_OR_LOSS = re.compile(
 )
 _SCALE = re.compile(r"(?i)\bloss[_ ]scale['\"]?\s*[:=]\s*(?P<value>[\d.]+)")
 NON_FINITE_LINES = 2
-"""So many gradient norms in a row: a single one is what mixed precision does now and then."""
+"""Number of gradient norms in a row: mixed precision produces a single one now and then."""
 EXPLODED_NORM = 1e4
-"""A gradient norm that no training comes back from while its loss scale falls."""
+"""Gradient norm from which no training recovers while its loss scale falls."""
 
 
 def is_progress(line: str) -> bool:
@@ -37,7 +37,7 @@ def is_progress(line: str) -> bool:
 
 
 def bar(line: str) -> tuple[int, int] | None:
-    """Read a progress bar: so many done of so many; None for a line that is none."""
+    """Parse a progress bar: steps done and steps in all; None if the line is not a progress bar."""
     if "%|" not in line:
         return None
     found = _BAR.search(line)
@@ -45,12 +45,12 @@ def bar(line: str) -> tuple[int, int] | None:
 
 
 def is_requeued(line: str) -> bool:
-    """Tell a line in which a training says that it has saved and put itself into the queue again."""
+    """Return True if the line says that a training has saved and requeued its job."""
     return _REQUEUED.search(line) is not None
 
 
 def is_metric(line: str) -> bool:
-    """Tell a line that holds a loss or a gradient norm."""
+    """Return True if the line holds a loss or a gradient norm."""
     return bool(_values(line))
 
 
@@ -60,8 +60,8 @@ def is_end(line: str) -> bool:
 
 
 def divergence(lines: Sequence[str]) -> str | None:
-    """The line that shows that the numbers went away for good: the last of several in a row with a loss or norm that is
-    not finite, or of gradient norms that exploded while the loss scale fell. None when they did not."""
+    """Find the line that shows divergence: the last of several in a row with a loss or norm that is not finite, or
+    of gradient norms that exploded while the loss scale fell. None without divergence."""
     metrics = [line for line in lines if _values(line)]
     last = metrics[-NON_FINITE_LINES:]
     if last and (_loss_is_not_finite(last[-1]) or (len(last) == NON_FINITE_LINES and all(map(_not_finite, last)))):

@@ -1,8 +1,8 @@
-"""The checks that are made on the nodes of an attempt, and what follows from what the nodes say of themselves. Pure.
+"""Checks on the nodes of an attempt, and findings from the facts that the nodes report. Pure.
 
-Nodes that disagree on settings, versions or data hang in the first collective, or train apart without a word (ms-swift
-#3695, #2057, #4897). So every node says what it has before there is a process group, and the one that differs is named
-together with what differs.
+Nodes that disagree on settings, versions or data hang in the first collective, or silently train different models
+(ms-swift #3695, #2057, #4897). So every node reports its facts before there is a process group, and the finding names
+the node that differs and the difference.
 """
 
 import fnmatch
@@ -24,11 +24,9 @@ class NodeCheck:
     """Purpose of the check, in a sentence."""
 
 
-MISSING = NodeCheck(
-    "node.missing", "A node that never comes lets all others wait in the rendezvous until it times out."
-)
+MISSING = NodeCheck("node.missing", "A missing node makes all others wait in the rendezvous until it times out.")
 IDENTITY = NodeCheck(
-    "node.identity", "Two nodes that take themselves for the same one, or for alone, never form one world."
+    "node.identity", "Two nodes with the same identity, or one that believes it is alone, never form one world."
 )
 LAUNCH = NodeCheck(
     "node.launch",
@@ -37,7 +35,9 @@ LAUNCH = NodeCheck(
 VARIABLES = NodeCheck(
     "node.variables", "A variable of NCCL, CUDA or torch set on one node only lets ranks choose different algorithms."
 )
-VERSIONS = NodeCheck("node.versions", "Packages of other versions speak other protocols, or compute something else.")
+VERSIONS = NodeCheck(
+    "node.versions", "Packages of different versions use different protocols, or compute different results."
+)
 CONTENT = NodeCheck(
     "node.content", "A node that reads another config, code, data file or tokenizer takes other branches, and hangs."
 )
@@ -47,14 +47,14 @@ HARDWARE = NodeCheck(
 GPU_HEALTH = NodeCheck("node.gpu_health", "A GPU with uncorrected errors or an XID fails again, some steps later.")
 DISK = NodeCheck("node.disk", "A full temporary folder or shared memory ends a rank when it first writes there.")
 LIMITS = NodeCheck("node.limits", "Too few open files or locked memory end in errors of NCCL that do not name them.")
-CLOCK = NodeCheck("node.clock", "A wrong clock breaks certificates, build caches and the order of what happened.")
+CLOCK = NodeCheck("node.clock", "A wrong clock breaks certificates, build caches and the order of events.")
 SHARED_FILES = NodeCheck("node.shared_files", "A node that does not see the run directory can neither load nor save.")
 NETWORK = NodeCheck(
     "node.network", "An address on no interface, or a port in use, ends in a rendezvous that times out."
 )
-PTRACE = NodeCheck("node.ptrace", "Where processes may not be traced, a hung rank cannot show where it hangs.")
-PLUGIN = NodeCheck("node.plugin", "What a site checks on its nodes by itself (entry points `rlhf_flows.node_checks`).")
-ANSWER = NodeCheck("probe.answer", "A rank that does not get through a small measurement would hang the training.")
+PTRACE = NodeCheck("node.ptrace", "If processes may not be traced, the stack of a hung rank cannot be read.")
+PLUGIN = NodeCheck("node.plugin", "Checks that a site makes on its nodes (entry points `rlhf_flows.node_checks`).")
+ANSWER = NodeCheck("probe.answer", "A rank that does not finish a small measurement would hang the training.")
 MATMUL = NodeCheck("probe.matmul", "One slow device holds up every step of all others.")
 BANDWIDTH = NodeCheck("probe.bandwidth", "One slow link sets the pace of every all-reduce (NeMo-RL #3670).")
 LATENCY = NodeCheck("probe.latency", "Detours of small messages add up over thousands of collectives in a step.")
@@ -87,7 +87,7 @@ NODE_CHECKS = (
 """Every check on nodes, in the order in which they are shown."""
 
 NEVER_OFF = frozenset({MISSING.id, IDENTITY.id})
-"""Checks that cannot be turned off: without that node there is nothing to resume."""
+"""Checks that cannot be disabled: the attempt cannot run without that node."""
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -102,7 +102,7 @@ PER_NODE = _words(
 
     """
 )
-"""Variables that always differ between nodes, or mean nothing to training; ``*`` stands for any text."""
+"""Variables that always differ between nodes, or are irrelevant to training; ``*`` stands for any text."""
 
 MUST_AGREE = _words(
     """
@@ -110,7 +110,7 @@ MUST_AGREE = _words(
     TRITON_* HF_* TRANSFORMERS_* TOKENIZERS_* OMP_* MKL_* KMP_* UCX_* FI_* RDMAV_* SHARP_* PYTHONHASHSEED
     """
 )
-"""Variables that change what ranks compute or how they speak: a node where one differs is not trained on."""
+"""Variables that change results or communication: a node where one differs is not used for training."""
 
 MAY_DIFFER = (
     "NCCL_SOCKET_IFNAME",
@@ -120,7 +120,7 @@ MAY_DIFFER = (
     "UCX_NET_DEVICES",
     "HF_TOKEN",
 )
-"""Of those, what names a device of the node: worth reading when it differs."""
+"""Those of them that name a device of the node: a difference is a warning."""
 
 CORE_PACKAGES = _words(
     """
@@ -129,7 +129,7 @@ CORE_PACKAGES = _words(
     trl verl vllm vllm-* xformers ms-swift openrlhf
     """
 )
-"""Packages whose versions must agree; where others differ it is worth reading."""
+"""Packages whose versions must agree; a difference in others is a warning."""
 
 ABSENT = "absent"
 SHOWN_KEYS = 6
@@ -153,9 +153,9 @@ def compare(facts: Mapping[int, NodeFacts], ahead_s: Mapping[int, float], plan: 
     """List the faults of single nodes and the disagreements between nodes.
 
     Args:
-        facts: What the nodes said of themselves, by their place in the allocation.
-        ahead_s: How far the clock of node 0 is ahead of each other's, in seconds.
-        plan: What the nodes should be.
+        facts: Facts that the nodes reported, by place in the allocation.
+        ahead_s: Lead of node 0's clock over each other node's, in seconds.
+        plan: Expected configuration of the nodes.
 
     Returns:
         All findings. One that is blocked names its node, unless no single node is to blame.
@@ -176,24 +176,24 @@ def compare(facts: Mapping[int, NodeFacts], ahead_s: Mapping[int, float], plan: 
     agreed = (LAUNCH, VARIABLES, VERSIONS, CONTENT, HARDWARE, CLOCK)
     found += [passed(check, compared) for check in agreed if check.id not in troubled]
     own = (GPU_HEALTH, DISK, LIMITS, SHARED_FILES, NETWORK, PTRACE)
-    found += [passed(check, f"well on all {len(there)} nodes") for check in own if check.id not in troubled]
+    found += [passed(check, f"passed on all {len(there)} nodes") for check in own if check.id not in troubled]
     return found
 
 
 def blocked(check: NodeCheck, found: str, expected: str, advice: str, node: str = "") -> CheckResult:
-    """A finding with which the node, or without a node the run, cannot work."""
+    """Report a finding with which the node, or without a node the run, cannot work."""
     return CheckResult(
         id=check.id, status=CheckStatus.BLOCKED, found=found, expected=expected, advice=advice, node=node
     )
 
 
 def warning(check: NodeCheck, found: str, expected: str, advice: str, node: str = "") -> CheckResult:
-    """Worth reading."""
+    """Report a problem that does not stop the run."""
     return blocked(check, found, expected, advice, node).model_copy(update={"status": CheckStatus.WARNING})
 
 
 def passed(check: NodeCheck, found: str) -> CheckResult:
-    """All is well."""
+    """Report that the check passed."""
     return CheckResult(id=check.id, status=CheckStatus.PASSED, found=found)
 
 
@@ -203,22 +203,22 @@ def passed(check: NodeCheck, found: str) -> CheckResult:
 
 @dataclass(frozen=True)
 class Difference:
-    """A key on which nodes disagree."""
+    """Key on which nodes disagree."""
 
     key: str
     usual: str | None
     """Value that more than half of the nodes have; None if there is none."""
     odd: Mapping[str, str]
-    """Node to its value, of those that have another one; without a majority all nodes."""
+    """Values by node, of those that differ from it; without a majority of all nodes."""
     num_usual: int
-    """Nodes that have the usual value."""
+    """Number of nodes that have the usual value."""
 
 
 def differences(values: Mapping[str, Mapping[str, str]]) -> list[Difference]:
     """List the disagreements between nodes.
 
     Args:
-        values: Node to what it has: key to value. A key that a node lacks counts as ``absent``.
+        values: Keys and values of each node. A key that a node lacks counts as ``absent``.
     """
     keys = sorted({key for own in values.values() for key in own})
     found = []
@@ -238,7 +238,7 @@ def differences(values: Mapping[str, Mapping[str, str]]) -> list[Difference]:
 def _differing(
     check: NodeCheck, values: Mapping[str, Mapping[str, str]], status: CheckStatus, advice: str
 ) -> list[CheckResult]:
-    """One finding for each odd node with all that differs there; one for what has no majority."""
+    """Report one finding for each deviating node with all its differences, and one for each key without a majority."""
     found = differences(values)
     results = []
     for node in values:
@@ -313,9 +313,9 @@ def missing(known: Collection[str], plan: Plan) -> list[CheckResult]:
     return [
         blocked(
             MISSING,
-            f"{name} did not come; {len(known)} of {len(plan.names)} nodes did",
+            f"{name} did not report; {len(known)} of {len(plan.names)} nodes did",
             "the agents of all nodes",
-            f"read in the job's own log what {name} says: its interpreter, container or shared folder may be gone",
+            f"read the job's own log of {name}: its interpreter, container or shared folder may be missing",
             name,
         )
         for name in plan.names
@@ -331,7 +331,7 @@ def _launch(facts: Mapping[int, NodeFacts], plan: Plan) -> list[CheckResult]:
         found.append(say(LAUNCH, one.found, one.expected, one.advice, one.node))
     for name in MEETING:
         own = {one.node: {name: one.variables.get(name, ABSENT)} for one in facts.values()}
-        found += _differing(LAUNCH, own, CheckStatus.BLOCKED, "set it to the same on all nodes, or nowhere")
+        found += _differing(LAUNCH, own, CheckStatus.BLOCKED, "set it to the same value on all nodes, or on none")
     return found
 
 
@@ -344,9 +344,7 @@ def _variables(facts: Mapping[int, NodeFacts], plan: Plan) -> list[CheckResult]:
         strict = {name for name in own if _matches(name, MUST_AGREE) and not _matches(name, MAY_DIFFER)}
         hard[one.node] = {name: own[name] for name in strict}
         soft[one.node] = {name: own[name] for name in own if name not in strict}
-    advice = (
-        "set it on all nodes alike (slurm.environment does), or name it in preflight.per_node_variables if it is right"
-    )
+    advice = "set it to the same value on all nodes (with slurm.environment), or name it in preflight.per_node_variables if it is right"
     return [
         *_differing(VARIABLES, hard, CheckStatus.BLOCKED, advice),
         *_differing(VARIABLES, soft, CheckStatus.WARNING, advice),
@@ -376,7 +374,7 @@ def _hardware(facts: Mapping[int, NodeFacts], plan: Plan) -> list[CheckResult]:
                     HARDWARE,
                     f"{one.node} has {there} GPUs that work",
                     f"{plan.gpus_per_node}, as planned",
-                    "ask the administrators; `nvidia-smi -L` and the kernel's log (Xid) on the node say which is gone",
+                    "ask the administrators; `nvidia-smi -L` and the kernel's log (Xid) on the node show it",
                     one.node,
                 )
             )
@@ -391,7 +389,7 @@ def _hardware(facts: Mapping[int, NodeFacts], plan: Plan) -> list[CheckResult]:
 
 
 def _clocks(facts: Mapping[int, NodeFacts], ahead_s: Mapping[int, float], plan: Plan) -> list[CheckResult]:
-    """Against the middle one of all clocks: it may be node 0 that is wrong."""
+    """Compare each clock with the median of all: node 0 itself may be wrong."""
     if len(facts) < 2:
         return []
     behind = {index: ahead_s.get(index, 0.0) for index in facts}

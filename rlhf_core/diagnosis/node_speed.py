@@ -1,7 +1,7 @@
 """Findings from the measurements of an attempt's nodes: slow or broken devices, nodes and links. Pure.
 
-Every node speaks with two others. One that is slow with both is itself to blame; where both ends of a slow link are
-fast with somebody else, it is the link. Medians, not means: one slow node must not make the others look fast.
+Every node exchanges data with two others. A node that is slow with both is to blame itself; if both ends of a slow link
+are fast with another node, the link is to blame. Medians, not means: one slow node must not make the others look fast.
 """
 
 from collections.abc import Iterable, Mapping
@@ -42,7 +42,7 @@ class Floors:
 
 @dataclass(frozen=True)
 class Edge:
-    """Two nodes that spoke."""
+    """Measured link between two nodes."""
 
     ends: tuple[str, str]
     gb_s: float
@@ -53,15 +53,15 @@ class Edge:
 def judge_speed(
     speeds: Mapping[int, NodeSpeed], floors: Floors, usual: Mapping[str, Mapping[str, float]]
 ) -> list[CheckResult]:
-    """All findings about what was measured.
+    """Judge all measurements.
 
     Args:
-        speeds: By place in the allocation.
-        floors: What is slow.
+        speeds: Measurements by place in the allocation.
+        floors: Thresholds.
         usual: Node to reading to the median of its earlier readings on the same kind of device.
     """
     links = _links(speeds, floors, usual)
-    # A dead link keeps everybody from meeting: who it is between is said already.
+    # A dead link blocks the rendezvous of all ranks; the finding about the link covers it.
     dead = any(result.status is CheckStatus.BLOCKED for result in links)
     answers = [result for result in _answers(speeds) if result.node or not dead or result.status is CheckStatus.PASSED]
     found = [*answers, *_matmul(speeds, floors, usual), *links]
@@ -69,7 +69,10 @@ def judge_speed(
     if any(result.id == ANSWER.id and result.status is CheckStatus.PASSED for result in found) and len(speeds) > 1:
         found += [
             passed(check, what)
-            for check, what in ((ALL_REDUCE, "every rank got the right sum"), (ALL_GATHER, "every rank got all parts"))
+            for check, what in (
+                (ALL_REDUCE, "every rank got the correct sum"),
+                (ALL_GATHER, "every rank got all parts"),
+            )
             if check.id not in troubled
         ]
     return found
@@ -84,7 +87,7 @@ _NEVER_CHANCE = (ALL_REDUCE.id, ALL_GATHER.id)
 
 
 def better(first: NodeSpeed, second: NodeSpeed) -> NodeSpeed:
-    """The better of what a node measured at two times; wrong results of either stay."""
+    """Combine two measurements of a node: the better speeds, and the wrong results of both."""
     wrong = [one for one in first.problems if one.partition(":")[0] in ("all_reduce", "all_gather")]
     fastest = max(first, second, key=lambda one: one.matmul_tflops)
     pairs = {pair.peer: pair for pair in first.pairs}
@@ -119,7 +122,8 @@ def edges(speeds: Mapping[int, NodeSpeed]) -> list[Edge]:
 
 
 def _answers(speeds: Mapping[int, NodeSpeed]) -> list[CheckResult]:
-    """Ranks that did not get through. Those that came least far are to blame; the others only waited for them."""
+    """Findings about ranks that did not finish. Those that stopped earliest are to blame; the others only waited for
+    them."""
     places = {
         (one.node, local): STEPS.index(step) if step else -1
         for one in speeds.values()
@@ -129,8 +133,8 @@ def _answers(speeds: Mapping[int, NodeSpeed]) -> list[CheckResult]:
         blocked(
             ALL_REDUCE if problem.startswith("all_reduce:") else ALL_GATHER,
             f"rank {local} of {one.node}: {problem.partition(':')[2].strip()}",
-            "the same right result on every rank",
-            "leave the node alone; its memory or its network changes what it carries",
+            "the same correct result on every rank",
+            "exclude the node; its memory or its network corrupts data",
             one.node,
         )
         for one in speeds.values()
@@ -140,7 +144,7 @@ def _answers(speeds: Mapping[int, NodeSpeed]) -> list[CheckResult]:
     if wrong:
         return wrong
     if all(place == len(STEPS) - 1 for place in places.values()):
-        return [passed(ANSWER, f"all {len(places)} ranks got through")] if places else []
+        return [passed(ANSWER, f"all {len(places)} ranks finished")] if places else []
     least = min(places.values())
     slow_nodes = dict.fromkeys(node for (node, _), place in places.items() if place == least)
     everybody = len(slow_nodes) == len(speeds) and len(speeds) > 1
@@ -190,7 +194,7 @@ def _matmul(
             expected = f"at least {_tflops(floors.matmul_tflops)} (preflight.min_matmul_tflops)"
             found.append(blocked(MATMUL, what, expected, advice, one.node))
         elif len(measured) > 2 and one.matmul_tflops < floors.relative * middle:
-            expected = f"at least {floors.relative:.0%} of the {_tflops(middle)} that is the median of all nodes"
+            expected = f"at least {floors.relative:.0%} of the {_tflops(middle)} median of all nodes"
             found.append(blocked(MATMUL, what, expected, advice, one.node))
         elif len(measured) == 2 and one.matmul_tflops < floors.relative * max(each.matmul_tflops for each in measured):
             fastest = max(each.matmul_tflops for each in measured)
@@ -242,7 +246,7 @@ def _links(
 
 def _blame_links(slow: Iterable[Edge], best: Mapping[str, float], floor: float) -> list[CheckResult]:
     slow = list(slow)
-    # Slow with everybody it spoke with.
+    # Slow with every partner.
     suspects = {node for edge in slow for node in edge.ends if best[node] < floor}
     cleared = set(best) - suspects
     found = []
@@ -250,7 +254,7 @@ def _blame_links(slow: Iterable[Edge], best: Mapping[str, float], floor: float) 
         own = [edge for edge in slow if node in edge.ends]
         partners = [next(end for end in edge.ends if end != node) for edge in own]
         if not any(partner in cleared for partner in partners):
-            continue  # nobody it spoke with is known to be well
+            continue  # no partner is known to be healthy
         heard = ", ".join(
             f"{edge.problem or _gb_s(edge.gb_s)} with {partner}" for edge, partner in zip(own, partners, strict=True)
         )
@@ -258,7 +262,7 @@ def _blame_links(slow: Iterable[Edge], best: Mapping[str, float], floor: float) 
             blocked(
                 BANDWIDTH,
                 f"{node}: {heard}",
-                f"at least {_gb_s(floor)}, as the others have among themselves",
+                f"at least {_gb_s(floor)}, as between the other nodes",
                 "exclude the node and have its network checked: link width, cable, wrong interface",
                 node,
             )
@@ -276,7 +280,7 @@ def _blame_links(slow: Iterable[Edge], best: Mapping[str, float], floor: float) 
                     BANDWIDTH,
                     f"nothing gets through between {kept} and {left_out}: {edge.problem}",
                     "nodes that reach each other",
-                    f"both are well with other nodes, so {left_out} is left out: check the path between them",
+                    f"both reach other nodes, so {left_out} is left out: check the path between them",
                     left_out,
                 )
             )
@@ -288,9 +292,9 @@ def _blame_links(slow: Iterable[Edge], best: Mapping[str, float], floor: float) 
                 BANDWIDTH,
                 f"{edge.problem or _gb_s(edge.gb_s)} {where} {edge.ends[0]} and {edge.ends[1]}",
                 f"at least {_gb_s(floor)}",
-                "both are well with other nodes: check the switches between them"
+                "both are fast with other nodes: check the switches between them"
                 if both_well
-                else "too few nodes to say which of the two it is: exclude one by hand (slurm.exclude) and try again",
+                else "too few nodes to tell which of the two is slow: exclude one with slurm.exclude and try again",
             )
         )
     return found

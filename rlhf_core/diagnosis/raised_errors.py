@@ -1,9 +1,9 @@
-"""Errors that were printed: what one says of a failure, by its words, its class, its number and where it came from.
+"""Classification of a printed error by its message, its class, its number and its location.
 
-In this order: words that name a cause (a full disk, a symbol that is missing) decide before the class, for libraries
-raise the same causes with classes of their own; the class decides before the place. What was raised in a reward
-function belongs to it, unless the machine failed under it. What speaks with a service outside the job is ``unknown``:
-it is none of the kinds, and may well work the next time.
+In this order: a message that names a cause (a full disk, a missing symbol) decides before the class, for libraries
+raise the same causes with classes of their own; the class decides before the location. An error raised in a reward
+function belongs to it, unless the machine failed under it. An error of a service outside the job is ``unknown``: it is
+none of the kinds, and may well work the next time.
 """
 
 import re
@@ -22,7 +22,7 @@ from rlhf_core.schemas.failures import FailureKind as Kind
 
 @dataclass(frozen=True)
 class Tables:
-    """All known phrases, classes and places; a measurement may leave some of them out."""
+    """Tables of known phrases, classes and locations; a benchmark may leave some of them out."""
 
     signatures: Sequence[Signature] = signatures.SIGNATURES
     classes: dict[str, Meaning] = field(default_factory=lambda: exceptions.CLASSES)
@@ -34,43 +34,43 @@ TABLES = Tables()
 
 @dataclass(frozen=True, slots=True)
 class FailureEvent:
-    """Something that a log says about a failure."""
+    """Evidence of a failure in a log."""
 
     kind: Kind
     part: EvidencePart
     line: str
-    """As it was printed."""
+    """Line as it was printed."""
     number: int
-    """Of the line, from 0."""
+    """Number of the line, from 0."""
     rule: str
-    """The piece of a table that says so."""
+    """Row of a table that matched."""
     node: str = ""
-    """Node that the line blames; empty when it names none."""
+    """Node that the line blames; empty if it names none."""
     is_end: bool = False
-    """It says no more than that something ended."""
+    """True if it only says that something ended."""
     is_later: bool = False
-    """It came up while something else was handled."""
+    """True if it was raised while another error was handled."""
 
 
 _CONNECTIONS = frozenset({Kind.NETWORK, Kind.RENDEZVOUS, Kind.UNKNOWN, Kind.COLLECTIVE_HANG})
 """Kinds that depend on the other end of a connection."""
 _OF_THE_CODE = frozenset({Kind.DATA, Kind.CONFIG, Kind.SHAPE, Kind.UNKNOWN})
-"""Kinds whose words a reward function may use of its own: there, they are its failure."""
+"""Kinds whose phrases a reward function may print itself: there they count as its failure."""
 _WRITES = re.compile(
     r"mkdir|makedirs|open|_?acquire|touch|replace|_?rename|symlink|unlink|copy(?:file)?|move|rmtree|__enter__|chmod|write_\w+|_replace_file"
 )
 _LABEL = re.compile(r"[\w.-]{1,60}[:=(]")
-"""The name of a program before what it prints, or of a value before the value."""
+"""Name of a program before its output, or of a value before the value."""
 _PARENT_DIED = "multiprocessing/spawn.py"
 
 
 def event_of(raised: Raised, following: Sequence[str] = (), tables: Tables = TABLES) -> FailureEvent:
-    """Weigh an error.
+    """Classify an error.
 
     Args:
         raised: The error.
-        following: The texts after its line: a long message may have been broken.
-        tables: What is known.
+        following: Texts after its line: a long message may have been wrapped.
+        tables: Tables to use.
     """
     said = _said(raised.line, tables)
     if (said is None or said.kind is Kind.UNKNOWN) and following:
@@ -134,12 +134,12 @@ def _of_wrapper(raised: Raised, tables: Tables) -> FailureEvent:
     inner = exceptions.of_class(raised.inner, tables.classes) if raised.inner else None
     if inner is None:
         return FailureEvent(Kind.UNKNOWN, EvidencePart.CASCADE, "", 0, "a wrapper", is_end=True)
-    # The class without its module: what it was is printed elsewhere too, and better.
+    # The class without its module: the error itself is printed elsewhere too, with more detail.
     return FailureEvent(inner[1].kind, EvidencePart.CASCADE, "", 0, f"class {inner[0]}", is_end=True)
 
 
 def _of_files(raised: Raised, known: FailureEvent) -> FailureEvent:
-    """A file that is not there or may not be used: whose it is tells a setting from data and from a shared folder."""
+    """Classify a missing or forbidden file by its owner: the user's settings, a data library, or a shared folder."""
     package = code_locations.raised_in(raised)
     if raised.error == "FileNotFoundError" and package == "datasets":
         return replace(known, kind=Kind.DATA, rule="a file of the library of data sets")
@@ -156,7 +156,7 @@ def _is_service(raised: Raised) -> bool:
 
 
 def continued(texts: Sequence[str]) -> Iterator[str]:
-    """The lines after a message that go on with it: they begin as the middle of a sentence does."""
+    """Yield the lines that continue a message: they begin like the middle of a sentence."""
     for text in texts:
         if not text[:1].islower() or _LABEL.match(text) is not None:
             return

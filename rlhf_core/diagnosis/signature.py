@@ -1,4 +1,4 @@
-"""A row of the table of phrases."""
+"""Row type of the table of phrases."""
 
 import re
 from dataclasses import dataclass
@@ -9,16 +9,16 @@ from rlhf_core.schemas.failures import FailureKind as Kind
 
 @dataclass(frozen=True)
 class Signature:
-    """One row of the table."""
+    """Row of the table."""
 
     kind: Kind
     part: EvidencePart
     example: str
-    """A line that this row knows and no earlier one does."""
+    """Line that this row matches and no earlier one does."""
     patterns: tuple[re.Pattern[str], ...]
-    """Any of them, searched in the line without its prefix. A group ``node`` names the node to blame."""
+    """Patterns, any of which is searched in the line without its prefix. A group ``node`` names the node to blame."""
     after: re.Pattern[str] | None = None
-    """Must stand before them."""
+    """Pattern that must match before them."""
 
     def search(self, text: str) -> re.Match[str] | None:
         """Search a text for the first pattern that it holds."""
@@ -33,16 +33,16 @@ class Signature:
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """A line that a row knows."""
+    """Match of a row in a line."""
 
     row: Signature
     rule: str
-    """The pattern that knew it."""
+    """Pattern that matched."""
     node: str
-    """Node that the line blames; empty when it names none."""
+    """Node that the line blames; empty if it names none."""
 
 
 def row(kind: Kind, part: EvidencePart, example: str, *patterns: str, after: str = "") -> Signature:
-    """One row, with its patterns as text."""
+    """Compile one row from its patterns as text."""
     first = re.compile(after) if after else None
     return Signature(kind, part, example, tuple(re.compile(pattern) for pattern in patterns), first)

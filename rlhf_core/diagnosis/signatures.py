@@ -1,11 +1,11 @@
-"""Phrases that tell what a line says: one table of regular expressions, for what only words can tell.
+"""Table of phrases: regular expressions for causes that only the text of a line shows.
 
-What an error's class tells stands in :mod:`rlhf_core.diagnosis.exceptions`, and what the place tells that it came from
-in :mod:`rlhf_core.diagnosis.code_locations`.
+Error classes are in :mod:`rlhf_core.diagnosis.exceptions`, locations in the code in
+:mod:`rlhf_core.diagnosis.code_locations`.
 
 Each row holds a line in the form in which the runtime prints it; the tests hold every row to its line, and
 docs/failures.md shows them. The first row that matches decides about a line. The table errs on the side of a retry: a
-kind that stops a run asks for words that say so.
+kind that stops a run needs an unambiguous phrase.
 """
 
 from collections.abc import Iterable
@@ -34,7 +34,7 @@ SIGNATURES: tuple[Signature, ...] = (
     *setup.SETTINGS,
     *system.ENDS,
 )
-"""Looked through from top to bottom."""
+"""Rows in the order in which they are tried."""
 
 # fmt: off
 _WORDS = (
@@ -62,19 +62,19 @@ _WORDS = (
     "validation", "vendor", "version", "wait", "watchdog", "went", "xfs", "xid", "your", "zero-byte",
 )
 # fmt: on
-"""A line without any of these in it, in small letters, says nothing that a row knows: most lines are passed over so."""
+"""Words, in lower case, of which every matching line contains one: most lines are skipped by this test."""
 
 
 def may_tell(text: str) -> bool:
-    """Tell a line that is worth being looked at: cheap, for logs have millions of lines."""
+    """Return True if a row may match the text: a cheap test, for logs have millions of lines."""
     small = text.lower()
     return any(word in small for word in _WORDS)
 
 
 def match_line(line: LogLine, table: Iterable[Signature] = SIGNATURES) -> Matched | None:
-    """The row that knows a line, and by what; None when none does.
+    """Find the row that matches a line; None if there is none.
 
-    A line that was logged as a warning or below is only known by what the scheduler says.
+    A line that was logged as a warning or below only matches phrases of the scheduler.
     """
     for row in table:
         if line.is_quiet and row.example not in _LOUD_ANYWAY:
@@ -89,5 +89,5 @@ _LOUD_ANYWAY = frozenset(row.example for row in system.SCHEDULER)
 
 
 def is_end(row: Signature) -> bool:
-    """Tell a row that says no more than that something ended."""
+    """Return True if the row only says that something ended."""
     return row in system.ENDS

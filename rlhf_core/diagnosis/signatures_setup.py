@@ -246,4 +246,4 @@ SETTINGS: tuple[Signature, ...] = (
         r"No such file or directory|Permission denied|execve\(\): \S+|can't open file '|Operation not permitted",
     ),
 )
-"""The last row is also what a file system does that lags behind: so anything more telling wins."""
+"""The last row also matches a file system that lags behind, so any more specific row wins."""

@@ -394,4 +394,4 @@ ENDS: tuple[Signature, ...] = (
         r"Abort\(\d+\)|MPI_ABORT|SIGSEGV|SIGABRT|SIGBUS|double free or corruption|stack smashing|corrupted size vs",
     ),
 )
-"""Ends that say no more than that they are ends; a log cannot tell who sent a SIGKILL."""
+"""Rows that only say that something ended; a log cannot tell who sent a SIGKILL."""

@@ -1,7 +1,7 @@
-"""Tracebacks in a log: the error that Python printed, with the frames that led to it.
+"""Parser of tracebacks in a log: the printed error, with its frames.
 
-Blocks of several processes may stand between each other: the label of the process keeps them apart. A block may also be
-cut off at its begin, at its end, or in the middle.
+Blocks of several processes may be interleaved: the label of the process keeps them apart. A block may also be cut off
+at its beginning, at its end, or in the middle.
 """
 
 import re
@@ -14,7 +14,7 @@ _FRAMES = (
     re.compile(r"^\s*File (?P<path>[^\s\"]{1,400}):\d+, in (?P<function>[^\s(]+)"),  # IPython
     re.compile(r"^\s*(?P<path>[^\s\"]{1,400}\.py):\d+:? in\b[ │]*(?P<function>[^\s(│]+)?"),  # Rich, pytest
 )
-"""A frame as Python prints it, and as others do that print tracebacks of their own."""
+"""Frames as Python, IPython, Rich and pytest print them."""
 _HEADER = re.compile(r"[╭─]{0,80} ?Traceback \(most recent call last\)|^Unhandled error \(suppress with")
 _IN_A_BOX = re.compile(r"^\s*(?:\([^)]{1,100}\) ?|\[\w+\]:? ?)?[│╰❱]")
 _MARKED = re.compile(r"❱ *\d+ [ │]*(?P<code>\S.*?)[ │]*$")
@@ -30,39 +30,39 @@ _ANYWHERE = re.compile(
     r"(?:_?[A-Z]\w{0,60}?(?:Error|Exception|Exit|Expired|Conflict|Timeout|Invalid|NotFound)|Exception(?=: \S)))"
     r"(?P<inner>\(\w{1,80}\))?(?:[:：] {0,4}(?P<message>\S.*)|[:`'\"]?$)"
 )
-"""The same in other text, where only a name that says that it is an error is taken for one."""
+"""Error in other text, where only a name that ends like an error's counts."""
 _CODE = re.compile(r"\b(?:except|raise|assert|isinstance|import|pytest\.raises|class|catch|->)\b[^:]{0,60}$")
 MOST_FRAMES = 60
 CUT_OFF = 40
-"""After so many other lines of its process, a traceback without an error was cut off."""
+"""Number of other lines of its process after which a traceback without an error counts as cut off."""
 CONTINUED = 3
-"""So many lines after the first belong to a message that was broken: Ray and engines wrap."""
+"""Number of further lines that may belong to a wrapped message: Ray and engines wrap."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One frame of a traceback."""
+    """Frame of a traceback."""
 
     path: str
     function: str
     code: str
-    """The line of code, empty where it was not printed."""
+    """Line of code; empty if it was not printed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """An error that was printed."""
+    """Printed error."""
 
     name: str
-    """Class as it was printed, with its module where it was."""
+    """Class as it was printed, with its module if that was printed."""
     inner: str
     """Class that a wrapper names, as in ``RayTaskError(OutOfMemoryError)``."""
     message: str
     frames: tuple[Frame, ...]
-    """Outermost first; empty for an error that was only named."""
+    """Frames, outermost first; empty for an error that was only named."""
     line: LogLine
     is_later: bool
-    """It came up while another one was handled."""
+    """True if it was raised while another one was handled."""
 
     @property
     def error(self) -> str:
@@ -72,16 +72,16 @@ class Raised:
 
 @dataclass
 class _Block:
-    """A traceback that is being printed by one process."""
+    """Incomplete traceback of one process."""
 
     frames: list[Frame] = field(default_factory=list)
     code_expected: bool = False
     is_open: bool = False
     is_later: bool = False
     wrapped: str = ""
-    """Begin of a frame that did not fit into a line of its box."""
+    """Beginning of a frame that did not fit into a line of its box."""
     others: int = 0
-    """Lines of the process since the last one that belonged to the block."""
+    """Number of lines of the process since the last one that belonged to the block."""
 
 
 def _frame(text: str) -> re.Match[str] | None:
@@ -89,24 +89,25 @@ def _frame(text: str) -> re.Match[str] | None:
 
 
 class TracebackReader:
-    """Reads line by line, and says of each what it is in a traceback."""
+    """Line-by-line parser of tracebacks."""
 
     def __init__(self) -> None:
-        """No block is open."""
+        """Start without an open block."""
         self._blocks: dict[str, _Block] = {}
 
     @property
     def is_open(self) -> bool:
-        """A traceback has begun and its error has not been read: what is left at the end was cut off."""
+        """True if a traceback has begun and its error has not been read: at the end of a log it was cut off."""
         return any(block.is_open for block in self._blocks.values())
 
     @property
     def last_frames(self) -> tuple[Frame, ...]:
-        """Frames of the block without a label that was read last."""
+        """Frames of the last block without a label."""
         return tuple(self._blocks[""].frames) if "" in self._blocks else ()
 
     def read(self, line: LogLine) -> "Raised | bool":
-        """The error that this line ends a block with or names; else whether it is only part of a block."""
+        """Return the error that ends a block in this line or is named by it; otherwise True if the line is part of a
+        block."""
         block = self._blocks.setdefault(line.process, _Block())
         frame = _frame(block.wrapped + line.text.strip() if block.wrapped else line.text)
         block.wrapped = ""
@@ -121,7 +122,7 @@ class TracebackReader:
         if header is not None and (header.start() == 0 or line.text.endswith("last):")):
             block.frames.clear()
             block.is_open, block.code_expected, block.others = True, False, 0
-            # What stands before it, as "Scheduler hit an exception:", is a line of its own.
+            # Text before it, such as "Scheduler hit an exception:", is a line of its own.
             return header.start() == 0
         if block.is_open and line.text.startswith(("    ", "\t")):
             self._quote(block, line.text)

@@ -1,6 +1,6 @@
-"""States of runs, stages and attempts, and which moves between them are legal.
+"""States of runs, stages and attempts, and the legal transitions between them.
 
-The tables at the end are the only place that knows. The store enforces them with ``UPDATE ... WHERE state IN (...)``.
+The tables at the end are their only definition. The store enforces them with ``UPDATE ... WHERE state IN (...)``.
 """
 
 from enum import StrEnum
@@ -10,7 +10,7 @@ class RunState(StrEnum):
     """State of a run."""
 
     PENDING = "pending"
-    """Asked for; nothing was done yet."""
+    """Requested; nothing was done yet."""
     PREFLIGHT = "preflight"
     """Its checks are running."""
     QUEUED = "queued"
@@ -20,7 +20,7 @@ class RunState(StrEnum):
     EVALUATING = "evaluating"
     """Training is done; the evaluator role is running."""
     COMPLETED = "completed"
-    """There is a model and its evaluation."""
+    """The model and its evaluation are complete."""
     FAILED = "failed"
     """Stopped with a diagnosis."""
     CANCELLED = "cancelled"
@@ -28,14 +28,14 @@ class RunState(StrEnum):
 
 
 class StageName(StrEnum):
-    """The steps of a run, in their order."""
+    """Steps of a run, in order."""
 
     PREFLIGHT = "preflight"
     ALLOCATE = "allocate"
     TRAIN = "train"
     EVALUATE = "evaluate"
     PROMOTE = "promote"
-    """Comes after the run has completed, and only where ``promote.when`` asks for it."""
+    """Follows the completed run, if ``promote.when`` requires it."""
 
 
 class StageState(StrEnum):
@@ -51,17 +51,17 @@ class PromotionState(StrEnum):
     """State of the promotion of a run's model."""
 
     WAITING = "waiting"
-    """A person is asked."""
+    """Waiting for approval."""
     APPROVED = "approved"
-    """To be written: a person said so, or nobody had to be asked."""
+    """To be written: approved by a user, or without a required approval."""
     REFUSED = "refused"
-    """A person said no."""
+    """Refused by a user."""
     EXPIRED = "expired"
-    """Nobody answered in time."""
+    """No answer in time."""
     PROMOTED = "promoted"
-    """The model directory is there, whole."""
+    """The model directory is complete."""
     FAILED = "failed"
-    """It could not be written; asking again is possible."""
+    """It could not be written; it can be requested again."""
 
 
 class AttemptState(StrEnum):
@@ -72,13 +72,13 @@ class AttemptState(StrEnum):
     SUBMITTED = "submitted"
     """The scheduler took it; it may still wait for nodes."""
     RUNNING = "running"
-    """Its agents are at work."""
+    """Its agents are running."""
     COMPLETED = "completed"
-    """Every role of the attempt ended well."""
+    """Every role of the attempt has completed."""
     FAILED = "failed"
     """Ended by a failure; see its incidents."""
     CANCELLED = "cancelled"
-    """Ended because the user asked."""
+    """Ended on the user's request."""
     PREEMPTED = "preempted"
     """Saved early and ended: preemption, time limit, or a request to save and stop."""
     LOST = "lost"
@@ -92,11 +92,11 @@ RUN_MOVES: dict[RunState, frozenset[RunState]] = {
     RunState.TRAINING: frozenset({RunState.EVALUATING, RunState.QUEUED, RunState.FAILED, RunState.CANCELLED}),
     RunState.EVALUATING: frozenset({RunState.COMPLETED, RunState.QUEUED, RunState.FAILED, RunState.CANCELLED}),
     RunState.COMPLETED: frozenset(),
-    # `rlhf resume` goes on from the last complete checkpoint, after the checks were made again.
+    # `rlhf resume` continues from the last complete checkpoint, after the checks have run again.
     RunState.FAILED: frozenset({RunState.PREFLIGHT}),
     RunState.CANCELLED: frozenset({RunState.PREFLIGHT}),
 }
-"""From each state of a run, the states it may move to."""
+"""Legal transitions from each state of a run."""
 
 _ENDS = frozenset(
     {AttemptState.COMPLETED, AttemptState.FAILED, AttemptState.CANCELLED, AttemptState.PREEMPTED, AttemptState.LOST}
@@ -110,39 +110,39 @@ ATTEMPT_MOVES: dict[AttemptState, frozenset[AttemptState]] = {
     AttemptState.RUNNING: _ENDS,
     **{end: frozenset() for end in _ENDS},
 }
-"""From each state of an attempt, the states it may move to."""
+"""Legal transitions from each state of an attempt."""
 
 PROMOTION_MOVES: dict[PromotionState, frozenset[PromotionState]] = {
     PromotionState.WAITING: frozenset({PromotionState.APPROVED, PromotionState.REFUSED, PromotionState.EXPIRED}),
     PromotionState.APPROVED: frozenset({PromotionState.PROMOTED, PromotionState.FAILED}),
-    # A person may think again, and a disk may have room again.
+    # The user may decide again, and the disk may have space again.
     PromotionState.REFUSED: frozenset({PromotionState.WAITING, PromotionState.APPROVED}),
     PromotionState.EXPIRED: frozenset({PromotionState.WAITING, PromotionState.APPROVED, PromotionState.REFUSED}),
     PromotionState.FAILED: frozenset({PromotionState.WAITING, PromotionState.APPROVED, PromotionState.REFUSED}),
     PromotionState.PROMOTED: frozenset(),
 }
-"""From each state of a promotion, the states it may move to."""
+"""Legal transitions from each state of a promotion."""
 
 PROMOTION_BEGINNINGS: frozenset[PromotionState] = frozenset({PromotionState.WAITING, PromotionState.APPROVED})
-"""States in which a promotion may begin."""
+"""Initial states of a promotion."""
 
 RUN_ENDS: frozenset[RunState] = frozenset({RunState.COMPLETED, RunState.FAILED, RunState.CANCELLED})
-"""States in which nothing of the run is at work."""
+"""States in which nothing of the run is active."""
 
 ATTEMPT_ENDS: frozenset[AttemptState] = _ENDS
-"""States in which nothing of the attempt is at work."""
+"""States in which nothing of the attempt is active."""
 
 
 def run_sources(target: RunState) -> frozenset[RunState]:
-    """The states from which a run may move to ``target``."""
+    """Return the states from which a run may move to ``target``."""
     return frozenset(source for source, targets in RUN_MOVES.items() if target in targets)
 
 
 def promotion_sources(target: PromotionState) -> frozenset[PromotionState]:
-    """The states from which a promotion may move to ``target``."""
+    """Return the states from which a promotion may move to ``target``."""
     return frozenset(source for source, targets in PROMOTION_MOVES.items() if target in targets)
 
 
 def attempt_sources(target: AttemptState) -> frozenset[AttemptState]:
-    """The states from which an attempt may move to ``target``."""
+    """Return the states from which an attempt may move to ``target``."""
     return frozenset(source for source, targets in ATTEMPT_MOVES.items() if target in targets)

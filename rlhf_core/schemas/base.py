@@ -1,8 +1,8 @@
-"""The base of every schema (frozen, strict about unknown keys, described under its fields), and the types of fields.
+"""Base class of every schema (frozen, strict about unknown keys), and the types of its fields.
 
-What crosses a process boundary may be stored, and a file may say anything. So numbers are bounded to what the columns
-of both databases hold, times say which moment they mean, and texts are made such that both can take them. A line
-outside these bounds is no line of its file; it is left out, and nothing else is.
+Data that crosses a process boundary may be stored, and a file may hold anything. So numbers are bounded to the range of
+both databases' columns, times carry a time zone, and texts are made storable in both. A line outside these bounds is
+skipped, and nothing else is.
 """
 
 from datetime import UTC, datetime
@@ -13,16 +13,16 @@ from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Fiel
 LABEL_CHARACTERS = 256
 """Longest text that the history searches by: PostgreSQL's index takes 2,704 bytes of a row."""
 MESSAGE_CHARACTERS = 65_536
-"""Longest text for a person."""
+"""Longest message."""
 NUL = "\x00"
 NUL_SHOWN = "␀"
-"""Stands for a NUL character, which PostgreSQL cannot hold."""
+"""Replacement of a NUL character, which PostgreSQL cannot hold."""
 
 _CUT = "…"
 
 
 def storable_text(text: str, limit: int | None = None) -> str:
-    """A text that both databases and UTF-8 files can hold: without NUL and lone surrogates, and cut at a limit.
+    """Make a text storable in both databases and UTF-8 files: without NUL and lone surrogates, and cut at a limit.
 
     Args:
         limit: most characters; None for any number.
@@ -34,7 +34,7 @@ def storable_text(text: str, limit: int | None = None) -> str:
 
 
 def label_problem(text: str) -> str:
-    """Problem with a name that a user gives, for a message; empty where it can be stored and shown as it is."""
+    """Describe the problem with a name that a user gives; empty if it can be stored and shown unchanged."""
     if len(text) > LABEL_CHARACTERS:
         return f"found {len(text)} characters, expected at most {LABEL_CHARACTERS}"
     if storable_text(text) != text or not text.isprintable():
@@ -57,7 +57,7 @@ Moment = Annotated[AwareDatetime, Field(ge=datetime(1900, 1, 1, tzinfo=UTC), lt=
 Label = Annotated[str, _storable(LABEL_CHARACTERS)]
 """A name: of a node, a user, a run. Made storable, never refused: :func:`label_problem` is for doors."""
 Message = Annotated[str, _storable(MESSAGE_CHARACTERS)]
-"""A text for a person, or a path."""
+"""Message or path."""
 
 
 class Schema(BaseModel):

@@ -18,7 +18,7 @@ class CheckStatus(StrEnum):
 
 
 class CheckResult(Schema):
-    """One finding. ``found``, ``expected`` and ``advice`` are sentences for a person."""
+    """Finding of a check. ``found``, ``expected`` and ``advice`` are sentences for the user."""
 
     id: Label
     """Stable dotted name of the check, for instance ``batch.divides_ranks``."""

@@ -52,7 +52,7 @@ class SplitLook(Schema):
     problem: str = ""
     """Reason why it cannot be read; empty if it can."""
     num_rows: int = 0
-    """Rows looked at."""
+    """Number of rows read."""
     is_whole: bool = True
     """True if these are all rows."""
     columns: tuple[str, ...] = ()

@@ -12,7 +12,7 @@ class PromotionAnswer(Schema):
     """The answer to the question whether a model may be promoted (``promotion.json``). The first one counts."""
 
     verdict: Literal["approved", "refused", "expired"]
-    """``expired``: nobody answered in time."""
+    """``expired``: no answer in time."""
     by: Label = ""
     """Name of the person who answered, with the operating system's user in brackets (``rlhf_core.accounts``); empty for
     ``expired``."""

@@ -22,7 +22,7 @@ PRIVATE_VARIABLES = (
     "PREFECT_*",
 )
 """Variables of the control plane alone, ``*`` stands for any text: user code, in a job or tried out by preflight, has
-no business with them. ``PGPASSWORD`` is how PostgreSQL's own library is told a password that is not in the address of
+no business with them. ``PGPASSWORD`` gives PostgreSQL's own library a password that is not in the address of
 the history. Of Prefect all: its passwords, keys, headers and addresses of databases get new names with new versions,
 and nodes need none of its settings."""
 
@@ -64,7 +64,7 @@ class PrefectSite(Schema):
 
 
 class NotifySite(Schema):
-    """``[notify]``: who is told what, through automations of Prefect."""
+    """``[notify]``: recipients and events of notifications, through automations of Prefect."""
 
     webhook_url: str = ""
     """Address that a JSON message is posted to. One with a secret in it belongs into the environment variable
@@ -75,7 +75,7 @@ class NotifySite(Schema):
 
 
 class RetentionSite(Schema):
-    """``[retention]``: what the keeper of the site removes."""
+    """``[retention]``: rules by which the site daemon removes files."""
 
     checkpoints_days: Annotated[int, Field(ge=0)] = 0
     """Days for which checkpoints are kept after the end of their run; 0 keeps all. The newest, the best of every
@@ -106,7 +106,7 @@ class Request(Schema):
 
 
 class Requests(Schema):
-    """``services/requests.json`` of the home folder: written by the keeper of the site, read by `rlhf runs`."""
+    """``services/requests.json`` of the home folder: written by the site daemon, read by `rlhf runs`."""
 
     as_of: datetime
     requests: tuple[Request, ...] = ()

@@ -268,7 +268,7 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("resources.uneven_gpus", WARNING, on_gpus({"a": 8, "b": 8, "c": 7}), "c (7)"),
     ("resources.uneven_gpus", WARNING, on_gpus({"a": 8, "b": 8, "c": 7}, gpus_per_node=7), "slurm.exclude to ['c']"),
     ("memory.trainer", BLOCKED, with_spec(resources={"memory_gb": 0.5}), "0.2"),
-    ("memory.trainer", SKIPPED, healthy(model_config={}), "does not tell"),
+    ("memory.trainer", SKIPPED, healthy(model_config={}), "does not give its dimensions"),
     ("memory.evaluator", BLOCKED, with_spec(resources={"memory_gb": 0.5}), "rollout.batch_size"),
     ("resources.cores", WARNING, with_spec(resources={"cpus_per_rank": 5}), "10 cores per node, 8 there"),
     ("resources.memory", BLOCKED, with_spec(resources={"memory_gb": 64}), "resources.memory_gb=32"),
