@@ -9,9 +9,16 @@ from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterName,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+)
 from prefect.client.schemas.objects import FlowRun, StateType, Worker, WorkPool, WorkQueue
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
+from prefect.states import Cancelled, Cancelling
 
 from flows.server import server_answers
 from rlhf_core.errors import RunCancelled, RunFailed
@@ -171,3 +178,18 @@ def _place(client: SyncPrefectClient, flow_run: FlowRun) -> Place:
         found = client.read_deployment(flow_run.deployment_id).global_concurrency_limit
         limit = found.limit if found is not None else None
     return Place(pool, queue, workers, limit)
+
+
+def withdraw(run_id: str, reason: str) -> bool:
+    """Cancel the flow run that would make a run; False where Prefect knows none that has not begun.
+
+    One that a worker has just taken is cancelled by its worker, which ends the process.
+    """
+    waiting = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED, StateType.PENDING]))
+    asked = FlowRunFilter(name=FlowRunFilterName(any_=[run_id]), state=waiting)
+    with get_client(sync_client=True) as client:
+        found = client.read_flow_runs(flow_run_filter=asked)
+        for flow_run in found:
+            taken = flow_run.state is not None and flow_run.state.type is StateType.PENDING
+            client.set_flow_run_state(flow_run.id, Cancelling(message=reason) if taken else Cancelled(message=reason))
+    return bool(found)

@@ -282,7 +282,7 @@ def _withdraw(site: "Site", text: str, reason: str) -> bool:
     url = connect(site)
     if not url or not answers(url):
         return False
-    from flows.withdraw import withdraw
+    from flows.queue import withdraw
 
     return withdraw(text, reason)
 
