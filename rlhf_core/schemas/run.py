@@ -387,6 +387,9 @@ class SuperviseSpec(Schema):
     """Silence of a node's agent on the network after which the attempt is given up, in seconds."""
     max_excluded_nodes: NonNegative = 4
     """Most nodes that suspicion may keep out of a new attempt; never so many that it could not be placed."""
+    warm_workers: bool = True
+    """Keep processes ready on every node that have imported torch, transformers and DeepSpeed, one for each worker: a
+    restart in place takes them over. None are kept where memory is short."""
     learn_from_history: bool = True
     """Begin with the longest gaps of earlier runs of the same shape, instead of learning them anew."""
     oom_remediation: bool = True

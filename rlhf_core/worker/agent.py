@@ -54,9 +54,11 @@ from rlhf_core.worker.groups.base import Exit, Started, WorkerGroup
 from rlhf_core.worker.heartbeat import SlotFile
 from rlhf_core.worker.leader import OUTCOME_TIMEOUT_S, Leader, RestartBudget, record_decision, record_incident
 from rlhf_core.worker.nodes import Nodes, NodesError, interface_of
+from rlhf_core.worker.roles import TARGETS
 from rlhf_core.worker.signals import ENDING, SignalInbox
 from rlhf_core.worker.signing import MessageSigner, attempt_secret
 from rlhf_core.worker.supervisor import ExternalRequests, PeerTimeouts, Supervisor
+from rlhf_core.worker.warm_workers import WarmWorkers
 from rlhf_core.worker.worker_process import AGENT_VARIABLE, SLOTS_VARIABLE
 
 NO_LEADER_TIMEOUT_S = 15.0
@@ -333,6 +335,7 @@ class Agent:
         )
         self._gpus: GpuWait | None = None
         self._worker_store: object = None
+        self._warm = self._warm_workers()
         self._restart = 0
         self._restart_is_used = False
 
@@ -380,6 +383,8 @@ class Agent:
             return Ending(AttemptState.COMPLETED, "every role ended well", num_restarts=self._budget.restarts)
         finally:
             supervisor.stop()
+            if self._warm is not None:
+                self._warm.close()
             self._end_all()
             slots.remove()
 
@@ -473,6 +478,15 @@ class Agent:
         number = record_incident(self._leader, self._events, self._restart_dir, failure)
         record_decision(self._leader, self._events, self._restart_dir, self._budget.choose(failure.diagnosis), number)
         return self._end(AttemptState.FAILED, message, kind)
+
+    def _warm_workers(self) -> WarmWorkers | None:
+        """Spares, where every worker is a native one: what user code imports is not known ahead."""
+        job = self._job
+        groups = [plan for plan in job.placement.groups if plan.role is not Role.PROBE]
+        is_native = all(plan.role in TARGETS and plan.role not in job.targets for plan in groups)
+        if not (job.spec.supervise.warm_workers and groups and is_native):
+            return None
+        return WarmWorkers(max(plan.workers_per_node for plan in groups), self._events.say)
 
     def _set_environment(self, slots: SlotFile) -> None:
         job = self._job
@@ -633,6 +647,7 @@ class Agent:
                 on_start=self._note_start,
                 on_exit=self._note_exit,
                 has_spoken=lambda worker: exit_reports.has_spoken(group, worker.local_rank),
+                warm=self._warm,
             )
         except StartAbandoned:
             pass
@@ -670,7 +685,7 @@ class Agent:
         self._events.add("worker_exited", message, rank=worker.rank, pid=worker.pid, code=end.code)
 
     def _end_all(self) -> None:
-        for survivor in processes.end_descendants():
+        for survivor in processes.end_descendants(spared=self._warm.pids if self._warm is not None else ()):
             self._events.say(f"could not be ended: {survivor}")
 
     # -----------------------------------------------------------------------------------------------------------------

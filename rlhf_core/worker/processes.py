@@ -71,16 +71,20 @@ def kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def end_descendants(timeout_s: float = 10.0) -> list[str]:
+def end_descendants(timeout_s: float = 10.0, spared: Collection[int] = ()) -> list[str]:
     """Kill every descendant of this process, and wait until they are gone.
 
     With :func:`adopt_orphans` that is everything this process ever caused to start, also what made itself a daemon.
+
+    Args:
+        timeout_s: Longest wait, in seconds.
+        spared: Processes that are left alone: warm spares, which have started none of their own.
 
     Returns:
         What could not be ended in time (a process blocked in the kernel), as ``pid (command)``; normally nothing.
     """
     deadline = time.monotonic() + timeout_s
-    while descendants := _living_descendants():
+    while descendants := [one for one in _living_descendants() if one.pid not in spared]:
         if time.monotonic() > deadline:
             return [_describe(process) for process in descendants]
         for process in descendants:
@@ -145,9 +149,28 @@ def oom_kills() -> int:
     return 0
 
 
+def memory_bytes() -> tuple[int, int]:
+    """Free bytes and all bytes that the processes of this job may use: of the node, or of the control group where that
+    has less."""
+    node = psutil.virtual_memory()
+    free, total = node.available, node.total
+    group = _control_group()
+    for folder in (group, *group.parents):
+        with contextlib.suppress(OSError, ValueError):
+            limit = int((folder / "memory.max").read_text())
+            used = int((folder / "memory.current").read_text())
+            free, total = min(free, max(limit - used, 0)), min(total, limit)
+    return free, total
+
+
 def _memory_events() -> Path:
+    return _control_group() / "memory.events"
+
+
+def _control_group() -> Path:
+    """Folder of this process's control group (version 2)."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             if line.startswith("0::"):
-                return Path("/sys/fs/cgroup") / line[3:].lstrip("/") / "memory.events"
-    return Path("/sys/fs/cgroup/memory.events")
+                return Path("/sys/fs/cgroup") / line[3:].lstrip("/")
+    return Path("/sys/fs/cgroup")

@@ -24,6 +24,8 @@ TARGETS: dict[Role, str] = {
 
 PROBE = "rlhf_core.training.node_checks:run"
 """What measures a node."""
+WARM = "rlhf_core.training.warm:import_libraries"
+"""What makes the imports of a native worker ahead of it."""
 CONTENT = "rlhf_core.training.content:check_content"
 """What looks at the data before a run."""
 

@@ -62,15 +62,7 @@ def run_worker(arguments: WorkerArguments) -> NoReturn:
     library ("terminate called without an active exception", seen with torch 2.13 and gloo), and a rank that had done
     all its work would count as failed.
     """
-    agent = os.environ.get(AGENT_VARIABLE)
-    processes.die_with_parent(int(agent) if agent else None)
-    # The agent blocked USR2 while it started this process: on some clusters it is sent to all processes of a job.
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    if "SLURM_JOB_ID" in os.environ:
-        # Slurm sends it to every process of the job, and the agent is the one to act on it. A handler, for what is
-        # ignored stays ignored in the programs that user code starts.
-        signal.signal(signal.SIGTERM, _leave_it_to_the_agent)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
+    prepare_signals()
     processes.allow_stack_dumps()
 
     run_dir = RunDir(arguments.run_dir.absolute())
@@ -91,6 +83,18 @@ def run_worker(arguments: WorkerArguments) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):  # a full disk, or closed by the role
             stream.flush()
     os._exit(0 if outcome.ok else 1)
+
+
+def prepare_signals() -> None:
+    """Have this process die with its agent, and leave to the agent what Slurm sends to every process of a job."""
+    agent = os.environ.get(AGENT_VARIABLE)
+    processes.die_with_parent(int(agent) if agent else None)
+    # The agent blocked USR2 while it started this process: on some clusters it is sent to all processes of a job.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    if "SLURM_JOB_ID" in os.environ:
+        # A handler, for what is ignored stays ignored in the programs that user code starts.
+        signal.signal(signal.SIGTERM, _leave_it_to_the_agent)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
 
 
 def spare_outcome(slots: Path, local_rank: int) -> Path:

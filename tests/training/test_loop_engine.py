@@ -149,7 +149,7 @@ def let_deepspeed_compile(rank: int, num_ranks: int, run_dir: str) -> None:
 
     find_no_compiler(run_dir, rank)
     engine._compile_nothing = lambda deepspeed: None
-    engine._import_deepspeed(init_process_group(make_context(run_dir, tiny_spec(), rank, num_ranks)))
+    engine._join_deepspeed(init_process_group(make_context(run_dir, tiny_spec(), rank, num_ranks)))
 
 
 def plain_torch(folder: Path) -> tuple[list[float], dict[str, Any]]:

@@ -51,7 +51,7 @@ class Engine:
         Collective: every rank makes its engine at the same time.
         """
         self._ranks = ranks
-        deepspeed = _import_deepspeed(ranks)
+        deepspeed = _join_deepspeed(ranks)
         with _quick_and_quiet(), ranks.reporter.collective():
             engine, _, _, _ = deepspeed.initialize(
                 model=policy, model_parameters=_parameter_groups(policy, spec.weight_decay), config=_config(spec, dtype)
@@ -122,20 +122,28 @@ class Engine:
         self._engine.destroy()
 
 
-def _import_deepspeed(ranks: Ranks) -> Any:
-    """Import DeepSpeed and join it to the process group that is there."""
-    if ranks.device.type == "cpu":
+def load_deepspeed(*, on_cpu: bool) -> Any:
+    """Import DeepSpeed, which takes more than a second the first time; CUDA and process groups stay untouched."""
+    if on_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise DeepSpeed looks for other devices, and warns
-    # torch deprecates by the month what DeepSpeed calls on every step.
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\..*")
     with _quick_and_quiet():
         import deepspeed
 
         deepspeed.utils.logger.setLevel(logging.WARNING)
-        if ranks.device.type == "cpu":
+    return deepspeed
+
+
+def _join_deepspeed(ranks: Ranks) -> Any:
+    """Import DeepSpeed and join it to the process group that is there."""
+    on_cpu = ranks.device.type == "cpu"
+    # torch deprecates by the month what DeepSpeed calls on every step.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\..*")
+    deepspeed = load_deepspeed(on_cpu=on_cpu)
+    with _quick_and_quiet():
+        if on_cpu:
             _compile_nothing(deepspeed)
         with ranks.reporter.collective():
-            deepspeed.init_distributed(dist_backend="gloo" if ranks.device.type == "cpu" else "nccl", verbose=False)
+            deepspeed.init_distributed(dist_backend="gloo" if on_cpu else "nccl", verbose=False)
     return deepspeed
 
 

@@ -8,27 +8,36 @@ which they died is evidence). This is the only module of the agent that imports 
 ``agent_store.py`` imports its store when several nodes meet.
 """
 
+import contextlib
 import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.api import WorkerGroup as ElasticGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.multiprocessing import api as elastic_processes
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from rlhf_core.schemas.resources import Role
 from rlhf_core.worker.groups.base import PEER_TIMEOUT_S, Exit, Started, WorkerGroup
 from rlhf_core.worker.signals import SAVING, SignalInbox, held_back
+from rlhf_core.worker.warm_workers import WarmWorkers
 
 MONITOR_INTERVAL_S = 0.1
 KILL_TIMEOUT_S = 10.0
+PACKAGE = "rlhf_core.worker"
+"""Module that a worker's command line runs; its arguments follow."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,7 @@ def run_workers(
     on_start: Callable[[list[Started]], None],
     on_exit: Callable[[Started, Exit], None],
     has_spoken: Callable[[Started], bool],
+    warm: WarmWorkers | None = None,
 ) -> None:
     """Start the workers of one restart and stay until none of them runs. To be called in the main thread.
 
@@ -81,6 +91,7 @@ def run_workers(
         on_start: Called once, when all are started.
         on_exit: Called for every worker that ends.
         has_spoken: Whether a worker has written its outcome, so that there is nothing more to wait for.
+        warm: Spares that workers are made of, where there are any; kept while workers run.
 
     Raises:
         StartAbandoned: the workers were not started, because they were to end already.
@@ -95,7 +106,7 @@ def run_workers(
         max_restarts=0,
         monitor_interval=MONITOR_INTERVAL_S,
     )
-    _Workers(spec, group, inbox, on_start, on_exit, has_spoken).run()
+    _Workers(spec, group, inbox, on_start, on_exit, has_spoken, warm).run()
 
 
 class _KnownNodes(RendezvousHandler):
@@ -154,8 +165,10 @@ class _Workers(LocalElasticAgent):
         on_start: Callable[[list[Started]], None],
         on_exit: Callable[[Started, Exit], None],
         has_spoken: Callable[[Started], bool],
+        warm: WarmWorkers | None,
     ) -> None:
         super().__init__(spec, _NoRedirects())
+        self._warm = warm
         self._group = group
         self._inbox = inbox
         self._on_start = on_start
@@ -166,7 +179,7 @@ class _Workers(LocalElasticAgent):
         if self._group.killing:
             raise StartAbandoned
         started_ns = time.monotonic_ns()
-        with held_back(SAVING):
+        with held_back(SAVING), _from_spares(self._warm):
             pids: dict[int, int] = super()._start_workers(worker_group)
         self._inbox.install()
         started = {
@@ -182,10 +195,16 @@ class _Workers(LocalElasticAgent):
         if self._group.failed:
             self._settle()
         elif not self._group.all_ended:
+            self._keep_spares()
             return RunResult(state=WorkerState.HEALTHY)
         # All have ended, so elastic finds nothing that it could end; it collects their exits.
         result: RunResult = super()._monitor_workers(worker_group)
         return result
+
+    def _keep_spares(self) -> None:
+        # Not while workers import, which need the processors; nor for evaluators, which take what the trainers left.
+        if self._warm is not None and self._group.role is Role.TRAINER and self._group.is_past_setup:
+            self._warm.keep()
 
     def _settle(self) -> None:
         """Hear what the peers of the worker that died have to say, then end them, and see them gone."""
@@ -213,6 +232,37 @@ class _Workers(LocalElasticAgent):
         if not self._group.all_ended:
             self._group.kill()
         super()._shutdown(signal.SIGKILL, timeout)
+
+
+@contextlib.contextmanager
+def _from_spares(warm: WarmWorkers | None) -> Iterator[None]:
+    """Have elastic make workers of warm spares, as far as there are any, for as long as the block lasts."""
+    if warm is None:
+        yield
+        return
+    warm.prepare_start()
+    before = elastic_processes.get_subprocess_handler  # type: ignore[attr-defined]
+
+    def handler(*arguments: Any, **named: Any) -> SubprocessHandler:
+        return _FromSpare(warm, *arguments, **named)
+
+    elastic_processes.get_subprocess_handler = handler  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        elastic_processes.get_subprocess_handler = before  # type: ignore[attr-defined]
+
+
+class _FromSpare(SubprocessHandler):
+    """Elastic's handle of one worker, whose process may be a spare."""
+
+    def __init__(self, warm: WarmWorkers, *arguments: Any, **named: Any) -> None:
+        self._warm = warm
+        super().__init__(*arguments, **named)
+
+    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> "subprocess.Popen[bytes]":
+        taken = self._warm.take(args[args.index(PACKAGE) + 1 :], env) if PACKAGE in args else None
+        return taken if taken is not None else super()._popen(args, env)
 
 
 class _NoRedirects(LogsSpecs):

@@ -1,0 +1,33 @@
+"""The imports of a native worker, made ahead of it by a warm spare (``worker/warm_workers.py``)."""
+
+import importlib
+import os
+
+import torch
+import torch.distributed as dist
+
+from rlhf_core.errors import WorkerError
+from rlhf_core.training.trainers.engine import load_deepspeed
+
+NATIVE_MODULES = ("rlhf_core.training.trainers.run", "rlhf_core.training.evaluation")
+"""Modules of the native targets. Whatever they import is imported with them."""
+
+
+def import_libraries() -> None:
+    """Import what a native worker imports, and nothing that a worker must find untouched.
+
+    Raises:
+        WorkerError: an import has initialised CUDA or a process group, which belong to the worker that takes over.
+        ImportError: a package is missing or broken.
+    """
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # to ask for GPUs would initialise the driver otherwise
+    for module in NATIVE_MODULES:
+        importlib.import_module(module)
+    load_deepspeed(on_cpu=not torch.cuda.is_available())
+    touched = [name for name, done in _initialised().items() if done]
+    if touched:
+        raise WorkerError(f"imports have initialised {', '.join(touched)}")
+
+
+def _initialised() -> dict[str, bool]:
+    return {"CUDA": torch.cuda.is_initialized(), "a process group": dist.is_initialized()}
