@@ -34,7 +34,7 @@ def _wrong(file: str, line: str, *breaks: str) -> WrongImport:
 
 WRONG_IMPORTS: dict[str, WrongImport] = {
     "torch inside a function of history": _wrong(
-        "rlhf_core/history/queries/runs.py", "def _late() -> None:\n    import torch", "control-plane-has-no-torch"
+        "rlhf_core/history/queries/open_runs.py", "def _late() -> None:\n    import torch", "control-plane-has-no-torch"
     ),
     "torch for its types only": _wrong(
         "rlhf_core/watchdog/watcher.py",
