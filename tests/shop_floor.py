@@ -61,7 +61,7 @@ class Floor:
         (self.home / "rlhf.toml").write_text("\n".join(lines))
 
     def environment(self, **more: str) -> dict[str, str]:
-        """Of a person who has nothing set but the home folder."""
+        """Environment of a user with nothing set but the home folder."""
         plain = {key: value for key, value in os.environ.items() if not key.startswith(("RLHF_", "PREFECT_"))}
         return {
             **plain,

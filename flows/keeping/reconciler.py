@@ -254,7 +254,7 @@ class Reconciler:
         self._runs_with_runs = identity(self._site.runs_dir)
         reason = (request.reason or "rlhf cancel") if request is not None else ""
         facts = _facts(run_id, standing, written, reason, stored, now)
-        return replace(facts, untold=self._num_untold(run_dir, stored, written)) if facts.ended else facts
+        return replace(facts, unpublished=self._num_untold(run_dir, stored, written)) if facts.ended else facts
 
     def _num_untold(self, run_dir: RunDir, stored: StoredSpec, written: RunRecord) -> int:
         """How many events and pages of a run that has ended Prefect lacks. It is asked until it has them all."""

@@ -59,7 +59,7 @@ def test_the_tree_of_errors_is_the_one_in_its_docstring() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Whoever catches everything
+# Handlers of every exception
 
 
 def catches_everything(handler: ast.ExceptHandler) -> bool:

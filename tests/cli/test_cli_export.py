@@ -312,7 +312,7 @@ def test_a_tracking_uri(run: RunFiles, tmp_path: Path, monkeypatch: pytest.Monke
     export("mlflow", f"sqlite:///{tmp_path}/mlflow.db")
     (found,) = _mlflow_runs(tmp_path)
     assert found.info.artifact_uri.startswith((tmp_path / "artifacts").as_uri())
-    assert list(Path().iterdir()) == [], "nothing in the folder that somebody happens to be in"
+    assert list(Path().iterdir()) == [], "nothing in the current folder"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -197,7 +197,7 @@ def test_a_completed_run_is_not_resumed(scheduler: FakeScheduler, capsys: Printe
     rlhf("run", "quickstart", "--no-prefect")
     before = newest_run().control.read_bytes()
     rlhf("resume", "last", "--no-prefect")
-    assert "nothing to go on with" in capsys.readouterr().err
+    assert "nothing to resume" in capsys.readouterr().err
     assert newest_run().control.read_bytes() == before
     assert len(scheduler.submitted) == 1
 
@@ -526,7 +526,7 @@ def test_doctor_says_what_is_there_and_what_is_not(capsys: Printed, monkeypatch:
     assert items["Prefect"]["ok"] is True
     assert items["history"]["ok"] is True
     assert "`rlhf up` starts" in items["Prefect"]["found"]
-    assert items["services"]["ok"] is True, "nobody has to have them"
+    assert items["services"]["ok"] is True, "they are optional"
     assert not load_site().home.exists(), "looking changes nothing"
 
 

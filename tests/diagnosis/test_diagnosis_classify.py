@@ -205,7 +205,7 @@ def test_of_a_job_that_failed_the_first_line_of_srun_names_kind_and_node(
 
 
 def test_outside_of_a_lost_job_an_exit_code_alone_is_unknown() -> None:
-    """The negative control: the same line, where nobody says that the tasks were agents without an outcome."""
+    """The negative control: the same line, without the fact that the tasks were agents without an outcome."""
     log = "srun: error: node3: task 2: Exited with exit code 1"
     assert classify(Evidence(agent_log=log)).kind is FailureKind.UNKNOWN
 

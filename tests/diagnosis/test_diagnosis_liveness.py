@@ -120,7 +120,7 @@ def test_who_waits_in_a_collective_for_somebody_at_work_is_not_hung() -> None:
     waiting = [rank(0, 200.0, phase=Phase.ROLLOUT), rank(1, 199.0, inside=True), rank(2, 199.0, inside=True)]
     assert suspects(waiting, tracker) == []
     assert suspects([rank(0, 251.0, phase=Phase.ROLLOUT), *waiting[1:]], tracker) == [0]
-    # The control: with nobody outside to wait for, the same silence is a hang.
+    # The control: with no outside process to wait for, the same silence is a hang.
     assert suspects(waiting[1:], tracker) == [1, 2]
 
 

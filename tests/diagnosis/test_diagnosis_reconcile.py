@@ -72,9 +72,9 @@ def decided(run: RunFacts | None = RUN, *flow_runs: FlowRunFacts, **world: Any) 
         (replace(RUN, cancel_asked="enough"), ["cancel_run"]),
         (replace(DRIVEN, cancel_asked="enough"), []),
         (replace(ENDED, promotion_due=True), ["adopt"]),
-        (replace(ENDED, untold=2), ["tell"]),
-        (replace(ENDED, untold=2, ended_s=29.0), []),
-        (replace(ENDED, untold=2, holder=LeaseState.LIVING), []),
+        (replace(ENDED, unpublished=2), ["tell"]),
+        (replace(ENDED, unpublished=2, ended_s=29.0), []),
+        (replace(ENDED, unpublished=2, holder=LeaseState.LIVING), []),
         (replace(RUN, missing_s=1.0), []),
     ],
 )

@@ -188,7 +188,7 @@ def test_whatever_moves_keeps_the_long_floor(grows: str) -> None:
         pytest.param({}, {"unsent_bytes": 1}, id="data is on its way"),
         pytest.param({"uses_gpu": True, "gpu_percent": 7.0}, {}, id="its GPU works"),
         pytest.param({"uses_gpu": True}, {}, id="nothing is known of its GPU"),
-        pytest.param({}, {"status": {"in_collective": False}}, id="nobody waits for it"),
+        pytest.param({}, {"status": {"in_collective": False}}, id="no rank waits for it"),
         pytest.param({}, {"status": {"collectives": 40}}, id="peers are still in the collective that it has left"),
     ],
 )

@@ -265,7 +265,7 @@ def test_who_is_about_to_act_asks_although_it_was_renewed_just_now(store: Histor
 
 @contextmanager
 def unreachable(url: str) -> Iterator[None]:
-    """A PostgreSQL database that lets nobody in for as long as the block lasts."""
+    """PostgreSQL database that refuses all connections for as long as the block lasts."""
     import psycopg
 
     name = url.rpartition("/")[2]

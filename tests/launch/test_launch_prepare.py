@@ -156,7 +156,7 @@ def test_the_revision_of_the_program_is_that_of_its_checkout(tmp_path: Path) -> 
     git(checkout, "add", ".")
     git(checkout, "commit", "-qm", "first")
     assert program_revision(package) == git_revision(checkout) != ""
-    # Installed as a package, into an environment that lies in somebody else's repository.
+    # Installed as a package, into an environment that lies in another repository.
     installed = checkout / ".venv" / "rlhf_core"
     installed.mkdir(parents=True)
     (installed / "__init__.py").write_text("")

@@ -75,7 +75,7 @@ def messages(path: Path, tmp_path: Path) -> tuple[set[str], str]:
     facts = facts_of(path, spec)
     if any(found.startswith("content.") for found in header(path)["Found by"]):
         around = Surroundings(facts.inventory, "local", sys.executable, tmp_path, code_path=FOLDER / "files")
-        content = gather_facts.look_at_content(spec, around)
+        content = gather_facts.inspect_content(spec, around)
         assert isinstance(content, ContentReport), content
         facts = replace(facts, content=content)
     found = [one for one in run_checks(facts) if one.status in UNWANTED]

@@ -22,7 +22,7 @@ from rlhf_core.preflight.facts import (
 )
 from rlhf_core.preflight.registry import CHECKS, run_checks
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
-from rlhf_core.schemas.content import ContentReport, RewardTrial, SplitLook, TokenizerLook
+from rlhf_core.schemas.content import ContentReport, RewardTrial, SplitReport, TokenizerReport
 
 GIB = 2**30
 FILES = {"generator": "", "train": "/d/train.jsonl", "eval": "/d/eval.jsonl"}
@@ -133,10 +133,10 @@ def with_packages(packages: dict[str, str], **sections: Any) -> Facts:
     return replace(base, compute=replace(base.compute, packages={**base.compute.packages, **packages}))
 
 
-TRAIN = SplitLook(
+TRAIN = SplitReport(
     split="train", num_rows=100, columns=("answer", "prompt"), longest_prompt=40, longest_kept=40, longest_taught=50
 )
-TOKENS = TokenizerLook(num_texts=200)
+TOKENS = TokenizerReport(num_texts=200)
 TRIAL = RewardTrial(function="my_rewards:score", num_completions=16, num_distinct=2, right=1.0, seconds=0.001)
 
 

@@ -87,7 +87,7 @@ def test_a_writer_that_does_not_look_loses_what_it_writes(pair: Pair, monkeypatc
 
 @pytest.mark.parametrize("further", [1, 9])
 def test_a_truncated_file_goes_on_and_its_reader_begins_again(pair: Pair, further: int) -> None:
-    """Also where it has grown beyond what was read before somebody looks."""
+    """Also where it has grown beyond the read part before the next reading."""
     os.truncate(pair.path, 0)
     assert not pair.follow(), "empty: another machine may see it so for a while"
     pair.write(*range(4, 4 + further))

@@ -70,8 +70,8 @@ class Site:
         wait_for(lambda: self.state(submission) is state)
 
 
-def wait_for(condition: Callable[[], object], patience_s: float = 100.0) -> None:
-    deadline = time.monotonic() + patience_s
+def wait_for(condition: Callable[[], object], timeout_s: float = 100.0) -> None:
+    deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.1)

@@ -64,8 +64,8 @@ def make_request(folder: Path, shell: str, slurm: SlurmSpec | None = None, **pla
     )
 
 
-def wait_for(condition: Callable[[], object], patience_s: float = 60.0) -> None:
-    deadline = time.monotonic() + patience_s
+def wait_for(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.1)

@@ -109,7 +109,7 @@ def test_cancel_without_a_controller_finds_the_job_by_its_marker(case: Case) -> 
     case.aside.rename(case.run_dir.root)
     assert RunDir(case.run_dir.root).read_spec().run_id == case.run_dir.run_id
     again = CliRunner().invoke(app, ["cancel", "no-such-run"])
-    assert again.exit_code != 0, "the control: a run that nobody knows"
+    assert again.exit_code != 0, "the control: an unknown run"
 
 
 def test_processes_of_another_run_are_left_alone(case: Case) -> None:

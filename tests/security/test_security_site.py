@@ -210,7 +210,7 @@ async function attack() {{
 
 @pytest.mark.skipif(BROWSER is None, reason="needs a browser: chromium is not installed")
 def test_a_page_on_another_port_can_neither_write_nor_read(floor: Floor) -> None:
-    """Even one that knows the password, in the browser of somebody who is signed in, with a name that it has made its
+    """Even one that knows the password, in the browser of a signed-in user, with a name that it has made its
     own."""
     from playwright.sync_api import sync_playwright
 

@@ -41,7 +41,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def home() -> Iterator[Path]:
-    """A home folder as it was usual so far: everybody may enter it."""
+    """Home folder with the former permissions: all users may enter it."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         yield Path(folder)
@@ -365,7 +365,7 @@ def test_a_site_knows_its_own_names(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
     monkeypatch.setattr(server.socket, "gethostname", lambda: "Login1")
     monkeypatch.setattr(server.socket, "getfqdn", lambda: "login1.example.com")
-    assert not names().serves("login1"), "on loopback nobody calls it so"
+    assert not names().serves("login1"), "on loopback it is not called so"
     assert all(
         names(host="0.0.0.0").serves(name) for name in ("login1:4200", "login1.example.com", "10.1.2.3", "[::1]")
     )
