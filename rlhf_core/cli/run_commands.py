@@ -59,7 +59,7 @@ class CommandWithSettings(TyperCommand):
 
 def init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write it to.")] = Path(),
-    preset: Annotated[str, typer.Option(help=f"Preset to start from: {', '.join(PRESETS)}.")] = "quickstart",
+    preset: Annotated[str, typer.Option(help=f"Name of a preset to start from: {', '.join(PRESETS)}.")] = "quickstart",
 ) -> None:
     """Write a commented starter config: every setting with its meaning and default."""
     from rlhf_core.cli.starter_config import starter_config
