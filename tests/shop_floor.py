@@ -24,7 +24,7 @@ def free_port() -> int:
 
 
 def until(what: Callable[[], Any], patience_s: float = 120.0) -> Any:
-    """Wait for something to be true, and return it."""
+    """Wait for a condition to be true, and return its value."""
     deadline = time.monotonic() + patience_s
     while not (found := what()):
         assert time.monotonic() < deadline, "it did not happen"
@@ -42,7 +42,7 @@ class Floor:
     max_runs: int = 5
     auth: str = ""
     restart_s: float = 0.0
-    """Keep dead what has died, for tests of what follows from that."""
+    """Delay of restarts, for tests of a dead service."""
     settings: str = ""
     """Further lines under [prefect]."""
     variables: dict[str, str] = field(default_factory=dict)
@@ -153,7 +153,7 @@ class Floor:
         return str(run["id"])
 
     def cancel(self, flow_run: str) -> None:
-        """Do as the button does."""
+        """Cancel as the button in the UI does."""
         asked = {"state": {"type": "CANCELLING", "name": "Cancelling"}, "force": False}
         status, said = self.ask(f"/flow_runs/{flow_run}/set_state", asked)
         assert status in (200, 201), said

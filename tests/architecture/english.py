@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("rlhf_core", "flows", "tests")
 
 OPENING = re.compile(r"(what|whether|how|who|where|when|which|why)(ever)?\b", re.IGNORECASE)
-"""First words that make a docstring a riddle: it begins with a noun phrase or an imperative instead."""
+"""Openings that a docstring must not have: it begins with a noun phrase or an imperative."""
 
 IMPERSONAL = re.compile(r"\b(some|no|every|any)(body|one)\b|\bwhoever\b|\ba person\b", re.IGNORECASE)
 """Actors without a name, where the subject has one: the user, the controller, another process."""

@@ -1,4 +1,4 @@
-"""The import contracts of pyproject.toml hold, and each of them breaks on the import it is there for."""
+"""The import contracts of pyproject.toml hold, and each of them breaks on the import it forbids."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""``rlhf export``: what each format holds, read with the reader of the program that it is for."""
+"""``rlhf export``: the content of each format, read with the reader of its program."""
 
 import csv
 import json
@@ -40,7 +40,7 @@ def run() -> RunFiles:
 
 
 def export(to: str, out: Path | str, *runs: str) -> None:
-    """The command; it must succeed."""
+    """Run the command; it must succeed."""
     assert execute(["export", *(runs or ("last",)), "--to", to, "--out", str(out)]) == 0
 
 
@@ -98,7 +98,7 @@ def test_parquet_of_postgresql_is_the_same(run: RunFiles, tmp_path: Path, monkey
 
 
 def _loaded(row: dict[str, Any]) -> dict[str, Any]:
-    """A row with its JSON taken apart: PostgreSQL keeps no order of names."""
+    """Row with its JSON parsed: PostgreSQL keeps no order of names."""
     return {
         name: json.loads(value) if isinstance(value, str) and value[:1] in ("{", "[") else value
         for name, value in row.items()

@@ -123,7 +123,7 @@ def test_a_node_that_says_nothing_did_not_start() -> None:
     assert any("did not start: its agent said nothing" in one.found for one in results)
 
 
-def test_when_nobody_gets_further_nobody_is_blamed() -> None:
+def test_without_progress_of_any_rank_none_is_blamed() -> None:
     found = {node: one.model_copy(update={"reached": ("pairs",)}) for node, one in speeds().items()}
     assert troubles(judge(found)) == [("probe.answer", "blocked", "")]
 

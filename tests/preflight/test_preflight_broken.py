@@ -1,7 +1,6 @@
-"""Broken configs, one mistake each: found before anything is taken, in words that name the setting and the way out.
-
-Each file of ``broken/`` says in its first lines what is wrong with it, which check finds that (or ``config``: it cannot
-even be read), and what the message has to say.
+"""Broken configs, one mistake each: found before any allocation, with a message that names the setting and the remedy.
+The first lines of each file of ``broken/`` name its mistake, the check that finds it (or ``config``: it cannot even be
+read), and the expected message.
 """
 
 import json
@@ -33,7 +32,7 @@ UNWANTED = {CheckStatus.BLOCKED, CheckStatus.WARNING}
 
 
 def header(path: Path) -> dict[str, list[str]]:
-    """The comments at the top: word to what stands after it."""
+    """Parse the comments at the top: keyword and value."""
     found: dict[str, list[str]] = {}
     for line in path.read_text().splitlines():
         if not line.startswith("# "):

@@ -206,7 +206,7 @@ def test_everything_at_once(tmp_path: Path) -> None:
     assert [look.problem for look in facts.content.splits] == ["", ""]
 
 
-def test_nobody_looks_at_the_content_when_its_checks_are_off(tmp_path: Path) -> None:
+def test_the_content_is_not_read_when_its_checks_are_off(tmp_path: Path) -> None:
     spec = make_spec(preflight={"off": dict.fromkeys(gather_facts.CONTENT_CHECKS, "the data is on the nodes only")})
     assert gather_facts.gather(spec, around(tmp_path)).content is None
     some = make_spec(preflight={"off": dict.fromkeys(gather_facts.CONTENT_CHECKS[1:], "known")})
@@ -217,7 +217,7 @@ def test_the_checks_of_the_content_are_those_that_there_are() -> None:
     assert list(gather_facts.CONTENT_CHECKS) == [one.id for one in CHECKS if one.id.startswith("content.")]
 
 
-def test_content_that_cannot_be_looked_at_has_a_reason(tmp_path: Path) -> None:
+def test_unreadable_content_has_a_reason(tmp_path: Path) -> None:
     spec = make_spec(reward={"functions": ["no_such_module:score"]})
     facts = gather_facts.gather(spec, around(tmp_path))
     assert facts.content is None

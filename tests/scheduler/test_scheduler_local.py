@@ -77,7 +77,7 @@ def make_request(folder: Path, *ways: str, time_limit_s: int = 600, nodes: int =
 
 @pytest.fixture
 def scheduler(tmp_path: Path) -> Iterator[LocalScheduler]:
-    """The scheduler; whatever a failing test leaves of its job is ended."""
+    """Scheduler; remains of a failing test's job are ended."""
     yield LocalScheduler()
     for process in psutil.process_iter():
         try:

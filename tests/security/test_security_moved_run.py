@@ -1,5 +1,5 @@
 """A run directory that is moved away under a run: its job is a real one, with a helper that has left its parents and
-its session. It is ended by its marker, and the history closes the run with words."""
+its session. It is ended by its marker, and the history closes the run with a message."""
 
 import subprocess
 import sys
@@ -41,7 +41,7 @@ time.sleep(100)
 
 
 class Case:
-    """A run at work on the local scheduler, whose directory then goes elsewhere."""
+    """Run on the local scheduler whose directory is then moved."""
 
     def __init__(self, site: Site, store: HistoryStore, stack: ExitStack, pids: Path) -> None:
         self.site, self.store = site, store
@@ -113,7 +113,7 @@ def test_cancel_without_a_controller_finds_the_job_by_its_marker(case: Case) -> 
 
 
 def test_processes_of_another_run_are_left_alone(case: Case) -> None:
-    """Control: what carries another marker lives."""
+    """Control: processes with another marker survive."""
     marked = {**dict(psutil.Process().environ()), JOB_VARIABLE: job_marker("someone-else-20260101-000000-abcdef", 1)}
     other = subprocess.Popen(["sleep", "100"], env=marked)
     try:

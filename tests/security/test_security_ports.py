@@ -1,4 +1,4 @@
-"""Strangers at the ports of a run: they reach what listens, forge orders and plant a pickle, and get nothing for it.
+"""Strangers at the ports of a run: they reach listening sockets, forge orders and plant a pickle, without effect.
 
 Agents and workers are real processes, as a scheduler would start them. The stranger is a client of torch's own store.
 """
@@ -41,7 +41,7 @@ MessageSigner.verify = lambda self, key, sender, message: message.rpartition("\\
 from rlhf_core.worker.__main__ import main
 sys.exit(main(sys.argv[1:]))
 """
-"""An agent that believes whatever it reads."""
+"""Agent that obeys unverified messages."""
 
 MakeRun = Callable[..., AgentRun]
 
@@ -86,7 +86,7 @@ def stores_at(places: list[tuple[str, int]]) -> list[Any]:
 
 
 class Bomb:
-    """Leaves a file when it is unpickled."""
+    """Object that leaves a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

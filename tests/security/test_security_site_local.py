@@ -1,4 +1,4 @@
-"""Attacks on a site that need no server: locks held by another user, planted modules, names that are no one's."""
+"""Attacks on a site that need no server: locks held by another user, planted modules, unowned names."""
 
 import ast
 import asyncio
@@ -52,7 +52,7 @@ def home() -> Iterator[Path]:
 
 
 def hold(path: Path) -> str:
-    """Hold a lock, for as long as this process lives."""
+    """Hold a lock until this process ends."""
     descriptor = os.open(path, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return "held"
@@ -177,7 +177,7 @@ def test_every_module_that_is_started_imports_nothing_from_where_it_begins() -> 
 
 
 @needs_root
-def test_the_environment_does_not_change_who_somebody_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_does_not_change_the_account(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
         monkeypatch.setenv(name, "root")
     assert as_stranger(lambda: [user_name(), account(), attributed_here("Head of Safety")]) == [
