@@ -42,7 +42,7 @@ class Floor:
     max_runs: int = 5
     auth: str = ""
     restart_s: float = 0.0
-    """Delay of restarts, for tests of a dead service."""
+    """Restart delay of dead services; 0 leaves them dead, for tests of that."""
     settings: str = ""
     """Further lines under [prefect]."""
     variables: dict[str, str] = field(default_factory=dict)
