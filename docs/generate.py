@@ -1,4 +1,4 @@
-"""Writes the pages of docs/ that are made from the code: ``python docs/generate.py`` (``make docs``).
+"""Generator of the pages of docs/ that come from the code: ``python docs/generate.py`` (``make docs``).
 
 ``configuration.md`` from the schema, ``failures.md`` from the failure kinds and the retry policy, ``cli.md`` from the
 commands, ``preflight.md`` from the checks. ``tests/docs`` fails when one of them is not up to date.
@@ -52,97 +52,93 @@ Where things are on a machine does not belong into the config of a run. It comes
 """
 
 FAILURES = """\
-# Failures and what is done about them
+# Failures and recovery
 
-When something ends that should not have, the evidence (exit codes, signals, what the workers said, the ends of
-their logs, the state of the scheduler) is turned into one of the kinds below by `rlhf_core/diagnosis/classify.py`,
-and what is done about it is decided by `rlhf_core/diagnosis/policy.py`. Both are pure functions; agent 0 uses them
-inside an allocation, the controller between allocations.
+After an unexpected end, `rlhf_core/diagnosis/classify.py` turns the evidence (exit codes, signals, the workers'
+outcomes, the ends of their logs, the state of the scheduler) into one of the kinds below, and
+`rlhf_core/diagnosis/policy.py` decides the next action. Both are pure functions; agent 0 uses them inside an
+allocation, the controller between allocations.
 
 ## The ladder
 """
 
 BUDGET = """
-Retries are counted without checkpoint progress: a new checkpoint sets the count back. The columns below are what the
-policy allows at most. Within that, the run has its own budget: `supervise.max_restarts` restarts in place (default
-{max_restarts}) and `supervise.max_attempts` attempts in a row (default {max_attempts}) without a new checkpoint.
-Before a new attempt without
-progress the controller waits `supervise.backoff_s` (default {backoff_s} s), doubled each time up to
+Only retries without checkpoint progress count: a new checkpoint resets the count. The columns below are the limits of
+the policy. Within them, the run has its own budget: `supervise.max_restarts` restarts in place (default {max_restarts})
+and `supervise.max_attempts` attempts in a row (default {max_attempts}) without a new checkpoint. Before a new attempt
+without progress the controller waits `supervise.backoff_s` (default {backoff_s} s), doubled each time up to
 `supervise.max_backoff_s` (default {max_backoff_s} s), and spread at random over the upper half of that.
 
-What all attempts together may use, whatever progress they make, has caps of its own, which are off by default:
-`supervise.max_total_attempts`, `supervise.max_gpu_hours` and `supervise.max_node_hours`. They are looked at before a
-new attempt, and the decision to stop says which was reached and how much was used. Those on hours also bound the time
-limit of every attempt, so that a run that is training saves and ends in time. A person who resumes the run allows as
-much again.
+The total of all attempts, whatever progress they make, has caps of its own, which are off by default:
+`supervise.max_total_attempts`, `supervise.max_gpu_hours` and `supervise.max_node_hours`. They are checked before a new
+attempt, and the decision to stop names the cap and the use. Those on hours also bound the time limit of every attempt,
+so that a training run saves and ends in time. Resuming the run allows as much again.
 
-*With a remedy*: only when the next attempt does something differently. CUDA out of memory: half
+*With a remedy*: only if the next attempt changes something. CUDA out of memory: half
 `train.micro_batch_size` until it is 1, then `train.gradient_checkpointing`, then half `rollout.batch_size`; the global
 batch, and so the gradient, stays (`supervise.oom_remediation`). A loss that is not finite: once from the checkpoint
-before the newest. Training that learns nothing any more (`[health]`): once from the newest checkpoint that is older
+before the newest. Training that no longer learns (`[health]`): once from the newest checkpoint that is older
 than the window of steps it was judged by. Newer ones are put aside (`supervise.rollback_on_non_finite`).
 
-Ranks that disagree about a collective (`collective_mismatch`) end the run at once where that is proven: by their flight
-recorders, or by an error of our own that compared them. Where nothing but the words of a log or of an error say so, the
-workers are started once more, in place where that is allowed; if it comes back without a new checkpoint, the run ends.
+Ranks that disagree about a collective (`collective_mismatch`) end the run at once if that is proven: by their flight
+recorders, or by one of our own errors that compared them. If only the text of a log or of an error says so, the workers
+are started once more, in place where that is allowed; if it recurs without a new checkpoint, the run ends.
 
-A damaged checkpoint, of which a checksum does not hold, a file is missing, empty
-or unreadable, or the manifest is none: the workers are started again in place from the complete one before it, whatever
-the budget of restarts says, and the damaged one is kept for inspection in `checkpoints/damaged-<attempt>.<restart>/`.
-Where the evaluator finds it, the steps after the older one are trained again in a new attempt. The run ends when there
-is none before; that last one stays where it is, and the message says what to do. A checkpoint that does not fit the run
-(other settings, another number of ranks) has no remedy.
+After a damaged checkpoint (a wrong checksum, a missing, empty or unreadable file, an invalid manifest) the workers are
+started again in place from the complete one before it, whatever the budget of restarts says, and the damaged one is
+kept for inspection in `checkpoints/damaged-<attempt>.<restart>/`. If the evaluator finds it, the steps after the older
+one are trained again in a new attempt. The run ends if there is none before; that last one stays in place, and the
+message gives advice. A checkpoint that does not fit the run (other settings, another number of ranks) has no remedy.
 
-A new attempt goes without the nodes to blame: at once when a node was lost or a GPU failed, otherwise at a node's
-second strike in the run; at most `supervise.max_excluded_nodes`, and never so many that it could not be placed.
+A new attempt excludes the nodes to blame: at once if a node was lost or a GPU failed, otherwise at a node's second
+strike in the run; at most `supervise.max_excluded_nodes`, and never so many that it could not be placed.
 
-## How soon a hang is found
+## Detection of hangs
 
-A worker hangs for sure when it has been silent for longer than the floor of its phase (`supervise.floor_s` and its kin,
-two minutes and more by default), or for `supervise.gap_factor` times the longest silence that ended well, where that is
-more. It is looked at long before, after `supervise.suspect_s` (default {suspect_s} s) or the longest silence that ended
-well in its phase, and is ended at once where several looks prove that it stands still:
+A worker counts as hung after a silence longer than the floor of its phase (`supervise.floor_s` and the other floors,
+two minutes and more by default), or than `supervise.gap_factor` times the longest silence that ended well, if that is
+more. It is examined long before, after `supervise.suspect_s` (default {suspect_s} s) or the longest silence that ended
+well in its phase, and is ended at once if several observations prove that it stands still:
 
-- *Stopped*: the process was stopped in all of them (SIGSTOP, state T). This holds in any phase.
+- *Stopped*: the process was stopped in all observations (SIGSTOP, state T). This holds in any phase.
 - *Blocked for good*: it waits for a lock of its own process without a time-out, and so do all its other threads;
-  nothing of it and its children used processor, GPU or disk; no data is on its way between the ranks; and peers wait in
-  a collective that it has not entered. Waiting for a connection to another rank counts too, where no rank can send.
+  neither it nor its children used processor, GPU or disk; no data is in transit between the ranks; and peers wait in
+  a collective that it has not entered. Waiting for a connection to another rank counts too, if no rank can send.
 - *Disagreement*: all ranks wait inside a collective, and their flight recorders name different operations or shapes at
   the same number. That is a bug in the code (`collective_mismatch`).
 
-Anything else is left to the floor: whatever moves, a sleep or a time-out, a reward service, a file, a pipe, a child
-process, the kernel (state D), a debugger, a look that is not permitted, data on its way, ranks that all wait in the
-same collective; and, unless the process is stopped, set-up and the first pass through a phase.
+Everything else is left to the floor: any activity, a sleep or a time-out, a reward service, a file, a pipe, a child
+process, the kernel (state D), a debugger, an observation that is not permitted, data in transit, ranks that all wait in
+the same collective; and, unless the process is stopped, set-up and the first pass through a phase.
 
 ## The kinds
 """
 
 LOGS = """
-## How a log is read
+## Classification of logs
 
-Where a worker could not say itself what happened, its log is read (`rlhf_core/diagnosis/log_reading.py`), for kinds
-of evidence rather than for known lines
+If a worker could not record its own failure, its log is read (`rlhf_core/diagnosis/log_reading.py`), for kinds of
+evidence rather than for known lines
 ([decision {decision}](decisions/{decision}-logs-are-read-for-kinds-of-evidence.md)):
 
-1. **Lines.** What launchers, Ray, engines, containers, the kernel and quotations put before a line is taken off; who
-   printed it stays known. What was logged as a warning or below says nothing, except where the scheduler says it.
-2. **Errors.** The lines of a traceback are put together, for each process by itself, with its frames. What an error
-   says is asked in this order: its words, where they name a cause; its class; its error number; the place in the code
-   that it came from. An error of a service outside the job (a hub, a tracker) is `unknown`, unless its status says that
-   it refuses for good. Classes that only wrap another error say nothing where that one was printed. The boxes of Rich
-   and the frames of IPython and pytest are read too.
-3. **Phrases.** Of all other lines, the tables of phrases know some.
-4. **Parts.** Each piece of evidence is the root of a failure, a symptom of one that shows itself elsewhere, or a
-   cascade, as the broken connections to a rank that died, or an engine that is gone. Roots decide before symptoms and
+1. **Lines.** Prefixes of launchers, Ray, engines, containers, the kernel and quotations are removed; the process that
+   printed the line stays known. Lines logged as a warning or below are no evidence, except those of the scheduler.
+2. **Errors.** The lines of a traceback are joined per process, with its frames. An error is classified in this order:
+   by its message, if that names a cause; its class; its error number; its location in the code. An error of a service
+   outside the job (a hub, a tracker) is `unknown`, unless its status is a permanent refusal. Classes that only wrap
+   another error do not count if that one was printed. The boxes of Rich and the frames of IPython and pytest are read
+   too.
+3. **Phrases.** All other lines are matched against the tables of phrases.
+4. **Parts.** Each piece of evidence is the root of a failure, a symptom of a failure elsewhere, or a
+   cascade, such as broken connections to a rank that died, or an engine that is gone. Roots decide before symptoms and
    symptoms before cascades, wherever they stand; among equals the earlier decides.
-5. **Time.** What {going_on} further steps, or the good end of the training, came after has not ended it; a symptom is
-   survived with a single step, and so is what keeps ranks from finding each other. A job that says that it has put
-   itself into the queue again has not failed by being put there. After a cancellation by the user, everything else is
-   its consequence, but a cancellation that comes after a failure says nothing. So a log may also show no failure at
-   all.
+5. **Time.** Evidence followed by {going_on} further steps, or by the completion of the training, has not ended it; a
+   symptom is survived with a single step, and so is a failed rendezvous. A job that says that it has requeued itself
+   has not failed by being requeued. After a cancellation by the user, everything else is its consequence, but a
+   cancellation after a failure does not count. So a log may also show no failure at all.
 
-A kind that stops a run needs words, a class or a place that say so; everything else is `unknown`, with a fingerprint,
-and is tried once more. Of a log that is longer than {most:.0f} MB, its begin and its end are read.
+A kind that stops a run needs an unambiguous phrase, class or location; everything else is `unknown`, with a
+fingerprint, and is tried once more. Of a log that is longer than {most:.0f} MB, the beginning and the end are read.
 
 ### Classes of errors
 
@@ -150,20 +146,20 @@ and is tried once more. Of a log that is longer than {most:.0f} MB, its begin an
 
 Error numbers: {numbers}.
 
-Statuses by which a service refuses a request for good: {statuses}.
+Statuses by which a service permanently refuses a request: {statuses}.
 
-### Places in the code
+### Locations in the code
 
-What an error of a general class (`KeyError`, `ValueError`, `RuntimeError` ...) means where it came up: the innermost
-place decides.
+Kinds of an error of a general class (`KeyError`, `ValueError`, `RuntimeError` ...) by its location: the innermost known
+location decides.
 
 {places}
 
 ### Phrases
 
-One line for each row; the first row that knows a line decides about it.
+One line for each row; the first row that matches a line decides.
 
-| kind | part | a line that is known |
+| kind | part | example |
 |---|---|---|
 """
 
@@ -171,11 +167,11 @@ READING = "0015"
 """Number of the decision on how logs are read."""
 
 STATES = """
-## What the scheduler says
+## State of the scheduler
 
 The final state of a job decides before any log, except for a cancellation, which also ends steps that failed.
-`CANCELLED by 0` was the administrator or the scheduler, not the user. States that are not listed, as FAILED, say
-nothing by themselves: the agents' outcomes and the lines of srun do.
+`CANCELLED by 0` was the administrator or the scheduler, not the user. States that are not listed, such as FAILED, are
+no evidence by themselves: the agents' outcomes and the lines of srun are.
 
 | state | kind |
 |---|---|
@@ -185,33 +181,32 @@ PROBE = """
 ## On the nodes
 
 Before the workers of an attempt start, its nodes are compared and measured (`preflight.probe`); `rlhf check CONFIG
---probe` does that alone, and gives the allocation back.
+--probe` does only that, and releases the allocation.
 
-1. Every agent says what its node has: environment, versions, hashes of config, code, data, model and tokenizer as
-   this node reads them, GPUs, room, clock. Agent 0 compares, before there is any process group. The value that
-   more than half of the nodes have is what is expected; a finding names the node that has another one, and the
-   key. Without such a majority all values are shown, and no node is blamed. What each node said is kept in
-   `attempts/<n>/probe/`.
-2. One process per rank measures matrix products, then bandwidth and latency in pairs (every node with two others,
-   so that a slow node and a slow link are told apart), then an all-reduce and an all-gather over all ranks, whose
-   results are known beforehand. Everything has a deadline (`preflight.probe_s`). What was found slow is measured a
-   second time before it is said. Slow is less than `preflight.min_relative_speed` of the median of all nodes; less
-   than that of a node's own earlier readings is a warning (table `node_speeds`).
+1. Every agent reports the facts of its node: environment, versions, hashes of config, code, data, model and tokenizer
+   as this node reads them, GPUs, free space, clock. Agent 0 compares them, before there is any process group. The value
+   of more than half of the nodes is expected; a finding names the node that has another one, and the key. Without such
+   a majority all values are shown, and no node is blamed. The reports of the nodes are kept in `attempts/<n>/probe/`.
+2. One process per rank measures matrix products, then bandwidth and latency in pairs (every node with two others, to
+   distinguish a slow node from a slow link), then an all-reduce and an all-gather over all ranks, whose results are
+   known beforehand. Everything has a deadline (`preflight.probe_s`). Slow nodes and links are measured a second time
+   before they are reported. Slow is less than `preflight.min_relative_speed` of the median of all nodes; less than that
+   of a node's own earlier readings is a warning (table `node_speeds`).
 
-A node that is blocked is struck in the ledger (`rlhf nodes`) and left out, and the run is placed anew at once.
-Where no other node can take its place, or where no single node is to blame, the run ends with exit code 2 and the
-finding. Findings are rows of `checks`, stand in `rlhf show` and the report, and are a table artifact in Prefect.
+A blocked node gets a strike (`rlhf nodes`) and is excluded, and the run is placed again at once.
+If no other node can take its place, or no single node is to blame, the run ends with exit code 2 and the
+finding. Findings are rows of `checks`, parts of `rlhf show` and the report, and a table artifact in Prefect.
 """
 
 PREFLIGHT = """\
 # Preflight
 
-Before a job is submitted, everything is looked at that can be known without it. All findings are shown at once; one
-that blocks keeps the run from starting (exit code 2), and its message says what was found, what was expected and what
-to do. `rlhf check` does this alone and starts nothing.
+Before a job is submitted, rlhf-flows checks everything that needs no allocation. All findings are shown at once; a
+blocking one keeps the run from starting (exit code 2), and its message gives the actual and the expected value, and
+advice. `rlhf check` does only this and starts nothing.
 
 The checks are arithmetic on facts that are gathered once: the config, the data files, the scheduler's nodes, the
-packages of the compute interpreter, the disk. The checks whose names begin with `content` are made of one look at the
+packages of the compute interpreter, the disk. The checks whose names begin with `content` share one reading of the
 first {rows} rows of the data in the compute interpreter. It takes some seconds and is bounded in time and memory; each
 reward function is called there with real rows in a process of its own, so that one that never returns is a finding.
 
@@ -219,9 +214,9 @@ reward function is called there with real rows in a process of its own, so that 
 """
 
 OFF = '''
-## Turning checks off
+## Disabling checks
 
-A check that does not apply is turned off by its name, with the reason, which is kept with the run:
+A check that does not apply is disabled by its name, with a reason, which is stored with the run:
 
 ```toml
 [preflight.off]
@@ -229,13 +224,13 @@ A check that does not apply is turned off by its name, with the reason, which is
 "content.rewards" = "the reward model is served on the compute nodes only"
 ```
 
-On the command line: `--set 'preflight.off={{"data.overlap" = "on purpose"}}'`. It is then shown as skipped. A name that
-is none, and an empty reason, block.
+On the command line: `--set 'preflight.off={{"data.overlap" = "on purpose"}}'`. It is then shown as skipped. An unknown
+name or an empty reason blocks the run.
 
 ## Checks of your own
 
-A site knows things that this program does not: quotas, accounts, a mount that must be there. A package that is
-installed beside the control plane adds a check by an entry point of the group `{group}`. The name of the entry point
+A site has rules of its own: quotas, accounts, a required mount. A package installed
+beside the control plane adds a check by an entry point of the group `{group}`. The name of the entry point
 is the check's name; the docstring of the function says what it prevents.
 
 ```toml
@@ -261,9 +256,9 @@ def scratch(facts: Facts) -> Iterator[Finding]:
         yield blocked("/scratch is not mounted", "the scratch file system", "ask the administrators")
 ```
 
-Facts are what the function should look at; they are described in `rlhf_core/preflight/facts.py`. A plug-in that does
-not import, raises, yields something else than findings, or takes the name of another check, is a warning and nothing
-more. It must return within a second or so: nobody waits for it with a deadline.
+The function judges the facts, which `rlhf_core/preflight/facts.py` describes. A plug-in that cannot be imported,
+raises, yields anything but findings, or takes the name of another check, only gives a warning. It must return within a
+second or so: it has no deadline.
 
 On the nodes, a package in the compute environment does the same with the group `rlhf_flows.node_checks`. Its
 function takes nothing and returns a list of findings, each a dictionary; with status `blocked` its node is replaced.
@@ -410,10 +405,10 @@ def _known_lines() -> Iterator[str]:
     for kind in FailureKind:
         for row in signatures.SIGNATURES:
             if row.kind is kind:
-                says_nothing = row.part is EvidencePart.TEARDOWN
-                shown = "" if says_nothing else f"`{kind.value}`"
+                is_teardown = row.part is EvidencePart.TEARDOWN
+                shown = "" if is_teardown else f"`{kind.value}`"
                 example = row.example.strip().replace("`", "'")
-                yield f"| {shown} | {'says nothing' if says_nothing else row.part.name.lower()} | {_code(example)} |"
+                yield f"| {shown} | {'no evidence' if is_teardown else row.part.name.lower()} | {_code(example)} |"
 
 
 def _known_classes() -> Iterator[str]:
@@ -423,7 +418,7 @@ def _known_classes() -> Iterator[str]:
         by_meaning.setdefault(meaning, []).append(f"`{name}`")
     for meaning, names in by_meaning.items():
         yield f"| `{meaning.kind.value}` | {meaning.part.name.lower()} | {', '.join(names)} |"
-    yield f"| | says nothing beside another | {', '.join(f'`{name}`' for name in sorted(exceptions.WRAPPERS))} |"
+    yield f"| | ignored beside another | {', '.join(f'`{name}`' for name in sorted(exceptions.WRAPPERS))} |"
 
 
 def _by_meaning(known: Mapping[int, exceptions.Meaning]) -> Iterator[str]:
@@ -435,7 +430,7 @@ def _by_meaning(known: Mapping[int, exceptions.Meaning]) -> Iterator[str]:
 
 
 def _known_places() -> Iterator[str]:
-    yield from ("| kind | a frame, or the code at it |", "|---|---|")
+    yield from ("| kind | frame, or line of code |", "|---|---|")
     for place in code_locations.CODE_LOCATIONS:
         yield f"| `{place.kind.value}` | {_code(place.example)} |"
 
@@ -456,7 +451,7 @@ def _allowed(times: int) -> str:
 
 
 def preflight() -> str:
-    """Every check and what it prevents; how one is turned off or added; the tables that they look things up in."""
+    """Render the checks with their purpose, their configuration, and the tables that they use."""
     head = ["| check | prevents |", "|---|---|"]
     checks = [f"| `{one.id}` | {_cell(one.prevents)} |" for one in CHECKS]
     parts = [GENERATED, PREFLIGHT.format(rows=2000), *head, *checks]
@@ -491,7 +486,7 @@ def cli() -> str:
 
 
 def commands() -> Iterator[tuple[str, Any]]:
-    """Every command that is not hidden, with what is typed to call it."""
+    """Yield every visible command with its command line."""
     return _commands(typer.main.get_command(app), "rlhf")
 
 

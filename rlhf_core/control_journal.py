@@ -1,5 +1,5 @@
-"""Reading ``control.jsonl`` line by line: a line that cannot be read is an error, since the state of the run is a fold
-over all of them.
+"""Reader of ``control.jsonl``: a line that cannot be read is an error, since the state of the run is a fold over all
+lines.
 
 One exception: a line that its writer had not finished when it was killed was never acted upon, and is left out. It can
 only be the last one, for the next controller removes it before it writes. Version 0.1 closed it off with a newline
@@ -25,17 +25,17 @@ _BLOCK_BYTES = 1 << 20
 
 
 class Scanned(NamedTuple):
-    """A line, and where it lies in its file."""
+    """Line with its position in its file."""
 
     begin: int
-    """Its first byte."""
+    """Offset of its first byte."""
     end: int
-    """The byte after it."""
+    """Offset of the byte after it."""
     line: JournalLine
 
 
 def read_journal(path: Path) -> list[JournalLine]:
-    """All whole lines of a journal; none where there is no file.
+    """Read all whole lines of a journal; none if there is no file.
 
     Raises:
         JournalDamaged: a line cannot be read.
@@ -44,10 +44,10 @@ def read_journal(path: Path) -> list[JournalLine]:
 
 
 def scan_journal(path: Path, offset: int = 0) -> Iterator[Scanned]:
-    """Whole lines of a journal from byte ``offset`` on.
+    """Yield whole lines of a journal from byte ``offset`` on.
 
     Raises:
-        JournalDamaged: a line cannot be read; those before it have been handed out.
+        JournalDamaged: a line cannot be read; those before it have been yielded.
     """
     _require_a_file(path)
     for lines, end in read_blocks(path, offset, MAX_LINE_BYTES):
@@ -78,7 +78,7 @@ def _require_a_file(path: Path) -> None:
 
 
 def remove_unfinished_line(path: Path) -> None:
-    """Remove what a killed writer left behind the last newline. For the holder of the run's lease, before it writes.
+    """Remove an unfinished line of a killed writer. For the holder of the run's lease, before it writes.
 
     Raises:
         OSError: the file cannot be read or written.
@@ -111,7 +111,7 @@ def _parse(text: bytes) -> JournalLine:
     """Parse one line.
 
     Raises:
-        ValueError: it is no line of a version that is known; says why.
+        ValueError: it is not a line of a known version; the message says why.
     """
     try:
         line = JournalLine.model_validate_json(text)
@@ -125,7 +125,7 @@ def _parse(text: bytes) -> JournalLine:
 
 
 def _version(text: bytes) -> int:
-    """Version that a line says it has, whatever else it says."""
+    """Read the version of a line, whatever else it holds."""
     try:
         content = from_json(text)
     except ValueError:
@@ -164,6 +164,6 @@ def _in_words(path: Path, begin: int, why: str) -> str:
     return (
         f"{path}, line {number} cannot be read: {why}. Without it the state of the run is not known and nothing is "
         f"done about it. Put the line back from a backup of the run directory. Where there is none, keep a copy of the "
-        f"file, delete the line (`sed -i {number}d {path}`), see with `rlhf show` that what is left is true, then "
+        f"file, delete the line (`sed -i {number}d {path}`), check the remaining state with `rlhf show`, then "
         f"`rlhf resume {path.parent.name}`"
     )

@@ -779,8 +779,8 @@ class RunDir:
         return self.checkpoints_dir / f"aside-{attempt}"
 
     def put_aside_newer_than(self, name: str, attempt: int) -> None:
-        """Move checkpoints that are newer than one out of the way: the branch they belong to is given up, and nobody
-        may go on from them. Harmless when it was done before, in whole or in part.
+        """Move checkpoints that are newer than one out of the way: the branch they belong to is given up, and no later
+        attempt may go on from them. Harmless when it was done before, in whole or in part.
 
         Raises:
             RunDirError: ``name`` is none of a checkpoint.

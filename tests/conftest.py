@@ -23,7 +23,7 @@ SITE_VARIABLES = (
     *("RLHF_RUNS", "RLHF_DATABASE_URL", "RLHF_SCHEDULER", "RLHF_COMPUTE_PYTHON", "RLHF_PREFECT_AUTH"),
     *("PREFECT_API_URL", "PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING"),
 )
-"""Settings of the person who runs the tests. Gone at once: fixtures of a whole session come before those of a test."""
+"""Settings of the user who runs the tests. Gone at once: fixtures of a whole session come before those of a test."""
 for _variable in SITE_VARIABLES:
     os.environ.pop(_variable, None)
 
@@ -42,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Site settings of this test alone: a fresh RLHF_HOME and no setting of the person who runs the tests."""
+    """Site settings of this test alone: a fresh RLHF_HOME and no setting of the user who runs the tests."""
     for variable in SITE_VARIABLES:
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("RLHF_HOME", str(tmp_path / "rlhf-home"))

@@ -94,9 +94,9 @@ class FakeScheduler:
     node_gpu_types: dict[str, str] = field(default_factory=dict)
     first_state: JobState = JobState.RUNNING
     on_submit: Callable[[JobRequest], None] = lambda request: None
-    """Called when a job is accepted: what its agent does at once."""
+    """Called when a job is accepted: the immediate actions of its agent."""
     on_status: Callable[[], None] = lambda: None
-    """Called before each answer: what happens meanwhile."""
+    """Called before each answer: actions in the meantime."""
     jobs: dict[str, FakeJob] = field(default_factory=dict)
     submitted: list[JobRequest] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
@@ -163,14 +163,14 @@ class FakeScheduler:
         return not self.stubborn
 
     def end_all(self) -> None:
-        """Every job is gone, as after a kill of everything."""
+        """End every job, as after a kill of everything."""
         for job in self.jobs.values():
             job.state = JobState.ENDED
 
 
 @dataclass
 class FakeAgent:
-    """Writes into a run directory what a real agent and its workers write."""
+    """Agent that writes the files of a real agent and its workers."""
 
     run_dir: RunDir
     attempt: int = 1
@@ -292,7 +292,7 @@ class FakeAgent:
         write_model(self.run_dir.attempt(self.attempt).outcome, outcome)
 
     def whole_run(self, from_step: int = 0) -> None:
-        """Everything that an attempt without trouble leaves behind."""
+        """Write everything that a successful attempt leaves behind."""
         self.begin()
         self.role(Role.TRAINER)
         for step in range(from_step + 1, 11):
@@ -305,7 +305,7 @@ class FakeAgent:
 
 
 def only_scheduler(monkeypatch: "pytest.MonkeyPatch") -> FakeScheduler:
-    """Have a fake be the scheduler of this site, for controllers and commands, with no checks and no waiting."""
+    """Replace the scheduler of this site by a fake, for controllers and commands, with no checks and no waiting."""
     found = FakeScheduler()
     for module in ("rlhf_core.scheduler", "rlhf_core.control.controller", "rlhf_core.control.cancel"):
         monkeypatch.setattr(f"{module}.get_scheduler", lambda name: found)

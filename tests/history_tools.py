@@ -480,7 +480,7 @@ class PostgresServer:
         return self._folder
 
     def superuser(self) -> Any:
-        """A connection of the server's superuser, past SQLAlchemy."""
+        """Connect as the server's superuser, without SQLAlchemy."""
         import psycopg
 
         return psycopg.connect(f"host=127.0.0.1 port={self._port} user=rlhf dbname=postgres", autocommit=True)
@@ -535,7 +535,7 @@ def _postgres() -> PostgresServer | str:
 
 
 def postgres() -> PostgresServer:
-    """The server, started when it is first asked for; skips the test where there can be none."""
+    """Server, started on first use; skips the test if there can be none."""
     server = _postgres()
     if isinstance(server, str):
         pytest.skip(server)

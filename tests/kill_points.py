@@ -1,4 +1,4 @@
-"""Kills a controller at a point of its life: every effect that is wrapped is a point before and a point after it."""
+"""Kills of a controller at a point of its life: every wrapped effect is a point before and a point after it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ class Killed(BaseException):
 
 
 class Points:
-    """Counts the points that a life of the controller passes, and ends it at one of them."""
+    """Counter of the points that a controller passes, which kills it at one of them."""
 
     def __init__(self, kill_at: int | None) -> None:
         self._kill_at = kill_at

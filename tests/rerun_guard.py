@@ -1,4 +1,4 @@
-"""A guard for `make test`: a test that passes only when it is run again is named with its failure, and few may do so.
+"""Guard for `make test`: a test that passes only when it is run again is named with its failure, and few may do so.
 
 Hundreds of tests start real processes, servers and clusters on whatever is left of two cores. One of them that is once
 too early must not hide what all others say; many that are so are a fault of the product or of the tests.
@@ -45,7 +45,7 @@ def add_option(parser: pytest.Parser) -> None:
 
 
 def configure(config: pytest.Config) -> None:
-    """Watch over the second runs where the option was given, in the one process that hears of all tests."""
+    """Watch second runs if the option was given, in the one process that collects all reports."""
     most = config.getoption(OPTION)
     if most is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(RerunGuard(most), "rerun-guard")

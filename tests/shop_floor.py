@@ -24,7 +24,7 @@ def free_port() -> int:
 
 
 def until(what: Callable[[], Any], patience_s: float = 120.0) -> Any:
-    """Wait for something to be true, and return it."""
+    """Wait for a condition to be true, and return its value."""
     deadline = time.monotonic() + patience_s
     while not (found := what()):
         assert time.monotonic() < deadline, "it did not happen"
@@ -42,7 +42,7 @@ class Floor:
     max_runs: int = 5
     auth: str = ""
     restart_s: float = 0.0
-    """Keep dead what has died, for tests of what follows from that."""
+    """Restart delay of dead services; 0 leaves them dead, for tests of that."""
     settings: str = ""
     """Further lines under [prefect]."""
     variables: dict[str, str] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Floor:
         (self.home / "rlhf.toml").write_text("\n".join(lines))
 
     def environment(self, **more: str) -> dict[str, str]:
-        """Of a person who has nothing set but the home folder."""
+        """Environment of a user with nothing set but the home folder."""
         plain = {key: value for key, value in os.environ.items() if not key.startswith(("RLHF_", "PREFECT_"))}
         return {
             **plain,
@@ -153,7 +153,7 @@ class Floor:
         return str(run["id"])
 
     def cancel(self, flow_run: str) -> None:
-        """Do as the button does."""
+        """Cancel as the button in the UI does."""
         asked = {"state": {"type": "CANCELLING", "name": "Cancelling"}, "force": False}
         status, said = self.ask(f"/flow_runs/{flow_run}/set_state", asked)
         assert status in (200, 201), said

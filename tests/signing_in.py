@@ -30,7 +30,7 @@ def ask(api: str, path: str, body: Any = None, *, password: str, method: str = "
 
 
 def sign_in(context: Any, password: str) -> None:
-    """Have pages of a browser (or of one of its contexts) know the password, as after Prefect's sign-in page."""
+    """Sign in the pages of a browser (or of one of its contexts), as Prefect's sign-in page does."""
     context.add_init_script(
         f"try {{ localStorage.setItem('prefect-password', btoa({json.dumps(password)})) }} catch (none) {{}}"
     )

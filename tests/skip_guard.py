@@ -1,4 +1,4 @@
-"""A guard for `make test`: a skip that is not on the list of allowed ones ends the session red.
+"""Guard for `make test`: a skip that is not on the list of allowed ones fails the session.
 
 Without it a machine on which Slurm, PostgreSQL or the browser could not be installed would pass with most of the real
 tests left out.
@@ -56,12 +56,12 @@ class SkipGuard:
         self._note(report)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """End the session red."""
+        """Fail the session."""
         if self._refused and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Name what was skipped, and what to do."""
+        """List the skips, with advice."""
         if not self._refused:
             return
         terminalreporter.section("skips that are not allowed", red=True)
@@ -86,6 +86,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Watch over the skips where the option was given, in the one process that hears of all tests."""
+    """Watch skips if the option was given, in the one process that collects all reports."""
     if config.getoption(OPTION) and not hasattr(config, "workerinput"):
         config.pluginmanager.register(SkipGuard(read_allowed()), "skip-guard")

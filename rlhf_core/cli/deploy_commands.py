@@ -1,6 +1,6 @@
-"""``rlhf deploy`` and ``rlhf submit``: runs that are asked for in Prefect, by hand or on time.
+"""``rlhf deploy`` and ``rlhf submit``: runs requested in Prefect, on demand or on a schedule.
 
-What is heavy is imported inside the functions, so that ``rlhf --help`` stays fast.
+Heavy modules are imported inside the functions, so that ``rlhf --help`` stays fast.
 """
 
 import time
@@ -18,50 +18,48 @@ if TYPE_CHECKING:
     from flows.deployments import Submitted
     from rlhf_core.config import Site
 
-LOOK_EVERY_S = 2.0
-"""Pause between two questions why a run has not begun."""
+POLL_INTERVAL_S = 2.0
+"""Interval between two queries of the reason why a run has not begun."""
 
 STUCK_S = 300.0
 """Time that a program waits for a worker that could begin the run. At a terminal the user decides."""
 
 TagOption = Annotated[
     list[str] | None,
-    typer.Option("--tag", metavar="TAG", help="A word to find its runs by; may be given several times."),
+    typer.Option("--tag", metavar="TAG", help="Label to find its runs by; may be given several times."),
 ]
-OwnerOption = Annotated[str, typer.Option("--owner", help="Who asks. Default: you.")]
+OwnerOption = Annotated[str, typer.Option("--owner", help="Owner of the runs. Default: you.")]
 
 
 def deploy(
     config: ConfigArgument,
     set_: SetOption = None,
     name: Annotated[str, typer.Option("--name", help="Name of the deployment, instead of the one in the config.")] = "",
-    cron: Annotated[
-        str, typer.Option("--cron", metavar="CRON", help='When it runs by itself, for instance "0 2 * * *".')
-    ] = "",
+    cron: Annotated[str, typer.Option("--cron", metavar="CRON", help='Schedule, for instance "0 2 * * *".')] = "",
     timezone: Annotated[
         str, typer.Option("--timezone", metavar="ZONE", help="For --cron, for instance Europe/Berlin. Default: UTC.")
     ] = "",
     limit: Annotated[
         int | None,
-        typer.Option("--limit", min=0, help="At most so many runs of it at a time, others wait; 0: no limit."),
+        typer.Option("--limit", min=0, help="Largest number of its runs at a time, others wait; 0: no limit."),
     ] = None,
     priority: Annotated[
-        str | None, typer.Option("--priority", metavar="high|default|low", help="Which runs are started first.")
+        str | None, typer.Option("--priority", metavar="high|default|low", help="Priority of its runs in the queue.")
     ] = None,
     skip_if_busy: Annotated[
         bool | None,
         typer.Option(
             "--skip-if-busy/--no-skip-if-busy",
-            help="A scheduled run is left out, and said to be, while the last run of the deployment still goes on.",
+            help="Skip a scheduled run, with a message, while the last run of the deployment is still active.",
         ),
     ] = None,
     tag: TagOption = None,
     owner: OwnerOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Make a config a deployment of Prefect, with a form in the UI; again, to bring it up to date.
+    """Deploy a config to Prefect, with a form in the UI; deploy it again to update it.
 
-    The config is kept as it is now, with the code that it needs: editing them later does not change what is scheduled.
+    The config is stored as it is now, with the code that it needs: later edits do not change scheduled runs.
     Schedules and limits that were set in the UI stay, unless they are given here.
     """
     _require_good_config(config, set_ or ())
@@ -97,9 +95,7 @@ def submit(
     owner: OwnerOption = "",
     watch: Annotated[
         bool,
-        typer.Option(
-            "--watch", help="Stay and watch the run until it ends; exit code 1 if it failed, 130 if it was cancelled."
-        ),
+        typer.Option("--watch", help="Watch the run until it ends; exit code 1 if it failed, 130 if it was cancelled."),
     ] = False,
     begin_within_s: Annotated[
         float | None,
@@ -107,19 +103,18 @@ def submit(
             "--begin-within",
             metavar="SECONDS",
             min=0,
-            help="With --watch: leave with exit code 1 when the run has not begun after so long.",
+            help="With --watch: exit with code 1 if the run has not begun after this time.",
         ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Ask for a run in Prefect, and return at once; a worker of the site drives it.
+    """Request a run in Prefect, and return at once; a worker of the site runs it.
 
-    With --watch, what a run that has not begun waits for is said on standard error. Where no worker is there, a
-    program (no terminal) is not kept for more than five minutes, unless --begin-within says otherwise; the run stays
-    asked for.
+    With --watch, the reason why a run has not begun is printed on standard error. Without a worker, a program (no
+    terminal) waits at most five minutes, unless --begin-within says otherwise; the request stays.
 
-    A file that was not deployed before is deployed first. Where it was, the run takes the file as it is now, and the
-    deployment, with what it has scheduled, stays as it is.
+    A file that was not deployed before is deployed first. If it was, the run uses the file as it is now, and the
+    deployment and its schedule stay unchanged.
     """
     _require_good_config(config, set_ or (), or_deployment=True)
     site = _site_in_prefect()
@@ -129,13 +124,13 @@ def submit(
     if as_json:
         output.print_json({"run_id": asked.run_id, "flow_run_id": asked.flow_run_id, "url": asked.url})
     else:
-        output.print_text(f"run {asked.run_id} is asked for: {asked.url}")
+        output.print_text(f"run {asked.run_id} is requested: {asked.url}")
     if watch:
         _watch(site, asked, begin_within_s, as_json)
 
 
 def _require_good_config(config: str, overrides: Sequence[str], *, or_deployment: bool = False) -> None:
-    """Refuse what cannot be, before Prefect is imported, which takes seconds.
+    """Refuse unusable input before Prefect is imported, which takes seconds.
 
     Raises:
         BadConfig: the config or an override cannot be used.
@@ -147,14 +142,14 @@ def _require_good_config(config: str, overrides: Sequence[str], *, or_deployment
     if not or_deployment or Path(config).is_file():
         configs.load(config, overrides)
         return
-    configs.check_overrides(overrides)  # what else can be wrong depends on what was deployed
+    configs.check_overrides(overrides)  # other errors depend on the deployed config
     if not configs.is_name(config.removeprefix("rlhf-run/")):
         expected = configs.expected_name(Path(config).stem)
         raise BadInput(f"found {config!r}: there is no file of that name, and as the name of a deployment {expected}")
 
 
 def _site_in_prefect() -> "Site":
-    """The site's settings, with Prefect's own set before it is imported."""
+    """Load the site's settings, and set Prefect's own before it is imported."""
     from flows.server_required import require
     from rlhf_core.config import load_site
 
@@ -187,7 +182,7 @@ def _await_beginning(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Wait until a worker has made the run, and say what is waited for.
+    """Wait until a worker has created the run, and report the reason for waiting.
 
     Raises:
         RunNotBegun: that takes too long.
@@ -197,7 +192,7 @@ def _await_beginning(
     from rlhf_core.cli.progress import person_at_terminal
     from rlhf_core.errors import RunNotBegun
 
-    patience_s = STUCK_S if begin_within_s is None and person_at_terminal() is None else None
+    timeout_s = STUCK_S if begin_within_s is None and person_at_terminal() is None else None
     started, stuck_since, said = clock(), None, ""
     while not has_begun():
         wait = what_it_waits_for(asked.flow_run_id)
@@ -209,9 +204,10 @@ def _await_beginning(
         now = clock()
         stuck_since = (now if stuck_since is None else stuck_since) if wait.stuck else None
         late = begin_within_s is not None and now - started >= begin_within_s
-        if late or (patience_s is not None and stuck_since is not None and now - stuck_since >= patience_s):
+        if late or (timeout_s is not None and stuck_since is not None and now - stuck_since >= timeout_s):
             raise RunNotBegun(
-                f"run {asked.run_id} has not begun after {output.seconds_text(now - started)}: {said}. It stays asked "
-                f"for, and begins when it can: do not ask again; Cancel on its page takes it back: {asked.url}"
+                f"run {asked.run_id} has not begun after {output.seconds_text(now - started)}: {said}. The request "
+                f"stays, and the run begins when it can: do not request it again; Cancel on its page withdraws it: "
+                f"{asked.url}"
             )
-        sleep(LOOK_EVERY_S)
+        sleep(POLL_INTERVAL_S)

@@ -19,7 +19,7 @@ from rlhf_core.schemas.resources import Inventory
 
 @dataclass(frozen=True)
 class Item:
-    """One thing that was looked at."""
+    """Result of one check of this machine."""
 
     name: str
     ok: bool
@@ -29,11 +29,11 @@ class Item:
 
 
 def examine(site: Site, services: Mapping[str, str], server: str) -> list[Item]:
-    """Look at everything. Starts the compute interpreter once; changes nothing.
+    """Check this machine. Starts the compute interpreter once; changes nothing.
 
     Args:
-        services: how each service of the site stands on this machine.
-        server: address of the Prefect server that this user has configured; empty without.
+        services: state of each service of the site on this machine.
+        server: address of the Prefect server that this user has configured; empty if there is none.
     """
     compute = gather_facts.ask_compute_python(site.compute_python)
     return [
@@ -82,7 +82,7 @@ def _py_spy(compute: ComputeSide) -> Item:
 
 
 def _runs(site: Site) -> Item:
-    disk = gather_facts.look_at_disk(site.runs_dir)
+    disk = gather_facts.inspect_disk(site.runs_dir)
     if disk.problem:
         return Item("run directories", False, f"{site.runs_dir}: {disk.problem}", "set RLHF_RUNS to a writable folder")
     kind = _file_system(site.runs_dir)
@@ -90,18 +90,18 @@ def _runs(site: Site) -> Item:
 
 
 def _private(site: Site) -> Item:
-    """Folders and files of secrets to which others have rights."""
+    """Check for folders and files of secrets that other users can access."""
     secrets = ("environment", "job-secrets.env", "prefect/auth", "prefect", "prefect/prefect.db", "history.db")
     found = [path for path in (site.home, *(site.home / name for name in secrets)) if private_files.is_open(path)]
     if found:
         listed = " ".join(map(str, found))
-        return Item("private files", False, f"others have rights to {listed}", f"chmod go= {listed}")
+        return Item("private files", False, f"other users have access to {listed}", f"chmod go= {listed}")
     shared = "its group may read the runs" if private_files.is_for_group(site.runs_dir) else "runs are private too"
-    return Item("private files", True, f"{site.home} is of its owner alone; {shared}")
+    return Item("private files", True, f"{site.home} is private to its owner; {shared}")
 
 
 def _database(site: Site) -> Item:
-    def look() -> str:
+    def inspect() -> str:
         from rlhf_core.history import database
         from rlhf_core.history.store import HistoryStore
 
@@ -114,16 +114,16 @@ def _database(site: Site) -> Item:
         where = f" on {_file_system(file)}" if file is not None else ""
         return f"{database.shown(url)}{where}: answers, and its schema is current"
 
-    return _tried("history", look)
+    return _tried("history", inspect)
 
 
 def _scheduler(site: Site) -> Item:
-    def look() -> str:
+    def inspect() -> str:
         from rlhf_core.scheduler import get_scheduler
 
         return _inventory(site.scheduler, get_scheduler(site.scheduler).inventory())
 
-    return _tried("scheduler", look)
+    return _tried("scheduler", inspect)
 
 
 def _inventory(name: str, inventory: Inventory) -> str:
@@ -149,7 +149,8 @@ def _prefect(server: str, services: Mapping[str, str]) -> Item:
 
 
 def _services(server: str, services: Mapping[str, str]) -> Item:
-    """A site that is half there is what a person does not notice: runs are asked for, and nobody carries them out."""
+    """Check that the services of a site are complete: with some missing, requested runs never start, without any
+    message."""
     found = ", ".join(f"{name} {state}" for name, state in services.items())
     wanted = {name: state for name, state in services.items() if name != "server" or not server}
     wrong = [name for name, state in wanted.items() if state not in ("running", "elsewhere")]
@@ -170,9 +171,9 @@ def _file_system(path: Path) -> str:
     return kind
 
 
-def _tried(name: str, look: Callable[[], str]) -> Item:
+def _tried(name: str, inspect: Callable[[], str]) -> Item:
     try:
-        return Item(name, True, look())
+        return Item(name, True, inspect())
     except RlhfError as error:
         return Item(name, False, str(error), "see the message")
 

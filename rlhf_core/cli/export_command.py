@@ -1,4 +1,4 @@
-"""``rlhf export``: runs for other programs."""
+"""``rlhf export``: export of runs for other programs."""
 
 from enum import StrEnum
 from pathlib import Path

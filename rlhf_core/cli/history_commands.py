@@ -1,4 +1,4 @@
-"""``rlhf runs``, ``show``, ``sql`` and ``db``: what the history knows, for people and (``--json``) for programs.
+"""``rlhf runs``, ``show``, ``sql`` and ``db``: the history, for users and (``--json``) for programs.
 
 Heavy modules are imported inside the functions, so that ``rlhf --help`` stays fast.
 """
@@ -35,16 +35,17 @@ def runs(
     state: Annotated[RunState | None, typer.Option(help="Only runs in this state.")] = None,
     name: Annotated[str | None, typer.Option(help="Only runs of this name.")] = None,
     tag: Annotated[str | None, typer.Option(help="Only runs with this tag.")] = None,
-    owner: Annotated[str | None, typer.Option(help="Only runs that this person asked for.")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="At most so many, the newest first.")] = 50,
-    trials: Annotated[bool, typer.Option("--trials", help="Also the trials that were made for runs.")] = False,
+    owner: Annotated[str | None, typer.Option(help="Only runs of this owner.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Largest number of runs, newest first.")] = 50,
+    trials: Annotated[bool, typer.Option("--trials", help="Also the trials of runs.")] = False,
     queued: Annotated[
         bool,
-        typer.Option("--queued", help="Only what was asked for in Prefect and is no run: it waits, or was refused."),
+        typer.Option("--queued", help="Only requests in Prefect that are not runs: waiting or refused."),
     ] = False,
     as_json: output.JsonOption = False,
 ) -> None:
-    """List runs, newest first; below them what was asked for in Prefect and is no run, as its keeper saw it last."""
+    """List runs, newest first; below them the waiting or refused requests in Prefect, as the site daemon last saw
+    them."""
     if queued:
         pending_requests.show(as_json=as_json)
         return
@@ -70,7 +71,8 @@ def _print_runs(found: Sequence[Facts], *, trials: bool) -> None:
         (
             run["run_id"],
             output.state_text(run["state"], run["regressed"]),
-            run["trial_of"] if trials else _moment(run["created_at"]),  # the id tells that too; both are too wide
+            # the id contains the date too; both are too wide
+            run["trial_of"] if trials else _moment(run["created_at"]),
             output.seconds_text(run["seconds"]),
             f"{run['last_step'] or 0}/{run['total_steps']}",
             run["num_attempts"],
@@ -99,7 +101,7 @@ def show(run: RunArgument = "last", as_json: output.JsonOption = False) -> None:
     _print_stages(shown["stages"])
     _print_checks(shown["checks"])
     _print_attempts(shown["attempts"])
-    _print_story(shown)
+    _print_timeline(shown)
     _print_evaluations(shown["evaluations"])
     _print_checkpoints(shown["checkpoints"])
     _print_metrics(shown["metrics"])
@@ -108,19 +110,19 @@ def show(run: RunArgument = "last", as_json: output.JsonOption = False) -> None:
 
 def nodes(
     clear: Annotated[
-        str, typer.Option("--clear", metavar="NODE", help="Say that this node was mended; takes --reason.")
+        str, typer.Option("--clear", metavar="NODE", help="Record that this node was repaired; takes --reason.")
     ] = "",
-    reason: Annotated[str, typer.Option(help="With --clear: what was mended; it is kept.")] = "",
+    reason: Annotated[str, typer.Option(help="With --clear: the repair; it is recorded.")] = "",
     by: Annotated[
-        str, typer.Option("--by", help="With --clear: who says so; your user name is kept beside it. Default: you.")
+        str, typer.Option("--by", help="With --clear: the name to record, beside your user name. Default: you.")
     ] = "",
     as_json: output.JsonOption = False,
 ) -> None:
-    """Show what is known against nodes: strikes from the incidents of all runs, and which are left alone until when.
+    """Show the strikes against nodes from the incidents of all runs, and the nodes that are excluded for a while.
 
-    A strike weighs half after three days. A lost node or a failed GPU is left alone for a day, one that has come up
-    again and again for six hours; new attempts on Slurm go without them as long as enough others are there. With
-    --clear what came up against a node until now no longer counts; the history keeps it.
+    A strike weighs half after three days. A lost node or one with a failed GPU is excluded for a day, one with repeated
+    strikes for six hours; new attempts on Slurm avoid them as long as enough others are available. With --clear the
+    strikes until now no longer count; the history keeps them.
     """
     from rlhf_core.accounts import attributed_here
     from rlhf_core.config import load_site
@@ -143,7 +145,7 @@ def nodes(
     elif clear:
         _print_cleared(found[0])
     elif not found:
-        output.print_text("Nothing is known against any node.")
+        output.print_text("There are no strikes against any node.")
     else:
         _print_nodes(found)
 
@@ -161,14 +163,14 @@ def _print_nodes(found: "Sequence[NodeRecord]") -> None:
         )
         for one in found
     ]
-    output.print_table(("node", "score", "strikes", "last", "when (UTC)", "left alone until", "cleared"), rows)
+    output.print_table(("node", "score", "strikes", "last", "when (UTC)", "excluded until", "cleared"), rows)
 
 
 def _print_cleared(found: "NodeRecord") -> None:
     node = found.standing.node
     output.print_text(
-        f"{node} is cleared ({_cleared(found)}). New attempts may go there again; what comes up against it from now on "
-        f"counts. A run that has left it out itself goes on without it."
+        f"{node} is cleared ({_cleared(found)}). New attempts may use it again, and later strikes count. "
+        f"A run that has excluded it itself continues without it."
     )
 
 
@@ -191,19 +193,19 @@ def sql(
     ] = "",
     values: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME=VALUE", help="Values for the arguments of the question.", show_default=False),
+        typer.Argument(metavar="NAME=VALUE", help="Values for the arguments of the query.", show_default=False),
     ] = None,
     listed: Annotated[bool, typer.Option("--list", help="List the saved questions and their arguments.")] = False,
     show_it: Annotated[
-        bool, typer.Option("--show", help="Print the statement of a saved question instead of asking it.")
+        bool, typer.Option("--show", help="Print the statement of a saved query instead of running it.")
     ] = False,
     limit: Annotated[
         int | None,
-        typer.Option(min=1, help=f"At most so many rows. Default: {_TABLE_ROWS} in a table, all with --json."),
+        typer.Option(min=1, help=f"Largest number of rows. Default: {_TABLE_ROWS} in a table, all with --json."),
     ] = None,
     as_json: output.JsonOption = False,
 ) -> None:
-    """Ask the history in SQL, or one of the saved questions by its name.
+    """Query the history in SQL, or run a saved query by its name.
 
     Read-only: the database itself refuses everything else, and gives up after five minutes. A value
     is bound to its place :name in the statement and never becomes part of it.
@@ -280,7 +282,7 @@ def _list_questions(as_json: bool) -> None:
 
 
 def _named(values: Sequence[str]) -> dict[str, str]:
-    """Values by their names.
+    """Parse values by their names.
 
     Raises:
         BadInput: one has no name.
@@ -297,8 +299,7 @@ def _named(values: Sequence[str]) -> dict[str, str]:
 
 
 def db_upgrade() -> None:
-    """Bring the history database to the schema of this program. All in one transaction; nothing happens when it is
-    there."""
+    """Upgrade the history database to the schema of this program, in one transaction; does nothing if it is current."""
     from rlhf_core.config import load_site
     from rlhf_core.history import database, migrate
 
@@ -311,9 +312,9 @@ def db_upgrade() -> None:
 
 
 def db_rebuild(as_json: output.JsonOption = False) -> None:
-    """Make the history again from the run directories.
+    """Rebuild the history from the run directories.
 
-    Runs whose directory is gone keep their rows; leases are left alone, so running controllers are not disturbed.
+    Runs whose directory is gone keep their rows; leases stay, so running controllers are not disturbed.
     """
     from rlhf_core.config import load_site
     from rlhf_core.watchdog.ingest import rebuild
@@ -343,9 +344,9 @@ def db_reader(
         str, typer.Option(help="User who owns the tables. Default: that of RLHF_DATABASE_URL.", show_default=False)
     ] = "",
 ) -> None:
-    """Print the psql script that makes rlhf_reader, the PostgreSQL role that can only read.
+    """Print the psql script that creates rlhf_reader, the read-only PostgreSQL role.
 
-    `rlhf sql` asks as it, and Grafana logs in as it. Pipe it into psql as a superuser, in the database of the history,
+    `rlhf sql` and Grafana log in with it. Pipe the script into psql as a superuser, in the database of the history,
     after `rlhf db upgrade`; it may be run again: rlhf db reader | psql -d DATABASE
     """
     from rlhf_core.config import load_site
@@ -360,7 +361,7 @@ def db_reader(
         )
     name = owner or url.username
     if not name:
-        raise BadInput("RLHF_DATABASE_URL names no user: say who owns the tables with --owner USER")
+        raise BadInput("RLHF_DATABASE_URL names no user: name the owner of the tables with --owner USER")
     quoted = name.replace("\\", "\\\\").replace("'", "\\'")
     sys.stdout.write(f"\\set owner '{quoted}'\n{database.reader_script()}")
 
@@ -377,7 +378,7 @@ def _history() -> "HistoryStore":
 
 
 def catch_up(store: "HistoryStore", run_id: str) -> None:
-    """Read what the run directory has beyond the history: its controller may be gone while the agents go on."""
+    """Update the history from the run directory: the controller may be gone while the agents continue."""
     from pathlib import Path
 
     from rlhf_core.errors import RlhfError
@@ -389,11 +390,11 @@ def catch_up(store: "HistoryStore", run_id: str) -> None:
     try:
         sync(run_dir, store)
     except (RlhfError, OSError) as error:
-        output.warn(f"this is what the history had; it could not be brought up to date: {error}")
+        output.warn(f"this is the stored history, which could not be updated: {error}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Words and tables
+# Text and tables
 
 
 def _print_head(shown: Facts) -> None:
@@ -417,7 +418,7 @@ def _print_head(shown: Facts) -> None:
     if shown["regressed"]:
         output.print_text(f"Regressed: {output.regression_text(shown['regressed'])}")
     output.print_text(
-        f"Asked for: {_moment(run['created_at'])} UTC, by {attributed(run['owner'], run['owner_account'])}"
+        f"Requested: {_moment(run['created_at'])} UTC, by {attributed(run['owner'], run['owner_account'])}"
     )
     if run["trial_of"]:
         output.print_text(f"Trial of: {run['trial_of']}")
@@ -434,7 +435,7 @@ def _print_controllers(controllers: Sequence[Facts]) -> None:
 
         several = f", after {count(len(controllers) - 1, 'other')}" if len(controllers) > 1 else ""
         output.print_text(f"Driven by: {owner_text(controllers[-1]['controller'])}{several}")
-    # The newest controller with a page: one that only ended the run, say, has none.
+    # The newest controller with a page; one that only ended the run, for instance, has none.
     pages = [one["flow_run_url"] for one in controllers if one["flow_run_url"]]
     if pages:
         output.print_text(f"In Prefect: {pages[-1]}")
@@ -483,7 +484,7 @@ def _print_attempts(attempts: Sequence[Facts]) -> None:
     _print_section("Attempts", ("attempt", "state", "job", "nodes", "from step", "restarts", "why"), rows)
 
 
-def _print_story(shown: Facts) -> None:
+def _print_timeline(shown: Facts) -> None:
     from rlhf_core.cli import story
 
     told = story.of_facts(shown["incidents"], shown["decisions"], shown["restarts"])

@@ -32,7 +32,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 db_app = typer.Typer(
-    help="The history database: migrate it, make it again from the run directories, make the role that reads it.",
+    help="The history database: migrate it, rebuild it from the run directories, create the role that reads it.",
     no_args_is_help=True,
 )
 
@@ -53,7 +53,7 @@ def _root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    del version  # acted upon by its callback
+    del version  # handled by its callback
 
 
 app.command("init", rich_help_panel=_RUNNING)(run_commands.init)
@@ -99,12 +99,12 @@ def execute(arguments: Sequence[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever read it has enough: `rlhf sql ... | head`
+    except BrokenPipeError:  # the reader has closed the pipe: `rlhf sql ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except Exception as error:  # noqa: BLE001 - the last resort: a tired person gets a sentence, the traceback a file
+    except Exception as error:  # noqa: BLE001 - the last resort: the user gets a sentence, the traceback goes to a file
         output.report_unexpected(error, Path(os.environ.get("RLHF_HOME") or "~/.rlhf").expanduser() / "logs")
         return 1
     return 0

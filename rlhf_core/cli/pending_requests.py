@@ -1,4 +1,4 @@
-"""Requests in Prefect that are no run, as `rlhf runs` shows them: from the file that the keeper writes."""
+"""Requests in Prefect that are not runs, as `rlhf runs` shows them, from the file that the site daemon writes."""
 
 from datetime import datetime
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def show(*, as_json: bool) -> None:
-    """Show them alone."""
+    """Show the requests alone."""
     found = _read()
     if as_json:
         output.print_json([] if found is None else found.model_dump(mode="json")["requests"])
@@ -23,7 +23,7 @@ def show(*, as_json: bool) -> None:
 
 
 def show_below_runs() -> None:
-    """Show them below a list of runs; nothing where there is nothing of the kind."""
+    """Show the requests below a list of runs, if there are any."""
     found = _read()
     if found is not None and found.requests:
         output.print_text("")
@@ -40,7 +40,7 @@ def _read() -> "Requests | None":
 
 def _print(found: "Requests") -> None:
     rows = [(one.run_id, one.state, _moment(one.asked_at), " ".join(one.why.split())) for one in found.requests]
-    title = f"Asked for in Prefect, and no run (as of {_moment(found.as_of)} UTC)"
+    title = f"Requests in Prefect that are not runs (as of {_moment(found.as_of)} UTC)"
     output.print_table(("run", "state", "asked (UTC)", "why"), rows, title)
 
 

@@ -1,4 +1,4 @@
-"""``rlhf approve``, ``refuse`` and ``notify``: what a person says about a model, and what people are told."""
+"""``rlhf approve``, ``refuse`` and ``notify``: answers about a model, and notifications."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,29 +11,29 @@ from rlhf_core.cli.output import JsonOption
 if TYPE_CHECKING:
     from rlhf_core.control.approval import Verdict
 
-ByOption = Annotated[str, typer.Option("--by", help="Who decides; your user name is kept beside it. Default: you.")]
+ByOption = Annotated[str, typer.Option("--by", help="Name to record, beside your user name. Default: you.")]
 
 
 def approve(
     run: RunArgument,
-    reason: Annotated[str, typer.Option(help="Why; stands in the history and in the model card.")] = "",
+    reason: Annotated[str, typer.Option(help="Reason; recorded in the history and in the model card.")] = "",
     by: ByOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Let the best checkpoint of a completed run become a model directory.
+    """Approve the promotion of the best checkpoint of a completed run to a model directory.
 
-    Also after a refusal, after the deadline, or when it could not be written: then this process writes it.
+    Also after a refusal, after the deadline, or if it could not be written: then this process writes it.
     """
     _answer(run, "approved", by, reason, as_json)
 
 
 def refuse(
     run: RunArgument,
-    reason: Annotated[str, typer.Option(help="Why; stands in the history.")],
+    reason: Annotated[str, typer.Option(help="Reason; recorded in the history.")],
     by: ByOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Say that the model of a completed run is not to be promoted."""
+    """Refuse the promotion of the model of a completed run."""
     _answer(run, "refused", by, reason, as_json)
 
 
@@ -59,10 +59,11 @@ def _answer(run: str, verdict: "Verdict", by: str, reason: str, as_json: bool) -
 
 
 def notify(
-    test: Annotated[bool, typer.Option("--test", help="Send one message now, to see whether it arrives.")] = False,
+    test: Annotated[bool, typer.Option("--test", help="Send one test message now.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Tell Prefect what this site wants to be told of ([notify] of rlhf.toml); with --test, also send a message."""
+    """Register the notifications of this site ([notify] of rlhf.toml) with Prefect; with --test, also send a
+    message."""
     from flows.server_required import require
     from rlhf_core.config import load_site
 

@@ -1,5 +1,5 @@
-"""The last way to end ``rlhf sql``: SQLite can be interrupted between its instructions, and one instruction can take
-for ever (``instr`` of two long texts). The database is only read, so the process may end at any moment."""
+"""Last resort to end ``rlhf sql``: SQLite can be interrupted between its instructions, but one instruction can take
+forever (``instr`` of two long texts). The database is only read, so the process may end at any moment."""
 
 import os
 import select
@@ -18,11 +18,11 @@ _PULSE_S = 0.25
 
 @contextmanager
 def enforce_deadline(clock: WorkClock, grace_s: float = GRACE_S) -> Iterator[None]:
-    """End this process where the database does not stop, after its time or after a Ctrl-C. Main thread only.
+    """End this process if the database does not stop after its time limit or after a Ctrl-C. Main thread only.
 
     Args:
-        clock: That of the question.
-        grace_s: How long it may take to stop by itself, in seconds.
+        clock: Clock of the query.
+        grace_s: Time that it has to stop by itself, in seconds.
     """
     signals, wakes = os.pipe()
     os.set_blocking(wakes, False)
@@ -51,5 +51,5 @@ def _watch(clock: WorkClock, signals: int, over: threading.Event, grace_s: float
         elif interrupted_at is not None and time.monotonic() - interrupted_at > grace_s:
             os._exit(130)
         elif clock.left_s < -grace_s:
-            os.write(2, f"error: the question took longer than {clock.limit_s:g} s and could not be ended\n".encode())
+            os.write(2, f"error: the query took longer than {clock.limit_s:g} s and could not be ended\n".encode())
             os._exit(2)

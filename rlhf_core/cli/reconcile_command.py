@@ -1,6 +1,6 @@
-"""``rlhf reconcile``: one round of the reconciler by hand.
+"""``rlhf reconcile``: one round of the reconciler on request.
 
-What is heavy is imported inside the function, so that ``rlhf --help`` stays fast.
+Heavy modules are imported inside the function, so that ``rlhf --help`` stays fast.
 """
 
 from typing import TYPE_CHECKING, Annotated
@@ -18,8 +18,8 @@ def reconcile(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare database, Prefect and scheduler once, and mend what disagrees: as the keeper of the site does all the
-    time. Exit code 1 where something could not be done."""
+    """Compare database, Prefect and scheduler once, and repair disagreements, as the site daemon does all the time.
+    Exit code 1 if an action failed."""
     from flows.daemon import flow_runs_of
     from rlhf_core.config import load_site
     from rlhf_core.control.reconcile.once import poll_once, reconcile_once

@@ -1,6 +1,6 @@
 """``rlhf init``, ``check``, ``run``, ``resume``, ``cancel``, ``watch``, ``logs`` and ``doctor``.
 
-What is heavy is imported inside the functions, so that ``rlhf --help`` stays fast.
+Heavy modules are imported inside the functions, so that ``rlhf --help`` stays fast.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,16 +33,16 @@ SetOption = Annotated[
 ]
 NameOption = Annotated[str, typer.Option("--name", help="Name of the run, instead of the one in the config.")]
 TagOption = Annotated[
-    list[str] | None, typer.Option("--tag", metavar="TAG", help="A word to find it by; may be given several times.")
+    list[str] | None, typer.Option("--tag", metavar="TAG", help="Label to find it by; may be given several times.")
 ]
 NoPrefectOption = Annotated[bool, typer.Option("--no-prefect", help="Run the same steps without Prefect.")]
 
 
 class CommandWithSettings(TyperCommand):
-    """A command whose help ends with every setting of a config."""
+    """Command whose help ends with every setting of a config."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """The usual help, then the table. Computed only now: the settings come from the schemas."""
+        """Print the usual help, then the table. Computed only now: the settings come from the schemas."""
         super().format_help(ctx, formatter)
         from rlhf_core.config import describe_fields
 
@@ -58,8 +58,8 @@ class CommandWithSettings(TyperCommand):
 
 
 def init(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write it.")] = Path(),
-    preset: Annotated[str, typer.Option(help=f"Which preset to begin from: {', '.join(PRESETS)}.")] = "quickstart",
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write it to.")] = Path(),
+    preset: Annotated[str, typer.Option(help=f"Name of a preset to start from: {', '.join(PRESETS)}.")] = "quickstart",
 ) -> None:
     """Write a commented starter config: every setting with its meaning and default."""
     from rlhf_core.cli.starter_config import starter_config
@@ -172,9 +172,9 @@ def run(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done; start nothing.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Run a config from here to its end: preflight, allocate, train, evaluate, with progress and a summary.
+    """Run a config to its end: preflight, allocate, train, evaluate, with progress and a summary.
 
-    Ctrl-C asks once, then cancels cleanly. Training goes on when this process is killed: `rlhf resume` adopts it.
+    Ctrl-C asks once, then cancels cleanly. Training continues if this process is killed: `rlhf resume` adopts it.
     Exit code 0 done, 1 failed (with the diagnosis), 2 bad input or blocked by a check, 130 cancelled.
     """
     from rlhf_core.config import load_site
@@ -183,7 +183,7 @@ def run(
 
     overrides = set_ or []
     site = load_site()
-    spec = resolve(config, overrides, name)  # what is wrong with it is said before anything is started
+    spec = resolve(config, overrides, name)  # its errors are reported before anything is started
     if dry_run:
         _print_plan(spec, site, as_json)
         return
@@ -195,10 +195,10 @@ def run(
 
 
 def resume(run: RunArgument, no_prefect: NoPrefectOption = False, as_json: JsonOption = False) -> None:
-    """Go on with a run: adopt its job if it is alive, else start a new attempt from the last complete checkpoint.
+    """Resume a run: adopt its job if it is alive, else start a new attempt from the last complete checkpoint.
 
-    A run that a living controller drives is left to it, and who that is is said. A controller that died on this host is
-    replaced at once; of one on another host its lease tells within a minute.
+    A run with a running controller is left to it, and the controller is named. A controller that died on this host is
+    replaced at once; one on another host when its lease expires, within a minute.
     """
     from rlhf_core.config import load_site
     from rlhf_core.control.promotion import is_due
@@ -217,7 +217,7 @@ def resume(run: RunArgument, no_prefect: NoPrefectOption = False, as_json: JsonO
             output.note(f"run {run_dir.run_id} is completed; there is nothing to go on with")
         else:
             record(run_dir, store)
-            refuse_if_driven(store, run_dir.run_id)  # before a server is started for it
+            refuse_if_driven(store, run_dir.run_id)  # before a server is started
             with _server(site, no_prefect):
                 _drive(run_dir, site, store, no_prefect=no_prefect, resumed=True)
     _print_summary(run_dir, as_json)
@@ -225,12 +225,12 @@ def resume(run: RunArgument, no_prefect: NoPrefectOption = False, as_json: JsonO
 
 def cancel(
     run: RunArgument,
-    reason: Annotated[str, typer.Option(help="Why; stands in the history, with your user name.")] = "",
+    reason: Annotated[str, typer.Option(help="Reason; recorded in the history, with your user name.")] = "",
     save: Annotated[bool, typer.Option("--save", help="Write a checkpoint first, if the workers still can.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """End a run and prove that its job is gone, with or without a living controller. One that was asked for and that no
-    worker has begun is taken back."""
+    """End a run and prove that its job is gone, with or without a running controller. A request that no worker has
+    started is withdrawn."""
     from rlhf_core.accounts import account
     from rlhf_core.config import load_site
     from rlhf_core.control.cancel import Cancelled, cancel_missing, cancel_run
@@ -259,7 +259,7 @@ def cancel(
 
 @contextmanager
 def _history_if_usable(site: "Site") -> Iterator["HistoryStore | None"]:
-    """The history; None, with a warning, where it cannot be used: a run can be ended without it."""
+    """Open the history; None, with a warning, if it cannot be used: a run can be ended without it."""
     from rlhf_core.errors import HistoryError
     from rlhf_core.history.store import HistoryStore
 
@@ -267,13 +267,13 @@ def _history_if_usable(site: "Site") -> Iterator["HistoryStore | None"]:
     try:
         store = HistoryStore(site.database_url)
     except HistoryError as error:
-        output.warn(f"{error} The run is looked for among the run directories")
+        output.warn(f"{error} The run is searched among the run directories")
     with store or nullcontext():
         yield store
 
 
 def _withdraw(site: "Site", text: str, reason: str) -> bool:
-    """Take back what was asked for under this id and has not begun; False where there is no such thing."""
+    """Withdraw the request of this id if its run has not begun; False if there is none."""
     from flows.server import answers, connect
     from rlhf_core.run_dir import is_run_id
 
@@ -288,10 +288,10 @@ def _withdraw(site: "Site", text: str, reason: str) -> bool:
 
 
 def find_run(store: "HistoryStore | None", site: "Site", text: str) -> "RunDir":
-    """The directory of the run that a person means; one that the history does not know yet is found on disk.
+    """Find the directory of a run by the text that names it; a run that is not in the history yet is found on disk.
 
     Args:
-        store: the history; None where it cannot be used. Then a run is found by its id alone.
+        store: the history; None if it cannot be used. Then a run is found by its id alone.
 
     Raises:
         UnknownRun: there is none, or its directory is gone.
@@ -313,7 +313,7 @@ def find_run(store: "HistoryStore | None", site: "Site", text: str) -> "RunDir":
 
 @contextmanager
 def _server(site: "Site", no_prefect: bool) -> Iterator[None]:
-    """The Prefect server of a run, unless it goes without."""
+    """Provide the Prefect server of a run, unless it runs without Prefect."""
     if no_prefect:
         yield
         return
@@ -331,9 +331,9 @@ def _drive(run_dir: "RunDir", site: "Site", store: "HistoryStore", *, no_prefect
     progress = TerminalProgress(run_dir.read_spec().spec, run_dir.run_id, person_at_terminal())
 
     def waits(owner: str, seconds: float) -> None:
-        output.note(f"{owner} Waiting whether it is renewed or runs out, {seconds:.0f} s at most ...")
+        output.note(f"{owner} Waiting for its renewal or expiry, {seconds:.0f} s at most ...")
 
-    # With Prefect the flow run that this process becomes is known later; it tells the journal itself.
+    # With Prefect the flow run of this process is known only later; it records itself in the journal.
     link = FlowRunLink() if no_prefect else None
     controlling = opened(
         run_dir, site, store, progress, resumed=resumed, flow_run=link, on_wait=waits, fail_if_held=True
@@ -343,7 +343,7 @@ def _drive(run_dir: "RunDir", site: "Site", store: "HistoryStore", *, no_prefect
             _carry_out(controller, no_prefect)
         except KeyboardInterrupt:
             output.note(
-                f"left; the job of {run_dir.run_id} goes on by itself. "
+                f"left; the job of {run_dir.run_id} continues by itself. "
                 f"`rlhf resume {run_dir.run_id}` adopts it, `rlhf cancel {run_dir.run_id}` ends it"
             )
             raise
@@ -429,7 +429,7 @@ def _print_summary(run_dir: "RunDir", as_json: bool) -> None:
 
 
 def summary_json(summary: "Summary") -> dict[str, Any]:
-    """The summary for programs."""
+    """Summary as JSON."""
     return {
         "run_id": summary.run_id,
         "name": summary.stored.spec.name,
@@ -453,15 +453,15 @@ def summary_json(summary: "Summary") -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Looking on
+# Watching
 
 
 def watch(
     run: RunArgument = "last",
-    interval_s: Annotated[float, typer.Option("--interval", min=0.2, help="Seconds between two looks.")] = 2.0,
+    interval_s: Annotated[float, typer.Option("--interval", min=0.2, help="Seconds between two updates.")] = 2.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Watch a run that is driven elsewhere, until it ends. Reads only; Ctrl-C leaves the run alone.
+    """Watch a run of another process until it ends. Only reads; Ctrl-C does not affect the run.
 
     With --json: one line of JSON whenever something has changed.
     """
@@ -474,10 +474,10 @@ def logs(
     run: RunArgument = "last",
     role: Annotated[str, typer.Option(help="Only this role: trainer, evaluator, or agent for the agents.")] = "",
     rank: Annotated[int | None, typer.Option(min=0, help="Only this rank.")] = None,
-    attempt: Annotated[int | None, typer.Option(min=1, help="Which attempt; default: the newest.")] = None,
-    restart: Annotated[int | None, typer.Option(min=0, help="Which restart; default: the newest.")] = None,
+    attempt: Annotated[int | None, typer.Option(min=1, help="Attempt; default: the newest.")] = None,
+    restart: Annotated[int | None, typer.Option(min=0, help="Restart; default: the newest.")] = None,
     tail: Annotated[int, typer.Option("--tail", "-n", min=0, help="Last lines of each log; 0 for all.")] = 40,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on printing what is added.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Print the logs of a run's workers and agents."""
@@ -504,7 +504,7 @@ def _find(text: str) -> "RunDir":
 
 
 def doctor(as_json: JsonOption = False) -> None:
-    """Show what this machine has for training, and what it lacks. Exit code 1 where something is missing."""
+    """Check this machine for the requirements of training. Exit code 1 if something is missing."""
     from flows.server import configured_url
     from flows.services import status
     from rlhf_core.cli.doctor import examine

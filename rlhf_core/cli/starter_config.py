@@ -1,4 +1,4 @@
-"""The starter config of ``rlhf init``: a preset's values, and every other setting as a comment with its default."""
+"""Starter config of ``rlhf init``: a preset's values, and every other setting as a comment with its default."""
 
 import textwrap
 import tomllib
@@ -9,9 +9,9 @@ from rlhf_core.config import FieldHelp, describe_fields, describe_sections, to_t
 from rlhf_core.presets import preset_path
 
 HEAD = """\
-# Config of an RLHF run, made by `rlhf init`. Lines without a comment sign are set; those with one show the default.
+# Config of an RLHF run, made by `rlhf init`. Commented lines show defaults; the others are set.
 #
-#   rlhf check {name}     everything that can be known before it starts
+#   rlhf check {name}     runs every check that needs no node
 #   rlhf run {name}       runs it: preflight, allocate, train, evaluate
 #
 # Any setting can also be given on the command line: --set section.field=value
@@ -19,7 +19,7 @@ HEAD = """\
 
 
 def starter_config(preset: str, file_name: str) -> str:
-    """A commented config with the values of a preset. It means the same as the preset.
+    """Render a commented config with the values of a preset. It is equivalent to the preset.
 
     Raises:
         BadConfig: the preset is not part of this installation.
@@ -38,7 +38,7 @@ def starter_config(preset: str, file_name: str) -> str:
 
 
 def _fields(fields: list[FieldHelp], values: Mapping[str, Any]) -> Iterator[str]:
-    """The lines of one section. A table of its own comes last, because what follows its header belongs to it."""
+    """Render the lines of one section. Nested tables come last, because the lines after a header belong to it."""
     names = {field.name.rpartition(".")[2]: field for field in fields}
     tables = [name for name in names if isinstance(values.get(name), Mapping)]
     for name, field in names.items():

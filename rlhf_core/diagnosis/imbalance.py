@@ -85,7 +85,7 @@ class Comparison:
     """Smallest difference that is reported, as a share of the median."""
     read: Callable[[Mapping[str, float]], float | None]
     """Extract the figure from one reading; None if it is missing."""
-    look_for: str
+    advice: str
     """Advice for the user."""
 
 
@@ -109,7 +109,7 @@ NODES = (
         floor=25.0,
         share=0.3,
         read=_sum_of("cpu_percent"),
-        look_for="Look for foreign processes there, or for work that only this node does",
+        advice="Look for foreign processes there, or for work that only this node does",
     ),
     Comparison(
         name="processor use by its workers",
@@ -117,7 +117,7 @@ NODES = (
         floor=25.0,
         share=0.3,
         read=_per_core,
-        look_for="Look for workers that wait for data, or that do more than their share",
+        advice="Look for workers that wait for data, or that do more than their share",
     ),
     Comparison(
         name="network traffic",
@@ -130,7 +130,7 @@ NODES = (
             "infiniband_received_mb_per_s",
             "infiniband_sent_mb_per_s",
         ),
-        look_for="Look for a slow or unused interface there (NCCL_SOCKET_IFNAME, ibstat), or for foreign transfers",
+        advice="Look for a slow or unused interface there (NCCL_SOCKET_IFNAME, ibstat), or for foreign transfers",
     ),
 )
 """Figures compared between nodes. Loopback is excluded: nodes that share a machine share that figure too."""
@@ -142,7 +142,7 @@ GPUS = (
         floor=25.0,
         share=0.3,
         read=_sum_of("util_percent"),
-        look_for="Look for a slow data source, uneven batches, or a foreign process on it",
+        advice="Look for a slow data source, uneven batches, or a foreign process on it",
     ),
     Comparison(
         name="power",
@@ -150,7 +150,7 @@ GPUS = (
         floor=80.0,
         share=0.3,
         read=_sum_of("power_w"),
-        look_for="Look at its clocks and its power limit (nvidia-smi -q -d PERFORMANCE,POWER)",
+        advice="Look at its clocks and its power limit (nvidia-smi -q -d PERFORMANCE,POWER)",
     ),
     Comparison(
         name="clock",
@@ -158,7 +158,7 @@ GPUS = (
         floor=200.0,
         share=0.15,
         read=_sum_of("sm_clock_mhz"),
-        look_for="Look at its clock limits and for heat (nvidia-smi -q -d CLOCK,PERFORMANCE)",
+        advice="Look at its clock limits and for heat (nvidia-smi -q -d CLOCK,PERFORMANCE)",
     ),
 )
 """Figures compared between GPUs, over all nodes."""
@@ -445,7 +445,7 @@ def _deviation(unit: str, comparison: Comparison, mean: _Mean, others: list[floa
     text = (
         f"{unit} stands out: its {comparison.name} is {mean.value:.0f} {comparison.unit}, the median of the other "
         f"{len(others)} is {middle:.0f} {comparison.unit} (up to {limit:.0f} {comparison.unit} apart is usual). "
-        f"{comparison.look_for}"
+        f"{comparison.advice}"
     )
     return _Sign(text, begins=off > limit, stays=off > STAYS_AT * limit)
 
@@ -476,7 +476,7 @@ def _strained(gpu: _Gpu, readings: list[Mapping[str, float]]) -> dict[str, _Sign
     if corrected:
         errors = corrected[-1] - corrected[0]
         signs[f"corrected {gpu}"] = _Sign(
-            f"{gpu} had {errors:.0f} memory errors corrected by ECC in {WINDOW_S:.0f} s. Its results are still correct, "
+            f"{gpu} had {errors:.0f} memory errors corrected by ECC in {WINDOW_S:.0f} s. Its results are correct, "
             f"but such memory tends to fail: have {gpu.node} checked",
             begins=errors >= CORRECTED_ECC,
             stays=errors >= STAYS_AT * CORRECTED_ECC,

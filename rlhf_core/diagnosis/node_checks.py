@@ -344,7 +344,7 @@ def _variables(facts: Mapping[int, NodeFacts], plan: Plan) -> list[CheckResult]:
         strict = {name for name in own if _matches(name, MUST_AGREE) and not _matches(name, MAY_DIFFER)}
         hard[one.node] = {name: own[name] for name in strict}
         soft[one.node] = {name: own[name] for name in own if name not in strict}
-    advice = "set it to the same value on all nodes (with slurm.environment), or name it in preflight.per_node_variables if it is right"
+    advice = "set it to the same value on all nodes (slurm.environment), or name it in preflight.per_node_variables"
     return [
         *_differing(VARIABLES, hard, CheckStatus.BLOCKED, advice),
         *_differing(VARIABLES, soft, CheckStatus.WARNING, advice),

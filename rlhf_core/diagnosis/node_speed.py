@@ -78,7 +78,7 @@ def judge_speed(
     return found
 
 
-def needs_another_look(results: Iterable[CheckResult]) -> bool:
+def needs_second_measurement(results: Iterable[CheckResult]) -> bool:
     """Return True if a finding may be due to chance: another process on a core, a burst of traffic."""
     return any(result.status is not CheckStatus.PASSED and result.id not in _NEVER_CHANCE for result in results)
 
@@ -147,7 +147,7 @@ def _answers(speeds: Mapping[int, NodeSpeed]) -> list[CheckResult]:
         return [passed(ANSWER, f"all {len(places)} ranks finished")] if places else []
     least = min(places.values())
     slow_nodes = dict.fromkeys(node for (node, _), place in places.items() if place == least)
-    everybody = len(slow_nodes) == len(speeds) and len(speeds) > 1
+    is_everywhere = len(slow_nodes) == len(speeds) and len(speeds) > 1
     found = []
     for one in speeds.values():
         behind = [local for local in range(len(one.reached)) if places.get((one.node, local)) == least]
@@ -164,10 +164,10 @@ def _answers(speeds: Mapping[int, NodeSpeed]) -> list[CheckResult]:
                 f"{following} within preflight.probe_s",
                 "read logs/probe-*.log of the attempt's first restart; a firewall between the nodes, a wrong "
                 "network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) or a hung driver look like this",
-                "" if everybody else one.node,
+                "" if is_everywhere else one.node,
             )
         )
-        if everybody:
+        if is_everywhere:
             break
     return found
 
@@ -255,13 +255,13 @@ def _blame_links(slow: Iterable[Edge], best: Mapping[str, float], floor: float) 
         partners = [next(end for end in edge.ends if end != node) for edge in own]
         if not any(partner in cleared for partner in partners):
             continue  # no partner is known to be healthy
-        heard = ", ".join(
+        measured_links = ", ".join(
             f"{edge.problem or _gb_s(edge.gb_s)} with {partner}" for edge, partner in zip(own, partners, strict=True)
         )
         found.append(
             blocked(
                 BANDWIDTH,
-                f"{node}: {heard}",
+                f"{node}: {measured_links}",
                 f"at least {_gb_s(floor)}, as between the other nodes",
                 "exclude the node and have its network checked: link width, cable, wrong interface",
                 node,

@@ -127,7 +127,7 @@ class RunFacts:
     promotion_due: bool = False
     """True if the run is completed and a controller has to act on its promotion: begin it, wait for the answer, or
     write the model."""
-    untold: int = 0
+    unpublished: int = 0
     """Number of events and artifacts of an ended run that Prefect lacks because its server was away at the end."""
     missing_s: float = 0.0
     """Time for which its directory has been known to be gone, in seconds; 0 if it is there or nothing is known."""
@@ -293,8 +293,8 @@ def _about_run(run: RunFacts, flow_runs: Sequence[FlowRunFacts], world: World) -
     if run.recorded != run.state:
         found = f"the history says {run.recorded or 'nothing'}, its journal {run.state.value}"
         yield ReconcileAction(ActionKind.INGEST, run.run_id, found)
-    if run.untold and run.holder is not LeaseState.LIVING and run.ended_s > PUBLISH_AFTER_S:
-        said = f"its controller ended before Prefect had {run.untold} of its events and pages"
+    if run.unpublished and run.holder is not LeaseState.LIVING and run.ended_s > PUBLISH_AFTER_S:
+        said = f"its controller ended before Prefect had {run.unpublished} of its events and pages"
         yield ReconcileAction(ActionKind.TELL, run.run_id, said)
     newest = max(flow_runs, key=lambda one: one.created_at, default=None)
     if not run.wants_controller:

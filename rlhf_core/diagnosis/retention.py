@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from rlhf_core.schemas.attempts import PromotionState
 from rlhf_core.schemas.run import RunSpec
 
-_KEEPING = frozenset(PromotionState) - {PromotionState.REFUSED, PromotionState.EXPIRED}
+_NEEDED_STATES = frozenset(PromotionState) - {PromotionState.REFUSED, PromotionState.EXPIRED}
 """States of a promotion in which its checkpoint is still needed, or is the source of a model."""
 
 
@@ -48,7 +48,7 @@ def removable(
     for name in {one.name for one in evaluations}:
         # The later of two that are equally good has learnt more.
         kept.add(max((one for one in evaluations if one.name == name), key=lambda one: (one.value, one.step)).step)
-    if promotion is not None and promotion[0] in _KEEPING:
+    if promotion is not None and promotion[0] in _NEEDED_STATES:
         kept.add(promotion[1])
     latest = now - timedelta(days=days)
     return [step for step, made in sorted(made_at.items()) if step not in kept and max(made, ended_at) < latest]

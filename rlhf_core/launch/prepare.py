@@ -119,7 +119,7 @@ def prepare_trial(main: RunDir, run_id: str, spec: RunSpec) -> RunDir:
     """Make the directory of a run that tries another one out: beside it, with the same code. One that stands is kept.
 
     Args:
-        main: the run that is tried out.
+        main: run of the trial.
         run_id: of the trial.
         spec: of the trial.
 
@@ -133,7 +133,7 @@ def prepare_trial(main: RunDir, run_id: str, spec: RunSpec) -> RunDir:
     stored = main.read_spec().model_copy(
         update={"run_id": run_id, "created_at": utc_now(), "spec": spec, "trial_of": main.run_id}
     )
-    # What the controller before this one was killed over has this name too.
+    # A folder left by a killed earlier controller has this name too.
     remove_tree(_unfinished(runs, run_id).root)
     return _make_whole(runs, stored, lambda code: shutil.copytree(main.code, code, ignore=_NOT_CODE))
 
@@ -165,7 +165,7 @@ def _make_whole(runs: Path, stored: StoredSpec, keep: Callable[[Path], object]) 
     except OSError as error:
         remove_tree(unfinished.root)
         raise RunDirError(
-            f"the run directory {run_dir.root} is there already"
+            f"the run directory {run_dir.root} exists already"
             if error.errno in (errno.EEXIST, errno.ENOTEMPTY)
             else f"cannot make the run directory {run_dir.root}: {error.strerror}. Set RLHF_RUNS to a writable folder"
         ) from None
@@ -200,7 +200,8 @@ def user_modules(spec: RunSpec, folder: Path) -> list[Path]:
     """Modules of reward functions, scorer and generator that lie in ``folder`` rather than in an installed package."""
     named = [*spec.reward.functions, spec.evaluate.scorer, spec.data.generator]
     tops = dict.fromkeys(name.partition(":")[0].partition(".")[0] for name in named if name)
-    tops.pop("rlhf_core", None)  # ours comes from the installation, also where the current folder is its checkout
+    # our own package comes from the installation, even if the current folder is its checkout
+    tops.pop("rlhf_core", None)
     candidates = [path for top in tops for path in (folder / f"{top}.py", folder / top)]
     return [path for path in candidates if path.is_file() or (path.is_dir() and any(path.glob("**/*.py")))]
 
@@ -228,7 +229,7 @@ def git_diff(folder: Path) -> str:
 
 
 def _git(folder: Path, *arguments: str) -> str:
-    """Output of a git command; empty when there is no git, no repository, or no answer."""
+    """Run a git command and return its output; empty without git, repository, or answer."""
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *arguments],

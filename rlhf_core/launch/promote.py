@@ -3,7 +3,7 @@
     <folder>/<run_id>/
         model weights, configuration, tokenizer     as in the checkpoint, byte for byte
         README.md                                   the model card
-        rlhf.json                                   where it comes from, and the sha256 of every other file
+        rlhf.json                                   its provenance, and the sha256 of every other file
 
 The folder is written under another name and renamed when everything is on the disk: under its own name it is always a
 complete model, even after a kill or a power cut.
@@ -31,12 +31,12 @@ _BLOCK_BYTES = 8 << 20
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Which checkpoint
+# Choice of the checkpoint
 
 
 @dataclass(frozen=True)
 class PromotionChoice:
-    """The checkpoint to promote, or why there is none."""
+    """Checkpoint to promote, or the reason why there is none."""
 
     reason: str
     """Argument for or against promotion, in a sentence."""
@@ -46,10 +46,10 @@ class PromotionChoice:
 
 
 def choose(run_dir: RunDir, wanted: PromoteSpec) -> PromotionChoice:
-    """The complete checkpoint that was evaluated best after training, if it is enough better than the start.
+    """Choose the complete checkpoint with the best evaluation after training, if it exceeds the start by enough.
 
-    Today's evaluator measures the last checkpoint only, so that there is one to choose from; several evaluations of the
-    same name are compared all the same, and of equally good ones the latest is taken.
+    The evaluator measures only the last checkpoint, so that there is one to choose from; several evaluations of the
+    same name are compared nevertheless, and of equal ones the latest counts.
     """
     reports = _evaluations(run_dir, wanted.metric)
     complete = {checkpoint.step: checkpoint for checkpoint in run_dir.checkpoints()}
@@ -101,16 +101,18 @@ def give_answer(run_dir: RunDir, answer: PromotionAnswer) -> bool:
 
 
 def read_answer(run_dir: RunDir) -> PromotionAnswer | None:
-    """The answer that counts; None while there is none.
+    """Read the answer that counts; None if there is none yet.
 
     Raises:
-        RunDirError: what is there is no answer.
+        RunDirError: the file is not an answer.
     """
     answer = read_model(run_dir.promotion_answer, PromotionAnswer)
     if answer is None and run_dir.promotion_answer.exists():
-        answer = read_model(run_dir.promotion_answer, PromotionAnswer)  # it may have come in between
+        answer = read_model(run_dir.promotion_answer, PromotionAnswer)  # it may have been written meanwhile
         if answer is None:
-            raise RunDirError(f"{run_dir.promotion_answer} is no answer to a promotion; remove it, then answer again")
+            raise RunDirError(
+                f"{run_dir.promotion_answer} is not an answer to a promotion; remove it, then answer again"
+            )
     return answer
 
 
@@ -121,9 +123,9 @@ def read_answer(run_dir: RunDir) -> PromotionAnswer | None:
 def write_model_directory(
     checkpoint: CheckpointDir, target: Path, card: str, provenance: ModelProvenance, tick: Callable[[], None]
 ) -> None:
-    """Write ``target``, whole or not at all. One that holds this very model already is left as it is.
+    """Write ``target``, completely or not at all. One that holds this model already stays unchanged.
 
-    Call it under the lease of the run: what an earlier writer of the same target has left unfinished is removed.
+    Call it under the lease of the run: unfinished files of an earlier writer of the same target are removed.
 
     Args:
         card: text of the model card.
@@ -131,8 +133,8 @@ def write_model_directory(
         tick: called for every block that is copied; may raise to stop.
 
     Raises:
-        PromotionFailed: something else stands there, or there is no room or no permission.
-        CheckpointCorrupt: a file of the checkpoint is not what its manifest says.
+        PromotionFailed: something else exists there, or there is no space or no permission.
+        CheckpointCorrupt: a file of the checkpoint does not match its manifest.
     """
     manifest = checkpoint.manifest()
     if manifest is None:
@@ -151,7 +153,7 @@ def write_model_directory(
         shutil.rmtree(partial, ignore_errors=True)
         what = "the disk is full" if is_disk_full(error) else error.strerror or str(error)
         raise PromotionFailed(
-            f"cannot write the model of {provenance.run_id} to {target}: {what}. Nothing is left there; mend it, then "
+            f"cannot write the model of {provenance.run_id} to {target}: {what}. Nothing is left there; fix it, then "
             f"`rlhf approve {provenance.run_id}`"
         ) from error
     except BaseException:
@@ -226,7 +228,7 @@ def damage(folder: Path) -> Sequence[str]:
 
 
 def _copy(source: Path, target: Path, tick: Callable[[], None]) -> FileChecksum:
-    """Copy a file to the disk, and say what was copied: the source is read once."""
+    """Copy a file to the disk, and return the checksum of the copy: the source is read once."""
     target.parent.mkdir(parents=True, exist_ok=True)
     digest, size = hashlib.sha256(), 0
     with open_regular(source) as reader, target.open("wb") as writer:

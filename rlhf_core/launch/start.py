@@ -1,4 +1,4 @@
-"""Submits an attempt once, whatever happens between the submission and the writing down of it."""
+"""Submission of an attempt exactly once, whatever happens between the submission and its record."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +14,7 @@ from rlhf_core.schemas.run import RunSpec, SlurmSpec
 
 
 def agent_command(run_dir: RunDir, attempt: int, compute_python: str) -> tuple[str, ...]:
-    """The command line that the scheduler starts on every node. This text is the seam between the two towers.
+    """Build the command line that the scheduler starts on every node: the seam between the two towers.
 
     Nothing is imported from the folder that it is started in: that is often the folder of all runs.
     """
@@ -57,12 +57,12 @@ def job_request(
         time_limit_s=resources.time_limit_s,
         slurm=slurm,
         passed=PassedEnvironment(slurm.pass_environment, job_secrets),
-        environment={},  # threads, ports and devices of the workers are their agent's business
+        environment={},  # threads, ports and devices of the workers are set by their agent
     )
 
 
 def record_plan(run_dir: RunDir, placement: Placement, journal: Journal) -> Placement:
-    """Write a placement down before anything is submitted; one that stands is kept, for it may have been used."""
+    """Record a placement before anything is submitted; an existing one is kept, for it may have been used."""
     attempt_dir = run_dir.attempt(placement.attempt)
     present = read_model(attempt_dir.placement, Placement)
     if present is None:
@@ -85,12 +85,11 @@ def submit_once(
     A controller may be killed or suspended at any point in here; the next one ends with the same single job.
 
     Args:
-        require_lease: called immediately before the scheduler is asked to start the job; raises where another
-            controller has the run.
+        require_lease: called immediately before the job is submitted; raises if another controller has the run.
 
     Returns:
-        The job; None when the attempt was begun, as its files show, but its job was never recorded and the scheduler
-        knows none any more: it has ended.
+        The job; None if the attempt was begun, as its files show, but its job was never recorded and the scheduler no
+        longer knows it: it has ended.
 
     Raises:
         SubmissionFailed: the scheduler did not accept it.

@@ -89,18 +89,18 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
         control_version=__version__,
         compute=compute,
         requirements=training_requirements(),
-        disk=look_at_disk(around.runs_dir),
+        disk=inspect_disk(around.runs_dir),
         imports=imports,
         missing_code=tuple(path for path in spec.code.paths if not Path(path).exists()),
         code_hash=hash_code(around.code_path, tick),
         train=scan(Path(spec.data.train), spec.data, tick) if spec.data.train else None,
         eval=scan(Path(spec.data.eval), spec.data, tick) if spec.data.eval else None,
         model_config=model_config(spec.model),
-        model_folder=look_at_model(spec.model),
-        tokenizer_problem=look_at_tokenizer(spec.model),
+        model_folder=inspect_model(spec.model),
+        tokenizer_problem=inspect_tokenizer(spec.model),
         promote_folder="" if spec.promote.when == "never" else str(promoted),
-        promote_problem="" if spec.promote.when == "never" else look_at_disk(promoted).problem,
-        resume=look_at_checkpoint(around.resume),
+        promote_problem="" if spec.promote.when == "never" else inspect_disk(promoted).problem,
+        resume=inspect_checkpoint(around.resume),
         stored_version=around.stored_version,
         plugins=load_plugins(),
         content=content if isinstance(content, ContentReport) else None,
@@ -120,7 +120,7 @@ def _content(
     if all(id in spec.preflight.off for id in CONTENT_CHECKS) or "transformers" not in compute.packages:
         return None
     broken = [name for name, problem in imports.items() if problem]
-    return f"{', '.join(broken)} does not import" if broken else look_at_content(spec, around, tick)
+    return f"{', '.join(broken)} does not import" if broken else inspect_content(spec, around, tick)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def try_imports(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) 
     return found
 
 
-def look_at_content(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> ContentReport | str:
+def inspect_content(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> ContentReport | str:
     """Rows, tokenizer and rewards as the compute interpreter sees them; a sentence where it cannot say."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "spec.json"
@@ -294,7 +294,7 @@ def hash_code(folder: Path, tick: Tick = lambda: None) -> str:
     return digest.hexdigest() if files else ""
 
 
-def look_at_disk(runs_dir: Path) -> Disk:
+def inspect_disk(runs_dir: Path) -> Disk:
     """Check that run directories can be created, by creating one, and measure the free space. Leaves nothing behind."""
     existing = runs_dir
     while not existing.exists() and existing != existing.parent:
@@ -314,7 +314,7 @@ def look_at_disk(runs_dir: Path) -> Disk:
 # Model and checkpoint
 
 
-def look_at_model(model: ModelSpec) -> ModelFolder | None:
+def inspect_model(model: ModelSpec) -> ModelFolder | None:
     """``model.path``, if it is set."""
     if not model.path:
         return None
@@ -343,7 +343,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def look_at_tokenizer(model: ModelSpec) -> str:
+def inspect_tokenizer(model: ModelSpec) -> str:
     """Reason why the tokenizer is not a tokenizer folder; empty if it is one, or is built."""
     if model.tokenizer in BUILT_TOKENIZERS:
         return ""
@@ -356,7 +356,7 @@ def look_at_tokenizer(model: ModelSpec) -> str:
     return "" if any((folder / name).is_file() for name in names) else "it holds no tokenizer"
 
 
-def look_at_checkpoint(checkpoint: CheckpointDir | None) -> CheckpointFacts | None:
+def inspect_checkpoint(checkpoint: CheckpointDir | None) -> CheckpointFacts | None:
     """The checkpoint to go on from: who wrote it, whether its files have their sizes. Loading checks their hashes."""
     manifest = checkpoint.manifest() if checkpoint else None
     if checkpoint is None or manifest is None:

@@ -1,6 +1,7 @@
-"""The one interface behind which schedulers differ.
+"""Common interface of all schedulers.
 
-Silence is not death: what a scheduler does not know is ``UNKNOWN``, and the caller keeps the last state it knew.
+A missing answer is not an end: a state that a scheduler does not know is ``UNKNOWN``, and the caller keeps the last
+known one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,14 +23,14 @@ class JobState(StrEnum):
     RUNNING = "running"
     """Its agents are running."""
     ENDED = "ended"
-    """Nothing of it runs any more. How it went stands in ``outcome.json``."""
+    """Nothing of it runs any more. Its result is in ``outcome.json``."""
     UNKNOWN = "unknown"
-    """The scheduler did not answer, or cannot know from here. Says nothing about the job."""
+    """The scheduler did not answer, or cannot know from this host. No evidence about the job."""
 
 
 @dataclass(frozen=True)
 class JobStatus:
-    """One answer about one job."""
+    """Answer of the scheduler about one job."""
 
     state: JobState
     """State of the job."""
@@ -40,7 +41,7 @@ class JobStatus:
     exit_code: int | None = None
     """Exit code, where the scheduler knows it."""
     scheduler_state: str = ""
-    """The scheduler's own word for the state, for instance ``NODE_FAIL``; the classifier reads it."""
+    """The scheduler's own name of the state, for instance ``NODE_FAIL``; the classifier reads it."""
     lost_nodes: tuple[str, ...] = ()
     """Nodes of a job that ended because of them."""
     expected_start: str = ""
@@ -49,7 +50,7 @@ class JobStatus:
 
 @dataclass(frozen=True)
 class JobRequest:
-    """One attempt, ready to be submitted."""
+    """Attempt that is ready to be submitted."""
 
     run_id: str
     """The run."""
@@ -64,18 +65,18 @@ class JobRequest:
     memory_gb: float
     """Main memory per node in GiB; 0 leaves it to the scheduler."""
     time_limit_s: int
-    """Longest life of the job in seconds."""
+    """Time limit of the job, in seconds."""
     environment: Mapping[str, str]
     """Variables added to the environment of the job."""
     slurm: SlurmSpec = field(default_factory=SlurmSpec)
     """Additional options for Slurm; other schedulers ignore them."""
     passed: PassedEnvironment = field(default_factory=PassedEnvironment)
-    """Variables that the job is handed as secrets; every scheduler asks for their values when it starts the job."""
+    """Secret variables of the job; every scheduler looks up their values when it starts the job."""
 
 
 @dataclass(frozen=True)
 class LivingJob:
-    """A job of this user that has not ended, and the attempt that it says it is."""
+    """Active job of this user, with the attempt named by its marker."""
 
     run_id: str
     submission: Submission
@@ -85,7 +86,7 @@ class Scheduler(Protocol):
     """Interface of a scheduler. Only :meth:`cancel` waits for a job: until it is gone.
 
     A job that has ended and one that never was are the same: ended, not found, cancelled with success.
-    ``tests/scheduler/test_scheduler_contract.py`` asks it of all of them.
+    ``tests/scheduler/test_scheduler_contract.py`` tests this for all of them.
     """
 
     name: str
@@ -112,26 +113,26 @@ class Scheduler(Protocol):
         """Query the state of several jobs at once, by job id."""
 
     def find(self, run_id: str, attempt: int) -> Submission | None:
-        """The living job of an attempt whose submission was not recorded, to be adopted; of several, the one that was
-        submitted first. None where there is none: also where it has ended, which a scheduler may not remember.
+        """Find the active job of an attempt whose submission was not recorded, to adopt it; of several, the first
+        submitted one. None if there is none, or if it has ended, which a scheduler may not remember.
 
         Raises:
-            SchedulerError: it does not answer; whether there is one cannot be said.
+            SchedulerError: it does not answer; the job may exist.
         """
 
     def living(self) -> Sequence[LivingJob]:
-        """Each job of this user that has not ended and carries the marker of an attempt, whatever site it is of.
+        """List the active jobs of this user that carry the marker of an attempt, of any site.
 
         Raises:
             SchedulerError: it does not answer.
         """
 
     def cancel(self, submission: Submission) -> bool:
-        """End everything of the job, also what its agent left behind; True once it is proven gone, which may take
-        minutes.
+        """End all processes of the job, also those its agent left behind; True once they are proven gone, which may
+        take minutes.
 
         Harmless for a job that has ended, or that waits.
 
         Raises:
-            SchedulerError: it does not answer; whether the job has ended is not known.
+            SchedulerError: it does not answer; the job may still run.
         """

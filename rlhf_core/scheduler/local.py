@@ -1,7 +1,7 @@
 """This machine as a scheduler, for development, for tests and for single-node runs.
 
 submitit's local executor starts a small controller process, which starts the agent, keeps its output and enforces the
-time limit (SIGUSR2 ahead of it: save and stop). Two things are changed. The controller runs the agent's own command
+time limit (SIGUSR2 ahead of it: save and stop). Two differences: The controller runs the agent's own command
 line, so no pickle is loaded in the compute environment. And it gets its own session, so that the job survives the
 process that submitted it and a Ctrl-C in its terminal does not reach the job.
 
@@ -41,16 +41,16 @@ _PID = re.compile(r"[1-9][0-9]{0,9}")
 """Start times are worked out from the boot time, which the system's clock may correct by a little."""
 
 _children: dict[int, "subprocess.Popen[bytes]"] = {}
-"""Controllers started by this very process: it must collect their exit, or they stay as zombies."""
+"""Controllers started by this process, which must collect their exit, or they stay as zombies."""
 
 
 class LocalScheduler:
-    """Runs jobs on this machine; the other half of the interface is in :mod:`rlhf_core.scheduler.base`."""
+    """Scheduler that runs jobs on this machine; :mod:`rlhf_core.scheduler.base` documents the interface."""
 
     name = "local"
 
     def inventory(self) -> Inventory:
-        """This machine: cores this process may use, memory it may have, NVIDIA GPUs by their device files."""
+        """Return the cores and memory available to this process, and NVIDIA GPUs by their device files."""
         name, kind = socket.gethostname(), _gpu_type()
         num_gpus = sum(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia*"))
         return Inventory(
@@ -63,7 +63,7 @@ class LocalScheduler:
         )
 
     def script(self, request: JobRequest) -> str:
-        """The command line, with the variables that are added to its environment."""
+        """Render the command line, with the variables added to its environment."""
         variables = [f"{name}={shlex.quote(value)}" for name, value in job_environment(request).items()]
         variables += [f'{name}="${name}"' for name in request.passed.names]
         return " ".join([*variables, shlex.join(request.command)])
@@ -82,7 +82,7 @@ class LocalScheduler:
             )
         if shutil.which(request.command[0]) is None:
             raise SubmissionFailed(
-                f"{request.command[0]} is no executable program on this machine; set RLHF_COMPUTE_PYTHON to the Python "
+                f"{request.command[0]} is not an executable program here; set RLHF_COMPUTE_PYTHON to the Python "
                 f"interpreter of the compute environment"
             )
         executor = _LocalExecutor(request)
@@ -106,25 +106,25 @@ class LocalScheduler:
         return {submission.job_id: _status(submission) for submission in submissions}
 
     def find(self, run_id: str, attempt: int) -> Submission | None:
-        """The living job of an attempt, by the marker that its processes carry; of several the first."""
+        """Find the active job of an attempt by the marker of its processes; the first of several."""
         return next(iter(_jobs(run_id, attempt)), None)
 
     def living(self) -> Sequence[LivingJob]:
-        """Jobs of this user on this machine, by the marker that their processes carry."""
+        """List the jobs of this user on this machine by the marker of their processes."""
         markers = {_marker_of(process) for process in psutil.process_iter()} - {""}
         parsed = [named for marker in sorted(markers) if (named := parse_job_marker(marker)) is not None]
         return [LivingJob(run_id, job) for run_id, attempt in parsed for job in _jobs(run_id, attempt)]
 
     def cancel(self, submission: Submission) -> bool:
-        """End the job: its agent is asked first, so that it can write its outcome, then all is killed that carries
-        the marker of its attempt.
+        """End the job: its agent first, so that it can write its outcome, then all processes with the marker of its
+        attempt.
 
-        Takes up to ``SHUTDOWN_TIMEOUT_S + KILL_TIMEOUT_S`` seconds. False when something is still there afterwards, or
-        when the job is on another machine.
+        Takes up to ``SHUTDOWN_TIMEOUT_S + KILL_TIMEOUT_S`` seconds. False if a process is left afterwards, or if the
+        job is on another machine.
         """
         if not _is_here(submission):
             return False
-        # Seen before anything ends: what was started without the marker is known only as long as its parents live.
+        # Listed before anything ends: processes without the marker are known only as long as their parents live.
         known = _processes(submission)
         agents = [process for process in known if _line(process) == submission.command]
         for agent in agents:
@@ -193,7 +193,7 @@ def _controller_variables(command: str, time_limit_s: int) -> Mapping[str, str]:
 
 
 def _replaced_by_the_command() -> None:
-    """submitit wants a function to submit; ours is never called, the command line stands in its place."""
+    """Placeholder for the function that submitit requires; the command line runs in its place."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def _status(submission: Submission) -> JobStatus:
 
 
 def _jobs(run_id: str, attempt: int) -> list[Submission]:
-    """Living jobs of an attempt, the first one first: their controllers, and agents that have lost theirs."""
+    """List the active jobs of an attempt, first one first: their controllers, and agents without one."""
     marker = job_marker(run_id, attempt)
     drivers: dict[int, tuple[psutil.Process, tuple[str, ...]]] = {}
     for process in _marked(marker):
@@ -224,7 +224,7 @@ def _jobs(run_id: str, attempt: int) -> list[Submission]:
     for process, command in drivers.values():
         with contextlib.suppress(psutil.Error):
             if process.ppid() in drivers:
-                continue  # the agent of a controller that is there
+                continue  # the agent of a listed controller
             job = Submission(
                 attempt=attempt,
                 scheduler=LocalScheduler.name,
@@ -243,7 +243,7 @@ def _is_here(submission: Submission) -> bool:
 
 
 def _controller(submission: Submission) -> psutil.Process | None:
-    """The job's own process, unless it has ended or its id was given to another process since."""
+    """Return the job's own process, unless it has ended or its id was reused."""
     if _PID.fullmatch(submission.job_id) is None:
         return None  # a submission.json may say anything
     pid = int(submission.job_id)
@@ -258,7 +258,7 @@ def _controller(submission: Submission) -> psutil.Process | None:
 
 
 def _marked(marker: str) -> Iterator[psutil.Process]:
-    """Living processes of this user that carry the marker in their environment, but for this one."""
+    """Yield the processes of this user with the marker in their environment, except this one."""
     if not marker:
         return
     for process in psutil.process_iter():
@@ -267,7 +267,7 @@ def _marked(marker: str) -> Iterator[psutil.Process]:
 
 
 def _marker_of(process: psutil.Process) -> str:
-    """Marker in the environment of a living process of this user; empty for others, and for this very process."""
+    """Read the marker in the environment of a process of this user; empty for others, and for this process."""
     with contextlib.suppress(psutil.Error):
         if process.pid != os.getpid() and process.uids().real == os.getuid():
             marker = process.environ().get(JOB_VARIABLE, "")
@@ -282,7 +282,7 @@ def _drives(process: psutil.Process, command: tuple[str, ...]) -> bool:
 
 
 def _line(process: psutil.Process) -> tuple[str, ...]:
-    """The command line of a process; empty when it is gone."""
+    """Read the command line of a process; empty if it is gone."""
     try:
         return tuple(process.cmdline())
     except psutil.Error:
@@ -290,7 +290,7 @@ def _line(process: psutil.Process) -> tuple[str, ...]:
 
 
 def _processes(submission: Submission) -> list[psutil.Process]:
-    """Everything of the job: what carries its marker, its controller, and all their descendants."""
+    """List all processes of the job: those with its marker, its controller, and all their descendants."""
     found = set(_marked(submission.marker))
     controller = _controller(submission)
     if controller is not None:
@@ -329,7 +329,7 @@ def _gpu_type(folder: Path = Path("/proc/driver/nvidia/gpus")) -> str:
 
 
 def _memory_bytes() -> int:
-    """Main memory, or what the control group of this process allows of it."""
+    """Return the main memory, or the limit of this process's control group."""
     total = int(psutil.virtual_memory().total)
     with contextlib.suppress(OSError, ValueError):
         return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))

@@ -128,7 +128,7 @@ class SlurmScheduler:
         if found.problem:
             return {one.job_id: JobStatus(JobState.UNKNOWN, found.problem) for one in submissions}
         return {
-            one.job_id: _status(found.rows[one.job_id]) if one.job_id in found.rows else _look_up(one.job_id)
+            one.job_id: _status(found.rows[one.job_id]) if one.job_id in found.rows else _query_job(one.job_id)
             for one in submissions
         }
 
@@ -177,7 +177,7 @@ class SlurmScheduler:
             found = slurm_queue.listing(max_age_s=0.0)
             if not found.problem:
                 row = found.rows.get(job_id)
-                status = _status(row) if row is not None else _look_up(job_id)
+                status = _status(row) if row is not None else _query_job(job_id)
                 if status.state is JobState.ENDED or _only_the_lost_remain(status):
                     return True
                 if not killed and time.monotonic() - began > KILL_AFTER_S:
@@ -350,7 +350,7 @@ def _status(row: QueuedJob) -> JobStatus:
     return JobStatus(JobState.UNKNOWN, f"Slurm says {word}", scheduler_state=word)
 
 
-def _look_up(job_id: str) -> JobStatus:
+def _query_job(job_id: str) -> JobStatus:
     """Query a job that is not in the cached queue: it is too new, or Slurm has forgotten it."""
     try:
         text = slurm_queue.run("scontrol", "--oneliner", "show", "job", slurm_queue.require_job_id(job_id))

@@ -44,7 +44,7 @@ class RewardTrial(Schema):
     """Time of one call, the second one: the first may load what it needs."""
 
 
-class SplitLook(Schema):
+class SplitReport(Schema):
     """The first rows of one split."""
 
     split: str
@@ -75,7 +75,7 @@ class SplitLook(Schema):
     """Tokens of the longest prompt with what supervised training teaches after it."""
 
 
-class TokenizerLook(Schema):
+class TokenizerReport(Schema):
     """The tokenizer on real texts."""
 
     problem: str = ""
@@ -95,11 +95,11 @@ class TokenizerLook(Schema):
 class ContentReport(Schema):
     """Answer of ``python -m rlhf_core.worker check-content``."""
 
-    splits: tuple[SplitLook, ...] = ()
+    splits: tuple[SplitReport, ...] = ()
     """Training data and held-out data."""
     num_shared: int = 0
     """Prompts among these rows that are in both splits."""
-    tokenizer: TokenizerLook | None = None
+    tokenizer: TokenizerReport | None = None
     """None where no row could be read."""
     rewards: tuple[RewardTrial, ...] = ()
     """Every reward function and the scorer."""

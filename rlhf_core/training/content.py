@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.errors import RlhfError
-from rlhf_core.schemas.content import ContentReport, SplitLook, TokenizerLook
+from rlhf_core.schemas.content import ContentReport, SplitReport, TokenizerReport
 from rlhf_core.schemas.run import BUILT_TOKENIZERS, RunSpec
 from rlhf_core.training.data import Split, load_data
 from rlhf_core.training.trials import try_rewards
@@ -64,8 +64,8 @@ def check_content(spec_path: Path) -> ContentReport:
 # Rows
 
 
-def _read(spec: RunSpec) -> tuple[dict[str, SplitLook], dict[str, list[Row]]]:
-    looks: dict[str, SplitLook] = {}
+def _read(spec: RunSpec) -> tuple[dict[str, SplitReport], dict[str, list[Row]]]:
+    looks: dict[str, SplitReport] = {}
     rows: dict[str, list[Row]] = {}
     splits: tuple[Split, ...] = ("train", "eval") if spec.data.generator or spec.data.eval else ("train",)
     for split in splits:
@@ -73,14 +73,14 @@ def _read(spec: RunSpec) -> tuple[dict[str, SplitLook], dict[str, list[Row]]]:
         try:
             found, _ = load_data(spec, split, limit=NUM_ROWS + 1)
         except RlhfError as error:
-            looks[split] = SplitLook(split=split, problem=" ".join(str(error).split()))
+            looks[split] = SplitReport(split=split, problem=" ".join(str(error).split()))
             continue
         except Exception as error:  # noqa: BLE001 - a generator is user code and may raise anything
-            looks[split] = SplitLook(split=split, problem=f"{type(error).__name__}: {' '.join(str(error).split())}")
+            looks[split] = SplitReport(split=split, problem=f"{type(error).__name__}: {' '.join(str(error).split())}")
             continue
         seconds = time.monotonic() - started
         rows[split] = found[:NUM_ROWS]
-        looks[split] = SplitLook(
+        looks[split] = SplitReport(
             split=split,
             num_rows=len(rows[split]),
             is_whole=len(found) <= NUM_ROWS,
@@ -97,7 +97,7 @@ def _read(spec: RunSpec) -> tuple[dict[str, SplitLook], dict[str, list[Row]]]:
 
 def _tokenizer(
     spec: RunSpec, rows: Mapping[str, Sequence[Row]]
-) -> "tuple[PreTrainedTokenizerBase | None, TokenizerLook]":
+) -> "tuple[PreTrainedTokenizerBase | None, TokenizerReport]":
     from rlhf_core.training.tokenizers import build_tokenizer, load_tokenizer
 
     kind = spec.model.tokenizer
@@ -109,7 +109,7 @@ def _tokenizer(
         else:
             tokenizer = load_tokenizer(Path(kind or spec.model.path))
     except RlhfError as error:
-        return None, TokenizerLook(problem=" ".join(str(error).split()))
+        return None, TokenizerReport(problem=" ".join(str(error).split()))
     return tokenizer, look_at_tokenizer(tokenizer, [text for of in rows.values() for row in of for text in _texts(row)])
 
 
@@ -117,7 +117,7 @@ def _texts(row: Row) -> tuple[str, str]:
     return row.prompt, row.target
 
 
-def look_at_tokenizer(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> TokenizerLook:
+def look_at_tokenizer(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> TokenizerReport:
     """Whether texts come back as they went in, what the tokenizer does not know, whether its chat template renders."""
     num_changed, example, num_tokens, num_unknown = 0, "", 0, 0
     for text in texts:
@@ -128,7 +128,7 @@ def look_at_tokenizer(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]
         if back != text:
             num_changed += 1
             example = example or _difference(text, str(back))
-    return TokenizerLook(
+    return TokenizerReport(
         num_texts=len(texts),
         num_changed=num_changed,
         example=example,
@@ -162,8 +162,8 @@ def _chat_problem(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 
 def _with_lengths(
-    look: SplitLook, rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", spec: RunSpec
-) -> SplitLook:
+    look: SplitReport, rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", spec: RunSpec
+) -> SplitReport:
     if not rows:
         return look
     bos = tokenizer.bos_token

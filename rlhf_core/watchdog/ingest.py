@@ -1,15 +1,15 @@
-"""Files of a run directory into rows of the history: exactly once, also when killed at any point.
+"""Ingestion of the files of a run directory into the history: exactly once, even if killed at any point.
 
 Each round reads how far the history has come, reads the files from there, and hands both to the store, which writes
 rows and new offsets in one transaction. Killed before it, nothing has happened; killed after it, the offsets say so.
 When two ingesters meet (a controller and ``rlhf show``), the slower one's batch is refused whole and it begins again.
 
 Two kinds of files: appended ones are read from the last offset to the last newline (a torn last line waits for its
-writer; a torn line in the middle is what a killed writer left), and from the beginning
-where the bytes before that offset are not those that were read: it was truncated or replaced. Whole ones are read when
-their fingerprint changes, and replace their row. What cannot be read, is too long, or says what no column holds is left
-out, counted, and told by an event of the run. Of the controller's journal no line is left out: at one that cannot be
-read the state of the run stays as it is, everything else is read, and an error says so each time.
+writer; a torn line in the middle was left by a killed writer), and from the beginning where the bytes before that
+offset are not those that were read: it was truncated or replaced. Whole ones are read when their fingerprint changes,
+and replace their row. A line that cannot be read, is too long, or exceeds a column is skipped, counted, and recorded as
+an event of the run. No line of the controller's journal is skipped: at one that cannot be read the state of the run
+stays unchanged, everything else is read, and an error reports it each time.
 """
 
 import hashlib
@@ -65,20 +65,20 @@ BLOCK_BYTES = 2 << 20
 """Bytes of one appended file per batch."""
 
 BATCH_BYTES = 4 << 20
-"""About how much goes into one transaction: bounds memory and how long other writers wait."""
+"""Approximate bytes per transaction: bounds memory and the wait of other writers."""
 
 _NAMED_LINES = 20
-"""Lines of a file and batch that are named one by one where they were left out: there may be millions."""
+"""Number of skipped lines of a file and batch that are named one by one: there may be millions."""
 
 _TAIL = "#tail"
 _HEAD = "#head"
 _TIMES = "#times"
 _INSIDE = "#inside"
-"""Beside the offset of an appended file: the marks by which it is known again, how often it was another one, and 1
-where the offset lies in a line that is too long."""
+"""Suffixes of the marks stored beside the offset of an appended file: its fingerprints, the number of replacements,
+and 1 if the offset lies in a line that is too long."""
 _FAR = 1 << 44
 GONE_MARK = "directory-gone"
-"""Stands among the files that were read of a run that was closed because its directory was gone (``missing.py``)."""
+"""Mark among the files of a run that was closed because its directory was gone (``missing_run.py``)."""
 
 _CHECKPOINT_MARK = re.compile(r"^checkpoints/step-(\d+)/COMPLETE$")
 
@@ -87,12 +87,12 @@ Model = TypeVar("Model", bound=BaseModel)
 
 @dataclass(frozen=True)
 class SkippedLine:
-    """A line or whole file that does not parse."""
+    """Line or whole file that does not parse."""
 
     path: str
     """Relative to the run directory."""
     position: int
-    """Byte at which it begins; 0 for a whole file."""
+    """Offset at which it begins; 0 for a whole file."""
     why: str = field(default="", compare=False)
     """Reason, in words."""
 
@@ -102,20 +102,20 @@ class SyncReport:
     """Result of a synchronisation."""
 
     batches: int = 0
-    """Transactions."""
+    """Number of transactions."""
     lines: int = 0
-    """Lines that became rows."""
+    """Number of lines that became rows."""
     documents: int = 0
-    """Whole files that became rows."""
+    """Number of whole files that became rows."""
     fenced: int = 0
-    """Journal lines that do not count: their writer had lost its lease."""
+    """Number of journal lines that do not count: their writer had lost its lease."""
     num_skipped: int = 0
-    """Lines that could not be read or stored: torn by a kill, written by another version, or hostile."""
+    """Number of lines that could not be read or stored: torn by a kill, written by another version, or hostile."""
     skipped: list[SkippedLine] = field(default_factory=list)
-    """The first of it in each file and batch."""
+    """First skipped line of each file and batch."""
 
     def add(self, other: "SyncReport") -> None:
-        """Add what another synchronisation did."""
+        """Add the result of another synchronisation."""
         self.batches += other.batches
         self.lines += other.lines
         self.documents += other.documents
@@ -129,15 +129,15 @@ class RebuildReport:
     """Result of a rebuild."""
 
     runs: dict[str, SyncReport]
-    """Run id -> what was read."""
+    """Result by run id."""
     failed: dict[str, str]
-    """Run id -> why it could not be made again."""
+    """Reason of the failure by run id."""
     kept: tuple[str, ...]
-    """Runs whose directory is not there: their rows were left as they are."""
+    """Runs without a directory, whose rows were left unchanged."""
 
 
 def sync(run_dir: RunDir, store: HistoryStore) -> SyncReport:
-    """Bring the history up to date with a run directory.
+    """Update the history from a run directory.
 
     A directory whose journal has not begun is not a run yet: nothing is done.
 
@@ -145,16 +145,16 @@ def sync(run_dir: RunDir, store: HistoryStore) -> SyncReport:
         RunDirError: it has no readable ``spec.json``.
         JournalDamaged: a line of its journal cannot be read. What stands before it and in all other files was written.
         IllegalMove: its journal has a change of state that the table of moves does not allow.
-        DatabaseUnavailable: nothing, or not everything, was written; the next call goes on from there.
+        DatabaseUnavailable: nothing, or not everything, was written; the next call continues from there.
         OSError: the file system of the run directory does not answer; likewise.
     """
     report = SyncReport()
     while True:
         state = store.ingest_state(run_dir.run_id)
         if state.stamp and not run_dir.spec.is_file():
-            return report  # gone, or away: what agents write into folders that they make anew does not count
+            return report  # gone, or away: files that agents write into re-created folders do not count
         if GONE_MARK in state.offsets:
-            store.forget(run_dir.run_id)  # it is back: what was written without it does not count
+            store.forget(run_dir.run_id)  # it is back: rows written without it do not count
             continue
         reader = _Reader(run_dir, state)
         batch = reader.read()
@@ -171,10 +171,10 @@ def sync(run_dir: RunDir, store: HistoryStore) -> SyncReport:
 def glance(run_dir: RunDir) -> int | None:
     """Digest of the state of the files that :func:`sync` reads; None if there is no directory.
 
-    Whoever reads many runs compares it with the glance from before the last reading: where they are equal there is
-    nothing to read, and the database need not be asked.
+    A reader of many runs compares it with the digest before its last reading: if they are equal there is nothing to
+    read, and the database need not be queried.
     """
-    marks = [f"{path}:{size}:{time_ns}" for path, size, time_ns in _looks(run_dir.root, 0)]
+    marks = [f"{path}:{size}:{time_ns}" for path, size, time_ns in _file_marks(run_dir.root, 0)]
     if not marks:
         return None
     text = os.fsencode("\n".join(sorted(marks)))  # names of files may be anything, UTF-8 or not
@@ -184,30 +184,30 @@ def glance(run_dir: RunDir) -> int | None:
 _UNREAD = frozenset(
     {"code", "commands", "initial_model", "logs", "model", "outcomes", "probe", "scheduler", "trainer_state"}
 )
-"""Folders of a run directory in which there is nothing to read into the history."""
+"""Folders of a run directory without files for the history."""
 
 
-def _looks(folder: str | Path, depth: int) -> Iterator[tuple[str, int, int]]:
+def _file_marks(folder: str | Path, depth: int) -> Iterator[tuple[str, int, int]]:
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
                 if entry.name.startswith(".") or entry.name in _UNREAD:
                     continue
                 if entry.is_dir(follow_symlinks=depth == 0):
-                    yield from _looks(entry.path, depth + 1)
+                    yield from _file_marks(entry.path, depth + 1)
                 else:
                     status = entry.stat()
                     yield entry.path, status.st_size, status.st_mtime_ns
     except (FileNotFoundError, NotADirectoryError):
-        return  # gone while it was looked at: the next glance is another one
+        return  # removed meanwhile: the next digest differs
 
 
 def rebuild(runs: Path, store: HistoryStore, on_run: Callable[[str], None] = lambda run_id: None) -> RebuildReport:
-    """Make the history of every run directory again, from its files alone. Runs without a directory keep their rows.
+    """Rebuild the history of every run directory from its files alone. Runs without a directory keep their rows.
 
     Args:
         runs: folder of the run directories.
-        on_run: told each run before it is read.
+        on_run: called with each run before it is read.
     """
     done: dict[str, SyncReport] = {}
     failed: dict[str, str] = {}
@@ -215,7 +215,7 @@ def rebuild(runs: Path, store: HistoryStore, on_run: Callable[[str], None] = lam
     for run_dir in found:
         on_run(run_dir.run_id)
         try:
-            run_dir.read_spec()  # first: a directory that cannot be read must not cost the rows that there are
+            run_dir.read_spec()  # first: an unreadable directory must not cost the existing rows
             store.forget(run_dir.run_id)
             done[run_dir.run_id] = sync(run_dir, store)
         except (RlhfError, OSError) as error:
@@ -225,7 +225,7 @@ def rebuild(runs: Path, store: HistoryStore, on_run: Callable[[str], None] = lam
 
 
 def _damage(path: Path) -> JournalDamaged:
-    """Error for a journal that cannot be read on from where the history has got to."""
+    """Build the error for a journal that cannot be read from the position of the history."""
     try:
         read_journal(path)
     except JournalDamaged as first:
@@ -241,7 +241,7 @@ def _damage(path: Path) -> JournalDamaged:
 
 
 class _Reader:
-    """Reads what is new in a run directory since ``state``, up to about ``BATCH_BYTES``."""
+    """Reader of the new lines and files of a run directory since ``state``, up to about ``BATCH_BYTES``."""
 
     def __init__(self, run_dir: RunDir, state: IngestState) -> None:
         self.report = SyncReport(batches=1)
@@ -255,7 +255,7 @@ class _Reader:
         self._bytes = 0
 
     def read(self) -> IngestBatch:
-        """Everything that is new, the journal first: what it tells of comes before what the agents say about it."""
+        """Read everything new, the journal first: its events precede the agents' reports on them."""
         if not self._state.stamp and not read_lines(self._run_dir.control, 0, BLOCK_BYTES).lines:
             return self._batch
         self._read_spec()
@@ -360,7 +360,7 @@ class _Reader:
             self._document(path, EvaluationReport, self._batch.evaluations)
 
     def _new_lines(self, path: Path, schema: type[Model]) -> Iterator[tuple[int, Model]]:
-        """Lines that are new, parsed, each with the byte at which it begins, and which is its own for all time."""
+        """Yield the new lines, parsed, each with its offset, which identifies it permanently."""
         name = self._relative(path)
         known = self._state.offsets
         offset, tail, head, is_inside = (known.get(f"{name}{mark}", 0) for mark in ("", _TAIL, _HEAD, _INSIDE))
@@ -376,10 +376,10 @@ class _Reader:
             self._batch.offsets[f"{name}{_INSIDE}"] = int(after.is_inside)
         position = before.offset
         if is_other:
-            # The lines of the one before keep their positions: these begin beyond any that a file can have.
+            # The lines of the previous file keep their positions: these begin beyond any offset of a file.
             times, position = times + 1, 0
             self._batch.offsets[f"{name}{_TIMES}"] = times
-        # Of a line that is too long only what became rows counts.
+        # Only the parsed part of an overlong line counts.
         self._bytes += sum(len(line.text or b"") for line in lines)
         if not after.is_inside:
             self.left_some |= path.stat().st_size - position > BLOCK_BYTES  # less is a torn last line
@@ -410,15 +410,15 @@ class _Reader:
             self.report.num_skipped += num_skipped
 
     def _set_aside(self, what: SkippedLine, beyond: int, message: str) -> None:
-        """Tell by an event what became no row: one for all lines of a file in a batch, as there may be millions."""
+        """Record skipped lines in an event: one for all lines of a file in a batch, as there may be millions."""
         named = storable_text(f"{what.path}: {message}", MESSAGE_CHARACTERS)
         self._batch.set_aside.append(SetAside(what.path, what.position + beyond, utc_now(), named))
 
     def _document(self, path: Path, schema: type[Model], found: list[Model], attempt: int | None = None) -> None:
-        """A whole file, if it changed since it was read last.
+        """Read a whole file, if it changed since it was read last.
 
         Args:
-            attempt: the attempt that it must be about, as it lies in its folder.
+            attempt: attempt in whose folder it lies, which it must name.
         """
         mark = self._changed(path)
         if mark is None or self._is_full():

@@ -73,7 +73,7 @@ class Presence:
             RunDirGone: it has been missing for ``GONE_S``, while the folder of all runs was there.
             RunDirError: its file system has been away for ``AWAY_S``.
         """
-        kind, said = self._look(attempt)
+        kind, said = self._check(attempt)
         if not kind:
             self._since = None
             return ""
@@ -91,7 +91,7 @@ class Presence:
             )
         return said
 
-    def _look(self, attempt: int) -> tuple[str, str]:
+    def _check(self, attempt: int) -> tuple[str, str]:
         run_dir = self._run_dir
         files = [run_dir.spec, run_dir.control, *([run_dir.attempt(attempt).placement] if attempt else [])]
         for path in files:

@@ -72,7 +72,7 @@ def clear_node(store: HistoryStore, runs: Path, node: str, by: str, reason: str,
     records = {one.standing.node: one for one in node_records(store, now, runs)}
     if node not in records:
         known = f"; known are {', '.join(sorted(records))}" if records else ""
-        raise BadInput(f"nothing is known against a node {node!r}{known}")
+        raise BadInput(f"no strikes are recorded against a node {node!r}{known}")
     if not records[node].standing.num_strikes:
         return records[node]
     path = cleared_nodes(runs) / f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(3)}.json"  # one writer per file

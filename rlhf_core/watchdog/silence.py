@@ -33,7 +33,7 @@ class SilenceClock:
         """Begin to count at ``now``, in monotonic seconds."""
         self._looked_at = now
         self._marks: dict[str, tuple[int, int]] = {}
-        self._heard_at: dict[str, float] = {}
+        self._last_seen_at: dict[str, float] = {}
 
     def observe(self, now: float, marks: Mapping[str, tuple[int, int]], *, counts: bool) -> Silence | None:
         """Take note of what agents have published by now.
@@ -49,10 +49,12 @@ class SilenceClock:
         counts = counts and now - self._looked_at <= BLIND_S
         for node, mark in marks.items():
             if not counts or self._marks.get(node) != mark:
-                self._heard_at[node] = now
+                self._last_seen_at[node] = now
         self._marks, self._looked_at = dict(marks), now
-        silent = tuple(sorted(node for node, heard_at in self._heard_at.items() if now - heard_at > SILENT_S))
+        silent = tuple(
+            sorted(node for node, last_seen_at in self._last_seen_at.items() if now - last_seen_at > SILENT_S)
+        )
         if not silent:
             return None
-        seconds = min(now - self._heard_at[node] for node in silent)
-        return Silence(silent, seconds, of_all=len(silent) == len(self._heard_at))
+        seconds = min(now - self._last_seen_at[node] for node in silent)
+        return Silence(silent, seconds, of_all=len(silent) == len(self._last_seen_at))

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from rlhf_core.diagnosis import node_checks
 from rlhf_core.diagnosis.node_checks import Plan, blocked, compare
-from rlhf_core.diagnosis.node_speed import Floors, better, judge_speed, needs_another_look
+from rlhf_core.diagnosis.node_speed import Floors, better, judge_speed, needs_second_measurement
 from rlhf_core.private_files import FILE_MODE
 from rlhf_core.run_dir import RunDir, read_model, write_model
 from rlhf_core.schemas.base import utc_now
@@ -193,7 +193,7 @@ class Probe:
         else:
             self._speeds = {index: better(self._first_look[index], one) for index, one in self._speeds.items()}
         found = self._judge()
-        if look == 1 and needs_another_look(found):
+        if look == 1 and needs_second_measurement(found):
             return True
         self._found += found
         return False

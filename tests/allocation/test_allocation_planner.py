@@ -1,4 +1,4 @@
-"""Placing an attempt: pure, and refusing what cannot be had."""
+"""Placement of an attempt: pure, with refusal of unavailable resources."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The import contracts of pyproject.toml hold, and each of them breaks on the import it is there for."""
+"""The import contracts of pyproject.toml hold, and each of them breaks on the import it forbids."""
 
 import json
 import shutil
@@ -82,7 +82,7 @@ WRONG_IMPORTS: dict[str, WrongImport] = {
     ),
     "a schema climbs a floor": _wrong("rlhf_core/schemas/checks.py", "from rlhf_core import run_dir", "floors"),
     "errors climb a floor": _wrong("rlhf_core/errors.py", "from rlhf_core.schemas import checks", "floors"),
-    "a module that has no floor": _wrong("rlhf_core/foo.py", '"""Nobody placed me."""', "floors"),
+    "a module that has no floor": _wrong("rlhf_core/foo.py", '"""Not placed on a floor."""', "floors"),
     "training imports history": _wrong(
         "rlhf_core/training/data.py", "from rlhf_core.history import store", "compute-has-no-database"
     ),

@@ -1,4 +1,4 @@
-"""Docstrings about the whole project are true: where errors are, who catches everything, who imports torch."""
+"""Truth of docstrings about the whole project: place of errors, handlers of every exception, importers of torch."""
 
 import ast
 import builtins
@@ -60,7 +60,7 @@ def test_the_tree_of_errors_is_the_one_in_its_docstring() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Whoever catches everything
+# Handlers of every exception
 
 
 def catches_everything(handler: ast.ExceptHandler) -> bool:
@@ -82,7 +82,7 @@ def without_a_plan(path: str, text: str) -> Iterator[str]:
             yield f"{path}:{node.lineno}"
 
 
-def test_whoever_catches_everything_says_why() -> None:
+def test_handlers_of_every_exception_say_why() -> None:
     assert [found for path in SOURCES for found in without_a_plan(path.name, path.read_text())] == []
     assert "says why beside it" in " ".join((worker_process.__doc__ or "").split())
 

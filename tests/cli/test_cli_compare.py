@@ -1,4 +1,4 @@
-"""``rlhf compare``: what differs between runs, for people, for programs, and as a page."""
+"""``rlhf compare``: differences between runs, as text, as JSON, and as a page."""
 
 import itertools
 import json

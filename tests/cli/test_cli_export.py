@@ -1,4 +1,4 @@
-"""``rlhf export``: what each format holds, read with the reader of the program that it is for."""
+"""``rlhf export``: the content of each format, read with the reader of its program."""
 
 import csv
 import json
@@ -40,7 +40,7 @@ def run() -> RunFiles:
 
 
 def export(to: str, out: Path | str, *runs: str) -> None:
-    """The command; it must succeed."""
+    """Run the command; it must succeed."""
     assert execute(["export", *(runs or ("last",)), "--to", to, "--out", str(out)]) == 0
 
 
@@ -98,7 +98,7 @@ def test_parquet_of_postgresql_is_the_same(run: RunFiles, tmp_path: Path, monkey
 
 
 def _loaded(row: dict[str, Any]) -> dict[str, Any]:
-    """A row with its JSON taken apart: PostgreSQL keeps no order of names."""
+    """Row with its JSON parsed: PostgreSQL keeps no order of names."""
     return {
         name: json.loads(value) if isinstance(value, str) and value[:1] in ("{", "[") else value
         for name, value in row.items()
@@ -312,7 +312,7 @@ def test_a_tracking_uri(run: RunFiles, tmp_path: Path, monkeypatch: pytest.Monke
     export("mlflow", f"sqlite:///{tmp_path}/mlflow.db")
     (found,) = _mlflow_runs(tmp_path)
     assert found.info.artifact_uri.startswith((tmp_path / "artifacts").as_uri())
-    assert list(Path().iterdir()) == [], "nothing in the folder that somebody happens to be in"
+    assert list(Path().iterdir()) == [], "nothing in the current folder"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""``rlhf runs``, ``show``, ``sql`` and ``db``: what they print, for people and for programs, and their exit codes."""
+"""``rlhf runs``, ``show``, ``sql`` and ``db``: output as text and as JSON, and exit codes."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ class Answer:
     err: str
 
     def json(self) -> Any:
-        """Standard output, which must be JSON and nothing else."""
+        """Parse standard output, which must be JSON and nothing else."""
         assert self.code == 0, self.err
         return json.loads(self.out)
 
@@ -40,7 +40,7 @@ Rlhf = Callable[..., Answer]
 
 @pytest.fixture
 def rlhf(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Rlhf:
-    """The command, in this process, on a terminal of 100 columns."""
+    """Run the command in this process, on a terminal of 100 columns."""
     monkeypatch.setenv("COLUMNS", "100")
 
     def run(*arguments: str) -> Answer:

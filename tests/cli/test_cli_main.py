@@ -1,4 +1,4 @@
-"""The command line as a whole: help, versions, exit codes, and what a tired person sees when something breaks."""
+"""The command line as a whole: help, versions, exit codes, and unexpected errors."""
 
 import json
 import subprocess
@@ -64,7 +64,7 @@ def test_errors_on_purpose_are_their_message_and_exit_code(
     assert printed.err == f"error: {error}\n"
 
 
-def test_an_error_nobody_foresaw_is_one_sentence_and_a_file(
+def test_an_unexpected_error_is_one_sentence_and_a_file(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def fail(*args: object) -> None:
@@ -112,7 +112,7 @@ def test_help_in_a_real_process_imports_nothing_of_weight() -> None:
 
 
 def test_the_check_of_imports_sees_one(tmp_path: Path) -> None:
-    """Negative control: the same look at a command that needs the database finds it."""
+    """Negative control: the same check of a command that needs the database finds it."""
     code = "import sys, json\nfrom rlhf_core.cli.main import execute\nexecute(['runs'])\n"
     code += "print(json.dumps(sorted({m.partition('.')[0] for m in sys.modules})))"
     done = subprocess.run(

@@ -21,7 +21,7 @@ GONE = str(Owner.this_process()).rpartition(":")[0] + ":1.00"
 
 @pytest.fixture
 def orphan() -> RunDir:
-    """A run whose controller is gone, and which somebody asked to end."""
+    """Run whose controller is gone and whose cancellation was requested."""
     site = load_site()
     run_dir = make_run(site.runs_dir)
     site.home.mkdir(parents=True, exist_ok=True)

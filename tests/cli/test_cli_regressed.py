@@ -1,4 +1,4 @@
-"""A run that completes with a model worse than before says so beside ``completed``, wherever it is looked at."""
+"""A run that completes with a model worse than before is marked beside ``completed`` in every view."""
 
 import json
 from pathlib import Path
@@ -133,7 +133,7 @@ def test_at_the_end_of_a_run_and_in_prefect(runs: tuple[RunFiles, RunFiles]) -> 
     assert "egressed" not in markdown(gained)
 
 
-def test_whoever_approves_a_model_sees_it(runs: tuple[RunFiles, RunFiles]) -> None:
+def test_the_approver_of_a_model_sees_it(runs: tuple[RunFiles, RunFiles]) -> None:
     told = ["\n".join(_results(summarise(run.dir))) for run in runs]
     assert "egressed" not in told[0]
     assert f"> **Regressed**: the model is worse than before training: {SAID}." in told[1]

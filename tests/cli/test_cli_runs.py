@@ -37,7 +37,7 @@ Printed = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> FakeScheduler:
-    """The scheduler of this site; its jobs do at once all they should."""
+    """Scheduler of this site whose jobs do all their work at once."""
     found = only_scheduler(monkeypatch)
 
     def whole(request: Any) -> None:
@@ -72,7 +72,7 @@ def test_a_starter_config_means_what_its_preset_means(preset: str, tmp_path: Pat
 
 
 def test_defaults_in_a_starter_config_are_the_defaults(tmp_path: Path) -> None:
-    """Taking the comment signs off changes nothing."""
+    """Uncommenting the settings changes nothing."""
     rlhf("init", str(tmp_path))
     path = tmp_path / "quickstart.toml"
     names = {field.name.rpartition(".")[2] for field in describe_fields()}
@@ -195,7 +195,7 @@ def test_a_completed_run_is_not_resumed(scheduler: FakeScheduler, capsys: Printe
     rlhf("run", "quickstart", "--no-prefect")
     before = newest_run().control.read_bytes()
     rlhf("resume", "last", "--no-prefect")
-    assert "nothing to go on with" in capsys.readouterr().err
+    assert "nothing to resume" in capsys.readouterr().err
     assert newest_run().control.read_bytes() == before
     assert len(scheduler.submitted) == 1
 
@@ -244,7 +244,7 @@ def test_ctrl_c_cancels_the_run(scheduler: FakeScheduler, capsys: Printed) -> No
     assert signal.getsignal(signal.SIGINT) is before, "the handler must be given back"
 
 
-def test_cancel_of_a_run_that_nobody_drives(scheduler: FakeScheduler, capsys: Printed) -> None:
+def test_cancel_of_a_run_without_a_controller(scheduler: FakeScheduler, capsys: Printed) -> None:
     run_dir = make_run(load_site().runs_dir)
     rlhf("cancel", run_dir.run_id, "--reason", "not needed")
     assert "is cancelled (cancelled); none of its jobs is at work" in capsys.readouterr().out
@@ -444,7 +444,7 @@ def test_the_pace_begins_again_after_a_rewind() -> None:
 
 
 class Terminal:
-    """Answers questions at a terminal."""
+    """Terminal that answers questions."""
 
     def __init__(self, *answers: bool) -> None:
         self.answers = list(answers)
@@ -512,7 +512,7 @@ def test_doctor_says_what_is_there_and_what_is_not(capsys: Printed, monkeypatch:
     assert items["Prefect"]["ok"] is True
     assert items["history"]["ok"] is True
     assert "`rlhf up` starts" in items["Prefect"]["found"]
-    assert items["services"]["ok"] is True, "nobody has to have them"
+    assert items["services"]["ok"] is True, "they are optional"
     assert not load_site().home.exists(), "looking changes nothing"
 
 

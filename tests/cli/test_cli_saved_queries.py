@@ -1,4 +1,4 @@
-"""``rlhf sql`` with saved questions: listed, asked, shown, changed."""
+"""``rlhf sql`` with saved queries: listed, run, shown, changed."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""The story of what went wrong: sentences in the order of time, in `rlhf show` and in `rlhf watch`."""
+"""Timeline of incidents: sentences in the order of time, in `rlhf show` and in `rlhf watch`."""
 
 from pathlib import Path
 

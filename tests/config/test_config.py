@@ -1,4 +1,4 @@
-"""Config files, overrides and site settings: what is accepted, and what a mistake is answered with."""
+"""Config files, overrides and site settings: accepted input, and the messages about mistakes."""
 
 import sys
 from pathlib import Path

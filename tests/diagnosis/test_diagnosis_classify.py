@@ -1,4 +1,4 @@
-"""From traces to one kind: the root decides, wherever it stands among its consequences."""
+"""Classification of traces: the root decides, wherever it stands among its consequences."""
 
 import pytest
 
@@ -52,7 +52,7 @@ def test_a_killed_rank_is_the_root_although_its_peers_ended_first_and_louder() -
     assert "Rank 1 (local rank 1 on here) was ended by SIGKILL" in diagnosis.message
 
 
-def test_cascades_alone_blame_nobody() -> None:
+def test_cascades_alone_blame_no_rank() -> None:
     """The negative control of the rule above: the same resets without a root."""
     diagnosis = classify(Evidence(workers=(cascade(0), cascade(1, order=1))))
     assert (diagnosis.kind, diagnosis.ranks) == (FailureKind.NETWORK, ())
@@ -205,7 +205,7 @@ def test_of_a_job_that_failed_the_first_line_of_srun_names_kind_and_node(
 
 
 def test_outside_of_a_lost_job_an_exit_code_alone_is_unknown() -> None:
-    """The negative control: the same line, where nobody says that the tasks were agents without an outcome."""
+    """The negative control: the same line, without the fact that the tasks were agents without an outcome."""
     log = "srun: error: node3: task 2: Exited with exit code 1"
     assert classify(Evidence(agent_log=log)).kind is FailureKind.UNKNOWN
 

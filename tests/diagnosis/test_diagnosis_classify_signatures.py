@@ -1,4 +1,4 @@
-"""The tables that logs are read by: every row knows its own line and is needed for it; and how a whole log is read."""
+"""Tables of the log classifier: every row matches its own line and is needed for it; and the reading of a whole log."""
 
 import re
 from collections.abc import Iterable
@@ -52,8 +52,8 @@ def test_every_kind_that_a_log_can_show_has_a_row() -> None:
 
 
 @pytest.mark.parametrize("row", SIGNATURES, ids=lambda row: row.example[:40])
-def test_no_pattern_is_passed_over_by_the_look_before(row: Signature) -> None:
-    """All that a pattern matches must hold one of the words that a line is looked at for."""
+def test_no_pattern_is_skipped_by_the_prefilter(row: Signature) -> None:
+    """Every match of a pattern must contain one of the words of the prefilter."""
     assert may_tell(row.example)
     for pattern in row.patterns:
         for text in _shortest(_parser.parse(pattern.pattern)):
@@ -109,7 +109,7 @@ def test_the_number_of_an_os_error_is_known_whatever_its_words(number: int, kind
 
 
 @pytest.mark.parametrize("place", CODE_LOCATIONS, ids=lambda place: place.example[:60])
-def test_each_place_explains_an_error_that_came_from_it(place: CodeLocation) -> None:
+def test_each_location_explains_an_error_from_it(place: CodeLocation) -> None:
     """And without the frame, the same error is unknown."""
     frame = place.example if place.example.startswith("File") else 'File "train.py", line 7, in step'
     code = "" if place.example.startswith("File") else f"    {place.example}\n"

@@ -13,11 +13,11 @@ STEP_S = 8.0
 
 Figures = dict[str, float]
 Fault = Callable[[str, float, Figures], None]
-"""Changes the figures of a node at a second."""
+"""Change of the figures of a node at a second."""
 
 
 def healthy(chance: random.Random, now_s: float, num_gpus: int = 2) -> Figures:
-    """A node in a job whose GPUs roll out half of the time and train the other half, with the jitter of real ones."""
+    """Telemetry of a node whose GPUs roll out half of the time and train the other half, with realistic jitter."""
     trains = now_s % STEP_S > STEP_S / 2
     found = {
         "cpu_percent": chance.gauss(50, 15),
@@ -53,7 +53,7 @@ def watch_job(
     watch: ImbalanceWatch | None = None,
     begin_s: float = 0.0,
 ) -> tuple[ImbalanceWatch, set[str]]:
-    """Let a job run under a watch; the watch, and every sentence that was ever found."""
+    """Run a job under a watch; return the watch and every finding."""
     chance, watch, ever = random.Random(seed), watch or ImbalanceWatch(), set()
     for reading in range(int(minutes * 60 / PERIOD_S)):
         now_s = begin_s + reading * PERIOD_S
@@ -74,7 +74,7 @@ def on_node3(changes: Mapping[str, float]) -> Fault:
 
 
 def test_healthy_jitter_is_no_finding() -> None:
-    """The negative control of all the rest: half an hour each with different chance, and not one sentence."""
+    """The negative control of all the rest: half an hour each with different seeds, and not one finding."""
     for seed in range(4):
         _, ever = watch_job(30, seed=seed)
         assert ever == set()
@@ -131,7 +131,7 @@ def test_what_stands_out_is_found_and_named_and_nothing_else(changes: Figures, w
     ids=lambda value: next(iter(value)),
 )
 def test_a_difference_below_the_floor_is_not_worth_a_word(changes: Figures) -> None:
-    """Negative control of the test before: the same figures, not so far off."""
+    """Negative control of the test before: the same figures with smaller differences."""
     _, ever = watch_job(10, on_node3(changes))
     assert ever == set()
 
@@ -175,7 +175,7 @@ def test_too_few_readings_say_nothing() -> None:
     assert ever == set()
 
 
-def test_with_two_nodes_nobody_is_the_odd_one() -> None:
+def test_of_two_nodes_neither_is_an_outlier() -> None:
     def slow(node: str, now_s: float, figures: Figures) -> None:
         if node == "node2":
             figures["cpu_percent"] = 0.0
@@ -184,7 +184,7 @@ def test_with_two_nodes_nobody_is_the_odd_one() -> None:
     assert watch_job(10, slow, nodes=("node1", "node2", "node3"))[1], "control: with a third it is"
 
 
-def test_where_half_do_other_work_nobody_is_the_odd_one() -> None:
+def test_where_half_do_other_work_none_is_an_outlier() -> None:
     def roles(node: str, now_s: float, figures: Figures) -> None:
         if node in ("node1", "node2"):
             figures |= {"gpu0_util_percent": 5.0, "gpu1_util_percent": 5.0, "cpu_percent": 99.0}
@@ -245,7 +245,7 @@ def stops(now_s: float) -> int:
 
 
 def all_at(util: float, power: float, *, but: str = "") -> Fault:
-    """From then on every GPU is so busy and draws so much; that of one node does nothing."""
+    """From then on every GPU has this utilisation and power; that of one node is idle."""
 
     def fault(node: str, now_s: float, figures: Figures) -> None:
         if now_s > STOPS_AT_S:
@@ -302,7 +302,7 @@ def test_beats_are_progress_where_there_are_no_steps() -> None:
 
 
 def test_a_learned_wait_between_steps_is_not_called_spinning() -> None:
-    """A run whose steps take five minutes, most of it waiting, has shown that this is how it is."""
+    """A run whose steps take five minutes, most of it waiting, has shown that this is normal."""
     slow = 100.0
     _, ever = watch_job(30, all_at(100.0, 180.0), step=lambda now_s: int(now_s // slow))
     assert spins(ever) == []

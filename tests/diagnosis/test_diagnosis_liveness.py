@@ -44,7 +44,7 @@ def rank(
 
 
 def make_tracker() -> GapTracker:
-    """A tracker that has seen four ranks go by, quickly."""
+    """Tracker that has seen quick progress of four ranks."""
     tracker = GapTracker(FACTOR, FLOOR_S, SETUP_S)
     for _ in range(2):
         tracker.observe([rank(number, 0.1, sequence=next(_sequence)) for number in range(4)])
@@ -89,7 +89,7 @@ def test_the_first_time_in_a_phase_has_the_allowance_of_set_up_and_teaches_nothi
 
 
 def test_what_earlier_runs_have_taught_holds_from_the_beginning_and_is_not_handed_on() -> None:
-    """With the control: handed on, one long silence would raise the thresholds of all later runs for ever."""
+    """With the control: handed on, one long silence would raise the thresholds of all later runs forever."""
     tracker = GapTracker(FACTOR, FLOOR_S, SETUP_S, longest_s={"trainer/rollout": 50.0})
     assert suspects([rank(0, 200.0, phase=Phase.ROLLOUT)], tracker) == []
     assert suspects([rank(0, 251.0, phase=Phase.ROLLOUT)], tracker) == [0]
@@ -111,7 +111,7 @@ def test_ranks_of_different_nodes_are_told_apart_by_their_node() -> None:
     assert tracker.all_longest_s == {"trainer/train": 0.1}
 
 
-def test_who_waits_in_a_collective_for_somebody_at_work_is_not_hung() -> None:
+def test_a_rank_that_waits_in_a_collective_for_a_working_one_is_not_hung() -> None:
     """A rollout that takes five times as long as the floor, because rollouts of that length were seen to end well."""
     tracker = make_tracker()
     tracker.observe([rank(0, 50.0, phase=Phase.ROLLOUT, sequence=next(_sequence))])
@@ -120,7 +120,7 @@ def test_who_waits_in_a_collective_for_somebody_at_work_is_not_hung() -> None:
     waiting = [rank(0, 200.0, phase=Phase.ROLLOUT), rank(1, 199.0, inside=True), rank(2, 199.0, inside=True)]
     assert suspects(waiting, tracker) == []
     assert suspects([rank(0, 251.0, phase=Phase.ROLLOUT), *waiting[1:]], tracker) == [0]
-    # The control: with nobody outside to wait for, the same silence is a hang.
+    # The control: with no outside process to wait for, the same silence is a hang.
     assert suspects(waiting[1:], tracker) == [1, 2]
 
 
@@ -195,7 +195,7 @@ AGES = st.lists(
 
 
 @given(AGES)
-def test_no_false_alarm_below_the_floor_and_no_miss_when_nobody_moves(
+def test_no_false_alarm_below_the_floor_and_no_miss_when_no_rank_moves(
     ages: list[tuple[float, bool, Phase, str]],
 ) -> None:
     ranks = [

@@ -1,6 +1,6 @@
-"""Logs of frameworks that no row was made from: which kind of evidence they hold decides.
+"""Logs of frameworks that no row was made from: the kind of evidence in them decides.
 
-The excerpts are shortened and partly reworded from public issues; the id of each case is where it was seen.
+The excerpts are shortened and partly reworded from public issues; the id of each case names its source.
 """
 
 import pytest
@@ -394,6 +394,6 @@ def test_of_a_huge_log_begin_and_end_are_read(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     "line", ["Error " * 50_000, "│ | # > - " * 50_000, "a" * 500_000, " " * 500_000, "(" * 100_000]
 )
-def test_no_line_holds_the_reading_up(line: str) -> None:
-    """Only so much of a line is read, and a test that hangs would be noticed."""
+def test_no_line_slows_the_reader_down(line: str) -> None:
+    """Only the beginning of a line is read; without that the test would hang."""
     assert find(line) is None

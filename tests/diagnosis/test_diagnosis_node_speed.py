@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.diagnosis.node_speed import STEPS, Floors, better, judge_speed, needs_another_look
+from rlhf_core.diagnosis.node_speed import STEPS, Floors, better, judge_speed, needs_second_measurement
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.probe import NodeSpeed, PairSpeed
 
@@ -57,7 +57,7 @@ def test_nodes_that_are_alike_are_well(num: int) -> None:
     """Negative control of this file."""
     found = judge(speeds(num))
     assert troubles(found) == []
-    assert not needs_another_look(found)
+    assert not needs_second_measurement(found)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_node_that_says_nothing_did_not_start() -> None:
     assert any("did not start: its agent said nothing" in one.found for one in results)
 
 
-def test_when_nobody_gets_further_nobody_is_blamed() -> None:
+def test_without_progress_of_any_rank_none_is_blamed() -> None:
     found = {node: one.model_copy(update={"reached": ("pairs",)}) for node, one in speeds().items()}
     assert troubles(judge(found)) == [("probe.answer", "blocked", "")]
 
@@ -137,14 +137,14 @@ def test_a_dead_link_is_named_instead_of_all_who_waited_for_it() -> None:
 def test_a_wrong_sum_is_never_forgiven() -> None:
     wrong = change(speeds(), 1, problems=("all_reduce: 3 of 1024 sums are wrong",))
     assert troubles(judge(wrong)) == [("probe.all_reduce", "blocked", "n1")]
-    assert not needs_another_look(judge(wrong))
+    assert not needs_second_measurement(judge(wrong))
     again = {node: better(one, speeds()[node]) for node, one in wrong.items()}
     assert troubles(judge(again)) == [("probe.all_reduce", "blocked", "n1")]
 
 
 def test_what_was_slow_once_may_have_been_chance() -> None:
     first = speeds(links={(1, 2): 1.0, (2, 3): 1.0}, n0=0.1)
-    assert needs_another_look(judge(first))
+    assert needs_second_measurement(judge(first))
     assert troubles(judge({node: better(first[node], one) for node, one in speeds().items()})) == []
     twice = {node: better(one, one) for node, one in first.items()}
     assert troubles(judge(twice)) == troubles(judge(first))

@@ -72,9 +72,9 @@ def decided(run: RunFacts | None = RUN, *flow_runs: FlowRunFacts, **world: Any) 
         (replace(RUN, cancel_asked="enough"), ["cancel_run"]),
         (replace(DRIVEN, cancel_asked="enough"), []),
         (replace(ENDED, promotion_due=True), ["adopt"]),
-        (replace(ENDED, untold=2), ["tell"]),
-        (replace(ENDED, untold=2, ended_s=29.0), []),
-        (replace(ENDED, untold=2, holder=LeaseState.LIVING), []),
+        (replace(ENDED, unpublished=2), ["tell"]),
+        (replace(ENDED, unpublished=2, ended_s=29.0), []),
+        (replace(ENDED, unpublished=2, holder=LeaseState.LIVING), []),
         (replace(RUN, missing_s=1.0), []),
     ],
 )
@@ -88,7 +88,7 @@ def test_a_silent_controller_is_given_time_after_an_outage_of_the_history() -> N
     assert decided(run, watched_s=31.0) == ["adopt"]
 
 
-def test_while_prefect_starts_again_nobody_is_adopted_behind_its_back() -> None:
+def test_while_prefect_restarts_no_run_is_adopted() -> None:
     assert decided(prefect_away_s=1.0) == []
     assert decided(prefect_away_s=121.0) == ["adopt"]
     assert decided(prefect_away_s=float("inf")) == ["adopt"], "a site without Prefect"
@@ -213,7 +213,7 @@ def test_a_flow_run_that_lost_its_run_to_a_later_one_does_not_share_its_end() ->
         assert decided(ENDED, FLOW, other) == ["end_flow_run COMPLETED"]
 
 
-def test_a_cancelled_flow_run_does_not_end_a_run_that_somebody_went_on_with() -> None:
+def test_a_cancelled_flow_run_does_not_end_a_resumed_run() -> None:
     old = replace(FLOW, state=FlowState.CANCELLED, changed_at=NOW - timedelta(minutes=50))
     assert decided(DRIVEN, old) == ["cancel_run"]
     later = replace(DRIVEN, controller_started_at=NOW - timedelta(minutes=10))

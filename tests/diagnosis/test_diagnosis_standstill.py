@@ -1,4 +1,5 @@
-"""Proof that a worker stands still, over recorded looks: what is found at default floors, and what is left alone."""
+"""Proof that a worker stands still, from recorded observations: detections at default floors, and workers left
+alone."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -58,7 +59,7 @@ def record(*at_every_look: Sequence[Inspection]) -> Standstill:
 def watch(
     stuck: dict[str, Any], peer: dict[str, Any] | None = None, num_looks: int = 3, **status: Any
 ) -> list[Suspect]:
-    """Proof after looks two seconds apart at rank 1 and at its peer, which waits in a collective for it."""
+    """Proof after observations two seconds apart of rank 1 and of its peer, which waits in a collective for it."""
     ranks = [rank(0, **(peer or {}).pop("status", {})), rank(1, **status)]
     looks = [
         [looked(ranks[0], 2.0 * number, Wait.TIME, **(peer or {})), looked(ranks[1], 2.0 * number, **stuck)]
@@ -88,7 +89,7 @@ def test_at_default_settings_a_silence_of_eleven_seconds_is_worth_a_look_and_no_
 
 
 def test_the_long_floors_alone_find_nothing_within_thirty_seconds() -> None:
-    """The rule that was there before, as the control: not even a stopped process."""
+    """The former rule as the control: not even a stopped process."""
     ranks = [rank(0, age_s=30.0), rank(1, age_s=30.0, process_state="T")]
     assert judge(ranks, tracker()) == []
     assert judge([rank(0, age_s=121.0), rank(1, age_s=121.0, process_state="T")], tracker()) != []
@@ -162,7 +163,7 @@ def test_ranks_that_disagree_are_proven() -> None:
 
 
 @pytest.mark.parametrize("wait", WAITS_FOR_TIME_OR_OUTSIDE)
-def test_whoever_waits_for_time_or_for_the_outside_keeps_the_long_floor(wait: Wait) -> None:
+def test_a_worker_that_waits_for_time_or_for_the_outside_keeps_the_long_floor(wait: Wait) -> None:
     """With the control: the early floor without evidence ends every one of them."""
     assert watch({"main": wait}) == []
     assert watch({"others": {wait: 1}}) == [], "a thread that may wake the main thread"
@@ -188,7 +189,7 @@ def test_whatever_moves_keeps_the_long_floor(grows: str) -> None:
         pytest.param({}, {"unsent_bytes": 1}, id="data is on its way"),
         pytest.param({"uses_gpu": True, "gpu_percent": 7.0}, {}, id="its GPU works"),
         pytest.param({"uses_gpu": True}, {}, id="nothing is known of its GPU"),
-        pytest.param({}, {"status": {"in_collective": False}}, id="nobody waits for it"),
+        pytest.param({}, {"status": {"in_collective": False}}, id="no rank waits for it"),
         pytest.param({}, {"status": {"collectives": 40}}, id="peers are still in the collective that it has left"),
     ],
 )
@@ -257,7 +258,7 @@ LOOKS = st.lists(
 
 
 @given(LOOKS)
-def test_nothing_is_proven_of_whoever_moved_last_or_might_wake_up(looks: list[tuple[Any, ...]]) -> None:
+def test_nothing_is_proven_of_a_worker_that_moved_last_or_might_wake_up(looks: list[tuple[Any, ...]]) -> None:
     ranks = [rank(0), rank(1)]
     recorded = [
         looked(ranks[1], 2.0 * number, main, others=others, io=io, problem="unreadable" * hidden)

@@ -27,7 +27,7 @@ def test_the_one_who_keeps_the_others_waiting_is_named(culprit: RankStatus, kind
     assert words in verdict.reason
 
 
-def test_all_in_the_same_collective_is_nobodys_fault() -> None:
+def test_all_in_the_same_collective_blames_no_rank() -> None:
     verdict = blame(WAITING)
     assert (verdict.kind, verdict.ranks) == (FailureKind.COLLECTIVE_HANG, ())
     assert "no single rank" in verdict.reason

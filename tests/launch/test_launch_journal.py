@@ -1,4 +1,4 @@
-"""The journal: what is written is read back, also after kills, on full disks, and when two controllers write."""
+"""The journal: written lines are read back, also after kills, on full disks, and with two writing controllers."""
 
 import errno
 import json
@@ -70,7 +70,7 @@ def test_a_move_to_where_it_is_writes_nothing(run_dir: RunDir) -> None:
     assert len(lines(run_dir)) == 2
 
 
-def test_an_open_stage_is_gone_on_with(run_dir: RunDir) -> None:
+def test_an_open_stage_is_continued(run_dir: RunDir) -> None:
     journal = Journal(run_dir, token=1)
     index = journal.begin_stage(StageName.TRAIN, 1)
     again = Journal(run_dir, token=2)
@@ -110,7 +110,7 @@ def test_without_fencing_the_stale_line_would_count(run_dir: RunDir) -> None:
     assert read_record(run_dir).state is RunState.FAILED
 
 
-def test_a_resume_by_a_person_begins_a_new_budget(run_dir: RunDir) -> None:
+def test_a_resume_by_the_user_begins_a_new_budget(run_dir: RunDir) -> None:
     journal = Journal(run_dir, token=1)
     journal.move_run(RunState.PREFLIGHT, "started")
     journal.append(AttemptPlanned(placement=placement(1)))
@@ -168,7 +168,7 @@ def test_without_a_reserve_the_full_disk_is_an_error_that_says_what_to_do(
     assert journal.record.state is RunState.PENDING
 
 
-def test_the_reserve_is_given_back_unless_it_is_somebody_elses(run_dir: RunDir) -> None:
+def test_the_reserve_is_given_back_unless_another_process_owns_it(run_dir: RunDir) -> None:
     lost = Journal(run_dir, token=1)
     lost.close(lease_lost=True)
     assert run_dir.control_reserve.exists()
@@ -226,7 +226,7 @@ def test_a_whole_line_that_cannot_be_read_is_an_error_that_names_it(run_dir: Run
 
 
 def test_skipped_lines_would_make_a_completed_run_one_that_evaluates(run_dir: RunDir) -> None:
-    """Negative control: the reading that leaves out what it cannot parse."""
+    """Negative control: a reader that skips lines it cannot parse."""
     damage(completed(run_dir), 6, DAMAGES["a flipped bit"])
     assert fold(lines(run_dir)).state is RunState.EVALUATING
 
@@ -249,7 +249,7 @@ def as_written_by_0_1(path: Path) -> None:
     path.write_bytes(b"".join([*texts[:3], texts[3][:40] + b"\n", *texts[3:]]))
 
 
-def test_a_journal_of_0_1_is_read_and_gone_on_with(run_dir: RunDir) -> None:
+def test_a_journal_of_0_1_is_read_and_continued(run_dir: RunDir) -> None:
     as_written_by_0_1(completed(run_dir))
     assert read_record(run_dir).state is RunState.COMPLETED
     journal = Journal(run_dir, token=2)

@@ -52,7 +52,7 @@ def test_nothing_is_known_about_other_hosts() -> None:
 
 
 def live_owner() -> str:
-    """Another process of this machine that is alive: the one that started this."""
+    """Another live process of this machine: the parent of this one."""
     parent = psutil.Process(os.getppid())
     return str(Owner(user_name(), socket.gethostname(), parent.pid, parent.create_time()))
 
@@ -113,8 +113,8 @@ def test_who_gives_way_does_not_wait_for_a_process_that_is_there(store: HistoryS
         refuse_if_driven(store, RUN)
 
 
-def test_who_gives_way_takes_what_a_dead_process_held(store: HistoryStore) -> None:
-    """Negative control: that it is looked whether the process is the one of the lease, and not any of that number."""
+def test_fail_if_held_takes_the_lease_of_a_dead_process(store: HistoryStore) -> None:
+    """Negative control: the process must be that of the lease, not another one with its number."""
     parent = Owner.parse(live_owner())
     assert parent is not None
     store.acquire_lease(RUN, str(replace(parent, started=parent.started - 3600)), 3600)
@@ -124,7 +124,7 @@ def test_who_gives_way_takes_what_a_dead_process_held(store: HistoryStore) -> No
 
 
 def elsewhere(store: HistoryStore, clock: Clock, renewed_at: float | None) -> Callable[[float], None]:
-    """Sleeping, while a controller on another host renews its lease once, or does not."""
+    """Build a sleep during which a controller on another host renews its lease once, or does not."""
     token = store.acquire_lease(RUN, "anna@elsewhere:1:1.00", 3600)
     refuse_if_driven(store, RUN)  # nothing is known about other hosts at the first look
 
@@ -148,7 +148,7 @@ def test_who_gives_way_leaves_after_one_renewal_from_another_host(store: History
 
 
 def test_a_lease_that_another_host_does_not_renew_is_waited_for(store: HistoryStore) -> None:
-    """Negative control: that it is the renewal, and not the waiting, which tells that the other one is alive."""
+    """Negative control: the renewal, and not the waiting, proves that the other one is alive."""
     clock = Clock()
     sleep = elsewhere(store, clock, renewed_at=None)
     with pytest.raises(LeaseLost):
@@ -182,7 +182,7 @@ def test_keeping_renews_only_when_it_is_time(store: HistoryStore) -> None:
 
 
 class AwayStore:
-    """A database that does not answer for a while."""
+    """Database that does not answer for a while."""
 
     def __init__(self) -> None:
         self.away = True
@@ -210,7 +210,7 @@ def test_a_database_that_is_away_does_not_end_the_controller() -> None:
 
 
 def taken_within(store: HistoryStore, seconds: float) -> bool:
-    """True if a controller of another host gets the lease, if it asks all the time."""
+    """Return True if a controller of another host that asks all the time gets the lease."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         with suppress(LeaseLost):
@@ -265,7 +265,7 @@ def test_who_is_about_to_act_asks_although_it_was_renewed_just_now(store: Histor
 
 @contextmanager
 def unreachable(url: str) -> Iterator[None]:
-    """A PostgreSQL database that lets nobody in for as long as the block lasts."""
+    """PostgreSQL database that refuses all connections for as long as the block lasts."""
     import psycopg
 
     name = url.rpartition("/")[2]

@@ -1,4 +1,4 @@
-"""The directory of a new run: whole or not there, with the code it was asked for with."""
+"""The directory of a new run: complete or absent, with the code of its request."""
 
 import subprocess
 from pathlib import Path
@@ -59,7 +59,7 @@ def test_the_snapshot_does_not_change_with_the_code(tmp_path: Path, folder: Path
 
 
 def test_a_trial_has_the_code_of_its_run_and_is_made_once(tmp_path: Path, folder: Path) -> None:
-    """Also where the code has changed since, and where a killed controller has left a half-made one behind."""
+    """Also if the code has changed since, and if a killed controller has left an unfinished one behind."""
     spec = make_spec(reward={"functions": ["my_rewards:score"]})
     main = prepare(spec, tmp_path / "runs", config_source="a.toml", folder=folder)
     (folder / "my_rewards.py").unlink()
@@ -156,7 +156,7 @@ def test_the_revision_of_the_program_is_that_of_its_checkout(tmp_path: Path) -> 
     git(checkout, "add", ".")
     git(checkout, "commit", "-qm", "first")
     assert program_revision(package) == git_revision(checkout) != ""
-    # Installed as a package, into an environment that lies in somebody else's repository.
+    # Installed as a package, into an environment that lies in another repository.
     installed = checkout / ".venv" / "rlhf_core"
     installed.mkdir(parents=True)
     (installed / "__init__.py").write_text("")

@@ -1,4 +1,4 @@
-"""An attempt is submitted once, whatever is killed between asking and writing down the answer."""
+"""An attempt is submitted once, whatever is killed between submission and record."""
 
 from pathlib import Path
 
@@ -141,7 +141,7 @@ def test_an_attempt_that_ran_and_ended_unrecorded_is_not_started_again(
 def test_without_its_claim_the_unrecorded_attempt_would_be_started_again(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control: a job that is gone and never began may be submitted again; two are never at work."""
+    """Negative control: a job that is gone and never began may be submitted again; two never run."""
     scheduler = FakeScheduler()
     request = killed_after_submission(run_dir, scheduler, monkeypatch)
     scheduler.end_all()

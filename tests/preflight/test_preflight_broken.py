@@ -1,7 +1,6 @@
-"""Broken configs, one mistake each: found before anything is taken, in words that name the setting and the way out.
-
-Each file of ``broken/`` says in its first lines what is wrong with it, which check finds that (or ``config``: it cannot
-even be read), and what the message has to say.
+"""Broken configs, one mistake each: found before any allocation, with a message that names the setting and the remedy.
+The first lines of each file of ``broken/`` name its mistake, the check that finds it (or ``config``: it cannot even be
+read), and the expected message.
 """
 
 import json
@@ -33,7 +32,7 @@ UNWANTED = {CheckStatus.BLOCKED, CheckStatus.WARNING}
 
 
 def header(path: Path) -> dict[str, list[str]]:
-    """The comments at the top: word to what stands after it."""
+    """Parse the comments at the top: keyword and value."""
     found: dict[str, list[str]] = {}
     for line in path.read_text().splitlines():
         if not line.startswith("# "):
@@ -75,7 +74,7 @@ def messages(path: Path, tmp_path: Path) -> tuple[set[str], str]:
     facts = facts_of(path, spec)
     if any(found.startswith("content.") for found in header(path)["Found by"]):
         around = Surroundings(facts.inventory, "local", sys.executable, tmp_path, code_path=FOLDER / "files")
-        content = gather_facts.look_at_content(spec, around)
+        content = gather_facts.inspect_content(spec, around)
         assert isinstance(content, ContentReport), content
         facts = replace(facts, content=content)
     found = [one for one in run_checks(facts) if one.status in UNWANTED]

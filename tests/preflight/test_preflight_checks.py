@@ -1,4 +1,4 @@
-"""Every check with what it finds in a healthy run, and what in one that it is there to stop."""
+"""Every check with its finding in a healthy run, and in one that it must stop."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from rlhf_core.preflight.facts import (
 )
 from rlhf_core.preflight.registry import CHECKS, run_checks
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
-from rlhf_core.schemas.content import ContentReport, RewardTrial, SplitLook, TokenizerLook
+from rlhf_core.schemas.content import ContentReport, RewardTrial, SplitReport, TokenizerReport
 
 GIB = 2**30
 FILES = {"generator": "", "train": "/d/train.jsonl", "eval": "/d/eval.jsonl"}
@@ -38,7 +38,7 @@ MODEL = {
 
 
 def healthy(**changes: Any) -> Facts:
-    """The facts of a run that has nothing wrong with it."""
+    """Facts of a healthy run."""
     spec = make_spec(
         model={"config": MODEL},
         grpo={"prompts_per_step": 8},
@@ -72,7 +72,7 @@ def healthy(**changes: Any) -> Facts:
 
 
 def with_spec(**sections: Any) -> Facts:
-    """Healthy facts but for the spec."""
+    """Healthy facts with another spec."""
     base = healthy().spec.model_dump()
     for name, value in sections.items():
         base[name] = {**base[name], **value} if isinstance(value, dict) else value
@@ -122,20 +122,20 @@ def on_gpus(gpus: dict[str, int], **asked: Any) -> Facts:
 
 
 def resumed(step: int = 10, **settings: Any) -> Facts:
-    """A run that is gone on with."""
+    """Facts of a resumed run."""
     return healthy(resume=CheckpointFacts("step-000010", step, num_ranks=2, settings=settings))
 
 
 def with_packages(packages: dict[str, str], **sections: Any) -> Facts:
-    """Healthy facts but for some packages of the compute interpreter."""
+    """Healthy facts with other packages of the compute interpreter."""
     base = with_spec(**sections)
     return replace(base, compute=replace(base.compute, packages={**base.compute.packages, **packages}))
 
 
-TRAIN = SplitLook(
+TRAIN = SplitReport(
     split="train", num_rows=100, columns=("answer", "prompt"), longest_prompt=40, longest_kept=40, longest_taught=50
 )
-TOKENS = TokenizerLook(num_texts=200)
+TOKENS = TokenizerReport(num_texts=200)
 TRIAL = RewardTrial(function="my_rewards:score", num_completions=16, num_distinct=2, right=1.0, seconds=0.001)
 
 
@@ -145,7 +145,7 @@ def looked_at(
     trial: dict[str, Any] | None = None,
     **sections: Any,
 ) -> Facts:
-    """Healthy facts with a look at the data; parts of what it found are changed."""
+    """Healthy facts with a report on the data, parts of which are changed."""
     report = ContentReport(
         splits=(TRAIN.model_copy(update=train or {}),),
         tokenizer=TOKENS.model_copy(update=tokens or {}),
@@ -351,7 +351,7 @@ def test_a_file_system_that_counts_no_files_is_not_judged() -> None:
     assert found(healthy(), "disk.files") == []
 
 
-def test_the_same_settings_may_be_gone_on_with() -> None:
+def test_the_same_settings_may_be_resumed() -> None:
     same = healthy().spec.model_dump(mode="json", include={"seed", "model", "train"})
     assert [one.status for one in found(resumed(**same), "resume.settings")] == [CheckStatus.PASSED]
 
@@ -430,7 +430,7 @@ def test_all_that_blocks_is_said_at_once() -> None:
     runner.require_passed(run_checks(healthy()))
 
 
-def test_messages_are_sentences_for_a_person() -> None:
+def test_messages_are_sentences() -> None:
     """No finding with an empty field, and none that ends in a full stop (they are joined into sentences)."""
     for _, _, facts, _ in BROKEN:
         for one in run_checks(facts):

@@ -146,7 +146,7 @@ def test_columns_of_templates(template: str, columns: list[str], wrong: bool) ->
     ],
 )
 def test_the_nodes_would_say_the_same(tmp_path: Path, line: str) -> None:
-    """Both sides read the data with code of their own: they must agree on what is a good row."""
+    """Each side reads the data with its own code: they must agree on valid rows."""
     from rlhf_core.errors import BadData
     from rlhf_core.schemas.run import RunSpec
     from rlhf_core.training.data import load_rows

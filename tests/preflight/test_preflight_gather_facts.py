@@ -116,13 +116,13 @@ def test_code_is_told_apart_by_name_and_content(tmp_path: Path) -> None:
 
 
 def test_disks(tmp_path: Path) -> None:
-    good = gather_facts.look_at_disk(tmp_path / "not" / "yet")
+    good = gather_facts.inspect_disk(tmp_path / "not" / "yet")
     assert (good.problem, good.free_bytes > 0) == ("", True)
     assert good.free_files is None or good.free_files > 0
     assert list(tmp_path.iterdir()) == [], "looking leaves nothing behind"
     file = tmp_path / "file"
     file.write_text("")
-    assert gather_facts.look_at_disk(file / "runs").problem
+    assert gather_facts.inspect_disk(file / "runs").problem
 
 
 def test_models_and_tokenizers(tmp_path: Path) -> None:
@@ -137,33 +137,33 @@ def test_models_and_tokenizers(tmp_path: Path) -> None:
         return ModelSpec(path=str(folder))
 
     for folder, says in ((tmp_path / "none", "no such folder"), (empty, "no config.json")):
-        found = gather_facts.look_at_model(path(folder))
+        found = gather_facts.inspect_model(path(folder))
         assert found is not None
         assert says in found.problem
-    found = gather_facts.look_at_model(path(model))
+    found = gather_facts.inspect_model(path(model))
     assert found is not None
     assert (found.problem, found.weight_bytes) == ("", 8)
     assert gather_facts.model_config(path(model)) == {"hidden_size": 8}
-    assert gather_facts.look_at_tokenizer(path(model)) == ""
-    assert "no tokenizer" in gather_facts.look_at_tokenizer(path(empty))
-    assert gather_facts.look_at_model(make_spec().model) is None
+    assert gather_facts.inspect_tokenizer(path(model)) == ""
+    assert "no tokenizer" in gather_facts.inspect_tokenizer(path(empty))
+    assert gather_facts.inspect_model(make_spec().model) is None
 
 
 def test_a_checkpoint_with_a_missing_file_is_seen(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "runs")
     FakeAgent(run_dir).checkpoint(10, num_ranks=4)
-    found = gather_facts.look_at_checkpoint(run_dir.checkpoint(10))
+    found = gather_facts.inspect_checkpoint(run_dir.checkpoint(10))
     assert found is not None
     assert (found.num_ranks, found.problems, found.settings) == (4, (), {})
     state = run_dir.checkpoint(10).trainer_state
     state.mkdir()
     (state / "settings.json").write_text('{"seed": 7}')
-    found = gather_facts.look_at_checkpoint(run_dir.checkpoint(10))
+    found = gather_facts.inspect_checkpoint(run_dir.checkpoint(10))
     assert found is not None
     assert found.settings == {"seed": 7}
     manifest = run_dir.checkpoint(10).complete
     manifest.write_text(manifest.read_text().replace('"files": {}', '"files": {"a": {"bytes": 3, "sha256": "x"}}'))
-    found = gather_facts.look_at_checkpoint(run_dir.checkpoint(10))
+    found = gather_facts.inspect_checkpoint(run_dir.checkpoint(10))
     assert found is not None
     assert "a: No such file" in found.problems[0]
 
@@ -195,7 +195,7 @@ def test_everything_at_once(tmp_path: Path) -> None:
     assert [look.problem for look in facts.content.splits] == ["", ""]
 
 
-def test_nobody_looks_at_the_content_when_its_checks_are_off(tmp_path: Path) -> None:
+def test_the_content_is_not_read_when_its_checks_are_off(tmp_path: Path) -> None:
     spec = make_spec(preflight={"off": dict.fromkeys(gather_facts.CONTENT_CHECKS, "the data is on the nodes only")})
     assert gather_facts.gather(spec, around(tmp_path)).content is None
     some = make_spec(preflight={"off": dict.fromkeys(gather_facts.CONTENT_CHECKS[1:], "known")})
@@ -206,9 +206,9 @@ def test_the_checks_of_the_content_are_those_that_there_are() -> None:
     assert list(gather_facts.CONTENT_CHECKS) == [one.id for one in CHECKS if one.id.startswith("content.")]
 
 
-def test_content_that_cannot_be_looked_at_has_a_reason(tmp_path: Path) -> None:
+def test_unreadable_content_has_a_reason(tmp_path: Path) -> None:
     spec = make_spec(reward={"functions": ["no_such_module:score"]})
     facts = gather_facts.gather(spec, around(tmp_path))
     assert facts.content is None
     assert "no_such_module:score does not import" in facts.content_problem
-    assert "exit code" in str(gather_facts.look_at_content(spec, around(tmp_path, "/bin/false")))
+    assert "exit code" in str(gather_facts.inspect_content(spec, around(tmp_path, "/bin/false")))

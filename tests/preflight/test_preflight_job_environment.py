@@ -1,4 +1,4 @@
-"""Secrets in settings are found and not repeated; those that are handed over must be there; variables fit the plan."""
+"""Secrets in settings are found and not repeated; passed secrets must exist; variables fit the plan."""
 
 from dataclasses import replace
 from pathlib import Path

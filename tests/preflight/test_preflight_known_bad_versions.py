@@ -1,4 +1,4 @@
-"""The table of versions that go wrong together: every row can match, says where it is from, and blocks whom it must."""
+"""Table of incompatible versions: every row can match, names its source, and blocks the affected runs."""
 
 from dataclasses import replace
 from typing import get_args
@@ -109,7 +109,7 @@ def test_a_row_that_waits_is_not_acted_upon() -> None:
 
 
 def test_an_engine_that_comes_brings_its_rows_into_force() -> None:
-    """The control of the test above: with the mark taken off, the same versions are a finding."""
+    """The control of the test above: without the mark, the same versions are a finding."""
     row = next(row for row in KNOWN_BAD if row.engine == "vllm")
     facts = with_packages(an_example(row))
     with pytest.MonkeyPatch.context() as patch:

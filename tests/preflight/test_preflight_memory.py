@@ -1,4 +1,4 @@
-"""The memory model: against hand counts, against what torch really keeps, and in words."""
+"""The memory model: against hand counts, against tensors that torch keeps, and its messages."""
 
 import inspect
 from dataclasses import replace

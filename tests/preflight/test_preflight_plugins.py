@@ -1,4 +1,4 @@
-"""Turning checks off, and a site's own checks: a real package on the path, and what broken ones lead to."""
+"""Disabled checks, and a site's own checks: a real package on the path, and the findings of broken ones."""
 
 import sys
 from dataclasses import replace

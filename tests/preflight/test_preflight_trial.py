@@ -16,7 +16,7 @@ RUN_ID = "small-20260301-120000-aaaaaa"
 
 
 def after(past: Facts, present: Facts) -> Facts:
-    """Facts of a run whose last good run had those of ``past``."""
+    """Build the facts of a run whose last good run had those of ``past``."""
     good = GoodRun(RUN_ID, past.spec.model_dump(mode="json"), basis_of(past))
     return replace(present, baseline=Baseline(last_good=good, known=True))
 
@@ -110,7 +110,7 @@ def test_nothing_is_said(facts: Facts) -> None:
     assert found(facts, "trial.needed") == []
 
 
-def test_a_trial_that_comes_by_itself_asks_nothing_of_a_person() -> None:
+def test_an_automatic_trial_asks_nothing_of_the_user() -> None:
     facts = replace(with_spec(preflight={"trial": "run"}, resources={"num_nodes": 2}), baseline=Baseline(known=True))
     assert needed(facts).advice.startswith("nothing: 3 steps on one node, then on 2 nodes")
 

@@ -24,21 +24,21 @@ ROWS = '{"prompt": "3 1 2", "answer": "1 2 3"}\n{"prompt": "5 4", "answer": "4 5
 
 
 class Scene:
-    """A cluster, a run that would take place on it, and what is done to one node."""
+    """Cluster with a run and a fault of one node."""
 
     def __init__(self, cluster: throwaway.Cluster, folder: Path) -> None:
         self.cluster = cluster
         self.folder = folder
         self.settings: list[str] = ["preflight.meet_s=12"]
         self.before_submission: Callable[[Path], None] = lambda run_dir: None
-        """Called with the run directory, which is there then, and no job yet."""
+        """Called with the run directory, before there is a job."""
 
     def on_node(self, node: str, *words: str) -> None:
-        """Carry something out in the namespaces of a node."""
+        """Run a command in the namespaces of a node."""
         subprocess.run([*self.inside(node), *words], check=True, capture_output=True)
 
     def inside(self, node: str) -> list[str]:
-        """The words that lead into a node."""
+        """Command prefix that enters a node."""
         return ["nsenter", "--target", str(self.cluster.pid(f"slurmd-{node}")), "--mount", "--net"]
 
     @contextmanager
@@ -67,14 +67,14 @@ Disturb = Callable[[Scene, ExitStack], None]
 
 @dataclass(frozen=True)
 class Case:
-    """One thing that is wrong."""
+    """One fault."""
 
     name: str
     disturb: Disturb
     check: str
     """Id of the finding that must block."""
     node: str = ""
-    """The node that must be named; empty where no node is to blame."""
+    """Node that must be named; empty if no node is to blame."""
     says: tuple[str, ...] = ()
     """Text that the finding must contain."""
     also: tuple[str, ...] = field(default=())
@@ -231,11 +231,11 @@ class Seen:
 
     results: tuple[CheckResult, ...]
     seconds: float
-    """From the submission to the findings."""
+    """Time from the submission to the findings."""
 
     @property
     def troubles(self) -> list[CheckResult]:
-        """Findings that are not well."""
+        """Findings that did not pass."""
         return [one for one in self.results if one.status in (CheckStatus.BLOCKED, CheckStatus.WARNING)]
 
     def problems_with(self, case: Case | None) -> list[str]:
@@ -258,7 +258,7 @@ class Seen:
 
 
 class _Watched:
-    """The scheduler, with a moment before each submission."""
+    """Scheduler with a hook before each submission."""
 
     def __init__(self, behind: Any, scene: Scene) -> None:
         self._behind = behind

@@ -1,4 +1,4 @@
-"""Negative controls: the same mistakes without a probe hang, or make worlds that train apart, and nobody is named.
+"""Negative controls: the same mistakes without a probe hang, or make separate worlds, and no node is named.
 
 Two "nodes" on this machine are started as launch scripts do it: ranks and world follow from NNODES, NODE_RANK and
 NPROC_PER_NODE of each node.
@@ -15,7 +15,7 @@ import pytest
 
 pytestmark = pytest.mark.training
 
-PATIENCE_S = 12
+TIMEOUT_S = 12
 
 TRAIN = f"""
 import os, sys
@@ -29,7 +29,7 @@ rank = int(get("NODE_RANK", "0")) * nproc + local
 world = int(get("NNODES", "1")) * nproc
 total = torch.ones(1)
 if world > 1:
-    address, patience = f"tcp://127.0.0.1:{{get('MASTER_PORT')}}", timedelta(seconds={PATIENCE_S})
+    address, patience = f"tcp://127.0.0.1:{{get('MASTER_PORT')}}", timedelta(seconds={TIMEOUT_S})
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world, timeout=patience)
     dist.all_reduce(total)
 print(f"trained in a world of {{int(total)}}", flush=True)
@@ -58,7 +58,7 @@ def launch(nodes: list[Mapping[str, str]]) -> list[End]:
     ends = []
     for process in started:
         try:
-            said, _ = process.communicate(timeout=PATIENCE_S * 3)
+            said, _ = process.communicate(timeout=TIMEOUT_S * 3)
         except subprocess.TimeoutExpired:
             process.kill()
             said, _ = process.communicate()

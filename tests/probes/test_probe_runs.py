@@ -1,4 +1,4 @@
-"""Whole runs on a real Slurm with a node that is not fit: it is found, struck and replaced; not without a probe."""
+"""Whole runs on a real Slurm with an unfit node: it is found, gets a strike and is replaced; not without a probe."""
 
 import json
 import os
@@ -104,7 +104,7 @@ def test_another_dataset_on_one_node_ends_the_attempt_or_is_trained_on_unsaid(
     assert ("node1" in shown["attempts"][-1]["nodes"]) is not probed
 
 
-def test_without_a_probe_the_slow_node_is_trained_on_and_nobody_is_told(cluster: Cluster, tmp_path: Path) -> None:
+def test_without_a_probe_the_slow_node_is_trained_on_silently(cluster: Cluster, tmp_path: Path) -> None:
     """Negative control of this file."""
     done, shown = run(cluster, tmp_path / "home", "preflight.probe=false")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Secrets are recognised by their names and by what they look like; what only sounds like one is left alone."""
+"""Recognition of secrets by name and by form; values that only resemble a secret stay."""
 
 import pytest
 

@@ -17,7 +17,7 @@ def line(step: int) -> MetricsLine:
 
 
 class Pair:
-    """A writer, and a follower that has read all there is."""
+    """Writer, with a follower that has read everything so far."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -78,7 +78,7 @@ def test_a_file_that_goes_away_is_written_anew_with_all_its_lines(pair: Pair, ac
 
 
 def test_a_writer_that_does_not_look_loses_what_it_writes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: as it was."""
+    """Control: the former behaviour."""
     monkeypatch.setattr(LineWriter, "_mend", lambda writer: "")
     pair.path.unlink()
     pair.write(4, 5)
@@ -87,7 +87,7 @@ def test_a_writer_that_does_not_look_loses_what_it_writes(pair: Pair, monkeypatc
 
 @pytest.mark.parametrize("further", [1, 9])
 def test_a_truncated_file_goes_on_and_its_reader_begins_again(pair: Pair, further: int) -> None:
-    """Also where it has grown beyond what was read before somebody looks."""
+    """Also where it has grown beyond the read part before the next reading."""
     os.truncate(pair.path, 0)
     assert not pair.follow(), "empty: another machine may see it so for a while"
     pair.write(*range(4, 4 + further))
@@ -100,7 +100,7 @@ def test_a_truncated_file_goes_on_and_its_reader_begins_again(pair: Pair, furthe
 
 
 def test_a_reader_with_an_offset_alone_loses_lines(pair: Pair) -> None:
-    """Control: as it was. The file has grown beyond the offset, and what lies before it is never read."""
+    """Control: the former behaviour. The file has grown beyond the offset, and the part before it is never read."""
     os.truncate(pair.path, 0)
     pair.write(*range(4, 13))
     lines, _, is_other = read_on(pair.path, FilePosition(pair.place.offset))

@@ -61,7 +61,7 @@ class Site:
         return self.scheduler.status([submission])[submission.job_id].state
 
     def found(self, attempt: int = 1) -> str:
-        """Id of the job that is found; empty where there is none."""
+        """Id of the job found; empty if there is none."""
         found = self.scheduler.find(self.run_id, attempt)
         return found.job_id if found is not None else ""
 
@@ -72,15 +72,15 @@ class Site:
         wait_for(lambda: self.state(submission) is state)
 
 
-def wait_for(condition: Callable[[], object], patience_s: float = 100.0) -> None:
-    deadline = time.monotonic() + patience_s
+def wait_for(condition: Callable[[], object], timeout_s: float = 100.0) -> None:
+    deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.1)
 
 
 def fake_scheduler() -> FakeScheduler:
-    """The fake, whose jobs end by themselves where those of the others would."""
+    """Fake scheduler whose jobs end by themselves where those of the others would."""
     scheduler = FakeScheduler(output="it was here\n")
 
     def ends(request: JobRequest) -> None:
@@ -107,7 +107,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     ]
 )
 def site(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    """A site of each kind; what a test leaves at work is ended."""
+    """A site of each kind; jobs that a test leaves running are ended."""
     scheduler: Scheduler = LocalScheduler()
     if request.param == "fake":
         scheduler = fake_scheduler()
@@ -149,7 +149,7 @@ def test_a_job_is_found_by_its_attempt_and_by_no_other(site: Site) -> None:
 
 
 def test_what_was_found_is_the_job(site: Site) -> None:
-    """It can be asked about and ended as what was submitted can."""
+    """It can be queried and ended like the submitted job."""
     job = site.submit()
     found = site.scheduler.find(site.run_id, 1)
     assert found is not None
@@ -159,7 +159,7 @@ def test_what_was_found_is_the_job(site: Site) -> None:
 
 
 def test_of_two_jobs_of_an_attempt_the_first_is_found_and_then_the_other(site: Site) -> None:
-    """There are never to be two. Where there are, this machine cannot tell their processes apart, and ends both."""
+    """There must never be two. If there are, this machine cannot distinguish their processes, and ends both."""
     first, second = site.submit(), site.submit()
     # A process that is about to become another program has no environment to be known by, for an instant.
     wait_for(lambda: site.living() == sorted([first.job_id, second.job_id]))
@@ -258,7 +258,7 @@ def test_several_jobs_are_told_apart_in_one_answer(site: Site) -> None:
 
 
 def test_more_nodes_than_there_are_are_refused_or_waited_for(site: Site) -> None:
-    """Either is right, by how a Slurm is set up; it never runs on fewer."""
+    """Both are right, depending on the setup of a Slurm; it never runs on fewer."""
     asked = site.request(LONG, num_nodes=len(site.scheduler.inventory().node_names) + 1)
     try:
         job = site.scheduler.submit(asked)

@@ -1,4 +1,5 @@
-"""The local scheduler: jobs outlive who submitted them, are seen by everybody, and end with all they started."""
+"""The local scheduler: jobs outlive the submitting process, are visible to all others, and end with all their
+children."""
 
 import os
 import signal
@@ -42,8 +43,8 @@ time.sleep(0.0 if "short" in sys.argv else 60.0)
 """
 
 
-def wait_for(condition: Callable[[], object], patience_s: float = 20.0) -> None:
-    deadline = time.monotonic() + patience_s
+def wait_for(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)
@@ -78,7 +79,7 @@ def make_request(folder: Path, *ways: str, time_limit_s: int = 600, nodes: int =
 
 @pytest.fixture
 def scheduler(tmp_path: Path) -> Iterator[LocalScheduler]:
-    """The scheduler; whatever a failing test leaves of its job is ended."""
+    """Scheduler; remains of a failing test's job are ended."""
     yield LocalScheduler()
     for process in psutil.process_iter():
         try:

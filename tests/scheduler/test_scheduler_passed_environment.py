@@ -1,4 +1,4 @@
-"""Secrets that a job is handed: where their values come from, which files are refused, and that no text holds them."""
+"""Secrets that a job receives: the sources of their values, the refused files, and the absence from all text."""
 
 import os
 import sys
@@ -28,7 +28,7 @@ def files_with(text: str, folder: Path) -> list[Path]:
 
 
 def slurm_stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slurm's programs in a few lines: what sbatch was called with, and in which environment, stands in files."""
+    """Slurm's programs in a few lines: arguments and environment of sbatch are written to files."""
     (folder / "bin").mkdir()
     sbatch = f"""#!/bin/sh
 echo "$@" > {folder}/words
@@ -78,7 +78,7 @@ def test_a_file_that_others_may_use_is_refused(tmp_path: Path, mode: int) -> Non
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_a_file_of_somebody_else_is_refused(tmp_path: Path) -> None:
+def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
     file = private_file(tmp_path, f"A={CANARY}")
     os.chown(file, 12345, -1)
     with pytest.raises(SubmissionFailed, match="belongs to user 12345, expected 0"):

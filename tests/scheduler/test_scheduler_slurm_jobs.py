@@ -1,4 +1,5 @@
-"""The Slurm scheduler on a real, throw-away cluster: submitted once, seen as it is, ended with all it started."""
+"""The Slurm scheduler on a real, throw-away cluster: jobs are submitted once, observed correctly, and ended with all
+their children."""
 
 import re
 import subprocess
@@ -36,7 +37,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def scheduler(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmScheduler]:
-    """The scheduler, with a queue cache of its own; whatever a failing test leaves is ended."""
+    """Scheduler with its own queue cache; remains of a failing test are ended."""
     monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     yield SlurmScheduler()
@@ -64,8 +65,8 @@ def make_request(folder: Path, shell: str, slurm: SlurmSpec | None = None, **pla
     )
 
 
-def wait_for(condition: Callable[[], object], patience_s: float = 60.0) -> None:
-    deadline = time.monotonic() + patience_s
+def wait_for(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.1)
@@ -122,7 +123,7 @@ def test_a_waiting_job_says_why(tmp_path: Path, cluster: Cluster, scheduler: Slu
 
 
 def test_a_forgotten_job_has_ended(tmp_path: Path, scheduler: SlurmScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The queue no longer lists it. A queue that does not answer says nothing about it: the control."""
+    """The queue no longer lists it. A queue that does not answer is no evidence: the control."""
     gone = Submission(attempt=1, scheduler="slurm", job_id="999999999", command=(), marker="x/1")
     status = scheduler.status([gone])[gone.job_id]
     assert (status.state, status.reason) == (JobState.ENDED, "Slurm has forgotten the job")
@@ -188,7 +189,7 @@ def test_a_lost_answer_never_makes_two_jobs(
     monkeypatch: pytest.MonkeyPatch,
     accept: bool,
 ) -> None:
-    """The next controller adopts the job that is there, and submits where there is none."""
+    """The next controller adopts an existing job, and submits if there is none."""
     request = make_request(tmp_path, "sleep 300")
     run_dir = RunDir.of(tmp_path / "runs", request.run_id)
     run_dir.root.mkdir(parents=True, exist_ok=True)
@@ -216,7 +217,7 @@ def test_a_lost_answer_never_makes_two_jobs(
 def test_many_watchers_ask_the_queue_once(
     tmp_path: Path, scheduler: SlurmScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three processes, many questions, one squeue; an answer that may not be old is asked for anew: the control."""
+    """Three processes, many queries, one squeue; a query that needs a fresh answer runs squeue again: the control."""
     count = tmp_path / "count"
     real = subprocess.check_output(["sh", "-c", "command -v squeue"], text=True).strip()
     shim = tmp_path / "bin" / "squeue"

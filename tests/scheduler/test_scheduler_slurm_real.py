@@ -57,8 +57,8 @@ def request(folder: Path, shell: str, num_nodes: int = 1, run_id: str = "toy-1",
     )
 
 
-def wait_for(condition: Callable[[], object], patience_s: float = 40.0) -> None:
-    deadline = time.monotonic() + patience_s
+def wait_for(condition: Callable[[], object], timeout_s: float = 40.0) -> None:
+    deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Hostile texts from the field, by the place that they are made for; every function of escaping is given all."""
+"""Hostile texts from the field, by their target; every function of escaping is tested with all."""
 
 ESC, BEL, CSI_8, OSC_8, ST_8 = "\x1b", "\x07", "\x9b", "\x9d", "\x9c"
 

@@ -1,4 +1,4 @@
-"""Another user of the machine, and a page of another site: who attacks the server and the folders of a site."""
+"""Attackers of the server and the folders of a site: another user of the machine, and a page of another site."""
 
 import http.server
 import json

@@ -1,4 +1,4 @@
-"""Files of a site and of runs, before another user of the machine: nothing is read, planted or held.
+"""Files of a site and of runs against another user of the machine: nothing is read, planted or held.
 
 The other user is real where the tests run as root; elsewhere these tests are skipped.
 """
@@ -114,7 +114,7 @@ def test_another_user_reads_nothing_of_a_home_folder(place: Path) -> None:
 
 
 @needs_root
-def test_a_home_folder_of_somebody_else_is_left_as_it_is(place: Path) -> None:
+def test_a_home_folder_of_another_user_is_left_unchanged(place: Path) -> None:
     home = old_home(place)
     os.chown(home, OTHER, OTHER)
     load_site({"RLHF_HOME": str(home)})

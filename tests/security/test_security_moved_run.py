@@ -41,7 +41,7 @@ time.sleep(100)
 
 
 class Case:
-    """A run at work on the local scheduler, whose directory then goes elsewhere."""
+    """Run on the local scheduler whose directory is then moved."""
 
     def __init__(self, site: Site, store: HistoryStore, stack: ExitStack, pids: Path) -> None:
         self.site, self.store = site, store
@@ -109,11 +109,11 @@ def test_cancel_without_a_controller_finds_the_job_by_its_marker(case: Case) -> 
     case.aside.rename(case.run_dir.root)
     assert RunDir(case.run_dir.root).read_spec().run_id == case.run_dir.run_id
     again = CliRunner().invoke(app, ["cancel", "no-such-run"])
-    assert again.exit_code != 0, "the control: a run that nobody knows"
+    assert again.exit_code != 0, "the control: an unknown run"
 
 
 def test_processes_of_another_run_are_left_alone(case: Case) -> None:
-    """Control: what carries another marker lives."""
+    """Control: processes with another marker survive."""
     marked = {**dict(psutil.Process().environ()), JOB_VARIABLE: job_marker("someone-else-20260101-000000-abcdef", 1)}
     other = subprocess.Popen(["sleep", "100"], env=marked)
     try:

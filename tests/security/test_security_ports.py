@@ -1,4 +1,4 @@
-"""Strangers at the ports of a run: they reach what listens, forge orders and plant a pickle, and get nothing for it.
+"""Strangers at the ports of a run: they reach listening sockets, forge orders and plant a pickle, without effect.
 
 Agents and workers are real processes, as a scheduler would start them. The stranger is a client of torch's own store.
 """
@@ -41,7 +41,7 @@ MessageSigner.verify = lambda self, key, sender, message: message.rpartition("\\
 from rlhf_core.worker.__main__ import main
 sys.exit(main(sys.argv[1:]))
 """
-"""An agent that believes whatever it reads."""
+"""Agent that obeys unverified messages."""
 
 MakeRun = Callable[..., AgentRun]
 
@@ -65,7 +65,7 @@ def listening(run: AgentRun) -> list[tuple[str, int]]:
 
 
 def stores_at(places: list[tuple[str, int]]) -> list[Any]:
-    """Clients of torch's stores; whoever is no store makes one wait in vain, in a thread that is left behind."""
+    """Clients of torch's stores; a port without a store blocks one forever, in a thread that is left behind."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     found: list[Any] = []
@@ -86,7 +86,7 @@ def stores_at(places: list[tuple[str, int]]) -> list[Any]:
 
 
 class Bomb:
-    """Leaves a file when it is unpickled."""
+    """Object that leaves a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -106,7 +106,7 @@ def test_a_run_on_one_node_listens_on_loopback_only_and_has_no_store_there(agent
     wait_for(lambda: (run.run_dir.root / "met").exists() or run.agents[0].poll() is not None)
     places = listening(run)
     assert [place for place in places if place[0] != "127.0.0.1"] == []
-    # What is left are the sockets of gloo. Nobody there takes an order, or lists keys.
+    # What is left are the sockets of gloo. They accept no orders and list no keys.
     assert places, "the negative control: gloo does listen, so that something is seen here"
     assert stores_at(places) == []
     (run.run_dir.root / "go").touch()
@@ -132,7 +132,7 @@ def test_files_of_workers_on_a_node_lie_where_no_other_user_reaches_them(tmp_pat
     usual.chmod(0o777)
     assert folder() == usual
     assert stat.S_IMODE(usual.stat().st_mode) == 0o700
-    # Somebody else was there first: as a link to a folder of theirs, or with a folder of their own.
+    # Another user was there first: with a link to a folder of theirs, or with a folder of their own.
     usual.rmdir()
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()

@@ -82,7 +82,7 @@ def test_what_is_no_id_opens_nothing(tmp_path: Path, text: str) -> None:
 
 
 def planted(folder: Path, name: str = ID) -> RunDir:
-    """A run directory made by somebody else, outside of the runs of this site."""
+    """Run directory made by another user, outside of the runs of this site."""
     folder.mkdir()
     run_dir = make_run(folder / "theirs")
     target = folder / name
@@ -375,7 +375,7 @@ def _require_whole(file: Path) -> None:
 
 
 def test_an_unwhole_history_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where nobody says that the disk was full: the log of SQLite is copied when the last connection closes."""
+    """Also without a message about the full disk: the log of SQLite is copied when the last connection closes."""
     file = tmp_path / "history.db"
     real = migrate._migrate
 

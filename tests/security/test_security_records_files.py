@@ -1,4 +1,4 @@
-"""Files that are none, that never end a line, or that became other files under the hands of their reader."""
+"""Paths that are not regular files, files that never end a line, and files replaced while they are read."""
 
 import contextlib
 import errno
@@ -37,7 +37,7 @@ from rlhf_core.watchdog.ingest import glance, rebuild, sync
 
 @contextlib.contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Interrupt what waits for longer: the open of a FIFO waits for ever."""
+    """Interrupt a longer wait: opening a FIFO waits forever."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise TimeoutError(f"still waiting after {seconds} s")
@@ -102,7 +102,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path, make: Callable[[Path]
 
 
 def test_a_plain_reader_waits_for_a_fifo(tmp_path: Path) -> None:
-    """Control: as it was."""
+    """Control: the former behaviour."""
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(TimeoutError), within(0.3):
         (tmp_path / "fifo").open("rb")
@@ -284,8 +284,8 @@ def test_a_journal_that_was_replaced_is_noticed(tmp_path: Path, store: HistorySt
 
 
 def test_a_copy_of_a_run_directory_does_not_hold_the_reader(tmp_path: Path, store: HistoryStore) -> None:
-    """Its spec is that of the run it was copied from: rows of neither could be claimed, and the reader began again
-    for ever."""
+    """Its spec is that of the run it was copied from: rows of neither could be claimed, and the reader would restart
+    forever."""
     runs = tmp_path / "runs"
     run = whole_run(runs)
     copy = shutil.copytree(run.dir.root, runs / run.run_id.replace("aaaaaa", "cccccc"))

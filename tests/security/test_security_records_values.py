@@ -1,4 +1,4 @@
-"""Values that parse and that no column holds, in every field of every file, on both databases."""
+"""Values that parse but fit no column, in every field of every file, on both databases."""
 
 import copy
 import json
@@ -320,7 +320,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> FakeScheduler:
 
 
 def begun(scheduler: FakeScheduler) -> RunDir:
-    """A run whose job is at work and whose controller is gone."""
+    """Run whose job is running and whose controller is gone."""
     run_dir = make_run(load_site().runs_dir)
     ledger = Journal(run_dir, token=0)
     for run_state in (RunState.PREFLIGHT, RunState.QUEUED):
@@ -382,10 +382,8 @@ def test_hostile_lines_stop_neither_their_run_nor_any_command(
     capsys.readouterr()
 
 
-def test_without_bounds_such_a_line_ends_whoever_reads_it(
-    scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Control: as it was, with a schema that takes any number and a store that has no net below it."""
+def test_without_bounds_such_a_line_ends_its_reader(scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: the former behaviour, with a schema that takes any number and a store without a safety net."""
     hostile = begun(scheduler)
     with HistoryStore(load_site().database_url) as store:
         monkeypatch.setattr(reports.MetricsLine, "model_validate_json", _boundless)
@@ -422,7 +420,7 @@ def test_a_run_is_ended_without_a_history(scheduler: FakeScheduler, capsys: pyte
     assert scheduler.cancelled == ["101"]
     assert "is no SQLite database" in shown.err
     assert "none of its jobs is at work" in shown.out
-    assert run_dir.cancel_request.exists(), "whoever has the run next marks it"
+    assert run_dir.cancel_request.exists(), "the next controller marks it"
     file.unlink()
     rlhf("cancel", run_dir.run_id)
     assert read_record(run_dir).state is RunState.CANCELLED

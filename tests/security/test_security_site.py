@@ -210,7 +210,7 @@ async function attack() {{
 
 @pytest.mark.skipif(BROWSER is None, reason="needs a browser: chromium is not installed")
 def test_a_page_on_another_port_can_neither_write_nor_read(floor: Floor) -> None:
-    """Even one that knows the password, in the browser of somebody who is signed in, with a name that it has made its
+    """Even one that knows the password, in the browser of a signed-in user, with a name that it has made its
     own."""
     from playwright.sync_api import sync_playwright
 
@@ -269,7 +269,7 @@ def sent(floor: Floor, num_mb: int, *, chunked: bool, auth: str = "") -> int:
 
 
 def grown_mb(floor: Floor, work: Callable[[], None]) -> float:
-    """By how much the server's memory grows at most meanwhile, in MB."""
+    """Return the largest growth of the server's memory meanwhile, in MB."""
     (process,) = [one for one in floor.processes() if "serve" in one.cmdline()]
     before, over = process.memory_info().rss, threading.Event()
     seen = [before]
@@ -319,7 +319,7 @@ def command_lines_below() -> list[str]:
 
 
 @needs_root
-def test_the_temporary_server_of_a_run_has_a_password_that_nobody_is_told(
+def test_the_temporary_server_of_a_run_has_a_password_that_is_never_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from prefect.client.orchestration import get_client

@@ -1,4 +1,4 @@
-"""Attacks on a site that need no server: locks held by another user, planted modules, names that are no one's."""
+"""Attacks on a site that need no server: locks held by another user, planted modules, unowned names."""
 
 import ast
 import asyncio
@@ -42,7 +42,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def home() -> Iterator[Path]:
-    """A home folder as it was usual so far: everybody may enter it."""
+    """Home folder with the former permissions: all users may enter it."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         yield Path(folder)
@@ -53,7 +53,7 @@ def home() -> Iterator[Path]:
 
 
 def hold(path: Path) -> str:
-    """Hold a lock, for as long as this process lives."""
+    """Hold a lock until this process ends."""
     descriptor = os.open(path, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return "held"
@@ -178,7 +178,7 @@ def test_every_module_that_is_started_imports_nothing_from_where_it_begins() -> 
 
 
 @needs_root
-def test_the_environment_does_not_change_who_somebody_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_does_not_change_the_account(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
         monkeypatch.setenv(name, "root")
     assert as_stranger(lambda: [user_name(), account(), attributed_here("Head of Safety")]) == [
@@ -366,7 +366,7 @@ def test_a_site_knows_its_own_names(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
     monkeypatch.setattr(server.socket, "gethostname", lambda: "Login1")
     monkeypatch.setattr(server.socket, "getfqdn", lambda: "login1.example.com")
-    assert not names().serves("login1"), "on loopback nobody calls it so"
+    assert not names().serves("login1"), "on loopback it is not called so"
     assert all(
         names(host="0.0.0.0").serves(name) for name in ("login1:4200", "login1.example.com", "10.1.2.3", "[::1]")
     )

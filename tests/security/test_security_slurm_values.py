@@ -1,4 +1,4 @@
-"""Values of ``[slurm]``, names of nodes and paths of runs in a batch script, which is really run by bash."""
+"""Values of ``[slurm]``, names of nodes and paths of runs in a batch script, which bash really runs."""
 
 import itertools
 import json
@@ -89,7 +89,7 @@ def directives(script: str) -> dict[str, str]:
 
 
 def test_every_value_stays_a_value_when_bash_runs_the_script(cluster: Path) -> None:
-    """One line each: quotes, substitutions, separators. What is asked for comes out as it was put in."""
+    """One line each: quotes, substitutions, separators. Every value comes out unchanged."""
     for text in LINES:
         slurm = SlurmSpec(
             **dict.fromkeys(OPTIONS, text),
@@ -143,7 +143,7 @@ def test_names_of_options_are_names(option: str) -> None:
         SlurmSpec(extra=(option,))
 
 
-def test_a_person_is_told_what_to_change() -> None:
+def test_the_message_says_what_to_change() -> None:
     with pytest.raises(BadConfig, match=r"slurm.partition: found 'gpu\\ntouch x', expected one line without control"):
         config.load("quickstart", ['slurm.partition="gpu\\ntouch x"'])
 

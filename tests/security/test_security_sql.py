@@ -1,4 +1,4 @@
-"""Questions in SQL that never end, or whose answers are too large: refused in words, on SQLite too."""
+"""SQL queries that never end, or whose answers are too large: refused with a message, on SQLite too."""
 
 import itertools
 import json
@@ -145,7 +145,7 @@ def test_an_answer_that_memory_would_not_hold_is_refused(store: HistoryStore, mo
 
 
 def test_rows_are_read_as_they_are_asked_for(store: HistoryStore, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of an answer without an end the first rows come at once."""
+    """The first rows of an endless answer come at once."""
     with queries.answering(store, ENDLESS.format("x, x * x")) as answer:
         assert answer.columns == ["x", "x * x"]
         assert list(itertools.islice(answer.rows, 3)) == [[1, 1], [2, 4], [3, 9]]
@@ -155,7 +155,7 @@ def test_rows_are_read_as_they_are_asked_for(store: HistoryStore, capsys: pytest
     assert "only the first 3 rows" in said.err
 
 
-def test_the_time_of_whoever_reads_does_not_count(store: HistoryStore) -> None:
+def test_the_time_of_the_reader_does_not_count(store: HistoryStore) -> None:
     clock = WorkClock(0.5)
     with saved_queries.answering(store, saved_queries.parse(ENDLESS.format("x")), {}, clock) as answer:
         for _ in range(3):
@@ -184,7 +184,7 @@ def test_an_answer_that_breaks_off_is_no_whole_list(
     assert "took longer" in said.err
 
 
-def test_whoever_reads_a_part_ends_the_question(store: HistoryStore) -> None:
+def test_reading_a_part_ends_the_query(store: HistoryStore) -> None:
     command = [sys.executable, "-m", "rlhf_core.cli.main", "sql", ENDLESS.format("x"), "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""Texts that others wrote, on pages, in terminals, spreadsheets and model cards: shown, and acted upon by none."""
+"""Untrusted text on pages, in terminals, spreadsheets and model cards: shown, never interpreted."""
 
 import contextlib
 import csv
@@ -191,7 +191,7 @@ def pages(run_dir: RunDir) -> dict[str, str]:
 @pytest.mark.parametrize(
     "name", ["approval", "form", "incidents", "checks", "result", "summary", "progress", "decided"]
 )
-def test_a_page_on_which_a_person_decides_has_the_same_shape_whatever_a_model_writes(
+def test_the_page_of_an_approval_has_the_same_shape_whatever_a_model_writes(
     made: tuple[dict[str, str], dict[str, str]], name: str
 ) -> None:
     plain, attacked = made

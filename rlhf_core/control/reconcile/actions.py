@@ -221,7 +221,7 @@ class Reconciler:
         self._runs_with_runs = identity(self._site.runs_dir)
         reason = (request.reason or "rlhf cancel") if request is not None else ""
         facts = run_facts(run_id, standing, written, reason, stored, now)
-        return replace(facts, untold=self._num_unpublished(run_dir, written)) if facts.ended else facts
+        return replace(facts, unpublished=self._num_unpublished(run_dir, written)) if facts.ended else facts
 
     def _num_unpublished(self, run_dir: RunDir, written: RunRecord) -> int:
         """Number of events and artifacts of a run that has ended that Prefect lacks. It is asked until it has all."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from rlhf_core.preflight.facts import DataFile, Facts
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
-from rlhf_core.schemas.content import RewardTrial, SplitLook, TrialProblem
+from rlhf_core.schemas.content import RewardTrial, SplitReport, TrialProblem
 
 MANY_OVERLONG = 0.1
 """Share of omitted prompts above which a finding is reported."""
@@ -224,29 +224,29 @@ def _slow(facts: Facts, trial: RewardTrial) -> Iterator[Finding]:
         )
 
 
-def _file(facts: Facts, look: SplitLook) -> DataFile | None:
+def _file(facts: Facts, look: SplitReport) -> DataFile | None:
     return facts.train if look.split == "train" else facts.eval
 
 
-def _is_scanned(facts: Facts, look: SplitLook) -> bool:
+def _is_scanned(facts: Facts, look: SplitReport) -> bool:
     file = _file(facts, look)
     return file is not None and file.scanned
 
 
-def _is_judged_already(facts: Facts, look: SplitLook) -> bool:
+def _is_judged_already(facts: Facts, look: SplitReport) -> bool:
     """True if the control plane has read the file itself and reports its problems."""
     file = _file(facts, look)
     return file is not None and (file.scanned or bool(file.problem))
 
 
-def _num_rows(facts: Facts, look: SplitLook) -> int:
+def _num_rows(facts: Facts, look: SplitReport) -> int:
     file = _file(facts, look)
     return max(look.num_rows, 0 if file is None else file.num_rows)
 
 
-def _setting(facts: Facts, look: SplitLook) -> str:
+def _setting(facts: Facts, look: SplitReport) -> str:
     return "data.generator" if facts.spec.data.generator else f"data.{look.split}"
 
 
-def _source(facts: Facts, look: SplitLook) -> str:
+def _source(facts: Facts, look: SplitReport) -> str:
     return f"{look.split} of {facts.spec.data.generator}" if facts.spec.data.generator else f"data.{look.split}"

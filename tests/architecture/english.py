@@ -1,0 +1,220 @@
+"""Measure of the English of the code: openings of docstrings, impersonal actors, names that are pictures.
+
+    python tests/architecture/english.py
+
+prints the counts that ``test_architecture_english.py`` limits.
+"""
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("rlhf_core", "flows", "tests")
+
+OPENING = re.compile(r"(what|whether|how|who|where|when|which|why)(ever)?\b", re.IGNORECASE)
+"""Openings that a docstring must not have: it begins with a noun phrase or an imperative."""
+
+IMPERSONAL = re.compile(r"\b(some|no|every|any)(body|one)\b|\bwhoever\b|\ba person\b", re.IGNORECASE)
+"""Actors without a name, where the subject has one: the user, the controller, another process."""
+
+NAMES = {
+    "again_s": "RETRY_INTERVAL_S",
+    "announce": "publish",
+    "asker": "client",
+    "by_hand": "on request, once",
+    "desk": "site",
+    "endings": "exit reports",
+    "farewell": "SHUTDOWN_TIMEOUT_S",
+    "gives_way": "fail_if_held",
+    "happened": "timeline",
+    "heard": "received",
+    "keeper": "site daemon",
+    "keeping": "reconcile",
+    "look": "poll, snapshot",
+    "looks": "polls, observations",
+    "patience": "timeout",
+    "shop": "site",
+    "story": "timeline",
+    "teller": "publisher",
+    "tidying": "cleanup",
+    "untold": "unpublished",
+    "zombies": "processes",
+}
+"""Words that may not be part of an identifier, and the field's word for each."""
+
+MODULES = frozenset(
+    [
+        "adopting",
+        "answering",
+        "asking",
+        "board",
+        "by_hand",
+        "caps",
+        "desk",
+        "endings",
+        "findings",
+        "gone",
+        "happened",
+        "keeper",
+        "keeping",
+        "kept",
+        "late",
+        "ledger",
+        "parts",
+        "passed",
+        "past",
+        "preparation",
+        "questions",
+        "script_text",
+        "shop",
+        "shop_floor",
+        "starter",
+        "static",
+        "story",
+        "team",
+        "tell",
+        "tidying",
+        "told",
+        "turned_off",
+        "untold",
+        "view",
+        "withdrawing",
+        "words",
+        "zombies",
+    ]
+)
+"""Names of modules and packages that do not tell what is in them."""
+
+
+def sources(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+@cache
+def parsed(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
+def group(path: Path) -> str:
+    """Name the package of a file: two levels of folders, or one for files directly below the first."""
+    parts = path.relative_to(ROOT).parts
+    return "/".join(parts[: 2 if len(parts) > 2 else 1])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sentences
+
+
+def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield line and text of the docstrings of modules, classes and functions, and of those below fields."""
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        for statement in body if isinstance(body, list) else ():
+            value = statement.value if isinstance(statement, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield value.lineno, value.value.strip()
+
+
+def docstrings_of(text: str) -> list[str]:
+    """List the docstrings of a module."""
+    return [found for _, found in docstrings(parsed(text))]
+
+
+def riddles(text: str) -> list[int]:
+    """Lines of docstrings that open with an interrogative."""
+    return [line for line, found in docstrings(parsed(text)) if OPENING.match(found)]
+
+
+def impersonal(text: str) -> list[str]:
+    """Impersonal actors in the docstrings and comments of a module."""
+    comments = [
+        token.string for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type == tokenize.COMMENT
+    ]
+    return [found.group() for one in [*comments, *docstrings_of(text)] for found in IMPERSONAL.finditer(one)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Names
+
+
+def defined(tree: ast.AST) -> Iterator[str]:
+    """Yield the identifiers that a module defines: functions, classes, arguments, variables and attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
+def words_of(identifier: str) -> list[str]:
+    """Split ``SHOWN_WORDS`` and ``ShownWords`` into lower-case words."""
+    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", identifier)
+    return [word for word in spaced.lower().split("_") if word]
+
+
+def pictures(text: str) -> list[str]:
+    """Identifiers of a module that contain a word of :data:`NAMES`; names of tests are sentences and not judged."""
+    found = {name for name in defined(parsed(text)) if not name.startswith("test_")}
+    spaced = {name: f"_{'_'.join(words_of(name))}_" for name in found}
+    return sorted(name for name, text in spaced.items() if any(f"_{word}_" in text for word in NAMES))
+
+
+def unclear_modules(paths: Iterable[Path]) -> set[str]:
+    """Modules and packages named as one of :data:`MODULES`, relative to the root."""
+    found = set()
+    for path in paths:
+        relative = path.relative_to(ROOT)
+        for part in (relative, *relative.parents):
+            if part.stem in MODULES:
+                found.add(part.as_posix())
+    return found
+
+
+def classes_used_twice(texts: Iterable[tuple[str, str]]) -> set[str]:
+    """Names of classes that several modules define; tables of the history may be named as their schema.
+
+    Args:
+        texts: Paths and texts of modules.
+    """
+    where = defaultdict(set)
+    for path, text in texts:
+        if not path.endswith("history/tables.py"):
+            for node in ast.walk(parsed(text)):
+                if isinstance(node, ast.ClassDef):
+                    where[node.name].add(path)
+    return {name for name, paths in where.items() if len(paths) > 1}
+
+
+def main() -> None:
+    total, bad = 0, 0
+    counts: dict[str, Counter[str]] = {"riddles": Counter(), "impersonal": Counter(), "pictures": Counter()}
+    for package in PACKAGES:
+        for path in sources(package):
+            text = path.read_text()
+            total += len(docstrings_of(text))
+            bad += len(riddles(text))
+            counts["riddles"][group(path)] += len(riddles(text))
+            counts["impersonal"][group(path)] += len(impersonal(text))
+            counts["pictures"][group(path)] += len(pictures(text))
+    for name, found in counts.items():
+        sys.stdout.write(f"{name} = {dict(sorted((+found).items()))}\n")
+    sys.stdout.write(f"docstrings with an interrogative: {bad} of {total}, {bad / total:.1%}\n")
+    code = [path for package in PACKAGES for path in sources(package)]
+    sys.stdout.write(f"modules = {sorted(unclear_modules(code))}\n")
+    own = [(str(path), path.read_text()) for package in ("rlhf_core", "flows") for path in sources(package)]
+    sys.stdout.write(f"classes = {sorted(classes_used_twice(own))}\n")
+
+
+if __name__ == "__main__":
+    main()
