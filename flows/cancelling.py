@@ -7,8 +7,8 @@ from pathlib import Path
 
 from flows.session import opened
 from flows.stages import SAVE_PATIENCE_S, cancel, order_to_end
-from flows.trial import trials_of
 from rlhf_core.config import Site
+from rlhf_core.control.timeline import trials_of
 from rlhf_core.control_journal import read_journal
 from rlhf_core.errors import (
     DatabaseUnavailable,

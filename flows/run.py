@@ -28,11 +28,11 @@ from flows.keeping.flow_runs import ADOPTED_TAG
 from flows.limits import run_slot
 from flows.promoting.approval import asked_in_prefect
 from flows.promoting.promotion import Question, describe
+from flows.publisher import published
 from flows.session import FlowRun, Session, new_run, opened
 from flows.stages import drive
 from flows.tasks import TaskCaller, Work
 from flows.told import leave_out
-from flows.view import shown_in_prefect
 from rlhf_core.config import Site, load_site
 from rlhf_core.errors import RlhfError, RunCancelled
 from rlhf_core.history.controllers import run_of_flow_run
@@ -296,7 +296,7 @@ def _hand_over(handed: _Handed) -> Iterator[None]:
 def _finish(session: Session, work: Work) -> State[None]:
     """Do the work, and say in Prefect's words how it ended."""
     try:
-        with shown_in_prefect(session):
+        with published(session):
             work()
     except RunCancelled as cancelled:
         return Cancelled(message=str(cancelled))

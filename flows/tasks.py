@@ -99,11 +99,6 @@ def as_task(title: str, name: str, work: Work) -> None:
         raise RuntimeError(f"it did not begin the task run: {state.message}")
 
 
-def note(title: str, name: str, message: str) -> None:
-    """A task run for what has happened by itself and takes no time here, so that it is seen among the stages."""
-    _task(title, name, "Something that happened in a run.", lambda: Completed(message=message))(return_state=True)
-
-
 def _task(title: str, name: str, description: str, do: Callable[[], State[None]]) -> Task[[], State[None]]:
     as_prefect_sees_it = task(
         name=str(name),

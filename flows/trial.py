@@ -8,7 +8,8 @@ from collections.abc import Callable
 from statistics import median
 
 from flows.session import CancelAsked, Session, opened
-from flows.summary import summarise
+from rlhf_core.control.summary import summarise
+from rlhf_core.control.timeline import trials_of
 from rlhf_core.errors import BadInput, LeaseLost, RunCancelled, RunFailed, SchedulerError
 from rlhf_core.launch.journal import read_record
 from rlhf_core.launch.prepare import prepare_trial
@@ -57,12 +58,6 @@ def carry_out(session: Session, rung: Rung, drive: Callable[[Session], None]) ->
     return CheckResult(
         id=rung.check_id, status=CheckStatus.PASSED, found=_success(rung, trial), seconds=session.clock() - began
     )
-
-
-def trials_of(run_dir: RunDir) -> list[RunDir]:
-    """The trials that were made for a run."""
-    found = (RunDir.find(run_dir.root.parent, run_id) for run_id in read_record(run_dir).trials.values())
-    return [trial for trial in found if trial is not None]
 
 
 def cancel_trials(session: Session, reason: str, cancel: Callable[[Session, str], None]) -> None:

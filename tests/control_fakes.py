@@ -266,8 +266,8 @@ class FakeAgent:
         report = ProbeReport(attempt=self.attempt, results=(found,), made_at=utc_now())
         write_model(self.run_dir.attempt(self.attempt).probe_report, report)
 
-    def incident(self, kind: FailureKind, fingerprint: str = "") -> None:
-        """What agent 0 writes about a failure."""
+    def incident(self, kind: FailureKind, fingerprint: str = "") -> Incident:
+        """Write what agent 0 writes about a failure."""
         folder = self.run_dir.attempt(self.attempt).restart(self.restart)
         incident = Incident(
             attempt=self.attempt,
@@ -282,6 +282,7 @@ class FakeAgent:
             evidence_dir=str(folder.incident_dir.relative_to(self.run_dir.root)),
         )
         write_model(folder.incident, incident)
+        return incident
 
     def end(self, state: AttemptState, kind: FailureKind | None = None, message: str = "") -> None:
         """Write the outcome."""

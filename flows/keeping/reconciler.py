@@ -15,14 +15,14 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+from flows.artifacts import Publication, publication_of, publish, unpublished_parts
 from flows.cancelling import cancel_run
+from flows.events import FlowRunRef
 from flows.keeping import adopting, flow_runs, task_runs
 from flows.promoting.promotion import is_due
 from flows.site.server import server_answers
-from flows.view import late
-from flows.view.events import FlowRun, Happening, happenings, tell, unknown_to_the_server
-from flows.view.story import Story, read_story
 from rlhf_core.config import Site
+from rlhf_core.control.timeline import read_timeline
 from rlhf_core.diagnosis.reconcile import (
     FLOW_ENDS,
     Action,
@@ -82,16 +82,6 @@ class _Prefect:
     controllers: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class _Untold:
-    """What Prefect was not told of a run."""
-
-    flow_run: FlowRun
-    """In whose name it is told; without an id where nothing is to be told."""
-    story: Story
-    events: Sequence[Happening]
-
-
 class Reconciler:
     """One for as long as a process reconciles: it remembers since when something is missing or silent."""
 
@@ -124,8 +114,8 @@ class Reconciler:
         self._adopters: dict[str, subprocess.Popen[bytes]] = {}
         self._standings: dict[str, Standing] = {}
         self._prefect = _Prefect()
-        self._told: set[tuple[str, str, str]] = set()
-        """Run, its end and where its promotion stands, of what Prefect is known to have been told."""
+        self._published: set[tuple[str, str, str]] = set()
+        """Run, its end and the state of its promotion, of what Prefect is known to have."""
         self._submissions: dict[str, Submission] = {}
 
     def look(self, *, retention: bool = False) -> list[Action]:
@@ -254,33 +244,31 @@ class Reconciler:
         self._runs_with_runs = identity(self._site.runs_dir)
         reason = (request.reason or "rlhf cancel") if request is not None else ""
         facts = _facts(run_id, standing, written, reason, stored, now)
-        return replace(facts, untold=self._num_untold(run_dir, stored, written)) if facts.ended else facts
+        return replace(facts, untold=self._num_unpublished(run_dir, written)) if facts.ended else facts
 
-    def _num_untold(self, run_dir: RunDir, stored: StoredSpec, written: RunRecord) -> int:
-        """How many events and pages of a run that has ended Prefect lacks. It is asked until it has them all."""
+    def _num_unpublished(self, run_dir: RunDir, written: RunRecord) -> int:
+        """Number of events and artifacts of a run that has ended which Prefect lacks. Asked until it has them all."""
         whole = _whole(run_dir, written)
-        if whole in self._told:
+        if whole in self._published:
             return 0
         try:
-            untold = self._untold(run_dir, stored)
-            missing = len(untold.events) + (len(late.behind(untold.story)) if untold.flow_run.id else 0)
+            missing = len(unpublished_parts(self._publication(run_dir)))
         except Exception as error:  # noqa: BLE001 - of Prefect's client, or a file system: the next round asks again
             self._note_once(run_dir.run_id, "events", f"{type(error).__name__}: {error}")
             return 0
         if self._prefect.answers and not missing:
-            self._told.add(whole)
+            self._published.add(whole)
         return missing
 
-    def _untold(self, run_dir: RunDir, stored: StoredSpec) -> "_Untold":
-        """What nobody has told this server, and the flow run in whose name it is told: the newest that drove the run
-        and that this server knows. Nothing of a run that was told to another server, or to none."""
-        story = read_story(run_dir)
+    def _publication(self, run_dir: RunDir) -> Publication:
+        """What this server is to show of a run, in the name of the newest flow run that drove the run and that this
+        server knows; nothing of a run that belongs to another server, or to none."""
         known = {one.flow_run_id for one in self._prefect.flow_runs}
         # Not the newest controller: that may have been without Prefect, because its server was away.
-        drove = [line.event.flow_run_id for line in story.lines if isinstance(line.event, ControllerStarted)]
-        flow_run = FlowRun(next((one for one in reversed(drove) if one in known), ""), run_dir.run_id)
-        events = unknown_to_the_server(happenings(story, stored, flow_run)) if flow_run.id else []
-        return _Untold(flow_run, story, events)
+        events = [line.event for line in read_timeline(run_dir).lines]
+        drove = [event.flow_run_id for event in events if isinstance(event, ControllerStarted)]
+        flow_run = FlowRunRef(next((one for one in reversed(drove) if one in known), ""), run_dir.run_id)
+        return publication_of(run_dir, self._store, flow_run)
 
     def _missing(self, run_id: str, standing: Standing | None) -> RunFacts | None:
         # Without a row, the run is another site's.
@@ -333,7 +321,7 @@ class Reconciler:
                 task_runs.end(action.task_run_id, action.flow_state, action.reason)
                 return Deed(action, True, f"it is {action.flow_state.value.capitalize()} now")
             case ActionKind.TELL:
-                return self._tell(action, self._run_dir(action))
+                return self._publish(self._run_dir(action), action)
             case ActionKind.REMOVE_CHECKPOINT:
                 remove_tree(self._run_dir(action).checkpoint(action.step).root)
                 return Deed(action, True, "removed")
@@ -372,17 +360,12 @@ class Reconciler:
             return Deed(action, True, f"it is {action.flow_state.value.capitalize()} now")
         return Deed(action, True, "its state has changed meanwhile; left alone")
 
-    def _tell(self, action: Action, run_dir: RunDir) -> Deed:
+    def _publish(self, run_dir: RunDir, action: Action) -> Deed:
         whole = _whole(run_dir, read_record(run_dir))
-        untold = self._untold(run_dir, run_dir.read_spec())
-        told = [one.name for one in untold.events]
-        if untold.events:
-            tell(untold.events, action.run_id, untold.flow_run)
-        if untold.flow_run.id:
-            told += [f"page {what}" for what in late.renew(untold.story, self._store, untold.flow_run)]
-        # Not asked again: the server shows them some seconds later, and an automation acts on each that it is sent.
-        self._told.add(whole)
-        return Deed(action, True, f"told now: {', '.join(told) or 'nothing is missing any more'}")
+        done = publish(self._publication(run_dir))
+        # Not asked again: the server lists events some seconds after it has taken them.
+        self._published.add(whole)
+        return Deed(action, True, f"published: {', '.join(done) or 'nothing is missing any more'}")
 
     def _write_down(self, deed: Deed) -> None:
         """Into the run directory, from where it reaches the history; where there is none, the log has it."""

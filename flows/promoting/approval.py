@@ -22,10 +22,10 @@ from prefect.input.run_input import Keyset, keyset_from_base_key
 from prefect.states import Crashed, Paused
 from pydantic import Field
 
+from flows.artifacts import artifact_key
 from flows.promoting.promotion import Question
 from flows.session import Session
 from flows.site.server import server_answers
-from flows.view import artifact_key
 from rlhf_core.launch.promote import give_answer, read_answer
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.base import utc_now

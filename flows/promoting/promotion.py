@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from flows.session import CancelAsked, Session
-from flows.summary import Summary, interval, signed, summarise
+from rlhf_core.control.summary import summarise
 from rlhf_core.errors import CheckpointCorrupt, PromotionFailed
 from rlhf_core.escaping import markdown, markdown_code
 from rlhf_core.launch.journal import PromotionRecord, RunRecord
@@ -25,6 +25,7 @@ from rlhf_core.launch.promote import (
     read_answer,
     write_model_directory,
 )
+from rlhf_core.render.summary import Summary, interval, signed
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import PromotionState, RunState, StageName, StageState
 from rlhf_core.schemas.base import utc_now

@@ -99,7 +99,7 @@ def show(run: RunArgument = "last", as_json: output.JsonOption = False) -> None:
     _print_stages(shown["stages"])
     _print_checks(shown["checks"])
     _print_attempts(shown["attempts"])
-    _print_story(shown)
+    _print_timeline(shown)
     _print_evaluations(shown["evaluations"])
     _print_checkpoints(shown["checkpoints"])
     _print_metrics(shown["metrics"])
@@ -483,14 +483,21 @@ def _print_attempts(attempts: Sequence[Facts]) -> None:
     _print_section("Attempts", ("attempt", "state", "job", "nodes", "from step", "restarts", "why"), rows)
 
 
-def _print_story(shown: Facts) -> None:
-    from rlhf_core.cli import story
+def _print_timeline(shown: Facts) -> None:
+    from pathlib import Path
 
-    told = story.of_facts(shown["incidents"], shown["decisions"], shown["restarts"])
-    if told:
+    from rlhf_core.render.timeline import timeline_from_rows
+    from rlhf_core.run_dir import RunDir
+
+    run = shown["run"]
+    timeline = timeline_from_rows(
+        RunDir(Path(run["run_dir"])), run, shown["incidents"], shown["decisions"], shown["restarts"]
+    )
+    entries = timeline.entries()
+    if entries:
         output.print_text("\nIncidents and decisions")
-    for line in told:
-        output.print_text(f"  {line.time:%Y-%m-%d %H:%M:%S}  {line.text}")
+    for entry in entries:
+        output.print_text(f"  {entry.time:%Y-%m-%d %H:%M:%S}  {entry.text}")
 
 
 def _print_evaluations(evaluations: Sequence[Facts]) -> None:

@@ -18,9 +18,9 @@ from rlhf_core.presets import PRESETS
 
 if TYPE_CHECKING:
     from flows.session import Session
-    from flows.summary import Summary
     from rlhf_core.config import Site
     from rlhf_core.history.store import HistoryStore
+    from rlhf_core.render.summary import Summary
     from rlhf_core.run_dir import RunDir
     from rlhf_core.schemas.checks import CheckResult
 
@@ -393,13 +393,13 @@ def _print_plan(spec: Any, site: "Site", as_json: bool) -> None:
 
 
 def _print_summary(run_dir: "RunDir", as_json: bool) -> None:
-    from flows.summary import summarise
+    from rlhf_core.control.summary import summarise
 
     summary = summarise(run_dir)
     if as_json:
         output.print_json(summary_json(summary))
         return
-    from flows.summary import interval, signed
+    from rlhf_core.render.summary import interval, signed
     from rlhf_core.schemas.regression import regression_text
 
     rows = [

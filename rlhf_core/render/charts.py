@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhf_core.render import plots
-from rlhf_core.render.gather import RunRecord
+from rlhf_core.render.gather import ReportData
 from rlhf_core.render.markup import Markup, join, number, tag, words
 from rlhf_core.render.plots import Curve, Marks, Point, PointSeries, Series
 
@@ -129,24 +129,24 @@ PHASE_COLOURS = {"rollout": 0, "reward": 1, "train": 2, "evaluate": 3, "checkpoi
 """The same in every report, whichever of them a run has."""
 
 
-def learning_plots(record: RunRecord) -> Markup:
+def learning_plots(record: ReportData) -> Markup:
     """Accuracy, reward and what tells whether training is in good health."""
     return _plots(record, [_accuracy(record), *(_line_plot(record, plot) for plot in LEARNING)])
 
 
-def speed_plots(record: RunRecord) -> Markup:
+def speed_plots(record: ReportData) -> Markup:
     """Time per phase and throughput."""
     return _plots(record, [_phase_times(record), *(_line_plot(record, plot) for plot in SPEED)])
 
 
-def marks_of(record: RunRecord) -> Marks:
+def marks_of(record: ReportData) -> Marks:
     """Where checkpoints, incidents and returns to a checkpoint stand on the axis of steps."""
     starts = [row["first_step"] for row in record.restarts if row.get("first_step")]
     return Marks(
         last_step=max(record.last_step, 1),
         warm_start_steps=record.warm_start_steps,
         checkpoints=tuple(row["step"] for row in record.checkpoints),
-        incidents=tuple(row["step"] for row in record.incidents if row.get("step") is not None),
+        incidents=tuple(one.incident.step for one in record.timeline.incidents if one.incident.step is not None),
         resumes=tuple(step - 1 for step in starts[1:] if step > 1),
     )
 
@@ -154,7 +154,7 @@ def marks_of(record: RunRecord) -> Marks:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _line_plot(record: RunRecord, plot: LinePlot) -> tuple[Markup | None, str]:
+def _line_plot(record: ReportData, plot: LinePlot) -> tuple[Markup | None, str]:
     """The figure, or None and the sentence on why there is none."""
     series = []
     for key, label in plot.keys:
@@ -180,7 +180,7 @@ def _line_plot(record: RunRecord, plot: LinePlot) -> tuple[Markup | None, str]:
     return _figure(plot.title, svg, caption), ""
 
 
-def _of_stage(record: RunRecord, curve: Curve, stage: str) -> Curve:
+def _of_stage(record: ReportData, curve: Curve, stage: str) -> Curve:
     if not stage:
         return curve
     spec = record.spec
@@ -197,7 +197,7 @@ def _told(series: Series) -> str:
     return f"{series.label} from {number(start)} at step {first} to {number(end)} at step {last}"
 
 
-def _accuracy(record: RunRecord) -> tuple[Markup | None, str]:
+def _accuracy(record: ReportData) -> tuple[Markup | None, str]:
     title = "Held-out accuracy"
     series = []
     for name in ("greedy", "sampled"):
@@ -230,7 +230,7 @@ def _accuracy(record: RunRecord) -> tuple[Markup | None, str]:
     return _figure(title, svg, caption), ""
 
 
-def _phase_times(record: RunRecord) -> tuple[Markup | None, str]:
+def _phase_times(record: ReportData) -> tuple[Markup | None, str]:
     title = "Where the time goes"
     series = [
         Series(name, curve, PHASE_COLOURS[name])
@@ -256,7 +256,7 @@ def _percent(share: float) -> str:
     return f"{share:.0%}" if share == 0 or share >= 0.01 else "<1%"
 
 
-def _times(record: RunRecord) -> dict[str, Curve]:
+def _times(record: ReportData) -> dict[str, Curve]:
     """Seconds of each step by phase, and what of the step no phase explains."""
     times: dict[str, Curve] = {phase: plots.finite(record.curves.get(f"time/{phase}_s", ())) for phase in PHASES}
     left = dict(plots.finite(record.curves.get("time/step_s", ())))
@@ -272,7 +272,7 @@ def _figure(title: str, svg: str, caption: str) -> Markup:
     return tag("figure", tag("h3", title), Markup(svg), tag("figcaption", caption) if caption else "")
 
 
-def _plots(record: RunRecord, made: Sequence[tuple[Markup | None, str]]) -> Markup:
+def _plots(record: ReportData, made: Sequence[tuple[Markup | None, str]]) -> Markup:
     """The figures, what their marks mean, and a sentence for each that could not be drawn."""
     drawn = [figure for figure, _ in made if figure]
     missing = [sentence for figure, sentence in made if not figure]

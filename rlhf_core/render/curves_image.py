@@ -1,16 +1,10 @@
-"""The curves of a run as one small PNG, for a place that shows pictures and nothing else; made while the run trains.
+"""The curves of a run as one small PNG, for places that show pictures and nothing else.
 
-``python -m rlhf_core.render.curves_image RUN_DIRECTORY`` writes it to standard output, and nothing where there is no
-step yet. It is a program of its own because whoever wants the picture has better things to keep going than a drawing:
-what it takes in memory and time ends with it. It reads the run directory alone, so a database that is away costs
-nothing.
+Read by :mod:`rlhf_core.control.curves`, which is also the program that draws.
 """
 
 import io
-import os
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -18,13 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
-from rlhf_core.control_journal import read_journal
 from rlhf_core.render.charts import LEARNING, LinePlot
-from rlhf_core.render.plots import Curve, Marks, finite, rolling_mean, smoothing_window, thin
-from rlhf_core.run_dir import RunDir, parse_lines, read_blocks, read_model
-from rlhf_core.schemas.failures import Incident
-from rlhf_core.schemas.journal import IncidentFound
-from rlhf_core.schemas.reports import MetricsLine
+from rlhf_core.render.plots import Curve, Marks, rolling_mean, smoothing_window, thin
 from rlhf_core.schemas.run import RunSpec
 
 STEP_TIME = LinePlot(
@@ -41,7 +30,7 @@ NAMES = {
     "grpo": ("reward", "kl", "entropy", "length", "loss-sft", "loss-main", "grad-norm"),
     "sft": ("loss-sft", "grad-norm"),
 }
-"""Which plots of the report there are, by algorithm; the time of a step is there for all."""
+"""Plots of the report that are drawn, by algorithm; the time of a step is drawn for all."""
 
 WIDTH_IN, ROW_IN, DPI = 6.9, 1.65, 200
 """The page shows it about 690 points wide: twice as many pixels stay sharp, and 8.5 points of text stay readable."""
@@ -82,51 +71,13 @@ _STYLE = {
 
 
 def plots_of(spec: RunSpec) -> tuple[LinePlot, ...]:
-    """What is drawn for a run."""
+    """Plots that are drawn for a run."""
     known = {plot.name: plot for plot in LEARNING}
     return (*(known[name] for name in NAMES[spec.train.algorithm]), STEP_TIME)
 
 
-def effective_curves(run_dir: RunDir, keys: frozenset[str]) -> dict[str, list[tuple[int, float]]]:
-    """Metrics by step as the history has them: a restart takes back everything from its first step on, also where it
-    has not come that far again."""
-    curves: dict[str, dict[int, float]] = {key: {} for key in keys}
-    for lines in _by_restart(run_dir):
-        first = True
-        for line in lines:
-            if first:
-                curves = {key: {s: v for s, v in curve.items() if s < line.step} for key, curve in curves.items()}
-                first = False
-            for key in keys & line.metrics.keys():
-                curves[key][line.step] = line.metrics[key]
-    return {key: finite(sorted(curve.items())) for key, curve in curves.items()}
-
-
-def _by_restart(run_dir: RunDir) -> Iterator[Iterator[MetricsLine]]:
-    for attempt in run_dir.attempts():
-        for restart in attempt.restarts():
-            blocks = read_blocks(restart.metrics)
-            yield (line for lines, _ in blocks for line in parse_lines(lines, MetricsLine))
-
-
-def marks_of(run_dir: RunDir, spec: RunSpec, last_step: int) -> Marks:
-    """Where checkpoints, incidents and returns to a checkpoint stand on the axis of steps."""
-    restarts = [restart for attempt in run_dir.attempts() for restart in attempt.restarts()]
-    told = [incident for one in restarts if (incident := read_model(one.incident, Incident)) is not None]
-    events = [line.event for line in read_journal(run_dir.control)]
-    told += [event.incident for event in events if isinstance(event, IncidentFound)]
-    firsts = [line.step for lines in _by_restart(run_dir) if (line := next(lines, None)) is not None]
-    return Marks(
-        last_step=max(last_step, 1),
-        warm_start_steps=spec.sft.num_steps if spec.train.algorithm != "sft" else 0,
-        checkpoints=tuple(checkpoint.step for checkpoint in run_dir.checkpoints()),
-        incidents=tuple(incident.step for incident in told if incident.step is not None),
-        resumes=tuple(step - 1 for step in firsts[1:]),
-    )
-
-
 def draw(plots: Sequence[LinePlot], curves: Mapping[str, Curve], marks: Marks) -> bytes:
-    """The picture as PNG; empty where none of the plots has a point."""
+    """Draw the picture as PNG; empty where none of the plots has a point."""
     shown = [plot for plot in plots if any(_points(plot, key, curves, marks) for key, _ in plot.keys)]
     if not shown:
         return b""
@@ -217,21 +168,3 @@ def _legend(marks: Marks) -> str:
 
 def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
     return [x for x, _ in points], [y for _, y in points]
-
-
-def picture_of(run_dir: RunDir) -> bytes:
-    """The curves of a run as PNG; empty before its first step.
-
-    Raises:
-        RunDirError: it is no run directory.
-    """
-    spec = run_dir.read_spec().spec
-    plots = plots_of(spec)
-    curves = effective_curves(run_dir, frozenset(key for plot in plots for key, _ in plot.keys))
-    last_step = max((curve[-1][0] for curve in curves.values() if curve), default=0)
-    return draw(plots, curves, marks_of(run_dir, spec, last_step))
-
-
-if __name__ == "__main__":
-    os.nice(10)  # the machine has controllers to run
-    sys.stdout.buffer.write(picture_of(RunDir(Path(sys.argv[1]))))

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf_core.render.gather import RunRecord, find_row
+from rlhf_core.render.gather import ReportData, find_row
 from rlhf_core.render.markup import Markup, badge, code, facts, join, moment, section, table, tag
 
 _SAID = {
@@ -16,7 +16,7 @@ _SAID = {
 }
 
 
-def promotion(record: RunRecord) -> Markup:
+def promotion(record: ReportData) -> Markup:
     """The section; nothing for a run that was not to be promoted."""
     if record.promotion:
         return section("Promotion", _standing(record, record.promotion), _history(record))
@@ -26,7 +26,7 @@ def promotion(record: RunRecord) -> Markup:
     return section("Promotion", tag("p", stage.get("message") or "Nothing was promoted.", class_="note"))
 
 
-def _standing(record: RunRecord, promotion: Mapping[str, Any]) -> Markup:
+def _standing(record: ReportData, promotion: Mapping[str, Any]) -> Markup:
     state = promotion["state"]
     asked, moved = promotion["asked_at"], promotion["moved_at"]
     return join(
@@ -46,7 +46,7 @@ def _standing(record: RunRecord, promotion: Mapping[str, Any]) -> Markup:
     )
 
 
-def _advice(record: RunRecord, state: str) -> object:
+def _advice(record: ReportData, state: str) -> object:
     """What can be done about it; empty where nothing has to be."""
     run_id = record.run_id
     if state == "waiting":
@@ -56,7 +56,7 @@ def _advice(record: RunRecord, state: str) -> object:
     return ""
 
 
-def _history(record: RunRecord) -> Markup:
+def _history(record: ReportData) -> Markup:
     """Every change, where there was more than asking, answering and writing: an answer that was changed, a new try."""
     moves = record.promotion_moves
     decided = [move for move in moves if move["state"] in ("approved", "refused", "expired", "failed")]

@@ -3,6 +3,7 @@
 import json
 import os
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from rlhf_core.cli.main import execute
 from rlhf_core.errors import UnknownRun
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.gather import _evidence, gather
+from rlhf_core.render.markdown import incidents_markdown
 from rlhf_core.render.run_page import write_report
 from rlhf_core.run_dir import LineWriter, RunDir, remove_tree
 from rlhf_core.schemas.attempts import PromotionState, StageName, StageState
@@ -46,7 +48,7 @@ def test_the_report_of_a_real_history(site: config.Site, run_dir: RunDir, tmp_pa
     page = path.read_text()
     assert "Held-out greedy exact match rose from 0.750 to 0.930." in page
     assert "worker killed" in page
-    assert "start the workers again in the same allocation (by the agent): one restart is left." in page
+    assert "restart in place (by the agent): one restart is left." in page
     assert "the steps made again" not in page
     assert "Speed of the nodes before training, 2 probes" in page
     assert page.count('class="sign saved"') == 4
@@ -161,8 +163,7 @@ def test_the_report_shows_the_stacks_of_an_incident(site: config.Site, run_dir: 
     _ingest(site, run_dir)
     with HistoryStore(site.database_url) as store:
         before = write_report(store, run_dir, tmp_path / "before.html").read_text()
-        incident, *_ = gather(store, run_dir).incidents
-        folder = run_dir.root / incident["evidence_dir"]
+        folder = run_dir.root / gather(store, run_dir).timeline.incidents[0].incident.evidence_dir
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "stack-n2-0.txt").write_text("Thread 1 <MainThread>\n    wait (threading.py:1)\n")
         (folder / "log-n2-0.txt").write_text("the last words\n")
@@ -176,9 +177,16 @@ def test_evidence_outside_of_the_run_is_not_opened(site: config.Site, run_dir: R
     (tmp_path / "stack-n2-0.txt").write_text("somebody's secret\n")
     _ingest(site, run_dir)
     with HistoryStore(site.database_url) as store:
-        incident, *_ = gather(store, run_dir).incidents
+        timeline = gather(store, run_dir).timeline
+        found = timeline.incidents[0]
         for outside in (str(tmp_path), os.path.relpath(tmp_path, run_dir.root)):
-            assert _evidence(run_dir, [dict(incident, evidence_dir=outside)]) == {}
+            incident = found.incident.model_copy(update={"evidence_dir": outside})
+            elsewhere = replace(timeline, incidents=[replace(found, incident=incident)])
+            assert _evidence(run_dir, elsewhere) == {}
+            assert "somebody's secret" not in incidents_markdown(elsewhere)
+        inside = found.incident.evidence_dir
+        (run_dir.root / inside / "stack-n2-0.txt").write_text("a frame\n")
+        assert inside in _evidence(run_dir, timeline), "the control"
 
 
 def test_parameters_are_counted_from_the_headers_of_the_weights(site: config.Site, run_dir: RunDir) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from control_fakes import NODE, FakeAgent, make_run, make_spec
 
-from flows.view.incidents import incidents_markdown
-from flows.view.story import read_story
+from rlhf_core.control.timeline import read_timeline
 from rlhf_core.diagnosis.classify import Evidence, WorkerEnd, classify
 from rlhf_core.redaction import masked
 from rlhf_core.render.evidence import read_evidence
+from rlhf_core.render.markdown import incidents_markdown
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.resources import Placement, Role
 from rlhf_core.schemas.site import is_private
@@ -121,7 +121,7 @@ def test_the_end_of_a_log_is_kept_and_shown_without_secrets(tmp_path: Path) -> N
     assert kept.startswith("step 1\nlogin failed: postgresql://***@db/x")
     (restart.incident_dir / f"log-{NODE}-1.txt").write_text(f"an older version's: {SAID}\n")
     (restart.incident_dir / f"stack-{NODE}-1.txt").write_text(f"an older version's: {SAID}\n")
-    page = incidents_markdown(read_story(run_dir))
+    page = incidents_markdown(read_timeline(run_dir))
     assert "login failed" in page
     assert CANARY not in page
     assert CANARY not in str(read_evidence(restart.incident_dir, (1,)))

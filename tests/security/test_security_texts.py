@@ -6,6 +6,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import hostile
@@ -17,16 +18,12 @@ from markdown_it import MarkdownIt
 from rich.console import Console
 
 from flows.promoting.promotion import Question
-from flows.summary import markdown as summary_page
-from flows.summary import summarise
-from flows.view import progress
-from flows.view.checks import checks_markdown
-from flows.view.incidents import decided, incidents_markdown
-from flows.view.result import result_markdown
-from flows.view.story import read_story
 from rlhf_core.cli import output, watching
 from rlhf_core.cli.main import execute
 from rlhf_core.config import load_site
+from rlhf_core.control.progress import RunReader
+from rlhf_core.control.summary import summarise
+from rlhf_core.control.timeline import read_timeline
 from rlhf_core.errors import BadInput
 from rlhf_core.escaping import (
     csv_cell,
@@ -41,8 +38,14 @@ from rlhf_core.escaping import (
 )
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.model_card import model_card
+from rlhf_core.render.markdown import checks_markdown, incidents_markdown, progress_markdown
+from rlhf_core.render.progress import RunProgress
+from rlhf_core.render.summary import summary_markdown
+from rlhf_core.render.timeline import decision_text
 from rlhf_core.run_dir import RunDir, write_model
+from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind, Incident
 from rlhf_core.schemas.promotion import ModelProvenance
 from rlhf_core.schemas.reports import EvaluationReport, EvaluationSample
@@ -168,23 +171,25 @@ def decision(text: str) -> Decision:
 
 
 def pages(run_dir: RunDir) -> dict[str, str]:
-    """Everything that Prefect shows of it."""
-    story, summary = read_story(run_dir), summarise(run_dir)
+    """Every page that Prefect shows of it."""
+    timeline, summary = read_timeline(run_dir), summarise(run_dir)
+    message = timeline.incidents[0].incident.message
     reason = "\n".join(summary.accuracy[0].after.samples[0].prompt if summary.accuracy[0].after else "")
     question = Question(run_dir, 10, Path("/models/x"), utc_now(), utc_now(), reason)
-    checks = [
-        dict.fromkeys(("check", "found", "what to do", "expected", "node", "when"), story.incidents[0].incident.message)
-    ]
-    seen = progress.Seen(make_spec(), title=story.incidents[0].incident.message)
+    finding = CheckResult.model_construct(
+        **dict.fromkeys(("id", "found", "advice", "expected", "node"), message), status=CheckStatus.WARNING
+    )
+    progress = RunProgress(RunState.PREFLIGHT, 10, title=message)
+    at_work = replace(timeline, state=RunState.PREFLIGHT)
     return {
         "approval": question.text,
         "form": question.form_text,
-        "incidents": incidents_markdown(story),
-        "checks": checks_markdown([{"status": "warning", **one} for one in checks]),
-        "result": result_markdown(summary, story, {}),
-        "summary": summary_page(summary),
-        "progress": progress.describe(seen, story),
-        "decided": f"| {decided(story.decisions[0].decision)} |",
+        "incidents": incidents_markdown(timeline),
+        "checks": checks_markdown([(message, finding)]),
+        "result": summary_markdown(summary, timeline),
+        "summary": summary_markdown(summary),
+        "progress": progress_markdown(progress, at_work),
+        "decided": f"| {markdown(decision_text(timeline.decisions[0].decision))} |",
     }
 
 
@@ -364,7 +369,7 @@ def test_commands_show_a_hostile_run_and_act_upon_nothing(
 
 def test_the_live_view_acts_upon_nothing(attacked: tuple[Path, str]) -> None:
     home, run_id = attacked
-    view = watching.Viewer(RunDir.of(home / "runs", run_id)).read()
+    view = RunReader(RunDir.of(home / "runs", run_id)).read()
     shown = io.StringIO()
     Console(file=shown, width=400).print(watching.draw(view))
     assert "[2J" in shown.getvalue()

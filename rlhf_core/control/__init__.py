@@ -1,0 +1,1 @@
+"""The controller of a run, without Prefect."""
