@@ -1,4 +1,4 @@
-"""What Prefect shows of a run beside its states: artifacts and events, published by one function that may be repeated.
+"""Artifacts and events of a run in Prefect, published by one function that may be repeated.
 
 Everything is made from the run directory and the history. Artifacts are upserted by key, events have ids made from what
 they are about: publishing twice publishes once, by whichever controller, or by the site daemon for a run whose

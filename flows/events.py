@@ -23,8 +23,8 @@ from rlhf_core.schemas.run import StoredSpec
 from rlhf_core.watchdog.evidence import regressed
 
 MAX_AGE = timedelta(days=3)
-"""Older events are not published: a run that is resumed after a holiday calls nobody for what was before. Prefect keeps
-events for longer by default, so that the server knows all that were published."""
+"""Older events are not published: a run that is resumed after a holiday must not alert for the time before. Prefect
+keeps events for longer by default, so that the server knows all that were published."""
 
 _PAGE_SIZE = 50
 """Events asked for at once: the server's own limit."""

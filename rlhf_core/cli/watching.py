@@ -62,7 +62,7 @@ class NewLines:
 
     def __call__(self, view: RunSnapshot) -> list[str]:
         """Lines that say something new."""
-        # By their words, not by their number: when progress stopped is known late, and stands before what was told.
+        # By text, not by position: the beginning of a hang is known late, and stands before lines that were printed.
         found = [line for line in timeline_lines(view) if line not in self._printed]
         self._printed.update(found)
         line = headline(view)

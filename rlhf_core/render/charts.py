@@ -1,4 +1,4 @@
-"""Which plots a report has, and what stands in place of one that cannot be drawn."""
+"""Plots of a report, and the sentences that stand in place of those that cannot be drawn."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ class LinePlot:
     keys: tuple[tuple[str, str], ...]
     """Metrics and their labels; those that the run does not have are left out."""
     explanation: str
-    """How to read it, in a sentence."""
+    """A sentence on reading it."""
     if_missing: str
-    """What is said instead where the run has none of the metrics."""
+    """Sentence that stands instead where the run has none of the metrics."""
     stage: str = ""
     """``sft`` or ``main`` to draw the steps of that loop alone; empty for all."""
     smooth: bool = True
@@ -130,7 +130,7 @@ PHASE_COLOURS = {"rollout": 0, "reward": 1, "train": 2, "evaluate": 3, "checkpoi
 
 
 def learning_plots(record: ReportData) -> Markup:
-    """Accuracy, reward and what tells whether training is in good health."""
+    """Accuracy, reward and the signs of healthy training."""
     return _plots(record, [_accuracy(record), *(_line_plot(record, plot) for plot in LEARNING)])
 
 
@@ -140,7 +140,7 @@ def speed_plots(record: ReportData) -> Markup:
 
 
 def marks_of(record: ReportData) -> Marks:
-    """Where checkpoints, incidents and returns to a checkpoint stand on the axis of steps."""
+    """Marks of checkpoints, incidents and returns to a checkpoint on the axis of steps."""
     starts = [row["first_step"] for row in record.restarts if row.get("first_step")]
     return Marks(
         last_step=max(record.last_step, 1),
@@ -172,7 +172,7 @@ def _line_plot(record: ReportData, plot: LinePlot) -> tuple[Markup | None, str]:
         unit=plot.unit,
         marks=marks_of(record),
         name=plot.name,
-        description=f"{plot.title}: " + "; ".join(_told(item) for item in series),
+        description=f"{plot.title}: " + "; ".join(_series_text(item) for item in series),
         smooth=plot.smooth,
         from_zero=plot.from_zero,
         span=(series[0].curve[0][0], series[0].curve[-1][0]) if plot.stage else None,
@@ -190,7 +190,7 @@ def _of_stage(record: ReportData, curve: Curve, stage: str) -> Curve:
     return [(step, value) for step, value in curve if (step <= border) == (stage == "sft")]
 
 
-def _told(series: Series) -> str:
+def _series_text(series: Series) -> str:
     (first, start), (last, end) = series.curve[0], series.curve[-1]
     if first == last:
         return f"{series.label} {number(start)} at step {first}"

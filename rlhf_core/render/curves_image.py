@@ -7,13 +7,20 @@ import io
 from collections.abc import Mapping, Sequence
 
 import matplotlib
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
 from rlhf_core.render.charts import LEARNING, LinePlot
-from rlhf_core.render.plots import Curve, Marks, rolling_mean, smoothing_window, thin
+from rlhf_core.render.plots import (
+    STYLE,
+    Curve,
+    Marks,
+    Palette,
+    Series,
+    draw_lines,
+    draw_steps,
+    style_axes,
+)
 from rlhf_core.schemas.run import RunSpec
 
 STEP_TIME = LinePlot(
@@ -38,34 +45,29 @@ WIDTH_IN, ROW_IN, DPI = 6.9, 1.65, 200
 NUM_COLOURS = 96
 """Lines on paper have few colours; with a palette the file has a third of the size."""
 
-PAPER, INK, MUTED, GRID = "#ffffff", "#1f2430", "#5b6472", "#e3e6ea"
-BAD, MARK, WARM_START = "#d03a3a", "#7a8494", "#f4f1e6"
-SERIES = ("#2a6fdb", "#c2571a", "#2b8a57")
-"""Dark enough for white paper. It brings its own paper along: the page around it may be light or dark."""
+PAPER = "#ffffff"
+"""It brings its own paper along: the page around it may be light or dark."""
+
+PALETTE = Palette(
+    text="#1f2430",
+    muted="#5b6472",
+    grid="#e3e6ea",
+    warm_start="#f4f1e6",
+    bad="#d03a3a",
+    mark="#7a8494",
+    series=("#2a6fdb", "#c2571a", "#2b8a57"),
+)
+"""Colours that are dark enough for white paper."""
 
 _STYLE = {
-    "font.family": "sans-serif",
-    "font.size": 8.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.spines.left": False,
-    "axes.axisbelow": True,
-    "axes.formatter.limits": (-3, 5),
+    **STYLE,
     "axes.titlesize": 9,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
-    "axes.titlecolor": INK,
-    "axes.edgecolor": MUTED,
-    "axes.linewidth": 0.7,
-    "grid.color": GRID,
-    "grid.linewidth": 0.6,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
+    "axes.titlecolor": PALETTE.text,
+    "axes.labelsize": 7.5,
     "xtick.labelsize": 7.5,
     "ytick.labelsize": 7.5,
-    "xtick.major.size": 2.5,
-    "ytick.major.size": 0,
-    "legend.frameon": False,
     "legend.fontsize": 7.5,
 }
 
@@ -78,19 +80,24 @@ def plots_of(spec: RunSpec) -> tuple[LinePlot, ...]:
 
 def draw(plots: Sequence[LinePlot], curves: Mapping[str, Curve], marks: Marks) -> bytes:
     """Draw the picture as PNG; empty where none of the plots has a point."""
-    shown = [plot for plot in plots if any(_points(plot, key, curves, marks) for key, _ in plot.keys)]
+    shown = [(plot, series) for plot in plots if (series := _series(plot, curves, marks))]
     if not shown:
         return b""
     columns = min(2, len(shown))
     rows = -(-len(shown) // columns)
-    with matplotlib.rc_context(_STYLE):  # type: ignore[arg-type]  # names are checked when it runs
+    with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(WIDTH_IN, ROW_IN * rows + 0.2), dpi=DPI, layout="constrained", facecolor=PAPER)
-        axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-        for place, plot in zip(axes, shown, strict=False):
-            _draw_plot(place, plot, curves, marks)
-        for place in axes[len(shown) :]:
-            place.set_visible(False)
-        figure.supxlabel(_legend(marks), fontsize=7.5, color=MUTED)
+        places = list(figure.subplots(rows, columns, squeeze=False).flat)
+        for axes, (plot, series) in zip(places, shown, strict=False):
+            style_axes(axes, plot.unit, PALETTE)
+            axes.set_title(plot.title)
+            draw_lines(axes, series, marks, PALETTE, smooth=plot.smooth, from_zero=plot.from_zero)
+            draw_steps(axes, (0, marks.last_step), marks, PALETTE)
+            if len(series) > 1:
+                axes.legend(loc="best", handlelength=1.0, borderaxespad=0.2, labelcolor=PALETTE.text)
+        for axes in places[len(shown) :]:
+            axes.set_visible(False)
+        figure.supxlabel(_legend(marks), fontsize=7.5, color=PALETTE.muted)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png")
     small = io.BytesIO()
@@ -99,62 +106,15 @@ def draw(plots: Sequence[LinePlot], curves: Mapping[str, Curve], marks: Marks) -
     return small.getvalue()
 
 
-def _points(plot: LinePlot, key: str, curves: Mapping[str, Curve], marks: Marks) -> list[tuple[int, float]]:
-    border = marks.warm_start_steps
-    points = list(curves.get(key, ()))
-    if not border or not plot.stage:
-        return points
-    return [point for point in points if (point[0] <= border) == (plot.stage == "sft")]
-
-
-def _draw_plot(axes: Axes, plot: LinePlot, curves: Mapping[str, Curve], marks: Marks) -> None:
-    axes.grid(axis="y")
-    drawn = 0
-    for (key, label), colour in zip(plot.keys, SERIES, strict=False):
-        points = _points(plot, key, curves, marks)
-        border = marks.warm_start_steps
-        # What a step means differs before and after the warm start: no line and no mean joins them.
-        for part in ([p for p in points if p[0] <= border], [p for p in points if p[0] > border]):
-            _draw_line(axes, part, colour, label, smoothing_window(len(points)) if plot.smooth else 1)
-            label = "" if part else label
-        drawn += bool(points)
-    axes.set_title(plot.title)
-    axes.set_ylabel(plot.unit, color=MUTED, fontsize=7.5)
-    if plot.from_zero:
-        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]) if _has_negative(plot, curves) else 0.0)
-    _draw_marks(axes, marks)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=4))
-    if drawn > 1:
-        axes.legend(loc="best", handlelength=1.0, borderaxespad=0.2, labelcolor=INK)
-
-
-def _has_negative(plot: LinePlot, curves: Mapping[str, Curve]) -> bool:
-    return any(value < 0 for key, _ in plot.keys for _, value in curves.get(key, ()))
-
-
-def _draw_line(axes: Axes, part: Curve, colour: str, label: str, window: int) -> None:
-    if not part:
-        return
-    if window > 1:
-        axes.plot(*_columns(thin(part)), color=colour, linewidth=0.7, alpha=0.3)
-    bold = thin(rolling_mean(part, window))
-    marker = "o" if len(bold) == 1 else ""
-    axes.plot(*_columns(bold), color=colour, linewidth=1.4, marker=marker, markersize=3, label=label)
-
-
-def _draw_marks(axes: Axes, marks: Marks) -> None:
-    margin = max(0.5, 0.02 * marks.last_step)
-    axes.set_xlim(-margin, marks.last_step + margin)
-    if marks.warm_start_steps:
-        axes.axvspan(-margin, marks.warm_start_steps + 0.5, color=WARM_START, linewidth=0, zorder=0)
-    for step in sorted(set(marks.resumes)):
-        axes.axvline(step + 0.5, color=MARK, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
-    for step in sorted(set(marks.incidents)):
-        axes.axvline(step, color=BAD, linewidth=1.0, zorder=1)
-    saved = sorted({step for step in marks.checkpoints if step <= marks.last_step})
-    place = axes.get_xaxis_transform()
-    axes.plot(saved, [0.0] * len(saved), "^", color=MARK, markersize=3, transform=place, clip_on=False, zorder=5)
+def _series(plot: LinePlot, curves: Mapping[str, Curve], marks: Marks) -> list[Series]:
+    """Curves of a plot that have points in its loop."""
+    border = marks.warm_start_steps if plot.stage else 0
+    found = []
+    for key, label in plot.keys:
+        points = [point for point in curves.get(key, ()) if not border or (point[0] <= border) == (plot.stage == "sft")]
+        if points:
+            found.append(Series(label, points))
+    return found
 
 
 def _legend(marks: Marks) -> str:
@@ -164,7 +124,3 @@ def _legend(marks: Marks) -> str:
     parts += ["red: incident"] if marks.incidents else []
     parts += ["dashed: went on from here"] if marks.resumes else []
     return "  ·  ".join(parts)
-
-
-def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]

@@ -109,6 +109,6 @@ def _head(path: Path) -> tuple[str, ...]:
 
 
 def _shortened(text: str) -> tuple[str, ...]:
-    # What an older version stored is not masked. Before it is cut: half a secret is not recognised.
+    # Files of an older version are not masked. Masked before it is cut: half a secret is not recognised.
     lines = masked(text).rstrip().splitlines()
     return tuple(line if len(line) <= MAX_LINE else f"{line[: MAX_LINE - 3]}..." for line in lines)

@@ -48,7 +48,7 @@ class ReportData:
     curves: Mapping[str, Curve]
     """Effective metrics: after a rewind the last attempt's value of each step."""
     spec: RunSpec | None
-    """What was asked for; None where this program cannot read it."""
+    """Spec of the run; None where this program cannot read it."""
     tables: Mapping[tuple[str, str], Sequence[EvaluationSample]]
     """Sample tables of the evaluations, by when (before, after) and name (greedy, sampled)."""
     samples: Sequence[SampleLine]
@@ -58,13 +58,13 @@ class ReportData:
     notes: Sequence[str]
     """Sentences on what could not be read."""
     probes: Rows = ()
-    """What the nodes measured before training: saved question ``probe-speeds``."""
+    """Measurements of the nodes before training: saved question ``probe-speeds``."""
     promotion: Mapping[str, Any] = field(default_factory=dict)
-    """Where the promotion of the model stands; empty where nobody was asked and nothing was promoted."""
+    """State of the promotion of the model; empty where no promotion was asked for."""
     evidence: Mapping[str, EvidenceExcerpts] = field(default_factory=dict)
     """Stacks and logs of the newest incidents, by their ``evidence_dir``."""
     promotion_moves: Rows = ()
-    """How it came there, from the journal: time, state, by, reason and path of each change."""
+    """Its changes, from the journal: time, state, by, reason and path of each change."""
 
     @property
     def regressed(self) -> Rows:
@@ -78,7 +78,7 @@ class ReportData:
 
     @property
     def state(self) -> str:
-        """Where the run stands."""
+        """State of the run."""
         return str(self.run["state"])
 
     @property
@@ -95,7 +95,7 @@ class ReportData:
         return max((curve[-1][0] for curve in self.curves.values() if curve), default=0)
 
     def restarts_in_place(self, attempt: int | None = None) -> int:
-        """How often workers were started again inside an allocation. ``restarts`` has starts of any reason: the
+        """Number of restarts inside an allocation. ``restarts`` has starts of any reason: the
         evaluator's is one as well."""
         made = [one.decision for one in self.timeline.decisions]
         return sum(one.action is Action.RESTART_IN_PLACE and attempt in (None, one.attempt) for one in made)

@@ -1,4 +1,4 @@
-"""What became of the model after the run: who was asked, who said what and why, and where it lies."""
+"""The promotion of a model in a report: its state, the answers and their reasons, the folder of the model."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 from rlhf_core.render.gather import ReportData, find_row
 from rlhf_core.render.markup import Markup, badge, code, facts, join, moment, section, table, tag
 
-_SAID = {
+_SENTENCES = {
     "waiting": "waits for an answer",
     "approved": "is approved; the model is not written yet",
     "refused": "was refused",
-    "expired": "was not promoted: nobody answered in time",
+    "expired": "was not promoted: there was no answer in time",
     "promoted": "was promoted",
     "failed": "was approved, but the model could not be written",
 }
@@ -31,7 +31,7 @@ def _standing(record: ReportData, promotion: Mapping[str, Any]) -> Markup:
     asked, moved = promotion["asked_at"], promotion["moved_at"]
     return join(
         [
-            tag("p", badge(state), f" The checkpoint of step {promotion['checkpoint_step']} {_SAID[state]}."),
+            tag("p", badge(state), f" The checkpoint of step {promotion['checkpoint_step']} {_SENTENCES[state]}."),
             facts(
                 [
                     ("decided by", promotion["decided_by"]),
@@ -47,7 +47,7 @@ def _standing(record: ReportData, promotion: Mapping[str, Any]) -> Markup:
 
 
 def _advice(record: ReportData, state: str) -> object:
-    """What can be done about it; empty where nothing has to be."""
+    """The next command; empty where nothing has to be done."""
     run_id = record.run_id
     if state == "waiting":
         return join([code(f"rlhf approve {run_id}"), " or ", code(f"rlhf refuse {run_id} --reason ...")])

@@ -57,14 +57,14 @@ def write_report(store: HistoryStore, run_dir: RunDir, out: Path) -> Path:
 
 def page(record: ReportData) -> str:
     """The whole document."""
-    happened, plotted = timeline_section(record), _plots(record)
+    history, plotted = timeline_section(record), _plots(record)
     return document(
         f"{record.run['name']} · {record.run_id}",
         _header(record),
         _tiles(record),
         promotion(record),
         _facts(record),
-        *([happened, plotted] if record.state == "failed" else [plotted, happened]),
+        *([history, plotted] if record.state == "failed" else [plotted, history]),
         section("What the model wrote", samples.evaluation_samples(record)),
         section("Sampled in training", samples.training_samples(record)),
         _settings(record),
@@ -99,7 +99,7 @@ def _header(record: ReportData) -> Markup:
 
 
 def _in_a_sentence(record: ReportData) -> Markup:
-    """How the run went, as one would say it."""
+    """The outcome of the run in a sentence."""
     took = duration(record.goodput.get("wall_s"))
     if record.state == "completed":
         return join([f"Completed in {took}.", *_changes(record)], " ")
@@ -111,7 +111,7 @@ def _in_a_sentence(record: ReportData) -> Markup:
 
 
 def _changes(record: ReportData) -> list[str]:
-    """What training did to the held-out accuracy, with no more said than the intervals allow."""
+    """Change of the held-out accuracy, with no more claimed than the intervals allow."""
     sentences = []
     for name in NAMES:
         before, after = _pair(record, name)
@@ -226,7 +226,7 @@ def _facts(record: ReportData) -> Markup:
 
 
 def _checked(record: ReportData, check: str) -> str:
-    """What a preflight check found, where it passed."""
+    """Finding of a preflight check, where it passed."""
     found = find_row(record.checks, id=check, status="passed")
     return found["found"] if found else ""
 

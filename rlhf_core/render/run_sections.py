@@ -26,7 +26,7 @@ from rlhf_core.words import count, place_text
 def timeline_section(record: ReportData) -> Markup:
     """The section about the timeline: its chart, incidents and decisions, attempts, checkpoints, checks."""
     return section(
-        "What happened",
+        "Timeline",
         timeline_chart(record) or tag("p", "Nothing was started.", class_="note"),
         _incidents(record),
         _lost_time(record),

@@ -1,4 +1,4 @@
-"""What the model wrote: scored completions before and after, and groups sampled in training."""
+"""Completions of the model: scored completions before and after, and groups sampled in training."""
 
 from collections.abc import Sequence
 from itertools import groupby

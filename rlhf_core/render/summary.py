@@ -169,7 +169,7 @@ def _incidents_and_decisions(timeline: Timeline) -> list[str]:
     if not found:
         return ["No incident.", ""]
     return [
-        "| at (UTC) | attempt | incident | what happened, what was done |",
+        "| at (UTC) | attempt | incident | message, decision |",
         "|---|---|---|---|",
         *(f"| {at:%H:%M:%S} | {number} | {kind} | {markdown(text)} |" for at, number, kind, text in sorted(found)),
         "",

@@ -119,7 +119,7 @@ def test_bad_input(two: tuple[str, str], arguments: list[str], said: str, capsys
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is compared
+# The comparison
 
 
 def test_only_settings_that_differ() -> None:
@@ -215,7 +215,7 @@ def test_sparklines_share_their_axes() -> None:
 
 
 class _Tags(HTMLParser):
-    """Whether every element is closed, and what a page asks for from elsewhere."""
+    """Checks that every element is closed, and collects what a page loads from elsewhere."""
 
     def __init__(self) -> None:
         super().__init__()

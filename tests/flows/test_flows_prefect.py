@@ -523,7 +523,7 @@ def test_a_restart_in_place_is_a_task_run_and_the_log_has_it(desk: Desk) -> None
     with temporary_settings({PREFECT_LOGGING_TO_API_ENABLED: True}):
         run_in_prefect(desk.controller(run_dir))
     runs = task_runs(run_dir.run_id)
-    assert runs["restart 1 in attempt 1 - it may go well (this) time"] == "Completed"
+    assert runs["restart 1 in attempt 1 - it may go well {this} time"] == "Completed"
     assert runs["train attempt 1"] == "Completed"
     lines = log_of(run_dir.run_id, "run is completed")
     assert "begins: train attempt 1" in lines

@@ -1,4 +1,4 @@
-"""What Prefect missed of a run is published by the site daemon: late, whole, and once."""
+"""The site daemon publishes late, whole and once what a controller could not publish."""
 
 from collections.abc import Iterator
 from datetime import timedelta
@@ -29,6 +29,7 @@ from rlhf_core.schemas.attempts import PromotionState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.journal import ControllerStarted, PromotionMoved
+from rlhf_core.watchdog.watch import record
 
 EVENTS = [f"rlhf.run.{state}" for state in ("preflight", "queued", "evaluating", "completed")]
 ARTIFACTS = ["progress", "checks", "result", "curves"]
@@ -42,13 +43,13 @@ def _server(real_prefect: RealServer, desk: Desk, monkeypatch: pytest.MonkeyPatc
 
 
 def completed(desk: Desk, *with_prefect: bool) -> RunDir:
-    """A run whose controllers could not tell the server anything; each was a flow run, or was none."""
+    """A run whose controllers could not publish anything; each was a flow run, or was none."""
     run_dir = desk.run()
     desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
     session = desk.controller(run_dir)
     for as_flow_run in with_prefect:
         flow_run_id = flow_run(run_dir.run_id) if as_flow_run else ""
-        session.journal.append(ControllerStarted(controller="somebody@elsewhere:1:1.00", flow_run_id=flow_run_id))
+        session.journal.append(ControllerStarted(controller="user@elsewhere:1:1.00", flow_run_id=flow_run_id))
     drive(session)
     desk._stack.close()
     desk.scheduler.end_all()
@@ -77,20 +78,20 @@ def is_known(run_dir: RunDir) -> bool:
 
 def test_the_daemon_publishes_what_is_missing_once(desk: Desk) -> None:
     run_dir = completed(desk, True)
-    keeper = later(desk)
-    (deed,) = keeper.carry_out(of_publishing(keeper.look()))
+    daemon = later(desk)
+    (deed,) = daemon.carry_out(of_publishing(daemon.look()))
     assert deed.done
     assert deed.said == f"published: {', '.join([*EVENTS, *(f'artifact {name}' for name in ARTIFACTS)])}"
-    assert of_publishing(keeper.look()) == [], "also before the server shows it: an automation would act on each"
+    assert of_publishing(daemon.look()) == [], "also before the server lists it"
     wait_for(lambda: is_known(run_dir), "the server has it all")
     assert of_publishing(later(desk).look()) == [], "another daemon finds nothing to publish"
 
 
 def test_the_end_under_a_controller_without_prefect_is_published_too(desk: Desk) -> None:
-    """It took over while the server was away, or `rlhf cancel` ended a run that nobody drove."""
+    """It took over while the server was away, or `rlhf cancel` ended a run without a controller."""
     completed(desk, True, False)
-    keeper = later(desk)
-    assert len(of_publishing(keeper.look())) == 1
+    daemon = later(desk)
+    assert len(of_publishing(daemon.look())) == 1
 
 
 def test_a_run_that_was_never_a_flow_run_is_not_published(desk: Desk) -> None:
@@ -144,8 +145,8 @@ def test_artifacts_with_another_end_are_renewed_in_the_name_of_the_flow_run(desk
     publish_all(desk, run_dir)
     put(run_dir, "result", "markdown", f"# {run_dir.run_id}: training\n", "training: attempt 1")
     put(run_dir, "progress", "progress", 40.0, "**step 4 of 10 (grpo), 40 %** · 3 min left")
-    keeper = later(desk)
-    (deed,) = keeper.carry_out(of_publishing(keeper.look()))
+    daemon = later(desk)
+    (deed,) = daemon.carry_out(of_publishing(daemon.look()))
     assert deed.said == "published: artifact progress, artifact result"
     result, progress = page(run_dir, "result"), page(run_dir, "progress")
     assert result is not None
@@ -164,8 +165,8 @@ def test_a_page_from_before_the_promotion_was_decided_is_renewed(desk: Desk) -> 
     journal = desk.controller(run_dir).journal
     journal.append(PromotionMoved(state=PromotionState.REFUSED, by="ada", reason="not yet", checkpoint_step=10))
     desk._stack.close()
-    keeper = later(desk)
-    (deed,) = keeper.carry_out(of_publishing(keeper.look()))
+    daemon = later(desk)
+    (deed,) = daemon.carry_out(of_publishing(daemon.look()))
     assert deed.said == "published: rlhf.promotion.refused, artifact result"
     result = page(run_dir, "result")
     assert result is not None
@@ -176,13 +177,15 @@ def test_an_incident_that_no_artifact_has_is_published(desk: Desk) -> None:
     run_dir = completed(desk, True)
     publish_all(desk, run_dir)
     FakeAgent(run_dir).incident(FailureKind.NODE_LOST)
-    keeper = later(desk)
-    (deed,) = keeper.carry_out(of_publishing(keeper.look()))
+    record(run_dir, desk.store)  # as the daemon does first: the result has the time that was lost
+    daemon = later(desk)
+    (deed,) = daemon.carry_out(of_publishing(daemon.look()))
     assert deed.said.startswith("published: rlhf.incident.node_lost, ")
     assert "artifact incidents" in deed.said
     found = page(run_dir, "incidents")
     assert found is not None
     assert "## node_lost" in str(found.data)
+    wait_for(lambda: is_known(run_dir), "the server has it all")
     assert of_publishing(later(desk).look()) == []
 
 

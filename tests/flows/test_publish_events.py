@@ -75,7 +75,7 @@ def test_lines_of_a_controller_that_had_lost_the_run_make_no_event(desk: Desk) -
     run_dir = completed(desk)
     sequence = read_record(run_dir).next_sequence
     writer = LineWriter(run_dir.control)
-    moved = RunMoved(state=RunState.FAILED, cause="nobody should be called for this")
+    moved = RunMoved(state=RunState.FAILED, cause="this must not alert")
     writer.write(JournalLine(sequence=sequence, token=0, time=utc_now(), event=moved))
     writer.close()
     assert events(run_dir)[-1].name == "rlhf.run.completed"

@@ -1,4 +1,4 @@
-"""Runs made up for the tests of the report, as the history would tell them."""
+"""Runs made up for the tests of the report, as the history gives them."""
 
 import math
 import random

@@ -118,7 +118,7 @@ def test_a_failed_run_begins_with_its_diagnosis_and_what_happened() -> None:
     text = _text(records.failed())
     assert "Failed after 40 s: disk full. Rank 0 ran out of disk while writing a checkpoint" in text
     assert "stop (by the controller): it would fail again." in text
-    assert text.index("What happened") < text.index("Gradient norm")
+    assert text.index("Timeline") < text.index("Gradient norm")
 
 
 def test_a_blocked_run_shows_the_finding() -> None:
@@ -193,7 +193,7 @@ def test_an_older_spec_costs_the_settings_only() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What users and models write
+# Texts of users and models
 
 HOSTILE = '<script>alert("x")</script><img src=x onerror=y>&amp;'
 

@@ -105,11 +105,11 @@ def test_of_two_incidents_without_a_step_between_the_last_is_what_training_went_
     run = hung_run(runs)
     again = run.incident(1, 1, FailureKind.HANG, 30, suspect_ranks=(), suspect_nodes=())
     third = run.incident(1, 2, FailureKind.HANG, 40, detected_after_s=5.0, suspect_ranks=(), suspect_nodes=())
-    told = [entry.text for entry in made_up(run, [again, third], [FirstStep(1, 3, 4, at(50))]).entries()]
-    assert [text for text in told if "went on" in text] == [
+    texts = [entry.text for entry in made_up(run, [again, third], [FirstStep(1, 3, 4, at(50))]).entries()]
+    assert [text for text in texts if "went on" in text] == [
         "training went on: step 4 is done in attempt 1 after restart 3, 10 s after this was found"
     ]
-    assert any("no single one is to blame" in text for text in told)
+    assert any("no single one is to blame" in text for text in texts)
 
 
 @pytest.mark.parametrize("as_json", [False, True])
@@ -126,6 +126,6 @@ def test_watch_in_a_pipe_prints_each_entry_once(
     monkeypatch.setattr(watching.time, "sleep", wait)
     watching.watch_run(RunDir(run.dir.root), 0.0, as_json=as_json)
     out = capsys.readouterr().out.splitlines()
-    told = [line for line in out if "progress stopped" in line]
-    assert len(told) == (2 if as_json else 1), "JSON has the timeline in each of its two lines"
+    texts = [line for line in out if "progress stopped" in line]
+    assert len(texts) == (2 if as_json else 1), "JSON has the timeline in each of its two lines"
     assert "failed" in out[-1]
