@@ -22,13 +22,12 @@ from prefect.client.schemas.objects import FlowRun, State, StateType, TaskRun
 from prefect.exceptions import ObjectNotFound
 
 from flows import references, task_runs
+from flows.artifacts import Publication, publication_of, publish, unpublished_parts
+from flows.events import FlowRunRef
 from flows.server import server_answers
-from flows.view import late
-from flows.view.events import FlowRun as EventSource
-from flows.view.events import Happening, happenings, tell, unknown_to_the_server
-from flows.view.story import Story, read_story
 from rlhf_core.config import Site
 from rlhf_core.control.reconcile.flow_runs import FlowRunSnapshot, NotRegistered, RunsOfFlowRuns
+from rlhf_core.control.timeline import read_timeline
 from rlhf_core.diagnosis.reconcile import FlowRunFacts, FlowState, ProcessState
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.lease import Owner
@@ -99,33 +98,27 @@ class PrefectFlowRuns:
         """Give a task run that is still open a last state."""
         task_runs.end(task_run_id, state, reason)
 
-    def num_unpublished(self, run_dir: RunDir, known: Collection[str]) -> int:
+    def num_unpublished(self, run_dir: RunDir, store: HistoryStore, known: Collection[str]) -> int:
         """Number of events and artifacts that the server lacks of a run that has ended."""
-        source, story, events = _unpublished(run_dir, known)
-        return len(events) + (len(late.behind(story)) if source.id else 0)
+        return len(unpublished_parts(_publication(run_dir, store, known)))
 
     def publish(self, run_dir: RunDir, store: HistoryStore, known: Collection[str]) -> list[str]:
         """Publish what the server lacks of a run; names of what was."""
-        source, story, events = _unpublished(run_dir, known)
-        if events:
-            tell(events, run_dir.run_id, source)
-        artifacts = late.renew(story, store, source) if source.id else []
-        return [*(one.name for one in events), *(f"artifact {what}" for what in artifacts)]
+        return list(publish(_publication(run_dir, store, known)))
 
     def configs(self) -> Iterator[str]:
         """Configs that deployments refer to, and flow runs that may still begin or be retried."""
         return references.configs()
 
 
-def _unpublished(run_dir: RunDir, known: Collection[str]) -> tuple[EventSource, Story, Sequence[Happening]]:
-    """Events that this server lacks, and the flow run in whose name they are published: the newest that drove the run
-    and that this server knows. Nothing of a run that was published on another server, or on none."""
-    story = read_story(run_dir)
+def _publication(run_dir: RunDir, store: HistoryStore, known: Collection[str]) -> Publication:
+    """The view of a run on this server, in the name of the newest flow run that drove the run and that this server
+    knows; nothing of a run that belongs to another server, or to none."""
     # Not the newest controller: that may have been without Prefect, because its server was away.
-    drove = [line.event.flow_run_id for line in story.lines if isinstance(line.event, ControllerStarted)]
-    source = EventSource(next((one for one in reversed(drove) if one in known), ""), run_dir.run_id)
-    found = happenings(story, run_dir.read_spec(), source) if source.id else []
-    return source, story, unknown_to_the_server(found) if found else []
+    events = [line.event for line in read_timeline(run_dir).lines]
+    drove = [event.flow_run_id for event in events if isinstance(event, ControllerStarted)]
+    source = FlowRunRef(next((one for one in reversed(drove) if one in known), ""), run_dir.run_id)
+    return publication_of(run_dir, store, source)
 
 
 @dataclass(frozen=True)

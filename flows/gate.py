@@ -22,8 +22,8 @@ from prefect.input.run_input import Keyset, keyset_from_base_key
 from prefect.states import Crashed, Paused
 from pydantic import Field
 
+from flows.artifacts import artifact_key
 from flows.server import server_answers
-from flows.view import artifact_key
 from rlhf_core.control.controller import Controller
 from rlhf_core.control.promotion import Question
 from rlhf_core.formatting import THROUGH_PREFECT, attributed

@@ -24,8 +24,8 @@ from flows.gate import asked_in_prefect
 from flows.hooks import end_run, leave_run
 from flows.limits import run_slot
 from flows.log_filter import leave_out
+from flows.publisher import published
 from flows.tasks import TaskRunner, without_prefect
-from flows.view import shown_in_prefect
 from rlhf_core.config import Site, load_site
 from rlhf_core.control.controller import Controller, FlowRunLink, new_run, opened
 from rlhf_core.control.promotion import Question, describe
@@ -216,7 +216,7 @@ def _asking(controller: Controller, give_back: Callable[[], None]) -> Callable[[
 
 def _finished(controller: Controller, whole: Step) -> State[None]:
     """Do the work, and say in Prefect's words how it ended."""
-    with shown_in_prefect(controller):
+    with published(controller):
         whole.run()
         try:
             whole.result()

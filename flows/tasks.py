@@ -52,11 +52,6 @@ def without_prefect(step: Step, error: Exception, say: Callable[[str], None]) ->
         step.run()
 
 
-def note(title: str, name: str, message: str) -> None:
-    """Leave a task run for what has happened by itself and takes no time here, so that it is seen among the steps."""
-    _task(title, name, "Something that happened in a run.", lambda: Completed(message=message))(return_state=True)
-
-
 def shorten(text: str) -> str:
     """The first line of a text, at a length that fits a list."""
     first, _, more = text.partition("\n")

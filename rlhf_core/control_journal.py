@@ -7,7 +7,7 @@ instead, so that in the middle of a journal of that version a line may be cut sh
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -41,6 +41,17 @@ def read_journal(path: Path) -> list[JournalLine]:
         JournalDamaged: a line cannot be read.
     """
     return [found.line for found in scan_journal(path)]
+
+
+def valid_lines(lines: Iterable[JournalLine]) -> list[JournalLine]:
+    """Leave out what controllers wrote after they had lost the run."""
+    kept: list[JournalLine] = []
+    token = 0
+    for line in lines:
+        if line.token >= token:
+            token = line.token
+            kept.append(line)
+    return kept
 
 
 def scan_journal(path: Path, offset: int = 0) -> Iterator[Scanned]:

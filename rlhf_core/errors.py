@@ -35,7 +35,7 @@ A message says what was found, what was expected and what to do. Errors stay pic
 
 Exceptions for control flow within one package are not among them:
 
-    rlhf_core.control.controller.CancelAsked                 a wait ends because the user ends the run
+    rlhf_core.control.controller.CancelRequested                 a wait ends because the user ends the run
     rlhf_core.control.steps.AttemptFailed                a stage ends with its attempt
     rlhf_core.files.UnfitFile                 what stands in the place of a file is none; an OSError
     rlhf_core.worker.agent.AttemptAborted      the attempt ends before workers could be started

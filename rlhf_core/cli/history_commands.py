@@ -485,13 +485,20 @@ def _print_attempts(attempts: Sequence[Facts]) -> None:
 
 
 def _print_timeline(shown: Facts) -> None:
-    from rlhf_core.cli import story
+    from pathlib import Path
 
-    told = story.of_facts(shown["incidents"], shown["decisions"], shown["restarts"])
-    if told:
+    from rlhf_core.render.timeline import timeline_from_rows
+    from rlhf_core.run_dir import RunDir
+
+    run = shown["run"]
+    timeline = timeline_from_rows(
+        RunDir(Path(run["run_dir"])), run, shown["incidents"], shown["decisions"], shown["restarts"]
+    )
+    entries = timeline.entries()
+    if entries:
         output.print_text("\nIncidents and decisions")
-    for line in told:
-        output.print_text(f"  {line.time:%Y-%m-%d %H:%M:%S}  {line.text}")
+    for entry in entries:
+        output.print_text(f"  {entry.time:%Y-%m-%d %H:%M:%S}  {entry.text}")
 
 
 def _print_evaluations(evaluations: Sequence[Facts]) -> None:

@@ -13,14 +13,14 @@ from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir import AttemptDir, RestartDir, RunDir, read_model, read_tail
 from rlhf_core.schemas.reports import AgentStatus
 
-POLL_S = 0.5
+POLL_INTERVAL_S = 0.5
 TAIL_BYTES_PER_LINE = 400
-"""How much of a file's end is read for each line that is asked for."""
+"""Bytes read from the end of a file for each line that is asked for."""
 
 
 @dataclass(frozen=True)
 class LogChoice:
-    """Which logs are meant; None and empty for all, or for the newest."""
+    """Choice of logs; None and empty for all, or for the newest."""
 
     role: str = ""
     rank: int | None = None
@@ -60,7 +60,7 @@ def print_logs(run_dir: RunDir, choice: LogChoice, num_lines: int) -> None:
     sys.stdout.flush()
 
 
-def follow_logs(run_dir: RunDir, choice: LogChoice, num_lines: int, poll_s: float = POLL_S) -> None:
+def follow_logs(run_dir: RunDir, choice: LogChoice, num_lines: int, poll_s: float = POLL_INTERVAL_S) -> None:
     """Print the end of each log, then what is added, until the run ends. New restarts are followed as they begin."""
     positions: dict[Path, int] = {}
     shown: Path | None = None

@@ -1,4 +1,4 @@
-"""What every command prints with: tables for people, JSON for programs, errors for both.
+"""Printing for every command: tables for people, JSON for programs, errors for both.
 
 Results go to standard output; notes, progress and errors go to standard error, so that ``rlhf ... --json | jq`` works.
 """
@@ -72,7 +72,7 @@ def print_json(value: object) -> None:
 def print_json_rows(rows: Iterable[object], limit: int | None = None) -> bool:
     """Print values as a list in JSON, each as soon as it comes; True if there were more than the limit.
 
-    What is printed when ``rows`` raises is no whole list: nobody takes a part of an answer for all of it.
+    The text printed before ``rows`` raises is no whole list, so that a part is not taken for the whole answer.
     """
     before = "["
     for number, row in enumerate(rows):
@@ -149,7 +149,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title:
 
 
 def fits(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> bool:
-    """Whether a table has room on standard output without a name or a figure being folded."""
+    """True if a table has room on standard output without a name or a figure being folded."""
     return _widths(columns, [[_cell(value) for value in row] for row in rows], output().width) is not None
 
 
@@ -185,7 +185,7 @@ def print_error(error: RlhfError) -> None:
 
 
 def report_unexpected(error: BaseException, folder: Path) -> None:
-    """Print one sentence about an error that nobody foresaw, and keep its traceback in a file for a bug report."""
+    """Print one sentence about an unforeseen error, and keep its traceback in a file for a bug report."""
     text = storable(masked(f"{' '.join(sys.argv)}\n\n{''.join(traceback.format_exception(error))}"))
     name = f"error-{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}.log"
     for wanted in (folder, None):
@@ -246,7 +246,7 @@ _BETWEEN = 3
 
 
 def _widths(columns: Sequence[str], content: Sequence[Sequence[str]], width: int) -> list[int] | None:
-    """How wide columns may be so that together they fit and only sentences are folded; None where that is too much."""
+    """Widths of columns that fit together with only sentences folded; None where there are none."""
     cells = [[name, *(row[index] for row in content)] for index, name in enumerate(columns)]
     whole = [max(map(len, column)) for column in cells]
     least = [max(map(_unfolded, column)) for column in cells]

@@ -19,8 +19,8 @@ from rlhf_core.presets import PRESETS
 if TYPE_CHECKING:
     from rlhf_core.config import Site
     from rlhf_core.control.controller import Controller
-    from rlhf_core.control.summary import Summary
     from rlhf_core.history.store import HistoryStore
+    from rlhf_core.render.summary import Summary
     from rlhf_core.run_dir import RunDir
     from rlhf_core.schemas.checks import CheckResult
 
@@ -402,7 +402,7 @@ def _print_summary(run_dir: "RunDir", as_json: bool) -> None:
     if as_json:
         output.print_json(summary_json(summary))
         return
-    from rlhf_core.control.summary import interval, signed
+    from rlhf_core.render.summary import interval, signed
     from rlhf_core.schemas.regression import regression_text
 
     rows = [

@@ -9,7 +9,8 @@ from rlhf_core.config import Site
 from rlhf_core.control.controller import Controller, opened
 from rlhf_core.control.jobs import CANCEL_TIMEOUT_S, SAVE_TIMEOUT_S, end_job, give_order, order_to_end
 from rlhf_core.control.recovery import conclude
-from rlhf_core.control.trials import cancel_trials, trials_of
+from rlhf_core.control.timeline import trials_of
+from rlhf_core.control.trials import cancel_trials
 from rlhf_core.control_journal import read_journal
 from rlhf_core.errors import (
     DatabaseUnavailable,

@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from rlhf_core.control.controller import CancelRequested, Controller
-from rlhf_core.control.summary import Summary, interval, signed, summarise
+from rlhf_core.control.summary import summarise
 from rlhf_core.errors import CheckpointCorrupt, PromotionFailed
 from rlhf_core.escaping import markdown, markdown_code
 from rlhf_core.formatting import THROUGH_PREFECT, attributed
@@ -25,6 +25,7 @@ from rlhf_core.launch.promote import (
     read_answer,
     write_model_directory,
 )
+from rlhf_core.render.summary import Summary, interval, signed
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import PromotionState, RunState, StageName, StageState
 from rlhf_core.schemas.base import utc_now

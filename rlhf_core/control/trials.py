@@ -9,6 +9,7 @@ from statistics import median
 
 from rlhf_core.control.controller import CancelRequested, Controller, opened
 from rlhf_core.control.summary import summarise
+from rlhf_core.control.timeline import trials_of
 from rlhf_core.errors import BadInput, LeaseLost, RunCancelled, RunFailed, SchedulerError
 from rlhf_core.launch.journal import read_record
 from rlhf_core.launch.prepare import prepare_trial
@@ -57,12 +58,6 @@ def carry_out(controller: Controller, rung: Rung, drive: Callable[[Controller], 
     return CheckResult(
         id=rung.check_id, status=CheckStatus.PASSED, found=_success(rung, trial), seconds=controller.clock() - began
     )
-
-
-def trials_of(run_dir: RunDir) -> list[RunDir]:
-    """The trials that were made for a run."""
-    found = (RunDir.find(run_dir.root.parent, run_id) for run_id in read_record(run_dir).trials.values())
-    return [trial for trial in found if trial is not None]
 
 
 def cancel_trials(controller: Controller, reason: str, cancel: Callable[[Controller, str], None]) -> None:

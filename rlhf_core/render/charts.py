@@ -1,10 +1,10 @@
-"""Which plots a report has, and what stands in place of one that cannot be drawn."""
+"""Plots of a report, and the sentences that stand in place of those that cannot be drawn."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhf_core.render import plots
-from rlhf_core.render.gather import RunRecord
+from rlhf_core.render.gather import ReportData
 from rlhf_core.render.markup import Markup, join, number, tag, words
 from rlhf_core.render.plots import Curve, Marks, Point, PointSeries, Series
 
@@ -22,9 +22,9 @@ class LinePlot:
     keys: tuple[tuple[str, str], ...]
     """Metrics and their labels; those that the run does not have are left out."""
     explanation: str
-    """How to read it, in a sentence."""
+    """A sentence on reading it."""
     if_missing: str
-    """What is said instead where the run has none of the metrics."""
+    """Sentence that stands instead where the run has none of the metrics."""
     stage: str = ""
     """``sft`` or ``main`` to draw the steps of that loop alone; empty for all."""
     smooth: bool = True
@@ -129,24 +129,24 @@ PHASE_COLOURS = {"rollout": 0, "reward": 1, "train": 2, "evaluate": 3, "checkpoi
 """The same in every report, whichever of them a run has."""
 
 
-def learning_plots(record: RunRecord) -> Markup:
-    """Accuracy, reward and what tells whether training is in good health."""
+def learning_plots(record: ReportData) -> Markup:
+    """Accuracy, reward and the signs of healthy training."""
     return _plots(record, [_accuracy(record), *(_line_plot(record, plot) for plot in LEARNING)])
 
 
-def speed_plots(record: RunRecord) -> Markup:
+def speed_plots(record: ReportData) -> Markup:
     """Time per phase and throughput."""
     return _plots(record, [_phase_times(record), *(_line_plot(record, plot) for plot in SPEED)])
 
 
-def marks_of(record: RunRecord) -> Marks:
-    """Where checkpoints, incidents and returns to a checkpoint stand on the axis of steps."""
+def marks_of(record: ReportData) -> Marks:
+    """Marks of checkpoints, incidents and returns to a checkpoint on the axis of steps."""
     starts = [row["first_step"] for row in record.restarts if row.get("first_step")]
     return Marks(
         last_step=max(record.last_step, 1),
         warm_start_steps=record.warm_start_steps,
         checkpoints=tuple(row["step"] for row in record.checkpoints),
-        incidents=tuple(row["step"] for row in record.incidents if row.get("step") is not None),
+        incidents=tuple(one.incident.step for one in record.timeline.incidents if one.incident.step is not None),
         resumes=tuple(step - 1 for step in starts[1:] if step > 1),
     )
 
@@ -154,7 +154,7 @@ def marks_of(record: RunRecord) -> Marks:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _line_plot(record: RunRecord, plot: LinePlot) -> tuple[Markup | None, str]:
+def _line_plot(record: ReportData, plot: LinePlot) -> tuple[Markup | None, str]:
     """The figure, or None and the sentence on why there is none."""
     series = []
     for key, label in plot.keys:
@@ -172,7 +172,7 @@ def _line_plot(record: RunRecord, plot: LinePlot) -> tuple[Markup | None, str]:
         unit=plot.unit,
         marks=marks_of(record),
         name=plot.name,
-        description=f"{plot.title}: " + "; ".join(_told(item) for item in series),
+        description=f"{plot.title}: " + "; ".join(_series_text(item) for item in series),
         smooth=plot.smooth,
         from_zero=plot.from_zero,
         span=(series[0].curve[0][0], series[0].curve[-1][0]) if plot.stage else None,
@@ -180,7 +180,7 @@ def _line_plot(record: RunRecord, plot: LinePlot) -> tuple[Markup | None, str]:
     return _figure(plot.title, svg, caption), ""
 
 
-def _of_stage(record: RunRecord, curve: Curve, stage: str) -> Curve:
+def _of_stage(record: ReportData, curve: Curve, stage: str) -> Curve:
     if not stage:
         return curve
     spec = record.spec
@@ -190,14 +190,14 @@ def _of_stage(record: RunRecord, curve: Curve, stage: str) -> Curve:
     return [(step, value) for step, value in curve if (step <= border) == (stage == "sft")]
 
 
-def _told(series: Series) -> str:
+def _series_text(series: Series) -> str:
     (first, start), (last, end) = series.curve[0], series.curve[-1]
     if first == last:
         return f"{series.label} {number(start)} at step {first}"
     return f"{series.label} from {number(start)} at step {first} to {number(end)} at step {last}"
 
 
-def _accuracy(record: RunRecord) -> tuple[Markup | None, str]:
+def _accuracy(record: ReportData) -> tuple[Markup | None, str]:
     title = "Held-out accuracy"
     series = []
     for name in ("greedy", "sampled"):
@@ -230,7 +230,7 @@ def _accuracy(record: RunRecord) -> tuple[Markup | None, str]:
     return _figure(title, svg, caption), ""
 
 
-def _phase_times(record: RunRecord) -> tuple[Markup | None, str]:
+def _phase_times(record: ReportData) -> tuple[Markup | None, str]:
     title = "Where the time goes"
     series = [
         Series(name, curve, PHASE_COLOURS[name])
@@ -256,7 +256,7 @@ def _percent(share: float) -> str:
     return f"{share:.0%}" if share == 0 or share >= 0.01 else "<1%"
 
 
-def _times(record: RunRecord) -> dict[str, Curve]:
+def _times(record: ReportData) -> dict[str, Curve]:
     """Seconds of each step by phase, and what of the step no phase explains."""
     times: dict[str, Curve] = {phase: plots.finite(record.curves.get(f"time/{phase}_s", ())) for phase in PHASES}
     left = dict(plots.finite(record.curves.get("time/step_s", ())))
@@ -272,7 +272,7 @@ def _figure(title: str, svg: str, caption: str) -> Markup:
     return tag("figure", tag("h3", title), Markup(svg), tag("figcaption", caption) if caption else "")
 
 
-def _plots(record: RunRecord, made: Sequence[tuple[Markup | None, str]]) -> Markup:
+def _plots(record: ReportData, made: Sequence[tuple[Markup | None, str]]) -> Markup:
     """The figures, what their marks mean, and a sentence for each that could not be drawn."""
     drawn = [figure for figure, _ in made if figure]
     missing = [sentence for figure, sentence in made if not figure]

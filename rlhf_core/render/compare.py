@@ -1,4 +1,4 @@
-"""What differs between runs: settings, evaluations, metrics, time, incidents. Plain data, ready for JSON."""
+"""Differences between runs: settings, evaluations, metrics, time, incidents. Plain data, ready for JSON."""
 
 import difflib
 from collections import Counter
@@ -14,7 +14,7 @@ from rlhf_core.render.plots import Curve, finite
 Facts = dict[str, Any]
 
 MOST_RUNS = 7
-"""As many as there are colours that can be told apart."""
+"""As many as there are colours that a reader can distinguish."""
 
 KEY_METRICS = (
     "reward/mean",

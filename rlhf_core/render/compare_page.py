@@ -67,7 +67,7 @@ def page(compared: Facts, made_at: datetime) -> str:
 
 
 def _lead(compared: Facts) -> str:
-    """What can be said in a sentence, and no more than the intervals allow."""
+    """The comparison in a sentence, with no more claimed than the intervals allow."""
     said = []
     for evaluation in compared["evaluations"]:
         for run, of_run in zip(compared["runs"], evaluation["runs"], strict=True):

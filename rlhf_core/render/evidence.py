@@ -8,7 +8,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from rlhf_core.files import read_document
 from rlhf_core.redaction import masked
-from rlhf_core.run_dir import read_tail
+from rlhf_core.run_dir import RunDir, read_tail
 from rlhf_core.schemas.reports import RankStatus
 
 MAX_STACKS, STACK_LINES = 3, 24
@@ -33,7 +33,7 @@ class Excerpt:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class EvidenceExcerpts:
     """The readable part of an evidence folder. Files that cannot be read are left out."""
 
     folder: Path
@@ -45,7 +45,7 @@ class Evidence:
     """Ends of logs."""
 
 
-def read_evidence(folder: Path, suspect_ranks: Sequence[int]) -> Evidence:
+def read_evidence(folder: Path, suspect_ranks: Sequence[int]) -> EvidenceExcerpts:
     """Read the essentials of an evidence folder; empty where the folder is gone."""
     files = _files(folder)
     suspects = set(_places(folder, suspect_ranks))
@@ -54,7 +54,16 @@ def read_evidence(folder: Path, suspect_ranks: Sequence[int]) -> Evidence:
         Excerpt(path.name, _shortened(read_tail(path, _TAIL_BYTES))[-LOG_LINES:])
         for path in _first(files, "log", suspects)[:MAX_LOGS]
     ]
-    return Evidence(folder, tuple(files), tuple(stacks), tuple(logs))
+    return EvidenceExcerpts(folder, tuple(files), tuple(stacks), tuple(logs))
+
+
+def read_incident_evidence(run_dir: RunDir, evidence_dir: str, suspect_ranks: Sequence[int]) -> EvidenceExcerpts | None:
+    """Read the evidence of an incident; None where it has none, or names a folder outside of its run."""
+    folder = (run_dir.root / evidence_dir).absolute()
+    # A file of the run names the folder: it must not open anything else.
+    if not evidence_dir or not folder.resolve().is_relative_to(run_dir.root.resolve()):
+        return None
+    return read_evidence(folder, suspect_ranks)
 
 
 def _files(folder: Path) -> list[Path]:
@@ -100,6 +109,6 @@ def _head(path: Path) -> tuple[str, ...]:
 
 
 def _shortened(text: str) -> tuple[str, ...]:
-    # What an older version stored is not masked. Before it is cut: half a secret is not recognised.
+    # Files of an older version are not masked. Masked before it is cut: half a secret is not recognised.
     lines = masked(text).rstrip().splitlines()
     return tuple(line if len(line) <= MAX_LINE else f"{line[: MAX_LINE - 3]}..." for line in lines)

@@ -1,4 +1,4 @@
-"""Everything a report tells: rows of the history, and from the run directory what is no row (samples, model size)."""
+"""Data of a report: rows of the history, and from the run directory what is no row (samples, model size)."""
 
 import json
 import math
@@ -11,13 +11,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rlhf_core.control_journal import read_journal
-from rlhf_core.history import queries, saved_queries
+from rlhf_core.control_journal import read_journal, valid_lines
+from rlhf_core.history import queries, questions
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.render.evidence import Evidence, read_evidence
+from rlhf_core.render.evidence import EvidenceExcerpts, read_incident_evidence
 from rlhf_core.render.markup import as_time
 from rlhf_core.render.plots import Curve
+from rlhf_core.render.timeline import Timeline, timeline_from_rows
 from rlhf_core.run_dir import RunDir, read_models
+from rlhf_core.schemas.failures import Action
 from rlhf_core.schemas.journal import PromotionMoved
 from rlhf_core.schemas.regression import regressions
 from rlhf_core.schemas.reports import EvaluationSample, SampleLine
@@ -30,16 +32,15 @@ MAX_WITH_EVIDENCE = 20
 
 
 @dataclass(frozen=True)
-class RunRecord:
-    """What is known of one run. Rows are as in ``rlhf show --json``."""
+class ReportData:
+    """Data of one run. Rows are as in ``rlhf show --json``."""
 
     run: Mapping[str, Any]
     stages: Rows
     checks: Rows
     attempts: Rows
     restarts: Rows
-    incidents: Rows
-    decisions: Rows
+    timeline: Timeline
     checkpoints: Rows
     evaluations: Rows
     goodput: Mapping[str, Any]
@@ -47,7 +48,7 @@ class RunRecord:
     curves: Mapping[str, Curve]
     """Effective metrics: after a rewind the last attempt's value of each step."""
     spec: RunSpec | None
-    """What was asked for; None where this program cannot read it."""
+    """Spec of the run; None where this program cannot read it."""
     tables: Mapping[tuple[str, str], Sequence[EvaluationSample]]
     """Sample tables of the evaluations, by when (before, after) and name (greedy, sampled)."""
     samples: Sequence[SampleLine]
@@ -57,13 +58,13 @@ class RunRecord:
     notes: Sequence[str]
     """Sentences on what could not be read."""
     probes: Rows = ()
-    """What the nodes measured before training: saved question ``probe-speeds``."""
+    """Measurements of the nodes before training: saved question ``probe-speeds``."""
     promotion: Mapping[str, Any] = field(default_factory=dict)
-    """Where the promotion of the model stands; empty where nobody was asked and nothing was promoted."""
-    evidence: Mapping[str, Evidence] = field(default_factory=dict)
-    """Stacks and logs of the newest incidents, by ``incident_id``."""
+    """State of the promotion of the model; empty where no promotion was asked for."""
+    evidence: Mapping[str, EvidenceExcerpts] = field(default_factory=dict)
+    """Stacks and logs of the newest incidents, by their ``evidence_dir``."""
     promotion_moves: Rows = ()
-    """How it came there, from the journal: time, state, by, reason and path of each change."""
+    """Its changes, from the journal: time, state, by, reason and path of each change."""
 
     @property
     def regressed(self) -> Rows:
@@ -77,15 +78,16 @@ class RunRecord:
 
     @property
     def state(self) -> str:
-        """Where the run stands."""
+        """State of the run."""
         return str(self.run["state"])
 
     @property
     def last_seen(self) -> datetime:
         """The last moment that the history knows of; the end of whatever has not ended."""
-        rows: list[Mapping[str, Any]] = [self.run, *self.stages, *self.restarts, *self.checkpoints, *self.incidents]
-        names = ("created_at", "progress_at", "started_at", "ended_at", "completed_at", "seen_at")
-        return max(time for row in rows for name in names if (time := as_time(row.get(name))) is not None)
+        rows: list[Mapping[str, Any]] = [self.run, *self.stages, *self.restarts, *self.checkpoints]
+        names = ("created_at", "progress_at", "started_at", "ended_at", "completed_at")
+        times = [time for row in rows for name in names if (time := as_time(row.get(name))) is not None]
+        return max([*times, *(one.incident.seen_at for one in self.timeline.incidents)])
 
     @property
     def last_step(self) -> int:
@@ -93,9 +95,10 @@ class RunRecord:
         return max((curve[-1][0] for curve in self.curves.values() if curve), default=0)
 
     def restarts_in_place(self, attempt: int | None = None) -> int:
-        """How often workers were started again inside an allocation. ``restarts`` has starts of any reason: the
+        """Number of restarts inside an allocation. ``restarts`` has starts of any reason: the
         evaluator's is one as well."""
-        return sum(row["action"] == "restart_in_place" and attempt in (None, row["attempt"]) for row in self.decisions)
+        made = [one.decision for one in self.timeline.decisions]
+        return sum(one.action is Action.RESTART_IN_PLACE and attempt in (None, one.attempt) for one in made)
 
     @property
     def warm_start_steps(self) -> int:
@@ -103,7 +106,7 @@ class RunRecord:
         return self.spec.sft.num_steps if self.spec else 0
 
 
-def gather(store: HistoryStore, run_dir: RunDir) -> RunRecord:
+def gather(store: HistoryStore, run_dir: RunDir) -> ReportData:
     """Read a run. Without its directory the report lacks the training samples and the model's size, and says so.
 
     Raises:
@@ -126,14 +129,14 @@ def gather(store: HistoryStore, run_dir: RunDir) -> RunRecord:
         notes.append(
             f"The settings are left out, because version {version} wrote them in a form this one does not read."
         )
-    return RunRecord(
+    timeline = timeline_from_rows(run_dir, shown["run"], shown["incidents"], shown["decisions"], shown["restarts"])
+    return ReportData(
         run=shown["run"],
         stages=shown["stages"],
         checks=shown["checks"],
         attempts=shown["attempts"],
         restarts=shown["restarts"],
-        incidents=shown["incidents"],
-        decisions=shown["decisions"],
+        timeline=timeline,
         checkpoints=shown["checkpoints"],
         evaluations=shown["evaluations"],
         goodput=shown["goodput"],
@@ -144,7 +147,7 @@ def gather(store: HistoryStore, run_dir: RunDir) -> RunRecord:
             (row["when"], row["name"]): _sample_table(store, run_id, row["when"], row["name"])
             for row in shown["evaluations"]
         },
-        evidence=_evidence(run_dir, shown["incidents"]),
+        evidence=_evidence(run_dir, timeline),
         samples=_training_samples(run_dir),
         num_parameters=_num_parameters(run_dir),
         notes=notes,
@@ -161,28 +164,20 @@ def find_row(rows: Iterable[Mapping[str, Any]], **wanted: object) -> Mapping[str
 
 
 def _probes(store: HistoryStore, run_id: str) -> list[Mapping[str, Any]]:
-    answer = saved_queries.ask(store, saved_queries.find("probe-speeds"), {"run": run_id})
+    answer = questions.ask(store, questions.find("probe-speeds"), {"run": run_id})
     return [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]
 
 
-def _evidence(run_dir: RunDir, incidents: Rows) -> Mapping[str, Evidence]:
-    folders = {
-        incident["incident_id"]: (run_dir.root / incident["evidence_dir"], incident["suspect_ranks"])
-        for incident in incidents[-MAX_WITH_EVIDENCE:]
-        if incident["evidence_dir"]
-    }
-    root = run_dir.root.resolve()
-    return {
-        incident_id: read_evidence(folder, ranks)
-        for incident_id, (folder, ranks) in folders.items()
-        if folder.resolve().is_relative_to(root)  # what a file says opens nothing outside of its run
-    }
+def _evidence(run_dir: RunDir, timeline: Timeline) -> Mapping[str, EvidenceExcerpts]:
+    found = (one.incident for one in timeline.incidents[-MAX_WITH_EVIDENCE:])
+    read = {one.evidence_dir: read_incident_evidence(run_dir, one.evidence_dir, one.suspect_ranks) for one in found}
+    return {folder: evidence for folder, evidence in read.items() if evidence is not None}
 
 
 def _promotion_moves(run_dir: RunDir) -> list[Mapping[str, Any]]:
     return [
         {"time": line.time.isoformat(), **line.event.model_dump(mode="json")}
-        for line in read_journal(run_dir.control)
+        for line in valid_lines(read_journal(run_dir.control))
         if isinstance(line.event, PromotionMoved)
     ]
 

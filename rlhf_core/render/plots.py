@@ -33,7 +33,7 @@ _LINE = 10.5
 MAX_BARS = 240
 """The same for stacked parts, which are wider."""
 
-_STYLE: Any = {  # settings of different types, which rc_context checks when it runs
+STYLE: Any = {  # settings of different types, which rc_context checks when it runs
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.size": 8.5,
@@ -52,25 +52,34 @@ _STYLE: Any = {  # settings of different types, which rc_context checks when it 
     "lines.solid_capstyle": "round",
 }
 
-# Stand-ins that matplotlib writes into the SVG and that are then replaced by CSS variables. Their values mean nothing,
-# but must not occur otherwise.
+
+@dataclass(frozen=True)
+class Palette:
+    """Colours of a drawing."""
+
+    text: str
+    muted: str
+    grid: str
+    warm_start: str
+    bad: str
+    mark: str
+    series: tuple[str, ...]
+
+
 _INK = {
     "text": "#0a0b01",
     "muted": "#0a0b02",
     "grid": "#0a0b03",
-    "paper": "#0a0b04",
     "warm-start": "#0a0b05",
     "bad": "#0a0b06",
     "mark": "#0a0b07",
-    "series-1": "#0a0c01",
-    "series-2": "#0a0c02",
-    "series-3": "#0a0c03",
-    "series-4": "#0a0c04",
-    "series-5": "#0a0c05",
-    "series-6": "#0a0c06",
-    "series-7": "#0a0c07",
+    **{f"series-{number}": f"#0a0c0{number}" for number in range(1, 8)},
 }
-_SERIES = [colour for name, colour in _INK.items() if name.startswith("series-")]
+"""Stand-ins that matplotlib writes into the SVG and that are then replaced by CSS variables. Their values mean nothing,
+but must not occur otherwise."""
+
+_SERIES = tuple(colour for name, colour in _INK.items() if name.startswith("series-"))
+_CSS = Palette(_INK["text"], _INK["muted"], _INK["grid"], _INK["warm-start"], _INK["bad"], _INK["mark"], _SERIES)
 
 
 @dataclass(frozen=True)
@@ -85,7 +94,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Marks:
-    """What happened at which optimizer step; drawn into every plot over steps."""
+    """Checkpoints, incidents and returns by optimizer step; drawn into every plot over steps."""
 
     last_step: int = 1
     """The axis ends here, so that all plots of a page have the same one."""
@@ -177,7 +186,7 @@ def line_chart(
     Args:
         series: at least one, each with at least one finite point.
         unit: label of the vertical axis, with its unit.
-        marks: what happened at which step.
+        marks: checkpoints, incidents and returns by step.
         name: distinguishes the drawing within the page: lower-case letters, digits and ``-``.
         description: what it shows, in a sentence, for those who cannot see it.
         smooth: draw a running mean in front and the single steps faintly behind.
@@ -187,24 +196,31 @@ def line_chart(
     Returns:
         An ``<svg>`` element.
     """
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure, axes = _canvas(unit)
-        drawn = [(item.label, finite(item.curve)) for item in series]
-        for (label, curve), colour in zip(drawn, itertools.cycle(_SERIES)):
-            for part in _loops(curve, marks):
-                window = smoothing_window(len(curve)) if smooth else 1
-                if window > 1:
-                    axes.plot(*_columns(thin(part)), color=colour, linewidth=0.8, alpha=0.35)
-                bold = thin(rolling_mean(part, window))
-                marker = "o" if len(bold) == 1 else ""
-                axes.plot(*_columns(bold), color=colour, linewidth=1.6, marker=marker, markersize=4, label=label)
-                label = ""  # the other loop is the same series
-        if from_zero:
-            axes.set_ylim(bottom=min(0.0, *(value for _, curve in drawn for _, value in curve)))
-        _steps_axis(axes, span or (0, marks.last_step), marks)
+        draw_lines(axes, series, marks, _CSS, smooth=smooth, from_zero=from_zero)
+        draw_steps(axes, span or (0, marks.last_step), marks, _CSS)
         if len(series) > 1:
             _legend(axes)
         return _svg(figure, name, description)
+
+
+def draw_lines(
+    axes: Axes, series: Sequence[Series], marks: Marks, palette: Palette, *, smooth: bool, from_zero: bool
+) -> None:
+    """Draw curves into axes; see :func:`line_chart`."""
+    drawn = [(item.label, finite(item.curve)) for item in series]
+    for (label, curve), colour in zip(drawn, itertools.cycle(palette.series)):
+        for part in _loops(curve, marks):
+            window = smoothing_window(len(curve)) if smooth else 1
+            if window > 1:
+                axes.plot(*_columns(thin(part)), color=colour, linewidth=0.8, alpha=0.35)
+            bold = thin(rolling_mean(part, window))
+            marker = "o" if len(bold) == 1 else ""
+            axes.plot(*_columns(bold), color=colour, linewidth=1.6, marker=marker, markersize=4, label=label)
+            label = ""  # the other loop is the same series
+    if from_zero:
+        axes.set_ylim(bottom=min(0.0, *(value for _, curve in drawn for _, value in curve)))
 
 
 def point_chart(series: Sequence[PointSeries], *, unit: str, marks: Marks, name: str, description: str) -> str:
@@ -213,7 +229,7 @@ def point_chart(series: Sequence[PointSeries], *, unit: str, marks: Marks, name:
     Returns:
         An ``<svg>`` element.
     """
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure, axes = _canvas(unit)
         spread = 0.006 * marks.last_step
         for index, (item, colour) in enumerate(zip(series, itertools.cycle(_SERIES))):
@@ -243,7 +259,7 @@ def point_chart(series: Sequence[PointSeries], *, unit: str, marks: Marks, name:
         axes.set_ylim(0.0, top)
         for step in {point.step for item in series for point in item.points}:
             _label_points(axes, step, series, marks, top)
-        _steps_axis(axes, (0, marks.last_step), marks)
+        draw_steps(axes, (0, marks.last_step), marks, _CSS)
         _legend(axes)
         return _svg(figure, name, description)
 
@@ -254,7 +270,7 @@ def stacked_chart(series: Sequence[Series], *, unit: str, marks: Marks, name: st
     Returns:
         An ``<svg>`` element.
     """
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure, axes = _canvas(unit)
         steps = sorted({step for item in series for step, _ in item.curve})
         rows = []
@@ -271,7 +287,7 @@ def stacked_chart(series: Sequence[Series], *, unit: str, marks: Marks, name: st
             axes.stairs(top, edges, baseline=floor, fill=True, color=colour, linewidth=0, label=item.label)
             floor = top
         axes.set_ylim(bottom=0.0)
-        _steps_axis(axes, (0, marks.last_step), marks)
+        draw_steps(axes, (0, marks.last_step), marks, _CSS)
         _legend(axes)
         return _svg(figure, name, description)
 
@@ -308,7 +324,7 @@ def _label_points(axes: Axes, step: int, series: Sequence[PointSeries], marks: M
 
 
 def label_offsets(heights: Sequence[float], *, beside: bool) -> list[float]:
-    """How far above their points to write values, so that no two overlap.
+    """Heights above their points at which values are written, so that no two overlap.
 
     Args:
         heights: heights of the points above the axis, rising, in points of the page.
@@ -333,35 +349,41 @@ def _canvas(unit: str) -> tuple[Figure, Axes]:
     figure.patch.set_alpha(0.0)
     axes = figure.add_subplot()
     axes.patch.set_alpha(0.0)
-    axes.grid(axis="y", color=_INK["grid"], linewidth=0.7)
-    axes.tick_params(colors=_INK["muted"], labelcolor=_INK["muted"])
-    axes.spines["left"].set_visible(False)
-    axes.spines["bottom"].set_color(_INK["muted"])
     axes.set_xlabel("optimizer step", color=_INK["muted"])
-    axes.set_ylabel(unit, color=_INK["muted"])
+    style_axes(axes, unit, _CSS)
     return figure, axes
 
 
-def _steps_axis(axes: Axes, span: tuple[int, int], marks: Marks) -> None:
+def draw_steps(axes: Axes, span: tuple[int, int], marks: Marks, palette: Palette) -> None:
+    """Draw the axis of steps, from the first step of ``span`` to its last, with the marks on it."""
     low, high = span
     margin = max(0.5, 0.02 * (high - low))
     axes.set_xlim(low - margin, high + margin)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
-    axes.yaxis.get_offset_text().set_color(_INK["muted"])
+    axes.yaxis.get_offset_text().set_color(palette.muted)
     if marks.warm_start_steps >= max(low, 1):
         right = min(marks.warm_start_steps + 0.5, high + margin)
-        axes.axvspan(low - margin, right, color=_INK["warm-start"], linewidth=0, zorder=0)
+        axes.axvspan(low - margin, right, color=palette.warm_start, linewidth=0, zorder=0)
     for step in _within(marks.resumes, low, high):
-        axes.axvline(step + 0.5, color=_INK["mark"], linewidth=1.0, linestyle=(0, (4, 3)), zorder=1)
+        axes.axvline(step + 0.5, color=palette.mark, linewidth=1.0, linestyle=(0, (4, 3)), zorder=1)
     for step in _within(marks.incidents, low, high):
-        axes.axvline(step, color=_INK["bad"], linewidth=1.2, zorder=1)
+        axes.axvline(step, color=palette.bad, linewidth=1.2, zorder=1)
     saved = _within(marks.checkpoints, low, high)
     if saved:
         place = axes.get_xaxis_transform()
         axes.plot(
-            saved, [0.0] * len(saved), "^", color=_INK["mark"], markersize=4, transform=place, clip_on=False, zorder=5
+            saved, [0.0] * len(saved), "^", color=palette.mark, markersize=4, transform=place, clip_on=False, zorder=5
         )
+
+
+def style_axes(axes: Axes, unit: str, palette: Palette) -> None:
+    """Set grid, ticks and label of the vertical axis."""
+    axes.grid(axis="y", color=palette.grid, linewidth=0.7)
+    axes.tick_params(colors=palette.muted, labelcolor=palette.muted)
+    axes.spines["left"].set_visible(False)
+    axes.spines["bottom"].set_color(palette.muted)
+    axes.set_ylabel(unit, color=palette.muted)
 
 
 def _within(steps: Iterable[int], low: int, high: int) -> list[int]:

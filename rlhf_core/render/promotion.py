@@ -1,22 +1,22 @@
-"""What became of the model after the run: who was asked, who said what and why, and where it lies."""
+"""The promotion of a model in a report: its state, the answers and their reasons, the folder of the model."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf_core.render.gather import RunRecord, find_row
+from rlhf_core.render.gather import ReportData, find_row
 from rlhf_core.render.markup import Markup, badge, code, facts, join, moment, section, table, tag
 
-_SAID = {
+_SENTENCES = {
     "waiting": "waits for an answer",
     "approved": "is approved; the model is not written yet",
     "refused": "was refused",
-    "expired": "was not promoted: nobody answered in time",
+    "expired": "was not promoted: there was no answer in time",
     "promoted": "was promoted",
     "failed": "was approved, but the model could not be written",
 }
 
 
-def promotion(record: RunRecord) -> Markup:
+def promotion(record: ReportData) -> Markup:
     """The section; nothing for a run that was not to be promoted."""
     if record.promotion:
         return section("Promotion", _standing(record, record.promotion), _history(record))
@@ -26,12 +26,12 @@ def promotion(record: RunRecord) -> Markup:
     return section("Promotion", tag("p", stage.get("message") or "Nothing was promoted.", class_="note"))
 
 
-def _standing(record: RunRecord, promotion: Mapping[str, Any]) -> Markup:
+def _standing(record: ReportData, promotion: Mapping[str, Any]) -> Markup:
     state = promotion["state"]
     asked, moved = promotion["asked_at"], promotion["moved_at"]
     return join(
         [
-            tag("p", badge(state), f" The checkpoint of step {promotion['checkpoint_step']} {_SAID[state]}."),
+            tag("p", badge(state), f" The checkpoint of step {promotion['checkpoint_step']} {_SENTENCES[state]}."),
             facts(
                 [
                     ("decided by", promotion["decided_by"]),
@@ -46,8 +46,8 @@ def _standing(record: RunRecord, promotion: Mapping[str, Any]) -> Markup:
     )
 
 
-def _advice(record: RunRecord, state: str) -> object:
-    """What can be done about it; empty where nothing has to be."""
+def _advice(record: ReportData, state: str) -> object:
+    """The next command; empty where nothing has to be done."""
     run_id = record.run_id
     if state == "waiting":
         return join([code(f"rlhf approve {run_id}"), " or ", code(f"rlhf refuse {run_id} --reason ...")])
@@ -56,7 +56,7 @@ def _advice(record: RunRecord, state: str) -> object:
     return ""
 
 
-def _history(record: RunRecord) -> Markup:
+def _history(record: ReportData) -> Markup:
     """Every change, where there was more than asking, answering and writing: an answer that was changed, a new try."""
     moves = record.promotion_moves
     decided = [move for move in moves if move["state"] in ("approved", "refused", "expired", "failed")]

@@ -11,7 +11,7 @@ from rlhf_core.formatting import attributed, count
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render import charts, plots, samples
 from rlhf_core.render.config_text import as_toml
-from rlhf_core.render.gather import RunRecord, find_row, gather
+from rlhf_core.render.gather import ReportData, find_row, gather
 from rlhf_core.render.markup import (
     Markup,
     badges,
@@ -28,7 +28,7 @@ from rlhf_core.render.markup import (
     words,
 )
 from rlhf_core.render.promotion import promotion
-from rlhf_core.render.run_sections import what_happened
+from rlhf_core.render.run_sections import timeline_section
 from rlhf_core.run_dir import RunDir, write_text
 from rlhf_core.schemas.base import utc_now
 
@@ -55,16 +55,16 @@ def write_report(store: HistoryStore, run_dir: RunDir, out: Path) -> Path:
     return out
 
 
-def page(record: RunRecord) -> str:
+def page(record: ReportData) -> str:
     """The whole document."""
-    happened, plotted = what_happened(record), _plots(record)
+    history, plotted = timeline_section(record), _plots(record)
     return document(
         f"{record.run['name']} · {record.run_id}",
         _header(record),
         _tiles(record),
         promotion(record),
         _facts(record),
-        *([happened, plotted] if record.state == "failed" else [plotted, happened]),
+        *([history, plotted] if record.state == "failed" else [plotted, history]),
         section("What the model wrote", samples.evaluation_samples(record)),
         section("Sampled in training", samples.training_samples(record)),
         _settings(record),
@@ -88,7 +88,7 @@ def document(title: str, *content: object) -> str:
 # The first screen
 
 
-def _header(record: RunRecord) -> Markup:
+def _header(record: ReportData) -> Markup:
     return tag(
         "header",
         tag("p", code(record.run_id), class_="id"),
@@ -98,8 +98,8 @@ def _header(record: RunRecord) -> Markup:
     )
 
 
-def _in_a_sentence(record: RunRecord) -> Markup:
-    """How the run went, as one would say it."""
+def _in_a_sentence(record: ReportData) -> Markup:
+    """The outcome of the run in a sentence."""
     took = duration(record.goodput.get("wall_s"))
     if record.state == "completed":
         return join([f"Completed in {took}.", *_changes(record)], " ")
@@ -110,8 +110,8 @@ def _in_a_sentence(record: RunRecord) -> Markup:
     return join([f"Not over yet (state {record.state}); the report shows what was known at {moment(utc_now())}."])
 
 
-def _changes(record: RunRecord) -> list[str]:
-    """What training did to the held-out accuracy, with no more said than the intervals allow."""
+def _changes(record: ReportData) -> list[str]:
+    """Change of the held-out accuracy, with no more claimed than the intervals allow."""
     sentences = []
     for name in NAMES:
         before, after = _pair(record, name)
@@ -130,26 +130,26 @@ def _changes(record: RunRecord) -> list[str]:
     return sentences
 
 
-def _diagnosis(record: RunRecord) -> str:
-    if record.incidents:
-        last = record.incidents[-1]
-        return f"{words(last['failure_kind'])}. {last['message']}"
+def _diagnosis(record: ReportData) -> str:
+    if record.timeline.incidents:
+        last = record.timeline.incidents[-1].incident
+        return f"{words(last.failure_kind.value)}. {last.message}"
     return str(record.run["message"])
 
 
-def _pair(record: RunRecord, name: str) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
+def _pair(record: ReportData, name: str) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
     """The evaluations of one name before and after; those that are not finite do not count."""
     finite = [row for row in record.evaluations if None not in (row["value"], row["ci_low"], row["ci_high"])]
     return find_row(finite, name=name, when="before"), find_row(finite, name=name, when="after")
 
 
-def _tiles(record: RunRecord) -> Markup:
+def _tiles(record: ReportData) -> Markup:
     tiles = [*(_evaluation_tile(record, name) for name in NAMES), _reward_tile(record), _goodput_tile(record)]
     shown = [tile for tile in tiles if tile]
     return tag("div", *shown, class_="tiles") if shown else Markup("")
 
 
-def _evaluation_tile(record: RunRecord, name: str) -> Markup | None:
+def _evaluation_tile(record: ReportData, name: str) -> Markup | None:
     before, after = _pair(record, name)
     found = after or before
     if found is None:
@@ -164,7 +164,7 @@ def _evaluation_tile(record: RunRecord, name: str) -> Markup | None:
     return _tile(title, f"{before['value']:.3f}", f"{after['value']:.3f}", detail)
 
 
-def _reward_tile(record: RunRecord) -> Markup | None:
+def _reward_tile(record: ReportData) -> Markup | None:
     reward = [value for _, value in plots.finite(record.curves.get("reward/mean", ()))]
     if not reward:
         return None
@@ -174,7 +174,7 @@ def _reward_tile(record: RunRecord) -> Markup | None:
     return _tile("reward", f"{start:.3f}", f"{end:.3f}", detail)
 
 
-def _goodput_tile(record: RunRecord) -> Markup | None:
+def _goodput_tile(record: ReportData) -> Markup | None:
     share = record.goodput.get("ettr")
     if share is None or not record.curves:
         return None
@@ -199,7 +199,7 @@ def _interval(row: Mapping[str, Any]) -> Markup:
 # Facts
 
 
-def _facts(record: RunRecord) -> Markup:
+def _facts(record: ReportData) -> Markup:
     run = record.run
     return section(
         "Facts",
@@ -225,20 +225,20 @@ def _facts(record: RunRecord) -> Markup:
     )
 
 
-def _checked(record: RunRecord, check: str) -> str:
-    """What a preflight check found, where it passed."""
+def _checked(record: ReportData, check: str) -> str:
+    """Finding of a preflight check, where it passed."""
     found = find_row(record.checks, id=check, status="passed")
     return found["found"] if found else ""
 
 
-def _by_stage(record: RunRecord) -> str:
+def _by_stage(record: ReportData) -> str:
     seconds: dict[str, float] = {}
     for stage in record.stages:
         seconds[stage["name"]] = seconds.get(stage["name"], 0.0) + stage["seconds"]
     return ", ".join(f"{name} {duration(value)}" for name, value in seconds.items())
 
 
-def _asked_for(record: RunRecord) -> list[tuple[str, object]]:
+def _asked_for(record: ReportData) -> list[tuple[str, object]]:
     spec = record.spec
     if spec is None:
         return []
@@ -260,7 +260,7 @@ def _asked_for(record: RunRecord) -> list[tuple[str, object]]:
     ]
 
 
-def _plots(record: RunRecord) -> Markup:
+def _plots(record: ReportData) -> Markup:
     if not record.curves and not record.evaluations:
         return section("Learning", tag("p", "No step was made, so there is nothing to draw.", class_="note"))
     learning, speed = charts.learning_plots(record), charts.speed_plots(record)
@@ -271,7 +271,7 @@ def _plots(record: RunRecord) -> Markup:
 # Settings and all numbers
 
 
-def _settings(record: RunRecord) -> Markup:
+def _settings(record: ReportData) -> Markup:
     given = ["rlhf", "run", record.run["config_source"]]
     for override in record.run["overrides"]:
         given += ["--set", override]
@@ -284,7 +284,7 @@ def _settings(record: RunRecord) -> Markup:
     return section("Settings and numbers", *parts)
 
 
-def _all_metrics(record: RunRecord) -> Markup:
+def _all_metrics(record: ReportData) -> Markup:
     if not record.curves:
         return tag("p", "The run has no metrics.", class_="note")
     rows = []
@@ -296,5 +296,5 @@ def _all_metrics(record: RunRecord) -> Markup:
     return fold(f"All {count(len(rows), 'metric')}", table(headers, rows))
 
 
-def _footer(record: RunRecord) -> Markup:
+def _footer(record: ReportData) -> Markup:
     return tag("footer", f"Made {moment(utc_now())} by rlhf-flows {__version__} from the history of {record.run_id}.")

@@ -1,11 +1,10 @@
-"""What happened to a run, in words and tables: incidents and decisions, attempts, checkpoints, checks."""
+"""Sections of a report in words and tables: incidents and decisions, attempts, checkpoints, checks."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from rlhf_core.formatting import count, place_text
-from rlhf_core.render.evidence import Evidence
-from rlhf_core.render.gather import RunRecord, find_row
+from rlhf_core.render.evidence import EvidenceExcerpts
+from rlhf_core.render.gather import ReportData
 from rlhf_core.render.markup import (
     Markup,
     badge,
@@ -20,20 +19,15 @@ from rlhf_core.render.markup import (
     tag,
     words,
 )
-from rlhf_core.render.timeline_chart import timeline
-
-_ACTIONS = {
-    "restart_in_place": "start the workers again in the same allocation",
-    "new_attempt": "submit again and go on from the last complete checkpoint",
-    "stop": "stop the run",
-}
+from rlhf_core.render.timeline import TimelineIncident, decision_text, suspects_text
+from rlhf_core.render.timeline_chart import timeline_chart
 
 
-def what_happened(record: RunRecord) -> Markup:
-    """The clock, what went wrong and what was done about it, and the attempts."""
+def timeline_section(record: ReportData) -> Markup:
+    """The section about the timeline: its chart, incidents and decisions, attempts, checkpoints, checks."""
     return section(
-        "What happened",
-        timeline(record) or tag("p", "Nothing was started.", class_="note"),
+        "Timeline",
+        timeline_chart(record) or tag("p", "Nothing was started.", class_="note"),
         _incidents(record),
         _lost_time(record),
         _attempts(record),
@@ -43,47 +37,47 @@ def what_happened(record: RunRecord) -> Markup:
     )
 
 
-def _incidents(record: RunRecord) -> Markup:
-    if not record.incidents and not record.decisions:
+def _incidents(record: ReportData) -> Markup:
+    timeline = record.timeline
+    if not timeline.incidents and not timeline.decisions:
         return tag("p", "No incident was recorded.", class_="note")
-    told = [_incident(record, incident) for incident in record.incidents]
-    known = {incident.get("incident_id") for incident in record.incidents}
-    # A decision of the controller may be about an incident that an agent found, or about none.
-    told += [
-        tag("li", tag("b", "decision"), f" · {moment(decision['decided_at'])}", tag("p", _decision(decision)))
-        for decision in record.decisions
-        if decision.get("decision_id") not in known
+    items = [_incident(record, found) for found in timeline.incidents]
+    shown = [decision for found in timeline.incidents for decision in timeline.decisions_on(found)]
+    # The controller also decides where no incident was found.
+    items += [
+        tag("li", tag("b", "decision"), f" · {moment(one.decided_at)}", tag("p", decision_text(one)))
+        for one in (made.decision for made in timeline.decisions)
+        if one not in shown
     ]
-    return tag("ol", *told, class_="incidents")
+    return tag("ol", *items, class_="incidents")
 
 
-def _incident(record: RunRecord, incident: Mapping[str, Any]) -> Markup:
-    place = place_text(incident["attempt"], incident["restart"])
-    if incident["step"] is not None:
-        place += f", step {incident['step']}"
-    if incident["phase"]:
-        place += f", phase {incident['phase']}"
-    suspects = [f"rank {rank}" for rank in incident["suspect_ranks"]] + list(incident["suspect_nodes"])
-    found_after = incident["detected_after_s"]
-    decision = find_row(record.decisions, decision_id=incident["incident_id"])
+def _incident(record: ReportData, found: TimelineIncident) -> Markup:
+    incident = found.incident
+    place = place_text(incident.attempt, incident.restart)
+    if incident.step is not None:
+        place += f", step {incident.step}"
+    if incident.phase:
+        place += f", phase {incident.phase}"
+    after = incident.detected_after_s
     return tag(
         "li",
-        tag("b", words(incident["failure_kind"])),
-        f" · {moment(incident['seen_at'])} · {place}",
-        tag("p", incident["message"]),
+        tag("b", words(incident.failure_kind.value)),
+        f" · {moment(incident.seen_at)} · {place}",
+        tag("p", incident.message),
         facts(
             [
-                ("suspects", ", ".join(suspects)),
-                ("found after", duration(found_after) if found_after is not None else ""),
-                ("evidence", code(incident["evidence_dir"]) if incident["evidence_dir"] else ""),
-                ("decision", _decision(decision) if decision else ""),
+                ("suspects", suspects_text(incident)),
+                ("found after", duration(after) if after is not None else ""),
+                ("evidence", code(incident.evidence_dir) if incident.evidence_dir else ""),
+                *(("decision", decision_text(one)) for one in record.timeline.decisions_on(found)),
             ]
         ),
-        *_excerpts(record.evidence.get(incident["incident_id"])),
+        *_excerpts(record.evidence.get(incident.evidence_dir)),
     )
 
 
-def _excerpts(evidence: Evidence | None) -> Iterator[Markup]:
+def _excerpts(evidence: EvidenceExcerpts | None) -> Iterator[Markup]:
     """Stacks and ends of logs, closed at first but for the first stack: a diagnosis is read with it."""
     if evidence is None:
         return
@@ -93,24 +87,7 @@ def _excerpts(evidence: Evidence | None) -> Iterator[Markup]:
         yield fold(f"end of {log.name}", tag("pre", "\n".join(log.lines)))
 
 
-def _decision(decision: Mapping[str, Any]) -> str:
-    """A decision as a sentence or more."""
-    action = _ACTIONS.get(decision["action"], decision["action"])
-    said = [f"{action} (by the {decision['decided_by']}): {decision['reason']}."]
-    if decision["delay_s"]:
-        said.append(f"Waited {duration(decision['delay_s'])}.")
-    if decision["excluded_nodes"]:
-        said.append(f"Without {', '.join(decision['excluded_nodes'])}.")
-    if decision["config_diff"]:
-        said.append(
-            "Changed: " + ", ".join(f"{name} = {value}" for name, value in decision["config_diff"].items()) + "."
-        )
-    if decision["resume_checkpoint"]:
-        said.append(f"Going on from {decision['resume_checkpoint']}.")
-    return " ".join(said).replace("..", ".")
-
-
-def _lost_time(record: RunRecord) -> Markup:
+def _lost_time(record: ReportData) -> Markup:
     if not record.lost_time:
         return Markup("")
     rows = [
@@ -127,7 +104,7 @@ def _lost_time(record: RunRecord) -> Markup:
     return join([tag("h3", "Time lost to failures"), table(headers, rows)])
 
 
-def _attempts(record: RunRecord) -> Markup:
+def _attempts(record: ReportData) -> Markup:
     if not record.attempts:
         return tag("p", "No attempt was submitted.", class_="note")
     rows = []
@@ -151,7 +128,7 @@ def _attempts(record: RunRecord) -> Markup:
     return join([tag("h3", "Attempts"), table(headers, rows)])
 
 
-def _probes(record: RunRecord) -> Markup:
+def _probes(record: ReportData) -> Markup:
     if not record.probes:
         return Markup("")
     rows = [
@@ -170,7 +147,7 @@ def _probes(record: RunRecord) -> Markup:
     return fold(f"Speed of the nodes before training, {count(len(rows), 'probe')}", table(headers, rows))
 
 
-def _checkpoints(record: RunRecord) -> Markup:
+def _checkpoints(record: ReportData) -> Markup:
     if not record.checkpoints:
         return tag("p", "No checkpoint was completed.", class_="note")
     rows = [
@@ -186,7 +163,7 @@ def _checkpoints(record: RunRecord) -> Markup:
     return fold(count(len(rows), "checkpoint"), table(["step", "loop", "size", "complete at", "now"], rows))
 
 
-def _checks(record: RunRecord) -> Markup:
+def _checks(record: ReportData) -> Markup:
     if not record.checks:
         return Markup("")
     rows = [[badge(row["status"]), code(row["id"]), row["found"], row["advice"]] for row in record.checks]

@@ -1,10 +1,10 @@
-"""What the model wrote: scored completions before and after, and groups sampled in training."""
+"""Completions of the model: scored completions before and after, and groups sampled in training."""
 
 from collections.abc import Sequence
 from itertools import groupby
 
 from rlhf_core.formatting import count
-from rlhf_core.render.gather import RunRecord
+from rlhf_core.render.gather import ReportData
 from rlhf_core.render.markup import Markup, code, fold, join, number, signed, table, tag
 from rlhf_core.schemas.reports import EvaluationSample, SampleLine
 
@@ -24,7 +24,7 @@ _GROUPS = {
 }
 
 
-def evaluation_samples(record: RunRecord) -> Markup:
+def evaluation_samples(record: ReportData) -> Markup:
     """Prompts with what the model answered, greedily where there is a choice: wrong and right ones."""
     for name in ("greedy", "sampled"):
         before, after = record.tables.get(("before", name)), record.tables.get(("after", name))
@@ -35,7 +35,7 @@ def evaluation_samples(record: RunRecord) -> Markup:
     return tag("p", "No evaluation left a sample table.", class_="note")
 
 
-def training_samples(record: RunRecord) -> Markup:
+def training_samples(record: ReportData) -> Markup:
     """Groups of completions sampled in training: the first, one in the middle, the last."""
     steps = sorted({line.step for line in record.samples})
     if not steps:

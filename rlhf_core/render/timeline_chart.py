@@ -6,7 +6,7 @@ Positions are percentages, so that the picture fits a phone, a desk and paper.
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from rlhf_core.render.gather import RunRecord
+from rlhf_core.render.gather import ReportData
 from rlhf_core.render.markup import Markup, as_time, clock, duration, tag
 
 _TICKS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
@@ -30,8 +30,8 @@ class _Moment:
     text: str
 
 
-def timeline(record: RunRecord) -> Markup | None:
-    """The picture; None where the history has no times."""
+def timeline_chart(record: ReportData) -> Markup | None:
+    """Draw the chart; None where the history has no times."""
     latest = record.last_seen
     spans = _stages(record, latest) + _restarts(record, latest)
     moments = _moments(record)
@@ -75,7 +75,7 @@ def timeline(record: RunRecord) -> Markup | None:
     )
 
 
-def _stages(record: RunRecord, latest: datetime) -> list[_Span]:
+def _stages(record: ReportData, latest: datetime) -> list[_Span]:
     spans = []
     for stage in record.stages:
         start = as_time(stage.get("started_at"))
@@ -89,7 +89,7 @@ def _stages(record: RunRecord, latest: datetime) -> list[_Span]:
     return spans
 
 
-def _restarts(record: RunRecord, latest: datetime) -> list[_Span]:
+def _restarts(record: ReportData, latest: datetime) -> list[_Span]:
     spans = []
     for restart in record.restarts:
         start = as_time(restart.get("started_at"))
@@ -106,18 +106,15 @@ def _restarts(record: RunRecord, latest: datetime) -> list[_Span]:
     return spans
 
 
-def _moments(record: RunRecord) -> list[_Moment]:
+def _moments(record: ReportData) -> list[_Moment]:
     found = []
     for row in record.checkpoints:
         time = as_time(row.get("completed_at"))
         if time is not None:
             found.append(_Moment("checkpoints", time, "saved", f"checkpoint at step {row['step']}, {clock(time)}"))
-    for row in record.incidents:
-        time = as_time(row.get("seen_at"))
-        if time is not None:
-            found.append(
-                _Moment("incidents", time, "incident", f"{row['failure_kind']}, {clock(time)}: {row['message']}")
-            )
+    for incident in (one.incident for one in record.timeline.incidents):
+        text = f"{incident.failure_kind.value}, {clock(incident.seen_at)}: {incident.message}"
+        found.append(_Moment("incidents", incident.seen_at, "incident", text))
     return found
 
 

@@ -119,7 +119,7 @@ def test_bad_input(two: tuple[str, str], arguments: list[str], said: str, capsys
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is compared
+# The comparison
 
 
 def test_only_settings_that_differ() -> None:

@@ -1,4 +1,4 @@
-"""A run that completes with a model worse than before is marked beside ``completed`` in every view."""
+"""A run that completes with a model worse than before says so beside ``completed``, wherever it is looked at."""
 
 import json
 from pathlib import Path
@@ -7,21 +7,21 @@ from typing import Any
 import pytest
 from history_tools import RunFiles, at, whole_run
 
+from flows.events import FlowRunRef, events_of
 from flows.run import ended_well
-from flows.view.events import happenings
-from flows.view.result import tells_the_end
-from flows.view.story import read_story
 from rlhf_core.cli.main import execute
 from rlhf_core.cli.run_commands import summary_json
-from rlhf_core.cli.watching import Viewer, headline, json_lines
+from rlhf_core.cli.watching import headline, json_lines
 from rlhf_core.config import load_site
-from rlhf_core.control.controller import FlowRunLink
+from rlhf_core.control.progress import RunReader
 from rlhf_core.control.promotion import _results
-from rlhf_core.control.summary import markdown, summarise
+from rlhf_core.control.summary import summarise
+from rlhf_core.control.timeline import read_timeline
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.model_card import model_card
 from rlhf_core.render.exports import mlflow, wandb
+from rlhf_core.render.summary import summary_markdown
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.promotion import ModelProvenance
 from rlhf_core.schemas.regression import regression_text, regressions, state_text
@@ -115,7 +115,7 @@ def test_in_the_report(runs: tuple[RunFiles, RunFiles], capsys: pytest.CaptureFi
 
 
 def test_while_watching(runs: tuple[RunFiles, RunFiles]) -> None:
-    gained, fell = (Viewer(run.dir).read() for run in runs)
+    gained, fell = (RunReader(run.dir).read() for run in runs)
     assert headline(fell).startswith(f"{runs[1].run_id} completed, regressed,")
     assert headline(gained).startswith(f"{runs[0].run_id} completed,")
     assert "regressed" not in headline(gained)
@@ -126,14 +126,13 @@ def test_at_the_end_of_a_run_and_in_prefect(runs: tuple[RunFiles, RunFiles]) -> 
     gained, fell = (summarise(run.dir) for run in runs)
     assert [summary.state_text for summary in (gained, fell)] == ["completed", "completed, regressed"]
     assert [summary_json(summary)["regressed"] for summary in (gained, fell)] == [[], [FELL]]
-    page = markdown(fell)
+    page = summary_markdown(fell)
     assert f"# {runs[1].run_id}: completed, regressed" in page
     assert f"> **Regressed**: the model is worse than before training: {SAID}" in page
-    assert tells_the_end(page, read_story(runs[1].dir))
-    assert "egressed" not in markdown(gained)
+    assert "egressed" not in summary_markdown(gained)
 
 
-def test_the_approver_of_a_model_sees_it(runs: tuple[RunFiles, RunFiles]) -> None:
+def test_the_approval_of_a_model_says_it(runs: tuple[RunFiles, RunFiles]) -> None:
     told = ["\n".join(_results(summarise(run.dir))) for run in runs]
     assert "egressed" not in told[0]
     assert f"> **Regressed**: the model is worse than before training: {SAID}." in told[1]
@@ -164,7 +163,7 @@ def test_the_model_card_says_it(runs: tuple[RunFiles, RunFiles]) -> None:
 def test_the_event_of_the_end_says_it(runs: tuple[RunFiles, RunFiles]) -> None:
     told = []
     for run in runs:
-        news = happenings(read_story(run.dir), run.dir.read_spec(), FlowRunLink(), now=at(60))
+        news = events_of(read_timeline(run.dir), run.dir.read_spec(), FlowRunRef("", ""), now=at(60))
         told += [one.payload["message"] for one in news if one.name == "rlhf.run.completed"]
     assert told[0] == "exact match went from 0.75 to 0.93"
     assert told[1].endswith(f"; the model is worse than before training: {SAID}")

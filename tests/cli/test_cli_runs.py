@@ -18,12 +18,15 @@ from control_fakes import FakeAgent, FakeScheduler, make_run, only_scheduler
 
 from rlhf_core.accounts import account, user_name
 from rlhf_core.cli import doctor, log_files, main, watching
-from rlhf_core.cli.progress import Pace, TerminalProgress, describe
+from rlhf_core.cli.progress import TerminalProgress
 from rlhf_core.config import describe_fields, load, load_site
+from rlhf_core.control.progress import RunReader, StepTimer, progress_of_poll
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import Journal, read_record
 from rlhf_core.launch.lease import Owner
 from rlhf_core.presets import PRESETS
+from rlhf_core.render.progress import progress_text
+from rlhf_core.render.timeline import TimelineIncident
 from rlhf_core.run_dir import RunDir, run_dirs
 from rlhf_core.schemas.attempts import AttemptState, RunState
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
@@ -377,13 +380,15 @@ def test_logs_for_programs(with_logs: RunDir, capsys: Printed) -> None:
     assert log["text"] == "agent says\n"
 
 
-def test_the_view_of_a_run_in_trouble_tells_the_story(with_logs: RunDir) -> None:
+def test_the_view_of_a_run_in_trouble_has_its_timeline(with_logs: RunDir) -> None:
     agent = FakeAgent(with_logs)
     agent.incident(FailureKind.WORKER_KILLED)
     agent.step(3, **{"reward/mean": 0.5})
-    view = watching.Viewer(with_logs).read()
-    assert any("worker killed" in line and "it was worker_killed" in line for line in view.story)
-    assert "reward/mean 0.5" in watching.headline(view)
+    view = RunReader(with_logs).read()
+    lines = watching.timeline_lines(view)
+    assert any("worker killed" in line and "it was worker_killed" in line for line in lines)
+    assert "attempt 1, evaluating" in watching.headline(view)
+    assert view.progress.metrics["reward/mean"] == 0.5
     assert [rank.rank for rank in view.ranks] == [0, 1]
     from rich.console import Console
 
@@ -420,27 +425,18 @@ def look(**changes: Any) -> AttemptSnapshot:
 
 
 def test_progress_in_one_line() -> None:
-    spec, now = load("quickstart", ["sft.num_steps=40", "train.num_steps=80"]), [0.0]
-    pace = Pace(lambda: now[0])
-    for step in (58, 59, 60):
-        now[0] += 2.0
-        pace.saw(step)
-    assert describe(look(), spec, pace) == "grpo step 60/120, reward 0.610, 5,021 tokens/s, 2 min 00 s left"
-    supervised = look(loop="sft", step=3, metrics={"train/loss": 1.5}, restarts_made=2)
-    assert describe(supervised, spec, Pace()) == "sft step 3/120, loss 1.500, restart 2"
-    assert describe(look(loop="", phase="setup"), spec, Pace()) == "trainer starts"
-    assert describe(look(evaluating=True), spec, Pace()) == "evaluating"
+    spec, timer = load("quickstart", ["sft.num_steps=40", "train.num_steps=80"]), StepTimer()
+    measured = {**look().metrics, "time/step_s": 2.0}
 
+    def text(**changes: Any) -> str:
+        return progress_text(progress_of_poll(look(**changes), spec, timer))
 
-def test_the_pace_begins_again_after_a_rewind() -> None:
-    now = [0.0]
-    pace = Pace(lambda: now[0])
-    for step in (10, 20):
-        now[0] += 10
-        pace.saw(step)
-    assert pace.left_s(10) == 10
-    pace.saw(5)
-    assert pace.left_s(10) is None
+    assert text(metrics=measured) == "grpo step 60/120, reward 0.610, 5,021 tokens/s, 2 min 00 s left"
+    supervised = {"loop": "sft", "step": 3, "metrics": {"train/loss": 1.5}, "restarts_made": 2}
+    assert text(**supervised) == "sft step 3/120, loss 1.500, restart 2"
+    assert text(loop="", phase="setup") == "trainer starts"
+    assert text(loop="", phase="", role=None) == "waiting for nodes"
+    assert text(evaluating=True) == "evaluating"
 
 
 class Terminal:
@@ -527,10 +523,14 @@ def test_doctor_knows_the_services_of_the_site() -> None:
     assert not doctor._services("", elsewhere).ok
 
 
-def test_watching_in_lines_tells_what_was_found_once(with_logs: RunDir) -> None:
-    lines = watching.Lines()
-    view = watching.Viewer(with_logs).read()
-    story = ["12:00:00 hang: rank 1 was stopped", "12:00:00 -> restart_in_place: once"]
-    assert lines(replace(view, story=story[:1])) == [story[0], watching.headline(view)]
-    assert lines(replace(view, story=story)) == [story[1]]
-    assert lines(replace(view, story=story)) == []
+def test_watching_in_lines_prints_each_entry_once(with_logs: RunDir) -> None:
+    lines, view = watching.NewLines(), RunReader(with_logs).read()
+    first, second = (
+        TimelineIncident(with_logs, FakeAgent(with_logs, restart=restart).incident(FailureKind.HANG))
+        for restart in (0, 1)
+    )
+    one = replace(view, timeline=replace(view.timeline, incidents=[first]))
+    both = replace(view, timeline=replace(view.timeline, incidents=[first, second]))
+    assert lines(one) == [*watching.timeline_lines(one), watching.headline(view)]
+    assert lines(both) == watching.timeline_lines(both)[1:]
+    assert lines(both) == []

@@ -15,14 +15,16 @@ from desk import Desk
 from prefect.exceptions import FailedRun
 from real_server import START_TIMEOUT_S
 
+from flows import artifacts, publisher
+from flows.artifacts import artifact_key
+from flows.events import FlowRunRef, events_of, publish_events, unpublished
 from flows.reconcile import rlhf_reconcile
 from flows.run import rlhf_run, run_in_prefect
-from flows.tasks import MAX_TITLE, TaskRunner, shorten
-from flows.view import artifact_key, events, parts, tell
-from flows.view.progress import Seen
-from flows.view.story import read_story
+from flows.tasks import MAX_TITLE, TaskCaller, Work, shorten
+from rlhf_core.control import progress
 from rlhf_core.control.controller import Controller
-from rlhf_core.control.steps import Step, drive, steps
+from rlhf_core.control.steps import drive
+from rlhf_core.control.timeline import read_timeline
 from rlhf_core.errors import PreflightBlocked, RunCancelled, RunFailed
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir import RunDir, read_models, write_model
@@ -33,8 +35,6 @@ from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind
 from rlhf_core.schemas.journal import JournalLine
 from rlhf_core.schemas.resources import Placement, Role
-
-LOG = logging.getLogger("test")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Without a server
@@ -47,12 +47,13 @@ class PrefectError(Exception):
 def test_work_that_was_done_is_not_done_again_when_prefect_fails_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     done, said = [], []
 
-    def fails_afterwards(step: Step) -> None:
-        step.run()
+    def fails_afterwards(title: str, name: StageName, work: Work) -> None:
+        work()
         raise PrefectError("gone")
 
-    monkeypatch.setattr("flows.tasks.as_task_run", fails_afterwards)
-    TaskRunner(said.append).run(Step(StageName.TRAIN, "train attempt 1", lambda: done.append(1)))
+    monkeypatch.setattr("flows.tasks.as_task", fails_afterwards)
+    call = TaskCaller(said.append)
+    call("train attempt 1", StageName.TRAIN, lambda: done.append(1))
     assert done == [1]
     assert "goes on without it" in said[0]
 
@@ -60,36 +61,30 @@ def test_work_that_was_done_is_not_done_again_when_prefect_fails_after_it(monkey
 def test_work_is_done_plainly_when_prefect_fails_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     done, asked, said = [], [], []
 
-    def fails_at_once(step: Step) -> None:
-        asked.append(step.title)
+    def fails_at_once(title: str, name: StageName, work: Work) -> None:
+        asked.append(title)
         raise PrefectError("gone")
 
-    monkeypatch.setattr("flows.tasks.as_task_run", fails_at_once)
-    tasks = TaskRunner(said.append)
-    tasks.run(Step(StageName.TRAIN, "train attempt 1", lambda: done.append(1)))
-    tasks.run(Step(StageName.EVALUATE, "evaluate", lambda: done.append(2)))
+    monkeypatch.setattr("flows.tasks.as_task", fails_at_once)
+    call = TaskCaller(said.append)
+    call("train attempt 1", StageName.TRAIN, lambda: done.append(1))
+    call("evaluate", StageName.EVALUATE, lambda: done.append(2))
     assert done == [1, 2]
     assert asked == ["train attempt 1"], "a server that does not answer is not asked again"
 
 
 def test_our_own_errors_pass_through_and_do_not_look_like_a_lost_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    def carries_out(title: str, name: StageName, work: Work) -> None:
+        work()
+
     def breaks() -> None:
         raise RunFailed("the diagnosis")
 
-    monkeypatch.setattr("flows.tasks.as_task_run", Step.run)
-    tasks, step = TaskRunner(lambda text: pytest.fail(text)), Step(StageName.TRAIN, "train attempt 1", breaks)
-    tasks.run(step)
+    monkeypatch.setattr("flows.tasks.as_task", carries_out)
+    call = TaskCaller(lambda text: pytest.fail(text))
     with pytest.raises(RunFailed, match="the diagnosis"):
-        step.result()
-    assert not tasks.lost
-
-
-def test_a_step_that_was_not_carried_out_is_not_taken_for_done(desk: Desk) -> None:
-    """A loop that skips a step must not go on as if a stage had gone well."""
-    pending = steps(desk.controller(desk.run()))
-    next(pending)
-    with pytest.raises(RuntimeError, match="'preflight' was taken from the loop and not carried out"):
-        next(pending)
+        call("train attempt 1", StageName.TRAIN, breaks)
+    assert not call.lost
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -170,14 +165,14 @@ def test_a_server_that_is_lost_in_the_middle_does_not_stop_the_run(desk: Desk, m
 
     run_dir = desk.run()
     desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
-    as_task_run = tasks.as_task_run
+    as_task = tasks.as_task
 
-    def lost_at_training(step: Step) -> None:
-        if step.name is StageName.TRAIN:
+    def lost_at_training(title: str, name: StageName, work: Work) -> None:
+        if name is StageName.TRAIN:
             raise ConnectionError("no server")
-        as_task_run(step)
+        as_task(title, name, work)
 
-    monkeypatch.setattr("flows.tasks.as_task_run", lost_at_training)
+    monkeypatch.setattr("flows.tasks.as_task", lost_at_training)
     run_in_prefect(desk.controller(run_dir))
     assert read_record(run_dir).state is RunState.COMPLETED
     assert any("goes on without it" in text for text in desk.notes.sayings)
@@ -317,7 +312,7 @@ def test_any_other_error_keeps_its_traceback(desk: Desk, monkeypatch: pytest.Mon
         raise RuntimeError("a mistake of ours")
 
     monkeypatch.setenv("RLHF_HOME", str(desk.site.home))
-    monkeypatch.setattr("flows.run.run_of_the_form", breaks)
+    monkeypatch.setattr("flows.run._begun", breaks)
     with logged() as read:
         with pytest.raises(RuntimeError, match="a mistake of ours"):
             rlhf_run(config="quickstart")
@@ -325,7 +320,7 @@ def test_any_other_error_keeps_its_traceback(desk: Desk, monkeypatch: pytest.Mon
     assert name == "Failed"
     assert "a mistake of ours" in message
     assert "Traceback" in log
-    assert "in _of_the_form" in log
+    assert "in _asked_for" in log
 
 
 @pytest.mark.usefixtures("server")
@@ -358,7 +353,7 @@ def fails_once(desk: Desk, run_dir: RunDir) -> None:
         agent.begin()
         agent.role(Role.TRAINER)
         agent.incident(FailureKind.NODE_LOST)
-        folder = run_dir.attempt(1).restart(0).evidence_dir
+        folder = run_dir.attempt(1).restart(0).incident_dir
         (folder / "stack-n1-1.txt").write_text("in all_reduce")
         agent.end(AttemptState.FAILED, FailureKind.NODE_LOST)
 
@@ -367,18 +362,18 @@ def fails_once(desk: Desk, run_dir: RunDir) -> None:
 
 def without_node3(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second attempt is planned to go without a node."""
-    from rlhf_core.control import planning
+    from flows import stages
 
-    plan = planning.plan
+    plan = stages.plan
 
     def planned(*arguments: Any, **options: Any) -> Placement:
         found = plan(*arguments, **options)
         return found.model_copy(update={"excluded_nodes": ("node3",)}) if found.attempt > 1 else found
 
-    monkeypatch.setattr("rlhf_core.control.planning.plan", planned)
+    monkeypatch.setattr("rlhf_core.control.steps.plan", planned)
 
 
-def events_of(run_dir: RunDir) -> list[dict[str, Any]]:
+def listed_events(run_dir: RunDir) -> list[dict[str, Any]]:
     """Events about a run, as the server gives them back."""
     from prefect.client.orchestration import get_client
 
@@ -397,7 +392,7 @@ def related_flow_run(event: dict[str, Any]) -> str:
 def events_when_all_are_there(run_dir: RunDir, number: int) -> dict[str, dict[str, Any]]:
     """The server writes events in batches, some seconds late."""
     for _ in range(200):
-        found = events_of(run_dir)
+        found = listed_events(run_dir)
         if len(found) >= number:
             break
         time.sleep(0.1)
@@ -406,7 +401,7 @@ def events_when_all_are_there(run_dir: RunDir, number: int) -> dict[str, dict[st
 
 
 @pytest.mark.usefixtures("server")
-def test_a_failure_and_its_recovery_are_told_in_prefect(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_and_its_recovery_are_seen_in_prefect(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     from prefect.artifacts import Artifact
     from prefect.events import emit_event
 
@@ -431,9 +426,9 @@ def test_a_failure_and_its_recovery_are_told_in_prefect(desk: Desk, monkeypatch:
     assert "## node_lost" in text
     assert "> it was node_lost" in text
     assert "rank 1 on n1" in text
-    assert "decided by the controller | **new_attempt**" in text
+    assert "| decision | new attempt (by the controller)" in text
     assert "in all_reduce" in text, "a browser does not follow a link to a file: what it says stands here"
-    assert f"`{run_dir.attempt(1).restart(0).evidence_dir}`" in text
+    assert f"`{run_dir.attempt(1).restart(0).incident_dir}`" in text
     assert "file://" not in text
 
     moves = ["preflight", "queued", "evaluating", "completed"]
@@ -449,7 +444,7 @@ def test_a_failure_and_its_recovery_are_told_in_prefect(desk: Desk, monkeypatch:
     assert all(isinstance(value, str) for event in (incident, made) for value in event["payload"].values())
     assert any(one["prefect.resource.role"] == "flow-run" for one in incident["related"])
 
-    # A controller that comes later, in a flow run of its own, tells nothing twice.
+    # A controller that comes later, in a flow run of its own, publishes nothing twice.
     desk.scheduler.end_all()
     run_in_prefect(desk.controller(run_dir, resumed=True))
     emit_event("rlhf.test.after", {"prefect.resource.id": f"rlhf.run.{run_dir.run_id}"})
@@ -475,17 +470,16 @@ def test_a_run_without_incidents_has_no_artifact_and_no_events_of_them(desk: Des
 
 
 @pytest.mark.usefixtures("server")
-def test_progress_curves_and_result_are_pages_of_the_run(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_curves_and_result_are_pages_of_the_run(desk: Desk) -> None:
     from prefect.artifacts import Artifact
 
-    monkeypatch.setattr(parts, "PROGRESS_EVERY_S", 0.0)
     run_dir = desk.run()
     desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
     run_in_prefect(desk.controller(run_dir))
-    progress, curves = (Artifact.get(artifact_key(run_dir.run_id, what)) for what in ("progress", "curves"))
-    assert progress is not None
-    assert (progress.type, progress.data) == ("progress", 100.0)
-    assert str(progress.description).startswith("**completed**")
+    page, curves = (Artifact.get(artifact_key(run_dir.run_id, what)) for what in ("progress", "curves"))
+    assert page is not None
+    assert (page.type, page.data) == ("progress", 100.0)
+    assert str(page.description).startswith("**completed**")
     assert curves is not None
     assert curves.type == "image"
     assert str(curves.data).startswith("data:image/png;base64,")
@@ -499,32 +493,6 @@ def versions(run_dir: RunDir, what: str) -> list[Any]:
     with get_client(sync_client=True) as client:
         found: list[Any] = client.request("POST", "/artifacts/filter", json=wanted).json()
         return found
-
-
-@pytest.mark.usefixtures("server")
-def test_an_artifact_that_somebody_deleted_is_made_anew(desk: Desk) -> None:
-    from prefect.client.orchestration import get_client
-
-    run_dir = desk.run()
-    seen = Seen(run_dir.read_spec().spec)
-    part = parts.Progress(seen, threading.Lock(), clock=lambda: 0.0)
-    story = read_story(run_dir)
-
-    def tells(title: str) -> None:
-        seen.title = title
-        telling = part.due(story, last=True)
-        assert telling is not None
-        telling()
-
-    tells("first")
-    (made,) = versions(run_dir, "progress")
-    with get_client(sync_client=True) as client:
-        client.delete_artifact(made["id"])
-    with pytest.raises(Exception, match="404"):
-        tells("second")
-    tells("second")
-    (anew,) = versions(run_dir, "progress")
-    assert anew["description"] == "**second**"
 
 
 @pytest.mark.usefixtures("server")
@@ -548,19 +516,19 @@ def test_a_restart_in_place_is_a_task_run_and_the_log_has_it(desk: Desk) -> None
             decided_by=DecidedBy.AGENT,
             decided_at=utc_now(),
         )
-        write_model(run_dir.attempt(1).restart(0).decision(0), made)
+        write_model(run_dir.attempt(1).restart(0).decision, made)
         FakeAgent(run_dir, restart=1).whole_run()
 
     desk.scheduler.on_submit = restarts
     with temporary_settings({PREFECT_LOGGING_TO_API_ENABLED: True}):
         run_in_prefect(desk.controller(run_dir))
     runs = task_runs(run_dir.run_id)
-    assert runs["restart 1 in attempt 1 - it may go well (this) time"] == "Completed"
+    assert runs["restart 1 in attempt 1 - it may go well {this} time"] == "Completed"
     assert runs["train attempt 1"] == "Completed"
     lines = log_of(run_dir.run_id, "run is completed")
     assert "begins: train attempt 1" in lines
     assert "hang: it was hang" in lines
-    assert any(line.startswith("decided by the agent: **restart_in_place**") for line in lines)
+    assert any(line.startswith("decision: restart in place (by the agent): it may go well") for line in lines)
     states = [line for line in lines if line.startswith("run is ")]
     assert [line.split()[2] for line in states] == ["preflight:", "queued:", "evaluating:", "completed:"]
 
@@ -607,12 +575,13 @@ def task_messages(flow_run: str) -> dict[str, str]:
 
 
 @pytest.mark.usefixtures("server")
-def test_files_that_the_view_cannot_read_do_not_stop_the_run(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_the_publisher_cannot_read_do_not_stop_the_run(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     def unreadable(run_dir: RunDir) -> None:
         raise OSError("stale file handle")
 
-    monkeypatch.setattr(tell, "read_story", unreadable)
-    monkeypatch.setattr(tell, "LAST_PAUSE_S", 0.05)
+    for reader in (publisher, progress):
+        monkeypatch.setattr(reader, "read_timeline", unreadable)
+    monkeypatch.setattr(publisher, "LAST_RETRY_INTERVAL_S", 0.05)
     run_dir = desk.run()
     desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
     run_in_prefect(desk.controller(run_dir))
@@ -627,22 +596,26 @@ def test_work_that_prefect_did_not_begin_is_done_plainly(monkeypatch: pytest.Mon
 
     monkeypatch.setattr("flows.tasks._task", lambda *arguments: lambda return_state: Crashed(message="no slot"))
     done, said = [], []
-    TaskRunner(said.append).run(Step(StageName.TRAIN, "train attempt 1", lambda: done.append(1)))
+    TaskCaller(said.append)("train attempt 1", StageName.TRAIN, lambda: done.append(1))
     assert done == [1]
     assert "no slot" in said[0]
 
 
 @pytest.mark.usefixtures("server")
-def test_the_server_is_asked_what_it_was_told(desk: Desk) -> None:
+def test_the_server_is_asked_which_events_it_has(desk: Desk) -> None:
     """It forgets within minutes that it has seen an event, and would let an automation fire again."""
+    from prefect.client.orchestration import get_client
+
     run_dir = desk.run()
     desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
     drive(desk.controller(run_dir))
-    found = events.happenings(read_story(run_dir), run_dir.read_spec(), events.FlowRun("", ""))
-    assert events.unknown_to_the_server(found) == found
-    events.tell(found[:2], run_dir.run_id, events.FlowRun("", ""))
-    events_when_all_are_there(run_dir, 2)
-    assert events.unknown_to_the_server(found) == found[2:]
+    nobody = FlowRunRef("", "")
+    found = events_of(read_timeline(run_dir), run_dir.read_spec(), nobody)
+    with get_client(sync_client=True) as client:
+        assert unpublished(client, found) == found
+        publish_events(client, found[:2], run_dir.run_id, nobody)
+        events_when_all_are_there(run_dir, 2)
+        assert unpublished(client, found) == found[2:]
 
 
 @pytest.mark.usefixtures("server")
@@ -651,12 +624,16 @@ def test_one_part_that_prefect_does_not_take_leaves_the_others_alone(
 ) -> None:
     from prefect.artifacts import Artifact
 
-    def refuses(checks: object) -> str:
-        raise ValueError("too large")
+    upsert = artifacts._upsert
 
-    monkeypatch.setattr(parts, "checks_markdown", refuses)
-    monkeypatch.setattr(tell, "AGAIN_S", 0.05)
-    monkeypatch.setattr(tell, "LAST_PAUSE_S", 0.05)
+    def refuses(client: Any, publication: Any, artifact: artifacts.RunArtifact, newest: Any) -> list[str]:
+        if artifact.name == "checks":
+            raise ValueError("too large")
+        return upsert(client, publication, artifact, newest)
+
+    monkeypatch.setattr(artifacts, "_upsert", refuses)
+    monkeypatch.setattr(publisher, "RETRY_INTERVAL_S", 0.05)
+    monkeypatch.setattr(publisher, "LAST_RETRY_INTERVAL_S", 0.05)
     run_dir = desk.run()
     desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
     run_in_prefect(desk.controller(run_dir))
@@ -665,54 +642,57 @@ def test_one_part_that_prefect_does_not_take_leaves_the_others_alone(
     assert "rlhf.run.completed" in events_when_all_are_there(run_dir, 4)
 
 
-def test_a_server_that_takes_connections_and_never_answers_changes_nothing(desk: Desk) -> None:
+def test_a_server_that_takes_connections_and_never_answers_changes_nothing(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    plain = story_of(desk, drive)
+    monkeypatch.setattr(publisher, "SHUTDOWN_TIMEOUT_S", 0.2)
+    plain = journal_of(desk, drive)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         address = f"http://127.0.0.1:{mute.getsockname()[1]}/api"
-        run_dir = desk.run()
-        fails_once(desk, run_dir)
-        desk.scheduler.submitted.clear()
         with temporary_settings({PREFECT_API_URL: address}):
-            teller = tell.Teller(
-                run_dir, [parts.Checks(run_dir)], lambda text: None, tell.Chronicle(LOG, read_story(run_dir))
-            )
-            teller.start()
-            drive(desk.controller(run_dir))
-            teller.close(farewell=False)
-    assert [line.event.kind for line in read_models(run_dir.control, JournalLine)] == plain
+            assert journal_of(desk, drive_with_a_publisher) == plain
+
+
+def drive_with_a_publisher(controller: Controller) -> None:
+    """Publish the run while it is driven, without Prefect's engine."""
+    flow_run = FlowRunRef("0d6f2a5e-0000-0000-0000-000000000000", controller.run_dir.run_id)
+    at_work = publisher.Publisher(controller, flow_run, logging.getLogger("test"), lambda text: None)
+    at_work.start()
+    drive(controller)
+    at_work.close()
 
 
 @pytest.mark.usefixtures("server")
-def test_what_a_server_that_was_away_missed_is_told_when_it_is_back(
+def test_what_a_server_that_was_away_missed_is_published_when_it_is_back(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from prefect.artifacts import Artifact
 
     tries = []
-    create = parts.create_markdown_artifact
+    publish = publisher.publish
 
-    def away_twice(text: str, **artifact: str) -> Any:
-        tries.append(text)
+    def away_twice(publication: artifacts.Publication) -> list[str]:
+        tries.append(publication)
         if len(tries) <= 2:
             raise ConnectionError("no server")
-        return create(text, **artifact)
+        return publish(publication)
 
-    monkeypatch.setattr(tell, "AGAIN_S", 0.05)
-    monkeypatch.setattr(parts, "create_markdown_artifact", away_twice)
+    monkeypatch.setattr(publisher, "RETRY_INTERVAL_S", 0.05)
+    monkeypatch.setattr(publisher, "publish", away_twice)
     run_dir = desk.run()
     fails_once(desk, run_dir)
     desk.scheduler.on_status = lambda: time.sleep(0.2)
     run_in_prefect(desk.controller(run_dir))
     assert read_record(run_dir).state is RunState.COMPLETED
     assert Artifact.get(artifact_key(run_dir.run_id)) is not None
-    said = [text for text in desk.notes.sayings if "could not be told how the run gets on" in text]
+    said = [text for text in desk.notes.sayings if "could not be published" in text]
     assert len(said) == 1, "once per outage"
     assert {"rlhf.incident.node_lost", "rlhf.decision.new_attempt"} < set(events_when_all_are_there(run_dir, 6))
 
 
-def story_of(desk: Desk, run: Callable[[Controller], None]) -> list[str]:
+def journal_of(desk: Desk, run: Callable[[Controller], None]) -> list[str]:
     """The journal of a run with a failure and a recovery, line by line."""
     desk.scheduler.submitted.clear()
     run_dir = desk.run()
@@ -726,31 +706,31 @@ def test_a_dead_server_changes_nothing(desk: Desk) -> None:
     """Nothing listens at the address: the run is the same, line by line, as without Prefect."""
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    plain = story_of(desk, drive)
+    plain = journal_of(desk, drive)
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
-        assert story_of(desk, run_in_prefect) == plain
+        assert journal_of(desk, run_in_prefect) == plain
 
 
 @pytest.mark.usefixtures("server")
-def test_a_server_that_dies_or_never_answers_when_an_incident_is_told_changes_nothing(
+def test_a_server_that_dies_or_never_answers_when_something_is_published_changes_nothing(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = story_of(desk, drive)
+    plain = journal_of(desk, drive)
     tried: set[str] = set()
     never = threading.Event()
 
-    def silent(text: str, **artifact: str) -> None:
+    def silent(*arguments: Any) -> None:
         tried.add("silent")
         never.wait()
 
-    def dead(text: str, **artifact: str) -> None:
+    def dead(*arguments: Any) -> None:
         tried.add("dead")
         raise ConnectionError("no server")
 
-    monkeypatch.setattr(tell, "FAREWELL_S", 0.2)
+    monkeypatch.setattr(publisher, "SHUTDOWN_TIMEOUT_S", 0.2)
     for broken in (silent, dead):
-        monkeypatch.setattr(parts, "create_markdown_artifact", broken)
-        assert story_of(desk, run_in_prefect) == plain, broken.__name__
+        monkeypatch.setattr(artifacts, "_upsert", broken)
+        assert journal_of(desk, run_in_prefect) == plain, broken.__name__
     never.set()
     assert tried == {"silent", "dead"}
 

@@ -11,8 +11,8 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from real_server import RealServer, page_of
 
+from flows.artifacts import artifact_key
 from flows.run import run_in_prefect
-from flows.view import artifact_key
 from rlhf_core.cli.main import execute
 from rlhf_core.control.controller import opened
 

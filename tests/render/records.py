@@ -1,14 +1,17 @@
-"""Runs made up for the tests of the report, as the history would tell them."""
+"""Runs made up for the tests of the report, as the history gives them."""
 
 import math
 import random
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 from rlhf_core import config
-from rlhf_core.render.gather import RunRecord
+from rlhf_core.render.gather import ReportData
 from rlhf_core.render.plots import Curve
+from rlhf_core.render.timeline import timeline_from_rows
+from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.reports import EvaluationSample, SampleLine
 
 START = datetime(2026, 11, 20, 14, 3, 7, tzinfo=UTC)
@@ -21,6 +24,54 @@ SPEC = config.load("quickstart", ["seed=1", "sft.num_steps=40", "train.num_steps
 def at(seconds: float) -> str:
     """A moment of the made-up run, as the history gives it."""
     return (START + timedelta(seconds=seconds)).isoformat()
+
+
+INCIDENTS: list[dict[str, Any]] = [
+    {
+        "incident_id": "1.0",
+        "attempt": 1,
+        "restart": 0,
+        "failure_kind": "worker_killed",
+        "phase": "train",
+        "step": 77,
+        "suspect_ranks": [1],
+        "suspect_nodes": ["box"],
+        "detected_after_s": 0.3,
+        "seen_at": at(61),
+        "evidence_dir": "attempts/1/restarts/0/incident",
+        "message": "Rank 1 on box ended by SIGKILL, and nothing in the job explains it.",
+    },
+    {
+        "incident_id": "control-812",
+        "attempt": 1,
+        "restart": 1,
+        "failure_kind": "agent_killed",
+        "phase": "",
+        "step": None,
+        "suspect_ranks": [],
+        "suspect_nodes": [],
+        "detected_after_s": None,
+        "seen_at": at(90),
+        "evidence_dir": "",
+        "message": "The job is gone and left no outcome: <killed> from outside.",
+    },
+]
+
+DECISIONS: list[dict[str, Any]] = [
+    {
+        "decision_id": "1.0",
+        "attempt": 1,
+        "restart": 0,
+        "action": "restart_in_place",
+        "reason": "first restart without progress of 3 allowed",
+        "decided_by": "agent",
+        "decided_at": at(62),
+        "delay_s": 0.0,
+        "excluded_nodes": [],
+        "config_diff": {},
+        "resume_checkpoint": "",
+    },
+]
 
 
 def curves(num_steps: int = 120, warm_start: int = 40) -> dict[str, Curve]:
@@ -115,7 +166,7 @@ def _samples() -> list[SampleLine]:
     ]
 
 
-def learned(**changes: Any) -> RunRecord:
+def learned(**changes: Any) -> ReportData:
     """A run that lost a rank at step 77, started again in place, was resumed once, and learned."""
     known = {
         "run": {
@@ -184,51 +235,8 @@ def learned(**changes: Any) -> RunRecord:
                 "last_step": 120,
             },
         ],
-        "incidents": [
-            {
-                "incident_id": "1.0",
-                "attempt": 1,
-                "restart": 0,
-                "failure_kind": "worker_killed",
-                "phase": "train",
-                "step": 77,
-                "suspect_ranks": [1],
-                "suspect_nodes": ["box"],
-                "detected_after_s": 0.3,
-                "seen_at": at(61),
-                "evidence_dir": "attempts/1/restarts/0/incident",
-                "message": "Rank 1 on box ended by SIGKILL, and nothing in the job explains it.",
-            },
-            {
-                "incident_id": "control-812",
-                "attempt": 1,
-                "restart": 1,
-                "failure_kind": "agent_killed",
-                "phase": "",
-                "step": None,
-                "suspect_ranks": [],
-                "suspect_nodes": [],
-                "detected_after_s": None,
-                "seen_at": at(90),
-                "evidence_dir": "",
-                "message": "The job is gone and left no outcome: <killed> from outside.",
-            },
-        ],
-        "decisions": [
-            {
-                "decision_id": "1.0",
-                "attempt": 1,
-                "restart": 0,
-                "action": "restart_in_place",
-                "reason": "first restart without progress of 3 allowed",
-                "decided_by": "agent",
-                "decided_at": at(62),
-                "delay_s": 0.0,
-                "excluded_nodes": [],
-                "config_diff": {},
-                "resume_checkpoint": "",
-            },
-        ],
+        "incidents": INCIDENTS,
+        "decisions": DECISIONS,
         "checkpoints": [
             {
                 "step": step,
@@ -275,10 +283,13 @@ def learned(**changes: Any) -> RunRecord:
         "samples": _samples(),
         "notes": [],
     }
-    return RunRecord(**{**known, **changes})
+    known |= changes
+    rows = (known.pop("incidents"), known.pop("decisions"), known["restarts"])
+    timeline = timeline_from_rows(RunDir(Path("/runs") / RUN_ID), known["run"], *rows)
+    return ReportData(timeline=timeline, **known)
 
 
-def failed(**changes: Any) -> RunRecord:
+def failed(**changes: Any) -> ReportData:
     """A run that stopped in the warm start, before any evaluation of training."""
     message = (
         "Rank 0 ran out of disk while writing a checkpoint: 12 MiB free on /scratch, 31 MiB needed. Free some space."
@@ -289,12 +300,8 @@ def failed(**changes: Any) -> RunRecord:
         "stages": [*base.stages[:2], {"name": "train", "state": "failed", "started_at": at(2.4), "seconds": 36.0}],
         "attempts": [{**base.attempts[0], "state": "failed", "outcome": "failed", "message": message}],
         "restarts": [{**base.restarts[0], "last_step": 20, "ended_at": at(38)}],
-        "incidents": [
-            {**base.incidents[0], "failure_kind": "disk_full", "step": 20, "message": message, "seen_at": at(38)}
-        ],
-        "decisions": [
-            {**base.decisions[0], "action": "stop", "decided_by": "controller", "reason": "it would fail again"}
-        ],
+        "incidents": [{**INCIDENTS[0], "failure_kind": "disk_full", "step": 20, "message": message, "seen_at": at(38)}],
+        "decisions": [{**DECISIONS[0], "action": "stop", "decided_by": "controller", "reason": "it would fail again"}],
         "checkpoints": [],
         "evaluations": [],
         "goodput": {**base.goodput, "wall_s": 40.0, "repeated_s": 0.0},
@@ -309,7 +316,7 @@ def failed(**changes: Any) -> RunRecord:
     return learned(**{**known, **changes})
 
 
-def blocked() -> RunRecord:
+def blocked() -> ReportData:
     """A run that preflight stopped: no attempt, no metrics, nothing."""
     nothing: Mapping[str, Any] = {
         name: [] for name in ("attempts", "restarts", "incidents", "decisions", "checkpoints", "evaluations", "samples")

@@ -13,7 +13,7 @@ from rlhf_core import config
 from rlhf_core.presets import PRESETS
 from rlhf_core.render import charts, run_page
 from rlhf_core.render.config_text import as_toml
-from rlhf_core.render.gather import RunRecord
+from rlhf_core.render.gather import ReportData
 from rlhf_core.render.markup import Markup, duration, number, table, tag
 from rlhf_core.schemas.reports import EvaluationSample
 from rlhf_core.schemas.run import RunSpec
@@ -54,7 +54,7 @@ def _read(page: str) -> _Reader:
     return reader
 
 
-def _text(record: RunRecord) -> str:
+def _text(record: ReportData) -> str:
     return " ".join(" ".join(_read(run_page.page(record)).text).replace("\u00a0", " ").split())
 
 
@@ -117,8 +117,8 @@ def test_no_more_is_claimed_than_the_intervals_allow(
 def test_a_failed_run_begins_with_its_diagnosis_and_what_happened() -> None:
     text = _text(records.failed())
     assert "Failed after 40 s: disk full. Rank 0 ran out of disk while writing a checkpoint" in text
-    assert "stop the run (by the controller): it would fail again." in text
-    assert text.index("What happened") < text.index("Gradient norm")
+    assert "stop (by the controller): it would fail again." in text
+    assert text.index("Timeline") < text.index("Gradient norm")
 
 
 def test_a_blocked_run_shows_the_finding() -> None:
@@ -193,12 +193,12 @@ def test_an_older_spec_costs_the_settings_only() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What users and models write
+# Texts of users and models
 
 HOSTILE = '<script>alert("x")</script><img src=x onerror=y>&amp;'
 
 
-def _hostile_record() -> RunRecord:
+def _hostile_record() -> ReportData:
     base = records.learned()
     sample = EvaluationSample(
         prompt_uid="p", sample_index=0, prompt=HOSTILE, completion=HOSTILE, answer=HOSTILE, score=0.0
@@ -206,8 +206,8 @@ def _hostile_record() -> RunRecord:
     return records.learned(
         run={**base.run, "owner": HOSTILE, "message": HOSTILE, "overrides": [HOSTILE]},
         checks=[{"id": HOSTILE, "status": "warning", "found": HOSTILE, "advice": HOSTILE}],
-        incidents=[{**base.incidents[0], "message": HOSTILE, "evidence_dir": HOSTILE}],
-        decisions=[{**base.decisions[0], "reason": HOSTILE, "config_diff": {HOSTILE: HOSTILE}}],
+        incidents=[{**records.INCIDENTS[0], "message": HOSTILE, "evidence_dir": HOSTILE}],
+        decisions=[{**records.DECISIONS[0], "reason": HOSTILE, "config_diff": {HOSTILE: HOSTILE}}],
         attempts=[{**base.attempts[0], "message": HOSTILE, "nodes": [HOSTILE]}],
         tables={("before", "greedy"): [sample], ("after", "greedy"): [sample]},
         samples=[line.model_copy(update={"prompt": HOSTILE, "completion": HOSTILE}) for line in base.samples],

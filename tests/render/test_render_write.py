@@ -3,6 +3,7 @@
 import json
 import os
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from rlhf_core.cli.main import execute
 from rlhf_core.errors import UnknownRun
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.gather import _evidence, gather
+from rlhf_core.render.markdown import incidents_markdown
 from rlhf_core.render.run_page import write_report
 from rlhf_core.run_dir import LineWriter, RunDir, remove_tree
 from rlhf_core.schemas.attempts import PromotionState, StageName, StageState
@@ -23,7 +25,7 @@ from rlhf_core.watchdog.ingest import sync
 
 @pytest.fixture
 def site() -> config.Site:
-    """Where the command line of this test looks."""
+    """Site that the command line of this test uses."""
     return config.load_site()
 
 
@@ -46,7 +48,7 @@ def test_the_report_of_a_real_history(site: config.Site, run_dir: RunDir, tmp_pa
     page = path.read_text()
     assert "Held-out greedy exact match rose from 0.750 to 0.930." in page
     assert "worker killed" in page
-    assert "start the workers again in the same allocation (by the agent): one restart is left." in page
+    assert "restart in place (by the agent): one restart is left." in page
     assert "the steps made again" not in page
     assert "Speed of the nodes before training, 2 probes" in page
     assert page.count('class="sign saved"') == 4
@@ -67,7 +69,7 @@ def _page(site: config.Site, run_dir: RunDir, tmp_path: Path) -> str:
 
 def test_the_promotion_is_told(site: config.Site, tmp_path: Path) -> None:
     run = whole_run(site.runs_dir)
-    assert "Promotion" not in _page(site, run.dir, tmp_path), "nobody was asked"
+    assert "Promotion" not in _page(site, run.dir, tmp_path), "no promotion was asked for"
     _promoted(run, (PromotionState.WAITING, "", "the best greedy", ""))
     page = _page(site, run.dir, tmp_path)
     assert "The checkpoint of step 10 waits for an answer." in page
@@ -100,8 +102,13 @@ def test_an_answer_that_was_changed_is_told_whole(site: config.Site, tmp_path: P
     assert "was approved, but the model could not be written" in page
     assert "no room on /models" in page
     assert f"<code>rlhf approve {run.run_id}</code>" in page
-    story = page.partition("How it came there")[2]
-    assert story.index("carl") < story.index("repeats itself") < story.index("bea") < story.index("looked at it again")
+    changes = page.partition("How it came there")[2]
+    assert (
+        changes.index("carl")
+        < changes.index("repeats itself")
+        < changes.index("bea")
+        < changes.index("looked at it again")
+    )
     remove_tree(run.dir.root)
     with HistoryStore(site.database_url) as store:
         page = write_report(store, run.dir, tmp_path / "report.html").read_text()
@@ -161,8 +168,7 @@ def test_the_report_shows_the_stacks_of_an_incident(site: config.Site, run_dir: 
     _ingest(site, run_dir)
     with HistoryStore(site.database_url) as store:
         before = write_report(store, run_dir, tmp_path / "before.html").read_text()
-        incident, *_ = gather(store, run_dir).incidents
-        folder = run_dir.root / incident["evidence_dir"]
+        folder = run_dir.root / gather(store, run_dir).timeline.incidents[0].incident.evidence_dir
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "stack-n2-0.txt").write_text("Thread 1 <MainThread>\n    wait (threading.py:1)\n")
         (folder / "log-n2-0.txt").write_text("the last words\n")
@@ -173,12 +179,19 @@ def test_the_report_shows_the_stacks_of_an_incident(site: config.Site, run_dir: 
 
 
 def test_evidence_outside_of_the_run_is_not_opened(site: config.Site, run_dir: RunDir, tmp_path: Path) -> None:
-    (tmp_path / "stack-n2-0.txt").write_text("somebody's secret\n")
+    (tmp_path / "stack-n2-0.txt").write_text("another user's secret\n")
     _ingest(site, run_dir)
     with HistoryStore(site.database_url) as store:
-        incident, *_ = gather(store, run_dir).incidents
+        timeline = gather(store, run_dir).timeline
+        found = timeline.incidents[0]
         for outside in (str(tmp_path), os.path.relpath(tmp_path, run_dir.root)):
-            assert _evidence(run_dir, [dict(incident, evidence_dir=outside)]) == {}
+            incident = found.incident.model_copy(update={"evidence_dir": outside})
+            elsewhere = replace(timeline, incidents=[replace(found, incident=incident)])
+            assert _evidence(run_dir, elsewhere) == {}
+            assert "another user's secret" not in incidents_markdown(elsewhere)
+        inside = found.incident.evidence_dir
+        (run_dir.root / inside / "stack-n2-0.txt").write_text("a frame\n")
+        assert inside in _evidence(run_dir, timeline), "the control"
 
 
 def test_parameters_are_counted_from_the_headers_of_the_weights(site: config.Site, run_dir: RunDir) -> None:
@@ -220,8 +233,8 @@ def test_the_command_writes_where_it_is_told(
 ) -> None:
     _ingest(site, run_dir)
     assert execute(["report", "sort", "--output", str(tmp_path / "mine.html"), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told == {"run_id": run_dir.run_id, "report": str(tmp_path / "mine.html")}
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == {"run_id": run_dir.run_id, "report": str(tmp_path / "mine.html")}
     assert (tmp_path / "mine.html").is_file()
     assert not run_dir.report.exists()
 

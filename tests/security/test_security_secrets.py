@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 from control_fakes import NODE, FakeAgent, make_run, make_spec
 
-from flows.view.incidents import incidents_markdown
-from flows.view.story import read_story
+from rlhf_core.control.timeline import read_timeline
 from rlhf_core.diagnosis.classify import Evidence, WorkerEnd, classify
 from rlhf_core.redaction import masked
 from rlhf_core.render.evidence import read_evidence
+from rlhf_core.render.markdown import incidents_markdown
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.resources import Placement, Role
 from rlhf_core.schemas.site import is_private
 from rlhf_core.worker import worker_process
 from rlhf_core.worker.evidence import save_log_tails
-from rlhf_core.worker.node_probe import Place, Probe
 from rlhf_core.worker.nodes import Nodes
+from rlhf_core.worker.probing import Place, Probe
 
 CANARY = "c4nary7Zq9Lw2Xv8Tb3Rn5"
 
@@ -115,16 +115,16 @@ def test_the_end_of_a_log_is_kept_and_shown_without_secrets(tmp_path: Path) -> N
     restart = run_dir.attempt(1).restart(0)
     log = tmp_path / "worker.log"
     log.write_text(f"step 1\n{SAID}\nstep 2\n")
-    assert save_log_tails({0: log}, restart.evidence_dir, NODE) == []
-    kept = (restart.evidence_dir / f"log-{NODE}-0.txt").read_text()
+    assert save_log_tails({0: log}, restart.incident_dir, NODE) == []
+    kept = (restart.incident_dir / f"log-{NODE}-0.txt").read_text()
     assert CANARY not in kept
     assert kept.startswith("step 1\nlogin failed: postgresql://***@db/x")
-    (restart.evidence_dir / f"log-{NODE}-1.txt").write_text(f"an older version's: {SAID}\n")
-    (restart.evidence_dir / f"stack-{NODE}-1.txt").write_text(f"an older version's: {SAID}\n")
-    page = incidents_markdown(read_story(run_dir))
+    (restart.incident_dir / f"log-{NODE}-1.txt").write_text(f"an older version's: {SAID}\n")
+    (restart.incident_dir / f"stack-{NODE}-1.txt").write_text(f"an older version's: {SAID}\n")
+    page = incidents_markdown(read_timeline(run_dir))
     assert "login failed" in page
     assert CANARY not in page
-    assert CANARY not in str(read_evidence(restart.evidence_dir, (1,)))
+    assert CANARY not in str(read_evidence(restart.incident_dir, (1,)))
 
 
 def test_the_message_of_an_incident_holds_no_secret() -> None:

@@ -1,4 +1,4 @@
-"""Untrusted text on pages, in terminals, spreadsheets and model cards: shown, never interpreted."""
+"""Texts that others wrote, on pages, in terminals, spreadsheets and model cards: shown, and acted upon by none."""
 
 import contextlib
 import csv
@@ -6,6 +6,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import hostile
@@ -16,17 +17,13 @@ from history_tools import whole_run
 from markdown_it import MarkdownIt
 from rich.console import Console
 
-from flows.view import progress
-from flows.view.checks import checks_markdown
-from flows.view.incidents import decided, incidents_markdown
-from flows.view.result import result_markdown
-from flows.view.story import read_story
 from rlhf_core.cli import output, watching
 from rlhf_core.cli.main import execute
 from rlhf_core.config import load_site
+from rlhf_core.control.progress import RunReader
 from rlhf_core.control.promotion import Question
-from rlhf_core.control.summary import markdown as summary_page
 from rlhf_core.control.summary import summarise
+from rlhf_core.control.timeline import read_timeline
 from rlhf_core.errors import BadInput
 from rlhf_core.escaping import (
     csv_cell,
@@ -41,8 +38,14 @@ from rlhf_core.escaping import (
 )
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.model_card import model_card
+from rlhf_core.render.markdown import checks_markdown, incidents_markdown, progress_markdown
+from rlhf_core.render.progress import RunProgress
+from rlhf_core.render.summary import summary_markdown
+from rlhf_core.render.timeline import decision_text
 from rlhf_core.run_dir import RunDir, write_model
+from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind, Incident
 from rlhf_core.schemas.promotion import ModelProvenance
 from rlhf_core.schemas.reports import EvaluationReport, EvaluationSample
@@ -139,11 +142,11 @@ def hostile_run(runs: Path, texts: tuple[str, ...]) -> RunDir:
     agent.incident(FailureKind.HANG)
     joined = " ".join(texts)
     folder = run_dir.attempt(1).restart(0)
-    found = Incident.model_validate_json(folder.incident(0).read_bytes())
-    write_model(folder.incident(0), found.model_copy(update={"message": joined, "phase": joined, "collective": joined}))
+    found = Incident.model_validate_json(folder.incident.read_bytes())
+    write_model(folder.incident, found.model_copy(update={"message": joined, "phase": joined, "collective": joined}))
     for name in ("stack-n1-0.txt", "log-n1-0.txt"):
-        (folder.evidence_dir / name).write_text("\n".join(texts[:12]))
-    write_model(folder.decision(0), decision(joined))
+        (folder.incident_dir / name).write_text("\n".join(texts[:12]))
+    write_model(folder.decision, decision(joined))
     samples = tuple(
         EvaluationSample(prompt_uid="1", sample_index=0, prompt=text, completion=text, answer=text, score=1.0)
         for text in texts
@@ -168,30 +171,32 @@ def decision(text: str) -> Decision:
 
 
 def pages(run_dir: RunDir) -> dict[str, str]:
-    """Everything that Prefect shows of it."""
-    story, summary = read_story(run_dir), summarise(run_dir)
+    """Every page that Prefect shows of it."""
+    timeline, summary = read_timeline(run_dir), summarise(run_dir)
+    message = timeline.incidents[0].incident.message
     reason = "\n".join(summary.accuracy[0].after.samples[0].prompt if summary.accuracy[0].after else "")
     question = Question(run_dir, 10, Path("/models/x"), utc_now(), utc_now(), reason)
-    checks = [
-        dict.fromkeys(("check", "found", "what to do", "expected", "node", "when"), story.incidents[0].incident.message)
-    ]
-    seen = progress.Seen(make_spec(), title=story.incidents[0].incident.message)
+    finding = CheckResult.model_construct(
+        **dict.fromkeys(("id", "found", "advice", "expected", "node"), message), status=CheckStatus.WARNING
+    )
+    progress = RunProgress(RunState.PREFLIGHT, 10, title=message)
+    at_work = replace(timeline, state=RunState.PREFLIGHT)
     return {
         "approval": question.text,
         "form": question.form_text,
-        "incidents": incidents_markdown(story),
-        "checks": checks_markdown([{"status": "warning", **one} for one in checks]),
-        "result": result_markdown(summary, story, {}),
-        "summary": summary_page(summary),
-        "progress": progress.describe(seen, story),
-        "decided": f"| {decided(story.decisions[0].decision)} |",
+        "incidents": incidents_markdown(timeline),
+        "checks": checks_markdown([(message, finding)]),
+        "result": summary_markdown(summary, timeline),
+        "summary": summary_markdown(summary),
+        "progress": progress_markdown(progress, at_work),
+        "decided": f"| {markdown(decision_text(timeline.decisions[0].decision))} |",
     }
 
 
 @pytest.mark.parametrize(
     "name", ["approval", "form", "incidents", "checks", "result", "summary", "progress", "decided"]
 )
-def test_the_page_of_an_approval_has_the_same_shape_whatever_a_model_writes(
+def test_a_page_on_which_a_person_decides_has_the_same_shape_whatever_a_model_writes(
     made: tuple[dict[str, str], dict[str, str]], name: str
 ) -> None:
     plain, attacked = made
@@ -320,10 +325,9 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     run = whole_run(site.runs_dir)
     joined = "\n".join(text for text in ALLOWED_BY_SCHEMAS if "\x00" not in text)
     folder = run.dir.attempt(1).restart(0)
-    found = Incident.model_validate_json(folder.incident(0).read_bytes())
-    write_model(folder.incident(0), found.model_copy(update={"message": joined[:4000]}))
+    found = Incident.model_validate_json(folder.incident.read_bytes())
+    write_model(folder.incident, found.model_copy(update={"message": joined[:4000]}))
     folder.logs.mkdir(parents=True, exist_ok=True)
-    folder.evidence_dir.mkdir(parents=True, exist_ok=True)
     text = "\n".join(hostile.ALL).encode("utf-8", "surrogatepass")
     (folder.logs / "trainer-n1-0.log").write_bytes(text)
     stored = json.loads(run.dir.spec.read_text())
@@ -365,7 +369,7 @@ def test_commands_show_a_hostile_run_and_act_upon_nothing(
 
 def test_the_live_view_acts_upon_nothing(attacked: tuple[Path, str]) -> None:
     home, run_id = attacked
-    view = watching.Viewer(RunDir.of(home / "runs", run_id)).read()
+    view = RunReader(RunDir.of(home / "runs", run_id)).read()
     shown = io.StringIO()
     Console(file=shown, width=400).print(watching.draw(view))
     assert "[2J" in shown.getvalue()

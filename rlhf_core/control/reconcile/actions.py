@@ -229,7 +229,7 @@ class Reconciler:
         if end in self._published or self._flow_runs is None or self._seen is None:
             return 0
         try:
-            missing = self._flow_runs.num_unpublished(run_dir, self._known_flow_runs())
+            missing = self._flow_runs.num_unpublished(run_dir, self._store, self._known_flow_runs())
         except Exception as error:  # noqa: BLE001 - of Prefect's client, or a file system: the next round asks again
             self._note_once(run_dir.run_id, "events", f"{type(error).__name__}: {error}")
             return 0
@@ -342,7 +342,7 @@ class Reconciler:
         published = self._prefect.publish(run_dir, self._store, self._known_flow_runs())
         # Not asked again: the server shows them some seconds later, and an automation acts on each that it is sent.
         self._published.add(end)
-        return ActionResult(action, True, f"published now: {', '.join(published) or 'nothing is missing any more'}")
+        return ActionResult(action, True, f"published: {', '.join(published) or 'nothing is missing any more'}")
 
     def _write_down(self, result: ActionResult) -> None:
         """Into the run directory, from where it reaches the history; where there is none, the log has it."""

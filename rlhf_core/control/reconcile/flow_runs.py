@@ -50,7 +50,7 @@ class FlowRuns(Protocol):
     def end_task_run(self, task_run_id: str, state: FlowState, reason: str) -> None:
         """Give a task run that is still open a last state."""
 
-    def num_unpublished(self, run_dir: RunDir, known: Collection[str]) -> int:
+    def num_unpublished(self, run_dir: RunDir, store: HistoryStore, known: Collection[str]) -> int:
         """Number of events and artifacts that the server lacks of a run that has ended.
 
         Args:

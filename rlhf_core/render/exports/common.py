@@ -1,4 +1,4 @@
-"""What the formats share."""
+"""Code that the formats share."""
 
 import heapq
 import importlib

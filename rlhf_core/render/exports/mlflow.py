@@ -119,7 +119,7 @@ def _known_points(client: "MlflowClient", run: "Run") -> dict[str, set[tuple[int
 
 
 def _is_stale(known: Mapping[str, set[tuple[int, int]]], points: Iterator[CurvePoint]) -> bool:
-    """Whether MLflow has values that count no more."""
+    """True if MLflow has values that count no more."""
     num_still_true = sum(_identity(point) in known.get(clean_name(point.key), ()) for point in points)
     return num_still_true < sum(map(len, known.values()))
 

@@ -1,4 +1,4 @@
-"""What people look for under *Artifacts* of a run in MLflow: report, settings, evaluation tables, model card.
+"""Files under *Artifacts* of a run in MLflow: report, settings, evaluation tables, model card.
 
 Small texts only, replaced as a whole when a run is exported again. Weights stay where they are: the model card and
 ``rlhf.json`` say where that is, and with which checksums.
@@ -29,7 +29,7 @@ MOST_BYTES = 16 << 20
 """A text that is larger is left out: artifacts are to be looked at in a browser."""
 
 _CARD_FILES = ("README.md", "rlhf.json")
-"""What a promoted model's folder has beside the model."""
+"""Files of a promoted model's folder beside the model."""
 
 _TABLES_TAG = "mlflow.loggedArtifacts"
 """Tag by which MLflow knows that an artifact is a table."""

@@ -1,6 +1,6 @@
 """Offline runs of Weights & Biases: a folder that ``wandb sync`` sends when its owner wants to.
 
-Nothing is sent here, and nobody has to be logged in.
+Nothing is sent from here, and no login is needed.
 """
 
 import secrets
@@ -35,7 +35,7 @@ def _write(store: HistoryStore, run_id: str, out: Path) -> Path:
     # A folder of its own: two exports within a second would have the same name, and must not write to one file.
     temporary = out / f".{run_id}.{secrets.token_hex(4)}.tmp"
     temporary.mkdir()
-    # What the machine of the export does, has installed or has checked out is nothing about the run.
+    # The state of the machine that exports says nothing about the run.
     settings = wandb.Settings(
         mode="offline",
         console="off",

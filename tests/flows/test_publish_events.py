@@ -1,4 +1,4 @@
-"""Events for automations: which there are, that they are texts, and that they are the same whoever tells them."""
+"""Events for automations: names, payloads of texts, and ids that do not depend on the publisher."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -6,22 +6,22 @@ from datetime import timedelta
 from control_fakes import FakeAgent
 from desk import Desk
 
-from flows.view.events import NEWS, FlowRun, Happening, happenings
-from flows.view.story import read_story
+from flows.events import MAX_AGE, FlowRunRef, RunEvent, events_of
 from rlhf_core.control.steps import drive
-from rlhf_core.launch.journal import Journal
+from rlhf_core.control.timeline import read_timeline
+from rlhf_core.launch.journal import Journal, read_record
 from rlhf_core.run_dir import LineWriter, RunDir
 from rlhf_core.schemas.attempts import PromotionState, RunState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.journal import ControllerStarted, JournalLine, PromotionMoved, RunMoved
 
-FLOW_RUN = FlowRun("0d6f2a5e-0000-0000-0000-000000000000", "a flow run")
-ANOTHER = FlowRun("1d6f2a5e-0000-0000-0000-000000000000", "another one")
+FLOW_RUN = FlowRunRef("0d6f2a5e-0000-0000-0000-000000000000", "a flow run")
+ANOTHER = FlowRunRef("1d6f2a5e-0000-0000-0000-000000000000", "another one")
 
 
-def told(run_dir: RunDir, flow_run: FlowRun = FLOW_RUN) -> Sequence[Happening]:
-    return happenings(read_story(run_dir), run_dir.read_spec(), flow_run)
+def events(run_dir: RunDir, flow_run: FlowRunRef = FLOW_RUN) -> Sequence[RunEvent]:
+    return events_of(read_timeline(run_dir), run_dir.read_spec(), flow_run)
 
 
 def completed(desk: Desk) -> RunDir:
@@ -35,7 +35,7 @@ def completed(desk: Desk) -> RunDir:
 
 def test_every_state_of_a_run_is_an_event_with_texts_alone(desk: Desk) -> None:
     run_dir = completed(desk)
-    found = told(run_dir)
+    found = events(run_dir)
     assert [one.name for one in found] == [
         f"rlhf.run.{state}" for state in ("preflight", "queued", "evaluating", "completed")
     ]
@@ -51,37 +51,37 @@ def test_every_state_of_a_run_is_an_event_with_texts_alone(desk: Desk) -> None:
     assert all(isinstance(value, str) for one in found for value in one.payload.values())
 
 
-def test_a_promotion_is_told_with_its_step_and_who_decided(desk: Desk) -> None:
+def test_the_event_of_a_promotion_has_its_step_and_its_decider(desk: Desk) -> None:
     run_dir = completed(desk)
     journal = Journal(run_dir, token=100)
     journal.append(PromotionMoved(state=PromotionState.WAITING, checkpoint_step=10, reason="gained 0.7"))
     journal.append(PromotionMoved(state=PromotionState.PROMOTED, checkpoint_step=10, by="ada", path="/models/a"))
-    waiting, promoted = told(run_dir)[-2:]
+    waiting, promoted = events(run_dir)[-2:]
     assert (waiting.name, promoted.name) == ("rlhf.promotion.waiting", "rlhf.promotion.promoted")
     assert waiting.payload["message"] == "gained 0.7"
     assert (promoted.payload["by"], promoted.payload["path"]) == ("ada", "/models/a")
     assert promoted.payload["checkpoint_step"] == "10"
 
 
-def test_ids_do_not_depend_on_who_tells(desk: Desk) -> None:
+def test_ids_do_not_depend_on_the_publisher(desk: Desk) -> None:
     run_dir = completed(desk)
     FakeAgent(run_dir).incident(FailureKind.HANG)
-    ids = [one.id for one in told(run_dir)]
+    ids = [one.id for one in events(run_dir)]
     assert len(set(ids)) == len(ids) == 5
-    assert [one.id for one in told(run_dir, ANOTHER)] == ids
+    assert [one.id for one in events(run_dir, ANOTHER)] == ids
 
 
-def test_what_a_controller_wrote_that_had_lost_the_run_is_not_told(desk: Desk) -> None:
+def test_lines_of_a_controller_that_had_lost_the_run_make_no_event(desk: Desk) -> None:
     run_dir = completed(desk)
-    sequence = read_story(run_dir).record.next_sequence
+    sequence = read_record(run_dir).next_sequence
     writer = LineWriter(run_dir.control)
-    moved = RunMoved(state=RunState.FAILED, cause="nobody should be called for this")
+    moved = RunMoved(state=RunState.FAILED, cause="this must not alert")
     writer.write(JournalLine(sequence=sequence, token=0, time=utc_now(), event=moved))
     writer.close()
-    assert told(run_dir)[-1].name == "rlhf.run.completed"
+    assert events(run_dir)[-1].name == "rlhf.run.completed"
 
 
-def test_old_news_are_none(desk: Desk) -> None:
+def test_old_events_are_not_published(desk: Desk) -> None:
     run_dir = completed(desk)
-    later = utc_now() + NEWS + timedelta(minutes=1)
-    assert happenings(read_story(run_dir), run_dir.read_spec(), FLOW_RUN, later) == []
+    later = utc_now() + MAX_AGE + timedelta(minutes=1)
+    assert events_of(read_timeline(run_dir), run_dir.read_spec(), FLOW_RUN, later) == []

@@ -1,4 +1,4 @@
-"""What a person reads of incidents in a browser: the essentials of the evidence, bounded, also of trials."""
+"""The page of the incidents: the essentials of the evidence, bounded, also of trials."""
 
 import json
 from pathlib import Path
@@ -7,11 +7,12 @@ import pytest
 from control_fakes import NODE, FakeAgent, make_run, make_spec
 from desk import Desk
 
-from flows.view.incidents import MAX_INCIDENTS, incidents_markdown
-from flows.view.story import read_checks, read_story
 from rlhf_core.control.steps import drive
+from rlhf_core.control.timeline import read_checks, read_timeline
 from rlhf_core.errors import PreflightBlocked
+from rlhf_core.launch.journal import read_record
 from rlhf_core.render.evidence import LOG_LINES, STACK_LINES
+from rlhf_core.render.markdown import MAX_INCIDENTS, incidents_markdown
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
@@ -25,7 +26,7 @@ def hung(tmp_path: Path) -> RunDir:
     agent = FakeAgent(run_dir)
     agent.status()
     agent.incident(FailureKind.HANG)
-    folder = run_dir.attempt(1).restart(0).evidence_dir
+    folder = run_dir.attempt(1).restart(0).incident_dir
     status = run_dir.attempt(1).restart(0).agent_status(NODE)
     (folder / f"ranks-{NODE}.json").write_text(json.dumps(json.loads(status.read_text())["ranks"]))
     (folder / f"stack-{NODE}-0.txt").write_text("waits in all_reduce\n" * 100)
@@ -36,25 +37,25 @@ def hung(tmp_path: Path) -> RunDir:
 
 
 def test_the_stack_of_the_suspect_comes_first(hung: RunDir) -> None:
-    text = incidents_markdown(read_story(hung))
+    text = incidents_markdown(read_timeline(hung))
     assert text.index("the culprit sleeps") < text.index("waits in all_reduce")
 
 
 def test_evidence_is_short_and_says_where_the_rest_is(hung: RunDir) -> None:
-    text = incidents_markdown(read_story(hung))
+    text = incidents_markdown(read_timeline(hung))
     assert text.count("waits in all_reduce") == STACK_LINES
     assert "more lines" in text
     assert text.count("\n`line ") == LOG_LINES
     assert "line 9999" in text
     assert f"log-{NODE}-1.txt**" not in text, "an empty log is no evidence"
-    assert f"`{hung.attempt(1).restart(0).evidence_dir}`" in text
+    assert f"`{hung.attempt(1).restart(0).incident_dir}`" in text
     assert f"rlhf logs {hung.run_id} --attempt 1 --restart 0" in text
     assert "file://" not in text
     assert "<details" not in text, "the new UI shows it as text"
 
 
 def test_nothing_in_the_evidence_is_taken_for_markdown(hung: RunDir) -> None:
-    lines = incidents_markdown(read_story(hung)).splitlines()
+    lines = incidents_markdown(read_timeline(hung)).splitlines()
     assert "`the culprit sleeps`  " in lines
     assert "```` ``` ````  " in lines
     assert "`# not a heading`  " in lines
@@ -63,8 +64,8 @@ def test_nothing_in_the_evidence_is_taken_for_markdown(hung: RunDir) -> None:
 
 def test_frames_keep_their_indentation_and_their_lines(hung: RunDir) -> None:
     """A block of code would do that, but the new UI shows it light on light."""
-    (hung.attempt(1).restart(0).evidence_dir / f"stack-{NODE}-1.txt").write_text("Thread 1\n    train (a.py:1)\n\n")
-    text = incidents_markdown(read_story(hung))
+    (hung.attempt(1).restart(0).incident_dir / f"stack-{NODE}-1.txt").write_text("Thread 1\n    train (a.py:1)\n\n")
+    text = incidents_markdown(read_timeline(hung))
     assert "`Thread 1`  \n`\u00a0\u00a0\u00a0\u00a0train (a.py:1)`  \n" in text
     assert "```text" not in text
 
@@ -73,17 +74,17 @@ def test_a_run_with_many_incidents_stays_readable(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "runs")
     for restart in range(50):
         FakeAgent(run_dir, restart=restart).incident(FailureKind.HANG)
-        folder = run_dir.attempt(1).restart(restart).evidence_dir
+        folder = run_dir.attempt(1).restart(restart).incident_dir
         for rank in range(8):
             (folder / f"stack-{NODE}-{rank}.txt").write_text("frame\n" * 1000)
-    text = incidents_markdown(read_story(run_dir))
+    text = incidents_markdown(read_timeline(run_dir))
     assert text.count("## hang") == MAX_INCIDENTS
     assert "30 earlier incidents are left out" in text
     assert len(text) < 50_000
 
 
 def test_what_a_trial_found_is_shown_with_its_run(desk: Desk, checks: list[CheckResult]) -> None:
-    """Nobody looks for the page of a trial: it has none of its own."""
+    """A trial has no pages of its own."""
     checks.append(CheckResult(id="trial.needed", status=CheckStatus.WARNING, found="data changed"))
     run_dir = desk.run(make_spec(preflight={"trial": "run"}))
 
@@ -98,10 +99,9 @@ def test_what_a_trial_found_is_shown_with_its_run(desk: Desk, checks: list[Check
     desk.scheduler.on_submit = breaks
     with pytest.raises(PreflightBlocked):
         drive(desk.controller(run_dir))
-    story = read_story(run_dir)
-    (trial,) = story.record.trials.values()
-    text = incidents_markdown(story)
+    (trial,) = read_record(run_dir).trials.values()
+    text = incidents_markdown(read_timeline(run_dir))
     assert "## shape" in text
     assert f"run `{trial}`" in text
-    rows = {(row["when"], row["node"]) for row in read_checks(run_dir) if row["check"] == "probe.matmul"}
+    rows = {(when, result.node) for when, result in read_checks(run_dir) if result.id == "probe.matmul"}
     assert rows == {("trial: attempt 1", "node7")}

@@ -1,16 +1,19 @@
-"""Timeline of incidents: sentences in the order of time, in `rlhf show` and in `rlhf watch`."""
+"""The timeline of a run: sentences in the order of time, the same from the history and from the run directory."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from history_tools import RunFiles, at, database_url, runs, store
 
-from rlhf_core.cli import story, watching
+from rlhf_core.cli import watching
+from rlhf_core.control.timeline import read_timeline
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
+from rlhf_core.render.timeline import FirstStep, Timeline, TimelineIncident, incident_text, timeline_from_rows
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import RunState
-from rlhf_core.schemas.failures import Action, FailureKind
+from rlhf_core.schemas.failures import Action, FailureKind, Incident
 from rlhf_core.watchdog.ingest import sync
 
 __all__ = ["database_url", "runs", "store"]
@@ -42,7 +45,12 @@ def hung_run(runs: Path) -> RunFiles:
     return run
 
 
-STORY = [
+def made_up(run: RunFiles, incidents: Sequence[Incident], first_steps: Sequence[FirstStep] = ()) -> Timeline:
+    found = [TimelineIncident(run.dir, one) for one in incidents]
+    return Timeline(run.dir, RunState.TRAINING, "", found, first_steps=first_steps)
+
+
+ENTRIES = [
     (
         12.0,
         "progress stopped at step 4, phase rollout: last sign of life of rank 1 on node n2; the last collective that a "
@@ -53,7 +61,7 @@ STORY = [
         "collective hang (attempt 1; step 4; rollout; rank 1, n2): collective_hang in 1.0. "
         "Stacks, states and logs: attempts/1/restarts/0/incident.",
     ),
-    (17.5, "-> restart in place: one restart is left"),
+    (17.5, "-> restart in place (by the agent): one restart is left."),
     (23.0, "training went on: step 3 is done in attempt 1 after restart 1, 6.0 s after this was found"),
 ]
 
@@ -62,48 +70,50 @@ def test_a_hang_from_the_history(store: HistoryStore, runs: Path) -> None:
     run = hung_run(runs)
     sync(run.dir, store)
     shown = queries.show_run(store, run.run_id)
-    told = story.of_facts(shown["incidents"], shown["decisions"], shown["restarts"])
-    assert [(line.time, line.text) for line in told] == [(at(seconds), text) for seconds, text in STORY]
+    timeline = timeline_from_rows(run.dir, shown["run"], shown["incidents"], shown["decisions"], shown["restarts"])
+    assert [(entry.time, entry.text) for entry in timeline.entries()] == [
+        (at(seconds), text) for seconds, text in ENTRIES
+    ]
 
 
 def test_a_hang_from_the_run_directory(runs: Path) -> None:
-    view = watching.Viewer(hung_run(runs).dir).read()
-    assert view.story == [f"{at(seconds):%H:%M:%S} {text}" for seconds, text in STORY]
+    entries = read_timeline(hung_run(runs).dir).entries()
+    assert [(entry.time, entry.text) for entry in entries] == [(at(seconds), text) for seconds, text in ENTRIES]
 
 
-def test_a_healthy_run_has_no_story(runs: Path) -> None:
+def test_a_healthy_run_has_no_entries(runs: Path) -> None:
     run = RunFiles(runs)
     run.created()
     run.metrics(1, 0, 1, 10)
-    assert watching.Viewer(run.dir).read().story == []
+    assert read_timeline(run.dir).entries() == []
 
 
 def test_nothing_went_on_before_a_step_was_done(runs: Path) -> None:
     run = hung_run(runs)
     run.dir.attempt(1).restart(1).metrics.unlink()
-    assert [line for line in watching.Viewer(run.dir).read().story if "went on" in line] == []
+    assert [entry for entry in read_timeline(run.dir).entries() if "went on" in entry.text] == []
 
 
 def test_a_worker_that_ended_did_not_stand_still_before(runs: Path) -> None:
     run = RunFiles(runs)
     run.created()
     incident = run.incident(1, 0, FailureKind.WORKER_KILLED, 17, detected_after_s=0.3)
-    assert [line.text for line in story.tell([incident], [], [])] == [story.incident_in_words(incident)]
+    assert [entry.text for entry in made_up(run, [incident]).entries()] == [incident_text(incident)]
 
 
 def test_of_two_incidents_without_a_step_between_the_last_is_what_training_went_on_from(runs: Path) -> None:
     run = hung_run(runs)
     again = run.incident(1, 1, FailureKind.HANG, 30, suspect_ranks=(), suspect_nodes=())
     third = run.incident(1, 2, FailureKind.HANG, 40, detected_after_s=5.0, suspect_ranks=(), suspect_nodes=())
-    told = [line.text for line in story.tell([again, third], [], [story.Start(1, 3, 4, at(50))])]
-    assert [text for text in told if "went on" in text] == [
+    texts = [entry.text for entry in made_up(run, [again, third], [FirstStep(1, 3, 4, at(50))]).entries()]
+    assert [text for text in texts if "went on" in text] == [
         "training went on: step 4 is done in attempt 1 after restart 3, 10 s after this was found"
     ]
-    assert any("no single one is to blame" in text for text in told)
+    assert any("no single one is to blame" in text for text in texts)
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_watch_in_a_pipe_tells_each_sentence_once(
+def test_watch_in_a_pipe_prints_each_entry_once(
     runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, as_json: bool
 ) -> None:
     run = hung_run(runs)
@@ -116,6 +126,6 @@ def test_watch_in_a_pipe_tells_each_sentence_once(
     monkeypatch.setattr(watching.time, "sleep", wait)
     watching.watch_run(RunDir(run.dir.root), 0.0, as_json=as_json)
     out = capsys.readouterr().out.splitlines()
-    told = [line for line in out if "progress stopped" in line]
-    assert len(told) == (2 if as_json else 1), "JSON has the story in each of its two lines"
+    texts = [line for line in out if "progress stopped" in line]
+    assert len(texts) == (2 if as_json else 1), "JSON has the timeline in each of its two lines"
     assert "failed" in out[-1]

@@ -1,15 +1,15 @@
-"""The picture of the curves: what is in it, when it is drawn, and that a drawing can go wrong."""
+"""The picture of the curves: its content, its size, and drawings that fail."""
 
 import io
 import random
 from pathlib import Path
 
-from control_fakes import Clock, FakeAgent, make_run, make_spec
+from control_fakes import FakeAgent, make_run, make_spec
 from PIL import Image
 
-from flows.view.curves import EVERY_S, MAX_BYTES, Curves, picture_of
+from rlhf_core.control.curves import draw_in_process, effective_curves, marks_of
 from rlhf_core.render.charts import LEARNING
-from rlhf_core.render.curves_image import draw, effective_curves, marks_of, plots_of
+from rlhf_core.render.curves_image import draw, plots_of
 from rlhf_core.render.plots import Marks
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.failures import FailureKind
@@ -51,49 +51,21 @@ def test_a_long_and_noisy_run_is_a_small_picture() -> None:
     plots = plots_of(make_spec())
     noise = {key: [(step, chance.random()) for step in range(ALL_STEPS)] for plot in plots for key, _ in plot.keys}
     picture = draw(plots, noise, Marks(ALL_STEPS, 100, tuple(range(0, ALL_STEPS, 500)), (7000,), (6000,)))
-    assert len(picture) < MAX_BYTES
+    assert len(picture) < 150_000
     with Image.open(io.BytesIO(picture)) as image:
         assert image.width == 1380
 
 
 def test_the_picture_is_drawn_by_a_process_of_its_own(tmp_path: Path) -> None:
-    with Image.open(io.BytesIO(picture_of(trained(tmp_path / "runs")))) as image:
+    with Image.open(io.BytesIO(draw_in_process(trained(tmp_path / "runs")))) as image:
         assert image.format == "PNG"
 
 
 def test_nothing_is_drawn_before_the_first_step(tmp_path: Path) -> None:
-    assert picture_of(make_run(tmp_path / "runs")) == b""
+    assert draw_in_process(make_run(tmp_path / "runs")) == b""
     assert draw(LEARNING, {}, Marks()) == b""
 
 
 def test_a_drawing_that_fails_or_takes_too_long_is_no_picture(tmp_path: Path) -> None:
-    assert picture_of(RunDir(tmp_path / "none")) == b""
-    assert picture_of(trained(tmp_path / "runs"), timeout_s=0.001) == b""
-
-
-def test_it_is_drawn_at_once_then_seldom_and_at_the_end(tmp_path: Path) -> None:
-    clock = Clock()
-    curves = Curves(trained(tmp_path / "runs"), clock)
-    assert not curves.is_due((1, 0, 0)), "no step yet"
-    assert curves.is_due((1, 0, 1))
-    assert curves.draw((1, 0, 1)).startswith("data:image/png;base64,")
-    clock.now = EVERY_S - 1
-    assert not curves.is_due((1, 0, 2))
-    assert curves.is_due((1, 0, 2), last=True)
-    clock.now = EVERY_S
-    assert curves.is_due((1, 0, 2))
-    assert not curves.is_due((1, 0, 1)), "nothing was done since"
-    assert not curves.is_due((1, 0, 1), last=True)
-
-
-def test_a_run_of_days_is_drawn_less_often(tmp_path: Path) -> None:
-    """Fifty controllers share a machine, and in half a minute of three days nothing changes."""
-    clock = Clock()
-    curves = Curves(trained(tmp_path / "runs"), clock)
-    assert curves.is_due((1, 0, 1))
-    clock.now = 3 * 24 * 3600.0
-    curves.draw((1, 0, 1))
-    clock.now += 3600
-    assert not curves.is_due((1, 0, 2))
-    clock.now += 3600
-    assert curves.is_due((1, 0, 2))
+    assert draw_in_process(RunDir(tmp_path / "none")) == b""
+    assert draw_in_process(trained(tmp_path / "runs"), timeout_s=0.001) == b""

@@ -4,7 +4,8 @@ from control_fakes import FakeAgent
 from desk import Desk
 
 from rlhf_core.control.steps import drive
-from rlhf_core.control.summary import interval, markdown, signed, summarise
+from rlhf_core.control.summary import summarise
+from rlhf_core.render.summary import interval, signed, summary_markdown
 from rlhf_core.schemas.attempts import RunState
 
 
@@ -20,7 +21,7 @@ def test_a_completed_run_in_a_dozen_facts(desk: Desk) -> None:
     assert greedy.gain is not None
     assert abs(greedy.gain - 0.7) < 1e-9
     assert sampled.gain is None
-    text = markdown(summary)
+    text = summary_markdown(summary)
     assert "| exact_match, greedy | 0.200 [0.100, 0.300] | 0.900 [0.800, 1.000] | +0.700 |" in text
     assert str(run_dir.root) in text
 
@@ -34,7 +35,7 @@ def test_steps_without_metrics_are_said(desk: Desk) -> None:
     metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[:4]))
     summary = summarise(run_dir)
     assert (summary.steps, summary.missing_steps) == (4, "no metrics of 6 of 10 steps: 5-10")
-    assert "> no metrics of 6 of 10 steps: 5-10" in markdown(summary)
+    assert "> no metrics of 6 of 10 steps: 5-10" in summary_markdown(summary)
 
 
 def test_what_is_not_there_is_a_dash() -> None:

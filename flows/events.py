@@ -1,0 +1,202 @@
+"""Events about a run, for automations.
+
+Each event has an id made from what it is about, and the server is asked which of them it has: publishing twice
+publishes once, whichever controller does it. They are posted and answered; Prefect's own sender only queues, and loses
+what a server that is away does not take.
+"""
+
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.events import Event, RelatedResource, Resource
+from prefect.utilities.urls import url_for
+
+from rlhf_core.render.timeline import Timeline, TimelineDecision, TimelineIncident
+from rlhf_core.schemas.attempts import RunState
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.journal import JournalLine, PromotionMoved, RunMoved
+from rlhf_core.schemas.regression import regression_text
+from rlhf_core.schemas.run import StoredSpec
+from rlhf_core.watchdog.evidence import regressed
+
+MAX_AGE = timedelta(days=3)
+"""Older events are not published: a run that is resumed after a holiday must not alert for the time before. Prefect
+keeps events for longer by default, so that the server knows all that were published."""
+
+_PAGE_SIZE = 50
+"""Events asked for at once: the server's own limit."""
+
+_NAMESPACE = uuid.UUID("6a1f3a52-3c0e-4b52-9d5e-5d9a1f0c7e11")
+
+
+@dataclass(frozen=True)
+class FlowRunRef:
+    """The flow run in whose name something is published."""
+
+    id: str
+    name: str
+
+    @property
+    def url(self) -> str:
+        """Its page in the UI; empty where its address is not known."""
+        return (url_for("flow-run", obj_id=self.id) if self.id else None) or ""
+
+
+@dataclass(frozen=True)
+class RunEvent:
+    """An event about a run, before Prefect has it."""
+
+    id: uuid.UUID
+    name: str
+    occurred: datetime
+    payload: Mapping[str, str]
+    """Texts alone: a number would break the templates of an automation whose parameters are texts."""
+
+
+def events_of(
+    timeline: Timeline, stored: StoredSpec, flow_run: FlowRunRef, now: datetime | None = None
+) -> list[RunEvent]:
+    """Make the events of a run that are not too old, in the order of time."""
+    since = (now or utc_now()) - MAX_AGE
+    found = [*_incidents(timeline), *_decisions(timeline), *_moves(timeline, stored, flow_run)]
+    return sorted((one for one in found if one.occurred >= since), key=lambda one: one.occurred)
+
+
+def unpublished(client: SyncPrefectClient, events: Sequence[RunEvent]) -> list[RunEvent]:
+    """Events that the server does not have."""
+    known: set[str] = set()
+    # By itself the server ends at its own present, and a controller's clock may be ahead of it.
+    until = (utc_now() + timedelta(days=1)).isoformat()
+    for start in range(0, len(events), _PAGE_SIZE):
+        ids = [str(one.id) for one in events[start : start + _PAGE_SIZE]]
+        query = {"filter": {"id": {"id": ids}, "occurred": {"until": until}}, "limit": _PAGE_SIZE}
+        known |= {event["id"] for event in client.request("POST", "/events/filter", json=query).json()["events"]}
+    return [one for one in events if str(one.id) not in known]
+
+
+def publish_events(
+    client: SyncPrefectClient, events: Sequence[RunEvent], run_id: str, flow_run: FlowRunRef
+) -> list[str]:
+    """Post the events that the server does not have, and return their names.
+
+    The server lists an event some seconds after it has taken it. One that is posted twice in between is stored once,
+    and automations act on it once: for half an hour the server remembers the ids that it has processed.
+    """
+    new = unpublished(client, events)
+    if new:
+        client.request("POST", "/events", json=[_as_json(one, run_id, flow_run) for one in new])
+    return [one.name for one in new]
+
+
+def _as_json(event: RunEvent, run_id: str, flow_run: FlowRunRef) -> dict[str, object]:
+    related = RelatedResource(
+        {
+            "prefect.resource.id": f"prefect.flow-run.{flow_run.id}",
+            "prefect.resource.role": "flow-run",
+            "prefect.resource.name": flow_run.name,
+        }
+    )
+    return Event(
+        id=event.id,
+        event=event.name,
+        occurred=event.occurred,
+        resource=Resource({"prefect.resource.id": f"rlhf.run.{run_id}", "prefect.resource.name": run_id}),
+        related=[related] if flow_run.id else [],
+        payload=dict(event.payload),
+    ).model_dump(mode="json")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _event(name: str, about: str, occurred: datetime, payload: dict[str, str]) -> RunEvent:
+    return RunEvent(uuid.uuid5(_NAMESPACE, about), name, occurred, payload)
+
+
+def _incidents(timeline: Timeline) -> Iterator[RunEvent]:
+    for found in timeline.incidents:
+        incident = found.incident
+        name = f"rlhf.incident.{incident.failure_kind.value}"
+        about = f"{found.run_dir.run_id}/{incident.attempt}/{incident.restart}/{name}/{incident.seen_at.isoformat()}"
+        yield _event(name, about, incident.seen_at, _of_incident(timeline, found))
+
+
+def _decisions(timeline: Timeline) -> Iterator[RunEvent]:
+    for found in timeline.decisions:
+        decision = found.decision
+        name = f"rlhf.decision.{decision.action.value}"
+        about = f"{found.run_dir.run_id}/{decision.attempt}/{decision.restart}/{name}/{decision.decided_at.isoformat()}"
+        yield _event(name, about, decision.decided_at, _of_decision(timeline, found))
+
+
+def _moves(timeline: Timeline, stored: StoredSpec, flow_run: FlowRunRef) -> Iterator[RunEvent]:
+    for line in timeline.lines:
+        if isinstance(line.event, RunMoved | PromotionMoved):
+            what = "run" if isinstance(line.event, RunMoved) else "promotion"
+            name = f"rlhf.{what}.{line.event.state.value}"
+            about = f"{timeline.run_id}/journal/{line.token}/{line.sequence}/{name}"
+            payload = {
+                "run_id": timeline.run_id,
+                "name": stored.spec.name,
+                "owner": stored.owner,
+                "state": line.event.state.value,
+                "url": timeline.flow_run_url(line) or flow_run.url,
+                "run_dir": str(timeline.run_dir.root),
+                **_of_move(line),
+            }
+            if isinstance(line.event, RunMoved) and line.event.state is RunState.COMPLETED:
+                worse = regression_text(regressed(timeline.run_dir))
+                payload["message"] = "; ".join(part for part in (payload["message"], worse) if part)
+            yield _event(name, about, line.time, payload)
+
+
+def _of_move(line: JournalLine) -> dict[str, str]:
+    match line.event:
+        case RunMoved(cause=cause):
+            return {"message": cause}
+        case PromotionMoved(checkpoint_step=step, by=by, reason=reason, path=path):
+            return {"message": reason, "checkpoint_step": str(step), "by": by, "path": path}
+        case _:
+            return {}
+
+
+def _of_incident(timeline: Timeline, found: TimelineIncident) -> dict[str, str]:
+    incident = found.incident
+    return {
+        **_whose(timeline, found),
+        "attempt": str(incident.attempt),
+        "restart": str(incident.restart),
+        "failure_kind": incident.failure_kind.value,
+        "message": incident.message,
+        "phase": incident.phase,
+        "step": "" if incident.step is None else str(incident.step),
+        "suspect_ranks": ",".join(map(str, incident.suspect_ranks)),
+        "suspect_nodes": ",".join(incident.suspect_nodes),
+        "collective": incident.collective,
+        "evidence_dir": incident.evidence_dir,
+        "seen_at": incident.seen_at.isoformat(),
+    }
+
+
+def _of_decision(timeline: Timeline, found: TimelineDecision) -> dict[str, str]:
+    decision = found.decision
+    return {
+        **_whose(timeline, found),
+        "attempt": str(decision.attempt),
+        "restart": str(decision.restart),
+        "action": decision.action.value,
+        "reason": decision.reason,
+        "decided_by": decision.decided_by.value,
+        "delay_s": f"{decision.delay_s:g}",
+        "excluded_nodes": ",".join(decision.excluded_nodes),
+        "config_diff": ", ".join(f"{name}={value}" for name, value in decision.config_diff.items()),
+        "decided_at": decision.decided_at.isoformat(),
+    }
+
+
+def _whose(timeline: Timeline, found: TimelineIncident | TimelineDecision) -> dict[str, str]:
+    trial = "" if found.run_dir == timeline.run_dir else found.run_dir.run_id
+    return {"run_id": timeline.run_id, "trial_run_id": trial}

@@ -1,0 +1,176 @@
+"""The summary of a run: what it came to, in a dozen facts, and the page that says them.
+
+Read by :mod:`rlhf_core.control.summary`; shown at the end of ``rlhf run``, before an approval, and in Prefect.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.escaping import markdown, markdown_code
+from rlhf_core.formatting import count, duration
+from rlhf_core.render.timeline import Timeline, decision_text
+from rlhf_core.run_dir import RunDir
+from rlhf_core.schemas.attempts import RunState
+from rlhf_core.schemas.failures import Incident
+from rlhf_core.schemas.regression import Regression, regression_text, regressions, state_text
+from rlhf_core.schemas.reports import EvaluationReport
+from rlhf_core.schemas.run import StoredSpec
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """One measure, before and after."""
+
+    name: str
+    """``greedy`` or ``sampled``."""
+    metric: str
+    before: EvaluationReport | None
+    after: EvaluationReport | None
+
+    @property
+    def gain(self) -> float | None:
+        """After minus before; None when one of them is missing."""
+        return self.after.value - self.before.value if self.before and self.after else None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run in a dozen facts."""
+
+    run_dir: Path
+    stored: StoredSpec
+    state: RunState
+    cause: str
+    accuracy: Sequence[Accuracy]
+    steps: int
+    missing_steps: str
+    """Steps that left no metrics; empty where none is missing."""
+    num_attempts: int
+    num_restarts: int
+    incidents: Sequence[Incident]
+    stage_seconds: Sequence[tuple[str, float]]
+    """Stage (with its attempt where there were several) and its wall time, in order."""
+
+    @property
+    def run_id(self) -> str:
+        """Id of the run."""
+        return self.stored.run_id
+
+    @property
+    def regressed(self) -> tuple[Regression, ...]:
+        """Held-out scores that fell."""
+        reports = [report for row in self.accuracy for report in (row.before, row.after) if report is not None]
+        return regressions(report.model_dump(exclude={"samples"}) for report in reports)
+
+    @property
+    def state_text(self) -> str:
+        """State of the run, with ``regressed`` beside it where a score fell."""
+        return state_text(self.state.value, self.regressed)
+
+
+def summary_markdown(
+    summary: Summary, timeline: Timeline | None = None, times: Mapping[str, Any] | None = None, links: str = ""
+) -> str:
+    """Format a summary as a page of Markdown.
+
+    Args:
+        timeline: of the run, for its promotion, incidents and decisions.
+        times: ``goodput`` and ``lost_time`` of the run, as in ``queries.show_run``.
+        links: Markdown with links to other pages of the run.
+    """
+    spec = summary.stored.spec
+    good = summary.state is RunState.COMPLETED
+    lines = [
+        f"# {summary.run_id}: {summary.state_text}",
+        "",
+        *([f"> **Regressed**: {markdown(regression_text(summary.regressed))}", ""] if summary.regressed else []),
+        *([] if good or not summary.cause else [f"> {markdown(summary.cause)}", ""]),
+        f"{spec.train.algorithm.upper()}, {summary.steps} of {spec.total_steps} steps on {spec.num_ranks} ranks, "
+        f"{count(summary.num_attempts, 'attempt')}, {count(summary.num_restarts, 'restart')}.",
+        *(["", f"> {summary.missing_steps}"] if summary.missing_steps else []),
+        "",
+        "| held-out | before | after | gain |",
+        "|---|---|---|---|",
+        *(
+            f"| {markdown(f'{row.metric}, {row.name}')} | {interval(row.before)} | {interval(row.after)} "
+            f"| {signed(row.gain)} |"
+            for row in summary.accuracy
+        ),
+        "",
+        *([links, ""] if links else []),
+        *(_promotion(timeline) if timeline is not None else []),
+        *_times(times or {}),
+        *(_incidents_and_decisions(timeline) if timeline is not None else []),
+        "| stage | seconds |",
+        "|---|---|",
+        *(f"| {markdown(title)} | {seconds:.1f} |" for title, seconds in summary.stage_seconds),
+        "",
+        f"Run directory: {markdown_code(str(summary.run_dir))}",
+        "",
+        f"More: `rlhf show {summary.run_id}`; with plots and samples: `rlhf report {summary.run_id}`, which writes "
+        f"{markdown_code(str(RunDir(summary.run_dir).report))}",
+    ]
+    return "\n".join(lines)
+
+
+def interval(report: EvaluationReport | None) -> str:
+    """Format a value with its confidence interval."""
+    return "-" if report is None else f"{report.value:.3f} [{report.ci_low:.3f}, {report.ci_high:.3f}]"
+
+
+def signed(value: float | None) -> str:
+    """Format a difference with its sign."""
+    return "-" if value is None else f"{value:+.3f}"
+
+
+def _promotion(timeline: Timeline) -> list[str]:
+    event = timeline.promotion
+    if event is None:
+        return []
+    parts = [
+        f"**Promotion: {event.state.value}**, step {event.checkpoint_step}",
+        f"by {markdown(event.by)}" if event.by else "",
+        markdown(event.reason),
+        markdown_code(event.path) if event.path else "",
+    ]
+    advice = [f"Decide with `rlhf approve {timeline.run_id}`", ""] if event.state.value == "waiting" else []
+    return [" · ".join(part for part in parts if part), "", *advice]
+
+
+def _times(times: Mapping[str, Any]) -> list[str]:
+    goodput = times.get("goodput") or {}
+    if not goodput.get("wall_s"):
+        return []
+    rows = [
+        ("from start to end", duration(goodput["wall_s"])),
+        ("of it waiting for nodes", duration(goodput["queue_s"])),
+        ("steps that count", duration(goodput["productive_s"])),
+        ("steps made again", duration(goodput["repeated_s"])),
+        ("lost to failures, with these", duration(goodput["lost_s"])),
+        ("goodput, queue not counted", "" if goodput["ettr"] is None else f"{goodput['ettr']:.1%}"),
+    ]
+    lost = [
+        f"| lost to {markdown(row['failure_kind'])} | {duration(row['lost_s'])}, {row['num_incidents']} of them |"
+        for row in times.get("lost_time", ())
+    ]
+    return ["| time | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows if value), *lost, ""]
+
+
+def _incidents_and_decisions(timeline: Timeline) -> list[str]:
+    found = [
+        (one.incident.seen_at, one.incident.attempt, one.incident.failure_kind.value, one.incident.message)
+        for one in timeline.incidents
+    ]
+    found += [
+        (one.decision.decided_at, one.decision.attempt, "", decision_text(one.decision)) for one in timeline.decisions
+    ]
+    if not found:
+        return ["No incident.", ""]
+    return [
+        "| at (UTC) | attempt | incident | message, decision |",
+        "|---|---|---|---|",
+        *(f"| {at:%H:%M:%S} | {number} | {kind} | {markdown(text)} |" for at, number, kind, text in sorted(found)),
+        "",
+    ]

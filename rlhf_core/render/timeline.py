@@ -1,0 +1,226 @@
+"""The timeline of a run: incidents, decisions and steps after a recovery, and the sentences that say them.
+
+Pure data, read by :mod:`rlhf_core.control.timeline` from run directories and by :func:`timeline_from_rows` from the
+history. The command line, the HTML report and Prefect's artifacts are made from it. Its sentences are plain text; each
+formatter escapes them for its own place.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from functools import cached_property
+from typing import Any
+
+from rlhf_core.formatting import duration, place_text
+from rlhf_core.run_dir import RunDir
+from rlhf_core.schemas.attempts import RUN_ENDS, RunState
+from rlhf_core.schemas.failures import Decision, FailureKind, Incident
+from rlhf_core.schemas.journal import ControllerStarted, JournalLine, PromotionMoved
+
+HANGS = frozenset({FailureKind.HANG, FailureKind.COLLECTIVE_HANG, FailureKind.COLLECTIVE_MISMATCH})
+"""Kinds that are found by silence: the workers are still there, and their last beat is what counts."""
+
+
+@dataclass(frozen=True)
+class TimelineIncident:
+    """An incident of a run or of one of its trials."""
+
+    run_dir: RunDir
+    incident: Incident
+    trial: str = ""
+    """Check that the trial decides; empty for the run itself."""
+
+
+@dataclass(frozen=True)
+class TimelineDecision:
+    """A decision about a run or about one of its trials."""
+
+    run_dir: RunDir
+    decision: Decision
+    trial: str = ""
+    """Check that the trial decides; empty for the run itself."""
+
+
+@dataclass(frozen=True)
+class FirstStep:
+    """The first step after a start of the workers."""
+
+    attempt: int
+    restart: int
+    step: int
+    time: datetime
+    """Time at which the step was done."""
+
+
+@dataclass(frozen=True, order=True)
+class TimelineEntry:
+    """One sentence of a timeline; sorts by time, then by cause and effect."""
+
+    time: datetime
+    order: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A run and its trials at one moment."""
+
+    run_dir: RunDir
+    state: RunState
+    cause: str
+    """Reason of the state."""
+    incidents: Sequence[TimelineIncident] = ()
+    """In the order of time."""
+    decisions: Sequence[TimelineDecision] = ()
+    """In the order of time."""
+    first_steps: Sequence[FirstStep] = ()
+    lines: Sequence[JournalLine] = ()
+    """Journal of the run, without the lines of controllers that had lost it; empty when read from the history."""
+
+    @property
+    def run_id(self) -> str:
+        """Id of the run."""
+        return self.run_dir.run_id
+
+    @property
+    def ended(self) -> bool:
+        """True if nothing of the run is at work."""
+        return self.state in RUN_ENDS
+
+    @cached_property
+    def promotion(self) -> PromotionMoved | None:
+        """Latest change of the promotion; None where no promotion was asked for."""
+        found = [line.event for line in self.lines if isinstance(line.event, PromotionMoved)]
+        return found[-1] if found else None
+
+    def flow_run_url(self, line: JournalLine) -> str:
+        """Page of the flow run that wrote a line; empty where its controller recorded none."""
+        urls = [
+            one.event.flow_run_url
+            for one in self.lines
+            if isinstance(one.event, ControllerStarted) and one.sequence <= line.sequence
+        ]
+        return urls[-1] if urls else ""
+
+    def driven_since(self, flow_run_id: str) -> datetime | None:
+        """Time at which a flow run first took the run; None if it never did."""
+        started = (line for line in self.lines if isinstance(line.event, ControllerStarted))
+        return next((line.time for line in started if line.event.flow_run_id == flow_run_id), None)  # type: ignore[union-attr]
+
+    def decisions_on(self, found: TimelineIncident) -> list[Decision]:
+        """Decisions about the attempt and restart of an incident."""
+        here = (found.run_dir, found.incident.attempt, found.incident.restart)
+        return [
+            one.decision for one in self.decisions if (one.run_dir, one.decision.attempt, one.decision.restart) == here
+        ]
+
+    def entries(self) -> list[TimelineEntry]:
+        """Sentences about incidents, decisions and recoveries, oldest first."""
+        found = [one.incident for one in self.incidents]
+        entries = [TimelineEntry(one.seen_at, 1, incident_text(one)) for one in found]
+        entries += [entry for one in found if (entry := _standstill(one)) is not None]
+        decided = [one.decision for one in self.decisions]
+        entries += [TimelineEntry(one.decided_at, 2, f"-> {decision_text(one)}") for one in decided]
+        return sorted(entries + _recoveries(found, self.first_steps))
+
+
+def timeline_from_rows(
+    run_dir: RunDir,
+    run: Mapping[str, Any],
+    incidents: Iterable[Mapping[str, Any]],
+    decisions: Iterable[Mapping[str, Any]],
+    restarts: Iterable[Mapping[str, Any]],
+) -> Timeline:
+    """Make the timeline of a run from the rows of the history (``queries.show_run``)."""
+    return Timeline(
+        run_dir,
+        RunState(run["state"]),
+        run["message"],
+        [TimelineIncident(run_dir, Incident.model_validate(_fields(row, Incident.model_fields))) for row in incidents],
+        [TimelineDecision(run_dir, Decision.model_validate(_fields(row, Decision.model_fields))) for row in decisions],
+        [
+            FirstStep(row["attempt"], row["restart"], row["first_step"], datetime.fromisoformat(row["first_step_at"]))
+            for row in restarts
+            if row.get("first_step_at") is not None
+        ],
+    )
+
+
+def incident_text(incident: Incident) -> str:
+    """Format an incident: kind, circumstances, message and folder of the evidence."""
+    circumstances = (
+        place_text(incident.attempt, incident.restart),
+        f"step {incident.step}" if incident.step is not None else "",
+        incident.phase,
+        ", ".join([f"rank {rank}" for rank in incident.suspect_ranks] + list(incident.suspect_nodes)),
+    )
+    kind = incident.failure_kind.value.replace("_", " ")
+    text = f"{kind} ({'; '.join(part for part in circumstances if part)}): {incident.message}"
+    if incident.evidence_dir:
+        text = f"{text.rstrip('.')}. Stacks, states and logs: {incident.evidence_dir}."
+    return text
+
+
+def decision_text(decision: Decision) -> str:
+    """Format a decision: action, reason, and what is different from then on."""
+    text = f"{decision.action.value.replace('_', ' ')} (by the {decision.decided_by.value}): {decision.reason}"
+    changes = [
+        f"Waits {duration(decision.delay_s)} before." if decision.delay_s else "",
+        f"Without {', '.join(decision.excluded_nodes)}." if decision.excluded_nodes else "",
+        f"Changed: {', '.join(f'{name} = {value}' for name, value in decision.config_diff.items())}."
+        if decision.config_diff
+        else "",
+        f"From {decision.resume_checkpoint}." if decision.resume_checkpoint else "",
+    ]
+    return " ".join([f"{text.rstrip('.')}.", *(change for change in changes if change)])
+
+
+def suspects_text(incident: Incident) -> str:
+    """Format the suspects: ``ranks 1, 3 on node n2``; empty where there is none."""
+    ranks, nodes = incident.suspect_ranks, incident.suspect_nodes
+    of_ranks = f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}" if ranks else ""
+    of_nodes = f"node{'' if len(nodes) == 1 else 's'} {', '.join(nodes)}" if nodes else ""
+    return " on ".join(text for text in (of_ranks, of_nodes) if text)
+
+
+def collective_text(incident: Incident) -> str:
+    """Format the last collective that a rank entered; empty where it is not known."""
+    number = "" if incident.collective_sequence is None else f", number {incident.collective_sequence}"
+    return f"{incident.collective}{number}" if incident.collective else ""
+
+
+def _standstill(incident: Incident) -> TimelineEntry | None:
+    """The beginning of a hang. A worker that ended is found at once and has no such entry."""
+    if incident.failure_kind not in HANGS or incident.detected_after_s is None:
+        return None
+    where = f" at step {incident.step}" if incident.step is not None else ""
+    phase = f", phase {incident.phase}" if incident.phase else ""
+    suspects = suspects_text(incident) or "the ranks; no single one is to blame"
+    text = f"progress stopped{where}{phase}: last sign of life of {suspects}"
+    if incident.collective:
+        text += f"; the last collective that a rank entered is {collective_text(incident)}"
+    text += f" (found {duration(incident.detected_after_s)} later)"
+    return TimelineEntry(incident.seen_at - timedelta(seconds=incident.detected_after_s), 0, text)
+
+
+def _recoveries(incidents: Sequence[Incident], first_steps: Sequence[FirstStep]) -> list[TimelineEntry]:
+    """The first step after an incident; after the last one of several without a step between them."""
+    last: dict[FirstStep, Incident] = {}
+    for incident in sorted(incidents, key=lambda one: one.seen_at):
+        here = (incident.attempt, incident.restart)
+        later = [one for one in first_steps if (one.attempt, one.restart) > here and one.time > incident.seen_at]
+        if later:
+            last[min(later, key=lambda one: (one.attempt, one.restart))] = incident
+    return [
+        TimelineEntry(
+            first.time,
+            3,
+            f"training went on: step {first.step} is done in {place_text(first.attempt, first.restart)}, "
+            f"{duration((first.time - incident.seen_at).total_seconds())} after this was found",
+        )
+        for first, incident in last.items()
+    ]
+
+
+def _fields(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    return {name: row[name] for name in names if name in row}

@@ -1,0 +1,301 @@
+"""The site daemon publishes late, whole and once what a controller could not publish."""
+
+from collections.abc import Iterator
+from datetime import timedelta
+from uuid import UUID
+
+import pytest
+from control_fakes import FakeAgent
+from desk import Desk
+from prefect import task
+from prefect.artifacts import Artifact
+from prefect.automations import Automation
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import ArtifactCreate
+from prefect.events import DoNothing, Event, EventTrigger, Posture, Resource
+from prefect.states import Crashed, Running
+from real_server import RealServer
+from zombies import wait_for
+
+from flows.artifacts import Publication, artifact_key, publication_of, publish
+from flows.events import FlowRunRef, events_of, unpublished
+from flows.run import rlhf_run
+from rlhf_core.control.reconcile.actions import Reconciler
+from rlhf_core.control.steps import drive
+from rlhf_core.control.timeline import read_timeline
+from rlhf_core.diagnosis.reconcile import ActionKind, ReconcileAction
+from rlhf_core.run_dir import RunDir
+from rlhf_core.schemas.attempts import PromotionState
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.schemas.journal import ControllerStarted, PromotionMoved
+from rlhf_core.watchdog.watcher import record
+
+EVENTS = [f"rlhf.run.{state}" for state in ("preflight", "queued", "evaluating", "completed")]
+ARTIFACTS = ["progress", "checks", "result", "curves"]
+
+
+@pytest.fixture(autouse=True)
+def _server(real_prefect: RealServer, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("rlhf_core.control.reconcile.actions.get_scheduler", lambda name: desk.scheduler)
+    with real_prefect.in_use():
+        yield
+
+
+def completed(desk: Desk, *with_prefect: bool) -> RunDir:
+    """A run whose controllers could not publish anything; each was a flow run, or was none."""
+    run_dir = desk.run()
+    desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
+    session = desk.controller(run_dir)
+    for as_flow_run in with_prefect:
+        flow_run_id = flow_run(run_dir.run_id) if as_flow_run else ""
+        session.journal.append(ControllerStarted(controller="user@elsewhere:1:1.00", flow_run_id=flow_run_id))
+    drive(session)
+    desk._stack.close()
+    desk.scheduler.end_all()
+    return run_dir
+
+
+def flow_run(name: str) -> str:
+    """One that the server knows."""
+    with get_client(sync_client=True) as client:
+        return str(client.create_flow_run(rlhf_run, name=name, state=Running()).id)
+
+
+def later(desk: Desk) -> Reconciler:
+    return Reconciler(desk.site, desk.store, has_prefect=True, now=lambda: utc_now() + timedelta(seconds=90))
+
+
+def of_publishing(actions: list[ReconcileAction]) -> list[ReconcileAction]:
+    return [one for one in actions if one.kind is ActionKind.TELL]
+
+
+def is_known(run_dir: RunDir) -> bool:
+    """True if the server lists every event of the run."""
+    with get_client(sync_client=True) as client:
+        return not unpublished(client, events_of(read_timeline(run_dir), run_dir.read_spec(), FlowRunRef("", "")))
+
+
+def test_the_daemon_publishes_what_is_missing_once(desk: Desk) -> None:
+    run_dir = completed(desk, True)
+    daemon = later(desk)
+    (deed,) = daemon.carry_out(of_publishing(daemon.look()))
+    assert deed.done
+    assert deed.said == f"published: {', '.join([*EVENTS, *(f'artifact {name}' for name in ARTIFACTS)])}"
+    assert of_publishing(daemon.look()) == [], "also before the server lists it"
+    wait_for(lambda: is_known(run_dir), "the server has it all")
+    assert of_publishing(later(desk).look()) == [], "another daemon finds nothing to publish"
+
+
+def test_the_end_under_a_controller_without_prefect_is_published_too(desk: Desk) -> None:
+    """It took over while the server was away, or `rlhf cancel` ended a run without a controller."""
+    completed(desk, True, False)
+    daemon = later(desk)
+    assert len(of_publishing(daemon.look())) == 1
+
+
+def test_a_run_that_was_never_a_flow_run_is_not_published(desk: Desk) -> None:
+    completed(desk, False)
+    assert of_publishing(later(desk).look()) == []
+
+
+def test_what_was_published_in_time_is_not_published_again(desk: Desk) -> None:
+    run_dir = completed(desk, True)
+    publish_all(desk, run_dir)
+    assert of_publishing(later(desk).look()) == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pages
+
+
+def publish_all(desk: Desk, run_dir: RunDir) -> None:
+    """Publish everything, as its controller would have done."""
+    publish(whole(desk, run_dir))
+    wait_for(lambda: is_known(run_dir), "the server has it all")
+
+
+def whole(desk: Desk, run_dir: RunDir) -> Publication:
+    """Everything about the run, in the name of its flow run."""
+    return publication_of(run_dir, desk.store, FlowRunRef(drove(run_dir), run_dir.run_id))
+
+
+def drove(run_dir: RunDir) -> str:
+    """The flow run that drove the run."""
+    found = [one.event for one in read_timeline(run_dir).lines if isinstance(one.event, ControllerStarted)]
+    return next(one.flow_run_id for one in found if one.flow_run_id)
+
+
+def page(run_dir: RunDir, what: str) -> Artifact | None:
+    found: Artifact | None = Artifact.get(artifact_key(run_dir.run_id, what))
+    return found
+
+
+def put(run_dir: RunDir, what: str, kind: str, data: str | float, description: str) -> None:
+    """A page as the controller had left it."""
+    with get_client(sync_client=True) as client:
+        key = artifact_key(run_dir.run_id, what)
+        made = ArtifactCreate(key=key, type=kind, data=data, description=description, flow_run_id=UUID(drove(run_dir)))
+        client.create_artifact(made)
+
+
+def test_artifacts_with_another_end_are_renewed_in_the_name_of_the_flow_run(desk: Desk) -> None:
+    """The controller died while it trained; another one, without Prefect, brought the run to its end."""
+    run_dir = completed(desk, True)
+    publish_all(desk, run_dir)
+    put(run_dir, "result", "markdown", f"# {run_dir.run_id}: training\n", "training: attempt 1")
+    put(run_dir, "progress", "progress", 40.0, "**step 4 of 10 (grpo), 40 %** · 3 min left")
+    daemon = later(desk)
+    (deed,) = daemon.carry_out(of_publishing(daemon.look()))
+    assert deed.said == "published: artifact progress, artifact result"
+    result, progress = page(run_dir, "result"), page(run_dir, "progress")
+    assert result is not None
+    assert progress is not None
+    assert str(result.data).startswith(f"# {run_dir.run_id}: completed\n")
+    assert "+0.700" in str(result.data)
+    assert result.description == "completed: attempt 1 completed"
+    assert str(result.flow_run_id) == drove(run_dir), "on the tab Artifacts of the run's own flow run"
+    assert (progress.data, str(progress.description).partition(" ")[0]) == (100.0, "**completed**")
+    assert of_publishing(later(desk).look()) == [], "another daemon finds nothing to renew"
+
+
+def test_a_page_from_before_the_promotion_was_decided_is_renewed(desk: Desk) -> None:
+    run_dir = completed(desk, True)
+    publish_all(desk, run_dir)
+    journal = desk.controller(run_dir).journal
+    journal.append(PromotionMoved(state=PromotionState.REFUSED, by="ada", reason="not yet", checkpoint_step=10))
+    desk._stack.close()
+    daemon = later(desk)
+    (deed,) = daemon.carry_out(of_publishing(daemon.look()))
+    assert deed.said == "published: rlhf.promotion.refused, artifact result"
+    result = page(run_dir, "result")
+    assert result is not None
+    assert "**Promotion: refused**, step 10 · by ada · not yet" in str(result.data)
+
+
+def test_an_incident_that_no_artifact_has_is_published(desk: Desk) -> None:
+    run_dir = completed(desk, True)
+    publish_all(desk, run_dir)
+    FakeAgent(run_dir).incident(FailureKind.NODE_LOST)
+    record(run_dir, desk.store)  # as the daemon does first: the result has the time that was lost
+    daemon = later(desk)
+    (deed,) = daemon.carry_out(of_publishing(daemon.look()))
+    assert deed.said.startswith("published: rlhf.incident.node_lost, ")
+    assert "artifact incidents" in deed.said
+    found = page(run_dir, "incidents")
+    assert found is not None
+    assert "## node_lost" in str(found.data)
+    wait_for(lambda: is_known(run_dir), "the server has it all")
+    assert of_publishing(later(desk).look()) == []
+
+
+def test_nothing_is_shown_of_a_run_that_was_never_a_flow_run(desk: Desk) -> None:
+    run_dir = completed(desk, False)
+    one_round = later(desk)
+    one_round.carry_out(one_round.look())
+    assert page(run_dir, "result") is None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Publishing twice publishes once
+
+
+def listed(run_dir: RunDir, events: list[str]) -> list[str]:
+    """Names of the events of the run that the server lists, of these."""
+    query = {"filter": {"event": {"name": events}, "resource": {"id": [f"rlhf.run.{run_dir.run_id}"]}}, "limit": 50}
+    with get_client(sync_client=True) as client:
+        found = client.request("POST", "/events/filter", json=query).json()["events"]
+    return sorted(event["event"] for event in found)
+
+
+def versions(run_dir: RunDir) -> dict[str, int]:
+    """Number of versions of each artifact of the run."""
+    filters = {name: artifact_key(run_dir.run_id, name) for name in (*ARTIFACTS, "incidents")}
+    with get_client(sync_client=True) as client:
+        return {
+            name: len(client.request("POST", "/artifacts/filter", json={"artifacts": {"key": {"any_": [key]}}}).json())
+            for name, key in filters.items()
+        }
+
+
+def firings(automation_id: UUID) -> int:
+    """Number of times that an automation has acted."""
+    query = {"filter": {"resource": {"id": [f"prefect.automation.{automation_id}"]}}, "limit": 50}
+    with get_client(sync_client=True) as client:
+        found = client.request("POST", "/events/filter", json=query).json()["events"]
+    return sum(event["event"] == "prefect.automation.action.triggered" for event in found)
+
+
+def test_publishing_twice_publishes_once(desk: Desk) -> None:
+    """At once, before the server lists the first events, and again afterwards; automations act once."""
+    run_dir = completed(desk, True)
+    ends = Automation(
+        name="ends",
+        trigger=EventTrigger(expect={"rlhf.run.completed"}, posture=Posture.Reactive, threshold=1, within=timedelta(0)),
+        actions=[DoNothing()],
+    ).create()
+    publication = whole(desk, run_dir)
+    assert publish(publication) == [*EVENTS, *(f"artifact {name}" for name in ARTIFACTS)]
+    publish(publication)
+    wait_for(lambda: is_known(run_dir), "the server has it all")
+    assert publish(publication) == []
+    wait_for(lambda: firings(ends.id) > 0, "the automation acts")
+    # Posted after all others: what comes before it in the queue of the server has been handled when it is listed.
+    with get_client(sync_client=True) as client:
+        client.request("POST", "/events", json=[marker(run_dir)])
+    wait_for(lambda: listed(run_dir, ["rlhf.test.after"]) == ["rlhf.test.after"], "the last event is listed")
+    assert listed(run_dir, EVENTS) == sorted(EVENTS)
+    assert firings(ends.id) == 1
+    assert versions(run_dir) == {**dict.fromkeys(ARTIFACTS, 1), "incidents": 0}
+
+
+def test_what_has_changed_is_published_again(desk: Desk) -> None:
+    """Negative control of the test before."""
+    run_dir = completed(desk, True)
+    publish_all(desk, run_dir)
+    FakeAgent(run_dir).incident(FailureKind.NODE_LOST)
+    publish_all(desk, run_dir)
+    assert versions(run_dir) == {"progress": 1, "curves": 1, "checks": 1, "result": 2, "incidents": 1}
+    assert listed(run_dir, ["rlhf.incident.node_lost"]) == ["rlhf.incident.node_lost"]
+
+
+def test_a_progress_artifact_that_was_deleted_is_made_anew(desk: Desk) -> None:
+    run_dir = completed(desk, True)
+    publish_all(desk, run_dir)
+    made = page(run_dir, "progress")
+    assert made is not None
+    with get_client(sync_client=True) as client:
+        client.delete_artifact(made.id)
+    assert publish(whole(desk, run_dir)) == ["artifact progress"]
+    assert versions(run_dir)["progress"] == 1
+
+
+def marker(run_dir: RunDir) -> dict[str, object]:
+    resource = Resource({"prefect.resource.id": f"rlhf.run.{run_dir.run_id}"})
+    return Event(event="rlhf.test.after", resource=resource).model_dump(mode="json")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ends that Prefect did not hear
+
+
+def test_a_flow_run_called_crashed_and_its_open_task_runs_get_the_end_of_the_run(desk: Desk) -> None:
+    """Its server was away when the run ended: the process could not say so, and the worker called it crashed."""
+    run_dir = completed(desk, True)
+    flow_run_id = UUID(drove(run_dir))
+    with get_client(sync_client=True) as client:
+        open_ones = {
+            title: client.create_task_run(
+                task(lambda: None, name=title.split()[0]), flow_run_id, dynamic_key=title, name=title, state=Running()
+            ).id
+            for title in ("train attempt 1", "evaluate", "restart 1 in attempt 1")
+        }
+        client.set_flow_run_state(flow_run_id, Crashed(), force=True)
+        one = later(desk)
+        of_ends = [ActionKind.END_FLOW_RUN, ActionKind.END_TASK_RUN]
+        deeds = one.carry_out([action for action in one.look() if action.kind in of_ends])
+        assert [deed.done for deed in deeds] == [True] * 4
+        assert client.read_flow_run(flow_run_id).state_name == "Completed"
+        states = {title: client.read_task_run(id_).state_name for title, id_ in open_ones.items()}
+    assert set(states.values()) == {"Completed"}
+    assert [action for action in later(desk).look() if action.kind in of_ends] == []

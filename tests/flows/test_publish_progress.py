@@ -1,0 +1,109 @@
+"""The progress of a run as Prefect shows it: its words, and that a run that goes back says why."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from control_fakes import NODE, FakeAgent, make_run, make_spec
+from desk import Desk
+
+from rlhf_core.control.progress import RunReader, StepTimer, progress_of_poll
+from rlhf_core.control.steps import drive
+from rlhf_core.control.timeline import read_timeline
+from rlhf_core.render.markdown import progress_markdown
+from rlhf_core.run_dir import RunDir
+from rlhf_core.scheduler.base import JobState, JobStatus
+from rlhf_core.schemas.attempts import AttemptState
+from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.schemas.resources import Role
+from rlhf_core.watchdog.watcher import AttemptSnapshot, AttemptVerdict
+
+
+def look(step: int, **changes: Any) -> AttemptSnapshot:
+    """A poll of an attempt that trains."""
+    facts: dict[str, Any] = {
+        "attempt": 1,
+        "verdict": AttemptVerdict(AttemptState.RUNNING, ""),
+        "job": JobStatus(JobState.RUNNING, nodes=(NODE,)),
+        "role": Role.TRAINER,
+        "restart": 0,
+        "restarts_made": 0,
+        "step": step,
+        "phase": "train",
+        "loop": "grpo",
+        "metrics": {"time/step_s": 2.0, "reward/mean": 0.25},
+        "evaluating": False,
+        "events": (),
+        "outcome": None,
+        "history_behind": "",
+    }
+    return AttemptSnapshot(**{**facts, **changes})
+
+
+def test_a_step_in_a_line_with_the_time_that_is_left(desk: Desk) -> None:
+    run_dir = desk.run()
+    progress = progress_of_poll(look(6), make_spec(), StepTimer())
+    text = progress_markdown(progress, read_timeline(run_dir))
+    assert progress.percent == 60.0
+    assert "**step 6 of 10 (grpo), 60 %** · 8.0 s left" in text
+    assert "attempt 1, 0 restarts · on n1 · 2.0 s a step" in text
+    assert "reward 0.250" in text
+
+
+def test_the_warm_start_says_nothing_about_the_time_of_the_main_algorithm() -> None:
+    spec, timer = make_spec(), StepTimer()
+    assert progress_of_poll(look(2, loop="sft", metrics={"time/step_s": 0.1}), spec, timer).left_s is None
+    assert progress_of_poll(look(3, metrics={"time/step_s": 4.0}), spec, timer).left_s == 7 * 4.0
+
+
+def test_polls_of_the_same_step_count_once_in_the_time_of_a_step() -> None:
+    timer = StepTimer()
+    timer.update((1, 0, 3), "grpo", {"time/step_s": 1.0})
+    means = [timer.update((1, 0, 4), "grpo", {"time/step_s": 2.0}) for _ in range(100)]
+    assert means[-1] == 1.1
+
+
+def gone_back(run_dir: RunDir) -> None:
+    agent = FakeAgent(run_dir)
+    agent.begin()
+    for step in range(1, 8):
+        agent.step(step)
+    agent.incident(FailureKind.HANG)
+
+
+@pytest.mark.parametrize(("step", "goes_back"), [(7, False), (4, True)])
+def test_a_run_that_goes_back_says_why(desk: Desk, step: int, goes_back: bool) -> None:
+    """The furthest step comes from the files: a controller that comes later knows it too."""
+    run_dir = desk.run()
+    gone_back(run_dir)
+    furthest = RunReader(run_dir).read().progress.furthest
+    assert furthest == 7
+    progress = replace(progress_of_poll(look(step, attempt=2), make_spec(), StepTimer()), furthest=furthest)
+    text = progress_markdown(progress, read_timeline(run_dir))
+    assert ("Went back after hang: step 7 was reached before" in text) is goes_back
+
+
+def test_a_trial_makes_no_step_of_its_run(desk: Desk) -> None:
+    run_dir = desk.run()
+    small = make_spec(train={"num_steps": 2})
+    trial = replace(
+        progress_of_poll(look(3), small, StepTimer()), is_trial=True, title="trial on one node: train attempt 1"
+    )
+    assert trial.percent == 0.0
+    assert "**trial on one node: train attempt 1, step 3 of 4**" in progress_markdown(trial, read_timeline(run_dir))
+
+
+def test_the_end_says_how(desk: Desk) -> None:
+    run_dir = desk.run()
+    desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
+    drive(desk.controller(run_dir))
+    snapshot = RunReader(run_dir).read()
+    assert snapshot.progress.percent == 100.0
+    text = progress_markdown(snapshot.progress, snapshot.timeline)
+    assert text.startswith("**completed** · attempt 1 completed")
+
+
+def test_before_anything_is_known_there_is_no_figure(desk: Desk) -> None:
+    snapshot = RunReader(make_run(desk.site.runs_dir)).read()
+    assert snapshot.progress.percent == 0.0
+    assert progress_markdown(snapshot.progress, snapshot.timeline) == "**pending**"
