@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rlhf_core.control_journal import read_journal, valid_lines
-from rlhf_core.history import queries, questions
+from rlhf_core.history import queries, saved_queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.evidence import EvidenceExcerpts, read_incident_evidence
 from rlhf_core.render.markup import as_time
@@ -164,7 +164,7 @@ def find_row(rows: Iterable[Mapping[str, Any]], **wanted: object) -> Mapping[str
 
 
 def _probes(store: HistoryStore, run_id: str) -> list[Mapping[str, Any]]:
-    answer = questions.ask(store, questions.find("probe-speeds"), {"run": run_id})
+    answer = saved_queries.ask(store, saved_queries.find("probe-speeds"), {"run": run_id})
     return [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]
 
 

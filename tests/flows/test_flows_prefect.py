@@ -20,10 +20,10 @@ from flows.artifacts import artifact_key
 from flows.events import FlowRunRef, events_of, publish_events, unpublished
 from flows.reconcile import rlhf_reconcile
 from flows.run import rlhf_run, run_in_prefect
-from flows.tasks import MAX_TITLE, TaskCaller, Work, shorten
+from flows.tasks import MAX_TITLE, TaskRunner, shorten
 from rlhf_core.control import progress
 from rlhf_core.control.controller import Controller
-from rlhf_core.control.steps import drive
+from rlhf_core.control.steps import Step, drive, steps
 from rlhf_core.control.timeline import read_timeline
 from rlhf_core.errors import PreflightBlocked, RunCancelled, RunFailed
 from rlhf_core.launch.journal import read_record
@@ -47,13 +47,12 @@ class PrefectError(Exception):
 def test_work_that_was_done_is_not_done_again_when_prefect_fails_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     done, said = [], []
 
-    def fails_afterwards(title: str, name: StageName, work: Work) -> None:
-        work()
+    def fails_afterwards(step: Step) -> None:
+        step.run()
         raise PrefectError("gone")
 
-    monkeypatch.setattr("flows.tasks.as_task", fails_afterwards)
-    call = TaskCaller(said.append)
-    call("train attempt 1", StageName.TRAIN, lambda: done.append(1))
+    monkeypatch.setattr("flows.tasks.as_task_run", fails_afterwards)
+    TaskRunner(said.append).run(Step(StageName.TRAIN, "train attempt 1", lambda: done.append(1)))
     assert done == [1]
     assert "goes on without it" in said[0]
 
@@ -61,30 +60,36 @@ def test_work_that_was_done_is_not_done_again_when_prefect_fails_after_it(monkey
 def test_work_is_done_plainly_when_prefect_fails_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     done, asked, said = [], [], []
 
-    def fails_at_once(title: str, name: StageName, work: Work) -> None:
-        asked.append(title)
+    def fails_at_once(step: Step) -> None:
+        asked.append(step.title)
         raise PrefectError("gone")
 
-    monkeypatch.setattr("flows.tasks.as_task", fails_at_once)
-    call = TaskCaller(said.append)
-    call("train attempt 1", StageName.TRAIN, lambda: done.append(1))
-    call("evaluate", StageName.EVALUATE, lambda: done.append(2))
+    monkeypatch.setattr("flows.tasks.as_task_run", fails_at_once)
+    tasks = TaskRunner(said.append)
+    tasks.run(Step(StageName.TRAIN, "train attempt 1", lambda: done.append(1)))
+    tasks.run(Step(StageName.EVALUATE, "evaluate", lambda: done.append(2)))
     assert done == [1, 2]
     assert asked == ["train attempt 1"], "a server that does not answer is not asked again"
 
 
 def test_our_own_errors_pass_through_and_do_not_look_like_a_lost_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    def carries_out(title: str, name: StageName, work: Work) -> None:
-        work()
-
     def breaks() -> None:
         raise RunFailed("the diagnosis")
 
-    monkeypatch.setattr("flows.tasks.as_task", carries_out)
-    call = TaskCaller(lambda text: pytest.fail(text))
+    monkeypatch.setattr("flows.tasks.as_task_run", Step.run)
+    tasks, step = TaskRunner(lambda text: pytest.fail(text)), Step(StageName.TRAIN, "train attempt 1", breaks)
+    tasks.run(step)
     with pytest.raises(RunFailed, match="the diagnosis"):
-        call("train attempt 1", StageName.TRAIN, breaks)
-    assert not call.lost
+        step.result()
+    assert not tasks.lost
+
+
+def test_a_step_that_was_not_carried_out_is_not_taken_for_done(desk: Desk) -> None:
+    """A loop that skips a step must not go on as if a stage had gone well."""
+    pending = steps(desk.controller(desk.run()))
+    next(pending)
+    with pytest.raises(RuntimeError, match="'preflight' was taken from the loop and not carried out"):
+        next(pending)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -165,14 +170,14 @@ def test_a_server_that_is_lost_in_the_middle_does_not_stop_the_run(desk: Desk, m
 
     run_dir = desk.run()
     desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
-    as_task = tasks.as_task
+    as_task_run = tasks.as_task_run
 
-    def lost_at_training(title: str, name: StageName, work: Work) -> None:
-        if name is StageName.TRAIN:
+    def lost_at_training(step: Step) -> None:
+        if step.name is StageName.TRAIN:
             raise ConnectionError("no server")
-        as_task(title, name, work)
+        as_task_run(step)
 
-    monkeypatch.setattr("flows.tasks.as_task", lost_at_training)
+    monkeypatch.setattr("flows.tasks.as_task_run", lost_at_training)
     run_in_prefect(desk.controller(run_dir))
     assert read_record(run_dir).state is RunState.COMPLETED
     assert any("goes on without it" in text for text in desk.notes.sayings)
@@ -312,7 +317,7 @@ def test_any_other_error_keeps_its_traceback(desk: Desk, monkeypatch: pytest.Mon
         raise RuntimeError("a mistake of ours")
 
     monkeypatch.setenv("RLHF_HOME", str(desk.site.home))
-    monkeypatch.setattr("flows.run._begun", breaks)
+    monkeypatch.setattr("flows.run.run_of_the_form", breaks)
     with logged() as read:
         with pytest.raises(RuntimeError, match="a mistake of ours"):
             rlhf_run(config="quickstart")
@@ -320,7 +325,7 @@ def test_any_other_error_keeps_its_traceback(desk: Desk, monkeypatch: pytest.Mon
     assert name == "Failed"
     assert "a mistake of ours" in message
     assert "Traceback" in log
-    assert "in _asked_for" in log
+    assert "in _of_the_form" in log
 
 
 @pytest.mark.usefixtures("server")
@@ -362,15 +367,15 @@ def fails_once(desk: Desk, run_dir: RunDir) -> None:
 
 def without_node3(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second attempt is planned to go without a node."""
-    from flows import stages
+    from rlhf_core.control import planning
 
-    plan = stages.plan
+    plan = planning.plan
 
     def planned(*arguments: Any, **options: Any) -> Placement:
         found = plan(*arguments, **options)
         return found.model_copy(update={"excluded_nodes": ("node3",)}) if found.attempt > 1 else found
 
-    monkeypatch.setattr("rlhf_core.control.steps.plan", planned)
+    monkeypatch.setattr("rlhf_core.control.planning.plan", planned)
 
 
 def listed_events(run_dir: RunDir) -> list[dict[str, Any]]:
@@ -596,7 +601,7 @@ def test_work_that_prefect_did_not_begin_is_done_plainly(monkeypatch: pytest.Mon
 
     monkeypatch.setattr("flows.tasks._task", lambda *arguments: lambda return_state: Crashed(message="no slot"))
     done, said = [], []
-    TaskCaller(said.append)("train attempt 1", StageName.TRAIN, lambda: done.append(1))
+    TaskRunner(said.append).run(Step(StageName.TRAIN, "train attempt 1", lambda: done.append(1)))
     assert done == [1]
     assert "no slot" in said[0]
 

@@ -17,7 +17,8 @@ from history_tools import whole_run
 from pydantic import ValidationError
 
 from flows.form import read_form
-from flows.run import _run_of, run_of_the_form
+from flows.hooks import _run_of
+from flows.run import run_of_the_form
 from flows.task_runs import _stage
 from rlhf_core import config
 from rlhf_core.cli import main

@@ -19,8 +19,8 @@ from rlhf_core.schemas.resources import Placement, Role
 from rlhf_core.schemas.site import is_private
 from rlhf_core.worker import worker_process
 from rlhf_core.worker.evidence import save_log_tails
+from rlhf_core.worker.node_probe import Place, Probe
 from rlhf_core.worker.nodes import Nodes
-from rlhf_core.worker.probing import Place, Probe
 
 CANARY = "c4nary7Zq9Lw2Xv8Tb3Rn5"
 
