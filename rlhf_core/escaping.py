@@ -1,4 +1,4 @@
-"""Escaping of texts that others wrote: one function for each place in which such a text is shown. Pure.
+"""Escaping of untrusted text: one function for each place in which such text is shown. Pure.
 
 Completions of a model, messages of exceptions, names on a form and lines of a log are read on pages, in terminals and
 in spreadsheets, all of which act upon some characters. Nothing is dropped: a character that would act is shown by its

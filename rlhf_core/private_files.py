@@ -1,6 +1,6 @@
-"""Files and folders of one user alone, whatever the umask, and without following what others have put in their place.
+"""Private files and folders of one user, whatever the umask, without following links that others have planted.
 
-Rights are given when a file is made and only ever taken away afterwards. What belongs to another user is left alone.
+Rights are given when a file is made and only ever taken away afterwards. Files of other users are left alone.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ def make_folder(path: Path) -> None:
     is closed to others.
 
     Raises:
-        OSError: it cannot be made, or is no folder.
+        OSError: it cannot be made, or is not a folder.
     """
     for missing in reversed([one for one in path.parents if not one.exists()]):
         missing.mkdir(mode=FOLDER_MODE, exist_ok=True)
@@ -68,7 +68,7 @@ def write_new(path: Path, text: str) -> None:
     """Write a file that only its owner may read and that was not there.
 
     Raises:
-        FileExistsError: something stands there, a link for instance.
+        FileExistsError: something exists there, a link for instance.
         OSError: it cannot be written.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, FILE_MODE)
@@ -79,7 +79,7 @@ def write_new(path: Path, text: str) -> None:
 def own_folder(parent: Path) -> Path:
     """Return this user's private folder among temporary files, the same at every call.
 
-    Where another user stands in its place, a further name is taken.
+    If another user has taken the name, a further name is used.
 
     Args:
         parent: World-writable folder, for instance ``/dev/shm``.

@@ -84,7 +84,7 @@ def carries_secret(value: str) -> bool:
 
 
 def masked(value: str) -> str:
-    """The text with what is secret in it replaced: user and password of addresses, tokens, keys, ``password=...``."""
+    """Replace the secrets in a text: user and password of addresses, tokens, keys, ``password=...``."""
     value = _PRIVATE_KEY.sub(MASK, value)
     value = _USER_INFO.sub(_without_user_info, value)
     value = _WEBHOOK.sub(rf"\1{MASK}", value)
@@ -111,12 +111,12 @@ def _without_value(match: "re.Match[str]") -> str:
 
 
 def secrets_in(name: str, value: object) -> Iterator[str]:
-    """Names of the settings in which a secret stands openly; never its text.
+    """Yield the names of settings that contain a secret; never its text.
 
     Args:
         name: Dotted name of a setting.
         value: Its value: text, or lists and tables of it. Names count in tables of a user's own making, whose keys
-            are not ours: there ``API_KEY = "..."`` is a secret however it looks.
+            are not ours: there ``API_KEY = "..."`` is a secret whatever its form.
     """
     if isinstance(value, dict):
         for key, item in value.items():
@@ -140,5 +140,6 @@ def _is_named_secret(name: str, value: str) -> bool:
 
 
 def keyed_hash(value: str, key: bytes) -> str:
-    """Short hash by which a value can be compared without being shown; without the key nothing can be tried out."""
+    """Short hash by which a value can be compared without being shown; without the key, values cannot be guessed
+    from it."""
     return hmac.new(key, value.encode(errors="surrogateescape"), hashlib.sha256).hexdigest()[:12]

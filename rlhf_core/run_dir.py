@@ -1,9 +1,9 @@
-"""Every path of a run, and the only ways in which its files are written and read.
+"""Paths of a run, and the only functions that write and read its files.
 
 Rules (docs/run_directory.md has the table of files): exactly one writer per file; whole files appear by
 write-then-rename; appended files are read to the last newline, and a line that does not parse is skipped, because a
-killed writer leaves a torn one behind. All are read through :mod:`rlhf_core.files`, so that nothing in their place can
-hold or exhaust a reader.
+killed writer leaves a torn one behind. All are read through :mod:`rlhf_core.files`, so that no other file in their
+place can block or exhaust a reader.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ def write_text(path: Path, text: str, mode: int = _USUAL_MODE) -> None:
     """Write a whole file so that readers see the old one or the new one, never a part; it survives a power cut.
 
     Args:
-        mode: Its permissions, from which the umask is taken off.
+        mode: Its permissions, reduced by the umask.
 
     Raises:
         OSError: the file system is full, read-only or gone. The old file is untouched then.
@@ -80,7 +80,7 @@ def write_model(path: Path, model: BaseModel, mode: int = _USUAL_MODE) -> None:
 
 
 def read_model(path: Path, schema: type[Model]) -> Model | None:
-    """Read a schema; None where there is no file, or where what is there is not (yet) a whole one.
+    """Read a schema; None if there is no file, or if it is not (yet) complete.
 
     Raises:
         OSError: the file system does not answer.
@@ -108,10 +108,10 @@ def claim(path: Path, text: str) -> bool:
 def create_once(path: Path, text: str, mode: int = _USUAL_MODE) -> bool:
     """Write a whole file that must not exist yet; False if another process was first.
 
-    Unlike :func:`claim`, whose file may be seen while it is empty: what is here is whole, also after a kill.
+    Unlike :func:`claim`, whose file may be seen while it is empty, this file is always complete, even after a kill.
 
     Args:
-        mode: Its permissions, from which the umask is taken off.
+        mode: Its permissions, reduced by the umask.
 
     Raises:
         OSError: the file system is full, read-only or gone.
@@ -140,15 +140,15 @@ def is_disk_full(error: OSError) -> bool:
 
 @dataclass(frozen=True)
 class Reserve:
-    """A few blocks held back, so that how a run ended can be written down on a disk that the run has filled."""
+    """Reserve of a few blocks, so that the end of a run can be recorded on a disk that the run has filled."""
 
     path: Path
 
     def hold(self) -> None:
-        """Take the blocks. Where there is no room even now, the first write that does not fit will say so."""
+        """Take the blocks. If there is no space even now, the first write that does not fit raises an error."""
         try:
             with self.path.open("wb") as file:
-                # Random bytes: some file systems take a hole, or zeros, for nothing.
+                # Random bytes: some file systems store holes and zeros without blocks.
                 file.write(os.urandom(RESERVE_BYTES))
                 file.flush()
                 os.fsync(file.fileno())
@@ -156,7 +156,7 @@ class Reserve:
             self.free()
 
     def free(self) -> None:
-        """Give the blocks back."""
+        """Release the blocks."""
         with contextlib.suppress(OSError):
             self.path.unlink(missing_ok=True)
 
@@ -166,7 +166,7 @@ class Reserve:
 
 
 class LineWriter:
-    """Appends schemas as JSON lines to a file that only this process writes.
+    """Writer that appends schemas as JSON lines to a file that only this process writes.
 
     If the writer before was killed in the middle of a line, the torn rest is closed off with a newline, so that it
     cannot swallow the next line. A file that is deleted or replaced while it is written is opened anew, with the lines
@@ -192,7 +192,7 @@ class LineWriter:
         self._end = os.fstat(self._file.fileno()).st_size
 
     def sync(self) -> None:
-        """Bring what was written to the disk: it survives a power cut."""
+        """Sync the written lines to disk: they survive a power cut."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -200,7 +200,7 @@ class LineWriter:
         self._file.close()
 
     def _open(self) -> None:
-        # Unbuffered: what a full disk refused must not linger in a buffer and appear later, behind other lines.
+        # Unbuffered: lines refused by a full disk must not stay in a buffer and appear later, after other lines.
         self._file = self._path.open("a+b", buffering=0)
         self._end = self._file.seek(0, os.SEEK_END)
         if self._end > 0:
@@ -215,7 +215,8 @@ class LineWriter:
             rest = rest[self._file.write(rest) :]
 
     def _mend(self) -> str:
-        """See that the next line will be in the file of that name; what had become of it, or an empty text."""
+        """Make sure that the next line goes into the file of that name. Returns a description of a loss, or an empty
+        text."""
         own = os.fstat(self._file.fileno())
         try:
             there = self._path.stat()
@@ -257,7 +258,7 @@ def read_lines(
     is_inside: bool = False,
     longest: int | None = None,
 ) -> FileLines:
-    """Whole lines of an appended file from ``offset`` on, and the offset after the last of them.
+    """Read whole lines of an appended file from ``offset`` on, and the offset after the last of them.
 
     Reads at most about ``limit_bytes`` at once. A file that is not there, or is no file, has no lines. The other
     arguments are those of :func:`rlhf_core.files.lines_of`.
@@ -273,26 +274,26 @@ def read_lines(
 class FilePosition:
     """Position in an appended file, and the marks by which a reader recognises the file.
 
-    A file is known by what stands in it. Its number in the file system says less: a copy that was put back has another
-    one, and a file that was truncated and written anew has the same.
+    A file is recognised by its content. Its inode is weaker evidence: a restored copy has another one, and a file that
+    was truncated and rewritten has the same.
     """
 
     offset: int = 0
     tail: int = 0
-    """Fingerprint of the last bytes before the offset; 0 where none is known."""
+    """Fingerprint of the last bytes before the offset; 0 if unknown."""
     head: int = 0
-    """Fingerprint of the first bytes; 0 where none is known."""
+    """Fingerprint of the first bytes; 0 if unknown."""
     is_inside: bool = False
     """True if the offset lies in a line that is too long."""
 
 
 def read_on(path: Path, place: FilePosition, limit_bytes: int = 16 << 20) -> tuple[list[FileLine], FilePosition, bool]:
-    """Whole lines of an appended file after a place, the place after them, and whether it is another file than before.
+    """Read whole lines of an appended file after a position, the position after them, and whether the file was
+    replaced.
 
-    A file that was truncated or replaced by another one is read from its beginning: its bytes before the place are not
-    those that were read. A file rewritten with the same lines is continued. A missing one has no lines,
-    nor has what is no file, nor one that is shorter than it was: another machine may see an older version of it for a
-    while.
+    A file that was truncated or replaced by another one is read from its beginning: its bytes before the position are
+    not those that were read. A file rewritten with the same lines is continued. A missing one has no lines, nor has
+    what is no file, nor one that is shorter than it was: another machine may see an older version of it for a while.
     """
     try:
         with open_regular(path) as file:
@@ -321,7 +322,7 @@ def tail_mark(path: Path, offset: int) -> int:
 
 
 def is_as_read(path: Path, offset: int, mark: int) -> bool:
-    """False where the bytes before an offset are others than those that had this fingerprint. A file that is shorter
+    """Return False if the bytes before an offset do not have this fingerprint. A file that is shorter
     may be an older version, as another machine sees it."""
     try:
         with open_regular(path) as file:
@@ -345,7 +346,7 @@ def _mark(file: BinaryIO, begin: int, end: int) -> int:
 
 
 def parse_lines(lines: Iterable[FileLine], schema: type[Model]) -> Iterator[Model]:
-    """Parse JSON lines; those that are torn, foreign or too long are left out."""
+    """Parse JSON lines; those that are torn, foreign or too long are skipped."""
     for line in lines:
         if line.text is None:
             continue
@@ -356,7 +357,8 @@ def parse_lines(lines: Iterable[FileLine], schema: type[Model]) -> Iterator[Mode
 
 
 def read_blocks(path: Path, offset: int = 0, longest: int | None = None) -> Iterator[tuple[list[FileLine], int]]:
-    """All whole lines of an appended file from ``offset`` on, a block at a time, each with the offset after it."""
+    """Yield all whole lines of an appended file from ``offset`` on, a block at a time, each with the offset after
+    it."""
     is_inside = False
     while True:
         lines, end, is_inside = read_lines(path, offset, is_inside=is_inside, longest=longest)
@@ -367,12 +369,12 @@ def read_blocks(path: Path, offset: int = 0, longest: int | None = None) -> Iter
 
 
 def read_models(path: Path, schema: type[Model]) -> list[Model]:
-    """All whole lines of an appended file, parsed."""
+    """Yield all whole lines of an appended file, parsed."""
     return [model for lines, _ in read_blocks(path) for model in parse_lines(lines, schema)]
 
 
 def read_tail(path: Path, limit_bytes: int) -> str:
-    """The end of a text file, from a line's beginning; empty where it cannot be read."""
+    """Read the end of a text file, from a line's beginning; empty if it cannot be read."""
     try:
         with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)
@@ -391,7 +393,7 @@ def read_tail(path: Path, limit_bytes: int) -> str:
 
 @dataclass(frozen=True)
 class RestartDir:
-    """``attempts/<n>/restarts/<r>/``: what one start of the workers leaves behind."""
+    """``attempts/<n>/restarts/<r>/``: files of one start of the workers."""
 
     root: Path
     attempt: int
@@ -515,7 +517,7 @@ class AttemptDir:
 
     @property
     def probe(self) -> Path:
-        """Folder of what the nodes say of themselves, and of what agent 0 makes of it."""
+        """Folder of the facts of the nodes, and of agent 0's report on them."""
         return self.root / "probe"
 
     def node_facts(self, node: str) -> Path:
@@ -574,11 +576,11 @@ class CheckpointDir:
         return self.root / "trainer_state"
 
     def manifest(self) -> CheckpointManifest | None:
-        """The content of ``COMPLETE``; None where the checkpoint does not count."""
+        """Read ``COMPLETE``; None if the checkpoint does not count."""
         try:
             return read_model(self.complete, CheckpointManifest)
         except OSError:
-            return None  # what cannot be read cannot be gone on from; the checkpoint before it can
+            return None  # an unreadable checkpoint cannot be resumed from; the one before it can
 
     def damage(self) -> list[str]:
         """Problems of the files, by size and hash; empty for a sound checkpoint. Reads every byte."""
@@ -594,7 +596,7 @@ class CheckpointDir:
         return problems
 
     def verify(self) -> None:
-        """Raise :class:`CheckpointCorrupt` unless every file is as ``COMPLETE`` says."""
+        """Raise :class:`CheckpointCorrupt` unless every file matches ``COMPLETE``."""
         problems = self.damage()
         if problems:
             raise CheckpointCorrupt(f"checkpoint {self.root} is damaged: {'; '.join(problems)}", self.root.name)
@@ -629,7 +631,7 @@ class RunDir:
 
     @classmethod
     def of(cls, runs: Path, run_id: str) -> "RunDir":
-        """The directory of one run among all; it need not be there.
+        """Return the directory of one run; it need not exist.
 
         Raises:
             RunDirError: the text is no run id, or its folder is a link that leads out of ``runs``. An id may come from
@@ -647,7 +649,7 @@ class RunDir:
 
     @classmethod
     def find(cls, runs: Path, text: str) -> "RunDir | None":
-        """The directory of a run among all, if the text is the id of one that is there."""
+        """Return the directory of a run, if the text is the id of an existing one."""
         try:
             found = cls.of(runs, text)
         except RunDirError:
@@ -656,7 +658,7 @@ class RunDir:
 
     @property
     def run_id(self) -> str:
-        """The run's identity: the name of its folder."""
+        """Id of the run: the name of its folder."""
         return self.root.name
 
     @property
@@ -696,7 +698,7 @@ class RunDir:
 
     @property
     def initial_model(self) -> Path:
-        """Model and tokenizer that training starts from, where they are built here; trainer rank 0 writes them once."""
+        """Model and tokenizer that training starts from, if they are built here; trainer rank 0 writes them once."""
         return self.root / "initial_model"
 
     @property
@@ -740,8 +742,8 @@ class RunDir:
         return [checkpoint for checkpoint in self.saved_checkpoints() if checkpoint.manifest() is not None]
 
     def saved_checkpoints(self) -> list[CheckpointDir]:
-        """Every checkpoint that was saved, oldest first. One that is not complete is damaged: a folder gets its name
-        when all that belongs into it is there."""
+        """Every checkpoint that was saved, oldest first. An incomplete one is damaged: a folder gets its name when
+        all its files are complete."""
         if not self.checkpoints_dir.is_dir():
             return []
         matches = (_CHECKPOINT_NAME.fullmatch(path.name) for path in self.checkpoints_dir.iterdir())
@@ -759,7 +761,7 @@ class RunDir:
         return self.checkpoints_dir / f"damaged-{attempt}.{restart}"
 
     def put_damaged_aside(self, name: str, attempt: int, restart: int) -> None:
-        """Move a damaged checkpoint out of the way, so that nothing goes on from it.
+        """Move a damaged checkpoint out of the way, so that nothing resumes from it.
 
         Raises:
             OSError: it cannot be moved.
@@ -780,10 +782,10 @@ class RunDir:
 
     def put_aside_newer_than(self, name: str, attempt: int) -> None:
         """Move checkpoints that are newer than one out of the way: the branch they belong to is given up, and no later
-        attempt may go on from them. Harmless when it was done before, in whole or in part.
+        attempt may resume from them. Harmless if it was done before, in whole or in part.
 
         Raises:
-            RunDirError: ``name`` is none of a checkpoint.
+            RunDirError: ``name`` is not the name of a checkpoint.
         """
         kept = _CHECKPOINT_NAME.fullmatch(name)
         if kept is None:
@@ -795,7 +797,7 @@ class RunDir:
                 checkpoint.root.rename(aside / checkpoint.root.name)
 
     def newest_put_aside(self, attempt: int) -> int:
-        """Highest step of what :meth:`put_aside_newer_than` moved away after an attempt; 0 when it moved nothing."""
+        """Return the highest step that :meth:`put_aside_newer_than` moved away after an attempt; 0 if none."""
         aside = self.checkpoints_dir / f"aside-{attempt}"
         found = map(_CHECKPOINT_NAME.fullmatch, (path.name for path in aside.iterdir()) if aside.is_dir() else ())
         return max((int(name[1]) for name in found if name is not None), default=0)
@@ -837,8 +839,8 @@ class RunDir:
 
 
 def run_dirs(runs: Path) -> list[RunDir]:
-    """Every run directory under ``runs``, by name. What is called otherwise (in the making, a copy, a link that leads
-    elsewhere) is none."""
+    """Every run directory under ``runs``, by name. Folders with other names (unfinished, copies, links that lead
+    elsewhere) are skipped."""
     if not runs.is_dir():
         return []
     found = []
@@ -866,7 +868,7 @@ def checksum(path: Path) -> FileChecksum:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder so that a reader never finds it half gone under its own name."""
+    """Remove a folder so that a reader never finds it partly removed under its own name."""
     if not path.exists():
         return
     doomed = path.with_name(f".{path.name}.{secrets.token_hex(4)}.gone")

@@ -218,7 +218,7 @@ def test_show_says_when_it_could_not_catch_up(rlhf: Rlhf, known: RunFiles) -> No
     known.moved(RunState.QUEUED, 60)
     answer = rlhf("show")
     assert answer.code == 0
-    assert "could not be brought up to date" in answer.err
+    assert "could not be updated" in answer.err
     assert "cannot become queued" in " ".join(answer.err.split())
 
 
@@ -236,7 +236,7 @@ def test_show_of_an_unknown_run(rlhf: Rlhf, known: RunFiles) -> None:
 def test_nodes_for_people_and_programs(rlhf: Rlhf, known: RunFiles) -> None:
     (node,) = rlhf("nodes", "--json").json() or [None]
     if node is None:  # the run of the fixture is older than what the ledger remembers
-        assert "Nothing is known" in rlhf("nodes").out
+        assert "There are no strikes" in rlhf("nodes").out
     else:
         assert node["node"] == "n2"
         assert "n2" in rlhf("nodes").out

@@ -25,7 +25,7 @@ def test_requests_that_wait_or_were_refused_are_listed_with_the_runs(
     run_dir = desk.run()
     flow = f"{FLOW}-of-this-test"
     assert execute(["runs", "--queued"]) == 0
-    assert "Nothing is known" in capsys.readouterr().out
+    assert "Unknown: the site daemon" in capsys.readouterr().out
     with real_prefect.in_use(), get_client(sync_client=True) as client:
         renamed = rlhf_run.with_options(name=flow)
         waits = client.create_flow_run(renamed, name="waits", parameters={"owner": "ada"}, state=Scheduled())
@@ -46,7 +46,7 @@ def test_requests_that_wait_or_were_refused_are_listed_with_the_runs(
     assert str(waits.id) in listed["waits"]["url"]
     assert execute(["runs"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "Asked for in Prefect, and no run" in said
+    assert "Requests in Prefect that are not runs" in said
     assert "nodes: found -1" in said
     assert execute(["runs", "--name", "other"]) == 0
     assert "Asked for" not in capsys.readouterr().out

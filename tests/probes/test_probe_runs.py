@@ -71,7 +71,7 @@ def test_a_run_that_needs_every_node_ends_with_what_to_do(cluster: Cluster, tmp_
     done, shown = run(cluster, tmp_path / "home", "resources.num_nodes=4")
     assert done.returncode == 2, done.stdout + done.stderr
     assert "no other node can take the place of node2" in done.stderr
-    assert "have its network looked at" in done.stderr
+    assert "have its network checked" in done.stderr
     assert shown["run"]["state"] == "failed"
     assert len(shown["attempts"]) == 1
 
