@@ -18,6 +18,7 @@
     │   ├── RunDirGone              it was there, and is not any more, while its file system is
     │   ├── CheckpointCorrupt       a checkpoint is not what its manifest says, or has none
     │   └── JournalDamaged          a line of the controller's journal cannot be read
+    ├── ServiceFailed               a service of the site did not start, or supervisord does not answer
     ├── PrefectUnavailable          no Prefect server can be used; nothing of a run depends on one
     ├── PromotionFailed             the model of a completed run could not be written; it can be tried again
     ├── RunNotBegun                 nobody begins a run that was asked for; it stays asked for
@@ -39,6 +40,7 @@ Not among them are exceptions by which one part of a package tells another how t
     flows.session.CancelAsked                 a wait ends because the user ends the run
     flows.stages.AttemptFailed                a stage ends with its attempt
     rlhf_core.files.UnfitFile                 what stands in the place of a file is none; an OSError
+    rlhf_core.services.supervisord.SupervisordFault   a ServiceFailed: supervisord refused a call
     rlhf_core.worker.agent.AttemptFailed      the attempt ends before workers could be started
     rlhf_core.worker.board.BoardLost          agents lose the place where they meet
     rlhf_core.worker.elastic.StartAbandoned   workers were to end before they were started
@@ -137,6 +139,10 @@ class CheckpointCorrupt(RunDirError):
 
 class JournalDamaged(RunDirError):
     """A whole line of ``control.jsonl`` cannot be read. The message names file and line."""
+
+
+class ServiceFailed(RlhfError):
+    """A service of the site did not start, or its supervisord does not answer."""
 
 
 class PrefectUnavailable(RlhfError):

@@ -44,7 +44,7 @@ def runs(
     ] = False,
     as_json: output.JsonOption = False,
 ) -> None:
-    """List runs, newest first; below them what was asked for in Prefect and is no run, as its keeper saw it last."""
+    """List runs, newest first; below them what was asked for in Prefect and is no run, as the daemon saw it last."""
     if queued:
         requests.show(as_json=as_json)
         return

@@ -14,9 +14,9 @@ from rlhf_core.cli import (
     deploy_commands,
     export_command,
     history_commands,
-    keeper_command,
     output,
     promote_commands,
+    reconcile_command,
     report_command,
     run_commands,
     service_commands,
@@ -82,7 +82,7 @@ app.command("down", rich_help_panel=_SITE)(service_commands.down)
 app.command("password", rich_help_panel=_SITE)(service_commands.password)
 app.command("serve", rich_help_panel=_SITE)(service_commands.serve)
 app.command("notify", rich_help_panel=_SITE)(promote_commands.notify)
-app.command("reconcile", rich_help_panel=_SITE)(keeper_command.reconcile)
+app.command("reconcile", rich_help_panel=_SITE)(reconcile_command.reconcile)
 app.command("doctor", rich_help_panel=_SITE)(run_commands.doctor)
 app.add_typer(db_app, name="db", rich_help_panel=_SITE)
 db_app.command("upgrade")(history_commands.db_upgrade)

@@ -1,4 +1,4 @@
-"""Requests in Prefect that are no run, as `rlhf runs` shows them: from the file that the keeper writes."""
+"""Requests in Prefect that are no run, as `rlhf runs` shows them: from the file that the site daemon writes."""
 
 from datetime import datetime
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ def show(*, as_json: bool) -> None:
     if as_json:
         output.print_json([] if found is None else found.model_dump(mode="json")["requests"])
     elif found is None:
-        output.print_text("Nothing is known: the keeper of the site (`rlhf up`) lists what was asked for in Prefect.")
+        output.print_text("Nothing is known: the daemon of the site (`rlhf up`) lists what was asked for in Prefect.")
     elif not found.requests:
         output.print_text(f"Nothing waits, and nothing was refused (as of {_moment(found.as_of)} UTC).")
     else:

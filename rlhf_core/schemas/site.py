@@ -57,8 +57,8 @@ class PrefectSite(Schema):
     ingest_s: Seconds = 2.0
     """How often the files of all active runs are read into the history, in seconds."""
     restart_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 5.0
-    """Seconds between two looks of the services that `rlhf up` started at each other, to start again what has died; 0
-    leaves that to the next `rlhf up`."""
+    """Seconds between two health checks of the services that `rlhf up` started; what has died is started again at once.
+    0 leaves both to the next `rlhf up`."""
     keep_days: Annotated[int, Field(ge=1)] = 30
     """How long Prefect keeps flow runs that have ended. The history keeps everything."""
 
@@ -75,7 +75,7 @@ class NotifySite(Schema):
 
 
 class RetentionSite(Schema):
-    """``[retention]``: what the keeper of the site removes."""
+    """``[retention]``: what the daemon of the site removes."""
 
     checkpoints_days: Annotated[int, Field(ge=0)] = 0
     """How long checkpoints are kept after their run has ended, in days; 0 keeps all. The newest, the best of every
@@ -106,7 +106,7 @@ class Request(Schema):
 
 
 class Requests(Schema):
-    """``services/requests.json`` of the home folder: written by the keeper of the site, read by `rlhf runs`."""
+    """``services/requests.json`` of the home folder: written by the daemon of the site, read by `rlhf runs`."""
 
     as_of: datetime
     requests: tuple[Request, ...] = ()

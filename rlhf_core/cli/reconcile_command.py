@@ -18,7 +18,7 @@ def reconcile(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare database, Prefect and scheduler once, and mend what disagrees: as the keeper of the site does all the
+    """Compare database, Prefect and scheduler once, and mend what disagrees: as the daemon of the site does all the
     time. Exit code 1 where something could not be done."""
     from flows.keeping.by_hand import look_once, reconcile_once
     from rlhf_core.config import load_site
