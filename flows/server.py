@@ -1,39 +1,35 @@
-"""The Prefect server: the site's own, with its settings, or a temporary one for as long as a run lasts."""
+"""The Prefect server of a site: its addresses, password and settings, and those of its clients."""
 
-import ctypes
+import contextlib
 import ipaddress
 import logging
 import os
 import secrets
-import signal
 import socket
-import subprocess
-import sys
 import time
 import tomllib
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from flows.server_guards import MAX_SOCKET_BYTES, Names, names_of
+import psutil
+
+from flows.server_guards import Names, names_of
 from rlhf_core import private_files
 from rlhf_core.config import Site
-from rlhf_core.errors import BadInput, PrefectUnavailable
+from rlhf_core.errors import BadInput
 from rlhf_core.run_dir import create_once
-from rlhf_core.services.processes import HOME_MARKER, ServiceState, look, private_folder
-
-STARTUP_TIMEOUT_S = 180.0
-"""How long a temporary server may take to answer. Its first start makes a database: 20 s, longer on a busy machine."""
+from rlhf_core.services.presence import ServiceState, look, private_folder
 
 ANSWER_TIMEOUT_S = 10.0
-"""How long a configured server may take to say that it is there."""
+"""Time that a server has to answer."""
 
 START_IT = "`rlhf up` starts the server of this site; PREFECT_API_URL names another one."
 
-NO_PREFECT = "Run without Prefect: add --no-prefect."
+HOME_MARKER = "RLHF_SERVICES_HOME"
+"""Environment variable that the services of a home folder carry, and so everything they start."""
 
 AUTH_VARIABLE = "RLHF_PREFECT_AUTH"
 """Variable with the password of the site's server, as ``user:password``."""
@@ -114,7 +110,7 @@ def password(site: Site) -> str:
     if not path.exists():
         private_folder(path.parent)
         try:
-            create_once(path, f"{_new_password()}\n", private_files.FILE_MODE)
+            create_once(path, f"{new_password()}\n", private_files.FILE_MODE)
         except OSError as error:
             raise BadInput(f"cannot keep a password for the Prefect server in {path}: {error.strerror}") from None
     found = _private_text(path).strip()
@@ -123,7 +119,7 @@ def password(site: Site) -> str:
     return found
 
 
-def _new_password() -> str:
+def new_password() -> str:
     return f"rlhf:{secrets.token_urlsafe(24)}"
 
 
@@ -229,10 +225,10 @@ def server_settings(site: Site) -> dict[str, str]:
         "PREFECT_SERVER_EVENTS_RETENTION_PERIOD": f"P{site.prefect.keep_days}D",
         "PREFECT__SERVER_FINAL": "1",
     }
-    return {**settings, **_door(password(site))}
+    return {**settings, **door(password(site))}
 
 
-def _door(auth: str) -> dict[str, str]:
+def door(auth: str) -> dict[str, str]:
     """Settings by which a server asks for a password, and for a token of whatever writes from a browser."""
     return {SERVER_AUTH: auth, "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true"}
 
@@ -257,7 +253,7 @@ def _in_url(host: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The server of a run
+# Use of a server
 
 
 def quiet_settings(home: Path) -> None:
@@ -280,39 +276,6 @@ def quiet_settings(home: Path) -> None:
     logging.raiseExceptions = False
 
 
-@contextmanager
-def prefect_server(home: Path, say: Callable[[str], None]) -> Iterator[str]:
-    """Make a server usable for the block: the configured one, or a temporary one. Yields its address.
-
-    Args:
-        home: folder of this user (``RLHF_HOME``); database and log of a temporary server lie in it.
-        say: told what is done.
-
-    Raises:
-        PrefectUnavailable: there is none, and none could be started.
-    """
-    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
-
-    configured = PREFECT_API_URL.value()
-    if configured:
-        _require_answer(configured)
-        yield configured
-        return
-    say(
-        "there is no Prefect server (`rlhf up` starts one): a temporary one is started for this run; "
-        "--no-prefect runs without"
-    )
-    auth = _new_password()  # of this server alone: other users of the machine reach its port
-    with (
-        _temporary_server(home / "prefect", auth) as url,
-        temporary_settings({PREFECT_API_URL: url, PREFECT_API_AUTH_STRING: auth}),
-    ):
-        try:
-            yield url
-        finally:
-            _send_what_is_queued()
-
-
 def server_answers() -> bool:
     """Whether the Prefect server in use answers; at most two seconds."""
     from prefect.settings import PREFECT_API_URL
@@ -330,76 +293,6 @@ def is_there(url: str) -> bool:
         return True  # it may want a key for this, as a hosted one does; but it is there
     except (OSError, ValueError):
         return False
-
-
-def _send_what_is_queued() -> None:
-    """Let Prefect's background senders finish while their server is there; at exit they would try for a minute."""
-    from prefect.events.worker import EventsWorker
-
-    for name in ("prefect.flow_runs", "prefect.task_runs"):
-        for handler in logging.getLogger(name).handlers:
-            handler.flush()
-    EventsWorker.drain_all(timeout=5)
-
-
-def _require_answer(url: str) -> None:
-    if not answers_within(ANSWER_TIMEOUT_S, url):
-        raise PrefectUnavailable(f"the Prefect server at {url} (PREFECT_API_URL) does not answer. {NO_PREFECT}")
-
-
-@contextmanager
-def _temporary_server(folder: Path, auth: str) -> Iterator[str]:
-    try:
-        private_folder(folder)
-        log = (folder / "server.log").open("wb")
-    except OSError as error:
-        raise PrefectUnavailable(f"cannot write {folder}: {error.strerror}. {NO_PREFECT}") from None
-    with log:
-        url, process = _start(folder, log.fileno(), auth)
-        try:
-            yield url
-        finally:
-            _stop(process)
-
-
-def _start(folder: Path, log: int, auth: str) -> tuple[str, "subprocess.Popen[bytes]"]:
-    deadline = time.monotonic() + STARTUP_TIMEOUT_S
-    while True:
-        port = _free_port()
-        url = f"http://127.0.0.1:{port}/api"
-        process = subprocess.Popen(
-            _command(port),
-            env=_environment(folder, auth),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            # A Ctrl-C is for the run, which still needs its server while it is being cancelled.
-            start_new_session=True,
-            umask=0o077,  # its database holds secrets, and the key that they are encrypted with
-            preexec_fn=_die_with_parent,
-        )
-        try:
-            if _wait_for_answer(url, process, deadline):
-                return url, process
-        except BaseException:
-            _stop(process)
-            raise
-        _stop(process)
-        # It ended: its port was taken in between, or two servers were making the same database. Try again until late.
-        if time.monotonic() > deadline:
-            raise PrefectUnavailable(
-                f"a temporary Prefect server did not start within {STARTUP_TIMEOUT_S:g} s; its log is "
-                f"{folder / 'server.log'}. {NO_PREFECT}"
-            )
-        time.sleep(1.0)
-
-
-def _wait_for_answer(url: str, process: "subprocess.Popen[bytes]", deadline: float) -> bool:
-    while time.monotonic() < deadline and process.poll() is None:
-        if answers(url):
-            return True
-        time.sleep(0.2)
-    return False
 
 
 def answers(url: str) -> bool:
@@ -430,43 +323,31 @@ def answers_within(seconds: float, url: str) -> bool:
     return True
 
 
-def _command(port: int) -> list[str]:
-    # As prefect.server.api.server.SubprocessASGIServer does it; started here so that it has a session of its own, and
-    # imports nothing from the folder that this process happens to be in.
-    serve = ["-P", "-m", "uvicorn", "--factory", "flows.server_app:create_app", "--lifespan", "on"]
-    serve += ["--host", "127.0.0.1", "--port", str(port), "--ws-max-size", str(MAX_SOCKET_BYTES)]
-    return [sys.executable, *serve, "--log-level", "error"]
+def require_free_port(site: Site) -> None:
+    """Find out before the server is started whether it can listen.
+
+    Raises:
+        BadInput: something else listens there; the message says what, where this user may know it.
+    """
+    host, port = site.prefect.host, site.prefect.port
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server itself does
+            probe.bind(address)
+    except socket.gaierror as error:
+        raise BadInput(f"prefect.host: found {host!r}, expected an address of this machine: {error.strerror}") from None
+    except OSError as error:
+        raise BadInput(
+            f"the Prefect server cannot listen on {host} port {port}: {error.strerror}{_listener(port)}. "
+            f"End that, or give the server another port: port under [prefect] in {site.home / 'rlhf.toml'}"
+        ) from None
 
 
-def _environment(folder: Path, auth: str) -> Mapping[str, str]:
-    environment = {
-        **os.environ,
-        **_door(auth),
-        "PREFECT_UI_ENABLED": "0",
-        "PREFECT__SERVER_EPHEMERAL": "1",
-        "PREFECT__SERVER_FINAL": "1",
-    }
-    if "PREFECT_HOME" not in os.environ:
-        environment.setdefault("PREFECT_API_DATABASE_CONNECTION_URL", f"sqlite+aiosqlite:///{folder / 'prefect.db'}")
-    return environment
-
-
-def _die_with_parent() -> None:
-    """Between fork and exec: the server ends when this process does, however that ends (prctl(2), PR_SET_PDEATHSIG)."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _stop(process: "subprocess.Popen[bytes]") -> None:
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+def _listener(port: int) -> str:
+    """Who listens on a port of this machine, as far as this user may know."""
+    with contextlib.suppress(psutil.Error):
+        for one in psutil.net_connections(kind="tcp"):
+            if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == port and one.pid:
+                return f" (process {one.pid}, {' '.join(psutil.Process(one.pid).cmdline())[:120]})"
+    return ""

@@ -3,8 +3,8 @@
 from flows.server import START_IT, connect, is_there, own_url
 from rlhf_core.config import Site
 from rlhf_core.errors import PrefectUnavailable
-from rlhf_core.services import wanted
-from rlhf_core.services.processes import ServiceFiles, ServiceState, look
+from rlhf_core.services.presence import ServiceFiles, ServiceState, look
+from rlhf_core.services.supervisord import Supervisord
 
 
 def require(site: Site) -> str:
@@ -22,7 +22,7 @@ def require(site: Site) -> str:
             f"Prefect's active profile. Start it, or unset PREFECT_API_URL and use the one of `rlhf up`"
         )
     found = look(site.home, "server")
-    if "server" not in wanted.read(site.home).services and found.state is ServiceState.STOPPED:
+    if "server" not in Supervisord(site.home).programs() and found.state is ServiceState.STOPPED:
         raise PrefectUnavailable(f"no Prefect server is configured, and this site has none yet. {START_IT}")
     why = {
         ServiceState.STOPPED: "its process is gone",

@@ -502,7 +502,7 @@ class Site:
     notify: NotifySite = dataclasses.field(default_factory=NotifySite)
     """``[notify]``: who is told what."""
     retention: RetentionSite = dataclasses.field(default_factory=RetentionSite)
-    """``[retention]``: what the keeper of the site removes."""
+    """``[retention]``: what the daemon of the site removes."""
     job_secrets: Path | None = None
     """``RLHF_JOB_SECRETS``: file with the values of ``slurm.pass_environment``, as lines ``NAME=value``; refused unless
     it is of mode 600 and of the user who submits (default ``<home>/job-secrets.env``)."""

@@ -18,6 +18,7 @@
     │   ├── RunDirGone              it was there, and is not any more, while its file system is
     │   ├── CheckpointCorrupt       a checkpoint is not what its manifest says, or has none
     │   └── JournalDamaged          a line of the controller's journal cannot be read
+    ├── ServiceFailed               a service of the site did not start, or supervisord does not answer
     ├── PrefectUnavailable          no Prefect server can be used; nothing of a run depends on one
     ├── PromotionFailed             the model of a completed run could not be written; it can be tried again
     ├── RunNotBegun                 no worker starts a requested run; the request stays
@@ -35,9 +36,11 @@ A message says what was found, what was expected and what to do. Errors stay pic
 
 Exceptions for control flow within one package are not among them:
 
-    rlhf_core.control.controller.CancelRequested                 a wait ends because the user ends the run
-    rlhf_core.control.steps.AttemptFailed                a stage ends with its attempt
+    rlhf_core.control.controller.CancelRequested     a wait ends because the user ends the run
+    rlhf_core.control.stages.StageFailed             a stage ends with its attempt
+    rlhf_core.control.reconcile.flow_runs.NotRegistered   a deployment is not on the server
     rlhf_core.files.UnfitFile                 what stands in the place of a file is none; an OSError
+    rlhf_core.services.supervisord.SupervisordFault   a ServiceFailed: supervisord refused a call
     rlhf_core.worker.agent.AttemptAborted      the attempt ends before workers could be started
     rlhf_core.worker.agent_store.AgentStoreLost          agents lose the place where they meet
     rlhf_core.worker.groups.elastic.StartAbandoned   workers were to end before they were started
@@ -136,6 +139,10 @@ class CheckpointCorrupt(RunDirError):
 
 class JournalDamaged(RunDirError):
     """A whole line of ``control.jsonl`` cannot be read. The message names file and line."""
+
+
+class ServiceFailed(RlhfError):
+    """A service of the site did not start, or its supervisord does not answer."""
 
 
 class PrefectUnavailable(RlhfError):

@@ -155,7 +155,7 @@ def _services(server: str, services: Mapping[str, str]) -> Item:
     wanted = {name: state for name, state in services.items() if name != "server" or not server}
     wrong = [name for name, state in wanted.items() if state not in ("running", "elsewhere")]
     if len(wrong) == len(wanted):
-        return Item("services", True, "none on this machine; `rlhf up` starts server, worker and keeper")
+        return Item("services", True, "none on this machine; `rlhf up` starts server, worker and daemon")
     return Item("services", not wrong, found, "rlhf up" if wrong else "")
 
 

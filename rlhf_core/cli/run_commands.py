@@ -317,7 +317,8 @@ def _server(site: "Site", no_prefect: bool) -> Iterator[None]:
     if no_prefect:
         yield
         return
-    from flows.server import connect, prefect_server
+    from flows.server import connect
+    from flows.temporary_server import prefect_server
 
     connect(site)
     with prefect_server(site.home, output.note):

@@ -1,5 +1,6 @@
 """Services of a site: ``rlhf up``, ``down``, ``serve``, ``password``. Heavy modules are imported late."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 
 ServicesArgument = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[SERVICE]...", help="Only these: server, worker, keeper. All of them when left out."),
+    typer.Argument(metavar="[SERVICE]...", help="Only these: server, worker, daemon. All of them when left out."),
 ]
 
 
@@ -26,30 +27,33 @@ def up(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Start what a site needs on this machine: Prefect server with its UI, worker, and keeper; what runs is left alone.
+    """Start what a site needs on this machine: Prefect server with its UI, worker, and site daemon.
 
-    The services go on in the background; their logs are in the folder logs of RLHF_HOME. Runs of `rlhf run` use the
-    server from then on. What dies is started again by the services that live. Nothing is fetched from, or sent to, the
-    network.
+    Services that are running are left alone. They go on in the background under supervisord, which starts again what
+    dies; their logs are in the folder logs of RLHF_HOME. Runs of `rlhf run` use the server from then on. Nothing is
+    fetched from, or sent to, the network.
     """
     from flows.server import configured_url, own_url, ui_url
-    from flows.services import down_ones
+    from flows.services import down_ones, lacks_supervisord
     from flows.services import up as start
     from rlhf_core import private_files
     from rlhf_core.config import load_site
 
-    site = load_site()
+    site, names = load_site(), _present_names(services or ())
     if not status:
         private_files.make_folder(site.home)
-        started = start(site, services or (), output.note)
+        started = start(site, names, output.note)
         for one in started:
             output.note(f"{one.name}: {one.what} (process {one.pid})")
     if as_json:
         output.print_json(_seen(site))
     elif status:
         _print_status(site)
-    if status and down_ones(site, services or ()):
-        raise typer.Exit(1)
+    if status:
+        if unwatched := lacks_supervisord(site):
+            output.warn("no supervisord answers that would start a service again; `rlhf up` starts one")
+        if unwatched or down_ones(site, names):
+            raise typer.Exit(1)
     if as_json or status:
         return
     output.print_text(f"Prefect: {ui_url(site)}")
@@ -77,16 +81,15 @@ def password(as_json: JsonOption = False) -> None:
 
 def down(services: ServicesArgument = None) -> None:
     """End what `rlhf up` started. The jobs of runs go on by themselves; the next `rlhf up` picks the runs up again."""
-    from flows.services import active_runs
     from flows.services import down as stop
     from rlhf_core.config import load_site
     from rlhf_core.errors import HistoryError
 
     site = load_site()
-    ended = stop(site, services or (), output.note)
+    ended = stop(site, _present_names(services or ()), output.note)
     output.print_text(f"ended: {', '.join(ended)}" if ended else "nothing was running")
     try:
-        runs = active_runs(site)
+        runs = _active_runs(site)
     except HistoryError as error:
         output.warn(f"which runs go on is not known: {error}")
         return
@@ -98,23 +101,51 @@ def down(services: ServicesArgument = None) -> None:
 
 
 def serve(
-    service: Annotated[str, typer.Argument(metavar="SERVICE", help="server, worker or keeper.")],
+    service: Annotated[str, typer.Argument(metavar="SERVICE", help="server, worker or daemon.")],
 ) -> None:
-    """Be one service in the foreground, until SIGTERM: what systemd units, containers and `rlhf up` start."""
+    """Be one service in the foreground, until SIGTERM: what systemd units, containers and supervisord start."""
     from flows.services import wanted_services
-    from flows.worker import serve as be
+    from flows.serving import serve as be
     from rlhf_core import private_files
     from rlhf_core.config import load_site
 
     site = load_site()
-    (name,) = wanted_services(site, (service,))
+    (name,) = wanted_services(site, _present_names((service,)))
     private_files.make_folder(site.home)
     be(site, name)
 
 
+def _present_names(services: Sequence[str]) -> list[str]:
+    """Names of services as they are now; says so where an earlier one was given."""
+    from rlhf_core.services.lifecycle import EARLIER_NAMES
+
+    for name in services:
+        if name in EARLIER_NAMES:
+            output.note(f"the {name} is called {EARLIER_NAMES[name]} now; write that")
+    return [EARLIER_NAMES.get(name, name) for name in services]
+
+
+def _active_runs(site: "Site") -> list[str]:
+    """Ids of the runs that have not ended, as the history knows them; empty where there is no history yet."""
+    from rlhf_core.history import database, migrate, queries
+    from rlhf_core.history.store import HistoryStore
+    from rlhf_core.schemas.attempts import RUN_ENDS, RunState
+
+    file = database.sqlite_file(database.parse_url(site.database_url))
+    if file is not None and migrate.is_new(file):
+        return []
+    with HistoryStore(site.database_url) as store:
+        return [
+            str(run["run_id"])
+            for state in RunState
+            if state not in RUN_ENDS
+            for run in queries.list_runs(store, state=state.value, limit=None)
+        ]
+
+
 def _seen(site: "Site") -> list[dict[str, Any]]:
     from flows.services import num_restarts, status
-    from rlhf_core.services.processes import ServiceFiles
+    from rlhf_core.services.presence import ServiceFiles
 
     return [
         {

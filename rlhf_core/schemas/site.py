@@ -57,8 +57,8 @@ class PrefectSite(Schema):
     ingest_s: Seconds = 2.0
     """Interval at which the files of all active runs are read into the history, in seconds."""
     restart_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 5.0
-    """Seconds between two looks of the services that `rlhf up` started at each other, to start again what has died; 0
-    leaves that to the next `rlhf up`."""
+    """Seconds between two health checks of the services that `rlhf up` started; what has died is started again at once.
+    0 leaves both to the next `rlhf up`."""
     keep_days: Annotated[int, Field(ge=1)] = 30
     """Days for which Prefect keeps flow runs that have ended. The history keeps everything."""
 

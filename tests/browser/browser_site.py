@@ -1,4 +1,4 @@
-"""A whole site for the browser: Prefect server with its UI, worker and keeper by ``rlhf up``, and a real Slurm."""
+"""A whole site for the browser: Prefect server with its UI, worker and site daemon by ``rlhf up``, and a real Slurm."""
 
 import json
 import os

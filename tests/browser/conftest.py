@@ -13,7 +13,7 @@ from slurm_cluster import WHY_NOT, missing_programs
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrowserSite]:
-    """Prefect server, worker, keeper and a Slurm of four nodes."""
+    """Prefect server, worker, site daemon and a Slurm of four nodes."""
     if missing_programs():
         pytest.skip(WHY_NOT)
     with browser_site(tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("slurm")) as site:

@@ -513,7 +513,7 @@ def test_doctor_says_what_is_there_and_what_is_not(capsys: Printed, monkeypatch:
 
 
 def test_doctor_knows_the_services_of_the_site() -> None:
-    up = dict.fromkeys(("server", "worker", "keeper"), "running")
+    up = dict.fromkeys(("server", "worker", "daemon"), "running")
     assert doctor._services("", up).ok
     assert "server of `rlhf up`" in doctor._prefect("", up).found
     half = doctor._services("", {**up, "worker": "silent"})

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flows import server
+from flows import server, temporary_server
 from rlhf_core.errors import PrefectUnavailable
 
 HEALTHY = """
@@ -26,7 +26,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_command", lambda port: [sys.executable, "-c", HEALTHY, str(port)])
+    monkeypatch.setattr(temporary_server, "_command", lambda port: [sys.executable, "-c", HEALTHY, str(port)])
 
 
 def children() -> list[psutil.Process]:
@@ -38,7 +38,7 @@ def test_a_temporary_server_lives_as_long_as_the_block(tmp_path: Path) -> None:
     from prefect.settings import PREFECT_API_URL
 
     before, said = children(), []
-    with server.prefect_server(tmp_path, said.append) as url:
+    with temporary_server.prefect_server(tmp_path, said.append) as url:
         assert PREFECT_API_URL.value() == url
         (process,) = [one for one in children() if one not in before]
         assert os.getsid(process.pid) == process.pid, "a Ctrl-C must not reach it"
@@ -50,11 +50,11 @@ def test_a_temporary_server_lives_as_long_as_the_block(tmp_path: Path) -> None:
 def test_a_server_that_does_not_start_is_an_error_with_a_way_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "_command", lambda port: [sys.executable, "-c", "raise SystemExit('no')"])
-    monkeypatch.setattr(server, "STARTUP_TIMEOUT_S", 3.0)  # a loaded machine starts slowly
+    monkeypatch.setattr(temporary_server, "_command", lambda port: [sys.executable, "-c", "raise SystemExit('no')"])
+    monkeypatch.setattr(temporary_server, "STARTUP_TIMEOUT_S", 3.0)  # a loaded machine starts slowly
     with (
         pytest.raises(PrefectUnavailable, match="--no-prefect") as caught,
-        server.prefect_server(tmp_path, lambda text: None),
+        temporary_server.prefect_server(tmp_path, lambda text: None),
     ):
         pytest.fail("there is no server")
     assert str(tmp_path / "prefect" / "server.log") in str(caught.value)
@@ -64,12 +64,12 @@ def test_a_server_that_does_not_start_is_an_error_with_a_way_out(
 def test_a_configured_server_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    monkeypatch.setattr(server, "ANSWER_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(temporary_server, "ANSWER_TIMEOUT_S", 0.1)
     url = "http://127.0.0.1:9/api"
     with (
         temporary_settings({PREFECT_API_URL: url}),
         pytest.raises(PrefectUnavailable, match=url),
-        server.prefect_server(tmp_path, lambda text: pytest.fail(text)),
+        temporary_server.prefect_server(tmp_path, lambda text: pytest.fail(text)),
     ):
         pytest.fail("there is no server")
 
@@ -77,9 +77,9 @@ def test_a_configured_server_that_does_not_answer_is_named(tmp_path: Path, monke
 START_AND_WAIT = """
 import sys, time
 from pathlib import Path
-from flows import server
-server._command = lambda port: [sys.executable, "-c", sys.argv[1], str(port)]
-url, process = server._start(Path(sys.argv[2]), 1, "rlhf:none")
+from flows import temporary_server
+temporary_server._command = lambda port: [sys.executable, "-c", sys.argv[1], str(port)]
+url, process = temporary_server._start(Path(sys.argv[2]), 1, "rlhf:none")
 print(process.pid, flush=True)
 time.sleep(60)
 """
@@ -106,8 +106,8 @@ def test_settings_of_the_user_win(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert os.environ["PREFECT_HOME"] == "/mine"
     assert os.environ["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] == "DEBUG"
     assert os.environ["DO_NOT_TRACK"] == "1"
-    assert "PREFECT_API_DATABASE_CONNECTION_URL" not in server._environment(tmp_path, "rlhf:none")
+    assert "PREFECT_API_DATABASE_CONNECTION_URL" not in temporary_server._environment(tmp_path, "rlhf:none")
     del mine["PREFECT_HOME"]
-    assert server._environment(tmp_path, "rlhf:none")["PREFECT_API_DATABASE_CONNECTION_URL"].endswith(
+    assert temporary_server._environment(tmp_path, "rlhf:none")["PREFECT_API_DATABASE_CONNECTION_URL"].endswith(
         f"{tmp_path}/prefect.db"
     )

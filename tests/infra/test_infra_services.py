@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from flows.services import SERVICES
 from rlhf_core.config import load_site
-from rlhf_core.services.processes import SERVICES
 
 INFRA = Path(__file__).parents[2] / "infra"
 UNITS = sorted((INFRA / "systemd").glob("*.service"))
@@ -30,7 +30,7 @@ def test_every_service_has_a_unit_that_comes_back_and_holds_no_secret() -> None:
 
 def test_jobs_of_the_local_scheduler_outlive_a_restart_of_what_started_them() -> None:
     """They are in the control group of the unit, which systemd would kill as a whole."""
-    for name in ("worker", "keeper"):
+    for name in ("worker", "daemon"):
         assert "\nKillMode=process\n" in (INFRA / "systemd" / f"rlhf-{name}.service").read_text()
 
 

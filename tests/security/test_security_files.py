@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 from control_fakes import make_run
 
-from flows import server
-from flows import worker as serving
+from flows import serving, temporary_server
 from rlhf_core import private_files
 from rlhf_core.cli import doctor, output
 from rlhf_core.config import load_site
@@ -124,10 +123,10 @@ def test_a_home_folder_of_another_user_is_left_unchanged(place: Path) -> None:
 def test_the_servers_database_is_made_private(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = place / "made"
     write = f"open({str(made)!r}, 'w').write('key')"
-    monkeypatch.setattr(server, "_command", lambda port: [sys.executable, "-c", write])
-    monkeypatch.setattr(server, "_wait_for_answer", lambda url, process, deadline: process.wait() == 0)
+    monkeypatch.setattr(temporary_server, "_command", lambda port: [sys.executable, "-c", write])
+    monkeypatch.setattr(temporary_server, "_wait_for_answer", lambda url, process, deadline: process.wait() == 0)
     with (place / "log").open("wb") as log:
-        server._start(place, log.fileno(), "rlhf:secret")
+        temporary_server._start(place, log.fileno(), "rlhf:secret")
     assert mode(made) == 0o600
     monkeypatch.setattr("uvicorn.run", lambda *arguments, **options: (place / "served").write_text("key"))
     monkeypatch.setattr("flows.server_app.create_app", lambda names: None)

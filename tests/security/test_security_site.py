@@ -18,7 +18,7 @@ from shop_floor import Floor, free_port, until
 from signing_in import authorization
 from site_stranger import as_stranger, needs_root, page_of_a_stranger
 
-from flows import server
+from flows import server, temporary_server
 from flows.server_guards import MAX_BODY_BYTES
 
 pytestmark = pytest.mark.end_to_end
@@ -327,7 +327,7 @@ def test_the_temporary_server_of_a_run_has_a_password_that_is_never_shown(
 
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
     said: list[str] = []
-    with server.prefect_server(tmp_path, said.append) as url:
+    with temporary_server.prefect_server(tmp_path, said.append) as url:
         port = int(url.rpartition(":")[2].partition("/")[0])
         stranger = Floor(tmp_path, port)
         for path, content in (("/flows/", {"name": "stranger"}), ("/flow_runs/filter", {})):

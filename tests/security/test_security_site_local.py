@@ -18,8 +18,7 @@ import pytest
 from control_fakes import make_spec
 from site_stranger import STRANGER, as_stranger, needs_root, page_of_a_stranger
 
-from flows import server, services
-from flows import worker as serving
+from flows import server, services, work_pool
 from flows.gate import Approval
 from flows.server_guards import Authenticated, Known, Limited, Message, Names, Receive, Scope, Send, names_of
 from rlhf_core.accounts import account, attributed_here, user_name
@@ -34,7 +33,7 @@ from rlhf_core.launch.start import agent_command
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import PromotionState
 from rlhf_core.schemas.base import LABEL_CHARACTERS
-from rlhf_core.services.processes import ServiceState, alone, holding, look
+from rlhf_core.services.presence import ServiceState, alone, holding, look
 from rlhf_core.watchdog.ingest import sync
 
 ROOT = Path(__file__).parents[2]
@@ -142,7 +141,7 @@ def flow_run_command(folder: Path) -> list[str]:
     """The command with which the worker of a site starts a flow run; its log is left out."""
     site = load_site({"RLHF_HOME": str(folder / "home")})
     (site.home / "logs").mkdir(parents=True)
-    return shlex.split(serving._job_template(site)["variables"]["properties"]["command"]["default"])
+    return shlex.split(work_pool._job_template(site)["variables"]["properties"]["command"]["default"])
 
 
 def test_a_planted_module_does_not_run_in_a_flow_run(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from shop_floor import Floor, free_port, until
 
-from rlhf_core.services.processes import SERVICES
+from flows.services import SERVICES
 
 pytestmark = pytest.mark.end_to_end
 
@@ -78,7 +78,8 @@ def test_the_api_asks_for_the_password(floor: Floor) -> None:
 
 def test_a_run_uses_the_server_of_the_site(floor: Floor) -> None:
     code = """
-from flows.server import connect, prefect_server
+from flows.server import connect
+from flows.temporary_server import prefect_server
 from rlhf_core.config import load_site
 site = load_site()
 connect(site)
@@ -212,10 +213,10 @@ def test_a_flow_run_outlives_a_killed_worker_and_down_ends_it(floor: Floor, tmp_
 
 
 STATES = """
-from rlhf_core.services import processes
 from rlhf_core.config import load_site
-processes.STALE_S = 4.0
-print(*(processes.look(load_site().home, name).state for name in ("server", "worker")))
+from rlhf_core.services import presence
+presence.HEARTBEAT_TIMEOUT_S = 4.0
+print(*(presence.look(load_site().home, name).state for name in ("server", "worker")))
 """
 
 
@@ -238,13 +239,11 @@ def test_an_outage_of_the_server_ends_neither_worker_nor_flow_runs(floor: Floor,
     assert (tmp_path / "b" / "let go").exists()
 
 
-SHORT_PATIENCE = """
-from rlhf_core.services import processes
+SHORT_TIMEOUTS = """
 from flows import services
 from rlhf_core.config import load_site
-processes.STALE_S, services.ANSWER_PATIENCE_S = 4.0, 1.0
-for name in ("server", "worker"):
-    services.END_PATIENCE_S[name] = 0.5
+from rlhf_core.services import lifecycle, presence
+presence.HEARTBEAT_TIMEOUT_S, lifecycle.ANSWER_TIMEOUT_S = 4.0, 1.0
 print([one.what for one in services.up(load_site(), ("server", "worker"), print)])
 """
 
@@ -254,7 +253,7 @@ def test_services_that_do_not_answer_are_replaced(floor: Floor) -> None:
     os.kill(before["worker"], signal.SIGSTOP)
     os.kill(before["server"], signal.SIGSTOP)
     until(lambda: floor.python(STATES) == "silent silent")
-    said = floor.python(SHORT_PATIENCE)
+    said = floor.python(SHORT_TIMEOUTS)
     assert "['replaced', 'replaced']" in said
     after = floor.pids()
     assert {after["server"], after["worker"]}.isdisjoint(before.values())
@@ -300,8 +299,8 @@ def test_the_password_is_nowhere_and_down_leaves_nothing_behind(floor: Floor) ->
 # Without a server
 
 
-def test_what_has_died_is_started_again_by_what_lives(tmp_path: Path) -> None:
-    """Whatever is left, and although the server takes long; but not what `rlhf down` has ended."""
+def test_what_has_died_is_started_again(tmp_path: Path) -> None:
+    """Although the server takes long; but not what `rlhf down` has ended."""
     floor = Floor(tmp_path / "site", free_port(), restart_s=0.5)
     floor.write_settings()
     floor.rlhf("up")
@@ -312,16 +311,16 @@ def test_what_has_died_is_started_again_by_what_lives(tmp_path: Path) -> None:
         until(lambda: set(floor.pids()) == set(SERVICES) and not set(floor.pids().values()) & {before["server"]})
         until(lambda: {one["state"] for one in floor.status().values()} == {"running"})
         between = floor.pids()
-        assert between["keeper"] == before["keeper"]
+        assert between["daemon"] == before["daemon"]
         assert {between["server"], between["worker"]}.isdisjoint(before.values())
         restarts = [floor.status()[name]["restarts"] for name in SERVICES]
         assert restarts[0] >= 1, floor.logs()
         assert restarts[1] >= 1, floor.logs()
         assert restarts[2] == 0, floor.logs()
-        os.kill(between["keeper"], signal.SIGKILL)
-        until(lambda: floor.pids().get("keeper") not in (None, between["keeper"]))
+        os.kill(between["daemon"], signal.SIGKILL)
+        until(lambda: floor.pids().get("daemon") not in (None, between["daemon"]))
         floor.rlhf("down", "worker")
-        until(lambda: floor.status()["keeper"]["state"] == "running")
+        until(lambda: floor.status()["daemon"]["state"] == "running")
         assert floor.status()["worker"]["state"] == "stopped"
     finally:
         floor.rlhf("down")

@@ -7,21 +7,24 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flows import restarting, server, services
+from flows import server, services, worker
 from flows import server_required as required
+from rlhf_core.cli import service_commands
 from rlhf_core.config import Site, load_site
 from rlhf_core.errors import BadInput, PrefectUnavailable
 from rlhf_core.run_dir import read_model, write_model
 from rlhf_core.schemas.site import is_private
-from rlhf_core.services import processes, wanted
-from rlhf_core.services.processes import ServiceFiles, ServiceRecord, ServiceState, end, holding, look
+from rlhf_core.services import presence
+from rlhf_core.services.presence import ServiceFiles, ServiceRecord, ServiceState, holding, look
+from rlhf_core.services.processes import started_ticks
+from rlhf_core.services.supervisord import Program, Supervisord
 
 
 @pytest.fixture
@@ -53,7 +56,7 @@ def record_of(home: Path, pid: int) -> ServiceRecord:
     with holding(home, "worker"):
         mine = read_model(ServiceFiles(home, "worker").record, ServiceRecord)
     assert mine is not None
-    return mine.model_copy(update={"pid": pid, "started_ticks": processes.started_ticks(pid)})
+    return mine.model_copy(update={"pid": pid, "started_ticks": started_ticks(pid)})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -65,13 +68,13 @@ def test_a_process_that_only_has_the_same_id_is_never_signalled(
     tmp_path: Path, stranger: "subprocess.Popen[bytes]", change: dict[str, object]
 ) -> None:
     record = record_of(tmp_path, stranger.pid).model_copy(update=change)
-    assert end(record, patience_s=0.1) is False
+    assert record.end(timeout_s=0.1) is False
     assert stranger.poll() is None
 
 
 def test_the_process_of_the_record_is(tmp_path: Path, stranger: "subprocess.Popen[bytes]") -> None:
     """Negative control of the test before."""
-    assert end(record_of(tmp_path, stranger.pid), patience_s=20) is False
+    assert record_of(tmp_path, stranger.pid).end(timeout_s=20) is False
     assert stranger.wait() == -signal.SIGTERM
 
 
@@ -80,7 +83,7 @@ def test_one_that_does_not_listen_is_killed(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        assert end(record_of(tmp_path, process.pid), patience_s=0.2) is True
+        assert record_of(tmp_path, process.pid).end(timeout_s=0.2) is True
         assert process.wait() == -signal.SIGKILL
 
 
@@ -91,7 +94,7 @@ def test_how_a_service_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         beat()
         assert look(tmp_path, "worker").state is ServiceState.RUNNING
         assert look(tmp_path, "worker").pid == os.getpid()
-        monkeypatch.setattr(processes, "STALE_S", -1.0)
+        monkeypatch.setattr(presence, "HEARTBEAT_TIMEOUT_S", -1.0)
         assert look(tmp_path, "worker").state is ServiceState.SILENT
         files = ServiceFiles(tmp_path, "worker")
         mine = read_model(files.record, ServiceRecord)
@@ -106,7 +109,7 @@ def test_how_a_service_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_service_is_held_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "LOCK_PATIENCE_S", 0.1)
+    monkeypatch.setattr(presence, "LOCK_TIMEOUT_S", 0.1)
     with (
         holding(tmp_path, "worker"),
         pytest.raises(BadInput, match=f"process {os.getpid()}"),
@@ -147,7 +150,7 @@ def test_a_service_elsewhere_is_neither_started_nor_ended(site: Site) -> None:
 
 
 def test_a_worker_is_not_started_for_a_server_that_does_not_answer(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(services, "ANSWER_PATIENCE_S", 0.0)
+    monkeypatch.setattr(services, "ANSWER_TIMEOUT_S", 0.0)
     monkeypatch.setattr(server, "answers", lambda url: False)
     nobody = "http://prefect.example.com/api"
     with pytest.raises(PrefectUnavailable, match=f"no Prefect server answers at {server.own_url(site)}; `rlhf up`"):
@@ -159,161 +162,48 @@ def test_a_worker_is_not_started_for_a_server_that_does_not_answer(site: Site, m
 
 
 def test_a_long_log_is_put_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = tmp_path / "logs" / "server.log"
-    services._make_room(log)
+    """That of the flow runs; supervisord does the same with those of the services."""
+    log = tmp_path / "flow-runs.log"
+    worker._put_aside(log)
     log.write_text("short")
-    services._make_room(log)
+    worker._put_aside(log)
     assert log.read_text() == "short"
-    monkeypatch.setattr(services, "MAX_LOG_BYTES", 3)
-    services._make_room(log)
+    monkeypatch.setattr(worker, "MAX_LOG_BYTES", 3)
+    worker._put_aside(log)
     assert not log.exists()
-    assert (log.parent / "server.log.1").read_text() == "short"
+    assert (log.parent / "flow-runs.log.1").read_text() == "short"
+    supervisord = Supervisord(tmp_path)
+    supervisord.configure([Program("server", 10, 15)], 5.0)
+    lines = supervisord.config.read_text().splitlines()
+    assert {"stdout_logfile=logs/server.log", "stdout_logfile_maxbytes=20MB", "stdout_logfile_backups=1"} <= set(lines)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Restarts
-
-SERVICE = """
-import os, sys, time
-from pathlib import Path
-from rlhf_core.services import processes, wanted
-home, name = Path(sys.argv[1]), sys.argv[2]
-with processes.holding(home, name) as beat:
-    beat()
-    print(1, flush=True)
-    time.sleep(60)
-"""
-"""A process that is a service and does nothing."""
+def test_an_earlier_name_of_a_service_is_understood_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert service_commands._present_names(["keeper", "worker"]) == ["daemon", "worker"]
+    assert "the keeper is called daemon now" in capsys.readouterr().err
+    assert service_commands._present_names(["daemon"]) == ["daemon"]
+    assert capsys.readouterr().err == ""
 
 
-class Started:
-    """Services that were started, as processes that do nothing; ended with the test."""
-
-    def __init__(self) -> None:
-        self.processes: list[subprocess.Popen[bytes]] = []
-
-    def __call__(self, site: Site, name: str, environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
-        process = subprocess.Popen(
-            [sys.executable, "-c", SERVICE, str(site.home), name],
-            env={**environment, "RLHF_STARTED_BY": "rlhf up", "PYTHONPATH": str(Path(__file__).parents[2])},
-            stdout=subprocess.PIPE,
-        )
-        self.processes.append(process)
-        return process
-
-    def wait(self) -> None:
-        """Until the newest holds its service."""
-        assert self.processes[-1].stdout is not None
-        self.processes[-1].stdout.readline()
-
-    def kill(self) -> None:
-        """Kill the newest; its parent has not heard of it yet."""
-        os.kill(self.processes[-1].pid, signal.SIGKILL)
-        os.waitid(os.P_PID, self.processes[-1].pid, os.WEXITED | os.WNOWAIT)
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
-    started = Started()
-    monkeypatch.setattr(restarting, "launch", started)
-    yield started
-    for process in started.processes:
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
-
-
-def restarter(site: Site, name: str = "keeper") -> restarting.Restarter:
-    return restarting.Restarter(site, name, dict(os.environ), lambda text: None)
-
-
-def test_a_service_that_was_killed_is_started_again_and_each_time_later(
-    site: Site, launched: Started, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [1e9]
-    monkeypatch.setattr(restarting.time, "time", lambda: now[0])
-    keeper, server = restarter(site), restarter(site, "server")
-    assert keeper.look() == [], "nothing was ever started by `rlhf up`"
-    wanted.add(site.home, ["keeper", "worker"])
-    assert keeper.look() == ["worker"]
-    assert server.look() == ["keeper"], "no one looks after itself; the worker is on its way"
-    launched.wait()
-    now[0] += 100
-    assert wanted.read(site.home).is_coming("worker")
-    assert [keeper.look(), server.look()] == [[], []], "no second one, also before it holds its service"
-    wanted.remove(site.home, ["keeper"])
-    launched.processes.reverse()
-    launched.wait()
-    launched.kill()
-    assert [keeper.look(), keeper.look()] == [["worker"], []]
-    launched.wait()
-    launched.kill()
-    now[0] += 9
-    assert keeper.look() == [], "the third time only after 10 s"
-    now[0] += 2
-    assert keeper.look() == ["worker"]
-    launched.wait()
-    launched.kill()
-    wanted.remove(site.home, ["worker"])
-    now[0] += 10_000
-    assert keeper.look() == [], "`rlhf down` has ended it"
-    assert services.num_restarts(site, "worker") == 0, "that was long ago"
-
-
-def test_nothing_is_started_again_while_another_process_starts_or_ends_services(site: Site, launched: Started) -> None:
-    wanted.add(site.home, ["worker"])
-    with processes.alone(site.home):
-        assert restarter(site).look() == []
-    assert restarter(site).look() == ["worker"]
-
-
-def test_a_service_that_is_silent_for_long_is_replaced(
-    site: Site, launched: Started, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wanted.add(site.home, ["worker"])
-    clock = [0.0]
-    keeper = restarting.Restarter(site, "keeper", dict(os.environ), lambda text: None, lambda: clock[0])
-    keeper.look()
-    launched.wait()
-    monkeypatch.setattr(processes, "STALE_S", -1.0)
-    assert look(site.home, "worker").state is ServiceState.SILENT
-    (first,) = launched.processes
-    monkeypatch.setattr(wanted.Wanted, "is_coming", lambda self, name: False)
-    monkeypatch.setattr(wanted, "is_due", lambda restarts, now: True)
-    assert keeper.look() == []
-    clock[0] = restarting.SILENT_S - 1
-    assert keeper.look() == [], "a machine may be busy"
-    clock[0] = restarting.SILENT_S
-    assert keeper.look() == ["worker"]
-    assert first.wait() == -signal.SIGTERM
-
-
-@pytest.mark.parametrize(("num", "pause_s"), [(0, 0), (1, 5), (2, 10), (3, 20), (7, 300), (5000, 300)])
-def test_how_long_a_service_waits_for_its_next_restart(num: int, pause_s: float) -> None:
-    assert wanted.pause_s([1.0] * num) == pause_s
-
-
-def test_a_service_whose_end_was_faster_than_its_start_does_not_stay(
-    site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from flows import worker as serving
-
-    monkeypatch.setenv("RLHF_STARTED_BY", "rlhf up")
-    monkeypatch.setattr(serving, "_serve_keeper", lambda site, beat: pytest.fail("it stays"))
-    serving.serve(site, "keeper")
-    assert "`rlhf down` was called" in capsys.readouterr().out
+def test_services_that_no_supervisord_would_start_again_are_known(site: Site) -> None:
+    assert not services.lacks_supervisord(site)
+    os.environ["RLHF_STARTED_BY"] = "systemd"
+    with holding(site.home, "worker"):
+        assert not services.lacks_supervisord(site), "systemd does"
+    os.environ["RLHF_STARTED_BY"] = "rlhf up"
+    with holding(site.home, "worker"):
+        assert services.lacks_supervisord(site)
 
 
 def test_the_exit_code_of_a_look_says_whether_something_is_down(site: Site) -> None:
-    assert services.down_ones(site) == ["server", "worker", "keeper"]
+    assert services.down_ones(site) == ["server", "worker", "daemon"]
     with holding(site.home, "worker") as beat:
         assert services.down_ones(site, ["worker"]) == ["worker"], "it is not ready"
         beat()
         assert services.down_ones(site, ["worker"]) == []
-        assert services.down_ones(site) == ["server", "keeper"]
+        assert services.down_ones(site) == ["server", "daemon"]
     os.environ["PREFECT_API_URL"] = "http://prefect.example.com/api"
-    assert services.down_ones(site) == ["worker", "keeper"], "the server is not ours"
+    assert services.down_ones(site) == ["worker", "daemon"], "the server is not ours"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -406,7 +296,7 @@ def test_a_configured_server_wins_and_does_not_get_the_password_of_the_site(site
     os.environ["PREFECT_API_URL"] = "http://prefect.example.com/api"
     assert server.connect(site) == "http://prefect.example.com/api"
     assert "PREFECT_API_AUTH_STRING" not in os.environ
-    assert services.wanted_services(site, ()) == ("worker", "keeper"), "no server of our own is needed"
+    assert services.wanted_services(site, ()) == ("worker", "daemon"), "no server of our own is needed"
     os.environ["RLHF_PREFECT_AUTH"] = "me:given"
     server.connect(site)
     assert os.environ["PREFECT_API_AUTH_STRING"] == "me:given"
@@ -415,7 +305,7 @@ def test_a_configured_server_wins_and_does_not_get_the_password_of_the_site(site
 def test_without_any_server_there_is_none(site: Site) -> None:
     assert server.connect(site) == ""
     assert "PREFECT_API_URL" not in os.environ
-    assert services.wanted_services(site, ()) == ("server", "worker", "keeper")
+    assert services.wanted_services(site, ()) == ("server", "worker", "daemon")
     with pytest.raises(BadInput, match="'sever'"):
         services.wanted_services(site, ("sever",))
 
@@ -425,7 +315,7 @@ def test_where_a_server_should_be_is_said_when_it_does_not_answer(site: Site, mo
     monkeypatch.setattr(required, "is_there", lambda url: False)
     with pytest.raises(PrefectUnavailable, match="no Prefect server is configured, and this site has none yet"):
         required.require(site)
-    wanted.add(site.home, ["server"])
+    Supervisord(site.home).configure([Program("server", 10, 15)], 5.0)
     own = rf"does not answer at {server.own_url(site)}: its process is gone. `rlhf up` starts it again"
     with pytest.raises(PrefectUnavailable, match=own):
         required.require(site)
@@ -499,8 +389,6 @@ def test_the_worker_forgives_an_outage_of_the_server_and_nothing_else() -> None:
 
     import httpx
 
-    from flows import worker as serving
-
     def answer(status: int) -> httpx.HTTPStatusError:
         request = httpx.Request("GET", "http://server/api")
         return httpx.HTTPStatusError("", request=request, response=httpx.Response(status, request=request))
@@ -513,7 +401,7 @@ def test_the_worker_forgives_an_outage_of_the_server_and_nothing_else() -> None:
             stop = asyncio.Event()
             if stopped:
                 stop.set()
-            return await serving._forgiving(work, stop)()
+            return await worker._forgiving(work, stop)()
 
         return asyncio.run(call())
 
@@ -527,7 +415,7 @@ def test_the_worker_forgives_an_outage_of_the_server_and_nothing_else() -> None:
 
 
 def test_active_runs_need_no_history(site: Site) -> None:
-    assert services.active_runs(site) == []
+    assert service_commands._active_runs(site) == []
     assert not (site.home / "history.db").exists(), "asking makes none"
 
 

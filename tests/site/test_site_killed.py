@@ -9,9 +9,9 @@ from shop_floor import Floor, free_port, until
 from slurm_cluster import WHY_NOT, Cluster, missing_programs
 from whole_site import Site, events, go, stand_in, state_of
 
+from flows.services import SERVICES
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import RunState
-from rlhf_core.services.processes import SERVICES
 
 pytestmark = [
     pytest.mark.site,
@@ -54,13 +54,13 @@ def test_ended_in_the_middle_of_training_and_started_again(site: Site) -> None:
     until(lambda: site.flow_runs(run_dir) == [("Crashed", False), ("Running", True)])
     go(run_dir)
     site.agrees(run_dir, "completed", jobs=["1"], flow_runs=ADOPTED)
-    assert f"adopt {run_dir.run_id}" in site.log("keeper")
+    assert f"adopt {run_dir.run_id}" in site.log("daemon")
     assert f"{run_dir.run_id!r} - run is completed" in site.log("flow-runs")
 
 
 def test_everything_is_killed_and_started_again(site: Site) -> None:
     (run_dir,) = site.submit()
-    site.kill("keeper", "worker", "server")
+    site.kill("daemon", "worker", "server")
     assert len(site.queue(run_dir)) == 1
     site.floor.rlhf("up")
     until(lambda: site.flow_runs(run_dir) == [("Crashed", False), ("Running", True)])
@@ -68,18 +68,18 @@ def test_everything_is_killed_and_started_again(site: Site) -> None:
     site.agrees(run_dir, "completed", jobs=["1"], flow_runs=ADOPTED)
 
 
-def test_a_terminated_worker_and_a_killed_keeper_come_back_with_the_next_up(site: Site) -> None:
+def test_a_terminated_worker_and_a_killed_daemon_come_back_with_the_next_up(site: Site) -> None:
     (run_dir,) = site.submit()
     site.terminate("worker")
-    site.kill("keeper")
+    site.kill("daemon")
     assert {name: one["state"] for name, one in site.floor.status().items()} == {
         "server": "running",
         "worker": "stopped",
-        "keeper": "stopped",
+        "daemon": "stopped",
     }
     said = site.floor.rlhf("up").stderr
     assert "server: was running" in said
-    assert {"worker: started", "keeper: started"} <= {line.partition(" (")[0] for line in said.splitlines()}
+    assert {"worker: started", "daemon: started"} <= {line.partition(" (")[0] for line in said.splitlines()}
     until(lambda: site.flow_runs(run_dir) == [("Crashed", False), ("Running", True)])
     serving = [" ".join(one.cmdline()) for one in site.floor.processes()]
     assert [sum(f"serve {name}" in line for line in serving) for name in SERVICES] == [1, 1, 1]

@@ -1,4 +1,4 @@
-"""A server that is killed while runs evaluate and train, on a site whose services start each other again."""
+"""A server that is killed while runs evaluate and train, on a site whose services are started again."""
 
 import os
 import signal
@@ -12,25 +12,25 @@ import pytest
 from shop_floor import Floor, free_port, until
 from whole_site import go, prefect_says, stand_in, submitted
 
+from flows.services import SERVICES
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import RunState
-from rlhf_core.services.processes import SERVICES
 
 pytestmark = [pytest.mark.site, pytest.mark.end_to_end, pytest.mark.timeout(400)]
 
 DEAF = """
 import asyncio
-from flows import worker as serving
+from flows import worker
 from rlhf_core.cli.main import execute
 
-async def only_beats(worker, beat):
+async def only_beats(prefect_worker, beat):
     while True:
-        if worker.is_setup:
+        if prefect_worker.is_setup:
             beat()
         await asyncio.sleep(1)
 
-serving._watch_while_working = only_beats
+worker._watch_while_working = only_beats
 execute(["serve", "worker"])
 """
 """A worker that has nothing but Prefect's own observer of cancellations."""
@@ -80,7 +80,7 @@ def test_a_killed_server_comes_back_by_itself_and_every_book_is_right(floor: Flo
     until(lambda: is_up(floor))
     after = floor.pids()
     assert after["server"] != before["server"]
-    assert {after[name] for name in ("worker", "keeper")} == {before[name] for name in ("worker", "keeper")}
+    assert {after[name] for name in ("worker", "daemon")} == {before[name] for name in ("worker", "daemon")}
     until(lambda: prefect_says(floor, ends) == "Completed")
     until(lambda: set(task_runs(floor, flow_runs[ends.run_id]).values()) == {"COMPLETED"})
     floor.cancel(flow_runs[is_cancelled.run_id])
@@ -109,7 +109,7 @@ def test_a_worker_with_prefects_own_observer_is_deaf_after_the_outage(floor: Flo
         process.wait(60)
 
 
-def test_any_one_service_brings_the_others_back(floor: Floor) -> None:
+def test_whichever_services_are_killed_come_back(floor: Floor) -> None:
     floor.rlhf("up")
     run_dir = submitted(floor, "quickstart", "name=goes-on")
     for left in SERVICES:

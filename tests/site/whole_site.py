@@ -104,7 +104,7 @@ class Site:
         return found
 
     def flow_runs(self, run_dir: RunDir) -> list[tuple[str, bool]]:
-        """State of each flow run of a run, and whether the keeper asked for it; in their order."""
+        """State of each flow run of a run, and whether the site daemon asked for it; in their order."""
         wanted = {"flow_runs": {"name": {"any_": [run_dir.run_id]}}, "sort": "EXPECTED_START_TIME_ASC"}
         found = self.floor.ask("/flow_runs/filter", wanted)[1]
         return [(str(one["state"]["name"]), "rlhf-adopted" in one["tags"]) for one in found]

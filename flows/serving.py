@@ -1,0 +1,100 @@
+"""One service of a site in the foreground: ``rlhf serve server|worker|daemon``.
+
+supervisord, systemd units and containers all start these, so that they do the same.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+from flows.server import (
+    answers,
+    own_names,
+    own_url,
+    require_free_port,
+    server_settings,
+    service_settings,
+    ui_url,
+    worker_settings,
+)
+from rlhf_core.config import Site
+from rlhf_core.services.presence import HEARTBEAT_INTERVAL_S, holding, private_folder
+from rlhf_core.services.processes import die_with_parent
+
+Heartbeat = Callable[[], None]
+
+SERVER_STOP_TIMEOUT_S = 5
+"""Time that the server has to finish what it is answering."""
+
+
+def serve(site: Site, name: str) -> None:
+    """Be one service until SIGTERM or SIGINT.
+
+    Raises:
+        BadInput: it is running already, or its port is taken.
+    """
+    if "SUPERVISOR_ENABLED" in os.environ:
+        die_with_parent()  # what is not watched any more, and whose log is a broken pipe, does not go on
+    for variable in [one for one in os.environ if one.startswith("SUPERVISOR_")]:
+        del os.environ[variable]
+    # A shell that starts something in the background has it ignore SIGINT, and Prefect ends its worker with SIGINT.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    settings = {"server": server_settings, "worker": worker_settings}
+    os.environ.update({**service_settings(site), **(settings[name](site) if name in settings else {})})
+    private_folder(site.home / "prefect")
+    (site.home / "logs").mkdir(parents=True, exist_ok=True)
+    with holding(site.home, name, ui_url(site) if name == "server" else "") as beat:
+        {"server": _serve_server, "worker": _serve_worker, "daemon": _serve_daemon}[name](site, beat)
+
+
+def _serve_server(site: Site, beat: Heartbeat) -> None:
+    import uvicorn
+
+    from flows.server_app import create_app  # only now: Prefect reads its settings when it is imported
+    from flows.server_guards import MAX_SOCKET_BYTES
+
+    require_free_port(site)
+    os.umask(0o077)  # its database holds secrets, and the key that they are encrypted with
+    threading.Thread(target=_beat_while_answering, args=(own_url(site), beat), daemon=True).start()
+    uvicorn.run(
+        create_app(own_names(site)),
+        host=site.prefect.host,
+        port=site.prefect.port,
+        log_level="warning",
+        lifespan="on",
+        ws_max_size=MAX_SOCKET_BYTES,
+        # Browsers keep their event streams open for as long as the page is.
+        timeout_graceful_shutdown=SERVER_STOP_TIMEOUT_S,
+    )
+
+
+def _beat_while_answering(url: str, beat: Heartbeat) -> None:
+    while True:
+        if answers(url):
+            beat()
+        time.sleep(HEARTBEAT_INTERVAL_S)
+
+
+def _serve_worker(site: Site, beat: Heartbeat) -> None:
+    from flows import worker
+
+    worker.serve(site, beat)
+
+
+def _serve_daemon(site: Site, beat: Heartbeat) -> None:
+    from flows import daemon
+
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    threading.Thread(target=_beat_until, args=(stop, beat), daemon=True).start()
+    daemon.serve(site, stop)
+
+
+def _beat_until(stop: threading.Event, beat: Heartbeat) -> None:
+    while True:
+        beat()
+        if stop.wait(HEARTBEAT_INTERVAL_S):
+            return

@@ -1,0 +1,291 @@
+"""``rlhf up`` and ``rlhf down``: services started where they are missing, replaced where they are silent, and ended."""
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from rlhf_core.errors import BadInput, ServiceFailed
+from rlhf_core.run_dir import read_tail
+from rlhf_core.services.presence import OURS, ServiceFiles, ServiceState, ServiceStatus, alone, look
+from rlhf_core.services.processes import wait_until
+from rlhf_core.services.supervisord import Program, Supervisord
+
+Say = Callable[[str], None]
+
+READY_TIMEOUT_S = 180.0
+"""Time that a service has to become ready. The server's first start makes a database: 20 s, longer on a busy
+machine."""
+ANSWER_TIMEOUT_S = 10.0
+"""Time that a service which has become silent has to send a heartbeat, before it is replaced."""
+POLL_INTERVAL_S = 0.2
+
+EARLIER_NAMES = {"keeper": "daemon"}
+"""Services as version 0.1 named them, and their names now."""
+
+
+def _nothing() -> None:
+    """No further action."""
+
+
+@dataclass(frozen=True)
+class Service:
+    """A service, and what is done around its start and end."""
+
+    name: str
+    priority: int
+    """Services with a lower one start earlier and end later."""
+    stop_timeout_s: int
+    """Time between SIGTERM and SIGKILL."""
+    is_well: Callable[[], bool] = lambda: True
+    """Asked when it sends heartbeats: True if it also does its work, within ``ANSWER_TIMEOUT_S``. Raises where a user
+    must do something first."""
+    before_start: Callable[[], None] = _nothing
+    """Raises where it cannot be started."""
+    after_ready: Callable[[], None] = _nothing
+    after_end: Callable[[], None] = _nothing
+
+    @property
+    def program(self) -> Program:
+        """The same for supervisord."""
+        return Program(self.name, self.priority, self.stop_timeout_s)
+
+
+@dataclass(frozen=True)
+class Started:
+    """Result of ``up`` for one service."""
+
+    name: str
+    pid: int
+    what: str
+    """``was running``, ``started``, or ``replaced``: it did not answer."""
+
+
+class Lifecycle:
+    """Start and end of the services of a home folder on this machine."""
+
+    def __init__(self, home: Path, services: Sequence[Service], check_interval_s: float, say: Say) -> None:
+        """Describe the services.
+
+        Args:
+            home: Home folder.
+            services: All that there are, in the order of their start.
+            check_interval_s: Seconds between two health checks; with 0, nothing is started again by itself.
+            say: Told about each start and end.
+        """
+        self._home = home
+        self._services = services
+        self._check_interval_s = check_interval_s
+        self._say = say
+        self._supervisord = Supervisord(home)
+
+    def up(self, names: Sequence[str]) -> list[Started]:
+        """Start services that are missing, replace those that do not answer, and wait until each is ready.
+
+        Raises:
+            BadInput: a service runs on another machine, or what its ``before_start`` finds.
+            ServiceFailed: a service did not become ready; the message has the end of its log.
+        """
+        environment = dict(os.environ)  # as it is now: what keeps this command quiet would keep their logs empty
+        with alone(self._home):
+            if self._supervisord.pid() and not self._supervisord.answers():
+                self._say("supervisord does not answer and is replaced")
+                self._supervisord.shut_down(0)
+            if foreign := self._supervisord.foreign_variables(environment):
+                self._say(
+                    f"the services keep the environment of the `rlhf up` that started the first of them, in which "
+                    f"{', '.join(foreign)} differ; `rlhf down`, then `rlhf up` gives them the present one"
+                )
+            if not self._supervisord.pid():
+                self._configure([])
+                self._end_orphans([one.name for one in self._services])
+            done = []
+            for service in self._services:
+                if service.name in names:
+                    done.append(self._ensure(service, environment))
+                    service.after_ready()
+            return done
+
+    def down(self, names: Sequence[str]) -> list[str]:
+        """End services, the last one first, and supervisord with the last of them. Return the names of what was ended.
+
+        Raises:
+            BadInput: a service is kept running by something else than ``rlhf up``, or runs on another machine.
+        """
+        services = [one for one in reversed(self._services) if one.name in names]
+        with alone(self._home):
+            found = {one.name: look(self._home, one.name) for one in services}
+            for status in found.values():
+                if status.record is not None and status.state is not ServiceState.STOPPED:
+                    _require_ours(status)
+            orphans = [] if self._supervisord.pid() else self._end_orphans(names)
+            self._configure([name for name in self._supervisord.programs() if name not in names])
+            for service in services:
+                self._end(service, found[service.name])
+            self._forget()
+            for service in services:
+                service.after_end()
+                files = ServiceFiles(self._home, service.name)
+                files.record.unlink(missing_ok=True)
+                files.heartbeat.unlink(missing_ok=True)
+        there = [name for name, status in found.items() if status.state is not ServiceState.STOPPED]
+        return list(dict.fromkeys((*orphans, *there)))
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # One service
+
+    def _ensure(self, service: Service, environment: Mapping[str, str]) -> Started:
+        found = self._settled(service.name)
+        if found.state is ServiceState.RUNNING and service.is_well():
+            return Started(service.name, found.pid, "was running")
+        replaced = found.state is not ServiceState.STOPPED
+        if replaced:
+            _require_ours(found)
+            self._say(f"the {service.name} (process {found.pid}) does not answer and is replaced")
+            self._end(service, found)
+        self._say(f"starting the {service.name}")
+        service.before_start()
+        return Started(service.name, self._start(service, environment), "replaced" if replaced else "started")
+
+    def _settled(self, name: str) -> ServiceStatus:
+        """State of a service, once one that is starting is ready or gone, and a silent one had time to answer."""
+        found = look(self._home, name)
+        if found.state is ServiceState.ELSEWHERE:
+            _require_ours(found)
+        if found.state is ServiceState.STOPPED:
+            wait_until(
+                lambda: self._state(name) is not ServiceState.STOPPED or not self._is_coming(name), READY_TIMEOUT_S
+            )
+        if self._state(name) is ServiceState.STARTING:
+            wait_until(lambda: self._state(name) is not ServiceState.STARTING, READY_TIMEOUT_S)
+        if self._state(name) is ServiceState.SILENT:
+            wait_until(lambda: self._state(name) is ServiceState.RUNNING, ANSWER_TIMEOUT_S)
+        return look(self._home, name)
+
+    def _state(self, name: str) -> ServiceState:
+        return look(self._home, name).state
+
+    def _is_coming(self, name: str) -> bool:
+        """True if supervisord has just started its process again, which is not the service yet."""
+        try:
+            return bool(self._supervisord.process(name)[1])
+        except ServiceFailed:
+            return False
+
+    def _start(self, service: Service, environment: Mapping[str, str]) -> int:
+        begun = datetime.now()
+        log = ServiceFiles(self._home, service.name).log
+        begin = log.stat().st_size if log.is_file() else 0
+        others = [name for name in self._supervisord.programs() if name != service.name]
+        self._configure([*others, service.name])
+        if self._supervisord.pid():
+            self._supervisord.reload()
+            self._supervisord.start_program(service.name)
+        else:
+            self._supervisord.start(environment)
+        pid = self._wait_until_ready(service.name)
+        if pid:
+            return pid
+        ends = self._supervisord.ends(service.name, begun.replace(microsecond=0))
+        how = _in_words(ends[-1]) if ends else f"was not ready within {READY_TIMEOUT_S:g} s"
+        if ends:  # else it may still become ready
+            self._supervisord.stop_program(service.name, service.stop_timeout_s)
+            self._configure(others)
+            self._forget()
+        said = read_tail(log, min(4000, max(0, log.stat().st_size - begin))).strip() if log.is_file() else ""
+        raise ServiceFailed(f"the {service.name} {how}; its log is {log}:\n{said or '(it is empty)'}")
+
+    def _wait_until_ready(self, name: str) -> int:
+        """Its process, once it is ready; 0 where it has ended before, or was not ready in time."""
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        first = 0
+        while time.monotonic() < deadline:
+            found = look(self._home, name)
+            state, pid = self._supervisord.process(name)
+            if found.state is ServiceState.RUNNING and found.pid == pid:
+                return pid
+            first = first or pid
+            if (first and pid != first) or state in ("BACKOFF", "EXITED", "FATAL"):
+                return 0
+            time.sleep(POLL_INTERVAL_S)
+        return 0
+
+    def _end(self, service: Service, found: ServiceStatus) -> None:
+        """End a service, be it a program of supervisord or a process that has lost it."""
+        is_there = found.state is not ServiceState.STOPPED and found.record is not None
+        if is_there:
+            self._say(f"ending the {service.name} (process {found.pid})")
+        if self._supervisord.answers() and self._is_coming(service.name):
+            self._supervisord.stop_program(service.name, service.stop_timeout_s + ANSWER_TIMEOUT_S)
+        if found.record is not None and is_there and found.record.end(service.stop_timeout_s):
+            self._say(f"the {service.name} did not end by itself and was killed")
+
+    def _end_orphans(self, names: Sequence[str]) -> list[str]:
+        """End what a supervisord that is gone has left behind, or version 0.1. Return the names."""
+        (self._home / "services" / "wanted.json").unlink(
+            missing_ok=True
+        )  # by it, services of 0.1 start each other again
+        timeouts_s = {one.name: one.stop_timeout_s for one in self._services}
+        ended = []
+        for name in (*EARLIER_NAMES, *reversed(timeouts_s)):
+            if EARLIER_NAMES.get(name, name) not in names:
+                continue
+            found = look(self._home, name)
+            if found.record is not None and found.record.started_by == OURS and found.record.is_alive:
+                self._say(f"ending the {name} (process {found.pid}), which no supervisord keeps running")
+                found.record.end(timeouts_s[EARLIER_NAMES.get(name, name)])
+                ended.append(name)
+        return ended
+
+    def _configure(self, names: Sequence[str]) -> None:
+        programs = [one.program for one in self._services if one.name in names]
+        self._supervisord.configure(programs, self._check_interval_s)
+
+    def _forget(self) -> None:
+        """Have supervisord forget the programs that are not in its configuration; end it with the last of them."""
+        if not self._supervisord.programs():
+            self._supervisord.shut_down(sum(one.stop_timeout_s for one in self._services))
+        elif self._supervisord.answers():
+            self._supervisord.reload()
+
+
+def bring_back(home: Path, stop_timeouts_s: Mapping[str, float]) -> None:
+    """Start a supervisord that was killed again, with the programs that it had; nothing after ``rlhf down``.
+
+    Args:
+        home: Home folder.
+        stop_timeouts_s: Time that each service has between SIGTERM and SIGKILL, by its name.
+    """
+    supervisord = Supervisord(home)
+    with alone(home):
+        if not supervisord.programs() or supervisord.pid():
+            return
+        for name, timeout_s in reversed(list(stop_timeouts_s.items())):
+            found = look(home, name)
+            if found.record is not None and found.record.started_by == OURS:
+                found.record.end(timeout_s)
+        ours = {name: value for name, value in os.environ.items() if not name.startswith("SUPERVISOR_")}
+        supervisord.start(ours)
+
+
+def _require_ours(status: ServiceStatus) -> None:
+    """Refuse to end a service that something else keeps running: it would be started again at once."""
+    if status.record is None:
+        return
+    if status.state is ServiceState.ELSEWHERE:
+        raise BadInput(
+            f"the {status.name} of this home folder runs on {status.record.host} (process {status.pid}): end it there, "
+            f"or use another RLHF_HOME here"
+        )
+    if status.record.started_by != OURS:
+        raise BadInput(
+            f"the {status.name} (process {status.pid}) is kept running by {status.record.started_by}: end it there, "
+            f"for instance with `systemctl stop rlhf-{status.name}`"
+        )
+
+
+def _in_words(end: str) -> str:
+    """``exit status 1`` as the end of a sentence."""
+    return f"ended with exit code {end.removeprefix('exit status ')}" if end.startswith("exit status") else f"was {end}"

@@ -1,0 +1,263 @@
+"""Which process is a service of a home folder, and whether it is well.
+
+A service holds an exclusive lock on ``services/<name>.lock`` for as long as it lives; the kernel releases it however
+the process ends. So there are never two of a kind, whether supervisord, systemd or a terminal started them, and a file
+that a killed service left behind misleads no reader. Beside the lock lie the record of the process, by which it is
+signalled, and its heartbeat, by which the health check sees that it works.
+"""
+
+import contextlib
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import BinaryIO
+
+from rlhf_core import private_files
+from rlhf_core.errors import BadInput
+from rlhf_core.run_dir import read_model, write_model
+from rlhf_core.schemas.base import Schema, utc_now
+from rlhf_core.services.processes import started_ticks, terminate, wait_until
+
+STARTED_BY = "RLHF_STARTED_BY"
+"""Environment variable that names the supervisor of a service: ``rlhf up``, or what a unit or a container sets."""
+OURS = "rlhf up"
+
+HEARTBEAT_INTERVAL_S = 2.0
+HEARTBEAT_TIMEOUT_S = 30.0
+"""Age of the last heartbeat from which on a service counts as silent. A machine under load skips some."""
+LOCK_TIMEOUT_S = 2.0
+"""Time that a starting service tries to get its lock: a reader holds it for a moment."""
+
+
+class ServiceState(StrEnum):
+    """State of a service."""
+
+    STOPPED = "stopped"
+    """No process holds it."""
+    STARTING = "starting"
+    """Its process lives and has not been ready yet."""
+    RUNNING = "running"
+    """It is well."""
+    SILENT = "silent"
+    """Its process lives and sends no heartbeats any more."""
+    ELSEWHERE = "elsewhere"
+    """A process of another machine or container that shares the home folder holds it."""
+
+
+class ServiceRecord(Schema):
+    """``services/<name>.json``: the process of a service."""
+
+    pid: int
+    started_ticks: int
+    """Start time of the process in clock ticks since boot: with the next field, no later process of this pid is taken
+    for it."""
+    boot_id: str
+    host: str
+    since: datetime
+    started_by: str
+    address: str = ""
+    """Of the server: its UI."""
+
+    @property
+    def is_alive(self) -> bool:
+        """True if the process lives, on this machine."""
+        here = self.host == socket.gethostname() and self.boot_id == _boot_id()
+        return here and started_ticks(self.pid) == self.started_ticks
+
+    def end(self, timeout_s: float) -> bool:
+        """End the process, killing it after ``timeout_s`` seconds. Return True if it had to be killed."""
+        return terminate(self.pid, lambda: self.is_alive, timeout_s)
+
+
+@dataclass(frozen=True)
+class ServiceFiles:
+    """The files of one service."""
+
+    home: Path
+    name: str
+
+    @property
+    def lock(self) -> Path:
+        """Held by the service while it lives."""
+        return self.home / "services" / f"{self.name}.lock"
+
+    @property
+    def record(self) -> Path:
+        """Its process (:class:`ServiceRecord`)."""
+        return self.home / "services" / f"{self.name}.json"
+
+    @property
+    def heartbeat(self) -> Path:
+        """Time of its last heartbeat, on the monotonic clock of the machine."""
+        return self.home / "services" / f"{self.name}.beat"
+
+    @property
+    def log(self) -> Path:
+        """Its output when ``rlhf up`` started it."""
+        return self.home / "logs" / f"{self.name}.log"
+
+
+@dataclass(frozen=True)
+class ServiceStatus:
+    """A service as another process sees it."""
+
+    name: str
+    state: ServiceState
+    record: ServiceRecord | None = None
+
+    @property
+    def pid(self) -> int:
+        """Its process; 0 where there is none."""
+        return self.record.pid if self.record else 0
+
+
+def look(home: Path, name: str) -> ServiceStatus:
+    """State of a service now."""
+    files = ServiceFiles(home, name)
+    if not _is_held(files.lock):
+        return ServiceStatus(name, ServiceState.STOPPED)
+    record = read_model(files.record, ServiceRecord)
+    if record is None:
+        return ServiceStatus(name, ServiceState.STARTING)
+    if record.host != socket.gethostname():
+        return ServiceStatus(name, ServiceState.ELSEWHERE, record)
+    if not record.is_alive:
+        return ServiceStatus(name, ServiceState.STARTING)  # the next holder has not written its own record yet
+    heartbeat = _read_heartbeat(files.heartbeat)
+    if heartbeat is None:
+        return ServiceStatus(name, ServiceState.STARTING, record)
+    fresh = time.monotonic() - heartbeat <= HEARTBEAT_TIMEOUT_S
+    return ServiceStatus(name, ServiceState.RUNNING if fresh else ServiceState.SILENT, record)
+
+
+@contextmanager
+def holding(home: Path, name: str, address: str = "") -> Iterator[Callable[[], None]]:
+    """Be a service for as long as the block lasts. Yields the function that sends a heartbeat.
+
+    Raises:
+        BadInput: another process is this service already.
+    """
+    files = ServiceFiles(home, name)
+    with _opened(files.lock) as lock:
+        if not wait_until(lambda: _locked(lock), LOCK_TIMEOUT_S):
+            record = read_model(files.record, ServiceRecord)
+            holder = f"process {record.pid} on {record.host}" if record else "another process"
+            raise BadInput(
+                f"the {name} of {home} is running already: {holder}. `rlhf up --status` shows it, `rlhf down` ends it"
+            )
+        files.heartbeat.unlink(missing_ok=True)
+        write_model(files.record, _this_process(address))
+        yield lambda: _write_heartbeat(files.heartbeat)
+
+
+@contextmanager
+def alone(home: Path, *, wait: bool = True) -> Iterator[bool]:
+    """Be the only process that starts or ends services of this home folder.
+
+    Yields False, with ``wait`` false, where another process does so at the moment.
+    """
+    with _opened(home / "services" / "up.lock") as lock:
+        try:
+            fcntl.flock(lock.fileno(), fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
+def private_folder(path: Path) -> None:
+    """Make a folder that only its owner may enter; close one that others may.
+
+    A lock can be held by every process that can open it, whatever its permissions say about writing.
+
+    Raises:
+        BadInput: it is another user's, or cannot be made.
+    """
+    try:
+        private_files.make_folder(path)
+        found = path.stat()
+    except OSError as error:
+        raise BadInput(f"cannot make {path} a folder of this user alone: {error.strerror}") from None
+    if found.st_uid != os.geteuid():
+        raise BadInput(
+            f"{path} belongs to user {found.st_uid}, expected a folder of user {os.geteuid()}: use another RLHF_HOME"
+        )
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """A lock of this user, in a folder that no other user may enter.
+
+    Raises:
+        BadInput: it is a link, or another user's.
+    """
+    private_folder(path.parent)
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, private_files.FILE_MODE)
+    except OSError as error:
+        raise BadInput(f"cannot open {path}: {error.strerror}; expected a file of this user, or none") from None
+    with os.fdopen(descriptor, "r+b") as lock:
+        if os.fstat(descriptor).st_mode & 0o077:
+            os.fchmod(descriptor, private_files.FILE_MODE)  # made by an earlier version
+        yield lock
+
+
+def _this_process(address: str) -> ServiceRecord:
+    ticks = started_ticks(os.getpid())
+    assert ticks is not None, "this process lives"
+    return ServiceRecord(
+        pid=os.getpid(),
+        started_ticks=ticks,
+        boot_id=_boot_id(),
+        host=socket.gethostname(),
+        since=utc_now(),
+        started_by=os.environ.get(STARTED_BY, "hand"),
+        address=address,
+    )
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def _is_held(lock: Path) -> bool:
+    try:
+        descriptor = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def _locked(lock: BinaryIO) -> bool:
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
+def _write_heartbeat(path: Path) -> None:
+    """In place and of one length, so that a reader sees the old time or the new one."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, private_files.FILE_MODE)
+    try:
+        os.pwrite(descriptor, f"{time.monotonic():020.3f}\n".encode("ascii"), 0)
+    finally:
+        os.close(descriptor)
+
+
+def _read_heartbeat(path: Path) -> float | None:
+    try:
+        return float(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,403 @@
+"""Services under a real supervisord: killed, stopped, orphaned, of an earlier version. They only hold locks."""
+
+import io
+import os
+import shlex
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+from shop_floor import until
+
+from rlhf_core.errors import BadInput, ServiceFailed
+from rlhf_core.services import health, lifecycle, presence, supervisord
+from rlhf_core.services.lifecycle import Lifecycle, Service, bring_back
+from rlhf_core.services.presence import ServiceFiles, ServiceState, holding, look
+from rlhf_core.services.processes import started_ticks
+from rlhf_core.services.supervisord import Supervisord
+
+ROOT = Path(__file__).parents[2]
+NAMES = ("server", "worker", "daemon")
+
+PROGRAM = Path(__file__).with_name("idle_service.py")
+
+
+class House:
+    """A home folder with services that do nothing."""
+
+    def __init__(self, home: Path, interval_s: float = 0.1) -> None:
+        self.home = home
+        self.said: list[str] = []
+        self.supervisord = Supervisord(home)
+        services = [Service(name, 10 * number, stop_timeout_s=2) for number, name in enumerate(NAMES, start=1)]
+        self.lifecycle = Lifecycle(home, services, interval_s, self.said.append)
+
+    def up(self, *names: str) -> dict[str, str]:
+        return {one.name: one.what for one in self.lifecycle.up(names or NAMES)}
+
+    def pids(self) -> dict[str, int]:
+        found = [look(self.home, name) for name in NAMES]
+        return {one.name: one.pid for one in found if one.state is ServiceState.RUNNING}
+
+    def processes(self) -> list[psutil.Process]:
+        """All that carry this home folder, services or not."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("RLHF_HOME") == str(self.home) and process.status() != "zombie":
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def num_of(self, name: str) -> int:
+        """Number of processes that are, or are to be, a service."""
+        return sum(one.cmdline()[-1:] == [name] or one.cmdline()[-2:] == [name, "deaf"] for one in self.processes())
+
+    def health_pid(self) -> int:
+        return self.supervisord.process("health")[1]
+
+    def settled(self) -> dict[str, int]:
+        """Its services, once all are there."""
+        until(lambda: len(self.pids()) == len(NAMES))
+        return self.pids()
+
+
+def program(name: str, *more: str) -> list[str]:
+    return [sys.executable, "-P", str(PROGRAM), name, *more]
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that do nothing, in the place of `rlhf serve NAME`."""
+    ours = supervisord._command
+
+    def command(module: str, *arguments: str) -> str:
+        return ours(module, *arguments) if "health" in module else shlex.join(program(arguments[-1]))
+
+    monkeypatch.setattr(supervisord, "_command", command)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+def houses(folder: Path, *names: str, interval_s: float = 0.1) -> Iterator[House]:
+    made = [House(folder / name, interval_s) for name in names]
+    try:
+        yield from made
+    finally:
+        for house in made:
+            for process in house.processes():
+                process.kill()
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[House]:
+    """A home folder whose path is longer than that of a unix socket may be."""
+    yield from houses(tmp_path, "a-long-name-with 100% of what means something;#" * 3)
+
+
+def kill(*pids: int) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: not any(lives(pid) for pid in pids))
+
+
+def lives(pid: int) -> bool:
+    """False also where this process, its parent, has not heard of its end."""
+    return started_ticks(pid) is not None
+
+
+def test_up_twice_starts_nothing_twice_and_down_leaves_nothing(house: House) -> None:
+    assert house.up() == dict.fromkeys(NAMES, "started")
+    before = house.pids()
+    assert house.up() == dict.fromkeys(NAMES, "was running")
+    assert house.pids() == before
+    assert house.lifecycle.down(NAMES) == list(reversed(NAMES)), "in the order in which they are ended"
+    assert house.processes() == []
+    assert house.lifecycle.down(NAMES) == []
+
+
+def test_another_environment_is_named_but_not_shown(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLHF_PREFECT_AUTH", "me:s3cret")
+    house.up("server")
+    house.up("server")
+    assert not [text for text in house.said if "environment" in text]
+    monkeypatch.setenv("RLHF_PREFECT_AUTH", "me:an0ther")
+    house.up("server")
+    assert "in which RLHF_PREFECT_AUTH differ; `rlhf down`, then `rlhf up`" in house.said[-1]
+    assert not [text for text in house.said if "s3cret" in text or "an0ther" in text]
+    assert "s3cret" not in house.supervisord.config.read_text()
+
+
+def test_two_at_once_start_one_of_each(house: House) -> None:
+    both = [threading.Thread(target=house.up) for _ in range(2)]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join()
+    assert [house.num_of(name) for name in NAMES] == [1, 1, 1]
+    assert [house.said.count(f"starting the {name}") for name in NAMES] == [1, 1, 1]
+
+
+def test_other_users_can_neither_enter_nor_call_it_and_it_listens_on_no_port(house: House) -> None:
+    house.up("server")
+    folder = house.home / "services"
+    (socket_file,) = folder.glob("*.sock")
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(socket_file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(house.supervisord.config.stat().st_mode) == 0o600
+    process = psutil.Process(house.supervisord.pid())
+    assert process.net_connections(kind="inet") == []
+    assert process.net_connections(kind="unix") != [], "negative control"
+
+
+def test_two_homes_do_not_touch_each_other(tmp_path: Path) -> None:
+    for one, other in zip(*[houses(tmp_path, "one", "other")] * 2, strict=True):
+        one.up()
+        other.up("server")
+        before = one.pids()
+        other.lifecycle.down(NAMES)
+        assert other.processes() == []
+        assert one.pids() == before
+        assert one.supervisord.answers()
+
+
+def test_what_was_killed_is_back_and_what_was_ended_is_not(house: House) -> None:
+    house.up()
+    before = house.pids()
+    kill(before["server"], before["worker"])
+    after = house.settled()
+    assert after["daemon"] == before["daemon"]
+    assert {after["server"], after["worker"]}.isdisjoint(before.values())
+    assert [len(house.supervisord.recent_ends(name)) for name in NAMES] == [1, 1, 0]
+    assert house.supervisord.recent_ends("server") == ["terminated by SIGKILL"]
+    house.lifecycle.down(["worker"])
+    kill(after["daemon"])
+    until(lambda: house.pids().get("daemon", after["daemon"]) != after["daemon"])
+    assert look(house.home, "worker").state is ServiceState.STOPPED
+    assert house.up() == {"server": "was running", "worker": "started", "daemon": "was running"}
+
+
+def test_without_restarts_what_was_killed_stays_away(tmp_path: Path) -> None:
+    """Negative control of the test before; and `rlhf up` brings it back."""
+    for house in houses(tmp_path, "house", interval_s=0):
+        house.up()
+        before = house.pids()
+        kill(before["server"])
+        until(lambda: house.supervisord.process("server")[0] == "FATAL")  # noqa: B023 - called at once
+        assert house.supervisord.recent_ends("server") != []
+        assert house.up() == {"server": "started", "worker": "was running", "daemon": "was running"}
+        with pytest.raises(ServiceFailed):
+            house.health_pid()
+
+
+def test_a_killed_supervisord_comes_back_and_leaves_no_two_of_a_kind(house: House) -> None:
+    house.up()
+    old = house.supervisord.pid()
+    until(house.health_pid)
+    os.kill(old, signal.SIGKILL)
+    until(lambda: house.supervisord.pid() not in (0, old) and house.supervisord.answers())
+    house.settled()
+    assert [house.num_of(name) for name in NAMES] == [1, 1, 1]
+    assert set(house.up().values()) == {"was running"}
+
+
+def test_a_killed_supervisord_does_not_come_back_once_all_was_ended(house: House) -> None:
+    house.up("server")
+    house.supervisord.configure([], 0.1)
+    kill(house.supervisord.pid())
+    until(lambda: not house.processes())
+    bring_back(house.home, dict.fromkeys(NAMES, 2.0))
+    assert house.processes() == []
+
+
+def test_when_all_is_killed_the_next_up_brings_all_back(house: House) -> None:
+    house.up()
+    kill(*(one.pid for one in house.processes()))
+    assert house.up() == dict.fromkeys(NAMES, "started")
+    assert [house.num_of(name) for name in NAMES] == [1, 1, 1]
+
+
+def test_what_outlives_its_supervisord_is_ended_by_the_next_up(house: House) -> None:
+    """One that takes no SIGTERM: neither that of the kernel nor that of `rlhf up`."""
+    environment = {**os.environ, "RLHF_HOME": str(house.home), "RLHF_STARTED_BY": "rlhf up"}
+    with subprocess.Popen(program("worker", "deaf"), env=environment) as orphan:
+        until(lambda: house.pids().get("worker") == orphan.pid)
+        assert house.up()["worker"] == "started"
+        assert orphan.wait() == -signal.SIGKILL
+    assert [house.num_of(name) for name in NAMES] == [1, 1, 1]
+
+
+def test_services_of_the_version_before_are_taken_over(house: House) -> None:
+    """They held the same locks, under an earlier name, and started each other by a file."""
+    environment = {**os.environ, "RLHF_HOME": str(house.home), "RLHF_STARTED_BY": "rlhf up"}
+    earlier = [subprocess.Popen(program(name), env=environment) for name in ("server", "worker", "keeper")]
+    wanted = house.home / "services" / "wanted.json"
+    until(lambda: look(house.home, "keeper").state is ServiceState.RUNNING and len(house.pids()) == 2)
+    wanted.write_text('{"services": ["server", "worker", "keeper"]}')
+    assert house.up() == dict.fromkeys(NAMES, "started")
+    assert [process.wait() for process in earlier] == [-signal.SIGTERM] * 3
+    assert not wanted.exists()
+    assert house.said[0].startswith("ending the keeper (process ")
+
+
+def test_services_of_the_version_before_are_ended(house: House) -> None:
+    environment = {**os.environ, "RLHF_HOME": str(house.home), "RLHF_STARTED_BY": "rlhf up"}
+    earlier = [subprocess.Popen(program(name), env=environment) for name in ("server", "keeper")]
+    until(lambda: look(house.home, "keeper").state is ServiceState.RUNNING and house.pids())
+    assert house.lifecycle.down(["daemon"]) == ["keeper"]
+    assert earlier[0].poll() is None, "it was not named"
+    assert house.lifecycle.down(NAMES) == ["server"]
+    assert [process.wait() for process in earlier] == [-signal.SIGTERM] * 2
+
+
+def test_a_stopped_supervisord_is_replaced(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    house.up()
+    old = house.supervisord.pid()
+    monkeypatch.setattr(supervisord, "ANSWER_TIMEOUT_S", 1.0)
+    os.kill(old, signal.SIGSTOP)
+    assert set(house.up()) == set(NAMES)
+    assert house.supervisord.pid() not in (0, old)
+    assert "supervisord does not answer and is replaced" in house.said
+    assert [house.num_of(name) for name in NAMES] == [1, 1, 1]
+
+
+def test_a_service_that_is_silent_is_replaced_by_up(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(presence, "HEARTBEAT_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(lifecycle, "ANSWER_TIMEOUT_S", 1.0)
+    house.up()
+    before = house.pids()
+    os.kill(before["worker"], signal.SIGSTOP)
+    until(lambda: look(house.home, "worker").state is ServiceState.SILENT)
+    assert house.up()["worker"] == "replaced"
+    assert house.pids()["worker"] != before["worker"]
+    assert not lives(before["worker"])
+
+
+def test_a_service_that_does_not_start_is_an_error_with_its_log_and_goes_away(house: House) -> None:
+    house.home.mkdir()
+    (house.home / "fails").touch()
+    with pytest.raises(ServiceFailed, match=r"(?s)the server ended with exit code 1; its log is .*it cannot start"):
+        house.up()
+    assert house.processes() == []
+    assert house.supervisord.programs() == ()
+
+
+def test_one_that_does_not_start_leaves_the_others_alone(house: House) -> None:
+    house.up("server")
+    before = house.pids()
+    (house.home / "fails").touch()
+    with pytest.raises(ServiceFailed, match="the worker ended"):
+        house.up("worker")
+    assert house.pids() == before
+    assert house.supervisord.programs() == ("server",)
+
+
+def test_a_service_that_waits_for_its_next_start_is_started_by_up_at_once(house: House) -> None:
+    house.up()
+    (house.home / "fails").touch()
+    kill(house.pids()["worker"])
+    until(lambda: house.supervisord.process("worker")[0] == "BACKOFF" or not house.pids().get("worker"))
+    (house.home / "fails").unlink()
+    assert set(house.up()) == set(NAMES)
+    assert house.num_of("worker") == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Health check
+
+
+def checks(house: House, clock: Sequence[float]) -> health.HealthCheck:
+    return health.HealthCheck(house.home, dict.fromkeys(NAMES, 2.0), 0.1, lambda: clock[0])
+
+
+def test_a_service_that_is_silent_for_long_is_ended_and_started_again(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house.up()
+    before = house.pids()
+    os.kill(before["daemon"], signal.SIGSTOP)
+    clock = [0.0]
+    check = checks(house, clock)
+    check.check()
+    monkeypatch.setattr(presence, "HEARTBEAT_TIMEOUT_S", 3.0)
+    until(lambda: look(house.home, "daemon").state is ServiceState.SILENT)
+    check.check()
+    clock[0] = health.SILENCE_TIMEOUT_S - 1
+    check.check()
+    assert lives(before["daemon"]), "a machine may be busy"
+    clock[0] = health.SILENCE_TIMEOUT_S
+    check.check()
+    until(lambda: house.pids().get("daemon") not in (None, before["daemon"]))
+    assert {house.pids()[name] for name in ("server", "worker")} == {before[name] for name in ("server", "worker")}
+
+
+def test_a_silent_service_that_takes_no_signal_is_killed(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {**os.environ, "RLHF_HOME": str(house.home), "RLHF_STARTED_BY": "rlhf up"}
+    with subprocess.Popen(program("worker", "deaf"), env=environment) as deaf:
+        until(lambda: house.pids().get("worker") == deaf.pid)
+        monkeypatch.setattr(presence, "HEARTBEAT_TIMEOUT_S", -1.0)
+        clock = [0.0]
+        check = checks(house, clock)
+        for clock[0] in (0.0, health.SILENCE_TIMEOUT_S):
+            check.check()
+        assert deaf.poll() is None
+        clock[0] = health.SILENCE_TIMEOUT_S + 2.0
+        check.check()
+        assert deaf.wait() == -signal.SIGKILL
+
+
+def test_a_silent_service_of_systemd_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLHF_STARTED_BY", "systemd")
+    monkeypatch.setattr(health.os, "kill", lambda *_: pytest.fail("it is signalled"))
+    monkeypatch.setattr(presence, "HEARTBEAT_TIMEOUT_S", -1.0)
+    clock = [0.0]
+    check = checks(House(tmp_path), clock)
+    with holding(tmp_path, "worker") as beat:
+        beat()
+        for clock[0] in (0.0, 1000.0):
+            check.check()
+
+
+def test_the_health_check_speaks_with_supervisord_until_that_is_gone() -> None:
+    answers, seen = io.StringIO(), []
+
+    def on_tick() -> None:
+        seen.append(len(seen))
+        if len(seen) == 1:
+            raise OSError("no space left")
+
+    event = "ver:3.0 server:supervisor serial:1 pool:health poolserial:1 eventname:TICK_5 len:15\nwhen:1201063880"
+    health.listen(io.StringIO((event + " " * (15 - len("when:1201063880"))) * 2), answers, on_tick)
+    assert seen == [0, 1], "what fails once is tried again"
+    assert answers.getvalue() == "READY\nRESULT 2\nOKREADY\nRESULT 2\nOKREADY\n"
+
+
+def test_checks_keep_their_interval(tmp_path: Path) -> None:
+    clock, made = [0.0], []
+    check = health.HealthCheck(tmp_path, {}, 5.0, lambda: clock[0])
+    check.check = lambda: made.append(clock[0])  # type: ignore[method-assign]
+    for clock[0] in (0.0, 4.0, 5.0, 9.0, 11.0):
+        check.check_if_due()
+    assert made == [0.0, 5.0, 11.0]
+
+
+def test_a_service_of_systemd_is_not_ended(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as around:
+        around.setenv("RLHF_STARTED_BY", "systemd")
+        around.setenv("RLHF_HOME", str(house.home))
+        process = subprocess.Popen(program("worker"))
+    with process:
+        until(lambda: house.pids().get("worker") == process.pid)
+        with pytest.raises(BadInput, match="kept running by systemd"):
+            house.lifecycle.down(NAMES)
+        assert house.up() == {"server": "started", "worker": "was running", "daemon": "started"}
+        house.lifecycle.down(["server", "daemon"])
+        assert process.poll() is None
+        assert ServiceFiles(house.home, "worker").lock.exists()
+        process.terminate()
