@@ -39,9 +39,9 @@ Not among them are exceptions by which one part of a package tells another how t
     flows.session.CancelAsked                 a wait ends because the user ends the run
     flows.stages.AttemptFailed                a stage ends with its attempt
     rlhf_core.files.UnfitFile                 what stands in the place of a file is none; an OSError
-    rlhf_core.worker.agent.AttemptAborted      the attempt ends before workers could be started
+    rlhf_core.worker.job.AttemptAborted        the attempt ends before workers could be started
     rlhf_core.worker.agent_store.AgentStoreLost          agents lose the place where they meet
-    rlhf_core.worker.groups.elastic.StartAbandoned   workers were to end before they were started
+    rlhf_core.worker.groups.base.StartAbandoned      workers were to end before they were started
     rlhf_core.worker.nodes.NodesError         the environment of a node contradicts itself
     rlhf_core.worker.signing.MessageRefused   a text in the agents' store is none of their messages
 

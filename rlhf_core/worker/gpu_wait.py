@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from rlhf_core.diagnosis.classify import read_log
@@ -122,10 +122,14 @@ class GpuWait:
             self._memory = None
             self._events.say(f"GPU memory is not waited for before a restart: {error}")
 
-    def wait(self) -> None:
-        """Wait, but not for ever: a process blocked in the driver may never let go."""
+    def wait(self, without: Collection[int] = ()) -> Iterator[None]:
+        """Wait, but not for ever: a process blocked in the driver may never let go. Yields between two readings.
+
+        Args:
+            without: GPUs that workers of other groups use, which stay at work.
+        """
         if self._memory is None:
             return
-        full = wait_until_free(self._memory.used_bytes, self._before, GPU_TIMEOUT_S)
+        full = yield from wait_until_free(self._memory.used_bytes, self._before, GPU_TIMEOUT_S, without)
         if full:
             self._events.say(f"GPUs {full} still hold memory of ended processes after {GPU_TIMEOUT_S:.0f} s")

@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from given_process import GivenProcess
 
 from rlhf_core.diagnosis.liveness import GapTracker, LoopClock, judge
-from rlhf_core.run_dir import AttemptDir, new_run_id
+from rlhf_core.run_dir import new_run_id
 from rlhf_core.schemas.reports import Phase
-from rlhf_core.schemas.resources import Role
+from rlhf_core.schemas.resources import GroupPlan, Role
 from rlhf_core.training.types import Reporter
-from rlhf_core.worker.groups.base import Started, WorkerGroup
+from rlhf_core.worker.groups.base import GroupSeat
 from rlhf_core.worker.heartbeat import WARM_BEATS, Beat, SlotFile, slots_folder
 
 
@@ -189,8 +190,9 @@ def test_a_thread_that_beats_would_hide_an_endless_loop(
     if beats_from_thread:
         monkeypatch.setattr("rlhf_core.worker.heartbeat._this_thread", lambda: beat._thread)
         threading.Thread(target=keep_beating, daemon=True).start()
-    watch = WorkerGroup(Role.TRAINER, AttemptDir(tmp_path, 1).restart(0), 1, slots, LoopClock())
-    watch.workers = {0: Started(0, 0, os.getpid(), time.monotonic_ns())}
+    seat = GroupSeat("here", 0, slots, LoopClock())
+    watch = GivenProcess(GroupPlan.on_all_nodes(Role.TRAINER, 1, 1), os.getpid(), tmp_path, seat)
+    watch.start()
     until = time.monotonic() + 2 * limit_s
     while time.monotonic() < until:
         pass  # the endless loop

@@ -42,17 +42,19 @@ if sys.orig_argv[-2:] == ["rlhf_core.worker", "prebuild"]:
 AS_IT_WAS = """
 if "agent" in sys.orig_argv:
     from rlhf_core.schemas.attempts import AttemptState
-    from rlhf_core.worker import agent
+    from rlhf_core.worker import bootstrap
+    from rlhf_core.worker.group_decisions import GroupDecisions
 
-    may_start = agent.Agent._may_start
+    may_start = GroupDecisions.may_start
 
-    def stop_comes_first(self, asked):
-        if asked.stop:
-            return self._end(AttemptState.PREEMPTED, f"ended between two starts of the workers: {asked.stop}")
-        return may_start(self, asked)
+    def stop_comes_first(self):
+        stop = self._asked.stop
+        if stop:
+            return self.end(AttemptState.PREEMPTED, f"ended between two starts of the workers: {stop}")
+        return may_start(self)
 
-    agent.Agent._may_start = stop_comes_first
-    agent._await_outcome = lambda channel: None
+    GroupDecisions.may_start = stop_comes_first
+    bootstrap._await_outcome = lambda channel: None
 """
 """What this file is about, put back."""
 
