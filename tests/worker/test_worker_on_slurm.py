@@ -9,15 +9,16 @@ from pathlib import Path
 
 import psutil
 import pytest
-from agent_runs import REPOSITORY, TARGETS, AgentRun, wait_for
+from agent_runs import REPOSITORY, TARGETS, AgentRun, is_alive, wait_for
 from slurm_cluster import WHY_NOT, Cluster, missing_programs
 
-from rlhf_core.run_dir import read_model
+from rlhf_core.run_dir import RestartDir, read_model, read_models
 from rlhf_core.scheduler.base import JobRequest
 from rlhf_core.scheduler.slurm import SlurmScheduler
 from rlhf_core.schemas.attempts import AttemptState
-from rlhf_core.schemas.failures import Action, FailureKind
-from rlhf_core.schemas.resources import Placement
+from rlhf_core.schemas.failures import Action, Decision, FailureKind, Incident
+from rlhf_core.schemas.reports import MetricsLine
+from rlhf_core.schemas.resources import Placement, Role
 from rlhf_core.schemas.run import SlurmSpec
 from rlhf_core.watchdog.watch import Failure, Look, Watcher, explain
 
@@ -85,7 +86,7 @@ def submit(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         command = [sys.executable, "-m", "rlhf_core.worker", "agent", "--run-dir", str(run.run_dir.root)]
         command += ["--attempt", "1", "--path", str(TARGETS)]
         if not native:
-            command += ["--target", "trainer=fake_roles:train"]
+            command += ["--target", "trainer=fake_roles:train", "--target", "rollout=fake_roles:serve"]
         request = JobRequest(
             run_id=run.run_dir.run_id,
             placement=placement,
@@ -165,3 +166,51 @@ def test_a_preemption_is_one(agent_run: MakeRun, submit: Submit, cluster: Cluste
     look, failure = at_the_end(watcher, run)
     assert (look.verdict.state, failure.kind) == (AttemptState.PREEMPTED, FailureKind.PREEMPTION)
     assert run.run_dir.checkpoints()
+
+
+def test_rollout_workers_are_restarted_alone_beside_the_trainers(agent_run: MakeRun, submit: Submit) -> None:
+    """One is killed, one stopped, one hangs; then a trainer is killed. With the control: each fault is found once, in
+    its own group, and nothing is found before the first."""
+    run = agent_run(
+        num_nodes=3,
+        rollouts=1,
+        train={"num_steps": 60},
+        supervise={"floor_s": 60.0, "setup_floor_s": 60.0, "suspect_s": 0.5},
+    )
+    run.script(
+        {"role": "rollout", "generation": 0, "rank": 0, "step": 8, "do": "kill"},
+        {"role": "rollout", "generation": 0, "rank": 1, "step": 16, "do": "stop"},
+        {"role": "rollout", "generation": 0, "rank": 2, "step": 24, "do": "deadlock"},
+        {"restart": 0, "rank": 3, "step": 40, "do": "kill"},
+    )
+    watcher = submit(run)
+    wait_for(lambda: run.reached(1, 5), 120.0)
+    live = {rank: pid for _, pids in run.beside() for rank, pid in pids.items()}
+    assert all(map(is_alive, live.values())), "trainers were restarted, and they live on"
+
+    def look() -> Look | None:
+        one = watcher.look()
+        time.sleep(0.5)
+        return one if one.ended else None
+
+    assert wait_for(look, 120.0).verdict.state is AttemptState.COMPLETED
+    paths = [path for restart in run.dir.restarts() for path in restart.incident_files()]
+    found = [one for path in paths if (one := read_model(path, Incident)) is not None]
+    assert [(one.number, one.role, one.failure_kind, one.suspect_ranks) for one in found] == [
+        (1, Role.ROLLOUT, FailureKind.WORKER_KILLED, (0,)),
+        (2, Role.ROLLOUT, FailureKind.HANG, (1,)),
+        (3, Role.ROLLOUT, FailureKind.HANG, (2,)),
+        (4, Role.TRAINER, FailureKind.WORKER_KILLED, (3,)),
+    ]
+    assert [one.suspect_nodes for one in found] == [("node1",), ("node2",), ("node3",), ("node2",)]
+    decisions = [one for restart in run.dir.restarts() for one in agent_decisions_of(restart)]
+    assert [one.action for one in decisions] == [*[Action.RESTART_WORKERS] * 3, Action.RESTART_IN_PLACE]
+    assert [(number, sorted(pids)) for number, pids in run.beside()[3:]] == [(1, [0]), (2, [1]), (3, [2])]
+    # The trainers had one start until one of them was killed, and made every step of it once.
+    assert len(run.pids(0)) == 6
+    assert [line.step for line in read_models(run.restart(0).metrics, MetricsLine)] == [*range(1, 40)]
+
+
+def agent_decisions_of(restart: RestartDir) -> list[Decision]:
+    """Decisions of agent 0, in order."""
+    return [one for path in restart.decision_files() if (one := read_model(path, Decision)) is not None]
