@@ -41,9 +41,9 @@ Exceptions for control flow within one package are not among them:
     rlhf_core.control.reconcile.flow_runs.NotRegistered   a deployment is not on the server
     rlhf_core.files.UnfitFile                 what stands in the place of a file is none; an OSError
     rlhf_core.services.supervisord.SupervisordFault   a ServiceFailed: supervisord refused a call
-    rlhf_core.worker.agent.AttemptAborted      the attempt ends before workers could be started
+    rlhf_core.worker.job.AttemptAborted        the attempt ends before workers could be started
     rlhf_core.worker.agent_store.AgentStoreLost          agents lose the place where they meet
-    rlhf_core.worker.groups.elastic.StartAbandoned   workers were to end before they were started
+    rlhf_core.worker.groups.base.StartAbandoned      workers were to end before they were started
     rlhf_core.worker.nodes.NodesError         the environment of a node contradicts itself
     rlhf_core.worker.signing.MessageRefused   a text in the agents' store is none of their messages
 

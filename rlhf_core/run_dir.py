@@ -548,6 +548,16 @@ class AttemptDir:
         """The folder of one restart."""
         return RestartDir(self.root / "restarts" / str(number), self.number, number)
 
+    def group(self, role: str, generation: int) -> RestartDir:
+        """The folder of one start of workers beside those of the restarts: a group restarted alone, for instance."""
+        return RestartDir(self.root / "groups" / role / str(generation), self.number, generation)
+
+    def groups(self) -> list[RestartDir]:
+        """Starts of workers beside the restarts, by role and generation."""
+        folder = self.root / "groups"
+        roles = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+        return [self.group(role, number) for role in roles for number in _numbered(folder / role)]
+
     def restarts(self) -> list[RestartDir]:
         """Restarts that were begun, in order."""
         return [self.restart(number) for number in _numbered(self.root / "restarts")]

@@ -7,19 +7,23 @@ Two more things keep the rule from false alarms:
 
 - whoever waits inside a collective is not judged as long as somebody it may be waiting for is at work within its own
   limit: a trainer that waits for a slow rollout is not hung;
+- whoever waits for a group beside its own (:data:`WAITS_FOR`) is not judged while that one is at fault;
 - a worker that goes through a phase for the first time has the allowance of the set-up (compilation, warming caches),
   and its silences there teach nothing.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from rlhf_core.schemas.reports import Phase, RankStatus
+from rlhf_core.schemas.reports import STOPPED_STATES, Phase, RankStatus
 from rlhf_core.schemas.resources import Role
 from rlhf_core.schemas.run import SuperviseSpec
 
-STOPPED_STATES = frozenset("Tt")
-"""Letters of ``/proc/<pid>/stat`` for a process that was stopped (SIGSTOP, or a debugger)."""
+WAITS_FOR: Mapping[Role, Mapping[Phase, Role]] = {
+    Role.TRAINER: {Phase.ROLLOUT: Role.ROLLOUT, Phase.WEIGHT_SYNC: Role.ROLLOUT, Phase.REWARD: Role.REWARD},
+}
+"""Groups that a worker waits for in a phase, where they run beside it."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,43 @@ class Suspect:
     """Silence that was allowed, in seconds."""
     evidence: str = ""
     """Proof, before the long floor is over, that it stands still; empty where the silence alone decides."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """State of a group that another one waits for."""
+
+    is_at_fault: bool
+    """True if a worker of it is missing, still in set-up, stopped, or silent for longer than usual."""
+    well_for_s: float = float("inf")
+    """Time since it was at fault, in seconds; infinite if it never was."""
+
+
+class ConditionClock:
+    """Follows the condition of one group over time."""
+
+    def __init__(self) -> None:
+        self._fault_at_s = float("-inf")
+
+    def observe(self, ranks: Sequence[RankStatus], num_missing: int, tracker: "GapTracker", now_s: float) -> Condition:
+        """Judge a reading of the group.
+
+        Args:
+            ranks: Its living workers.
+            num_missing: Workers that should live and do not.
+            tracker: Thresholds and what was learned.
+            now_s: The monotonic time, in seconds.
+        """
+        silent = any(rank.age_s > tracker.suspicion_s(rank) for rank in ranks)
+        setting_up = any(rank.phase is Phase.SETUP for rank in ranks)
+        at_fault = num_missing > 0 or silent or setting_up or any(rank.is_stopped for rank in ranks)
+        if at_fault:
+            self._fault_at_s = now_s
+        return Condition(at_fault, now_s - self._fault_at_s)
+
+
+Conditions = Mapping[Role, Condition]
+"""Condition of each group that runs beside the one that is judged."""
 
 
 class GapTracker:
@@ -60,8 +101,8 @@ class GapTracker:
         self._phase_floors_s = dict(phase_floors_s or {})
         self._earlier_s: dict[str, float] = dict(longest_s or {})
         self._longest_s: dict[str, float] = {}
-        self._last: dict[tuple[str, int], RankStatus] = {}
-        self._spoiled: set[tuple[str, int]] = set()
+        self._last: dict[Place, RankStatus] = {}
+        self._spoiled: set[Place] = set()
 
     @classmethod
     def of(cls, spec: SuperviseSpec, longest_s: Mapping[str, float] | None = None) -> "GapTracker":
@@ -75,10 +116,10 @@ class GapTracker:
         }
         return cls(spec.gap_factor, spec.floor_s, spec.setup_floor_s, floors_s, longest_s, spec.suspect_s)
 
-    def begin_restart(self) -> None:
-        """New workers: what was learned stays, what was being watched is forgotten."""
-        self._last.clear()
-        self._spoiled.clear()
+    def begin_restart(self, role: Role = Role.TRAINER) -> None:
+        """New workers of a role: what was learned stays, what was being watched is forgotten."""
+        self._last = {place: rank for place, rank in self._last.items() if rank.role is not role}
+        self._spoiled = {place for place in self._spoiled if place[0] is not role}
 
     def longest_s(self, phase: Phase, role: Role = Role.TRAINER) -> float:
         """Longest silence of a phase that ended well, in seconds; 0 when none was seen."""
@@ -91,21 +132,23 @@ class GapTracker:
         would otherwise be handed on for ever."""
         return dict(self._longest_s)
 
-    def observe(self, ranks: Sequence[RankStatus]) -> None:
-        """Take note of one reading of all workers.
+    def observe(self, ranks: Sequence[RankStatus], waits_for: Conditions = MappingProxyType({})) -> None:
+        """Take note of one reading of all workers of a group.
 
         A silence counts once it has ended, with the age at which it was last seen. It teaches nothing when a process
         was stopped meanwhile, its own or a peer's, nor when it was spent waiting in a collective for a peer that was
-        outside.
+        outside, nor for a group that was at fault.
         """
         for rank in ranks:
             last = self._last.get(_place(rank))
-            if last is not None and last.sequence != rank.sequence:
+            if last is not None and last.pid == rank.pid and last.sequence != rank.sequence:
                 self._learn(last)
             self._last[_place(rank)] = rank
-        stopped = any(rank.process_state in STOPPED_STATES for rank in ranks)
+        stopped = any(rank.is_stopped for rank in ranks)
         outside = any(not rank.in_collective for rank in ranks)
-        self._spoiled.update(_place(rank) for rank in ranks if stopped or (outside and rank.in_collective))
+        waiting = any(_waits_for_fault(rank, 0.0, waits_for) for rank in ranks)
+        spoils = stopped or waiting
+        self._spoiled.update(_place(rank) for rank in ranks if spoils or (outside and rank.in_collective))
 
     def _learn(self, ended: RankStatus) -> None:
         if ended.warm and _place(ended) not in self._spoiled:
@@ -130,41 +173,75 @@ class GapTracker:
         evidence should not be asked for where waiting is usual. A stopped process is unusual in any phase.
         """
         limit_s = self.limit_s(rank)
-        if rank.process_state in STOPPED_STATES:
+        if rank.is_stopped:
             return min(limit_s, self._suspect_s)
         if rank.phase is Phase.SETUP or not rank.warm:
             return limit_s
         return min(limit_s, max(self._suspect_s, self.longest_s(rank.phase, rank.role)))
 
 
-def _place(rank: RankStatus) -> tuple[str, int]:
-    return rank.node, rank.local_rank
+Place = tuple[Role, str, int]
+"""Role, node and local rank."""
 
 
-def judge(ranks: Sequence[RankStatus], tracker: GapTracker) -> list[Suspect]:
+def _place(rank: RankStatus) -> Place:
+    return rank.role, rank.node, rank.local_rank
+
+
+def judge(
+    ranks: Sequence[RankStatus],
+    tracker: GapTracker,
+    waits_for: Conditions = MappingProxyType({}),
+    *,
+    alone: bool = False,
+) -> list[Suspect]:
     """Workers that have been silent for too long; empty while all is well.
 
     Args:
-        ranks: All workers of the role that have not ended, as just read; ``observe`` was called with them before.
+        ranks: All workers of the group that have not ended, as just read; ``observe`` was called with them before.
         tracker: Thresholds and what was learned.
+        waits_for: Groups beside it. While one is at fault, a worker that waits for it is not hung; afterwards it has
+            its whole limit again.
+        alone: The workers do not wait for each other: each is judged by itself.
     """
-    return _silent(ranks, tracker.limit_s)
+    if alone:
+        return [one for rank in ranks for one in _silent([rank], tracker.limit_s, waits_for)]
+    return _silent(ranks, tracker.limit_s, waits_for)
 
 
-def suspect(ranks: Sequence[RankStatus], tracker: GapTracker) -> list[Suspect]:
-    """Workers that have been silent for longer than usual: worth a look, which is all that may follow from it.
+def suspect(
+    ranks: Sequence[RankStatus],
+    tracker: GapTracker,
+    waits_for: Conditions = MappingProxyType({}),
+    *,
+    alone: bool = False,
+) -> list[Suspect]:
+    """Workers that have been silent for longer than usual: worth an inspection, which is all that may follow from it.
 
-    Args:
-        ranks: As for :func:`judge`.
-        tracker: Thresholds and what was learned.
+    Args: as for :func:`judge`.
     """
-    return _silent(ranks, tracker.suspicion_s)
+    if alone:
+        return [one for rank in ranks for one in _silent([rank], tracker.suspicion_s, waits_for)]
+    return _silent(ranks, tracker.suspicion_s, waits_for)
 
 
-def _silent(ranks: Sequence[RankStatus], limit_s: Callable[[RankStatus], float]) -> list[Suspect]:
+def _waits_for_fault(rank: RankStatus, limit_s: float, waits_for: Conditions) -> bool:
+    """Whether its silence may come from a group that it waits for, which is at fault or was a moment ago."""
+    awaited = WAITS_FOR.get(rank.role, {}).get(rank.phase)
+    condition = waits_for.get(awaited) if awaited is not None else None
+    return condition is not None and (condition.is_at_fault or condition.well_for_s < limit_s)
+
+
+def _silent(
+    ranks: Sequence[RankStatus], limit_s: Callable[[RankStatus], float], waits_for: Conditions
+) -> list[Suspect]:
     limits_s = [(rank, limit_s(rank)) for rank in ranks]
-    silent = [Suspect(rank, allowed_s) for rank, allowed_s in limits_s if rank.age_s > allowed_s]
-    suspects = [one for one in silent if not one.status.in_collective or one.status.process_state in STOPPED_STATES]
+    silent = [
+        Suspect(rank, allowed_s)
+        for rank, allowed_s in limits_s
+        if rank.age_s > allowed_s and (rank.is_stopped or not _waits_for_fault(rank, allowed_s, waits_for))
+    ]
+    suspects = [one for one in silent if not one.status.in_collective or one.status.is_stopped]
     if suspects:
         return suspects
     # All that are silent wait in a collective. It is a hang only when there is nobody left to wait for.
@@ -181,6 +258,14 @@ def describe(suspect: Suspect) -> str:
         f"{rank.step}, {why}; {where}, process state {rank.process_state}"
         f"{f'; it {suspect.evidence}' if suspect.evidence and not rank.in_collective else ''}"
     )
+
+
+def stop_of(rank: RankStatus) -> str:
+    """The stop of a worker, or of a process that it speaks for, in words."""
+    pids = ", ".join(str(one.pid) for one in rank.speaks_for if one.process_state in STOPPED_STATES)
+    if rank.process_state in STOPPED_STATES or not pids:
+        return "was stopped (process state T)"
+    return f"speaks for process {pids}, which was stopped (process state T)"
 
 
 class LoopClock:

@@ -17,7 +17,7 @@ whatever cannot be read. A lock with a time-out, a sleep, a pipe, a child, state
 
 from collections.abc import Collection, Mapping, Sequence
 
-from rlhf_core.diagnosis.liveness import STOPPED_STATES, Suspect
+from rlhf_core.diagnosis.liveness import Suspect, stop_of
 from rlhf_core.diagnosis.verdict import disagreement
 from rlhf_core.schemas.inspections import Inspection, Wait
 from rlhf_core.schemas.reports import RankStatus
@@ -115,7 +115,7 @@ def confirm(proven: Collection[Suspect], ranks: Sequence[RankStatus]) -> list[Su
         before = one.status
         for now in ranks:
             same = (now.node, now.pid, now.sequence) == (before.node, before.pid, before.sequence)
-            stopped = [rank.process_state in STOPPED_STATES for rank in (before, now)]
+            stopped = [rank.is_stopped for rank in (before, now)]
             if one.evidence and same and stopped[0] == stopped[1]:
                 found.append(Suspect(now, one.limit_s, one.evidence))
     return found
@@ -130,7 +130,7 @@ def _evidence(looks: Sequence[Inspection], still: Mapping[Place, Sequence[Inspec
     look, seconds = looks[-1], looks[-1].at_s - looks[0].at_s
     over = f"in {len(looks)} looks over {seconds:.1f} s"
     if all(one.main is Wait.STOPPED for one in looks):
-        return f"was stopped (process state T) {over}"
+        return f"{stop_of(look.status)} {over}"
     everybody = [one[-1] for one in still.values()]
     if look.status.in_collective or not _is_waited_for(look, everybody) or not all(map(_is_asleep, looks)):
         return ""

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from rlhf_core.diagnosis.liveness import STOPPED_STATES
+from rlhf_core.diagnosis.liveness import stop_of
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import RankStatus
 
@@ -72,15 +72,15 @@ def _blame_proven(ranks: Sequence[RankStatus], proven: Mapping[int, str]) -> Ver
     still = [rank for rank in ranks if rank.rank in proven]
     if not still:
         return None
-    if all(rank.in_collective and rank.process_state not in STOPPED_STATES for rank in still):
+    if all(rank.in_collective and not rank.is_stopped for rank in still):
         return disagreement(ranks)
     return Verdict(FailureKind.HANG, _numbers(still), "; ".join(_say([rank], proven[rank.rank]) for rank in still))
 
 
 def _blame(ranks: Sequence[RankStatus], silent: Collection[int]) -> Verdict:
-    stopped = [rank for rank in ranks if rank.process_state in STOPPED_STATES]
+    stopped = [rank for rank in ranks if rank.is_stopped]
     if stopped:
-        return Verdict(FailureKind.HANG, _numbers(stopped), _say(stopped, "was stopped (process state T)"))
+        return Verdict(FailureKind.HANG, _numbers(stopped), "; ".join(_say([rank], stop_of(rank)) for rank in stopped))
     furthest = max(rank.collectives for rank in ranks)
     behind = [rank for rank in ranks if rank.collectives < furthest]
     if behind:

@@ -7,6 +7,7 @@ from rlhf_core.schemas.base import Schema
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.inspections import Inspection
 from rlhf_core.schemas.reports import RankStatus, WorkerOutcome
+from rlhf_core.schemas.resources import Role
 
 
 class Step(Schema):
@@ -31,32 +32,48 @@ class Step(Schema):
     """``host:port`` of the store in which the workers of this start meet; empty where there is one node only."""
 
 
-class NodeState(Schema):
-    """State of a node, published several times a second."""
+class GroupState(Schema):
+    """Workers of one group on one node, as they stand."""
 
-    wall_s: float
-    """Time of publication, by the node's own clock, in seconds since the epoch; its change is the sign of life."""
-    restart: int
-    """Restart that the node is at."""
+    role: Role
+    """Role of the group."""
+    start: int
+    """Start that they belong to: generation of a group restarted together, phase of one restarted alone."""
     started: bool = False
     """True once its workers were started."""
     failed: bool = False
-    """True if a worker has ended badly, or the agent has ended them."""
+    """Whether a worker has ended badly, or the agent has ended them."""
+    ranks: tuple[RankStatus, ...] = ()
+    """Its living workers."""
+    inspection_number: int = 0
+    """Inspection of its workers that agent 0 has asked for last; 0 for none."""
+    inspections: tuple[Inspection, ...] = ()
+    """Findings of it."""
+    exits: tuple["WorkerExit", ...] = ()
+    """Workers that have ended and were not started again; of a group that is restarted alone."""
+
+
+class NodeState(Schema):
+    """State of a node, sent several times a second."""
+
+    wall_s: float
+    """When it was sent, by the node's own clock, in seconds since the epoch; that it changes is the sign of life."""
+    groups: tuple[GroupState, ...] = ()
+    """Groups of the present phase."""
     ended_by: str = ""
     """Signal that ends this agent from outside."""
     broken: str = ""
     """Fault that keeps this agent from continuing, in a sentence."""
     broken_kind: FailureKind = FailureKind.UNKNOWN
-    ranks: tuple[RankStatus, ...] = ()
-    """Its living workers."""
     published: int = 0
     """Readings of the telemetry so far."""
     telemetry: dict[str, float] = {}
     """The last of them."""
-    inspection_number: int = 0
-    """Look at its workers that agent 0 has asked for last; 0 for none."""
-    inspections: tuple[Inspection, ...] = ()
-    """Findings of it."""
+
+    @property
+    def ranks(self) -> tuple[RankStatus, ...]:
+        """The living workers of all groups."""
+        return tuple(rank for group in self.groups for rank in group.ranks)
 
 
 class InspectionOrder(Schema):
@@ -68,21 +85,51 @@ class InspectionOrder(Schema):
     """True if to ask the workers for the collective they are in, too."""
 
 
+class WorkerStart(Schema):
+    """A worker that is started again alone."""
+
+    node_index: int
+    local_rank: int
+    generation: int
+    """Of this start; no other start of its group has it."""
+
+
+class WorkerEnd(Schema):
+    """A worker that is ended alone."""
+
+    node_index: int
+    pid: int
+    """Its process id on that node."""
+
+
+class GroupOrders(Schema):
+    """Orders of agent 0 about one group."""
+
+    kill: int = -1
+    """Generation whose workers are ended; of a group that is restarted together."""
+    start_workers: tuple[WorkerStart, ...] = ()
+    """All starts of single workers so far, in order; of a group that is restarted alone."""
+    end_workers: tuple[WorkerEnd, ...] = ()
+    """All ends of single workers so far."""
+    collect: int = 0
+    """Number of requests for evidence so far."""
+    collect_ranks: tuple[int, ...] = ()
+    """Ranks whose evidence the last request wants; empty for all."""
+    inspect: InspectionOrder = InspectionOrder()
+    """Inspection of all workers."""
+
+
 class Orders(Schema):
-    """Current orders of agent 0 to all agents."""
+    """Orders of agent 0 to all agents."""
 
     cancel: str = ""
     """The user ends the run: why."""
     stop: str = ""
     """Save and end: who asked."""
     saves: int = 0
-    """Number of requests so far to save and go on."""
-    kill: int = -1
-    """Restart whose workers are to be ended."""
-    collect: int = 0
-    """Number of requests so far to collect evidence."""
-    inspect: InspectionOrder = InspectionOrder()
-    """Look at all workers."""
+    """Number of requests to save and go on so far."""
+    groups: dict[Role, GroupOrders] = {}
+    """By the role of the group, for the present phase."""
     over: Step | None = None
     """The attempt ends now."""
 
@@ -126,3 +173,18 @@ class NodeEnd(Schema):
     """Traceback of what kept them from being started."""
     oom_kills: int = 0
     """Processes that the kernel killed for want of memory meanwhile."""
+
+
+class WorkerExit(Schema):
+    """How one worker ended that is restarted alone."""
+
+    generation: int
+    """Its start."""
+    pid: int
+    """Its process id on its node."""
+    end: NodeEnd
+    """The end of a start with this one worker."""
+
+
+GroupState.model_rebuild()
+NodeState.model_rebuild()

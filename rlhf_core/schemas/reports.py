@@ -21,6 +21,9 @@ from rlhf_core.schemas.base import (
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.resources import Role
 
+STOPPED_STATES = frozenset("Tt")
+"""Letters of ``/proc/<pid>/stat`` for a process that was stopped (SIGSTOP, or a debugger)."""
+
 
 class Phase(StrEnum):
     """What a worker is doing. The order of members is the number written into its heartbeat slot: append only."""
@@ -32,6 +35,15 @@ class Phase(StrEnum):
     WEIGHT_SYNC = "weight_sync"
     CHECKPOINT = "checkpoint"
     EVALUATE = "evaluate"
+
+
+class SpokenFor(Schema):
+    """A process that a worker beats for: a rank of a trainer that it has started, for instance."""
+
+    pid: Int64
+    """Process id on the node of the worker."""
+    process_state: Label
+    """As that of the worker."""
 
 
 class RankStatus(Schema):
@@ -61,6 +73,8 @@ class RankStatus(Schema):
     """Seconds since its last beat, by its node's monotonic clock."""
     process_state: Label
     """State letter from ``/proc/<pid>/stat``: R, S, D, T, Z; ``-`` when the process is gone."""
+    speaks_for: tuple[SpokenFor, ...] = ()
+    """Other processes whose progress its beats show."""
     warm: bool = False
     """Whether it has been through its present phase before: compilation and the like are behind it."""
     collective: Label = ""
@@ -69,6 +83,11 @@ class RankStatus(Schema):
     """Number of that collective in its process group, from the flight recorder."""
     collective_shape: Message = ""
     """Types and shapes of what it brought to it, from the flight recorder."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """True if it, or a process that it speaks for, was stopped by a signal or a debugger."""
+        return bool({self.process_state, *(one.process_state for one in self.speaks_for)} & STOPPED_STATES)
 
 
 class AgentStatus(Schema):

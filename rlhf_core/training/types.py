@@ -69,6 +69,8 @@ class WorkerContext:
     node: str
     """Name of this node."""
     reporter: Reporter
+    generation: int | None = None
+    """Start of its group, where the workers run beside those whose restarts are counted; None for these."""
     damaged: frozenset[str] = frozenset()
     """Checkpoints that this attempt has found damaged: not to be used, whatever a file system still shows of them."""
     store: Path | None = None
@@ -82,7 +84,8 @@ class WorkerContext:
     @property
     def restart_dir(self) -> RestartDir:
         """Where this start of the workers leaves its files."""
-        return self.run_dir.attempt(self.attempt).restart(self.restart)
+        attempt = self.run_dir.attempt(self.attempt)
+        return attempt.restart(self.restart) if self.generation is None else attempt.group(self.role, self.generation)
 
 
 class RoleResult(StrEnum):

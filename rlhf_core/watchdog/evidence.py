@@ -104,7 +104,8 @@ class AttemptProgress:
                 continue
             self.published[status.node] = (status.restart, status.sequence)
             self._enter(status.role)
-            first = min(status.ranks, key=lambda rank: rank.rank, default=None)
+            ranks = [rank for rank in status.ranks if rank.role is status.role]
+            first = min(ranks, key=lambda rank: rank.rank, default=None)
             if first is not None:
                 self.phase = first.phase.value
 

@@ -56,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     role.add_argument("role", type=Role, choices=list(Role))
     _add_attempt(role)
     role.add_argument("--restart", type=int, required=True, help="number of the restart, from 0")
+    role.add_argument("--generation", type=int, help="start of its group, where that is not counted as a restart")
     role.add_argument("--node", required=True, help="name of this node")
     role.add_argument("--store", type=Path, help="file in which the ranks meet when all are on this node")
     role.add_argument("--target", help="module:function to run instead of the native training code")
@@ -93,7 +94,7 @@ def _target(text: str) -> tuple[Role, str]:
 
 
 def _agent(parsed: argparse.Namespace) -> int:
-    from rlhf_core.worker.agent import run_agent
+    from rlhf_core.worker.bootstrap import run_agent
 
     code = run_agent(parsed.run_dir, parsed.attempt, dict(parsed.target), parsed.path)
     # Without the interpreter's tear-down, in which torch's threads of a store may abort the process.
@@ -111,6 +112,7 @@ def _role(parsed: argparse.Namespace) -> int:
             run_dir=parsed.run_dir,
             attempt=parsed.attempt,
             restart=parsed.restart,
+            generation=parsed.generation,
             node=parsed.node,
             store=parsed.store,
             target=parsed.target,

@@ -13,8 +13,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from rlhf_core.diagnosis.liveness import STOPPED_STATES
-from rlhf_core.schemas.reports import RankStatus
+from rlhf_core.schemas.reports import STOPPED_STATES, RankStatus
 from rlhf_core.worker import processes
 from rlhf_core.worker.heartbeat import Beat
 

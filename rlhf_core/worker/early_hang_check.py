@@ -5,10 +5,11 @@ Agent 0 asks for looks, all agents look at their workers, and agent 0 judges wha
 """
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
-from rlhf_core.diagnosis.liveness import GapTracker, Suspect, suspect
+from rlhf_core.diagnosis.liveness import Conditions, GapTracker, Suspect, suspect
 from rlhf_core.diagnosis.standstill import Standstill, is_promising, prove
-from rlhf_core.schemas.agent_messages import InspectionOrder, NodeState
+from rlhf_core.schemas.agent_messages import GroupState, InspectionOrder
 from rlhf_core.schemas.inspections import Inspection
 from rlhf_core.schemas.reports import RankStatus
 from rlhf_core.worker import collectives
@@ -26,8 +27,13 @@ ANSWER_TIMEOUT_S = 5.0
 class NodeInspections:
     """The looks of one node at its workers: one whenever agent 0 asks."""
 
-    def __init__(self, slots: SlotFile) -> None:
+    def __init__(self, slots: SlotFile, gpus: Sequence[int] = ()) -> None:
+        """Args:
+        slots: Slots of the group.
+        gpus: GPUs of the group on this node: one for each worker, in order, where there are as many.
+        """
         self._slots = slots
+        self._gpus = gpus
         self._question = 0
         self.number = 0
         """Number of the newest look; 0 when none is asked for."""
@@ -41,7 +47,9 @@ class NodeInspections:
         self.number = order.number
         if order.collectives:
             ranks = self._with_collectives(ranks)
-        self.inspections = tuple(inspect_workers(ranks, _gpu_percents(ranks, telemetry))) if order.number else ()
+        self.inspections = (
+            tuple(inspect_workers(ranks, _gpu_percents(ranks, telemetry, self._gpus))) if order.number else ()
+        )
 
     def _with_collectives(self, ranks: Sequence[RankStatus]) -> list[RankStatus]:
         """With the answers to the question of the look before: nobody waits for the answer to a question."""
@@ -51,60 +59,77 @@ class NodeInspections:
         return collectives.with_collectives(ranks, answers)
 
 
-def _gpu_percents(ranks: Sequence[RankStatus], telemetry: Mapping[str, float]) -> dict[int, float]:
+def _gpu_percents(ranks: Sequence[RankStatus], telemetry: Mapping[str, float], gpus: Sequence[int]) -> dict[int, float]:
     """Utilisation of the GPU of each worker; nothing where the newest reading is an old one."""
     if "slow_reading_age_s" in telemetry:
         return {}
-    names = {rank.local_rank: f"gpu{rank.local_rank}_util_percent" for rank in ranks}
+    of_rank = {one: gpus[one] if one < len(gpus) else one for one in (rank.local_rank for rank in ranks)}
+    names = {local_rank: f"gpu{gpu}_util_percent" for local_rank, gpu in of_rank.items()}
     return {local_rank: telemetry[name] for local_rank, name in names.items() if name in telemetry}
 
 
 class EarlyHangCheck:
-    """Judge the looks of all nodes, on agent 0."""
+    """Judges the inspections of the workers of one group on all nodes, on agent 0."""
 
-    def __init__(self, tracker: GapTracker) -> None:
+    def __init__(self, tracker: GapTracker, *, alone: bool = False) -> None:
+        """Args:
+        alone: The workers do not wait for each other: each is judged by itself.
+        """
         self._tracker = tracker
+        self._alone = alone
         self._standstill = Standstill()
-        self._asked = 0
-        self._asked_at_s = 0.0
+        self._num_requests = 0
+        self._requested_at_s = 0.0
         self._next_at_s = 0.0
         self.order = InspectionOrder()
         """Request to all agents just now."""
 
     def clear(self) -> None:
-        """Nobody is suspect, or what was seen does not count any more."""
+        """No worker is suspect, or what was seen does not count any more."""
         self._standstill.clear()
         self._next_at_s = 0.0
         self.order = InspectionOrder()
 
-    def consider(self, ranks: Sequence[RankStatus], states: Sequence[NodeState], now_s: float) -> list[Suspect]:
-        """Workers that are proven to stand still; looks are asked for while some are suspect.
+    def consider(
+        self,
+        ranks: Sequence[RankStatus],
+        states: Sequence[GroupState],
+        now_s: float,
+        waits_for: Conditions = MappingProxyType({}),
+    ) -> list[Suspect]:
+        """Workers that are proven to stand still; inspections are requested while some are suspect.
 
         Args:
-            ranks: All workers, as just read.
-            states: How the nodes stand, with their looks.
+            ranks: All workers of the group, as just read.
+            states: State of the group on each node, with the inspections of its workers.
             now_s: The monotonic time.
+            waits_for: Condition of the groups beside it.
         """
-        suspects = suspect(ranks, self._tracker)
+        suspects = suspect(ranks, self._tracker, waits_for, alone=self._alone)
         if not suspects:
             if self.order.number or self._next_at_s:
                 self.clear()
             return []
         if not self.order.number:
             if now_s >= self._next_at_s:
-                self._ask(ranks, now_s)
+                self._request(ranks, now_s)
             return []
         answers = [state for state in states if state.inspection_number == self.order.number]
-        if len(answers) < len(states) and now_s < self._asked_at_s + ANSWER_TIMEOUT_S:
+        if len(answers) < len(states) and now_s < self._requested_at_s + ANSWER_TIMEOUT_S:
             return []
         self._standstill.add([look for state in answers for look in state.inspections])
         still = self._standstill.still
         self._next_at_s = now_s + (INSPECTION_INTERVAL_S if is_promising(still, suspects) else RETRY_INTERVAL_S)
         self.order = InspectionOrder()
-        return prove(still, suspects, len(ranks))
+        if not self._alone:
+            return prove(still, suspects, len(ranks))
+        places = [(one, (one.status.node, one.status.local_rank)) for one in suspects]
+        seen = [(one, {place: still[place]}) for one, place in places if place in still]
+        return [proven for one, own in seen for proven in prove(own, [one], 1)]
 
-    def _ask(self, ranks: Sequence[RankStatus], now_s: float) -> None:
-        self._asked += 1
-        self._asked_at_s = now_s
+    def _request(self, ranks: Sequence[RankStatus], now_s: float) -> None:
+        self._num_requests += 1
+        self._requested_at_s = now_s
         # Only ranks that all wait can disagree, and answering is work, which would look like movement.
-        self.order = InspectionOrder(number=self._asked, collectives=all(rank.in_collective for rank in ranks))
+        all_wait = not self._alone and all(rank.in_collective for rank in ranks)
+        self.order = InspectionOrder(number=self._num_requests, collectives=all_wait)

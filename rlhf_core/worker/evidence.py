@@ -15,10 +15,9 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from rlhf_core.diagnosis.liveness import STOPPED_STATES
 from rlhf_core.redaction import masked
 from rlhf_core.run_dir import read_tail, write_text
-from rlhf_core.schemas.reports import RankStatus
+from rlhf_core.schemas.reports import STOPPED_STATES, RankStatus
 from rlhf_core.worker.worker_process import STACK_SIGNAL
 
 STACK_TIMEOUT_S = 5.0
@@ -41,10 +40,19 @@ def collect(ranks: Sequence[RankStatus], logs: Mapping[int, Path], folder: Path,
     """
     missing: list[str] = []
     save(folder / f"ranks-{node}.json", _RANKS.dump_json(tuple(ranks), indent=2).decode(), missing)
-    dumps = {rank.local_rank: _start_py_spy(rank) for rank in ranks}
+    dumps = {rank.local_rank: _start_py_spy(rank.pid, rank.process_state) for rank in ranks}
+    others = [(rank, one) for rank in ranks for one in rank.speaks_for]
+    other_dumps = {one.pid: _start_py_spy(one.pid, one.process_state) for _, one in others}
     for rank in ranks:
         save(folder / f"process-{node}-{rank.local_rank}.txt", _process_facts(rank.pid), missing)
+    for rank, one in others:
+        save(folder / f"process-{node}-{rank.local_rank}-pid{one.pid}.txt", _process_facts(one.pid), missing)
     deadline = time.monotonic() + STACK_TIMEOUT_S
+    for rank, one in others:
+        text, problem = _finish_py_spy(other_dumps[one.pid], deadline)
+        if problem:
+            missing.append(f"no stack of process {one.pid}, which rank {rank.rank} speaks for, from py-spy: {problem}")
+        save(folder / f"stack-{node}-{rank.local_rank}-pid{one.pid}.txt", text or f"py-spy: {problem}\n", missing)
     for rank in ranks:
         text, problem = _finish_py_spy(dumps[rank.local_rank], deadline)
         if problem:
@@ -91,14 +99,14 @@ def _process_facts(pid: int) -> str:
 # Stacks
 
 
-def _start_py_spy(rank: RankStatus) -> "subprocess.Popen[str] | str":
+def _start_py_spy(pid: int, process_state: str) -> "subprocess.Popen[str] | str":
     """The running dump, or why there is none."""
     folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     program = shutil.which("py-spy", path=folders)
     if program is None:
         return "it is not installed (it comes with rlhf-flows[training])"
-    command = [program, "dump", "--pid", str(rank.pid)]
-    if rank.process_state in STOPPED_STATES:
+    command = [program, "dump", "--pid", str(pid)]
+    if process_state in STOPPED_STATES:
         # py-spy stops a process to look at it, and fails at one that is stopped already.
         command.append("--nonblocking")
     try:

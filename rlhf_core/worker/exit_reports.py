@@ -18,6 +18,8 @@ from rlhf_core.worker import evidence, processes
 from rlhf_core.worker.groups.base import Hang, Started, WorkerGroup
 from rlhf_core.worker.worker_process import spare_outcome
 
+Write = Callable[[Path, BaseModel], bool]
+"""Writes a file that matters; False when it cannot be written."""
 Outcomes = Mapping[int, WorkerOutcome]
 """What the workers of a node wrote about themselves, by local rank."""
 
@@ -54,41 +56,41 @@ class NodeReport:
 # On every node
 
 
-def has_spoken(group: WorkerGroup, local_rank: int) -> bool:
+def has_reported(group: WorkerGroup, local_rank: int) -> bool:
     """Whether a worker has written its outcome."""
-    path = group.restart_dir.worker_outcome(group.role, group.node, local_rank)
-    return path.exists() or spare_outcome(group.slots.path, local_rank).exists()
+    return _outcome_path(group, local_rank).exists() or spare_outcome(group.seat.slots.path, local_rank).exists()
 
 
-def report(group: WorkerGroup, problem: str, write: Callable[[Path, BaseModel], bool]) -> NodeEnd:
-    """How the workers of this node ended. The ends of their logs are saved unless all went well.
+def report(group: WorkerGroup, problem: str, write: Write, workers: Iterable[int] | None = None) -> NodeEnd:
+    """How workers of this node ended. The ends of their logs are saved unless all went well.
 
     Args:
-        group: The workers, all ended.
+        group: Their group.
         problem: Traceback of what kept them from being started; empty when they were.
         write: Writes what workers left on the node because the disk was full.
+        workers: Their local ranks; they have ended. None for all of the group.
     """
-    outcomes = read_outcomes(group, write)
-    workers = tuple(_report_worker(group, worker, outcomes) for worker in group.workers.values())
+    wanted = list(range(group.num_workers) if workers is None else workers)
+    outcomes = read_outcomes(group, write, wanted)
+    started = [worker for local_rank, worker in group.workers.items() if local_rank in wanted]
+    ends = tuple(_report_worker(group, worker, outcomes) for worker in started)
     oom_kills = max(0, processes.oom_kills() - group.oom_kills_before)
-    end = NodeEnd(num_workers=group.num_workers, workers=workers, problem=problem, oom_kills=oom_kills)
+    end = NodeEnd(num_workers=len(wanted), workers=ends, problem=problem, oom_kills=oom_kills)
     if is_well(end):
         return end
-    logs = {index: group.restart_dir.log(group.role, group.node, index) for index in range(group.num_workers)}
-    evidence.save_log_tails(logs, group.restart_dir.evidence_dir, group.node)
-    told = tuple(
-        worker.model_copy(update={"log_tail": evidence.log_tail(logs[worker.local_rank])}) for worker in workers
-    )
+    logs = {index: group.folder(index).log(group.role, group.seat.node, index) for index in wanted}
+    for index, log in logs.items():
+        evidence.save_log_tails({index: log}, group.folder(index).evidence_dir, group.seat.node)
+    told = tuple(one.model_copy(update={"log_tail": evidence.log_tail(logs[one.local_rank])}) for one in ends)
     return end.model_copy(update={"workers": told})
 
 
-def read_outcomes(group: WorkerGroup, write: Callable[[Path, BaseModel], bool]) -> Outcomes:
-    """What the workers wrote about themselves; what they left on the node, as the disk was full, is written by
-    ``write``."""
+def read_outcomes(group: WorkerGroup, write: Write, workers: Iterable[int]) -> Outcomes:
+    """Read what workers wrote about themselves; ``write`` what they left on the node, as the disk was full."""
     found = {}
-    for index in range(group.num_workers):
-        path = group.restart_dir.worker_outcome(group.role, group.node, index)
-        spare = spare_outcome(group.slots.path, index)
+    for index in workers:
+        path = _outcome_path(group, index)
+        spare = spare_outcome(group.seat.slots.path, index)
         outcome = read_model(path, WorkerOutcome)
         if outcome is None:
             outcome = read_model(spare, WorkerOutcome)
@@ -98,6 +100,10 @@ def read_outcomes(group: WorkerGroup, write: Callable[[Path, BaseModel], bool]) 
         if outcome is not None:
             found[index] = outcome
     return found
+
+
+def _outcome_path(group: WorkerGroup, local_rank: int) -> Path:
+    return group.folder(local_rank).worker_outcome(group.role, group.seat.node, local_rank)
 
 
 def _report_worker(group: WorkerGroup, worker: Started, outcomes: Outcomes) -> WorkerReport:

@@ -6,7 +6,7 @@ NVML is called directly in the driver's own library, which is there wherever an 
 import ctypes
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Generator, Sequence
 
 TOLERANCE_BYTES = 512 << 20
 """What may remain beyond the use before the first start."""
@@ -61,15 +61,15 @@ class GpuMemory:
 
 
 def wait_until_free(
-    used_bytes: Callable[[], list[int]], before: list[int], timeout_s: float, pause_s: float = 0.25
-) -> list[int]:
-    """Wait until every device uses no more than before, but for a tolerance.
+    used_bytes: Callable[[], list[int]], before: Sequence[int], timeout_s: float, without: Collection[int] = ()
+) -> Generator[None, None, list[int]]:
+    """Wait until every device uses no more than before, but for a tolerance. Yields between two readings.
 
     Args:
         used_bytes: Reads the use of each device.
         before: The use before the first worker was started.
         timeout_s: Longest wait in seconds.
-        pause_s: Pause between two readings.
+        without: Devices, by position, that are not waited for.
 
     Returns:
         Devices, by position, that still hold more after the wait; normally none.
@@ -78,6 +78,7 @@ def wait_until_free(
     while True:
         pairs = zip(used_bytes(), before, strict=True)
         full = [index for index, (used, base) in enumerate(pairs) if used > base + TOLERANCE_BYTES]
+        full = [index for index in full if index not in without]
         if not full or time.monotonic() >= deadline:
             return full
-        time.sleep(pause_s)
+        yield

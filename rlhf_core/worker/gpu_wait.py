@@ -1,5 +1,7 @@
 """Waiting before a restart until the GPUs are free again."""
 
+from collections.abc import Collection, Iterator
+
 from rlhf_core.worker.event_log import EventLog
 from rlhf_core.worker.gpu_memory import GpuMemory, wait_until_free
 
@@ -21,10 +23,15 @@ class GpuWait:
             self._memory = None
             self._events.say(f"GPU memory is not waited for before a restart: {error}")
 
-    def wait(self) -> None:
-        """Wait for at most ``GPU_TIMEOUT_S``; an event names the GPUs that are still full then."""
+    def wait(self, without: Collection[int] = ()) -> Iterator[None]:
+        """Wait for at most ``GPU_TIMEOUT_S``; an event names the GPUs that are still full then. Yields between two
+        readings.
+
+        Args:
+            without: GPUs that workers of other groups use, which stay at work.
+        """
         if self._memory is None:
             return
-        full = wait_until_free(self._memory.used_bytes, self._before, GPU_TIMEOUT_S)
+        full = yield from wait_until_free(self._memory.used_bytes, self._before, GPU_TIMEOUT_S, without)
         if full:
             self._events.say(f"GPUs {full} still hold memory of ended processes after {GPU_TIMEOUT_S:.0f} s")

@@ -9,8 +9,9 @@ setting it twice is harmless, and it is read where the worker can act on it, bet
 C++ call.
 
 Layout, 64-bit integers in the machine's own order: a header of 8 (``MAGIC``, slots, save requests, stop, questions),
-then per local rank 16 (pid, restart, rank, collectives entered, left, sequence, step, phase, monotonic nanoseconds,
-warm phases). Each is written by one store of 8 bytes, so a reader finds the old value or the new one.
+then per local rank 32 (pid, restart, rank, collectives entered, left, sequence, step, phase, monotonic nanoseconds,
+warm phases, number of processes that it speaks for, their pids). Each is written by one store of 8 bytes, so a reader
+finds the old value or the new one.
 ``struct.pack_into`` would not do: it fills its target with zeros first, and a worker that loses the processor in
 between looks as if it had been silent since the machine was started. ``multiprocessing.shared_memory`` would not do
 either: on Python 3.11 the first worker that exits removes it for all.
@@ -21,7 +22,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -30,9 +31,9 @@ from typing import Literal
 from rlhf_core.private_files import FILE_MODE, own_folder
 from rlhf_core.schemas.reports import Phase
 
-MAGIC = 0x726C68665F763031
+MAGIC = 0x726C68665F763032
 HEADER_WORDS = 8
-SLOT_WORDS = 16
+SLOT_WORDS = 32
 WORD_BYTES = 8
 
 WARM_BEATS = 16
@@ -40,7 +41,11 @@ WARM_BEATS = 16
 
 # Places in the header, and in a slot.
 _MAGIC_AT, _NUM_SLOTS_AT, _SAVE_AT, _STOP_AT, _QUESTIONS_AT = range(5)
-_PID, _RESTART, _RANK, _ENTERED, _LEFT, _SEQUENCE, _STEP, _PHASE, _BEAT_NS, _WARM = range(10)
+_PID, _RESTART, _RANK, _ENTERED, _LEFT, _SEQUENCE, _STEP, _PHASE, _BEAT_NS, _WARM, _NUM_SPOKEN_FOR = range(11)
+_SPOKEN_FOR = _NUM_SPOKEN_FOR + 1
+
+MAX_SPOKEN_FOR = SLOT_WORDS - _SPOKEN_FOR
+"""Processes that one worker may speak for."""
 
 # Looked up once: a beat is called in the innermost loops.
 _monotonic_ns = time.monotonic_ns
@@ -69,6 +74,8 @@ class Slot:
     """Time of the last beat on the node's monotonic clock, in nanoseconds."""
     warm: bool
     """Whether the worker has been through its present phase before."""
+    speaks_for: tuple[int, ...] = ()
+    """Process ids whose progress its beats show."""
 
 
 def slots_folder() -> Path:
@@ -80,12 +87,17 @@ def slots_folder() -> Path:
 class SlotFile:
     """The agent's end: creates the file, reads slots, asks workers to save or stop."""
 
-    def __init__(self, run_id: str, attempt: int, node: str, num_slots: int) -> None:
-        """Create the file. One that an earlier, killed agent of the same run left on this node is removed."""
+    def __init__(self, run_id: str, attempt: int, node: str, num_slots: int, role: str = "") -> None:
+        """Create the file. One that an earlier, killed agent of the same run left on this node is removed.
+
+        Args:
+            role: Role of the group of workers that it is for; empty where there is only one.
+        """
         folder = slots_folder()
-        for stale in list(_slot_files(folder, run_id, node)):
+        name = f"{node}.{role}" if role else node
+        for stale in list(_slot_files(folder, run_id, name)):
             _remove(stale)
-        self.path = folder / f"rlhf-{run_id}-{attempt}-{node}.slots"
+        self.path = folder / f"rlhf-{run_id}-{attempt}-{name}.slots"
         self.num_slots = num_slots
         size = (HEADER_WORDS + num_slots * SLOT_WORDS) * WORD_BYTES
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, FILE_MODE)
@@ -106,10 +118,29 @@ class SlotFile:
     def read(self, local_rank: int) -> Slot:
         """One slot. Its worker may be writing it just now: every number is whole, but some may be one beat newer."""
         first = HEADER_WORDS + local_rank * SLOT_WORDS
-        words = self._words[first : first + _WARM + 1].tolist()
-        pid, restart, rank, entered, left, sequence, step, phase, beat_ns, warm = words
+        words = self._words[first : first + SLOT_WORDS].tolist()
+        pid, restart, rank, entered, left, sequence, step, phase, beat_ns, warm = words[: _WARM + 1]
+        spoken_for = words[_SPOKEN_FOR : _SPOKEN_FOR + words[_NUM_SPOKEN_FOR]]
         known = _PHASES[phase] if 0 <= phase < len(_PHASES) else Phase.SETUP
-        return Slot(pid, restart, rank, entered, left, sequence, step, known, beat_ns, bool(warm >> phase & 1))
+        return Slot(
+            pid,
+            restart,
+            rank,
+            entered,
+            left,
+            sequence,
+            step,
+            known,
+            beat_ns,
+            bool(warm >> phase & 1),
+            tuple(spoken_for),
+        )
+
+    def clear_worker(self, local_rank: int) -> None:
+        """Forget one worker, which is started again alone."""
+        first = HEADER_WORDS + local_rank * SLOT_WORDS
+        for place in range(first, first + SLOT_WORDS):
+            self._words[place] = 0
 
     def ask_to_save(self) -> None:
         """Ask every worker to save and go on."""
@@ -195,7 +226,7 @@ class Beat:
         self._warm = 0
         self._thread = _this_thread()
         self._collective = _Collective(self)
-        first = HEADER_WORDS + local_rank * SLOT_WORDS
+        first = self._first = HEADER_WORDS + local_rank * SLOT_WORDS
         self._entered_at, self._left_at = first + _ENTERED, first + _LEFT
         self._sequence_at, self._beat_at = first + _SEQUENCE, first + _BEAT_NS
         self._step_at, self._phase_at, self._warm_at = first + _STEP, first + _PHASE, first + _WARM
@@ -232,6 +263,24 @@ class Beat:
     def collective(self) -> _Collective:
         """Wraps every collective call: counts it, and marks the rank as inside."""
         return self._collective
+
+    def speak_for(self, pids: Sequence[int]) -> None:
+        """Say whose progress these beats show from now on: processes of this node that do not beat themselves.
+
+        Args:
+            pids: Their process ids, without that of this worker; empty when there are none any more.
+
+        Raises:
+            ValueError: there are more than ``MAX_SPOKEN_FOR``.
+        """
+        if len(pids) > MAX_SPOKEN_FOR:
+            raise ValueError(f"found {len(pids)} processes to speak for, expected at most {MAX_SPOKEN_FOR}")
+        first = self._first
+        # The number last: a reader finds the old ones, none, or all of the new ones.
+        self._words[first + _NUM_SPOKEN_FOR] = 0
+        for place, pid in enumerate(pids):
+            self._words[first + _SPOKEN_FOR + place] = pid
+        self._words[first + _NUM_SPOKEN_FOR] = len(pids)
 
     def request(self) -> Literal["", "save", "stop"]:
         """What the agent asks. ``save`` is repeated until this worker enters the checkpoint phase."""

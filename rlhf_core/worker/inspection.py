@@ -40,6 +40,7 @@ _FUTEX_WAITS = frozenset({0, 9})
 """FUTEX_WAIT and FUTEX_WAIT_BITSET (linux/futex.h)."""
 _LISTENING = "0A"
 _GPU_DEVICES = ("/dev/nvidia", "/dev/kfd")
+_STOPPED = "T"
 _STATES = {"R": Wait.RUNNING, "T": Wait.STOPPED, "t": Wait.TRACED, "D": Wait.KERNEL}
 
 
@@ -99,6 +100,10 @@ def _inspect(rank: RankStatus, gpu_percent: float | None, connections: Mapping[i
     sockets = [connections[inode] for inode in _socket_inodes(links.values()) if inode in connections]
     opened = [one for one in sockets if one.is_open]
     wait, detail, _ = waits.get(rank.pid, (Wait.OUTSIDE, "", ""))
+    stopped = [one.pid for one in rank.speaks_for if one.process_state in _STOPPED]
+    if stopped:
+        # Its beats show their progress: it stands as still as they do.
+        wait, detail = Wait.STOPPED, f"process {stopped[0]} that it speaks for (state T)"
     return Inspection(
         status=rank,
         at_s=at_s,

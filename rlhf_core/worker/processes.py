@@ -71,20 +71,27 @@ def kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def end_descendants(timeout_s: float = 10.0, spared: Collection[int] = ()) -> list[str]:
+GROUP_VARIABLE = "RLHF_GROUP"
+"""Environment variable with the role of the group that a process belongs to; workers that are restarted alone have
+their local rank in it too. Set by the agent."""
+
+
+def end_descendants(timeout_s: float = 10.0, group: str = "", spared: Collection[int] = ()) -> list[str]:
     """Kill every descendant of this process, and wait until they are gone.
 
     With :func:`adopt_orphans` that is everything this process ever caused to start, also what made itself a daemon.
 
     Args:
         timeout_s: Longest wait, in seconds.
+        group: Value of :data:`GROUP_VARIABLE`: only processes that have it are killed, while others stay at work. What
+            has removed it from its environment is left until all are killed. Empty for all descendants.
         spared: Processes that are left alone: warm spares, which have started none of their own.
 
     Returns:
         What could not be ended in time (a process blocked in the kernel), as ``pid (command)``; normally nothing.
     """
     deadline = time.monotonic() + timeout_s
-    while descendants := [one for one in _living_descendants() if one.pid not in spared]:
+    while descendants := [one for one in _living_descendants() if _is_meant(one, group, spared)]:
         if time.monotonic() > deadline:
             return [_describe(process) for process in descendants]
         for process in descendants:
@@ -112,16 +119,29 @@ def end_older_attempts(run_id: str, attempt: int) -> list[str]:
     return found
 
 
-def reap_orphans(owned: Collection[int]) -> None:
+def _group_of(process: psutil.Process) -> str:
+    try:
+        return process.environ().get(GROUP_VARIABLE, "")
+    except psutil.Error:
+        return ""
+
+
+def reap_orphans(owned: Collection[int], min_age_s: float = 0.0) -> None:
     """Collect the exit of adopted children that have ended.
 
     Args:
+        min_age_s: Least age of what is collected: a younger child may be a worker that is just being started.
         owned: Children that somebody else waits for; taking their exit away would make that look like success.
     """
     for process in psutil.Process().children():
         with contextlib.suppress(psutil.Error, ChildProcessError):
-            if process.pid not in owned and process.status() == psutil.STATUS_ZOMBIE:
+            is_orphan = process.pid not in owned and time.time() - process.create_time() >= min_age_s
+            if is_orphan and process.status() == psutil.STATUS_ZOMBIE:
                 os.waitpid(process.pid, os.WNOHANG)
+
+
+def _is_meant(process: psutil.Process, group: str, spared: Collection[int]) -> bool:
+    return process.pid not in spared and (not group or _group_of(process) == group)
 
 
 def _living_descendants() -> list[psutil.Process]:

@@ -9,28 +9,36 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from rlhf_core.diagnosis.liveness import GapTracker, LoopClock, Suspect, describe, judge
+from rlhf_core.diagnosis.liveness import Condition, GapTracker, LoopClock, Suspect, describe, judge
 from rlhf_core.diagnosis.standstill import confirm
 from rlhf_core.diagnosis.verdict import blame
 from rlhf_core.run_dir import RestartDir, write_model
-from rlhf_core.schemas.agent_messages import Collected, NodeState, Orders
+from rlhf_core.schemas.agent_messages import (
+    Collected,
+    GroupOrders,
+    GroupState,
+    NodeState,
+    Orders,
+    WorkerEnd,
+    WorkerStart,
+)
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import AgentCommand, AgentStatus, RankStatus
 from rlhf_core.schemas.resources import Role
-from rlhf_core.worker import collectives, evidence, processes
+from rlhf_core.worker import evidence, processes
 from rlhf_core.worker.agent_channel import AgentChannel
 from rlhf_core.worker.agent_loss import find_loss
 from rlhf_core.worker.anomalies import Anomalies, NodeReading
-from rlhf_core.worker.early_hang_check import EarlyHangCheck, NodeInspections
 from rlhf_core.worker.event_log import EventLog
 from rlhf_core.worker.exit_deadline import ExitDeadline
 from rlhf_core.worker.groups.base import PEER_TIMEOUT_S, Hang, WorkerGroup
-from rlhf_core.worker.heartbeat import SlotFile
 from rlhf_core.worker.signals import ENDING, SAVING, SignalInbox
+from rlhf_core.worker.supervised_group import SupervisedGroup
 from rlhf_core.worker.telemetry import Telemetry
 from rlhf_core.worker.telemetry_series import TelemetrySeries
 
@@ -83,7 +91,6 @@ class Supervisor(threading.Thread):
     def __init__(
         self,
         channel: AgentChannel,
-        slots: SlotFile,
         inbox: SignalInbox,
         tracker: GapTracker,
         events: EventLog,
@@ -98,7 +105,6 @@ class Supervisor(threading.Thread):
         self.clock = LoopClock()
         self._channel = channel
         self._node = channel.nodes.name
-        self._slots = slots
         self._inbox = inbox
         self._tracker = tracker
         self._events = events
@@ -109,16 +115,14 @@ class Supervisor(threading.Thread):
         self._telemetry = Telemetry(events.say, telemetry_folder)
         self._series = TelemetrySeries(self._node, events.say)
         self._anomalies = Anomalies(events)
-        self._inspections = NodeInspections(slots)
-        self._hang_check = EarlyHangCheck(tracker)
         self._orders = Orders()
         self._place: tuple[Role, RestartDir] | None = None
-        self._group: WorkerGroup | None = None
+        self._groups: dict[Role, SupervisedGroup] = {}
         self._lock = threading.Lock()
+        self._orders_lock = threading.Lock()
         self._over = threading.Event()
         self._published = 0
         self._reading: dict[str, float] = {}
-        self._failed_at_s: float | None = None
         self._orders_at_s = 0.0
         self._publish_at_s = 0.0
         self._reap_at_s = 0.0
@@ -133,26 +137,45 @@ class Supervisor(threading.Thread):
             self._place = (role, restart_dir)
             self._publish_at_s = 0.0
 
-    def supervise(self, group: WorkerGroup) -> None:
-        """Judge these workers from now on."""
+    def supervise(self, group: WorkerGroup, start: int) -> SupervisedGroup:
+        """Judge these workers from now on, beside those of other groups.
+
+        Args:
+            start: As ``GroupState.start``.
+        """
         with self._lock:
-            self._tracker.begin_restart()
+            self._tracker.begin_restart(group.role)
             self._anomalies.begin_restart()
-            self._hang_check.clear()
-            self._failed_at_s = None
-            self._group = group
+            supervised = SupervisedGroup.of(group, start, self._tracker)
+            if group.role in self._orders.groups:
+                # Starts and ends of single workers belong to a phase; numbers of requests only grow.
+                before = self._orders.groups[group.role]
+                self._order_group(group.role, GroupOrders(collect=before.collect))
+            self._groups[group.role] = supervised
         if self.asked.to_end:
-            group.kill()
+            group.end()
+        elif self.asked.stop and not group.is_alone:
+            group.seat.slots.ask_to_stop()
+        return supervised
 
     def settle(self) -> None:
         """The workers of this node have ended. Returns once nothing is being found out about them any more."""
         with self._lock:
             pass
 
-    def release(self) -> None:
-        """What becomes of the workers is decided on all nodes."""
+    def release(self, role: Role) -> None:
+        """What becomes of the workers of a group is decided on all nodes."""
         with self._lock:
-            self._group = None
+            self._groups.pop(role, None)
+
+    def start_worker(self, role: Role, start: WorkerStart) -> None:
+        """Order the start of a single worker; for agent 0."""
+        before = self._orders.groups.get(role, GroupOrders())
+        self._order_group(role, before.model_copy(update={"start_workers": (*before.start_workers, start)}))
+
+    def orders_for(self, role: Role) -> GroupOrders:
+        """The newest orders about a group."""
+        return self._orders.groups.get(role, GroupOrders())
 
     def stop(self) -> None:
         """End the thread."""
@@ -185,7 +208,8 @@ class Supervisor(threading.Thread):
             now_s = time.monotonic()
             if self.clock.tick(now_s):
                 self._wake_up()
-                self._hang_check.clear()
+                for one in self._groups.values():
+                    one.hang_check.clear()
             state = self._state(now_s)
             self._channel.send("state", state)
             if refusal := self._channel.new_refusal():
@@ -214,23 +238,18 @@ class Supervisor(threading.Thread):
 
     def _state(self, now_s: float) -> NodeState:
         """How this node stands; with a new reading of its telemetry when one is due."""
-        group = self._group
-        ranks = tuple(group.living()) if group is not None else ()
         if self._place is not None and now_s >= self._publish_at_s:
             self._published += 1
-            self._reading = self._telemetry.read([rank.pid for rank in ranks])
-        self._inspections.answer(self._orders.inspect, ranks, self._reading)
+            ranks = [rank for one in self._groups.values() for rank in one.group.living()]
+            pids = [pid for rank in ranks for pid in (rank.pid, *(other.pid for other in rank.speaks_for))]
+            self._reading = self._telemetry.read(pids)
+        groups = tuple(one.state(self.orders_for(role), self._reading) for role, one in self._groups.items())
         return NodeState(
             wall_s=time.time(),
-            restart=group.restart_dir.restart if group is not None else -1,
-            started=group is not None and bool(group.workers),
-            failed=group is not None and group.failed,
+            groups=groups,
             ended_by=self.asked.end,
-            ranks=ranks,
             published=self._published,
             telemetry=self._reading,
-            inspection_number=self._inspections.number,
-            inspections=self._inspections.inspections,
         )
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -254,7 +273,7 @@ class Supervisor(threading.Thread):
                 self._kill_workers()
                 self._order(cancel=self.asked.cancel)
             case "save":
-                self._slots.ask_to_save()
+                self._ask_to_save()
                 self._order(saves=self._orders.saves + 1)
                 self._events.add("save_requested", "the workers were asked to save and go on")
             case "stop_after_step":
@@ -269,35 +288,56 @@ class Supervisor(threading.Thread):
     def _order_stop(self, reason: str) -> None:
         if not self.asked.stop:
             self.asked.stop = reason
-            self._slots.ask_to_stop()
+            for one in self._trained_groups():
+                one.group.seat.slots.ask_to_stop()
             self._events.add("save_requested", f"the workers were asked to save and end: {reason}")
             if self._channel.leads:
                 self._order(stop=reason)
 
     def _kill_workers(self) -> None:
-        group = self._group
-        if group is not None:
-            group.kill()
+        for one in list(self._groups.values()):
+            one.group.end()
+
+    def _trained_groups(self) -> list[SupervisedGroup]:
+        """Groups whose state is saved. Those that are restarted alone serve them, until they have ended."""
+        return [one for one in self._groups.values() if not one.is_alone]
+
+    def _ask_to_save(self) -> None:
+        for one in self._trained_groups():
+            one.group.seat.slots.ask_to_save()
 
     # -----------------------------------------------------------------------------------------------------------------
     # Agent 0 leads
 
     def _order(self, **changes: object) -> None:
-        self._orders = self._orders.model_copy(update=changes)
-        self._channel.publish("orders", self._orders)
+        with self._orders_lock:
+            self._orders = self._orders.model_copy(update=changes)
+            self._channel.publish("orders", self._orders)
+
+    def _order_group(self, role: Role, orders: GroupOrders) -> None:
+        with self._orders_lock:
+            groups = {**self._orders.groups, role: orders}
+            self._orders = self._orders.model_copy(update={"groups": groups})
+            if self._channel.leads:
+                self._channel.publish("orders", self._orders)
+
+    def _change_group_orders(self, role: Role, **changes: object) -> None:
+        self._order_group(role, self.orders_for(role).model_copy(update=changes))
 
     def _lead(self) -> None:
-        """Look at all nodes: somebody to give up, somebody who failed, somebody who hangs."""
+        """Look at all nodes: agents to give up, workers that failed, workers that hang."""
         states = self._channel.received("state", NodeState)
         self._find_lost_agents(states)
-        group = self._group
-        if group is None:
-            return
-        here = {index: state for index, state in states.items() if state.restart == group.restart_dir.restart}
-        if any(state.failed for state in here.values()) or self.asked.to_end:
-            self._end_all(group)
-        elif len(here) == self._channel.nodes.num and all(state.started for state in here.values()):
-            self._judge(group, [here[index] for index in sorted(here)])
+        now_s = time.monotonic()
+        here = {role: _states_of(one, states) for role, one in self._groups.items()}
+        for role, one in self._groups.items():
+            one.observe(self._ranks(role, here[role].values()), self._tracker, now_s)
+        for role, one in list(self._groups.items()):
+            found = here[role]
+            if self.asked.to_end or any(state.failed for state in found.values()):
+                self._end_all(one)
+            elif len(found) == self._channel.nodes.num and all(state.started for state in found.values()):
+                self._judge(one, [found[index] for index in sorted(found)])
 
     def _find_lost_agents(self, states: dict[int, NodeState]) -> None:
         names = self._channel.nodes.names
@@ -311,9 +351,9 @@ class Supervisor(threading.Thread):
             self._give_up(loss.node, loss.message, FailureKind.NODE_LOST)
 
     def _agent_timeout_s(self) -> float:
-        """All workers are being ended: an agent that lives says so within seconds, and everybody waits for it."""
-        group = self._group
-        ending = group is not None and self._orders.kill == group.restart_dir.restart
+        """All workers are being ended: an agent that lives says so within seconds, and all wait for it."""
+        groups = self._trained_groups()
+        ending = any(self.orders_for(one.group.role).kill == one.group.generation for one in groups)
         return min(LAST_STATE_TIMEOUT_S, self._timeouts.agent_s) if ending else self._timeouts.agent_s
 
     def _give_up(self, node: str, message: str, kind: FailureKind) -> None:
@@ -322,65 +362,110 @@ class Supervisor(threading.Thread):
             self._events.add("peer", f"{message}; everything is ended", node_lost=node)
             self._kill_workers()
 
-    def _end_all(self, group: WorkerGroup) -> None:
+    def _end_all(self, one: SupervisedGroup) -> None:
         """A worker has failed on some node: its peers may say what they saw, then they are ended everywhere."""
-        now_s = time.monotonic()
-        if self._failed_at_s is None:
-            self._failed_at_s = now_s
+        group, now_s = one.group, time.monotonic()
+        if one.is_alone:
+            group.end()  # all is to end: nothing else ends all of them
+            return
+        if one.failed_at_s is None:
+            one.failed_at_s = now_s
         timeout_s = 0.0 if self.asked.to_end or group.hang is not None else PEER_TIMEOUT_S
-        if now_s - self._failed_at_s >= timeout_s and self._orders.kill != group.restart_dir.restart:
-            self._order(kill=group.restart_dir.restart)
-            group.kill()
+        if now_s - one.failed_at_s >= timeout_s and self.orders_for(group.role).kill != group.generation:
+            self._change_group_orders(group.role, kill=group.generation)
+            group.end()
 
-    def _judge(self, group: WorkerGroup, states: list[NodeState]) -> None:
-        ranks = [rank for state in states for rank in state.ranks]
+    def _judge(self, one: SupervisedGroup, states: list[GroupState]) -> None:
+        role, conditions = one.group.role, self._conditions()
+        ranks = self._ranks(role, states)
         if not ranks:
             return
-        self._tracker.observe(ranks)
-        suspects = judge(ranks, self._tracker) or self._hang_check.consider(ranks, states, time.monotonic())
-        if self._hang_check.order != self._orders.inspect:
-            self._order(inspect=self._hang_check.order)
+        self._tracker.observe(ranks, conditions)
+        suspects = judge(ranks, self._tracker, conditions, alone=one.is_alone)
+        suspects = suspects or one.hang_check.consider(ranks, states, time.monotonic(), conditions)
+        if one.hang_check.order != self.orders_for(role).inspect:
+            self._change_group_orders(role, inspect=one.hang_check.order)
         if suspects:
-            self._investigate(group, ranks, suspects)
+            self._investigate(one, ranks, suspects)
 
-    def _investigate(self, group: WorkerGroup, before: list[RankStatus], suspects: list[Suspect]) -> None:
-        """Suspect, collect on all nodes, read again, and only then: verdict, and end all. The first kill spoils the
+    def _ranks(self, role: Role, states: Iterable[GroupState]) -> list[RankStatus]:
+        """The living workers of a group on all nodes, without those that are being ended."""
+        names = self._channel.nodes.names
+        ended = {(names[one.node_index], one.pid) for one in self.orders_for(role).end_workers}
+        return [rank for state in states for rank in state.ranks if (rank.node, rank.pid) not in ended]
+
+    def _conditions(self) -> dict[Role, Condition]:
+        return {role: one.condition for role, one in self._groups.items()}
+
+    def _investigate(self, one: SupervisedGroup, before: list[RankStatus], suspects: list[Suspect]) -> None:
+        """Suspect, collect on all nodes, read again, and only then: verdict, and end. The first kill spoils the
         evidence."""
+        group = one.group
         self._events.add("suspect", "; ".join(map(describe, suspects)), group.role)
-        number = self._orders.collect + 1
-        self._order(collect=number)
-        ranks = self._receive_evidence(number, group, self._collect(group))
-        self._tracker.observe(ranks)
-        still = confirm(suspects, ranks) or judge(ranks, self._tracker)
-        # Evidence takes seconds: somebody may have gone on, or have ended, which is another story.
-        if not still or group.failed or _processes(ranks) != _processes(before):
+        wanted = tuple(suspect.status.rank for suspect in suspects) if one.is_alone else ()
+        number = self.orders_for(group.role).collect + 1
+        self._change_group_orders(group.role, collect=number, collect_ranks=wanted)
+        ranks = self._receive_evidence(number, one, one.collect(wanted, self._events))
+        before = [rank for rank in before if not wanted or rank.rank in wanted]
+        self._tracker.observe(ranks, self._conditions())
+        still = confirm(suspects, ranks) or judge(ranks, self._tracker, self._conditions(), alone=one.is_alone)
+        # Evidence takes seconds: a suspect may have gone on, or have ended, which is found out elsewhere.
+        gone = _processes(before) - _processes(ranks)
+        if one.is_alone:
+            still = [suspect for suspect in still if _processes([suspect.status]) <= _processes(before)]
+        if not still or (not one.is_alone and (group.failed or gone or _processes(ranks) - _processes(before))):
             self._events.add("suspect", "withdrawn: the workers went on", group.role)
             return
+        if one.is_alone:
+            for suspect in still:
+                self._end_hung(one, suspect)
+        else:
+            self._end_all_hung(one, before, ranks, still)
+
+    def _end_all_hung(
+        self, one: SupervisedGroup, before: list[RankStatus], ranks: list[RankStatus], still: list[Suspect]
+    ) -> None:
+        group = one.group
         proven = {suspect.status.rank: suspect.evidence for suspect in still if suspect.evidence}
         verdict = blame(ranks, [suspect.status.rank for suspect in still], proven)
         blamed = [rank for rank in before if rank.rank in verdict.ranks] or before
         group.hang = Hang(verdict, tuple(ranks), max(rank.age_s for rank in blamed))
         self._events.add("verdict", verdict.reason, group.role, ranks=list(verdict.ranks))
         self._events.add("killed", f"hang: {verdict.reason}; all workers are ended", group.role)
-        self._order(kill=group.restart_dir.restart)
-        group.kill()
+        self._change_group_orders(group.role, kill=group.generation)
+        group.end()
 
-    def _receive_evidence(self, number: int, group: WorkerGroup, answers_here: dict[int, str]) -> list[RankStatus]:
+    def _end_hung(self, one: SupervisedGroup, suspect: Suspect) -> None:
+        """End one worker of a group whose workers do not wait for each other."""
+        rank, role = suspect.status, one.group.role
+        verdict = blame([rank], [rank.rank], {rank.rank: suspect.evidence} if suspect.evidence else {})
+        one.hangs[rank.node, rank.pid] = Hang(verdict, (rank,), rank.age_s)
+        self._events.add("verdict", verdict.reason, role, ranks=list(verdict.ranks))
+        self._events.add("killed", f"hang: {verdict.reason}; this worker is ended", role)
+        end = WorkerEnd(node_index=self._channel.nodes.names.index(rank.node), pid=rank.pid)
+        orders = self.orders_for(role)
+        self._change_group_orders(role, end_workers=(*orders.end_workers, end))
+        one.obey(self.orders_for(role), self._channel.nodes.index, lambda text: None)
+
+    def _receive_evidence(
+        self, number: int, one: SupervisedGroup, answers_here: Sequence[RankStatus]
+    ) -> list[RankStatus]:
         """How the workers of all nodes stand after the evidence was saved; of a node that does not answer, before."""
-        channel = self._channel
+        channel, role = self._channel, one.group.role
         deadline = time.monotonic() + self._timeouts.evidence_s
-        while len(answers := channel.received(f"evidence/{number}", Collected)) < channel.nodes.num - 1:
+        while len(answers := channel.received(f"evidence/{role}/{number}", Collected)) < channel.nodes.num - 1:
             if time.monotonic() > deadline:
                 break
             channel.wait(0.1)
-        last = channel.received("state", NodeState)
-        ranks = collectives.with_collectives(group.living(), answers_here)
+        last = _states_of(one, channel.received("state", NodeState))
+        wanted = self.orders_for(role).collect_ranks
+        ranks = list(answers_here)
         for index in range(1, channel.nodes.num):
-            ranks += answers[index].ranks if index in answers else last[index].ranks
+            found = answers[index].ranks if index in answers else last[index].ranks if index in last else ()
+            ranks += [rank for rank in found if not wanted or rank.rank in wanted]
             if index not in answers:
-                self._events.say(
-                    f"no evidence from {channel.nodes.names[index]} within {self._timeouts.evidence_s:.0f} s"
-                )
+                node = channel.nodes.names[index]
+                self._events.say(f"no evidence from {node} within {self._timeouts.evidence_s:.0f} s")
         return ranks
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -397,39 +482,24 @@ class Supervisor(threading.Thread):
         if orders is None:
             return
         before, self._orders = self._orders, orders
-        group = self._group
         if orders.cancel and not self.asked.cancel:
             self.asked.cancel = orders.cancel
             self._kill_workers()
         if orders.stop:
             self._order_stop(orders.stop)
         if orders.saves > before.saves:
-            self._slots.ask_to_save()
-        if group is not None and not group.killing and orders.kill == group.restart_dir.restart:
-            self._events.add("killed", "agent 0 ends all workers", group.role)
-            group.kill()
+            self._ask_to_save()
         if orders.over is not None:
             self._kill_workers()
-        if group is not None and orders.collect > before.collect:
-            answers = self._collect(group)
-            ranks = collectives.with_collectives(group.living(), answers)
-            self._channel.send(f"evidence/{orders.collect}", Collected(ranks=tuple(ranks)))
+        for role, one in list(self._groups.items()):
+            wanted = self.orders_for(role)
+            one.obey(wanted, self._channel.nodes.index, partial(self._say_killed, role))
+            if wanted.collect > before.groups.get(role, GroupOrders()).collect:
+                ranks = one.collect(wanted.collect_ranks, self._events)
+                self._channel.send(f"evidence/{role}/{wanted.collect}", Collected(ranks=ranks))
 
-    def _collect(self, group: WorkerGroup) -> dict[int, str]:
-        """Save the evidence of this node; returns what its workers say about their collectives, by local rank."""
-        question = self._slots.ask_for_collectives()
-        ranks = group.living()
-        logs = {rank.local_rank: group.restart_dir.log(group.role, self._node, rank.local_rank) for rank in ranks}
-        missing = evidence.collect(ranks, logs, group.restart_dir.evidence_dir, self._node)
-        folder = group.restart_dir.evidence_dir.name
-        self._events.add("evidence", f"stacks, states and logs of {len(ranks)} workers saved in {folder}/", group.role)
-        answers = collectives.read_answers(ranks, self._slots.path, question)
-        for local_rank, content in answers.items():
-            path = group.restart_dir.evidence_dir / f"collectives-{self._node}-{local_rank}.json"
-            evidence.save(path, content, missing)
-        for problem in missing:
-            self._events.say(problem)
-        return answers
+    def _say_killed(self, role: Role, text: str) -> None:
+        self._events.add("killed", text, role)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Publishing
@@ -465,11 +535,11 @@ class Supervisor(threading.Thread):
             yield NodeReading(self._channel.nodes.names[index], state.published, state.telemetry, state.ranks)
 
     def _reap(self, now_s: float) -> None:
-        # Not while workers are being started: their exits belong to elastic, which does not know them by then.
-        group = self._group
-        if group is not None and group.workers and now_s >= self._reap_at_s:
+        owned = {worker.pid for one in self._groups.values() for worker in one.group.workers.values()}
+        if owned and now_s >= self._reap_at_s:
             self._reap_at_s = now_s + REAP_INTERVAL_S
-            processes.reap_orphans({worker.pid for worker in group.workers.values()})
+            # A young child may be a worker that is just being started: its exit belongs to its group.
+            processes.reap_orphans(owned, min_age_s=REAP_INTERVAL_S)
 
     def _say_once(self, text: str) -> None:
         if text != self._unwritten:
@@ -479,3 +549,13 @@ class Supervisor(threading.Thread):
 
 def _processes(ranks: Iterable[RankStatus]) -> set[tuple[str, int]]:
     return {(rank.node, rank.pid) for rank in ranks}
+
+
+def _states_of(one: SupervisedGroup, states: Mapping[int, NodeState]) -> dict[int, GroupState]:
+    """State of a group by index of the node, where it is the same start."""
+    return {
+        index: group
+        for index, state in states.items()
+        for group in state.groups
+        if group.role is one.group.role and group.start == one.start
+    }

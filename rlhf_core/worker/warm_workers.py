@@ -37,6 +37,9 @@ SPARE_BYTES = 1 << 30
 SHORT_OF_MEMORY = 0.1
 """Share of the memory that stays free for the run. Below it spares are ended; none is started that would reach it."""
 
+OF_A_START = frozenset({"RLHF_SLOTS", processes.GROUP_VARIABLE, "CUDA_VISIBLE_DEVICES"})
+"""Variables that each start of workers sets anew. A spare takes them over with its order, before they are read."""
+
 CHECK_INTERVAL_S = 1.0
 """Time between two looks at the spares and at the memory."""
 
@@ -208,6 +211,8 @@ def fingerprint() -> str:
     """A hash of the environment of this process and of the files of this package, as a new process would find them."""
     digest = blake2b(digest_size=16)
     for name, value in sorted(os.environ.items()):
+        if name in OF_A_START:
+            continue
         digest.update(f"{name}={value}\0".encode(errors="surrogateescape"))
     for path in sorted(Path(rlhf_core.__file__).parent.rglob("*.py")):
         with contextlib.suppress(OSError):

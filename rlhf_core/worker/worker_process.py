@@ -46,6 +46,8 @@ class WorkerArguments:
     attempt: int
     restart: int
     node: str
+    generation: int | None = None
+    """Start of its group, where its files lie beside those of the restart."""
     store: Path | None = None
     """File in which the ranks meet when all are on this node."""
     target: str | None = None
@@ -66,9 +68,11 @@ def run_worker(arguments: WorkerArguments) -> NoReturn:
     processes.allow_stack_dumps()
 
     run_dir = RunDir(arguments.run_dir.absolute())
-    restart_dir = run_dir.attempt(arguments.attempt).restart(arguments.restart)
+    attempt_dir = run_dir.attempt(arguments.attempt)
+    beside = arguments.generation
+    folder = attempt_dir.restart(arguments.restart) if beside is None else attempt_dir.group(arguments.role, beside)
     local_rank, rank = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("RANK", "0"))
-    _write_output_to(restart_dir.log(arguments.role, arguments.node, local_rank))
+    _write_output_to(folder.log(arguments.role, arguments.node, local_rank))
     faulthandler.enable(all_threads=True)
     faulthandler.register(STACK_SIGNAL, all_threads=True)
 
@@ -76,7 +80,7 @@ def run_worker(arguments: WorkerArguments) -> NoReturn:
     if beat is not None:
         answer_in_background(beat, Path(os.environ[SLOTS_VARIABLE]), local_rank)
     outcome = _outcome(arguments, rank, beat, _run(arguments, run_dir, local_rank, rank, beat))
-    _leave(outcome, restart_dir.worker_outcome(arguments.role, arguments.node, local_rank), local_rank)
+    _leave(outcome, folder.worker_outcome(arguments.role, arguments.node, local_rank), local_rank)
     if not outcome.ok:
         _complain(outcome.traceback)
     for stream in (sys.stdout, sys.stderr):
@@ -146,6 +150,7 @@ def _run(
             run_dir=run_dir,
             attempt=arguments.attempt,
             restart=arguments.restart,
+            generation=arguments.generation,
             stored=run_dir.read_spec(),
             placement=_read_placement(run_dir, arguments.attempt),
             role=arguments.role,

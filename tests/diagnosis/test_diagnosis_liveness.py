@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_core.diagnosis.liveness import GapTracker, LoopClock, judge
-from rlhf_core.schemas.reports import Phase, RankStatus
+from rlhf_core.diagnosis.liveness import Condition, ConditionClock, GapTracker, LoopClock, judge
+from rlhf_core.schemas.reports import Phase, RankStatus, SpokenFor
 from rlhf_core.schemas.resources import Role
 from rlhf_core.schemas.run import SuperviseSpec
 
@@ -208,3 +208,79 @@ def test_no_false_alarm_below_the_floor_and_no_miss_when_no_rank_moves(
     assert set(found) <= set(over)
     if len(over) == len(ranks):
         assert found
+
+
+WELL, AT_FAULT = Condition(is_at_fault=False), Condition(is_at_fault=True)
+
+
+@pytest.mark.parametrize("phase", [Phase.ROLLOUT, Phase.WEIGHT_SYNC])
+def test_a_trainer_waits_for_rollout_workers_that_are_at_fault(phase: Phase) -> None:
+    """With the controls: beside workers that are well, and in a phase in which it waits for none."""
+    silent = [rank(0, 2 * FLOOR_S, phase=phase), rank(1, 2 * FLOOR_S, phase=phase, inside=True)]
+
+    def found(condition: Condition, ranks: Sequence[RankStatus] = silent) -> list[int]:
+        return [one.status.rank for one in judge(ranks, make_tracker(), {Role.ROLLOUT: condition})]
+
+    assert found(AT_FAULT) == []
+    assert found(WELL) == [0]
+    assert found(AT_FAULT, [rank(0, 2 * FLOOR_S)]) == [0], "it trains"
+    assert found(AT_FAULT, [rank(0, 2 * FLOOR_S, phase=phase, state="T")]) == [0], "it is stopped itself"
+
+
+def test_a_trainer_has_its_whole_limit_once_the_rollout_workers_are_well_again() -> None:
+    waiting = [rank(0, 10 * FLOOR_S, phase=Phase.ROLLOUT)]
+    for well_for_s, hung in ((FLOOR_S - 1, []), (FLOOR_S + 1, [0])):
+        conditions = {Role.ROLLOUT: Condition(is_at_fault=False, well_for_s=well_for_s)}
+        assert [one.status.rank for one in judge(waiting, make_tracker(), conditions)] == hung
+
+
+@pytest.mark.parametrize("at_fault", [True, False])
+def test_waiting_for_a_group_at_fault_teaches_nothing(at_fault: bool) -> None:
+    """With the control, a wait for workers that were well."""
+    tracker = GapTracker(FACTOR, FLOOR_S, SETUP_S)
+    conditions = {Role.ROLLOUT: Condition(is_at_fault=at_fault)}
+    for sequence, age_s in ((1, 0.1), (1, 50.0), (2, 0.1)):
+        tracker.observe([rank(0, age_s, phase=Phase.ROLLOUT, sequence=sequence)], conditions)
+    assert tracker.longest_s(Phase.ROLLOUT) == (0.0 if at_fault else 50.0)
+
+
+def test_the_silence_of_a_worker_that_died_teaches_nothing() -> None:
+    """With the control, one that went on."""
+    for pid, learned in ((1, 0.0), (1000, 50.0)):
+        tracker = GapTracker(FACTOR, FLOOR_S, SETUP_S)
+        tracker.observe([rank(0, 50.0, sequence=1)])
+        tracker.observe([rank(0, 0.1, sequence=2).model_copy(update={"pid": pid})])
+        assert tracker.longest_s(Phase.TRAIN) == learned
+
+
+@pytest.mark.parametrize(
+    ("ranks", "num_missing", "at_fault"),
+    [
+        ([rank(0, 0.1)], 0, False),
+        ([rank(0, 0.1)], 1, True),
+        ([rank(0, 0.1, phase=Phase.SETUP)], 0, True),
+        ([rank(0, 0.1, state="T")], 0, True),
+        ([rank(0, 2 * FLOOR_S)], 0, True),
+    ],
+)
+def test_a_group_is_at_fault_when_a_worker_cannot_serve(
+    ranks: list[RankStatus], num_missing: int, at_fault: bool
+) -> None:
+    clock, tracker = ConditionClock(), make_tracker()
+    assert clock.observe(ranks, num_missing, tracker, 100.0).is_at_fault is at_fault
+    after = clock.observe([rank(0, 0.1)], 0, tracker, 103.0)
+    assert after == Condition(False, 3.0 if at_fault else float("inf"))
+
+
+def test_workers_that_do_not_wait_for_each_other_are_judged_one_by_one() -> None:
+    """With the control: ranks that share collectives are not hung while one of them is at work."""
+    ranks = [rank(0, 2 * FLOOR_S, inside=True), rank(1, 0.1)]
+    assert [one.status.rank for one in judge(ranks, make_tracker(), alone=True)] == [0]
+    assert judge(ranks, make_tracker()) == []
+
+
+def test_a_worker_is_stopped_when_a_process_that_it_speaks_for_is() -> None:
+    spoken_for = tuple(SpokenFor(pid=pid, process_state=state) for pid, state in ((7, "S"), (8, "T")))
+    speaker = rank(0, 0.1).model_copy(update={"speaks_for": spoken_for})
+    assert speaker.is_stopped
+    assert not speaker.model_copy(update={"speaks_for": spoken_for[:1]}).is_stopped

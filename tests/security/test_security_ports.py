@@ -163,7 +163,7 @@ def forge(store: Any, run: AgentRun, bomb: Path) -> None:
     """Messages that a stranger can think of: ends, bad hardware, kills; plain, and signed with a key that is none."""
     over = Step(action="end", state=AttemptState.FAILED, message="forged", kind=FailureKind.NODE_UNFIT)
     orders = Orders(over=over, cancel="forged", kill=0, stop="forged").model_dump_json()
-    broken = NodeState(wall_s=time.time(), restart=0, broken="forged", broken_kind=FailureKind.NODE_UNFIT)
+    broken = NodeState(wall_s=time.time(), broken="forged", broken_kind=FailureKind.NODE_UNFIT)
     stranger = MessageSigner(b"0" * 64, job_marker(run.run_dir.run_id, run.attempt), 0)
     for key, text in {
         "orders": orders,

@@ -18,7 +18,7 @@ from rlhf_core.run_dir import AttemptDir, RestartDir, RunDir, new_run_id, read_m
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Decision, Incident
 from rlhf_core.schemas.reports import AgentCommand, AgentEvent, AgentStatus, AttemptOutcome
-from rlhf_core.schemas.resources import GroupPlan, Placement, Role, in_order
+from rlhf_core.schemas.resources import GroupPlan, Placement, Role
 from rlhf_core.schemas.run import RunSpec, StoredSpec
 from rlhf_core.worker.heartbeat import slots_folder
 
@@ -85,6 +85,7 @@ class AgentRun:
         command += ["--run-dir", str(self.run_dir.root), "--attempt", str(self.attempt), "--path", str(TARGETS)]
         if not native:
             command += ["--target", f"trainer={self.roles}:train", "--target", f"evaluator={self.roles}:evaluate"]
+            command += ["--target", f"rollout={self.roles}:serve"]
         with self._output(len(self.agents)).open("wb") as output:
             agent = subprocess.Popen(
                 command,
@@ -151,9 +152,9 @@ class AgentRun:
         return read_model(paths[0], AgentStatus) if paths else None
 
     def pids(self, restart: int) -> dict[int, int]:
-        """Process ids by rank; empty until the workers were started."""
+        """Process ids by rank; empty until the workers were started. Without those of groups beside the trainers."""
         found = {}
-        for event in self.events(restart, "workers_started"):
+        for event in self._starts(restart):
             ranks, pids = event.data["ranks"], event.data["pids"]
             assert isinstance(ranks, dict)
             assert isinstance(pids, dict)
@@ -163,10 +164,27 @@ class AgentRun:
     def nodes(self, restart: int) -> dict[int, str]:
         """Nodes by rank."""
         found = {}
-        for event in self.events(restart, "workers_started"):
+        for event in self._starts(restart):
             ranks = event.data["ranks"]
             assert isinstance(ranks, dict)
             found |= {int(str(rank)): event.node for rank in ranks.values()}
+        return found
+
+    def _starts(self, restart: int) -> list[AgentEvent]:
+        return [event for event in self.events(restart, "workers_started") if "generation" not in event.data]
+
+    def beside(self) -> list[tuple[int, dict[int, int]]]:
+        """Starts of the rollout workers, in order: generation, and process id by rank."""
+        restarts = range(len(self.dir.restarts()))
+        events = [event for one in restarts for event in self.events(one, "workers_started")]
+        found = []
+        for event in sorted(events, key=lambda event: event.time):
+            if "generation" in event.data:
+                ranks, pids = event.data["ranks"], event.data["pids"]
+                assert isinstance(ranks, dict)
+                assert isinstance(pids, dict)
+                by_rank = {int(str(rank)): int(str(pids[local])) for local, rank in ranks.items()}
+                found.append((int(str(event.data["generation"])), by_rank))
         return found
 
     def reached(self, restart: int, step: int) -> bool:
@@ -180,7 +198,7 @@ def toy_runs(folder: Path) -> Iterator[Callable[..., AgentRun]]:
     """Make toy runs with two trainer ranks per node; whatever they leave behind is ended at the end."""
     runs: list[AgentRun] = []
 
-    def make(*, evaluator: bool = False, num_nodes: int = 1, **sections: Any) -> AgentRun:
+    def make(*, evaluator: bool = False, num_nodes: int = 1, rollouts: int = 0, **sections: Any) -> AgentRun:
         run_dir = RunDir.of(folder, new_run_id("toy"))
         spec = StoredSpec(
             run_id=run_dir.run_id,
@@ -191,10 +209,14 @@ def toy_runs(folder: Path) -> Iterator[Callable[..., AgentRun]]:
             spec=make_spec(**sections),
         )
         write_model(run_dir.spec, spec)
-        groups = [GroupPlan.on_all_nodes(Role.TRAINER, 2, num_nodes)]
+        trainers = GroupPlan.on_all_nodes(Role.TRAINER, 2, num_nodes)
+        phases = [(trainers,)]
+        if rollouts:
+            beside = GroupPlan.on_all_nodes(Role.ROLLOUT, rollouts, num_nodes).model_copy(update={"restart": "alone"})
+            phases = [(trainers, beside)]
         if evaluator:
-            groups.append(GroupPlan.on_all_nodes(Role.EVALUATOR, 2, num_nodes))
-        write_model(run_dir.attempt(1).placement, Placement(attempt=1, num_nodes=num_nodes, phases=in_order(*groups)))
+            phases.append((GroupPlan.on_all_nodes(Role.EVALUATOR, 2, num_nodes),))
+        write_model(run_dir.attempt(1).placement, Placement(attempt=1, num_nodes=num_nodes, phases=tuple(phases)))
         runs.append(AgentRun(run_dir))
         return runs[-1]
 

@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_core.diagnosis.liveness import GapTracker, Suspect
 from rlhf_core.run_dir import new_run_id
-from rlhf_core.schemas.agent_messages import InspectionOrder, NodeState
+from rlhf_core.schemas.agent_messages import GroupState, InspectionOrder
 from rlhf_core.schemas.inspections import Inspection, Wait
 from rlhf_core.schemas.reports import Phase, RankStatus
 from rlhf_core.schemas.resources import Role
@@ -52,7 +52,7 @@ class Job:
     def consider(self, *answering: int, **look: Any) -> list[Suspect]:
         """One round of agent 0, with the answers of some nodes to what it asks for just now."""
         order = self.suspicion.order
-        states = [NodeState(wall_s=self.now_s, restart=0, ranks=(one,)) for one in self.ranks]
+        states = [GroupState(role=Role.TRAINER, start=0, ranks=(one,)) for one in self.ranks]
         for index in answering:
             looks = (Inspection(status=self.ranks[index], at_s=self.now_s, **look),)
             states[index] = states[index].model_copy(update={"inspection_number": order.number, "inspections": looks})

@@ -1,5 +1,8 @@
 """Waiting for GPU memory: the rule with made-up readings, the library where there is a GPU."""
 
+import time
+from collections.abc import Generator
+
 import pytest
 
 from rlhf_core.worker.gpu_memory import TOLERANCE_BYTES, GpuMemory, wait_until_free
@@ -7,14 +10,26 @@ from rlhf_core.worker.gpu_memory import TOLERANCE_BYTES, GpuMemory, wait_until_f
 GIB = 1 << 30
 
 
+def finished(waiting: Generator[None, None, list[int]]) -> list[int]:
+    """What a wait comes to."""
+    while True:
+        try:
+            next(waiting)
+        except StopIteration as end:
+            return list(end.value)
+        time.sleep(0.01)
+
+
 def test_it_waits_until_all_devices_are_back() -> None:
     readings = iter([[40 * GIB, 2 * GIB], [40 * GIB, GIB], [GIB + TOLERANCE_BYTES, GIB]])
-    assert wait_until_free(lambda: next(readings), [GIB, GIB], timeout_s=10.0, pause_s=0.0) == []
+    assert finished(wait_until_free(lambda: next(readings), [GIB, GIB], timeout_s=10.0)) == []
     assert list(readings) == []
 
 
 def test_it_names_the_devices_that_stay_full() -> None:
-    assert wait_until_free(lambda: [GIB, 40 * GIB], [GIB, GIB], timeout_s=0.0) == [1]
+    assert finished(wait_until_free(lambda: [GIB, 40 * GIB], [GIB, GIB], timeout_s=0.0)) == [1]
+    others = wait_until_free(lambda: [GIB, 40 * GIB], [GIB, GIB], timeout_s=60.0, without=(1,))
+    assert finished(others) == [], "it is that of workers that stay"
 
 
 def test_without_a_driver_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,4 +52,4 @@ def test_memory_taken_by_a_tensor_is_seen_and_comes_back() -> None:
     assert max(now - base for now, base in zip(memory.used_bytes(), before, strict=True)) > TOLERANCE_BYTES
     del block
     torch.cuda.empty_cache()
-    assert wait_until_free(memory.used_bytes, before, timeout_s=10.0) == []
+    assert finished(wait_until_free(memory.used_bytes, before, timeout_s=10.0)) == []

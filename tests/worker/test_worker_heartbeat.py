@@ -9,14 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from given_process import GivenProcess
 
 from rlhf_core.diagnosis.liveness import GapTracker, LoopClock, judge
-from rlhf_core.run_dir import AttemptDir, new_run_id
+from rlhf_core.run_dir import new_run_id
 from rlhf_core.schemas.reports import Phase
-from rlhf_core.schemas.resources import Role
+from rlhf_core.schemas.resources import GroupPlan, Role
 from rlhf_core.training.types import Reporter
-from rlhf_core.worker.groups.base import Started, WorkerGroup
-from rlhf_core.worker.heartbeat import WARM_BEATS, Beat, SlotFile, slots_folder
+from rlhf_core.worker.groups.base import GroupSeat
+from rlhf_core.worker.heartbeat import MAX_SPOKEN_FOR, WARM_BEATS, Beat, SlotFile, slots_folder
 
 
 @pytest.fixture
@@ -189,11 +190,43 @@ def test_a_thread_that_beats_would_hide_an_endless_loop(
     if beats_from_thread:
         monkeypatch.setattr("rlhf_core.worker.heartbeat._this_thread", lambda: beat._thread)
         threading.Thread(target=keep_beating, daemon=True).start()
-    watch = WorkerGroup(Role.TRAINER, AttemptDir(tmp_path, 1).restart(0), 1, slots, LoopClock())
-    watch.workers = {0: Started(0, 0, os.getpid(), time.monotonic_ns())}
+    seat = GroupSeat("here", 0, slots, LoopClock())
+    watch = GivenProcess(GroupPlan.on_all_nodes(Role.TRAINER, 1, 1), os.getpid(), tmp_path, seat)
+    watch.start()
     until = time.monotonic() + 2 * limit_s
     while time.monotonic() < until:
         pass  # the endless loop
     suspects = judge(watch.living(), GapTracker(5.0, limit_s, limit_s))
     over.set()
     assert bool(suspects) is not beats_from_thread
+
+
+def test_a_worker_speaks_for_other_processes(slots: SlotFile) -> None:
+    """With the controls: none at first, and none any more; more than there is room for are refused."""
+    beat = Beat(slots.path, local_rank=1, rank=7, restart=3)
+    assert slots.read(1).speaks_for == ()
+    beat.speak_for(range(100, 100 + MAX_SPOKEN_FOR))
+    assert slots.read(1).speaks_for == (*range(100, 100 + MAX_SPOKEN_FOR),)
+    assert slots.read(0).speaks_for == (), "the next slot is another worker's"
+    beat.speak_for([])
+    assert slots.read(1).speaks_for == ()
+    with pytest.raises(ValueError, match=f"expected at most {MAX_SPOKEN_FOR}"):
+        beat.speak_for(range(MAX_SPOKEN_FOR + 1))
+
+
+def test_one_worker_is_forgotten_without_the_others(slots: SlotFile) -> None:
+    for local_rank in (0, 1):
+        Beat(slots.path, local_rank, rank=local_rank, restart=0).beat(Phase.TRAIN, 5)
+    slots.clear_worker(1)
+    assert (slots.read(0).step, slots.read(1).pid, slots.read(1).step) == (5, 0, 0)
+
+
+def test_groups_have_slots_of_their_own() -> None:
+    """An agent that is started again removes the file of its own group, and no other."""
+    run_id = new_run_id("toy")
+    first, other = SlotFile(run_id, 1, "here", 1, "trainer"), SlotFile(run_id, 1, "here", 1, "rollout")
+    assert first.path != other.path
+    SlotFile(run_id, 2, "here", 1, "trainer").remove()
+    assert not first.path.exists()
+    assert other.path.exists()
+    other.remove()

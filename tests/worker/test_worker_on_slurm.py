@@ -9,15 +9,16 @@ from pathlib import Path
 
 import psutil
 import pytest
-from agent_runs import REPOSITORY, TARGETS, AgentRun, wait_for
+from agent_runs import REPOSITORY, TARGETS, AgentRun, is_alive, wait_for
 from slurm_cluster import WHY_NOT, Cluster, missing_programs
 
-from rlhf_core.run_dir import read_model
+from rlhf_core.run_dir import RestartDir, read_model, read_models
 from rlhf_core.scheduler.base import JobRequest
 from rlhf_core.scheduler.slurm import SlurmScheduler
 from rlhf_core.schemas.attempts import AttemptState
-from rlhf_core.schemas.failures import Action, FailureKind
-from rlhf_core.schemas.resources import Placement
+from rlhf_core.schemas.failures import Action, Decision, FailureKind, Incident
+from rlhf_core.schemas.reports import MetricsLine
+from rlhf_core.schemas.resources import Placement, Role
 from rlhf_core.schemas.run import SlurmSpec
 from rlhf_core.watchdog.watcher import AttemptFailure, AttemptSnapshot, Watcher, explain
 
@@ -31,32 +32,30 @@ MakeRun = Callable[..., AgentRun]
 Submit = Callable[..., Watcher]
 NODES = ("node1", "node2", "node3")
 
-ONE_CANNOT_START = """
-import os, sys, time
-if "agent" in sys.orig_argv and os.environ["SLURMD_NODENAME"] == "node3":
-    from rlhf_core.schemas.failures import FailureKind
-    from rlhf_core.worker import agent
-
-    def run_role(self, *arguments):
-        time.sleep(2.0)
-        raise agent.AttemptFailed(FailureKind.IMPORT_ERROR, "a library is not there")
-
-    agent.Agent._run_role = run_role
+ONE_CANNOT_COMPILE = """
+import ctypes, os, sys, time
+if sys.orig_argv[-2:] == ["rlhf_core.worker", "prebuild"]:
+    ctypes.CDLL(None).prctl(1, 9)  # it dies with its agent, as the real one does
+    time.sleep(2.0 if os.environ["SLURMD_NODENAME"] == "node3" else 300.0)
+    print("shm.cpp:9:10: fatal error: omp.h: No such file or directory", flush=True)
+    os._exit(1)
 """
 AS_IT_WAS = """
 if "agent" in sys.orig_argv:
     from rlhf_core.schemas.attempts import AttemptState
-    from rlhf_core.worker import agent
+    from rlhf_core.worker import bootstrap
+    from rlhf_core.worker.group_decisions import GroupDecisions
 
-    may_start = agent.Agent._may_start
+    may_start = GroupDecisions.may_start
 
-    def stop_comes_first(self, asked):
-        if asked.stop:
-            return self._end(AttemptState.PREEMPTED, f"ended between two starts of the workers: {asked.stop}")
-        return may_start(self, asked)
+    def stop_comes_first(self):
+        stop = self._asked.stop
+        if stop:
+            return self.end(AttemptState.PREEMPTED, f"ended between two starts of the workers: {stop}")
+        return may_start(self)
 
-    agent.Agent._may_start = stop_comes_first
-    agent._await_outcome = lambda channel: None
+    GroupDecisions.may_start = stop_comes_first
+    bootstrap._await_outcome = lambda channel: None
 """
 """What this file is about, put back."""
 
@@ -79,13 +78,15 @@ def submit(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
-    def start(run: AgentRun, own: str = "") -> Watcher:
+    def start(run: AgentRun, own: str = "", *, native: bool = False) -> Watcher:
         (tmp_path / "own").mkdir()
         (tmp_path / "own" / "sitecustomize.py").write_text(own)
         placement = read_model(run.dir.placement, Placement)
         assert placement is not None
         command = [sys.executable, "-m", "rlhf_core.worker", "agent", "--run-dir", str(run.run_dir.root)]
-        command += ["--attempt", "1", "--path", str(TARGETS), "--target", "trainer=fake_roles:train"]
+        command += ["--attempt", "1", "--path", str(TARGETS)]
+        if not native:
+            command += ["--target", "trainer=fake_roles:train", "--target", "rollout=fake_roles:serve"]
         request = JobRequest(
             run_id=run.run_dir.run_id,
             placement=placement,
@@ -126,16 +127,17 @@ def kill_agent(run: AgentRun, node: str) -> None:
 
 def test_an_agent_that_could_not_start_is_no_preemption(agent_run: MakeRun, submit: Submit) -> None:
     run = agent_run(num_nodes=3)
-    look, failure = at_the_end(submit(run, ONE_CANNOT_START), run)
+    look, failure = at_the_end(submit(run, ONE_CANNOT_COMPILE, native=True), run)
     assert (look.verdict.state, failure.kind) == (AttemptState.FAILED, FailureKind.IMPORT_ERROR)
-    assert "node3: a library is not there" in failure.message
+    assert "node3: operations could not be compiled" in failure.message
+    assert "fatal error: omp.h" in failure.message
     assert failure.decision.action is Action.STOP
 
 
 def test_without_the_mend_it_would_be_taken_for_one(agent_run: MakeRun, submit: Submit) -> None:
     """Negative control. What Slurm says of the job keeps at least the kind right; the reason is lost."""
     run = agent_run(num_nodes=3)
-    look, failure = at_the_end(submit(run, ONE_CANNOT_START + AS_IT_WAS), run)
+    look, failure = at_the_end(submit(run, ONE_CANNOT_COMPILE + AS_IT_WAS, native=True), run)
     assert look.outcome is not None
     assert look.outcome.state is AttemptState.PREEMPTED
     assert (look.verdict.state, failure.kind) == (AttemptState.FAILED, FailureKind.AGENT_KILLED)
@@ -145,8 +147,8 @@ def test_without_the_mend_it_would_be_taken_for_one(agent_run: MakeRun, submit: 
 @pytest.mark.parametrize("when", ["between two starts", "while they train"])
 def test_an_agent_that_is_killed_is_no_preemption(agent_run: MakeRun, submit: Submit, when: str) -> None:
     run = agent_run(num_nodes=3, train={"num_steps": 5000}, supervise={"floor_s": 60.0, "agent_floor_s": 5.0})
-    own = ONE_CANNOT_START if when == "between two starts" else ""
-    watcher = submit(run, own.replace("2.0", "300.0"))
+    own = ONE_CANNOT_COMPILE if when == "between two starts" else ""
+    watcher = submit(run, own.replace("2.0", "300.0"), native=bool(own))
     wait_for(lambda: run.events(0, "peer") if own else len(run.pids(0)) == 6 and run.reached(0, 3))
     kill_agent(run, "node3")
     look, failure = at_the_end(watcher, run)
@@ -164,3 +166,51 @@ def test_a_preemption_is_one(agent_run: MakeRun, submit: Submit, cluster: Cluste
     look, failure = at_the_end(watcher, run)
     assert (look.verdict.state, failure.kind) == (AttemptState.PREEMPTED, FailureKind.PREEMPTION)
     assert run.run_dir.checkpoints()
+
+
+def test_rollout_workers_are_restarted_alone_beside_the_trainers(agent_run: MakeRun, submit: Submit) -> None:
+    """One is killed, one stopped, one hangs; then a trainer is killed. With the control: each fault is found once, in
+    its own group, and nothing is found before the first."""
+    run = agent_run(
+        num_nodes=3,
+        rollouts=1,
+        train={"num_steps": 60},
+        supervise={"floor_s": 60.0, "setup_floor_s": 60.0, "suspect_s": 0.5},
+    )
+    run.script(
+        {"role": "rollout", "generation": 0, "rank": 0, "step": 8, "do": "kill"},
+        {"role": "rollout", "generation": 0, "rank": 1, "step": 16, "do": "stop"},
+        {"role": "rollout", "generation": 0, "rank": 2, "step": 24, "do": "deadlock"},
+        {"restart": 0, "rank": 3, "step": 40, "do": "kill"},
+    )
+    watcher = submit(run)
+    wait_for(lambda: run.reached(1, 5), 120.0)
+    live = {rank: pid for _, pids in run.beside() for rank, pid in pids.items()}
+    assert all(map(is_alive, live.values())), "trainers were restarted, and they live on"
+
+    def look() -> AttemptSnapshot | None:
+        one = watcher.poll()
+        time.sleep(0.5)
+        return one if one.ended else None
+
+    assert wait_for(look, 120.0).verdict.state is AttemptState.COMPLETED
+    paths = [path for restart in run.dir.restarts() for path in restart.incident_files()]
+    found = [one for path in paths if (one := read_model(path, Incident)) is not None]
+    assert [(one.number, one.role, one.failure_kind, one.suspect_ranks) for one in found] == [
+        (1, Role.ROLLOUT, FailureKind.WORKER_KILLED, (0,)),
+        (2, Role.ROLLOUT, FailureKind.HANG, (1,)),
+        (3, Role.ROLLOUT, FailureKind.HANG, (2,)),
+        (4, Role.TRAINER, FailureKind.WORKER_KILLED, (3,)),
+    ]
+    assert [one.suspect_nodes for one in found] == [("node1",), ("node2",), ("node3",), ("node2",)]
+    decisions = [one for restart in run.dir.restarts() for one in agent_decisions_of(restart)]
+    assert [one.action for one in decisions] == [*[Action.RESTART_WORKERS] * 3, Action.RESTART_IN_PLACE]
+    assert [(number, sorted(pids)) for number, pids in run.beside()[3:]] == [(1, [0]), (2, [1]), (3, [2])]
+    # The trainers had one start until one of them was killed, and made every step of it once.
+    assert len(run.pids(0)) == 6
+    assert [line.step for line in read_models(run.restart(0).metrics, MetricsLine)] == [*range(1, 40)]
+
+
+def agent_decisions_of(restart: RestartDir) -> list[Decision]:
+    """Decisions of agent 0, in order."""
+    return [one for path in restart.decision_files() if (one := read_model(path, Decision)) is not None]

@@ -9,16 +9,17 @@ from pathlib import Path
 
 import pytest
 from agent_runs import wait_for
+from given_process import GivenProcess
 
 from rlhf_core.diagnosis.liveness import GapTracker
 from rlhf_core.run_dir import AttemptDir, new_run_id
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import AgentCommand
-from rlhf_core.schemas.resources import Role
+from rlhf_core.schemas.resources import GroupPlan, Role
 from rlhf_core.worker.agent_channel import AgentChannel
 from rlhf_core.worker.agent_store import MemoryAgentStore
 from rlhf_core.worker.event_log import EventLog
-from rlhf_core.worker.groups.base import Started, WorkerGroup
+from rlhf_core.worker.groups.base import GroupSeat, Started
 from rlhf_core.worker.heartbeat import SlotFile
 from rlhf_core.worker.nodes import Nodes
 from rlhf_core.worker.signals import SignalInbox
@@ -56,16 +57,17 @@ def silent_worker() -> Iterator["subprocess.Popen[bytes]"]:
 def _supervise(folder: Path, slots: SlotFile, inbox: SignalInbox, limit_s: float) -> Supervisor:
     restart_dir = AttemptDir(folder, 1).restart(0)
     tracker = GapTracker(5.0, limit_s, limit_s)
-    supervisor = Supervisor(ALONE, slots, inbox, tracker, EventLog("here", restart_dir), list)
+    supervisor = Supervisor(ALONE, inbox, tracker, EventLog("here", restart_dir), list)
     supervisor.enter(Role.TRAINER, restart_dir)
     return supervisor
 
 
-def _watch(supervisor: Supervisor, folder: Path, slots: SlotFile, pid: int) -> WorkerGroup:
-    watch = WorkerGroup(Role.TRAINER, AttemptDir(folder, 1).restart(0), 1, slots, supervisor.clock, "here")
-    watch.begin({0: Started(0, 0, pid, time.monotonic_ns())})
-    supervisor.supervise(watch)
-    return watch
+def _watch(supervisor: Supervisor, folder: Path, slots: SlotFile, pid: int) -> GivenProcess:
+    seat = GroupSeat("here", 0, slots, supervisor.clock)
+    group = GivenProcess(GroupPlan.on_all_nodes(Role.TRAINER, 1, 1), pid, AttemptDir(folder, 1).restart(0), seat)
+    group.start()
+    supervisor.supervise(group, 0)
+    return group
 
 
 def test_a_hang_is_found_although_nothing_can_be_written(
@@ -76,7 +78,7 @@ def test_a_hang_is_found_although_nothing_can_be_written(
     supervisor = _supervise(folder, slots, inbox, 0.5)
     watch = _watch(supervisor, folder, slots, silent_worker.pid)
     supervisor.start()
-    wait_for(lambda: watch.note_exits() or watch.exits, 10.0)
+    wait_for(lambda: watch.poll() or watch.exits, 10.0)
     supervisor.stop()
     assert watch.hang is not None
     assert watch.hang.verdict.kind is FailureKind.HANG

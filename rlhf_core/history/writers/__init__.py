@@ -630,9 +630,11 @@ def write_restarts(connection: Connection, run_id: str, batch: IngestBatch) -> N
     times: dict[tuple[int, int], list[datetime]] = {restart: [] for restart in sorted(batch.restarts)}
     steps: dict[tuple[int, int], list[int]] = {}
     roles: dict[tuple[int, int], str] = {}
+    # Workers that run beside those whose restarts are counted have a generation of their own.
+    beside = {(event.attempt, event.event.role) for event in batch.events if "generation" in event.event.data}
     for event in batch.events:
         times.setdefault((event.attempt, event.restart), []).append(event.event.time)
-        if event.event.role is not None:
+        if event.event.role is not None and (event.attempt, event.event.role) not in beside:
             roles[event.attempt, event.restart] = event.event.role.value
     for metrics in batch.metrics:
         times.setdefault((metrics.attempt, metrics.restart), []).append(metrics.line.time)

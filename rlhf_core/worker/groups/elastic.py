@@ -16,51 +16,50 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
-from torch.distributed.elastic.agent.server.api import WorkerGroup as ElasticGroup
+from torch.distributed.elastic.agent.server.api import WorkerGroup as TorchGroup
+from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing import api as elastic_processes
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from rlhf_core.schemas.resources import Role
-from rlhf_core.worker.groups.base import PEER_TIMEOUT_S, Exit, Started, WorkerGroup
+from rlhf_core.run_dir import RestartDir
+from rlhf_core.schemas.resources import GroupPlan, Role
+from rlhf_core.worker.groups.base import PEER_TIMEOUT_S, Exit, GroupSeat, StartAbandoned, Started, WorkerGroup
+from rlhf_core.worker.groups.gpus import visible_gpus
+from rlhf_core.worker.processes import GROUP_VARIABLE
 from rlhf_core.worker.signals import SAVING, SignalInbox, held_back
 from rlhf_core.worker.warm_workers import WarmWorkers
+from rlhf_core.worker.worker_process import SLOTS_VARIABLE
 
-MONITOR_INTERVAL_S = 0.1
 KILL_TIMEOUT_S = 10.0
+CLOSE_TIMEOUT_S = 5
 PACKAGE = "rlhf_core.worker"
 """Module that a worker's command line runs; its arguments follow."""
 
 
 @dataclass(frozen=True)
-class Start:
-    """What elastic needs to know."""
+class ElasticStart:
+    """Facts that elastic needs about a start."""
 
     name: str
     """Of this start; no other one has it."""
-    node_index: int
-    """Place of this node in the allocation."""
-    num_nodes: int
     store: str
     """``host:port`` of agent 0's store for the workers of this start; empty on a single node, which needs none."""
     command: tuple[str, ...]
     """Arguments after the interpreter; the same for every worker."""
-
-
-class StartAbandoned(Exception):
-    """The order to end came before the workers were started."""
+    folder: RestartDir
+    """Folder of their files."""
 
 
 def prepare_environment() -> None:
-    """Settings that elastic takes from the environment; before the first start.
+    """Set what elastic takes from the environment; before the first start.
 
     All nodes have as many workers, so that ranks need not be told through a store. The list of signals must name at
     least one; SIGQUIT is the one we can take back without a gap that matters.
@@ -71,49 +70,131 @@ def prepare_environment() -> None:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
 
 
-def run_workers(
-    start: Start,
-    group: WorkerGroup,
-    inbox: SignalInbox,
-    on_start: Callable[[list[Started]], None],
-    on_exit: Callable[[Started, Exit], None],
-    has_spoken: Callable[[Started], bool],
-    warm: WarmWorkers | None = None,
-) -> None:
-    """Start the workers of one restart and stay until none of them runs. To be called in the main thread.
+class ElasticGroup(WorkerGroup):
+    """Workers that are started together, once: a group that is restarted together is a new one for each generation.
 
-    How they ended stands in ``group.exits``.
-
-    Args:
-        start: Where to meet, what to run.
-        group: Filled as workers start and end.
-        inbox: Takes back the signal that elastic takes.
-        on_start: Called once, when all are started.
-        on_exit: Called for every worker that ends.
-        has_spoken: Whether a worker has written its outcome, so that there is nothing more to wait for.
-        warm: Spares that workers are made of, where there are any; kept while workers run.
-
-    Raises:
-        StartAbandoned: the workers were not started, because they were to end already.
-        Exception: whatever elastic raises when processes cannot be started.
+    ``start`` and ``poll`` are to be called in the main thread.
     """
-    spec = WorkerSpec(
-        role=group.role,
-        local_world_size=group.num_workers,
-        rdzv_handler=_KnownNodes(start),
-        entrypoint=sys.executable,
-        args=start.command,
-        max_restarts=0,
-        monitor_interval=MONITOR_INTERVAL_S,
-    )
-    _Workers(spec, group, inbox, on_start, on_exit, has_spoken, warm).run()
+
+    def __init__(
+        self,
+        plan: GroupPlan,
+        generation: int,
+        seat: GroupSeat,
+        start: ElasticStart,
+        inbox: SignalInbox,
+        gpus_per_node: int,
+        has_reported: Callable[[WorkerGroup, int], bool],
+        warm: WarmWorkers | None = None,
+    ) -> None:
+        """Args:
+        start: Where to meet, what to run.
+        inbox: Takes back the signal that elastic takes.
+        gpus_per_node: GPUs of the allocation on this node.
+        has_reported: Whether a worker has written its outcome, so that there is nothing more to wait for.
+        warm: Spares that workers are made of, where there are any; kept while workers run.
+        """
+        super().__init__(plan, generation, seat)
+        self._warm = warm
+        self._start = start
+        self._inbox = inbox
+        self._gpus_per_node = gpus_per_node
+        self._has_reported = has_reported
+        self._elastic: _Elastic | None = None
+        self._failed_at_s: float | None = None
+        self._ended_at_s: float | None = None
+
+    def folder(self, local_rank: int) -> RestartDir:
+        """Folder of this start, the same for all workers."""
+        return self._start.folder
+
+    def start(self) -> None:
+        """Start the workers of this node.
+
+        Raises:
+            StartAbandoned: they were to end before they were started.
+            Exception: whatever elastic raises when processes cannot be started.
+        """
+        if self.num_workers == 0:
+            self._begin({})
+            return
+        prepare_environment()
+        self.seat.slots.clear()
+        spec = WorkerSpec(
+            role=self.role,
+            local_world_size=self.num_workers,
+            rdzv_handler=_KnownNodes(self._start, self.seat.position, len(self.plan.nodes)),
+            entrypoint=sys.executable,
+            args=self._start.command,
+            max_restarts=0,
+        )
+        self._elastic = _Elastic(spec, lambda: self.killing)
+        started_ns = time.monotonic_ns()
+        # Elastic hands its own environment on, and this thread is the only one that starts workers.
+        own = {SLOTS_VARIABLE: str(self.seat.slots.path), GROUP_VARIABLE: self.role.value}
+        environment = {**own, **visible_gpus(self.plan, self._gpus_per_node)}
+        with _environment(environment), _from_spares(self._warm):
+            started = self._elastic.launch()
+        self._inbox.install()
+        self._begin({local: Started(local, rank, pid, started_ns) for local, (rank, pid) in started.items()})
+
+    def poll(self) -> Sequence[tuple[Started, Exit]]:
+        """Take note of workers that have ended. Once one has failed, its peers are ended too: they may report what they
+        saw for ``PEER_TIMEOUT_S`` before."""
+        found = self._note_exits()
+        self._keep_spares()
+        now_s = time.monotonic()
+        if self.failed and not self.all_ended:
+            self._failed_at_s = now_s if self._failed_at_s is None else self._failed_at_s
+            reported = all(map(self._is_done, self.workers.values()))
+            if self._ended_at_s is None and (reported or now_s - self._failed_at_s > PEER_TIMEOUT_S):
+                self._ended_at_s = now_s
+                self.end()
+        return found
+
+    def _keep_spares(self) -> None:
+        # Not while workers import, which need the processors; nor for evaluators, which take what the trainers left.
+        if self._warm is not None and self.role is Role.TRAINER and not self.failed and self.is_past_setup:
+            self._warm.keep()
+
+    @property
+    def is_over(self) -> bool:
+        """True if no worker runs any more, or those that were killed do not end."""
+        given_up = self._ended_at_s is not None and time.monotonic() - self._ended_at_s > KILL_TIMEOUT_S
+        return self.all_ended or given_up
+
+    def close(self) -> None:
+        """End whatever is left, and collect the exits."""
+        if self._elastic is not None:
+            if not self.all_ended:
+                self.end()
+            self._elastic.close()
+
+    def _is_done(self, worker: Started) -> bool:
+        return worker.local_rank in self.exits or self._has_reported(self, worker.local_rank)
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 class _KnownNodes(RendezvousHandler):
     """A rendezvous of nodes that have met before: nothing is sent, nothing is read, no port is opened."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: ElasticStart, node_index: int, num_nodes: int) -> None:
         self._start = start
+        self._node_index = node_index
+        self._num_nodes = num_nodes
 
     def get_backend(self) -> str:
         return "known"
@@ -127,7 +208,7 @@ class _KnownNodes(RendezvousHandler):
         start = self._start
         host, _, port = start.store.rpartition(":")
         place = RendezvousStoreInfo(host, int(port)) if start.store else RendezvousStoreInfo("127.0.0.1", _unused())
-        return RendezvousInfo(HashStore(), start.node_index, start.num_nodes, place)
+        return RendezvousInfo(HashStore(), self._node_index, self._num_nodes, place)
 
     def is_closed(self) -> bool:
         return False
@@ -146,92 +227,35 @@ class _KnownNodes(RendezvousHandler):
 
 
 def _unused() -> int:
-    """A number for MASTER_PORT that nobody else on this machine has just now. Native workers do not listen there, but
-    it is part of the names that DeepSpeed gives to shared memory; a target of the user may."""
+    """A number for MASTER_PORT that no other process on this machine has just now. Native workers do not listen there,
+    but it is part of the names that DeepSpeed gives to shared memory; a target of the user may."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
 
 
-class _Workers(LocalElasticAgent):
-    """Elastic's agent with our way of starting, watching and ending."""
+class _Elastic(LocalElasticAgent):
+    """Elastic's agent with our way of starting and ending: its own loop never runs."""
 
-    def __init__(
-        self,
-        spec: WorkerSpec,
-        group: WorkerGroup,
-        inbox: SignalInbox,
-        on_start: Callable[[list[Started]], None],
-        on_exit: Callable[[Started, Exit], None],
-        has_spoken: Callable[[Started], bool],
-        warm: WarmWorkers | None,
-    ) -> None:
+    def __init__(self, spec: WorkerSpec, is_ending: Callable[[], bool]) -> None:
         super().__init__(spec, _NoRedirects())
-        self._warm = warm
-        self._group = group
-        self._inbox = inbox
-        self._on_start = on_start
-        self._on_exit = on_exit
-        self._has_spoken = has_spoken
+        self._is_ending = is_ending
 
-    def _start_workers(self, worker_group: ElasticGroup) -> dict[int, object]:
-        if self._group.killing:
+    def launch(self) -> dict[int, tuple[int, int]]:
+        """Deal the ranks and start the processes; rank and process id by local rank."""
+        self._initialize_workers(self._worker_group)
+        return {worker.local_rank: (worker.global_rank, worker.id) for worker in self._worker_group.workers}
+
+    def close(self) -> None:
+        """Collect the exits of the processes, which have ended or are killed."""
+        self._shutdown(signal.SIGKILL, CLOSE_TIMEOUT_S)
+
+    def _start_workers(self, worker_group: TorchGroup) -> dict[int, object]:
+        if self._is_ending():
             raise StartAbandoned
-        started_ns = time.monotonic_ns()
-        with held_back(SAVING), _from_spares(self._warm):
-            pids: dict[int, int] = super()._start_workers(worker_group)
-        self._inbox.install()
-        started = {
-            worker.local_rank: Started(worker.local_rank, worker.global_rank, pids[worker.local_rank], started_ns)
-            for worker in worker_group.workers
-        }
-        self._group.begin(started)
-        self._on_start(list(started.values()))
-        return dict(pids)
-
-    def _monitor_workers(self, worker_group: ElasticGroup) -> RunResult:
-        self._note_exits()
-        if self._group.failed:
-            self._settle()
-        elif not self._group.all_ended:
-            self._keep_spares()
-            return RunResult(state=WorkerState.HEALTHY)
-        # All have ended, so elastic finds nothing that it could end; it collects their exits.
-        result: RunResult = super()._monitor_workers(worker_group)
-        return result
-
-    def _keep_spares(self) -> None:
-        # Not while workers import, which need the processors; nor for evaluators, which take what the trainers left.
-        if self._warm is not None and self._group.role is Role.TRAINER and self._group.is_past_setup:
-            self._warm.keep()
-
-    def _settle(self) -> None:
-        """Hear what the peers of the worker that died have to say, then end them, and see them gone."""
-        self._wait_until(lambda: all(map(self._is_done, self._group.workers.values())), PEER_TIMEOUT_S)
-        self._group.kill()
-        self._wait_until(lambda: self._group.all_ended, KILL_TIMEOUT_S)
-
-    def _is_done(self, worker: Started) -> bool:
-        return worker.local_rank in self._group.exits or self._has_spoken(worker)
-
-    def _wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition() and time.monotonic() < deadline:
-            time.sleep(0.02)
-            self._note_exits()
-
-    def _note_exits(self) -> None:
-        for worker, end in self._group.note_exits():
-            self._on_exit(worker, end)
-
-    def _exit_barrier(self) -> None:
-        """Do not wait for the other nodes: the agents agree on how a start has ended (``agent_channel.py``)."""
-
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGKILL, timeout: int = 5) -> None:
-        if not self._group.all_ended:
-            self._group.kill()
-        super()._shutdown(signal.SIGKILL, timeout)
+        with held_back(SAVING):
+            return dict(super()._start_workers(worker_group))
 
 
 @contextlib.contextmanager

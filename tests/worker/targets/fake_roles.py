@@ -13,11 +13,13 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 from rlhf_core.errors import DiskFull, NonFiniteLoss, RewardFailed
 from rlhf_core.run_dir import CheckpointDir, LineWriter, checksum, remove_tree, write_model
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import CheckpointManifest, MetricsLine, Phase
+from rlhf_core.schemas.resources import Role
 from rlhf_core.training.types import RoleResult, WorkerContext
 
 STEP_S = 0.05
@@ -70,6 +72,8 @@ def train(context: WorkerContext) -> RoleResult:
         step += 1
         context.reporter.beat(Phase.ROLLOUT, step)
         _obey_script(context, step)
+        if context.rank == 0:
+            _await_rollouts(context, step)
         time.sleep(STEP_S)
         context.reporter.beat(Phase.TRAIN, step)
         wants = {"": 0, "save": 1, "stop": 1000}[context.reporter.request()]
@@ -85,6 +89,39 @@ def train(context: WorkerContext) -> RoleResult:
         if votes >= 1000:
             return RoleResult.STOPPED_EARLY
     return RoleResult.DONE
+
+
+def serve(context: WorkerContext) -> RoleResult:
+    """A rollout worker: beats, and counts in a file for the trainers that wait for it. It is at their step."""
+    wanted = context.run_dir.root / "wanted"
+    step = 0
+    _obey_script(context, step)
+    while True:
+        context.reporter.beat(Phase.ROLLOUT, step)
+        now = int(wanted.read_text(encoding="utf-8") or step) if wanted.exists() else 0
+        if now != step:
+            step = now
+            _obey_script(context, step)
+        served = _served(context, context.rank)
+        served.with_suffix(".new").write_text(str(time.monotonic_ns()), encoding="utf-8")
+        served.with_suffix(".new").rename(served)
+        time.sleep(STEP_S / 2)
+
+
+def _served(context: WorkerContext, rank: int) -> Path:
+    return context.run_dir.root / f"served-{rank}"
+
+
+def _await_rollouts(context: WorkerContext, step: int) -> None:
+    """Wait for something new from every rollout worker, where there are any; without a beat, as a request would."""
+    groups = context.placement.groups
+    files = [_served(context, k) for one in groups if one.role is Role.ROLLOUT for k in range(one.num_workers)]
+    if files:
+        (context.run_dir.root / "wanted").write_text(str(step), encoding="utf-8")
+    before = {path: path.read_text(encoding="utf-8") if path.exists() else "" for path in files}
+    for path in files:
+        while not path.exists() or path.read_text(encoding="utf-8") == before[path]:
+            time.sleep(0.01)
 
 
 def evaluate(context: WorkerContext) -> RoleResult:
@@ -131,7 +168,12 @@ def _obey_script(context: WorkerContext, step: int) -> None:
     if not path.exists():
         return
     for line in json.loads(path.read_bytes()):
+        # Lines without a role are for the groups whose restarts are counted.
+        if line.get("role", "" if context.generation is not None else context.role.value) != context.role.value:
+            continue
         if line.get("restart", context.restart) != context.restart or line["rank"] != context.rank:
+            continue
+        if line.get("generation", context.generation) != context.generation:
             continue
         if line["step"] == step:
             _do(line["do"], context)
@@ -168,6 +210,15 @@ def _do(what: str, context: WorkerContext) -> None:
             raise NonFiniteLoss("loss is nan at step 3")
         case "value":
             raise ValueError(f"something nobody has seen before, number {context.restart}")
+        case "child_stops":
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
+            context.reporter.speak_for([child.pid])  # type: ignore[attr-defined]
+            (context.run_dir.root / "child").write_text(str(child.pid), encoding="utf-8")
+            child.send_signal(signal.SIGSTOP)
+            child.wait()
+        case "await_go":
+            while not (context.run_dir.root / "go").exists():
+                time.sleep(0.01)
         case "exit":
             os._exit(0)
         case "children":

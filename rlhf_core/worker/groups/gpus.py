@@ -1,0 +1,32 @@
+"""The GPUs that the workers of a group see."""
+
+import os
+from collections.abc import Mapping
+
+from rlhf_core.schemas.resources import GroupPlan
+
+VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
+
+
+def visible_gpus(
+    plan: GroupPlan, gpus_per_node: int, local_rank: int | None = None, environment: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Environment variables that show a worker its GPUs; nothing where it may see all that the node was given.
+
+    Args:
+        plan: Its group.
+        gpus_per_node: GPUs of the allocation on the node.
+        local_rank: Of a worker that is restarted alone, which gets its share of the group's GPUs; None where all
+            workers of the group see the same.
+        environment: That of the agent, in which the scheduler may have named the GPUs of the allocation.
+    """
+    gpus = plan.gpus
+    if local_rank is not None and gpus:
+        share = max(1, len(gpus) // plan.workers_per_node)
+        first = local_rank * share % len(gpus)
+        gpus = gpus[first : first + share]
+    if not gpus or gpus == tuple(range(gpus_per_node)):
+        return {}
+    given = environment.get(VISIBLE_VARIABLE, "")
+    names = [name.strip() for name in given.split(",")] if given else []
+    return {VISIBLE_VARIABLE: ",".join(names[gpu] if gpu < len(names) else str(gpu) for gpu in gpus)}

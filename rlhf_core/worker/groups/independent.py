@@ -1,0 +1,114 @@
+"""Workers that know nothing of each other: one process each, restarted alone while all others stay at work."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from rlhf_core.run_dir import AttemptDir, RestartDir
+from rlhf_core.schemas.resources import GroupPlan
+from rlhf_core.worker.groups.base import Exit, GroupSeat, StartAbandoned, Started, WorkerGroup
+from rlhf_core.worker.groups.gpus import visible_gpus
+from rlhf_core.worker.processes import GROUP_VARIABLE
+from rlhf_core.worker.signals import SAVING, held_back
+from rlhf_core.worker.worker_process import SLOTS_VARIABLE
+
+REAP_TIMEOUT_S = 5.0
+
+
+class IndependentGroup(WorkerGroup):
+    """The workers of one group on this node, over all their starts in a phase. Each start has its own generation."""
+
+    def __init__(
+        self,
+        plan: GroupPlan,
+        seat: GroupSeat,
+        attempt: AttemptDir,
+        command: Callable[[int], Sequence[str]],
+        gpus_per_node: int,
+    ) -> None:
+        """Args:
+        attempt: Folder of the attempt.
+        command: Arguments after the interpreter, by generation.
+        gpus_per_node: GPUs of the allocation on this node.
+        """
+        super().__init__(plan, 0, seat)
+        self.generations = dict.fromkeys(range(self.num_workers), 0)
+        """Start of each worker, by local rank."""
+        self._attempt = attempt
+        self._command = command
+        self._gpus_per_node = gpus_per_node
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def folder(self, local_rank: int) -> RestartDir:
+        """Folder of the present start of a worker."""
+        return self.folder_of(self.generations[local_rank])
+
+    def folder_of(self, generation: int) -> RestartDir:
+        """Folder of one start."""
+        return self._attempt.group(self.role, generation)
+
+    def marker(self, local_rank: int) -> str:
+        """Value of ``GROUP_VARIABLE`` of a worker and of all that it starts."""
+        return f"{self.role}/{local_rank}"
+
+    def start(self) -> None:
+        """Start all workers of this node.
+
+        Raises:
+            StartAbandoned: they were to end before they were started.
+            OSError: a process cannot be started.
+        """
+        if self.killing:
+            raise StartAbandoned
+        self.seat.slots.clear()
+        self._begin({local_rank: self._launch(local_rank) for local_rank in range(self.num_workers)})
+
+    def restart(self, local_rank: int, generation: int) -> Started | None:
+        """Start one worker again, of which the last start has ended.
+
+        Returns:
+            The worker; None where all are to end.
+
+        Raises:
+            OSError: the process cannot be started.
+        """
+        with self._lock:
+            if self.killing:
+                return None
+            self._ended.discard(local_rank)
+            self.generation = max(self.generation, generation)
+            self.generations[local_rank] = generation
+            self.seat.slots.clear_worker(local_rank)
+        started = self._launch(local_rank)
+        with self._lock:
+            self.workers[local_rank] = started
+            del self.exits[local_rank]
+        self._end_if_killed()
+        return started
+
+    def poll(self) -> Sequence[tuple[Started, Exit]]:
+        """Take note of workers that have ended, and collect their exits."""
+        found = self._note_exits()
+        for worker, _ in found:
+            # What it was is known; this only takes it off the kernel's list.
+            self._processes[worker.local_rank].wait(REAP_TIMEOUT_S)
+        return found
+
+    def _launch(self, local_rank: int) -> Started:
+        rank = self.rank(local_rank)
+        environment = os.environ | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(self.plan.num_workers),
+            SLOTS_VARIABLE: str(self.seat.slots.path),
+            GROUP_VARIABLE: self.marker(local_rank),
+            **visible_gpus(self.plan, self._gpus_per_node, local_rank),
+        }
+        started_ns = time.monotonic_ns()
+        with held_back(SAVING):
+            self._processes[local_rank] = subprocess.Popen(
+                [sys.executable, *self._command(self.generations[local_rank])], env=environment, start_new_session=True
+            )
+        return Started(local_rank, rank, self._processes[local_rank].pid, started_ns)

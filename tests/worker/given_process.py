@@ -1,0 +1,25 @@
+"""A group of one worker whose process is there already."""
+
+import time
+from pathlib import Path
+
+from rlhf_core.run_dir import RestartDir
+from rlhf_core.schemas.resources import GroupPlan
+from rlhf_core.worker.groups.base import GroupSeat, Started, WorkerGroup
+
+
+class GivenProcess(WorkerGroup):
+    """The group of a test."""
+
+    def __init__(self, plan: GroupPlan, pid: int, folder: RestartDir | Path, seat: GroupSeat) -> None:
+        super().__init__(plan, 0, seat)
+        self._pid = pid
+        self._folder = folder if isinstance(folder, RestartDir) else RestartDir(folder, 1, 0)
+
+    def start(self) -> None:
+        """Take the process for the worker."""
+        self._begin({0: Started(0, 0, self._pid, time.monotonic_ns())})
+
+    def folder(self, local_rank: int) -> RestartDir:
+        """The folder that was given."""
+        return self._folder

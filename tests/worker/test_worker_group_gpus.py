@@ -1,0 +1,31 @@
+"""GPUs that the workers of a group see."""
+
+import pytest
+
+from rlhf_core.schemas.resources import GroupPlan, Role
+from rlhf_core.worker.groups.gpus import VISIBLE_VARIABLE, visible_gpus
+
+
+def plan(*gpus: int, workers: int = 2) -> GroupPlan:
+    return GroupPlan(role=Role.ROLLOUT, nodes=(0,), workers_per_node=workers, gpus=gpus, restart="alone")
+
+
+@pytest.mark.parametrize(
+    ("group", "local_rank", "given", "visible"),
+    [
+        (plan(), None, "", None),
+        (plan(0, 1, 2, 3), None, "", None),
+        (plan(2, 3), None, "", "2,3"),
+        (plan(2, 3), 1, "", "3"),
+        (plan(0, 1, 2, 3), 1, "", "2,3"),
+        (plan(2, 3), 0, "GPU-a,GPU-b,GPU-c,GPU-d", "GPU-c"),
+        (plan(3, workers=2), 1, "", "3"),
+    ],
+    ids=["no GPU", "all of the node", "a part", "a share", "a share of all", "as the scheduler names them", "shared"],
+)
+def test_workers_see_the_gpus_of_their_group(
+    group: GroupPlan, local_rank: int | None, given: str, visible: str | None
+) -> None:
+    environment = {VISIBLE_VARIABLE: given} if given else {}
+    expected = {} if visible is None else {VISIBLE_VARIABLE: visible}
+    assert visible_gpus(group, 4, local_rank, environment) == expected

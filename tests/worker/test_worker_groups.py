@@ -1,0 +1,177 @@
+"""Rollout workers beside the trainers: one that fails is found, blamed and started again alone; training goes on."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from agent_runs import AgentRun, is_alive, wait_for
+
+from rlhf_core.run_dir import read_model, read_models
+from rlhf_core.schemas.attempts import AttemptState
+from rlhf_core.schemas.failures import Action, Decision, FailureKind, Incident
+from rlhf_core.schemas.reports import MetricsLine
+from rlhf_core.schemas.resources import Role
+
+MakeRun = Callable[..., AgentRun]
+
+pytestmark = pytest.mark.end_to_end
+
+SUPERVISE = {"floor_s": 60.0, "setup_floor_s": 60.0, "suspect_s": 0.5, "evidence_s": 10.0}
+STEPS = 40
+
+NOBODY_WAITS = """
+import sys
+from rlhf_core.diagnosis import liveness
+liveness.WAITS_FOR = {}
+from rlhf_core.worker.__main__ import main
+sys.exit(main())
+"""
+"""The agent without the rule that a trainer waits for the rollout workers."""
+
+
+def incidents(run: AgentRun) -> list[tuple[Incident, Decision]]:
+    """All of an attempt, with the decisions about them, in order."""
+    found = []
+    for restart in run.dir.restarts():
+        for path, decided in zip(restart.incident_files(), restart.decision_files(), strict=True):
+            incident, decision = read_model(path, Incident), read_model(decided, Decision)
+            assert incident is not None
+            assert decision is not None
+            assert incident.number == decision.number
+            found.append((incident, decision))
+    return found
+
+
+def assert_training_was_untouched(run: AgentRun, num_ranks: int = 2) -> None:
+    """One start of the trainers, and every step once."""
+    assert [restart.restart for restart in run.dir.restarts()] == [0]
+    assert len(run.pids(0)) == num_ranks
+    steps = [line.step for line in read_models(run.restart(0).metrics, MetricsLine)]
+    assert steps == [*range(1, STEPS + 1)]
+    assert run.outcome().num_restarts == 0
+
+
+@pytest.mark.parametrize(
+    ("do", "kind", "said"),
+    [
+        ("kill", FailureKind.WORKER_KILLED, "SIGKILL"),
+        ("stop", FailureKind.HANG, "state T"),
+        ("deadlock", FailureKind.HANG, "a lock of its own"),
+    ],
+)
+def test_a_rollout_worker_is_restarted_alone(agent_run: MakeRun, do: str, kind: FailureKind, said: str) -> None:
+    run = agent_run(rollouts=2, train={"num_steps": STEPS}, supervise=SUPERVISE)
+    run.script({"role": "rollout", "generation": 0, "rank": 1, "step": 20, "do": do})
+    run.start()
+    code, output = run.finish()
+    assert (code, run.outcome().state) == (0, AttemptState.COMPLETED), output
+    assert_training_was_untouched(run)
+    ((incident, decision),) = incidents(run)
+    assert (incident.failure_kind, incident.role, incident.suspect_ranks) == (kind, Role.ROLLOUT, (1,))
+    assert said in incident.message
+    assert (incident.number, decision.action) == (1, Action.RESTART_WORKERS)
+    (first, both), (second, again) = run.beside()
+    assert (first, sorted(both), second, sorted(again)) == (0, [0, 1], 1, [1]), "rank 0 has stayed at work"
+    evidence = run.run_dir.root / incident.evidence_dir
+    assert evidence == run.dir.group("rollout", 0).evidence_dir
+    if kind is FailureKind.HANG:
+        assert "_do (" in (evidence / f"stack-{incident.suspect_nodes[0]}-1.txt").read_text(encoding="utf-8")
+        assert not list(evidence.glob("stack-*-0.txt")), "the others are left alone"
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["", "without the rule"])
+def test_a_trainer_that_waits_for_a_rollout_worker_is_not_called_hung(
+    agent_run: MakeRun, tmp_path: Path, waits: bool
+) -> None:
+    """With the negative control: without the rule the trainers are blamed, and started again for nothing."""
+    limit_s = 1.0
+    run = agent_run(
+        rollouts=1,
+        train={"num_steps": STEPS},
+        supervise={**SUPERVISE, "floor_s": limit_s, "gap_factor": 1.0, "max_restarts": 1},
+    )
+    # The second start takes its time, as one that loads a large model does.
+    run.script(
+        {"role": "rollout", "generation": 0, "rank": 0, "step": 20, "do": "kill"},
+        {"role": "rollout", "generation": 1, "rank": 0, "step": 0, "do": "await_go"},
+    )
+    if not waits:
+        (tmp_path / "agent.py").write_text(NOBODY_WAITS)
+        run.program = (str(tmp_path / "agent.py"),)
+    run.start()
+    wait_for(lambda: longest_silence_s(run) > 4 * limit_s if waits else Role.TRAINER in blamed(run))
+    (run.run_dir.root / "go").touch()
+    code, output = run.finish()
+    assert code == 0, output
+    assert blamed(run) == ([Role.ROLLOUT] if waits else [Role.ROLLOUT, Role.TRAINER])
+    if waits:
+        assert_training_was_untouched(run)
+
+
+def longest_silence_s(run: AgentRun) -> float:
+    """Of the trainers, as the agent published it last."""
+    status = run.status(0)
+    return max((rank.age_s for rank in status.ranks if rank.role is Role.TRAINER), default=0.0) if status else 0.0
+
+
+def blamed(run: AgentRun) -> list[Role | None]:
+    """Roles in which something went wrong, in order; decisions about it need not be there yet."""
+    paths = [path for restart in run.dir.restarts() for path in restart.incident_files()]
+    found = [incident for path in paths if (incident := read_model(path, Incident)) is not None]
+    return [incident.role for incident in found]
+
+
+def test_trainers_are_restarted_while_rollout_workers_live_on(agent_run: MakeRun) -> None:
+    run = agent_run(evaluator=True, rollouts=2, train={"num_steps": STEPS}, supervise=SUPERVISE)
+    run.script({"restart": 0, "rank": 1, "step": 8, "do": "kill"})
+    run.start()
+    wait_for(lambda: run.reached(1, 3))
+    ((generation, pids),) = run.beside()
+    assert (generation, len(pids)) == (0, 2)
+    assert all(map(is_alive, pids.values())), "the same processes, beside new trainers"
+    code, output = run.finish()
+    assert (code, run.outcome().state, run.outcome().num_restarts) == (0, AttemptState.COMPLETED, 1), output
+    ((incident, decision),) = incidents(run)
+    assert (incident.role, decision.action) == (Role.TRAINER, Action.RESTART_IN_PLACE)
+    assert not any(map(is_alive, pids.values())), "they ended with the phase"
+    assert (run.run_dir.root / "evaluated-1").exists()
+
+
+def test_a_rollout_worker_that_fails_every_time_ends_the_attempt(agent_run: MakeRun) -> None:
+    run = agent_run(rollouts=1, train={"num_steps": 1000}, supervise=SUPERVISE)
+    run.script({"role": "rollout", "rank": 0, "step": 3, "do": "reward"})
+    run.start()
+    code, output = run.finish()
+    outcome = run.outcome()
+    assert (code, outcome.state) == (1, AttemptState.FAILED), output
+    assert outcome.failure_kind is FailureKind.REWARD_FUNCTION
+    ((incident, decision),) = incidents(run)
+    assert (incident.role, decision.action) == (Role.ROLLOUT, Action.STOP)
+
+
+def test_a_worker_is_blamed_for_the_process_it_speaks_for(agent_run: MakeRun) -> None:
+    """A rank of a wrapped trainer does not beat itself: its state and its stack are those that count."""
+    run = agent_run(rollouts=1, train={"num_steps": STEPS}, supervise=SUPERVISE)
+    run.script({"role": "rollout", "generation": 0, "rank": 0, "step": 20, "do": "child_stops"})
+    run.start()
+    code, output = run.finish()
+    assert code == 0, output
+    ((incident, decision),) = incidents(run)
+    child = (run.run_dir.root / "child").read_text(encoding="utf-8")
+    assert (incident.failure_kind, decision.action) == (FailureKind.HANG, Action.RESTART_WORKERS)
+    assert f"process {child}" in incident.message
+    evidence = run.run_dir.root / incident.evidence_dir
+    assert list(evidence.glob(f"stack-*-0-pid{child}.txt"))
+    assert not is_alive(int(child)), "it ended with the worker"
+
+
+def test_a_rollout_worker_of_another_node_is_restarted_alone(agent_run: MakeRun) -> None:
+    run = agent_run(num_nodes=2, rollouts=1, train={"num_steps": STEPS}, supervise=SUPERVISE)
+    run.script({"role": "rollout", "generation": 0, "rank": 1, "step": 20, "do": "kill"})
+    run.start_all(2)
+    assert run.finish_all() == [0, 0], run.printed(0) + run.printed(1)
+    assert_training_was_untouched(run, num_ranks=4)
+    ((incident, decision),) = incidents(run)
+    assert (incident.role, incident.suspect_nodes) == (Role.ROLLOUT, ("node2",))
+    assert decision.action is Action.RESTART_WORKERS
+    assert sorted((generation, sorted(pids)) for generation, pids in run.beside()) == [(0, [0]), (0, [1]), (1, [1])]
