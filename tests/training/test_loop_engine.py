@@ -1,7 +1,11 @@
 """The DeepSpeed engine against plain torch: the same gradients and weights for every way of splitting a batch."""
 
+import contextlib
 import copy
+import importlib.util
 import math
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +108,8 @@ def every_scenario(rank: int, num_ranks: int, run_dir: str, micro_batch_sizes: l
             same = all(torch.equal(straight[key], value) for key, value in twin.state_dict().items())
             results[f"{name} in {dtype}"] = same
     results["zero"] = step_of_every_zero_stage(ranks, part)
+    results["has imported MLflow"] = "mlflow" in sys.modules
+    results["can import MLflow"] = importlib.util.find_spec("mlflow") is not None
     results["compiled"] = [path.name for path in Path(f"{run_dir}-extensions-{rank}").rglob("*.so")]
     leave_process_group(ranks)
     return results
@@ -111,8 +117,6 @@ def every_scenario(rank: int, num_ranks: int, run_dir: str, micro_batch_sizes: l
 
 def find_no_compiler(run_dir: str, rank: int) -> None:
     """Let this rank find no program, and nothing that another process has compiled."""
-    import os
-
     os.environ["PATH"] = ""
     os.environ.pop("CXX", None)
     os.environ["TORCH_EXTENSIONS_DIR"] = f"{run_dir}-extensions-{rank}"
@@ -143,13 +147,17 @@ def step_of_every_zero_stage(ranks: Any, part: slice) -> dict[str, tuple[float, 
 
 
 def let_deepspeed_compile(rank: int, num_ranks: int, run_dir: str) -> None:
-    """Join a process group as DeepSpeed does by itself."""
+    """Import DeepSpeed and join a process group as it does by itself."""
     from rlhf_core.training.distributed import init_process_group
     from rlhf_core.training.trainers import engine
 
     find_no_compiler(run_dir, rank)
     engine._compile_nothing = lambda deepspeed: None
-    engine._join_deepspeed(init_process_group(make_context(run_dir, tiny_spec(), rank, num_ranks)))
+    engine._without = lambda module: contextlib.nullcontext()  # type: ignore[assignment]
+    try:
+        engine._join_deepspeed(init_process_group(make_context(run_dir, tiny_spec(), rank, num_ranks)))
+    finally:
+        print("has imported MLflow:", "mlflow" in sys.modules)
 
 
 def plain_torch(folder: Path) -> tuple[list[float], dict[str, Any]]:
@@ -260,11 +268,19 @@ def test_no_stage_of_zero_needs_a_compiler(two_ranks: list[dict[str, Any]]) -> N
     assert [results["compiled"] for results in two_ranks] == [[], []]
 
 
-def test_deepspeed_by_itself_would_compile(folder: Path) -> None:
+def test_no_rank_imports_mlflow_unasked(two_ranks: list[dict[str, Any]]) -> None:
+    """DeepSpeed does where it is installed, as it is here; a reward function still may."""
+    for results in two_ranks:
+        assert not results["has imported MLflow"]
+        assert results["can import MLflow"]
+
+
+def test_deepspeed_by_itself_would_compile_and_import_mlflow(folder: Path) -> None:
     """Negative control."""
     (rank,) = launch(let_deepspeed_compile, 1, folder / "compiling", run_dir=str(folder / "compiling"))
     assert rank.exit_code == 1
     assert "Unable to JIT load the deepspeed_shm_comm op" in rank.error, rank.output
+    assert "has imported MLflow: True" in rank.output
 
 
 def test_learning_rate_is_a_function_of_the_step() -> None:

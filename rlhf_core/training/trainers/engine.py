@@ -10,6 +10,7 @@ import io
 import logging
 import math
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -126,7 +127,7 @@ def load_deepspeed(*, on_cpu: bool) -> Any:
     """Import DeepSpeed, which takes more than a second the first time; CUDA and process groups stay untouched."""
     if on_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise DeepSpeed looks for other devices, and warns
-    with _quick_and_quiet():
+    with _quick_and_quiet(), _without("mlflow"):
         import deepspeed
 
         deepspeed.utils.logger.setLevel(logging.WARNING)
@@ -165,6 +166,23 @@ def _sample_of(policy: nn.Module) -> Tensor:
 
 def _spread(size: int, device: torch.device) -> Tensor:
     return torch.arange(_SAMPLED_ENTRIES, device=device) * size // _SAMPLED_ENTRIES
+
+
+@contextlib.contextmanager
+def _without(module: str) -> Iterator[None]:
+    """Hide an installed module from what is imported meanwhile.
+
+    DeepSpeed's autotuner, which we do not use, imports MLflow where it is installed, and MLflow imports pandas, FastAPI
+    and its telemetry: a second of every start and restart, four fifths of the import of DeepSpeed.
+    """
+    if module in sys.modules:
+        yield
+        return
+    sys.modules[module] = None  # type: ignore[assignment]  # the import system's way to say that there is none
+    try:
+        yield
+    finally:
+        del sys.modules[module]
 
 
 @contextlib.contextmanager
