@@ -66,6 +66,8 @@ class Campaign:
     seed: int
     cluster: Cluster | None
     keep: bool
+    num_ranks: int = NUM_RANKS
+    """Of the undisturbed run, one on each node."""
 
     @property
     def reference_file(self) -> Path:
@@ -90,7 +92,8 @@ class Campaign:
                 equal weights would prove nothing.
         """
         if not self.reference_file.exists():
-            plain = Scenario("reference", (), LONGEST_RUN, overrides=("checkpoint.keep_last=1000",))
+            overrides = ("checkpoint.keep_last=1000",)
+            plain = Scenario("reference", (), LONGEST_RUN, self.num_ranks, self.num_ranks, overrides)
             if self.cluster is None:
                 plain = on_one_node(plain)
             with self._site(plain) as place:

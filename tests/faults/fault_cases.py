@@ -63,6 +63,8 @@ class Scenario:
     faults: tuple[Fault, ...]
     total_steps: int
     num_nodes: int = NUM_RANKS
+    num_ranks: int = NUM_RANKS
+    """Of all nodes together."""
     overrides: tuple[str, ...] = ()
     needs: frozenset[str] = field(default_factory=frozenset)
     """``slurm``, ``namespaces``, ``postgres``, ``prefect``, ``small_disk``, ``memory_group``."""
@@ -75,7 +77,7 @@ class Scenario:
         own = [
             f"train.num_steps={self.total_steps - CHECKPOINT_EVERY}",
             f"resources.num_nodes={self.num_nodes}",
-            f"resources.ranks_per_node={NUM_RANKS // self.num_nodes}",
+            f"resources.ranks_per_node={self.num_ranks // self.num_nodes}",
             *self.overrides,
         ]
         return [word for setting in own for word in ("--set", setting)]

@@ -7,13 +7,16 @@ from collections.abc import Iterator
 
 import pytest
 from campaign import Campaign
-from fault_cases import KINDS, NUM_RANKS, SPACING, Expected, Fault, Scenario, on_one_node
+from fault_cases import KINDS, SPACING, Expected, Fault, Scenario, on_one_node
 from fault_measure import Row
 from fault_services import Cluster
 from slurm_cluster import WHY_NOT, missing_programs
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.training, pytest.mark.timeout(900)]
 
+NUM_RANKS = 2
+"""Enough for each mechanism: a rank and its peer, the agent of the first node and another. The campaign has four."""
+SPARE_NODES = 1
 EXPECTED = {kind.row: kind.expected for kind in KINDS}
 GOES_ON = (
     ("SIGKILL a rank", "kill_rank"),
@@ -25,14 +28,14 @@ GOES_ON = (
 LEAVES_NODES = (("node down (scontrol)", "node_down"), ("scancel from outside", "scancel"))
 
 
-def chain(name: str, faults: tuple[tuple[str, str], ...], num_nodes: int) -> Scenario:
+def chain(name: str, faults: tuple[tuple[str, str], ...]) -> Scenario:
     """One run that suffers these faults from outside, one after the other."""
     saved = Expected(frozenset({"none", "preemption", "time_limit"}), frozenset({"new_attempt"}))
     made = tuple(
         Fault(row, EXPECTED.get(row, saved), SPACING * (number + 1) + 2, outside=outside)
         for number, (row, outside) in enumerate(faults)
     )
-    return Scenario(name, made, SPACING * (len(faults) + 1), num_nodes)
+    return Scenario(name, made, SPACING * (len(faults) + 1), NUM_RANKS, NUM_RANKS)
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +43,14 @@ def cluster() -> Iterator[Cluster | None]:
     if missing_programs():
         yield None
         return
-    with Cluster.started(NUM_RANKS) as cluster:
+    with Cluster.started(NUM_RANKS + SPARE_NODES) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="module")
 def campaign(cluster: Cluster | None, tmp_path_factory: pytest.TempPathFactory) -> Campaign:
     folder = tmp_path_factory.mktemp("faults")
-    return Campaign(folder / "results.jsonl", folder, seed=0, cluster=cluster, keep=True)
+    return Campaign(folder / "results.jsonl", folder, seed=0, cluster=cluster, keep=True, num_ranks=NUM_RANKS)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +60,7 @@ def reference(campaign: Campaign) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def goes_on(campaign: Campaign, reference: dict[str, str]) -> dict[str, Row]:
-    scenario = chain("goes-on", GOES_ON, NUM_RANKS)
+    scenario = chain("goes-on", GOES_ON)
     scenario = scenario if campaign.cluster else on_one_node(scenario)
     return {row.row: row for row in campaign.disturb(scenario, reference)}
 
@@ -66,7 +69,7 @@ def goes_on(campaign: Campaign, reference: dict[str, str]) -> dict[str, Row]:
 def leaves_nodes(campaign: Campaign, reference: dict[str, str]) -> dict[str, Row]:
     if campaign.cluster is None:
         pytest.skip(WHY_NOT)
-    return {row.row: row for row in campaign.disturb(chain("leaves-nodes", LEAVES_NODES, 2), reference)}
+    return {row.row: row for row in campaign.disturb(chain("leaves-nodes", LEAVES_NODES), reference)}
 
 
 def check(rows: dict[str, Row], name: str) -> Row:
