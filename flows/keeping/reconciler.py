@@ -38,7 +38,7 @@ from rlhf_core.diagnosis.reconcile import (
 from rlhf_core.diagnosis.retention import Scored, removable
 from rlhf_core.errors import HistoryError, RlhfError, SchedulerError
 from rlhf_core.history.queries import open_runs
-from rlhf_core.history.queries.open_runs import Standing
+from rlhf_core.history.queries.open_runs import OpenRun
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import RunRecord, read_record
 from rlhf_core.launch.lease import TTL_S, Owner
@@ -122,7 +122,7 @@ class Reconciler:
         self._away_since: float | None = None
         self._noted: set[tuple[str, str, str]] = set()
         self._adopters: dict[str, subprocess.Popen[bytes]] = {}
-        self._standings: dict[str, Standing] = {}
+        self._standings: dict[str, OpenRun] = {}
         self._prefect = _Prefect()
         self._told: set[tuple[str, str, str]] = set()
         """Run, its end and where its promotion stands, of what Prefect is known to have been told."""
@@ -176,11 +176,11 @@ class Reconciler:
         now = self._now()
         jobs = self._jobs()
         run_ids = {job.run_id for job in jobs}
-        self._standings = open_runs.standings(self._store, now, since=now - RECENT, run_ids=run_ids)
+        self._standings = open_runs.find(self._store, now, since=now - RECENT, run_ids=run_ids)
         self._watched_since = self._clock() if self._watched_since is None else self._watched_since
         self._prefect = self._ask_prefect(now)
         mentioned = {one.run_id for one in self._prefect.flow_runs if one.state not in FLOW_ENDS and one.run_id}
-        self._standings |= open_runs.standings(self._store, now, run_ids=mentioned)
+        self._standings |= open_runs.find(self._store, now, run_ids=mentioned)
         runs = {}
         for run_id in sorted(self._standings.keys() | run_ids | mentioned):
             run = self._run(run_id, self._standings.get(run_id), now)
@@ -236,7 +236,7 @@ class Reconciler:
         self._away_since = self._clock() if self._away_since is None else self._away_since
         return max(self._clock() - self._away_since, 1e-3)
 
-    def _run(self, run_id: str, standing: Standing | None, now: datetime) -> RunFacts | None:
+    def _run(self, run_id: str, standing: OpenRun | None, now: datetime) -> RunFacts | None:
         """Facts about a run of this site; None for one of another, and while its file system does not answer."""
         if standing is not None and Path(standing.run_dir).parent != self._site.runs_dir:
             return None
@@ -282,7 +282,7 @@ class Reconciler:
         events = unknown_to_the_server(happenings(story, stored, flow_run)) if flow_run.id else []
         return _Untold(flow_run, story, events)
 
-    def _missing(self, run_id: str, standing: Standing | None) -> RunFacts | None:
+    def _missing(self, run_id: str, standing: OpenRun | None) -> RunFacts | None:
         # Without a row, the run is another site's.
         if standing is None or not self._has_its_file_system():
             self._missing_since.pop(run_id, None)
@@ -290,7 +290,7 @@ class Reconciler:
         since = self._missing_since.setdefault(run_id, self._clock())
         holder, _ = _holder(standing, self._now())
         missing_s = max(self._clock() - since, 1e-3)
-        return RunFacts(run_id, RunState(standing.state), standing.state, holder, standing.owner, missing_s=missing_s)
+        return RunFacts(run_id, RunState(standing.state), standing.state, holder, standing.holder, missing_s=missing_s)
 
     def _has_its_file_system(self) -> bool:
         """True if the folder of run directories is the one that runs were seen in, or has some: a mount point is an
@@ -431,7 +431,7 @@ class Reconciler:
             run_dir = RunDir.find(self._site.runs_dir, run_id)
             if Path(path).parent != self._site.runs_dir or run_dir is None or run_dir.checkpoints_dir.is_symlink():
                 continue
-            standing = open_runs.standings(self._store, now, run_ids=[run_id])[run_id]
+            standing = open_runs.find(self._store, now, run_ids=[run_id])[run_id]
             with suppress(RlhfError, OSError):
                 for step in self._old_steps(run_dir, standing, ended_at, begun_from, now):
                     reason = f"older than {days} days, and neither the newest, the best, promoted nor in use"
@@ -449,7 +449,7 @@ class Reconciler:
         return [path.name for path in folders if datetime.fromtimestamp(path.stat().st_mtime, UTC) < latest]
 
     def _old_steps(
-        self, run_dir: RunDir, standing: Standing, ended_at: datetime, begun_from: Sequence[Path], now: datetime
+        self, run_dir: RunDir, standing: OpenRun, ended_at: datetime, begun_from: Sequence[Path], now: datetime
     ) -> list[int]:
         if not read_record(run_dir).ended:
             return []  # gone on with since; the history will know soon
@@ -488,7 +488,7 @@ def _whole(run_dir: RunDir, written: RunRecord) -> tuple[str, str, str]:
 
 
 def _facts(
-    run_id: str, standing: Standing | None, written: RunRecord, cancel_asked: str, stored: StoredSpec, now: datetime
+    run_id: str, standing: OpenRun | None, written: RunRecord, cancel_asked: str, stored: StoredSpec, now: datetime
 ) -> RunFacts:
     submissions = {number: one.submission for number, one in written.attempts.items()}
     newest = standing.controllers[-1] if standing is not None and standing.controllers else None
@@ -499,7 +499,7 @@ def _facts(
         state=written.state,
         recorded=standing.state if standing is not None else "",
         holder=holder,
-        owner=standing.owner if standing is not None else "",
+        owner=standing.holder if standing is not None else "",
         undriven_s=undriven_s,
         num_controllers=sum(
             one.started_at > now - timedelta(hours=1) for one in (standing.controllers if standing is not None else ())
@@ -515,15 +515,15 @@ def _facts(
     )
 
 
-def _holder(standing: Standing | None, now: datetime) -> tuple[Holder, float]:
+def _holder(standing: OpenRun | None, now: datetime) -> tuple[Holder, float]:
     """Who has the lease, and how long nobody has driven the run."""
     if standing is None:
         return Holder.FREE, 0.0
     if standing.expired_s is None:
         return Holder.FREE, (now - standing.created_at).total_seconds()
-    if not standing.owner:
+    if not standing.holder:
         return Holder.FREE, standing.expired_s
-    owner = Owner.parse(standing.owner)
+    owner = Owner.parse(standing.holder)
     if owner is not None and owner.is_here():
         # One that lives and cannot reach the database keeps its run, also when its lease has run out.
         if not owner.is_known_dead():

@@ -21,7 +21,7 @@ def hard_stop(clock: WorkClock, grace_s: float = GRACE_S) -> Iterator[None]:
     """End this process where the database does not stop, after its time or after a Ctrl-C. Main thread only.
 
     Args:
-        clock: That of the question.
+        clock: Clock of the statement.
         grace_s: How long it may take to stop by itself, in seconds.
     """
     signals, wakes = os.pipe()
@@ -51,5 +51,5 @@ def _watch(clock: WorkClock, signals: int, over: threading.Event, grace_s: float
         elif interrupted_at is not None and time.monotonic() - interrupted_at > grace_s:
             os._exit(130)
         elif clock.left_s < -grace_s:
-            os.write(2, f"error: the question took longer than {clock.limit_s:g} s and could not be ended\n".encode())
+            os.write(2, f"error: the query took longer than {clock.limit_s:g} s and could not be ended\n".encode())
             os._exit(2)

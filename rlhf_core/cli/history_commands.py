@@ -16,7 +16,7 @@ from rlhf_core.words import attributed, count
 
 if TYPE_CHECKING:
     from rlhf_core.history.queries import SqlResult
-    from rlhf_core.history.saved_queries import Question
+    from rlhf_core.history.saved_queries import SavedQuery
     from rlhf_core.history.store import HistoryStore
     from rlhf_core.watchdog.nodes import NodeRecord
 
@@ -180,22 +180,22 @@ def _cleared(one: "NodeRecord") -> str:
 
 
 def sql(
-    question: Annotated[
+    query: Annotated[
         str,
         typer.Argument(
-            metavar="QUESTION",
-            help='One statement, for instance "SELECT name, state FROM runs"; the name of a saved question; '
+            metavar="QUERY",
+            help='One statement, for instance "SELECT name, state FROM runs"; the name of a saved query; '
             "or - to read a statement from standard input.",
             show_default=False,
         ),
     ] = "",
     values: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME=VALUE", help="Values for the arguments of the question.", show_default=False),
+        typer.Argument(metavar="NAME=VALUE", help="Values for the arguments of the query.", show_default=False),
     ] = None,
-    listed: Annotated[bool, typer.Option("--list", help="List the saved questions and their arguments.")] = False,
+    listed: Annotated[bool, typer.Option("--list", help="List the saved queries and their arguments.")] = False,
     show_it: Annotated[
-        bool, typer.Option("--show", help="Print the statement of a saved question instead of asking it.")
+        bool, typer.Option("--show", help="Print the statement of a saved query instead of running it.")
     ] = False,
     limit: Annotated[
         int | None,
@@ -203,15 +203,15 @@ def sql(
     ] = None,
     as_json: output.JsonOption = False,
 ) -> None:
-    """Ask the history in SQL, or one of the saved questions by its name.
+    """Query the history in SQL, or with a saved query by its name.
 
-    Read-only: the database itself refuses everything else, and gives up after five minutes. A value
-    is bound to its place :name in the statement and never becomes part of it.
+    Read-only: the database itself refuses everything else, and stops after five minutes. A value
+    is bound to its parameter :name in the statement and never becomes part of it.
 
     Tables: runs, stages, checks, attempts, restarts, attempt_nodes,
     node_speeds, node_telemetry, metric_keys, metrics, latest_metrics, incidents, decisions,
     checkpoints, evaluations, evaluation_samples, weight_versions, node_strikes, events,
-    run_tags, kept_goodput, controllers, promotions, leases, ingest_offsets.
+    run_tags, goodput_cache, controllers, promotions, leases, ingest_offsets.
 
     Views: run_curve (the metrics that count, by step), run_goodput (all_goodput for all
     runs), run_lost_time, incident_lost_time, run_recoveries, run_step_time, node_health,
@@ -219,46 +219,46 @@ def sql(
     """
     from rlhf_core.cli.hard_stop import hard_stop
     from rlhf_core.errors import BadInput
-    from rlhf_core.history import database, saved_queries
+    from rlhf_core.history import read_only, saved_queries
     from rlhf_core.history.sql_limits import WorkClock
 
     if listed:
-        _list_questions(as_json)
+        _list_queries(as_json)
         return
-    if not question:
-        raise BadInput("there is nothing to ask: give a statement or the name of a saved question (`rlhf sql --list`)")
-    text = sys.stdin.read() if question == "-" else question
-    asked = saved_queries.find(text) if saved_queries.is_name(text) else saved_queries.parse(text)
-    clock = WorkClock(database.QUESTION_TIMEOUT_S)
+    if not query:
+        raise BadInput("nothing to run: give a statement or the name of a saved query (`rlhf sql --list`)")
+    text = sys.stdin.read() if query == "-" else query
+    found = saved_queries.find(text) if saved_queries.is_name(text) else saved_queries.parse(text)
+    clock = WorkClock(read_only.QUERY_TIMEOUT_S)
     with _history() as store, hard_stop(clock):
         if show_it:
-            output.print_text(saved_queries.statement(asked, saved_queries.dialect_of(store)).rstrip())
+            output.print_text(saved_queries.statement(found, saved_queries.dialect_of(store)).rstrip())
             return
         given = _named(values or [])
         if as_json:
-            with saved_queries.answering(store, asked, given, clock) as streamed:
+            with saved_queries.stream(store, found, given, clock) as streamed:
                 rows = (dict(zip(streamed.columns, row, strict=True)) for row in streamed.rows)
                 more = output.print_json_rows(rows, limit)
         else:
             limit = limit or _TABLE_ROWS
-            answer = saved_queries.ask(store, asked, given, limit, clock)
-            more = answer.truncated
-            _print_answer(answer, asked, given)
+            result = saved_queries.run(store, found, given, limit, clock)
+            more = result.truncated
+            _print_result(result, found, given)
     if more:
         output.warn(f"only the first {limit} rows are shown; give --limit for more")
 
 
-def _print_answer(answer: "SqlResult", asked: "Question", given: Mapping[str, str]) -> None:
-    if answer.columns and not answer.rows and asked.name:
-        with_what = " ".join(f"{one.name}={given.get(one.name, one.default)}" for one in asked.arguments)
+def _print_result(result: "SqlResult", query: "SavedQuery", given: Mapping[str, str]) -> None:
+    if result.columns and not result.rows and query.name:
+        with_what = " ".join(f"{one.name}={given.get(one.name, one.default)}" for one in query.arguments)
         output.print_text(f"No rows for {with_what}." if with_what else "No rows.")
-    elif answer.columns and output.fits(answer.columns, answer.rows):
-        output.print_table(answer.columns, answer.rows)
-    elif answer.columns:
-        output.print_records(answer.columns, answer.rows)
+    elif result.columns and output.fits(result.columns, result.rows):
+        output.print_table(result.columns, result.rows)
+    elif result.columns:
+        output.print_records(result.columns, result.rows)
 
 
-def _list_questions(as_json: bool) -> None:
+def _list_queries(as_json: bool) -> None:
     from rlhf_core.history import saved_queries
 
     found = saved_queries.saved()
@@ -276,7 +276,7 @@ def _list_questions(as_json: bool) -> None:
         )
         for one in found
     ]
-    output.print_table(("question", "what it answers", "arguments"), rows)
+    output.print_table(("query", "meaning", "arguments"), rows)
 
 
 def _named(values: Sequence[str]) -> dict[str, str]:
@@ -305,9 +305,11 @@ def db_upgrade() -> None:
     url = database.parse_url(load_site().database_url)
     done = migrate.upgrade(url)
     if done.before == done.after:
-        output.print_text(f"{database.shown(url)} is up to date (schema {done.after}).")
+        output.print_text(f"{database.displayed(url)} is up to date (schema {done.after}).")
     else:
-        output.print_text(f"{database.shown(url)}: upgraded from {done.before or 'nothing'} to schema {done.after}.")
+        output.print_text(
+            f"{database.displayed(url)}: upgraded from {done.before or 'nothing'} to schema {done.after}."
+        )
 
 
 def db_rebuild(as_json: output.JsonOption = False) -> None:
@@ -343,26 +345,26 @@ def db_reader(
         str, typer.Option(help="User who owns the tables. Default: that of RLHF_DATABASE_URL.", show_default=False)
     ] = "",
 ) -> None:
-    """Print the psql script that makes rlhf_reader, the PostgreSQL role that can only read.
+    """Print the psql script that creates rlhf_reader, the PostgreSQL role that can only read.
 
-    `rlhf sql` asks as it, and Grafana logs in as it. Pipe it into psql as a superuser, in the database of the history,
-    after `rlhf db upgrade`; it may be run again: rlhf db reader | psql -d DATABASE
+    `rlhf sql` runs statements as it, and Grafana logs in as it. Pipe the script into psql as a superuser, in the
+    database of the history, after `rlhf db upgrade`; it may be run again: rlhf db reader | psql -d DATABASE
     """
     from rlhf_core.config import load_site
     from rlhf_core.errors import BadInput
-    from rlhf_core.history import database
+    from rlhf_core.history import database, read_only
 
     url = database.parse_url(load_site().database_url)
     if database.sqlite_file(url) is not None:
         raise BadInput(
-            f"found the SQLite history {database.shown(url)}, which has no roles and needs none: `rlhf sql` opens it "
-            f"read-only. The script is for PostgreSQL (RLHF_DATABASE_URL=postgresql://user@host/database)"
+            f"found the SQLite history {database.displayed(url)}, which has no roles and needs none: `rlhf sql` opens "
+            f"it read-only. The script is for PostgreSQL (RLHF_DATABASE_URL=postgresql://user@host/database)"
         )
     name = owner or url.username
     if not name:
         raise BadInput("RLHF_DATABASE_URL names no user: say who owns the tables with --owner USER")
     quoted = name.replace("\\", "\\\\").replace("'", "\\'")
-    sys.stdout.write(f"\\set owner '{quoted}'\n{database.reader_script()}")
+    sys.stdout.write(f"\\set owner '{quoted}'\n{read_only.reader_script()}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -528,7 +530,7 @@ def _print_checkpoints(checkpoints: Sequence[Facts]) -> None:
             checkpoint["path"],
             f"{checkpoint['bytes'] / 2**20:.1f} MiB",
             _moment(checkpoint["completed_at"]),
-            f"end of {checkpoint['stage']}" if checkpoint["stage_finished"] else checkpoint["stage"],
+            f"end of {checkpoint['loop']}" if checkpoint["loop_finished"] else checkpoint["loop"],
         )
         for checkpoint in kept
     ]
