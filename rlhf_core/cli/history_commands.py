@@ -1,9 +1,8 @@
-"""``rlhf runs``, ``show``, ``sql`` and ``db``: what the history knows, for people and (``--json``) for programs.
+"""``rlhf runs``, ``show`` and ``nodes``: the history, as text and (``--json``) for programs.
 
 Heavy modules are imported inside the functions, so that ``rlhf --help`` stays fast.
 """
 
-import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,8 +14,6 @@ from rlhf_core.schemas.attempts import RunState
 from rlhf_core.words import attributed, count
 
 if TYPE_CHECKING:
-    from rlhf_core.history.queries import SqlResult
-    from rlhf_core.history.saved_queries import SavedQuery
     from rlhf_core.history.store import HistoryStore
     from rlhf_core.watchdog.nodes import NodeRecord
 
@@ -28,7 +25,6 @@ RunArgument = Annotated[
 ]
 
 _SHOWN_METRICS = 30
-_TABLE_ROWS = 1000
 
 
 def runs(
@@ -50,7 +46,7 @@ def runs(
         return
     from rlhf_core.history import queries
 
-    with _history() as store:
+    with open_history() as store:
         wanted = state.value if state else None
         found = queries.list_runs(store, wanted, name, limit, trials=trials, tag=tag, owner=owner)
     if as_json:
@@ -88,7 +84,7 @@ def show(run: RunArgument = "last", as_json: output.JsonOption = False) -> None:
     """Show one run: its stages, attempts, incidents, decisions, evaluations, checkpoints and newest metrics."""
     from rlhf_core.history import queries
 
-    with _history() as store:
+    with open_history() as store:
         run_id = queries.resolve_run(store, run)
         catch_up(store, run_id)
         shown = queries.show_run(store, run_id)
@@ -131,7 +127,7 @@ def nodes(
     if (reason or by) and not clear:
         raise BadInput("--reason and --by are about --clear NODE, which is not given")
     runs = load_site().runs_dir
-    with _history() as store:
+    with open_history() as store:
         if clear:
             found = [clear_node(store, runs, clear, attributed_here(by), reason, utc_now())]
         else:
@@ -179,199 +175,12 @@ def _cleared(one: "NodeRecord") -> str:
     return f"{count(one.num_cleared, 'strike')}, {when} by {one.cleared.by}: {one.cleared.reason}"
 
 
-def sql(
-    query: Annotated[
-        str,
-        typer.Argument(
-            metavar="QUERY",
-            help='One statement, for instance "SELECT name, state FROM runs"; the name of a saved query; '
-            "or - to read a statement from standard input.",
-            show_default=False,
-        ),
-    ] = "",
-    values: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="NAME=VALUE", help="Values for the arguments of the query.", show_default=False),
-    ] = None,
-    listed: Annotated[bool, typer.Option("--list", help="List the saved queries and their arguments.")] = False,
-    show_it: Annotated[
-        bool, typer.Option("--show", help="Print the statement of a saved query instead of running it.")
-    ] = False,
-    limit: Annotated[
-        int | None,
-        typer.Option(min=1, help=f"At most so many rows. Default: {_TABLE_ROWS} in a table, all with --json."),
-    ] = None,
-    as_json: output.JsonOption = False,
-) -> None:
-    """Query the history in SQL, or with a saved query by its name.
-
-    Read-only: the database itself refuses everything else, and stops after five minutes. A value
-    is bound to its parameter :name in the statement and never becomes part of it.
-
-    Tables: runs, stages, checks, attempts, restarts, attempt_nodes,
-    node_speeds, node_telemetry, metric_keys, metrics, latest_metrics, incidents, decisions,
-    checkpoints, evaluations, evaluation_samples, weight_versions, node_strikes, events,
-    run_tags, goodput_cache, controllers, promotions, leases, ingest_offsets.
-
-    Views: run_curve (the metrics that count, by step), run_goodput (all_goodput for all
-    runs), run_lost_time, incident_lost_time, run_recoveries, run_step_time, node_health,
-    node_figures (telemetry over time), node_imbalance (what stood out).
-    """
-    from rlhf_core.cli.hard_stop import hard_stop
-    from rlhf_core.errors import BadInput
-    from rlhf_core.history import read_only, saved_queries
-    from rlhf_core.history.sql_limits import WorkClock
-
-    if listed:
-        _list_queries(as_json)
-        return
-    if not query:
-        raise BadInput("nothing to run: give a statement or the name of a saved query (`rlhf sql --list`)")
-    text = sys.stdin.read() if query == "-" else query
-    found = saved_queries.find(text) if saved_queries.is_name(text) else saved_queries.parse(text)
-    clock = WorkClock(read_only.QUERY_TIMEOUT_S)
-    with _history() as store, hard_stop(clock):
-        if show_it:
-            output.print_text(saved_queries.statement(found, saved_queries.dialect_of(store)).rstrip())
-            return
-        given = _named(values or [])
-        if as_json:
-            with saved_queries.stream(store, found, given, clock) as streamed:
-                rows = (dict(zip(streamed.columns, row, strict=True)) for row in streamed.rows)
-                more = output.print_json_rows(rows, limit)
-        else:
-            limit = limit or _TABLE_ROWS
-            result = saved_queries.run(store, found, given, limit, clock)
-            more = result.truncated
-            _print_result(result, found, given)
-    if more:
-        output.warn(f"only the first {limit} rows are shown; give --limit for more")
-
-
-def _print_result(result: "SqlResult", query: "SavedQuery", given: Mapping[str, str]) -> None:
-    if result.columns and not result.rows and query.name:
-        with_what = " ".join(f"{one.name}={given.get(one.name, one.default)}" for one in query.arguments)
-        output.print_text(f"No rows for {with_what}." if with_what else "No rows.")
-    elif result.columns and output.fits(result.columns, result.rows):
-        output.print_table(result.columns, result.rows)
-    elif result.columns:
-        output.print_records(result.columns, result.rows)
-
-
-def _list_queries(as_json: bool) -> None:
-    from rlhf_core.history import saved_queries
-
-    found = saved_queries.saved()
-    if as_json:
-        output.print_json([{**vars(one), "arguments": [vars(argument) for argument in one.arguments]} for one in found])
-        return
-    rows = [
-        (
-            one.name,
-            one.title,
-            " ".join(
-                argument.name + ("=" + argument.default if argument.default is not None else "=...")
-                for argument in one.arguments
-            ),
-        )
-        for one in found
-    ]
-    output.print_table(("query", "meaning", "arguments"), rows)
-
-
-def _named(values: Sequence[str]) -> dict[str, str]:
-    """Values by their names.
-
-    Raises:
-        BadInput: one has no name.
-    """
-    from rlhf_core.errors import BadInput
-
-    named = {}
-    for given in values:
-        name, separator, value = given.partition("=")
-        if not separator or not name:
-            raise BadInput(f"found {given!r}, expected NAME=VALUE, for instance days=7")
-        named[name] = value
-    return named
-
-
-def db_upgrade() -> None:
-    """Bring the history database to the schema of this program. All in one transaction; nothing happens when it is
-    there."""
-    from rlhf_core.config import load_site
-    from rlhf_core.history import database, migrate
-
-    url = database.parse_url(load_site().database_url)
-    done = migrate.upgrade(url)
-    if done.before == done.after:
-        output.print_text(f"{database.displayed(url)} is up to date (schema {done.after}).")
-    else:
-        output.print_text(
-            f"{database.displayed(url)}: upgraded from {done.before or 'nothing'} to schema {done.after}."
-        )
-
-
-def db_rebuild(as_json: output.JsonOption = False) -> None:
-    """Make the history again from the run directories.
-
-    Runs whose directory is gone keep their rows; leases are left alone, so running controllers are not disturbed.
-    """
-    from rlhf_core.config import load_site
-    from rlhf_core.watchdog.ingest import rebuild
-
-    runs_dir = load_site().runs_dir
-    with _history() as store:
-        report = rebuild(runs_dir, store, on_run=lambda run_id: output.note(f"reading {run_id}"))
-    if as_json:
-        output.print_json({"rebuilt": sorted(report.runs), "failed": report.failed, "kept": report.kept})
-    else:
-        output.print_text(f"{count(len(report.runs), 'run')} made again from {runs_dir}.")
-        if report.kept:
-            output.print_text(f"{count(len(report.kept), 'run')} without a directory there kept as they were.")
-    for run_id, why in report.failed.items():
-        output.warn(f"{run_id}: {why}")
-    for run_id, done in report.runs.items():
-        if done.skipped:
-            first = done.skipped[0]
-            where = f"the first in {first.path} at byte {first.position}"
-            output.note(f"{run_id}: {count(done.num_skipped, 'line')} could not be read, {where}")
-    if report.failed:
-        raise typer.Exit(1)
-
-
-def db_reader(
-    owner: Annotated[
-        str, typer.Option(help="User who owns the tables. Default: that of RLHF_DATABASE_URL.", show_default=False)
-    ] = "",
-) -> None:
-    """Print the psql script that creates rlhf_reader, the PostgreSQL role that can only read.
-
-    `rlhf sql` runs statements as it, and Grafana logs in as it. Pipe the script into psql as a superuser, in the
-    database of the history, after `rlhf db upgrade`; it may be run again: rlhf db reader | psql -d DATABASE
-    """
-    from rlhf_core.config import load_site
-    from rlhf_core.errors import BadInput
-    from rlhf_core.history import database, read_only
-
-    url = database.parse_url(load_site().database_url)
-    if database.sqlite_file(url) is not None:
-        raise BadInput(
-            f"found the SQLite history {database.displayed(url)}, which has no roles and needs none: `rlhf sql` opens "
-            f"it read-only. The script is for PostgreSQL (RLHF_DATABASE_URL=postgresql://user@host/database)"
-        )
-    name = owner or url.username
-    if not name:
-        raise BadInput("RLHF_DATABASE_URL names no user: say who owns the tables with --owner USER")
-    quoted = name.replace("\\", "\\\\").replace("'", "\\'")
-    sys.stdout.write(f"\\set owner '{quoted}'\n{read_only.reader_script()}")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The history
 
 
-def _history() -> "HistoryStore":
+def open_history() -> "HistoryStore":
+    """Open the history of this site."""
     from rlhf_core.config import load_site
     from rlhf_core.history.store import HistoryStore
 
