@@ -15,11 +15,11 @@ KEPT := HOME PATH TMPDIR PIP_CERT PIP_CONFIG_FILE PIP_CONSTRAINT PIP_DEFAULT_TIM
         PIP_INDEX_URL PIP_NO_INDEX PIP_PROXY PIP_TRUSTED_HOST SSL_CERT_DIR SSL_CERT_FILE \
         HTTP_PROXY HTTPS_PROXY NO_PROXY http_proxy https_proxy no_proxy
 
-.PHONY: help demo slurm-demo test test-site kept-variables lint types contracts pytest format docs bench bench-history faults clean
+.PHONY: help demo slurm-demo test test-site kept-variables lint types contracts pytest format docs docs-site bench bench-history faults clean
 
 help:
 	@sed -n '2,5s/^# //p' Makefile
-	@echo "also: make test-site | lint | types | contracts | pytest | format | docs | bench | bench-history | faults | clean"
+	@echo "also: make test-site | lint | types | contracts | pytest | format | docs | docs-site | bench | bench-history | faults | clean"
 
 demo: $(VENV)/.demo-ready
 	@sh infra/demo.sh $(BIN)
@@ -85,6 +85,11 @@ format: $(VENV)/.test-ready
 
 docs: $(VENV)/.test-ready
 	$(BIN)/python docs/generate.py
+
+# The docs as a site in docs-site/; its pages need no network.
+docs-site: docs
+	$(BIN)/mkdocs build --strict -q
+	@echo "wrote docs-site/index.html"
 
 bench: $(VENV)/.test-ready
 	@for bench in tests/benchmarks/bench_*.py; do echo "== $$bench"; $(BIN)/python $$bench || exit 1; done

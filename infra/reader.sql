@@ -1,5 +1,5 @@
--- Makes the role that reads the history and can do nothing else: `rlhf sql` asks its questions as it, Grafana and people's
--- own tools log in as it. Run it as a superuser, in the database of the history, after `rlhf db upgrade`; it may be run
+-- Creates the role that reads the history and can do nothing else: `rlhf sql` runs statements as it, Grafana and other
+-- tools log in as it. Run it as a superuser, in the database of the history, after `rlhf db upgrade`; it may be run
 -- again. OWNER is the user of RLHF_DATABASE_URL, who owns the tables and should be no superuser himself:
 --
 --     rlhf db reader | psql -d DATABASE                    prints this file, with the user of RLHF_DATABASE_URL as OWNER

@@ -357,7 +357,7 @@ def dump(store: HistoryStore) -> dict[str, list[tuple[Any, ...]]]:
                     facts["key_id"] = names[facts["key_id"]]
                 if facts.get("removed_at") is not None:
                     facts["removed_at"] = "removed"
-                if table.name == "kept_goodput":  # SQLite's julianday() is off by some microseconds
+                if table.name == "goodput_cache":  # SQLite's julianday() is off by some microseconds
                     facts = {
                         name: round(value, 3) if isinstance(value, float) else value for name, value in facts.items()
                     }
@@ -368,6 +368,12 @@ def dump(store: HistoryStore) -> dict[str, list[tuple[Any, ...]]]:
 
 def _stable(value: Any) -> str:
     return json.dumps(value, sort_keys=True) if isinstance(value, dict | list) else repr(value)
+
+
+def remove_run(store: HistoryStore, run_id: str) -> None:
+    """Remove every row of a run but its lease."""
+    with store.writing() as connection:
+        connection.execute(text("DELETE FROM runs WHERE run_id = :run"), {"run": run_id})
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -109,10 +109,10 @@ def _database(site: Site) -> Item:
         file = database.sqlite_file(url)
         if file is not None and not file.exists():
             database.refuse_network_file_system(file)
-            return f"{database.shown(url)} on {_file_system(file)}: not there yet, the first run makes it"
+            return f"{database.displayed(url)} on {_file_system(file)}: not there yet, the first run makes it"
         HistoryStore(site.database_url).close()
         where = f" on {_file_system(file)}" if file is not None else ""
-        return f"{database.shown(url)}{where}: answers, and its schema is current"
+        return f"{database.displayed(url)}{where}: answers, and its schema is current"
 
     return _tried("history", inspect)
 

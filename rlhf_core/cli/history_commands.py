@@ -1,9 +1,8 @@
-"""``rlhf runs``, ``show``, ``sql`` and ``db``: the history, for users and (``--json``) for programs.
+"""``rlhf runs``, ``show`` and ``nodes``: the history, as text and (``--json``) for programs.
 
 Heavy modules are imported inside the functions, so that ``rlhf --help`` stays fast.
 """
 
-import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,8 +14,6 @@ from rlhf_core.formatting import attributed, count
 from rlhf_core.schemas.attempts import RunState
 
 if TYPE_CHECKING:
-    from rlhf_core.history.queries import SqlResult
-    from rlhf_core.history.saved_queries import Question
     from rlhf_core.history.store import HistoryStore
     from rlhf_core.watchdog.node_records import NodeRecord
 
@@ -51,7 +48,7 @@ def runs(
         return
     from rlhf_core.history import queries
 
-    with _history() as store:
+    with open_history() as store:
         wanted = state.value if state else None
         found = queries.list_runs(store, wanted, name, limit, trials=trials, tag=tag, owner=owner)
     if as_json:
@@ -90,7 +87,7 @@ def show(run: RunArgument = "last", as_json: output.JsonOption = False) -> None:
     """Show one run: its stages, attempts, incidents, decisions, evaluations, checkpoints and newest metrics."""
     from rlhf_core.history import queries
 
-    with _history() as store:
+    with open_history() as store:
         run_id = queries.resolve_run(store, run)
         catch_up(store, run_id)
         shown = queries.show_run(store, run_id)
@@ -133,7 +130,7 @@ def nodes(
     if (reason or by) and not clear:
         raise BadInput("--reason and --by are about --clear NODE, which is not given")
     runs = load_site().runs_dir
-    with _history() as store:
+    with open_history() as store:
         if clear:
             found = [clear_node(store, runs, clear, attributed_here(by), reason, utc_now())]
         else:
@@ -181,200 +178,8 @@ def _cleared(one: "NodeRecord") -> str:
     return f"{count(one.num_cleared, 'strike')}, {when} by {one.cleared.by}: {one.cleared.reason}"
 
 
-def sql(
-    question: Annotated[
-        str,
-        typer.Argument(
-            metavar="QUESTION",
-            help='One statement, for instance "SELECT name, state FROM runs"; the name of a saved question; '
-            "or - to read a statement from standard input.",
-            show_default=False,
-        ),
-    ] = "",
-    values: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="NAME=VALUE", help="Values for the arguments of the query.", show_default=False),
-    ] = None,
-    listed: Annotated[bool, typer.Option("--list", help="List the saved questions and their arguments.")] = False,
-    show_it: Annotated[
-        bool, typer.Option("--show", help="Print the statement of a saved query instead of running it.")
-    ] = False,
-    limit: Annotated[
-        int | None,
-        typer.Option(min=1, help=f"Largest number of rows. Default: {_TABLE_ROWS} in a table, all with --json."),
-    ] = None,
-    as_json: output.JsonOption = False,
-) -> None:
-    """Query the history in SQL, or run a saved query by its name.
-
-    Read-only: the database itself refuses everything else, and gives up after five minutes. A value
-    is bound to its place :name in the statement and never becomes part of it.
-
-    Tables: runs, stages, checks, attempts, restarts, attempt_nodes,
-    node_speeds, node_telemetry, metric_keys, metrics, latest_metrics, incidents, decisions,
-    checkpoints, evaluations, evaluation_samples, weight_versions, node_strikes, events,
-    run_tags, kept_goodput, controllers, promotions, leases, ingest_offsets.
-
-    Views: run_curve (the metrics that count, by step), run_goodput (all_goodput for all
-    runs), run_lost_time, incident_lost_time, run_recoveries, run_step_time, node_health,
-    node_figures (telemetry over time), node_imbalance (what stood out).
-    """
-    from rlhf_core.cli.query_deadline import enforce_deadline
-    from rlhf_core.errors import BadInput
-    from rlhf_core.history import database, saved_queries
-    from rlhf_core.history.sql_limits import WorkClock
-
-    if listed:
-        _list_questions(as_json)
-        return
-    if not question:
-        raise BadInput("there is nothing to ask: give a statement or the name of a saved question (`rlhf sql --list`)")
-    text = sys.stdin.read() if question == "-" else question
-    asked = saved_queries.find(text) if saved_queries.is_name(text) else saved_queries.parse(text)
-    clock = WorkClock(database.QUESTION_TIMEOUT_S)
-    with _history() as store, enforce_deadline(clock):
-        if show_it:
-            output.print_text(saved_queries.statement(asked, saved_queries.dialect_of(store)).rstrip())
-            return
-        given = _named(values or [])
-        if as_json:
-            with saved_queries.answering(store, asked, given, clock) as streamed:
-                rows = (dict(zip(streamed.columns, row, strict=True)) for row in streamed.rows)
-                more = output.print_json_rows(rows, limit)
-        else:
-            limit = limit or _TABLE_ROWS
-            answer = saved_queries.ask(store, asked, given, limit, clock)
-            more = answer.truncated
-            _print_answer(answer, asked, given)
-    if more:
-        output.warn(f"only the first {limit} rows are shown; give --limit for more")
-
-
-def _print_answer(answer: "SqlResult", asked: "Question", given: Mapping[str, str]) -> None:
-    if answer.columns and not answer.rows and asked.name:
-        with_what = " ".join(f"{one.name}={given.get(one.name, one.default)}" for one in asked.arguments)
-        output.print_text(f"No rows for {with_what}." if with_what else "No rows.")
-    elif answer.columns and output.fits(answer.columns, answer.rows):
-        output.print_table(answer.columns, answer.rows)
-    elif answer.columns:
-        output.print_records(answer.columns, answer.rows)
-
-
-def _list_questions(as_json: bool) -> None:
-    from rlhf_core.history import saved_queries
-
-    found = saved_queries.saved()
-    if as_json:
-        output.print_json([{**vars(one), "arguments": [vars(argument) for argument in one.arguments]} for one in found])
-        return
-    rows = [
-        (
-            one.name,
-            one.title,
-            " ".join(
-                argument.name + ("=" + argument.default if argument.default is not None else "=...")
-                for argument in one.arguments
-            ),
-        )
-        for one in found
-    ]
-    output.print_table(("question", "what it answers", "arguments"), rows)
-
-
-def _named(values: Sequence[str]) -> dict[str, str]:
-    """Parse values by their names.
-
-    Raises:
-        BadInput: one has no name.
-    """
-    from rlhf_core.errors import BadInput
-
-    named = {}
-    for given in values:
-        name, separator, value = given.partition("=")
-        if not separator or not name:
-            raise BadInput(f"found {given!r}, expected NAME=VALUE, for instance days=7")
-        named[name] = value
-    return named
-
-
-def db_upgrade() -> None:
-    """Upgrade the history database to the schema of this program, in one transaction; does nothing if it is current."""
-    from rlhf_core.config import load_site
-    from rlhf_core.history import database, migrate
-
-    url = database.parse_url(load_site().database_url)
-    done = migrate.upgrade(url)
-    if done.before == done.after:
-        output.print_text(f"{database.shown(url)} is up to date (schema {done.after}).")
-    else:
-        output.print_text(f"{database.shown(url)}: upgraded from {done.before or 'nothing'} to schema {done.after}.")
-
-
-def db_rebuild(as_json: output.JsonOption = False) -> None:
-    """Rebuild the history from the run directories.
-
-    Runs whose directory is gone keep their rows; leases stay, so running controllers are not disturbed.
-    """
-    from rlhf_core.config import load_site
-    from rlhf_core.watchdog.ingest import rebuild
-
-    runs_dir = load_site().runs_dir
-    with _history() as store:
-        report = rebuild(runs_dir, store, on_run=lambda run_id: output.note(f"reading {run_id}"))
-    if as_json:
-        output.print_json({"rebuilt": sorted(report.runs), "failed": report.failed, "kept": report.kept})
-    else:
-        output.print_text(f"{count(len(report.runs), 'run')} made again from {runs_dir}.")
-        if report.kept:
-            output.print_text(f"{count(len(report.kept), 'run')} without a directory there kept as they were.")
-    for run_id, why in report.failed.items():
-        output.warn(f"{run_id}: {why}")
-    for run_id, done in report.runs.items():
-        if done.skipped:
-            first = done.skipped[0]
-            where = f"the first in {first.path} at byte {first.position}"
-            output.note(f"{run_id}: {count(done.num_skipped, 'line')} could not be read, {where}")
-    if report.failed:
-        raise typer.Exit(1)
-
-
-def db_reader(
-    owner: Annotated[
-        str, typer.Option(help="User who owns the tables. Default: that of RLHF_DATABASE_URL.", show_default=False)
-    ] = "",
-) -> None:
-    """Print the psql script that creates rlhf_reader, the read-only PostgreSQL role.
-
-    `rlhf sql` and Grafana log in with it. Pipe the script into psql as a superuser, in the database of the history,
-    after `rlhf db upgrade`; it may be run again: rlhf db reader | psql -d DATABASE
-    """
-    from rlhf_core.config import load_site
-    from rlhf_core.errors import BadInput
-    from rlhf_core.history import database
-
-    url = database.parse_url(load_site().database_url)
-    if database.sqlite_file(url) is not None:
-        raise BadInput(
-            f"found the SQLite history {database.shown(url)}, which has no roles and needs none: `rlhf sql` opens it "
-            f"read-only. The script is for PostgreSQL (RLHF_DATABASE_URL=postgresql://user@host/database)"
-        )
-    name = owner or url.username
-    if not name:
-        raise BadInput("RLHF_DATABASE_URL names no user: name the owner of the tables with --owner USER")
-    quoted = name.replace("\\", "\\\\").replace("'", "\\'")
-    sys.stdout.write(f"\\set owner '{quoted}'\n{database.reader_script()}")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The history
-
-
-def _history() -> "HistoryStore":
-    from rlhf_core.config import load_site
-    from rlhf_core.history.store import HistoryStore
-
-    return HistoryStore(load_site().database_url)
 
 
 def catch_up(store: "HistoryStore", run_id: str) -> None:
@@ -536,7 +341,7 @@ def _print_checkpoints(checkpoints: Sequence[Facts]) -> None:
             checkpoint["path"],
             f"{checkpoint['bytes'] / 2**20:.1f} MiB",
             _moment(checkpoint["completed_at"]),
-            f"end of {checkpoint['stage']}" if checkpoint["stage_finished"] else checkpoint["stage"],
+            f"end of {checkpoint['loop']}" if checkpoint["loop_finished"] else checkpoint["loop"],
         )
         for checkpoint in kept
     ]
@@ -580,3 +385,11 @@ def _moment(iso: str) -> str:
 
 def _seconds(start: str, end: str) -> float:
     return (datetime.fromisoformat(end) - datetime.fromisoformat(start)).total_seconds()
+
+
+def open_history() -> "HistoryStore":
+    """Open the history of this site."""
+    from rlhf_core.config import load_site
+    from rlhf_core.history.store import HistoryStore
+
+    return HistoryStore(load_site().database_url)

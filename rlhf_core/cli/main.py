@@ -11,6 +11,7 @@ import typer
 from rlhf_core import __version__
 from rlhf_core.cli import (
     compare_command,
+    db_commands,
     deploy_commands,
     export_command,
     history_commands,
@@ -20,6 +21,7 @@ from rlhf_core.cli import (
     report_command,
     run_commands,
     service_commands,
+    sql_command,
 )
 from rlhf_core.errors import RlhfError
 
@@ -37,7 +39,7 @@ db_app = typer.Typer(
 )
 
 _RUNNING = "Run"
-_LOOKING = "Look"
+_LOOKING = "AttemptSnapshot"
 _SITE = "Site"
 
 
@@ -75,7 +77,7 @@ app.command("report", rich_help_panel=_LOOKING)(report_command.report)
 app.command("compare", rich_help_panel=_LOOKING)(compare_command.compare)
 app.command("export", rich_help_panel=_LOOKING)(export_command.export)
 app.command("nodes", rich_help_panel=_LOOKING)(history_commands.nodes)
-app.command("sql", rich_help_panel=_LOOKING)(history_commands.sql)
+app.command("sql", rich_help_panel=_LOOKING)(sql_command.sql)
 
 app.command("up", rich_help_panel=_SITE)(service_commands.up)
 app.command("down", rich_help_panel=_SITE)(service_commands.down)
@@ -85,9 +87,9 @@ app.command("notify", rich_help_panel=_SITE)(promote_commands.notify)
 app.command("reconcile", rich_help_panel=_SITE)(reconcile_command.reconcile)
 app.command("doctor", rich_help_panel=_SITE)(run_commands.doctor)
 app.add_typer(db_app, name="db", rich_help_panel=_SITE)
-db_app.command("upgrade")(history_commands.db_upgrade)
-db_app.command("rebuild")(history_commands.db_rebuild)
-db_app.command("reader")(history_commands.db_reader)
+db_app.command("upgrade")(db_commands.upgrade)
+db_app.command("rebuild")(db_commands.rebuild)
+db_app.command("reader")(db_commands.reader)
 
 
 def execute(arguments: Sequence[str]) -> int:

@@ -21,7 +21,7 @@ def enforce_deadline(clock: WorkClock, grace_s: float = GRACE_S) -> Iterator[Non
     """End this process if the database does not stop after its time limit or after a Ctrl-C. Main thread only.
 
     Args:
-        clock: Clock of the query.
+        clock: Clock of the statement.
         grace_s: Time that it has to stop by itself, in seconds.
     """
     signals, wakes = os.pipe()

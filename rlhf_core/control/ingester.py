@@ -38,7 +38,7 @@ class Ingester:
     def ingest(self) -> int:
         """Read what is new in all active runs, and in some of the others; how many had something new."""
         try:
-            found = open_runs.standings(self.store, utc_now(), since=utc_now() - LINGER)
+            found = open_runs.find(self.store, utc_now(), since=utc_now() - LINGER)
         except HistoryError as error:
             self._complain("", str(error))
             return 0

@@ -1,10 +1,14 @@
 """The history of all runs in a SQL database: SQLite on one machine, PostgreSQL for a team. SQLAlchemy lives here.
 
-tables    what there is to know, as tables; migrations import only this
-database  opening a database safely: file systems, locks, errors in words
-migrate   bringing a schema up to date
-metric_rows  metric rows in bulk, past SQLAlchemy
-batch     what one round of ingestion brings
-store     writes: leases, and batches in one transaction each
-queries   reads: one function per question; plain data comes back, never a row or a session
+tables         tables and views; migrations import only this (docs/database.md describes every column)
+database       opening a database safely: file systems, locks, errors that name the remedy
+migrate        bringing a schema up to date
+batch          data of one round of ingestion
+store          leases, and batches in one transaction each
+writers        rows of a batch
+queries        reads: one function per query; plain data comes back, never a row or a session
+saved_queries  files of SQL with arguments (``rlhf sql NAME``)
+read_only      guards that keep the SQL of a user from changing anything
+sql_limits     limits of time and size for the SQL of a user
+renamed        names that a migration changed, for the advice to saved SQL
 """

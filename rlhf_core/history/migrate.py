@@ -85,7 +85,7 @@ def _create(url: URL, file: Path) -> None:
         private_files.write_new(unfinished, "")  # SQLite gives its log and its index the rights of the file
         made = url.set(database=str(unfinished))
         _migrate(made)
-        with database.errors_in_words(url):
+        with database.translated_errors(url):
             database.require_whole(unfinished, SCHEMA_REVISION)
         _put_in_place(unfinished, file)
     except OSError as error:
@@ -109,7 +109,7 @@ def _migrate(url: URL) -> Upgraded:
     # Foreign keys are off here: SQLite changes a table by making it again, and dropping the old one would cascade.
     engine = database.writing_engine(url, foreign_keys=False)
     try:
-        with database.errors_in_words(url), engine.begin() as connection:
+        with database.translated_errors(url), engine.begin() as connection:
             if connection.dialect.name == "postgresql":
                 connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
             before = revision(connection, url)
@@ -127,17 +127,17 @@ def require_current(engine: Engine, url: URL) -> None:
         SchemaOutOfDate: it is older (names ``rlhf db upgrade``) or newer.
         HistoryError: it holds something else.
     """
-    with database.errors_in_words(url), engine.connect() as connection:
+    with database.translated_errors(url), engine.connect() as connection:
         present = revision(connection, url)
     if present == SCHEMA_REVISION:
         return
     if not present:
         raise SchemaOutOfDate(
-            f"the history {database.shown(url)} is empty. Run `rlhf db upgrade` once to make its tables."
+            f"the history {database.displayed(url)} is empty. Run `rlhf db upgrade` once to make its tables."
         )
     _refuse_newer(present, url)
     raise SchemaOutOfDate(
-        f"the history {database.shown(url)} has schema {present}, this program needs {SCHEMA_REVISION}. "
+        f"the history {database.displayed(url)} has schema {present}, this program needs {SCHEMA_REVISION}. "
         f"Run `rlhf db upgrade`; a copy of the database beforehand does no harm."
     )
 
@@ -156,7 +156,7 @@ def revision(connection: Connection, url: URL) -> str:
     if not names:
         return ""
     raise HistoryError(
-        f"{database.shown(url)} is no history of rlhf-flows: it holds the tables {', '.join(sorted(names)[:5])} of "
+        f"{database.displayed(url)} is no history of rlhf-flows: it holds the tables {', '.join(sorted(names)[:5])} of "
         f"something else. Point RLHF_DATABASE_URL to a database of its own."
     )
 
@@ -180,6 +180,6 @@ def _refuse_newer(present: str, url: URL) -> None:
     known = {script.revision for script in ScriptDirectory(str(SCRIPTS)).walk_revisions()}
     if present not in known:
         raise SchemaOutOfDate(
-            f"the history {database.shown(url)} has schema {present}, which this program does not know; it was made by "
-            f"a newer version of rlhf-flows. Install that version; nothing was changed."
+            f"the history {database.displayed(url)} has schema {present}, which this program does not know; it was "
+            f"made by a newer version of rlhf-flows. Install that version; nothing was changed."
         )

@@ -1,11 +1,11 @@
-"""Saved questions: one file of SQL each, for both databases, with arguments that are bound and never pasted.
+"""Saved queries: one file of SQL each, for both databases, with arguments that are bound and never pasted.
 
-A question begins with a comment: its title, what it means, and a line for each argument,
+A query begins with a comment: its title, what it means, and a line for each argument,
 ``name (type) = default: meaning``, where a type is ``text``, ``number`` or ``run`` (an id, a name, or ``last``), and an
 argument without a default must be given. In the statement ``:name`` stands for the value.
 
-Where SQLite and PostgreSQL differ, a question says ``@seconds(start, end)`` and the like; :data:`FUNCTIONS` has what
-becomes of it in each. A statement of a person's own may have such a comment and such arguments too.
+Where SQLite and PostgreSQL differ, a query says ``@seconds(start, end)`` and the like; :data:`FUNCTIONS` has its
+expansion for each. A statement of a user may have such a comment and such arguments too.
 """
 
 import difflib
@@ -17,7 +17,7 @@ from importlib import resources
 
 from rlhf_core.errors import BadInput
 from rlhf_core.history import queries
-from rlhf_core.history.queries import SqlAnswer, SqlResult
+from rlhf_core.history.queries import SqlResult, SqlStream
 from rlhf_core.history.sql_limits import WorkClock
 from rlhf_core.history.store import HistoryStore
 
@@ -49,7 +49,7 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
         "is_leaf": "(jsonb_typeof({0}.value) <> 'object')",
     },
 }
-"""What questions may say as ``@name(...)``, in the words of each database.
+"""Expansions of ``@name(...)`` for each database.
 
 ``seconds(start, end)``: between two times. ``days_ago(n)``: that moment. ``week(time)``: the Monday of its week, as
 text. ``leaves(column) leaf``: in ``FROM``, the values inside of a JSON column, lists as one; with ``leaf_name(leaf)``
@@ -57,33 +57,33 @@ text. ``leaves(column) leaf``: in ``FROM``, the values inside of a JSON column, 
 """
 
 TYPES = ("text", "number", "run")
-"""What an argument may be."""
+"""Types of arguments."""
 
 _HEADER = re.compile(r"\s*/\*(.*?)\*/", re.DOTALL)
 _ARGUMENT = re.compile(rf"(?P<name>[a-z_]+) \((?P<type>{'|'.join(TYPES)})\)(?: = (?P<default>[^:]*))?: (?P<meaning>.+)")
 _FUNCTION = re.compile(r"@([a-z_]+)\(")
-# What is no place for a value comes first: texts, quoted names, comments, and the casts of PostgreSQL.
-_PLACE = re.compile(r"'(?:[^']|'')*'|\"[^\"]*\"|--[^\n]*|/\*.*?\*/|::|:([A-Za-z_]\w*)", re.DOTALL)
+# Texts, quoted names, comments and the casts of PostgreSQL come first: a colon in them is no parameter.
+_PARAMETER = re.compile(r"'(?:[^']|'')*'|\"[^\"]*\"|--[^\n]*|/\*.*?\*/|::|:([A-Za-z_]\w*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Argument:
-    """What a question wants to know before it can be asked."""
+    """One argument of a query."""
 
     name: str
     type: str
     """One of :data:`TYPES`."""
     default: str | None
-    """As it would be given; None where there must be one."""
+    """Default, as text; None where a value must be given."""
     meaning: str
 
 
 @dataclass(frozen=True)
-class Question:
-    """A question that can be asked again."""
+class SavedQuery:
+    """One query with its description and arguments."""
 
     name: str
-    """Empty for a statement of a person's own."""
+    """Empty for a statement of a user."""
     title: str
     meaning: str
     arguments: tuple[Argument, ...]
@@ -92,11 +92,11 @@ class Question:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Which there are
+# The saved queries
 
 
-def saved() -> list[Question]:
-    """All saved questions, by name."""
+def saved() -> list[SavedQuery]:
+    """Read all saved queries, by name."""
     folder = resources.files("rlhf_core.history").joinpath("saved_queries")
     found = [file for file in folder.iterdir() if file.name.endswith(".sql")]
     return [
@@ -105,118 +105,118 @@ def saved() -> list[Question]:
     ]
 
 
-def find(name: str) -> Question:
-    """The saved question of a name.
+def find(name: str) -> SavedQuery:
+    """Find the saved query of a name.
 
     Raises:
-        BadInput: there is none; names the nearest.
+        BadInput: there is none; the message names the nearest.
     """
-    known = {question.name: question for question in saved()}
+    known = {query.name: query for query in saved()}
     if name in known:
         return known[name]
     near = difflib.get_close_matches(name, known, 1)
     meant = f"; did you mean {near[0]}?" if near else "."
-    raise BadInput(f"there is no saved question {name!r}{meant} `rlhf sql --list` has them all.")
+    raise BadInput(f"there is no saved query {name!r}{meant} `rlhf sql --list` lists them.")
 
 
 def is_name(text: str) -> bool:
-    """Whether a text can only be the name of a question: no statement is one word."""
+    """Return True if a text can only be the name of a query: no statement is one word."""
     return re.fullmatch(r"[A-Za-z0-9_-]+", text) is not None
 
 
-def parse(text: str) -> Question:
-    """A statement with its comment taken apart; without one it has no title and no arguments of a known type."""
+def parse(text: str) -> SavedQuery:
+    """Parse the comment of a statement; without one it has no title and no arguments of a known type."""
     header = _HEADER.match(text)
     lines = [line.strip() for line in header[1].strip().splitlines()] if header else []
-    arguments, words = [], []
+    arguments, prose = [], []
     for line in lines:
         found = _ARGUMENT.fullmatch(line)
         if found is None:
-            words.append(line)
+            prose.append(line)
             continue
         default = found["default"]
         shown = None if default is None else default.strip().strip("'")
         arguments.append(Argument(found["name"], found["type"], shown, found["meaning"]))
-    title = words[0] if words else ""
-    return Question("", title, " ".join(" ".join(words[1:]).split()), tuple(arguments), text)
+    title = prose[0] if prose else ""
+    return SavedQuery("", title, " ".join(" ".join(prose[1:]).split()), tuple(arguments), text)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Asking
+# Running a query
 
 
-def ask(
-    store: HistoryStore, question: Question, given: Mapping[str, str], limit: int | None = None, clock: Clock = None
+def run(
+    store: HistoryStore, query: SavedQuery, given: Mapping[str, str], limit: int | None = None, clock: Clock = None
 ) -> SqlResult:
-    """Ask a question, under the guard of :func:`queries.run_sql`.
+    """Run a query, under the guards of :func:`queries.run_sql`.
 
     Args:
         given: values of arguments, as text.
-        limit: at most so many rows; None for all.
-        clock: how long the database may work on it.
+        limit: maximum number of rows; None for all.
+        clock: time that the database may work on it.
 
     Raises:
         BadInput: an argument is missing, unknown or of another type; or as :func:`queries.run_sql`.
     """
-    text, values = _bound_question(store, question, given)
-    return queries.run_sql(store, text, limit, values, shipped=bool(question.name), clock=clock)
+    text, values = _bound_query(store, query, given)
+    return queries.run_sql(store, text, limit, values, shipped=bool(query.name), clock=clock)
 
 
 @contextmanager
-def answering(
-    store: HistoryStore, question: Question, given: Mapping[str, str], clock: Clock = None
-) -> Iterator[SqlAnswer]:
-    """Ask a question and read its answer row by row. Arguments and errors: as :func:`ask`."""
-    text, values = _bound_question(store, question, given)
-    with queries.answering(store, text, values, shipped=bool(question.name), clock=clock) as answer:
-        yield answer
+def stream(
+    store: HistoryStore, query: SavedQuery, given: Mapping[str, str], clock: Clock = None
+) -> Iterator[SqlStream]:
+    """Run a query and read its result row by row. Arguments and errors: as :func:`run`."""
+    text, values = _bound_query(store, query, given)
+    with queries.stream_sql(store, text, values, shipped=bool(query.name), clock=clock) as result:
+        yield result
 
 
-def _bound_question(
-    store: HistoryStore, question: Question, given: Mapping[str, str]
+def _bound_query(
+    store: HistoryStore, query: SavedQuery, given: Mapping[str, str]
 ) -> tuple[str, dict[str, Value] | None]:
-    """The text for the driver, and what is bound to its places; None where it has none."""
+    """Make the text for the driver, and the values of its parameters; None where it has none."""
     dialect = dialect_of(store)
-    text = statement(question, dialect) if question.name else question.sql
-    values = _values(store, question, given)
-    wanted = places(text)
-    if unknown := sorted(given.keys() - wanted):
-        listed = ", ".join(sorted(wanted)) or "none"
-        raise BadInput(f"the question has no argument {unknown[0]!r}. It has: {listed}.")
-    if missing := sorted(wanted - values.keys()):
-        raise BadInput(f"the question needs a value for {missing[0]!r}: give {missing[0]}=VALUE.")
-    if not wanted:
+    text = statement(query, dialect) if query.name else query.sql
+    values = _values(store, query, given)
+    named = parameters(text)
+    if unknown := sorted(given.keys() - named):
+        listed = ", ".join(sorted(named)) or "none"
+        raise BadInput(f"the query has no argument {unknown[0]!r}. It has: {listed}.")
+    if missing := sorted(named - values.keys()):
+        raise BadInput(f"the query needs a value for {missing[0]!r}: give {missing[0]}=VALUE.")
+    if not named:
         return text, None
-    return _bound(text) if dialect == "postgresql" else text, {name: values[name] for name in wanted}
+    return _bound(text) if dialect == "postgresql" else text, {name: values[name] for name in named}
 
 
-def statement(question: Question, dialect: str) -> str:
-    """The text of a question in the words of one database: ``sqlite`` or ``postgresql``."""
-    return "".join(_expanded(question.sql, FUNCTIONS[dialect]))
+def statement(query: SavedQuery, dialect: str) -> str:
+    """Expand the text of a query for one database: ``sqlite`` or ``postgresql``."""
+    return "".join(_expanded(query.sql, FUNCTIONS[dialect]))
 
 
 def dialect_of(store: HistoryStore) -> str:
-    """Which database it is: ``sqlite`` or ``postgresql``."""
+    """Name the database: ``sqlite`` or ``postgresql``."""
     return store.url.get_backend_name()
 
 
-def places(text: str) -> set[str]:
-    """Names of the values that a statement wants."""
-    return {found[1] for found in _PLACE.finditer(text) if found[1]}
+def parameters(text: str) -> set[str]:
+    """Find the names of the parameters of a statement."""
+    return {found[1] for found in _PARAMETER.finditer(text) if found[1]}
 
 
 def _bound(text: str) -> str:
-    """A statement in the form of PostgreSQL's driver: ``%(name)s``, and every other percent sign doubled."""
+    """Rewrite a statement for PostgreSQL's driver: ``%(name)s``, and every other percent sign doubled."""
     parts, end = [], 0
-    for found in _PLACE.finditer(text):
+    for found in _PARAMETER.finditer(text):
         if found[1]:
             parts += [text[end : found.start()].replace("%", "%%"), f"%({found[1]})s"]
             end = found.end()
     return "".join([*parts, text[end:].replace("%", "%%")])
 
 
-def _values(store: HistoryStore, question: Question, given: Mapping[str, str]) -> dict[str, Value]:
-    declared = {argument.name: argument for argument in question.arguments}
+def _values(store: HistoryStore, query: SavedQuery, given: Mapping[str, str]) -> dict[str, Value]:
+    declared = {argument.name: argument for argument in query.arguments}
     values: dict[str, Value] = {
         name: _number(text) if _is_number(text) else text for name, text in given.items() if name not in declared
     }
@@ -248,7 +248,7 @@ def _number(text: str) -> int | float:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The words of a database
+# Expansion for a database
 
 
 def _expanded(text: str, functions: Mapping[str, str]) -> Iterator[str]:
@@ -263,7 +263,7 @@ def _expanded(text: str, functions: Mapping[str, str]) -> Iterator[str]:
 
 
 def _call(text: str, start: int) -> tuple[Sequence[str], int]:
-    """The arguments of a call whose opening bracket ends at ``start``, and where it ends."""
+    """Split the arguments of a call whose opening bracket ends at ``start``; return them and the end of the call."""
     depth, begin, arguments = 0, start, []
     for position in range(start, len(text)):
         character = text[position]

@@ -1,4 +1,4 @@
-"""Limits of a question in SQL: how long the database may work on it, and on SQLite how large a value may be."""
+"""Limits for the SQL of a user: time of the database, and on SQLite the size of values."""
 
 import sqlite3
 import time
@@ -7,22 +7,22 @@ from contextlib import contextmanager
 from typing import Any
 
 MAX_VALUE_BYTES = 64 << 20
-"""Largest text, blob or row that SQLite may make or hand out for a question."""
+"""Largest text, blob or row that SQLite may make or return."""
 MAX_STATEMENT_BYTES = 1 << 20
 MAX_PATTERN_BYTES = 1000
 """Longest pattern of LIKE and GLOB: their time grows with its length times that of the text."""
 MAX_ANSWER_BYTES = 256 << 20
-"""Largest answer that is kept in memory as a whole; one that is printed row by row may be larger."""
+"""Largest result that is held in memory; one that is printed row by row may be larger."""
 
 _INSTRUCTIONS = 10_000
-"""Instructions of SQLite's machine between two looks at the clock: about a millisecond."""
+"""Instructions of SQLite's machine between two readings of the clock: about a millisecond."""
 
 
 class WorkClock:
-    """Time that the database has worked on one question; that of whoever reads the answer does not count.
+    """Time that the database has worked on one statement, without that of the reader of its result.
 
     Args:
-        limit_s: How long it may work, in seconds.
+        limit_s: time that it may work, in seconds.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -41,7 +41,7 @@ class WorkClock:
 
     @property
     def is_working(self) -> bool:
-        """True within :meth:`working`. May be asked from any thread."""
+        """True within :meth:`working`. May be read from any thread."""
         return self._since is not None
 
     @property
@@ -52,20 +52,20 @@ class WorkClock:
 
     @property
     def left_s(self) -> float:
-        """Seconds that are left; negative when it took longer."""
+        """Seconds left; negative when it took longer."""
         return self.limit_s - self.used_s
 
 
 def limit_sqlite(connection: sqlite3.Connection, clock: WorkClock) -> None:
-    """Have SQLite refuse what is too large, and stop when the time is over or the process was interrupted: the next
-    step then raises ``sqlite3.OperationalError`` ("interrupted")."""
+    """Make SQLite refuse values that are too large, and stop when the time is over or the process was interrupted: the
+    next step then raises ``sqlite3.OperationalError`` ("interrupted")."""
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
     connection.setlimit(sqlite3.SQLITE_LIMIT_SQL_LENGTH, MAX_STATEMENT_BYTES)
     connection.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, MAX_PATTERN_BYTES)
-    # A Ctrl-C is raised in this function, the only code of Python that runs meanwhile; the driver then stops too.
+    # Ctrl-C is raised in this function, the only Python code that runs meanwhile; the driver then stops too.
     connection.set_progress_handler(lambda: clock.left_s <= 0, _INSTRUCTIONS)
 
 
 def size_of(value: Any) -> int:
-    """About how many bytes a value of an answer takes."""
+    """Estimate the bytes of a value."""
     return len(value) if isinstance(value, str | bytes) else 8

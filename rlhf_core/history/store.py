@@ -1,4 +1,4 @@
-"""Writes to the history: leases, and batches of ingestion in one transaction each."""
+"""Leases, and batches of ingestion in one transaction each."""
 
 import secrets
 from collections.abc import Callable, Iterator
@@ -10,31 +10,34 @@ from typing import Self
 from sqlalchemy import Connection, delete, func, select, update
 
 from rlhf_core.errors import HistoryError, LeaseLost
-from rlhf_core.history import database, migrate, writers
+from rlhf_core.history import database, migrate
 from rlhf_core.history.batch import IngestBatch, IngestState
-from rlhf_core.history.tables import Lease, Run, metadata
+from rlhf_core.history.tables import metadata
+from rlhf_core.history.tables.core import CHECKPOINTS, KEYS, LEASES, OFFSETS, RUNS
+from rlhf_core.history.writers import write_batch
+from rlhf_core.history.writers.runs import insert_run, update_run
+from rlhf_core.history.writers.upserts import insert_new
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.base import utc_now
 
-LEASES = metadata.tables[Lease.__tablename__]
-RUNS = metadata.tables[Run.__tablename__]
-
 _REMEMBERED = frozenset({"checkpoints", "weight_versions"})
-"""Tables that remember more than the run directory still holds."""
+"""Tables that hold more than the run directory still does."""
 
 
 class HistoryStore:
     """The history database. One object may serve several threads; close it at the end, or use it in a ``with``.
 
-    Args: url: SQLAlchemy URL of a SQLite file or a PostgreSQL database. check_schema: False only for ``rlhf db
-        upgrade``. A SQLite file that does not exist yet is made, with all tables; nothing else is ever migrated on
-        the way. now: clock for leases on SQLite, where every controller runs on this machine. PostgreSQL uses the
-        server's clock, so that controllers on several machines need not agree about the time.
+    Args:
+        url: SQLAlchemy URL of a SQLite file or a PostgreSQL database. A SQLite file that does not exist yet is created
+            with all tables; nothing else is migrated implicitly.
+        check_schema: False only for ``rlhf db upgrade``.
+        now: clock for leases on SQLite, where every controller runs on this machine. PostgreSQL uses the server's
+            clock, so that controllers on several machines need not agree about the time.
 
     Raises:
-        BadConfig: the URL is none, or of a database that is not supported.
+        BadConfig: the URL is not one, or of a database that is not supported.
         UnsafeDatabase: SQLite on a network file system.
-        SchemaOutOfDate: made by another version; names what to do.
+        SchemaOutOfDate: created by another version; names the remedy.
         DatabaseUnavailable: no answer, no room, no permission, or no database.
     """
 
@@ -70,73 +73,76 @@ class HistoryStore:
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
-        """A read-only transaction. For :mod:`rlhf_core.history.queries`; nothing above the history sees a
+        """Open a read-only transaction. For :mod:`rlhf_core.history.queries`; modules above the history get no
         connection."""
-        with database.errors_in_words(self.url), self._reading.begin() as connection:
+        with database.translated_errors(self.url), self._reading.begin() as connection:
             yield connection
 
     @contextmanager
     def writing(self) -> Iterator[Connection]:
-        """A transaction that writes: committed at the end, rolled back by an error. For this package only."""
-        with database.errors_in_words(self.url), self._writing.begin() as connection:
+        """Open a transaction that writes: committed at the end, rolled back by an error. For this package only."""
+        with database.translated_errors(self.url), self._writing.begin() as connection:
             yield connection
 
     # -----------------------------------------------------------------------------------------------------------------
     # Leases
 
     def acquire_lease(
-        self, run_id: str, owner: str, ttl_s: float, *, takeover: Callable[[str], bool] | None = None, above: int = 0
+        self, run_id: str, holder: str, ttl_s: float, *, takeover: Callable[[str], bool] | None = None, above: int = 0
     ) -> int:
         """Become the one controller of a run.
 
-        Args: run_id: the run; the history need not know it yet. owner: text that names this controller; unique to its
-            process. ttl_s: seconds until the lease runs out unless renewed. takeover: asked about the present owner;
-            True when that one is known to be dead, so that its lease need not be waited for. above: the token will be
-            higher than this. The highest token of the run's journal, for the case that the database is younger than
-            the journal.
+        Args:
+            run_id: the run; the history need not know it yet.
+            holder: text that names this controller; unique to its process.
+            ttl_s: seconds until the lease expires unless it is renewed.
+            takeover: called with the present holder; True when that one is known to be dead, so that its lease need
+                not expire first.
+            above: the token will be higher than this: the highest token of the run's journal, in case the database is
+                younger than the journal.
 
         Returns:
-            The fencing token: higher than every one before it, also than those in the ingested journal.
+            The fencing token: higher than every earlier one, also than those in the ingested journal.
 
         Raises:
             LeaseLost: another controller holds the run.
         """
         while True:
-            token = self._try_lease(run_id, owner, ttl_s, takeover, above)
+            token = self._try_lease(run_id, holder, ttl_s, takeover, above)
             if token is not None:
                 return token
 
     def _try_lease(
-        self, run_id: str, owner: str, ttl_s: float, takeover: Callable[[str], bool] | None, above: int
+        self, run_id: str, holder: str, ttl_s: float, takeover: Callable[[str], bool] | None, above: int
     ) -> int | None:
-        """One try; None when another controller changed the lease between looking and taking."""
+        """Try once; None when another controller changed the lease between the read and the write."""
         with self.reading() as connection:
             present = connection.execute(select(LEASES).where(LEASES.c.run_id == run_id)).one_or_none()
             ingested = connection.execute(select(RUNS.c.journal_token).where(RUNS.c.run_id == run_id)).scalar()
             now = self.time(connection)
-        held = present is not None and present.expires_at > now and present.owner not in ("", owner)
-        # The owner is asked about outside of any transaction: looking for a process may take its time.
-        if present is not None and held and (takeover is None or not takeover(present.owner)):
+        held = present is not None and present.expires_at > now and present.holder not in ("", holder)
+        # Outside of any transaction: to look for a process may take long.
+        if present is not None and held and (takeover is None or not takeover(present.holder)):
             raise LeaseLost(
-                f"run {run_id} is driven by another controller, {present.owner}; its lease runs for "
+                f"run {run_id} is driven by another controller, {present.holder}; its lease runs for "
                 f"{(present.expires_at - now).total_seconds():.0f} s more unless it is renewed."
             )
         token = max(present.token if present is not None else 0, ingested or 0, above) + 1
         with self.writing() as connection:
             expires_at = self.time(connection) + timedelta(seconds=ttl_s)
-            taken = {"owner": owner, "token": token, "expires_at": expires_at}
+            taken = {"holder": holder, "token": token, "expires_at": expires_at}
             if present is None:
-                return token if writers.insert_new(connection, LEASES, {"run_id": run_id, **taken}) else None
+                return token if insert_new(connection, LEASES, {"run_id": run_id, **taken}) else None
             # Compare and swap: of all who saw this token, one finds it still there.
             swapped = connection.execute(
                 update(LEASES)
-                .where(LEASES.c.run_id == run_id, LEASES.c.token == present.token, LEASES.c.owner == present.owner)
+                .where(LEASES.c.run_id == run_id, LEASES.c.token == present.token, LEASES.c.holder == present.holder)
                 .values(taken)
             )
             return token if swapped.rowcount == 1 else None
 
-    def renew_lease(self, run_id: str, owner: str, token: int, ttl_s: float) -> None:
-        """Hold the lease for ``ttl_s`` more seconds. One that ran out is still ours while nobody else took it.
+    def renew_lease(self, run_id: str, holder: str, token: int, ttl_s: float) -> None:
+        """Extend the lease to ``ttl_s`` seconds from now. One that expired is ours until another controller takes it.
 
         Raises:
             LeaseLost: another controller has taken the run over. Stop at once and change nothing more.
@@ -144,41 +150,40 @@ class HistoryStore:
         with self.writing() as connection:
             renewed = connection.execute(
                 update(LEASES)
-                .where(LEASES.c.run_id == run_id, LEASES.c.owner == owner, LEASES.c.token == token)
+                .where(LEASES.c.run_id == run_id, LEASES.c.holder == holder, LEASES.c.token == token)
                 .values(expires_at=self.time(connection) + timedelta(seconds=ttl_s))
             )
             if renewed.rowcount == 1:
                 return
-        self.verify_lease(run_id, owner, token)
+        self.verify_lease(run_id, holder, token)
 
-    def verify_lease(self, run_id: str, owner: str, token: int) -> None:
-        """Make sure that nobody else has taken the lease, by reading alone.
+    def verify_lease(self, run_id: str, holder: str, token: int) -> None:
+        """Make sure that no other controller has taken the lease, by reading alone.
 
         Raises:
             LeaseLost: another controller has taken the run over.
         """
         with self.reading() as connection:
             present = connection.execute(select(LEASES).where(LEASES.c.run_id == run_id)).one_or_none()
-        if present is not None and (present.owner, present.token) == (owner, token):
+        if present is not None and (present.holder, present.token) == (holder, token):
             return
-        holder = f"{present.owner or 'nobody'} with token {present.token}" if present is not None else "nobody"
+        other = f"{present.holder or 'no controller'} with token {present.token}" if present else "no controller"
         raise LeaseLost(
-            f"run {run_id} was taken over: this controller ({owner}) held lease {token}, now it is held by {holder}. "
+            f"run {run_id} was taken over: this controller ({holder}) held lease {token}, now it is held by {other}. "
             f"This controller stops; the run goes on under the other one."
         )
 
-    def release_lease(self, run_id: str, owner: str, token: int) -> None:
-        """Give the lease back. Does nothing when it is no longer ours. The token stays, so that the next one is
-        higher."""
+    def release_lease(self, run_id: str, holder: str, token: int) -> None:
+        """Release the lease if it is still ours. The token stays, so that the next one is higher."""
         with self.writing() as connection:
             connection.execute(
                 update(LEASES)
-                .where(LEASES.c.run_id == run_id, LEASES.c.owner == owner, LEASES.c.token == token)
-                .values(owner="", expires_at=self.time(connection))
+                .where(LEASES.c.run_id == run_id, LEASES.c.holder == holder, LEASES.c.token == token)
+                .values(holder="", expires_at=self.time(connection))
             )
 
     def time(self, connection: Connection) -> datetime:
-        """The present, by the clock that leases are measured with."""
+        """Read the clock that leases are measured with."""
         if connection.dialect.name == "sqlite":
             return self._now()
         moment: datetime = connection.execute(select(func.clock_timestamp())).scalar_one()
@@ -188,50 +193,50 @@ class HistoryStore:
     # Ingestion
 
     def ingest_state(self, run_id: str) -> IngestState:
-        """How far the history has come with a run; what a batch must be made from."""
+        """Read the state that the next batch of a run must be made from."""
         with self.reading() as connection:
             run = connection.execute(
                 select(RUNS.c.ingest_stamp, RUNS.c.journal_token).where(RUNS.c.run_id == run_id)
             ).one_or_none()
             if run is None:
                 return IngestState()
-            offsets = writers.OFFSETS
-            found = connection.execute(select(offsets.c.path, offsets.c.position).where(offsets.c.run_id == run_id))
+            found = connection.execute(select(OFFSETS.c.path, OFFSETS.c.position).where(OFFSETS.c.run_id == run_id))
             positions = {row.path: row.position for row in found}
             return IngestState(run.ingest_stamp, positions, run.journal_token)
 
     def offsets(self, run_id: str) -> dict[str, int]:
-        """How far each file of a run was read: path relative to the run directory -> position or fingerprint."""
+        """Read the offsets of a run: path relative to the run directory -> position or fingerprint."""
         return self.ingest_state(run_id).offsets
 
     def apply(self, run_id: str, batch: IngestBatch) -> bool:
         """Write a batch and the offsets it reaches, in one transaction: all of it or nothing.
 
-        Returns: False, with nothing written, when the history has moved on since ``batch.base`` was read: another
-            ingester was faster, or this batch was applied before. Read the state again and make a new batch.
+        Returns:
+            False, with nothing written, when the history has changed since ``batch.base`` was read: another ingester
+            was faster, or this batch was applied before. Read the state again and make a new batch.
 
         Raises:
             IllegalMove: the journal has a change of state that the table of moves does not allow.
             DatabaseUnavailable: it was not written.
-            HistoryError: it holds something that no column takes, which its schema should have refused.
+            HistoryError: it has a value that no column holds, which its schema should have refused.
         """
         try:
             with self.writing() as connection:
                 if not self._take_turn(connection, run_id, batch):
                     return False
-                self._write(connection, run_id, batch)
+                write_batch(connection, run_id, batch)
                 return True
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-            # One run that cannot be stored must not end whoever reads all of them.
+            # One run that cannot be stored must not end the ingestion of all.
             raise HistoryError(
                 f"the files of run {run_id} cannot be stored: {type(error).__name__}: {error}"
             ) from error
 
     def _take_turn(self, connection: Connection, run_id: str, batch: IngestBatch) -> bool:
-        """Claim the run for this transaction, if it is as it was when the batch was made."""
+        """Claim the run for this transaction, if it is unchanged since the batch was made."""
         new_stamp = secrets.randbits(62) + 1
         if batch.base.stamp == 0:
-            return batch.stored is not None and writers.insert_run(connection, batch.run_dir, batch.stored, new_stamp)
+            return batch.stored is not None and insert_run(connection, batch.run_dir, batch.stored, new_stamp)
         claimed = connection.execute(
             update(RUNS)
             .where(RUNS.c.run_id == run_id, RUNS.c.ingest_stamp == batch.base.stamp)
@@ -240,54 +245,30 @@ class HistoryStore:
         if claimed.rowcount != 1:
             return False
         if batch.stored is not None:
-            writers.describe_run(connection, batch.run_dir, batch.stored)
+            update_run(connection, batch.run_dir, batch.stored)
         return True
 
-    def _write(self, connection: Connection, run_id: str, batch: IngestBatch) -> None:
-        writers.write_journal(connection, run_id, batch.journal)
-        writers.write_notes(connection, run_id, "housekeeping.jsonl", batch.notes)
-        writers.write_attempts(connection, run_id, batch.attempts)
-        writers.write_restarts(connection, run_id, batch)
-        writers.write_events(connection, run_id, batch.events)
-        writers.write_set_aside(connection, run_id, batch.set_aside)
-        names = {name for entry in batch.metrics for name in entry.line.metrics}
-        writers.write_metrics(connection, run_id, batch.metrics, writers.write_metric_keys(connection, names))
-        writers.write_nodes(connection, run_id, batch.nodes)
-        writers.write_probes(connection, run_id, batch.probes)
-        writers.write_incidents(connection, run_id, batch.incidents)
-        writers.write_decisions(connection, run_id, batch.decisions)
-        writers.write_outcomes(connection, run_id, batch.outcomes)
-        writers.write_checkpoints(connection, run_id, batch.checkpoints)
-        writers.write_removed_checkpoints(connection, run_id, batch.removed_checkpoints)
-        writers.write_evaluations(connection, run_id, batch.evaluations)
-        writers.write_telemetry(connection, run_id, batch.telemetry)
-        writers.write_progress(connection, run_id, batch)
-        writers.write_offsets(connection, run_id, batch)
-        if batch.is_last:
-            writers.keep_goodput(connection, run_id)
-
     # -----------------------------------------------------------------------------------------------------------------
-    # Making it again
+    # Rebuilding
 
     def run_ids(self) -> list[str]:
-        """Every run that the history knows."""
+        """List every run that the history knows."""
         with self.reading() as connection:
             return list(connection.execute(select(RUNS.c.run_id).order_by(RUNS.c.run_id)).scalars())
 
     def forget(self, run_id: str) -> None:
-        """Drop what was ingested of a run, so that it is read again from the beginning (``rlhf db rebuild``).
+        """Drop the rows of a run, so that it is ingested again from the beginning (``rlhf db rebuild``).
 
-        Kept are the lease, and checkpoints that retention removed: no file tells of them any more.
+        The lease stays, and so do checkpoints that retention removed: no file has them any more.
         """
         with self.writing() as connection:
             for table in reversed(metadata.sorted_tables):
                 if "run_id" in table.c and table.name not in _REMEMBERED | {"runs", "leases"}:
                     connection.execute(delete(table).where(table.c.run_id == run_id))
-            checkpoints = writers.CHECKPOINTS
             connection.execute(
-                update(checkpoints)
-                .where(checkpoints.c.run_id == run_id, checkpoints.c.removed_at.is_(None))
-                .values(removed_at=self._now())  # those that are there are found again
+                update(CHECKPOINTS)
+                .where(CHECKPOINTS.c.run_id == run_id, CHECKPOINTS.c.removed_at.is_(None))
+                .values(removed_at=self._now())  # those that exist are found again
             )
             connection.execute(
                 update(RUNS)
@@ -303,14 +284,9 @@ class HistoryStore:
                 )
             )
 
-    def remove_run(self, run_id: str) -> None:
-        """Remove every row of a run but its lease."""
-        with self.writing() as connection:
-            connection.execute(delete(RUNS).where(RUNS.c.run_id == run_id))
-
     def clear(self) -> None:
         """Remove every row but the leases and the names of metrics, whose ids another process may be about to use."""
         with self.writing() as connection:
             for table in reversed(metadata.sorted_tables):
-                if table.name not in (LEASES.name, writers.KEYS.name):
+                if table.name not in (LEASES.name, KEYS.name):
                     connection.execute(delete(table))

@@ -13,7 +13,7 @@ import psutil
 
 from rlhf_core.accounts import user_name
 from rlhf_core.errors import DatabaseUnavailable, LeaseLost
-from rlhf_core.history.queries.controllers import Holder, holder
+from rlhf_core.history.queries.controllers import LeaseHolder, lease_holder
 from rlhf_core.history.store import HistoryStore
 
 TTL_S = 60.0
@@ -240,8 +240,8 @@ def refuse_if_driven(store: HistoryStore, run_id: str) -> None:
     Raises:
         LeaseLost: one does, and its process is alive.
     """
-    found = holder(store, run_id)
-    if found is not None and found.owner != str(Owner.this_process()) and _is_alive(found, found):
+    found = lease_holder(store, run_id)
+    if found is not None and found.controller != str(Owner.this_process()) and _is_alive(found, found):
         raise LeaseLost(_driven_by(run_id, found, found))
 
 
@@ -273,12 +273,12 @@ def acquire(
     """
     owner = str(Owner.this_process())
     started = clock()
-    first: Holder | None = None
+    first: LeaseHolder | None = None
     while True:
         try:
             token = store.acquire_lease(run_id, owner, ttl_s, takeover=known_dead, above=above)
         except LeaseLost as error:
-            found = holder(store, run_id)
+            found = lease_holder(store, run_id)
             if found is None:
                 continue  # given back just now
             if (fail_if_held and _is_alive(found, first or found)) or clock() - started >= timeout_s:
@@ -291,19 +291,19 @@ def acquire(
         return HeldLease(store, run_id, owner, token, clock, ttl_s)
 
 
-def _is_alive(found: Holder, first: Holder) -> bool:
+def _is_alive(found: LeaseHolder, first: LeaseHolder) -> bool:
     """Return True if the owner of a lease is known to be alive. On another host that takes a renewal since the first
     query."""
-    owner = Owner.parse(found.owner)
+    owner = Owner.parse(found.controller)
     if owner is not None and owner.is_here():
         return not owner.is_known_dead()
     return found.expires_at > first.expires_at
 
 
-def _driven_by(run_id: str, found: Holder, first: Holder) -> str:
+def _driven_by(run_id: str, found: LeaseHolder, first: LeaseHolder) -> str:
     """Message that names the controller of a run and says what to do."""
-    owner = Owner.parse(found.owner)
-    who = found.owner if owner is None else f"{owner.user} on {owner.host}, process {owner.pid}"
+    owner = Owner.parse(found.controller)
+    who = found.controller if owner is None else f"{owner.user} on {owner.host}, process {owner.pid}"
     since = f", since {found.since:%Y-%m-%d %H:%M:%S} UTC" if found.since is not None else ""
     where = f", flow run {found.flow_run_url}" if found.flow_run_url else ""
     alive = "It is alive: " if _is_alive(found, first) else ""

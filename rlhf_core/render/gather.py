@@ -164,7 +164,7 @@ def find_row(rows: Iterable[Mapping[str, Any]], **wanted: object) -> Mapping[str
 
 
 def _probes(store: HistoryStore, run_id: str) -> list[Mapping[str, Any]]:
-    answer = saved_queries.ask(store, saved_queries.find("probe-speeds"), {"run": run_id})
+    answer = saved_queries.run(store, saved_queries.find("probe-speeds"), {"run": run_id})
     return [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]
 
 

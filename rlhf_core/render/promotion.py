@@ -28,14 +28,14 @@ def promotion(record: ReportData) -> Markup:
 
 def _standing(record: ReportData, promotion: Mapping[str, Any]) -> Markup:
     state = promotion["state"]
-    asked, moved = promotion["asked_at"], promotion["moved_at"]
+    asked, moved = promotion["requested_at"], promotion["state_changed_at"]
     return join(
         [
             tag("p", badge(state), f" The checkpoint of step {promotion['checkpoint_step']} {_SENTENCES[state]}."),
             facts(
                 [
                     ("decided by", promotion["decided_by"]),
-                    ("asked at", moment(asked)),
+                    ("requested at", moment(asked)),
                     (f"{state} at", moment(moved) if state != "waiting" else ""),
                     ("reason", promotion["reason"]),
                     ("model", code(promotion["path"]) if promotion["path"] else ""),

@@ -250,7 +250,8 @@ def bench_questions(kind: str, folder: Path, size: Size, mlflow: str | None) -> 
 
 def what_people_ask(ids: Sequence[str], chance: random.Random) -> dict[str, Callable[[HistoryStore], object]]:
     """Questions about one run or a list, by what they are about."""
-    since = T0 + timedelta(days=30)
+    month = (T0 + timedelta(days=30), T0 + timedelta(days=60))
+    goodput = "SELECT * FROM all_goodput WHERE created_at >= '{}' AND created_at < '{}'".format(*month)
 
     def about_a_run(view: str) -> Callable[[HistoryStore], object]:
         return lambda store: queries.run_sql(store, f"SELECT * FROM {view} WHERE run_id = '{chance.choice(ids)}'")
@@ -269,14 +270,14 @@ def what_people_ask(ids: Sequence[str], chance: random.Random) -> dict[str, Call
         "curve, all metrics": lambda store: queries.curve(store, chance.choice(ids)),
         "compare two runs": lambda store: compare(store, chance.sample(ids, 2)),
         "goodput of a run": about_a_run("run_goodput"),
-        "goodput of all runs of a month": lambda store: queries.goodput_of_runs(store, since, since + timedelta(30)),
+        "goodput of all runs of a month": lambda store: queries.run_sql(store, goodput),
         "where the time of a run's steps went": about_a_run("run_step_time"),
         "recoveries of a run": about_a_run("run_recoveries"),
     }
 
 
 def saved_question(
-    question: saved_queries.Question, ids: Sequence[str], chance: random.Random
+    question: saved_queries.SavedQuery, ids: Sequence[str], chance: random.Random
 ) -> Callable[[HistoryStore], object]:
     """A saved question as it is asked by default, as if today were the day of the newest run; of runs, random ones."""
     age_days = (datetime.now(UTC) - T0).days - history_load.DAYS
@@ -290,7 +291,7 @@ def saved_question(
 
     def ask(store: HistoryStore) -> object:
         given = {argument.name: text for argument in question.arguments if (text := value(argument)) is not None}
-        return saved_queries.ask(store, question, given)
+        return saved_queries.run(store, question, given)
 
     return ask
 

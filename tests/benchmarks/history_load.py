@@ -60,7 +60,7 @@ def load(store: HistoryStore, scale: Scale) -> None:
             connection.execute(text(statement))
         connection.execute(
             text(
-                "INSERT INTO kept_goodput "
+                "INSERT INTO goodput_cache "
                 "(run_id, ingest_stamp, wall_s, queue_s, productive_s, repeated_s, lost_s, ettr) "
                 "SELECT n.run_id, n.ingest_stamp, wall_s, queue_s, productive_s, repeated_s, lost_s, ettr "
                 "FROM runs n JOIN run_goodput g ON g.run_id = n.run_id WHERE n.state <> 'training'"
@@ -149,8 +149,8 @@ def _run(number: int, num_runs: int, spec: dict[str, Any]) -> dict[str, list[dic
             for index in range(4)
         ],
         "checkpoints": [
-            {"run_id": run_id, "step": step, "path": f"checkpoints/step-{step:06d}", "stage": "grpo",
-             "stage_finished": step == num_steps, "num_ranks": 4, "spec_hash": "", "num_files": 3, "bytes": 1000,
+            {"run_id": run_id, "step": step, "path": f"checkpoints/step-{step:06d}", "loop": "grpo",
+             "loop_finished": step == num_steps, "num_ranks": 4, "spec_hash": "", "num_files": 3, "bytes": 1000,
              "completed_at": ended, "removed_at": None if step == num_steps else ended}
             for step in (num_steps // 10 * 5, num_steps)
         ],

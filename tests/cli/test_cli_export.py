@@ -58,7 +58,7 @@ def test_csv(run: RunFiles, tmp_path: Path) -> None:
     assert [row["failure_kind"] for row in tables["incidents"]] == ["worker_killed", "node_lost"]
     assert json.loads(tables["runs"][0]["spec"])["name"] == "sort"
     assert (tables["runs"][0]["started_at"] != "", tables["promotions"]) == (True, [])
-    assert {"leases", "ingest_offsets", "kept_goodput"} & tables.keys() == set()
+    assert {"leases", "ingest_offsets", "goodput_cache"} & tables.keys() == set()
 
 
 def test_parquet(run: RunFiles, tmp_path: Path) -> None:

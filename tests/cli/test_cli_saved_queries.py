@@ -24,12 +24,12 @@ def known(monkeypatch: pytest.MonkeyPatch) -> RunFiles:
     return run
 
 
-def test_the_list_has_every_question(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_has_every_query(capsys: pytest.CaptureFixture[str]) -> None:
     assert execute(["sql", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 120
-    for question in saved():
-        assert any(line.startswith(question.name + " ") for line in lines)
+    for query in saved():
+        assert any(line.startswith(query.name + " ") for line in lines)
     assert execute(["sql", "--list", "--json"]) == 0
     (first, *_) = json.loads(capsys.readouterr().out)
     assert first["name"] == "best-checkpoint"
@@ -41,7 +41,7 @@ def test_the_list_has_every_question(capsys: pytest.CaptureFixture[str]) -> None
     }
 
 
-def test_a_question_with_and_without_values(known: RunFiles, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_query_with_and_without_values(known: RunFiles, capsys: pytest.CaptureFixture[str]) -> None:
     assert execute(["sql", "best-checkpoint", "evaluation=sampled", "--json"]) == 0
     (best, before) = json.loads(capsys.readouterr().out)
     assert (best["run_id"], best["step"], best["value"], before["step"]) == (known.run_id, 10, 0.8, 2)
@@ -64,7 +64,7 @@ def test_what_is_shown_can_be_changed_and_asked(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "there is nothing to ask"),
+        ([], "nothing to run"),
         (["godput"], "did you mean goodput?"),
         (["goodput", "3"], "found '3', expected NAME=VALUE"),
         (["step-time", "run=nobody"], "the history has no run 'nobody'"),

@@ -32,14 +32,17 @@ def generate() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["configuration.md", "failures.md", "cli.md", "preflight.md"])
+GENERATED = ["configuration.md", "failures.md", "cli.md", "preflight.md", "database.md", "images/database.svg"]
+
+
+@pytest.mark.parametrize("name", GENERATED)
 def test_generated_page_is_up_to_date(generate: ModuleType, name: str) -> None:
     written = (ROOT / "docs" / name).read_text()
     assert written == generate.PAGES[name](), "run `make docs`"
 
 
 def test_every_generated_page_is_checked(generate: ModuleType) -> None:
-    assert set(generate.PAGES) == {"configuration.md", "failures.md", "cli.md", "preflight.md"}
+    assert set(generate.PAGES) == set(GENERATED)
 
 
 def test_every_setting_says_what_it_means() -> None:

@@ -111,7 +111,7 @@ def told(desk: Desk, run_dir: RunDir) -> list[tuple[str, str]]:
     return [
         (str(one["kind"]), str(one["message"]))
         for one in queries.events(desk.store, run_dir.run_id)
-        if str(one["kind"]).startswith("keeper_")
+        if str(one["kind"]).startswith("reconcile_")
     ]
 
 
@@ -123,7 +123,7 @@ def test_a_run_whose_controller_is_gone_is_adopted(desk: Desk, reconciler: Recon
     run_dir = training(desk)
     one_round(reconciler)
     assert started == [run_dir.run_id]
-    assert told(desk, run_dir)[0][0] == "keeper_adopt"
+    assert told(desk, run_dir)[0][0] == "reconcile_adopt"
     assert "is gone" in told(desk, run_dir)[0][1]
 
 
@@ -183,7 +183,7 @@ def test_the_job_of_a_run_that_has_ended_is_cancelled_after_a_while(desk: Desk, 
     (result,) = one_round(later)
     assert (result.action.kind, result.done) == (ActionKind.CANCEL_JOB, True)
     assert desk.scheduler.cancelled == ["101"]
-    assert told(desk, run_dir)[0][0] == "keeper_cancel_job"
+    assert told(desk, run_dir)[0][0] == "reconcile_cancel_job"
     assert one_round(later) == []
 
 

@@ -146,7 +146,7 @@ def test_a_worker_that_is_terminated_leaves_a_zombie_which_is_ended_and_its_run_
     ended(client, store, other, RunState.COMPLETED, "Completed")
     assert starts(run_dir) == ["1"], "adopted, not submitted again"
     kinds = {row[0] for row in queries.run_sql(store, "SELECT kind FROM events WHERE kind LIKE 'keeper%'").rows}
-    assert kinds - {"keeper_tell"} == {"keeper_adopt", "keeper_end_flow_run"}
+    assert kinds - {"reconcile_tell"} == {"reconcile_adopt", "reconcile_end_flow_run"}
     assert len(flow_runs(client, run_dir)) == 2
 
 

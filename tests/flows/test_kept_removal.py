@@ -14,6 +14,7 @@ from uuid import UUID
 import pytest
 from control_fakes import make_run, make_spec
 from desk import Desk
+from history_tools import remove_run
 from real_server import RealServer
 
 from flows.deployments import register, submit
@@ -150,7 +151,7 @@ def test_what_a_run_can_be_resumed_with_stays(client: Any, desk: Desk, states: t
     record(run_dir, desk.store)
     shutil.move(run_dir.root, desk.site.home / "elsewhere")
     assert tidier(desk).run() == [], "from the history"
-    desk.store.remove_run(run_dir.run_id)
+    remove_run(desk.store, run_dir.run_id)
     assert tidier(desk).run() == [file.parent]
 
 

@@ -22,7 +22,6 @@ from rlhf_core.control.approval import answer_promotion
 from rlhf_core.control.steps import drive
 from rlhf_core.errors import BadInput, IllegalMove, PromotionFailed
 from rlhf_core.history import queries
-from rlhf_core.history.queries import promotions
 from rlhf_core.launch import lease, promote
 from rlhf_core.launch.journal import PromotionRecord, read_record
 from rlhf_core.launch.promote import damage, give_answer, promoted_folder
@@ -149,14 +148,15 @@ def test_an_approved_model_is_written_whole_with_its_origin(desk: Desk) -> None:
     state, said = stage_of(desk, run_dir)
     assert state == "completed"
     assert said == f"step 10 was promoted to {target} by ada: good"
-    assert promotions.promotion_of(desk.store, run_dir.run_id) == {
+    shown = queries.show_run(desk.store, run_dir.run_id)["promotion"]
+    assert shown == {
         "state": "promoted",
         "checkpoint_step": 10,
         "decided_by": "ada",
         "reason": "good",
         "path": str(target),
-        "asked_at": promotions.promotion_of(desk.store, run_dir.run_id)["asked_at"],
-        "moved_at": promotions.promotion_of(desk.store, run_dir.run_id)["moved_at"],
+        "requested_at": shown["requested_at"],
+        "state_changed_at": shown["state_changed_at"],
     }
 
 

@@ -12,7 +12,7 @@ import pytest
 from history_tools import dump, new_sqlite, postgres, whole_run
 
 from rlhf_core.errors import BadInput, UnsafeDatabase
-from rlhf_core.history import database, migrate, queries, saved_queries
+from rlhf_core.history import database, migrate, queries, read_only, saved_queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.watchdog.ingest import sync
 
@@ -20,7 +20,7 @@ PARSER = "refused: .*syntax error"
 """Refused before anything is done: a cursor is declared for queries only."""
 
 LEAVING = "permission denied for function set_config|permission denied to set|must be (a )?(super|member)"
-"""Refused, because the role that questions are asked as cannot be left."""
+"""Refused, because the role that statements are asked as cannot be left."""
 
 HARM = f"{LEAVING}|permission denied"
 
@@ -89,7 +89,7 @@ REFUSED_BY_POSTGRES = {
 
 @pytest.fixture(scope="module")
 def database_of_an_owner() -> Iterator[str]:
-    """URL of a migrated database whose user is no superuser, with the role of the questions."""
+    """URL of a migrated database whose user is no superuser, with the role of the statements."""
     url = postgres().empty_database()
     with psycopg.connect(url, autocommit=True) as admin:
         admin.execute("CREATE ROLE hostile_owner LOGIN")
@@ -114,13 +114,13 @@ def postgres_store(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
         yield store
 
 
-@pytest.mark.parametrize("question", REFUSED_BY_POSTGRES)
-def test_postgresql_refuses_harm(postgres_store: HistoryStore, question: str) -> None:
+@pytest.mark.parametrize("statement", REFUSED_BY_POSTGRES)
+def test_postgresql_refuses_harm(postgres_store: HistoryStore, statement: str) -> None:
     folder = postgres().folder
     before = dump(postgres_store)
     with postgres().superuser() as victim:
-        asked = question.format(folder=folder, victim=victim.info.backend_pid)
-        with pytest.raises(BadInput, match=REFUSED_BY_POSTGRES[question]):
+        asked = statement.format(folder=folder, victim=victim.info.backend_pid)
+        with pytest.raises(BadInput, match=REFUSED_BY_POSTGRES[statement]):
             queries.run_sql(postgres_store, asked)
         assert victim.execute("SELECT 1").fetchone() == (1,)
     assert dump(postgres_store) == before
@@ -148,13 +148,13 @@ def bare_superuser(superusers_database: str) -> str:
 def test_without_the_reading_role_a_superuser_is_refused_and_told_what_to_do(
     bare_superuser: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The advice is followed word by word, in a shell; the same question is answered then, by the role that reads."""
+    """The advice is followed word by word, in a shell; the same statement is answered then, by the role that reads."""
     monkeypatch.setenv("RLHF_DATABASE_URL", bare_superuser)
     with HistoryStore(bare_superuser) as store:
-        for question in ("SELECT 1", "SELECT current_user", *REFUSED_BY_POSTGRES):
+        for statement in ("SELECT 1", "SELECT current_user", *REFUSED_BY_POSTGRES):
             with pytest.raises(UnsafeDatabase, match="superuser") as refused:
-                queries.run_sql(store, question)
-        assert saved_queries.ask(store, saved_queries.find("goodput"), {}).rows == [], (
+                queries.run_sql(store, statement)
+        assert saved_queries.run(store, saved_queries.find("goodput"), {}).rows == [], (
             "what comes with the program may be asked"
         )
         (advice,) = re.findall(r"`(rlhf db reader .*?)`", str(refused.value))
@@ -202,17 +202,17 @@ def test_an_ordinary_user_who_may_become_a_superuser_counts_as_one(bare_superuse
 
 
 def test_leaving_the_role_in_a_subquery_does_harm_where_it_is_not_withheld(bare_superuser: str) -> None:
-    """Negative control: the server's own role that reads everything, as which a superuser's questions used to be
+    """Negative control: the server's own role that reads everything, as which a superuser's statements used to be
     asked."""
     leave = "(SELECT set_config('role', 'none', true)) AS left_role"
     with psycopg.connect(bare_superuser) as connection, postgres().superuser() as victim:
         connection.read_only = True
         connection.execute("SET LOCAL ROLE pg_read_all_data")
         cursor = (
-            f"DECLARE question CURSOR FOR SELECT pg_terminate_backend({victim.info.backend_pid}, 5000) FROM {leave}"
+            f"DECLARE statement CURSOR FOR SELECT pg_terminate_backend({victim.info.backend_pid}, 5000) FROM {leave}"
         )
         connection.execute(cursor)
-        assert connection.execute("FETCH ALL FROM question").fetchall() == [(True,)]
+        assert connection.execute("FETCH ALL FROM statement").fetchall() == [(True,)]
         with pytest.raises(psycopg.OperationalError):
             victim.execute("SELECT 1")
 
@@ -222,7 +222,7 @@ def test_without_these_walls_a_read_only_transaction_does_harm() -> None:
     made = postgres().folder / "made"
     with postgres().superuser() as connection, postgres().superuser() as victim:
         connection.read_only = True
-        connection.execute(f"COPY (SELECT 1) TO PROGRAM 'touch {made}'")
+        connection.execute(f"COPY (SELECT 1) TO PROGRAM 'cat > {made}'")
         connection.execute(f"SELECT pg_terminate_backend({victim.info.backend_pid}, 5000)")
         with pytest.raises(psycopg.OperationalError):
             victim.execute("SELECT 1")
@@ -245,13 +245,13 @@ def test_a_question_cannot_take_the_rights_of_the_owner_back(database_of_an_owne
 
 
 def test_a_question_has_a_time_limit(postgres_store: HistoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(database, "QUESTION_TIMEOUT_S", 1)
+    monkeypatch.setattr(read_only, "QUERY_TIMEOUT_S", 1)
     with pytest.raises(BadInput, match="took longer than 1 s of the"):
         queries.run_sql(postgres_store, "SELECT pg_sleep(60)")
 
 
 @pytest.mark.parametrize(
-    "question",
+    "statement",
     [
         "SELECT name FROM runs",
         "SELECT name FROM runs;",
@@ -262,8 +262,8 @@ def test_a_question_has_a_time_limit(postgres_store: HistoryStore, monkeypatch: 
         "VALUES (1)",
     ],
 )
-def test_postgresql_answers_questions(postgres_store: HistoryStore, question: str) -> None:
-    assert len(queries.run_sql(postgres_store, question).rows) == 1
+def test_postgresql_answers_questions(postgres_store: HistoryStore, statement: str) -> None:
+    assert len(queries.run_sql(postgres_store, statement).rows) == 1
 
 
 REFUSED_BY_SQLITE = {
@@ -302,12 +302,12 @@ REFUSED_BY_SQLITE = {
 }
 
 
-@pytest.mark.parametrize("question", REFUSED_BY_SQLITE)
-def test_sqlite_refuses_harm(tmp_path: Path, runs: Path, question: str) -> None:
+@pytest.mark.parametrize("statement", REFUSED_BY_SQLITE)
+def test_sqlite_refuses_harm(tmp_path: Path, runs: Path, statement: str) -> None:
     with HistoryStore(new_sqlite(tmp_path)) as store:
         sync(whole_run(runs).dir, store)
         before = dump(store)
-        with pytest.raises(BadInput, match=REFUSED_BY_SQLITE[question]):
-            queries.run_sql(store, question.format(folder=tmp_path))
+        with pytest.raises(BadInput, match=REFUSED_BY_SQLITE[statement]):
+            queries.run_sql(store, statement.format(folder=tmp_path))
         assert dump(store) == before
     assert not (tmp_path / "made").exists()

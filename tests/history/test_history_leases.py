@@ -60,8 +60,8 @@ def test_a_dead_owner_is_not_waited_for(store: HistoryStore) -> None:
     store.acquire_lease(RUN, "dead", 60)
     asked = []
 
-    def is_dead(owner: str) -> bool:
-        asked.append(owner)
+    def is_dead(holder: str) -> bool:
+        asked.append(holder)
         return True
 
     assert store.acquire_lease(RUN, "second", 60, takeover=is_dead) == 2
@@ -71,7 +71,7 @@ def test_a_dead_owner_is_not_waited_for(store: HistoryStore) -> None:
 def test_a_living_owner_is_respected(store: HistoryStore) -> None:
     store.acquire_lease(RUN, "alive", 60)
     with pytest.raises(LeaseLost):
-        store.acquire_lease(RUN, "second", 60, takeover=lambda _owner: False)
+        store.acquire_lease(RUN, "second", 60, takeover=lambda _holder: False)
 
 
 def test_the_same_controller_may_take_it_again(store: HistoryStore) -> None:
@@ -88,7 +88,7 @@ def test_releasing_what_is_no_longer_ours_does_nothing(store: HistoryStore) -> N
 
 
 def test_renewing_a_lease_that_never_was(store: HistoryStore) -> None:
-    with pytest.raises(LeaseLost, match="held by nobody"):
+    with pytest.raises(LeaseLost, match="held by no controller"):
         store.renew_lease(RUN, "me", 1, 60)
 
 
@@ -128,12 +128,12 @@ class Unfenced(HistoryStore):
 
     meeting: threading.Barrier
 
-    def acquire_lease(self, run_id: str, owner: str, ttl_s: float, **_options: object) -> int:
+    def acquire_lease(self, run_id: str, holder: str, ttl_s: float, **_options: object) -> int:
         with self.reading() as connection:
             present = connection.execute(LEASES.select().where(LEASES.c.run_id == run_id)).one()
         self.meeting.wait()
         with self.writing() as connection:
-            taken = {"owner": owner, "token": present.token + 1, "expires_at": present.expires_at}
+            taken = {"holder": holder, "token": present.token + 1, "expires_at": present.expires_at}
             connection.execute(update(LEASES).where(LEASES.c.run_id == run_id).values(taken))
         return int(present.token + 1)
 
@@ -143,17 +143,17 @@ class SlowToTake(HistoryStore):
 
     meeting: threading.Barrier
 
-    def _try_lease(self, run_id: str, owner: str, ttl_s: float, takeover: object, above: int) -> int | None:
+    def _try_lease(self, run_id: str, holder: str, ttl_s: float, takeover: object, above: int) -> int | None:
         waited = threading.Event()
 
-        def wait_for_the_others(_owner: str) -> bool:
+        def wait_for_the_others(_holder: str) -> bool:
             if not waited.is_set():
                 waited.set()
                 self.meeting.wait()
                 return True
             return False  # somebody else has it now, and is alive
 
-        return super()._try_lease(run_id, owner, ttl_s, wait_for_the_others if self._first() else None, above)
+        return super()._try_lease(run_id, holder, ttl_s, wait_for_the_others if self._first() else None, above)
 
     def _first(self) -> bool:
         tries = getattr(self, "_tries", 0)
@@ -162,7 +162,10 @@ class SlowToTake(HistoryStore):
 
 
 def race(kind: type[Unfenced] | type[SlowToTake], url: str, controllers: int) -> tuple[list[int], int]:
-    """Several controllers find a dead owner at the same time: tokens of those who won, and number of those who lost."""
+    """Let several controllers find a dead holder at the same time.
+
+    Returns: tokens of the winners, and number of the losers.
+    """
     with HistoryStore(url) as store:
         store.acquire_lease(RUN, "dead", 60)
     meeting = threading.Barrier(controllers)
@@ -193,10 +196,10 @@ def test_without_the_token_in_the_where_clause_all_of_them_win(database_url: str
     assert race(Unfenced, database_url, 5) == ([2] * 5, 0)
 
 
-def _take(url: str, owner: str, answers: "multiprocessing.Queue[int]") -> None:
+def _take(url: str, holder: str, answers: "multiprocessing.Queue[int]") -> None:
     with HistoryStore(url) as store:
         try:
-            answers.put(store.acquire_lease(RUN, owner, 60))
+            answers.put(store.acquire_lease(RUN, holder, 60))
         except LeaseLost:
             answers.put(0)
 

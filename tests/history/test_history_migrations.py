@@ -2,8 +2,10 @@
 PostgreSQL."""
 
 import os
+import runpy
 import subprocess
 import sys
+from collections.abc import Collection
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from history_tools import dump, new_sqlite, postgres, whole_run
 
 from rlhf_core.errors import SchemaOutOfDate
 from rlhf_core.history import database, migrate
+from rlhf_core.history.renamed import RENAMED
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables import SCHEMA_REVISION, VIEWS, metadata
 from rlhf_core.watchdog.ingest import sync
@@ -205,34 +208,46 @@ def fill(url: str) -> dict[str, dict[str, object]]:
                 row = {column.name: a_value(column) for column in table.columns if column.name not in given}
                 connection.execute(table.insert(), [row])
     engine.dispose()
-    return read(url, schema)
+    return read(url)
 
 
-def read(url: str, schema: sa.MetaData) -> dict[str, dict[str, object]]:
-    """The one row of each table, in the columns that ``schema`` knows."""
+def read(url: str, known: Collection[str] | None = None) -> dict[str, dict[str, object]]:
+    """The one row of each table of the present schema, or of some of them."""
     engine = database.writing_engine(database.parse_url(url))
+    schema = sa.MetaData()
     found = {}
     with engine.begin() as connection:
+        schema.reflect(connection)
         for table in schema.sorted_tables:
-            if table.name != "alembic_version":
+            if table.name != "alembic_version" and (known is None or table.name in known):
                 found[table.name] = dict(connection.execute(table.select()).one()._mapping)
     engine.dispose()
     return found
 
 
+def renamed(rows: dict[str, dict[str, object]]) -> dict[str, dict[str, object]]:
+    """The same rows under the names that the present schema has for their tables and columns."""
+    tables = {one.table: one.now for one in RENAMED if not one.column}
+    columns = {(one.table, one.column): one.now for one in RENAMED if one.column}
+    return {
+        tables.get(table, table): {columns.get((table, name), name): value for name, value in row.items()}
+        for table, row in rows.items()
+    }
+
+
+def only(rows: dict[str, dict[str, object]], known: dict[str, dict[str, object]]) -> dict[str, dict[str, object]]:
+    """Those tables and columns of some rows that others have."""
+    return {table: {name: rows[table][name] for name in row} for table, row in known.items()}
+
+
 @pytest.mark.parametrize("old", ["0001", "0002", "0003", "0004", "0005"])
 def test_an_older_database_is_upgraded_with_what_is_in_every_table(empty_url: str, runs: Path, old: str) -> None:
     alembic("upgrade", old, url=empty_url)
-    before = fill(empty_url)
-    schema = sa.MetaData()
-    engine = database.writing_engine(database.parse_url(empty_url))
-    with engine.begin() as connection:
-        schema.reflect(connection)
-    engine.dispose()
+    before = renamed(fill(empty_url))
     with pytest.raises(SchemaOutOfDate, match="Run `rlhf db upgrade`"):
         HistoryStore(empty_url)
     assert migrate.upgrade(database.parse_url(empty_url)) == (old, SCHEMA_REVISION)
-    assert read(empty_url, schema) == before
+    assert only(read(empty_url, known=before), before) == before
     with HistoryStore(empty_url) as store:
         assert differences(store, metadata) == []
         assert store.run_ids() == [RUN_ID]
@@ -241,7 +256,7 @@ def test_an_older_database_is_upgraded_with_what_is_in_every_table(empty_url: st
                 [tuple(row) for row in connection.execute(sa.text(question))]
                 for question in (
                     "SELECT tag FROM run_tags ORDER BY tag",
-                    "SELECT wall_s FROM kept_goodput",
+                    "SELECT wall_s FROM goodput_cache",
                     "SELECT wall_s FROM run_goodput",
                 )
             )
@@ -263,11 +278,55 @@ def test_a_migration_that_forgets_rows_would_be_seen(tmp_path: Path) -> None:
     before = fill(url)
     with database.writing_engine(database.parse_url(url)).begin() as connection:
         connection.exec_driver_sql("DELETE FROM metrics")
-    schema = sa.MetaData()
-    with database.writing_engine(database.parse_url(url)).begin() as connection:
-        schema.reflect(connection)
     with pytest.raises(sa.exc.NoResultFound):
-        assert read(url, schema) == before
+        assert read(url) == before
+
+
+def test_renamed_tables_columns_and_events_keep_their_rows_both_ways(empty_url: str) -> None:
+    alembic("upgrade", "0007", url=empty_url)
+    before = fill(empty_url)
+    write(empty_url, "UPDATE events SET kind = 'keeper_adopt'")
+    before["events"]["kind"] = "keeper_adopt"
+    alembic("upgrade", "0008", url=empty_url)
+    now = read(empty_url)
+    assert now["events"].pop("kind") == "reconcile_adopt"
+    expected = renamed(before)
+    assert expected["events"].pop("kind") == "keeper_adopt"
+    assert now == expected
+    assert now["checkpoints"]["loop"] == "some stage"
+    with HistoryStore(empty_url, check_schema=False) as store, store.reading() as connection:
+        for view in VIEWS:
+            connection.exec_driver_sql(f"SELECT * FROM {view}").all()
+        if connection.dialect.name == "postgresql":
+            inspector = sa.inspect(connection)
+            assert inspector.get_pk_constraint("goodput_cache")["name"] == "pk_goodput_cache"
+            assert [one["name"] for one in inspector.get_foreign_keys("goodput_cache")] == ["fk_goodput_cache_run_id"]
+    alembic("downgrade", "0007", url=empty_url)
+    assert read(empty_url) == before
+
+
+def test_only_the_kinds_of_the_site_daemon_are_renamed(empty_url: str) -> None:
+    """An underscore in LIKE stands for any character: the kinds of other events must stay."""
+    alembic("upgrade", "0007", url=empty_url)
+    fill(empty_url)
+    write(empty_url, "UPDATE events SET kind = 'keepers'")
+    alembic("upgrade", "0008", url=empty_url)
+    assert read(empty_url)["events"]["kind"] == "keepers"
+
+
+def test_the_advice_on_old_names_is_that_of_the_migration() -> None:
+    migration = runpy.run_path(str(migrate.SCRIPTS / "versions" / "0008_words.py"))
+    columns = {(one.table, one.column, one.now) for one in RENAMED if one.column}
+    assert columns == set(migration["COLUMNS"])
+    assert [(one.table, one.now) for one in RENAMED if not one.column] == [migration["TABLE"]]
+
+
+def write(url: str, statement: str) -> None:
+    """Change something, past the store."""
+    engine = database.writing_engine(database.parse_url(url))
+    with engine.begin() as connection:
+        connection.exec_driver_sql(statement)
+    engine.dispose()
 
 
 def test_alembic_prints_the_sql(tmp_path: Path) -> None:

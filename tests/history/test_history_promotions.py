@@ -1,4 +1,4 @@
-"""Promotions in the history: what the journal says, once, and which of them a controller has something to do about."""
+"""Promotions in the history, from the journal."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 from control_fakes import make_run
 
 from rlhf_core.errors import IllegalMove
-from rlhf_core.history.queries import promotions
+from rlhf_core.history.queries import show_run
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import Journal
 from rlhf_core.run_dir import RunDir
@@ -22,20 +22,22 @@ def moved(run_dir: RunDir, *states: str) -> None:
     journal.close()
 
 
-def test_where_it_stands_is_a_row(store: HistoryStore, runs: Path) -> None:
+def test_the_state_of_a_promotion_is_a_row(store: HistoryStore, runs: Path) -> None:
     waiting, done = make_run(runs), make_run(runs)
     moved(waiting, "waiting")
     moved(done, "waiting", "approved", "promoted")
     for run_dir in (waiting, done):
         sync(run_dir, store)
-    assert promotions.open_promotions(store) == [waiting.run_id]
-    found = promotions.promotion_of(store, done.run_id)
+    assert show_run(store, waiting.run_id)["promotion"]["state"] == "waiting"
+    found = show_run(store, done.run_id)["promotion"]
     assert (found["state"], found["checkpoint_step"], found["decided_by"]) == ("promoted", 7, "ada")
-    assert found["asked_at"] < found["moved_at"]
-    assert promotions.promotion_of(store, make_run(runs).run_id) == {}
+    assert found["requested_at"] < found["state_changed_at"]
+    none = make_run(runs)
+    sync(none, store)
+    assert show_run(store, none.run_id)["promotion"] == {}
 
 
-def test_a_move_that_the_table_lacks_is_refused(store: HistoryStore, runs: Path) -> None:
+def test_an_illegal_change_of_state_is_refused(store: HistoryStore, runs: Path) -> None:
     run_dir = make_run(runs)
     moved(run_dir, "waiting", "promoted")
     with pytest.raises(IllegalMove, match="is waiting and cannot become promoted; that is possible only from approved"):

@@ -1,4 +1,4 @@
-"""The questions that commands and reports ask, and any question in SQL."""
+"""The reads of commands and reports, and the SQL of users."""
 
 import json
 import math
@@ -455,7 +455,7 @@ def test_the_history_answers_after_a_refusal(store: HistoryStore, three: dict[st
 
 @pytest.mark.parametrize("statement", ["SELECT * FROM rns", "SELECT stat FROM runs"])
 def test_a_wrong_name_is_answered_with_the_right_ones(store: HistoryStore, statement: str) -> None:
-    with pytest.raises(BadInput, match=r"There are: .*attempts.*run_curve.*runs"):
+    with pytest.raises(BadInput, match=r"Tables and views: .*attempts.*run_curve.*runs"):
         queries.run_sql(store, statement)
 
 

@@ -1,4 +1,4 @@
-"""The saved questions, on both databases, with rows whose answers were worked out by hand."""
+"""The saved queries, on both databases, with rows whose answers were worked out by hand."""
 
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
@@ -9,12 +9,12 @@ from sqlalchemy import Integer, Table, insert, select
 
 from rlhf_core.errors import BadInput, UnknownRun
 from rlhf_core.history import saved_queries
-from rlhf_core.history.saved_queries import ask, find, parse, saved
+from rlhf_core.history.saved_queries import find, parse, run, saved
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables import CleanJson, CleanText, UtcDateTime, metadata
 
 NOW = datetime.now(UTC).replace(microsecond=0)
-"""Questions look back from the present."""
+"""Querys look back from the present."""
 
 
 class History:
@@ -62,9 +62,9 @@ class History:
         known = {"incident_id": "1.0", "attempt": 1, "restart": 0, "failure_kind": kind, "seen_at": ago}
         self.add("incidents", run_id=run_id, **{**known, **facts})
 
-    def ask(self, question: str, **given: str) -> list[dict[str, Any]]:
-        """The answer to a saved question; numbers to four digits, because the databases add up in their own ways."""
-        answer = ask(self.store, find(question), given)
+    def ask(self, query: str, **given: str) -> list[dict[str, Any]]:
+        """The answer to a saved query; numbers to four digits, because the databases add up in their own ways."""
+        answer = run(self.store, find(query), given)
         return [
             {
                 column: float(f"{value:.4g}") if isinstance(value, float) else value
@@ -410,17 +410,17 @@ def test_trials(history: History) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# All questions
+# All queries
 
 
 def test_every_question_has_a_test_and_says_what_it_means() -> None:
     tests = {name.removeprefix("test_").replace("_", "-") for name in globals()}
-    for question in saved():
-        assert any(name.startswith(question.name) for name in tests), question.name
-        assert question.title
-        assert question.meaning, question.name
-        assert len(question.title) <= 80, question.name
-        assert saved_queries.places(question.sql) == {argument.name for argument in question.arguments}, question.name
+    for query in saved():
+        assert any(name.startswith(query.name) for name in tests), query.name
+        assert query.title
+        assert query.meaning, query.name
+        assert len(query.title) <= 80, query.name
+        assert saved_queries.parameters(query.sql) == {argument.name for argument in query.arguments}, query.name
     assert len(saved()) >= 15
 
 
@@ -428,12 +428,12 @@ def test_the_text_that_is_shown_can_be_asked_again(history: History) -> None:
     """With another argument, and as a statement of one's own."""
     a_run_that_was_stopped_once(history)
     own_dialect = saved_queries.dialect_of(history.store)
-    for question in saved():
-        given = {"a": "a"} if question.name == "config-differences" else {}
-        shown = parse(saved_queries.statement(question, own_dialect))
-        assert shown.arguments == question.arguments
-        assert ask(history.store, shown, given) == ask(history.store, question, given), question.name
-        assert "@" not in shown.sql, question.name
+    for query in saved():
+        given = {"a": "a"} if query.name == "config-differences" else {}
+        shown = parse(saved_queries.statement(query, own_dialect))
+        assert shown.arguments == query.arguments
+        assert run(history.store, shown, given) == run(history.store, query, given), query.name
+        assert "@" not in shown.sql, query.name
 
 
 @pytest.mark.parametrize("value", ["x'; DROP TABLE runs; --", "%s", ":days", "100%", "'"])
@@ -441,14 +441,14 @@ def test_a_value_is_never_part_of_the_statement(history: History, value: str) ->
     history.run("a", name=value)
     history.run("b")
     assert pick(history.ask("goodput", name=value), "run_id") == [("a",)]
-    assert ask(history.store, parse("SELECT :v AS v"), {"v": value}).rows == [[value]]
+    assert run(history.store, parse("SELECT :v AS v"), {"v": value}).rows == [[value]]
 
 
 def test_a_statement_of_ones_own_takes_values(history: History) -> None:
     history.run("a", name="50% 'of'")
     history.run("b", seed=3)
     own = "SELECT run_id, ':name' FROM runs -- :comment\nWHERE seed = :seed AND name LIKE '%or%'"
-    assert ask(history.store, parse(own), {"seed": "3"}).rows == [["b", ":name"]]
+    assert run(history.store, parse(own), {"seed": "3"}).rows == [["b", ":name"]]
 
 
 Given = Mapping[str, str]
@@ -457,20 +457,20 @@ Given = Mapping[str, str]
 @pytest.mark.parametrize(
     ("name", "given", "said"),
     [
-        ("goodput", {"dys": "3"}, "the question has no argument 'dys'. It has: days, name."),
+        ("goodput", {"dys": "3"}, "the query has no argument 'dys'. It has: days, name."),
         ("goodput", {"days": "many"}, "found days=many, expected a number: how far back to look."),
-        ("config-differences", {}, "the question needs a value for 'a': give a=VALUE."),
+        ("config-differences", {}, "the query needs a value for 'a': give a=VALUE."),
     ],
 )
 def test_wrong_arguments(history: History, name: str, given: Given, said: str) -> None:
     history.run("a")
     with pytest.raises(BadInput) as error:
-        ask(history.store, find(name), given)
+        run(history.store, find(name), given)
     assert str(error.value) == said
 
 
 def test_an_unknown_question_and_an_unknown_run(history: History) -> None:
-    with pytest.raises(BadInput, match=r"no saved question 'godput'; did you mean goodput\?"):
+    with pytest.raises(BadInput, match=r"no saved query 'godput'; did you mean goodput\?"):
         find("godput")
     history.run("a")
     with pytest.raises(UnknownRun):
@@ -482,5 +482,5 @@ def test_a_question_changes_nothing(history: History) -> None:
     history.run("a")
     for text in ("DELETE FROM runs WHERE seed = :seed", "DELETE FROM runs WHERE seed = :seed RETURNING run_id"):
         with pytest.raises(BadInput, match="refused"):
-            ask(history.store, parse(text), {"seed": "0"})
-    assert ask(history.store, parse("SELECT COUNT(*) FROM runs"), {}).rows == [[1]]
+            run(history.store, parse(text), {"seed": "0"})
+    assert run(history.store, parse("SELECT COUNT(*) FROM runs"), {}).rows == [[1]]

@@ -4,12 +4,13 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from history_tools import T0, RunFiles, at, dump, new_sqlite, whole_run
+from history_tools import T0, RunFiles, at, dump, new_sqlite, remove_run, whole_run
 
 from rlhf_core.errors import DatabaseUnavailable
-from rlhf_core.history import queries, writers
+from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.writers import metric_rows
+from rlhf_core.history.writers import runs as run_rows
 from rlhf_core.run_dir import LineWriter
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.failures import FailureKind
@@ -49,7 +50,7 @@ def test_goodput_of_all_runs_is_the_view_at_every_moment(store: HistoryStore, ru
     working.created()
     rebuild(runs, store)
     assert_goodput_is_the_view(store)
-    assert len(ask(store, "SELECT 1 FROM kept_goodput")) == 2
+    assert len(ask(store, "SELECT 1 FROM goodput_cache")) == 2
     resumed.moved(RunState.PREFLIGHT, 500, "resumed")
     sync(resumed.dir, store)
     assert_goodput_is_the_view(store)
@@ -64,16 +65,16 @@ def test_goodput_of_all_runs_is_the_view_at_every_moment(store: HistoryStore, ru
     for run in (resumed, working):
         sync(run.dir, store)
     assert_goodput_is_the_view(store)
-    assert len(ask(store, "SELECT 1 FROM kept_goodput")) == 2
+    assert len(ask(store, "SELECT 1 FROM goodput_cache")) == 2
 
 
-def test_goodput_that_was_kept_too_early_does_not_count(store: HistoryStore, runs: Path) -> None:
-    """A late line of a run that is over: with the view made anew by nobody, what was kept is passed over."""
+def test_a_stale_cache_of_goodput_is_not_used(store: HistoryStore, runs: Path) -> None:
+    """A late line of a run that has ended: the row of the cache is passed over."""
     run = whole_run(runs)
     sync(run.dir, store)
     with store.writing() as connection:
-        connection.exec_driver_sql("UPDATE kept_goodput SET productive_s = 77")
-    assert ask(store, "SELECT productive_s FROM all_goodput") == [[77]], "control: it is what was kept that is shown"
+        connection.exec_driver_sql("UPDATE goodput_cache SET productive_s = 77")
+    assert ask(store, "SELECT productive_s FROM all_goodput") == [[77]], "control: the cache is used"
     with store.writing() as connection:
         connection.exec_driver_sql("UPDATE runs SET ingest_stamp = ingest_stamp - 1")
     assert_goodput_is_the_view(store)
@@ -82,17 +83,17 @@ def test_goodput_that_was_kept_too_early_does_not_count(store: HistoryStore, run
 def test_without_the_stamp_stale_goodput_would_be_shown(
     store: HistoryStore, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control: an ingester that does not keep anew, and a stamp that does not tell."""
+    """Negative control: an ingester that does not renew the cache, and a stamp that does not show it."""
     run = whole_run(runs)
     sync(run.dir, store)
-    monkeypatch.setattr(writers, "keep_goodput", lambda *_arguments: None)
+    monkeypatch.setattr(run_rows, "cache_goodput", lambda *_arguments: None)
     run.metrics(2, 0, 11, 54.5)
     sync(run.dir, store)
     assert_goodput_is_the_view(store)
     with store.writing() as connection:
         connection.exec_driver_sql(
-            "UPDATE kept_goodput SET ingest_stamp = (SELECT r.ingest_stamp FROM runs r "
-            "WHERE r.run_id = kept_goodput.run_id)"
+            "UPDATE goodput_cache SET ingest_stamp = (SELECT r.ingest_stamp FROM runs r "
+            "WHERE r.run_id = goodput_cache.run_id)"
         )
     with pytest.raises(AssertionError):
         assert_goodput_is_the_view(store)
@@ -103,9 +104,9 @@ def test_goodput_of_a_month(store: HistoryStore, runs: Path) -> None:
     late = whole_run(runs, "late", "bbbbbb", created=86400 * 40)
     for run in (early, late):
         sync(run.dir, store)
-    found = queries.goodput_of_runs(store, T0 + timedelta(30), T0 + timedelta(60))
-    assert [(one["run_id"], one["created_at"]) for one in found] == [(late.run_id, at(86400 * 40).isoformat())]
-    assert [one["run_id"] for one in queries.goodput_of_runs(store)] == [early.run_id, late.run_id]
+    listed = "SELECT run_id FROM all_goodput WHERE created_at >= '{}' ORDER BY created_at"
+    assert ask(store, listed.format(T0 + timedelta(30))) == [[late.run_id]]
+    assert ask(store, listed.format(T0)) == [[early.run_id], [late.run_id]]
 
 
 def test_recoveries(store: HistoryStore, runs: Path) -> None:
@@ -223,5 +224,5 @@ def test_without_the_trigger_the_metrics_of_a_removed_run_would_stay(tmp_path: P
         sync(run.dir, store)
         with store.writing() as connection:
             connection.exec_driver_sql("DROP TRIGGER metrics_follow_runs")
-        store.remove_run(run.run_id)
+        remove_run(store, run.run_id)
         assert dump(store)["metrics"]

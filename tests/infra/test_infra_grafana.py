@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from history_tools import T0, postgres, whole_run
+from history_tools import T0, postgres, remove_run, whole_run
 
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.watchdog.ingest import sync
@@ -183,7 +183,7 @@ def test_a_run_whose_held_out_score_fell_says_so(
             sql = expanded(panel["targets"][0]["rawSql"], values_of(BOARDS[board], run.run_id))
             rows = grafana.execute(sql).fetchall()
             assert [row[column] for row in rows if board == "run" or row[0] == run.run_id] == [state]
-        store.remove_run(run.run_id)  # the other tests know of one run
+        remove_run(store, run.run_id)  # the other tests know of one run
 
 
 # ---------------------------------------------------------------------------------------------------------------------

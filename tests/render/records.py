@@ -240,7 +240,7 @@ def learned(**changes: Any) -> ReportData:
         "checkpoints": [
             {
                 "step": step,
-                "stage": "sft" if step <= 40 else "grpo",
+                "loop": "sft" if step <= 40 else "grpo",
                 "bytes": 9_600_000,
                 "completed_at": at(seconds),
                 "removed_at": at(180) if step in (20, 60, 80) else None,
@@ -272,8 +272,8 @@ def learned(**changes: Any) -> ReportData:
             "decided_by": "ada",
             "reason": "the best of the week",
             "path": f"/models/{RUN_ID}",
-            "asked_at": at(193),
-            "moved_at": at(420),
+            "requested_at": at(193),
+            "state_changed_at": at(420),
         },
         "num_parameters": 805_248,
         "tables": {

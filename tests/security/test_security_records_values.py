@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
 from control_fakes import FakeAgent, FakeScheduler, make_run, only_scheduler
-from history_tools import RunFiles, at, dump, new_sqlite, postgres, whole_run
+from history_tools import RunFiles, at, dump, new_sqlite, postgres, remove_run, whole_run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
@@ -157,7 +157,7 @@ def test_every_hostile_value_is_stored_or_set_aside_alike_on_both_databases(
     rows = {
         name: [_with_numbers_alike(row) for row in found]
         for name, found in dump(store).items()
-        if name not in ("kept_goodput", "ingest_offsets")
+        if name not in ("goodput_cache", "ingest_offsets")
     }
     rows["events"] = [row for row in rows["events"] if dict(row)["kind"] != "'set_aside'"]
     for other, theirs in _rows_of.items():
@@ -287,7 +287,7 @@ def test_whatever_its_schema_takes_a_line_can_be_stored(
     restart.metrics.write_text(json.dumps(line) + "\n")
     event = {"time": "2026-03-01T12:00:00Z", "kind": "file", "node": text, "message": text, "data": {text: [number]}}
     restart.events("n1").write_text(json.dumps(event) + "\n")
-    store.remove_run(files.run_id)
+    remove_run(store, files.run_id)
     sync(files.dir, store)
     assert len(queries.events(store, files.run_id)) >= 2
 

@@ -14,7 +14,7 @@ from history_tools import new_sqlite
 
 from rlhf_core.cli.main import execute
 from rlhf_core.errors import BadInput
-from rlhf_core.history import database, queries, saved_queries, sql_limits
+from rlhf_core.history import queries, read_only, saved_queries, sql_limits
 from rlhf_core.history.sql_limits import WorkClock
 from rlhf_core.history.store import HistoryStore
 
@@ -51,8 +51,10 @@ def store(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HistoryStore]
     ids=["aggregate", "sort", "join", "no row"],
 )
 def test_a_question_without_an_end_is_given_up(store: HistoryStore, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(database, "QUESTION_TIMEOUT_S", 0.3)
-    with pytest.raises(BadInput, match=r"took longer than 0.3 s of the database's time and was given up: ask about"):
+    monkeypatch.setattr(read_only, "QUERY_TIMEOUT_S", 0.3)
+    with pytest.raises(
+        BadInput, match=r"took longer than 0.3 s of the database's time and was stopped: select fewer runs"
+    ):
         queries.run_sql(store, text, limit=10)
     assert queries.run_sql(store, "SELECT 1").rows == [[1]], "the control: the next one is answered"
 
@@ -77,11 +79,11 @@ HARD = """
 import os, signal, sys, threading
 from rlhf_core.cli import query_deadline
 from rlhf_core.cli.main import execute
-from rlhf_core.history import database
+from rlhf_core.history import read_only
 query_deadline.enforce_deadline.__wrapped__.__defaults__ = (0.5,)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if sys.argv[1] == "time":
-    database.QUESTION_TIMEOUT_S = 0.5
+    read_only.QUERY_TIMEOUT_S = 0.5
 else:
     threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
 sys.exit(execute(["sql", sys.argv[2]]))
@@ -146,7 +148,7 @@ def test_an_answer_that_memory_would_not_hold_is_refused(store: HistoryStore, mo
 
 def test_rows_are_read_as_they_are_asked_for(store: HistoryStore, capsys: pytest.CaptureFixture[str]) -> None:
     """The first rows of an endless answer come at once."""
-    with queries.answering(store, ENDLESS.format("x, x * x")) as answer:
+    with queries.stream_sql(store, ENDLESS.format("x, x * x")) as answer:
         assert answer.columns == ["x", "x * x"]
         assert list(itertools.islice(answer.rows, 3)) == [[1, 1], [2, 4], [3, 9]]
     assert execute(["sql", ENDLESS.format("x"), "--json", "--limit", "3"]) == 0
@@ -157,7 +159,7 @@ def test_rows_are_read_as_they_are_asked_for(store: HistoryStore, capsys: pytest
 
 def test_the_time_of_the_reader_does_not_count(store: HistoryStore) -> None:
     clock = WorkClock(0.5)
-    with saved_queries.answering(store, saved_queries.parse(ENDLESS.format("x")), {}, clock) as answer:
+    with saved_queries.stream(store, saved_queries.parse(ENDLESS.format("x")), {}, clock) as answer:
         for _ in range(3):
             next(answer.rows)
             time.sleep(0.3)
@@ -176,7 +178,7 @@ def test_a_list_in_json_looks_as_ever(store: HistoryStore, capsys: pytest.Captur
 def test_an_answer_that_breaks_off_is_no_whole_list(
     store: HistoryStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(database, "QUESTION_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(read_only, "QUERY_TIMEOUT_S", 0.2)
     assert execute(["sql", ENDLESS.format("x"), "--json"]) == 2
     said = capsys.readouterr()
     with pytest.raises(json.JSONDecodeError):

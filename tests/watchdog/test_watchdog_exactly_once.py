@@ -12,13 +12,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from history_tools import RunFiles, dump, new_sqlite, whole_run
+from history_tools import RunFiles, dump, new_sqlite, remove_run, whole_run
 from sqlalchemy import event
 
 from rlhf_core.errors import IllegalMove
-from rlhf_core.history import writers
 from rlhf_core.history.batch import IngestBatch
 from rlhf_core.history.store import HistoryStore
+from rlhf_core.history.writers import write_batch
+from rlhf_core.history.writers.runs import insert_run, write_offsets
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.watchdog import ingest
 from rlhf_core.watchdog.ingest import rebuild, sync
@@ -110,10 +111,10 @@ class OffsetsFirst(HistoryStore):
         with self.writing() as connection:
             if not self._take_turn(connection, run_id, batch):
                 return False
-            writers.write_offsets(connection, run_id, batch)
+            write_offsets(connection, run_id, batch)
         self.between()
         with self.writing() as connection:
-            self._write(connection, run_id, batch)
+            write_batch(connection, run_id, batch)
         return True
 
 
@@ -126,7 +127,7 @@ class OffsetsLast(OffsetsFirst):
             return False
         self.between()
         with self.writing() as connection:
-            writers.write_offsets(connection, run_id, batch)
+            write_offsets(connection, run_id, batch)
         return True
 
 
@@ -168,6 +169,8 @@ import os, signal, sys
 from pathlib import Path
 from sqlalchemy import event
 from rlhf_core.history.store import HistoryStore
+from rlhf_core.history.writers import write_batch
+from rlhf_core.history.writers.runs import insert_run, write_offsets
 from rlhf_core.run_dir import RunDir
 from rlhf_core.watchdog.ingest import sync
 
@@ -235,7 +238,7 @@ def test_without_the_stamp_the_slower_ingester_would_break_the_run(
     run = RunFiles(runs)
     run.created()
     with store.writing() as connection:
-        writers.insert_run(connection, str(run.dir.root), run.dir.read_spec(), 1)
+        insert_run(connection, str(run.dir.root), run.dir.read_spec(), 1)
     run.moved(RunState.PREFLIGHT, 1)
     slow = ingest._Reader(run.dir, store.ingest_state(run.run_id)).read()
     run.moved(RunState.QUEUED, 2)
@@ -364,5 +367,5 @@ def test_removing_a_run_removes_all_of_it(store: HistoryStore, runs: Path) -> No
     sync(other.dir, store)
     expected = dump(store)
     sync(run.dir, store)
-    store.remove_run(run.run_id)
+    remove_run(store, run.run_id)
     assert dump(store) == expected

@@ -35,7 +35,7 @@ def test_every_file_becomes_rows(store: HistoryStore, runs: Path) -> None:
         "run_tags": 2,
         "controllers": 0,
         "promotions": 0,
-        "kept_goodput": 1,
+        "goodput_cache": 1,
         "ingest_offsets": 42,
         "stages": 6,
         "checks": 3,

@@ -24,7 +24,7 @@ from rlhf_core.control.reconcile.flow_runs import FlowRuns, FlowRunSnapshot, Not
 from rlhf_core.diagnosis.reconcile import FLOW_ENDS, ActionKind, JobFacts, ReconcileAction, RunFacts, World, decide
 from rlhf_core.errors import HistoryError, RlhfError, SchedulerError
 from rlhf_core.history.queries import open_runs
-from rlhf_core.history.queries.open_runs import Standing
+from rlhf_core.history.queries.open_runs import OpenRun
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import RunRecord, read_record
 from rlhf_core.run_dir import LineWriter, RunDir, is_run_id, read_model, remove_tree, run_dirs
@@ -85,7 +85,7 @@ class Reconciler:
         self._away_since: float | None = None
         self._noted: set[tuple[str, str, str]] = set()
         self._adopters: dict[str, subprocess.Popen[bytes]] = {}
-        self._standings: dict[str, Standing] = {}
+        self._standings: dict[str, OpenRun] = {}
         self._seen: FlowRunSnapshot | None = None
         """The answer of Prefect in this round; None where it did not answer."""
         self._published: set[tuple[str, str, str]] = set()
@@ -142,12 +142,12 @@ class Reconciler:
         now = self._now()
         jobs = self._jobs()
         run_ids = {job.run_id for job in jobs}
-        self._standings = open_runs.standings(self._store, now, since=now - RECENT, run_ids=run_ids)
+        self._standings = open_runs.find(self._store, now, since=now - RECENT, run_ids=run_ids)
         self._watched_since = self._clock() if self._watched_since is None else self._watched_since
         self._seen = self._poll_prefect(now)
         seen = self._seen or FlowRunSnapshot()
         mentioned = {one.run_id for one in seen.flow_runs if one.state not in FLOW_ENDS and one.run_id}
-        self._standings |= open_runs.standings(self._store, now, run_ids=mentioned)
+        self._standings |= open_runs.find(self._store, now, run_ids=mentioned)
         runs = {}
         for run_id in sorted(self._standings.keys() | run_ids | mentioned):
             run = self._run(run_id, self._standings.get(run_id), now)
@@ -203,7 +203,7 @@ class Reconciler:
         self._away_since = self._clock() if self._away_since is None else self._away_since
         return max(self._clock() - self._away_since, 1e-3)
 
-    def _run(self, run_id: str, standing: Standing | None, now: datetime) -> RunFacts | None:
+    def _run(self, run_id: str, standing: OpenRun | None, now: datetime) -> RunFacts | None:
         """Facts about a run of this site; None for one of another, and while its file system does not answer."""
         if standing is not None and Path(standing.run_dir).parent != self._site.runs_dir:
             return None
@@ -240,7 +240,7 @@ class Reconciler:
     def _known_flow_runs(self) -> set[str]:
         return {one.flow_run_id for one in self._seen.flow_runs} if self._seen is not None else set()
 
-    def _missing(self, run_id: str, standing: Standing | None) -> RunFacts | None:
+    def _missing(self, run_id: str, standing: OpenRun | None) -> RunFacts | None:
         # Without a row, the run is another site's.
         if standing is None or not self._has_its_file_system():
             self._missing_since.pop(run_id, None)
@@ -248,7 +248,7 @@ class Reconciler:
         since = self._missing_since.setdefault(run_id, self._clock())
         holder, _ = lease_holder(standing, self._now())
         missing_s = max(self._clock() - since, 1e-3)
-        return RunFacts(run_id, RunState(standing.state), standing.state, holder, standing.owner, missing_s=missing_s)
+        return RunFacts(run_id, RunState(standing.state), standing.state, holder, standing.holder, missing_s=missing_s)
 
     def _has_its_file_system(self) -> bool:
         """True if the folder of run directories is the one that runs were seen in, or has some: a mount point is an

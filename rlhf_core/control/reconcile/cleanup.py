@@ -15,7 +15,7 @@ from rlhf_core.diagnosis.reconcile import ActionKind, ReconcileAction, World
 from rlhf_core.diagnosis.retention import Scored, removable
 from rlhf_core.errors import RlhfError, RunDirError
 from rlhf_core.history.queries import open_runs
-from rlhf_core.history.queries.open_runs import Standing
+from rlhf_core.history.queries.open_runs import OpenRun
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir import RunDir, read_model, run_dirs
@@ -45,7 +45,7 @@ def old_checkpoints(site: Site, store: HistoryStore, world: World, now: datetime
         run_dir = RunDir.find(site.runs_dir, run_id)
         if Path(path).parent != site.runs_dir or run_dir is None or run_dir.checkpoints_dir.is_symlink():
             continue
-        standing = open_runs.standings(store, now, run_ids=[run_id])[run_id]
+        standing = open_runs.find(store, now, run_ids=[run_id])[run_id]
         with suppress(RlhfError, OSError):
             for step in _old_steps(run_dir, standing, ended_at, begun_from, days, now):
                 reason = f"older than {days} days, and neither the newest, the best, promoted nor in use"
@@ -64,7 +64,7 @@ def _old_put_aside(run_dir: RunDir, ended_at: datetime, latest: datetime) -> lis
 
 
 def _old_steps(
-    run_dir: RunDir, standing: Standing, ended_at: datetime, begun_from: Sequence[Path], days: int, now: datetime
+    run_dir: RunDir, standing: OpenRun, ended_at: datetime, begun_from: Sequence[Path], days: int, now: datetime
 ) -> list[int]:
     if not read_record(run_dir).ended:
         return []  # gone on with since; the history will know soon

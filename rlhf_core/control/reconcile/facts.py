@@ -4,14 +4,14 @@ from datetime import datetime, timedelta
 
 from rlhf_core.control.promotion import is_due
 from rlhf_core.diagnosis.reconcile import LeaseState, RunFacts
-from rlhf_core.history.queries.open_runs import Standing
+from rlhf_core.history.queries.open_runs import OpenRun
 from rlhf_core.launch.journal import RunRecord
 from rlhf_core.launch.lease import TTL_S, Owner
 from rlhf_core.schemas.run import StoredSpec
 
 
 def run_facts(
-    run_id: str, standing: Standing | None, written: RunRecord, cancel_asked: str, stored: StoredSpec, now: datetime
+    run_id: str, standing: OpenRun | None, written: RunRecord, cancel_asked: str, stored: StoredSpec, now: datetime
 ) -> RunFacts:
     """Put the facts together.
 
@@ -29,7 +29,7 @@ def run_facts(
         state=written.state,
         recorded=standing.state if standing is not None else "",
         holder=holder,
-        owner=standing.owner if standing is not None else "",
+        owner=standing.holder if standing is not None else "",
         undriven_s=undriven_s,
         num_controllers=sum(
             one.started_at > now - timedelta(hours=1) for one in (standing.controllers if standing is not None else ())
@@ -45,15 +45,15 @@ def run_facts(
     )
 
 
-def lease_holder(standing: Standing | None, now: datetime) -> tuple[LeaseState, float]:
+def lease_holder(standing: OpenRun | None, now: datetime) -> tuple[LeaseState, float]:
     """The state of the lease on a run, and the time without a controller at work on it (seconds)."""
     if standing is None:
         return LeaseState.FREE, 0.0
     if standing.expired_s is None:
         return LeaseState.FREE, (now - standing.created_at).total_seconds()
-    if not standing.owner:
+    if not standing.holder:
         return LeaseState.FREE, standing.expired_s
-    owner = Owner.parse(standing.owner)
+    owner = Owner.parse(standing.holder)
     if owner is not None and owner.is_here():
         # One that lives and cannot reach the database keeps its run, also when its lease has run out.
         if not owner.is_known_dead():

@@ -1,4 +1,4 @@
-"""Reading for export: whole tables in batches, so that a history of any size needs no more memory than a small one."""
+"""Reads for export: whole tables in batches, so that a large history needs no more memory than a small one."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,50 +12,30 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     DateTime,
-    Double,
     Float,
     FromClause,
     Integer,
     Select,
-    Text,
     TypeDecorator,
-    column,
     select,
-    table,
 )
 from sqlalchemy.types import TypeEngine
 
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.history.tables import UtcDateTime, metadata
+from rlhf_core.history.tables import ViewBase, metadata
+from rlhf_core.history.tables.core import CURVE
 
 BATCH_ROWS = 10_000
-"""At most so many rows are in memory at a time."""
+"""Maximum number of rows in memory."""
 
-_INTERNAL = frozenset({"leases", "ingest_offsets", "kept_goodput"})
-"""Tables that say nothing about a run, or what a view says as well."""
+_INTERNAL = frozenset({"leases", "ingest_offsets", "goodput_cache"})
+"""Tables that are not about a run, or that a view repeats."""
 
-_CURVE = table(
-    "run_curve",
-    *(column(name, Text()) for name in ("run_id", "key")),
-    *(column(name, Integer()) for name in ("step", "attempt", "restart")),
-    column("value", Double()),
-    column("non_finite", Text()),
-    column("time", UtcDateTime()),
-)
-_VIEWS = (
-    _CURVE,
-    table(
-        "run_goodput",
-        column("run_id", Text()),
-        *(column(name, Double()) for name in ("wall_s", "queue_s", "productive_s", "repeated_s", "lost_s", "ettr")),
-    ),
-    table(
-        "run_lost_time",
-        *(column(name, Text()) for name in ("run_id", "failure_kind")),
-        column("num_incidents", Integer()),
-        *(column(name, Double()) for name in ("downtime_s", "repeated_s", "lost_s")),
-    ),
-)
+_VIEWS = ("run_curve", "run_goodput", "run_lost_time")
+"""Views that are exported."""
+
+_TWICE = {"run_goodput": ("name", "state")}
+"""Columns of views that table ``runs`` has as well."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +54,11 @@ class ExportTable:
     name: str
     columns: tuple[Column, ...]
     _connection: Connection
-    _question: Select[Any]
+    _query: Select[Any]
 
     def batches(self, num_rows: int = BATCH_ROWS) -> Iterator[Sequence[Sequence[Any]]]:
-        """The rows, at most ``num_rows`` at a time, in the order of their keys."""
-        with self._connection.execute(self._question, execution_options={"yield_per": num_rows}) as result:
+        """Yield the rows, at most ``num_rows`` at a time, in the order of their keys."""
+        with self._connection.execute(self._query, execution_options={"yield_per": num_rows}) as result:
             yield from result.partitions()
 
 
@@ -94,9 +74,9 @@ class CurvePoint:
 
 @contextmanager
 def reading_tables(store: HistoryStore, run_ids: Sequence[str]) -> Iterator[list[ExportTable]]:
-    """Every table and view that has rows of runs, all as of one moment; metrics have their names in ``key``.
+    """Read every table and view that has rows of runs, all as of one moment; metrics have their names in ``key``.
 
-    ``metrics`` has every value, those that were superseded after a rewind as well; ``run_curve`` those that count.
+    ``metrics`` has every value, also those that a rewind superseded; ``run_curve`` those that count.
     """
     keys = metadata.tables["metric_keys"]
     with store.reading() as connection:
@@ -110,23 +90,26 @@ def reading_tables(store: HistoryStore, run_ids: Sequence[str]) -> Iterator[list
             joined = source.join(keys, keys.c.key_id == source.c.key_id)
             columns = [keys.c.name.label("key") if one.name == "key_id" else one for one in source.c]
             found.append(_table(connection, source.name, joined, columns, run_ids, source))
-        found += [_table(connection, view.name, view, list(view.c), run_ids) for view in _VIEWS]
+        for name in _VIEWS:
+            view = ViewBase.metadata.tables[name]
+            columns = [one for one in view.c if one.name not in _TWICE.get(name, ())]
+            found.append(_table(connection, name, view, columns, run_ids))
         yield found
 
 
 def curve_points(
     store: HistoryStore, run_id: str, num_rows: int = BATCH_ROWS, *, by_step: bool = False
 ) -> Iterator[CurvePoint]:
-    """The metrics of a run that count; by key and step, or by step and key."""
-    order = (_CURVE.c.step, _CURVE.c.key) if by_step else (_CURVE.c.key, _CURVE.c.step)
-    question = (
-        select(_CURVE.c.key, _CURVE.c.step, _CURVE.c.value, _CURVE.c.non_finite, _CURVE.c.time)
-        .where(_CURVE.c.run_id == run_id)
+    """Read the metrics of a run that count; by key and step, or by step and key."""
+    order = (CURVE.c.step, CURVE.c.key) if by_step else (CURVE.c.key, CURVE.c.step)
+    query = (
+        select(CURVE.c.key, CURVE.c.step, CURVE.c.value, CURVE.c.non_finite, CURVE.c.time)
+        .where(CURVE.c.run_id == run_id)
         .order_by(*order)
     )
     with (
         store.reading() as connection,
-        connection.execute(question, execution_options={"yield_per": num_rows}) as result,
+        connection.execute(query, execution_options={"yield_per": num_rows}) as result,
     ):
         for key, step, value, non_finite, time in result:
             yield CurvePoint(key, step, float(non_finite) if value is None else value, time)
@@ -142,9 +125,9 @@ def _table(
 ) -> ExportTable:
     owner = source if keyed is None else keyed
     order: list[ColumnElement[Any]] = [*owner.primary_key] or [owner.c[0], owner.c[1]]
-    question = select(*columns).select_from(source).where(owner.c.run_id.in_(run_ids)).order_by(*order)
+    query = select(*columns).select_from(source).where(owner.c.run_id.in_(run_ids)).order_by(*order)
     described = tuple(Column(str(one.key), _kind(one.type)) for one in columns)
-    return ExportTable(name, described, connection, question)
+    return ExportTable(name, described, connection, query)
 
 
 def _kind(kind: TypeEngine[Any]) -> str:

@@ -1,6 +1,6 @@
-"""Metric rows in bulk: nearly all rows of a history are these, so they go past SQLAlchemy to the driver.
+"""Bulk inserts of metric rows, past SQLAlchemy to the driver: nearly all rows of a history are these.
 
-SQLite takes them by one prepared statement. PostgreSQL takes them by ``COPY``, which knows no "unless it is there":
+SQLite uses one prepared statement. PostgreSQL uses ``COPY``, which has no "on conflict":
 where a key is taken (a trainer wrote a step twice), the rows go through a temporary table instead. Both in the order
 of the primary key, so that neighbours in the table are written together.
 """
@@ -20,7 +20,7 @@ _POSTGRES_TYPES = ("text", "int4", "int4", "int4", "int4", "float8", "text", "ti
 
 
 def stored_time(connection: Connection, moment: datetime) -> Any:
-    """A time as it goes into a row: as ``tables.UtcDateTime`` stores it."""
+    """Convert a time to its stored form, as ``tables.UtcDateTime`` does."""
     if connection.dialect.name == "sqlite":
         return moment.astimezone(UTC).replace(tzinfo=None).isoformat(" ", "microseconds")
     return moment
@@ -50,7 +50,7 @@ def _copy(connection: Connection, rows: Sequence[MetricRow]) -> None:
         connection.exec_driver_sql(
             f"INSERT INTO metrics ({_COLUMNS}) SELECT {_COLUMNS} FROM new_metrics ON CONFLICT DO NOTHING"
         )
-    except driver_errors.Error as error:  # as SQLAlchemy tells of it, had it been asked
+    except driver_errors.Error as error:  # the form that SQLAlchemy gives errors of its own statements
         raise DBAPIError("COPY metrics", None, error) from error
 
 

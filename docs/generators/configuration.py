@@ -1,0 +1,63 @@
+"""``docs/configuration.md``: every setting of a run, and the settings of a site."""
+
+from collections.abc import Iterable, Iterator
+
+from generators.shared import GENERATED, cell, code, strings_under_names
+from rlhf_core import config
+from rlhf_core.presets import PRESETS
+
+CONFIGURATION = """\
+# Configuration
+
+A run is asked for with one TOML file. Only `name`, the model, the data and `train.num_steps` have no default; a
+file says what differs. Any setting can be overridden on the command line with `--set section.field=value`, where
+the value is TOML and a bare word is taken as text. An unknown key is an error, and the message names the nearest
+right one. The shipped presets, {presets}, are commented examples: `rlhf run quickstart`.
+
+What ran is kept, with every default filled in, in `spec.json` of the run directory.
+"""
+
+
+SITE = """
+## Site settings
+
+Where things are on a machine does not belong into the config of a run. It comes from environment variables, or from
+`rlhf.toml` in `RLHF_HOME` with the keys in the second column; the environment wins. Tables of that file follow below.
+"""
+
+
+def configuration() -> str:
+    """Every setting of a run, and the settings of a site."""
+    named = ", ".join(f"`{name}`" for name in PRESETS)
+    parts = [GENERATED, CONFIGURATION.format(presets=named), "## Top level\n", *_settings("")]
+    for section, about in config.describe_sections().items():
+        parts += [f"\n## `[{section}]`\n", f"{about}\n", *_settings(section)]
+    parts += [SITE, "| variable | key | meaning |", "|---|---|---|"]
+    keys = {variable: key for key, variable in config._SITE_KEYS.items()}
+    for variable, meaning in _site_settings():
+        if variable.startswith("["):
+            parts.append(f"| | `{variable}` | {cell(meaning)} |")
+            continue
+        parts.append(f"| `{variable}` | {code(keys[variable]) if variable in keys else ''} | {cell(meaning)} |")
+    for name, (about, fields) in config.describe_site_tables().items():
+        parts += [f"\n### `[{name}]` of `rlhf.toml`\n", f"{about[:1].upper()}{about[1:]}\n", *_table(fields)]
+    return "\n".join(parts) + "\n"
+
+
+def _settings(section: str) -> Iterator[str]:
+    return _table(field for field in config.describe_fields() if field.name.rpartition(".")[0] == section)
+
+
+def _table(fields: Iterable[config.FieldHelp]) -> Iterator[str]:
+    yield "| setting | type | default | meaning |"
+    yield "|---|---|---|---|"
+    for field in fields:
+        default = "required" if field.required else code(field.default)
+        yield f"| `{field.name}` | {code(field.type)} | {default} | {cell(field.meaning)} |"
+
+
+def _site_settings() -> Iterator[tuple[str, str]]:
+    """Variable and meaning, from the strings under the fields of ``Site``."""
+    for text in strings_under_names(config.Site).values():
+        variable, _, meaning = text.partition(": ")
+        yield variable.strip("`"), meaning

@@ -1,0 +1,231 @@
+"""``docs/database.md`` and its picture: every table, view and column of the history, and queries to start from."""
+
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from generators import entity_picture
+from generators.shared import GENERATED, cell, code, strings_under_names
+from rlhf_core.history import saved_queries
+from rlhf_core.history.renamed import RENAMED
+from rlhf_core.history.tables import SCHEMA_REVISION, Base, ViewBase, metadata
+
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "Course of a run": ("stages", "controllers", "checks", "events", "promotions"),
+    "Attempts and nodes": ("attempts", "restarts", "attempt_nodes", "node_speeds", "node_telemetry"),
+    "Incidents": ("incidents", "node_strikes", "decisions"),
+    "Metrics": ("metric_keys", "latest_metrics", "metrics"),
+    "Results": ("checkpoints", "weight_versions", "evaluations", "evaluation_samples"),
+    "Bookkeeping": ("run_tags", "goodput_cache", "ingest_offsets", "leases"),
+}
+"""Tables by topic; beside them there is ``runs``."""
+
+HEAD = """\
+# The database
+
+The history of all runs is a SQL database: a SQLite file in `RLHF_HOME`, or a PostgreSQL server that
+`RLHF_DATABASE_URL` names ([operations](operations.md)). It is made from the files of the run directories;
+`rlhf db rebuild` makes it again. Tables and views are the same on both databases, and any program may read them:
+`rlhf sql`, psql, Grafana, a notebook.
+
+```console
+$ rlhf sql "SELECT run_id, state, message FROM runs ORDER BY created_at DESC LIMIT 5"
+$ rlhf sql --list                    # saved queries, by name
+$ rlhf sql goodput days=7
+$ rlhf sql goodput --show            # the statement behind a name, to change it
+```
+
+`rlhf sql` only reads: the database itself refuses every change. This page describes schema {revision}.
+
+## What every table has in common
+
+- `run_id` is the id of a run. A run is submitted as one or several **attempts** (from 1), and inside an attempt its
+  workers are started as **restarts** (from 0). `step` counts optimizer steps from 1, warm start and main algorithm
+  together.
+- Times are UTC. On PostgreSQL they have a time zone, on SQLite they are text that sorts by time.
+- Units are in the names of columns and metrics: `_s` seconds, `_gb_s` gigabytes per second, `num_` counts.
+- A step that was made again after a restart has several rows in `metrics`. View `run_curve` has the one that counts.
+- Columns of the primary key are marked as *key*. An empty text means "none" where the table says so; null is used where
+  there is no value yet.
+
+## The tables in one picture
+
+![Tables of the history and their references](images/database.svg)
+
+Blue columns are primary keys; an arrow leads to the table that a foreign key refers to.
+
+## Ten questions and their SQL
+
+Each statement runs on SQLite and PostgreSQL as it stands here; a test runs them all against a history with runs.
+"""
+
+QUESTIONS: Mapping[str, str] = {
+    "Which runs are active, and how far are they?": """
+        SELECT r.run_id, r.state, r.owner, MAX(m.step) AS step, r.total_steps, r.progress_at
+        FROM runs r LEFT JOIN latest_metrics m ON m.run_id = r.run_id
+        WHERE r.ended_at IS NULL
+        GROUP BY r.run_id, r.state, r.owner, r.total_steps, r.progress_at
+        ORDER BY r.progress_at DESC""",
+    "How much better did each run make its model?": """
+        SELECT a.run_id, a.name, a.metric, b.value AS before, a.value AS after, a.value - b.value AS gain
+        FROM evaluations a
+        JOIN evaluations b ON b.run_id = a.run_id AND b.name = a.name AND b.when_made = 'before'
+        WHERE a.when_made = 'after'
+        ORDER BY gain DESC""",
+    "Which share of its time did each run train?": """
+        SELECT run_id, name, state, ettr, wall_s / 3600 AS hours, queue_s / 3600 AS hours_in_queue
+        FROM all_goodput
+        ORDER BY created_at DESC""",
+    "What did each kind of failure cost?": """
+        SELECT failure_kind, COUNT(*) AS num_incidents, SUM(lost_s) / 3600 AS hours_lost
+        FROM incident_lost_time
+        GROUP BY failure_kind
+        ORDER BY hours_lost DESC""",
+    "What went wrong in the newest runs, and what was done about it?": """
+        SELECT i.run_id, i.seen_at, i.failure_kind, i.phase, i.step, i.suspect_nodes, i.message, d.action, d.reason
+        FROM incidents i
+        LEFT JOIN decisions d ON d.run_id = i.run_id AND d.decision_id = i.incident_id
+        ORDER BY i.seen_at DESC
+        LIMIT 20""",
+    "How long did recovery take, from an incident to the next step?": """
+        SELECT failure_kind, COUNT(*) AS num_recovered, AVG(recovery_s) AS mean_s, MAX(recovery_s) AS longest_s
+        FROM run_recoveries
+        WHERE recovery_s IS NOT NULL
+        GROUP BY failure_kind
+        ORDER BY mean_s DESC""",
+    "Which nodes fail?": """
+        SELECT node, num_strikes, num_attempts, last_failure_kind, last_strike_at
+        FROM node_health
+        WHERE num_strikes > 0
+        ORDER BY num_strikes DESC, node""",
+    "How did a metric develop over the steps that count?": """
+        SELECT run_id, step, value
+        FROM run_curve
+        WHERE key = 'train/loss' AND run_id = (SELECT run_id FROM runs ORDER BY created_at DESC LIMIT 1)
+        ORDER BY step""",
+    "Where does the time of a step go?": """
+        SELECT run_id, key, mean_s, share
+        FROM run_step_time
+        ORDER BY run_id, mean_s DESC""",
+    "Which checkpoints still exist, and how large are they?": """
+        SELECT c.run_id, c.step, c.loop, r.run_dir || '/' || c.path AS folder, c.bytes / 1e9 AS gigabytes, w.sha256
+        FROM checkpoints c
+        JOIN runs r ON r.run_id = c.run_id
+        LEFT JOIN weight_versions w ON w.run_id = c.run_id AND w.checkpoint_step = c.step
+        WHERE c.removed_at IS NULL
+        ORDER BY c.run_id, c.step""",
+}
+"""Titles and statements; the same statement for both databases."""
+
+SAVED = """
+## Saved queries
+
+`rlhf sql NAME` runs one; arguments are given as `NAME=VALUE`.
+
+| name | meaning | arguments |
+|---|---|---|
+"""
+
+OLD_NAMES = """
+## Old names
+
+Names that changed since version 0.1. `rlhf sql` answers a statement with an old name with the new one; statements
+elsewhere (Grafana, notebooks) must be changed by hand. One case gets no message: `owner` in a subquery on `leases`
+inside of a query on `runs` now means `runs.owner`.
+
+| old | new | reason |
+|---|---|---|
+"""
+
+UNITS = {
+    "_gb_s": "GB/s",
+    "_tflops": "TFLOP/s",
+    "_ms": "ms",
+    "_s": "s",
+    "seconds": "s",
+    "bytes": "bytes",
+    "share": "0 to 1",
+    "ettr": "0 to 1",
+}
+"""Units by the ends of names; the first that fits."""
+
+
+def database() -> str:
+    """Every table, view and column with its meaning and unit."""
+    tables = {str(mapper.local_table.name): mapper.class_ for mapper in Base.registry.mappers}
+    views = {str(mapper.local_table.name): mapper.class_ for mapper in ViewBase.registry.mappers}
+    parts = [GENERATED, HEAD.format(revision=SCHEMA_REVISION)]
+    for title, statement in QUESTIONS.items():
+        parts += [f"### {title}\n", f"```sql\n{textwrap.dedent(statement).strip()}\n```\n"]
+    parts += ["## Runs", *_described(tables["runs"], "runs")]
+    for title, names in GROUPS.items():
+        parts.append(f"\n## {title}")
+        for name in names:
+            parts += _described(tables[name], name)
+    parts.append("\n## Views")
+    for name in ViewBase.metadata.tables:
+        parts += _described(views[name], name)
+    return "\n".join(parts) + "\n" + SAVED + "\n".join(_saved()) + "\n" + OLD_NAMES + "\n".join(_renamed()) + "\n"
+
+
+def picture() -> str:
+    """The tables and their references, as SVG."""
+    return entity_picture.draw(metadata, GROUPS, "runs")
+
+
+def _described(described: type[Any], name: str) -> Iterator[str]:
+    meanings = strings_under_names(described)
+    yield f"\n### `{name}`\n"
+    yield f"{_plain(inspect.cleandoc(described.__doc__ or ''))}\n"
+    yield "| column | type | unit | meaning |"
+    yield "|---|---|---|---|"
+    for column in described.__table__.columns:
+        key = ", *key*" if column.primary_key and described.__table__.metadata is metadata else ""
+        meaning = _plain(meanings[column.name])
+        yield f"| `{column.name}` | {_kind(column)}{key} | {_unit(column)} | {cell(meaning)} |"
+
+
+def _plain(text: str) -> str:
+    """A docstring without the roles of Sphinx."""
+    return re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text).replace("``", "`")
+
+
+def _kind(column: Any) -> str:
+    kinds = {
+        "CleanText": "text",
+        "CleanJson": "JSON",
+        "UtcDateTime": "time",
+        "Double": "number",
+        "Integer": "integer",
+        "BigInteger": "integer (64 bits)",
+        "Boolean": "boolean",
+    }
+    return kinds[type(column.type).__name__] + (" or null" if column.nullable else "")
+
+
+def _unit(column: Any) -> str:
+    if type(column.type).__name__ == "UtcDateTime":
+        return "UTC"
+    if type(column.type).__name__ not in ("Double", "Integer", "BigInteger", "CleanJson"):
+        return ""
+    return next((unit for end, unit in UNITS.items() if column.name.endswith(end)), "")
+
+
+def _saved() -> Iterator[str]:
+    for one in saved_queries.saved():
+        arguments = ", ".join(
+            code(argument.name + ("" if argument.default is None else f"={argument.default or repr('')}"))
+            for argument in one.arguments
+        )
+        yield f"| `{one.name}` | {cell(one.title)} | {arguments} |"
+
+
+def _renamed() -> Iterator[str]:
+    reason = ""
+    for one in RENAMED:
+        reason = reason if one.why == "as above" else one.why
+        old, now = (f"{one.table}.{one.column}", f"{one.table}.{one.now}") if one.column else (one.table, one.now)
+        yield f"| `{old}` | `{now}` | {cell(reason)} |"
+    yield "| `events.kind` beginning with `keeper_` | `reconcile_` | the site daemon reconciles |"

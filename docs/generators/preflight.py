@@ -1,0 +1,163 @@
+"""``docs/preflight.md``: every check, and the tables behind them."""
+
+from collections.abc import Iterator
+
+import rlhf_core.preflight.checks  # noqa: F401 - importing it registers the checks
+from generators.shared import GENERATED, cell
+from rlhf_core.diagnosis.node_checks import NODE_CHECKS
+from rlhf_core.preflight.known_bad_versions import KNOWN_BAD
+from rlhf_core.preflight.memory import GPU_MEMORY_GB
+from rlhf_core.preflight.registry import CHECKS, PLUGINS
+
+PROBE = """
+## On the nodes
+
+Before the workers of an attempt start, its nodes are compared and measured (`preflight.probe`); `rlhf check CONFIG
+--probe` does only that, and releases the allocation.
+
+1. Every agent reports the facts of its node: environment, versions, hashes of config, code, data, model and tokenizer
+   as this node reads them, GPUs, free space, clock. Agent 0 compares them, before there is any process group. The value
+   of more than half of the nodes is expected; a finding names the node that has another one, and the key. Without such
+   a majority all values are shown, and no node is blamed. The reports of the nodes are kept in `attempts/<n>/probe/`.
+2. One process per rank measures matrix products, then bandwidth and latency in pairs (every node with two others, to
+   distinguish a slow node from a slow link), then an all-reduce and an all-gather over all ranks, whose results are
+   known beforehand. Everything has a deadline (`preflight.probe_s`). Slow nodes and links are measured a second time
+   before they are reported. Slow is less than `preflight.min_relative_speed` of the median of all nodes; less than that
+   of a node's own earlier readings is a warning (table `node_speeds`).
+
+A blocked node gets a strike (`rlhf nodes`) and is excluded, and the run is placed again at once.
+If no other node can take its place, or no single node is to blame, the run ends with exit code 2 and the
+finding. Findings are rows of `checks`, parts of `rlhf show` and the report, and a table artifact in Prefect.
+"""
+
+
+PREFLIGHT = """\
+# Preflight
+
+Before a job is submitted, rlhf-flows checks everything that needs no allocation. All findings are shown at once; a
+blocking one keeps the run from starting (exit code 2), and its message gives the actual and the expected value, and
+advice. `rlhf check` does only this and starts nothing.
+
+The checks are arithmetic on facts that are gathered once: the config, the data files, the scheduler's nodes, the
+packages of the compute interpreter, the disk. The checks whose names begin with `content` share one reading of the
+first {rows} rows of the data in the compute interpreter. It takes some seconds and is bounded in time and memory; each
+reward function is called there with real rows in a process of its own, so that one that never returns is a finding.
+
+## The checks
+"""
+
+
+OFF = '''
+## Disabling checks
+
+A check that does not apply is disabled by its name, with a reason, which is stored with the run:
+
+```toml
+[preflight.off]
+"data.overlap" = "the held-out set repeats some prompts on purpose"
+"content.rewards" = "the reward model is served on the compute nodes only"
+```
+
+On the command line: `--set 'preflight.off={{"data.overlap" = "on purpose"}}'`. It is then shown as skipped. An unknown
+name or an empty reason blocks the run.
+
+## Checks of your own
+
+A site has rules of its own: quotas, accounts, a required mount. A package installed
+beside the control plane adds a check by an entry point of the group `{group}`. The name of the entry point
+is the check's name; the docstring of the function says what it prevents.
+
+```toml
+# pyproject.toml of the package
+[project.entry-points."{group}"]
+"site.scratch" = "our_checks:scratch"
+```
+
+```python
+# our_checks.py
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlhf_core.preflight.facts import Facts
+from rlhf_core.preflight.registry import Finding, blocked, passed
+
+
+def scratch(facts: Facts) -> Iterator[Finding]:
+    """Without the scratch file system every run writes to the home directories, and fills them."""
+    if Path("/scratch").is_mount():
+        yield passed("/scratch is mounted")
+    else:
+        yield blocked("/scratch is not mounted", "the scratch file system", "ask the administrators")
+```
+
+The function judges the facts, which `rlhf_core/preflight/facts.py` describes. A plug-in that cannot be imported,
+raises, yields anything but findings, or takes the name of another check, only gives a warning. It must return within a
+second or so: it has no deadline.
+
+On the nodes, a package in the compute environment does the same with the group `rlhf_flows.node_checks`. Its
+function takes nothing and returns a list of findings, each a dictionary; with status `blocked` its node is replaced.
+The names of such checks begin with `site.`:
+
+```python
+def licence() -> list[dict[str, str]]:
+    if server_answers():
+        return []
+    return [dict(id="site.licence", status="blocked", found="no licence", expected="one", advice="ask for one")]
+```
+'''
+
+
+MEMORY = """
+## The memory model
+
+`memory.trainer` and `memory.evaluator` add up what one rank holds (`rlhf_core/preflight/memory.py` has every formula
+with its source): weights, gradients in float32, AdamW's master weights and moments split over the ranks by ZeRO 1, the
+reference model when `grpo.kl_coefficient` or `grpo.measure_kl` asks for one; on top of that whatever is larger,
+activations and one chunk of logits in training, or the KV cache in sampling. It reckons with the longest prompts and
+completions that the config allows. Against it stands the memory of the GPU, by `slurm.gpu_type` or what the nodes say;
+on CPU that of the node, divided by its ranks. One rank of a float32 model with 34 million parameters (8 layers, hidden
+size 512, 32 sequences of 256 tokens at once) on CPU: 6.2 GiB by the estimate, 5.9 GiB at its peak in a run.
+
+| type of GPU | memory in GB |
+|---|---|
+"""
+
+
+VERSIONS = """
+## Versions that go wrong together
+
+`environment.versions` compares the packages of the compute interpreter with this table. A row blocks the runs that
+come upon it for certain; for others it is a warning.
+
+| installed | what happens | instead | source |
+|---|---|---|---|
+"""
+
+
+WAITING = """
+These rows wait for a part of rlhf-flows that no config can ask for yet. They are not acted upon before it is there.
+
+| installed | what happens | instead | waits for | source |
+|---|---|---|---|---|
+"""
+
+
+def preflight() -> str:
+    """Every check and what it prevents; how one is turned off or added; the tables that they look things up in."""
+    head = ["| check | prevents |", "|---|---|"]
+    checks = [f"| `{one.id}` | {cell(one.prevents)} |" for one in CHECKS]
+    parts = [GENERATED, PREFLIGHT.format(rows=2000), *head, *checks]
+    parts += [PROBE, *head]
+    parts += [f"| `{one.id}` | {cell(one.prevents)} |" for one in NODE_CHECKS]
+    gpus = [f"| `{name}` | {' or '.join(map(str, sizes))} |" for name, sizes in sorted(GPU_MEMORY_GB.items())]
+    text = "\n".join(parts) + "\n" + OFF.format(group=PLUGINS) + MEMORY + "\n".join(gpus) + "\n"
+    text += VERSIONS + "\n".join(_known_bad(waiting=False)) + "\n"
+    return text + WAITING + "\n".join(_known_bad(waiting=True)) + "\n"
+
+
+def _known_bad(*, waiting: bool) -> Iterator[str]:
+    for row in KNOWN_BAD:
+        if bool(row.waits_for) == waiting:
+            installed = " with ".join(f"`{name}{versions}`" for name, versions in row.packages.items())
+            for_what = f" | {row.waits_for}" if waiting else ""
+            yield f"| {installed} | {cell(row.happens)} | `{row.instead}`{for_what} | {row.source} |"

@@ -1,0 +1,128 @@
+"""Reads over earlier runs: usual durations, speeds and gaps, strikes against nodes."""
+
+from datetime import datetime
+from statistics import median
+
+from sqlalchemy import Select, func, select
+
+from rlhf_core.history.queries.metrics import STEP_SECONDS
+from rlhf_core.history.queries.plain import Facts
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.history.tables.core import CHECKS, DECISIONS, KEYS, METRICS, NODES, RUNS, SPEEDS, STRIKES
+from rlhf_core.schemas.attempts import RunState
+from rlhf_core.schemas.checks import CheckStatus
+from rlhf_core.schemas.failures import Action
+
+
+def node_strikes(store: HistoryStore, since: datetime) -> list[tuple[str, str, datetime]]:
+    """Read the incidents that count against nodes: node, kind of failure, time; oldest first."""
+    query = (
+        select(STRIKES.c.node, STRIKES.c.failure_kind, STRIKES.c.struck_at)
+        .where(STRIKES.c.struck_at >= since)
+        .order_by(STRIKES.c.struck_at)
+    )
+    with store.reading() as connection:
+        return [(row.node, row.failure_kind, row.struck_at) for row in connection.execute(query)]
+
+
+def restarts_since(store: HistoryStore, since: datetime) -> int:
+    """Count the restarts in place and new attempts that were decided on, over all runs."""
+    again = (Action.RESTART_IN_PLACE.value, Action.NEW_ATTEMPT.value)
+    query = select(func.count()).where(DECISIONS.c.decided_at >= since, DECISIONS.c.action.in_(again))
+    with store.reading() as connection:
+        return int(connection.execute(query).scalar_one())
+
+
+def usual_speeds(
+    store: HistoryStore, since: datetime, min_earlier: int = 3, num_newest: int = 10
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Read the medians of the newest probes of every node: node to device to ``matmul_tflops`` and ``bandwidth_gb_s``.
+
+    Args:
+        since: time from which probes count.
+        min_earlier: number of probes of a node and device below which it has no median.
+        num_newest: number of probes that count.
+    """
+    query = (
+        select(SPEEDS.c.node, SPEEDS.c.device, SPEEDS.c.matmul_tflops, SPEEDS.c.bandwidth_gb_s)
+        .where(SPEEDS.c.measured_at >= since, SPEEDS.c.device != "")
+        .order_by(SPEEDS.c.measured_at.desc())
+    )
+    measured: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    with store.reading() as connection:
+        for node, device, tflops, gb_s in connection.execute(query):
+            readings = measured.setdefault((node, device), [])
+            if len(readings) < num_newest:
+                readings.append((tflops, gb_s))
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for (node, device), readings in measured.items():
+        if len(readings) >= min_earlier:
+            usual = {
+                "matmul_tflops": median(tflops for tflops, _ in readings),
+                "bandwidth_gb_s": median(gb_s for _, gb_s in readings),
+            }
+            found.setdefault(node, {})[device] = usual
+    return found
+
+
+def longest_gaps(store: HistoryStore, shape: str, num_runs: int = 5) -> dict[str, float]:
+    """Read the longest gaps between heartbeats in the newest completed runs of a shape: ``role/phase`` to seconds."""
+    found: dict[str, float] = {}
+    with store.reading() as connection:
+        runs = list(connection.execute(_newest_completed(shape, num_runs)).scalars())
+        query = select(NODES.c.longest_gaps_s).where(NODES.c.run_id.in_(runs), NODES.c.node_index == 0)
+        for gaps in connection.execute(query).scalars():
+            for place, seconds in gaps.items():
+                found[place] = max(found.get(place, 0.0), float(seconds))
+    return found
+
+
+def seconds_per_step(store: HistoryStore, shape: str, num_runs: int = 5) -> float | None:
+    """Estimate the duration of a step: the median over the newest completed runs of a shape of the mean of their steps.
+    None where there is no such run. Trials do not count: their few steps are mostly warming up."""
+    newest = _newest_completed(shape, num_runs).where(RUNS.c.trial_of == "")
+    means = (
+        select(func.avg(METRICS.c.value))
+        .join(KEYS, KEYS.c.key_id == METRICS.c.key_id)
+        .where(METRICS.c.run_id.in_(newest), KEYS.c.name == STEP_SECONDS, METRICS.c.value.is_not(None))
+        .group_by(METRICS.c.run_id)
+    )
+    with store.reading() as connection:
+        found = list(connection.execute(means).scalars())
+    return median(found) if found else None
+
+
+def last_good(store: HistoryStore, name: str, run_id: str = "") -> Facts | None:
+    """Find the last completed run of a name: ``run_id, spec, basis`` (the result of its check ``trial.basis``). A trial
+    counts, but not for the run that it was made for (``run_id``), which knows its trials itself."""
+    newest = (
+        select(RUNS.c.run_id, RUNS.c.spec)
+        .where(RUNS.c.name == name, RUNS.c.state == RunState.COMPLETED.value)
+        .where((RUNS.c.trial_of == "") | (RUNS.c.trial_of != run_id))
+        .order_by(RUNS.c.ended_at.desc())  # a trial is made later than its run, and ends before it
+        .limit(1)
+    )
+    with store.reading() as connection:
+        run = connection.execute(newest).one_or_none()
+        if run is None:
+            return None
+        basis = (
+            select(CHECKS.c.found)
+            .where(
+                CHECKS.c.run_id == run.run_id,
+                CHECKS.c.check_id == "trial.basis",
+                CHECKS.c.status == CheckStatus.PASSED.value,
+            )
+            .order_by(CHECKS.c.round.desc())
+            .limit(1)
+        )
+        return {"run_id": run.run_id, "spec": run.spec, "basis": connection.execute(basis).scalar() or ""}
+
+
+def _newest_completed(shape: str, num_runs: int) -> Select[tuple[str]]:
+    return (
+        select(RUNS.c.run_id)
+        .where(RUNS.c.shape == shape, RUNS.c.state == RunState.COMPLETED.value)
+        .order_by(RUNS.c.created_at.desc())
+        .limit(num_runs)
+    )

@@ -1,0 +1,180 @@
+"""Everything about one run."""
+
+from typing import Any
+
+from sqlalchemy import Connection, func, select
+
+from rlhf_core.errors import UnknownRun
+from rlhf_core.history.queries.metrics import STEP_SECONDS, newest_metrics
+from rlhf_core.history.queries.plain import Facts, parts, plain, plain_value, without_run
+from rlhf_core.history.queries.runs import missing_steps_of, regressed_scores
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.history.tables.core import (
+    ATTEMPTS,
+    CHECKPOINTS,
+    CHECKS,
+    CONTROLLERS,
+    DECISIONS,
+    EVALUATIONS,
+    EVENTS,
+    GOODPUT,
+    GOODPUT_CACHE,
+    INCIDENTS,
+    KEYS,
+    LOST_TIME,
+    METRICS,
+    NODES,
+    PROMOTIONS,
+    RESTARTS,
+    RUNS,
+    SAMPLES,
+    STAGES,
+)
+from rlhf_core.schemas.attempts import ATTEMPT_ENDS
+from rlhf_core.schemas.base import utc_now
+
+_ENDED_ATTEMPTS = frozenset(state.value for state in ATTEMPT_ENDS)
+
+
+def show_run(store: HistoryStore, run_id: str) -> Facts:
+    """Read everything about a run, in the shape of ``rlhf show --json``, as of one moment.
+
+    Returns:
+        ``run`` (with ``spec``), ``stages``, ``checks`` (the newest result of each), ``attempts``, ``restarts``,
+        ``incidents``, ``decisions``, ``checkpoints``, ``evaluations``, ``regressed`` (held-out scores that fell:
+        ``name, metric, before, after``), ``controllers`` (with their pages in Prefect, the newest last),
+        ``promotion`` (its state; empty without one), ``metrics`` (newest value of each), ``metric_keys``, ``goodput``
+        (view ``run_goodput``) and ``lost_time`` (view ``run_lost_time``).
+
+    Raises:
+        UnknownRun: there is no such run.
+    """
+    with store.reading() as connection:
+        run = connection.execute(select(RUNS).where(RUNS.c.run_id == run_id)).one_or_none()
+        if run is None:
+            raise UnknownRun(f"the history has no run {run_id!r}. `rlhf runs` lists them.")
+        attempts = _attempts(connection, run_id)
+        metrics = newest_metrics(connection, run_id)
+        incidents = parts(connection, INCIDENTS, run_id, "seen_at", "incident_id")
+        evaluations = _evaluations(connection, run_id)
+        return {
+            "run": {**_run(run, len(attempts)), "missing_steps": missing_steps_of(connection, run)},
+            "stages": _stages(connection, run_id),
+            "checks": _checks(connection, run_id),
+            "attempts": attempts,
+            "controllers": parts(connection, CONTROLLERS, run_id, "position"),
+            "promotion": next(iter(parts(connection, PROMOTIONS, run_id)), {}),
+            "restarts": _restarts(connection, run_id),
+            "incidents": incidents,
+            "decisions": parts(connection, DECISIONS, run_id, "decided_at", "decision_id"),
+            "checkpoints": parts(connection, CHECKPOINTS, run_id, "step"),
+            "evaluations": evaluations,
+            "regressed": regressed_scores(evaluations),
+            "metrics": metrics,
+            "metric_keys": sorted(metrics),
+            "goodput": _goodput(connection, run_id),
+            "lost_time": parts(connection, LOST_TIME, run_id, "failure_kind") if incidents else [],
+        }
+
+
+def _run(row: Any, num_attempts: int) -> Facts:
+    facts = plain(row._mapping)
+    for internal in ("journal_token", "ingest_stamp"):
+        del facts[internal]
+    return {**facts, "num_attempts": num_attempts}
+
+
+def _stages(connection: Connection, run_id: str) -> list[Facts]:
+    rows = connection.execute(select(STAGES).where(STAGES.c.run_id == run_id).order_by(STAGES.c.stage_index)).all()
+    found = []
+    for row in rows:
+        seconds = row.seconds if row.seconds is not None else (utc_now() - row.started_at).total_seconds()
+        found.append({**without_run(row), "seconds": seconds})
+    return found
+
+
+def _checks(connection: Connection, run_id: str) -> list[Facts]:
+    rows = connection.execute(
+        select(CHECKS).where(CHECKS.c.run_id == run_id).order_by(CHECKS.c.attempt, CHECKS.c.round, CHECKS.c.check_index)
+    ).all()
+    newest: dict[tuple[str, str], Facts] = {}
+    for row in rows:
+        facts = without_run(row)
+        identity = facts.pop("check_id")
+        for internal in ("round", "check_index"):
+            del facts[internal]
+        newest.pop((identity, row.node), None)  # so that the order is that of the newest round
+        newest[identity, row.node] = {"id": identity, **facts}
+    return list(newest.values())
+
+
+def _attempts(connection: Connection, run_id: str) -> list[Facts]:
+    rows = connection.execute(select(ATTEMPTS).where(ATTEMPTS.c.run_id == run_id).order_by(ATTEMPTS.c.number)).all()
+    nodes: dict[int, list[str]] = {}
+    for attempt, node in connection.execute(
+        select(NODES.c.attempt, NODES.c.node)
+        .where(NODES.c.run_id == run_id)
+        .order_by(NODES.c.attempt, NODES.c.node_index, NODES.c.node)
+    ):
+        nodes.setdefault(attempt, []).append(node)
+    found = []
+    for row in rows:
+        facts = without_run(row)
+        # An attempt that was lost left no outcome: its state is then the one that its controller found.
+        ended_as = row.state if row.state in _ENDED_ATTEMPTS else None
+        found.append({**facts, "nodes": nodes.get(row.number, []), "outcome": row.outcome_state or ended_as})
+    return found
+
+
+def _restarts(connection: Connection, run_id: str) -> list[Facts]:
+    """Read the restarts, with ``first_step_at``, the end of the first step: null where there is none."""
+    first = (
+        select(METRICS.c.attempt, METRICS.c.restart, func.min(METRICS.c.time).label("first_step_at"))
+        .join(KEYS, KEYS.c.key_id == METRICS.c.key_id)
+        .where(METRICS.c.run_id == run_id, KEYS.c.name == STEP_SECONDS)
+        .group_by(METRICS.c.attempt, METRICS.c.restart)
+    )
+    done = {(row.attempt, row.restart): plain_value(row.first_step_at) for row in connection.execute(first)}
+    rows = parts(connection, RESTARTS, run_id, "attempt", "restart")
+    return [{**row, "first_step_at": done.get((row["attempt"], row["restart"]))} for row in rows]
+
+
+def _evaluations(connection: Connection, run_id: str) -> list[Facts]:
+    rows = connection.execute(select(EVALUATIONS).where(EVALUATIONS.c.run_id == run_id)).all()
+    found = []
+    for row in sorted(rows, key=lambda row: (row.when_made != "before", row.name)):
+        facts = without_run(row)
+        found.append({"name": facts.pop("name"), "when": facts.pop("when_made"), **facts})
+    return found
+
+
+def _goodput(connection: Connection, run_id: str) -> Facts:
+    """Read view ``run_goodput``, or its cache: PostgreSQL takes longer to plan the view than to answer it."""
+    columns = [column for column in GOODPUT_CACHE.c if column.name != "ingest_stamp"]
+    cached = (
+        select(*columns)
+        .join(RUNS, (RUNS.c.run_id == GOODPUT_CACHE.c.run_id) & (RUNS.c.ingest_stamp == GOODPUT_CACHE.c.ingest_stamp))
+        .where(GOODPUT_CACHE.c.run_id == run_id)
+    )
+    found = connection.execute(cached).one_or_none()
+    if found is None:
+        view = select(*(GOODPUT.c[column.name] for column in columns)).where(GOODPUT.c.run_id == run_id)
+        found = connection.execute(view).one()
+    return without_run(found)
+
+
+def events(store: HistoryStore, run_id: str) -> list[Facts]:
+    """Read the events of a run, in the order of time."""
+    with store.reading() as connection:
+        return parts(connection, EVENTS, run_id, "time", "source", "position")
+
+
+def evaluation_samples(store: HistoryStore, run_id: str, when: str, name: str) -> list[Facts]:
+    """Read the samples of one evaluation."""
+    query = (
+        select(SAMPLES)
+        .where(SAMPLES.c.run_id == run_id, SAMPLES.c.when_made == when, SAMPLES.c.name == name)
+        .order_by(SAMPLES.c.row_index)
+    )
+    with store.reading() as connection:
+        return [without_run(row) for row in connection.execute(query)]

@@ -1,0 +1,81 @@
+"""Reads of metrics and telemetry."""
+
+from collections.abc import Iterable
+
+from sqlalchemy import Connection, select
+
+from rlhf_core.history.queries.plain import Facts, plain_value
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.history.tables.core import CURVE, KEYS, LATEST, TELEMETRY
+
+STEP_SECONDS = "time/step_s"
+"""The metric that every step has."""
+
+
+def latest_metrics(store: HistoryStore, run_id: str) -> dict[str, Facts]:
+    """Read the newest value of each metric: ``value, step, attempt, restart, time``."""
+    with store.reading() as connection:
+        return newest_metrics(connection, run_id)
+
+
+def newest_metrics(connection: Connection, run_id: str) -> dict[str, Facts]:
+    """Read the newest value of each metric, as :func:`latest_metrics`."""
+    rows = connection.execute(
+        select(KEYS.c.name, LATEST)
+        .join(KEYS, KEYS.c.key_id == LATEST.c.key_id)
+        .where(LATEST.c.run_id == run_id)
+        .order_by(KEYS.c.name)
+    ).all()
+    return {
+        row.name: {
+            "value": row.non_finite or row.value,
+            "step": row.step,
+            "attempt": row.attempt,
+            "restart": row.restart,
+            "time": plain_value(row.time),
+        }
+        for row in rows
+    }
+
+
+def curve(store: HistoryStore, run_id: str, keys: Iterable[str] | None = None) -> dict[str, list[tuple[int, float]]]:
+    """Read the metrics that count, by step: where a step was made more than once, the value of the last time.
+
+    Args:
+        keys: names of metrics; None for all.
+
+    Returns:
+        Name -> (step, value) in the order of steps; values that are not finite are NaN or infinite floats.
+    """
+    query = select(CURVE.c.key, CURVE.c.step, CURVE.c.value, CURVE.c.non_finite).where(CURVE.c.run_id == run_id)
+    wanted = None if keys is None else list(keys)
+    if wanted is not None:
+        query = query.where(CURVE.c.key.in_(wanted))
+    found: dict[str, list[tuple[int, float]]] = {key: [] for key in wanted or ()}
+    with store.reading() as connection:
+        for key, step, value, non_finite in connection.execute(query.order_by(CURVE.c.key, CURVE.c.step)):
+            found.setdefault(key, []).append((step, float(non_finite) if value is None else value))
+    return found
+
+
+def telemetry(store: HistoryStore, run_id: str, keys: Iterable[str] | None = None) -> dict[str, list[Facts]]:
+    """Read the telemetry of the nodes: node -> readings in the order of time, each ``time, seconds, attempt, restart,
+    figures``.
+
+    Args:
+        keys: names of values; None for all.
+    """
+    wanted = None if keys is None else set(keys)
+    query = (
+        select(TELEMETRY)
+        .where(TELEMETRY.c.run_id == run_id)
+        .order_by(TELEMETRY.c.node, TELEMETRY.c.attempt, TELEMETRY.c.restart, TELEMETRY.c.position)
+    )
+    found: dict[str, list[Facts]] = {}
+    with store.reading() as connection:
+        for row in connection.execute(query):
+            figures = {name: value for name, value in row.figures.items() if wanted is None or name in wanted}
+            reading = {"time": plain_value(row.time), "seconds": row.seconds}
+            where = {"attempt": row.attempt, "restart": row.restart}
+            found.setdefault(row.node, []).append({**reading, **where, "figures": figures})
+    return found

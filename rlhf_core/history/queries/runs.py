@@ -1,0 +1,174 @@
+"""Reads about the list of runs."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Subquery, func, select, true
+
+from rlhf_core.errors import UnknownRun
+from rlhf_core.formatting import missing_steps
+from rlhf_core.history.queries.plain import Facts, plain
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.history.tables.core import ATTEMPTS, EVALUATIONS, KEYS, LATEST, METRICS, RUNS, TAGS
+from rlhf_core.schemas.attempts import RUN_ENDS
+from rlhf_core.schemas.regression import regressions
+
+
+def list_runs(
+    store: HistoryStore,
+    state: str | None = None,
+    name: str | None = None,
+    limit: int | None = 50,
+    *,
+    trials: bool = False,
+    owner: str | None = None,
+    tag: str | None = None,
+) -> list[Facts]:
+    """List runs, newest first.
+
+    Args:
+        state: only runs in this state.
+        name: only runs of this name.
+        limit: maximum number; None for all.
+        trials: include the trials of runs.
+        owner: only runs that this user requested.
+        tag: only runs with this tag.
+
+    Returns:
+        For each: ``run_id, name, state, created_at, num_attempts, owner, tags, ended_at, seconds, last_step,
+        total_steps, missing_steps, message, trial_of, regressed``. ``seconds`` is from the request to the end, or to
+        the newest sign of it; ``missing_steps`` names the steps without metrics of a run that has ended;
+        ``regressed`` has the held-out scores that fell (``name, metric, before, after``).
+    """
+    # First the ids, from narrow indexes; counts only for those.
+    newest_first = (RUNS.c.created_at.desc(), RUNS.c.run_id.desc())
+    wanted = select(RUNS.c.run_id).order_by(*newest_first).limit(limit)
+    for asked, is_so in (
+        (state, RUNS.c.state == state),
+        (name, RUNS.c.name == name),
+        (owner, RUNS.c.owner == owner),
+        (tag, RUNS.c.run_id.in_(select(TAGS.c.run_id).where(TAGS.c.tag == tag))),
+    ):
+        if asked is not None:
+            wanted = wanted.where(is_so)
+    if not trials:
+        wanted = wanted.where(RUNS.c.trial_of == "")
+    chosen = wanted.subquery()
+    num_attempts = select(func.count()).where(ATTEMPTS.c.run_id == RUNS.c.run_id).scalar_subquery()
+    last_step = select(func.max(LATEST.c.step)).where(LATEST.c.run_id == RUNS.c.run_id).scalar_subquery()
+    query = (
+        select(
+            RUNS.c.run_id,
+            RUNS.c.name,
+            RUNS.c.state,
+            RUNS.c.created_at,
+            num_attempts.label("num_attempts"),
+            RUNS.c.owner,
+            RUNS.c.tags,
+            RUNS.c.ended_at,
+            RUNS.c.progress_at,
+            last_step.label("last_step"),
+            RUNS.c.total_steps,
+            RUNS.c.message,
+            RUNS.c.trial_of,
+        )
+        .join(chosen, chosen.c.run_id == RUNS.c.run_id)
+        .order_by(*newest_first)
+    )
+    with store.reading() as connection:
+        rows = connection.execute(query).all()
+        whole = _with_every_step(connection, chosen)
+        missing = {row.run_id: missing_steps_of(connection, row) for row in rows if row.run_id not in whole}
+        measured = connection.execute(
+            select(EVALUATIONS).join(chosen, chosen.c.run_id == EVALUATIONS.c.run_id).order_by(EVALUATIONS.c.name)
+        ).all()
+    evaluations: dict[str, list[Facts]] = {}
+    for row in measured:
+        evaluations.setdefault(row.run_id, []).append({**row._mapping, "when": row.when_made})
+    return [_listed_run(row, missing.get(row.run_id, ""), evaluations.get(row.run_id, ())) for row in rows]
+
+
+def _step_times() -> ColumnElement[bool]:
+    """Condition for rows of the one metric that every step of our trainers has."""
+    return METRICS.c.key_id == select(KEYS.c.key_id).where(KEYS.c.name == "time/step_s").scalar_subquery()
+
+
+def _with_every_step(connection: Connection, chosen: Subquery) -> set[str]:
+    """Find the runs that have a metric of each step, counted by the database for a whole list at once."""
+    counted = (
+        select(METRICS.c.run_id)
+        .join(chosen, chosen.c.run_id == METRICS.c.run_id)
+        .join(RUNS, RUNS.c.run_id == METRICS.c.run_id)
+        .where(_step_times())
+        .group_by(METRICS.c.run_id, RUNS.c.total_steps)
+        .having(func.count(METRICS.c.step.distinct()) >= RUNS.c.total_steps)
+    )
+    return set(connection.execute(counted).scalars())
+
+
+def missing_steps_of(connection: Connection, row: Any) -> str:
+    """Name the steps without metrics of a run that has ended; see :func:`missing_steps`."""
+    if row.state not in {state.value for state in RUN_ENDS}:
+        return ""
+    # From the index of that one metric; from all metrics where a foreign trainer does not write it.
+    known: set[int] = set()
+    for condition in (_step_times(), true()):
+        known = known or set(
+            connection.execute(
+                select(METRICS.c.step).distinct().where(METRICS.c.run_id == row.run_id, condition)
+            ).scalars()
+        )
+    return missing_steps(known, row.total_steps, row.state)
+
+
+def _listed_run(row: Any, missing: str, evaluations: Sequence[Facts]) -> Facts:
+    facts = {**row._mapping, "missing_steps": missing}
+    progress_at = facts.pop("progress_at")
+    facts["seconds"] = ((row.ended_at or progress_at) - row.created_at).total_seconds()
+    return {**plain(facts), "regressed": regressed_scores(evaluations)}
+
+
+def regressed_scores(evaluations: Iterable[Facts]) -> list[Facts]:
+    """Find the held-out scores that fell, ready for JSON."""
+    return [one.model_dump() for one in regressions(evaluations)]
+
+
+def resolve_run(store: HistoryStore, text: str) -> str:
+    """Find the run that a user names: by its id, ``last`` for the newest, a name for the newest of that name, or the
+    beginning of one id. A trial is found only by its id.
+
+    Raises:
+        UnknownRun: no run, or several runs fit.
+    """
+    newest_first = (RUNS.c.created_at.desc(), RUNS.c.run_id.desc())
+    own = select(RUNS.c.run_id).where(RUNS.c.trial_of == "").order_by(*newest_first).limit(1)
+    with store.reading() as connection:
+        queries = [select(RUNS.c.run_id).where(RUNS.c.run_id == text)]
+        if text == "last":
+            queries.append(own)
+        queries.append(own.where(RUNS.c.name == text))
+        for query in queries:
+            found = connection.execute(query).scalar()
+            if found is not None:
+                return str(found)
+        beginning = select(RUNS.c.run_id).where(RUNS.c.run_id.startswith(text, autoescape=True))
+        fitting = list(connection.execute(beginning.order_by(*newest_first).limit(6)).scalars()) if text else []
+    if len(fitting) == 1:
+        return str(fitting[0])
+    if fitting:
+        listed = ", ".join(fitting[:5]) + (" ..." if len(fitting) > 5 else "")
+        raise UnknownRun(f"{text!r} fits several runs: {listed}. Give more of the id.")
+    raise UnknownRun(f"the history has no run {text!r}. `rlhf runs` lists them; `last` is the newest.")
+
+
+def run_dir_of(store: HistoryStore, run_id: str) -> str:
+    """Find the directory of a run, as of its last ingestion.
+
+    Raises:
+        UnknownRun: there is no such run.
+    """
+    with store.reading() as connection:
+        found = connection.execute(select(RUNS.c.run_dir).where(RUNS.c.run_id == run_id)).scalar()
+    if found is None:
+        raise UnknownRun(f"the history has no run {run_id!r}. `rlhf runs` lists them.")
+    return str(found)

@@ -1,0 +1,212 @@
+"""Any SQL statement, read-only."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_core.errors import BadInput
+from rlhf_core.history import read_only, renamed, sql_limits
+from rlhf_core.history.queries.plain import plain_value
+from rlhf_core.history.sql_limits import WorkClock
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.history.tables import VIEWS, metadata
+
+
+@dataclass(frozen=True)
+class SqlResult:
+    """Result of a SQL statement."""
+
+    columns: list[str]
+    """Names of the columns."""
+    rows: list[list[Any]]
+    """Rows, in the order of the columns."""
+    truncated: bool
+    """True if there were more rows than the limit."""
+
+
+@dataclass(frozen=True)
+class SqlStream:
+    """Result of a SQL statement, row by row."""
+
+    columns: list[str]
+    """Names of the columns."""
+    rows: Iterator[list[Any]]
+    """Rows, read one by one; raises what :func:`stream_sql` raises."""
+
+
+def run_sql(
+    store: HistoryStore,
+    text: str,
+    limit: int | None = None,
+    values: Mapping[str, Any] | None = None,
+    *,
+    shipped: bool = False,
+    clock: WorkClock | None = None,
+) -> SqlResult:
+    """Run one SQL statement of a user and read its result into memory; see :func:`stream_sql`.
+
+    Args:
+        limit: maximum number of rows; None for all.
+
+    Raises:
+        BadInput: as :func:`stream_sql`; or the result is larger than 256 MiB.
+    """
+    rows: list[list[Any]] = []
+    size = 0
+    with stream_sql(store, text, values, shipped=shipped, clock=clock) as answer:
+        for row in answer.rows:
+            rows.append(row)
+            size += sum(map(sql_limits.size_of, row))
+            if size > sql_limits.MAX_ANSWER_BYTES:
+                raise BadInput(
+                    f"the answer is larger than {sql_limits.MAX_ANSWER_BYTES >> 20} MiB after {len(rows)} rows: ask "
+                    f"for fewer columns or rows (LIMIT), or have it printed row by row with --json"
+                )
+            if limit is not None and len(rows) > limit:
+                break
+    kept = rows if limit is None else rows[:limit]
+    return SqlResult(answer.columns, kept, len(kept) < len(rows))
+
+
+@contextmanager
+def stream_sql(
+    store: HistoryStore,
+    text: str,
+    values: Mapping[str, Any] | None = None,
+    *,
+    shipped: bool = False,
+    clock: WorkClock | None = None,
+) -> Iterator[SqlStream]:
+    """Run one SQL statement of a user and read its result row by row. It cannot change anything: the database itself
+    refuses that (:mod:`rlhf_core.history.read_only`).
+
+    Args:
+        values: values of the parameters in the text, in the form of the database's driver.
+        shipped: the text comes with this program.
+        clock: time that the database may work on it; five minutes by default.
+
+    Raises:
+        BadInput: it is no SQL, would change something, names a table or column that does not exist, has too large a
+            value, or takes too long.
+        UnsafeDatabase: PostgreSQL could not be kept from changing something, as it is set up.
+        DatabaseUnavailable: the database does not answer.
+    """
+    renamed.refuse_old_values(text)
+    clock = clock or WorkClock(read_only.QUERY_TIMEOUT_S)
+    with store.reading() as connection:
+        driver: Any = connection.connection.driver_connection
+        connection.detach()  # closed afterwards: no other caller gets a connection that the statement of a user ran on
+        is_sqlite = connection.dialect.name == "sqlite"
+        errors = connection.dialect.loaded_dbapi.Error
+        try:
+            with _translated_errors(text, errors, clock):
+                if is_sqlite:
+                    read_only.forbid_writing(driver)
+                    sql_limits.limit_sqlite(driver, clock)
+                    batches = _sqlite_rows(driver, text, values, clock)
+                else:
+                    batches = read_only.query_postgres(driver, text, values, store.url, clock, shipped=shipped)
+                columns = next(batches)
+            yield SqlStream([str(name) for name in columns], _plain_rows(batches, text, errors, clock))
+        finally:
+            if is_sqlite:
+                driver.set_progress_handler(None, 0)
+                driver.set_authorizer(None)  # SQLAlchemy ends the transaction
+            else:
+                driver.rollback()  # before 16, a read-only transaction may make large objects
+
+
+def _sqlite_rows(
+    driver: Any, text: str, values: Mapping[str, Any] | None, clock: WorkClock
+) -> Iterator[Sequence[Sequence[Any]]]:
+    """Yield the names of the columns, then rows."""
+    with clock.working():
+        cursor = driver.execute(text, values or {})
+    yield [described[0] for described in cursor.description or ()]
+    while True:
+        with clock.working():
+            row = cursor.fetchone()
+        if row is None:
+            return
+        yield [row]
+
+
+def _plain_rows(
+    batches: Iterator[Sequence[Any]], text: str, errors: type[Exception], clock: WorkClock
+) -> Iterator[list[Any]]:
+    while True:
+        with _translated_errors(text, errors, clock):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        for row in batch:
+            yield [plain_value(value) for value in row]
+
+
+@contextmanager
+def _translated_errors(text: str, errors: type[Exception], clock: WorkClock) -> Iterator[None]:
+    try:
+        yield
+    except MemoryError:
+        raise BadInput("the database has no memory for this query: select fewer or smaller values") from None
+    except errors as error:
+        if "interrupted" in str(error) and clock.left_s > 0:
+            raise KeyboardInterrupt from None
+        raise _refusal(text, error) from None
+
+
+_NOT_THERE = ("no such table", "no such column", "does not exist")
+
+
+_TOO_LONG = ("interrupted", "statement timeout")
+
+
+_FORBIDDEN = (
+    *("not authorized", "prohibited", "read-only", "readonly", "multiple commands", "one statement", "VACUUM"),
+    *(
+        "permission denied",
+        "must be superuser",
+        "must be a member",
+        "must not contain data-modifying",
+        "must not be",
+        "not allowed",
+    ),
+)
+
+
+_NO_QUERY = re.compile(
+    r'at or near "(ABORT|ALTER|ANALYZE|BEGIN|CALL|CHECKPOINT|CLOSE|CLUSTER|COMMENT|COMMIT|COPY|CREATE|DEALLOCATE'
+    r"|DECLARE|DELETE|DISCARD|DO|DROP|EXECUTE|EXPLAIN|FETCH|GRANT|IMPORT|INSERT|LISTEN|LOAD|LOCK|MERGE|MOVE|NOTIFY|PREPARE"
+    r"|REASSIGN|REFRESH|REINDEX|RELEASE|RESET|REVOKE|ROLLBACK|SAVEPOINT|SECURITY|SET|SHOW|START|TRUNCATE|UNLISTEN|UPDATE"
+    r'|VACUUM)"',
+    re.IGNORECASE,
+)
+"""Errors of PostgreSQL's parser for statements that are no query; only for the message."""
+
+
+def _refusal(text: str, error: Exception) -> BadInput:
+    said = " ".join(str(error).split())
+    if any(sign in said for sign in _FORBIDDEN) or _NO_QUERY.search(said):
+        return BadInput(
+            f"refused: {text.strip()!r}. `rlhf sql` answers one reading statement (SELECT) at a time and changes "
+            f"nothing. (The database says: {said})"
+        )
+    if any(sign in said for sign in _TOO_LONG):
+        return BadInput(
+            f"the query took longer than {read_only.QUERY_TIMEOUT_S:g} s of the database's time and was stopped: "
+            f"select fewer runs, or give each join a condition"
+        )
+    if "too big" in said:
+        return BadInput(
+            f"a value of the query or of its result is larger than {sql_limits.MAX_VALUE_BYTES >> 20} MiB, which "
+            f"`rlhf sql` does not read: leave its column out"
+        )
+    if any(sign in said for sign in _NOT_THERE):
+        names = sorted([*metadata.tables, *VIEWS])
+        advice = renamed.advice(text, said)
+        if advice:
+            return BadInput(f"{advice} (The database says: {said})")
+        return BadInput(f"the query does not fit the tables: {said}. Tables and views: {', '.join(names)}.")
+    return BadInput(f"the database did not understand the query: {said}")

@@ -1,0 +1,159 @@
+"""Guards that keep the SQL of a user from changing anything, on both databases."""
+
+import re
+import shlex
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import URL
+
+from rlhf_core.errors import HistoryError, UnsafeDatabase
+from rlhf_core.history.database import displayed
+from rlhf_core.history.sql_limits import WorkClock
+
+READER_ROLE = "rlhf_reader"
+"""The PostgreSQL role that runs the SQL of users, where it exists (``infra/reader.sql`` creates it)."""
+
+QUERY_TIMEOUT_S = 300
+"""Time of the database that a statement may take."""
+
+_RIGHTS = """
+WITH privileged AS (
+    SELECT oid FROM pg_roles
+     WHERE rolsuper OR rolreplication
+        OR rolname IN ('pg_execute_server_program', 'pg_read_server_files', 'pg_write_server_files',
+                       'pg_signal_backend')
+), reader AS (
+    SELECT oid FROM pg_roles
+     WHERE rolname = %(reader)s AND pg_has_role(session_user, oid, 'MEMBER')
+       AND has_table_privilege(oid, 'runs', 'SELECT')
+)
+SELECT EXISTS (SELECT FROM privileged WHERE pg_has_role(session_user, oid, 'MEMBER')),
+       EXISTS (SELECT FROM reader),
+       EXISTS (SELECT FROM reader
+                WHERE NOT has_function_privilege(oid, 'pg_catalog.set_config(text, text, boolean)', 'EXECUTE')
+                  AND NOT EXISTS (SELECT FROM privileged WHERE pg_has_role(reader.oid, privileged.oid, 'MEMBER')))
+"""
+"""Three answers: the login has or can take rights beyond the tables; the reading role exists; it cannot be left.
+
+The login counts, never the present role: any role is left again by ``set_config('role', 'none', true)``,
+which can stand in a SELECT, unless that function is withheld. Roles are the server's: one that was made for another
+database has no rights in this one."""
+
+_FETCHED_ROWS = 500
+"""Rows fetched from PostgreSQL at a time."""
+
+_NOTHING = re.compile(r"(?:\s|;|--[^\n]*(?:\n|$)|/\*.*?\*/)*", re.DOTALL)
+"""Text without a statement."""
+
+
+def reader_script() -> str:
+    """Read the psql script that creates the reading role: from the installed package, or from ``infra`` of a checkout.
+
+    Raises:
+        HistoryError: the installation lacks it.
+    """
+    folder = Path(__file__).parent
+    for path in (folder / "reader.sql", folder.parents[1] / "infra" / "reader.sql"):
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    raise HistoryError("reader.sql is not part of this installation of rlhf-flows; reinstall the package")
+
+
+def query_postgres(
+    connection: Any, text: str, values: Mapping[str, Any] | None, url: URL, clock: WorkClock, *, shipped: bool = False
+) -> Iterator[Sequence[Sequence[Any]]]:
+    """Run one statement of a user on PostgreSQL, in the read-only transaction of ``connection``. The names of the
+    columns come first, then rows, some at a time.
+
+    Three guards protect the server, beside the transaction. The statement is declared as a cursor, so that the parser
+    refuses everything but a query: COPY, DO, SET, a WITH that writes. It runs as ``rlhf_reader``, a role that can only
+    read and that cannot be left; an ordinary login that is no member of it keeps its own rights. And it has a time
+    limit. None of them holds a superuser, who may signal other sessions and read files inside a SELECT: such a login
+    runs statements as ``rlhf_reader`` or not at all.
+
+    Args:
+        connection: the driver's own connection.
+        text: the statement.
+        values: values of its parameters (``%(name)s``); None where it has none, and a percent sign is one.
+        url: the database, for the advice.
+        clock: time that it may take.
+        shipped: the text comes with this program and only its values are given, so that any login may run it.
+
+    Raises:
+        UnsafeDatabase: the login has rights that the statement could use to do harm.
+    """
+    if _NOTHING.fullmatch(text):
+        yield []
+        return
+    is_privileged, has_reader, is_confined = connection.execute(_RIGHTS, {"reader": READER_ROLE}).fetchone()
+    if is_privileged and not is_confined and not shipped:
+        raise UnsafeDatabase(_refusal(url, has_reader=has_reader))
+    if has_reader:
+        connection.execute(f"SET LOCAL ROLE {READER_ROLE}")
+    _limit_time(connection, clock)
+    # Prepared, because the simple protocol would accept several statements: "SELECT 1; DROP TABLE runs".
+    connection.execute(f"DECLARE statement NO SCROLL CURSOR FOR {text}", values, prepare=True)
+    columns = None
+    while True:
+        _limit_time(connection, clock)
+        with clock.working():
+            cursor = connection.execute(f"FETCH {_FETCHED_ROWS} FROM statement")
+            rows = cursor.fetchall()
+        if columns is None:
+            columns = [described[0] for described in cursor.description or ()]
+            yield columns
+        if not rows:
+            return
+        yield rows
+
+
+def _limit_time(connection: Any, clock: WorkClock) -> None:
+    connection.execute(f"SET LOCAL statement_timeout = {max(1, int(1000 * clock.left_s))}")  # ms; 0 is no limit
+
+
+def _refusal(url: URL, *, has_reader: bool) -> str:
+    lacking = (
+        f"the role {READER_ROLE} does not keep a statement from taking those rights back, as it may call set_config or "
+        f"has such rights itself"
+        if has_reader
+        else f"the role {READER_ROLE}, which can only read, is missing in this database"
+    )
+    address = url.set(drivername="postgresql", password=None).render_as_string()
+    return (
+        f"refused: {url.username or 'the user'} of {displayed(url)} is a superuser or has rights like one, and a "
+        f"statement with those rights can end sessions, read files and change its settings; {lacking}. Make the "
+        f"role as it should be, once, as a superuser: `rlhf db reader | psql {shlex.quote(address)}` (the script is "
+        f"infra/reader.sql). Better still, have RLHF_DATABASE_URL name an ordinary user that owns the tables"
+    )
+
+
+def forbid_writing(connection: Any) -> None:
+    """Restrict a SQLite connection to reading: it cannot even attach another file or change a setting.
+
+    Args:
+        connection: the driver's own connection.
+    """
+    allowed = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
+    describing = {"table_info", "table_xinfo", "table_list", "index_list", "index_info", "foreign_key_list"}
+
+    # fts3_tokenizer returns and accepts addresses of memory.
+    forbidden = {"load_extension", "fts3_tokenizer"}
+
+    def authorize(
+        action: int, first: str | None, second: str | None, _database: str | None, _trigger: str | None
+    ) -> int:
+        if action == sqlite3.SQLITE_FUNCTION and second in forbidden:
+            return sqlite3.SQLITE_DENY
+        if action in allowed or (action == sqlite3.SQLITE_PRAGMA and first in describing):
+            return sqlite3.SQLITE_OK
+        return sqlite3.SQLITE_DENY
+
+    for function in (
+        "json_each",
+        "json_tree",
+    ):  # SQLite creates these tables at their first use: before that is forbidden
+        connection.execute(f"SELECT 1 FROM {function}('{{}}')").close()
+    connection.set_authorizer(authorize)

@@ -1,0 +1,122 @@
+"""Tables of the results of a run: checkpoints, weights and evaluations."""
+
+from datetime import datetime
+
+from sqlalchemy import BigInteger, ForeignKeyConstraint
+from sqlalchemy.orm import Mapped, mapped_column
+
+from rlhf_core.history.tables.base import Base, run_key
+
+
+class Checkpoint(Base):
+    """One complete checkpoint. From its ``COMPLETE``. The row stays when retention removes the checkpoint."""
+
+    __tablename__ = "checkpoints"
+
+    run_id: Mapped[str] = run_key()
+    """Run."""
+    step: Mapped[int] = mapped_column(primary_key=True)
+    """Optimizer steps done."""
+    path: Mapped[str]
+    """Folder, relative to the run directory."""
+    loop: Mapped[str]
+    """Training loop that wrote it, for instance ``sft`` or ``grpo``."""
+    loop_finished: Mapped[bool]
+    """True at the end of that loop."""
+    num_ranks: Mapped[int]
+    """Ranks that wrote it."""
+    spec_hash: Mapped[str]
+    """Hash of the settings that training depends on."""
+    num_files: Mapped[int]
+    """Files."""
+    bytes: Mapped[int] = mapped_column(BigInteger)
+    """Size of all files."""
+    completed_at: Mapped[datetime]
+    """Time at which it was complete."""
+    removed_at: Mapped[datetime | None]
+    """Time at which it was first found to be gone; null while it exists."""
+
+
+class WeightVersion(Base):
+    """The weights of one complete checkpoint, by their hash."""
+
+    __tablename__ = "weight_versions"
+
+    run_id: Mapped[str] = run_key()
+    """Run."""
+    version: Mapped[int] = mapped_column(primary_key=True)
+    """Version: the step of the checkpoint."""
+    sha256: Mapped[str]
+    """Hash of the weight file; of the lines ``<sha256>  <path>`` in path order where there are several."""
+    num_files: Mapped[int]
+    """Weight files."""
+    checkpoint_step: Mapped[int]
+    """Step of the checkpoint."""
+    made_at: Mapped[datetime]
+    """Time at which the checkpoint was complete."""
+
+
+class Evaluation(Base):
+    """One evaluation. From ``evaluations/*.json``."""
+
+    __tablename__ = "evaluations"
+
+    run_id: Mapped[str] = run_key()
+    """Run."""
+    when_made: Mapped[str] = mapped_column(primary_key=True)
+    """``before`` the main algorithm (after the warm start), or ``after`` training."""
+    name: Mapped[str] = mapped_column(primary_key=True)
+    """``greedy`` or ``sampled``."""
+    metric: Mapped[str]
+    """Name of the score."""
+    value: Mapped[float | None]
+    """Mean score; null where it is not finite."""
+    ci_low: Mapped[float | None]
+    """Lower end of the confidence interval; ``evaluate.confidence`` sets its level."""
+    ci_high: Mapped[float | None]
+    """Upper end of the confidence interval."""
+    num_prompts: Mapped[int]
+    """Prompts."""
+    num_samples: Mapped[int]
+    """Completions scored."""
+    checkpoint_step: Mapped[int]
+    """Step of the weights."""
+    seconds: Mapped[float]
+    """Duration."""
+    made_at: Mapped[datetime]
+    """Time of the evaluation."""
+
+
+class EvaluationSample(Base):
+    """One scored completion of an evaluation."""
+
+    __tablename__ = "evaluation_samples"
+
+    run_id: Mapped[str] = mapped_column(primary_key=True)
+    """Run."""
+    when_made: Mapped[str] = mapped_column(primary_key=True)
+    """As in ``evaluations``."""
+    name: Mapped[str] = mapped_column(primary_key=True)
+    """As in ``evaluations``."""
+    row_index: Mapped[int] = mapped_column(primary_key=True)
+    """Order in the evaluation, from 0."""
+    prompt_uid: Mapped[str]
+    """Id of the prompt: a hash of its content."""
+    sample_index: Mapped[int]
+    """Number among the completions of that prompt, from 0."""
+    prompt: Mapped[str]
+    """Text of the prompt."""
+    completion: Mapped[str]
+    """Text of the completion."""
+    answer: Mapped[str]
+    """Reference answer."""
+    score: Mapped[float | None]
+    """Score; null where it is not finite."""
+
+    __table_args__ = (
+        ForeignKeyConstraint(
+            ["run_id", "when_made", "name"],
+            ["evaluations.run_id", "evaluations.when_made", "evaluations.name"],
+            ondelete="CASCADE",
+        ),
+    )

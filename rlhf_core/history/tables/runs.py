@@ -1,0 +1,275 @@
+"""Tables of a run as a whole: its request, stages, controllers, checks, promotion and events."""
+
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import BigInteger, Index, text
+from sqlalchemy.orm import Mapped, mapped_column
+
+from rlhf_core.history.tables.base import Base, run_key
+
+
+class Run(Base):
+    """One run: the request of a user. From ``spec.json`` and the journal."""
+
+    __tablename__ = "runs"
+
+    run_id: Mapped[str] = mapped_column(primary_key=True)
+    """Id: name, time of the request and six random characters."""
+    name: Mapped[str]
+    """Name from the config."""
+    state: Mapped[str]
+    """``pending``, ``preflight``, ``queued``, ``training``, ``evaluating``, ``completed``, ``failed`` or
+    ``cancelled``."""
+    message: Mapped[str]
+    """Cause of the last change of state."""
+    owner: Mapped[str]
+    """User who requested the run, as given."""
+    owner_account: Mapped[str] = mapped_column(server_default=text("''"))
+    """Account of the operating system that requested it; see ``rlhf_core.accounts``."""
+    seed: Mapped[int] = mapped_column(BigInteger)
+    """Seed from the config."""
+    algorithm: Mapped[str]
+    """Main algorithm."""
+    total_steps: Mapped[int]
+    """Optimizer steps requested, warm start included."""
+    config_source: Mapped[str]
+    """Config file or preset."""
+    overrides: Mapped[list[Any]]
+    """Settings given with ``--set``."""
+    spec: Mapped[dict[str, Any]]
+    """Resolved ``RunSpec``: every setting, defaults included."""
+    shape: Mapped[str] = mapped_column(server_default=text("''"))
+    """Key of runs that take about as long in every phase; see ``shape_key``."""
+    trial_of: Mapped[str] = mapped_column(server_default=text("''"))
+    """Run that this one is a trial of; empty for any other run. Not a reference: either may be removed alone."""
+    tags: Mapped[list[Any]] = mapped_column(server_default=text("'[]'"))
+    """Tags; table ``run_tags`` has them for searches."""
+    package_version: Mapped[str]
+    """Version of rlhf-flows."""
+    code_revision: Mapped[str]
+    """Git revision of the folder that the run was started from, with ``-dirty`` if it had changes; empty without a
+    repository."""
+    run_dir: Mapped[str]
+    """Run directory, absolute."""
+    created_at: Mapped[datetime]
+    """Time of the request."""
+    started_at: Mapped[datetime | None]
+    """First change of state."""
+    ended_at: Mapped[datetime | None]
+    """End; null while the run is active, also after it was resumed."""
+    progress_at: Mapped[datetime]
+    """Newest time in any ingested line of the run."""
+    journal_token: Mapped[int] = mapped_column(BigInteger)
+    """Highest fencing token ingested: later journal lines with lower tokens do not count."""
+    ingest_stamp: Mapped[int] = mapped_column(BigInteger)
+    """Random number that changes with every ingested batch: a batch made from an older state is refused."""
+
+    __table_args__ = (
+        Index(None, "created_at"),
+        Index(None, "name", "created_at"),
+        Index(None, "owner", "created_at"),
+        Index(None, "shape", "created_at"),
+        Index(None, "state", "created_at"),
+    )
+
+
+class RunTag(Base):
+    """One tag of a run, for searches. From ``spec.json``."""
+
+    __tablename__ = "run_tags"
+
+    run_id: Mapped[str] = run_key()
+    """Run."""
+    tag: Mapped[str] = mapped_column(primary_key=True)
+    """Tag."""
+
+    __table_args__ = (Index(None, "tag"),)
+
+
+class GoodputCache(Base):
+    """``run_goodput`` of a run that has ended, as of its newest batch. View ``all_goodput`` uses a row while its
+    ``ingest_stamp`` is the run's, and ``run_goodput`` otherwise: a row can be missing, but not out of date."""
+
+    __tablename__ = "goodput_cache"
+
+    run_id: Mapped[str] = run_key()
+    """Run."""
+    ingest_stamp: Mapped[int] = mapped_column(BigInteger)
+    """``runs.ingest_stamp`` that the row was computed at."""
+    wall_s: Mapped[float]
+    """As in ``run_goodput``."""
+    queue_s: Mapped[float]
+    """As in ``run_goodput``."""
+    productive_s: Mapped[float]
+    """As in ``run_goodput``."""
+    repeated_s: Mapped[float]
+    """As in ``run_goodput``."""
+    lost_s: Mapped[float]
+    """As in ``run_goodput``."""
+    ettr: Mapped[float | None]
+    """As in ``run_goodput``."""
+
+
+class RunLease(Base):
+    """The lease of a run: its one controller, and until when. The only table that is not made from files; it refers to
+    no run, and ``rlhf db rebuild`` leaves it alone."""
+
+    __tablename__ = "leases"
+
+    run_id: Mapped[str] = mapped_column(primary_key=True)
+    """Run."""
+    holder: Mapped[str]
+    """Controller that holds the lease: user, machine, process; empty when it is free."""
+    token: Mapped[int] = mapped_column(BigInteger)
+    """Fencing token: grows with every new holder and never goes back."""
+    expires_at: Mapped[datetime]
+    """End of the lease unless it is renewed."""
+
+
+class IngestOffset(Base):
+    """Progress of ingestion in one file of a run directory."""
+
+    __tablename__ = "ingest_offsets"
+
+    run_id: Mapped[str] = run_key()
+    """Run."""
+    path: Mapped[str] = mapped_column(primary_key=True)
+    """File, relative to the run directory."""
+    position: Mapped[int] = mapped_column(BigInteger)
+    """Appended files: bytes read. Whole files: a fingerprint of the version read."""
+
+
+class Stage(Base):
+    """One stage of a run: preflight, allocate, train, evaluate or promote. From the journal."""
+
+    __tablename__ = "stages"
+
+    run_id: Mapped[str] = run_key()
+    """Run."""
+    stage_index: Mapped[int] = mapped_column(primary_key=True)
+    """Order in the run, from 0; a stage that is repeated gets a new one."""
+    name: Mapped[str]
+    """``preflight``, ``allocate``, ``train``, ``evaluate`` or ``promote``."""
+    state: Mapped[str]
+    """``running``, ``completed``, ``failed`` or ``cancelled``."""
+    attempt: Mapped[int]
+    """Attempt, from 1; 0 for preflight."""
+    started_at: Mapped[datetime]
+    """Start."""
+    ended_at: Mapped[datetime | None]
+    """End; null while it runs."""
+    seconds: Mapped[float | None]
+    """Duration; null while it runs."""
+    message: Mapped[str]
+    """Cause of a failure; else empty."""
+
+
+class Controller(Base):
+    """One controller that drove the run. From the journal."""
+
+    __tablename__ = "controllers"
+
+    run_id: Mapped[str] = run_key()
+    """Run."""
+    position: Mapped[int] = mapped_column(BigInteger, primary_key=True)
+    """Byte at which its journal line begins."""
+    controller: Mapped[str]
+    """User, machine, process."""
+    flow_run_id: Mapped[str]
+    """Prefect flow run; empty without Prefect."""
+    flow_run_url: Mapped[str]
+    """Page of that flow run; empty without Prefect."""
+    started_at: Mapped[datetime]
+    """Time at which it acquired the run."""
+
+    __table_args__ = (Index(None, "flow_run_id"),)
+
+
+class Promotion(Base):
+    """State of the promotion of a run's model. From the journal."""
+
+    __tablename__ = "promotions"
+
+    run_id: Mapped[str] = run_key()
+    """Run."""
+    state: Mapped[str]
+    """``waiting``, ``approved``, ``refused``, ``expired``, ``promoted`` or ``failed``."""
+    checkpoint_step: Mapped[int]
+    """Step of the checkpoint."""
+    decided_by: Mapped[str]
+    """User who approved or refused; empty before that."""
+    reason: Mapped[str]
+    """Reason given, or cause of a failure."""
+    path: Mapped[str]
+    """Directory of the promoted model; empty before it is written."""
+    requested_at: Mapped[datetime]
+    """Time of the request for approval."""
+    state_changed_at: Mapped[datetime]
+    """Last change of state."""
+
+
+class CheckResult(Base):
+    """One check result: of preflight, from the journal; or of the probe of an attempt, from ``probe-report.json``."""
+
+    __tablename__ = "checks"
+
+    run_id: Mapped[str] = run_key()
+    """Run."""
+    round: Mapped[int] = mapped_column(BigInteger, primary_key=True)
+    """Byte at which the journal line of these checks begins: a resumed run is checked again. For a probe, minus its
+    attempt."""
+    check_index: Mapped[int] = mapped_column(primary_key=True)
+    """Order in the round, from 0."""
+    check_id: Mapped[str]
+    """Name of the check, for instance ``batch.divides_ranks``."""
+    status: Mapped[str]
+    """``passed``, ``warning``, ``blocked`` or ``skipped``."""
+    found: Mapped[str]
+    """Value found."""
+    expected: Mapped[str]
+    """Value expected; empty where the check passed."""
+    advice: Mapped[str]
+    """Remedy; empty where the check passed."""
+    node: Mapped[str]
+    """Node the result is about; empty for the run as a whole."""
+    seconds: Mapped[float]
+    """Duration of the check."""
+    made_at: Mapped[datetime]
+    """Time of the check."""
+    attempt: Mapped[int] = mapped_column(server_default=text("0"))
+    """Attempt whose nodes were probed, from 1; 0 for preflight."""
+
+
+class RunEvent(Base):
+    """One event with its time and cause. From the journal, the agents' event files and the notes of the site daemon."""
+
+    __tablename__ = "events"
+
+    run_id: Mapped[str] = run_key()
+    """Run."""
+    source: Mapped[str] = mapped_column(primary_key=True)
+    """File it came from, relative to the run directory."""
+    position: Mapped[int] = mapped_column(BigInteger, primary_key=True)
+    """Byte at which its line begins."""
+    time: Mapped[datetime]
+    """Time of the event."""
+    kind: Mapped[str]
+    """Kind; ``run_moved`` is a change of state of the run, ``reconcile_...`` an action of the site daemon,
+    ``set_aside`` something that could not be stored."""
+    attempt: Mapped[int | None]
+    """Attempt, from 1; null where it concerns none."""
+    restart: Mapped[int | None]
+    """Restart, from 0; null where it concerns none."""
+    node: Mapped[str]
+    """Node; empty where it concerns none."""
+    role: Mapped[str | None]
+    """Role of the workers; null where it concerns none."""
+    state: Mapped[str | None]
+    """New state, for changes of state."""
+    message: Mapped[str]
+    """One sentence."""
+    data: Mapped[dict[str, Any]]
+    """Further facts, by name."""
+
+    __table_args__ = (Index(None, "run_id", "time"), Index(None, "kind", "time"))

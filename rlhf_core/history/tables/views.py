@@ -1,0 +1,246 @@
+"""Views of the history: declared for queries and for ``docs/database.md``, created by the migrations."""
+
+from datetime import datetime
+
+from sqlalchemy import Double, Integer, MetaData
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from rlhf_core.history.tables.base import CleanText, UtcDateTime
+
+
+class ViewBase(DeclarativeBase):
+    """Base class of the views. Their primary keys are declared for SQLAlchemy alone."""
+
+    metadata = MetaData()
+    type_annotation_map = {  # noqa: RUF012 - SQLAlchemy reads it from the class
+        str: CleanText,
+        int: Integer,
+        float: Double,
+        datetime: UtcDateTime,
+    }
+
+
+class RunCurve(ViewBase):
+    """Metrics that count, by step. A restart goes back to before the first step it makes; values of earlier restarts
+    from that step on were made on weights that no longer exist, and are left out."""
+
+    __tablename__ = "run_curve"
+
+    run_id: Mapped[str] = mapped_column(primary_key=True)
+    """Run."""
+    key: Mapped[str] = mapped_column(primary_key=True)
+    """Name of the metric, as in ``metric_keys``."""
+    step: Mapped[int] = mapped_column(primary_key=True)
+    """Optimizer step, from 1."""
+    attempt: Mapped[int]
+    """Attempt that made it, from 1."""
+    restart: Mapped[int]
+    """Restart that made it, from 0."""
+    value: Mapped[float | None]
+    """Value; null where it is not finite."""
+    non_finite: Mapped[str | None]
+    """``NaN``, ``Infinity`` or ``-Infinity``; null for a finite value."""
+    time: Mapped[datetime]
+    """End of the step."""
+
+
+class RunGoodput(ViewBase):
+    """Goodput of each run: the share of its time that went into steps that count."""
+
+    __tablename__ = "run_goodput"
+
+    run_id: Mapped[str] = mapped_column(primary_key=True)
+    """Run."""
+    name: Mapped[str]
+    """As in ``runs``."""
+    state: Mapped[str]
+    """As in ``runs``."""
+    wall_s: Mapped[float]
+    """From the request to the end (while it is active: to the newest sign of it), without the time between an end and a
+    resume."""
+    queue_s: Mapped[float]
+    """From submission to start, over all attempts."""
+    productive_s: Mapped[float]
+    """``time/step_s`` of the steps that count."""
+    repeated_s: Mapped[float]
+    """``time/step_s`` of steps that were made again."""
+    lost_s: Mapped[float]
+    """Time lost to incidents, as in ``run_lost_time``."""
+    ettr: Mapped[float | None]
+    """Effective training time ratio: productive_s / (wall_s - queue_s), 0 to 1; preflight, setup, waits and evaluation
+    lower it too. Null for a run without any time."""
+
+
+class AllGoodput(ViewBase):
+    """``run_goodput`` for queries over many runs: cached for runs that have ended (table ``goodput_cache``)."""
+
+    __tablename__ = "all_goodput"
+
+    run_id: Mapped[str] = mapped_column(primary_key=True)
+    """Run."""
+    name: Mapped[str]
+    """As in ``runs``."""
+    state: Mapped[str]
+    """As in ``runs``."""
+    created_at: Mapped[datetime]
+    """As in ``runs``."""
+    wall_s: Mapped[float]
+    """As in ``run_goodput``."""
+    queue_s: Mapped[float]
+    """As in ``run_goodput``."""
+    productive_s: Mapped[float]
+    """As in ``run_goodput``."""
+    repeated_s: Mapped[float]
+    """As in ``run_goodput``."""
+    lost_s: Mapped[float]
+    """As in ``run_goodput``."""
+    ettr: Mapped[float | None]
+    """As in ``run_goodput``."""
+
+
+class IncidentLostTime(ViewBase):
+    """Time lost to each incident. Times of two incidents of a run never overlap."""
+
+    __tablename__ = "incident_lost_time"
+
+    run_id: Mapped[str] = mapped_column(primary_key=True)
+    """Run."""
+    incident_id: Mapped[str] = mapped_column(primary_key=True)
+    """As in ``incidents``."""
+    failure_kind: Mapped[str]
+    """Kind of failure."""
+    downtime_s: Mapped[float]
+    """From the last step finished before the incident to the beginning of the first step of a later restart, the wait
+    for a new attempt included; or to the next incident, or to the end of the run, whichever came first."""
+    repeated_s: Mapped[float]
+    """``time/step_s`` of those steps of its restart that were made again later."""
+    lost_s: Mapped[float]
+    """downtime_s + repeated_s."""
+
+
+class RunLostTime(ViewBase):
+    """Time lost to incidents, by run and kind of failure."""
+
+    __tablename__ = "run_lost_time"
+
+    run_id: Mapped[str] = mapped_column(primary_key=True)
+    """Run."""
+    failure_kind: Mapped[str] = mapped_column(primary_key=True)
+    """Kind of failure."""
+    num_incidents: Mapped[int]
+    """Incidents."""
+    downtime_s: Mapped[float]
+    """Sum of ``incident_lost_time.downtime_s``."""
+    repeated_s: Mapped[float]
+    """Sum of ``incident_lost_time.repeated_s``."""
+    lost_s: Mapped[float]
+    """downtime_s + repeated_s."""
+
+
+class RunStepTime(ViewBase):
+    """Parts of the time of the steps that count, by run."""
+
+    __tablename__ = "run_step_time"
+
+    run_id: Mapped[str] = mapped_column(primary_key=True)
+    """Run."""
+    key: Mapped[str] = mapped_column(primary_key=True)
+    """Metric ``time/...``; ``time/step_s`` is the whole step."""
+    num_steps: Mapped[int]
+    """Steps that have it."""
+    total_s: Mapped[float]
+    """Sum over the steps."""
+    mean_s: Mapped[float]
+    """Mean over the steps."""
+    share: Mapped[float | None]
+    """Share of the whole steps, 0 to 1; null without ``time/step_s``."""
+
+
+class RunRecovery(ViewBase):
+    """Recovery from each incident."""
+
+    __tablename__ = "run_recoveries"
+
+    run_id: Mapped[str] = mapped_column(primary_key=True)
+    """Run."""
+    incident_id: Mapped[str] = mapped_column(primary_key=True)
+    """As in ``incidents``."""
+    attempt: Mapped[int]
+    """Attempt of the incident, from 1."""
+    restart: Mapped[int]
+    """Restart of the incident, from 0."""
+    failure_kind: Mapped[str]
+    """Kind of failure."""
+    detected_after_s: Mapped[float | None]
+    """As in ``incidents``."""
+    seen_at: Mapped[datetime]
+    """Time of the detection."""
+    first_step_at: Mapped[datetime | None]
+    """End of the first step of a later restart; null where there is none."""
+    recovery_s: Mapped[float | None]
+    """From seen_at to first_step_at."""
+    new_step_at: Mapped[datetime | None]
+    """End of the first step that had not been made before; null where there is none."""
+    caught_up_s: Mapped[float | None]
+    """From seen_at to new_step_at."""
+
+
+class NodeHealth(ViewBase):
+    """Use and strikes of each node, over all runs."""
+
+    __tablename__ = "node_health"
+
+    node: Mapped[str] = mapped_column(primary_key=True)
+    """Node."""
+    num_attempts: Mapped[int]
+    """Attempts that ran on it."""
+    num_runs: Mapped[int]
+    """Runs that ran on it."""
+    num_strikes: Mapped[int]
+    """Incidents that count against it."""
+    last_strike_at: Mapped[datetime | None]
+    """Newest of those; null without one."""
+    last_failure_kind: Mapped[str | None]
+    """Kind of the newest; null without one."""
+
+
+class NodeFigure(ViewBase):
+    """Telemetry of the nodes with one row per value."""
+
+    __tablename__ = "node_figures"
+
+    run_id: Mapped[str] = mapped_column(primary_key=True)
+    """Run."""
+    attempt: Mapped[int] = mapped_column(primary_key=True)
+    """Attempt, from 1."""
+    restart: Mapped[int] = mapped_column(primary_key=True)
+    """Restart, from 0."""
+    node: Mapped[str] = mapped_column(primary_key=True)
+    """Node."""
+    time: Mapped[datetime] = mapped_column(primary_key=True)
+    """End of the interval, by the clock of the node."""
+    seconds: Mapped[float]
+    """Length of the interval."""
+    key: Mapped[str] = mapped_column(primary_key=True)
+    """Name of the value, for instance ``gpu0_power_w``; ``docs/telemetry.md`` lists them. Units are in the names."""
+    value: Mapped[float]
+    """Mean over the interval."""
+
+
+class NodeImbalance(ViewBase):
+    """Differences among the nodes of a restart that telemetry showed."""
+
+    __tablename__ = "node_imbalance"
+
+    run_id: Mapped[str] = mapped_column(primary_key=True)
+    """Run."""
+    attempt: Mapped[int] = mapped_column(primary_key=True)
+    """Attempt, from 1."""
+    restart: Mapped[int] = mapped_column(primary_key=True)
+    """Restart, from 0."""
+    finding: Mapped[str] = mapped_column(primary_key=True)
+    """The node and its difference, in one sentence."""
+    began_at: Mapped[datetime] = mapped_column(primary_key=True)
+    """Begin."""
+    ended_at: Mapped[datetime | None]
+    """End; null where it lasted as long as its restart."""

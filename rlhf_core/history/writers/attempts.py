@@ -1,0 +1,173 @@
+"""Rows of attempts, their restarts, nodes and telemetry."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
+from functools import cache
+from typing import Any
+
+from sqlalchemy import Connection, case, func, or_, update
+
+from rlhf_core.history.batch import IngestBatch, TelemetryEntry
+from rlhf_core.history.tables.core import ATTEMPTS, NODES, RESTARTS, TELEMETRY
+from rlhf_core.history.writers.upserts import Row, as_json, insert_or_keep, insert_or_replace, upsert
+from rlhf_core.schemas.attempts import (
+    AttemptState,
+)
+from rlhf_core.schemas.reports import AgentStatus, AttemptOutcome
+from rlhf_core.schemas.resources import Placement
+
+
+def write_placement(connection: Connection, run_id: str, placement: Placement, planned_at: datetime) -> None:
+    """Write an attempt that was planned."""
+    row = {
+        **blank_attempt(run_id, placement.attempt),
+        "placement": as_json(placement),
+        "num_nodes": placement.num_nodes,
+        "resume_checkpoint": placement.resume_checkpoint,
+        "resumed_from_step": placement.resumed_from_step,
+        "planned_at": planned_at,
+    }
+    insert_or_replace(connection, ATTEMPTS, [row], keep=("state", "message", "scheduler"))
+
+
+def write_attempts(connection: Connection, run_id: str, numbers: Iterable[int]) -> None:
+    """Write a row for each attempt that has a folder, in case the journal line that planned one is torn."""
+    insert_or_keep(connection, ATTEMPTS, [blank_attempt(run_id, number) for number in sorted(numbers)])
+
+
+def blank_attempt(run_id: str, number: int) -> Row:
+    """Make the row of an attempt that nothing but the number is known of."""
+    return {
+        "run_id": run_id,
+        "number": number,
+        "state": AttemptState.PLANNED.value,
+        "message": "",
+        "scheduler": "",
+        "num_nodes": 0,
+        "resume_checkpoint": "",
+        "resumed_from_step": 0,
+    }
+
+
+def write_outcomes(connection: Connection, run_id: str, outcomes: Sequence[AttemptOutcome]) -> None:
+    """Write the content of ``outcome.json``. Only the journal changes the state of an attempt."""
+    for outcome in outcomes:
+        connection.execute(
+            update(ATTEMPTS)
+            .where(ATTEMPTS.c.run_id == run_id, ATTEMPTS.c.number == outcome.attempt)
+            .values(
+                outcome_state=outcome.state.value,
+                outcome_failure_kind=outcome.failure_kind.value if outcome.failure_kind else None,
+                outcome_message=outcome.message,
+                num_restarts=outcome.num_restarts,
+                last_step=outcome.last_step,
+                outcome_at=outcome.time,
+            )
+        )
+
+
+def write_restarts(connection: Connection, run_id: str, batch: IngestBatch) -> None:
+    """Write the time and the steps that each restart spans, extended by those in the batch."""
+    times: dict[tuple[int, int], list[datetime]] = {restart: [] for restart in sorted(batch.restarts)}
+    steps: dict[tuple[int, int], list[int]] = {}
+    roles: dict[tuple[int, int], str] = {}
+    # Workers that run beside those whose restarts are counted have a generation of their own.
+    beside = {(event.attempt, event.event.role) for event in batch.events if "generation" in event.event.data}
+    for event in batch.events:
+        times.setdefault((event.attempt, event.restart), []).append(event.event.time)
+        if event.event.role is not None and (event.attempt, event.event.role) not in beside:
+            roles[event.attempt, event.restart] = event.event.role.value
+    for metrics in batch.metrics:
+        times.setdefault((metrics.attempt, metrics.restart), []).append(metrics.line.time)
+        steps.setdefault((metrics.attempt, metrics.restart), []).append(metrics.line.step)
+    rows = [
+        {
+            "run_id": run_id,
+            "attempt": attempt,
+            "restart": restart,
+            "role": roles.get((attempt, restart)),
+            "started_at": min(seen, default=None),
+            "ended_at": max(seen, default=None),
+            "first_step": min(steps.get((attempt, restart), ()), default=None),
+            "last_step": max(steps.get((attempt, restart), ()), default=None),
+        }
+        for (attempt, restart), seen in times.items()
+    ]
+    if rows:
+        connection.execute(_extending(connection.dialect.name), rows)
+
+
+@cache
+def _extending(dialect: str) -> Any:
+    statement = upsert(dialect, RESTARTS)
+    new = statement.excluded
+
+    def extended(name: str, is_outside: Callable[[Any, Any], Any]) -> Any:
+        old = RESTARTS.c[name]
+        return case((new[name].is_(None), old), (or_(old.is_(None), is_outside(new[name], old)), new[name]), else_=old)
+
+    return statement.on_conflict_do_update(
+        index_elements=["run_id", "attempt", "restart"],
+        set_={
+            "role": func.coalesce(new.role, RESTARTS.c.role),
+            "started_at": extended("started_at", lambda new, old: new < old),
+            "ended_at": extended("ended_at", lambda new, old: new > old),
+            "first_step": extended("first_step", lambda new, old: new < old),
+            "last_step": extended("last_step", lambda new, old: new > old),
+        },
+    )
+
+
+def write_nodes(connection: Connection, run_id: str, statuses: Sequence[AgentStatus]) -> None:
+    """Write the newest status of each agent; the newest restart wins."""
+    if not statuses:
+        return
+    rows = []
+    for status in sorted(statuses, key=lambda status: status.restart):
+        content = as_json(status)
+        rows.append(
+            {
+                "run_id": run_id,
+                "attempt": status.attempt,
+                "node": status.node,
+                "node_index": status.node_index,
+                "restart": status.restart,
+                "role": status.role.value,
+                "sequence": status.sequence,
+                "ranks": content["ranks"],
+                "telemetry": content["telemetry"],
+                "longest_gaps_s": content["longest_gaps_s"],
+            }
+        )
+    connection.execute(_newest_status(connection.dialect.name), rows)
+
+
+@cache
+def _newest_status(dialect: str) -> Any:
+    statement = upsert(dialect, NODES)
+    new = statement.excluded
+    changing = ("node_index", "restart", "role", "sequence", "ranks", "telemetry", "longest_gaps_s")
+    return statement.on_conflict_do_update(
+        index_elements=["run_id", "attempt", "node"],
+        set_={name: new[name] for name in changing},
+        where=new.restart >= NODES.c.restart,
+    )
+
+
+def write_telemetry(connection: Connection, run_id: str, entries: Sequence[TelemetryEntry]) -> None:
+    """Write telemetry readings."""
+    rows = [
+        {
+            "run_id": run_id,
+            "attempt": entry.attempt,
+            "restart": entry.restart,
+            "node": entry.node,
+            "position": entry.position,
+            "time": entry.line.time,
+            "seconds": entry.line.seconds,
+            "figures": {name: value for name, value in entry.line.figures.items() if math.isfinite(value)},
+        }
+        for entry in entries
+    ]
+    insert_or_keep(connection, TELEMETRY, rows)

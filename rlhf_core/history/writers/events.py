@@ -1,0 +1,170 @@
+"""Rows of events: of agents, of the site daemon, of the journal, and of what could not be stored."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sqlalchemy import Connection
+
+from rlhf_core.formatting import attributed
+from rlhf_core.history.batch import EventEntry, JournalEntry, SetAside
+from rlhf_core.history.tables.core import EVENTS
+from rlhf_core.history.writers.upserts import Row, as_json, insert_or_keep
+from rlhf_core.schemas.attempts import AttemptState, RunState, StageState
+from rlhf_core.schemas.checks import CheckStatus
+from rlhf_core.schemas.journal import (
+    AttemptMoved,
+    AttemptPlanned,
+    AttemptSubmitted,
+    CancelStarted,
+    ChecksMade,
+    ControlEvent,
+    ControllerStarted,
+    DecisionMade,
+    IncidentFound,
+    JournalLine,
+    PromotionMoved,
+    RunCreated,
+    RunMoved,
+    StageEnded,
+    StageStarted,
+    TrialPlanned,
+)
+from rlhf_core.schemas.reports import KeeperNote
+
+SET_ASIDE = "set_aside"
+"""Kind of the event for something in a file of the run that could not be stored."""
+
+
+def write_events(connection: Connection, run_id: str, entries: Sequence[EventEntry]) -> None:
+    """Write the events of agents."""
+    rows = [
+        {
+            "run_id": run_id,
+            "source": entry.source,
+            "position": entry.position,
+            "time": entry.event.time,
+            "kind": entry.event.kind,
+            "attempt": entry.attempt,
+            "restart": entry.restart,
+            "node": entry.event.node,
+            "role": entry.event.role.value if entry.event.role else None,
+            "state": None,
+            "message": entry.event.message,
+            "data": as_json(entry.event)["data"],
+        }
+        for entry in entries
+    ]
+    insert_or_keep(connection, EVENTS, rows)
+
+
+def write_notes(connection: Connection, run_id: str, source: str, notes: Sequence[tuple[int, KeeperNote]]) -> None:
+    """Write the notes of the site daemon."""
+    rows = [
+        {
+            "run_id": run_id,
+            "source": source,
+            "position": position,
+            "time": note.time,
+            "kind": f"reconcile_{note.kind}",
+            "attempt": note.attempt,
+            "restart": None,
+            "node": "",
+            "role": None,
+            "state": None,
+            "message": note.message,
+            "data": dict(note.data),
+        }
+        for position, note in notes
+    ]
+    insert_or_keep(connection, EVENTS, rows)
+
+
+def write_set_aside(connection: Connection, run_id: str, found: Sequence[SetAside]) -> None:
+    """Write an event for each thing that could not be stored."""
+    rows: list[Row] = [
+        {
+            "run_id": run_id,
+            "source": one.source,
+            "position": one.position,
+            "time": one.found_at,
+            "kind": SET_ASIDE,
+            "attempt": None,
+            "restart": None,
+            "node": "",
+            "role": None,
+            "state": None,
+            "message": one.message,
+            "data": {},
+        }
+        for one in found
+    ]
+    insert_or_keep(connection, EVENTS, rows)
+
+
+class _EventText(NamedTuple):
+    """Columns of an event that depend on the kind of its journal line."""
+
+    message: str
+    attempt: int | None = None
+    restart: int | None = None
+    state: str | None = None
+
+
+def journal_event_row(run_id: str, entry: JournalEntry) -> Row:
+    """Make the event of a journal line."""
+    line: JournalLine = entry.line
+    text = _event_text(line.event)
+    return {
+        "run_id": run_id,
+        "source": "control.jsonl",
+        "position": entry.position,
+        "time": line.time,
+        "kind": line.event.kind,
+        "attempt": text.attempt,
+        "restart": text.restart,
+        "node": "",
+        "role": None,
+        "state": text.state,
+        "message": text.message,
+        "data": {"sequence": line.sequence, "token": line.token},
+    }
+
+
+def _event_text(event: ControlEvent) -> _EventText:
+    match event:
+        case RunCreated(name=name, owner=owner, owner_account=account, config_source=source):
+            return _EventText(
+                f"{attributed(owner, account)} asked for {name} with {source}", state=RunState.PENDING.value
+            )
+        case RunMoved(state=run_state, cause=cause):
+            return _EventText(cause, state=run_state.value)
+        case StageStarted(name=stage, attempt=attempt):
+            return _EventText(f"{stage.value} began", attempt or None, state=StageState.RUNNING.value)
+        case StageEnded(stage_index=index, state=stage_state, message=message):
+            return _EventText(message or f"stage {index}: {stage_state.value}", state=stage_state.value)
+        case ChecksMade(results=results):
+            counts = ((status, sum(result.status is status for result in results)) for status in CheckStatus)
+            return _EventText(", ".join(f"{count} {status.value}" for status, count in counts if count) or "no checks")
+        case TrialPlanned(check_id=check_id, run_id=trial):
+            return _EventText(f"{check_id} is decided by the trial {trial}")
+        case AttemptPlanned(placement=placement):
+            origin = placement.resume_checkpoint or "the beginning"
+            return _EventText(
+                f"{placement.num_nodes} node(s), from {origin}", placement.attempt, state=AttemptState.PLANNED.value
+            )
+        case AttemptSubmitted(submission=submission):
+            job = f"{submission.scheduler} job {submission.job_id}"
+            return _EventText(job, submission.attempt, state=AttemptState.SUBMITTED.value)
+        case AttemptMoved(attempt=attempt, state=attempt_state, cause=cause):
+            return _EventText(cause, attempt, state=attempt_state.value)
+        case IncidentFound(incident=incident):
+            return _EventText(incident.message, incident.attempt, incident.restart)
+        case DecisionMade(decision=decision):
+            return _EventText(decision.reason, decision.attempt, decision.restart)
+        case CancelStarted(reason=reason):
+            return _EventText(f"is being cancelled: {reason}")
+        case ControllerStarted(controller=controller):
+            return _EventText(f"{controller} drives the run")
+        case PromotionMoved(state=promotion_state, checkpoint_step=step, by=by, reason=reason):
+            why = ": ".join(part for part in (by, reason) if part)
+            return _EventText(f"promotion of step {step} {promotion_state.value}" + (f" ({why})" if why else ""))

@@ -1,0 +1,108 @@
+"""Rows of incidents, decisions and strikes against nodes."""
+
+from collections.abc import Sequence
+
+from sqlalchemy import Connection, delete
+
+from rlhf_core.history.tables.core import DECISIONS, INCIDENTS, STRIKES
+from rlhf_core.history.writers.upserts import as_json, insert_or_replace
+from rlhf_core.schemas.failures import Decision, FailureKind, Incident
+
+NODE_FAILURES = frozenset(
+    {
+        FailureKind.NODE_LOST,
+        FailureKind.NODE_UNFIT,
+        FailureKind.GPU_HARDWARE,
+        FailureKind.COLLECTIVE_HANG,
+        FailureKind.NETWORK,
+        FailureKind.HANG,
+        FailureKind.ILLEGAL_ACCESS,
+        FailureKind.FILE_SYSTEM,
+        FailureKind.WORKER_KILLED,
+        FailureKind.AGENT_KILLED,
+    }
+)
+"""Failures that count against the suspect nodes. The others come from the code, the config or the user."""
+
+
+def write_incidents(
+    connection: Connection, run_id: str, incidents: Sequence[Incident], incident_id: str = "", found_by: str = "agent"
+) -> None:
+    """Write incidents, and their strikes against nodes.
+
+    Args:
+        incident_id: empty for incidents of agents, which are known by attempt, restart and number.
+    """
+    rows = []
+    strikes = []
+    for incident in incidents:
+        identity = incident_id or _agent_identity(incident)
+        rows.append(
+            {
+                "run_id": run_id,
+                "incident_id": identity,
+                "attempt": incident.attempt,
+                "restart": incident.restart,
+                "found_by": found_by,
+                "failure_kind": incident.failure_kind.value,
+                "phase": incident.phase,
+                "step": incident.step,
+                "suspect_ranks": list(incident.suspect_ranks),
+                "suspect_nodes": list(incident.suspect_nodes),
+                "detected_after_s": incident.detected_after_s,
+                "seen_at": incident.seen_at,
+                "fingerprint": incident.fingerprint,
+                "evidence_dir": incident.evidence_dir,
+                "message": incident.message,
+                "collective": incident.collective,
+                "collective_sequence": incident.collective_sequence,
+                "number": incident.number,
+                "role": incident.role.value if incident.role is not None else None,
+            }
+        )
+        if incident.failure_kind in NODE_FAILURES:
+            strikes += [
+                {
+                    "run_id": run_id,
+                    "incident_id": identity,
+                    "node": node,
+                    "attempt": incident.attempt,
+                    "failure_kind": incident.failure_kind.value,
+                    "struck_at": incident.seen_at,
+                }
+                for node in sorted(set(incident.suspect_nodes))
+            ]
+    insert_or_replace(connection, INCIDENTS, rows)
+    for row in rows:  # an incident that was written again may blame others
+        connection.execute(
+            delete(STRIKES).where(STRIKES.c.run_id == run_id, STRIKES.c.incident_id == row["incident_id"])
+        )
+    insert_or_replace(connection, STRIKES, strikes)
+
+
+def write_decisions(connection: Connection, run_id: str, decisions: Sequence[Decision], decision_id: str = "") -> None:
+    """Write decisions; ``decision_id`` as ``incident_id`` in :func:`write_incidents`."""
+    rows = [
+        {
+            "run_id": run_id,
+            "decision_id": decision_id or _agent_identity(decision),
+            "attempt": decision.attempt,
+            "restart": decision.restart,
+            "action": decision.action.value,
+            "reason": decision.reason,
+            "decided_by": decision.decided_by.value,
+            "decided_at": decision.decided_at,
+            "delay_s": decision.delay_s,
+            "excluded_nodes": list(decision.excluded_nodes),
+            "config_diff": as_json(decision)["config_diff"],
+            "resume_checkpoint": decision.resume_checkpoint,
+            "number": decision.number,
+        }
+        for decision in decisions
+    ]
+    insert_or_replace(connection, DECISIONS, rows)
+
+
+def _agent_identity(one: Incident | Decision) -> str:
+    number = f".{one.number}" if one.number else ""
+    return f"{one.attempt}.{one.restart}{number}"

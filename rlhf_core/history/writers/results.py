@@ -1,0 +1,124 @@
+"""Rows of checkpoints, weights and evaluations."""
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+
+from sqlalchemy import Connection, delete, update
+
+from rlhf_core.history.tables.core import (
+    CHECKPOINTS,
+    EVALUATIONS,
+    SAMPLES,
+    WEIGHTS,
+)
+from rlhf_core.history.writers.upserts import Row, insert_or_replace
+from rlhf_core.schemas.reports import CheckpointManifest, EvaluationReport
+
+_MAX_BYTES = 2**63 - 1
+
+
+def write_checkpoints(
+    connection: Connection, run_id: str, checkpoints: Sequence[tuple[str, CheckpointManifest]]
+) -> None:
+    """Write complete checkpoints, and their weights."""
+    rows = [
+        {
+            "run_id": run_id,
+            "step": manifest.step,
+            "path": path,
+            "loop": manifest.stage,
+            "loop_finished": manifest.stage_finished,
+            "num_ranks": manifest.num_ranks,
+            "spec_hash": manifest.spec_hash,
+            "num_files": len(manifest.files),
+            "bytes": min(sum(file.bytes for file in manifest.files.values()), _MAX_BYTES),
+            "completed_at": manifest.time,
+            "removed_at": None,
+        }
+        for path, manifest in checkpoints
+    ]
+    insert_or_replace(connection, CHECKPOINTS, rows)
+    weights = [_weights_row(run_id, manifest) for _, manifest in checkpoints]
+    insert_or_replace(connection, WEIGHTS, [row for row in weights if row is not None])
+
+
+def _weights_row(run_id: str, manifest: CheckpointManifest) -> Row | None:
+    files = {name: file for name, file in manifest.files.items() if name.startswith("model/") and _holds_weights(name)}
+    if not files:
+        return None
+    return {
+        "run_id": run_id,
+        "version": manifest.step,
+        "sha256": _combined_sha256({name: file.sha256 for name, file in files.items()}),
+        "num_files": len(files),
+        "checkpoint_step": manifest.step,
+        "made_at": manifest.time,
+    }
+
+
+def _holds_weights(name: str) -> bool:
+    return name.endswith((".safetensors", ".bin", ".pt"))
+
+
+def _combined_sha256(hashes: Mapping[str, str]) -> str:
+    if len(hashes) == 1:
+        return next(iter(hashes.values()))
+    lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(hashes.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def write_removed_checkpoints(connection: Connection, run_id: str, removed: Mapping[int, datetime]) -> None:
+    """Record the time at which checkpoints were first found to be gone."""
+    for step, seen_at in sorted(removed.items()):
+        connection.execute(
+            update(CHECKPOINTS)
+            .where(CHECKPOINTS.c.run_id == run_id, CHECKPOINTS.c.step == step, CHECKPOINTS.c.removed_at.is_(None))
+            .values(removed_at=seen_at)
+        )
+
+
+def write_evaluations(connection: Connection, run_id: str, reports: Sequence[EvaluationReport]) -> None:
+    """Write evaluations and their samples; one that was made again replaces the older one."""
+    for report in reports:
+        row = {
+            "run_id": run_id,
+            "when_made": report.when,
+            "name": report.name,
+            "metric": report.metric,
+            "value": _finite_or_none(report.value),
+            "ci_low": _finite_or_none(report.ci_low),
+            "ci_high": _finite_or_none(report.ci_high),
+            "num_prompts": report.num_prompts,
+            "num_samples": report.num_samples,
+            "checkpoint_step": report.checkpoint_step,
+            "seconds": report.seconds,
+            "made_at": report.time,
+        }
+        insert_or_replace(connection, EVALUATIONS, [row])
+        connection.execute(
+            delete(SAMPLES).where(
+                SAMPLES.c.run_id == run_id, SAMPLES.c.when_made == report.when, SAMPLES.c.name == report.name
+            )
+        )
+        samples = [
+            {
+                "run_id": run_id,
+                "when_made": report.when,
+                "name": report.name,
+                "row_index": index,
+                "prompt_uid": sample.prompt_uid,
+                "sample_index": sample.sample_index,
+                "prompt": sample.prompt,
+                "completion": sample.completion,
+                "answer": sample.answer,
+                "score": _finite_or_none(sample.score),
+            }
+            for index, sample in enumerate(report.samples)
+        ]
+        insert_or_replace(connection, SAMPLES, samples)
+
+
+def _finite_or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,98 @@
+"""Rows of the run itself: its spec and tags, its progress, the offsets of its files, its cached goodput."""
+
+from sqlalchemy import Connection, case, delete, insert, select, update
+
+from rlhf_core.history.batch import IngestBatch
+from rlhf_core.history.tables.core import GOODPUT, GOODPUT_CACHE, OFFSETS, RUNS, TAGS
+from rlhf_core.history.writers.upserts import CHUNK, Row, as_json, insert_new, insert_or_keep, insert_or_replace
+from rlhf_core.schemas.attempts import RUN_ENDS, RunState
+from rlhf_core.schemas.run import StoredSpec, shape_key
+
+_CACHED = ("wall_s", "queue_s", "productive_s", "repeated_s", "lost_s", "ettr")
+
+
+def insert_run(connection: Connection, run_dir: str, stored: StoredSpec, stamp: int) -> bool:
+    """Insert the row of a run that the history does not know; False when another ingester was faster."""
+    initial = {
+        "state": RunState.PENDING.value,
+        "message": "",
+        "progress_at": stored.created_at,
+        "journal_token": 0,
+        "ingest_stamp": stamp,
+    }
+    row = {"run_id": stored.run_id, **_run_columns(run_dir, stored), **initial}
+    inserted = insert_new(connection, RUNS, row)
+    if inserted:
+        _write_tags(connection, stored)
+    return inserted
+
+
+def update_run(connection: Connection, run_dir: str, stored: StoredSpec) -> None:
+    """Update the columns that come from ``spec.json``, because the run directory was moved; its state stays."""
+    connection.execute(update(RUNS).where(RUNS.c.run_id == stored.run_id).values(_run_columns(run_dir, stored)))
+    _write_tags(connection, stored)
+
+
+def _write_tags(connection: Connection, stored: StoredSpec) -> None:
+    connection.execute(delete(TAGS).where(TAGS.c.run_id == stored.run_id))
+    insert_or_keep(connection, TAGS, [{"run_id": stored.run_id, "tag": tag} for tag in sorted(set(stored.tags))])
+
+
+def _run_columns(run_dir: str, stored: StoredSpec) -> Row:
+    spec = stored.spec
+    return {
+        "name": spec.name,
+        "owner": stored.owner,
+        "owner_account": stored.owner_account,
+        "seed": spec.seed,
+        "algorithm": spec.train.algorithm,
+        "total_steps": spec.total_steps,
+        "config_source": stored.config_source,
+        "overrides": list(stored.overrides),
+        "spec": as_json(spec),
+        "shape": shape_key(spec),
+        "trial_of": stored.trial_of,
+        "tags": list(stored.tags),
+        "package_version": stored.package_version,
+        "code_revision": stored.code_revision,
+        "run_dir": run_dir,
+        "created_at": stored.created_at,
+    }
+
+
+def write_progress(connection: Connection, run_id: str, batch: IngestBatch) -> None:
+    """Update the newest time of the run and the fencing token of its journal."""
+    times = [entry.line.time for entry in batch.journal]
+    times += [entry.line.time for entry in batch.metrics]
+    times += [entry.event.time for entry in batch.events]
+    change: Row = {"journal_token": batch.journal_token}
+    if times:
+        newest = max(times)
+        change["progress_at"] = case((RUNS.c.progress_at < newest, newest), else_=RUNS.c.progress_at)
+    connection.execute(update(RUNS).where(RUNS.c.run_id == run_id).values(change))
+
+
+def cache_goodput(connection: Connection, run_id: str) -> None:
+    """Cache the view ``run_goodput`` for a run that has ended: it will not change, and computing it from the steps is
+    slow over all runs. Does nothing for any other run."""
+    measured = select(RUNS.c.run_id, RUNS.c.ingest_stamp, *(GOODPUT.c[name] for name in _CACHED)).where(
+        RUNS.c.run_id == run_id,
+        GOODPUT.c.run_id == RUNS.c.run_id,
+        RUNS.c.state.in_(sorted(state.value for state in RUN_ENDS)),
+    )
+    names = ["run_id", "ingest_stamp", *_CACHED]
+    connection.execute(delete(GOODPUT_CACHE).where(GOODPUT_CACHE.c.run_id == run_id))
+    connection.execute(insert(GOODPUT_CACHE).from_select(names, measured))
+
+
+def write_offsets(connection: Connection, run_id: str, batch: IngestBatch) -> None:
+    """Update the offsets of the files."""
+    insert_or_replace(
+        connection,
+        OFFSETS,
+        [{"run_id": run_id, "path": path, "position": position} for path, position in sorted(batch.offsets.items())],
+    )
+    forgotten = sorted(batch.forgotten)
+    for begin in range(0, len(forgotten), CHUNK):
+        part = forgotten[begin : begin + CHUNK]
+        connection.execute(delete(OFFSETS).where(OFFSETS.c.run_id == run_id, OFFSETS.c.path.in_(part)))

@@ -1,0 +1,56 @@
+"""Upserts, the same for both databases."""
+
+import json
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any
+
+from pydantic import BaseModel
+from sqlalchemy import Connection, Table
+from sqlalchemy.dialects import postgresql, sqlite
+
+Row = dict[str, Any]
+
+
+CHUNK = 1000
+"""Values in one list of a statement: a database takes only so many."""
+
+
+def upsert(dialect: str, table: Table) -> Any:
+    """Start an ``INSERT`` that takes ``on_conflict_*``: both dialects have those methods, but no common type."""
+    return sqlite.insert(table) if dialect == "sqlite" else postgresql.insert(table)
+
+
+def insert_new(connection: Connection, table: Table, row: Row) -> bool:
+    """Insert one row; False, with nothing done, where its key is taken."""
+    statement = upsert(connection.dialect.name, table).on_conflict_do_nothing().values(row)
+    # Without the option, SQLAlchemy does not keep the count of an INSERT.
+    result = connection.execute(statement.execution_options(preserve_rowcount=True))
+    return result.rowcount == 1
+
+
+def insert_or_keep(connection: Connection, table: Table, rows: Sequence[Row]) -> None:
+    """Insert rows; where the key is taken, the row that is there stays."""
+    if rows:
+        connection.execute(upsert(connection.dialect.name, table).on_conflict_do_nothing(), list(rows))
+
+
+def insert_or_replace(connection: Connection, table: Table, rows: Sequence[Row], keep: Iterable[str] = ()) -> None:
+    """Insert rows; where the key is taken, the given columns are replaced, but for those in ``keep``."""
+    if not rows:
+        return
+    connection.execute(_replacing(connection.dialect.name, table, tuple(rows[0]), frozenset(keep)), list(rows))
+
+
+@cache  # a statement takes longer to build than to execute, and their number is small
+def _replacing(dialect: str, table: Table, columns: tuple[str, ...], keep: frozenset[str]) -> Any:
+    statement = upsert(dialect, table)
+    key = [column.name for column in table.primary_key]
+    kept = {*key, *keep}
+    changes = {name: statement.excluded[name] for name in columns if name not in kept}
+    return statement.on_conflict_do_update(index_elements=key, set_=changes)
+
+
+def as_json(model: BaseModel) -> Any:
+    """Convert a schema to JSON values, by way of text: only there NaN becomes a string, which JSON columns can hold."""
+    return json.loads(model.model_dump_json())

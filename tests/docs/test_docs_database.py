@@ -1,0 +1,87 @@
+"""docs/database.md: every column has its meaning, and every statement on the page answers on both databases."""
+
+import re
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from history_tools import RunFiles, whole_run
+
+from rlhf_core.history.queries import run_sql
+from rlhf_core.history.store import HistoryStore
+from rlhf_core.history.tables import VIEWS, metadata
+from rlhf_core.schemas.attempts import RunState
+from rlhf_core.watchdog.ingest import sync
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "database.md").read_text()
+
+
+def statements() -> dict[str, str]:
+    """The statements of the page, by the question above each."""
+    return dict(re.findall(r"^### ([^\n]+\?)\n\n```sql\n(.*?)\n```$", PAGE, flags=re.DOTALL | re.MULTILINE))
+
+
+@pytest.fixture
+def filled(store: HistoryStore, runs: Path) -> HistoryStore:
+    """A history with a run that has ended, after incidents, and one that trains."""
+    sync(whole_run(runs).dir, store)
+    active = RunFiles(runs, "active", "bbbbbb", created=100.0)
+    active.created()
+    active.moved(RunState.PREFLIGHT, 101)
+    active.moved(RunState.QUEUED, 102)
+    active.planned(1, 102)
+    active.moved(RunState.TRAINING, 104)
+    active.metrics(1, 0, 1, 110)
+    sync(active.dir, store)
+    return store
+
+
+def test_every_statement_of_the_page_has_an_answer(filled: HistoryStore) -> None:
+    assert len(statements()) == 10
+    empty = [title for title, sql in statements().items() if not run_sql(filled, sql).rows]
+    assert empty == []
+
+
+def test_the_answers_are_the_right_ones(filled: HistoryStore) -> None:
+    answers = {title: run_sql(filled, sql).rows for title, sql in statements().items()}
+    (active,) = answers["Which runs are active, and how far are they?"]
+    assert (active[0][:6], active[1], active[3]) == ("active", "training", 1)
+    gains = answers["How much better did each run make its model?"]
+    assert [(row[1], round(row[5], 2)) for row in gains] == [("sampled", 0.5), ("greedy", 0.18)]
+    lost = answers["What did each kind of failure cost?"]
+    assert {row[0]: row[1] for row in lost} == {"worker_killed": 1, "node_lost": 1}
+
+
+def test_a_statement_that_does_not_fit_the_tables_is_seen(filled: HistoryStore) -> None:
+    """Negative control."""
+    broken = next(iter(statements().values())).replace("progress_at", "last_seen_at")
+    with pytest.raises(Exception, match="does not fit the tables"):
+        run_sql(filled, broken)
+
+
+def test_every_column_of_every_table_and_view_has_its_meaning() -> None:
+    rows = re.findall(r"^\| `(\w+)`.*\| (.*) \|$", PAGE, flags=re.MULTILINE)
+    columns = [column.name for table in metadata.sorted_tables for column in table.columns]
+    assert len([name for name, _ in rows if name in columns]) >= len(columns)
+    assert [name for name, meaning in rows if not meaning.strip()] == []
+    headings = set(re.findall(r"^### `(\w+)`$", PAGE, flags=re.MULTILINE))
+    assert headings == {*metadata.tables, *VIEWS}
+
+
+def test_the_views_of_the_page_are_those_of_the_database(store: HistoryStore) -> None:
+    """Their columns are declared beside the migrations, which make them: the declaration must be true."""
+    from rlhf_core.history.tables import ViewBase
+
+    for name, view in ViewBase.metadata.tables.items():
+        assert run_sql(store, f"SELECT * FROM {name}").columns == [column.name for column in view.columns], name
+
+
+def test_every_table_is_in_the_picture_once() -> None:
+    sys.path.insert(0, str(DOCS))
+    from generators.database import GROUPS
+
+    assert sorted(["runs", *(name for names in GROUPS.values() for name in names)]) == sorted(metadata.tables)
+    drawn = [element.text for element in ElementTree.parse(DOCS / "images" / "database.svg").iter() if element.text]
+    assert [name for name in metadata.tables if drawn.count(name) != 1] == []

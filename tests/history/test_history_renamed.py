@@ -1,0 +1,39 @@
+"""Saved SQL that uses a name from before a migration is answered with the new one, on both databases."""
+
+import pytest
+
+from rlhf_core.errors import BadInput
+from rlhf_core.history.queries import run_sql
+from rlhf_core.history.store import HistoryStore
+
+OLD = {
+    "SELECT c.stage FROM checkpoints c": "checkpoints.stage is called loop since schema 0008: write loop instead",
+    "SELECT stage_finished FROM checkpoints": "write loop_finished instead",
+    "SELECT owner FROM leases": "write holder instead",
+    "SELECT run_id FROM checks ORDER BY position": "checks.position is called check_index",
+    "SELECT position FROM evaluation_samples": "evaluation_samples.position is called row_index",
+    "SELECT p.moved_at - p.asked_at FROM promotions p": r"write (state_changed_at|requested_at) instead",
+    "SELECT * FROM kept_goodput": "kept_goodput is called goodput_cache since schema 0008: write goodput_cache instead",
+    "SELECT time FROM events WHERE kind = 'keeper_adopt'": "write 'reconcile_adopt' instead",
+    "SELECT time FROM events WHERE kind LIKE 'keeper%'": "write 'reconcile%' instead",
+}
+
+
+@pytest.mark.parametrize("statement", OLD)
+def test_an_old_name_is_answered_with_the_new_one(store: HistoryStore, statement: str) -> None:
+    with pytest.raises(BadInput, match=OLD[statement]) as error:
+        run_sql(store, statement)
+    assert error.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "statement", ["SELECT stage FROM runs", "SELECT position FROM decisions", "SELECT * FROM kept", "SELECT asked_at"]
+)
+def test_any_other_unknown_name_gets_the_list_of_tables(store: HistoryStore, statement: str) -> None:
+    with pytest.raises(BadInput, match=r"does not fit the tables: .* Tables and views: all_goodput, attempt_nodes"):
+        run_sql(store, statement)
+
+
+def test_the_word_alone_is_no_old_name(store: HistoryStore) -> None:
+    assert run_sql(store, "SELECT message FROM runs WHERE message = 'keeper_adopt'").rows == []
+    assert run_sql(store, "SELECT position FROM events").rows == []
