@@ -84,7 +84,7 @@ class Seen:
     def left_s(self) -> float | None:
         """Seconds that the steps of the main algorithm still take; None before the first of them, for those of the warm
         start say nothing about them."""
-        main = self.spec.train.algorithm
+        main = self.spec.loops.main.algorithm.name
         if self.look is None or self.now_about is not None or self.look.loop != main or main not in self._step_s:
             return None
         return max(self.spec.total_steps - self.look.step, 0) * self._step_s[main]

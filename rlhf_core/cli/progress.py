@@ -74,7 +74,7 @@ def figures(look: Look) -> list[str]:
     """The metrics worth a glance."""
     metrics = look.metrics
     found = []
-    if look.loop == "grpo" and "reward/mean" in metrics:
+    if "reward/mean" in metrics:
         found.append(f"reward {metrics['reward/mean']:.3f}")
     elif "train/loss" in metrics:
         found.append(f"loss {metrics['train/loss']:.3f}")

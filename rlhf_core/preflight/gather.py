@@ -27,6 +27,7 @@ from rlhf_core.preflight.plugins import load_plugins
 from rlhf_core.run_dir import CheckpointDir
 from rlhf_core.scheduler.passed import PassedEnvironment, without_private
 from rlhf_core.schemas.content import ContentReport
+from rlhf_core.schemas.migration import current_settings
 from rlhf_core.schemas.resources import Inventory
 from rlhf_core.schemas.run import BUILT_TOKENIZERS, ModelSpec, RunSpec, SlurmSpec
 
@@ -386,5 +387,5 @@ def look_at_checkpoint(checkpoint: CheckpointDir | None) -> CheckpointFacts | No
             continue
         if size != expected.bytes:
             problems.append(f"{name}: found {size} bytes, expected {expected.bytes}")
-    settings = _read_json(checkpoint.trainer_state / "settings.json")
+    settings = current_settings(_read_json(checkpoint.trainer_state / "settings.json"))
     return CheckpointFacts(checkpoint.root.name, checkpoint.step, manifest.num_ranks, tuple(problems), settings)

@@ -38,10 +38,10 @@ STEP_TIME = LinePlot(
 )
 
 NAMES = {
-    "grpo": ("reward", "kl", "entropy", "length", "loss-sft", "loss-main", "grad-norm"),
-    "sft": ("loss-sft", "grad-norm"),
+    True: ("reward", "kl", "entropy", "length", "loss-sft", "loss-main", "grad-norm"),
+    False: ("loss-sft", "grad-norm"),
 }
-"""Which plots of the report there are, by algorithm; the time of a step is there for all."""
+"""Plots of the report, by whether the main algorithm samples; the time of a step is there for all."""
 
 WIDTH_IN, ROW_IN, DPI = 6.9, 1.65, 200
 """The page shows it about 690 points wide: twice as many pixels stay sharp, and 8.5 points of text stay readable."""
@@ -84,7 +84,7 @@ _STYLE = {
 def plots_of(spec: RunSpec) -> tuple[LinePlot, ...]:
     """What is drawn for a run."""
     known = {plot.name: plot for plot in LEARNING}
-    return (*(known[name] for name in NAMES[spec.train.algorithm]), STEP_TIME)
+    return (*(known[name] for name in NAMES[spec.loops.main.algorithm.samples]), STEP_TIME)
 
 
 def effective_curves(run_dir: RunDir, keys: frozenset[str]) -> dict[str, list[tuple[int, float]]]:
@@ -118,7 +118,7 @@ def marks_of(run_dir: RunDir, spec: RunSpec, last_step: int) -> Marks:
     firsts = [line.step for lines in _by_restart(run_dir) if (line := next(lines, None)) is not None]
     return Marks(
         last_step=max(last_step, 1),
-        warm_start_steps=spec.sft.num_steps if spec.train.algorithm != "sft" else 0,
+        warm_start_steps=spec.warm_start_steps,
         checkpoints=tuple(checkpoint.step for checkpoint in run_dir.checkpoints()),
         incidents=tuple(incident.step for incident in told if incident.step is not None),
         resumes=tuple(step - 1 for step in firsts[1:]),

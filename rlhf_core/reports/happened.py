@@ -176,7 +176,7 @@ def _checkpoints(record: RunRecord) -> Markup:
     rows = [
         [
             row["step"],
-            {"sft": "supervised", "grpo": "GRPO"}.get(row["stage"], row["stage"]),
+            str(row["stage"]).upper(),
             f"{row['bytes'] / 2**20:,.1f} MiB",
             moment(row["completed_at"]),
             "removed" if row["removed_at"] else "kept",

@@ -319,16 +319,16 @@ _REWARD_FAULTS: dict[str, Callable[[dict[str, Any]], None]] = {
 
 def _patch_metrics() -> None:
     """One more collective right before the reduction of the metrics, in which one rank does otherwise than the rest."""
-    from rlhf_core.training.trainers import session
+    from rlhf_core.training.trainers import context
 
-    plain = session.reduce_metrics
+    plain = context.reduce_metrics
 
     def reduce_metrics(metrics: Any, ranks: Any, request: str = "") -> Any:
         for fault in _due("metrics"):
             _odd_collective(fault, ranks)
         return plain(metrics, ranks, request)
 
-    session.reduce_metrics = reduce_metrics
+    context.reduce_metrics = reduce_metrics
 
 
 def _odd_collective(fault: dict[str, Any], ranks: Any) -> None:
@@ -347,7 +347,7 @@ def _odd_collective(fault: dict[str, Any], ranks: Any) -> None:
 
 
 def _patch_loss() -> None:
-    from rlhf_core.training.trainers import grpo
+    from rlhf_core.training.algorithms import grpo
 
     plain = grpo.grpo_loss
 

@@ -17,8 +17,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from rlhf_core.schemas.algorithms import OptimizerSpec
 from rlhf_core.schemas.reports import Phase
-from rlhf_core.schemas.run import OptimizerSpec
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.prebuild import load_built, prebuild, use_own_scripts
 
@@ -43,7 +43,7 @@ def learning_rate(step: int, spec: OptimizerSpec, num_steps: int) -> float:
 
 
 class Engine:
-    """Optimizer and gradient reduction for one stage of training. A new stage makes a new engine: a fresh optimizer."""
+    """Optimizer and gradient reduction for one training loop. A new loop makes a new engine: a fresh optimizer."""
 
     def __init__(
         self, policy: nn.Module, spec: OptimizerSpec, dtype: Literal["float32", "bfloat16"], ranks: Ranks
