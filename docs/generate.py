@@ -37,9 +37,9 @@ CONFIGURATION = """\
 # Configuration
 
 A run is asked for with one TOML file. Only `name`, the model, the data and, of each loop, the steps, the algorithm and
-the learning rate have no default; a file says what differs. Any setting can be overridden on the command line with `--set section.field=value`, where
-the value is TOML and a bare word is taken as text. An unknown key is an error, and the message names the nearest
-right one. The shipped presets, {presets}, are commented examples: `rlhf run quickstart`.
+the learning rate have no default; a file says what differs. Any setting can be overridden on the command line with
+`--set section.field=value`, where the value is TOML and a bare word is taken as text. An unknown key is an error, and
+the message names the nearest right one. The shipped presets, {presets}, are commented examples: `rlhf run quickstart`.
 
 What ran is kept, with every default filled in, in `spec.json` of the run directory.
 
@@ -84,10 +84,10 @@ limit of every attempt, so that a run that is training saves and ends in time. A
 much again.
 
 *With a remedy*: only when the next attempt does something differently. CUDA out of memory: half
-`trainer.micro_batch_size` until it is 1, then `trainer.gradient_checkpointing`, then half `rollout.batch_size`; the global
-batch, and so the gradient, stays (`supervise.oom_remediation`). A loss that is not finite: once from the checkpoint
-before the newest. Training that learns nothing any more (`[health]`): once from the newest checkpoint that is older
-than the window of steps it was judged by. Newer ones are put aside (`supervise.rollback_on_non_finite`).
+`trainer.micro_batch_size` until it is 1, then `trainer.gradient_checkpointing`, then half `rollout.batch_size`; the
+global batch, and so the gradient, stays (`supervise.oom_remediation`). A loss that is not finite: once from the
+checkpoint before the newest. Training that learns nothing any more (`[health]`): once from the newest checkpoint that
+is older than the window of steps it was judged by. Newer ones are put aside (`supervise.rollback_on_non_finite`).
 
 Ranks that disagree about a collective (`collective_mismatch`) end the run at once where that is proven: by their flight
 recorders, or by an error of our own that compared them. Where nothing but the words of a log or of an error say so, the
@@ -289,8 +289,8 @@ MEMORY = """
 
 `memory.trainer` and `memory.evaluator` add up what one rank holds (`rlhf_core/preflight/memory.py` has every formula
 with its source): weights, gradients in float32, AdamW's master weights and moments split over the ranks by ZeRO 1, the
-reference model when an algorithm asks for one (GRPO with a `kl_coefficient` or `measure_kl`); on top of that whatever is larger,
-activations and one chunk of logits in training, or the KV cache in sampling. It reckons with the longest prompts and
+reference model when an algorithm asks for one (GRPO with a `kl_coefficient` or `measure_kl`); on top of that the larger
+of activations and one chunk of logits in training, or the KV cache in sampling. It reckons with the longest prompts and
 completions that the config allows. Against it stands the memory of the GPU, by `slurm.gpu_type` or what the nodes say;
 on CPU that of the node, divided by its ranks. One rank of a float32 model with 34 million parameters (8 layers, hidden
 size 512, 32 sequences of 256 tokens at once) on CPU: 6.2 GiB by the estimate, 5.9 GiB at its peak in a run.

@@ -22,12 +22,12 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 
 from rlhf_core import private_files
-from rlhf_core.errors import BadConfig, OldSettings
+from rlhf_core.errors import BadConfig
 from rlhf_core.files import UnfitFile, read_document
 from rlhf_core.presets import PRESETS, preset_path
 from rlhf_core.schemas.algorithms import LoopsSpec, specs
 from rlhf_core.schemas.base import Schema, storable_text
-from rlhf_core.schemas.migration import current_document, current_name, old_settings
+from rlhf_core.schemas.migration import OldSettings, current_document, current_name, old_settings
 from rlhf_core.schemas.run import RunSpec, SlurmSpec
 from rlhf_core.schemas.site import NotifySite, PrefectSite, RetentionSite
 from rlhf_core.words import count
@@ -460,6 +460,8 @@ class FieldHelp:
     """One sentence."""
     required: bool
     """Whether there is no default."""
+    only_for: tuple[str, ...] = ()
+    """Names (of algorithms, for instance) that have the setting; empty where all in its section have it."""
 
 
 def describe_fields() -> list[FieldHelp]:
@@ -540,11 +542,15 @@ def _describe_union(members: Sequence[type[BaseModel]], tag: str, prefix: str) -
     for member, of_member in zip(members, tags, strict=True):
         for setting in _describe(member, prefix):
             found.setdefault(setting.name, setting)
-            owners.setdefault(setting.name, []).append(f"`{of_member}`")
+            owners.setdefault(setting.name, []).append(of_member)
     del found[f"{prefix}{tag}"]
     for name, setting in found.items():
-        of = "" if len(owners[name]) == len(members) else f" Only for {', '.join(owners[name])}."
-        yield dataclasses.replace(setting, meaning=setting.meaning + of)
+        if len(owners[name]) == len(members):
+            yield setting
+        else:
+            of = ", ".join(f"`{owner}`" for owner in owners[name])
+            meaning = f"{setting.meaning} Only for {of}."
+            yield dataclasses.replace(setting, meaning=meaning, only_for=tuple(owners[name]))
 
 
 def _describe_sections(schema: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:

@@ -50,10 +50,6 @@ program; `rlhf` then says that it is one.
 """
 
 
-class OldSettings(FutureWarning):
-    """Settings of rlhf-flows 0.1 were read and translated; the next version will refuse them."""
-
-
 class RlhfError(Exception):
     """Base of every error raised on purpose. ``exit_code`` is what the ``rlhf`` command ends with."""
 

@@ -23,7 +23,8 @@ from rlhf_core.cli import (
     run_commands,
     service_commands,
 )
-from rlhf_core.errors import OldSettings, RlhfError
+from rlhf_core.errors import RlhfError
+from rlhf_core.schemas.migration import OldSettings
 
 app = typer.Typer(
     name="rlhf",

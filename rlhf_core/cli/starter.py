@@ -28,6 +28,8 @@ def starter_config(preset: str, file_name: str) -> str:
     sections: dict[str, list[FieldHelp]] = {}
     for field in describe_fields():
         section, _, _ = field.name.rpartition(".")
+        if field.only_for and _section(values, section).get("name") not in field.only_for:
+            continue  # would be refused beside the algorithm that is chosen
         sections.setdefault(section, []).append(field)
     meanings = describe_sections()
     parts = [HEAD.format(name=file_name), "\n".join(_fields(sections.pop(""), values))]

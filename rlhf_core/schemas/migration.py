@@ -9,6 +9,11 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+
+class OldSettings(FutureWarning):
+    """Settings of rlhf-flows 0.1 were read and translated; the next version will refuse them."""
+
+
 OLD_SECTIONS = ("sft", "train", "grpo")
 """Sections of 0.1 that are gone."""
 

@@ -60,8 +60,8 @@ def test_for_programs(two: tuple[str, str], capsys: pytest.CaptureFixture[str]) 
         4,
     )
     assert found["config"] == [
-        {"setting": "seed", "values": [7, 8]},
         {"setting": "loops.warm_start.num_steps", "values": [2, 0]},
+        {"setting": "seed", "values": [7, 8]},
     ]
     (greedy,) = [row for row in found["evaluations"] if row["name"] == "greedy"]
     assert greedy["runs"][0]["gain"] == pytest.approx(0.18)

@@ -10,10 +10,10 @@ import pytest
 from rlhf_core import config
 from rlhf_core.cli.config_commands import migrated_text
 from rlhf_core.cli.main import execute
-from rlhf_core.errors import BadConfig, OldSettings
+from rlhf_core.errors import BadConfig
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.algorithms import GrpoSpec, SftSpec
-from rlhf_core.schemas.migration import current_document, current_name, current_settings
+from rlhf_core.schemas.migration import OldSettings, current_document, current_name, current_settings
 from rlhf_core.schemas.reports import CheckpointManifest, MetricsLine
 from rlhf_core.schemas.run import RunSpec, with_changes
 

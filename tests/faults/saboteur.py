@@ -332,18 +332,17 @@ def _patch_metrics() -> None:
 
 
 def _odd_collective(fault: dict[str, Any], ranks: Any) -> None:
-    from rlhf_core.training.metrics import vector_size
+    from rlhf_core.training.metrics import VECTOR_SIZE
 
     if fault["what"] == "another_operation":
         ranks.from_first("another") if ranks.rank == fault["odd_rank"] else ranks.sum([0.0])
         return
-    equal = vector_size(ranks.num_ranks)
-    length = {"skip_equal_shape": equal, "skip_other_shape": 17, "wrong_shape": 1000}[fault["what"]]
+    length = {"skip_equal_shape": VECTOR_SIZE, "skip_other_shape": 17, "wrong_shape": 1000}[fault["what"]]
     odd = ranks.rank == fault["odd_rank"]
     if fault["what"] == "wrong_shape":
         ranks.sum([0.0] * (length + 24 * odd))
     elif not odd:
-        ranks.sum([0.0] * length)
+        ranks.gather_numbers([0.0] * length)
 
 
 def _patch_loss() -> None:

@@ -185,6 +185,14 @@ def _add_rollout_metrics(metrics: StepMetrics, rollout: Rollout) -> None:
     metrics.each(health.SAME_GROUPS, sum(len(set(group)) == 1 for group in groups) / num_groups)
     metrics.each(health.NUM_DISTINCT, len({made for group in groups for made in group}))
     metrics.each(health.FINGERPRINT, fingerprint(made for group in groups for made in group))
+    metrics.shared_share(
+        "rollout/shared_share",
+        (
+            f"{row.uid} {made.token_ids}"
+            for row, group in zip(rollout.rows, rollout.completions, strict=True)
+            for made in group
+        ),
+    )
     metrics.digest("rollout/seed_digest", (f"{seed}" for group in rollout.seeds for seed in group))
     metrics.digest(
         "rollout/completion_digest",
