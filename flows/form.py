@@ -15,8 +15,10 @@ from rlhf_core.config import describe_fields, shortened, to_toml
 from rlhf_core.errors import BadConfig, BadInput
 from rlhf_core.presets import PRESETS
 from rlhf_core.run_dir import is_run_id
+from rlhf_core.schemas.algorithms import MAX_STEPS
 from rlhf_core.schemas.base import Schema, label_problem
-from rlhf_core.schemas.run import MAX_STEPS, MAX_TAGS, RunSpec
+from rlhf_core.schemas.migration import current_name
+from rlhf_core.schemas.run import MAX_TAGS, RunSpec
 
 
 def _split_at_commas(given: Any) -> Any:
@@ -59,8 +61,8 @@ SETTINGS = {
     "name": "name",
     "nodes": "resources.num_nodes",
     "gpus_per_node": "resources.gpus_per_node",
-    "steps": "train.num_steps",
-    "learning_rate": "train.learning_rate",
+    "steps": "loops.main.num_steps",
+    "learning_rate": "loops.main.optimizer.learning_rate",
     "seed": "seed",
 }
 """Fields of the form that stand for a setting of the config."""
@@ -171,8 +173,8 @@ def prefilled(spec: RunSpec) -> dict[str, Any]:
         "name": spec.name,
         "nodes": spec.resources.num_nodes,
         "gpus_per_node": spec.resources.gpus_per_node,
-        "steps": spec.train.num_steps,
-        "learning_rate": spec.train.learning_rate,
+        "steps": spec.loops.main.num_steps,
+        "learning_rate": spec.loops.main.optimizer.learning_rate,
         "seed": spec.seed,
     }
 
@@ -198,7 +200,7 @@ def overrides_of(form: Form, given_as: str = OVERRIDES) -> list[str]:
         before = prefilled(config.load(form.config))
     except BadConfig:
         before = after  # only the overrides make it whole
-    named = [text.partition("=")[0].strip() for text in form.overrides]
+    named = [current_name(text.partition("=")[0].strip()) for text in form.overrides]
     changed: list[str] = []
     for field, setting in SETTINGS.items():
         value = getattr(form, field)

@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import tomllib
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,9 @@ from rlhf_core.errors import BadConfig
 from rlhf_core.files import UnfitFile, read_document
 from rlhf_core.formatting import count
 from rlhf_core.presets import PRESETS, preset_path
+from rlhf_core.schemas.algorithms import LoopsSpec, specs
 from rlhf_core.schemas.base import Schema, storable_text
+from rlhf_core.schemas.migration import OldSettings, current_document, current_name, old_settings
 from rlhf_core.schemas.run import RunSpec, SlurmSpec
 from rlhf_core.schemas.site import NotifySite, PrefectSite, RetentionSite
 
@@ -67,9 +70,37 @@ def load(config: str | Path, overrides: Sequence[str] = (), given_as: str = "--s
         content = read_toml(path)
     except OSError as error:
         raise BadConfig(f"cannot read {path}: {error.strerror}") from None
+    found = old_settings(content)
+    if found:
+        if "loops" in content:
+            raise BadConfig(f"{path} holds settings of rlhf-flows 0.1 beside [loops]:\n{_translations(found)}")
+        _warn(f"{path}", found, f"`rlhf config migrate {path}` rewrites the file")
+        content = current_document(content)
     for override in overrides:
         _apply(content, override, given_as)
+    _warn_of_overrides(overrides, given_as)
     return validate(content, str(path), overrides, given_as)
+
+
+def _warn(where: str, names: Sequence[str], remedy: str) -> None:
+    warnings.warn(
+        f"{where}: settings of rlhf-flows 0.1, which the next version will refuse; {remedy}:\n{_translations(names)}",
+        OldSettings,
+        stacklevel=4,
+    )
+
+
+def _translations(names: Sequence[str]) -> str:
+    shown = [f"  write {current_name(name)} instead of {name}" for name in names[:_MAX_PROBLEMS]]
+    more = len(names) - len(shown)
+    return "\n".join([*shown, *([f"  and {more} more"] if more else [])])
+
+
+def _warn_of_overrides(overrides: Sequence[str], given_as: str) -> None:
+    names = [override.partition("=")[0].strip() for override in overrides]
+    old = [name for name in names if current_name(name) != name and current_name(name) in _meanings()]
+    if old:
+        _warn(given_as, old, "give the new names")
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -220,7 +251,7 @@ def check_overrides(overrides: Sequence[str], given_as: str = "--set") -> None:
         return
     except ValidationError as error:
         details = error.errors(include_url=False)
-    named = {override.partition("=")[0].strip() for override in overrides}
+    named = {current_name(override.partition("=")[0].strip()) for override in overrides}
     problems = [
         _explain_override(detail, _override_of(_location(detail), overrides))
         for detail in details[:_MAX_PROBLEMS]
@@ -242,7 +273,7 @@ def _problems(found: Mapping[str, Sequence[str]]) -> str:
 def _override_of(location: str, overrides: Sequence[str]) -> str:
     """The override that a problem is about: the last one that set the place, or something in or around it."""
     for override in reversed(overrides):
-        name = override.partition("=")[0].strip()
+        name = current_name(override.partition("=")[0].strip())
         if f"{name}.".startswith(f"{location}.") or location.startswith(f"{name}."):
             return override
     return ""
@@ -251,7 +282,7 @@ def _override_of(location: str, overrides: Sequence[str]) -> str:
 def _explain_override(detail: Any, override: str) -> str:
     name = override.partition("=")[0].strip()
     if detail["type"] == "extra_forbidden":
-        return f'unknown setting "{_cut(name)}" ({_cut(override.strip())}){_nearest_setting(name)}'
+        return f'unknown setting "{_cut(name)}" ({_cut(override.strip())}){_nearest_setting(current_name(name))}'
     return _explain(detail)
 
 
@@ -259,7 +290,7 @@ def _nearest_setting(name: str) -> str:
     """The closest name that there is, for one that may be wrong in any of its parts."""
     name = name[:_SHOWN_CHARACTERS]  # nothing is like a longer one, and comparing takes its time
     near = difflib.get_close_matches(name, list(_meanings()), n=1, cutoff=0.7)
-    if near and name.rpartition(".")[2] not in _OTHER_NAMES:
+    if near and near[0] != name and name.rpartition(".")[2] not in _OTHER_NAMES:
         return f'; did you mean "{near[0]}"?'
     return _nearest(name)
 
@@ -270,7 +301,7 @@ def _split(override: str, given_as: str) -> tuple[str, Any]:
     if not separator or not name or not all(name.split(".")):
         raise BadConfig(
             f"{given_as}: override {shortened(override)} is not of the form section.field=value, for instance "
-            f"train.num_steps=10"
+            f"loops.main.num_steps=10"
         )
     text = text.strip()
     if len(override) > MAX_CONFIG_BYTES:
@@ -292,12 +323,20 @@ def _apply(content: dict[str, Any], override: str, given_as: str) -> None:
             inner = ".".join(sections[: depth + 1])
             what = f"{_cut(inner)} is a value, not a section"
             raise BadConfig(f"{given_as}: override {shortened(override)}: {what}")
+    if sections[-1:] == ["algorithm"] and field == "name" and table.get(field) != value:
+        table.clear()  # the settings of one algorithm mean nothing to another
     table[field] = value
 
 
 def _location(detail: Any) -> str:
+    """Dotted name of the place of a problem, without what pydantic adds for members of unions and parts of types."""
     inner = ("function-", "literal[", "str-", "[key]")
-    return ".".join(str(part) for part in detail["loc"] if not str(part).startswith(inner))
+    parts = [str(part) for part in detail["loc"] if not str(part).startswith(inner)]
+    kept = [
+        part for part, before in zip(parts, ["", *parts], strict=False) if before != "algorithm" or part not in specs()
+    ]
+    ends_at_name = detail["type"].startswith("union_tag_")
+    return ".".join([*kept, "name"] if ends_at_name else kept)
 
 
 def _explain(detail: Any) -> str:
@@ -307,9 +346,12 @@ def _explain(detail: Any) -> str:
     found = detail.get("input")
     if kind == "extra_forbidden":
         return f'unknown key "{_cut(location)}"{_nearest(location)}'
-    if kind == "missing":
-        meaning = _meanings().get(location, "")
-        return f'missing key "{location}"' + (f": {meaning}" if meaning else "")
+    if kind in ("missing", "union_tag_not_found"):
+        return _explain_missing(location)
+    if kind == "union_tag_invalid":
+        return (
+            f"{location}: found {shortened(detail['ctx']['tag'])}, expected {_listed(detail['ctx']['expected_tags'])}"
+        )
     if kind == "value_error":
         message = str(detail["ctx"]["error"])
         return f"{location}: {message}" if location else message
@@ -319,6 +361,20 @@ def _explain(detail: Any) -> str:
     if kind == "string_pattern_mismatch" and location == "name":
         expected = expected_name(str(found))
     return f"{location}: found {shortened(found)}, {expected}"
+
+
+def _explain_missing(location: str) -> str:
+    meaning = _meanings().get(location, "")
+    if meaning:
+        return f'missing key "{location}": {meaning}'
+    inner = [field.name for field in describe_fields() if field.required and field.name.startswith(f"{location}.")]
+    return f'missing section "{location}"' + (f"; it needs {', '.join(inner)}" if inner else "")
+
+
+def _listed(tags: str) -> str:
+    """Tags of a union as pydantic writes them (``'a', 'b', 'c'``), as an alternative in words."""
+    *first, last = tags.split(", ")
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def _cut(text: str) -> str:
@@ -334,24 +390,24 @@ def expected_name(found: str) -> str:
 
 _OTHER_NAMES = {
     # What people write who come from TRL, verl, OpenRLHF or torchrun.
-    "beta": "grpo.kl_coefficient",
-    "epsilon": "grpo.clip_low",
-    "epsilon_high": "grpo.clip_high",
+    "beta": "loops.main.algorithm.kl_coefficient",
+    "epsilon": "loops.main.algorithm.clip_low",
+    "epsilon_high": "loops.main.algorithm.clip_high",
     "gpus": "resources.gpus_per_node",
-    "kl_coef": "grpo.kl_coefficient",
-    "lr": "train.learning_rate",
+    "kl_coef": "loops.main.algorithm.kl_coefficient",
+    "lr": "loops.main.optimizer.learning_rate",
     "max_completion_length": "rollout.max_new_tokens",
     "max_prompt_length": "data.max_prompt_tokens",
-    "max_steps": "train.num_steps",
+    "max_steps": "loops.main.num_steps",
     "model_name_or_path": "model.path",
     "nnodes": "resources.num_nodes",
     "nodes": "resources.num_nodes",
     "nproc_per_node": "resources.ranks_per_node",
-    "num_generations": "grpo.samples_per_prompt",
-    "per_device_train_batch_size": "train.micro_batch_size",
+    "num_generations": "loops.main.algorithm.samples_per_prompt",
+    "per_device_train_batch_size": "trainer.micro_batch_size",
     "reward_funcs": "reward.functions",
     "save_steps": "checkpoint.every_num_steps",
-    "steps": "train.num_steps",
+    "steps": "loops.main.num_steps",
 }
 
 
@@ -360,8 +416,11 @@ def _nearest(location: str) -> str:
     *parents, leaf = location[:_SHOWN_CHARACTERS].split(".")
     if leaf in _OTHER_NAMES:
         return f'; the name here is "{_OTHER_NAMES[leaf]}"'
-    # The right word in the wrong section: train.samples_per_prompt for grpo.samples_per_prompt.
+    if location in names:
+        return "; it is a setting of another algorithm"
+    # The right word in the wrong section: loops.main.learning_rate for loops.main.optimizer.learning_rate.
     elsewhere = [name for name in names if name.split(".")[-1] == leaf]
+    elsewhere = [name for name in elsewhere if name.split(".")[: len(parents)] == parents] or elsewhere
     if elsewhere:
         return f"; did you mean {' or '.join(elsewhere)}?"
     sections = sorted({name.split(".")[0] for name in names if "." in name})
@@ -373,9 +432,11 @@ def _nearest(location: str) -> str:
     near = difflib.get_close_matches(leaf, [name.split(".")[-1] for name in siblings], n=1, cutoff=0.6)
     if near:
         return f'; did you mean "{".".join([*parents, near[0]])}"?'
-    leaves = difflib.get_close_matches(leaf, [name.split(".")[-1] for name in names], n=1, cutoff=0.7)
-    if leaves:
-        return f'; did you mean "{next(name for name in names if name.split(".")[-1] == leaves[0])}"?'
+    inside = [name for name in names if name.startswith(f"{'.'.join(parents)}.")]
+    for among in (inside, names):
+        leaves = difflib.get_close_matches(leaf, [name.split(".")[-1] for name in among], n=1, cutoff=0.7)
+        if leaves:
+            return f'; did you mean "{next(name for name in among if name.split(".")[-1] == leaves[0])}"?'
     if parents and siblings:
         return f"; [{'.'.join(parents)}] has {', '.join(name.split('.')[-1] for name in siblings)}"
     return f"; the sections are {', '.join(sections)}"
@@ -399,6 +460,8 @@ class FieldHelp:
     """One sentence."""
     required: bool
     """Whether there is no default."""
+    only_for: tuple[str, ...] = ()
+    """Names (of algorithms, for instance) that have the setting; empty where all in its section have it."""
 
 
 def describe_fields() -> list[FieldHelp]:
@@ -417,11 +480,17 @@ def describe_site_tables() -> dict[str, tuple[str, list[FieldHelp]]]:
 
 
 def describe_sections() -> dict[str, str]:
-    """Every section and what it is about, in the order of the schema."""
+    """Every section that has settings and what it is about, in the order of the schema."""
+    return dict(_describe_sections(RunSpec, ""))
+
+
+def optional_sections() -> set[str]:
+    """Sections that a config may leave out although settings in them are required."""
     return {
-        name: (field.annotation.__doc__ or "").strip().splitlines()[0]
-        for name, field in RunSpec.model_fields.items()
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+        f"{above}{name}"
+        for above, schema in (("", RunSpec), ("loops.", LoopsSpec))
+        for name, field in schema.model_fields.items()
+        if _schemas(field.annotation) and field.default is None
     }
 
 
@@ -441,18 +510,67 @@ def to_toml(value: Any) -> str:
 
 def _describe(schema: type[BaseModel], prefix: str) -> Iterator[FieldHelp]:
     for name, setting in schema.model_fields.items():
-        annotation = setting.annotation
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            yield from _describe(annotation, f"{prefix}{name}.")
-            continue
-        required = setting.default is PydanticUndefined
-        yield FieldHelp(
-            name=f"{prefix}{name}",
-            type=_type_name(annotation),
-            default="" if required else to_toml(setting.default),
-            meaning=" ".join((setting.description or "").split()),
-            required=required,
-        )
+        sections = _schemas(setting.annotation)
+        if isinstance(setting.discriminator, str):
+            yield from _describe_union(sections, setting.discriminator, f"{prefix}{name}.")
+        elif sections:
+            yield from _describe(sections[0], f"{prefix}{name}.")
+        else:
+            required = setting.default is PydanticUndefined
+            yield FieldHelp(
+                name=f"{prefix}{name}",
+                type=_type_name(setting.annotation),
+                default="" if required else to_toml(setting.default),
+                meaning=" ".join((setting.description or "").split()),
+                required=required,
+            )
+
+
+def _describe_union(members: Sequence[type[BaseModel]], tag: str, prefix: str) -> Iterator[FieldHelp]:
+    """A section whose settings depend on one of them: that one first, then the settings of each member."""
+    tags = [get_args(member.model_fields[tag].annotation)[0] for member in members]
+    texts = [" ".join((member.model_fields[tag].description or "").split()) for member in members]
+    yield FieldHelp(
+        name=f"{prefix}{tag}",
+        type=" | ".join(map(to_toml, tags)),
+        default="",
+        meaning=" ".join(f"`{name}`: {text}" for name, text in zip(tags, texts, strict=True)),
+        required=True,
+    )
+    found: dict[str, FieldHelp] = {}
+    owners: dict[str, list[str]] = {}
+    for member, of_member in zip(members, tags, strict=True):
+        for setting in _describe(member, prefix):
+            found.setdefault(setting.name, setting)
+            owners.setdefault(setting.name, []).append(of_member)
+    del found[f"{prefix}{tag}"]
+    for name, setting in found.items():
+        if len(owners[name]) == len(members):
+            yield setting
+        else:
+            of = ", ".join(f"`{owner}`" for owner in owners[name])
+            meaning = f"{setting.meaning} Only for {of}."
+            yield dataclasses.replace(setting, meaning=meaning, only_for=tuple(owners[name]))
+
+
+def _describe_sections(schema: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:
+    for name, setting in schema.model_fields.items():
+        sections = _schemas(setting.annotation)
+        about = " ".join((sections[0].__doc__ or "").partition("\n\n")[0].split()) if sections else ""
+        if len(sections) > 1:
+            yield f"{prefix}{name}", f"Settings that depend on `{setting.discriminator}`."
+        elif sections and any(not _schemas(field.annotation) for field in sections[0].model_fields.values()):
+            yield f"{prefix}{name}", about
+        for section in sections[:1]:
+            yield from _describe_sections(section, f"{prefix}{name}.")
+
+
+def _schemas(annotation: Any) -> list[type[BaseModel]]:
+    """The schemas that a field may hold: one for a section, several for a union of sections, none for a value."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
+    return [part for part in parts if isinstance(part, type) and issubclass(part, BaseModel)]
 
 
 def _type_name(annotation: Any) -> str:

@@ -25,7 +25,7 @@ from pydantic_core import from_json
 from rlhf_core.errors import CheckpointCorrupt, RunDirError
 from rlhf_core.files import FileLine, FileLines, UnfitFile, lines_of, open_regular, read_document
 from rlhf_core.schemas.reports import CheckpointManifest, FileChecksum
-from rlhf_core.schemas.run import SCHEMA_VERSION, StoredSpec
+from rlhf_core.schemas.run import READABLE_VERSIONS, SCHEMA_VERSION, StoredSpec
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -837,7 +837,7 @@ class RunDir:
         if not isinstance(content, dict):
             raise RunDirError(f"{self.spec} is damaged: expected a JSON object")
         version = content.get("schema_version")
-        if version != SCHEMA_VERSION:
+        if version not in READABLE_VERSIONS:
             raise RunDirError(
                 f"{self.spec} has schema_version {version}, this program reads {SCHEMA_VERSION}; "
                 f"use the version of rlhf-flows that made it ({content.get('package_version', 'unknown')})"

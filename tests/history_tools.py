@@ -26,6 +26,7 @@ from rlhf_core.history.database import parse_url
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables import metadata
 from rlhf_core.run_dir import LineWriter, RunDir, write_model
+from rlhf_core.schemas.algorithms import LoopsSpec
 from rlhf_core.schemas.attempts import AttemptState, RunState, StageName, StageState
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind, Incident
@@ -56,10 +57,17 @@ from rlhf_core.schemas.reports import (
     TelemetryLine,
 )
 from rlhf_core.schemas.resources import GroupPlan, Placement, Role, Submission, in_order
-from rlhf_core.schemas.run import DataSpec, ModelSpec, RunSpec, SftSpec, StoredSpec, TrainSpec
+from rlhf_core.schemas.run import DataSpec, ModelSpec, RunSpec, StoredSpec
 
 T0 = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC)
 """Creation time of the runs made here."""
+
+
+def small_loops(num_steps: int, warm_start: int = 0) -> LoopsSpec:
+    """The loops of a run of GRPO, after a supervised warm start of some steps."""
+    supervised = {"num_steps": warm_start, "algorithm": {"name": "sft"}, "optimizer": {"learning_rate": 1e-4}}
+    main = {"num_steps": num_steps, "algorithm": {"name": "grpo"}, "optimizer": {"learning_rate": 1e-6}}
+    return LoopsSpec.model_validate({"warm_start": supervised, "main": main})
 
 
 def at(seconds: float) -> datetime:
@@ -82,8 +90,7 @@ class RunFiles:
             seed=7,
             model=ModelSpec(config={"model_type": "qwen3"}, tokenizer="char"),
             data=DataSpec(train="train.jsonl"),
-            train=TrainSpec(num_steps=8),
-            sft=SftSpec(num_steps=2),
+            loops=small_loops(8, 2),
         )
         stored = StoredSpec(
             run_id=self.run_id,
@@ -117,7 +124,7 @@ class RunFiles:
     def metrics(self, attempt: int, restart: int, step: int, seconds: float, **more: float) -> None:
         """A line of trainer rank 0; each step takes two seconds."""
         values = {"train/loss": 1.0 / step + attempt + restart / 10, "time/step_s": 2.0, **more}
-        line = MetricsLine(step=step, time=at(seconds), stage="sft" if step <= 2 else "grpo", metrics=values)
+        line = MetricsLine(step=step, time=at(seconds), loop="sft" if step <= 2 else "grpo", metrics=values)
         _append(self.dir.attempt(attempt).restart(restart).metrics, line)
 
     def event(self, attempt: int, restart: int, kind: Any, seconds: float, node: str = "n1") -> None:
@@ -227,8 +234,8 @@ class RunFiles:
         }
         manifest = CheckpointManifest(
             step=step,
-            stage="grpo",
-            stage_finished=False,
+            loop="grpo",
+            loop_finished=False,
             num_ranks=2,
             spec_hash="feed",
             files=files,

@@ -9,12 +9,19 @@ from rlhf_core.presets import PRESETS
 CONFIGURATION = """\
 # Configuration
 
-A run is asked for with one TOML file. Only `name`, the model, the data and `train.num_steps` have no default; a
-file says what differs. Any setting can be overridden on the command line with `--set section.field=value`, where
-the value is TOML and a bare word is taken as text. An unknown key is an error, and the message names the nearest
-right one. The shipped presets, {presets}, are commented examples: `rlhf run quickstart`.
+A run is asked for with one TOML file. Only `name`, the model, the data and, of each loop, the steps, the algorithm and
+the learning rate have no default; a file says what differs. Any setting can be overridden on the command line with
+`--set section.field=value`, where the value is TOML and a bare word is taken as text. An unknown key is an error, and
+the message names the nearest right one. The shipped presets, {presets}, are commented examples: `rlhf run quickstart`.
 
 What ran is kept, with every default filled in, in `spec.json` of the run directory.
+
+A run has one or two training loops: `[loops.warm_start]`, which may be left out, and `[loops.main]`. Each has an
+algorithm and an optimizer of its own. The name of the algorithm decides which settings its section has; an override of
+the name drops the settings of the algorithm before it.
+
+Configs of rlhf-flows 0.1, with `[sft]`, `[train]` and `[grpo]`, are read by this version with a warning that names the
+new settings, and refused by the next. `rlhf config migrate FILE` rewrites one and keeps its comments.
 """
 
 

@@ -33,8 +33,8 @@ attempt, and the decision to stop names the cap and the use. Those on hours also
 so that a training run saves and ends in time. Resuming the run allows as much again.
 
 *With a remedy*: only if the next attempt changes something. CUDA out of memory: half
-`train.micro_batch_size` until it is 1, then `train.gradient_checkpointing`, then half `rollout.batch_size`; the global
-batch, and so the gradient, stays (`supervise.oom_remediation`). A loss that is not finite: once from the checkpoint
+`trainer.micro_batch_size` until it is 1, then `trainer.gradient_checkpointing`, then half `rollout.batch_size`; the
+global batch, and so the gradient, stays (`supervise.oom_remediation`). A loss that is not finite: once from the checkpoint
 before the newest. Training that no longer learns (`[health]`): once from the newest checkpoint that is older
 than the window of steps it was judged by. Newer ones are put aside (`supervise.rollback_on_non_finite`).
 

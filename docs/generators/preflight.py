@@ -112,8 +112,8 @@ MEMORY = """
 
 `memory.trainer` and `memory.evaluator` add up what one rank holds (`rlhf_core/preflight/memory.py` has every formula
 with its source): weights, gradients in float32, AdamW's master weights and moments split over the ranks by ZeRO 1, the
-reference model when `grpo.kl_coefficient` or `grpo.measure_kl` asks for one; on top of that whatever is larger,
-activations and one chunk of logits in training, or the KV cache in sampling. It reckons with the longest prompts and
+reference model when an algorithm asks for one (GRPO with a `kl_coefficient` or `measure_kl`); on top of that the larger
+of activations and one chunk of logits in training, or the KV cache in sampling. It reckons with the longest prompts and
 completions that the config allows. Against it stands the memory of the GPU, by `slurm.gpu_type` or what the nodes say;
 on CPU that of the node, divided by its ranks. One rank of a float32 model with 34 million parameters (8 layers, hidden
 size 512, 32 sequences of 256 tokens at once) on CPU: 6.2 GiB by the estimate, 5.9 GiB at its peak in a run.

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +12,7 @@ import typer
 from rlhf_core import __version__
 from rlhf_core.cli import (
     compare_command,
+    config_commands,
     db_commands,
     deploy_commands,
     export_command,
@@ -24,6 +26,7 @@ from rlhf_core.cli import (
     sql_command,
 )
 from rlhf_core.errors import RlhfError
+from rlhf_core.schemas.migration import OldSettings
 
 app = typer.Typer(
     name="rlhf",
@@ -38,8 +41,10 @@ db_app = typer.Typer(
     no_args_is_help=True,
 )
 
+config_app = typer.Typer(help="Config files: rewrite one of an earlier version.", no_args_is_help=True)
+
 _RUNNING = "Run"
-_LOOKING = "AttemptSnapshot"
+_LOOKING = "Look"
 _SITE = "Site"
 
 
@@ -59,6 +64,8 @@ def _root(
 
 
 app.command("init", rich_help_panel=_RUNNING)(run_commands.init)
+app.add_typer(config_app, name="config", rich_help_panel=_RUNNING)
+config_app.command("migrate")(config_commands.migrate)
 app.command("check", rich_help_panel=_RUNNING, cls=run_commands.CommandWithSettings)(run_commands.check)
 app.command("run", rich_help_panel=_RUNNING, cls=run_commands.CommandWithSettings)(run_commands.run)
 app.command("resume", rich_help_panel=_RUNNING)(run_commands.resume)
@@ -92,6 +99,17 @@ db_app.command("rebuild")(db_commands.rebuild)
 db_app.command("reader")(db_commands.reader)
 
 
+_python_format = warnings.formatwarning
+
+
+def _format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    if issubclass(category, OldSettings):
+        return f"Warning: {message}\n"
+    return _python_format(message, category, filename, lineno, line)
+
+
 def execute(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code. Everything is printed; nothing is raised."""
     try:
@@ -114,6 +132,7 @@ def execute(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """Entry point of the ``rlhf`` command."""
+    warnings.formatwarning = _format_warning
     sys.exit(execute(sys.argv[1:]))
 
 

@@ -381,7 +381,7 @@ def _print_plan(spec: Any, site: "Site", as_json: bool) -> None:
         for phase in placement.phases
     )
     rows = [
-        ("steps", f"{spec.sft.num_steps} supervised, then {spec.train.num_steps} of {spec.train.algorithm}"),
+        ("steps", ", then ".join(f"{loop.num_steps} of {loop.algorithm.name}" for loop in spec.loops.named.values())),
         ("stages", "preflight, allocate, train, evaluate"),
         ("placement", f"{placement.num_nodes} node(s), {placement.gpus_per_node} GPUs each: {roles}"),
         ("resources", f"{request.cpus_per_node} cores per node, at most {output.seconds_text(request.time_limit_s)}"),

@@ -5,7 +5,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf_core.config import FieldHelp, describe_fields, describe_sections, to_toml
+from rlhf_core.config import FieldHelp, describe_fields, describe_sections, optional_sections, to_toml
 from rlhf_core.presets import preset_path
 
 HEAD = """\
@@ -28,13 +28,24 @@ def starter_config(preset: str, file_name: str) -> str:
     sections: dict[str, list[FieldHelp]] = {}
     for field in describe_fields():
         section, _, _ = field.name.rpartition(".")
+        if field.only_for and _section(values, section).get("name") not in field.only_for:
+            continue  # would be refused beside the algorithm that is chosen
         sections.setdefault(section, []).append(field)
     meanings = describe_sections()
     parts = [HEAD.format(name=file_name), "\n".join(_fields(sections.pop(""), values))]
+    left_out = {name for name in optional_sections() if not _section(values, name)}
     for section, fields in sections.items():
-        parts.append(f"\n# {meanings[section]}\n[{section}]")
-        parts.append("\n".join(_fields(fields, values.get(section, {}))))
+        sign = "# " if any(f"{section}.".startswith(f"{name}.") for name in left_out) else ""
+        parts.append(f"\n# {meanings[section]}\n{sign}[{section}]")
+        parts.append("\n".join(_fields(fields, _section(values, section))))
     return "\n".join(parts) + "\n"
+
+
+def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The table of a dotted name; empty where there is none."""
+    for part in name.split("."):
+        values = values.get(part, {})
+    return values
 
 
 def _fields(fields: list[FieldHelp], values: Mapping[str, Any]) -> Iterator[str]:

@@ -64,7 +64,7 @@ def marks_of(run_dir: RunDir, spec: RunSpec, last_step: int) -> Marks:
     firsts = [line.step for lines in _by_restart(run_dir) if (line := next(lines, None)) is not None]
     return Marks(
         last_step=max(last_step, 1),
-        warm_start_steps=spec.sft.num_steps if spec.train.algorithm != "sft" else 0,
+        warm_start_steps=spec.warm_start_steps,
         checkpoints=tuple(checkpoint.step for checkpoint in run_dir.checkpoints()),
         incidents=tuple(incident.step for incident in found if incident.step is not None),
         resumes=tuple(step - 1 for step in firsts[1:]),

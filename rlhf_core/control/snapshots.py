@@ -84,7 +84,9 @@ def keep(
         # The copies are what a later run takes; their folder has its final name already.
         paths = tuple(str(kept / CODE / "snapshot" / Path(path).name) for path in spec.code.paths)
         kept_spec = spec.model_copy(update={"code": spec.code.model_copy(update={"paths": paths})})
-        write_text(unfinished / CONFIG, tomli_w.dumps(kept_spec.model_dump(mode="json", exclude_unset=True)))
+        write_text(
+            unfinished / CONFIG, tomli_w.dumps(kept_spec.model_dump(mode="json", exclude_unset=True, exclude_none=True))
+        )
         origin = Origin(source=source, overrides=tuple(overrides), folder=str(folder), revision=revision)
         write_model(unfinished / ORIGIN, origin)
         if kept.exists():

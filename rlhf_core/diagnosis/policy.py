@@ -214,10 +214,10 @@ def oom_remedy(spec: RunSpec) -> dict[str, JsonValue]:
     Returns:
         Dotted name to new value; empty when there is nothing left to change.
     """
-    if spec.train.micro_batch_size > 1:
-        return {"train.micro_batch_size": spec.train.micro_batch_size // 2}
-    if not spec.train.gradient_checkpointing:
-        return {"train.gradient_checkpointing": True}
+    if spec.trainer.micro_batch_size > 1:
+        return {"trainer.micro_batch_size": spec.trainer.micro_batch_size // 2}
+    if not spec.trainer.gradient_checkpointing:
+        return {"trainer.gradient_checkpointing": True}
     if spec.rollout.batch_size > 1:
         return {"rollout.batch_size": spec.rollout.batch_size // 2}
     return {}

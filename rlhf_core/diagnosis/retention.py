@@ -65,4 +65,4 @@ def kept_steps(steps: Sequence[int], newest: int, spec: RunSpec) -> set[int]:
     # once the present one is needed no more must live until then.
     before = [step for step in steps if step <= judged_since][-1:]
     within = [step for step in steps if step > judged_since][:1]
-    return {*steps[-spec.checkpoint.keep_last :], spec.sft.num_steps, newest, *before, *within}
+    return {*steps[-spec.checkpoint.keep_last :], spec.warm_start_steps, newest, *before, *within}

@@ -29,7 +29,7 @@ def _front_matter(provenance: ModelProvenance, spec: RunSpec) -> Iterator[str]:
     if provenance.base_model:
         yield f"base_model: {yaml_scalar(provenance.base_model)}"
     yield "tags:"
-    for tag in dict.fromkeys(["rlhf", spec.train.algorithm, *provenance.tags]):
+    for tag in dict.fromkeys(["rlhf", spec.loops.main.algorithm.name, *provenance.tags]):
         yield f"- {yaml_scalar(tag)}"
     yield "datasets:"
     yield f"- {yaml_scalar(data_name(spec))}"
@@ -58,7 +58,9 @@ def _body(provenance: ModelProvenance, spec: RunSpec) -> Iterator[str]:
     yield f"# {provenance.run_id}"
     yield ""
     started = markdown_code(provenance.base_model) if provenance.base_model else "random weights"
-    trained = f"{spec.train.algorithm.upper()}" + (" after a supervised warm start" if spec.sft.num_steps else "")
+    warm_start, main = spec.loops.warm_start, spec.loops.main.algorithm
+    after = f" after a warm start by {warm_start.algorithm.name.upper()}" if warm_start else ""
+    trained = main.name.upper() + after
     yield (
         f"Trained from {started} by {trained}, {provenance.checkpoint_step} optimizer steps, on "
         f"{markdown_code(data_name(spec))} with the reward {', '.join(map(markdown_code, spec.reward.functions))}."

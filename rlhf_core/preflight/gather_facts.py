@@ -36,6 +36,7 @@ from rlhf_core.preflight.plugins import load_plugins
 from rlhf_core.run_dir import CheckpointDir
 from rlhf_core.scheduler.passed_environment import PassedEnvironment, without_private
 from rlhf_core.schemas.content import ContentReport
+from rlhf_core.schemas.migration import current_settings
 from rlhf_core.schemas.resources import Inventory
 from rlhf_core.schemas.run import BUILT_TOKENIZERS, ModelSpec, RunSpec, SlurmSpec
 
@@ -370,5 +371,5 @@ def inspect_checkpoint(checkpoint: CheckpointDir | None) -> CheckpointFacts | No
             continue
         if size != expected.bytes:
             problems.append(f"{name}: found {size} bytes, expected {expected.bytes}")
-    settings = _read_json(checkpoint.trainer_state / "settings.json")
+    settings = current_settings(_read_json(checkpoint.trainer_state / "settings.json"))
     return CheckpointFacts(checkpoint.root.name, checkpoint.step, manifest.num_ranks, tuple(problems), settings)

@@ -211,26 +211,31 @@ def sampling_bytes(shape: Shape, dtype: str, sequences: int) -> int:
 def trainer_estimate(spec: RunSpec, shape: Shape) -> Estimate:
     """Memory of one trainer rank: it samples and trains in turn, with optimizer and all in place."""
     dtype, on_gpu = spec.model.dtype, bool(spec.resources.gpus_per_node)
+    optimizer = f"optimizer (ZeRO 1 over {spec.num_ranks} ranks)"
     resident = {
         "weights": weight_bytes(shape, dtype),
         "gradients": gradient_bytes(shape, dtype),
-        f"optimizer (ZeRO 1 over {spec.num_ranks} ranks)": optimizer_bytes(shape, spec.num_ranks),
+        optimizer: optimizer_bytes(shape, spec.num_ranks),
         "reduction buffer": min(shape.parameters, BUCKET_ELEMENTS) * 4,
         "libraries": GPU_BASE_BYTES if on_gpu else CPU_BASE_BYTES,
     }
     length = spec.data.max_prompt_tokens + spec.rollout.max_new_tokens
-    is_grpo = spec.train.algorithm == "grpo"
-    sequences = _sequences_of_a_step(spec)
-    micro = max(1, min(spec.train.micro_batch_size, sequences))
+    algorithms = [loop.algorithm for loop in spec.loops.named.values()]
+    sequences = max(algorithm.sequences_per_step for algorithm in algorithms) // spec.num_ranks
+    micro = max(1, min(spec.trainer.micro_batch_size, sequences))
+    samples = any(algorithm.samples for algorithm in algorithms)
     moments = {
         "train": {
-            "activations": activation_bytes(shape, dtype, micro * length, spec.train.gradient_checkpointing),
+            "activations": activation_bytes(shape, dtype, micro * length, spec.trainer.gradient_checkpointing),
             "logits": logit_bytes(shape, micro * length),
         },
-        "sample": _sampling(spec, shape, sequences if is_grpo else _sequences_of_an_evaluation(spec)),
+        "sample": _sampling(spec, shape, sequences if samples else _sequences_of_an_evaluation(spec)),
     }
-    if is_grpo and (spec.grpo.kl_coefficient > 0 or spec.grpo.measure_kl):
+    if any(algorithm.reference for algorithm in algorithms):
         resident["reference model"] = weight_bytes(shape, dtype)
+    if any(algorithm.critic for algorithm in algorithms):
+        # As large as the policy, and trained like it.
+        resident["critic"] = sum(resident[part] for part in ("weights", "gradients", optimizer))
     return Estimate(resident, moments)
 
 
@@ -252,16 +257,6 @@ def _sampling(spec: RunSpec, shape: Shape, sequences: int) -> dict[str, int]:
     }
 
 
-def _sequences_of_a_step(spec: RunSpec) -> int:
-    """Sequences of a rank in one step, in whichever loop has more."""
-    counts = []
-    if spec.train.algorithm == "grpo":
-        counts.append(spec.grpo.prompts_per_step * spec.grpo.samples_per_prompt)
-    if spec.train.algorithm == "sft" or spec.sft.num_steps:
-        counts.append(spec.sft.batch_size)
-    return max(counts) // spec.num_ranks
-
-
 def _sequences_of_an_evaluation(spec: RunSpec) -> int:
     prompts = spec.evaluate.num_prompts or spec.rollout.batch_size * spec.num_ranks
     return -(-prompts * spec.evaluate.samples_per_prompt // spec.num_ranks)
@@ -276,9 +271,11 @@ def remedies(spec: RunSpec, shape: Shape, room: int) -> list[tuple[dict[str, Jso
 
     Single changes that do it; where none does, several together. None changes what is learned but the number format.
     """
-    micro: list[dict[str, JsonValue]] = [{"train.micro_batch_size": n} for n in _halves(spec.train.micro_batch_size)]
+    micro: list[dict[str, JsonValue]] = [
+        {"trainer.micro_batch_size": n} for n in _halves(spec.trainer.micro_batch_size)
+    ]
     batch: list[dict[str, JsonValue]] = [{"rollout.batch_size": n} for n in _halves(spec.rollout.batch_size)]
-    again: dict[str, JsonValue] = {"train.gradient_checkpointing": True}
+    again: dict[str, JsonValue] = {"trainer.gradient_checkpointing": True}
     short: dict[str, JsonValue] = {"model.dtype": "bfloat16"}
     smallest = {**again, **(micro or [{}])[-1], **(batch or [{}])[-1]}
     both = [{**one, **other} for one, other in zip(micro, batch, strict=False)]

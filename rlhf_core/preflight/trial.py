@@ -12,6 +12,7 @@ from typing import Any
 
 from rlhf_core.preflight.facts import DataFile, Facts, GoodRun
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
+from rlhf_core.schemas.migration import current_document
 from rlhf_core.schemas.run import RunSpec, with_changes
 
 SMALL = 3
@@ -23,11 +24,8 @@ WATCHED = (
     "trainer",
     "reward",
     "evaluate.scorer",
-    "train.algorithm",
-    "train.micro_batch_size",
-    "train.gradient_checkpointing",
-    "grpo",
-    "sft.batch_size",
+    "loops.main.algorithm",
+    "loops.warm_start.algorithm",
     "rollout.engine",
     "rollout.max_new_tokens",
     "rollout.batch_size",
@@ -37,6 +35,7 @@ WATCHED = (
 )
 """Settings, or whole sections, whose change asks for a trial."""
 
+_WITHOUT_EFFECT = ("trainer.log_samples_every",)
 NOTHING = "nothing"
 _LONGEST = 60
 
@@ -57,14 +56,16 @@ class Change:
 def changes_since(before: GoodRun, spec: RunSpec, basis: Mapping[str, str]) -> list[Change]:
     """List the differences from an earlier run. A value that only one of the two runs has counts as unchanged: another
     version of this program may have had other settings or recorded less."""
+    then, now = current_document(before.spec), _content(spec)
     found = [
         Change(name, _shown(old), _shown(new))
         for watched in WATCHED
-        for name, old, new in _differences(watched, _pick(before.spec, watched), _pick(_content(spec), watched))
+        for name, old, new in _differences(watched, _pick(then, watched), _pick(now, watched))
+        if name not in _WITHOUT_EFFECT
     ]
-    old_warm_start, new_warm_start = _pick(before.spec, "sft.num_steps"), spec.sft.num_steps
-    if old_warm_start is not None and bool(old_warm_start) != bool(new_warm_start):
-        found.append(Change("sft.num_steps", str(old_warm_start), str(new_warm_start)))
+    warm_started = [_pick(loops, "loops.warm_start.num_steps") or 0 for loops in (then, now)]
+    if "warm_start" in (_pick(then, "loops") or {}) and bool(warm_started[0]) != bool(warm_started[1]):
+        found.append(Change("loops.warm_start.num_steps", *map(str, warm_started)))
     found += [
         Change(name, before.basis[name], basis[name])
         for name in basis
@@ -121,9 +122,10 @@ def _content(spec: RunSpec) -> Mapping[str, Any]:
 
 def _pick(spec: Mapping[str, Any], name: str) -> Any:
     """Return a section or setting of a spec as JSON; None if it has none."""
-    section, _, field = name.partition(".")
-    found = spec.get(section)
-    return found.get(field) if field and isinstance(found, Mapping) else found
+    found: Any = spec
+    for part in name.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
 
 
 def _differences(name: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -181,16 +183,15 @@ def trial_spec(spec: RunSpec, rung: Rung) -> RunSpec:
     one node are a divisor of those of all nodes, and what a number divides, its divisors divide.
     """
     steps, evaluate = spec.preflight.trial_steps, spec.evaluate
-    num_steps = {name: min(getattr(spec, name).num_steps, steps) for name in ("sft", "train")}
+    num_steps = {name: min(loop.num_steps, steps) for name, loop in spec.loops.named.items()}
     return with_changes(
         spec,
         {
             "resources.num_nodes": rung.num_nodes,
-            "sft.num_steps": num_steps["sft"],
-            "train.num_steps": num_steps["train"],
+            **{f"loops.{name}.num_steps": number for name, number in num_steps.items()},
             "evaluate.num_prompts": min(evaluate.num_prompts or PROMPTS, PROMPTS),
             # An evaluation on the way may break too: one is made.
-            "evaluate.every_num_steps": min(evaluate.every_num_steps, num_steps["train"]),
+            "evaluate.every_num_steps": min(evaluate.every_num_steps, num_steps["main"]),
             "checkpoint.every_num_steps": sum(num_steps.values()),
             "preflight.trial": "off",
             "preflight.off": {

@@ -46,7 +46,7 @@ LEARNING = (
         unit="nats per token",
         keys=(("policy/kl", "KL"),),
         explanation="How far the model has moved from the one before the main algorithm.",
-        if_missing="it was not measured; set grpo.measure_kl = true or a grpo.kl_coefficient above 0",
+        if_missing="it was not measured; set measure_kl = true, or a kl_coefficient above 0, in [loops.main.algorithm]",
     ),
     LinePlot(
         name="entropy",
@@ -184,7 +184,7 @@ def _of_stage(record: ReportData, curve: Curve, stage: str) -> Curve:
     if not stage:
         return curve
     spec = record.spec
-    if spec is not None and spec.train.algorithm == "sft":
+    if spec is not None and not spec.loops.main.algorithm.samples:
         return curve if stage == "sft" else ()
     border = record.warm_start_steps
     return [(step, value) for step, value in curve if (step <= border) == (stage == "sft")]

@@ -10,6 +10,7 @@ from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.config_text import flat
 from rlhf_core.render.plots import Curve, finite
+from rlhf_core.schemas.migration import current_document
 
 Facts = dict[str, Any]
 
@@ -30,6 +31,7 @@ KEY_METRICS = (
 """Compared unless others are asked for, as far as a run has them."""
 
 _NO_SETTING = "(none)"
+_WARM_START = "loops.warm_start."
 
 
 def compare(store: HistoryStore, run_ids: Sequence[str], metrics: Sequence[str] = ()) -> Facts:
@@ -93,8 +95,13 @@ def _run(label: str, facts: Facts) -> Facts:
 
 
 def warm_start_steps(run: Mapping[str, Any]) -> int:
-    """Supervised steps before the main algorithm."""
-    return int(run["spec"].get("sft", {}).get("num_steps", 0)) if run["algorithm"] != "sft" else 0
+    """Steps before the main loop."""
+    return int(_warm_start(run["spec"])["num_steps"])
+
+
+def _warm_start(spec: Mapping[str, Any]) -> Mapping[str, Any]:
+    loops = current_document(spec).get("loops", {})
+    return loops.get("warm_start") or {"num_steps": 0}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -103,13 +110,21 @@ def warm_start_steps(run: Mapping[str, Any]) -> int:
 
 def config_differences(specs: Sequence[Mapping[str, Any]]) -> list[Facts]:
     """The settings that are not the same in all specs, by dotted names; one that a spec lacks is ``(none)``."""
-    settings = [flat(spec) for spec in specs]
+    settings = [flat(_comparable(spec)) for spec in specs]
+    no_warm_start = any(not of_run.get(f"{_WARM_START}num_steps") for of_run in settings)
     found = []
     for name in sorted(set().union(*settings)):
+        if no_warm_start and name.startswith(_WARM_START) and name != f"{_WARM_START}num_steps":
+            continue  # a run without a warm start has no settings of one
         values = [of_run.get(name, _NO_SETTING) for of_run in settings]
         if any(value != values[0] for value in values):
             found.append({"setting": name, "values": values})
     return found
+
+
+def _comparable(spec: Mapping[str, Any]) -> dict[str, Any]:
+    document = current_document(spec)
+    return {**document, "loops": {**document.get("loops", {}), "warm_start": _warm_start(document)}}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -179,4 +194,5 @@ def at_last_common_step(key: str, curves: Sequence[Curve], shown: Sequence[Facts
 
 
 def _loop(run: Mapping[str, Any], step: int) -> str:
-    return "sft" if step <= warm_start_steps(run) else str(run["algorithm"])
+    warm_start = _warm_start(run["spec"])
+    return str(warm_start["algorithm"]["name"] if step <= warm_start["num_steps"] else run["algorithm"])

@@ -35,7 +35,8 @@ def setting_text(value: Any) -> str:
 
 def _blocks(name: str, content: Mapping[str, Any]) -> Iterator[str]:
     """The table called ``name``, and after it those inside of it."""
-    lines = [f"{key} = {to_toml(value)}" for key, value in content.items() if not isinstance(value, dict)]
+    values = [(key, value) for key, value in content.items() if value is not None and not isinstance(value, dict)]
+    lines = [f"{key} = {to_toml(value)}" for key, value in values]
     if lines:
         yield "\n".join([f"[{name}]"] * bool(name) + lines)
     for key, value in content.items():

@@ -34,8 +34,8 @@ STEP_TIME = LinePlot(
 )
 
 NAMES = {
-    "grpo": ("reward", "kl", "entropy", "length", "loss-sft", "loss-main", "grad-norm"),
-    "sft": ("loss-sft", "grad-norm"),
+    True: ("reward", "kl", "entropy", "length", "loss-sft", "loss-main", "grad-norm"),
+    False: ("loss-sft", "grad-norm"),
 }
 """Plots of the report that are drawn, by algorithm; the time of a step is drawn for all."""
 
@@ -75,7 +75,7 @@ _STYLE = {
 def plots_of(spec: RunSpec) -> tuple[LinePlot, ...]:
     """Plots that are drawn for a run."""
     known = {plot.name: plot for plot in LEARNING}
-    return (*(known[name] for name in NAMES[spec.train.algorithm]), STEP_TIME)
+    return (*(known[name] for name in NAMES[spec.loops.main.algorithm.samples]), STEP_TIME)
 
 
 def draw(plots: Sequence[LinePlot], curves: Mapping[str, Curve], marks: Marks) -> bytes:

@@ -102,8 +102,8 @@ class ReportData:
 
     @property
     def warm_start_steps(self) -> int:
-        """Steps of the supervised warm start before the main algorithm."""
-        return self.spec.sft.num_steps if self.spec else 0
+        """Steps of the warm start before the main loop."""
+        return self.spec.warm_start_steps if self.spec else 0
 
 
 def gather(store: HistoryStore, run_dir: RunDir) -> ReportData:

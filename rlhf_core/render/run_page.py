@@ -242,9 +242,9 @@ def _asked_for(record: ReportData) -> list[tuple[str, object]]:
     spec = record.spec
     if spec is None:
         return []
-    steps = f"{count(spec.train.num_steps, 'step')} of {spec.train.algorithm.upper()}"
-    if spec.sft.num_steps:
-        steps = f"{count(spec.sft.num_steps, 'warm-start step')}, then {steps}"
+    steps = f"{count(spec.loops.main.num_steps, 'step')} of {spec.loops.main.algorithm.name.upper()}"
+    if spec.warm_start_steps:
+        steps = f"{count(spec.warm_start_steps, 'warm-start step')}, then {steps}"
     where = "CPU" if not spec.resources.gpus_per_node else count(spec.resources.gpus_per_node, "GPU") + " per node"
     model = spec.model.path or f"{spec.model.config['model_type']} from random weights"
     if spec.model.tokenizer:

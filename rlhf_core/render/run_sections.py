@@ -153,7 +153,7 @@ def _checkpoints(record: ReportData) -> Markup:
     rows = [
         [
             row["step"],
-            {"sft": "supervised", "grpo": "GRPO"}.get(row["loop"], row["loop"]),
+            str(row["loop"]).upper(),
             f"{row['bytes'] / 2**20:,.1f} MiB",
             moment(row["completed_at"]),
             "removed" if row["removed_at"] else "kept",

@@ -50,6 +50,13 @@ Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 """Number of a column ``INTEGER``: steps, attempts, ranks, counts."""
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 """Number of a column ``BIGINT``: bytes, positions, sequences, tokens."""
+Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]
+"""Setting that counts something, at least one of it."""
+NonNegative = Annotated[int, Field(ge=0, le=2**31 - 1)]
+"""Setting that counts something, or 0."""
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 """A measure that was taken: SQLite has no NaN."""
 Moment = Annotated[AwareDatetime, Field(ge=datetime(1900, 1, 1, tzinfo=UTC), lt=datetime(3000, 1, 1, tzinfo=UTC))]

@@ -4,7 +4,7 @@ from enum import StrEnum
 from pathlib import PurePosixPath
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, JsonValue
+from pydantic import AfterValidator, AliasChoices, Field, JsonValue
 
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.base import (
@@ -144,8 +144,8 @@ class MetricsLine(Schema):
     """Optimizer step of the run, from 1, counted over the warm start and the main algorithm together."""
     time: Moment
     """When the step ended (UTC)."""
-    stage: Literal["sft", "grpo"]
-    """Which loop made the step."""
+    loop: Label = Field(validation_alias=AliasChoices("loop", "stage"))
+    """Algorithm of the loop that made the step. Lines of rlhf-flows 0.1 have it under ``stage``."""
     metrics: Annotated[dict[MetricName, float], Field(max_length=2_000), AfterValidator(_with_printable_names)]
     """Name to value. Names are ``group/name``; names under ``time/`` and ``speed/`` depend on the machine, all others
     only on the spec."""
@@ -289,9 +289,9 @@ class CheckpointManifest(Schema):
 
     step: Int32
     """Optimizer steps done."""
-    stage: Literal["sft", "grpo"]
-    """Loop that wrote it."""
-    stage_finished: bool
+    loop: Label = Field(validation_alias=AliasChoices("loop", "stage"))
+    """Algorithm of the loop that wrote it. Files of rlhf-flows 0.1 have it under ``stage``, and likewise the next."""
+    loop_finished: bool = Field(validation_alias=AliasChoices("loop_finished", "stage_finished"))
     """Whether that loop was at its end."""
     num_ranks: Int32
     """Ranks that wrote it; optimizer state is split among them."""

@@ -8,26 +8,35 @@ show all findings at once; validators here refuse only what has no meaning at al
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from rlhf_core.schemas.base import Int32, Label, Message, Moment, Schema
+from rlhf_core.schemas.algorithms import LoopsSpec
+from rlhf_core.schemas.base import (
+    Int32,
+    Label,
+    Message,
+    Moment,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Schema,
+    Share,
+)
+from rlhf_core.schemas.migration import current_document, current_name
 from rlhf_core.schemas.site import is_private
 from rlhf_core.schemas.slurm_values import Lines, NodeName, OneLine, SbatchOption, VariableName
+from rlhf_core.schemas.trainers import NativeTrainer, Trainer
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Version of ``spec.json``. A worker refuses a version it does not know."""
+READABLE_VERSIONS = (1, SCHEMA_VERSION)
+"""Versions of ``spec.json`` that are read. The settings of version 1, of rlhf-flows 0.1, are translated."""
 
-Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]
-NonNegative = Annotated[int, Field(ge=0, le=2**31 - 1)]
 MAX_TAGS = 100
 """Most tags of a run."""
-MAX_STEPS = 1_000_000_000
-"""Most steps of a loop: those of both together fit a column of the history."""
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, le=1)]
 ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 OptionalImportPath = Annotated[str, Field(pattern=r"^([A-Za-z_][\w.]*:[A-Za-z_]\w*)?$")]
 
@@ -100,87 +109,6 @@ class DataSpec(Schema):
         if not self.generator and not self.train:
             raise ValueError("no training data: give data.train (a file) or data.generator (module:function)")
         return self
-
-
-class OptimizerSpec(Schema):
-    """AdamW and its schedule; the learning rate is a pure function of the step."""
-
-    learning_rate: PositiveFloat
-    """Peak learning rate."""
-    warmup_steps: NonNegative = 0
-    """Steps over which the learning rate rises linearly to its peak."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the learning rate after the warm-up; `linear` and `cosine` end at zero on the last step."""
-    weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay of AdamW."""
-    adam_beta1: Share = 0.9
-    """Decay of AdamW's first moment."""
-    adam_beta2: Share = 0.95
-    """Decay of AdamW's second moment."""
-    max_grad_norm: PositiveFloat = 1.0
-    """Global gradient norm is clipped to this."""
-
-
-class SftSpec(OptimizerSpec):
-    """Supervised warm start before the main algorithm; also the batch size of `train.algorithm = "sft"`."""
-
-    num_steps: Annotated[int, Field(ge=0, le=MAX_STEPS)] = 0
-    """Warm-start steps before the main algorithm; 0 for none. Must be 0 when the main algorithm is itself `sft`."""
-    batch_size: Positive = 64
-    """Rows per optimizer step, over all ranks."""
-    learning_rate: PositiveFloat = 1e-4
-    """Peak learning rate of the warm start."""
-
-
-class TrainSpec(OptimizerSpec):
-    """The main algorithm."""
-
-    algorithm: Literal["grpo", "sft"] = "grpo"
-    """`grpo` (reinforcement learning from the reward functions) or `sft` (supervised)."""
-    num_steps: Annotated[int, Field(ge=1, le=MAX_STEPS)]
-    """Optimizer steps of the main algorithm."""
-    learning_rate: PositiveFloat = 1e-6
-    """Peak learning rate of the main algorithm."""
-    micro_batch_size: Positive = 8
-    """Sequences per forward and backward pass on one rank; gradients are accumulated up to the whole batch."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more compute."""
-    log_samples_every: NonNegative = 10
-    """Every so many steps one group of completions is kept in `samples.jsonl` for reading; 0 for never."""
-
-
-class TrainerSpec(Schema):
-    """What does the training."""
-
-    kind: Literal["native"] = "native"
-    """`native`: the loops of rlhf_core.training."""
-    zero_stage: Literal[1] = 1
-    """DeepSpeed ZeRO stage: 1 splits the optimizer state over the ranks."""
-
-
-class GrpoSpec(Schema):
-    """Group relative policy optimisation (Shao et al. 2024, arXiv 2402.03300), strictly on-policy."""
-
-    prompts_per_step: Positive = 32
-    """Prompts per optimizer step, over all ranks."""
-    samples_per_prompt: Annotated[int, Field(ge=2, le=2**31 - 1)] = 8
-    """Completions per prompt: the group whose rewards are compared."""
-    clip_low: Share = 0.2
-    """How far below 1 the probability ratio may count."""
-    clip_high: NonNegativeFloat = 0.2
-    """How far above 1 the probability ratio may count (0.28 in DAPO, arXiv 2503.14476)."""
-    advantage_scale: Literal["group", "batch", "none"] = "group"
-    """What rewards are divided by after their group's mean is taken off: standard deviation of the group, of the batch,
-    or nothing (Dr. GRPO)."""
-    advantage_epsilon: NonNegativeFloat = 1e-4
-    """Added to that standard deviation."""
-    loss_aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
-    """Mean over all completion tokens of the step (DAPO), over each sequence and then sequences (GRPO), or sum over a
-    fixed length (Dr. GRPO)."""
-    kl_coefficient: NonNegativeFloat = 0.0
-    """Weight of the KL penalty against the model before the main algorithm; at 0 no reference model is needed."""
-    measure_kl: bool = False
-    """Measure that KL even when its weight is 0: costs one forward pass of a reference model."""
 
 
 class RolloutSpec(Schema):
@@ -499,14 +427,12 @@ class RunSpec(Schema):
     """Everything random follows from it."""
     model: ModelSpec
     data: DataSpec
-    sft: SftSpec = SftSpec()
-    train: TrainSpec
-    grpo: GrpoSpec = GrpoSpec()
+    loops: LoopsSpec
     rollout: RolloutSpec = RolloutSpec()
     reward: RewardSpec = RewardSpec()
     evaluate: EvaluateSpec = EvaluateSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
-    trainer: TrainerSpec = TrainerSpec()
+    trainer: Trainer = NativeTrainer()
     resources: ResourceSpec = ResourceSpec()
     slurm: SlurmSpec = SlurmSpec()
     preflight: PreflightSpec = PreflightSpec()
@@ -514,6 +440,11 @@ class RunSpec(Schema):
     health: HealthSpec = HealthSpec()
     promote: PromoteSpec = PromoteSpec()
     code: CodeSpec = CodeSpec()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _translated(cls, content: Any) -> Any:
+        return current_document(content) if isinstance(content, Mapping) else content
 
     @model_validator(mode="after")
     def _cap_counts_something(self) -> Self:
@@ -531,8 +462,13 @@ class RunSpec(Schema):
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of the run: warm start and main algorithm."""
-        return self.sft.num_steps + self.train.num_steps
+        """Optimizer steps of the run: warm start and main loop."""
+        return self.warm_start_steps + self.loops.main.num_steps
+
+    @property
+    def warm_start_steps(self) -> int:
+        """Optimizer steps before the main loop; 0 without a warm start."""
+        return self.loops.warm_start.num_steps if self.loops.warm_start else 0
 
 
 def shape_key(spec: RunSpec) -> str:
@@ -540,17 +476,18 @@ def shape_key(spec: RunSpec) -> str:
 
     Runs of the same shape learn from each other how long a silence may be.
     """
-    part = spec.model_dump(
+    part: dict[str, Any] = spec.model_dump(
         mode="json",
         include={
             "model": True,
             "rollout": True,
             "reward": True,
-            "grpo": {"prompts_per_step", "samples_per_prompt"},
-            "train": {"algorithm", "micro_batch_size", "gradient_checkpointing"},
+            "trainer": {"kind", "micro_batch_size", "gradient_checkpointing"},
             "resources": {"num_nodes", "ranks_per_node", "gpus_per_node"},
         },
     )
+    algorithm = spec.loops.main.algorithm
+    part["algorithm"] = [algorithm.name, algorithm.rows_per_step, algorithm.group]
     return hashlib.blake2b(json.dumps(part, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
@@ -559,7 +496,8 @@ def with_changes(spec: RunSpec, changes: Mapping[str, JsonValue]) -> RunSpec:
 
     Args:
         spec: What was asked for.
-        changes: Dotted name to new value, for instance ``train.micro_batch_size`` to 4.
+        changes: Dotted name to new value, for instance ``trainer.micro_batch_size`` to 4. Names of rlhf-flows 0.1 are
+            translated.
 
     Raises:
         ValueError: a changed setting has no meaning (pydantic's ``ValidationError`` is one).
@@ -568,7 +506,7 @@ def with_changes(spec: RunSpec, changes: Mapping[str, JsonValue]) -> RunSpec:
         return spec
     content = spec.model_dump(mode="json")
     for name, value in changes.items():
-        *sections, field = name.split(".")
+        *sections, field = current_name(name).split(".")
         table = content
         for section in sections:
             table = table[section]

@@ -20,17 +20,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from pydantic import AliasChoices, Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.diagnosis.retention import kept_steps
 from rlhf_core.errors import CheckpointCorrupt, DiskFull, ResumeMismatch, WorkerError
 from rlhf_core.files import bring_to_disk
 from rlhf_core.run_dir import CheckpointDir, RunDir, checksum, is_disk_full, remove_tree, write_model
-from rlhf_core.schemas.base import Schema, utc_now
+from rlhf_core.schemas.base import Label, Schema, utc_now
+from rlhf_core.schemas.migration import current_settings
 from rlhf_core.schemas.reports import CheckpointManifest, FileChecksum
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.distributed import Ranks
@@ -50,9 +52,9 @@ class Progress(Schema):
 
     step: int
     """Optimizer steps done, over warm start and main algorithm."""
-    stage: Literal["sft", "grpo"]
-    """Loop that is running."""
-    stage_finished: bool
+    loop: Label = Field(validation_alias=AliasChoices("loop", "stage"))
+    """Algorithm of the loop that is running. Files of rlhf-flows 0.1 have it under ``stage``, and likewise the next."""
+    loop_finished: bool = Field(validation_alias=AliasChoices("loop_finished", "stage_finished"))
     """Whether that loop is at its end."""
     position: int
     """Rows taken from the endless sequence of training rows, over the whole run."""
@@ -81,13 +83,18 @@ def training_part(spec: RunSpec) -> dict[str, Any]:
     Left out is what may change between attempts: how long to train, how a batch is cut up, how to evaluate, where
     and how often to save, on what machines, under what supervision. The number of ranks is compared by itself.
     """
-    part = spec.model_dump(
-        mode="json", include={"seed", "model", "data", "sft", "train", "grpo", "rollout", "reward", "trainer"}
-    )
-    for name in ("num_steps", "micro_batch_size", "gradient_checkpointing", "log_samples_every"):
-        del part["train"][name]
-    del part["rollout"]["batch_size"]
-    del part["grpo"]["measure_kl"]
+    part = spec.model_dump(mode="json", include={"seed", "model", "data", "loops", "rollout", "reward", "trainer"})
+    return _what_decides(part)
+
+
+def _what_decides(part: dict[str, Any]) -> dict[str, Any]:
+    """The settings without those that may change between attempts."""
+    part["loops"]["main"].pop("num_steps", None)
+    for loop in filter(None, part["loops"].values()):
+        loop["algorithm"].pop("measure_kl", None)
+    for name in ("micro_batch_size", "gradient_checkpointing", "log_samples_every"):
+        part["trainer"].pop(name, None)
+    part["rollout"].pop("batch_size", None)
     return part
 
 
@@ -257,8 +264,8 @@ class CheckpointWriter:
             raise WorkerError(f"a newer attempt has begun: checkpoint {progress.step} of this one is not published")
         manifest = CheckpointManifest(
             step=progress.step,
-            stage=progress.stage,
-            stage_finished=progress.stage_finished,
+            loop=progress.loop,
+            loop_finished=progress.loop_finished,
             num_ranks=self._ranks.num_ranks,
             spec_hash=spec_hash(self._spec),
             files=dict(sorted(files.items())),
@@ -355,7 +362,7 @@ def _require_sound(checkpoint: CheckpointDir, spec: RunSpec, num_ranks: int | No
     if manifest is None:
         raise CheckpointCorrupt(f"checkpoint {checkpoint.root} went away while it was read", checkpoint.root.name)
     _require_own_settings(checkpoint, manifest)
-    if manifest.spec_hash != spec_hash(spec):
+    if manifest.spec_hash != spec_hash(spec) and _saved_settings(checkpoint) != training_part(spec):
         raise ResumeMismatch(
             f"checkpoint {checkpoint.root} was made with other settings: {_differences(checkpoint, spec)}. "
             f"Resume with the settings it was made with, or start a new run"
@@ -439,9 +446,13 @@ def _settings_file(checkpoint: CheckpointDir) -> Path:
     return checkpoint.trainer_state / "settings.json"
 
 
+def _saved_settings(checkpoint: CheckpointDir) -> dict[str, Any]:
+    """The settings that a checkpoint was made with; those of rlhf-flows 0.1 in the form of this version."""
+    return _what_decides(current_settings(json.loads(_settings_file(checkpoint).read_bytes())))
+
+
 def _differences(checkpoint: CheckpointDir, spec: RunSpec) -> str:
-    saved = json.loads(_settings_file(checkpoint).read_bytes())
-    before, now = dict(_flat(saved)), dict(_flat(training_part(spec)))
+    before, now = dict(_flat(_saved_settings(checkpoint))), dict(_flat(training_part(spec)))
     changed = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
     shown = [f"{name} was {before.get(name)!r} and is {now.get(name)!r}" for name in changed[:5]]
     return "; ".join(shown) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")

@@ -66,6 +66,14 @@ class Ranks:
             dist.all_reduce(vector)
         return [float(value) for value in vector.tolist()]
 
+    def gather_numbers(self, values: Sequence[float]) -> list[list[float]]:
+        """Numbers of every rank in rank order, on every rank, in double precision. All ranks bring the same length."""
+        own = torch.tensor(values, dtype=torch.float64, device=self.device)
+        found = [torch.empty_like(own) for _ in range(self.num_ranks)]
+        with self.reporter.collective():
+            dist.all_gather(found, own)
+        return [[float(number) for number in vector.tolist()] for vector in found]
+
     def gather(self, value: Item) -> list[Item]:
         """Every rank's value in rank order, on every rank. For small things that JSON knows: no tuples, no classes.
 

@@ -121,7 +121,7 @@ class HealthState(Schema):
     recent: tuple[Seen, ...] = ()
     """The last steps of the main algorithm, at most a window."""
     last_step: int = 0
-    """The last step, whatever its stage."""
+    """The last step, whatever its loop."""
     num_steps: int = 0
     """Steps of the main algorithm so far."""
     top: float = -math.inf
@@ -161,10 +161,10 @@ class Judge:
         self.state = state or HealthState()
 
     def look(
-        self, step: int, stage: str, metrics: Mapping[str, float], by_rank: Mapping[str, Sequence[float]]
+        self, step: int, samples: bool, metrics: Mapping[str, float], by_rank: Mapping[str, Sequence[float]]
     ) -> list[Finding]:
         """Take in one step. Returns what is found by now, the most telling first; empty when all is well."""
-        self.state = observe(self.state, self._spec, self._batch, step, stage, metrics, by_rank)
+        self.state = observe(self.state, self._spec, self._batch, step, samples, metrics, by_rank)
         return findings(self.state, self._spec, self._batch)
 
 
@@ -187,19 +187,19 @@ def observe(
     spec: HealthSpec,
     batch: Batch,
     step: int,
-    stage: str,
+    samples: bool,
     metrics: Mapping[str, float],
     by_rank: Mapping[str, Sequence[float]],
 ) -> HealthState:
     """The state after one more step.
 
     Args:
-        stage: ``sft``, where only gradient and weights are judged, or the main algorithm.
+        samples: whether the loop samples completions; of one that does not, only gradient and weights are judged.
         metrics: as in ``metrics.jsonl``.
         by_rank: what every rank has its own of.
     """
-    state = _observe_weights(state, step, stage, metrics)
-    if stage == "sft":
+    state = _observe_weights(state, step, samples, metrics)
+    if not samples:
         return state
     seen = Seen(
         step=step,
@@ -222,10 +222,10 @@ def observe(
     return _observe_blocks(state, spec, batch)
 
 
-def _observe_weights(state: HealthState, step: int, stage: str, metrics: Mapping[str, float]) -> HealthState:
+def _observe_weights(state: HealthState, step: int, samples: bool, metrics: Mapping[str, float]) -> HealthState:
     why = ""
     # Equal rewards give no gradient, and are judged by themselves.
-    has_signal = stage == "sft" or metrics["rollout/zero_std_groups"] < 1
+    has_signal = not samples or metrics["rollout/zero_std_groups"] < 1
     if metrics["train/grad_norm"] == 0:
         why = "the gradient is exactly 0 although there is something to learn from" if has_signal else ""
     elif metrics["train/learning_rate"] > 0 and metrics.get("train/changed_share", 1.0) == 0:

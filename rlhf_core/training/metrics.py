@@ -1,37 +1,43 @@
-"""One packed reduction per optimizer step for all metrics, and the proof that every rank meant the same ones.
+"""One packed collective per optimizer step for all metrics, and the proof that every rank meant the same ones.
 
 Ranks that reduce metrics one by one hang or mix up silently when one of them has a metric more, or has skipped a step:
-a collective compares shapes at best (ms-swift #3827, trl #3068). Here every rank contributes one vector of fixed size,
-so the collective itself always matches, and the vector carries a fingerprint of the metric names and of the step:
+a collective compares shapes at best (ms-swift #3827, trl #3068). Here every rank contributes one vector of fixed size
+(2.3 KB), so the collective itself always matches, and the vectors of all ranks are gathered:
 
-    [f1, f1^2, f2, f2^2, votes to save, votes to stop, sum_0, weight_0, sum_1, weight_1, ..., slots of each rank]
+    [fingerprint, step, vote to save, vote to stop, sum_0, weight_0, sum_1, weight_1, ..., own values, sketch]
 
-In the slots every rank writes its own value and leaves those of the others at zero. Their sum is what each rank had,
-so that highest, lowest and repeated values need no collective of their own.
-
-By Cauchy and Schwarz ``ranks * sum(f^2) == (sum f)^2`` holds exactly when all fingerprints are equal. Every rank sees
-the same sums, so all ranks of the reduction come to the same verdict.
+The fingerprint stands for the step and the names of the metrics. Gathering instead of reducing gives sums, extremes,
+values by rank, and the rank that differs, from one collective; sums are taken in the order of the ranks. Every rank
+sees the same vectors, so all ranks come to the same verdict.
 """
 
 import json
-import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from hashlib import blake2b
+from operator import add
 
 from rlhf_core.errors import MetricsMismatch
 from rlhf_core.training.distributed import Ranks
 
 CAPACITY = 128
-"""Metrics that fit into one reduction. The vector always has this size."""
+"""Metrics that fit into one vector, which always has the same size."""
 
 RANK_CAPACITY = 8
-"""Values that every rank can put beside those of the others. Their slots always take part in the reduction."""
+"""Values that every rank can put beside those of the others."""
 
-_HEADER = 6
-_WORD_BITS = 20  # squares of 20 bits, summed over 8192 ranks, stay within 2^53: exact in double precision
-_DIGEST_BITS = 40  # summed over 8192 ranks likewise
+SKETCH_SIZE = 16
+"""Hashes in the sketch of a rank's completions: the smallest ones."""
+
+_HEADER = 4
+_DIGEST_BITS = 40  # summed over 8192 ranks, still within 2^53: exact in double precision
+_NO_HASH = -1.0
 _DIAGNOSIS_WAIT_S = 3.0  # far below any silence that is taken for a hang
+
+VECTOR_SIZE = _HEADER + 2 * CAPACITY + RANK_CAPACITY + SKETCH_SIZE
+"""Numbers in the vector of one rank."""
 
 
 class StepMetrics:
@@ -44,6 +50,8 @@ class StepMetrics:
         self._own: dict[str, float] = {}
         self._digests: set[str] = set()
         self._extremes: dict[str, Callable[[Iterable[float]], float]] = {}
+        self._hashes: list[int] = []
+        self._shared = ""
 
     def mean(self, name: str, total: float, weight: float) -> None:
         """A mean over everything the ranks have seen: the sums of ``total`` and ``weight`` are divided.
@@ -78,6 +86,19 @@ class StepMetrics:
         """The lowest value of all ranks."""
         self.each(name, value)
         self._extremes[name] = min
+
+    def shared_share(self, name: str, texts: Iterable[str]) -> None:
+        """Estimate the share of different texts that more than one rank has, from a sketch of the hashes of each."""
+        self._hashes = sorted({_hash(text, _DIGEST_BITS) for text in texts})[:SKETCH_SIZE]
+        self._shared = name
+
+    def sketch(self) -> list[float]:
+        """Smallest hashes of this rank's texts, and filler up to ``SKETCH_SIZE``."""
+        return [*map(float, self._hashes), *[_NO_HASH] * (SKETCH_SIZE - len(self._hashes))]
+
+    def of_sketches(self, sketches: Sequence[Sequence[float]]) -> dict[str, float]:
+        """The metric that follows from the sketches of all ranks, if it was asked for."""
+        return {self._shared: share_of_shared(sketches)} if self._shared else {}
 
     def is_digest(self, name: str) -> bool:
         """Whether the metric is a digest."""
@@ -119,56 +140,71 @@ def reduce_metrics(metrics: StepMetrics, ranks: Ranks, request: str = "") -> Red
             ranks act on them at the same step.
 
     Raises:
-        MetricsMismatch: the ranks reduced different metrics, or were at different steps. Raised by every rank.
+        MetricsMismatch: the ranks brought different metrics, or were at different steps. Raised by every rank; names
+            the ranks that differ from most.
         ValueError: more than ``CAPACITY`` metrics, or more than ``RANK_CAPACITY`` values of each rank.
     """
     entries, own = metrics.entries(), metrics.own()
-    sums = ranks.sum([*_pack(metrics.step, entries, list(own), request), *_slots(own, ranks)])
-    if not same_on_all_ranks(sums, ranks.num_ranks):
-        raise MetricsMismatch(_explain(metrics.step, [*entries, *own], ranks))
-    values = {}
+    names = [*entries, *own]
+    vectors = ranks.gather_numbers(_pack(metrics, request))
+    odd = odd_ranks([vector[0] for vector in vectors])
+    if odd:
+        raise MetricsMismatch(_explain(metrics.step, names, odd, [vector[1] for vector in vectors], ranks))
+    values = metrics.of_sketches([vector[-SKETCH_SIZE:] for vector in vectors])
     for index, name in enumerate(entries):
-        total, weight = sums[_HEADER + 2 * index : _HEADER + 2 * index + 2]
+        place = _HEADER + 2 * index
+        total, weight = (reduce(add, (vector[place + part] for vector in vectors)) for part in (0, 1))
         if weight != 0:
             values[name] = total % (1 << _DIGEST_BITS) if metrics.is_digest(name) else total / weight
-    slots = sums[_HEADER + 2 * CAPACITY :]
-    by_rank = {
-        name: tuple(slots[index * ranks.num_ranks : (index + 1) * ranks.num_ranks]) for index, name in enumerate(own)
-    }
+    first = _HEADER + 2 * CAPACITY
+    by_rank = {name: tuple(vector[first + index] for vector in vectors) for index, name in enumerate(own)}
     extremes, by_rank = metrics.split(by_rank)
-    return ReducedMetrics(dict(sorted((values | extremes).items())), by_rank, save=sums[4] > 0, stop=sums[5] > 0)
+    save, stop = (any(vector[vote] > 0 for vector in vectors) for vote in (2, 3))
+    return ReducedMetrics(dict(sorted((values | extremes).items())), by_rank, save, stop)
 
 
-def vector_size(num_ranks: int) -> int:
-    """Numbers in the vector of one reduction: whatever is measured, always the same."""
-    return _HEADER + 2 * CAPACITY + RANK_CAPACITY * num_ranks
+def _pack(metrics: StepMetrics, request: str) -> list[float]:
+    """The vector of this rank.
 
-
-def _pack(step: int, entries: dict[str, tuple[float, float]], own: Sequence[str], request: str) -> list[float]:
+    Raises:
+        ValueError: it has no room for all metrics.
+    """
+    entries, own = metrics.entries(), metrics.own()
     if len(entries) > CAPACITY:
         raise ValueError(f"found {len(entries)} metrics in one step, expected at most {CAPACITY} (metrics.CAPACITY)")
-    first, second = _fingerprint(step, [*entries, *own])
-    votes = [float(request == "save"), float(request == "stop")]
-    body = [number for entry in entries.values() for number in entry]
-    empty = [0.0] * (2 * (CAPACITY - len(entries)))
-    return [first, first**2, second, second**2, *votes, *body, *empty]
-
-
-def _slots(own: Mapping[str, float], ranks: Ranks) -> list[float]:
     if len(own) > RANK_CAPACITY:
         raise ValueError(
             f"found {len(own)} values of each rank in one step, expected at most {RANK_CAPACITY} "
             f"(metrics.RANK_CAPACITY)"
         )
-    slots = [0.0] * (RANK_CAPACITY * ranks.num_ranks)
-    slots[ranks.rank : len(own) * ranks.num_ranks : ranks.num_ranks] = own.values()
-    return slots
+    mark = _hash(json.dumps([metrics.step, *entries, *own]), _DIGEST_BITS)
+    votes = [float(request == "save"), float(request == "stop")]
+    body = [number for entry in entries.values() for number in entry]
+    body += [0.0] * (2 * (CAPACITY - len(entries)))
+    own_values = [*own.values(), *[0.0] * (RANK_CAPACITY - len(own))]
+    return [float(mark), float(metrics.step), *votes, *body, *own_values, *metrics.sketch()]
 
 
-def _fingerprint(step: int, names: Sequence[str]) -> tuple[int, int]:
-    """Two words of 20 bits from the step and the sorted names."""
-    both = _hash(json.dumps([step, *names]), 2 * _WORD_BITS)
-    return both >> _WORD_BITS, both & ((1 << _WORD_BITS) - 1)
+def odd_ranks(fingerprints: Sequence[float]) -> list[int]:
+    """Ranks whose fingerprint is not that of most; where no one fingerprint is most frequent, all ranks."""
+    frequent = Counter(fingerprints).most_common(2)
+    if len(frequent) == 1:
+        return []
+    if frequent[0][1] == frequent[1][1]:
+        return list(range(len(fingerprints)))
+    return [rank for rank, found in enumerate(fingerprints) if found != frequent[0][0]]
+
+
+def share_of_shared(sketches: Sequence[Sequence[float]]) -> float:
+    """Share of different hashes that more than one rank has, estimated from the smallest hashes of each rank.
+
+    Up to the smallest of the largest hashes of full sketches, every sketch is complete (bottom-k sketches: Bar-Yossef
+    et al. 2002, RANDOM).
+    """
+    full = [max(sketch) for sketch in sketches if _NO_HASH not in sketch]
+    limit = min(full, default=float("inf"))
+    counts = Counter(found for sketch in sketches for found in sketch if _NO_HASH < found <= limit)
+    return sum(count > 1 for count in counts.values()) / len(counts) if counts else 0.0
 
 
 def fingerprint(parts: Iterable[object]) -> int:
@@ -180,22 +216,17 @@ def _hash(text: str, bits: int) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> (64 - bits)
 
 
-def same_on_all_ranks(sums: Sequence[float], num_ranks: int) -> bool:
-    """Whether all ranks had the same fingerprint, from the sums over the ranks of a reduced vector."""
-    header = sums[:4]
-    if not all(math.isfinite(number) and number.is_integer() for number in header):
-        return False
-    first, first_square, second, second_square = (int(number) for number in header)
-    return num_ranks * first_square == first**2 and num_ranks * second_square == second**2
-
-
-def _explain(step: int, names: list[str], ranks: Ranks) -> str:
-    """Name steps and metrics of all ranks. No collective is used: the ranks' collectives no longer match."""
+def _explain(step: int, names: list[str], odd: list[int], steps_found: list[float], ranks: Ranks) -> str:
+    """Name the odd ranks, and steps and metrics of all. No collective is used: those of the ranks no longer match."""
     told = ranks.tell("metrics-mismatch", {"step": step, "names": names}, _DIAGNOSIS_WAIT_S)
     silent = [rank for rank in range(ranks.num_ranks) if rank not in told]
     steps = {rank: content["step"] for rank, content in told.items()}
     names_of = {rank: tuple(content["names"]) for rank, content in told.items()}
     parts = [f"the metrics of the ranks do not belong together (rank {ranks.rank} reduced step {step})"]
+    if len(odd) < ranks.num_ranks:
+        which = f"rank {odd[0]} differs" if len(odd) == 1 else f"ranks {odd} differ"
+        brought = ", ".join(f"{steps_found[rank]:.0f}" for rank in odd)
+        parts.append(f"{which} from the other {ranks.num_ranks - len(odd)} (brought step {brought})")
     if len(set(steps.values())) > 1:
         parts.append("steps: " + ", ".join(f"rank {rank} at {found}" for rank, found in sorted(steps.items())))
     if len(set(names_of.values())) > 1:
@@ -205,5 +236,5 @@ def _explain(step: int, names: list[str], ranks: Ranks) -> str:
         differing = set().union(*names_of.values()) - set(names_of[ranks.rank]).intersection(*names_of.values())
         parts.append(f"not on every rank: {sorted(differing)}")
     if silent:
-        parts.append(f"not in the metric reduction but in another collective: ranks {silent}")
+        parts.append(f"not in the metric collective but in another one: ranks {silent}")
     return "; ".join(parts) + ". A rank left out or added a collective or a metric: this is a bug in the training code"

@@ -84,7 +84,7 @@ class AttemptProgress:
     def _read_metrics(self, restart: RestartDir) -> None:
         for line in parse_lines(self._new_lines(restart.metrics), MetricsLine):
             self.metrics.update(line.metrics)
-            self.step, self.loop = line.step, line.stage
+            self.step, self.loop = line.step, line.loop
 
     def _read_events(self, restart: RestartDir) -> None:
         for path in sorted(restart.root.glob("events-*.jsonl")):

@@ -130,7 +130,7 @@ MODULES = {
     "flows/view/tell.py",
     "rlhf_core/cli/story.py",
     "rlhf_core/history/questions.py",
-    "rlhf_core/reports/happened.py",
+    "rlhf_core/render/run_sections.py",
     "rlhf_core/schemas/team.py",
     "rlhf_core/worker/board.py",
     "rlhf_core/worker/endings.py",

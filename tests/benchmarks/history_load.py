@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from history_tools import T0
+from history_tools import T0, small_loops
 from sqlalchemy import insert, text
 
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables import metadata
-from rlhf_core.schemas.run import DataSpec, ModelSpec, RunSpec, TrainSpec
+from rlhf_core.schemas.run import DataSpec, ModelSpec, RunSpec
 
 DENSE_KEYS = (
     *("time/step_s", "time/rollout_s", "time/train_s", "reward/mean"),
@@ -45,7 +45,7 @@ def load(store: HistoryStore, scale: Scale) -> None:
         name="bench",
         model=ModelSpec(config={"model_type": "qwen3"}, tokenizer="char"),
         data=DataSpec(train="train.jsonl"),
-        train=TrainSpec(num_steps=STEPS),
+        loops=small_loops(STEPS),
     ).model_dump(mode="json")
     rows: dict[str, list[dict[str, Any]]] = {}
     for number in range(scale.num_runs):

@@ -17,9 +17,9 @@ from signing_in import sign_in
 pytestmark = [pytest.mark.site, pytest.mark.end_to_end, pytest.mark.training]
 
 ASKED = {
-    "failed": 'reward.functions=["grader:by_service"]\ntrain.num_steps=14',
+    "failed": 'reward.functions=["grader:by_service"]\nloops.main.num_steps=14',
     "promoted": 'promote.when="approved"\npromote.min_gain=-1.0',
-    "cancelled": 'reward.functions=["grader:slow"]\ntrain.num_steps=5000',
+    "cancelled": 'reward.functions=["grader:slow"]\nloops.main.num_steps=5000',
 }
 """Overrides that are typed into the form, by what becomes of the run."""
 
@@ -35,7 +35,7 @@ SHOWN = {
 @pytest.fixture(scope="module")
 def scheduled(site: BrowserSite) -> str:
     """A deployment for schedules."""
-    return site.deploy("sorting.toml", "--name", "every-minute", "--set", "train.num_steps=2")
+    return site.deploy("sorting.toml", "--name", "every-minute", "--set", "loops.main.num_steps=2")
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +78,8 @@ def test_a_run_is_asked_for_with_changed_parameters_and_watched(
     assert set(json.loads(overrides)) == {
         'name="by-hand"',
         "resources.num_nodes=2",
-        "train.num_steps=24",
-        "train.learning_rate=0.0002",
+        "loops.main.num_steps=24",
+        "loops.main.optimizer.learning_rate=0.0002",
         "seed=11",
         "rollout.temperature=0.9",
     }
@@ -145,13 +145,13 @@ def number_of_flow_runs(site: BrowserSite, deployment: str) -> int:
 
 def test_an_override_that_cannot_be_is_refused_at_once(site: BrowserSite, page: Any, shoot: Shoot) -> None:
     pages.open_run_form(page, site.ui, site.deployment("slurm-quickstart"))
-    pages.fill(page, {"name": "mistyped", "overrides": "train.num_stepps=5"})
+    pages.fill(page, {"name": "mistyped", "overrides": "loops.main.num_stepps=5"})
     flow_run = pages.submit(page)
     message = site.flow_state(flow_run, "Failed")
-    assert "train.num_stepps" in message
+    assert "loops.main.num_stepps" in message
     pages.open_flow_run(page, site.ui, flow_run)
     page.get_by_role("tab", name="Details").click()
-    page.get_by_text("train.num_stepps").first.wait_for()
+    page.get_by_text("loops.main.num_stepps").first.wait_for()
     shoot("refused")
     assert site.rows("SELECT * FROM runs WHERE name = 'mistyped'") == []
     assert site.rows("SELECT * FROM controllers WHERE flow_run_id = ?", flow_run) == []
@@ -177,7 +177,7 @@ def test_a_schedule_is_made_in_the_ui(site: BrowserSite, scheduled: str, page: A
 def test_a_rank_that_stops_is_shown_and_the_run_goes_on(site: BrowserSite, page: Any, shoot: Shoot) -> None:
     """Asked for here, since it must be at work when its rank is stopped."""
     pages.open_run_form(page, site.ui, site.deployment("sorting"))
-    pages.fill(page, {"name": "stopped", "overrides": 'reward.functions=["grader:slow"]\ntrain.num_steps=200'})
+    pages.fill(page, {"name": "stopped", "overrides": 'reward.functions=["grader:slow"]\nloops.main.num_steps=200'})
     flow_run = pages.submit(page)
     run_id = site.run_of(flow_run)
     until(lambda: site.step(run_id) >= 30, PATIENCE_S)

@@ -27,7 +27,9 @@ def two(monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
     first = whole_run(site.runs_dir)
     second = RunFiles(site.runs_dir, "sort", "bbbbbb", 100)
     stored = second.dir.read_spec()
-    changed = stored.spec.model_copy(update={"seed": 8, "sft": stored.spec.sft.model_copy(update={"num_steps": 0})})
+    changed = stored.spec.model_copy(
+        update={"seed": 8, "loops": stored.spec.loops.model_copy(update={"warm_start": None})}
+    )
     write_model(second.dir.spec, stored.model_copy(update={"spec": changed}))
     second.created()
     for step in (1, 2, 3, 4):
@@ -58,8 +60,8 @@ def test_for_programs(two: tuple[str, str], capsys: pytest.CaptureFixture[str]) 
         4,
     )
     assert found["config"] == [
+        {"setting": "loops.warm_start.num_steps", "values": [2, 0]},
         {"setting": "seed", "values": [7, 8]},
-        {"setting": "sft.num_steps", "values": [2, 0]},
     ]
     (greedy,) = [row for row in found["evaluations"] if row["name"] == "greedy"]
     assert greedy["runs"][0]["gain"] == pytest.approx(0.18)
@@ -81,7 +83,15 @@ def test_for_people(two: tuple[str, str], capsys: pytest.CaptureFixture[str]) ->
     assert execute(["compare", *two]) == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 140
-    for said in (*two, "worker killed x 1", "sft.num_steps", "0.930 [0.880, 0.980]", "lower", "▁", "train/loss"):
+    for said in (
+        *two,
+        "worker killed x 1",
+        "loops.warm_start.num_steps",
+        "0.930 [0.880, 0.980]",
+        "lower",
+        "▁",
+        "train/loss",
+    ):
         assert said in text, said
 
 
@@ -243,7 +253,7 @@ def test_the_page_needs_nothing_else(two: tuple[str, str], tmp_path: Path, capsy
     reader.feed(page)
     assert reader.open == []
     assert [address for address in reader.addresses if not address.startswith("#")] == []
-    for said in (*two, "lower than A", "sft.num_steps", "node lost × 1", "2 settings differ."):
+    for said in (*two, "lower than A", "loops.warm_start.num_steps", "node lost × 1", "2 settings differ."):
         assert said in page, said
 
 

@@ -180,7 +180,7 @@ def test_mlflow(run: RunFiles, tmp_path: Path) -> None:
     assert (found.info.run_name, found.info.status) == (run.run_id, "FINISHED")
     assert (found.info.start_time, found.info.end_time) == (at(0).timestamp() * 1000, at(55).timestamp() * 1000)
     assert (found.data.tags["rlhf.run_id"], found.data.tags["rlhf.owner"]) == (run.run_id, "anna")
-    assert (found.data.params["train.num_steps"], found.data.params["model.tokenizer"]) == ("8", "char")
+    assert (found.data.params["loops.main.num_steps"], found.data.params["model.tokenizer"]) == ("8", "char")
     history = _mlflow(tmp_path).get_metric_history(found.info.run_id, "train/loss")
     assert {point.step: point.value for point in history} == pytest.approx(LOSS)
     assert {point.step: point.timestamp for point in history} == {

@@ -106,7 +106,16 @@ def test_init_overwrites_nothing(tmp_path: Path, capsys: Printed) -> None:
 
 @pytest.mark.usefixtures("scheduler")
 def test_check_shows_all_findings_and_blocks(capsys: Printed) -> None:
-    rlhf("check", "quickstart", "--set", "grpo.prompts_per_step=7", "--set", "sft.batch_size=33", "--json", expect=2)
+    rlhf(
+        "check",
+        "quickstart",
+        "--set",
+        "loops.main.algorithm.prompts_per_step=7",
+        "--set",
+        "loops.warm_start.algorithm.batch_size=33",
+        "--json",
+        expect=2,
+    )
     findings = json.loads(capsys.readouterr().out)
     assert {one["id"] for one in findings if one["status"] == "blocked"} >= {
         "batch.prompts_divide_ranks",
@@ -140,8 +149,8 @@ def test_check_goes_without_a_history_that_does_not_answer(capsys: Printed, monk
 
 @pytest.mark.parametrize("command", ["check", "run"])
 def test_a_wrong_key_is_answered_with_the_right_one(command: str, capsys: Printed) -> None:
-    rlhf(command, "quickstart", "--set", "train.num_stepps=3", expect=2)
-    assert 'did you mean "train.num_steps"' in capsys.readouterr().err
+    rlhf(command, "quickstart", "--set", "loops.main.num_stepps=3", expect=2)
+    assert 'did you mean "loops.main.num_steps"' in capsys.readouterr().err
     assert not load_site().runs_dir.exists()
 
 
@@ -425,7 +434,7 @@ def look(**changes: Any) -> AttemptSnapshot:
 
 
 def test_progress_in_one_line() -> None:
-    spec, timer = load("quickstart", ["sft.num_steps=40", "train.num_steps=80"]), StepTimer()
+    spec, timer = load("quickstart", ["loops.warm_start.num_steps=40", "loops.main.num_steps=80"]), StepTimer()
     measured = {**look().metrics, "time/step_s": 2.0}
 
     def text(**changes: Any) -> str:
@@ -475,7 +484,7 @@ def test_a_second_ctrl_c_while_cancelling_leaves_at_once() -> None:
 def test_the_steps_shown_are_those_of_the_trial_while_it_is_made(capsys: Printed) -> None:
     spec = load("quickstart")
     with TerminalProgress(spec, "the-run") as progress:
-        progress.turns_to(load("quickstart", ["sft.num_steps=1", "train.num_steps=2"]))
+        progress.turns_to(load("quickstart", ["loops.warm_start.num_steps=1", "loops.main.num_steps=2"]))
         progress.looked(look(step=2, loop="grpo"))
         progress.turns_to(spec)
         progress._last_line = ("", float("-inf"))

@@ -8,6 +8,7 @@ import pytest
 from rlhf_core import config
 from rlhf_core.errors import BadConfig
 from rlhf_core.presets import PRESETS
+from rlhf_core.schemas.algorithms import GrpoSpec, SftSpec
 from rlhf_core.schemas.run import RunSpec
 
 MINIMAL = """
@@ -18,8 +19,10 @@ tokenizer = "char"
 model_type = "qwen3"
 [data]
 generator = "rlhf_core.training.tasks:sort_digits"
-[train]
+[loops.main]
 num_steps = 3
+algorithm = {name = "grpo"}
+optimizer = {learning_rate = 1e-6}
 """
 
 
@@ -41,19 +44,21 @@ def test_overrides_are_toml_values_and_bare_words_are_text(minimal: Path) -> Non
     spec = config.load(
         minimal,
         [
-            "train.num_steps=10",
+            "loops.main.num_steps=10",
             "name=other",
-            "sft.learning_rate=1e-3",
+            "loops.main.optimizer.learning_rate=1e-3",
             'reward.functions=["a.b:c"]',
-            "grpo.measure_kl=true",
+            "loops.main.algorithm.measure_kl=true",
         ],
     )
-    assert (spec.train.num_steps, spec.name, spec.sft.learning_rate) == (10, "other", 1e-3)
+    main = spec.loops.main
+    assert (main.num_steps, spec.name, main.optimizer.learning_rate) == (10, "other", 1e-3)
     assert spec.reward.functions == ("a.b:c",)
-    assert spec.grpo.measure_kl
+    assert isinstance(main.algorithm, GrpoSpec)
+    assert main.algorithm.measure_kl
 
 
-@pytest.mark.parametrize("override", ["train.num_steps", "=3", "train..x=1", ".x=1"])
+@pytest.mark.parametrize("override", ["loops.main.num_steps", "=3", "loops..x=1", ".x=1"])
 def test_an_override_without_form_is_refused(minimal: Path, override: str) -> None:
     with pytest.raises(BadConfig, match="not of the form"):
         config.load(minimal, [override])
@@ -67,13 +72,15 @@ def test_an_override_below_a_value_is_refused(minimal: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "answer"),
     [
-        ("train.num_stepps=1", 'did you mean "train.num_steps"?'),
-        ("train.samples_per_prompt=4", "grpo.samples_per_prompt"),
-        ("train.lr=1", 'the name here is "train.learning_rate"'),
-        ("trian.num_steps=1", 'did you mean "train.num_steps"?'),
+        ("loops.main.num_stepps=1", 'did you mean "loops.main.num_steps"?'),
+        ("loops.main.samples_per_prompt=4", 'did you mean "loops.main.algorithm.samples_per_prompt"?'),
+        ("loops.main.algorithm.batch_size=4", "it is a setting of another algorithm"),
+        ("train.num_stepps=1", 'did you mean "loops.main.num_steps"?'),
+        ("loops.main.lr=1", 'the name here is "loops.main.optimizer.learning_rate"'),
+        ("lops.main.num_steps=1", 'did you mean "loops.main.num_steps"?'),
         ("seeed=1", 'did you mean "seed"?'),
         ("name=MyRun", 'beginning with a letter or a digit, for instance "myrun"'),
-        ("train.zzz=1", "[train] has learning_rate"),
+        ("loops.main.zzz=1", "[loops.main] has num_steps"),
         ("zzz=1", "the sections are"),
     ],
 )
@@ -87,14 +94,15 @@ def test_an_unknown_key_is_answered_with_the_nearest_right_one(minimal: Path, ov
     ("override", "answer"),
     [
         ("seed=abc", "seed: found 'abc'"),
-        ("train.learning_rate=inf", "finite"),
-        ("train.learning_rate=nan", "train.learning_rate"),
-        ("train.algorithm=ppo", "'grpo' or 'sft'"),
+        ("loops.main.optimizer.learning_rate=inf", "finite"),
+        ("loops.main.optimizer.learning_rate=nan", "loops.main.optimizer.learning_rate"),
+        ("loops.main.algorithm.name=ppo", "loops.main.algorithm.name: found 'ppo', expected 'sft' or 'grpo'"),
+        ("loops.main.algorithm=3", "loops.main.algorithm: found 3"),
         ("data.generator=abc", 'expected "module:function"'),
         ("data.train=x.jsonl", "either the generator or the files"),
         ("model.path=/some/where", "found both of model.path and model.config"),
         ("reward.weights=[1.0, 2.0]", "found 2 reward.weights for 1 reward.functions"),
-        ("grpo.samples_per_prompt=1", "grpo.samples_per_prompt: found 1"),
+        ("loops.main.algorithm.samples_per_prompt=1", "loops.main.algorithm.samples_per_prompt: found 1"),
         ("name=Has Spaces", "name: found 'Has Spaces'"),
     ],
 )
@@ -106,14 +114,19 @@ def test_a_wrong_value_is_named_with_what_was_expected(minimal: Path, override: 
 
 def test_all_problems_of_a_file_are_reported_at_once(minimal: Path) -> None:
     with pytest.raises(BadConfig, match="3 problems") as caught:
-        config.load(minimal, ["seed=x", "train.lr=1", "grpo.clip_low=2"])
-    assert all(name in str(caught.value) for name in ("seed", "train.lr", "grpo.clip_low"))
+        config.load(minimal, ["seed=x", "loops.main.lr=1", "loops.main.algorithm.clip_low=2"])
+    assert all(name in str(caught.value) for name in ("seed", "loops.main.lr", "algorithm.clip_low"))
 
 
 def test_a_missing_key_comes_with_its_meaning(minimal: Path) -> None:
     minimal.write_text(MINIMAL.replace("num_steps = 3", ""))
-    with pytest.raises(BadConfig, match=r'missing key "train.num_steps": Optimizer steps'):
+    with pytest.raises(BadConfig, match=r'missing key "loops.main.num_steps": Optimizer steps'):
         config.load(minimal)
+    minimal.write_text(MINIMAL.replace("optimizer = {learning_rate = 1e-6}", "").replace('name = "grpo"', ""))
+    with pytest.raises(BadConfig) as caught:
+        config.load(minimal)
+    assert 'missing section "loops.main.optimizer"; it needs loops.main.optimizer.learning_rate' in str(caught.value)
+    assert 'missing key "loops.main.algorithm.name": `sft`:' in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -146,14 +159,38 @@ def test_every_setting_has_a_meaning_of_one_sentence() -> None:
         assert field.meaning.endswith("."), field.name
         assert "\n" not in field.meaning, field.name
         assert field.type, field.name
-    assert set(config.describe_sections()) == {field.name.split(".")[0] for field in fields if "." in field.name}
+    assert set(config.describe_sections()) == {field.name.rpartition(".")[0] for field in fields} - {""}
+
+
+def test_sections_with_a_choice_are_told_in_words() -> None:
+    fields = {field.name: field for field in config.describe_fields()}
+    assert not [field for field in fields.values() if "<" in field.type or "." in field.type], "no name of a class"
+    chosen = fields["loops.main.algorithm.name"]
+    assert (chosen.type, chosen.required) == ('"sft" | "grpo"', True)
+    assert chosen.meaning.startswith("`sft`: Supervised")
+    assert fields["loops.main.algorithm.clip_low"].meaning.endswith("Only for `grpo`.")
+    assert fields["loops.main.algorithm.batch_size"].meaning.endswith("Only for `sft`.")
+    assert config.optional_sections() == {"loops.warm_start"}
+
+
+def test_another_algorithm_does_not_take_over_the_settings_of_the_one_before(minimal: Path) -> None:
+    settings = ["loops.main.algorithm.clip_low=0.1", "loops.main.algorithm.name=sft"]
+    assert config.load(minimal, settings).loops.main.algorithm == SftSpec(name="sft")
+    same = ["loops.main.algorithm.clip_low=0.1", "loops.main.algorithm.name=grpo"]
+    assert config.load(minimal, same).loops.main.algorithm == GrpoSpec(name="grpo", clip_low=0.1)
 
 
 def test_defaults_in_the_help_are_valid_toml_and_true(minimal: Path) -> None:
     spec = config.load(minimal)
     stated = [field for field in config.describe_fields() if not field.required]
-    changed = {"model.tokenizer", "model.config", "data.generator"}
-    again = config.load(minimal, [f"{field.name}={field.default}" for field in stated if field.name not in changed])
+    changed = (
+        "model.tokenizer",
+        "model.config",
+        "data.generator",
+        "loops.warm_start.",
+        "loops.main.algorithm.batch_size",
+    )
+    again = config.load(minimal, [f"{one.name}={one.default}" for one in stated if not one.name.startswith(changed)])
     assert again == spec
 
 
@@ -182,20 +219,22 @@ def test_a_wrong_site_file_is_refused(tmp_path: Path, content: str, answer: str)
 
 def test_a_problem_is_blamed_on_what_made_it(minimal: Path) -> None:
     with minimal.open("a") as file:
-        file.write("[sft]\nlr = 1\n")
+        file.write(
+            "[loops.warm_start]\nlr = 1\nnum_steps = 1\nalgorithm = {name = 'sft'}\noptimizer = {learning_rate = 1}\n"
+        )
     with pytest.raises(BadConfig) as caught:
-        config.load(minimal, ["train.num_stepz=3", "seed=x"], "the form")
+        config.load(minimal, ["loops.main.num_stepz=3", "seed=x"], "the form")
     in_form, _, in_file = str(caught.value).partition(f"1 problem in {minimal}:")
     assert in_form.startswith("2 problems in the form:")
-    assert "train.num_stepz=3" in in_form
+    assert "loops.main.num_stepz=3" in in_form
     assert "seed: found 'x'" in in_form
-    assert "sft.lr" in in_file
+    assert "loops.warm_start.lr" in in_file
     with pytest.raises(BadConfig, match="the form: override 'seed' is not of the form"):
         config.load(minimal, ["seed"], "the form")
 
 
 def test_overrides_without_a_config_are_checked_for_what_no_config_can_have() -> None:
-    config.check_overrides(["train.num_steps=3", "model.config.anything=1", "resources.num_nodes=400"])
+    config.check_overrides(["loops.main.num_steps=3", "model.config.anything=1", "resources.num_nodes=400"])
     with pytest.raises(BadConfig, match="3 problems in --set") as caught:
-        config.check_overrides(["train.num_stepz=3", "seed=x", "name=MyRun"])
+        config.check_overrides(["loops.main.num_stepz=3", "seed=x", "name=MyRun"])
     assert "model" not in str(caught.value), "what is missing may stand in the config"

@@ -91,9 +91,9 @@ def test_out_of_memory_everything_shrinks_that_leaves_the_gradient_alone() -> No
         spec = with_changes(spec, remedy)
         assert training_part(spec) == before
     assert seen == [
-        {"train.micro_batch_size": 2},
-        {"train.micro_batch_size": 1},
-        {"train.gradient_checkpointing": True},
+        {"trainer.micro_batch_size": 2},
+        {"trainer.micro_batch_size": 1},
+        {"trainer.gradient_checkpointing": True},
         {"rollout.batch_size": 1},
     ]
 

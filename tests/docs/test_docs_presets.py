@@ -30,8 +30,8 @@ def test_every_preset_can_be_named_and_every_help_names_it() -> None:
 def test_the_batches_of_a_preset_divide_among_its_ranks(name: str) -> None:
     spec = config.load(name)
     assert spec.name == name
-    assert spec.grpo.prompts_per_step % spec.num_ranks == 0
-    assert spec.sft.batch_size % spec.num_ranks == 0
+    for loop in spec.loops.named.values():
+        assert loop.algorithm.rows_per_step % spec.num_ranks == 0
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -14,9 +14,9 @@ pytestmark = pytest.mark.end_to_end
 @pytest.mark.parametrize(
     ("override", "answer"),
     [
-        ("train.num_stepps=3", 'did you mean "train.num_steps"'),
-        ("train.num_steps=many", "train.num_steps: found 'many'"),
-        ("grpo.prompts_per_step=7", "7"),
+        ("loops.main.num_stepps=3", 'did you mean "loops.main.num_steps"'),
+        ("loops.main.num_steps=many", "loops.main.num_steps: found 'many'"),
+        ("loops.main.algorithm.prompts_per_step=7", "7"),
         ("reward.functions=['nowhere_to_be_found:reward']", "nowhere_to_be_found"),
         ("resources.num_nodes=2", "one node"),
     ],

@@ -319,35 +319,34 @@ _REWARD_FAULTS: dict[str, Callable[[dict[str, Any]], None]] = {
 
 def _patch_metrics() -> None:
     """One more collective right before the reduction of the metrics, in which one rank does otherwise than the rest."""
-    from rlhf_core.training.trainers import session
+    from rlhf_core.training.trainers import context
 
-    plain = session.reduce_metrics
+    plain = context.reduce_metrics
 
     def reduce_metrics(metrics: Any, ranks: Any, request: str = "") -> Any:
         for fault in _due("metrics"):
             _odd_collective(fault, ranks)
         return plain(metrics, ranks, request)
 
-    session.reduce_metrics = reduce_metrics
+    context.reduce_metrics = reduce_metrics
 
 
 def _odd_collective(fault: dict[str, Any], ranks: Any) -> None:
-    from rlhf_core.training.metrics import vector_size
+    from rlhf_core.training.metrics import VECTOR_SIZE
 
     if fault["what"] == "another_operation":
         ranks.from_first("another") if ranks.rank == fault["odd_rank"] else ranks.sum([0.0])
         return
-    equal = vector_size(ranks.num_ranks)
-    length = {"skip_equal_shape": equal, "skip_other_shape": 17, "wrong_shape": 1000}[fault["what"]]
+    length = {"skip_equal_shape": VECTOR_SIZE, "skip_other_shape": 17, "wrong_shape": 1000}[fault["what"]]
     odd = ranks.rank == fault["odd_rank"]
     if fault["what"] == "wrong_shape":
         ranks.sum([0.0] * (length + 24 * odd))
     elif not odd:
-        ranks.sum([0.0] * length)
+        ranks.gather_numbers([0.0] * length)
 
 
 def _patch_loss() -> None:
-    from rlhf_core.training.trainers import grpo
+    from rlhf_core.training.algorithms import grpo
 
     plain = grpo.grpo_loss
 

@@ -39,7 +39,12 @@ from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import RunState
 
 ROOT = Path(__file__).parents[2]
-LONG = ["train.num_steps=3000", "sft.num_steps=1", "evaluate.num_prompts=16", "checkpoint.every_num_steps=5"]
+LONG = [
+    "loops.main.num_steps=3000",
+    "loops.warm_start.num_steps=1",
+    "evaluate.num_prompts=16",
+    "checkpoint.every_num_steps=5",
+]
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +91,7 @@ def until(check: Callable[[], Any], seconds: float = 120.0) -> Any:
 
 
 def test_the_form_of_a_deployment_has_the_values_of_its_config(client: Any, site: Site) -> None:
-    done = register("quickstart", site, overrides=["train.num_steps=7"], name="seven", tags=["a"], owner="ann")
+    done = register("quickstart", site, overrides=["loops.main.num_steps=7"], name="seven", tags=["a"], owner="ann")
     deployment = client.read_deployment(UUID(done.id))
     assert done.name == "rlhf-run/seven"
     assert done.url.endswith(f"/deployments/deployment/{done.id}")
@@ -97,7 +102,7 @@ def test_the_form_of_a_deployment_has_the_values_of_its_config(client: Any, site
     assert "run_id" not in properties
     for name, field in properties.items():
         assert field["default"] == deployment.parameters[name]
-    assert config.load(deployment.parameters["config"]).train.num_steps == 7
+    assert config.load(deployment.parameters["config"]).loops.main.num_steps == 7
     assert deployment.enforce_parameter_schema
     assert (deployment.pull_steps or []) == []
 
@@ -199,10 +204,10 @@ def test_what_is_submitted_takes_the_file_as_it_is_and_leaves_what_is_scheduled(
     flow_run = client.read_flow_run(UUID(asked.flow_run_id))
     assert flow_run.name == asked.run_id
     assert flow_run.parameters["steps"] == 50
-    assert config.load(flow_run.parameters["config"]).train.num_steps == 50
+    assert config.load(flow_run.parameters["config"]).loops.main.num_steps == 50
     assert client.read_deployment(UUID(done.id)).parameters["steps"] == 100
     with pytest.raises(BadConfig, match="train"):
-        submit("edited", site, overrides=["train.num_steps=0"])
+        submit("edited", site, overrides=["loops.main.num_steps=0"])
     with pytest.raises(BadInput, match="there is no deployment"):
         submit("unheard-of", site)
 
@@ -348,9 +353,9 @@ def read_controllers(site: Site, run_dir: RunDir) -> list[dict[str, Any]]:
 def test_what_is_wrong_is_in_the_message_of_the_flow_run(client: Any, site: Site, worker: Path) -> None:
     """What the form cannot know: nothing is made, nothing is submitted."""
     done = register("quickstart", site)
-    overrides = {"overrides": "train.num_stepps=5"}
+    overrides = {"overrides": "loops.main.num_stepps=5"}
     flow_run = client.create_flow_run_from_deployment(UUID(done.id), parameters=overrides)
     failed = state_of(client, str(flow_run.id), "Failed")
-    assert "train.num_stepps" in failed.message
-    assert 'did you mean "num_steps"' in failed.message or "train.num_steps" in failed.message
+    assert "loops.main.num_stepps" in failed.message
+    assert 'did you mean "num_steps"' in failed.message or "loops.main.num_steps" in failed.message
     assert not site.runs_dir.exists() or not list(site.runs_dir.iterdir())

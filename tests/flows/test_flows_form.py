@@ -42,7 +42,7 @@ def test_every_field_is_flat_and_explained() -> None:
     assert not any("anyOf" in one or "allOf" in one or "$ref" in one for one in properties.values())
     assert all(one["description"].endswith(".") for one in properties.values())
     assert properties["nodes"]["minimum"] == 0
-    assert "train.learning_rate" in properties["learning_rate"]["description"]
+    assert "loops.main.optimizer.learning_rate" in properties["learning_rate"]["description"]
 
 
 def test_the_list_of_settings_has_every_setting_with_its_own_default() -> None:
@@ -66,9 +66,11 @@ def test_what_was_not_changed_is_no_override(folder: Path) -> None:
 def test_what_was_changed_is_an_override_of_its_setting(folder: Path) -> None:
     source = str(folder / "small.toml")
     changed = {"name": "other", "nodes": 4, "gpus_per_node": 8, "steps": 5, "learning_rate": 3e-4, "seed": 7}
-    form = read_form({"config": source, **changed, "overrides": "rollout.temperature=0.5\n\n train.algorithm=sft "})
+    form = read_form(
+        {"config": source, **changed, "overrides": "rollout.temperature=0.5\n\n loops.main.algorithm.name=sft "}
+    )
     overrides = overrides_of(form)
-    assert overrides[:2] == ["rollout.temperature=0.5", "train.algorithm=sft"]
+    assert overrides[:2] == ["rollout.temperature=0.5", "loops.main.algorithm.name=sft"]
     spec = config.load(source, overrides)
     assert prefilled(spec) == changed
     assert len(overrides) == 8
@@ -76,13 +78,13 @@ def test_what_was_changed_is_an_override_of_its_setting(folder: Path) -> None:
 
 def test_an_override_wins_over_a_field_that_was_left_as_it_was(folder: Path) -> None:
     source = str(folder / "small.toml")
-    form = read_form({"config": source, **prefilled(config.load(source)), "overrides": "train.num_steps=3"})
-    assert config.load(source, overrides_of(form)).train.num_steps == 3
+    form = read_form({"config": source, **prefilled(config.load(source)), "overrides": "loops.main.num_steps=3"})
+    assert config.load(source, overrides_of(form)).loops.main.num_steps == 3
 
 
 def test_a_setting_that_is_given_twice_is_refused(folder: Path) -> None:
-    form = read_form({"config": str(folder / "small.toml"), "steps": 5, "overrides": "train.num_steps=3"})
-    with pytest.raises(BadInput, match=r"steps = 5, and train.num_steps = 3 among the overrides"):
+    form = read_form({"config": str(folder / "small.toml"), "steps": 5, "overrides": "loops.main.num_steps=3"})
+    with pytest.raises(BadInput, match=r"steps = 5, and loops.main.num_steps = 3 among the overrides"):
         overrides_of(form)
 
 
@@ -110,8 +112,8 @@ def test_a_form_without_a_config_says_what_is_missing() -> None:
 
 
 def test_texts_and_lists_mean_the_same() -> None:
-    one = read_form({"tags": "a, b c,\n", "overrides": "seed=1\ntrain.num_steps=2"})
-    assert one == read_form({"tags": ["a", "b c"], "overrides": ["seed=1", "train.num_steps=2"]})
+    one = read_form({"tags": "a, b c,\n", "overrides": "seed=1\nloops.main.num_steps=2"})
+    assert one == read_form({"tags": ["a", "b c"], "overrides": ["seed=1", "loops.main.num_steps=2"]})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -123,7 +125,7 @@ def test_what_was_kept_does_not_change_with_the_file_and_the_code(folder: Path, 
     (folder / "small.toml").write_text(SMALL.replace("num_steps = 8", "num_steps = 9"))
     (folder / "my_rewards.py").write_text("changed")
     spec = config.load(kept.config)
-    assert (spec.train.num_steps, spec.seed) == (8, 5)
+    assert (spec.loops.main.num_steps, spec.seed) == (8, 5)
     site = load_site({"RLHF_HOME": str(tmp_path / "home")})
     run_dir = new_run(str(kept.config), [], site)
     snapshot = run_dir.code / "snapshot"

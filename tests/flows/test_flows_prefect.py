@@ -207,7 +207,7 @@ def test_a_deployment_starts_a_run_from_its_parameters(desk: Desk, monkeypatch: 
         FakeAgent(RunDir(path)).whole_run()
 
     desk.scheduler.on_submit = whole
-    rlhf_run(config="quickstart", overrides="train.num_steps=3\nsft.num_steps=1")
+    rlhf_run(config="quickstart", overrides="loops.main.num_steps=3\nloops.warm_start.num_steps=1")
     (path,) = desk.site.runs_dir.iterdir()
     assert flow_runs()[path.name] == "Completed"
 
@@ -256,16 +256,16 @@ def as_a_worker_does(given: dict[str, Any]) -> None:
     ("given", "said"),
     [
         (
-            {"config": "quickstart", "overrides": "train.num_steps=banana"},
-            "1 problem in the field overrides of the form:\n  train.num_steps: found 'banana'",
+            {"config": "quickstart", "overrides": "loops.main.num_steps=banana"},
+            "1 problem in the field overrides of the form:\n  loops.main.num_steps: found 'banana'",
         ),
         (
-            {"config": "quickstart", "overrides": "seed=1\ntrian.num_stepps=5"},
-            'unknown setting "trian.num_stepps" (trian.num_stepps=5); did you mean "train.num_steps"?',
+            {"config": "quickstart", "overrides": "seed=1\nlops.main.num_stepps=5"},
+            'unknown setting "lops.main.num_stepps" (lops.main.num_stepps=5); did you mean "loops.main.num_steps"?',
         ),
         ({"config": "quickstart", "name": "MyRun"}, """name (name): found 'MyRun', expected at most 63 lower-case"""),
         ({"config": "no-such-config"}, "no-such-config"),
-        ({"config": "quickstart", "steps": -3}, "steps (train.num_steps): found -3"),
+        ({"config": "quickstart", "steps": -3}, "steps (loops.main.num_steps): found -3"),
     ],
 )
 def test_wrong_input_is_told_without_the_place_in_our_program(

@@ -75,7 +75,7 @@ def with_spec(**sections: Any) -> Facts:
     """Healthy facts with another spec."""
     base = healthy().spec.model_dump()
     for name, value in sections.items():
-        base[name] = {**base[name], **value} if isinstance(value, dict) else value
+        base[name] = {**base.get(name, {}), **value} if isinstance(value, dict) else value
     return healthy(spec=type(healthy().spec).model_validate(base))
 
 
@@ -172,9 +172,9 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("batch.prompts_divide_ranks", BLOCKED, with_spec(grpo={"prompts_per_step": 7}), "6 or 8"),
     ("batch.rows_divide_ranks", BLOCKED, with_spec(sft={"batch_size": 33}), "32 or 34"),
     ("batch.micro_batch", WARNING, with_spec(train={"micro_batch_size": 4096}), "micro_batch_size=32"),
-    ("steps.warm_start", BLOCKED, with_spec(train={"algorithm": "sft"}), "sft.num_steps=0"),
+    ("steps.warm_start", BLOCKED, with_spec(train={"algorithm": "sft"}), "loops.warm_start.num_steps=0"),
     ("steps.learning_rate_warmup", WARNING, with_spec(train={"warmup_steps": 20}), "at most 2"),
-    ("optimizer.betas", BLOCKED, with_spec(train={"adam_beta1": 1.0}), "train.adam_beta1"),
+    ("optimizer.betas", BLOCKED, with_spec(train={"adam_beta1": 1.0}), "loops.main.optimizer.adam_beta1"),
     ("steps.checkpoints", WARNING, with_spec(checkpoint={"every_num_steps": 500}), "checkpoint.every_num_steps"),
     ("data.readable", BLOCKED, train_file(problem="there is no such file"), "no such file"),
     ("data.readable", SKIPPED, train_file(path=Path("/d/a.parquet"), scanned=False), "parquet"),
@@ -288,9 +288,14 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
         healthy(resume=CheckpointFacts("step-000010", 10, num_ranks=2, problems=("model: gone",))),
         "model: gone",
     ),
-    ("resume.settings", BLOCKED, resumed(train={"learning_rate": 0.5}), "train.learning_rate is 1e-06"),
+    (
+        "resume.settings",
+        BLOCKED,
+        resumed(loops={"main": {"optimizer": {"learning_rate": 0.5}}}),
+        "loops.main.optimizer.learning_rate is 1e-06",
+    ),
     ("resume.settings", BLOCKED, resumed(model={"config": {"model_type": "llama"}}), "set model.config back"),
-    ("resume.steps", WARNING, resumed(step=500), "raise train.num_steps"),
+    ("resume.steps", WARNING, resumed(step=500), "raise loops.main.num_steps"),
     ("resume.version", WARNING, healthy(stored_version="0.0.9"), "0.0.9"),
     ("preflight.off", BLOCKED, with_spec(preflight={"off": {"batch.mikro_batch": "known"}}), "batch.micro_batch"),
     ("preflight.off", WARNING, with_spec(preflight={"off": {"environment.compiler": "old"}}), "not checked any more"),
@@ -352,7 +357,7 @@ def test_a_file_system_that_counts_no_files_is_not_judged() -> None:
 
 
 def test_the_same_settings_may_be_resumed() -> None:
-    same = healthy().spec.model_dump(mode="json", include={"seed", "model", "train"})
+    same = healthy().spec.model_dump(mode="json", include={"seed", "model", "loops"})
     assert [one.status for one in found(resumed(**same), "resume.settings")] == [CheckStatus.PASSED]
 
 
@@ -425,8 +430,8 @@ def test_all_that_blocks_is_said_at_once() -> None:
         runner.require_passed(run_checks(facts))
     text = str(caught.value)
     assert "2 checks block the run" in text
-    assert "grpo.prompts_per_step" in text
-    assert "sft.batch_size" in text
+    assert "loops.main.algorithm.prompts_per_step" in text
+    assert "loops.warm_start.algorithm.batch_size" in text
     runner.require_passed(run_checks(healthy()))
 
 

@@ -11,9 +11,10 @@ from test_preflight_checks import found, with_packages
 
 from rlhf_core.preflight.checks import environment
 from rlhf_core.preflight.known_bad_versions import IN_FORCE, KNOWN_BAD, KnownBad
+from rlhf_core.schemas.algorithms import specs
 from rlhf_core.schemas.base import Schema
 from rlhf_core.schemas.checks import CheckStatus
-from rlhf_core.schemas.run import RolloutSpec, RunSpec, TrainSpec
+from rlhf_core.schemas.run import RolloutSpec, RunSpec
 
 IDS = [" ".join(f"{name}{versions}" for name, versions in row.packages.items()) for row in KNOWN_BAD]
 PROBES = ("0.1", "0.8.5", "0.10.0", "0.14.0", "0.15.2", "0.16.0", "0.17.1", "0.18.0", "0.20.2", "0.27.0", "0.27.1")
@@ -65,7 +66,7 @@ def valid_specs() -> list[RunSpec]:
     The algorithms and engines are those of the schema: one more there is one more here.
     """
     found = []
-    for algorithm in choices(TrainSpec, "algorithm"):
+    for algorithm in specs():
         for engine in choices(RolloutSpec, "engine"):
             for resources in (
                 {"ranks_per_node": 1, "gpus_per_node": 0},
@@ -73,7 +74,7 @@ def valid_specs() -> list[RunSpec]:
                 {"ranks_per_node": 8, "gpus_per_node": 8},
             ):
                 base = make_spec(sft={"num_steps": 0}, resources=resources).model_dump()
-                base["train"]["algorithm"], base["rollout"]["engine"] = algorithm, engine
+                base["loops"]["main"]["algorithm"], base["rollout"]["engine"] = {"name": algorithm}, engine
                 found.append(RunSpec.model_validate(base))
     return found
 

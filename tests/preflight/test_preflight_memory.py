@@ -147,7 +147,7 @@ def test_a_large_micro_batch_is_named_with_one_that_fits() -> None:
     facts = big("h200", train={"micro_batch_size": 64, "gradient_checkpointing": False})
     result = only(facts)
     assert result.status is CheckStatus.BLOCKED
-    assert "train.micro_batch_size=2 (" in result.advice, result
+    assert "trainer.micro_batch_size=2 (" in result.advice, result
     assert "activations" in result.found
 
 

@@ -36,8 +36,8 @@ def test_the_same_again_needs_no_trial() -> None:
     ("changed", "says"),
     [
         (with_spec(data={"train": "/d/other.jsonl"}), "data.train /d/train.jsonl -> /d/other.jsonl"),
-        (with_spec(train={"algorithm": "sft"}, sft={"num_steps": 0}), "train.algorithm grpo -> sft"),
-        (with_spec(sft={"num_steps": 0}), "sft.num_steps 2 -> 0"),
+        (with_spec(train={"algorithm": "sft"}, sft={"num_steps": 0}), "loops.main.algorithm.name grpo -> sft"),
+        (with_spec(sft={"num_steps": 0}), "loops.warm_start.num_steps 2 -> 0"),
         (with_spec(reward={"functions": ["mine:score"]}), '["mine:score"]'),
         (with_spec(resources={"num_nodes": 4}), "resources.num_nodes 1 -> 4"),
         (
@@ -77,7 +77,7 @@ def test_what_a_trial_would_not_tell_asks_for_none(changed: Facts) -> None:
 
 def test_a_setting_that_the_older_version_did_not_have_is_no_change() -> None:
     content: dict[str, Any] = healthy().spec.model_dump(mode="json")
-    del content["grpo"]["measure_kl"], content["rollout"]
+    del content["loops"]["main"]["algorithm"]["measure_kl"], content["rollout"]
     good = GoodRun(RUN_ID, content, {"a package of then": "1"})
     assert changes_since(good, healthy().spec, basis_of(healthy())) == []
 
@@ -141,13 +141,13 @@ def test_a_trial_is_its_run_made_small() -> None:
         preflight={"trial": "run", "trial_steps": 3, "off": {"data.overlap": "known"}},
     ).spec
     small = trial_spec(spec, Rung("trial.one_node", 1))
-    assert (small.resources.num_nodes, small.sft.num_steps, small.train.num_steps) == (1, 2, 3)
+    assert (small.resources.num_nodes, small.warm_start_steps, small.loops.main.num_steps) == (1, 2, 3)
     assert (small.evaluate.num_prompts, small.evaluate.every_num_steps) == (8, 3)
     assert small.checkpoint.every_num_steps == small.total_steps == 5
     assert small.preflight.trial == "off"
     assert small.preflight.off["data.overlap"] == "known"
-    assert small.train.warmup_steps == 50, "the first steps are those that the run will make"
-    unchanged = {"grpo", "rollout", "model", "data", "reward", "supervise", "name", "seed"}
+    assert small.loops.main.optimizer.warmup_steps == 50, "the first steps are those that the run will make"
+    unchanged = {"rollout", "model", "data", "reward", "supervise", "name", "seed"}
     assert small.model_dump(include=unchanged) == spec.model_dump(include=unchanged)
 
 

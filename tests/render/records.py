@@ -18,7 +18,7 @@ START = datetime(2026, 11, 20, 14, 3, 7, tzinfo=UTC)
 RUN_ID = "quickstart-20261120-140307-a1b2c3"
 
 
-SPEC = config.load("quickstart", ["seed=1", "sft.num_steps=40", "train.num_steps=80"])
+SPEC = config.load("quickstart", ["seed=1", "loops.warm_start.num_steps=40", "loops.main.num_steps=80"])
 
 
 def at(seconds: float) -> str:

@@ -131,7 +131,7 @@ def test_a_blocked_run_shows_the_finding() -> None:
 def test_what_cannot_be_drawn_is_a_sentence_and_not_a_frame() -> None:
     curves = {name: curve for name, curve in records.curves().items() if name != "policy/kl"}
     page = run_page.page(records.learned(curves=curves))
-    assert "Distance from the start (KL): it was not measured; set grpo.measure_kl = true" in page
+    assert "Distance from the start (KL): it was not measured; set measure_kl = true" in page
     figures = [name for name, _ in _read(page).seen if name == "figure"]
     drawings = [name for name, _ in _read(page).seen if name == "svg"]
     assert len(figures) == len(drawings) == len(charts.LEARNING) + len(charts.SPEED) + 2 - 1
@@ -156,7 +156,9 @@ def test_the_two_loops_are_told_apart() -> None:
 
 
 def test_a_run_that_is_only_supervised_has_no_policy_loss() -> None:
-    spec = config.load("quickstart", ["train.algorithm=sft", "sft.num_steps=0", "train.num_steps=80"])
+    spec = config.load(
+        "quickstart", ["loops.main.algorithm.name=sft", "loops.warm_start.num_steps=0", "loops.main.num_steps=80"]
+    )
     curves = {name: records.curves(20, 20)[name] for name in ("train/loss", "train/grad_norm")}
     text = _text(records.learned(spec=spec, curves=curves))
     assert "Loss of the policy steps: the run made no step of reinforcement learning." in text

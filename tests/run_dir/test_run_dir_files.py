@@ -11,7 +11,7 @@ from rlhf_core.schemas.reports import CheckpointManifest, MetricsLine
 
 
 def line(step: int) -> MetricsLine:
-    return MetricsLine(step=step, time=utc_now(), stage="sft", metrics={"train/loss": 1.0})
+    return MetricsLine(step=step, time=utc_now(), loop="sft", metrics={"train/loss": 1.0})
 
 
 def steps(path: Path) -> list[int]:
@@ -86,7 +86,7 @@ def test_the_newest_checkpoint_is_the_complete_one_of_the_highest_step(tmp_path:
     assert run.newest_checkpoint() is None
     for step in (999_999, 20, 1_000_000):
         manifest = CheckpointManifest(
-            step=step, stage="sft", stage_finished=False, num_ranks=1, spec_hash="", files={}, time=utc_now()
+            step=step, loop="sft", loop_finished=False, num_ranks=1, spec_hash="", files={}, time=utc_now()
         )
         write_model(run.checkpoint(step).complete, manifest)
     run.checkpoint(2_000_000).root.mkdir()  # without COMPLETE it does not count

@@ -13,7 +13,7 @@ from rlhf_core.worker.event_log import EventLog
 
 
 def line(step: int) -> MetricsLine:
-    return MetricsLine(step=step, time=utc_now(), stage="sft", metrics={"train/loss": 1.0})
+    return MetricsLine(step=step, time=utc_now(), loop="sft", metrics={"train/loss": 1.0})
 
 
 class Pair:

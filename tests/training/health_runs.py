@@ -85,7 +85,7 @@ def rank_seeds(ranks: tuple[int, ...] = ()) -> Callable[[int], AbstractContextMa
     def broken(rank: int) -> AbstractContextManager[Any]:
         if ranks and rank not in ranks:
             return nullcontext()
-        return mock.patch("rlhf_core.training.trainers.grpo.sample_seed", return_value=rank)
+        return mock.patch("rlhf_core.training.trainers.online.sample_seed", return_value=rank)
 
     return broken
 
@@ -108,11 +108,11 @@ def same_prompts_everywhere(rank: int) -> Iterator[None]:
 def stuck_data(rank: int) -> Iterator[None]:
     """The same prompts and the same seeds at every step of GRPO."""
     from rlhf_core.training.seeds import sample_seed
-    from rlhf_core.training.trainers.session import Session
+    from rlhf_core.training.trainers.context import TrainingContext
 
-    real = Session.take_rows
+    real = TrainingContext.take_rows
 
-    def take(self: Session, count: int) -> Any:
+    def take(self: TrainingContext, count: int) -> Any:
         taken = real(self, count)
         if count == base_spec()["grpo"]["prompts_per_step"]:  # the warm start goes on as usual
             self.position -= count
@@ -122,15 +122,15 @@ def stuck_data(rank: int) -> Iterator[None]:
         return sample_seed(run_seed, 0, uid, index)
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(Session, "take_rows", take))
-        stack.enter_context(mock.patch("rlhf_core.training.trainers.grpo.sample_seed", seed))
+        stack.enter_context(mock.patch.object(TrainingContext, "take_rows", take))
+        stack.enter_context(mock.patch("rlhf_core.training.trainers.online.sample_seed", seed))
         yield
 
 
 @contextmanager
 def detached_loss(rank: int) -> Iterator[None]:
     """A loss that does not reach the weights."""
-    from rlhf_core.training.trainers import grpo
+    from rlhf_core.training.algorithms import grpo
 
     real = grpo.grpo_loss
 
@@ -247,13 +247,13 @@ def make_runs(rank: int, num_ranks: int, folder: str, names: list[str]) -> dict[
     from rlhf_core.training.health import Judge
     from rlhf_core.training.trainers.run import train_run
 
-    def look(self: Judge, step: int, stage: str, metrics: dict[str, float], by_rank: dict[str, Any]) -> Any:
+    def look(self: Judge, step: int, samples: bool, metrics: dict[str, float], by_rank: dict[str, Any]) -> Any:
         if rank == 0:
             kept = {name: float(f"{metrics[name]:.6g}") for name in JUDGED if name in metrics}
-            seen = {"step": step, "stage": stage, "metrics": kept, "by_rank": by_rank}
+            seen = {"step": step, "samples": samples, "metrics": kept, "by_rank": by_rank}
             with judged(Path(folder), name).open("a") as file:
                 file.write(json.dumps(seen) + "\n")
-        return real(self, step, stage, metrics, by_rank)
+        return real(self, step, samples, metrics, by_rank)
 
     ranks = init_process_group(make_context(folder, with_settings({}), rank, num_ranks))
     real = Judge.look

@@ -73,8 +73,8 @@ def writer(run_dir: RunDir, ranks: Ranks, spec: RunSpec | None = None) -> Checkp
     return CheckpointWriter(run_dir, spec or spec_with(), build_tokenizer("char", [], 0), ranks, lambda: None)
 
 
-def progress(step: int, stage: Any = "grpo", stage_finished: bool = False) -> Progress:
-    return Progress(step=step, stage=stage, stage_finished=stage_finished, position=8 * step)
+def progress(step: int, loop: Any = "grpo", loop_finished: bool = False) -> Progress:
+    return Progress(step=step, loop=loop, loop_finished=loop_finished, position=8 * step)
 
 
 def content(checkpoint: CheckpointDir) -> dict[str, bytes]:
@@ -90,7 +90,7 @@ def test_a_checkpoint_is_a_model_folder_and_a_state(run_dir: RunDir, ranks: Rank
     verify_checkpoint(saved, spec_with(), ranks)
     manifest = saved.manifest()
     assert manifest is not None
-    assert (manifest.step, manifest.stage, manifest.stage_finished, manifest.num_ranks) == (4, "grpo", False, 1)
+    assert (manifest.step, manifest.loop, manifest.loop_finished, manifest.num_ranks) == (4, "grpo", False, 1)
     listed = {saved.root / name for name in manifest.files}
     assert listed == {path for path in saved.root.rglob("*") if path.is_file()} - {saved.complete}
     loaded = load_causal_lm(saved.model, "float32")
@@ -131,11 +131,11 @@ def test_one_from_before_the_window_that_is_judged_is_always_there(every: int, w
 def test_going_back_replaces_a_checkpoint_of_the_same_step(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
     saver = writer(run_dir, ranks)
     saver.save(progress(4), model, ENGINE_STATE)
-    saver.save(progress(4, stage_finished=True), model, ENGINE_STATE)
+    saver.save(progress(4, loop_finished=True), model, ENGINE_STATE)
     (found,) = run_dir.checkpoints()
     manifest = found.manifest()
     assert manifest is not None
-    assert manifest.stage_finished
+    assert manifest.loop_finished
     verify_checkpoint(found, spec_with(), ranks)
 
 
@@ -143,7 +143,7 @@ def test_a_rank_that_wakes_up_after_a_newer_attempt_began_replaces_no_checkpoint
     run_dir: RunDir, ranks: Ranks, model: Any
 ) -> None:
     """Its node was frozen between writing and publishing; the control is the test above."""
-    kept = writer(run_dir, ranks).save(progress(4, stage_finished=True), model, ENGINE_STATE)
+    kept = writer(run_dir, ranks).save(progress(4, loop_finished=True), model, ENGINE_STATE)
     before = content(kept)
     spec, tokenizer = spec_with(), build_tokenizer("char", [], 0)
     woken = CheckpointWriter(run_dir, spec, tokenizer, ranks, lambda: None, lambda: run_dir.is_superseded(1))

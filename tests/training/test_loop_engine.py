@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rank_launcher import TINY_MODEL, launch, make_context, tiny_spec, values
 
-from rlhf_core.schemas.run import OptimizerSpec
+from rlhf_core.schemas.algorithms import OptimizerSpec
 
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
 

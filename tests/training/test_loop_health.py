@@ -24,7 +24,7 @@ QUICK = Batch(num_prompts=8, samples_per_prompt=8, nodes=("node0", "node1"))
 """Of the recorded runs."""
 
 
-def seen(step: int, *, stage: str = "grpo", ranks: int = 8, **changes: Any) -> dict[str, Any]:
+def seen(step: int, *, samples: bool = True, ranks: int = 8, **changes: Any) -> dict[str, Any]:
     """One healthy step, with what is different about it; lists are values by rank."""
     metrics = {
         "train/grad_norm": 0.5,
@@ -46,7 +46,7 @@ def seen(step: int, *, stage: str = "grpo", ranks: int = 8, **changes: Any) -> d
     names = {name.partition("/")[2]: name for name in (*metrics, *by_rank)}
     for name, value in changes.items():
         (by_rank if isinstance(value, list) else metrics)[names[name]] = value
-    return {"step": step, "stage": stage, "metrics": metrics, "by_rank": by_rank}
+    return {"step": step, "samples": samples, "metrics": metrics, "by_rank": by_rank}
 
 
 GONE = {"mean": 0.0, "zero_std_groups": 1.0, "grad_norm": 0.0}
@@ -180,7 +180,7 @@ def test_a_schedule_that_ends_at_zero_is_not_frozen() -> None:
 
 def test_supervised_steps_are_judged_by_gradient_and_weights_alone() -> None:
     line = {"train/grad_norm": 0.5, "train/learning_rate": 1e-3, "train/changed_share": 1.0, "train/loss": 0.0}
-    steps = [{"step": step, "stage": "sft", "metrics": line, "by_rank": {}} for step in range(1, 60)]
+    steps = [{"step": step, "samples": False, "metrics": line, "by_rank": {}} for step in range(1, 60)]
     assert first_finding(steps) is None
     frozen = [{**one, "metrics": {**line, "train/grad_norm": 0.0}} for one in steps]
     found = first_finding(frozen)

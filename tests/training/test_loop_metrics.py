@@ -71,7 +71,8 @@ def every_scenario(rank: int, num_ranks: int, run_dir: str) -> dict[str, Any]:
     if rank == 0:
         reduce("another collective", 9, {"loss": 1.0})
     else:
-        dist.all_reduce(torch.zeros(module.vector_size(num_ranks), dtype=torch.float64))
+        other = torch.zeros(module.VECTOR_SIZE, dtype=torch.float64)
+        dist.all_gather([torch.empty_like(other) for _ in range(num_ranks)], other)
     ranks.barrier()
     return results
 
@@ -132,25 +133,78 @@ def test_without_the_fingerprint_metrics_are_mixed_silently(results: list[dict[s
 
 
 def test_a_rank_in_another_collective_of_equal_shape_is_named(results: list[dict[str, Any]]) -> None:
-    assert "not in the metric reduction but in another collective: ranks [1]" in results[0]["another collective"]
+    assert "not in the metric collective but in another one: ranks [1]" in results[0]["another collective"]
 
 
 @settings(deadline=None)  # the first example imports torch
-@given(st.lists(st.integers(0, 3) | st.integers(0, (1 << 20) - 1), min_size=1, max_size=6))
+@given(st.lists(st.integers(0, 3) | st.integers(0, (1 << 40) - 1), min_size=1, max_size=6))
 def test_the_verdict_is_exact_for_any_number_of_ranks(fingerprints: list[int]) -> None:
-    from rlhf_core.training.metrics import same_on_all_ranks
+    from rlhf_core.training.metrics import odd_ranks
 
-    total, squares = float(sum(fingerprints)), float(sum(value**2 for value in fingerprints))
-    assert same_on_all_ranks([total, squares, 0.0, 0.0], len(fingerprints)) == (len(set(fingerprints)) == 1)
+    odd = odd_ranks([float(found) for found in fingerprints])
+    assert bool(odd) == (len(set(fingerprints)) > 1)
+    even = [found for rank, found in enumerate(fingerprints) if rank not in odd]
+    assert len(set(even)) <= 1
+    assert all(fingerprints.count(found) < len(even) for found in {fingerprints[rank] for rank in odd} if even)
 
 
-def test_the_simpler_rule_would_let_a_rank_pass() -> None:
-    """Negative control: with fingerprints 1, 2, 3 the rank in the middle finds the sum it expects and would go on."""
-    from rlhf_core.training.metrics import same_on_all_ranks
+def odd_scenario(rank: int, num_ranks: int, run_dir: str) -> dict[str, str]:
+    """Rank 2 of three is odd, in its step or in its metrics; and, as a control, in nothing."""
+    from torch.distributed.distributed_c10d import PrefixStore
 
-    fingerprints = [1, 2, 3]
-    assert sum(fingerprints) == len(fingerprints) * fingerprints[1]
-    assert not same_on_all_ranks([6.0, 14.0, 0.0, 0.0], 3)
+    from rlhf_core.training import metrics as module
+    from rlhf_core.training.distributed import init_process_group
+
+    ranks = init_process_group(make_context(run_dir, tiny_spec(), rank, num_ranks))
+    found = {}
+    for case, step, name in (("step", 4 + (rank == 2), "a"), ("name", 4, "b" if rank == 2 else "a"), ("none", 4, "a")):
+        own = dataclasses.replace(ranks, store=PrefixStore(case, ranks.store))
+        metrics = module.StepMetrics(step, own)
+        metrics.mean(name, 1.0, 1)
+        metrics.shared_share("shared", ["same", f"of {rank}"])
+        try:
+            found[case] = str(module.reduce_metrics(metrics, own).values)
+        except module.MetricsMismatch as error:
+            found[case] = str(error)
+    ranks.barrier()
+    return found
+
+
+def test_the_odd_rank_is_named_and_none_where_all_agree(tmp_path: Path) -> None:
+    for found in values(launch(odd_scenario, 3, tmp_path, run_dir=str(tmp_path / "run"))):
+        assert "rank 2 differs from the other 2 (brought step 5)" in found["step"]
+        assert "rank 2 differs from the other 2 (brought step 4)" in found["name"]
+        assert "rank 2 has the metrics ['b']" in found["name"]
+        assert found["none"] == "{'a': 1.0, 'shared': 0.25}", "one of four different texts is on several ranks"
+
+
+def sketch_of(texts: range) -> list[float]:
+    import torch
+    from torch.distributed import HashStore
+
+    from rlhf_core.training.distributed import Ranks
+    from rlhf_core.training.metrics import StepMetrics
+    from rlhf_core.training.types import NullReporter
+
+    metrics = StepMetrics(1, Ranks(0, 1, torch.device("cpu"), NullReporter(), HashStore()))
+    metrics.shared_share("shared", (f"text {number}" for number in texts))
+    return metrics.sketch()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "share"),
+    [
+        ((range(500), range(500)), 1.0),
+        ((range(500), range(500, 1000)), 0.0),
+        ((range(4), range(2, 6)), 2 / 6),
+        ((range(0), range(3)), 0.0),
+        ((range(0), range(0)), 0.0),
+    ],
+)
+def test_a_sketch_tells_how_much_ranks_share(ranks: tuple[range, ...], share: float) -> None:
+    from rlhf_core.training.metrics import share_of_shared
+
+    assert share_of_shared([sketch_of(texts) for texts in ranks]) == share
 
 
 def test_too_many_metrics_are_refused(tmp_path: Path) -> None:

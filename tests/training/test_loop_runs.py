@@ -329,7 +329,7 @@ def test_metrics_have_their_names(results: list[dict[str, Any]], folder: Path) -
     }  # fmt: skip
     grpo = {"reward/noisy_reward", "policy/clip_share", "policy/kl"}
     grpo |= {f"reward/{name}" for name in ("mean", "std", "max", "min")}
-    assert [line.stage for line in lines] == ["sft"] * 2 + ["grpo"] * 4
+    assert [line.loop for line in lines] == ["sft"] * 2 + ["grpo"] * 4
     counts = {"data/num_rows", "data/num_overlong", "data/num_malformed"}
     assert set(lines[0].metrics) == shared | times | counts
     assert set(lines[1].metrics) == shared | times
@@ -347,7 +347,7 @@ def test_metrics_have_their_names(results: list[dict[str, Any]], folder: Path) -
 
 def test_checkpoints_are_where_they_should_be(results: list[dict[str, Any]], folder: Path) -> None:
     found = {checkpoint.step: checkpoint.manifest() for checkpoint in RunDir(folder / "straight").checkpoints()}
-    assert [(step, m.stage, m.stage_finished) for step, m in found.items() if m is not None] == [
+    assert [(step, m.loop, m.loop_finished) for step, m in found.items() if m is not None] == [
         (2, "sft", True),
         (4, "grpo", False),
         (6, "grpo", True),

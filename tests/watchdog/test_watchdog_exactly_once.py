@@ -341,7 +341,7 @@ def test_rebuild_says_which_run_cannot_be_made_again(store: HistoryStore, runs: 
     newer = whole_run(runs, name="newer", tail="dddddd", created=300)
     sync(newer.dir, store)
     spec = newer.dir.spec
-    spec.write_text(spec.read_text().replace('"schema_version": 1', '"schema_version": 99'))
+    spec.write_text(spec.read_text().replace('"schema_version": 2', '"schema_version": 99'))
     broken = RunFiles(runs, name="broken", tail="eeeeee", created=400)
     broken.created()
     broken.moved(RunState.COMPLETED, 1)

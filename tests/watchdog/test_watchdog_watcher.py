@@ -339,8 +339,8 @@ def test_out_of_memory_goes_on_with_less_as_long_as_there_is_less(run_dir: RunDi
     look = ended(run_dir)
     decision = explain(run_dir, look, make_spec(train={"micro_batch_size": 4}), first_attempt=1).decision
     assert decision.action is Action.NEW_ATTEMPT
-    assert decision.config_diff == {"train.micro_batch_size": 2}
-    assert "train.micro_batch_size = 2; the global batch stays" in decision.reason
+    assert decision.config_diff == {"trainer.micro_batch_size": 2}
+    assert "trainer.micro_batch_size = 2; the global batch stays" in decision.reason
     smallest = {"micro_batch_size": 1, "gradient_checkpointing": True}
     nothing_left = make_spec(train=smallest, rollout={"batch_size": 1})
     assert explain(run_dir, look, nothing_left, first_attempt=1).decision.action is Action.STOP

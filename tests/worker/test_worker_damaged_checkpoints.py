@@ -128,6 +128,6 @@ def test_what_cannot_be_moved_is_passed_over(tmp_path: Path) -> None:
 
 def save_empty(run_dir: RunDir, step: int) -> None:
     manifest = CheckpointManifest(
-        step=step, stage="sft", stage_finished=False, num_ranks=1, spec_hash="", files={}, time=utc_now()
+        step=step, loop="sft", loop_finished=False, num_ranks=1, spec_hash="", files={}, time=utc_now()
     )
     write_model(run_dir.checkpoint(step).complete, manifest)

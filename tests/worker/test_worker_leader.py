@@ -29,7 +29,7 @@ def _outcome() -> AttemptOutcome:
 
 def _complete(run_dir: RunDir, step: int) -> None:
     manifest = CheckpointManifest(
-        step=step, stage="sft", stage_finished=False, num_ranks=1, spec_hash="", files={}, time=utc_now()
+        step=step, loop="sft", loop_finished=False, num_ranks=1, spec_hash="", files={}, time=utc_now()
     )
     write_model(run_dir.checkpoint(step).complete, manifest)
 
@@ -109,7 +109,7 @@ def test_the_last_step_is_that_of_the_newest_restart_that_made_one(run_dir: RunD
     for restart, steps in ((0, range(1, 200)), (1, range(100, 131))):
         writer = LineWriter(run_dir.attempt(1).restart(restart).metrics)
         for step in steps:
-            writer.write(MetricsLine(step=step, time=utc_now(), stage="sft", metrics={}))
+            writer.write(MetricsLine(step=step, time=utc_now(), loop="sft", metrics={}))
         writer.close()
     run_dir.attempt(1).restart(2).root.mkdir()
     assert leader.last_step() == 130

@@ -4,39 +4,37 @@ from collections.abc import Iterator
 
 from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, warning
+from rlhf_core.schemas.run import RunSpec
 
 
 @check("batch.prompts_divide_ranks")
 def prompts_divide_ranks(facts: Facts) -> Iterator[Finding]:
     """Ranks with different numbers of prompts would wait for each other forever in the first collective."""
-    if facts.spec.train.algorithm == "grpo":
-        yield _divides("grpo.prompts_per_step", facts.spec.grpo.prompts_per_step, facts.spec.num_ranks)
+    yield from _loops_divide(facts.spec, samples=True)
 
 
 @check("batch.rows_divide_ranks")
 def rows_divide_ranks(facts: Facts) -> Iterator[Finding]:
     """Ranks with different numbers of rows wait for each other forever in supervised training, too."""
-    if facts.spec.sft.num_steps or facts.spec.train.algorithm == "sft":
-        yield _divides("sft.batch_size", facts.spec.sft.batch_size, facts.spec.num_ranks)
+    yield from _loops_divide(facts.spec, samples=False)
 
 
 @check("batch.micro_batch")
 def micro_batch(facts: Facts) -> Iterator[Finding]:
     """A micro-batch that is never filled hides a wrong idea of the memory a step needs."""
-    spec, size = facts.spec, facts.spec.train.micro_batch_size
-    sequences = {}
-    if spec.sft.num_steps or spec.train.algorithm == "sft":
-        sequences["sft"] = spec.sft.batch_size // spec.num_ranks
-    if spec.train.algorithm == "grpo":
-        sequences["grpo"] = spec.grpo.prompts_per_step * spec.grpo.samples_per_prompt // spec.num_ranks
-    per_rank = ", ".join(f"{count} per {loop} step" for loop, count in sequences.items())
-    found = f"train.micro_batch_size {size}, sequences on a rank: {per_rank}"
-    largest = max(sequences.values())
+    spec, size = facts.spec, facts.spec.trainer.micro_batch_size
+    algorithms = [loop.algorithm for loop in spec.loops.named.values()]
+    sequences = [algorithm.sequences_per_step // spec.num_ranks for algorithm in algorithms]
+    per_rank = ", ".join(
+        f"{count} per {algorithm.name} step" for algorithm, count in zip(algorithms, sequences, strict=True)
+    )
+    found = f"trainer.micro_batch_size {size}, sequences on a rank: {per_rank}"
+    largest = max(sequences)
     if size > max(largest, 1):
         yield warning(
             found,
             "a micro-batch no larger than what a rank has in a step",
-            f"set train.micro_batch_size={max(largest, 1)}; the result does not depend on it, the memory does",
+            f"set trainer.micro_batch_size={max(largest, 1)}; the result does not depend on it, the memory does",
         )
     else:
         yield passed(found)
@@ -44,12 +42,13 @@ def micro_batch(facts: Facts) -> Iterator[Finding]:
 
 @check("steps.warm_start")
 def warm_start(facts: Facts) -> Iterator[Finding]:
-    """A supervised warm start before supervised training is the same loop twice, with two learning rates."""
-    if facts.spec.train.algorithm == "sft" and facts.spec.sft.num_steps:
+    """A warm start by the main loop's own algorithm is the same loop twice, with two learning rates."""
+    before, main = facts.spec.loops.warm_start, facts.spec.loops.main
+    if before is not None and before.algorithm.name == main.algorithm.name:
         yield blocked(
-            f'sft.num_steps = {facts.spec.sft.num_steps} with train.algorithm = "sft"',
-            "sft.num_steps = 0 when the main algorithm is itself supervised",
-            "set sft.num_steps=0 and train.num_steps to all steps wanted",
+            f'loops.warm_start.num_steps = {before.num_steps} with "{main.algorithm.name}" as algorithm of both loops',
+            "a warm start by another algorithm than the main one, or none",
+            "set loops.warm_start.num_steps=0 and loops.main.num_steps to all steps wanted",
         )
 
 
@@ -57,24 +56,23 @@ def warm_start(facts: Facts) -> Iterator[Finding]:
 def learning_rate_warmup(facts: Facts) -> Iterator[Finding]:
     """With a warm-up as long as the training the peak learning rate is never reached."""
     # The warm start is left alone: it may end while its rate still rises, on purpose.
-    warmup, steps = facts.spec.train.warmup_steps, facts.spec.train.num_steps
+    warmup, steps = facts.spec.loops.main.optimizer.warmup_steps, facts.spec.loops.main.num_steps
     if warmup and warmup >= steps:
         yield warning(
-            f"train.warmup_steps = {warmup}, train.num_steps = {steps}",
+            f"loops.main.optimizer.warmup_steps = {warmup}, loops.main.num_steps = {steps}",
             "a warm-up shorter than the training",
-            f"set train.warmup_steps to at most {steps // 10}",
+            f"set loops.main.optimizer.warmup_steps to at most {steps // 10}",
         )
 
 
 @check("optimizer.betas")
 def betas(facts: Facts) -> Iterator[Finding]:
     """A decay of exactly 1 never forgets its zero start: AdamW divides by zero in its first step."""
-    for section, optimizer in (("train", facts.spec.train), ("sft", facts.spec.sft)):
+    for loop, spec in facts.spec.loops.named.items():
         for name in ("adam_beta1", "adam_beta2"):
-            if getattr(optimizer, name) >= 1:
-                yield blocked(
-                    f"{section}.{name} = 1", "a number below 1", f"set {section}.{name}, for instance, to 0.95"
-                )
+            if getattr(spec.optimizer, name) >= 1:
+                setting = f"loops.{loop}.optimizer.{name}"
+                yield blocked(f"{setting} = 1", "a number below 1", f"set {setting}, for instance, to 0.95")
 
 
 @check("steps.checkpoints")
@@ -89,6 +87,13 @@ def checkpoints(facts: Facts) -> Iterator[Finding]:
         )
     else:
         yield passed(f"a checkpoint every {every} of {total} steps")
+
+
+def _loops_divide(spec: RunSpec, *, samples: bool) -> Iterator[Finding]:
+    for loop, found in spec.loops.named.items():
+        algorithm = found.algorithm
+        if algorithm.samples is samples:
+            yield _divides(f"loops.{loop}.algorithm.{algorithm.rows_setting}", algorithm.rows_per_step, spec.num_ranks)
 
 
 def _divides(name: str, value: int, ranks: int) -> Finding:

@@ -93,7 +93,7 @@ def lengths(facts: Facts) -> Iterator[Finding]:
             yield blocked(
                 f"{look.num_empty} prompts of {source} have no token", "a token in every prompt", "remove these rows"
             )
-        teaches = facts.spec.train.algorithm == "sft" or facts.spec.sft.num_steps
+        teaches = any(not loop.algorithm.samples for loop in facts.spec.loops.named.values())
         if teaches and look.split == "train" and isinstance(limit, int) and look.longest_taught > limit:
             yield blocked(
                 f"a row of {source} has {look.longest_taught} tokens with its answer, the model has {limit} positions",
@@ -145,7 +145,7 @@ def pipeline(facts: Facts) -> Iterator[Finding]:
             seconds += (look.read_s + look.encode_s) / look.num_rows * total
     if not rows:
         return
-    consumed = spec.grpo.prompts_per_step if spec.train.algorithm == "grpo" else spec.sft.batch_size
+    consumed = spec.loops.main.algorithm.rows_per_step
     rate = rows / max(seconds, 1e-6)
     found = (
         f"{rate:.0f} rows/s are read and tokenized, about {seconds:.0f} s at every start; a step takes {consumed} rows"
@@ -212,9 +212,10 @@ def _failed(trial: RewardTrial) -> Finding:
 
 def _slow(facts: Facts, trial: RewardTrial) -> Iterator[Finding]:
     spec = facts.spec
-    if spec.train.algorithm != "grpo" or trial.function not in spec.reward.functions:
+    sampled = [loop.algorithm.sequences_per_step for loop in spec.loops.named.values() if loop.algorithm.samples]
+    if not sampled or trial.function not in spec.reward.functions:
         return
-    count = spec.grpo.prompts_per_step * spec.grpo.samples_per_prompt // spec.num_ranks
+    count = max(sampled) // spec.num_ranks
     seconds = trial.seconds / trial.num_completions * count
     if seconds > spec.supervise.reward_floor_s / 2:
         yield warning(

@@ -172,12 +172,15 @@ def overlap(facts: Facts) -> Iterator[Finding]:
 def enough_prompts(facts: Facts) -> Iterator[Finding]:
     """With fewer rows than asked for, prompts come several times in a step, or less is evaluated than was meant."""
     spec = facts.spec
-    if spec.train.algorithm == "grpo" and _rows(facts.train) and _rows(facts.train) < spec.grpo.prompts_per_step:
-        yield warning(
-            f"{_rows(facts.train)} training rows, grpo.prompts_per_step = {spec.grpo.prompts_per_step}",
-            "at least as many rows as prompts per step",
-            "the same prompt comes several times in one step; lower grpo.prompts_per_step or add rows",
-        )
+    for loop, found in spec.loops.named.items():
+        algorithm, rows = found.algorithm, _rows(facts.train)
+        if algorithm.samples and rows and rows < algorithm.rows_per_step:
+            setting = f"loops.{loop}.algorithm.{algorithm.rows_setting}"
+            yield warning(
+                f"{rows} training rows, {setting} = {algorithm.rows_per_step}",
+                "at least as many rows as prompts per step",
+                f"the same prompt comes several times in one step; lower {setting} or add rows",
+            )
     if _rows(facts.eval) and _rows(facts.eval) < spec.evaluate.num_prompts:
         yield warning(
             f"{_rows(facts.eval)} held-out rows, evaluate.num_prompts = {spec.evaluate.num_prompts}",

@@ -70,7 +70,7 @@ def steps(facts: Facts) -> Iterator[Finding]:
         yield warning(
             f"{found.name} is at step {found.step}, the run has {total} steps in all",
             "a checkpoint before the last step",
-            "raise train.num_steps; otherwise only the evaluation is made",
+            "raise loops.main.num_steps; otherwise only the evaluation is made",
         )
 
 

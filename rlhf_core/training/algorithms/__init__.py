@@ -2,4 +2,18 @@
 
 Every loss of a micro-batch is a sum divided by a number that belongs to the whole optimizer step (``aggregation.py``),
 so that summing gradients over micro-batches and ranks gives the same gradient however the batch was cut up.
+
+Each member of ``rlhf_core.schemas.algorithms.Algorithm`` has a module of its name here, whose ``OBJECTIVE`` is found in
+:data:`ALGORITHMS`.
 """
+
+import importlib
+from collections.abc import Mapping
+
+from rlhf_core.schemas.algorithms import specs
+from rlhf_core.training.algorithms.objective import Objective
+
+ALGORITHMS: Mapping[str, Objective] = {
+    name: importlib.import_module(f"{__name__}.{name}").OBJECTIVE for name in specs()
+}
+"""Name of an algorithm to its objective."""

@@ -17,8 +17,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlhf_core.training.algorithms.aggregation import Aggregation, Stats, masked_stat, summed
+from rlhf_core.schemas.algorithms import GrpoSpec
+from rlhf_core.training.algorithms.aggregation import Aggregation, Stats, masked_stat, step_normaliser, summed
 from rlhf_core.training.algorithms.kl import k3
+from rlhf_core.training.algorithms.objective import MetricDef, MicroBatch, Objective, PolicyOutput, StepSums
 
 
 def group_advantages(
@@ -118,3 +120,41 @@ def grpo_loss(
         token_losses = token_losses + kl_coefficient * divergence if kl_coefficient else token_losses
     stats["loss/policy"] = masked_stat(token_losses, mask)
     return summed(token_losses, mask, aggregation) / normaliser, stats
+
+
+class GroupRelativePolicyOptimisation(Objective):
+    """:func:`group_advantages` and :func:`grpo_loss` as an objective, strictly on-policy."""
+
+    metrics = (
+        MetricDef("train/loss", ("loss/policy",), "Policy loss, penalty included; near 0 is normal."),
+        MetricDef(
+            "policy/clip_share",
+            ("policy/clip_low_share", "policy/clip_high_share"),
+            "Share of tokens whose probability ratio was clipped; 0 when strictly on-policy.",
+        ),
+        MetricDef("policy/kl", ("policy/kl",), "Divergence from the reference model (k3), in nats per token."),
+    )
+
+    def advantages(self, rewards: Tensor, sums: StepSums, spec: GrpoSpec) -> Tensor:
+        """See :func:`group_advantages`."""
+        batch_std = std_of_moments(sums.num_sequences, sums.reward_total, sums.reward_squares)
+        return group_advantages(rewards, spec.advantage_scale, spec.advantage_epsilon, batch_std)
+
+    def loss(self, output: PolicyOutput, batch: MicroBatch, sums: StepSums, spec: GrpoSpec) -> tuple[Tensor, Stats]:
+        """See :func:`grpo_loss`."""
+        assert batch.advantages is not None  # of every loop that samples
+        return grpo_loss(
+            output.logprobs,
+            None,
+            batch.advantages,
+            batch.mask,
+            normaliser=step_normaliser(spec.loss_aggregation, sums.num_tokens, sums.num_sequences, sums.max_new_tokens),
+            clip_low=spec.clip_low,
+            clip_high=spec.clip_high,
+            ref_logprobs=output.ref_logprobs,
+            kl_coefficient=spec.kl_coefficient,
+            aggregation=spec.loss_aggregation,
+        )
+
+
+OBJECTIVE = GroupRelativePolicyOptimisation()

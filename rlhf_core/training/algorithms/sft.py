@@ -5,7 +5,9 @@ L = - sum over target tokens of log policy(token | what precedes it) / target to
 
 from torch import Tensor
 
+from rlhf_core.schemas.algorithms import SftSpec
 from rlhf_core.training.algorithms.aggregation import Stats, masked_stat, summed
+from rlhf_core.training.algorithms.objective import MetricDef, MicroBatch, Objective, PolicyOutput, StepSums
 
 
 def sft_loss(logprobs: Tensor, mask: Tensor, normaliser: float) -> tuple[Tensor, Stats]:
@@ -20,3 +22,16 @@ def sft_loss(logprobs: Tensor, mask: Tensor, normaliser: float) -> tuple[Tensor,
         The scalar loss, to be summed over micro-batches and ranks, and ``loss/sft`` as (sum, count).
     """
     return summed(-logprobs, mask, "token_mean") / normaliser, {"loss/sft": masked_stat(-logprobs, mask)}
+
+
+class SupervisedFineTuning(Objective):
+    """:func:`sft_loss` as an objective."""
+
+    metrics = (MetricDef("train/loss", ("loss/sft",), "Cross-entropy of the reference answers, in nats per token."),)
+
+    def loss(self, output: PolicyOutput, batch: MicroBatch, sums: StepSums, spec: SftSpec) -> tuple[Tensor, Stats]:
+        """See :func:`sft_loss`."""
+        return sft_loss(output.logprobs, batch.mask, sums.num_tokens)
+
+
+OBJECTIVE = SupervisedFineTuning()

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rlhf_core.schemas.run import OptimizerSpec
+from rlhf_core.schemas.algorithms import OptimizerSpec
 from rlhf_core.training.distributed import Ranks
 
 _SAMPLED_ENTRIES = 64
@@ -42,7 +42,7 @@ def learning_rate(step: int, spec: OptimizerSpec, num_steps: int) -> float:
 
 
 class Engine:
-    """Optimizer and gradient reduction for one stage of training. A new stage makes a new engine: a fresh optimizer."""
+    """Optimizer and gradient reduction for one training loop. A new loop makes a new engine: a fresh optimizer."""
 
     def __init__(
         self, policy: nn.Module, spec: OptimizerSpec, dtype: Literal["float32", "bfloat16"], ranks: Ranks

@@ -26,16 +26,16 @@ from rlhf_core.training.distributed import Ranks, init_process_group, leave_proc
 from rlhf_core.training.evaluation import are_written, load_evaluator, write_reports
 from rlhf_core.training.models import PolicyModel, load_causal_lm, prepare_initial_model, tokenizer_folder
 from rlhf_core.training.tokenizers import load_tokenizer
-from rlhf_core.training.trainers import grpo, sft
+from rlhf_core.training.trainers import offline, online
+from rlhf_core.training.trainers.context import Loop, TrainingContext, loops
 from rlhf_core.training.trainers.engine import Engine
-from rlhf_core.training.trainers.session import Session, Stage, stages
 from rlhf_core.training.types import RoleResult, Row, WorkerContext
 
 
 def run_trainer(context: WorkerContext) -> RoleResult:
     """Train from the beginning, or go on from a checkpoint as if nothing had happened.
 
-    Warm start, checkpoint, evaluation before, main algorithm, last checkpoint. What is done already is not done again.
+    Warm start, checkpoint, evaluation before, main loop, last checkpoint. What is done already is not done again.
 
     Raises:
         WorkerError: one of its kinds, see ``rlhf_core.errors``.
@@ -65,69 +65,67 @@ def train_run(context: WorkerContext, ranks: Ranks) -> RoleResult:
     _log_start(ranks, report, data.num_overlong, checkpoint)
     context.reporter.beat(Phase.SETUP, step)
     evaluator = load_evaluator(spec, ranks, tokenizer)
-    session = Session(context, ranks, tokenizer, report, data, evaluator, state.progress if state else None)
+    training = TrainingContext(context, ranks, tokenizer, report, data, evaluator, state.progress if state else None)
     result = RoleResult.DONE
-    for stage in stages(spec):
-        if not session.steps_left(stage):
+    for loop in loops(spec):
+        if not training.steps_left(loop):
             continue
-        if stage.last_step == spec.total_steps:
-            _evaluate_before(context, session, model)
-        if _train_stage(context, session, stage, model, initial, state):
-            result = RoleResult.STOPPED_EARLY if session.steps_done < spec.total_steps else RoleResult.DONE
+        if loop.last_step == spec.total_steps:
+            _evaluate_before(context, training, model)
+        if _train_loop(context, training, loop, model, initial, state):
+            result = RoleResult.STOPPED_EARLY if training.steps_done < spec.total_steps else RoleResult.DONE
             break
-    session.close()
+    training.close()
     return result
 
 
-def _train_stage(
+def _train_loop(
     context: WorkerContext,
-    session: Session,
-    stage: Stage,
+    training: TrainingContext,
+    loop: Loop,
     model: PreTrainedModel,
     initial: Path,
     state: TrainerState | None,
 ) -> bool:
     """One loop with an optimizer of its own; whether it ended early because an agent asked for it."""
-    spec, ranks = session.spec, session.ranks
+    spec, ranks = training.spec, training.ranks
     with kept_random_state(ranks.device):
         policy = PolicyModel(model)
         policy.train()
-        if spec.train.gradient_checkpointing:
+        if spec.trainer.gradient_checkpointing:
             policy.enable_gradient_checkpointing()
-        reference = _reference(context, ranks, stage, initial)
-        engine = Engine(policy, stage.optimizer, spec.model.dtype, ranks)
-    if state and state.progress.step >= stage.first_step:
+        reference = _reference(context, ranks, loop, initial)
+        engine = Engine(policy, loop.spec.optimizer, spec.model.dtype, ranks)
+    if state and state.progress.step >= loop.first_step:
         engine.load_state(state.engine)
-    if state and state.progress.step == session.steps_done:
+    if state and state.progress.step == training.steps_done:
         # Until here this process drew from generators that it seeded itself; now those of the run go on.
         restore_random_state(state.random, ranks.device)
-    if stage.name == "sft":
-        stopped = sft.train(session, stage, policy, engine)
-    else:
-        stopped = grpo.train(session, stage, policy, engine, reference)
+    train = online.train if loop.algorithm.samples else offline.train
+    stopped = train(training, loop, policy, engine, reference)
     engine.close()
     return stopped
 
 
-def _evaluate_before(context: WorkerContext, session: Session, model: PreTrainedModel) -> None:
+def _evaluate_before(context: WorkerContext, training: TrainingContext, model: PreTrainedModel) -> None:
     """Measure the weights that the main algorithm starts from, once in the life of a run."""
-    ranks, step = session.ranks, session.steps_done
-    missing = step <= session.spec.sft.num_steps and not are_written(context.run_dir, "before")
+    ranks, step = training.ranks, training.steps_done
+    missing = step <= training.spec.warm_start_steps and not are_written(context.run_dir, "before")
     if ranks.from_first("missing" if missing else "") != "missing":
         return
     with kept_random_state(ranks.device):
-        reports = session.evaluator.run(model, "before", step, session.beating(Phase.EVALUATE))
+        reports = training.evaluator.run(model, "before", step, training.beating(Phase.EVALUATE))
     write_reports(context.run_dir, reports, ranks)
 
 
-def _reference(context: WorkerContext, ranks: Ranks, stage: Stage, initial: Path) -> PolicyModel | None:
-    """The policy as it was when the main algorithm began, if its divergence is penalised or measured."""
-    spec = context.spec
-    if stage.name != "grpo" or not (spec.grpo.kl_coefficient or spec.grpo.measure_kl):
+def _reference(context: WorkerContext, ranks: Ranks, loop: Loop, initial: Path) -> PolicyModel | None:
+    """The policy as it was when the loop began, if its algorithm needs it."""
+    spec, steps_before = context.spec, loop.first_step - 1
+    if not loop.algorithm.reference:
         return None
     source = initial
-    if spec.sft.num_steps:
-        checkpoint = context.run_dir.checkpoint(spec.sft.num_steps)
+    if steps_before:
+        checkpoint = context.run_dir.checkpoint(steps_before)
         try:
             verify_checkpoint(checkpoint, spec, ranks)
         except CheckpointCorrupt as error:

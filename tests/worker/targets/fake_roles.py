@@ -79,7 +79,7 @@ def train(context: WorkerContext) -> RoleResult:
         wants = {"": 0, "save": 1, "stop": 1000}[context.reporter.request()]
         votes = ring.sum(wants)
         if metrics is not None:
-            line = MetricsLine(step=step, time=utc_now(), stage="sft", metrics={"loss/value": 1.0 / step})
+            line = MetricsLine(step=step, time=utc_now(), loop="sft", metrics={"loss/value": 1.0 / step})
             metrics.write(line)
         if votes or step % context.spec.checkpoint.every_num_steps == 0:
             context.reporter.beat(Phase.CHECKPOINT, step)
@@ -151,8 +151,8 @@ def _save(context: WorkerContext, step: int) -> None:
     (partial.root / "weights").write_text(str(step), encoding="utf-8")
     manifest = CheckpointManifest(
         step=step,
-        stage="sft",
-        stage_finished=False,
+        loop="sft",
+        loop_finished=False,
         num_ranks=context.num_ranks,
         spec_hash="",
         files={"weights": checksum(partial.root / "weights")},

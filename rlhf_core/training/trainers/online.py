@@ -1,7 +1,7 @@
-"""Group relative policy optimisation, strictly on-policy: sample, reward, one update, again.
+"""The loop of algorithms that sample, strictly on-policy: sample, reward, one update, again.
 
 The policy that samples is the policy that is updated, so the old log-probabilities are the present ones without
-gradient, and no second pass computes them. A reference model exists only when its divergence is penalised or measured.
+gradient, and no second pass computes them. A reference model exists only where the algorithm needs one.
 """
 
 from dataclasses import dataclass
@@ -11,16 +11,18 @@ from torch import Tensor
 
 from rlhf_core.schemas.reports import Phase, SampleLine
 from rlhf_core.training import health
-from rlhf_core.training.algorithms.aggregation import masked_stat, step_normaliser
-from rlhf_core.training.algorithms.grpo import group_advantages, grpo_loss, std_of_moments, zero_std_groups
+from rlhf_core.training.algorithms import ALGORITHMS
+from rlhf_core.training.algorithms.aggregation import masked_stat
+from rlhf_core.training.algorithms.grpo import zero_std_groups
+from rlhf_core.training.algorithms.objective import MicroBatch, PolicyOutput, StepSums
 from rlhf_core.training.batches import collate
 from rlhf_core.training.metrics import StepMetrics, fingerprint
 from rlhf_core.training.models import PolicyModel
 from rlhf_core.training.rewards import RewardFunction, load_rewards, score
 from rlhf_core.training.rollouts.transformers_engine import generate
 from rlhf_core.training.seeds import sample_seed
-from rlhf_core.training.trainers.engine import Engine, learning_rate
-from rlhf_core.training.trainers.session import Session, Stage, Step, Totals
+from rlhf_core.training.trainers.context import Loop, Step, Totals, TrainingContext
+from rlhf_core.training.trainers.engine import Engine
 from rlhf_core.training.types import Completion, Row
 
 
@@ -49,113 +51,99 @@ class Rollout:
 
 
 def train(
-    session: Session,
-    stage: Stage,
-    policy: PolicyModel,
-    engine: Engine,
-    reference: PolicyModel | None,
+    training: TrainingContext, loop: Loop, policy: PolicyModel, engine: Engine, reference: PolicyModel | None
 ) -> bool:
-    """Make the steps of ``stage`` that are left.
+    """Make the steps of ``loop`` that are left.
 
     Args:
-        reference: the policy as it was at the start of the stage, if its divergence is wanted.
+        reference: the policy as it was at the start of the loop, if the algorithm needs it.
 
     Returns:
         Whether it ended early because an agent asked for it.
     """
-    spec = session.spec
+    spec, objective = training.spec, ALGORITHMS[loop.algorithm.name]
     functions = load_rewards(spec.reward.functions)
-    for number in session.steps_left(stage):
-        step = session.begin_step(number)
-        rollout = _sample(session, step, policy, functions)
+    for number in training.steps_left(loop):
+        step = training.begin_step(number)
+        rollout = _sample(training, loop, step, policy, functions)
 
         with step.watch.part("train"):
-            session.beat(Phase.TRAIN)
+            training.beat(Phase.TRAIN)
             rewards = rollout.rewards
-            num_tokens, num_sequences, total, total_of_squares = session.ranks.sum(
+            num_tokens, num_sequences, total, squares = training.ranks.sum(
                 [rollout.num_tokens, rewards.numel(), float(rewards.sum()), float(rewards.square().sum())]
             )
-            batch_std = std_of_moments(num_sequences, total, total_of_squares)
-            advantages = group_advantages(rewards, spec.grpo.advantage_scale, spec.grpo.advantage_epsilon, batch_std)
-            normaliser = step_normaliser(
-                spec.grpo.loss_aggregation, num_tokens, num_sequences, spec.rollout.max_new_tokens
-            )
-            totals = _accumulate(session, engine, reference, rollout, advantages.flatten(), normaliser)
-            rate = learning_rate(number - stage.first_step + 1, stage.optimizer, stage.num_steps)
-            grad_norm = engine.step(rate)
+            sums = StepSums(num_tokens, num_sequences, total, squares, spec.rollout.max_new_tokens)
+            advantages = objective.advantages(rewards, sums, loop.algorithm)
+            totals = _accumulate(training, loop, engine, reference, rollout, advantages.flatten(), sums)
+            training.update(step, loop, engine, policy, rollout.num_tokens)
 
-        metrics = step.metrics
-        metrics.mean("train/loss", *totals.read("loss/policy"))
-        metrics.shared("train/grad_norm", grad_norm)
-        metrics.shared("train/changed_share", engine.changed_share(policy))
-        metrics.shared("train/learning_rate", rate)
-        metrics.total("train/num_tokens", rollout.num_tokens)
-        metrics.mean("rollout/entropy", *totals.read("entropy"))
-        metrics.mean("rollout/train_gap", *totals.read("train_gap"))
-        low, weight = totals.read("policy/clip_low_share")
-        metrics.mean("policy/clip_share", low + totals.read("policy/clip_high_share")[0], weight)
-        if reference is not None:
-            metrics.mean("policy/kl", *totals.read("policy/kl"))
-        _add_rollout_metrics(metrics, rollout)
-        metrics.total("speed/tokens_per_s", rollout.num_tokens / step.watch.seconds())
-        if spec.train.log_samples_every and (number - stage.first_step) % spec.train.log_samples_every == 0:
-            session.write_samples(_sample_lines(rollout, advantages, number))
-        if session.end_step(step, stage, policy.causal_lm, engine):
+        step.add(objective.metrics, totals)
+        step.metrics.mean("rollout/entropy", *totals.read("entropy"))
+        step.metrics.mean("rollout/train_gap", *totals.read("train_gap"))
+        _add_rollout_metrics(step.metrics, rollout)
+        step.metrics.total("speed/tokens_per_s", rollout.num_tokens / step.watch.seconds())
+        every = spec.trainer.log_samples_every
+        if every and (number - loop.first_step) % every == 0:
+            training.write_samples(_sample_lines(rollout, advantages, number))
+        if training.end_step(step, loop, policy.causal_lm, engine):
             return True
     return False
 
 
-def _sample(session: Session, step: Step, policy: PolicyModel, functions: dict[str, RewardFunction]) -> Rollout:
+def _sample(
+    training: TrainingContext, loop: Loop, step: Step, policy: PolicyModel, functions: dict[str, RewardFunction]
+) -> Rollout:
     """Complete and reward this rank's prompts of the step."""
-    spec = session.spec
-    num_samples = spec.grpo.samples_per_prompt
+    spec, num_samples = training.spec, loop.algorithm.group
     with step.watch.part("rollout"):
-        session.beat(Phase.ROLLOUT)
-        rows, prompts = session.take_rows(spec.grpo.prompts_per_step)
+        training.beat(Phase.ROLLOUT)
+        rows, prompts = training.take_rows(loop.algorithm.rows_per_step)
         seeds = [[sample_seed(spec.seed, step.number, row.uid, i) for i in range(num_samples)] for row in rows]
         completions = generate(
             policy.causal_lm,
-            session.tokenizer,
+            training.tokenizer,
             prompts,
             seeds,
             max_new_tokens=spec.rollout.max_new_tokens,
             temperature=spec.rollout.temperature,
             batch_size=spec.rollout.batch_size,
-            beat=session.beating(Phase.ROLLOUT),
+            beat=training.beating(Phase.ROLLOUT),
         )
     with step.watch.part("reward"):
         row_of_each = [row for row in rows for _ in range(num_samples)]
         texts = [completion.text for group in completions for completion in group]
-        total, by_function = score(functions, spec.reward.weights, row_of_each, texts, session.beating(Phase.REWARD))
+        total, by_function = score(functions, spec.reward.weights, row_of_each, texts, training.beating(Phase.REWARD))
     rewards = torch.tensor(total, dtype=torch.float64).view(len(rows), num_samples)
     return Rollout(rows, prompts, seeds, completions, rewards, by_function)
 
 
 def _accumulate(
-    session: Session,
+    training: TrainingContext,
+    loop: Loop,
     engine: Engine,
     reference: PolicyModel | None,
     rollout: Rollout,
     advantages: Tensor,
-    normaliser: float,
+    sums: StepSums,
 ) -> Totals:
     """Forward and backward over this rank's sequences; the gradients are left in the engine.
 
     Args:
         advantages: ``[P*G]``.
-        normaliser: what the loss of the whole step, over all ranks, is divided by.
+        sums: figures of the whole step, over all ranks.
     """
-    spec, device = session.spec, session.ranks.device
+    spec, device, objective = training.spec, training.ranks.device, ALGORITHMS[loop.algorithm.name]
     totals = Totals()
     prompts = [prompt for prompt, group in zip(rollout.prompts, rollout.completions, strict=True) for _ in group]
     completions = rollout.flat
     lengths = [len(prompt) + len(made.token_ids) for prompt, made in zip(prompts, completions, strict=True)]
-    for part in session.micro_batches(lengths):
-        session.beat(Phase.TRAIN)
+    for part in training.micro_batches(lengths):
+        training.beat(Phase.TRAIN)
         batch = collate(
             [prompts[i] for i in part],
             [completions[i].token_ids for i in part],
-            session.tokenizer.pad_token_id,
+            training.tokenizer.pad_token_id,
             device,
         )
         inputs = {"target_mask": batch.target_mask, "temperature": spec.rollout.temperature}
@@ -164,18 +152,8 @@ def _accumulate(
         if reference is not None:
             with torch.no_grad():
                 ref_logprobs, _ = reference(batch.input_ids, **inputs)
-        loss, stats = grpo_loss(
-            logprobs,
-            None,
-            advantages[part].to(device),
-            batch.target_mask,
-            normaliser=normaliser,
-            clip_low=spec.grpo.clip_low,
-            clip_high=spec.grpo.clip_high,
-            ref_logprobs=ref_logprobs,
-            kl_coefficient=spec.grpo.kl_coefficient,
-            aggregation=spec.grpo.loss_aggregation,
-        )
+        sequences = MicroBatch(batch.target_mask, advantages[part].to(device))
+        loss, stats = objective.loss(PolicyOutput(logprobs, ref_logprobs), sequences, sums, loop.algorithm)
         engine.backward(loss)
         sampled = batch.place([completions[i].logprobs for i in part])
         totals.add(stats)
@@ -207,6 +185,14 @@ def _add_rollout_metrics(metrics: StepMetrics, rollout: Rollout) -> None:
     metrics.each(health.SAME_GROUPS, sum(len(set(group)) == 1 for group in groups) / num_groups)
     metrics.each(health.NUM_DISTINCT, len({made for group in groups for made in group}))
     metrics.each(health.FINGERPRINT, fingerprint(made for group in groups for made in group))
+    metrics.shared_share(
+        "rollout/shared_share",
+        (
+            f"{row.uid} {made.token_ids}"
+            for row, group in zip(rollout.rows, rollout.completions, strict=True)
+            for made in group
+        ),
+    )
     metrics.digest("rollout/seed_digest", (f"{seed}" for group in rollout.seeds for seed in group))
     metrics.digest(
         "rollout/completion_digest",

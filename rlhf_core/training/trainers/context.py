@@ -7,36 +7,42 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.errors import BadConfig, DegenerateRl, NonFiniteLoss
 from rlhf_core.run_dir import LineWriter
+from rlhf_core.schemas.algorithms import AlgorithmSpec, LoopSpec
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import AgentEvent, MetricsLine, Phase, SampleLine
-from rlhf_core.schemas.run import OptimizerSpec, RunSpec
+from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.algorithms.aggregation import Stats
+from rlhf_core.training.algorithms.objective import MetricDef
 from rlhf_core.training.checkpoints import CheckpointWriter, Progress
 from rlhf_core.training.data import DataReport, EncodedPrompts, row_indices
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.evaluation import Evaluator
 from rlhf_core.training.health import Batch, Judge, in_words
 from rlhf_core.training.metrics import StepMetrics, reduce_metrics
-from rlhf_core.training.trainers.engine import Engine
+from rlhf_core.training.models import PolicyModel
+from rlhf_core.training.trainers.engine import Engine, learning_rate
 from rlhf_core.training.types import Row, WorkerContext
 
 _MUST_BE_FINITE = ("train/loss", "train/grad_norm")
 
 
 @dataclass(frozen=True)
-class Stage:
-    """One loop of a run. Steps are counted over the whole run, from 1."""
+class Loop:
+    """One training loop of a run. Steps are counted over the whole run, from 1."""
 
-    name: Literal["sft", "grpo"]
-    optimizer: OptimizerSpec
+    spec: LoopSpec
     first_step: int
     last_step: int
+
+    @property
+    def algorithm(self) -> AlgorithmSpec:
+        """Settings and traits of its algorithm."""
+        return self.spec.algorithm
 
     @property
     def num_steps(self) -> int:
@@ -44,11 +50,13 @@ class Stage:
         return self.last_step - self.first_step + 1
 
 
-def stages(spec: RunSpec) -> list[Stage]:
-    """The loops of a run in their order: the warm start, if there is one, and the main algorithm."""
-    warm_start = Stage("sft", spec.sft, 1, spec.sft.num_steps)
-    main = Stage(spec.train.algorithm, spec.train, spec.sft.num_steps + 1, spec.total_steps)
-    return [warm_start, main] if spec.sft.num_steps else [main]
+def loops(spec: RunSpec) -> list[Loop]:
+    """The loops of a run in their order: the warm start, if there is one, and the main one."""
+    found, done = [], 0
+    for loop in spec.loops.named.values():
+        found.append(Loop(loop, done + 1, done + loop.num_steps))
+        done += loop.num_steps
+    return found
 
 
 class Stopwatch:
@@ -82,6 +90,10 @@ class Totals:
             before = self._entries.get(name)
             self._entries[name] = (total, weight) if before is None else (before[0] + total, before[1] + weight)
 
+    def __contains__(self, name: str) -> bool:
+        """Whether there is a sum of that name."""
+        return name in self._entries
+
     def read(self, name: str) -> tuple[float, float]:
         """Sum and weight of one name."""
         total, weight = self._entries[name]
@@ -97,9 +109,16 @@ class Step:
     metrics: StepMetrics
     watch: Stopwatch = field(default_factory=Stopwatch)
 
+    def add(self, definitions: Sequence[MetricDef], totals: Totals) -> None:
+        """Add the metrics of an objective, as far as the step has their statistics."""
+        for definition in definitions:
+            if all(name in totals for name in definition.stats):
+                sums, weights = zip(*(totals.read(name) for name in definition.stats), strict=True)
+                self.metrics.mean(definition.name, sum(sums), weights[0])
 
-class Session:
-    """One start of a trainer rank, over all stages."""
+
+class TrainingContext:
+    """One start of a trainer rank, over all loops."""
 
     def __init__(
         self,
@@ -160,9 +179,9 @@ class Session:
         """A sign of life to hand on to what takes long."""
         return functools.partial(self._reporter.beat, phase, self._step)
 
-    def steps_left(self, stage: Stage) -> range:
+    def steps_left(self, loop: Loop) -> range:
         """The numbers of the steps that are to be made."""
-        return range(self.steps_done + 1, stage.last_step + 1)
+        return range(self.steps_done + 1, loop.last_step + 1)
 
     def take_rows(self, count: int) -> tuple[list[Row], list[list[int]]]:
         """The next ``count`` rows of the run: this rank's contiguous part, and the tokens of its prompts.
@@ -173,7 +192,7 @@ class Session:
         if count % self.ranks.num_ranks:
             raise BadConfig(
                 f"found {count} rows per step for {self.ranks.num_ranks} ranks; expected a multiple of the ranks: "
-                f"change sft.batch_size or grpo.prompts_per_step, or resources.ranks_per_node"
+                f"change the rows per step of the algorithm, or resources.ranks_per_node"
             )
         indices = self.ranks.deal(row_indices(len(self._data.rows), self.spec.seed, self.position, count))
         self.position += count
@@ -189,7 +208,7 @@ class Session:
             The indices of the sequences of each micro-batch.
         """
         order = sorted(range(len(lengths)), key=lambda index: lengths[index])
-        size = self.spec.train.micro_batch_size
+        size = self.spec.trainer.micro_batch_size
         return [order[start : start + size] for start in range(0, len(order), size)]
 
     def begin_step(self, number: int) -> Step:
@@ -197,7 +216,20 @@ class Session:
         self._step = number
         return Step(number, StepMetrics(number, self.ranks))
 
-    def end_step(self, step: Step, stage: Stage, model: PreTrainedModel, engine: Engine) -> bool:
+    def update(self, step: Step, loop: Loop, engine: Engine, policy: PolicyModel, num_tokens: int) -> None:
+        """Update the weights with the gradients that the engine has, and measure the update.
+
+        Args:
+            num_tokens: tokens of this rank that the loss was taken over.
+        """
+        rate = learning_rate(step.number - loop.first_step + 1, loop.spec.optimizer, loop.num_steps)
+        grad_norm = engine.step(rate)
+        step.metrics.shared("train/grad_norm", grad_norm)
+        step.metrics.shared("train/changed_share", engine.changed_share(policy))
+        step.metrics.shared("train/learning_rate", rate)
+        step.metrics.total("train/num_tokens", num_tokens)
+
+    def end_step(self, step: Step, loop: Loop, model: PreTrainedModel, engine: Engine) -> bool:
         """Evaluate if it is time, reduce and write the metrics, save if it is time or asked for.
 
         Returns:
@@ -216,22 +248,22 @@ class Session:
         reduced = reduce_metrics(step.metrics, self.ranks, self._reporter.request())
         if self._metrics_file is not None:
             self._metrics_file.write(
-                MetricsLine(step=step.number, time=utc_now(), stage=stage.name, metrics=reduced.values)
+                MetricsLine(step=step.number, time=utc_now(), loop=loop.algorithm.name, metrics=reduced.values)
             )
-        self.ranks.log(_summary(step, stage, self.spec.total_steps, reduced.values))
+        self.ranks.log(_summary(step, loop, self.spec.total_steps, reduced.values))
         _refuse_non_finite(step.number, reduced.values)
-        found = self._judge.look(step.number, stage.name, reduced.values, reduced.by_rank)
+        found = self._judge.look(step.number, loop.algorithm.samples, reduced.values, reduced.by_rank)
         if found:
             raise DegenerateRl(in_words(found, step.number))
         self.steps_done = step.number
-        finished = step.number == stage.last_step
+        finished = step.number == loop.last_step
         is_due = finished or step.number % self.spec.checkpoint.every_num_steps == 0
         self._checkpoint_s = 0.0
         if is_due or reduced.save or reduced.stop:
             progress = Progress(
                 step=step.number,
-                stage=stage.name,
-                stage_finished=finished,
+                loop=loop.algorithm.name,
+                loop_finished=finished,
                 position=self.position,
                 health=self._judge.state,
             )
@@ -279,16 +311,17 @@ class Session:
 
 
 def _judge(context: WorkerContext, ranks: Ranks, progress: Progress | None) -> Judge:
-    grpo = context.spec.grpo
-    batch = Batch(grpo.prompts_per_step, grpo.samples_per_prompt, tuple(ranks.gather(context.node)))
+    # A warm start that samples is judged as if its steps were as large as those of the main loop.
+    main = context.spec.loops.main.algorithm
+    batch = Batch(main.rows_per_step, main.group, tuple(ranks.gather(context.node)))
     return Judge(context.spec.health, batch, progress.health if progress else None)
 
 
-def _summary(step: Step, stage: Stage, total_steps: int, values: dict[str, float]) -> str:
+def _summary(step: Step, loop: Loop, total_steps: int, values: dict[str, float]) -> str:
     parts = [f"loss {values['train/loss']:.4f}", f"gradient norm {values['train/grad_norm']:.3f}"]
     if "reward/mean" in values:
         parts.insert(0, f"reward {values['reward/mean']:.3f}")
-    return f"step {step.number}/{total_steps} {stage.name}: {', '.join(parts)}, {values['time/step_s']:.2f} s"
+    return f"step {step.number}/{total_steps} {loop.algorithm.name}: {', '.join(parts)}, {values['time/step_s']:.2f} s"
 
 
 def _refuse_non_finite(step: int, values: dict[str, float]) -> None:

@@ -1,0 +1,143 @@
+"""Settings of rlhf-flows 0.1 in the form of this version.
+
+In 0.1 the warm start was ``[sft]``, the main algorithm ``[train]`` and ``[grpo]``. Configs, overrides, ``spec.json``,
+rows of the history and the changes of settings that are stored with attempts may hold that form; all of them are read
+through this module. Configs and overrides of 0.1 are accepted by version 0.2 with a warning, and no longer by 0.3.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+class OldSettings(FutureWarning):
+    """Settings of rlhf-flows 0.1 were read and translated; the next version will refuse them."""
+
+
+OLD_SECTIONS = ("sft", "train", "grpo")
+"""Sections of 0.1 that are gone."""
+
+_OPTIMIZER = (
+    "learning_rate", "warmup_steps", "schedule", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm",
+)  # fmt: skip
+_NAMES = {
+    **{f"sft.{name}": f"loops.warm_start.optimizer.{name}" for name in _OPTIMIZER},
+    "sft.num_steps": "loops.warm_start.num_steps",
+    "sft.batch_size": "loops.warm_start.algorithm.batch_size",
+    **{f"train.{name}": f"loops.main.optimizer.{name}" for name in _OPTIMIZER},
+    "train.algorithm": "loops.main.algorithm.name",
+    "train.num_steps": "loops.main.num_steps",
+    **{f"train.{name}": f"trainer.{name}" for name in ("micro_batch_size", "gradient_checkpointing")},
+    "train.log_samples_every": "trainer.log_samples_every",
+}
+_SECTIONS = {"sft": "loops.warm_start", "train": "loops.main", "grpo": "loops.main.algorithm"}
+
+_WARM_START: Mapping[str, Any] = {
+    "num_steps": 0,
+    "algorithm": {"name": "sft", "batch_size": 64},
+    "optimizer": {"learning_rate": 1e-4},
+}
+_MAIN: Mapping[str, Any] = {"algorithm": {"name": "grpo"}, "optimizer": {"learning_rate": 1e-6}}
+"""Defaults of 0.1 that a loop of this version has to state."""
+
+
+def current_name(name: str) -> str:
+    """Translate the dotted name of a setting of 0.1; any other name is returned as it is."""
+    if name in _NAMES:
+        return _NAMES[name]
+    section, _, rest = name.partition(".")
+    if section not in _SECTIONS:
+        return name
+    return f"{_SECTIONS[section]}.{rest}" if rest else _SECTIONS[section]
+
+
+def old_settings(document: Mapping[str, Any]) -> list[str]:
+    """The settings of 0.1 in a document, by their dotted names of then."""
+    return [name for name, _ in _flat(document)]
+
+
+def current_document(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Translate the settings of 0.1 in a document; everything else stays as it is.
+
+    A document that holds both forms (a config with overrides) is taken as one of this version, changed by its old
+    settings. One with old sections alone gets the defaults of 0.1 where this version has none.
+
+    Returns:
+        A new document, or an equal copy where there is nothing to translate.
+    """
+    found = {section: document[section] for section in OLD_SECTIONS if section in document}
+    now = {name: value for name, value in document.items() if name not in found}
+    if not found:
+        return now
+    given = now.get("loops", {"main": _MAIN})
+    if not isinstance(given, Mapping):
+        return dict(document)  # no form at all: refused by the validation
+    loops = copy.deepcopy(dict(given))
+    if "sft" in found and not isinstance(loops.get("warm_start"), dict):
+        loops["warm_start"] = copy.deepcopy(dict(_WARM_START))
+    now["loops"] = loops
+    if isinstance(now.get("trainer"), Mapping):
+        now["trainer"] = dict(now["trainer"])
+    _choose_algorithm(loops, found)
+    for name, value in _flat(found):
+        if name != "train.algorithm" and not _meant_nothing(name, loops):
+            _put(now, current_name(name), value)
+    return now
+
+
+def current_settings(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Translate the settings that a checkpoint was made with; a warm start of no steps is none."""
+    now = current_document(document)
+    loops = now.get("loops")
+    if isinstance(loops, dict):
+        warm_start = loops.get("warm_start")
+        loops["warm_start"] = warm_start if isinstance(warm_start, Mapping) and warm_start.get("num_steps") else None
+    return now
+
+
+def _flat(document: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for section in OLD_SECTIONS:
+        content = document.get(section)
+        if isinstance(content, Mapping):
+            yield from ((f"{section}.{name}", value) for name, value in content.items())
+        elif section in document:
+            yield section, content
+
+
+def _choose_algorithm(loops: dict[str, Any], found: Mapping[str, Any]) -> None:
+    """Set the main algorithm. Supervised training took its batch size from ``[sft]``, whichever loop it was."""
+    main = loops.setdefault("main", {})
+    train = found.get("train")
+    if not isinstance(main, dict):
+        return
+    before = main.get("algorithm")
+    name = train.get("algorithm") if isinstance(train, Mapping) else None
+    if name is not None and (not isinstance(before, dict) or before.get("name") != name):
+        main["algorithm"] = {"name": name}
+    if name == "sft":
+        supervised = found.get("sft")
+        size = supervised.get("batch_size") if isinstance(supervised, Mapping) else None
+        if size is None and isinstance(loops.get("warm_start"), dict):
+            algorithm = loops["warm_start"].get("algorithm")
+            size = algorithm.get("batch_size") if isinstance(algorithm, Mapping) else None
+        if size is not None:
+            main["algorithm"]["batch_size"] = size
+
+
+def _meant_nothing(name: str, loops: Mapping[str, Any]) -> bool:
+    """Settings of GRPO were allowed, and without effect, beside another algorithm."""
+    main = loops["main"]
+    algorithm = main.get("algorithm") if isinstance(main, Mapping) else None
+    return name.startswith("grpo.") and isinstance(algorithm, Mapping) and algorithm.get("name") != "grpo"
+
+
+def _put(document: dict[str, Any], name: str, value: Any) -> None:
+    """Set a setting by its dotted name. Where a value stands in place of a section, leave that to the validation."""
+    *sections, field = name.split(".")
+    table = document
+    for section in sections:
+        inner = table.setdefault(section, {})
+        if not isinstance(inner, dict):
+            return
+        table = inner
+    table[field] = value

@@ -1,0 +1,29 @@
+"""Trainers: the programs that run the loops of a run.
+
+There is one kind. A second one is an entry in :data:`Trainer`, which then is
+``Annotated[NativeTrainer | OtherTrainer, Field(discriminator="kind")]``; ``kind`` is stored with every run already.
+"""
+
+from typing import Literal
+
+from rlhf_core.schemas.base import NonNegative, Positive, Schema
+
+
+class NativeTrainer(Schema):
+    """The trainer of rlhf-flows, and how it cuts a step to fit the machine."""
+
+    kind: Literal["native"] = "native"
+    """`native`: the loops of rlhf_core.training."""
+    zero_stage: Literal[1] = 1
+    """DeepSpeed ZeRO stage: 1 splits the optimizer state over the ranks."""
+    micro_batch_size: Positive = 8
+    """Sequences per forward and backward pass on one rank; gradients are accumulated up to the whole batch."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more compute."""
+    log_samples_every: NonNegative = 10
+    """Every so many steps of a loop that samples, one group of completions is kept in `samples.jsonl` for reading; 0
+    for never."""
+
+
+Trainer = NativeTrainer
+"""Every kind of trainer there is."""

@@ -1,0 +1,150 @@
+"""A new algorithm takes one file with its loss and one entry with its settings; everything else follows."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.training]
+
+TESTS = Path(__file__).parent
+PACKAGE = TESTS.parents[1] / "rlhf_core"
+
+LOSS = '''
+"""REINFORCE without a baseline: L = - reward * log policy, summed over tokens, / tokens of the step."""
+
+from rlhf_core.training.algorithms.aggregation import masked_stat, summed
+from rlhf_core.training.algorithms.objective import MetricDef, Objective
+
+
+class Toy(Objective):
+    metrics = (
+        MetricDef("train/loss", ("loss/toy",), "Policy loss."),
+        MetricDef("toy/gain", ("gain",), "Scaled advantage, mean over tokens."),
+    )
+
+    def loss(self, output, batch, sums, spec):
+        gain = spec.scale * batch.advantages.to(output.logprobs.dtype)[:, None].expand_as(output.logprobs)
+        losses = -gain * output.logprobs
+        stats = {"loss/toy": masked_stat(losses, batch.mask), "gain": masked_stat(gain, batch.mask)}
+        return summed(losses, batch.mask, "token_mean") / sums.num_tokens, stats
+
+
+OBJECTIVE = Toy()
+'''
+
+SETTINGS = '''
+class ToySpec(AlgorithmSpec):
+    """An algorithm of a test."""
+
+    samples = True
+    rows_setting = "prompts"
+
+    name: Literal["toy"]
+    """REINFORCE without a baseline."""
+    prompts: Positive = 4
+    """Prompts per optimizer step."""
+    scale: float = 2.0
+    """Weight of the rewards."""
+
+
+'''
+
+UNION = "Algorithm = Annotated[SftSpec | GrpoSpec,"
+
+
+def use(folder: str) -> None:
+    """Ask for the toy algorithm in all ways that a user has, in the changed copy of the package."""
+    import torch.distributed as dist
+    from rank_launcher import make_context, tiny_spec
+
+    import rlhf_core
+    from rlhf_core import config
+    from rlhf_core.preflight.memory import Shape, trainer_estimate
+    from rlhf_core.run_dir import RunDir, read_models
+    from rlhf_core.schemas.reports import MetricsLine
+    from rlhf_core.training.distributed import init_process_group
+    from rlhf_core.training.trainers.run import train_run
+
+    assert Path(rlhf_core.__file__).is_relative_to(folder), "the copy"
+    help_of = {field.name: field.meaning for field in config.describe_fields()}
+    spec = config.load("quickstart", ["loops.main.algorithm.name=toy", "loops.main.algorithm.scale=3.0"])
+    shape = Shape(parameters=1000, hidden=8, layers=1, query=8, keys=8, feed_forward=8, vocabulary=10)
+    sections = {name: value for name, value in tiny_spec().items() if name not in ("sft", "train", "grpo", "loops")}
+    warm_start = {"num_steps": 2, "algorithm": {"name": "sft", "batch_size": 8}, "optimizer": {"learning_rate": 1e-2}}
+    main = {"num_steps": 3, "algorithm": {"name": "toy", "scale": 3.0}, "optimizer": {"learning_rate": 1e-3}}
+    context = make_context(f"{folder}/run", {**sections, "loops": {"warm_start": warm_start, "main": main}}, 0, 1)
+    result = train_run(context, init_process_group(context))
+    dist.destroy_process_group()
+    lines = list(read_models(RunDir(Path(folder) / "run").attempt(1).restart(0).metrics, MetricsLine))
+    told = {
+        "help": help_of["loops.main.algorithm.scale"],
+        "spec": spec.model_dump(mode="json")["loops"]["main"]["algorithm"],
+        "reference": "reference model" in trainer_estimate(spec, shape).resident,
+        "result": str(result),
+        "loops": [line.loop for line in lines],
+        "gain": [line.metrics["toy/gain"] for line in lines if line.loop == "toy"],
+        "reward": [line.metrics["reward/mean"] for line in lines if line.loop == "toy"],
+        "clip": any("policy/clip_share" in line.metrics for line in lines),
+    }
+    print(json.dumps(told))
+
+
+def with_toy(folder: Path) -> None:
+    """Copy the package and its presets, and add the algorithm: one file, and one entry."""
+    copy = folder / "rlhf_core"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(PACKAGE.parent / "infra" / "presets", copy / "presets")
+    (copy / "training" / "algorithms" / "toy.py").write_text(LOSS)
+    entries = copy / "schemas" / "algorithms.py"
+    text = entries.read_text()
+    assert text.count(UNION) == 1
+    entries.write_text(text.replace(UNION, SETTINGS + UNION.replace("GrpoSpec", "GrpoSpec | ToySpec")))
+
+
+def run(folder: Path) -> "subprocess.CompletedProcess[str]":
+    shared = {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+        "LOCAL_RANK": "0",
+    }
+    return subprocess.run(
+        [sys.executable, __file__, str(folder)],
+        env={**os.environ, **shared, "PYTHONPATH": os.pathsep.join(map(str, (folder, TESTS)))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_new_algorithm_takes_one_file_and_one_entry(tmp_path: Path) -> None:
+    with_toy(tmp_path)
+    done = run(tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert told["help"] == "Weight of the rewards. Only for `toy`."
+    assert told["spec"] == {"name": "toy", "prompts": 4, "scale": 3.0}
+    assert not told["reference"], "no trait asks for one"
+    assert told["result"] == "done"
+    assert told["loops"] == ["sft"] * 2 + ["toy"] * 3
+    assert told["gain"] == pytest.approx([3 * reward for reward in told["reward"]], rel=0.5)
+    assert not told["clip"], "metrics of another algorithm"
+
+
+def test_an_algorithm_without_its_file_is_no_algorithm(tmp_path: Path) -> None:
+    with_toy(tmp_path)
+    (tmp_path / "rlhf_core" / "training" / "algorithms" / "toy.py").unlink()
+    done = run(tmp_path)
+    assert done.returncode != 0
+    assert "No module named 'rlhf_core.training.algorithms.toy'" in done.stderr
+
+
+if __name__ == "__main__":
+    use(sys.argv[1])
