@@ -34,8 +34,8 @@ so that a training run saves and ends in time. Resuming the run allows as much a
 
 *With a remedy*: only if the next attempt changes something. CUDA out of memory: half
 `trainer.micro_batch_size` until it is 1, then `trainer.gradient_checkpointing`, then half `rollout.batch_size`; the
-global batch, and so the gradient, stays (`supervise.oom_remediation`). A loss that is not finite: once from the checkpoint
-before the newest. Training that no longer learns (`[health]`): once from the newest checkpoint that is older
+global batch, and so the gradient, stays (`supervise.oom_remediation`). A loss that is not finite: once from the
+checkpoint before the newest. Training that no longer learns (`[health]`): once from the newest checkpoint that is older
 than the window of steps it was judged by. Newer ones are put aside (`supervise.rollback_on_non_finite`).
 
 Ranks that disagree about a collective (`collective_mismatch`) end the run at once if that is proven: by their flight
