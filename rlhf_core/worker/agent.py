@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pydantic import BaseModel
 
@@ -38,7 +37,7 @@ from rlhf_core.worker.exit_reports import Failure, Write
 from rlhf_core.worker.gpu_wait import GpuWait, prebuild
 from rlhf_core.worker.group_decisions import GroupDecisions
 from rlhf_core.worker.group_events import GroupEvents
-from rlhf_core.worker.groups.base import GroupSeat, StartAbandoned
+from rlhf_core.worker.groups.base import GroupSeat, StartAbandoned, WorkerGroup
 from rlhf_core.worker.groups.independent import IndependentGroup
 from rlhf_core.worker.heartbeat import SlotFile
 from rlhf_core.worker.independent_run import IndependentRun
@@ -49,9 +48,6 @@ from rlhf_core.worker.roles import TARGETS
 from rlhf_core.worker.signals import SignalInbox
 from rlhf_core.worker.supervisor import PeerTimeouts, Supervisor
 from rlhf_core.worker.worker_process import AGENT_VARIABLE
-
-if TYPE_CHECKING:
-    from rlhf_core.worker.groups.elastic import ElasticGroup
 
 MISPLACED_INTERVAL_S = 1.0
 """How often agent 0 looks for nodes that cannot join and say so in a file."""
@@ -373,7 +369,7 @@ class Agent:
 
     def _elastic(
         self, plan: GroupPlan, generation: int, folder: RestartDir, store: str, *, is_main: bool
-    ) -> "ElasticGroup":
+    ) -> WorkerGroup:
         """Make a start of a group.
 
         Args:
@@ -404,7 +400,7 @@ class Agent:
         self._supervisor.enter(role, self._restart_dir)
 
     def _run_once(
-        self, group: "ElasticGroup", *, is_main: bool, others: Sequence[GroupPlan]
+        self, group: WorkerGroup, *, is_main: bool, others: Sequence[GroupPlan]
     ) -> Generator[None, None, NodeEnd]:
         """Start the workers of this node and stay until they have ended, with all that they started."""
         self._restart_is_used = self._restart_is_used or is_main

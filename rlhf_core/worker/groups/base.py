@@ -139,6 +139,9 @@ class WorkerGroup(ABC):
         for pid in pids:
             processes.kill_group(pid)
 
+    def close(self) -> None:  # noqa: B027 - most groups have nothing left
+        """Collect what is left of workers that have ended, or are given up."""
+
     def _begin(self, started: dict[int, Started]) -> None:
         """All workers were started."""
         with self._lock:
@@ -186,6 +189,11 @@ class WorkerGroup(ABC):
     def all_ended(self) -> bool:
         """Whether no worker runs any more."""
         return self.started and len(self.exits) == len(self.workers)
+
+    @property
+    def is_over(self) -> bool:
+        """True if there is nothing more to wait for."""
+        return self.all_ended
 
     def rank(self, local_rank: int) -> int:
         """Rank of a worker in its group."""
