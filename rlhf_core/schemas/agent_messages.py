@@ -11,17 +11,17 @@ from rlhf_core.schemas.resources import Role
 
 
 class Step(Schema):
-    """What all agents do next."""
+    """The next step of all agents."""
 
     action: Literal["start", "again", "restart", "next_role", "end"]
     """Go on: start what comes next now; measure once more; start the workers again; go on with the next role; end the
     attempt."""
     state: AttemptState = AttemptState.FAILED
-    """How the attempt ends."""
+    """State in which the attempt ends."""
     message: str = ""
-    """Why it ends, in a sentence for a person."""
+    """Reason for its end, in a sentence."""
     kind: FailureKind | None = None
-    """What went wrong."""
+    """Kind of the failure."""
     ended_by: str = ""
     """Signal that ended it from outside."""
     num_restarts: int = 0
@@ -40,9 +40,9 @@ class GroupState(Schema):
     start: int
     """Start that they belong to: generation of a group restarted together, phase of one restarted alone."""
     started: bool = False
-    """Whether its workers were started."""
+    """True once its workers were started."""
     failed: bool = False
-    """Whether a worker has ended badly, or the agent has ended them."""
+    """True if a worker has ended badly, or the agent has ended them."""
     ranks: tuple[RankStatus, ...] = ()
     """Its living workers."""
     inspection_number: int = 0
@@ -57,13 +57,13 @@ class NodeState(Schema):
     """State of a node, sent several times a second."""
 
     wall_s: float
-    """When it was sent, by the node's own clock, in seconds since the epoch; that it changes is the sign of life."""
+    """Time of sending by the node's own clock, in seconds since the epoch; that it changes is the sign of life."""
     groups: tuple[GroupState, ...] = ()
     """Groups of the present phase."""
     ended_by: str = ""
     """Signal that ends this agent from outside."""
     broken: str = ""
-    """What keeps this agent from going on, in a sentence for a person."""
+    """Reason why this agent cannot go on, in a sentence."""
     broken_kind: FailureKind = FailureKind.UNKNOWN
     published: int = 0
     """Readings of the telemetry so far."""
@@ -80,7 +80,7 @@ class InspectionOrder(Schema):
     """A look at all workers that agent 0 asks for."""
 
     number: int = 0
-    """Which; 0 for none."""
+    """Its number; 0 for none."""
     collectives: bool = False
     """True if to ask the workers for the collective they are in, too."""
 
@@ -145,7 +145,7 @@ class Collected(Schema):
 
 
 class WorkerReport(Schema):
-    """How one worker ended, or that it never started."""
+    """The end of one worker, or that it never started."""
 
     rank: int
     local_rank: int
@@ -154,20 +154,20 @@ class WorkerReport(Schema):
     by_agent: bool = False
     """After the agent had begun to end the workers."""
     ended_s: float = 0.0
-    """When, by the node's own clock, in seconds since the epoch."""
+    """Time of its end, by the node's own clock, in seconds since the epoch."""
     last: RankStatus | None = None
-    """What it was last seen doing."""
+    """Its last status."""
     outcome: WorkerOutcome | None = None
-    """What it wrote about itself."""
+    """Its own account."""
     log_tail: str = ""
     """The end of its log."""
 
 
 class NodeEnd(Schema):
-    """How one start of the workers ended on one node."""
+    """The end of one start of the workers on one node."""
 
     num_workers: int
-    """How many there should have been."""
+    """Number of workers that there should have been."""
     workers: tuple[WorkerReport, ...] = ()
     problem: str = ""
     """Traceback of what kept them from being started."""
@@ -176,7 +176,7 @@ class NodeEnd(Schema):
 
 
 class WorkerExit(Schema):
-    """How one worker ended that is restarted alone."""
+    """The end of one worker that is restarted alone."""
 
     generation: int
     """Its start."""

@@ -35,7 +35,7 @@ class Inspection(Schema):
     status: RankStatus
     """The worker at that moment, as its beats say."""
     at_s: float
-    """When, by the monotonic clock of its node."""
+    """Time of it, by the monotonic clock of its node."""
     problem: str = ""
     """Parts that could not be read, in a sentence; empty when the look is complete."""
     main: Wait = Wait.OUTSIDE

@@ -50,9 +50,9 @@ from rlhf_core.worker.supervisor import PeerTimeouts, Supervisor
 from rlhf_core.worker.worker_process import AGENT_VARIABLE
 
 MISPLACED_INTERVAL_S = 1.0
-"""How often agent 0 looks for nodes that cannot join and say so in a file."""
+"""Interval at which agent 0 looks for nodes that cannot join and say so in a file."""
 POLL_INTERVAL_S = 0.05
-"""How often the groups of a phase are looked at."""
+"""Interval at which the groups of a phase are polled."""
 
 
 class Agent:
@@ -216,7 +216,7 @@ class Agent:
         return Ending.of(step) if step.action == "end" else None
 
     def _after_checks(self, *, last: bool) -> Step:
-        """What follows from the findings so far; they are written down when they end something or are all."""
+        """Decide on the findings so far; they are written down when they end something or are all."""
         report = self._probe.report()
         blocking = [one for one in report.results if one.status is CheckStatus.BLOCKED]
         if blocking or last:
@@ -246,7 +246,7 @@ class Agent:
         os.environ.setdefault(BUFFER_VARIABLE, BUFFER_SIZE)
         os.environ[AGENT_VARIABLE] = str(os.getpid())
         os.environ.setdefault("OMP_NUM_THREADS", str(job.spec.resources.cpus_per_rank))
-        # Status service of NCCL: nobody of ours asks it, and every user of the node may.
+        # Status service of NCCL: no program of ours queries it, and every user of the node may.
         os.environ.setdefault("NCCL_RAS_ENABLE", "0")
         interface = interface_of(job.nodes.address if job.nodes.num > 1 else LOOPBACK)
         if interface and job.nodes.num > 1:

@@ -98,7 +98,7 @@ def run_worker(arguments: WorkerArguments) -> NoReturn:
 
 
 def spare_outcome(slots: Path, local_rank: int) -> Path:
-    """Where a worker leaves its outcome when the run directory has no room for it: beside the slots, on the node."""
+    """Path of a worker's outcome when the run directory has no room for it: beside the slots, on the node."""
     return slots.with_name(f"{slots.name}.outcome-{local_rank}.json")
 
 

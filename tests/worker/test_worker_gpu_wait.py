@@ -28,7 +28,7 @@ print(built.kind, built.output)
 
 
 def _prebuild(tmp_path: Path, script: str, timeout_s: float, way: str = "wait") -> str:
-    """What it says, with a shell script in place of the compiler. Not to be waited for longer than ``LIMIT_S``."""
+    """Its output, with a shell script in place of the compiler. Not to be waited for longer than ``LIMIT_S``."""
     compiler = tmp_path / "compiler"
     compiler.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
     compiler.chmod(0o755)
@@ -78,7 +78,7 @@ def test_a_compiler_that_waits_for_ever_is_ended_with_its_children(
 def test_an_attempt_whose_operation_is_not_there_ends_with_why(
     agent_run: Callable[..., AgentRun], exit_code: int, kind: FailureKind, tmp_path: Path
 ) -> None:
-    """What only took too long is tried again; what cannot be compiled is not."""
+    """A compilation that only took too long is tried again; one that cannot succeed is not."""
     run = agent_run()
     # In place of the package that compiles: what it says, and its exit code.
     stand_in = tmp_path / "sitecustomize.py"

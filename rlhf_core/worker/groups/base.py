@@ -19,7 +19,7 @@ from rlhf_core.worker import processes
 from rlhf_core.worker.heartbeat import SlotFile
 
 PEER_TIMEOUT_S = 1.0
-"""How long the peers of a worker that died may take to say what they saw, before they are killed."""
+"""Time in which the peers of a worker that died may say what they saw, before they are killed."""
 
 
 class StartAbandoned(Exception):
@@ -34,23 +34,23 @@ class Started:
     rank: int
     pid: int
     started_ns: int
-    """When, on the node's monotonic clock, in nanoseconds."""
+    """Time of the start on the node's monotonic clock, in nanoseconds."""
 
 
 @dataclass(frozen=True)
 class Exit:
-    """How a worker's process ended."""
+    """The end of a worker's process."""
 
     code: int
     """Negative: the signal."""
     order: int
-    """Which it was to end, from 0."""
+    """Place in the order in which they ended, from 0."""
     by_agent: bool
     """After the agent had begun to kill."""
     wall_s: float
-    """When that was seen, in seconds since the epoch."""
+    """Time at which that was seen, in seconds since the epoch."""
     last: RankStatus
-    """What it was last seen doing."""
+    """Its last status."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class WorkerGroup(ABC):
         self.exits: dict[int, Exit] = {}
         """By local rank."""
         self.started = False
-        """Whether all workers were started."""
+        """True once all workers were started."""
         self.killing = False
         """The agent has begun to kill all of them: whatever ends from now on says nothing by itself."""
         self.hang: Hang | None = None
@@ -182,12 +182,12 @@ class WorkerGroup(ABC):
 
     @property
     def failed(self) -> bool:
-        """Whether a worker ended badly, or the agent ends them."""
+        """True if a worker ended badly, or the agent ends them."""
         return self.killing or any(end.code != 0 for end in self.exits.values())
 
     @property
     def all_ended(self) -> bool:
-        """Whether no worker runs any more."""
+        """True if no worker runs any more."""
         return self.started and len(self.exits) == len(self.workers)
 
     @property
