@@ -28,6 +28,8 @@ class Step(Schema):
     """Restarts in place until then."""
     damaged: tuple[str, ...] = ()
     """Checkpoints that the workers must not go on from."""
+    generations: dict[Role, int] = {}
+    """Newest generation so far of each group beside the one whose restarts are counted."""
     store: str = ""
     """``host:port`` of the store in which the workers of this start meet; empty where there is one node only."""
 

@@ -305,9 +305,9 @@ class Agent:
                             ending: Ending = end.value
                             return ending
                         del runs[role]
-                is_closing = bool(together) and not any(plan.role in runs for plan in together)
-                for one in alone.values():
-                    one.is_closing = is_closing
+                        is_closing = bool(together) and not any(plan.role in runs for plan in together)
+                        for one in alone.values():
+                            one.is_closing = is_closing
                 if runs:
                     self._channel.wait(POLL_INTERVAL_S)
             return None
@@ -321,7 +321,14 @@ class Agent:
         def command(generation: int) -> Sequence[str]:
             return job.worker_command(plan, self._restart, generation, None, self._decisions.damaged.names)
 
-        group = IndependentGroup(plan, self._seat(plan), job.attempt_dir, command, job.placement.gpus_per_node)
+        group = IndependentGroup(
+            plan,
+            self._decisions.next_generation(plan.role),
+            self._seat(plan),
+            job.attempt_dir,
+            command,
+            job.placement.gpus_per_node,
+        )
         return IndependentRun(
             group,
             phase,
@@ -338,7 +345,7 @@ class Agent:
         self, plan: GroupPlan, phase: Sequence[GroupPlan], *, is_main: bool
     ) -> Generator[None, None, Ending | None]:
         """Run one group that is restarted together to its good end (None), or to the end of the attempt."""
-        generation = self._restart if is_main else 0
+        generation = self._restart if is_main else self._decisions.next_generation(plan.role)
         others = [one for one in phase if one is not plan]
         while True:
             topic = f"{plan.role}/{generation}"
@@ -357,13 +364,14 @@ class Agent:
                 )
                 self._supervisor.release(plan.role)
             if step.action == "next_role":
+                self._decisions.take_generations(step)
                 return None
             if step.action == "end":
                 return Ending.of(step)
             self._decisions.damaged.names = list(step.damaged)
             if is_main:
                 self._enter_restart(plan.role)
-            generation = self._restart if is_main else generation + 1
+            generation = self._restart if is_main else self._decisions.next_generation(plan.role)
             if self._gpus is not None:
                 yield from self._gpus.wait(without={gpu for one in others for gpu in one.gpus})
 

@@ -215,7 +215,7 @@ def toy_runs(folder: Path) -> Iterator[Callable[..., AgentRun]]:
             beside = GroupPlan.on_all_nodes(Role.ROLLOUT, rollouts, num_nodes).model_copy(update={"restart": "alone"})
             phases = [(trainers, beside)]
         if evaluator:
-            phases.append((GroupPlan.on_all_nodes(Role.EVALUATOR, 2, num_nodes),))
+            phases.append((GroupPlan.on_all_nodes(Role.EVALUATOR, 2, num_nodes), *phases[0][1:]))
         write_model(run_dir.attempt(1).placement, Placement(attempt=1, num_nodes=num_nodes, phases=tuple(phases)))
         runs.append(AgentRun(run_dir))
         return runs[-1]
