@@ -548,13 +548,22 @@ class AttemptDir:
         """The folder of one restart."""
         return RestartDir(self.root / "restarts" / str(number), self.number, number)
 
+    @property
+    def groups_dir(self) -> Path:
+        """Folder of the groups of workers that run beside the one whose restarts are counted."""
+        return self.root / "groups"
+
+    def group_dir(self, role: str, generation: int) -> Path:
+        """Folder of one start of workers of such a group."""
+        return self.groups_dir / role / str(generation)
+
     def group(self, role: str, generation: int) -> RestartDir:
-        """The folder of one start of workers beside those of the restarts: a group restarted alone, for instance."""
-        return RestartDir(self.root / "groups" / role / str(generation), self.number, generation)
+        """Files of one start of workers of such a group; it has what a restart has."""
+        return RestartDir(self.group_dir(role, generation), self.number, generation)
 
     def groups(self) -> list[RestartDir]:
-        """Starts of workers beside the restarts, by role and generation."""
-        folder = self.root / "groups"
+        """Starts of workers of such groups, by role and generation."""
+        folder = self.groups_dir
         roles = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
         return [self.group(role, number) for role in roles for number in _numbered(folder / role)]
 

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +45,8 @@ def find_logs(run_dir: RunDir, choice: LogChoice) -> list[LogFile]:
     attempt = _attempt(run_dir, choice.attempt)
     restart = _restart(attempt, choice)
     found = [] if choice.role == "agent" or restart is None else list(_worker_logs(restart, choice))
+    if choice.restart is None:
+        found += _group_logs(attempt, choice)
     if choice.role in ("", "agent") and choice.rank is None:
         found += _agent_logs(attempt)
     if not found:
@@ -119,7 +121,19 @@ def _restart(attempt: AttemptDir, choice: LogChoice) -> RestartDir | None:
 
 
 def _worker_logs(restart: RestartDir, choice: LogChoice) -> Iterator[LogFile]:
-    ranks = _ranks(restart)
+    return _logs_in(restart, _ranks(restart), choice, f"attempt {restart.attempt} restart {restart.restart}")
+
+
+def _group_logs(attempt: AttemptDir, choice: LogChoice) -> Iterator[LogFile]:
+    """Logs of the groups that run beside the one whose restarts are counted: of all of their starts."""
+    ranks = {place: rank for restart in attempt.restarts() for place, rank in _ranks(restart).items()}
+    for group in attempt.groups():
+        yield from _logs_in(group, ranks, choice, f"attempt {group.attempt} generation {group.restart}")
+
+
+def _logs_in(
+    restart: RestartDir, ranks: Mapping[tuple[str, str, int], int], choice: LogChoice, start: str
+) -> Iterator[LogFile]:
     for path in sorted(restart.logs.glob("*.log")):
         role, _, rest = path.stem.partition("-")
         node, _, local = rest.rpartition("-")
@@ -128,7 +142,7 @@ def _worker_logs(restart: RestartDir, choice: LogChoice) -> Iterator[LogFile]:
         # Before the agents have published the ranks there is one node to go by: local index is rank.
         rank = ranks.get((role, node, int(local)), int(local))
         if choice.rank is None or rank == choice.rank:
-            yield LogFile(path, f"{role} rank {rank} on {node}, attempt {restart.attempt} restart {restart.restart}")
+            yield LogFile(path, f"{role} rank {rank} on {node}, {start}")
 
 
 def _ranks(restart: RestartDir) -> dict[tuple[str, str, int], int]:

@@ -5,9 +5,9 @@ phase. The rule is about the gap between two beats, not about how long a phase t
 before that a worker is looked at (:func:`suspect`), and what the looks prove is acted upon at once (``standstill.py``).
 Two more things keep the rule from false alarms:
 
-- whoever waits inside a collective is not judged as long as somebody it may be waiting for is at work within its own
+- a worker that waits inside a collective is not judged as long as a peer it may wait for is at work within its own
   limit: a trainer that waits for a slow rollout is not hung;
-- whoever waits for a group beside its own (:data:`WAITS_FOR`) is not judged while that one is at fault;
+- a worker that waits for a group beside its own (:data:`WAITS_FOR`) is not judged while that one is at fault;
 - a worker that goes through a phase for the first time has the allowance of the set-up (compilation, warming caches),
   and its silences there teach nothing.
 """
@@ -226,7 +226,7 @@ def suspect(
 
 
 def _waits_for_fault(rank: RankStatus, limit_s: float, waits_for: Conditions) -> bool:
-    """Whether its silence may come from a group that it waits for, which is at fault or was a moment ago."""
+    """True if its silence may come from a group that it waits for, which is at fault or was a moment ago."""
     awaited = WAITS_FOR.get(rank.role, {}).get(rank.phase)
     condition = waits_for.get(awaited) if awaited is not None else None
     return condition is not None and (condition.is_at_fault or condition.well_for_s < limit_s)
@@ -244,7 +244,7 @@ def _silent(
     suspects = [one for one in silent if not one.status.in_collective or one.status.is_stopped]
     if suspects:
         return suspects
-    # All that are silent wait in a collective. It is a hang only when there is nobody left to wait for.
+    # All that are silent wait in a collective. It is a hang only when no peer is left to wait for.
     return silent if len(silent) == len(ranks) else []
 
 

@@ -131,11 +131,11 @@ def _evidence(looks: Sequence[Inspection], still: Mapping[Place, Sequence[Inspec
     over = f"in {len(looks)} looks over {seconds:.1f} s"
     if all(one.main is Wait.STOPPED for one in looks):
         return f"{stop_of(look.status)} {over}"
-    everybody = [one[-1] for one in still.values()]
-    if look.status.in_collective or not _is_waited_for(look, everybody) or not all(map(_is_asleep, looks)):
+    newest = [one[-1] for one in still.values()]
+    if look.status.in_collective or not _is_waited_for(look, newest) or not all(map(_is_asleep, looks)):
         return ""
     # What could not be read, or is on its way through the network, may still wake it.
-    if len(everybody) < num_ranks or any(one.problem or one.unsent_bytes for seen in still.values() for one in seen):
+    if len(newest) < num_ranks or any(one.problem or one.unsent_bytes for seen in still.values() for one in seen):
         return ""
     if look.awaited and not _is_closed(still):
         return ""
@@ -145,9 +145,9 @@ def _evidence(looks: Sequence[Inspection], still: Mapping[Place, Sequence[Inspec
     )
 
 
-def _is_waited_for(look: Inspection, everybody: Sequence[Inspection]) -> bool:
+def _is_waited_for(look: Inspection, newest: Sequence[Inspection]) -> bool:
     """Peers wait in a collective that this worker has not entered; one that is alone needs no peers."""
-    others = [one.status for one in everybody if one is not look]
+    others = [one.status for one in newest if one is not look]
     entered = look.status.collectives
     return not others or any(one.in_collective and one.collectives > entered for one in others)
 

@@ -1,4 +1,4 @@
-"""Who is to blame for a hang: a pure rule over what all ranks were doing.
+"""Blame for a hang: a pure rule over what all ranks were doing.
 
 Recovery needs no culprit, all workers are started again anyway. Blame is for the person who reads the incident, and for
 leaving a node out.
@@ -23,7 +23,7 @@ class Verdict:
     ranks: tuple[int, ...]
     """Ranks to blame; empty when no single one is."""
     reason: str
-    """What speaks for it, in a sentence for a person."""
+    """Evidence for it, in a sentence."""
     collective: str = ""
     """The collective that others wait in or that ranks disagree about; empty when none is known."""
     collective_sequence: int | None = None
@@ -39,7 +39,7 @@ def blame(
     1. A process that was stopped (state T) can do nothing.
     2. A rank that has entered fewer collectives than the others keeps them waiting.
     3. A rank outside while others wait inside a collective keeps them waiting.
-    4. Nobody is in a collective: each silent rank stands still by itself.
+    4. No rank is in a collective: each silent rank stands still by itself.
     5. All are in the same collective: the network, or ranks that disagree about it; no single culprit.
 
     Before rules 4 and 5 the flight recorders are heard, where all ranks have one: a rank that has entered fewer
@@ -109,7 +109,7 @@ def _blame(ranks: Sequence[RankStatus], silent: Collection[int]) -> Verdict:
 
 
 def _blame_by_recorders(ranks: Sequence[RankStatus]) -> Verdict | None:
-    """What the flight recorders of all ranks say together; None when one is missing, or they agree."""
+    """Verdict from the flight recorders of all ranks together; None when one is missing, or they agree."""
     numbers = [rank.collective_sequence for rank in ranks if rank.collective_sequence is not None]
     if len(numbers) < len(ranks):
         return None
@@ -126,7 +126,7 @@ def _blame_by_recorders(ranks: Sequence[RankStatus]) -> Verdict | None:
     counts = Counter(brought).most_common()
     if len(counts) == 1:
         return None
-    # Where most agree, the others are to blame; otherwise nobody can say who is right.
+    # Where most agree, the others are to blame; otherwise it cannot be said who is right.
     most = counts[0][0] if counts[0][1] > len(ranks) / 2 else None
     odd = [rank for rank, what in zip(ranks, brought, strict=True) if most is not None and what != most]
     listed = "; ".join(f"rank {rank.rank} {what}" for rank, what in zip(ranks, brought, strict=True))
@@ -135,7 +135,7 @@ def _blame_by_recorders(ranks: Sequence[RankStatus]) -> Verdict | None:
 
 
 def _brought(rank: RankStatus) -> str:
-    """What a rank came with. Only in an all-reduce must all have the same shape; a root may bring something else."""
+    """The operation of a rank, with its shape where all must have the same: in an all-reduce."""
     return f"{rank.collective} {rank.collective_shape}" if rank.collective.endswith("all_reduce") else rank.collective
 
 

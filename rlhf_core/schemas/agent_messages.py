@@ -28,6 +28,8 @@ class Step(Schema):
     """Restarts in place until then."""
     damaged: tuple[str, ...] = ()
     """Checkpoints that the workers must not go on from."""
+    generations: dict[Role, int] = {}
+    """Newest generation so far of each group beside the one whose restarts are counted."""
     store: str = ""
     """``host:port`` of the store in which the workers of this start meet; empty where there is one node only."""
 
@@ -42,7 +44,7 @@ class GroupState(Schema):
     started: bool = False
     """True once its workers were started."""
     failed: bool = False
-    """Whether a worker has ended badly, or the agent has ended them."""
+    """True if a worker has ended badly, or the agent has ended them."""
     ranks: tuple[RankStatus, ...] = ()
     """Its living workers."""
     inspection_number: int = 0
@@ -57,7 +59,7 @@ class NodeState(Schema):
     """State of a node, sent several times a second."""
 
     wall_s: float
-    """When it was sent, by the node's own clock, in seconds since the epoch; that it changes is the sign of life."""
+    """Time of sending by the node's own clock, in seconds since the epoch; that it changes is the sign of life."""
     groups: tuple[GroupState, ...] = ()
     """Groups of the present phase."""
     ended_by: str = ""
@@ -176,7 +178,7 @@ class NodeEnd(Schema):
 
 
 class WorkerExit(Schema):
-    """How one worker ended that is restarted alone."""
+    """The end of one worker that is restarted alone."""
 
     generation: int
     """Its start."""

@@ -91,7 +91,7 @@ class Action(StrEnum):
 
 
 class DecidedBy(StrEnum):
-    """Who decides: agent 0 inside an allocation, the controller between allocations."""
+    """The one that decides: agent 0 inside an allocation, the controller between allocations."""
 
     AGENT = "agent"
     CONTROLLER = "controller"
@@ -105,13 +105,13 @@ class Incident(Schema):
     restart: Int32
     """Restart it happened in, from 0."""
     number: Int32 = 0
-    """Which of the attempt's incidents, from 1; 0 where the controller found it, and in those of version 0.1."""
+    """Place among the attempt's incidents, from 1; 0 where the controller found it, and in those of version 0.1."""
     role: Role | None = None
     """Role of the group it happened in; null when it is about a node or the whole attempt."""
     failure_kind: FailureKind
-    """What it was."""
+    """Kind of the failure."""
     message: Message
-    """What happened, in one or two sentences for a person: what was seen, where, and what to do."""
+    """One or two sentences: what was seen, where, and what to do."""
     phase: Label = ""
     """Phase of the first suspect; empty when not known."""
     step: Int32 | None = None
@@ -131,7 +131,7 @@ class Incident(Schema):
     is_undecided: bool = False
     """Only the words of a log or of an error say what it was, and nothing proves it."""
     seen_at: Moment
-    """When it was detected (UTC)."""
+    """Time of its detection (UTC)."""
     fingerprint: Label = ""
     """Hash of the error with its numbers removed: the same fault gives the same fingerprint."""
     evidence_dir: Message = ""
@@ -139,7 +139,7 @@ class Incident(Schema):
 
 
 class Decision(Schema):
-    """What is done about an incident. Written before it is acted on, always
+    """Answer to an incident. Written before it is acted on, always
     (``incidents/<n>.decision.json``)."""
 
     attempt: Int32
@@ -149,13 +149,13 @@ class Decision(Schema):
     number: Int32 = 0
     """Number of the incident it is about; 0 for one without."""
     action: Action
-    """What is done."""
+    """The rung of the ladder."""
     reason: Message
-    """Why, in a sentence for a person."""
+    """The reason, in a sentence."""
     decided_by: DecidedBy
-    """Who decided."""
+    """Agent 0 or the controller."""
     decided_at: Moment
-    """When (UTC)."""
+    """Time of the decision (UTC)."""
     delay_s: Finite = 0.0
     """Back-off before acting, in seconds."""
     excluded_nodes: tuple[Label, ...] = ()
@@ -167,7 +167,7 @@ class Decision(Schema):
 
 
 class NodeCleared(Schema):
-    """Somebody said that a node is mended: what came up against it until then no longer counts."""
+    """Statement of a user that a node is repaired: what came up against it until then no longer counts."""
 
     node: Label
     time: Moment

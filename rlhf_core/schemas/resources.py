@@ -1,4 +1,4 @@
-"""Nodes: what there is, what was asked for, what was given."""
+"""Nodes and GPUs: those that there are, and those that an attempt has."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -10,7 +10,7 @@ from rlhf_core.schemas.base import Finite, Int32, Label, Message, Schema
 
 
 class Role(StrEnum):
-    """What a worker is there for."""
+    """The purpose of a worker."""
 
     TRAINER = "trainer"
     ROLLOUT = "rollout"
@@ -20,7 +20,7 @@ class Role(StrEnum):
 
 
 class Inventory(Schema):
-    """What a scheduler can give."""
+    """Resources of a scheduler."""
 
     node_names: tuple[str, ...]
     """Names of the nodes that can take work."""
@@ -98,7 +98,7 @@ class Placement(Schema):
     longest_gaps_s: dict[str, float] = {}
     """Longest gaps between beats of earlier runs of the same shape, in seconds: ``role/phase`` to gap."""
     exclusion_reasons: dict[str, Message] = {}
-    """Why each excluded node is: for a person."""
+    """Reason for each excluded node, in words."""
     usual_speeds: dict[str, dict[str, dict[str, float]]] = {}
     """Medians of what earlier probes of all runs measured: node to device to reading."""
 
@@ -136,7 +136,7 @@ JobId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+]{0,
 
 
 class Submission(Schema):
-    """What the scheduler answered (``attempts/<n>/submission.json``)."""
+    """The answer of the scheduler (``attempts/<n>/submission.json``)."""
 
     attempt: Int32
     """Number of the attempt, from 1."""
@@ -152,7 +152,7 @@ class Submission(Schema):
     """Local scheduler only: start time of the job's process in seconds since the epoch, so that a reused process id is
     not taken for the job."""
     marker: Label = ""
-    """What every process of the job carries in its environment as ``RLHF_JOB``."""
+    """Value of ``RLHF_JOB`` in the environment of every process of the job."""
 
 
 PASSED_VARIABLE = "RLHF_PASSED_ENVIRONMENT"

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pydantic import BaseModel
 
@@ -38,7 +37,7 @@ from rlhf_core.worker.exit_reports import Failure, Write
 from rlhf_core.worker.gpu_wait import GpuWait
 from rlhf_core.worker.group_decisions import GroupDecisions
 from rlhf_core.worker.group_events import GroupEvents
-from rlhf_core.worker.groups.base import GroupSeat, StartAbandoned
+from rlhf_core.worker.groups.base import GroupSeat, StartAbandoned, WorkerGroup
 from rlhf_core.worker.groups.independent import IndependentGroup
 from rlhf_core.worker.heartbeat import SlotFile
 from rlhf_core.worker.independent_run import IndependentRun
@@ -50,13 +49,10 @@ from rlhf_core.worker.supervisor import PeerTimeouts, Supervisor
 from rlhf_core.worker.warm_workers import WarmWorkers
 from rlhf_core.worker.worker_process import AGENT_VARIABLE
 
-if TYPE_CHECKING:
-    from rlhf_core.worker.groups.elastic import ElasticGroup
-
 MISPLACED_INTERVAL_S = 1.0
-"""How often agent 0 looks for nodes that cannot join and say so in a file."""
+"""Interval at which agent 0 looks for nodes that cannot join and say so in a file."""
 POLL_INTERVAL_S = 0.05
-"""How often the groups of a phase are looked at."""
+"""Interval at which the groups of a phase are polled."""
 
 
 class Agent:
@@ -223,7 +219,7 @@ class Agent:
         return Ending.of(step) if step.action == "end" else None
 
     def _after_checks(self, *, last: bool) -> Step:
-        """What follows from the findings so far; they are written down when they end something or are all."""
+        """Decide on the findings so far; they are written down when they end something or are all."""
         report = self._probe.report()
         blocking = [one for one in report.results if one.status is CheckStatus.BLOCKED]
         if blocking or last:
@@ -253,7 +249,7 @@ class Agent:
         os.environ.setdefault(BUFFER_VARIABLE, BUFFER_SIZE)
         os.environ[AGENT_VARIABLE] = str(os.getpid())
         os.environ.setdefault("OMP_NUM_THREADS", str(job.spec.resources.cpus_per_rank))
-        # Status service of NCCL: nobody of ours asks it, and every user of the node may.
+        # Status service of NCCL: no program of ours queries it, and every user of the node may.
         os.environ.setdefault("NCCL_RAS_ENABLE", "0")
         interface = interface_of(job.nodes.address if job.nodes.num > 1 else LOOPBACK)
         if interface and job.nodes.num > 1:
@@ -300,9 +296,9 @@ class Agent:
                             ending: Ending = end.value
                             return ending
                         del runs[role]
-                is_closing = bool(together) and not any(plan.role in runs for plan in together)
-                for one in alone.values():
-                    one.is_closing = is_closing
+                        is_closing = bool(together) and not any(plan.role in runs for plan in together)
+                        for one in alone.values():
+                            one.is_closing = is_closing
                 if runs:
                     self._channel.wait(POLL_INTERVAL_S)
             return None
@@ -316,7 +312,14 @@ class Agent:
         def command(generation: int) -> Sequence[str]:
             return job.worker_command(plan, self._restart, generation, None, self._decisions.damaged.names)
 
-        group = IndependentGroup(plan, self._seat(plan), job.attempt_dir, command, job.placement.gpus_per_node)
+        group = IndependentGroup(
+            plan,
+            self._decisions.next_generation(plan.role),
+            self._seat(plan),
+            job.attempt_dir,
+            command,
+            job.placement.gpus_per_node,
+        )
         return IndependentRun(
             group,
             phase,
@@ -333,7 +336,7 @@ class Agent:
         self, plan: GroupPlan, phase: Sequence[GroupPlan], *, is_main: bool
     ) -> Generator[None, None, Ending | None]:
         """Run one group that is restarted together to its good end (None), or to the end of the attempt."""
-        generation = self._restart if is_main else 0
+        generation = self._restart if is_main else self._decisions.next_generation(plan.role)
         others = [one for one in phase if one is not plan]
         while True:
             topic = f"{plan.role}/{generation}"
@@ -352,19 +355,20 @@ class Agent:
                 )
                 self._supervisor.release(plan.role)
             if step.action == "next_role":
+                self._decisions.take_generations(step)
                 return None
             if step.action == "end":
                 return Ending.of(step)
             self._decisions.damaged.names = list(step.damaged)
             if is_main:
                 self._enter_restart(plan.role)
-            generation = self._restart if is_main else generation + 1
+            generation = self._restart if is_main else self._decisions.next_generation(plan.role)
             if self._gpus is not None:
                 yield from self._gpus.wait(without={gpu for one in others for gpu in one.gpus})
 
     def _elastic(
         self, plan: GroupPlan, generation: int, folder: RestartDir, store: str, *, is_main: bool
-    ) -> "ElasticGroup":
+    ) -> WorkerGroup:
         """Make a start of a group.
 
         Args:
@@ -395,7 +399,7 @@ class Agent:
         self._supervisor.enter(role, self._restart_dir)
 
     def _run_once(
-        self, group: "ElasticGroup", *, is_main: bool, others: Sequence[GroupPlan]
+        self, group: WorkerGroup, *, is_main: bool, others: Sequence[GroupPlan]
     ) -> Generator[None, None, NodeEnd]:
         """Start the workers of this node and stay until they have ended, with all that they started."""
         self._restart_is_used = self._restart_is_used or is_main

@@ -24,12 +24,12 @@ PULSE_INTERVAL_S = 0.5
 """Interval of an agent's signs of life. Its thread here does nothing else, so that a file system that does not
 answer, which may hold up everything else of an agent, is never taken for a lost node."""
 SHUTDOWN_TIMEOUT_S = 10.0
-"""How long agent 0 waits for the others to have heard the end."""
+"""Time for which agent 0 waits until the others have received the end."""
 
 RESEND_INTERVAL_S, MAX_RESEND_INTERVAL_S = 1.0, 60.0
 """After this a message is sent again, then after twice as long each time, up to a limit."""
 NUM_RESENT = 16
-"""Number of the last messages that are sent again: nobody waits for older ones."""
+"""Number of the last messages that are sent again: no agent waits for older ones."""
 
 Message = TypeVar("Message", bound=Schema)
 
@@ -89,27 +89,27 @@ class AgentChannel:
 
     @property
     def leads(self) -> bool:
-        """Whether this is agent 0."""
+        """True for agent 0."""
         return self.nodes.is_first
 
     # -----------------------------------------------------------------------------------------------------------------
     # Speaking and hearing
 
     def send(self, topic: str, message: Schema) -> None:
-        """Tell agent 0, which hears itself too."""
+        """Send a message to agent 0, which receives its own too."""
         self._put(f"{topic}/{self.nodes.index}", message, send=not self.leads)
 
     def publish(self, topic: str, message: Schema) -> None:
-        """Tell all; for agent 0."""
+        """Send a message to all; for agent 0."""
         self._put(topic, message, send=self.nodes.num > 1)
 
     def received(self, topic: str, kind: type[Message]) -> dict[int, Message]:
-        """What was told about a topic so far, by index of the node; for agent 0."""
+        """Messages about a topic so far, by index of the node; for agent 0."""
         found = {index: self._get(f"{topic}/{index}", kind) for index in range(self.nodes.num)}
         return {index: message for index, message in found.items() if message is not None}
 
     def published(self, topic: str, kind: type[Message]) -> Message | None:
-        """What agent 0 has announced, if it has."""
+        """Message that agent 0 has published, if it has."""
         return self._get(topic, kind)
 
     def wait(self, seconds: float) -> None:
@@ -132,12 +132,12 @@ class AgentChannel:
         return max(heard_at) > self._reset_at
 
     def ahead_s(self, index: int) -> float:
-        """How far this node's clock is ahead of another's, in seconds; right to about a tenth of a second."""
+        """Seconds by which this node's clock is ahead of another's; right to about a tenth of a second."""
         return self._offsets.get(index, 0.0)
 
     @property
     def is_lost(self) -> bool:
-        """Whether agent 0 has not been heard for too long."""
+        """True if agent 0 has been silent for too long."""
         return not self.leads and time.monotonic() - max(self._answered_at, self._reset_at) > LOST_TIMEOUT_S
 
     def new_refusal(self) -> str:
@@ -147,7 +147,7 @@ class AgentChannel:
         return refusal
 
     def reset_silences(self) -> None:
-        """Count all silences from now: this process itself stood still, and heard nobody because of that."""
+        """Count all silences from now: this process itself stood still, and received nothing because of that."""
         self._reset_at = time.monotonic()
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ class AgentChannel:
         return message
 
     def _parse(self, key: str, text: str, kind: type[Message]) -> Message | None:
-        """What was read, once for all who ask: it is asked for many times until all have spoken."""
+        """Parse a message once: it is asked for many times until all have spoken."""
         try:
             message = kind.model_validate_json(text)
         except ValidationError:
@@ -253,7 +253,7 @@ class AgentChannel:
                 del self._sent[next(iter(self._sent))]
 
     def _resend(self) -> None:
-        """Whoever has read a message before sees that it is the same."""
+        """Send messages again; an agent that has read one before sees that it is the same."""
         for key, sent in self._sent.items():
             if time.monotonic() >= sent.resend_at_s:
                 self._store.set(key, sent.message)
@@ -273,7 +273,7 @@ class AgentChannel:
                 self._has_refused = True
                 with self._lock:
                     self._refusal = (
-                        f"a message in the store of the agents, under {key!r}, was refused: {why}. Somebody else can "
+                        f"a message in the store of the agents, under {key!r}, was refused: {why}. Another program can "
                         f"write there; nothing of it is believed, and more of them are refused without a word"
                     )
             return None
@@ -281,7 +281,7 @@ class AgentChannel:
         return text
 
     def _sender(self, key: str) -> int:
-        """Whose message is expected under a key: of what agent 0 is told, the number at its end says so."""
+        """Agent whose message is expected under a key: of what agent 0 receives, the number at its end."""
         index = key.rpartition("/")[2]
         return int(index) if self.leads and index.isdecimal() else 0
 

@@ -1,6 +1,6 @@
 """An agent that agent 0 does not hear any more: after how long its node is given up, and whose node that is.
 
-Two nodes that do not hear each other cannot tell which of them is cut off. Of more, the one that hears nobody is.
+Two nodes that do not hear each other cannot tell which of them is cut off. Of more, the one that hears no other is.
 """
 
 from dataclasses import dataclass

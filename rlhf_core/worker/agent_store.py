@@ -1,10 +1,10 @@
-"""Where the agents of an attempt leave messages for each other: a small key-value store that agent 0 keeps.
+"""Key-value store in which the agents of an attempt leave messages for each other; agent 0 hosts it.
 
 It lives as long as the attempt, through all restarts of the workers. The port follows from the name of the job, so that
-nobody has to be told it: of eight candidates agent 0 takes the first that is free, and the others try them all until a
-store answers that carries the mark of this attempt.
+no agent has to be told it: of eight candidates agent 0 takes the first that is free, and the others try them all until
+a store answers that carries the mark of this attempt.
 
-torch's store asks nobody who they are. It listens on the address of the node in the allocation only, and what is read
+torch's store authenticates no client. It listens on the address of the node in the allocation only, and what is read
 from it is believed when it is signed (``signing.py``).
 """
 
@@ -25,7 +25,7 @@ NUM_PORTS = 8
 PORTS = range(20000, 30000)
 """Below the range from which Linux hands out ports to clients."""
 JOIN_TIMEOUT_S = 60.0
-"""How long agents look for the store of agent 0, and agent 0 waits for them."""
+"""Time for which agents look for the store of agent 0, and agent 0 waits for them."""
 ANSWER_TIMEOUT_S = 5.0
 BACKLOG = 1024
 """Connections that may wait to be accepted: all workers of a start come at once."""
@@ -51,7 +51,7 @@ class AgentStore(Protocol):
         """
 
     def get(self, keys: Sequence[str]) -> list[str | None]:
-        """Texts by key, None where nobody left one.
+        """Texts by key, None where none was left.
 
         Raises:
             AgentStoreLost: the store does not answer.
@@ -97,7 +97,7 @@ class TcpAgentStore:
         if not keys:
             return []
         try:
-            # A question for a key that nobody has set would wait for it.
+            # A query for a key that was never set would wait for it.
             if self._store.check(list(keys)):
                 return [_text(content) for content in self._store.multi_get(list(keys))]
             return [_text(self._store.get(key)) if self._store.check([key]) else None for key in keys]
@@ -106,7 +106,7 @@ class TcpAgentStore:
 
 
 def _text(content: bytes) -> str:
-    """Text that was left, also by a stranger: bytes that are no text must not keep anybody from reading the rest."""
+    """Text that was left, also by a stranger: bytes that are no text must not hide the rest."""
     return content.decode("utf-8", errors="replace")
 
 
@@ -197,7 +197,7 @@ def join_agent_store(
     while time.monotonic() < deadline:
         for port in candidate_ports(signer.marker):
             found: queue.SimpleQueue[tuple[Any, str]] = queue.SimpleQueue()
-            # In a thread: whoever listens there may be silent for ever, and TCPStore would wait for it.
+            # In a thread: a program that listens there may be silent for ever, and TCPStore would wait for it.
             threading.Thread(target=_try, args=(address, port, signer, found), daemon=True).start()
             try:
                 store, seen[port] = found.get(timeout=ANSWER_TIMEOUT_S)
@@ -214,7 +214,7 @@ def join_agent_store(
 def _try(address: str, port: int, signer: MessageSigner, found: "queue.SimpleQueue[tuple[Any, str]]") -> None:
     """Find out whether our store is at a port, and what is there otherwise."""
     try:
-        # TCPStore itself would try for its whole patience where nobody listens.
+        # TCPStore itself would try for its whole time-out where nothing listens.
         socket.create_connection((address, port), timeout=ANSWER_TIMEOUT_S).close()
     except OSError as error:
         found.put((None, error.strerror or type(error).__name__))
@@ -222,9 +222,9 @@ def _try(address: str, port: int, signer: MessageSigner, found: "queue.SimpleQue
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     try:
-        patience = timedelta(seconds=ANSWER_TIMEOUT_S)
-        store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=patience)
-        mark = _text(store.get(MARK)) if store.check([MARK]) else "nobody"
+        timeout = timedelta(seconds=ANSWER_TIMEOUT_S)
+        store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        mark = _text(store.get(MARK)) if store.check([MARK]) else "no agent"
     except RuntimeError as error:
         found.put((None, f"is no store ({str(error).splitlines()[0][:80]})"))
         return

@@ -15,7 +15,7 @@ from rlhf_core.worker.agent_channel import AgentChannel, Message
 from rlhf_core.worker.supervisor import ExternalRequests
 
 LAST_STATE_TIMEOUT_S = 5.0
-"""How long agent 0 waits for the last reports of the others when all is to end."""
+"""Time for which agent 0 waits for the last reports of the others when all is to end."""
 POLL_INTERVAL_S = 0.1
 
 Result = TypeVar("Result")

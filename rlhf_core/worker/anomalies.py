@@ -1,4 +1,4 @@
-"""What agent 0 makes of the telemetry of all nodes: findings in its status, and an event when one begins or ends."""
+"""Anomalies in the telemetry of all nodes: findings in the status of agent 0, and an event when one begins or ends."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from rlhf_core.worker.event_log import EventLog
 
 @dataclass(frozen=True)
 class NodeReading:
-    """What one node published last."""
+    """The last publication of one node."""
 
     node: str
     sequence: int

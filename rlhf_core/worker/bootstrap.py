@@ -45,7 +45,7 @@ _GOOD_ENDS = (AttemptState.COMPLETED, AttemptState.PREEMPTED)
 
 @dataclass
 class AgentSite:
-    """What an agent has before it has read anything: where it is, and whom it reports to."""
+    """State of an agent before it has read anything: its place, and the channel that it reports to."""
 
     run_dir: RunDir
     attempt: int
@@ -101,7 +101,7 @@ def run_agent(
         ending = Agent(job, inbox, leader, site.events, site.channel, ExitDeadline(site.last_words)).run()
     except AttemptAborted as error:
         ending = _report_broken(site, str(error), error.kind)
-    except Exception as error:  # noqa: BLE001 - an attempt without an outcome leaves everybody guessing
+    except Exception as error:  # noqa: BLE001 - an attempt without an outcome leaves all guessing
         text = traceback.format_exc()
         sys.stderr.write(text)
         ending = _report_broken(
@@ -111,7 +111,7 @@ def run_agent(
 
 
 def _place_of(run_dir: RunDir, attempt: int) -> tuple[Nodes, str, bool]:
-    """Which node of the attempt this is, what contradicts that (then it stands alone), and whether it is the first of
+    """The place of this node in the attempt, what contradicts it (then it stands alone), and whether it is the first of
     several all the same."""
     try:
         nodes = Nodes.of()
@@ -158,7 +158,7 @@ def _signer(site: AgentSite) -> MessageSigner | None:
 
 
 def _agent_store(site: AgentSite, signer: MessageSigner | None) -> AgentStore:
-    """Where the agents meet.
+    """Open the store in which the agents meet.
 
     Raises:
         AttemptAborted: they did not.

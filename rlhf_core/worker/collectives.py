@@ -18,10 +18,10 @@ from rlhf_core.worker import processes
 from rlhf_core.worker.heartbeat import Beat
 
 ANSWER_TIMEOUT_S = 2.0
-"""How long the agent waits for answers."""
+"""Time for which the agent waits for answers."""
 INSPECTION_INTERVAL_S = 0.2
 BUFFER_VARIABLE = "TORCH_FR_BUFFER_SIZE"
-"""How many collectives torch remembers; without it none."""
+"""Number of collectives that torch remembers; without it none."""
 BUFFER_SIZE = "256"
 
 THREAD_NAME = "rlhf-collective"
@@ -32,7 +32,7 @@ _DEFAULT_GROUP = "default_pg"
 
 
 def answer_path(slots: Path, local_rank: int, number: int) -> Path:
-    """Where a worker leaves its answer: beside the slots, on the node."""
+    """Path of a worker's answer: beside the slots, on the node."""
     return slots.with_name(f"{slots.name}.collectives-{local_rank}-{number}.json")
 
 
@@ -62,7 +62,7 @@ def _answer(beat: Beat, slots: Path, local_rank: int) -> None:
 
 
 def _recorded() -> str:
-    """What torch's flight recorder has; an empty object where torch is not in use."""
+    """The content of torch's flight recorder; an empty object where torch is not in use."""
     dump = getattr(sys.modules.get(_MODULE), "_dump_fr_trace_json", None)
     if dump is None:
         return "{}"

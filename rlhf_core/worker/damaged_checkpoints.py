@@ -12,7 +12,7 @@ from rlhf_core.worker.exit_reports import Failure
 
 @dataclass
 class DamagedCheckpoints:
-    """Checkpoints that an attempt has found damaged. None is removed: a person may want to look, or bring some back."""
+    """Checkpoints that an attempt has found damaged. None is removed: the user may want to look, or bring some back."""
 
     run_dir: RunDir
     names: list[str] = field(default_factory=list)
@@ -24,7 +24,7 @@ class DamagedCheckpoints:
         return f"{failure.damaged_checkpoint} is put aside, going on from {older.root.name}" if older else ""
 
     def explained(self, failure: Failure, restart_dir: RestartDir) -> Failure:
-        """The failure with what becomes of the checkpoint, for a person."""
+        """The failure with what becomes of the checkpoint, for the user."""
         name = failure.damaged_checkpoint
         if not name:
             return failure

@@ -1,7 +1,7 @@
 """Early suspicion: looks at workers that are silent for longer than usual, long before their floors are over.
 
 Agent 0 asks for looks, all agents look at their workers, and agent 0 judges what all of them saw together
-(:mod:`rlhf_core.diagnosis.standstill`). While nobody is suspect nothing is read.
+(:mod:`rlhf_core.diagnosis.standstill`). While no worker is suspect nothing is read.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from rlhf_core.worker.inspection import inspect_workers
 INSPECTION_INTERVAL_S = 2.0
 """Pause between two looks that may prove something together."""
 RETRY_INTERVAL_S = 10.0
-"""Pause after a look at somebody who is at work, or waits for something outside the job."""
+"""Pause after an inspection of a worker that is at work, or waits for something outside the job."""
 ANSWER_TIMEOUT_S = 5.0
 """Longest wait of agent 0 for the looks of other nodes."""
 
@@ -52,7 +52,7 @@ class NodeInspections:
         )
 
     def _with_collectives(self, ranks: Sequence[RankStatus]) -> list[RankStatus]:
-        """With the answers to the question of the look before: nobody waits for the answer to a question."""
+        """With the answers to the question of the look before: no thread waits for the answer to a question."""
         path, question = self._slots.path, self._question
         answers = collectives.read_answers(ranks, path, question, timeout_s=0.0) if question else {}
         self._question = self._slots.ask_for_collectives()

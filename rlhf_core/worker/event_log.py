@@ -1,4 +1,4 @@
-"""What the agent says: lines in ``events-<node>.jsonl`` for the history, and on its standard output for a person."""
+"""Events of the agent: lines in ``events-<node>.jsonl`` for the history, and on its standard output for people."""
 
 import contextlib
 import threading

@@ -1,4 +1,4 @@
-"""What is saved about a failure before its traces are gone: stacks, process states, the ends of the logs.
+"""Evidence of a failure, saved before its traces are gone: stacks, process states, the ends of the logs.
 
 Collected before any kill, because the first kill breaks the connections of the peers and with them the picture. A
 dump that cannot be had is evidence as well, so every file says why it is short.

@@ -1,4 +1,4 @@
-"""How one start of the workers ended: what they wrote, what the agents saw, and what that comes to.
+"""Reports of how one start of the workers ended: what they wrote, what the agents saw, and what that comes to.
 
 Every agent reports its own node; agent 0 puts the reports together.
 """
@@ -21,7 +21,7 @@ from rlhf_core.worker.worker_process import spare_outcome
 Write = Callable[[Path, BaseModel], bool]
 """Writes a file that matters; False when it cannot be written."""
 Outcomes = Mapping[int, WorkerOutcome]
-"""What the workers of a node wrote about themselves, by local rank."""
+"""Outcomes that the workers of a node wrote about themselves, by local rank."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class Failure:
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What one node said, and how its clock stands to ours."""
+    """The report of one node, and how its clock stands to ours."""
 
     node: str
     end: NodeEnd
     ahead_s: float = 0.0
-    """What is added to its times to have them by this node's clock, in seconds."""
+    """Seconds that are added to its times to have them by this node's clock."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -57,12 +57,12 @@ class NodeReport:
 
 
 def has_reported(group: WorkerGroup, local_rank: int) -> bool:
-    """Whether a worker has written its outcome."""
+    """True if a worker has written its outcome."""
     return _outcome_path(group, local_rank).exists() or spare_outcome(group.seat.slots.path, local_rank).exists()
 
 
 def report(group: WorkerGroup, problem: str, write: Write, workers: Iterable[int] | None = None) -> NodeEnd:
-    """How workers of this node ended. The ends of their logs are saved unless all went well.
+    """Report how workers of this node ended. The ends of their logs are saved unless all went well.
 
     Args:
         group: Their group.
@@ -156,8 +156,8 @@ def explain(reports: Iterable[NodeReport], hang: Hang | None) -> Failure:
     failure = _located(diagnosis, [worker for _, worker in ends])
     if diagnosis.kind is FailureKind.CHECKPOINT_CORRUPT:
         # The rank that read it first is not to blame for it, nor is its node.
-        nobody = replace(diagnosis, ranks=(), nodes=())
-        return replace(failure, diagnosis=nobody, damaged_checkpoint=_damaged_checkpoint(ends))
+        blameless = replace(diagnosis, ranks=(), nodes=())
+        return replace(failure, diagnosis=blameless, damaged_checkpoint=_damaged_checkpoint(ends))
     return failure
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Generator, Sequence
 
 TOLERANCE_BYTES = 512 << 20
-"""What may remain beyond the use before the first start."""
+"""Use that may remain beyond that before the first start."""
 
 
 class _Memory(ctypes.Structure):

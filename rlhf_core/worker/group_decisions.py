@@ -37,6 +37,8 @@ class GroupDecisions:
         self._worker_stores: dict[Role, object] = {}
         self.budget = RestartBudget(job.run_dir, job.spec.supervise)
         """Restarts in place."""
+        self.generations: dict[Role, int] = {}
+        """Newest generation of each group beside the one whose restarts are counted, over all phases."""
         self.damaged = DamagedCheckpoints(job.run_dir)
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -81,6 +83,16 @@ class GroupDecisions:
             return self.end(AttemptState.FAILED, message, FailureKind.PREEMPTION, asked.end)
         return None
 
+    def next_generation(self, role: Role) -> int:
+        """Number of a new start of a group beside the one whose restarts are counted."""
+        self.generations[role] = self.generations.get(role, -1) + 1
+        return self.generations[role]
+
+    def take_generations(self, step: Step) -> None:
+        """Take over the generations that agent 0 knows."""
+        for role, generation in step.generations.items():
+            self.generations[role] = max(generation, self.generations.get(role, -1))
+
     # -----------------------------------------------------------------------------------------------------------------
     # Groups that are restarted together
 
@@ -115,7 +127,7 @@ class GroupDecisions:
             why = self._asked.stop or "the workers decided so"
             return self.end(AttemptState.PREEMPTED, f"saved and ended early: {why}")
         self.budget.renew()
-        return Step(action="next_role")
+        return Step(action="next_role", generations=dict(self.generations))
 
     def _choose(self, group: WorkerGroup, failure: Failure, restart_dir: RestartDir) -> Choice:
         """Write down what was found and what will be done about it; only then may it be done."""

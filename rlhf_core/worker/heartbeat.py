@@ -58,7 +58,7 @@ _CHECKPOINT = _NUMBER[Phase.CHECKPOINT]
 
 @dataclass(frozen=True)
 class Slot:
-    """What one worker last wrote. ``pid`` 0: nobody has taken the slot yet."""
+    """The last values of one worker. ``pid`` 0: the slot is free."""
 
     pid: int
     restart: int
@@ -73,7 +73,7 @@ class Slot:
     beat_ns: int
     """Time of the last beat on the node's monotonic clock, in nanoseconds."""
     warm: bool
-    """Whether the worker has been through its present phase before."""
+    """True if the worker has been through its present phase before."""
     speaks_for: tuple[int, ...] = ()
     """Process ids whose progress its beats show."""
 
@@ -283,13 +283,13 @@ class Beat:
         self._words[first + _NUM_SPOKEN_FOR] = len(pids)
 
     def request(self) -> Literal["", "save", "stop"]:
-        """What the agent asks. ``save`` is repeated until this worker enters the checkpoint phase."""
+        """The request of the agent. ``save`` is repeated until this worker enters the checkpoint phase."""
         if self._words[_STOP_AT]:
             return "stop"
         return "save" if self._words[_SAVE_AT] > self._saved else ""
 
     def questions(self) -> int:
-        """How often the agent has asked which collective this worker is in. From any thread."""
+        """Number of questions of the agent for the collective that this worker is in. From any thread."""
         return self._words[_QUESTIONS_AT]
 
     def enter(self) -> None:

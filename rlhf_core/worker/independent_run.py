@@ -55,7 +55,6 @@ class IndependentRun:
         self._write = write
         self._restart_dir = restart_dir
         self._seen: set[tuple[int, int, int]] = set()
-        self._newest_generation = 0
 
     def run(self, *, serves_others: bool) -> Generator[None, None, Ending | None]:
         """Start the workers, and each that fails again; yields while there is nothing to do.
@@ -77,6 +76,8 @@ class IndependentRun:
                 step = self._decide(supervised, serves_others=serves_others)
                 if step is not None and step.action == "end":
                     return Ending.of(step)
+                if step is not None:
+                    self._decisions.take_generations(step)
                 if self.is_closing or step is not None:
                     break
                 yield
@@ -94,7 +95,7 @@ class IndependentRun:
         except StartAbandoned:
             return
         if self._group.workers:
-            self._events.started(self._group.role, list(self._group.workers.values()), 0)
+            self._events.started(self._group.role, list(self._group.workers.values()), self._group.generation)
 
     def _report_exits(self, supervised: SupervisedGroup) -> None:
         group = self._group
@@ -148,7 +149,8 @@ class IndependentRun:
         if step is None and not serves_others:
             asked = self._decisions.may_start() if self._supervisor.asked.to_end else None
             all_well = len(supervised.well) == self._group.plan.num_workers
-            step = asked or (Step(action="next_role") if all_well else None)
+            over = Step(action="next_role", generations=dict(self._decisions.generations))
+            step = asked or (over if all_well else None)
             if step is not None:
                 self._channel.publish(topic, step)
         return step
@@ -188,8 +190,8 @@ class IndependentRun:
             role, failure, self._restart_dir(), folder, is_needed=not self.is_closing
         )
         if choice.action is Action.RESTART_WORKERS:
-            self._newest_generation += 1
-            start = WorkerStart(node_index=index, local_rank=worker.local_rank, generation=self._newest_generation)
+            generation = self._decisions.next_generation(role)
+            start = WorkerStart(node_index=index, local_rank=worker.local_rank, generation=generation)
             self._supervisor.start_worker(role, start)
         if choice.action.leaves_running:
             return None

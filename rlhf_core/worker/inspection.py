@@ -2,7 +2,7 @@
 
 A look needs no help from the worker and disturbs nothing; it takes some milliseconds, and only suspects and their peers
 are looked at. The call that a thread is in comes from ``/proc/<pid>/task/<tid>/syscall``, which the kernel shows to
-whoever may trace the process: an agent may trace its own workers. Where it may not, the look says so.
+processes that may trace it: an agent may trace its own workers. Where it may not, the look says so.
 """
 
 import contextlib

@@ -23,7 +23,7 @@ class Job:
     spec: RunSpec
     placement: Placement
     targets: Mapping[Role, str]
-    """What runs for a role instead of the native training code."""
+    """Functions that run for a role instead of the native training code."""
     import_paths: Sequence[Path]
     """Folders to import these targets from."""
 
@@ -63,7 +63,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Ending:
-    """How the attempt ends; becomes its outcome."""
+    """The end of the attempt; becomes its outcome."""
 
     state: AttemptState
     message: str

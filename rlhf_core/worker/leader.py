@@ -1,4 +1,4 @@
-"""What only agent 0 does: own the attempt, hear the control plane, decide about restarts, write the outcome."""
+"""The tasks of agent 0 alone: own the attempt, hear the control plane, decide about restarts, write the outcome."""
 
 import contextlib
 import json
@@ -34,7 +34,7 @@ from rlhf_core.worker.event_log import EventLog
 from rlhf_core.worker.exit_reports import Failure
 
 OUTCOME_TIMEOUT_S = 30.0
-"""How long an outcome that cannot be written is tried again."""
+"""Time for which an outcome that cannot be written is tried again."""
 
 _COMMAND_NAME = re.compile(r"^(\d+)\.json$")
 
@@ -46,7 +46,7 @@ class Leader:
         self._run_dir = run_dir
         self._dir: AttemptDir = run_dir.attempt(attempt)
         self.reserve = Reserve(self._dir.reserve)
-        """What the outcome is written into on a full disk."""
+        """Room for the outcome on a full disk."""
         self._obeyed: set[int] = set()
         self._num_incidents = 0
 

@@ -1,4 +1,4 @@
-"""What this node says of itself before any process group. Takes well under a second; imports nothing of the training.
+"""Facts about this node, before any process group. Takes well under a second; imports nothing of the training.
 
 What the nodes must agree on is compared by agent 0 (``diagnosis/node_checks.py``); what a node can see to be wrong by
 itself is a complaint.
@@ -39,7 +39,7 @@ PIECE_BYTES = 64 << 10
 
 SHARED_MEMORY = Path("/dev/shm")
 CPU_SHARED_MEMORY_GB = 0.03
-"""What is enough of it for ranks on processor cores."""
+"""Size that is enough for ranks on processor cores."""
 
 MIN_OPEN_FILES = 4096
 """Fewer are used up by a few hundred ranks' sockets."""
@@ -79,7 +79,7 @@ def gather(
 
 
 def confused(name: str, problem: str) -> NodeFacts:
-    """What a node says whose environment contradicts itself, so that it cannot even join the others."""
+    """Facts of a node whose environment contradicts itself, so that it cannot even join the others."""
     advice = "the job's script sets RLHF_NODES, and Slurm SLURM_NODEID: nothing may change or unset them on a node"
     complaint = blocked(node_checks.IDENTITY, problem, "each node in its own place of the allocation", advice, name)
     return NodeFacts(node=name, index=-1, complaints=(complaint,))

@@ -31,14 +31,14 @@ from rlhf_core.worker import node_facts, processes
 from rlhf_core.worker.nodes import Nodes
 
 FACTS_S = 60.0
-"""How long a node may take to read what it is asked about."""
+"""Time in which a node reads what it is asked about."""
 GRACE_S = 15.0
-"""How much longer agent 0 waits for measurements than the nodes themselves."""
+"""Time for which agent 0 waits for measurements beyond that of the nodes themselves."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a probe takes place."""
+    """The place of a probe."""
 
     run_dir: RunDir
     attempt: int
@@ -71,19 +71,19 @@ class Probe:
 
     @property
     def measures(self) -> bool:
-        """Whether there is something to measure: links between nodes, or GPUs."""
+        """True if there is something to measure: links between nodes, or GPUs."""
         return self._place.nodes.num > 1 or self._place.placement.gpus_per_node > 0
 
     @property
     def timeout_s(self) -> float:
-        """How long agent 0 waits for what the nodes have measured."""
+        """Time for which agent 0 waits for what the nodes have measured."""
         return self._place.spec.preflight.probe_s + GRACE_S
 
     # -----------------------------------------------------------------------------------------------------------------
     # On every node
 
     def facts(self) -> NodeFacts:
-        """What this node says of itself; also written down, as far as that is possible."""
+        """Facts about this node; also written down, as far as that is possible."""
         place = self._place
         own = node_facts.gather(
             place.run_dir,
@@ -238,7 +238,7 @@ def _without_those_turned_off(results: Iterable[CheckResult], off: Mapping[str, 
 
 
 def in_a_sentence(results: Sequence[CheckResult]) -> str:
-    """Why the attempt cannot go on, from its blocking findings."""
+    """The reason why the attempt cannot go on, from its blocking findings."""
     shown = "; ".join(f"{one.found}, expected {one.expected}" for one in results[:3])
     more = f"; and {len(results) - 3} more" if len(results) > 3 else ""
     ids = ", ".join(dict.fromkeys(one.id for one in results))
@@ -254,7 +254,7 @@ def _sentence(text: str) -> str:
 
 
 def _lines(output: IO[bytes]) -> list[dict[str, Any]]:
-    """What a process said; a line that was cut off, or is somebody else's, is left out."""
+    """Lines of a process; one that was cut off, or is that of another program, is left out."""
     output.seek(0)
     found = []
     for line in output.read().splitlines():

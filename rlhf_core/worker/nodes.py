@@ -1,4 +1,4 @@
-"""Which nodes an attempt has, which of them this is, and how the others reach it.
+"""The nodes of an attempt, the place of this one among them, and its address.
 
 The batch script of the job says it in one variable, because names of nodes need not resolve (``RLHF_NODES``, from one
 question to the scheduler); which node this is says the scheduler's own ``SLURM_NODEID``. Without both there is one
@@ -19,7 +19,7 @@ NAME_VARIABLE = "SLURMD_NODENAME"
 
 
 class NodesError(Exception):
-    """What the environment says about the nodes contradicts itself; the message says how."""
+    """The environment contradicts itself about the nodes; the message says how."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Nodes:
     """In the order of the allocation; agent 0 runs on the first."""
     addresses: tuple[str, ...]
     index: int
-    """Which of them this is."""
+    """Index of this node among them."""
 
     @classmethod
     def of(cls, environment: Mapping[str, str] = os.environ) -> "Nodes":
@@ -69,7 +69,7 @@ class Nodes:
 
     @property
     def address(self) -> str:
-        """How the others reach this node."""
+        """Address under which the others reach this node."""
         return self.addresses[self.index]
 
     @property
@@ -88,12 +88,12 @@ class Nodes:
 
     @property
     def num(self) -> int:
-        """How many there are."""
+        """Number of nodes."""
         return len(self.names)
 
     @property
     def is_first(self) -> bool:
-        """Whether agent 0 runs here."""
+        """True if agent 0 runs here."""
         return self.index == 0
 
 

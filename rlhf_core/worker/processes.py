@@ -55,7 +55,7 @@ def process_state(pid: int) -> str:
 
 
 def peek_exit(pid: int) -> int | None:
-    """How a child ended (negative: the signal), without taking the answer away from its owner; None while it lives."""
+    """Exit code of a child (negative: the signal), which stays there for its owner; None while it lives."""
     try:
         found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -131,7 +131,7 @@ def reap_orphans(owned: Collection[int], min_age_s: float = 0.0) -> None:
 
     Args:
         min_age_s: Least age of what is collected: a younger child may be a worker that is just being started.
-        owned: Children that somebody else waits for; taking their exit away would make that look like success.
+        owned: Children that another thread waits for; taking their exit away would make that look like success.
     """
     for process in psutil.Process().children():
         with contextlib.suppress(psutil.Error, ChildProcessError):

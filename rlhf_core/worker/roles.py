@@ -3,7 +3,7 @@
 Of that package the agent otherwise knows only the words that both speak (``training/types.py``), which need no torch.
 
 A target is ``module:function``; the function takes a ``WorkerContext`` and returns a ``RoleResult``. It tells its
-progress through ``context.reporter``; whoever does not beat is taken for hung.
+progress through ``context.reporter``; a worker that does not beat is taken for hung.
 """
 
 import importlib
@@ -23,11 +23,11 @@ TARGETS: dict[Role, str] = {
 """The native targets. Roles without one need a target given to the agent."""
 
 PROBE = "rlhf_core.training.node_checks:run"
-"""What measures a node."""
+"""Measures a node."""
 WARM = "rlhf_core.training.warm:import_libraries"
-"""What makes the imports of a native worker ahead of it."""
+"""Makes the imports of a native worker ahead of it."""
 CONTENT = "rlhf_core.training.content:check_content"
-"""What looks at the data before a run."""
+"""Looks at the data before a run."""
 
 
 def target_of(role: Role, given: dict[Role, str]) -> str:

@@ -1,5 +1,5 @@
-"""Signed messages of the agents: everybody who reaches the store of an attempt can write there, only its agents are
-believed.
+"""Signed messages of the agents: every program that reaches the store of an attempt can write there, only its agents
+are believed.
 
 A message carries its sender, a counter and an HMAC (RFC 2104, SHA-256) over the attempt, the key in the store, sender,
 counter and text. The secret is random, one for each attempt, in a file that only the owner of the run may read. A

@@ -28,7 +28,7 @@ class SupervisedGroup:
     condition_clock: ConditionClock = field(default_factory=ConditionClock)
     condition: Condition = field(default_factory=lambda: Condition(is_at_fault=True))
     failed_at_s: float | None = None
-    """When agent 0 saw that a worker had failed, by its monotonic clock."""
+    """Time at which agent 0 saw that a worker had failed, by its monotonic clock."""
     hangs: dict[Place, Hang] = field(default_factory=dict)
     """Workers that agent 0 had ended alone, because they hung."""
     exits: dict[int, WorkerExit] = field(default_factory=dict)

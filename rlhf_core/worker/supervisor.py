@@ -56,7 +56,7 @@ END_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class PeerTimeouts:
-    """How long agent 0 waits for other nodes, in seconds."""
+    """Time for which agent 0 waits for other nodes, in seconds."""
 
     evidence_s: float = 10.0
     """For evidence, before all workers of a hung job are ended."""
@@ -66,7 +66,7 @@ class PeerTimeouts:
 
 @dataclass
 class ExternalRequests:
-    """What was asked of this agent from outside. Each is kept once it was given; empty means nobody asked."""
+    """Requests to this agent from outside. Each is retained once it was given; empty means that there was none."""
 
     cancel: str = ""
     """The user ends the run: why."""
@@ -81,7 +81,7 @@ class ExternalRequests:
 
     @property
     def to_end(self) -> bool:
-        """Whether no worker may run any more."""
+        """True if no worker may run any more."""
         return bool(self.cancel or self.end or self.broken)
 
 
@@ -164,7 +164,7 @@ class Supervisor(threading.Thread):
             pass
 
     def release(self, role: Role) -> None:
-        """What becomes of the workers of a group is decided on all nodes."""
+        """Stop judging a group: what becomes of its workers is decided on all nodes."""
         with self._lock:
             self._groups.pop(role, None)
 
@@ -237,7 +237,7 @@ class Supervisor(threading.Thread):
             self._deadline.set(seconds, f"{why} within {seconds:.0f} s; it is ended by its second thread")
 
     def _state(self, now_s: float) -> NodeState:
-        """How this node stands; with a new reading of its telemetry when one is due."""
+        """State of this node; with a new reading of its telemetry when one is due."""
         if self._place is not None and now_s >= self._publish_at_s:
             self._published += 1
             ranks = [rank for one in self._groups.values() for rank in one.group.living()]
@@ -450,7 +450,7 @@ class Supervisor(threading.Thread):
     def _receive_evidence(
         self, number: int, one: SupervisedGroup, answers_here: Sequence[RankStatus]
     ) -> list[RankStatus]:
-        """How the workers of all nodes stand after the evidence was saved; of a node that does not answer, before."""
+        """Status of the workers of all nodes after the evidence was saved; of a node that does not answer, before."""
         channel, role = self._channel, one.group.role
         deadline = time.monotonic() + self._timeouts.evidence_s
         while len(answers := channel.received(f"evidence/{role}/{number}", Collected)) < channel.nodes.num - 1:

@@ -97,7 +97,7 @@ class TelemetrySeries:
 
 
 def _period_s(age_s: float) -> float:
-    """How long a line is, in a restart of this age."""
+    """Seconds that a line spans, in a restart of this age."""
     return FINE_PERIOD_S if age_s < FINE_FOR_S else PERIOD_S
 
 

@@ -102,7 +102,7 @@ def prepare_signals() -> None:
 
 
 def spare_outcome(slots: Path, local_rank: int) -> Path:
-    """Where a worker leaves its outcome when the run directory has no room for it: beside the slots, on the node."""
+    """Path of a worker's outcome when the run directory has no room for it: beside the slots, on the node."""
     return slots.with_name(f"{slots.name}.outcome-{local_rank}.json")
 
 

@@ -162,4 +162,4 @@ def test_a_log_is_opened_by_its_worker() -> None:
     page = (ROOT / "docs" / "run_directory.md").read_text()
     (row,) = [line for line in page.splitlines() if "logs/<role>-<node>-<local>.log" in line]
     assert "that worker opens it" in row
-    assert "restart_dir.log(" in (ROOT / "rlhf_core/worker/worker_process.py").read_text()
+    assert "folder.log(" in (ROOT / "rlhf_core/worker/worker_process.py").read_text()

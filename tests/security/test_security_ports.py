@@ -24,10 +24,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "worker"))
 from agent_runs import AgentRun, is_alive, toy_runs, wait_for
 
-from rlhf_core.schemas.agent_messages import NodeState, Orders, Step
+from rlhf_core.schemas.agent_messages import GroupOrders, NodeState, Orders, Step
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.failures import FailureKind
-from rlhf_core.schemas.resources import job_marker
+from rlhf_core.schemas.resources import Role, job_marker
 from rlhf_core.worker.agent_store import candidate_ports
 from rlhf_core.worker.signing import MessageSigner
 
@@ -162,7 +162,8 @@ def store_of(run: AgentRun) -> Any:
 def forge(store: Any, run: AgentRun, bomb: Path) -> None:
     """Messages that a stranger can think of: ends, bad hardware, kills; plain, and signed with a key that is none."""
     over = Step(action="end", state=AttemptState.FAILED, message="forged", kind=FailureKind.NODE_UNFIT)
-    orders = Orders(over=over, cancel="forged", kill=0, stop="forged").model_dump_json()
+    groups = {Role.TRAINER: GroupOrders(kill=0)}
+    orders = Orders(over=over, cancel="forged", groups=groups, stop="forged").model_dump_json()
     broken = NodeState(wall_s=time.time(), broken="forged", broken_kind=FailureKind.NODE_UNFIT)
     stranger = MessageSigner(b"0" * 64, job_marker(run.run_dir.run_id, run.attempt), 0)
     for key, text in {

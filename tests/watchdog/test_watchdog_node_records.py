@@ -1,4 +1,4 @@
-"""What counts against nodes: strikes of the history, but for those from before somebody mended the node."""
+"""Strikes against nodes: those of the history, but for those from before the node was repaired."""
 
 import shutil
 from collections.abc import Iterator

@@ -62,7 +62,7 @@ class AgentRun:
         return self.dir.restart(number)
 
     def script(self, *lines: dict[str, Any]) -> None:
-        """What the roles are to do, see ``targets/fake_roles.py``."""
+        """Have the roles do something, see ``targets/fake_roles.py``."""
         (self.run_dir.root / "script.json").write_text(json.dumps(lines), encoding="utf-8")
 
     def start(
@@ -108,7 +108,7 @@ class AgentRun:
         return [agent.wait(timeout=TIMEOUT_S) for agent in self.agents]
 
     def printed(self, index: int) -> str:
-        """What an agent printed."""
+        """Output of an agent."""
         return self._output(index).read_text(encoding="utf-8")
 
     def _output(self, index: int) -> Path:
@@ -188,7 +188,7 @@ class AgentRun:
         return found
 
     def reached(self, restart: int, step: int) -> bool:
-        """Whether a step of that restart is in its metrics."""
+        """True if a step of that restart is in its metrics."""
         path = self.restart(restart).metrics
         return path.exists() and len(path.read_bytes().splitlines()) >= step
 
@@ -215,7 +215,7 @@ def toy_runs(folder: Path) -> Iterator[Callable[..., AgentRun]]:
             beside = GroupPlan.on_all_nodes(Role.ROLLOUT, rollouts, num_nodes).model_copy(update={"restart": "alone"})
             phases = [(trainers, beside)]
         if evaluator:
-            phases.append((GroupPlan.on_all_nodes(Role.EVALUATOR, 2, num_nodes),))
+            phases.append((GroupPlan.on_all_nodes(Role.EVALUATOR, 2, num_nodes), *phases[0][1:]))
         write_model(run_dir.attempt(1).placement, Placement(attempt=1, num_nodes=num_nodes, phases=tuple(phases)))
         runs.append(AgentRun(run_dir))
         return runs[-1]
@@ -241,7 +241,7 @@ def wait_for(condition: Callable[[], Any], timeout_s: float = TIMEOUT_S) -> Any:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process is there and not just a zombie."""
+    """True if a process is there and not just a zombie."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""Which collective a worker is in is known while it hangs there, from two real ranks that disagree."""
+"""The collective of a worker is known while it hangs there, from two real ranks that disagree."""
 
 import json
 import subprocess

@@ -11,7 +11,7 @@ GIB = 1 << 30
 
 
 def finished(waiting: Generator[None, None, list[int]]) -> list[int]:
-    """What a wait comes to."""
+    """Result of a wait."""
     while True:
         try:
             next(waiting)

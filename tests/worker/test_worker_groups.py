@@ -135,6 +135,9 @@ def test_trainers_are_restarted_while_rollout_workers_live_on(agent_run: MakeRun
     assert (incident.role, decision.action) == (Role.TRAINER, Action.RESTART_IN_PLACE)
     assert not any(map(is_alive, pids.values())), "they ended with the phase"
     assert (run.run_dir.root / "evaluated-1").exists()
+    # Beside the evaluator they are started anew, and nothing is written over.
+    assert [(number, sorted(pids)) for number, pids in run.beside()] == [(0, [0, 1]), (1, [0, 1])]
+    assert [folder.restart for folder in run.dir.groups()] == [0, 1]
 
 
 def test_a_rollout_worker_that_fails_every_time_ends_the_attempt(agent_run: MakeRun) -> None:

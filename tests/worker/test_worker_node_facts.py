@@ -1,4 +1,4 @@
-"""What a node says of itself: hashes that change with the content, secrets that stay secret, plug-ins that may fail."""
+"""Facts about a node: hashes that change with the content, secrets that stay secret, plug-ins that may fail."""
 
 import os
 import socket

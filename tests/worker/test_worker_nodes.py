@@ -1,4 +1,4 @@
-"""Which node an agent is on, as the environment says it; contradictions are named."""
+"""The node of an agent, as the environment names it; contradictions are named."""
 
 import pytest
 

@@ -57,7 +57,7 @@ if "agent" in sys.orig_argv:
     GroupDecisions.may_start = stop_comes_first
     bootstrap._await_outcome = lambda channel: None
 """
-"""What this file is about, put back."""
+"""Undoes what this file is about."""
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def submit(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 
 def at_the_end(watcher: Watcher, run: AgentRun) -> tuple[AttemptSnapshot, AttemptFailure]:
-    """How the controller sees the attempt when it has ended, and what it makes of it."""
+    """The attempt as the controller sees it when it has ended, and its diagnosis."""
 
     def look() -> AttemptSnapshot | None:
         one = watcher.poll()

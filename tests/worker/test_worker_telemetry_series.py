@@ -21,7 +21,7 @@ def place(tmp_path: Path) -> RestartDir:
 
 @pytest.fixture
 def said() -> list[str]:
-    """What the agent said."""
+    """Output of the agent."""
     return []
 
 
@@ -34,7 +34,7 @@ def series(said: list[str]) -> Iterator[TelemetrySeries]:
 
 
 def lines(place: RestartDir) -> list[TelemetryLine]:
-    """What was written."""
+    """Lines that were written."""
     return read_models(place.telemetry("n1"), TelemetryLine)
 
 

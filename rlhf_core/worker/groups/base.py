@@ -19,7 +19,7 @@ from rlhf_core.worker import processes
 from rlhf_core.worker.heartbeat import SlotFile
 
 PEER_TIMEOUT_S = 1.0
-"""How long the peers of a worker that died may take to say what they saw, before they are killed."""
+"""Time in which the peers of a worker that died may say what they saw, before they are killed."""
 
 
 class StartAbandoned(Exception):
@@ -34,23 +34,23 @@ class Started:
     rank: int
     pid: int
     started_ns: int
-    """When, on the node's monotonic clock, in nanoseconds."""
+    """Time of the start on the node's monotonic clock, in nanoseconds."""
 
 
 @dataclass(frozen=True)
 class Exit:
-    """How a worker's process ended."""
+    """The end of a worker's process."""
 
     code: int
     """Negative: the signal."""
     order: int
-    """Which it was to end, from 0."""
+    """Place in the order in which they ended, from 0."""
     by_agent: bool
     """After the agent had begun to kill."""
     wall_s: float
-    """When that was seen, in seconds since the epoch."""
+    """Time at which that was seen, in seconds since the epoch."""
     last: RankStatus
-    """What it was last seen doing."""
+    """Its last status."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class WorkerGroup(ABC):
         self.exits: dict[int, Exit] = {}
         """By local rank."""
         self.started = False
-        """Whether all workers were started."""
+        """True once all workers were started."""
         self.killing = False
         """The agent has begun to kill all of them: whatever ends from now on says nothing by itself."""
         self.hang: Hang | None = None
@@ -139,6 +139,9 @@ class WorkerGroup(ABC):
         for pid in pids:
             processes.kill_group(pid)
 
+    def close(self) -> None:  # noqa: B027 - most groups have nothing left
+        """Collect what is left of workers that have ended, or are given up."""
+
     def _begin(self, started: dict[int, Started]) -> None:
         """All workers were started."""
         with self._lock:
@@ -179,7 +182,7 @@ class WorkerGroup(ABC):
 
     @property
     def failed(self) -> bool:
-        """Whether a worker ended badly, or the agent ends them."""
+        """True if a worker ended badly, or the agent ends them."""
         return self.killing or any(end.code != 0 for end in self.exits.values())
 
     @property
@@ -189,8 +192,13 @@ class WorkerGroup(ABC):
 
     @property
     def all_ended(self) -> bool:
-        """Whether no worker runs any more."""
+        """True if no worker runs any more."""
         return self.started and len(self.exits) == len(self.workers)
+
+    @property
+    def is_over(self) -> bool:
+        """True if there is nothing more to wait for."""
+        return self.all_ended
 
     def rank(self, local_rank: int) -> int:
         """Rank of a worker in its group."""

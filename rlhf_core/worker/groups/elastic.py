@@ -1,7 +1,7 @@
 """One start of the workers with torch elastic: it deals the ranks and starts the processes.
 
 Everything else is ours. Number and order of the nodes are known from the allocation, so that there is nothing for the
-nodes to find out: elastic's own rendezvous unpickles what it finds in a store that anybody who reaches it can write to.
+nodes to find out: elastic's own rendezvous unpickles the content of a store that every program can write to.
 Elastic never restarts (``max_restarts`` is 0, and every start has a rendezvous of its own),
 never ends a worker (its way waits 30 s for a stopped one) and never sees a worker die before we have (the order in
 which they died is evidence). This is the only module of the agent that imports torch when it is loaded, which is late;

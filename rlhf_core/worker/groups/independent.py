@@ -23,18 +23,20 @@ class IndependentGroup(WorkerGroup):
     def __init__(
         self,
         plan: GroupPlan,
+        generation: int,
         seat: GroupSeat,
         attempt: AttemptDir,
         command: Callable[[int], Sequence[str]],
         gpus_per_node: int,
     ) -> None:
         """Args:
+        generation: Number of the first start.
         attempt: Folder of the attempt.
         command: Arguments after the interpreter, by generation.
         gpus_per_node: GPUs of the allocation on this node.
         """
-        super().__init__(plan, 0, seat)
-        self.generations = dict.fromkeys(range(self.num_workers), 0)
+        super().__init__(plan, generation, seat)
+        self.generations = dict.fromkeys(range(self.num_workers), generation)
         """Start of each worker, by local rank."""
         self._attempt = attempt
         self._command = command
