@@ -43,6 +43,7 @@ $(VENV)/.demo-ready: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 $(VENV)/.test-ready: pyproject.toml constraints.txt | $(BIN)/python
+	@sh infra/system_packages.sh compiler $(PYTHON)
 	@sh infra/system_packages.sh postgresql $(PYTHON)
 	@sh infra/system_packages.sh slurm $(PYTHON) || true
 	@sh infra/system_packages.sh browser $(PYTHON)

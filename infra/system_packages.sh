@@ -1,6 +1,6 @@
 #!/bin/sh
 # Makes sure of one group of system packages: installs with apt where this user is root, says what is missing otherwise.
-# usage: system_packages.sh python|postgresql|slurm|browser PYTHON
+# usage: system_packages.sh python|compiler|postgresql|slurm|browser PYTHON
 set -eu
 group=$1
 python=$2
@@ -25,6 +25,10 @@ python)
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
         || { echo "found $("$python" --version), need Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 1; }
     "$python" -c 'import ensurepip, venv' 2>/dev/null || install "virtual environments" python3-venv
+    ;;
+compiler)
+    # For tests only: the clock of a throw-away Slurm's node, and a compiler that a fault of the campaign keeps at work.
+    { command -v cc && command -v g++; } >/dev/null || install "the clock of a throw-away Slurm's node" g++ || true
     ;;
 postgresql)
     # Optional: without it the PostgreSQL half of the history tests is skipped with a reason.

@@ -20,6 +20,7 @@ SMALL = (
     "evaluate.num_prompts=8",
     "model.tokenizer_vocab_size=320",
     "train.log_samples_every=1",
+    "resources.ranks_per_node=1",
 )
 OVERRIDES = tuple(word for override in SMALL for word in ("--set", override))
 FILES = ("--set", "data.train=train.jsonl", "--set", "data.eval=eval.jsonl")

@@ -9,6 +9,7 @@ LEARNS_NOTHING = (
     "health.window_steps=8",
     "health.min_completions=256",
     "preflight.probe=false",
+    "resources.ranks_per_node=1",  # two of them: test_two_real_ranks_end_a_degenerate_run_together
 )
 
 

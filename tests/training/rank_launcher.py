@@ -1,20 +1,25 @@
 """Starts trainer ranks as plain processes, without an agent: what the tests of distributed code run in.
 
 A *scenario* is a function in a test module, called in every rank as ``scenario(rank, num_ranks, **arguments)``; what it
-returns (JSON) or raises comes back per rank. As a program this file is one rank.
+returns (JSON) or raises comes back per rank. Ranks are forked from one process that has imported torch and transformers
+(``multiprocessing``'s fork server): these imports are most of what a short scenario costs. A rank that needs a command
+in front of its own is a program of its own, this file.
 """
 
 import importlib
 import json
+import multiprocessing
 import os
 import socket
 import subprocess
 import sys
+import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PATHS = (REPOSITORY, Path(__file__).parent, REPOSITORY / "tests" / "benchmarks")
@@ -65,24 +70,58 @@ def launch(
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join([*map(str, PATHS), os.environ.get("PYTHONPATH", "")]),
     }
-    processes = []
+    ranks = []
     for rank in range(num_ranks):
-        with (scratch / f"output-{rank}.txt").open("wb") as output:
-            command = [sys.executable, __file__, target, json.dumps(arguments), str(scratch / f"result-{rank}.json")]
-            processes.append(
-                subprocess.Popen(
-                    [*prefix, *command],
-                    env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                )
-            )
+        words = (target, json.dumps(arguments), str(scratch / f"result-{rank}.json"))
+        environment = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        output = scratch / f"output-{rank}.txt"
+        ranks.append(_started(prefix, words, environment, output) if prefix else _forked(words, environment, output))
+    deadline = time.monotonic() + timeout_s
     try:
-        exit_codes = [process.wait(timeout_s) for process in processes]
+        exit_codes = [wait(deadline - time.monotonic()) for wait, _ in ranks]
     finally:
-        for process in processes:
-            process.kill()
+        for _, kill in ranks:
+            kill()
     return [_result(scratch, rank, exit_code) for rank, exit_code in enumerate(exit_codes)]
+
+
+Started = tuple[Callable[[float], int], Callable[[], None]]
+"""Waits for so many seconds and gives the exit code; kills."""
+
+
+def _started(prefix: tuple[str, ...], words: tuple[str, ...], environment: dict[str, str], output: Path) -> Started:
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            [*prefix, sys.executable, __file__, *words], env=environment, stdout=file, stderr=subprocess.STDOUT
+        )
+    return process.wait, process.kill
+
+
+def _forked(words: tuple[str, ...], environment: dict[str, str], output: Path) -> Started:
+    context = multiprocessing.get_context("forkserver")
+    os.environ.setdefault("OMP_NUM_THREADS", environment["OMP_NUM_THREADS"])  # torch reads it when it is imported
+    context.set_forkserver_preload(["rlhf_core.training.evaluation", "rlhf_core.training.trainers.run"])
+    process = context.Process(target=_rank, args=(words, environment, output))
+    process.start()
+
+    def wait(timeout_s: float) -> int:
+        process.join(timeout_s)
+        if process.exitcode is None:
+            raise TimeoutError(f"a rank did not end in time: {output.read_text(errors='replace')}")
+        return process.exitcode
+
+    return wait, process.kill
+
+
+def _rank(words: tuple[str, ...], environment: dict[str, str], output: Path) -> None:
+    """A rank in a process that was forked: with streams, variables and import paths as a program would have them."""
+    with output.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:0] = [str(path) for path in PATHS]
+    _end(main(*words))
 
 
 def values(results: list[RankResult]) -> list[Any]:
@@ -188,9 +227,8 @@ def make_context(
     )
 
 
-def main() -> int:
-    """One rank."""
-    target, arguments, result = sys.argv[1:]
+def main(target: str, arguments: str, result: str) -> int:
+    """One rank; returns its exit code."""
     module, _, name = target.partition(":")
     try:
         value = getattr(importlib.import_module(module), name)(
@@ -204,8 +242,12 @@ def main() -> int:
     return 0
 
 
-if __name__ == "__main__":
-    code = main()
+def _end(code: int) -> NoReturn:
+    """End as a worker does: the interpreter's own tear-down may abort or wait on threads of the group."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # as a worker does: the interpreter's own tear-down may abort or wait on threads of the group
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    _end(main(*sys.argv[1:]))
