@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from rlhf_core.schemas.run import RunSpec, with_changes
+from rlhf_core.schemas.trainers import CDF_CHUNK_ELEMENTS, LOGIT_CHUNK_ELEMENTS, REDUCE_BUCKET_ELEMENTS
 
 GIB = 2**30
 
@@ -53,13 +54,6 @@ GPU_BASE_BYTES = int(1.5 * GIB)
 """CUDA context, kernels, and NCCL's buffers of one rank."""
 CPU_BASE_BYTES = int(0.7 * GIB)
 """The interpreter with torch, transformers and DeepSpeed imported."""
-
-BUCKET_ELEMENTS = 100_000_000
-"""Gradients that are reduced at once (``reduce_bucket_size`` of the engine)."""
-LOGIT_ELEMENTS = 1 << 26
-"""Logits that exist at once in training (``LOGIT_CHUNK_ELEMENTS`` of the model wrapper)."""
-CDF_ELEMENTS = 1 << 25
-"""Probabilities that are summed up at once in float64 when tokens are drawn."""
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -188,7 +182,7 @@ def logit_bytes(shape: Shape, tokens: int) -> int:
 
     The model wrapper makes them chunk by chunk, so it is never more than one chunk.
     """
-    return min(tokens * shape.vocabulary, LOGIT_ELEMENTS) * 4 * 5
+    return min(tokens * shape.vocabulary, LOGIT_CHUNK_ELEMENTS) * 4 * 5
 
 
 def cache_bytes(shape: Shape, dtype: str, sequences: int, length: int) -> int:
@@ -201,7 +195,7 @@ def sampling_bytes(shape: Shape, dtype: str, sequences: int) -> int:
     """Logits of the last position for every sequence, their log-softmax in float32, and the sums of a chunk of them in
     float64."""
     elements = sequences * shape.vocabulary
-    return elements * (_BYTES[dtype] + 8) + min(elements, CDF_ELEMENTS) * 16
+    return elements * (_BYTES[dtype] + 8) + min(elements, CDF_CHUNK_ELEMENTS) * 16
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -216,7 +210,7 @@ def trainer_estimate(spec: RunSpec, shape: Shape) -> Estimate:
         "weights": weight_bytes(shape, dtype),
         "gradients": gradient_bytes(shape, dtype),
         optimizer: optimizer_bytes(shape, spec.num_ranks),
-        "reduction buffer": min(shape.parameters, BUCKET_ELEMENTS) * 4,
+        "reduction buffer": min(shape.parameters, REDUCE_BUCKET_ELEMENTS) * 4,
         "libraries": GPU_BASE_BYTES if on_gpu else CPU_BASE_BYTES,
     }
     length = spec.data.max_prompt_tokens + spec.rollout.max_new_tokens

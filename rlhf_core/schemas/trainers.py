@@ -8,6 +8,13 @@ from typing import Literal
 
 from rlhf_core.schemas.base import NonNegative, Positive, Schema
 
+REDUCE_BUCKET_ELEMENTS = 100_000_000
+"""Gradients that the trainer reduces over the ranks at once. The memory model counts with this and the next two."""
+LOGIT_CHUNK_ELEMENTS = 1 << 26
+"""Logits that exist at once in training: 256 MiB in float32, 441 tokens of a vocabulary of 152 thousand."""
+CDF_CHUNK_ELEMENTS = 1 << 25
+"""Probabilities that are summed up at once in float64 when tokens are drawn: 256 MiB."""
+
 
 class NativeTrainer(Schema):
     """The trainer of rlhf-flows, and how it cuts a step to fit the machine."""

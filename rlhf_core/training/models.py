@@ -16,6 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from rlhf_core.errors import BadConfig
 from rlhf_core.run_dir import RunDir, remove_tree
 from rlhf_core.schemas.run import BUILT_TOKENIZERS, RunSpec
+from rlhf_core.schemas.trainers import LOGIT_CHUNK_ELEMENTS
 from rlhf_core.training.tokenizers import VOCAB_MULTIPLE, build_tokenizer, load_tokenizer
 from rlhf_core.training.types import Row
 
@@ -27,9 +28,6 @@ __all__ = [
     "prepare_initial_model",
     "tokenizer_folder",
 ]
-
-LOGIT_CHUNK_ELEMENTS = 1 << 26
-"""Logits that exist at once: 256 MiB in float32, 441 tokens of a vocabulary of 152 thousand."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------

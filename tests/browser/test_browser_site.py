@@ -84,7 +84,7 @@ def test_a_run_is_asked_for_with_changed_parameters_and_watched(
         "rollout.temperature=0.9",
     }
     made = json.loads(spec)
-    assert (made["train"]["num_steps"], made["train"]["learning_rate"]) == (24, 0.0002)
+    assert (made["loops"]["main"]["num_steps"], made["loops"]["main"]["optimizer"]["learning_rate"]) == (24, 0.0002)
     assert (made["resources"]["num_nodes"], made["rollout"]["temperature"]) == (2, 0.9)
 
     site.becomes(run_id, "training")
@@ -291,7 +291,7 @@ def test_the_schedule_has_asked_for_runs_until_it_is_removed(
     assert "every-minute" in source
     assert json.loads(overrides) == [], "nothing but what was deployed"
     made = json.loads(spec)
-    assert (made["seed"], made["train"]["num_steps"], made["resources"]["num_nodes"]) == (5, 2, 1)
+    assert (made["seed"], made["loops"]["main"]["num_steps"], made["resources"]["num_nodes"]) == (5, 2, 1)
     site.becomes(run_id, "completed")
     _, later = site.ask("/flow_runs/filter", {"flow_runs": {"state": {"name": {"any_": ["Scheduled", "Late"]}}}})
     assert [one for one in later if one["deployment_id"] == scheduled] == [], "what was planned is gone with it"

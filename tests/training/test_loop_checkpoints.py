@@ -404,8 +404,37 @@ def test_a_restart_goes_on_after_the_checkpoint_that_the_attempt_began_from_was_
 def test_other_settings_are_named(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
     saved = writer(run_dir, ranks).save(progress(4), model, ENGINE_STATE)
     changed = spec_with(seed=4, train={"learning_rate": 0.5})
-    with pytest.raises(ResumeMismatch, match=r"seed was 3 and is 4; train\.learning_rate was 0\.003 and is 0\.5"):
+    with pytest.raises(ResumeMismatch, match=r"optimizer\.learning_rate was 0\.003 and is 0\.5; seed was 3"):
         verify_checkpoint(saved, changed, ranks)
+
+
+def as_of_0_1(saved: CheckpointDir) -> None:
+    """Write the settings and the manifest of a checkpoint as rlhf-flows 0.1 did."""
+    path = saved.trainer_state / "settings.json"
+    part = json.loads(path.read_bytes())
+    loops = part.pop("loops")
+    supervised, main = loops["warm_start"], loops["main"]
+    part["sft"] = {**supervised["optimizer"], "num_steps": supervised["num_steps"]}
+    part["sft"]["batch_size"] = supervised["algorithm"]["batch_size"]
+    part["grpo"] = main["algorithm"]
+    part["train"] = {**main["optimizer"], "algorithm": part["grpo"].pop("name")}
+    path.write_text(json.dumps(part))
+    manifest = json.loads(saved.complete.read_bytes())
+    manifest["stage"], manifest["stage_finished"] = manifest.pop("loop"), manifest.pop("loop_finished")
+    manifest["spec_hash"] = checkpoints._hash_of_settings(part)
+    manifest["files"]["trainer_state/settings.json"] = checksum(path).model_dump()
+    saved.complete.write_text(json.dumps(manifest))
+
+
+def test_a_checkpoint_of_0_1_is_gone_on_from_under_the_same_settings_only(
+    run_dir: RunDir, ranks: Ranks, model: Any
+) -> None:
+    saved = writer(run_dir, ranks).save(progress(4), model, ENGINE_STATE)
+    as_of_0_1(saved)
+    verify_checkpoint(saved, spec_with(), ranks)
+    assert spec_hash(spec_with()) not in saved.complete.read_text(), "the hash alone would refuse it"
+    with pytest.raises(ResumeMismatch, match=r"loops\.main\.algorithm\.samples_per_prompt was 4 and is 8"):
+        verify_checkpoint(saved, spec_with(grpo={"samples_per_prompt": 8}), ranks)
 
 
 def test_another_number_of_ranks_is_refused_with_advice(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
@@ -518,5 +547,6 @@ def test_where_a_start_goes_on_from(run_dir: RunDir, ranks: Ranks, model: Any) -
 def test_settings_of_a_checkpoint_can_be_read(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
     saved = writer(run_dir, ranks).save(progress(4), model, ENGINE_STATE)
     settings = json.loads((saved.trainer_state / "settings.json").read_bytes())
-    assert settings["train"]["learning_rate"] == 3e-3
-    assert "num_steps" not in settings["train"]
+    main = settings["loops"]["main"]
+    assert main["optimizer"]["learning_rate"] == 3e-3
+    assert "num_steps" not in main

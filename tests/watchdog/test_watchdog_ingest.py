@@ -86,7 +86,7 @@ def test_the_run_row_tells_what_was_asked_for(store: HistoryStore, runs: Path) -
     found = queries.show_run(store, run.run_id)["run"]
     assert found["state"] == "pending"
     assert (found["name"], found["owner"], found["seed"], found["total_steps"]) == ("sort", "anna", 7, 10)
-    assert found["spec"]["train"]["num_steps"] == 8
+    assert found["spec"]["loops"]["main"]["num_steps"] == 8
     assert found["overrides"] == ["train.num_steps=8"]
     assert found["created_at"] == at(0).isoformat()
 

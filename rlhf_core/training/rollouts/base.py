@@ -7,11 +7,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_core.schemas.trainers import CDF_CHUNK_ELEMENTS
 from rlhf_core.training.seeds import uniforms
 from rlhf_core.training.types import Completion
-
-_CDF_ELEMENTS = 1 << 25
-"""Probabilities that are summed up at once in float64: 256 MiB."""
 
 
 class Generate(Protocol):
@@ -71,7 +69,7 @@ def draw_tokens(logits: Tensor, seeds: Tensor, position: int, temperature: float
 
 def _invert_cdf(logprobs: Tensor, noise: Tensor) -> Tensor:
     """``logprobs [B, V]``, ``noise [B]`` in [0, 1) -> tokens ``[B]``; a token of probability 0 is never drawn."""
-    rows = max(1, _CDF_ELEMENTS // logprobs.shape[1])
+    rows = max(1, CDF_CHUNK_ELEMENTS // logprobs.shape[1])
     drawn = []
     for part, part_noise in zip(logprobs.split(rows), noise.split(rows), strict=True):
         cdf = part.double().exp().cumsum(-1)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_core.schemas.algorithms import OptimizerSpec
+from rlhf_core.schemas.trainers import REDUCE_BUCKET_ELEMENTS
 from rlhf_core.training.distributed import Ranks
 
 _SAMPLED_ENTRIES = 64
@@ -235,8 +236,8 @@ def _config(spec: OptimizerSpec, dtype: str) -> dict[str, Any]:
             "stage": 1,
             "overlap_comm": False,  # the order of reduction must not depend on timing
             "contiguous_gradients": False,
-            "reduce_bucket_size": 100_000_000,
-            "allgather_bucket_size": 100_000_000,
+            "reduce_bucket_size": REDUCE_BUCKET_ELEMENTS,
+            "allgather_bucket_size": REDUCE_BUCKET_ELEMENTS,
         },
         "bf16": {"enabled": dtype == "bfloat16"},
         "data_types": {"grad_accum_dtype": "fp32"},
