@@ -1,5 +1,5 @@
-"""How Alembic reaches the database: over the connection that ``rlhf db upgrade`` hands it, or, on its own command
-line, by ``-x url=...`` or RLHF_DATABASE_URL."""
+"""Connection of Alembic to the database: that of ``rlhf db upgrade``, or, on its own command line, the one named by
+``-x url=...`` or RLHF_DATABASE_URL."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What one round of ingestion brings: plain data from the files of a run directory. No database here."""
+"""Data of one round of ingestion: plain data from the files of a run directory. No database here."""
 
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -21,7 +21,7 @@ from rlhf_core.schemas.run import StoredSpec
 
 @dataclass(frozen=True)
 class IngestState:
-    """How far the history has come with a run. A batch is made from one and holds for no other."""
+    """Progress of the history with a run. A batch is made from one state and holds for no other."""
 
     stamp: int = 0
     """Changes with every batch; 0 for a run that the history does not know."""
@@ -72,23 +72,23 @@ class TelemetryEntry:
 
 @dataclass(frozen=True)
 class SetAside:
-    """Something of a file that became no row, because it cannot be read or stored."""
+    """Something in a file that cannot be read or stored, and has no row."""
 
     source: str
     position: int
-    """Place at which the first line of it begins."""
+    """Byte at which its first line begins."""
     found_at: datetime
     message: str
 
 
 @dataclass
 class IngestBatch:
-    """Rows to be and how far they bring the files. Applied whole or not at all."""
+    """Rows to write, and the offsets that they reach in the files. Applied whole or not at all."""
 
     base: IngestState
-    """What it was made from."""
+    """State that it was made from."""
     run_dir: str = ""
-    """Where the run directory lies; with ``stored``."""
+    """Path of the run directory; with ``stored``."""
     stored: StoredSpec | None = None
     """Content of ``spec.json`` when it is new."""
     journal_token: int = 0
@@ -96,7 +96,7 @@ class IngestBatch:
     journal: list[JournalEntry] = field(default_factory=list)
     """Lines that count, in the order of the file."""
     notes: list[tuple[int, KeeperNote]] = field(default_factory=list)
-    """What the keeper of the site did, each with the byte at which its line begins."""
+    """Actions of the site daemon, each with the byte at which its line begins."""
     attempts: set[int] = field(default_factory=set)
     """Attempts that have a folder."""
     restarts: set[tuple[int, int]] = field(default_factory=set)
@@ -120,8 +120,8 @@ class IngestBatch:
     forgotten: set[str] = field(default_factory=set)
     """Files that are gone: their offsets are dropped."""
     is_last: bool = False
-    """Whether nothing was left unread: the run is then known as far as its files go."""
+    """True if nothing was left unread: the history then has all that is in the files."""
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to write."""
+        """Return True if there is nothing to write."""
         return self.stored is None and not self.offsets and not self.forgotten

@@ -23,11 +23,11 @@ _LOCK = 0x726C6866
 """PostgreSQL advisory lock: one migration at a time."""
 
 _ALEMBIC = threading.Lock()
-"""Alembic keeps the migration at work in globals: one at a time in this process."""
+"""Alembic keeps the present migration in globals: one at a time in this process."""
 
 
 class Upgraded(NamedTuple):
-    """What a migration did."""
+    """Result of a migration."""
 
     before: str
     """Revision before; empty for an empty database."""
@@ -36,10 +36,10 @@ class Upgraded(NamedTuple):
 
 
 def is_new(file: Path) -> bool:
-    """Whether a SQLite file is still to be made.
+    """Return True if a SQLite file is still to be created.
 
     Raises:
-        HistoryError: it cannot be looked at, or is a folder.
+        HistoryError: it cannot be read, or is a folder.
     """
     try:
         if file.is_dir():
@@ -53,11 +53,11 @@ def is_new(file: Path) -> bool:
 
 def upgrade(url: URL) -> Upgraded:
     """Bring a database to the newest schema; one that has it is left alone. All migrations are one transaction. A
-    SQLite file that is not there yet is made.
+    SQLite file that does not exist yet is created.
 
     Raises:
-        SchemaOutOfDate: a newer program made it.
-        HistoryError: it holds something else.
+        SchemaOutOfDate: a newer program created it.
+        HistoryError: it is no history.
         DatabaseUnavailable: it cannot be reached or written.
     """
     file = database.sqlite_file(url)
@@ -72,11 +72,11 @@ def upgrade(url: URL) -> Upgraded:
 
 
 def _create(url: URL, file: Path) -> None:
-    """Make a new SQLite file. It appears when it is whole, so that nobody meets it half made; when several processes
-    make it at once, the first one's counts. An empty file that was there stays.
+    """Create a SQLite file. It appears when it is complete, so that no other process opens a part of it; when several
+    processes create it at once, the first file counts. An empty file stays.
 
-    SQLite's log is copied into the file when the last connection is closed, and whether that went well nobody is told:
-    on a disk that is nearly full the file would be there without its tables.
+    SQLite copies its log into the file when the last connection is closed, and does not report a failure: on a disk
+    that is nearly full the file would be there without its tables.
     """
     unfinished = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(4)}.new")
     try:

@@ -1,4 +1,4 @@
-"""Where the database may lie, what happens when it cannot be used, and who waits for whom."""
+"""File systems for the database, errors when it cannot be used, and writers that wait for each other."""
 
 import os
 import sqlite3

@@ -47,7 +47,7 @@ def test_an_expired_lease_can_be_taken_and_its_owner_learns_of_it(store: History
         store.renew_lease(RUN, "first", token, 60)
 
 
-def test_a_lease_that_ran_out_can_be_renewed_while_nobody_took_it(store: HistoryStore) -> None:
+def test_an_expired_lease_can_be_renewed_until_another_controller_takes_it(store: HistoryStore) -> None:
     """A laptop that slept goes on where nothing happened in the meantime."""
     token = store.acquire_lease(RUN, "first", 60)
     expire(store)

@@ -27,7 +27,7 @@ CHECKOUT = Path(__file__).parents[2]
 
 
 def differences(store: HistoryStore, declared: sa.MetaData) -> list[object]:
-    """What Alembic would still have to change."""
+    """Changes that Alembic would still make."""
     with store.reading() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
         return list(compare_metadata(context, declared))
@@ -48,7 +48,7 @@ def test_a_forgotten_migration_would_be_seen(store: HistoryStore) -> None:
 
 
 def test_check_constraints_and_references_are_the_declared_ones(store: HistoryStore) -> None:
-    """What Alembic does not compare: names of check constraints, and what deleting a run takes with it."""
+    """Compare the names of check constraints and the cascades of a run, which Alembic leaves out."""
     with store.reading() as connection:
         inspector = sa.inspect(connection)
         for table in metadata.sorted_tables:

@@ -309,7 +309,7 @@ def test_lost_time_is_counted_once(store: HistoryStore, runs: Path) -> None:
     assert lost == {"hang": pytest.approx(10, abs=0.01), "cuda_oom": pytest.approx(10, abs=0.01)}
 
 
-def test_time_between_an_end_and_a_resume_is_nobodys(store: HistoryStore, runs: Path) -> None:
+def test_time_between_an_end_and_a_resume_does_not_count(store: HistoryStore, runs: Path) -> None:
     run = RunFiles(runs)
     run.created()
     run.moved(RunState.PREFLIGHT, 0)

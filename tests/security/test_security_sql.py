@@ -142,7 +142,7 @@ def test_what_is_too_large_in_another_way_is_refused(store: HistoryStore, text: 
 
 def test_an_answer_that_memory_would_not_hold_is_refused(store: HistoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sql_limits, "MAX_ANSWER_BYTES", 1_000_000)
-    with pytest.raises(BadInput, match="after 11 rows: ask for fewer columns or rows"):
+    with pytest.raises(BadInput, match="after 11 rows: select fewer columns or rows"):
         queries.run_sql(store, ENDLESS.format("hex(zeroblob(50000))"), limit=1000)
 
 

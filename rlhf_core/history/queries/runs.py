@@ -43,14 +43,14 @@ def list_runs(
     # First the ids, from narrow indexes; counts only for those.
     newest_first = (RUNS.c.created_at.desc(), RUNS.c.run_id.desc())
     wanted = select(RUNS.c.run_id).order_by(*newest_first).limit(limit)
-    for asked, is_so in (
+    for value, condition in (
         (state, RUNS.c.state == state),
         (name, RUNS.c.name == name),
         (owner, RUNS.c.owner == owner),
         (tag, RUNS.c.run_id.in_(select(TAGS.c.run_id).where(TAGS.c.tag == tag))),
     ):
-        if asked is not None:
-            wanted = wanted.where(is_so)
+        if value is not None:
+            wanted = wanted.where(condition)
     if not trials:
         wanted = wanted.where(RUNS.c.trial_of == "")
     chosen = wanted.subquery()

@@ -61,8 +61,8 @@ def run_sql(
             size += sum(map(sql_limits.size_of, row))
             if size > sql_limits.MAX_ANSWER_BYTES:
                 raise BadInput(
-                    f"the answer is larger than {sql_limits.MAX_ANSWER_BYTES >> 20} MiB after {len(rows)} rows: ask "
-                    f"for fewer columns or rows (LIMIT), or have it printed row by row with --json"
+                    f"the result is larger than {sql_limits.MAX_ANSWER_BYTES >> 20} MiB after {len(rows)} rows: "
+                    f"select fewer columns or rows (LIMIT), or print it row by row with --json"
                 )
             if limit is not None and len(rows) > limit:
                 break
