@@ -159,7 +159,8 @@ class Publisher:
                 raise ConnectionError("its server does not answer")
             publish(news)
         self._last, self._seen = publication, seen
-        self._drawn_at = time.monotonic() if draws else self._drawn_at
+        if any(one.draw is not None for one in publication.artifacts):
+            self._drawn_at = time.monotonic()
 
     def _progress(self, snapshot: RunSnapshot) -> RunProgress:
         known = self.progress
