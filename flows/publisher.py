@@ -94,6 +94,8 @@ class Publisher:
         self._logged = self._known_before()
         self._last: Publication | None = None
         """Last one that the server took: what is unchanged in the next one is not sent."""
+        self._seen: tuple[Timeline, bool] | None = None
+        """Timeline of the last publication, and whether it was the last one of this controller."""
         self._drawn_at = float("-inf")
         self._wake, self._stop = threading.Event(), threading.Event()
         self._publishes_rest = True
@@ -147,18 +149,21 @@ class Publisher:
         self._reader = self._reader or RunReader(self._run_dir)
         snapshot = self._reader.read()
         self._log_news(snapshot.timeline)
+        seen = (snapshot.timeline, last)
+        if snapshot.timeline.ended and seen == self._seen:
+            return  # an approval may be waited for, for days
         draws = last or snapshot.timeline.ended or time.monotonic() - self._drawn_at >= _drawing_interval_s(snapshot)
         progress = self._progress(snapshot)
         publication = publication_from(snapshot, self._store, self._flow_run, progress, draws=draws, last=last)
         news = publication if self._last is None else without(publication, self._last)
-        if not news:
-            return
-        # Prefect's own client tries again for a minute.
-        if not server_answers():
-            raise ConnectionError("its server does not answer")
-        publish(news)
-        self._last = publication
-        self._drawn_at = time.monotonic() if draws else self._drawn_at
+        if news:
+            # Prefect's own client tries again for a minute.
+            if not server_answers():
+                raise ConnectionError("its server does not answer")
+            publish(news)
+        self._last, self._seen = publication, seen
+        if any(one.draw is not None for one in publication.artifacts):
+            self._drawn_at = time.monotonic()
 
     def _progress(self, snapshot: RunSnapshot) -> RunProgress:
         known = self.progress

@@ -186,7 +186,7 @@ def test_show_for_people(rlhf: Rlhf, known: RunFiles) -> None:
         "node n2 was lost",
         "3 GiB free",
         "worker killed (attempt 1; step 4; rollout; rank 1, n2)",
-        "-> restart in place: one restart is left",
+        "-> restart in place (by the agent): one restart is left",
         "0.750 [0.700, 0.800]",
         "+0.180",
         "checkpoints/step-000010",

@@ -348,7 +348,7 @@ def test_watch_prints_a_line_for_a_run_that_has_ended(scheduler: FakeScheduler, 
     capsys.readouterr()
     rlhf("watch", "last")
     shown = capsys.readouterr().out
-    assert f"completed, attempt 1, step 10/{load('quickstart').total_steps}" in shown
+    assert f"completed, attempt 1, grpo step 10/{load('quickstart').total_steps}" in shown
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from flows.reconcile import rlhf_reconcile
 from flows.run import rlhf_run, run_in_prefect
 from flows.tasks import MAX_TITLE, TaskRunner, shorten
 from rlhf_core.control import progress
-from rlhf_core.control.controller import Controller
+from rlhf_core.control.controller import Controller, opened
 from rlhf_core.control.steps import Step, drive, steps
 from rlhf_core.control.timeline import read_timeline
 from rlhf_core.errors import PreflightBlocked, RunCancelled, RunFailed
@@ -33,7 +33,7 @@ from rlhf_core.schemas.attempts import AttemptState, RunState, StageName
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind
-from rlhf_core.schemas.journal import JournalLine
+from rlhf_core.schemas.journal import ControllerStarted, JournalLine
 from rlhf_core.schemas.resources import Placement, Role
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -430,7 +430,7 @@ def test_a_failure_and_its_recovery_are_seen_in_prefect(desk: Desk, monkeypatch:
     text = str(artifact.data)
     assert "## node_lost" in text
     assert "> it was node_lost" in text
-    assert "rank 1 on n1" in text
+    assert "rank 1 on node n1" in text
     assert "| decision | new attempt (by the controller)" in text
     assert "in all_reduce" in text, "a browser does not follow a link to a file: what it says stands here"
     assert f"`{run_dir.attempt(1).restart(0).incident_dir}`" in text
@@ -525,17 +525,42 @@ def test_a_restart_in_place_is_a_task_run_and_the_log_has_it(desk: Desk) -> None
         FakeAgent(run_dir, restart=1).whole_run()
 
     desk.scheduler.on_submit = restarts
-    with temporary_settings({PREFECT_LOGGING_TO_API_ENABLED: True}):
-        run_in_prefect(desk.controller(run_dir))
+    # As `rlhf run` opens it: the journal says which flow run drives, and since when.
+    with (
+        temporary_settings({PREFECT_LOGGING_TO_API_ENABLED: True}),
+        opened(run_dir, desk.site, desk.store, desk.notes, flow_run=None) as session,
+    ):
+        session.clock, session.sleep = desk.clock, desk.clock.sleep
+        run_in_prefect(session)
+    assert [text for text in desk.notes.sayings if "could not be published" in text] == []
     runs = task_runs(run_dir.run_id)
     assert runs["restart 1 in attempt 1 - it may go well {this} time"] == "Completed"
     assert runs["train attempt 1"] == "Completed"
+    number = num_task_runs(run_dir.run_id)
+    publish_again(desk, run_dir)
+    assert num_task_runs(run_dir.run_id) == number, "publishing twice makes one task run"
     lines = log_of(run_dir.run_id, "run is completed")
     assert "begins: train attempt 1" in lines
     assert "hang: it was hang" in lines
     assert any(line.startswith("decision: restart in place (by the agent): it may go well") for line in lines)
     states = [line for line in lines if line.startswith("run is ")]
     assert [line.split()[2] for line in states] == ["preflight:", "queued:", "evaluating:", "completed:"]
+
+
+def num_task_runs(flow_run: str) -> int:
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
+
+    with get_client(sync_client=True) as client:
+        return len(client.read_task_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[flow_run]))))
+
+
+def publish_again(desk: Desk, run_dir: RunDir) -> None:
+    """Publish everything about a run, as the daemon of the site does."""
+    started = [line.event for line in read_timeline(run_dir).lines if isinstance(line.event, ControllerStarted)]
+    publication = artifacts.publication_of(run_dir, desk.store, FlowRunRef(started[-1].flow_run_id, run_dir.run_id))
+    assert len(publication.restarts) == 1
+    artifacts.publish(publication)
 
 
 def log_of(flow_run: str, last: str) -> list[str]:
