@@ -23,10 +23,10 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def until(what: Callable[[], Any], patience_s: float = 120.0) -> Any:
-    """Wait for something to be true, and return it."""
-    deadline = time.monotonic() + patience_s
-    while not (found := what()):
+def until(condition: Callable[[], Any], timeout_s: float = 120.0) -> Any:
+    """Wait for a condition to hold, and return its value."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.1)
     return found
@@ -46,7 +46,7 @@ class Floor:
     settings: str = ""
     """Further lines under [prefect]."""
     variables: dict[str, str] = field(default_factory=dict)
-    """What else everybody of this site has set."""
+    """Further variables of every user of this site."""
 
     def write_settings(self) -> None:
         lines = [
@@ -61,7 +61,7 @@ class Floor:
         (self.home / "rlhf.toml").write_text("\n".join(lines))
 
     def environment(self, **more: str) -> dict[str, str]:
-        """Of a person who has nothing set but the home folder."""
+        """Of a user who has nothing set but the home folder."""
         plain = {key: value for key, value in os.environ.items() if not key.startswith(("RLHF_", "PREFECT_"))}
         return {
             **plain,
@@ -88,7 +88,7 @@ class Floor:
         return subprocess.CompletedProcess(arguments, process.returncode, output, errors)
 
     def python(self, code: str, **more: str) -> str:
-        """What a program of this site prints."""
+        """Output of a program of this site."""
         found = subprocess.run(
             [sys.executable, "-c", code],
             env=self.environment(**more),
