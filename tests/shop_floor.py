@@ -1,5 +1,6 @@
 """A site for the tests of its services: a home folder, the ``rlhf`` command in it, and questions to its server."""
 
+import contextlib
 import json
 import os
 import socket
@@ -120,6 +121,14 @@ class Floor:
             except psutil.Error:
                 continue
         return found
+
+    def kill_all(self) -> None:
+        """SIGKILL to every process, until none is left: the health check starts a killed supervisord again."""
+        while found := self.processes():
+            for process in found:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            psutil.wait_procs(found, timeout=10)
 
     @property
     def password(self) -> str:

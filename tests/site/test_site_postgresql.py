@@ -44,8 +44,7 @@ def test_a_site_on_postgresql(tmp_path: Path) -> None:
         floor.rlhf("down")
         assert floor.processes() == []
     finally:
-        for process in floor.processes():
-            process.kill()
+        floor.kill_all()
     both = sorted((one.run_id, "completed") for one in (waits, other))
     with psycopg.connect(history) as connection:
         assert connection.execute("SELECT run_id, state FROM runs ORDER BY run_id").fetchall() == both
