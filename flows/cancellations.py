@@ -1,4 +1,4 @@
-"""Cancellations of the flow runs of a worker: asked for all the time, so that no outage of the server makes it deaf.
+"""Cancellations of the flow runs of a worker, polled so that no outage of the server makes it deaf to them.
 
 Prefect 3.7.7's worker is told of them over a websocket. Without a server it tries ten times to connect again, then asks
 every ten seconds instead, and after three questions without an answer it gives up for good; it logs that, works on, and
@@ -20,11 +20,11 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.runner import Runner
 
-EVERY_S = 3.0
-"""Pause between two questions which flow runs are to be cancelled."""
+POLL_INTERVAL_S = 3.0
+"""Seconds between two polls for flow runs that are to be cancelled."""
 
-HANGS_S = 120.0
-"""Longest time of one question: Prefect's client tries for a minute."""
+POLL_TIMEOUT_S = 120.0
+"""Time from which on a poll counts as hung: Prefect's client tries for a minute."""
 
 
 _AT_MOST = 200
@@ -53,7 +53,7 @@ class Cancellations:
     @property
     def is_heard(self) -> bool:
         """True if cancellations are asked for, be the server away or not."""
-        return time.monotonic() - self._asked_at < HANGS_S
+        return time.monotonic() - self._asked_at < POLL_TIMEOUT_S
 
     async def watch(self) -> None:
         """Ask for ever."""
@@ -64,7 +64,7 @@ class Cancellations:
             except Exception as error:  # noqa: BLE001 - whatever Prefect's client raises: it is asked again
                 self._say_once(f"which flow runs to cancel is not known, asking again: {type(error).__name__}")
             self._asked_at = time.monotonic()
-            await asyncio.sleep(EVERY_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
 
     async def _ask(self) -> None:
         here: dict[UUID, Any] = self._runner._flow_run_process_map

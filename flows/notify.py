@@ -1,4 +1,4 @@
-"""Who is told what: automations of Prefect that post a message when something happens to a run.
+"""Notifications: automations of Prefect that post a message when something happens to a run.
 
 The events come from the controllers (``rlhf.run.failed``, ``rlhf.incident.node_lost``, ``rlhf.promotion.waiting`` ...),
 the messages are sent by the Prefect server. The address may hold a secret: it lies encrypted in a block of Prefect, and
@@ -33,12 +33,12 @@ PREFIX = "rlhf notify: "
 TEST = "test"
 _TEST_EVENT = "rlhf.notify.test"
 TEST_TIMEOUT_S = 60.0
-"""How long a test message may take: events are written in batches, some seconds late."""
+"""Time that a test message may take: events are written in batches, some seconds late."""
 
 
 @dataclass(frozen=True)
-class Told:
-    """What an occasion is."""
+class Notification:
+    """The events of an occasion, and its message."""
 
     events: tuple[str, ...]
     """Names of its events; an asterisk at the end stands for any ending."""
@@ -46,23 +46,23 @@ class Told:
     """The sentence, as a Jinja expression over the event."""
 
 
-OCCASIONS: Mapping[str, Told] = {
-    "failed": Told(("rlhf.run.failed",), "'run ' ~ run_id ~ ' failed'"),
-    "completed": Told(("rlhf.run.completed",), "'run ' ~ run_id ~ ' completed'"),
-    "cancelled": Told(("rlhf.run.cancelled",), "'run ' ~ run_id ~ ' was cancelled'"),
-    "incident": Told(("rlhf.incident.*",), "'run ' ~ run_id ~ ' had an incident: ' ~ failure_kind"),
-    "approval": Told(("rlhf.promotion.waiting",), "'the model of run ' ~ run_id ~ ' waits for approval'"),
-    TEST: Told((_TEST_EVENT,), "'a test message of rlhf-flows'"),
+OCCASIONS: Mapping[str, Notification] = {
+    "failed": Notification(("rlhf.run.failed",), "'run ' ~ run_id ~ ' failed'"),
+    "completed": Notification(("rlhf.run.completed",), "'run ' ~ run_id ~ ' completed'"),
+    "cancelled": Notification(("rlhf.run.cancelled",), "'run ' ~ run_id ~ ' was cancelled'"),
+    "incident": Notification(("rlhf.incident.*",), "'run ' ~ run_id ~ ' had an incident: ' ~ failure_kind"),
+    "approval": Notification(("rlhf.promotion.waiting",), "'the model of run ' ~ run_id ~ ' waits for approval'"),
+    TEST: Notification((_TEST_EVENT,), "'a test message of rlhf-flows'"),
 }
 
 _FIELDS = ("run_id", "name", "owner", "state", "failure_kind", "phase", "step", "suspect_nodes", "message", "url")
-"""What of the payload goes into a message."""
+"""Fields of the payload that go into a message."""
 
 
 def register(site: Site) -> list[str]:
-    """Have the configured Prefect server tell what the site wants to be told, and nothing else of ours.
+    """Have the configured Prefect server send the site's notifications, and no others of ours.
 
-    Harmless when it was done before; changed settings are applied. An automation that somebody has paused stays so.
+    Harmless when it was done before; changed settings are applied. An automation that was paused by hand stays so.
 
     Returns:
         The names of the automations.
@@ -99,7 +99,7 @@ def send_test(
     """Send a message the way all are sent, and say what the other side answered. Register before.
 
     Raises:
-        BadConfig: nobody is told anything on this site.
+        BadConfig: notifications are off on this site.
         PrefectUnavailable: it could not be sent, or was not taken.
     """
     if not site.notify.webhook_url:
@@ -151,24 +151,24 @@ def _name(occasion: str) -> str:
     return f"{PREFIX}{occasion}"
 
 
-def _automation(name: str, told: Told, block_id: UUID) -> AutomationCore:
+def _automation(name: str, notification: Notification, block_id: UUID) -> AutomationCore:
     return AutomationCore(
         name=name,
         description="Made by `rlhf up` from [notify] of rlhf.toml. Messages that could not be sent: Event Feed, "
         "prefect.automation.action.failed; status of the others: prefect.automation.action.executed.",
-        trigger=EventTrigger(expect=set(told.events), posture=Posture.Reactive, threshold=1),
-        actions=[CallWebhook(block_document_id=block_id, payload=template(told))],
+        trigger=EventTrigger(expect=set(notification.events), posture=Posture.Reactive, threshold=1),
+        actions=[CallWebhook(block_document_id=block_id, payload=template(notification))],
     )
 
 
-def template(told: Told) -> str:
+def template(notification: Notification) -> str:
     """The message as a Jinja template: JSON with `text`, which chats understand, and the fields for programs.
 
     Every value goes through ``string`` and ``tojson``, so that neither a quote, nor a number, nor a field that an event
     lacks makes it something else than JSON.
     """
     values = [f"{{% set {field} = event.payload.{field} | default('') | string %}}" for field in _FIELDS]
-    text = f"{told.text} ~ (': ' ~ message if message else '') ~ ('\\n' ~ url if url else '')"
+    text = f"{notification.text} ~ (': ' ~ message if message else '') ~ ('\\n' ~ url if url else '')"
     fields = {"text": f"({text})", "event": "event.event", "occurred": "event.occurred | string"}
     fields |= {field: field for field in _FIELDS}
     body = ", ".join(f'"{field}": {{{{ ({value}) | tojson }}}}' for field, value in fields.items())
@@ -210,5 +210,5 @@ def _require_address(url: str) -> None:
 
 
 def _without_secret(text: object, url: str) -> str:
-    """What is said about an error, without the address."""
+    """Message about an error, without the address."""
     return str(text).replace(url, "the webhook") if url else str(text)

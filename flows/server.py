@@ -69,7 +69,7 @@ def ui_url(site: Site) -> str:
 
 
 def is_public(site: Site) -> bool:
-    """Whether other machines reach the server."""
+    """True if other machines reach the server."""
     host = site.prefect.host
     try:
         return not ipaddress.ip_address(host).is_loopback
@@ -90,7 +90,7 @@ def own_names(site: Site) -> Names:
 
 
 def password_file(site: Site) -> Path:
-    """Where the password of the server is kept, readable by this user alone."""
+    """Path of the file with the password of the server, readable by this user alone."""
     return site.home / "prefect" / "auth"
 
 
@@ -191,7 +191,7 @@ def client_settings(site: Site, url: str) -> dict[str, str]:
 
 
 def service_settings(site: Site) -> dict[str, str]:
-    """Environment of every service of a site: its files in the home folder, and silence towards anybody else."""
+    """Environment of every service of a site: its files in the home folder, and no telemetry."""
     url = configured_url() or own_url(site)
     return {
         **SILENCE,
@@ -237,7 +237,7 @@ def worker_settings(site: Site) -> dict[str, str]:
     """Environment of the worker and of the flow runs that it starts, beside that of every service.
 
     ``PREFECT_RUNNER_CRASH_ON_CANCELLATION_FAILURE`` stays off: an outage of the server must not end the controllers of
-    healthy runs. A flow run that can no longer be cancelled for that reason is ended by the keeper.
+    healthy runs. A flow run that can no longer be cancelled for that reason is ended by the site daemon.
     """
     del site  # the same everywhere; asked for like the settings of the server
     return {
@@ -277,7 +277,7 @@ def quiet_settings(home: Path) -> None:
 
 
 def server_answers() -> bool:
-    """Whether the Prefect server in use answers; at most two seconds."""
+    """True if the Prefect server in use answers within two seconds."""
     from prefect.settings import PREFECT_API_URL
 
     url = PREFECT_API_URL.value()
@@ -296,7 +296,7 @@ def is_there(url: str) -> bool:
 
 
 def answers(url: str) -> bool:
-    """Whether a Prefect server answers at an address of an API; at most two seconds. No password is needed for this."""
+    """True if a Prefect server answers at an address of an API within two seconds. No password is needed for this."""
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=2.0) as response:
             return bool(response.status == 200)
@@ -305,7 +305,7 @@ def answers(url: str) -> bool:
 
 
 def asks_for_password(url: str) -> bool:
-    """False where the server at an address of an API lets anybody in."""
+    """False where the server at an address of an API answers without a password."""
     try:
         with urllib.request.urlopen(f"{url}/admin/version", timeout=ANSWER_TIMEOUT_S):
             return False
@@ -314,7 +314,7 @@ def asks_for_password(url: str) -> bool:
 
 
 def answers_within(seconds: float, url: str) -> bool:
-    """Whether one answers now or soon: it may be busy, or just starting."""
+    """True if one answers within some seconds: it may be busy, or just starting."""
     deadline = time.monotonic() + seconds
     while not answers(url):
         if time.monotonic() > deadline:
@@ -345,7 +345,7 @@ def require_free_port(site: Site) -> None:
 
 
 def _listener(port: int) -> str:
-    """Who listens on a port of this machine, as far as this user may know."""
+    """Description of the listener on a port of this machine, as far as this user may know it."""
     with contextlib.suppress(psutil.Error):
         for one in psutil.net_connections(kind="tcp"):
             if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == port and one.pid:

@@ -6,7 +6,7 @@ lists of worker types that come with the package, instead of asking the network 
 passes :mod:`flows.server_guards` first, and a server without a password is none.
 
 Two faults of Prefect 3.7 on SQLite are mended here, too: schedules that never fire (:func:`let_schedules_be_inserted`),
-and what a browser asks and is lost (:class:`Patient`).
+and what a browser asks and is lost (:class:`RetriedWhenBusy`).
 """
 
 import asyncio
@@ -53,41 +53,41 @@ POLICY = "; ".join(
         "object-src 'none'",
     ]
 )
-"""What a page of this server may load and whom it may ask: this server, and images that stand in the page itself."""
+"""Sources that a page of this server may load and ask: this server, and images that stand in the page itself."""
 
 
-PATIENCE_S = 20.0
-"""How long a request that SQLite was too busy for is tried again, in seconds."""
-PAUSE_S = 0.1
+BUSY_TIMEOUT_S = 20.0
+"""Time for which a request that SQLite was too busy for is tried again."""
+RETRY_INTERVAL_S = 0.1
 """Pause before that."""
 
 _WRITING_PATH = "/csrf-token"
 """End of the path of a question that writes: each client gets a token that the server remembers."""
 
 
-class Patient:
+class RetriedWhenBusy:
     """An ASGI application that tries a request again which SQLite was too busy for.
 
-    Most transactions of Prefect 3.7 read before they write. Where somebody has written in between, SQLite refuses at
-    once ("database is locked"), all of it is rolled back, and Prefect answers 503: its own client tries again then, its
-    pages in a browser do not. What a person had just asked for or answered went nowhere, and the form stayed open. Seen
-    with approvals and with the removal of a schedule, on a site with some runs at work.
+    Most transactions of Prefect 3.7 read before they write. Where another client has written in between, SQLite refuses
+    at once ("database is locked"), all of it is rolled back, and Prefect answers 503: its own client tries again then,
+    its pages in a browser do not. What a user had just asked for or answered went nowhere, and the form stayed open.
+    Seen with approvals and with the removal of a schedule, on a site with some runs at work.
     """
 
     def __init__(self, app: App) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass everything on; a writing request again while the answer is 503, up to ``PATIENCE_S``."""
+        """Pass everything on; a writing request again while the answer is 503, up to ``BUSY_TIMEOUT_S``."""
         if scope["type"] != "http" or (scope["method"] in READING and not scope["path"].endswith(_WRITING_PATH)):
             await self._app(scope, receive, send)
             return
         body = await _whole_body(receive)
         if body is None:
             return
-        until = time.monotonic() + PATIENCE_S
+        until = time.monotonic() + BUSY_TIMEOUT_S
         while await self._is_refused(scope, _again(body, receive), send, is_last=time.monotonic() > until):
-            await asyncio.sleep(PAUSE_S)
+            await asyncio.sleep(RETRY_INTERVAL_S)
 
     async def _is_refused(self, scope: Scope, receive: Receive, send: Send, *, is_last: bool) -> bool:
         """One try; True when it was refused and nothing was sent."""
@@ -211,7 +211,7 @@ def create_app(names: Names | None = None) -> Guarded:
     collections.get_collection_view = shipped_view
     logging.getLogger("docket.dependencies").addFilter(is_news)
     let_schedules_be_inserted()
-    inner = Limited(Styled(Patient(prefect_app())))
+    inner = Limited(Styled(RetriedWhenBusy(prefect_app())))
     return Guarded(Known(Authenticated(inner, password), names or names_of(())))
 
 
@@ -233,11 +233,11 @@ def let_schedules_be_inserted() -> None:
 
 
 def left_out(model: type[Any], row: MutableMapping[str, Any], value: object) -> None:
-    """What becomes of a computed attribute in an insert of many rows: nothing, since it has no column."""
+    """Insert nothing for a computed attribute: it has no column."""
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Whether a line of the server's log says something: not that SQLite was busy and the work is tried again.
+    """Filter lines of the server's log: False for those that SQLite was busy and the work is tried again.
 
     Prefect keeps these out of its other logs itself. With a worker that polls they would be most of this one.
     """

@@ -2,7 +2,7 @@
 
 The password is no cookie, so that a page of another site has nothing to borrow from a browser. These are further walls:
 a server that answers to any name can be read by a page whose name is made to point at it (DNS rebinding), and a body
-that is read before its sender is known costs memory, whoever sends it.
+that is read before its sender is known costs memory, from any sender.
 """
 
 import base64
@@ -28,7 +28,7 @@ MAX_SOCKET_BYTES = 4 << 20
 """Longest message over a websocket, whose sender is known only after the first one. An event has 1.5 MB at most."""
 
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
-"""Methods that change nothing, and whose body nobody reads."""
+"""Methods that change nothing, and whose body is not read."""
 
 _PORTS = {"http": 80, "https": 443}
 

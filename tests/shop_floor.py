@@ -1,5 +1,6 @@
 """A site for the tests of its services: a home folder, the ``rlhf`` command in it, and questions to its server."""
 
+import contextlib
 import json
 import os
 import socket
@@ -23,10 +24,10 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def until(what: Callable[[], Any], patience_s: float = 120.0) -> Any:
-    """Wait for a condition to be true, and return its value."""
-    deadline = time.monotonic() + patience_s
-    while not (found := what()):
+def until(condition: Callable[[], Any], timeout_s: float = 120.0) -> Any:
+    """Wait for a condition to hold, and return its value."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.1)
     return found
@@ -120,6 +121,14 @@ class Floor:
             except psutil.Error:
                 continue
         return found
+
+    def kill_all(self) -> None:
+        """SIGKILL to every process, until none is left: the health check starts a killed supervisord again."""
+        while found := self.processes():
+            for process in found:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            psutil.wait_procs(found, timeout=10)
 
     @property
     def password(self) -> str:

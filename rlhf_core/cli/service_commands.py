@@ -62,10 +62,10 @@ def up(
 
 
 def password(as_json: JsonOption = False) -> None:
-    """Print the password that the Prefect server of this site asks for: what its sign-in page takes, user and all.
+    """Print the password that the Prefect server of this site asks for, as its sign-in page takes it, user included.
 
-    It is made once, in a file of RLHF_HOME that only you may read, unless RLHF_PREFECT_AUTH gives one. Whoever has it
-    may run programs as the user of the services.
+    It is made once, in a file of RLHF_HOME that only you may read, unless RLHF_PREFECT_AUTH gives one. Who has it may
+    run programs as the user of the services.
     """
     from flows.server import password as find
     from flows.server import ui_url

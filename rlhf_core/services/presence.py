@@ -1,4 +1,4 @@
-"""Which process is a service of a home folder, and whether it is well.
+"""The process that is a service of a home folder, and its state.
 
 A service holds an exclusive lock on ``services/<name>.lock`` for as long as it lives; the kernel releases it however
 the process ends. So there are never two of a kind, whether supervisord, systemd or a terminal started them, and a file

@@ -267,6 +267,5 @@ def browser_site(home: Path, cluster_folder: Path) -> Iterator[BrowserSite]:
         site.up()
         yield site
     finally:
-        for process in site.processes():
-            process.kill()
+        site.kill_all()
         cluster.down()

@@ -119,8 +119,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Stands for the folder of the tour; nothing is left at work in it."""
     folder = tmp_path_factory.mktemp("tour")
     yield folder
-    for process in BrowserSite(folder / "site", 0).processes():
-        process.kill()
+    BrowserSite(folder / "site", 0).kill_all()
     program = [sys.executable, str(ROOT / "infra" / "slurm" / "cluster.py"), "down", str(folder / "slurm")]
     if (folder / "slurm").exists():
         subprocess.run(program, check=True, capture_output=True)

@@ -528,10 +528,10 @@ def test_a_restart_in_place_is_a_task_run_and_the_log_has_it(desk: Desk) -> None
     # As `rlhf run` opens it: the journal says which flow run drives, and since when.
     with (
         temporary_settings({PREFECT_LOGGING_TO_API_ENABLED: True}),
-        opened(run_dir, desk.site, desk.store, desk.notes, flow_run=None) as session,
+        opened(run_dir, desk.site, desk.store, desk.notes, flow_run=None) as controller,
     ):
-        session.clock, session.sleep = desk.clock, desk.clock.sleep
-        run_in_prefect(session)
+        controller.clock, controller.sleep = desk.clock, desk.clock.sleep
+        run_in_prefect(controller)
     assert [text for text in desk.notes.sayings if "could not be published" in text] == []
     runs = task_runs(run_dir.run_id)
     assert runs["restart 1 in attempt 1 - it may go well {this} time"] == "Completed"

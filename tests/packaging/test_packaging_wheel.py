@@ -148,8 +148,7 @@ def floor(control: Path, installed: Path, tmp_path: Path) -> Iterator[Installed]
     }
     floor.write_settings()
     yield floor
-    for process in floor.processes():
-        process.kill()
+    floor.kill_all()
 
 
 @pytest.mark.training

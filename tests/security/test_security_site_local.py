@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 import tempfile
@@ -33,7 +34,9 @@ from rlhf_core.launch.start import agent_command
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import PromotionState
 from rlhf_core.schemas.base import LABEL_CHARACTERS
+from rlhf_core.services import supervisord
 from rlhf_core.services.presence import ServiceState, alone, holding, look
+from rlhf_core.services.supervisord import Program, Supervisord
 from rlhf_core.watchdog.ingest import sync
 
 ROOT = Path(__file__).parents[2]
@@ -73,6 +76,32 @@ def test_another_user_cannot_hold_the_locks_of_the_services(home: Path) -> None:
         assert look(home, "server").state is ServiceState.RUNNING
     assert old.stat().st_mode & 0o777 == 0o700
     assert (old / "server.lock").stat().st_mode & 0o777 == 0o600
+
+
+@needs_root
+def test_another_user_cannot_call_supervisord(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """He would start programs by it, as the user of the services."""
+    monkeypatch.setattr(supervisord, "_command", lambda *_: "sleep 60")
+    manager = Supervisord(home)
+    manager.configure([Program("worker", 10, 1)], 5.0)
+    manager.start(os.environ)
+    try:
+        (socket_file,) = (home / "services").glob("*.sock")
+        assert reach(socket_file) == "reached", "negative control"
+        assert as_stranger(lambda: reach(socket_file)) == "PermissionError"
+        (home / "services").chmod(0o755)
+        assert as_stranger(lambda: reach(socket_file)) == "PermissionError", "its own mode is a second wall"
+        (home / "services").chmod(0o700)
+    finally:
+        manager.shut_down(20)
+    assert not manager.pid()
+
+
+def reach(path: Path) -> str:
+    """Connect to a unix socket."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(path))
+    return "reached"
 
 
 @needs_root

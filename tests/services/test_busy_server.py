@@ -1,4 +1,4 @@
-"""What a browser asks of a server whose SQLite somebody else is writing to is done, and not lost."""
+"""Requests of a browser to a server whose SQLite another client is writing to: carried out, and not lost."""
 
 import asyncio
 import subprocess
@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from flows import server_app
-from flows.server_app import Patient
+from flows.server_app import RetriedWhenBusy
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,7 +70,7 @@ asyncio.run(ask())
 
 
 def what_became_of_it(home: Path, server: str) -> str:
-    """An answer to a paused flow run and the removal of a schedule, each while somebody writes: status, then effect."""
+    """An answer to a paused flow run and the removal of a schedule, each beside another writer: status, then effect."""
     environment = {"PREFECT_HOME": str(home), "HOME": str(home), "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
     environment |= {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
     environment |= {"PREFECT_SERVER_API_AUTH_STRING": "rlhf:of-this-test"}
@@ -125,7 +125,7 @@ class Busy:
 
 def asked(app: Busy, method: str, body: bytes = b"") -> httpx.Response:
     async def ask() -> httpx.Response:
-        transport = httpx.ASGITransport(Patient(app), raise_app_exceptions=False)  # type: ignore[arg-type]
+        transport = httpx.ASGITransport(RetriedWhenBusy(app), raise_app_exceptions=False)  # type: ignore[arg-type]
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
             return await client.request(method, "/api/x", content=body)
 
@@ -147,7 +147,7 @@ def test_nothing_else_is_tried_again(method: str, status: int) -> None:
 
 
 def test_a_server_that_stays_busy_says_so_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_app, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(server_app, "BUSY_TIMEOUT_S", 0.3)
     app = Busy([503])
     assert asked(app, "DELETE").status_code == 503
     assert len(app.bodies) > 1

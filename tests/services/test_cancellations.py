@@ -41,7 +41,7 @@ class Runner:
 
 
 def test_cancellations_are_asked_for_until_they_are_heard_and_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cancellations, "EVERY_S", 0.01)
+    monkeypatch.setattr(cancellations, "POLL_INTERVAL_S", 0.01)
     runner, said = Runner(), []
 
     async def watched() -> None:

@@ -35,8 +35,7 @@ def floor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Floor]:
         (floor.home / "said").write_text("\n".join(text for pair in said for text in pair))
         yield floor
     finally:
-        for process in floor.processes():
-            process.kill()
+        floor.kill_all()
 
 
 def test_two_at_once_start_one_of_each(floor: Floor) -> None:

@@ -1,4 +1,4 @@
-"""What the services are made of: whom a signal reaches, where the password comes from, which server is used."""
+"""Parts of the services: the process that a signal reaches, the source of the password, the server that is used."""
 
 import asyncio
 import os
@@ -52,7 +52,7 @@ def stranger() -> Iterator["subprocess.Popen[bytes]"]:
 
 
 def record_of(home: Path, pid: int) -> ServiceRecord:
-    """What a service with this process would have written."""
+    """Record of a service with this process."""
     with holding(home, "worker"):
         mine = read_model(ServiceFiles(home, "worker").record, ServiceRecord)
     assert mine is not None
@@ -152,11 +152,11 @@ def test_a_service_elsewhere_is_neither_started_nor_ended(site: Site) -> None:
 def test_a_worker_is_not_started_for_a_server_that_does_not_answer(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(services, "ANSWER_TIMEOUT_S", 0.0)
     monkeypatch.setattr(server, "answers", lambda url: False)
-    nobody = "http://prefect.example.com/api"
+    away = "http://prefect.example.com/api"
     with pytest.raises(PrefectUnavailable, match=f"no Prefect server answers at {server.own_url(site)}; `rlhf up`"):
         services.up(site, ("worker",))
-    os.environ["PREFECT_API_URL"] = nobody
-    with pytest.raises(PrefectUnavailable, match=rf"at {nobody} does not answer.*unset PREFECT_API_URL"):
+    os.environ["PREFECT_API_URL"] = away
+    with pytest.raises(PrefectUnavailable, match=rf"at {away} does not answer.*unset PREFECT_API_URL"):
         services.up(site)
     assert look(site.home, "worker").state is ServiceState.STOPPED
 

@@ -56,6 +56,13 @@ class House:
                 continue
         return found
 
+    def kill_all(self) -> None:
+        """SIGKILL to every process, until none is left."""
+        while found := self.processes():
+            for process in found:
+                process.kill()
+            psutil.wait_procs(found, timeout=10)
+
     def num_of(self, name: str) -> int:
         """Number of processes that are, or are to be, a service."""
         return sum(one.cmdline()[-1:] == [name] or one.cmdline()[-2:] == [name, "deaf"] for one in self.processes())
@@ -91,8 +98,7 @@ def houses(folder: Path, *names: str, interval_s: float = 0.1) -> Iterator[House
         yield from made
     finally:
         for house in made:
-            for process in house.processes():
-                process.kill()
+            house.kill_all()
 
 
 @pytest.fixture
@@ -218,7 +224,7 @@ def test_a_killed_supervisord_does_not_come_back_once_all_was_ended(house: House
 
 def test_when_all_is_killed_the_next_up_brings_all_back(house: House) -> None:
     house.up()
-    kill(*(one.pid for one in house.processes()))
+    house.kill_all()
     assert house.up() == dict.fromkeys(NAMES, "started")
     assert [house.num_of(name) for name in NAMES] == [1, 1, 1]
 

@@ -40,8 +40,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         floor.rlhf("up")
         yield Site(floor, cluster)
     finally:
-        for process in floor.processes():
-            process.kill()
+        floor.kill_all()
         cluster.down()
 
 

@@ -51,8 +51,7 @@ def floor(tmp_path: Path) -> Iterator[Floor]:
         yield floor
     finally:
         floor.start("down").communicate(timeout=100)
-        for process in floor.processes():
-            process.kill()
+        floor.kill_all()
 
 
 def is_up(floor: Floor) -> bool:
@@ -91,6 +90,8 @@ def test_a_killed_server_comes_back_by_itself_and_every_book_is_right(floor: Flo
 
 def test_a_worker_with_prefects_own_observer_is_deaf_after_the_outage(floor: Floor) -> None:
     """Negative control of the test before, and what says that our own is not needed any more."""
+    floor.restart_s = 0.0  # the outage is to last
+    floor.write_settings()
     floor.rlhf("up", "server")
     with (floor.home / "logs" / "deaf.log").open("ab") as log:
         process = subprocess.Popen([sys.executable, "-c", DEAF], env=floor.environment(), stdout=log, stderr=log)

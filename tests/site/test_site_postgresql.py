@@ -34,7 +34,7 @@ def test_a_site_on_postgresql(tmp_path: Path) -> None:
         around = environments(waits)
         go(waits)
         until(lambda: read_record(waits).promotion is not None and prefect_says(floor, waits) == "Paused")
-        # There is room for one run, and the one that waits for a person does not take it.
+        # There is room for one run, and the one that waits for an approval does not take it.
         other = submitted(floor, "quickstart")
         assert prefect_says(floor, waits) == "Paused"
         go(other)
@@ -44,8 +44,7 @@ def test_a_site_on_postgresql(tmp_path: Path) -> None:
         floor.rlhf("down")
         assert floor.processes() == []
     finally:
-        for process in floor.processes():
-            process.kill()
+        floor.kill_all()
     both = sorted((one.run_id, "completed") for one in (waits, other))
     with psycopg.connect(history) as connection:
         assert connection.execute("SELECT run_id, state FROM runs ORDER BY run_id").fetchall() == both

@@ -57,8 +57,7 @@ def floor(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         floor.rlhf("up")
         yield floor
     finally:
-        for process in floor.processes():
-            process.kill()
+        floor.kill_all()
         cluster.down()
 
 

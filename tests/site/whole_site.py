@@ -130,7 +130,7 @@ class Site:
         return [job_id for job_id, comment in rows if run_dir.run_id in comment]
 
     def log(self, name: str) -> str:
-        """What a service has written for who looks after the site."""
+        """Log of a service."""
         return (self.floor.home / "logs" / f"{name}.log").read_text()
 
     def kill(self, *names: str) -> None:
