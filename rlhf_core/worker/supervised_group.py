@@ -1,10 +1,10 @@
 """One group of workers as the supervising threads see it: inspected, judged, and ended by order of agent 0."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlhf_core.diagnosis.liveness import Condition, ConditionClock, GapTracker
-from rlhf_core.schemas.agent_messages import GroupOrders, GroupState, WorkerExit
+from rlhf_core.schemas.agent_messages import GroupOrders, GroupState, NodeState, WorkerExit
 from rlhf_core.schemas.reports import RankStatus
 from rlhf_core.worker import collectives, evidence
 from rlhf_core.worker.early_hang_check import EarlyHangCheck, NodeInspections
@@ -123,3 +123,13 @@ class SupervisedGroup:
         return [
             (local, number) for local, number in newest.items() if number > known[local] and local in self.group.exits
         ]
+
+
+def states_of(one: SupervisedGroup, states: Mapping[int, NodeState]) -> dict[int, GroupState]:
+    """State of a group by index of the node, where it is the same start."""
+    return {
+        index: group
+        for index, state in states.items()
+        for group in state.groups
+        if group.role is one.group.role and group.start == one.start
+    }

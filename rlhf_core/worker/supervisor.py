@@ -9,26 +9,22 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from rlhf_core.diagnosis.liveness import Condition, GapTracker, LoopClock, Suspect, describe, judge
-from rlhf_core.diagnosis.standstill import confirm
-from rlhf_core.diagnosis.verdict import blame
+from rlhf_core.diagnosis.liveness import GapTracker, LoopClock
 from rlhf_core.run_dir import RestartDir, write_model
 from rlhf_core.schemas.agent_messages import (
     Collected,
     GroupOrders,
-    GroupState,
     NodeState,
     Orders,
-    WorkerEnd,
     WorkerStart,
 )
 from rlhf_core.schemas.failures import FailureKind
-from rlhf_core.schemas.reports import AgentCommand, AgentStatus, RankStatus
+from rlhf_core.schemas.reports import AgentCommand, AgentStatus
 from rlhf_core.schemas.resources import Role
 from rlhf_core.worker import evidence, processes
 from rlhf_core.worker.agent_channel import AgentChannel
@@ -36,9 +32,11 @@ from rlhf_core.worker.agent_loss import find_loss
 from rlhf_core.worker.anomalies import Anomalies, NodeReading
 from rlhf_core.worker.event_log import EventLog
 from rlhf_core.worker.exit_deadline import ExitDeadline
-from rlhf_core.worker.groups.base import PEER_TIMEOUT_S, Hang, WorkerGroup
+from rlhf_core.worker.groups.base import PEER_TIMEOUT_S, WorkerGroup
+from rlhf_core.worker.hang_judge import HangJudge
+from rlhf_core.worker.order_book import OrderBook
 from rlhf_core.worker.signals import ENDING, SAVING, SignalInbox
-from rlhf_core.worker.supervised_group import SupervisedGroup
+from rlhf_core.worker.supervised_group import SupervisedGroup, states_of
 from rlhf_core.worker.telemetry import Telemetry
 from rlhf_core.worker.telemetry_series import TelemetrySeries
 
@@ -115,11 +113,11 @@ class Supervisor(threading.Thread):
         self._telemetry = Telemetry(events.say, telemetry_folder)
         self._series = TelemetrySeries(self._node, events.say)
         self._anomalies = Anomalies(events)
-        self._orders = Orders()
+        self._orders = OrderBook(channel)
+        self._judge = HangJudge(channel, self._orders, tracker, events, timeouts.evidence_s)
         self._place: tuple[Role, RestartDir] | None = None
         self._groups: dict[Role, SupervisedGroup] = {}
         self._lock = threading.Lock()
-        self._orders_lock = threading.Lock()
         self._over = threading.Event()
         self._published = 0
         self._reading: dict[str, float] = {}
@@ -147,10 +145,10 @@ class Supervisor(threading.Thread):
             self._tracker.begin_restart(group.role)
             self._anomalies.begin_restart()
             supervised = SupervisedGroup.of(group, start, self._tracker)
-            if group.role in self._orders.groups:
+            if group.role in self._orders.current.groups:
                 # Starts and ends of single workers belong to a phase; numbers of requests only grow.
-                before = self._orders.groups[group.role]
-                self._order_group(group.role, GroupOrders(collect=before.collect))
+                before = self._orders.current.groups[group.role]
+                self._orders.set_group(group.role, GroupOrders(collect=before.collect))
             self._groups[group.role] = supervised
         if self.asked.to_end:
             group.end()
@@ -170,12 +168,11 @@ class Supervisor(threading.Thread):
 
     def start_worker(self, role: Role, start: WorkerStart) -> None:
         """Order the start of a single worker; for agent 0."""
-        before = self._orders.groups.get(role, GroupOrders())
-        self._order_group(role, before.model_copy(update={"start_workers": (*before.start_workers, start)}))
+        self._orders.start_worker(role, start)
 
     def orders_for(self, role: Role) -> GroupOrders:
         """The newest orders about a group."""
-        return self._orders.groups.get(role, GroupOrders())
+        return self._orders.group(role)
 
     def stop(self) -> None:
         """End the thread."""
@@ -243,7 +240,7 @@ class Supervisor(threading.Thread):
             ranks = [rank for one in self._groups.values() for rank in one.group.living()]
             pids = [pid for rank in ranks for pid in (rank.pid, *(other.pid for other in rank.speaks_for))]
             self._reading = self._telemetry.read(pids)
-        groups = tuple(one.state(self.orders_for(role), self._reading) for role, one in self._groups.items())
+        groups = tuple(one.state(self._orders.group(role), self._reading) for role, one in self._groups.items())
         return NodeState(
             wall_s=time.time(),
             groups=groups,
@@ -271,10 +268,10 @@ class Supervisor(threading.Thread):
             case "cancel":
                 self.asked.cancel = command.reason or "the user cancelled the run"
                 self._kill_workers()
-                self._order(cancel=self.asked.cancel)
+                self._orders.change(cancel=self.asked.cancel)
             case "save":
                 self._ask_to_save()
-                self._order(saves=self._orders.saves + 1)
+                self._orders.change(saves=self._orders.current.saves + 1)
                 self._events.add("save_requested", "the workers were asked to save and go on")
             case "stop_after_step":
                 self._order_stop(command.reason or "the user asked to save and stop")
@@ -292,7 +289,7 @@ class Supervisor(threading.Thread):
                 one.group.seat.slots.ask_to_stop()
             self._events.add("save_requested", f"the workers were asked to save and end: {reason}")
             if self._channel.leads:
-                self._order(stop=reason)
+                self._orders.change(stop=reason)
 
     def _kill_workers(self) -> None:
         for one in list(self._groups.values()):
@@ -309,35 +306,21 @@ class Supervisor(threading.Thread):
     # -----------------------------------------------------------------------------------------------------------------
     # Agent 0 leads
 
-    def _order(self, **changes: object) -> None:
-        with self._orders_lock:
-            self._orders = self._orders.model_copy(update=changes)
-            self._channel.publish("orders", self._orders)
-
-    def _order_group(self, role: Role, orders: GroupOrders) -> None:
-        with self._orders_lock:
-            groups = {**self._orders.groups, role: orders}
-            self._orders = self._orders.model_copy(update={"groups": groups})
-            if self._channel.leads:
-                self._channel.publish("orders", self._orders)
-
-    def _change_group_orders(self, role: Role, **changes: object) -> None:
-        self._order_group(role, self.orders_for(role).model_copy(update=changes))
-
     def _lead(self) -> None:
         """Look at all nodes: agents to give up, workers that failed, workers that hang."""
         states = self._channel.received("state", NodeState)
         self._find_lost_agents(states)
         now_s = time.monotonic()
-        here = {role: _states_of(one, states) for role, one in self._groups.items()}
+        here = {role: states_of(one, states) for role, one in self._groups.items()}
         for role, one in self._groups.items():
-            one.observe(self._ranks(role, here[role].values()), self._tracker, now_s)
+            one.observe(self._orders.still_wanted(role, here[role].values()), self._tracker, now_s)
         for role, one in list(self._groups.items()):
             found = here[role]
             if self.asked.to_end or any(state.failed for state in found.values()):
                 self._end_all(one)
             elif len(found) == self._channel.nodes.num and all(state.started for state in found.values()):
-                self._judge(one, [found[index] for index in sorted(found)])
+                conditions = {role: group.condition for role, group in self._groups.items()}
+                self._judge.judge(one, [found[index] for index in sorted(found)], conditions)
 
     def _find_lost_agents(self, states: dict[int, NodeState]) -> None:
         names = self._channel.nodes.names
@@ -353,7 +336,7 @@ class Supervisor(threading.Thread):
     def _agent_timeout_s(self) -> float:
         """All workers are being ended: an agent that lives says so within seconds, and all wait for it."""
         groups = self._trained_groups()
-        ending = any(self.orders_for(one.group.role).kill == one.group.generation for one in groups)
+        ending = any(self._orders.group(one.group.role).kill == one.group.generation for one in groups)
         return min(LAST_STATE_TIMEOUT_S, self._timeouts.agent_s) if ending else self._timeouts.agent_s
 
     def _give_up(self, node: str, message: str, kind: FailureKind) -> None:
@@ -371,102 +354,9 @@ class Supervisor(threading.Thread):
         if one.failed_at_s is None:
             one.failed_at_s = now_s
         timeout_s = 0.0 if self.asked.to_end or group.hang is not None else PEER_TIMEOUT_S
-        if now_s - one.failed_at_s >= timeout_s and self.orders_for(group.role).kill != group.generation:
-            self._change_group_orders(group.role, kill=group.generation)
+        if now_s - one.failed_at_s >= timeout_s and self._orders.group(group.role).kill != group.generation:
+            self._orders.change_group(group.role, kill=group.generation)
             group.end()
-
-    def _judge(self, one: SupervisedGroup, states: list[GroupState]) -> None:
-        role, conditions = one.group.role, self._conditions()
-        ranks = self._ranks(role, states)
-        if not ranks:
-            return
-        self._tracker.observe(ranks, conditions)
-        suspects = judge(ranks, self._tracker, conditions, alone=one.is_alone)
-        suspects = suspects or one.hang_check.consider(ranks, states, time.monotonic(), conditions)
-        if one.hang_check.order != self.orders_for(role).inspect:
-            self._change_group_orders(role, inspect=one.hang_check.order)
-        if suspects:
-            self._investigate(one, ranks, suspects)
-
-    def _ranks(self, role: Role, states: Iterable[GroupState]) -> list[RankStatus]:
-        """The living workers of a group on all nodes, without those that are being ended."""
-        names = self._channel.nodes.names
-        ended = {(names[one.node_index], one.pid) for one in self.orders_for(role).end_workers}
-        return [rank for state in states for rank in state.ranks if (rank.node, rank.pid) not in ended]
-
-    def _conditions(self) -> dict[Role, Condition]:
-        return {role: one.condition for role, one in self._groups.items()}
-
-    def _investigate(self, one: SupervisedGroup, before: list[RankStatus], suspects: list[Suspect]) -> None:
-        """Suspect, collect on all nodes, read again, and only then: verdict, and end. The first kill spoils the
-        evidence."""
-        group = one.group
-        self._events.add("suspect", "; ".join(map(describe, suspects)), group.role)
-        wanted = tuple(suspect.status.rank for suspect in suspects) if one.is_alone else ()
-        number = self.orders_for(group.role).collect + 1
-        self._change_group_orders(group.role, collect=number, collect_ranks=wanted)
-        ranks = self._receive_evidence(number, one, one.collect(wanted, self._events))
-        before = [rank for rank in before if not wanted or rank.rank in wanted]
-        self._tracker.observe(ranks, self._conditions())
-        still = confirm(suspects, ranks) or judge(ranks, self._tracker, self._conditions(), alone=one.is_alone)
-        # Evidence takes seconds: a suspect may have gone on, or have ended, which is found out elsewhere.
-        gone = _processes(before) - _processes(ranks)
-        if one.is_alone:
-            still = [suspect for suspect in still if _processes([suspect.status]) <= _processes(before)]
-        if not still or (not one.is_alone and (group.failed or gone or _processes(ranks) - _processes(before))):
-            self._events.add("suspect", "withdrawn: the workers went on", group.role)
-            return
-        if one.is_alone:
-            for suspect in still:
-                self._end_hung(one, suspect)
-        else:
-            self._end_all_hung(one, before, ranks, still)
-
-    def _end_all_hung(
-        self, one: SupervisedGroup, before: list[RankStatus], ranks: list[RankStatus], still: list[Suspect]
-    ) -> None:
-        group = one.group
-        proven = {suspect.status.rank: suspect.evidence for suspect in still if suspect.evidence}
-        verdict = blame(ranks, [suspect.status.rank for suspect in still], proven)
-        blamed = [rank for rank in before if rank.rank in verdict.ranks] or before
-        group.hang = Hang(verdict, tuple(ranks), max(rank.age_s for rank in blamed))
-        self._events.add("verdict", verdict.reason, group.role, ranks=list(verdict.ranks))
-        self._events.add("killed", f"hang: {verdict.reason}; all workers are ended", group.role)
-        self._change_group_orders(group.role, kill=group.generation)
-        group.end()
-
-    def _end_hung(self, one: SupervisedGroup, suspect: Suspect) -> None:
-        """End one worker of a group whose workers do not wait for each other."""
-        rank, role = suspect.status, one.group.role
-        verdict = blame([rank], [rank.rank], {rank.rank: suspect.evidence} if suspect.evidence else {})
-        one.hangs[rank.node, rank.pid] = Hang(verdict, (rank,), rank.age_s)
-        self._events.add("verdict", verdict.reason, role, ranks=list(verdict.ranks))
-        self._events.add("killed", f"hang: {verdict.reason}; this worker is ended", role)
-        end = WorkerEnd(node_index=self._channel.nodes.names.index(rank.node), pid=rank.pid)
-        orders = self.orders_for(role)
-        self._change_group_orders(role, end_workers=(*orders.end_workers, end))
-        one.obey(self.orders_for(role), self._channel.nodes.index, lambda text: None)
-
-    def _receive_evidence(
-        self, number: int, one: SupervisedGroup, answers_here: Sequence[RankStatus]
-    ) -> list[RankStatus]:
-        """Status of the workers of all nodes after the evidence was saved; of a node that does not answer, before."""
-        channel, role = self._channel, one.group.role
-        deadline = time.monotonic() + self._timeouts.evidence_s
-        while len(answers := channel.received(f"evidence/{role}/{number}", Collected)) < channel.nodes.num - 1:
-            if time.monotonic() > deadline:
-                break
-            channel.wait(0.1)
-        last = _states_of(one, channel.received("state", NodeState))
-        wanted = self.orders_for(role).collect_ranks
-        ranks = list(answers_here)
-        for index in range(1, channel.nodes.num):
-            found = answers[index].ranks if index in answers else last[index].ranks if index in last else ()
-            ranks += [rank for rank in found if not wanted or rank.rank in wanted]
-            if index not in answers:
-                node = channel.nodes.names[index]
-                self._events.say(f"no evidence from {node} within {self._timeouts.evidence_s:.0f} s")
-        return ranks
 
     # -----------------------------------------------------------------------------------------------------------------
     # The other agents follow
@@ -481,7 +371,7 @@ class Supervisor(threading.Thread):
             self._events.add("peer", f"{self.asked.broken}; everything is ended", leader_lost=True)
         if orders is None:
             return
-        before, self._orders = self._orders, orders
+        before = self._orders.take(orders)
         if orders.cancel and not self.asked.cancel:
             self.asked.cancel = orders.cancel
             self._kill_workers()
@@ -492,7 +382,7 @@ class Supervisor(threading.Thread):
         if orders.over is not None:
             self._kill_workers()
         for role, one in list(self._groups.items()):
-            wanted = self.orders_for(role)
+            wanted = self._orders.group(role)
             one.obey(wanted, self._channel.nodes.index, partial(self._say_killed, role))
             if wanted.collect > before.groups.get(role, GroupOrders()).collect:
                 ranks = one.collect(wanted.collect_ranks, self._events)
@@ -545,17 +435,3 @@ class Supervisor(threading.Thread):
         if text != self._unwritten:
             self._unwritten = text
             self._events.say(text)
-
-
-def _processes(ranks: Iterable[RankStatus]) -> set[tuple[str, int]]:
-    return {(rank.node, rank.pid) for rank in ranks}
-
-
-def _states_of(one: SupervisedGroup, states: Mapping[int, NodeState]) -> dict[int, GroupState]:
-    """State of a group by index of the node, where it is the same start."""
-    return {
-        index: group
-        for index, state in states.items()
-        for group in state.groups
-        if group.role is one.group.role and group.start == one.start
-    }

@@ -183,7 +183,7 @@ def test_one_silent_agent_is_not_covered_by_the_others(pair: Pair, silent: str) 
 
 
 def test_a_file_system_that_stalls_for_all_blames_no_node(pair: Pair) -> None:
-    """Control: for as long as it is allowed, nothing; after that the job is given up, and nobody is struck."""
+    """Control: for as long as it is allowed, nothing; after that the job is given up, and no node is struck."""
     assert pair.pass_by(SILENT_S).verdict.state is AttemptState.RUNNING
     pair.publish("n1", "n2")
     assert pair.pass_by(SILENT_S).verdict.state is AttemptState.RUNNING

@@ -52,7 +52,7 @@ class Heard:
         "not silent for long enough",
         "one of two",
         "the only other one",
-        "nobody is heard: it is this node that is cut off",
+        "no agent is heard: it is this node that is cut off",
         "two of three",
         "this one stood still, and the other went on without it",
         "it stood still long ago",

@@ -44,7 +44,7 @@ def test_damaged_checkpoints_are_put_aside_one_after_the_other(agent_run: MakeRu
         assert incident.damaged_checkpoint == damaged
         assert f"{damaged} is damaged: weights: found 1 bytes" in incident.message
         assert f"It is kept as checkpoints/damaged-1.{restart}/{damaged}; {used} is used instead" in incident.message
-        assert (incident.suspect_ranks, incident.suspect_nodes) == ((), ()), "nobody is to blame for a disk"
+        assert (incident.suspect_ranks, incident.suspect_nodes) == ((), ()), "no node is to blame for a disk"
         assert decision.action is Action.RESTART_IN_PLACE
         assert decision.reason == f"checkpoint_corrupt: {damaged} is put aside, going on from {used}"
         assert (aside / "weights").read_text(encoding="utf-8") == "0"
@@ -68,7 +68,7 @@ def test_the_run_stops_when_no_checkpoint_is_left_and_says_what_to_do(agent_run:
     assert "No complete checkpoint before it is left. Bring its files back from a copy, or move" in outcome.message
     assert f"move {folder} away to train from the beginning; then resume the run" in outcome.message
     assert run.decision(1).action is Action.STOP
-    assert run.run_dir.put_aside_folders() == [], "the last one stays: to begin anew is for a person to say"
+    assert run.run_dir.put_aside_folders() == [], "the last one stays: to begin anew is for the user to say"
     assert folder.is_dir()
 
 

@@ -177,7 +177,7 @@ def test_a_helper_thread_must_not_beat(slots: SlotFile) -> None:
 def test_a_thread_that_beats_would_hide_an_endless_loop(
     tmp_path: Path, slots: SlotFile, monkeypatch: pytest.MonkeyPatch, beats_from_thread: bool
 ) -> None:
-    """The negative control: with the rule broken, the main thread turns in a loop and nobody notices."""
+    """The negative control: with the rule broken, the main thread turns in a loop and the agent does not notice."""
     limit_s = 0.3
     beat = Beat(slots.path, 0, 0, 0)
     over = threading.Event()

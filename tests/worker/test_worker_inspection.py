@@ -57,7 +57,7 @@ lock = threading.Lock(); lock.acquire(); lock.acquire()
 """
 
 WAITS = [
-    pytest.param(DEADLOCK, Wait.LOCK, id="a lock that nobody gives back"),
+    pytest.param(DEADLOCK, Wait.LOCK, id="a lock that is never given back"),
     pytest.param("import time; time.sleep(60)", Wait.TIME, id="a sleep"),
     pytest.param("import threading; threading.Event().wait(60)", Wait.TIME, id="a lock with a time-out"),
     pytest.param("import multiprocessing as m; l = m.Lock(); l.acquire(); l.acquire()", Wait.OUTSIDE, id="shared lock"),

@@ -71,7 +71,7 @@ def test_a_killed_and_a_stopped_rank_of_other_nodes_are_named_and_started_again(
     assert second.suspect_nodes == ("node2",)
     assert second.detected_after_s is not None
     assert second.detected_after_s > 4.0
-    # Evidence of both nodes was saved before anybody was ended.
+    # Evidence of both nodes was saved before any worker was ended.
     evidence = run.run_dir.root / second.evidence_dir
     assert {path.name for path in evidence.glob("stack-*.txt")} == {
         f"stack-{node}-{local}.txt" for node in ("node1", "node2") for local in (0, 1)

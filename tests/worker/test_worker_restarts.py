@@ -189,7 +189,7 @@ def test_long_before_its_floor_a_deadlock_is_proven_and_a_sleep_is_left_alone(ag
     assert (incident.failure_kind, incident.suspect_ranks, incident.step) == (FailureKind.HANG, (1,), 21)
     assert "it waits for a lock of its own, which nothing in the job can end" in incident.message
     assert run.decision(0).action is Action.RESTART_IN_PLACE
-    assert [event.kind for event in run.events(0, "suspect")] == ["suspect"], "nobody was suspect while it slept"
+    assert [event.kind for event in run.events(0, "suspect")] == ["suspect"], "no rank was suspect while it slept"
     assert run.outcome().num_restarts == 1
 
 

@@ -62,13 +62,13 @@ def test_the_others_end_when_agent_0_is_stopped_and_a_newer_attempt_is_left_alon
     assert not any(map(is_alive, workers.values()))
     assert not run.dir.outcome.exists()
     assert not run.restart(0).incident_files()
-    # Workers that wake up may still say how they ended, where nobody else writes.
+    # Workers that wake up may still say how they ended, where no other process writes.
     changed = {path for path, time_ns in written(run).items() if before.get(path) != time_ns}
     assert all(path.is_relative_to(run.restart(0).root) for path in changed), changed
 
 
 def test_an_agent_0_that_was_stopped_and_wakes_up_blames_its_own_node(agent_run: MakeRun) -> None:
-    """Nobody has gone on yet; but the others have ended, and that is not their nodes' fault."""
+    """The run has not gone on yet; but the others have ended, and that is not their nodes' fault."""
     run = training(agent_run)
     run.agents[0].send_signal(signal.SIGSTOP)
     assert run.agents[1].wait(60) == 1
@@ -81,7 +81,7 @@ def test_an_agent_0_that_was_stopped_and_wakes_up_blames_its_own_node(agent_run:
 
 
 def test_a_job_that_is_suspended_as_a_whole_goes_on(agent_run: MakeRun) -> None:
-    """Control: longer than any silence that is allowed, but nobody was awake to be lost."""
+    """Control: longer than any silence that is allowed, but no agent was awake to be lost."""
     run = training(agent_run)
     everything = [process for index in range(2) for process in whole_node(run, index)]
     for process in everything:

@@ -1,4 +1,4 @@
-"""The figures of a node over time: what is written when, and that nobody waits for it."""
+"""The figures of a node over time: what is written when, and that no thread waits for it."""
 
 import json
 import threading

@@ -27,7 +27,7 @@ SLEEP_S = 8.0
 
 
 class Ring:
-    """A sum over the ranks: everybody sends to rank 0, rank 0 answers. A peer that dies closes its connection."""
+    """A sum over the ranks: all send to rank 0, rank 0 answers. A peer that dies closes its connection."""
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
@@ -209,7 +209,7 @@ def _do(what: str, context: WorkerContext) -> None:
         case "nan":
             raise NonFiniteLoss("loss is nan at step 3")
         case "value":
-            raise ValueError(f"something nobody has seen before, number {context.restart}")
+            raise ValueError(f"something never seen before, number {context.restart}")
         case "child_stops":
             child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
             context.reporter.speak_for([child.pid])  # type: ignore[attr-defined]

@@ -1,0 +1,55 @@
+"""Orders that both threads of agent 0 change at the same time: none is lost."""
+
+import threading
+
+import pytest
+
+from rlhf_core.schemas.agent_messages import GroupOrders, InspectionOrder, WorkerEnd, WorkerStart
+from rlhf_core.schemas.resources import Role
+from rlhf_core.worker.agent_channel import AgentChannel
+from rlhf_core.worker.agent_store import MemoryAgentStore
+from rlhf_core.worker.nodes import Nodes
+from rlhf_core.worker.order_book import OrderBook
+
+NUM_CHANGES = 300
+
+
+@pytest.fixture
+def book() -> OrderBook:
+    return OrderBook(AgentChannel(Nodes(("here",), ("127.0.0.1",), 0), MemoryAgentStore()))
+
+
+def change_from_two_threads(book: OrderBook) -> GroupOrders:
+    def inspect() -> None:
+        for number in range(NUM_CHANGES):
+            book.change_group(Role.ROLLOUT, inspect=InspectionOrder(number=number))
+
+    other = threading.Thread(target=inspect)
+    other.start()
+    for number in range(NUM_CHANGES):
+        book.start_worker(Role.ROLLOUT, WorkerStart(node_index=0, local_rank=0, generation=number))
+    other.join()
+    return book.group(Role.ROLLOUT)
+
+
+def test_orders_of_both_threads_hold(book: OrderBook) -> None:
+    found = change_from_two_threads(book)
+    assert [one.generation for one in found.start_workers] == [*range(NUM_CHANGES)]
+    assert found.inspect.number == NUM_CHANGES - 1
+
+
+def test_a_change_in_two_halves_loses_one(book: OrderBook) -> None:
+    """Negative control: read, then written, an older inspection comes back."""
+    before = book.group(Role.ROLLOUT)
+    book.change_group(Role.ROLLOUT, inspect=InspectionOrder(number=7))
+    book.set_group(Role.ROLLOUT, before)
+    assert book.group(Role.ROLLOUT).inspect.number == 0
+
+
+def test_starts_and_ends_of_single_workers_are_all_retained(book: OrderBook) -> None:
+    for pid in (11, 12):
+        book.end_worker(Role.ROLLOUT, WorkerEnd(node_index=0, pid=pid))
+    book.start_worker(Role.ROLLOUT, WorkerStart(node_index=0, local_rank=0, generation=1))
+    found = book.group(Role.ROLLOUT)
+    assert ([one.pid for one in found.end_workers], len(found.start_workers)) == ([11, 12], 1)
+    assert book.group(Role.TRAINER) == GroupOrders()
