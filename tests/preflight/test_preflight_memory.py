@@ -111,6 +111,19 @@ def test_few_logits_are_all_there_at_once() -> None:
     assert memory.logit_bytes(shape(), 10) == 10 * 151936 * 20
 
 
+def test_traits_are_counted_whatever_the_algorithm_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = with_spec().spec
+    algorithm = spec.loops.main.algorithm
+    before, sequences = memory.trainer_estimate(spec, shape()).resident, algorithm.sequences_per_step
+    assert "critic" not in before
+    monkeypatch.setattr(type(algorithm), "critic", True)
+    monkeypatch.setattr(type(algorithm), "pairs", True)
+    after = memory.trainer_estimate(spec, shape()).resident
+    trained = sum(taken for part, taken in before.items() if part.startswith(("weights", "gradients", "optimizer")))
+    assert after == {**before, "critic": trained}
+    assert algorithm.sequences_per_step == 2 * sequences
+
+
 @pytest.mark.training
 def test_of_many_logits_one_chunk_of_the_trainer_is_there_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted in the trainer's own loop over a vocabulary of this size, with the layer itself left out."""

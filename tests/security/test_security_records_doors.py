@@ -239,8 +239,8 @@ def test_an_override_that_cannot_be_is_a_clear_error(override: str, capsys: pyte
 
 
 def test_too_many_steps_name_the_setting_and_what_it_takes() -> None:
-    with pytest.raises(BadConfig, match=r"train\.num_steps: found 99999999999999999999, input should be less than or"):
-        config.load("quickstart", ["train.num_steps=99999999999999999999"])
+    with pytest.raises(BadConfig, match=r"main\.num_steps: found 99999999999999999999, input should be less than or"):
+        config.load("quickstart", ["loops.main.num_steps=99999999999999999999"])
 
 
 def test_folders_that_are_called_in_no_utf_8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -325,7 +325,7 @@ def test_metrics_have_their_names(results: list[dict[str, Any]], folder: Path) -
     times = {f"time/{name}_s" for name in ("train", "checkpoint", "evaluate", "step")}
     rollout = {
         "length_mean", "truncated_share", "distinct_share", "zero_std_groups",
-        "entropy", "seed_digest", "completion_digest", "train_gap",
+        "entropy", "seed_digest", "completion_digest", "train_gap", "shared_share",
     }  # fmt: skip
     grpo = {"reward/noisy_reward", "policy/clip_share", "policy/kl"}
     grpo |= {f"reward/{name}" for name in ("mean", "std", "max", "min")}
