@@ -1,7 +1,7 @@
 """A change is tried out on this machine before the run itself begins, with real workers."""
 
 import pytest
-from shop import Shop
+from shop import CONFIG, Shop
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.training]
 
@@ -15,12 +15,13 @@ def score(*, completions, **columns):
 """
 """What only shows on the nodes: a look at the data before finds nothing wrong with it."""
 
+ONE_RANK = CONFIG.replace("ranks_per_node = 2", "ranks_per_node = 1")
 SHORT = ("--set", "sft.num_steps=1", "--set", "train.num_steps=4", "--no-prefect")
 TRIAL = ("--set", "preflight.trial=run", "--set", "preflight.trial_steps=1", *SHORT)
 
 
 def test_a_change_is_tried_out_and_one_that_breaks_costs_its_trial_only(shop: Shop) -> None:
-    config = shop.config()
+    config = shop.config(ONE_RANK)
     shop.rlhf("run", config, *SHORT)
     (shop.home / "broken.py").write_text(BREAKS)
 
