@@ -21,7 +21,7 @@ from prefect.client.schemas.filters import ArtifactCollectionFilter, ArtifactCol
 from prefect.client.schemas.objects import ArtifactCollection
 from prefect.states import Completed
 
-from flows.events import FlowRunRef, RunEvent, events_of, publish_events, unpublished
+from flows.events import FlowRunRef, PrefectEvent, events_of, publish_events, unpublished
 from flows.tasks import shorten
 from rlhf_core.control.curves import draw_in_process
 from rlhf_core.control.progress import RunReader, RunSnapshot
@@ -90,7 +90,7 @@ class Publication:
     run_id: str
     flow_run: FlowRunRef
     artifacts: Sequence[RunArtifact] = ()
-    events: Sequence[RunEvent] = ()
+    events: Sequence[PrefectEvent] = ()
     restarts: Sequence[RestartTask] = ()
 
     def __bool__(self) -> bool:

@@ -46,7 +46,7 @@ class FlowRunRef:
 
 
 @dataclass(frozen=True)
-class RunEvent:
+class PrefectEvent:
     """An event about a run, before Prefect has it."""
 
     id: uuid.UUID
@@ -58,14 +58,14 @@ class RunEvent:
 
 def events_of(
     timeline: Timeline, stored: StoredSpec, flow_run: FlowRunRef, now: datetime | None = None
-) -> list[RunEvent]:
+) -> list[PrefectEvent]:
     """Make the events of a run that are not too old, in the order of time."""
     since = (now or utc_now()) - MAX_AGE
     found = [*_incidents(timeline), *_decisions(timeline), *_moves(timeline, stored, flow_run)]
     return sorted((one for one in found if one.occurred >= since), key=lambda one: one.occurred)
 
 
-def unpublished(client: SyncPrefectClient, events: Sequence[RunEvent]) -> list[RunEvent]:
+def unpublished(client: SyncPrefectClient, events: Sequence[PrefectEvent]) -> list[PrefectEvent]:
     """Events that the server does not have."""
     known: set[str] = set()
     # By itself the server ends at its own present, and a controller's clock may be ahead of it.
@@ -78,7 +78,7 @@ def unpublished(client: SyncPrefectClient, events: Sequence[RunEvent]) -> list[R
 
 
 def publish_events(
-    client: SyncPrefectClient, events: Sequence[RunEvent], run_id: str, flow_run: FlowRunRef
+    client: SyncPrefectClient, events: Sequence[PrefectEvent], run_id: str, flow_run: FlowRunRef
 ) -> list[str]:
     """Post the events that the server does not have, and return their names.
 
@@ -91,7 +91,7 @@ def publish_events(
     return [one.name for one in new]
 
 
-def _as_json(event: RunEvent, run_id: str, flow_run: FlowRunRef) -> dict[str, object]:
+def _as_json(event: PrefectEvent, run_id: str, flow_run: FlowRunRef) -> dict[str, object]:
     related = RelatedResource(
         {
             "prefect.resource.id": f"prefect.flow-run.{flow_run.id}",
@@ -112,11 +112,11 @@ def _as_json(event: RunEvent, run_id: str, flow_run: FlowRunRef) -> dict[str, ob
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _event(name: str, about: str, occurred: datetime, payload: dict[str, str]) -> RunEvent:
-    return RunEvent(uuid.uuid5(_NAMESPACE, about), name, occurred, payload)
+def _event(name: str, about: str, occurred: datetime, payload: dict[str, str]) -> PrefectEvent:
+    return PrefectEvent(uuid.uuid5(_NAMESPACE, about), name, occurred, payload)
 
 
-def _incidents(timeline: Timeline) -> Iterator[RunEvent]:
+def _incidents(timeline: Timeline) -> Iterator[PrefectEvent]:
     for found in timeline.incidents:
         incident = found.incident
         name = f"rlhf.incident.{incident.failure_kind.value}"
@@ -124,7 +124,7 @@ def _incidents(timeline: Timeline) -> Iterator[RunEvent]:
         yield _event(name, about, incident.seen_at, _of_incident(timeline, found))
 
 
-def _decisions(timeline: Timeline) -> Iterator[RunEvent]:
+def _decisions(timeline: Timeline) -> Iterator[PrefectEvent]:
     for found in timeline.decisions:
         decision = found.decision
         name = f"rlhf.decision.{decision.action.value}"
@@ -132,7 +132,7 @@ def _decisions(timeline: Timeline) -> Iterator[RunEvent]:
         yield _event(name, about, decision.decided_at, _of_decision(timeline, found))
 
 
-def _moves(timeline: Timeline, stored: StoredSpec, flow_run: FlowRunRef) -> Iterator[RunEvent]:
+def _moves(timeline: Timeline, stored: StoredSpec, flow_run: FlowRunRef) -> Iterator[PrefectEvent]:
     for line in timeline.lines:
         if isinstance(line.event, RunMoved | PromotionMoved):
             what = "run" if isinstance(line.event, RunMoved) else "promotion"

@@ -37,7 +37,7 @@ _SLOT = "AwaitingConcurrencySlot"
 
 
 @dataclass(frozen=True)
-class Wait:
+class QueueWait:
     """The reason why a run has not begun."""
 
     words: str
@@ -47,7 +47,7 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Place:
+class QueuePlace:
     """Pool, queue and workers of a flow run that waits."""
 
     pool: WorkPool | None
@@ -57,7 +57,7 @@ class Place:
     """Limit on the runs of its deployment at the same time."""
 
 
-def what_it_waits_for(flow_run_id: str, now: datetime | None = None) -> Wait:
+def what_it_waits_for(flow_run_id: str, now: datetime | None = None) -> QueueWait:
     """Ask Prefect why a flow run has not made its run yet.
 
     Raises:
@@ -65,7 +65,7 @@ def what_it_waits_for(flow_run_id: str, now: datetime | None = None) -> Wait:
         RunCancelled: it was cancelled before it began.
     """
     if not server_answers():
-        return Wait(
+        return QueueWait(
             f"the Prefect server at {PREFECT_API_URL.value()} does not answer; no worker hears of the run before it "
             f"does. `rlhf up` starts the server of this machine again",
             stuck=True,
@@ -79,31 +79,35 @@ def what_it_waits_for(flow_run_id: str, now: datetime | None = None) -> Wait:
         return explain(flow_run, _place(client, flow_run), now or datetime.now(UTC))
 
 
-def explain(flow_run: FlowRun, place: Place, now: datetime) -> Wait:
+def explain(flow_run: FlowRun, place: QueuePlace, now: datetime) -> QueueWait:
     """Explain why a flow run that has not ended has made no run. Pure."""
     state = flow_run.state
     if state is None or state.type is not StateType.SCHEDULED:
         name = state.name if state is not None else "unknown"
-        return Wait(f"a worker has taken it ({name}); its process makes the run directory next")
+        return QueueWait(f"a worker has taken it ({name}); its process makes the run directory next")
     if state.name == _SLOT:
         limit = f" of {place.limit}" if place.limit is not None else ""
-        return Wait(f"it waits for its turn: the limit{limit} on runs of its deployment at the same time is reached")
+        return QueueWait(
+            f"it waits for its turn: the limit{limit} on runs of its deployment at the same time is reached"
+        )
     due = state.state_details.scheduled_time or flow_run.expected_start_time or now
     if due > now + SOON:
-        return Wait(f"it is scheduled for {due:%Y-%m-%d %H:%M:%S} UTC")
+        return QueueWait(f"it is scheduled for {due:%Y-%m-%d %H:%M:%S} UTC")
     return _hindered(flow_run, place, now) or _full(flow_run, place) or _late(flow_run, place, due, now)
 
 
-def _hindered(flow_run: FlowRun, place: Place, now: datetime) -> Wait | None:
+def _hindered(flow_run: FlowRun, place: QueuePlace, now: datetime) -> QueueWait | None:
     """The reason why no worker could begin it, if there is one."""
     name = flow_run.work_pool_name
     if place.pool is None:
         found = f"the Prefect server has no work pool {name!r} any more" if name else "its deployment has no work pool"
-        return Wait(f"{found}. `rlhf up` makes it again; then deploy again (`rlhf deploy`), and ask again", stuck=True)
+        return QueueWait(
+            f"{found}. `rlhf up` makes it again; then deploy again (`rlhf deploy`), and ask again", stuck=True
+        )
     if place.pool.is_paused:
-        return Wait(f"the work pool {name!r} is paused in Prefect: resume it on its page", stuck=True)
+        return QueueWait(f"the work pool {name!r} is paused in Prefect: resume it on its page", stuck=True)
     if place.queue is not None and place.queue.is_paused:
-        return Wait(
+        return QueueWait(
             f"the queue {place.queue.name!r} of the work pool {name!r} is paused in Prefect: resume it on its page",
             stuck=True,
         )
@@ -111,7 +115,7 @@ def _hindered(flow_run: FlowRun, place: Place, now: datetime) -> Wait | None:
         return None
     heard = max((one.last_heartbeat_time for one in place.workers if one.last_heartbeat_time), default=None)
     last = "" if heard is None else f"; the last one was heard at {heard:%Y-%m-%d %H:%M:%S} UTC"
-    return Wait(
+    return QueueWait(
         f"no worker of the pool {name!r} is online{last}. `rlhf up` on the machine of the site starts one; the run "
         f"stays asked for until then",
         stuck=True,
@@ -126,23 +130,23 @@ def is_heard(worker: Worker, now: datetime) -> bool:
     return now - worker.last_heartbeat_time < timedelta(seconds=SILENT_BEATS * beat_s)
 
 
-def _full(flow_run: FlowRun, place: Place) -> Wait | None:
+def _full(flow_run: FlowRun, place: QueuePlace) -> QueueWait | None:
     queue = f"queue {place.queue.name!r}" if place.queue is not None else ""
     for one, what in ((place.pool, f"work pool {flow_run.work_pool_name!r}"), (place.queue, queue)):
         if one is not None and one.concurrency_limit is not None and (one.active_slots or 0) >= one.concurrency_limit:
             more = " ([prefect] max_runs of rlhf.toml)" if one is place.pool else ""
-            return Wait(
+            return QueueWait(
                 f"it waits for its turn: {one.active_slots} of {one.concurrency_limit} places of the {what} are "
                 f"taken{more}"
             )
     return None
 
 
-def _late(flow_run: FlowRun, place: Place, due: datetime, now: datetime) -> Wait:
+def _late(flow_run: FlowRun, place: QueuePlace, due: datetime, now: datetime) -> QueueWait:
     who = ", ".join(sorted(worker.name for worker in place.workers if is_heard(worker, now)))
     if now - due < PROMPT:
-        return Wait(f"it is with the work pool {flow_run.work_pool_name!r}, and a worker is online ({who})")
-    return Wait(
+        return QueueWait(f"it is with the work pool {flow_run.work_pool_name!r}, and a worker is online ({who})")
+    return QueueWait(
         f"it is late: due at {due:%H:%M:%S} UTC, and no worker has taken it, though {who} is online. The log of the "
         f"worker says more (logs/worker.log of RLHF_HOME on its machine)"
     )
@@ -159,13 +163,13 @@ def _require_open(flow_run: FlowRun) -> None:
     raise RunFailed(f"its flow run is {state.name} before the run began{said}")
 
 
-def _place(client: SyncPrefectClient, flow_run: FlowRun) -> Place:
+def _place(client: SyncPrefectClient, flow_run: FlowRun) -> QueuePlace:
     pool_name = flow_run.work_pool_name or ""
     pool: WorkPool | None = None
     queue: WorkQueue | None = None
     workers: Sequence[Worker] = ()
     if not pool_name:
-        return Place(None, None, (), None)
+        return QueuePlace(None, None, (), None)
     try:
         pool = client.read_work_pool(pool_name)
         workers = client.read_workers_for_work_pool(pool_name)
@@ -177,7 +181,7 @@ def _place(client: SyncPrefectClient, flow_run: FlowRun) -> Place:
     if flow_run.deployment_id is not None and flow_run.state is not None and flow_run.state.name == _SLOT:
         found = client.read_deployment(flow_run.deployment_id).global_concurrency_limit
         limit = found.limit if found is not None else None
-    return Place(pool, queue, workers, limit)
+    return QueuePlace(pool, queue, workers, limit)
 
 
 def withdraw(run_id: str, reason: str) -> bool:

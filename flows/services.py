@@ -17,7 +17,7 @@ from flows.server import (
 from flows.worker import FLOW_STOP_TIMEOUT_S, flow_processes
 from rlhf_core.config import Site
 from rlhf_core.errors import BadInput, PrefectUnavailable
-from rlhf_core.services.lifecycle import Lifecycle, Say, Service, Started
+from rlhf_core.services.lifecycle import Lifecycle, Say, Service, StartedService
 from rlhf_core.services.presence import OURS, ServiceState, ServiceStatus, look
 from rlhf_core.services.processes import terminate_all
 from rlhf_core.services.supervisord import Supervisord
@@ -51,7 +51,7 @@ def services_of(site: Site) -> tuple[Service, ...]:
     )
 
 
-def up(site: Site, names: Sequence[str] = (), say: Say = lambda text: None) -> list[Started]:
+def up(site: Site, names: Sequence[str] = (), say: Say = lambda text: None) -> list[StartedService]:
     """Start the services that are missing, replace those that do not answer, and wait until each is ready.
 
     Raises:

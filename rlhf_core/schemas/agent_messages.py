@@ -10,7 +10,7 @@ from rlhf_core.schemas.reports import RankStatus, WorkerOutcome
 from rlhf_core.schemas.resources import Role
 
 
-class Step(Schema):
+class AgreedStep(Schema):
     """Next step of all agents."""
 
     action: Literal["start", "again", "restart", "next_role", "end"]
@@ -87,7 +87,7 @@ class InspectionOrder(Schema):
     """True if to ask the workers for the collective they are in, too."""
 
 
-class WorkerStart(Schema):
+class WorkerStartOrder(Schema):
     """A worker that is started again alone."""
 
     node_index: int
@@ -96,7 +96,7 @@ class WorkerStart(Schema):
     """Of this start; no other start of its group has it."""
 
 
-class WorkerEnd(Schema):
+class WorkerEndOrder(Schema):
     """A worker that is ended alone."""
 
     node_index: int
@@ -109,9 +109,9 @@ class GroupOrders(Schema):
 
     kill: int = -1
     """Generation whose workers are ended; of a group that is restarted together."""
-    start_workers: tuple[WorkerStart, ...] = ()
+    start_workers: tuple[WorkerStartOrder, ...] = ()
     """All starts of single workers so far, in order; of a group that is restarted alone."""
-    end_workers: tuple[WorkerEnd, ...] = ()
+    end_workers: tuple[WorkerEndOrder, ...] = ()
     """All ends of single workers so far."""
     collect: int = 0
     """Number of requests for evidence so far."""
@@ -132,7 +132,7 @@ class Orders(Schema):
     """Number of requests to save and go on so far."""
     groups: dict[Role, GroupOrders] = {}
     """By the role of the group, for the present phase."""
-    over: Step | None = None
+    over: AgreedStep | None = None
     """The attempt ends now."""
 
 

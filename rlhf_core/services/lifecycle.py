@@ -54,7 +54,7 @@ class Service:
 
 
 @dataclass(frozen=True)
-class Started:
+class StartedService:
     """Result of ``up`` for one service."""
 
     name: str
@@ -81,7 +81,7 @@ class Lifecycle:
         self._say = say
         self._supervisord = Supervisord(home)
 
-    def up(self, names: Sequence[str]) -> list[Started]:
+    def up(self, names: Sequence[str]) -> list[StartedService]:
         """Start services that are missing, replace those that do not answer, and wait until each is ready.
 
         Raises:
@@ -136,10 +136,10 @@ class Lifecycle:
     # -----------------------------------------------------------------------------------------------------------------
     # One service
 
-    def _ensure(self, service: Service, environment: Mapping[str, str]) -> Started:
+    def _ensure(self, service: Service, environment: Mapping[str, str]) -> StartedService:
         found = self._settled(service.name)
         if found.state is ServiceState.RUNNING and service.is_well():
-            return Started(service.name, found.pid, "was running")
+            return StartedService(service.name, found.pid, "was running")
         replaced = found.state is not ServiceState.STOPPED
         if replaced:
             _require_ours(found)
@@ -147,7 +147,7 @@ class Lifecycle:
             self._end(service, found)
         self._say(f"starting the {service.name}")
         service.before_start()
-        return Started(service.name, self._start(service, environment), "replaced" if replaced else "started")
+        return StartedService(service.name, self._start(service, environment), "replaced" if replaced else "started")
 
     def _settled(self, name: str) -> ServiceStatus:
         """State of a service, once one that is starting is ready or gone, and a silent one had time to answer."""

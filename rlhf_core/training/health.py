@@ -73,7 +73,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Finding:
+class HealthFinding:
     """One reason to say that training learns nothing."""
 
     rule: HealthRule
@@ -162,13 +162,13 @@ class Judge:
 
     def look(
         self, step: int, samples: bool, metrics: Mapping[str, float], by_rank: Mapping[str, Sequence[float]]
-    ) -> list[Finding]:
+    ) -> list[HealthFinding]:
         """Take in one step. Returns what is found by now, the most telling first; empty when all is well."""
         self.state = observe(self.state, self._spec, self._batch, step, samples, metrics, by_rank)
         return findings(self.state, self._spec, self._batch)
 
 
-def in_words(found: Sequence[Finding], step: int) -> str:
+def in_words(found: Sequence[HealthFinding], step: int) -> str:
     """Findings as the message of an error."""
     since = min(finding.since_step for finding in found)
     also = f". Also: {'; '.join(finding.message for finding in found[1:])}" if len(found) > 1 else ""
@@ -359,7 +359,7 @@ class _View:
         return self.state.recent[-1].step - max(self.state.spread_ended, self.state.first_step - 1)
 
 
-def findings(state: HealthState, spec: HealthSpec, batch: Batch) -> list[Finding]:
+def findings(state: HealthState, spec: HealthSpec, batch: Batch) -> list[HealthFinding]:
     """All that is wrong after the last step, the most telling first."""
     found = [_frozen(state, spec), *_identical(state, spec, batch)]
     if len(state.recent) == spec.window_steps:
@@ -368,11 +368,11 @@ def findings(state: HealthState, spec: HealthSpec, batch: Batch) -> list[Finding
     return [finding for finding in found if finding is not None and finding.rule not in spec.off]
 
 
-def _frozen(state: HealthState, spec: HealthSpec) -> Finding | None:
+def _frozen(state: HealthState, spec: HealthSpec) -> HealthFinding | None:
     num_steps = state.last_step - state.frozen_since + 1
     if not state.frozen_since or num_steps < spec.frozen_steps:
         return None
-    return Finding(
+    return HealthFinding(
         "frozen",
         state.frozen_since,
         f"{state.frozen_why}, {num_steps} steps in a row. Expected trained weights (requires_grad) that are reached by "
@@ -380,7 +380,7 @@ def _frozen(state: HealthState, spec: HealthSpec) -> Finding | None:
     )
 
 
-def _identical(state: HealthState, spec: HealthSpec, batch: Batch) -> list[Finding | None]:
+def _identical(state: HealthState, spec: HealthSpec, batch: Batch) -> list[HealthFinding | None]:
     groups, ranks, steps = state.same_groups, state.same_ranks, state.same_steps
     whatever = ", and the same for every prompt" if groups.distinct == 1 else ""
     told = (
@@ -397,10 +397,10 @@ def _identical(state: HealthState, spec: HealthSpec, batch: Batch) -> list[Findi
 
 def _repetition(
     found: Repetition, num_ranks: int, what: str, state: HealthState, spec: HealthSpec, batch: Batch
-) -> Finding | None:
+) -> HealthFinding | None:
     if found.num_steps < 2 or found.nats * num_ranks < -math.log(spec.identical_chance):
         return None
-    return Finding(
+    return HealthFinding(
         "identical",
         found.since_step,
         f"{what} on {_named(found.ranks, batch.nodes)}, {found.num_steps} steps in a row, although the policy is not "
@@ -409,13 +409,13 @@ def _repetition(
     )
 
 
-def _reward_collapse(view: _View) -> Finding | None:
+def _reward_collapse(view: _View) -> HealthFinding | None:
     state, now, best = view.state, view.now, view.state.best
     if best is None or not _is_higher(best, now, SURE_LOSS):
         return None
     if now.mean - state.floor > view.spec.collapsed_share * (best.mean - state.floor):
         return None
-    return Finding(
+    return HealthFinding(
         "reward_collapse",
         best.since_step + _block_steps(view.spec),
         f"the mean reward of {view.steps} is {now.mean:.3g}; over its best {_block_steps(view.spec)} steps, from step "
@@ -424,13 +424,13 @@ def _reward_collapse(view: _View) -> Finding | None:
     )
 
 
-def _no_spread(view: _View) -> Finding | None:
+def _no_spread(view: _View) -> HealthFinding | None:
     state, without = view.state, view.steps_without_spread()
     too_few = without < view.spec.window_steps or without * view.batch.num_completions < view.spec.min_completions
     if too_few or view.is_well:
         return None
     before = f"{state.first.mean:.3g} over the first steps" if state.first and state.spread_ended else "never another"
-    return Finding(
+    return HealthFinding(
         "no_spread",
         state.recent[-1].step - without + 1,
         f"in {without} steps, {without * view.batch.num_completions} completions, no prompt had completions with "
@@ -440,7 +440,7 @@ def _no_spread(view: _View) -> Finding | None:
     )
 
 
-def _truncated(view: _View) -> Finding | None:
+def _truncated(view: _View) -> HealthFinding | None:
     state = view.state
     nothing = view.now.mean <= state.floor + SOLVED_WITHIN * (state.top - state.floor) and not _is_solved(
         state, view.now
@@ -448,7 +448,7 @@ def _truncated(view: _View) -> Finding | None:
     rare = len(state.recent) * view.batch.num_completions < view.spec.min_completions
     if not nothing or rare or any(seen.truncated < view.spec.truncated_share for seen in state.recent):
         return None
-    return Finding(
+    return HealthFinding(
         "truncated",
         state.recent[0].step,
         f"{state.recent[-1].truncated:.0%} of the completions are cut off at rollout.max_new_tokens, as in all of "
@@ -457,11 +457,11 @@ def _truncated(view: _View) -> Finding | None:
     )
 
 
-def _entropy_collapse(view: _View) -> Finding | None:
+def _entropy_collapse(view: _View) -> HealthFinding | None:
     state, entropy = view.state, fmean(seen.entropy for seen in view.state.recent)
     if entropy >= view.spec.entropy_share * state.first_entropy or view.is_well:
         return None
-    return Finding(
+    return HealthFinding(
         "entropy_collapse",
         state.recent[0].step,
         f"the policy is certain of every token: {entropy:.2g} nats over {view.steps}, {state.first_entropy:.2g} over "
@@ -470,7 +470,12 @@ def _entropy_collapse(view: _View) -> Finding | None:
     )
 
 
-RULES: tuple[Callable[[_View], Finding | None], ...] = (_reward_collapse, _no_spread, _truncated, _entropy_collapse)
+RULES: tuple[Callable[[_View], HealthFinding | None], ...] = (
+    _reward_collapse,
+    _no_spread,
+    _truncated,
+    _entropy_collapse,
+)
 """Rules over a full window of the main algorithm, the most telling first."""
 
 

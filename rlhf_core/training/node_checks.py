@@ -36,7 +36,7 @@ MAX_EXCHANGES = 50
 
 
 @dataclass(frozen=True)
-class Place:
+class MeasuringPlace:
     """Where this process stands."""
 
     node: int
@@ -69,10 +69,10 @@ def run(place: dict[str, Any]) -> int:
     """Measure, and print one JSON object per step. Returns the exit code.
 
     Args:
-        place: The fields of :class:`Place`.
+        place: The fields of :class:`MeasuringPlace`.
     """
     try:
-        for line in _steps(Place(**place)):
+        for line in _steps(MeasuringPlace(**place)):
             print(json.dumps(line), flush=True)
     except Exception as error:  # noqa: BLE001 - what went wrong is the finding
         said = str(error).strip().splitlines()
@@ -100,7 +100,7 @@ def rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
 # The steps
 
 
-def _steps(place: Place) -> Iterator[dict[str, Any]]:
+def _steps(place: MeasuringPlace) -> Iterator[dict[str, Any]]:
     device = torch.device("cuda", place.local_rank) if place.gpu else torch.device("cpu")
     if place.gpu:
         torch.cuda.set_device(device)
@@ -143,7 +143,7 @@ def _right(step: str, problem: str) -> dict[str, Any]:
     return {"step": step, "problem": f"{step}: {problem}"} if problem else {"step": step}
 
 
-def _store(place: Place) -> Any:
+def _store(place: MeasuringPlace) -> Any:
     patience = timedelta(seconds=place.patience_s)
     store: Any
     if place.store.startswith("/"):
@@ -155,7 +155,7 @@ def _store(place: Place) -> Any:
     return PrefixStore(place.prefix, store)
 
 
-def _await_all(place: Place, store: Any, done: str) -> None:
+def _await_all(place: MeasuringPlace, store: Any, done: str) -> None:
     """Until all have come so far: one that is late must not be taken for one that is silent."""
     if store.add(done, 1) == place.world:
         store.set(f"all {done}", "")
@@ -166,7 +166,7 @@ def _await_all(place: Place, store: Any, done: str) -> None:
         raise RuntimeError(f"{came} of {place.world} ranks {done} within {place.start_s:.0f} s") from error
 
 
-def _group(place: Place, store: Any, rank: int, size: int) -> Any:
+def _group(place: MeasuringPlace, store: Any, rank: int, size: int) -> Any:
     """A process group of its own: it leaves nothing behind for others, and connects only whom it is for."""
     patience = timedelta(seconds=place.patience_s)
     if not place.gpu:
@@ -201,7 +201,7 @@ def _matmul(device: torch.device) -> dict[str, float]:
     return {"tflops": count * 2 * size**3 / passed_s / 1e12, "core_share": share}
 
 
-def _in_time(place: Place, speak: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _in_time(place: MeasuringPlace, speak: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What a pair measured, if it did so in time: gloo tries for a minute to connect to a silent peer."""
     heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     # Left behind where it hangs: the process ends without waiting for it.
@@ -212,7 +212,7 @@ def _in_time(place: Place, speak: Callable[[], dict[str, Any]]) -> dict[str, Any
         return {"problem": f"no answer within {place.patience_s:.0f} s"}
 
 
-def _exchange(place: Place, store: Any, name: str, peer: int, device: torch.device) -> dict[str, Any]:
+def _exchange(place: MeasuringPlace, store: Any, name: str, peer: int, device: torch.device) -> dict[str, Any]:
     """Speak with the same rank of another node; what goes wrong is the result."""
     low, high = sorted((place.node, peer))
     own = PrefixStore(f"{name}/{low}-{high}/{place.local_rank}", store)
@@ -251,7 +251,7 @@ def _plain(error: str) -> str:
     return error.rpartition("] ")[2][:200]
 
 
-def _sum_is_right(place: Place, group: Any, device: torch.device) -> str:
+def _sum_is_right(place: MeasuringPlace, group: Any, device: torch.device) -> str:
     """Whole numbers, so that the sum is exact in every order."""
     own = torch.arange(1024, device=device, dtype=torch.float32) % 7 + place.rank
     group.allreduce([own]).wait()
@@ -261,7 +261,7 @@ def _sum_is_right(place: Place, group: Any, device: torch.device) -> str:
     return f"{wrong} of 1024 sums are wrong" if wrong else ""
 
 
-def _parts_are_right(place: Place, group: Any, device: torch.device) -> str:
+def _parts_are_right(place: MeasuringPlace, group: Any, device: torch.device) -> str:
     own = torch.full((256,), float(place.rank), device=device)
     parts = [torch.empty_like(own) for _ in range(place.world)]
     group.allgather([parts], [own]).wait()

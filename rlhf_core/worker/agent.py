@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from rlhf_core.diagnosis.classify import Diagnosis, fingerprint
 from rlhf_core.diagnosis.liveness import GapTracker
 from rlhf_core.run_dir import RestartDir, write_model
-from rlhf_core.schemas.agent_messages import NodeEnd, NodeState, Orders, Ready, Step
+from rlhf_core.schemas.agent_messages import AgreedStep, NodeEnd, NodeState, Orders, Ready
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.base import Schema
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
@@ -78,7 +78,7 @@ class Agent:
         self._slots: dict[Role, SlotFile] = {}
         self._group_events = GroupEvents(events)
         self._probe = node_probe.Probe(
-            node_probe.Place(job.run_dir, job.attempt, job.nodes, job.spec, job.placement, channel.endpoint)
+            node_probe.ProbePlace(job.run_dir, job.attempt, job.nodes, job.spec, job.placement, channel.endpoint)
         )
         supervise = job.spec.supervise
         self._supervisor = Supervisor(
@@ -144,9 +144,9 @@ class Agent:
         topic: str,
         message: Schema,
         kind: type[Message],
-        decide: Callable[[Mapping[int, Message]], Step],
+        decide: Callable[[Mapping[int, Message]], AgreedStep],
         timeout_s: float = float("inf"),
-    ) -> Step:
+    ) -> AgreedStep:
         """Agree on one thing while nothing else is to be done; see :meth:`Agreement.agree`."""
         return self._agreement.complete(self._agreement.agree(topic, message, kind, decide, timeout_s))
 
@@ -192,7 +192,7 @@ class Agent:
         """Compare and measure the nodes; the end, where one is not fit."""
         probe, asked, decisions = self._probe, self._supervisor.asked, self._decisions
 
-        def after_facts(facts: Mapping[int, NodeFacts]) -> Step:
+        def after_facts(facts: Mapping[int, NodeFacts]) -> AgreedStep:
             # One that cannot read its orders is a finding, not the end of everything.
             unread = asked.broken_kind is FailureKind.CONFIG and asked.broken_node != ""
             step = decisions.asked_to_end() if unread else decisions.may_start()
@@ -202,11 +202,11 @@ class Agent:
             probe.take_facts(facts, ahead_s, {asked.broken_node: asked.broken} if unread else {})
             return self._after_checks(last=not probe.measures)
 
-        def after_speeds(speeds: Mapping[int, NodeSpeed], look: int) -> Step:
+        def after_speeds(speeds: Mapping[int, NodeSpeed], look: int) -> AgreedStep:
             step = decisions.may_start()
             if step.action == "end":
                 return step
-            return Step(action="again") if probe.take_speeds(speeds, look) else self._after_checks(last=True)
+            return AgreedStep(action="again") if probe.take_speeds(speeds, look) else self._after_checks(last=True)
 
         step = self._agree("facts", probe.facts(), NodeFacts, after_facts, node_probe.FACTS_S)
         for look in (1, 2):
@@ -218,7 +218,7 @@ class Agent:
                 break
         return Ending.of(step) if step.action == "end" else None
 
-    def _after_checks(self, *, last: bool) -> Step:
+    def _after_checks(self, *, last: bool) -> AgreedStep:
         """Decide on the findings so far; they are written down when they end something or are all."""
         report = self._probe.report()
         blocking = [one for one in report.results if one.status is CheckStatus.BLOCKED]
@@ -227,9 +227,9 @@ class Agent:
             counts = Counter(one.status.value for one in report.results)
             listed = ", ".join(f"{count} {status}" for status, count in counts.items())
             self._events.add("probe", f"nodes checked in {report.seconds} s: {listed}", Role.PROBE)
-        return self._unfit(blocking) if blocking else Step(action="start")
+        return self._unfit(blocking) if blocking else AgreedStep(action="start")
 
-    def _unfit(self, blocking: Sequence[CheckResult]) -> Step:
+    def _unfit(self, blocking: Sequence[CheckResult]) -> AgreedStep:
         """The end; with the nodes to do without, unless no node is to blame."""
         nodes = tuple(dict.fromkeys(one.node for one in blocking if one.node))
         kind = FailureKind.NODE_UNFIT if all(one.node for one in blocking) else FailureKind.CONFIG

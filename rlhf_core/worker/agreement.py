@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from typing import TypeVar
 
-from rlhf_core.schemas.agent_messages import Orders, Step
+from rlhf_core.schemas.agent_messages import AgreedStep, Orders
 from rlhf_core.schemas.base import Schema
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.worker.agent_channel import AgentChannel, Message
@@ -33,9 +33,9 @@ class Agreement:
         topic: str,
         message: Schema,
         kind: type[Message],
-        decide: Callable[[Mapping[int, Message]], Step],
+        decide: Callable[[Mapping[int, Message]], AgreedStep],
         timeout_s: float = float("inf"),
-    ) -> Generator[None, None, Step]:
+    ) -> Generator[None, None, AgreedStep]:
         """Report something to agent 0; once it has received all, it decides for all. The same step comes back on every
         node.
 
@@ -65,15 +65,15 @@ class Agreement:
         missing = {name for index, name in enumerate(self._channel.nodes.names) if index not in received}
         return missing <= {self._asked.broken_node}
 
-    def _await_step(self, topic: str) -> Generator[None, None, Step]:
+    def _await_step(self, topic: str) -> Generator[None, None, AgreedStep]:
         """The decision of agent 0; the end, where it decides nothing any more."""
-        while not (self._channel.published(topic, Step) or self.over or self._asked.broken):
+        while not (self._channel.published(topic, AgreedStep) or self.over or self._asked.broken):
             yield
-        lost = Step(action="end", message=self._asked.broken, kind=FailureKind.AGENT_KILLED)
-        return self._channel.published(topic, Step) or self.over or lost
+        lost = AgreedStep(action="end", message=self._asked.broken, kind=FailureKind.AGENT_KILLED)
+        return self._channel.published(topic, AgreedStep) or self.over or lost
 
     @property
-    def over(self) -> Step | None:
+    def over(self) -> AgreedStep | None:
         """The end of the attempt, once agent 0 has ordered it."""
         orders = self._channel.published("orders", Orders)
         return orders.over if orders is not None else None

@@ -11,7 +11,7 @@ from pathlib import Path
 from rlhf_core.diagnosis.classify import Evidence, classify
 from rlhf_core.errors import RunDirError
 from rlhf_core.run_dir import AttemptDir, RunDir, read_model
-from rlhf_core.schemas.agent_messages import NodeState, Orders, Step
+from rlhf_core.schemas.agent_messages import AgreedStep, NodeState, Orders
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import FailureKind
@@ -199,7 +199,7 @@ def _report_broken(site: AgentSite, message: str, kind: FailureKind) -> Ending:
     """Have all others end too: agent 0 says that it is over, another one says what is wrong with it."""
     channel = site.channel
     if channel is not None and channel.leads:
-        over = Step(action="end", state=AttemptState.FAILED, message=message, kind=kind)
+        over = AgreedStep(action="end", state=AttemptState.FAILED, message=message, kind=kind)
         channel.publish("orders", Orders(over=over))
     elif channel is not None:
         said = f"{site.nodes.name}: {message}"
@@ -232,7 +232,7 @@ def _finish(site: AgentSite, ending: Ending) -> int:
     is_well = written and ending.state in _GOOD_ENDS
     if site.channel is not None:
         if not is_well and site.channel.leads:
-            over = Step(action="end", state=ending.state, message=ending.message, kind=ending.kind)
+            over = AgreedStep(action="end", state=ending.state, message=ending.message, kind=ending.kind)
             site.channel.publish("orders", Orders(over=over))
         elif not is_well:
             _await_outcome(site.channel)

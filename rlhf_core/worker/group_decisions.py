@@ -6,7 +6,7 @@ from dataclasses import replace
 from rlhf_core.diagnosis.classify import Diagnosis, fingerprint
 from rlhf_core.diagnosis.policy import Choice
 from rlhf_core.run_dir import RestartDir
-from rlhf_core.schemas.agent_messages import NodeEnd, Step
+from rlhf_core.schemas.agent_messages import AgreedStep, NodeEnd
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.resources import GroupPlan, Role
@@ -44,12 +44,14 @@ class GroupDecisions:
     # -----------------------------------------------------------------------------------------------------------------
     # Ends and starts
 
-    def end(self, state: AttemptState, message: str, kind: FailureKind | None = None, ended_by: str = "") -> Step:
+    def end(self, state: AttemptState, message: str, kind: FailureKind | None = None, ended_by: str = "") -> AgreedStep:
         """The end of the attempt."""
         restarts = self.budget.restarts
-        return Step(action="end", state=state, message=message, kind=kind, ended_by=ended_by, num_restarts=restarts)
+        return AgreedStep(
+            action="end", state=state, message=message, kind=kind, ended_by=ended_by, num_restarts=restarts
+        )
 
-    def begin_start(self, plan: GroupPlan) -> Step:
+    def begin_start(self, plan: GroupPlan) -> AgreedStep:
         """Open the store of a start of the workers, which is new for each: in an older one stand addresses of the dead.
 
         The one before is closed only now, when all workers of it have ended on all nodes.
@@ -61,7 +63,7 @@ class GroupDecisions:
             step = step.model_copy(update={"store": store})
         return step
 
-    def may_start(self) -> Step:
+    def may_start(self) -> AgreedStep:
         """The start of what comes next, or the end, where that was requested."""
         step, asked = self.asked_to_end(), self._asked
         if step is None and asked.broken:
@@ -71,9 +73,9 @@ class GroupDecisions:
         if step is None and asked.stop:
             # Between two starts there is nothing to save first.
             step = self.end(AttemptState.PREEMPTED, f"ended between two starts of the workers: {asked.stop}")
-        return step or Step(action="start")
+        return step or AgreedStep(action="start")
 
-    def asked_to_end(self) -> Step | None:
+    def asked_to_end(self) -> AgreedStep | None:
         """The end that the user or a signal has requested; None where neither has."""
         asked = self._asked
         if asked.cancel:
@@ -88,7 +90,7 @@ class GroupDecisions:
         self.generations[role] = self.generations.get(role, -1) + 1
         return self.generations[role]
 
-    def take_generations(self, step: Step) -> None:
+    def take_generations(self, step: AgreedStep) -> None:
         """Take over the generations that agent 0 knows."""
         for role, generation in step.generations.items():
             self.generations[role] = max(generation, self.generations.get(role, -1))
@@ -96,7 +98,7 @@ class GroupDecisions:
     # -----------------------------------------------------------------------------------------------------------------
     # Groups that are restarted together
 
-    def conclude(self, group: WorkerGroup, ends: Mapping[int, NodeEnd], restart_dir: RestartDir) -> Step:
+    def conclude(self, group: WorkerGroup, ends: Mapping[int, NodeEnd], restart_dir: RestartDir) -> AgreedStep:
         """The step that follows from how the workers of a group have ended on all nodes."""
         step, asked = self.asked_to_end(), self._asked
         if step is not None:
@@ -115,10 +117,10 @@ class GroupDecisions:
         failure = self.damaged.explained(failure, restart_dir)
         choice = self._choose(group, failure, restart_dir)
         if choice.action is Action.RESTART_IN_PLACE:
-            return Step(action="restart", damaged=tuple(self.damaged.names))
+            return AgreedStep(action="restart", damaged=tuple(self.damaged.names))
         return self.end(AttemptState.FAILED, f"{failure.diagnosis.message} ({choice.reason})", failure.diagnosis.kind)
 
-    def _end_role(self, role: Role, ends: Mapping[int, NodeEnd]) -> Step:
+    def _end_role(self, role: Role, ends: Mapping[int, NodeEnd]) -> AgreedStep:
         outcomes = [worker.outcome for end in ends.values() for worker in end.workers]
         early = any(outcome.stopped_early for outcome in outcomes if outcome is not None)
         how = "saved and ended early" if early else "ended well"
@@ -127,7 +129,7 @@ class GroupDecisions:
             why = self._asked.stop or "the workers decided so"
             return self.end(AttemptState.PREEMPTED, f"saved and ended early: {why}")
         self.budget.renew()
-        return Step(action="next_role", generations=dict(self.generations))
+        return AgreedStep(action="next_role", generations=dict(self.generations))
 
     def _choose(self, group: WorkerGroup, failure: Failure, restart_dir: RestartDir) -> Choice:
         """Write down what was found and what will be done about it; only then may it be done."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from rlhf_core.diagnosis.liveness import Condition, GapTracker, Suspect, describe, judge
 from rlhf_core.diagnosis.standstill import confirm
 from rlhf_core.diagnosis.verdict import blame
-from rlhf_core.schemas.agent_messages import Collected, GroupState, NodeState, WorkerEnd
+from rlhf_core.schemas.agent_messages import Collected, GroupState, NodeState, WorkerEndOrder
 from rlhf_core.schemas.reports import RankStatus
 from rlhf_core.schemas.resources import Role
 from rlhf_core.worker.agent_channel import AgentChannel
@@ -106,7 +106,7 @@ class HangJudge:
         one.hangs[rank.node, rank.pid] = Hang(verdict, (rank,), rank.age_s)
         self._events.add("verdict", verdict.reason, role, ranks=list(verdict.ranks))
         self._events.add("killed", f"hang: {verdict.reason}; this worker is ended", role)
-        end = WorkerEnd(node_index=self._channel.nodes.names.index(rank.node), pid=rank.pid)
+        end = WorkerEndOrder(node_index=self._channel.nodes.names.index(rank.node), pid=rank.pid)
         self._orders.end_worker(role, end)
         one.obey(self._orders.group(role), self._channel.nodes.index, lambda text: None)
 

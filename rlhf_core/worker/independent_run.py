@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Generator
 
 from rlhf_core.run_dir import RestartDir
-from rlhf_core.schemas.agent_messages import NodeState, Step, WorkerExit, WorkerStart
+from rlhf_core.schemas.agent_messages import AgreedStep, NodeState, WorkerExit, WorkerStartOrder
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.failures import Action
 from rlhf_core.worker import exit_reports, processes
@@ -136,26 +136,26 @@ class IndependentRun:
     # -----------------------------------------------------------------------------------------------------------------
     # On agent 0
 
-    def _decide(self, supervised: SupervisedGroup, *, serves_others: bool) -> Step | None:
+    def _decide(self, supervised: SupervisedGroup, *, serves_others: bool) -> AgreedStep | None:
         """The step that all take; None while the workers stay at work."""
         topic = f"step/phase/{self._phase}/{self._group.role}"
         if not self._channel.leads:
             if serves_others:
                 return None  # who says when it is over also hears when all is over
-            lost = Step(action="end", message=self._supervisor.asked.broken)
+            lost = AgreedStep(action="end", message=self._supervisor.asked.broken)
             ended = self._agreement.over or (lost if self._supervisor.asked.broken else None)
-            return ended or self._channel.published(topic, Step)
+            return ended or self._channel.published(topic, AgreedStep)
         step = self._decide_about_exits(supervised)
         if step is None and not serves_others:
             asked = self._decisions.may_start() if self._supervisor.asked.to_end else None
             all_well = len(supervised.well) == self._group.plan.num_workers
-            over = Step(action="next_role", generations=dict(self._decisions.generations))
+            over = AgreedStep(action="next_role", generations=dict(self._decisions.generations))
             step = asked or (over if all_well else None)
             if step is not None:
                 self._channel.publish(topic, step)
         return step
 
-    def _decide_about_exits(self, supervised: SupervisedGroup) -> Step | None:
+    def _decide_about_exits(self, supervised: SupervisedGroup) -> AgreedStep | None:
         """Decide about every worker that has ended since the last call; the end of the attempt, where that follows."""
         for index, state in self._channel.received("state", NodeState).items():
             exits = [
@@ -175,7 +175,7 @@ class IndependentRun:
                     return step
         return None
 
-    def _decide_about(self, supervised: SupervisedGroup, index: int, one: WorkerExit) -> Step | None:
+    def _decide_about(self, supervised: SupervisedGroup, index: int, one: WorkerExit) -> AgreedStep | None:
         role, node = self._group.role, self._channel.nodes.names[index]
         (worker,) = one.end.workers
         if exit_reports.is_well(one.end):
@@ -191,7 +191,7 @@ class IndependentRun:
         )
         if choice.action is Action.RESTART_WORKERS:
             generation = self._decisions.next_generation(role)
-            start = WorkerStart(node_index=index, local_rank=worker.local_rank, generation=generation)
+            start = WorkerStartOrder(node_index=index, local_rank=worker.local_rank, generation=generation)
             self._supervisor.start_worker(role, start)
         if choice.action.leaves_running:
             return None

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_core.run_dir import AttemptDir, RunDir
-from rlhf_core.schemas.agent_messages import Step
+from rlhf_core.schemas.agent_messages import AgreedStep
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.resources import GroupPlan, Placement, Role
@@ -72,7 +72,7 @@ class Ending:
     num_restarts: int = 0
 
     @classmethod
-    def of(cls, step: Step) -> "Ending":
+    def of(cls, step: AgreedStep) -> "Ending":
         """The end that a step orders."""
         return cls(step.state, step.message, step.kind, step.ended_by, step.num_restarts)
 

@@ -37,7 +37,7 @@ GRACE_S = 15.0
 
 
 @dataclass(frozen=True)
-class Place:
+class ProbePlace:
     """The place of a probe."""
 
     run_dir: RunDir
@@ -52,7 +52,7 @@ class Place:
 class Probe:
     """One node's part in the probe of an attempt; on agent 0 also what follows from all of them."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: ProbePlace) -> None:
         self._place = place
         self._folder = place.run_dir.attempt(place.attempt)
         self._plan = Plan(

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Iterable
 
-from rlhf_core.schemas.agent_messages import GroupOrders, GroupState, Orders, WorkerEnd, WorkerStart
+from rlhf_core.schemas.agent_messages import GroupOrders, GroupState, Orders, WorkerEndOrder, WorkerStartOrder
 from rlhf_core.schemas.reports import RankStatus
 from rlhf_core.schemas.resources import Role
 from rlhf_core.worker.agent_channel import AgentChannel
@@ -48,13 +48,13 @@ class OrderBook:
         with self._lock:
             self._set_group(role, self.group(role).model_copy(update=changes))
 
-    def start_worker(self, role: Role, start: WorkerStart) -> None:
+    def start_worker(self, role: Role, start: WorkerStartOrder) -> None:
         """Order the start of a single worker."""
         with self._lock:
             before = self.group(role)
             self._set_group(role, before.model_copy(update={"start_workers": (*before.start_workers, start)}))
 
-    def end_worker(self, role: Role, end: WorkerEnd) -> None:
+    def end_worker(self, role: Role, end: WorkerEndOrder) -> None:
         """Order the end of a single worker."""
         with self._lock:
             before = self.group(role)

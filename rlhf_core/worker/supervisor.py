@@ -21,7 +21,7 @@ from rlhf_core.schemas.agent_messages import (
     GroupOrders,
     NodeState,
     Orders,
-    WorkerStart,
+    WorkerStartOrder,
 )
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import AgentCommand, AgentStatus
@@ -166,7 +166,7 @@ class Supervisor(threading.Thread):
         with self._lock:
             self._groups.pop(role, None)
 
-    def start_worker(self, role: Role, start: WorkerStart) -> None:
+    def start_worker(self, role: Role, start: WorkerStartOrder) -> None:
         """Order the start of a single worker; for agent 0."""
         self._orders.start_worker(role, start)
 

@@ -66,7 +66,7 @@ WRONG_IMPORTS: dict[str, WrongImport] = {
         "rlhf_core/schemas/journal.py", "import flows", "controller-without-prefect"
     ),
     "the reconciler asks Prefect itself": _wrong(
-        "rlhf_core/control/reconcile/actions.py", "from flows import flow_runs", "controller-without-prefect", "floors"
+        "rlhf_core/control/reconcile/actions.py", "from flows import flow_runs", "controller-without-prefect"
     ),
     "a stage reaches up to a command": _wrong(
         "rlhf_core/control/stages.py", "from rlhf_core.cli import output", "floors"
@@ -90,7 +90,7 @@ WRONG_IMPORTS: dict[str, WrongImport] = {
         "rlhf_core/worker/roles.py", "import rlhf_core.scheduler", "compute-has-no-database"
     ),
     "worker imports prefect": _wrong(
-        "rlhf_core/worker/roles.py", "import prefect", "compute-has-no-database", "prefect-lives-in-flows"
+        "rlhf_core/worker/roles.py", "import prefect", "compute-has-no-database", "controller-without-prefect"
     ),
     "deepspeed in an algorithm": _wrong(
         "rlhf_core/training/algorithms/grpo.py", "import deepspeed", "only-trainers-know-deepspeed"

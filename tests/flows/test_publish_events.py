@@ -6,7 +6,7 @@ from datetime import timedelta
 from control_fakes import FakeAgent
 from desk import Desk
 
-from flows.events import MAX_AGE, FlowRunRef, RunEvent, events_of
+from flows.events import MAX_AGE, FlowRunRef, PrefectEvent, events_of
 from rlhf_core.control.steps import drive
 from rlhf_core.control.timeline import read_timeline
 from rlhf_core.launch.journal import Journal, read_record
@@ -20,7 +20,7 @@ FLOW_RUN = FlowRunRef("0d6f2a5e-0000-0000-0000-000000000000", "a flow run")
 ANOTHER = FlowRunRef("1d6f2a5e-0000-0000-0000-000000000000", "another one")
 
 
-def events(run_dir: RunDir, flow_run: FlowRunRef = FLOW_RUN) -> Sequence[RunEvent]:
+def events(run_dir: RunDir, flow_run: FlowRunRef = FLOW_RUN) -> Sequence[PrefectEvent]:
     return events_of(read_timeline(run_dir), run_dir.read_spec(), flow_run)
 
 

@@ -283,11 +283,11 @@ def test_a_migration_that_forgets_rows_would_be_seen(tmp_path: Path) -> None:
 
 
 def test_renamed_tables_columns_and_events_keep_their_rows_both_ways(empty_url: str) -> None:
-    alembic("upgrade", "0007", url=empty_url)
+    alembic("upgrade", "0008", url=empty_url)
     before = fill(empty_url)
     write(empty_url, "UPDATE events SET kind = 'keeper_adopt'")
     before["events"]["kind"] = "keeper_adopt"
-    alembic("upgrade", "0008", url=empty_url)
+    alembic("upgrade", "0009", url=empty_url)
     now = read(empty_url)
     assert now["events"].pop("kind") == "reconcile_adopt"
     expected = renamed(before)
@@ -301,21 +301,21 @@ def test_renamed_tables_columns_and_events_keep_their_rows_both_ways(empty_url: 
             inspector = sa.inspect(connection)
             assert inspector.get_pk_constraint("goodput_cache")["name"] == "pk_goodput_cache"
             assert [one["name"] for one in inspector.get_foreign_keys("goodput_cache")] == ["fk_goodput_cache_run_id"]
-    alembic("downgrade", "0007", url=empty_url)
+    alembic("downgrade", "0008", url=empty_url)
     assert read(empty_url) == before
 
 
 def test_only_the_kinds_of_the_site_daemon_are_renamed(empty_url: str) -> None:
     """An underscore in LIKE stands for any character: the kinds of other events must stay."""
-    alembic("upgrade", "0007", url=empty_url)
+    alembic("upgrade", "0008", url=empty_url)
     fill(empty_url)
     write(empty_url, "UPDATE events SET kind = 'keepers'")
-    alembic("upgrade", "0008", url=empty_url)
+    alembic("upgrade", "0009", url=empty_url)
     assert read(empty_url)["events"]["kind"] == "keepers"
 
 
 def test_the_advice_on_old_names_is_that_of_the_migration() -> None:
-    migration = runpy.run_path(str(migrate.SCRIPTS / "versions" / "0008_words.py"))
+    migration = runpy.run_path(str(migrate.SCRIPTS / "versions" / "0009_words.py"))
     columns = {(one.table, one.column, one.now) for one in RENAMED if one.column}
     assert columns == set(migration["COLUMNS"])
     assert [(one.table, one.now) for one in RENAMED if not one.column] == [migration["TABLE"]]

@@ -7,13 +7,13 @@ from rlhf_core.history.queries import run_sql
 from rlhf_core.history.store import HistoryStore
 
 OLD = {
-    "SELECT c.stage FROM checkpoints c": "checkpoints.stage is called loop since schema 0008: write loop instead",
+    "SELECT c.stage FROM checkpoints c": "checkpoints.stage is called loop since schema 0009: write loop instead",
     "SELECT stage_finished FROM checkpoints": "write loop_finished instead",
     "SELECT owner FROM leases": "write holder instead",
     "SELECT run_id FROM checks ORDER BY position": "checks.position is called check_index",
     "SELECT position FROM evaluation_samples": "evaluation_samples.position is called row_index",
     "SELECT p.moved_at - p.asked_at FROM promotions p": r"write (state_changed_at|requested_at) instead",
-    "SELECT * FROM kept_goodput": "kept_goodput is called goodput_cache since schema 0008: write goodput_cache instead",
+    "SELECT * FROM kept_goodput": "kept_goodput is called goodput_cache since schema 0009: write goodput_cache instead",
     "SELECT time FROM events WHERE kind = 'keeper_adopt'": "write 'reconcile_adopt' instead",
     "SELECT time FROM events WHERE kind LIKE 'keeper%'": "write 'reconcile%' instead",
 }

@@ -190,6 +190,7 @@ def test_evidence_outside_of_the_run_is_not_opened(site: config.Site, run_dir: R
             assert _evidence(run_dir, elsewhere) == {}
             assert "another user's secret" not in incidents_markdown(elsewhere)
         inside = found.incident.evidence_dir
+        (run_dir.root / inside).mkdir(parents=True, exist_ok=True)
         (run_dir.root / inside / "stack-n2-0.txt").write_text("a frame\n")
         assert inside in _evidence(run_dir, timeline), "the control"
 

@@ -24,7 +24,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "worker"))
 from agent_runs import AgentRun, is_alive, toy_runs, wait_for
 
-from rlhf_core.schemas.agent_messages import GroupOrders, NodeState, Orders, Step
+from rlhf_core.schemas.agent_messages import AgreedStep, GroupOrders, NodeState, Orders
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.resources import Role, job_marker
@@ -161,7 +161,7 @@ def store_of(run: AgentRun) -> Any:
 
 def forge(store: Any, run: AgentRun, bomb: Path) -> None:
     """Messages that a stranger can think of: ends, bad hardware, kills; plain, and signed with a key that is none."""
-    over = Step(action="end", state=AttemptState.FAILED, message="forged", kind=FailureKind.NODE_UNFIT)
+    over = AgreedStep(action="end", state=AttemptState.FAILED, message="forged", kind=FailureKind.NODE_UNFIT)
     groups = {Role.TRAINER: GroupOrders(kill=0)}
     orders = Orders(over=over, cancel="forged", groups=groups, stop="forged").model_dump_json()
     broken = NodeState(wall_s=time.time(), broken="forged", broken_kind=FailureKind.NODE_UNFIT)

@@ -19,7 +19,7 @@ from rlhf_core.schemas.resources import Placement, Role
 from rlhf_core.schemas.site import is_private
 from rlhf_core.worker import worker_process
 from rlhf_core.worker.evidence import save_log_tails
-from rlhf_core.worker.node_probe import Place, Probe
+from rlhf_core.worker.node_probe import Probe, ProbePlace
 from rlhf_core.worker.nodes import Nodes
 
 CANARY = "c4nary7Zq9Lw2Xv8Tb3Rn5"
@@ -51,7 +51,7 @@ def test_what_a_node_says_holds_no_secret_under_any_of_these_names(
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     run_dir = make_run(tmp_path / "runs")
     Probe(
-        Place(
+        ProbePlace(
             run_dir,
             1,
             Nodes(("n1",), ("127.0.0.1",), 0),

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from rlhf_core.run_dir import new_run_id
-from rlhf_core.schemas.agent_messages import Ready, Step
+from rlhf_core.schemas.agent_messages import AgreedStep, Ready
 from rlhf_core.worker import agent_channel, agent_store
 from rlhf_core.worker.agent_channel import AgentChannel
 from rlhf_core.worker.agent_store import (
@@ -97,13 +97,13 @@ def _wait(condition: object) -> None:
 
 def test_a_team_hears_tells_and_parts() -> None:
     first, second = _two(MemoryAgentStore())
-    second.send("hello", Step(action="end", message="from b"))
-    first.send("hello", Step(action="end", message="from a"))
-    _wait(lambda: len(first.received("hello", Step)) == 2)
-    assert [step.message for _, step in sorted(first.received("hello", Step).items())] == ["from a", "from b"]
-    assert second.published("word", Step) is None
-    first.publish("word", Step(action="end", message="all"))
-    _wait(lambda: second.published("word", Step))
+    second.send("hello", AgreedStep(action="end", message="from b"))
+    first.send("hello", AgreedStep(action="end", message="from a"))
+    _wait(lambda: len(first.received("hello", AgreedStep)) == 2)
+    assert [step.message for _, step in sorted(first.received("hello", AgreedStep).items())] == ["from a", "from b"]
+    assert second.published("word", AgreedStep) is None
+    first.publish("word", AgreedStep(action="end", message="all"))
+    _wait(lambda: second.published("word", AgreedStep))
     second.close()
     first.close()
 
@@ -111,9 +111,9 @@ def test_a_team_hears_tells_and_parts() -> None:
 def test_an_agent_that_is_alone_hears_itself() -> None:
     alone = AgentChannel(Nodes(("a",), ("127.0.0.1",), 0), MemoryAgentStore())
     alone.send("hello", Ready())
-    alone.publish("word", Step(action="end", message="me"))
+    alone.publish("word", AgreedStep(action="end", message="me"))
     assert alone.received("hello", Ready) == {0: Ready()}
-    assert alone.published("word", Step) == Step(action="end", message="me")
+    assert alone.published("word", AgreedStep) == AgreedStep(action="end", message="me")
     assert not alone.is_lost
     alone.close()
 

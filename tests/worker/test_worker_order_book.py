@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from rlhf_core.schemas.agent_messages import GroupOrders, InspectionOrder, WorkerEnd, WorkerStart
+from rlhf_core.schemas.agent_messages import GroupOrders, InspectionOrder, WorkerEndOrder, WorkerStartOrder
 from rlhf_core.schemas.resources import Role
 from rlhf_core.worker.agent_channel import AgentChannel
 from rlhf_core.worker.agent_store import MemoryAgentStore
@@ -27,7 +27,7 @@ def change_from_two_threads(book: OrderBook) -> GroupOrders:
     other = threading.Thread(target=inspect)
     other.start()
     for number in range(NUM_CHANGES):
-        book.start_worker(Role.ROLLOUT, WorkerStart(node_index=0, local_rank=0, generation=number))
+        book.start_worker(Role.ROLLOUT, WorkerStartOrder(node_index=0, local_rank=0, generation=number))
     other.join()
     return book.group(Role.ROLLOUT)
 
@@ -48,8 +48,8 @@ def test_a_change_in_two_halves_loses_one(book: OrderBook) -> None:
 
 def test_starts_and_ends_of_single_workers_are_all_retained(book: OrderBook) -> None:
     for pid in (11, 12):
-        book.end_worker(Role.ROLLOUT, WorkerEnd(node_index=0, pid=pid))
-    book.start_worker(Role.ROLLOUT, WorkerStart(node_index=0, local_rank=0, generation=1))
+        book.end_worker(Role.ROLLOUT, WorkerEndOrder(node_index=0, pid=pid))
+    book.start_worker(Role.ROLLOUT, WorkerStartOrder(node_index=0, local_rank=0, generation=1))
     found = book.group(Role.ROLLOUT)
     assert ([one.pid for one in found.end_workers], len(found.start_workers)) == ([11, 12], 1)
     assert book.group(Role.TRAINER) == GroupOrders()

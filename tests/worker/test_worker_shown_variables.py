@@ -10,7 +10,7 @@ from rlhf_core.diagnosis.node_checks import Plan, compare
 from rlhf_core.schemas.checks import CheckStatus
 from rlhf_core.schemas.resources import PASSED_VARIABLE, Placement
 from rlhf_core.worker import node_facts
-from rlhf_core.worker.node_probe import Place, Probe
+from rlhf_core.worker.node_probe import Probe, ProbePlace
 from rlhf_core.worker.nodes import Nodes
 from rlhf_core.worker.shown_variables import HIDDEN, attempt_key, shown, shown_variables
 
@@ -87,7 +87,7 @@ def test_what_a_node_says_is_for_the_owner_of_the_run_alone(tmp_path: Path, monk
     monkeypatch.setenv("NCCL_NOTE", "in the open")
     run_dir = make_run(tmp_path / "runs")
     placement = Placement(attempt=1, num_nodes=1, phases=())
-    Probe(Place(run_dir, 1, Nodes(("n1",), ("127.0.0.1",), 0), make_spec(), placement, "")).facts()
+    Probe(ProbePlace(run_dir, 1, Nodes(("n1",), ("127.0.0.1",), 0), make_spec(), placement, "")).facts()
     path = run_dir.attempt(1).node_facts("n1")
     assert path.stat().st_mode & 0o777 == 0o600
     assert run_dir.spec.stat().st_mode & 0o044, "the control: others may read what is written as usual"

@@ -16,11 +16,11 @@ from rlhf_core.history.tables.metrics import LatestMetric, Metric, MetricKey
 from rlhf_core.history.tables.results import Checkpoint, Evaluation, EvaluationSample, WeightVersion
 from rlhf_core.history.tables.runs import (
     CheckResult,
-    Controller,
     GoodputCache,
     IngestOffset,
     Promotion,
     Run,
+    RunController,
     RunEvent,
     RunLease,
     RunTag,
@@ -47,7 +47,6 @@ __all__ = [
     "Checkpoint",
     "CleanJson",
     "CleanText",
-    "Controller",
     "Decision",
     "Evaluation",
     "EvaluationSample",
@@ -63,6 +62,7 @@ __all__ = [
     "Promotion",
     "Restart",
     "Run",
+    "RunController",
     "RunEvent",
     "RunLease",
     "RunTag",

@@ -165,7 +165,7 @@ class Stage(Base):
     """Cause of a failure; else empty."""
 
 
-class Controller(Base):
+class RunController(Base):
     """One controller that drove the run. From the journal."""
 
     __tablename__ = "controllers"

@@ -101,7 +101,7 @@ class Totals:
 
 
 @dataclass
-class Step:
+class TrainingStep:
     """One optimizer step while it is made."""
 
     number: int
@@ -211,12 +211,12 @@ class TrainingContext:
         size = self.spec.trainer.micro_batch_size
         return [order[start : start + size] for start in range(0, len(order), size)]
 
-    def begin_step(self, number: int) -> Step:
+    def begin_step(self, number: int) -> TrainingStep:
         """From here on, beats and metrics belong to step ``number``."""
         self._step = number
-        return Step(number, StepMetrics(number, self.ranks))
+        return TrainingStep(number, StepMetrics(number, self.ranks))
 
-    def update(self, step: Step, loop: Loop, engine: Engine, policy: PolicyModel, num_tokens: int) -> None:
+    def update(self, step: TrainingStep, loop: Loop, engine: Engine, policy: PolicyModel, num_tokens: int) -> None:
         """Update the weights with the gradients that the engine has, and measure the update.
 
         Args:
@@ -229,7 +229,7 @@ class TrainingContext:
         step.metrics.shared("train/learning_rate", rate)
         step.metrics.total("train/num_tokens", num_tokens)
 
-    def end_step(self, step: Step, loop: Loop, model: PreTrainedModel, engine: Engine) -> bool:
+    def end_step(self, step: TrainingStep, loop: Loop, model: PreTrainedModel, engine: Engine) -> bool:
         """Evaluate if it is time, reduce and write the metrics, save if it is time or asked for.
 
         Returns:
@@ -287,13 +287,13 @@ class TrainingContext:
             events.write(event)
             events.close()
 
-    def _evaluate(self, step: Step, model: PreTrainedModel) -> None:
+    def _evaluate(self, step: TrainingStep, model: PreTrainedModel) -> None:
         every = self.spec.evaluate.every_num_steps
         if every and step.number % every == 0:
             with step.watch.part("evaluate"):
                 step.metrics.mean("eval/greedy", *self.evaluator.greedy_score(model, self.beating(Phase.EVALUATE)))
 
-    def _add_times(self, step: Step) -> None:
+    def _add_times(self, step: TrainingStep) -> None:
         """Seconds are means over the ranks. The checkpoint counted is the one after the step before."""
         seconds = {"checkpoint": self._checkpoint_s, "evaluate": 0.0, **step.watch.parts, "step": step.watch.seconds()}
         for name, value in seconds.items():
@@ -317,7 +317,7 @@ def _judge(context: WorkerContext, ranks: Ranks, progress: Progress | None) -> J
     return Judge(context.spec.health, batch, progress.health if progress else None)
 
 
-def _summary(step: Step, loop: Loop, total_steps: int, values: dict[str, float]) -> str:
+def _summary(step: TrainingStep, loop: Loop, total_steps: int, values: dict[str, float]) -> str:
     parts = [f"loss {values['train/loss']:.4f}", f"gradient norm {values['train/grad_norm']:.3f}"]
     if "reward/mean" in values:
         parts.insert(0, f"reward {values['reward/mean']:.3f}")

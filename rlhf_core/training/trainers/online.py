@@ -21,7 +21,7 @@ from rlhf_core.training.models import PolicyModel
 from rlhf_core.training.rewards import RewardFunction, load_rewards, score
 from rlhf_core.training.rollouts.transformers_engine import generate
 from rlhf_core.training.seeds import sample_seed
-from rlhf_core.training.trainers.context import Loop, Step, Totals, TrainingContext
+from rlhf_core.training.trainers.context import Loop, Totals, TrainingContext, TrainingStep
 from rlhf_core.training.trainers.engine import Engine
 from rlhf_core.training.types import Completion, Row
 
@@ -92,7 +92,7 @@ def train(
 
 
 def _sample(
-    training: TrainingContext, loop: Loop, step: Step, policy: PolicyModel, functions: dict[str, RewardFunction]
+    training: TrainingContext, loop: Loop, step: TrainingStep, policy: PolicyModel, functions: dict[str, RewardFunction]
 ) -> Rollout:
     """Complete and reward this rank's prompts of the step."""
     spec, num_samples = training.spec, loop.algorithm.group
