@@ -51,7 +51,7 @@ class Cancellations:
         observer._check_for_cancelled_flow_runs = _nothing  # type: ignore[method-assign]
 
     @property
-    def is_heard(self) -> bool:
+    def is_alive(self) -> bool:
         """True if cancellations are asked for, be the server away or not."""
         return time.monotonic() - self._asked_at < POLL_TIMEOUT_S
 

@@ -32,13 +32,13 @@ from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.promotion import PromotionAnswer
 
-POLL_S = 2.0
+POLL_INTERVAL_S = 2.0
 """Time between two looks for an answer."""
 
-AGAIN_S = 10.0
+RETRY_INTERVAL_S = 10.0
 """Pause after Prefect could not be reached."""
 
-FAREWELL_S = 15.0
+SHUTDOWN_TIMEOUT_S = 15.0
 """Time for which the controller waits for Prefect to take an answer."""
 
 SLACK = timedelta(hours=1)
@@ -77,19 +77,19 @@ def asked_in_prefect(controller: Controller, question: Question) -> Iterator[Non
     if not flow_run_id:
         yield
         return
-    asker = _Asker(controller, question, UUID(flow_run_id))
-    asker.start()
+    thread = _GateThread(controller, question, UUID(flow_run_id))
+    thread.start()
     try:
         yield
     finally:
-        asker.close()
+        thread.close()
 
 
-class _Asker:
+class _GateThread:
     """The thread that talks to Prefect."""
 
     def __init__(self, controller: Controller, question: Question, flow_run_id: UUID) -> None:
-        self._say = controller.observer.says
+        self._say = controller.observer.log
         self._question = question
         self._run_dir = question.run_dir
         self._flow_run_id = flow_run_id
@@ -99,7 +99,7 @@ class _Asker:
         self._silent = False
         self._over = threading.Event()
         context = contextvars.copy_context()
-        self._thread = threading.Thread(target=lambda: context.run(self._run), name="prefect-asker", daemon=True)
+        self._thread = threading.Thread(target=lambda: context.run(self._run), name="prefect-thread", daemon=True)
 
     def start(self) -> None:
         """Begin to ask."""
@@ -108,11 +108,11 @@ class _Asker:
     def close(self) -> None:
         """Stop asking: the question is answered, or no controller waits for the answer any more."""
         self._over.set()
-        self._thread.join(timeout=FAREWELL_S)
+        self._thread.join(timeout=SHUTDOWN_TIMEOUT_S)
 
     def _run(self) -> None:
         while not self._over.is_set():
-            self._over.wait(POLL_S if self._tried(self._look) else AGAIN_S)
+            self._over.wait(POLL_INTERVAL_S if self._tried(self._poll) else RETRY_INTERVAL_S)
         self._tried(self._resume)
 
     def _tried(self, action: Callable[[SyncPrefectClient], None]) -> bool:
@@ -131,7 +131,7 @@ class _Asker:
 
     # -----------------------------------------------------------------------------------------------------------------
 
-    def _look(self, client: SyncPrefectClient) -> None:
+    def _poll(self, client: SyncPrefectClient) -> None:
         """Ask where that is still to be done; else see whether there is an answer."""
         if not self._shown:
             _take_over(client, self._run_dir, self._flow_run_id)

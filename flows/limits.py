@@ -21,13 +21,13 @@ from rlhf_core.schemas.attempts import RunState
 LIMIT = "rlhf-runs"
 """Name of the global concurrency limit."""
 
-AGAIN_S = 3.0
+RETRY_INTERVAL_S = 3.0
 """Pause between two tries to get a place."""
 
-ANSWER_S = 20.0
+ANSWER_TIMEOUT_S = 20.0
 """Time for the server to say whether there is a place; after that the run goes on without one."""
 
-HELD_S = 90
+PLACE_TTL_S = 90
 """Time for which Prefect keeps a place for a controller that has died, in seconds."""
 
 _LOCKED = 423
@@ -55,13 +55,13 @@ def run_slot(controller: Controller) -> Iterator[Callable[[], None]]:
 
 def _wait(controller: Controller, place: "_Place") -> None:
     """Wait for a place. A request to end the run is answered by the first step, which begins at once then."""
-    until = controller.clock() + ANSWER_S
+    until = controller.clock() + ANSWER_TIMEOUT_S
     told = False
     try:
         while not place.decided.is_set() and (place.full or controller.clock() < until):
             if place.full and not told:
                 told = True
-                controller.observer.says(f"waits for a place: the limit {LIMIT} of Prefect is reached")
+                controller.observer.log(f"waits for a place: the limit {LIMIT} of Prefect is reached")
             controller.wait(0.2)
     except CancelRequested:
         return
@@ -69,8 +69,8 @@ def _wait(controller: Controller, place: "_Place") -> None:
         controller.lease_lost = True
         raise
     if place.failure or not place.decided.is_set():
-        why = place.failure or f"no answer within {ANSWER_S:g} s"
-        controller.observer.says(f"the limit {LIMIT} of Prefect could not be asked ({why}); the run goes on without it")
+        why = place.failure or f"no answer within {ANSWER_TIMEOUT_S:g} s"
+        controller.observer.log(f"the limit {LIMIT} of Prefect could not be asked ({why}); the run goes on without it")
 
 
 class _Place:
@@ -89,7 +89,7 @@ class _Place:
     def give_back(self) -> None:
         """Let go of it."""
         self._over.set()
-        self._thread.join(timeout=ANSWER_S)
+        self._thread.join(timeout=ANSWER_TIMEOUT_S)
 
     def _run(self) -> None:
         try:
@@ -104,7 +104,7 @@ class _Place:
         while not self._over.is_set():
             try:
                 with concurrency(
-                    LIMIT, max_retries=0, lease_duration=HELD_S, strict=False, raise_on_lease_renewal_failure=False
+                    LIMIT, max_retries=0, lease_duration=PLACE_TTL_S, strict=False, raise_on_lease_renewal_failure=False
                 ):
                     self.decided.set()
                     self._over.wait()
@@ -113,7 +113,7 @@ class _Place:
                 if not _is_full(error):
                     raise
             self.full = True
-            self._over.wait(AGAIN_S)
+            self._over.wait(RETRY_INTERVAL_S)
 
 
 def _limit_is_there() -> bool:

@@ -59,7 +59,7 @@ def published(controller: Controller) -> Iterator[None]:
     """Publish the run to Prefect for as long as the block lasts. Use it in the flow run."""
     log = get_run_logger()
     flow_run = FlowRunRef(str(runtime.flow_run.id or ""), controller.run_dir.run_id)
-    publisher = Publisher(controller, flow_run, log, controller.observer.says)
+    publisher = Publisher(controller, flow_run, log, controller.observer.log)
     observer, controller.observer = (
         controller.observer,
         _PublishingObserver(controller.observer, publisher, controller.spec, log),
@@ -195,36 +195,36 @@ class _PublishingObserver:
         self._timer = StepTimer()
         self._log = log
 
-    def turns_to(self, spec: RunSpec) -> None:
+    def follow(self, spec: RunSpec) -> None:
         """Observe a run with another spec: a trial, or the run itself again."""
         self._spec, self._timer, self._publisher.progress = spec, StepTimer(), None
-        self._behind.turns_to(spec)
+        self._behind.follow(spec)
 
-    def begins(self, title: str) -> None:
+    def stage_started(self, title: str) -> None:
         """Log that a stage begins."""
         self._publisher.title = title
         self._log.info("begins: %s", terminal(title))
         self._publisher.wake()
-        self._behind.begins(title)
+        self._behind.stage_started(title)
 
-    def looked(self, look: AttemptSnapshot) -> None:
+    def polled(self, look: AttemptSnapshot) -> None:
         """Keep the progress after a poll, and log its events."""
         progress = progress_of_poll(look, self._spec, self._timer)
         self._publisher.progress = replace(progress, is_trial=self._spec != self._run_spec)
         for event in look.events:
             if event.kind in _LOGGED_EVENTS:
                 self._log.warning("%s", terminal(f"{event.node}: {event.message}"))
-        self._behind.looked(look)
+        self._behind.polled(look)
 
-    def says(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Log a message."""
         self._log.log(logging.WARNING if text.startswith("warning ") else logging.INFO, "%s", terminal(text))
         self._publisher.wake()
-        self._behind.says(text)
+        self._behind.log(text)
 
-    def wants_to_stop(self) -> bool:
+    def stop_requested(self) -> bool:
         """True if the user asked to end the run."""
-        return self._behind.wants_to_stop()
+        return self._behind.stop_requested()
 
 
 def _drawing_interval_s(snapshot: RunSnapshot) -> float:

@@ -111,10 +111,10 @@ def _hindered(flow_run: FlowRun, place: QueuePlace, now: datetime) -> QueueWait 
             f"the queue {place.queue.name!r} of the work pool {name!r} is paused in Prefect: resume it on its page",
             stuck=True,
         )
-    if any(is_heard(worker, now) for worker in place.workers):
+    if any(is_alive(worker, now) for worker in place.workers):
         return None
-    heard = max((one.last_heartbeat_time for one in place.workers if one.last_heartbeat_time), default=None)
-    last = "" if heard is None else f"; the last one was heard at {heard:%Y-%m-%d %H:%M:%S} UTC"
+    last_heartbeat = max((one.last_heartbeat_time for one in place.workers if one.last_heartbeat_time), default=None)
+    last = "" if last_heartbeat is None else f"; the last one was heard at {last_heartbeat:%Y-%m-%d %H:%M:%S} UTC"
     return QueueWait(
         f"no worker of the pool {name!r} is online{last}. `rlhf up` on the machine of the site starts one; the run "
         f"stays asked for until then",
@@ -122,7 +122,7 @@ def _hindered(flow_run: FlowRun, place: QueuePlace, now: datetime) -> QueueWait 
     )
 
 
-def is_heard(worker: Worker, now: datetime) -> bool:
+def is_alive(worker: Worker, now: datetime) -> bool:
     """True if a worker is alive, judged by its own heartbeats: for Prefect one that was killed is online for 90 s."""
     if worker.last_heartbeat_time is None:
         return False
@@ -143,7 +143,7 @@ def _full(flow_run: FlowRun, place: QueuePlace) -> QueueWait | None:
 
 
 def _late(flow_run: FlowRun, place: QueuePlace, due: datetime, now: datetime) -> QueueWait:
-    who = ", ".join(sorted(worker.name for worker in place.workers if is_heard(worker, now)))
+    who = ", ".join(sorted(worker.name for worker in place.workers if is_alive(worker, now)))
     if now - due < PROMPT:
         return QueueWait(f"it is with the work pool {flow_run.work_pool_name!r}, and a worker is online ({who})")
     return QueueWait(

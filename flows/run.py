@@ -47,7 +47,7 @@ DESCRIPTION = "One RLHF run: preflight, allocate, train, evaluate. Failures are 
 def carry_out(controller: Controller) -> None:
     """Carry out the steps of a run as task runs: preflight, allocate, train, evaluate; again after a failure that is
     retried. Raises what :func:`rlhf_core.control.steps.steps` raises."""
-    tasks = TaskRunner(controller.observer.says)
+    tasks = TaskRunner(controller.observer.log)
     with run_slot(controller) as give_back:
         controller.show_question = _asking(controller, give_back)
         for step in steps(controller):
@@ -173,7 +173,7 @@ def run_in_prefect(controller: Controller) -> None:
             if whole.error is None:
                 raise
         except Exception as error:  # noqa: BLE001 - Prefect's own: it does not stop a run; ours is in the step
-            without_prefect(whole, error, controller.observer.says)
+            without_prefect(whole, error, controller.observer.log)
     whole.result()
 
 
@@ -188,8 +188,8 @@ def _hand_over(controller: Controller, whole: Step) -> Iterator[None]:
 
 def _of_the_terminal(controller: Controller, whole: Step) -> State[None]:
     link = flow_run_links.of_this_process(controller.site)
-    flow_run_links.label(link, controller.run_dir, controller.observer.says)
-    controller.announce(link)
+    flow_run_links.label(link, controller.run_dir, controller.observer.log)
+    controller.record_controller(link)
     return _finished(controller, whole)
 
 
@@ -200,7 +200,7 @@ def _whole_run(controller: Controller) -> Step:
     """The whole run as one piece of work that is done once, whether Prefect begins it or fails before it does."""
 
     def work() -> None:
-        controller.announce(FlowRunLink())  # unless the flow run did: Prefect may have failed before it began
+        controller.record_controller(FlowRunLink())  # unless the flow run did: Prefect may have failed before it began
         carry_out(controller)
 
     return Step("run", controller.run_dir.run_id, work)

@@ -111,7 +111,7 @@ async def _watch_while_working(worker: "ProcessWorker", beat: Heartbeat) -> None
     listening = asyncio.create_task(cancellations.watch())
     try:
         while not listening.done():
-            if cancellations.is_heard:
+            if cancellations.is_alive:
                 beat()
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
         await listening

@@ -3,4 +3,4 @@
 The picture of the floors is in docs/architecture.md; the words (Run, Stage, Attempt, Restart ...) are in README.md.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -78,13 +78,13 @@ class TerminalProgress:
 
     # Observer of a controller ----------------------------------------------------------------------------------------
 
-    def turns_to(self, spec: RunSpec) -> None:
+    def follow(self, spec: RunSpec) -> None:
         """Show a run with another spec from now on: a trial, or the run itself again."""
         self._spec, self._timer = spec, StepTimer()
         if self._live is not None and self._bar is not None:
             self._live.update(self._bar, total=spec.total_steps, completed=0)
 
-    def begins(self, title: str) -> None:
+    def stage_started(self, title: str) -> None:
         """Show that a stage begins."""
         self._title = title
         if self._live is not None and self._bar is not None:
@@ -92,7 +92,7 @@ class TerminalProgress:
         else:
             self._line(title)
 
-    def looked(self, look: AttemptSnapshot) -> None:
+    def polled(self, look: AttemptSnapshot) -> None:
         """Show the progress after a poll, and print its events."""
         for event in look.events:
             self._print_event(event)
@@ -104,11 +104,11 @@ class TerminalProgress:
             self._line(f"{self._title}: {text}")
             self._last_line = (text, self._clock())
 
-    def says(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Print a message."""
         self._line(text)
 
-    def wants_to_stop(self) -> bool:
+    def stop_requested(self) -> bool:
         """True if Ctrl-C was pressed and confirmed."""
         if not self._interrupts or self._stopping:
             return self._stopping

@@ -104,7 +104,7 @@ def _checks(config: str, overrides: Sequence[str]) -> "Sequence[CheckResult]":
     import tempfile
 
     from rlhf_core.config import load_site
-    from rlhf_core.control.baseline import look_back_from
+    from rlhf_core.control.baseline import read_baseline_of_site
     from rlhf_core.control.controller import resolve
     from rlhf_core.launch.prepare import keep_code
     from rlhf_core.preflight.gather_facts import Surroundings
@@ -131,7 +131,7 @@ def _checks(config: str, overrides: Sequence[str]) -> "Sequence[CheckResult]":
             code_path=Path(folder) / "snapshot",
             site_slurm=site.slurm,
             job_secrets=site.job_secrets,
-            baseline=look_back_from(site, spec, output.note),
+            baseline=read_baseline_of_site(site, spec, output.note),
         )
         return make_checks(spec, around)
 

@@ -20,7 +20,7 @@ from rlhf_core.schemas.promotion import PromotionAnswer
 
 Verdict = Literal["approved", "refused"]
 
-CONTROLLER_PATIENCE_S = 60.0
+CONTROLLER_TIMEOUT_S = 60.0
 """Time for a living controller to act on an answer, before the answer is reported as given."""
 
 _WANTED = {"approved": (PromotionState.PROMOTED,), "refused": (PromotionState.REFUSED,)}
@@ -45,7 +45,7 @@ def answer_promotion(
     reason: str = "",
     *,
     say: Callable[[str], None],
-    timeout_s: float = CONTROLLER_PATIENCE_S,
+    timeout_s: float = CONTROLLER_TIMEOUT_S,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Answered:

@@ -14,7 +14,7 @@ Say = Callable[[str], None]
 """Told that the history does not answer."""
 
 
-def look_back(store: HistoryStore, spec: RunSpec, say: Say, run_id: str = "") -> Baseline:
+def read_baseline(store: HistoryStore, spec: RunSpec, say: Say, run_id: str = "") -> Baseline:
     """The past of a run; empty where there is none. What was tried out for the run itself is no past."""
     try:
         found = queries.last_good(store, spec.name, run_id)
@@ -28,14 +28,14 @@ def look_back(store: HistoryStore, spec: RunSpec, say: Say, run_id: str = "") ->
         return NO_BASELINE
 
 
-def look_back_from(site: Site, spec: RunSpec, say: Say) -> Baseline:
+def read_baseline_of_site(site: Site, spec: RunSpec, say: Say) -> Baseline:
     """The same for `rlhf check`, which has no history open, and makes none."""
     try:
         file = database.sqlite_file(database.parse_url(site.database_url))
         if file is not None and migrate.is_new(file):
             return Baseline(known=True)
         with HistoryStore(site.database_url) as store:
-            return look_back(store, spec, say)
+            return read_baseline(store, spec, say)
     except HistoryError as error:
         say(_without(error))
         return NO_BASELINE

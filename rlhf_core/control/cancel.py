@@ -69,7 +69,7 @@ def cancel(controller: Controller, reason: str, *, save: bool = False) -> None:
     if attempt is not None and not attempt.ended:
         # Of a job that waits for nodes there is nothing to save.
         save = save and controller.watcher(number).poll().verdict.state is AttemptState.RUNNING
-        controller.observer.says(f"{'saving, then ' if save else ''}cancelling attempt {number}")
+        controller.observer.log(f"{'saving, then ' if save else ''}cancelling attempt {number}")
         give_order(controller.run_dir, number, order_to_end(reason, save=save))
         submission = attempt.submission or controller.scheduler.find(controller.run_dir.run_id, number)
         deadline = controller.clock() + (SAVE_TIMEOUT_S if save else CANCEL_TIMEOUT_S)
@@ -128,13 +128,13 @@ def cancel_run(
         if store is None:
             raise DatabaseUnavailable("the history cannot be used")
         with opened(run_dir, site, store, timeout_s=0) as controller:
-            say("no controller is at work on it; ending it from here" + _patience(save))
+            say("no controller is at work on it; ending it from here" + _time_given(save))
             cancel(controller, reason, save=save)
         return _result(run_dir, site, f"run {run_id} is cancelled")
     except LeaseLost:
-        say(f"asking the controller of {run_id} to end it" + _patience(save))
+        say(f"asking the controller of {run_id} to end it" + _time_given(save))
     except DatabaseUnavailable as error:
-        say(f"{error}. Asking the controller of {run_id} to end it, if there is one" + _patience(save))
+        say(f"{error}. Asking the controller of {run_id} to end it, if there is one" + _time_given(save))
         timeout_s = 0.0 if _has_no_controller(run_dir) else timeout_s
     until = clock() + timeout_s + (SAVE_TIMEOUT_S if save and timeout_s else 0.0)
     while clock() < until:
@@ -209,7 +209,7 @@ def _ended_without_journal(run_dir: RunDir, site: Site, reason: str, damage: Jou
     return Cancelled(None, True, f"none of the jobs of {run_dir.run_id} is at work; its state is not known: {damage}")
 
 
-def _patience(save: bool) -> str:
+def _time_given(save: bool) -> str:
     return f", with a checkpoint first, for which {SAVE_TIMEOUT_S / 60:.0f} minutes are given" if save else ""
 
 

@@ -31,45 +31,45 @@ from rlhf_core.watchdog.watcher import AttemptSnapshot, Watcher, record
 if TYPE_CHECKING:
     from rlhf_core.control.promotion import Question
 
-LEASE_RETRY_S = 2.0
+LEASE_RETRY_INTERVAL_S = 2.0
 """Pause before a database that does not answer is asked again for the lease."""
 
 
 class Observer(Protocol):
     """Receiver of what a controller does and finds, such as the progress display."""
 
-    def turns_to(self, spec: RunSpec) -> None:
+    def follow(self, spec: RunSpec) -> None:
         """Follow a run with this spec from now on: a trial, or again the run itself."""
 
-    def begins(self, title: str) -> None:
+    def stage_started(self, title: str) -> None:
         """A stage begins."""
 
-    def looked(self, look: AttemptSnapshot) -> None:
-        """The watchdog has looked."""
+    def polled(self, snapshot: AttemptSnapshot) -> None:
+        """An attempt was polled."""
 
-    def says(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Show a message to the user."""
 
-    def wants_to_stop(self) -> bool:
+    def stop_requested(self) -> bool:
         """True if the user has asked to end the run (Ctrl-C)."""
 
 
 class Quiet:
     """Observer that shows nothing."""
 
-    def turns_to(self, spec: RunSpec) -> None:
+    def follow(self, spec: RunSpec) -> None:
         """Not shown."""
 
-    def begins(self, title: str) -> None:
+    def stage_started(self, title: str) -> None:
         """Not shown."""
 
-    def looked(self, look: AttemptSnapshot) -> None:
+    def polled(self, snapshot: AttemptSnapshot) -> None:
         """Not shown."""
 
-    def says(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Not shown."""
 
-    def wants_to_stop(self) -> bool:
+    def stop_requested(self) -> bool:
         """Never."""
         return False
 
@@ -145,7 +145,7 @@ class Controller:
     show_question: Callable[["Question"], AbstractContextManager[None]] = lambda question: nullcontext()
     """Shows the question about a promotion for as long as the block lasts; an answer goes to
     :func:`rlhf_core.launch.promote.give_answer`. By itself the controller only says how to answer."""
-    announced: bool = False
+    is_recorded: bool = False
     """True if the journal says that this controller has the run."""
     _watcher: Watcher | None = None
     _watched: int = 0
@@ -169,7 +169,7 @@ class Controller:
         """
         self.lease.keep()
         self.lacks_directory()
-        if self.observer.wants_to_stop():
+        if self.observer.stop_requested():
             raise CancelRequested(f"interrupted at the terminal (by {account()})")
         request = read_model(self.run_dir.cancel_request, AgentCommand)
         if request is not None:
@@ -192,8 +192,8 @@ class Controller:
             except DatabaseUnavailable as error:
                 if not told:
                     told = True
-                    self.observer.says(f"waiting for the database, which says whose run this is: {error}")
-                self.wait(LEASE_RETRY_S)
+                    self.observer.log(f"waiting for the database, which says whose run this is: {error}")
+                self.wait(LEASE_RETRY_INTERVAL_S)
             else:
                 return
 
@@ -216,7 +216,7 @@ class Controller:
         """
         problem = self.presence.problem(max(self.journal.record.attempts, default=0))
         if problem and not self._missing:
-            self.observer.says(f"{problem}; nothing is decided until it is back, or known to be gone")
+            self.observer.log(f"{problem}; nothing is decided until it is back, or known to be gone")
         self._missing = problem
         return bool(problem)
 
@@ -235,18 +235,18 @@ class Controller:
             self._watched = number
         return self._watcher
 
-    def announce(self, flow_run: FlowRunLink) -> None:
+    def record_controller(self, flow_run: FlowRunLink) -> None:
         """Write down, once, who drives the run from here, so that either is found from the other.
 
         Raises:
             RunDirError: the journal cannot be written.
         """
-        if not self.announced:
+        if not self.is_recorded:
             controller = str(Owner.this_process())
             self.journal.append(
                 ControllerStarted(controller=controller, flow_run_id=flow_run.id, flow_run_url=flow_run.url)
             )
-            self.announced = True
+            self.is_recorded = True
             self.record()
 
     def record(self) -> str:
@@ -326,7 +326,8 @@ def opened(
     Args:
         observer: receives what the controller does and finds.
         resumed: the user asked to go on with the run.
-        flow_run: the Prefect flow run that this controller is; None where :meth:`Controller.announce` tells it later.
+        flow_run: the Prefect flow run that this controller is; None where :meth:`record_controller` is called
+            later.
         on_wait: told when another controller's lease has to run out first, and how long that may take (seconds).
         timeout_s: how long to wait for that.
         fail_if_held: not to wait for a controller that is seen to be alive.
@@ -371,7 +372,7 @@ def opened(
         if resumed or journal.record.ended:
             run_dir.cancel_request.unlink(missing_ok=True)  # it was about an earlier life of the run
         if flow_run is not None:
-            controller.announce(flow_run)
+            controller.record_controller(flow_run)
         yield controller
     finally:
         close(controller)
@@ -383,7 +384,7 @@ def close(controller: Controller) -> None:
     if not lost:
         behind = controller.record()
         if behind:
-            controller.observer.says(
+            controller.observer.log(
                 f"the history is behind: {behind.rstrip('.')}. Nothing is lost; "
                 f"`rlhf db rebuild` reads the run directories again"
             )

@@ -43,7 +43,7 @@ class Ingester:
             self._complain("", str(error))
             return 0
         self._problems.pop("", None)
-        # In an order of its own each time: where there is more to do than time, nobody is always last.
+        # In an order of its own each time: where there is more to do than time, no run is always last.
         ids = random.sample(sorted(found), len(found))
         return sum(self._sync(run_id) for run_id in [*ids, *self._next_of_the_others()])
 

@@ -33,7 +33,7 @@ def plan_attempt(controller: Controller, number: int) -> None:
         usual_speeds=_usual_speeds(controller),
     )
     if placement.resume_checkpoint:
-        controller.observer.says(f"attempt {number} goes on from step {placement.resumed_from_step}")
+        controller.observer.log(f"attempt {number} goes on from step {placement.resumed_from_step}")
     record_plan(controller.run_dir, placement, controller.journal)
 
 
@@ -56,7 +56,7 @@ def _exclusions(controller: Controller, inventory: Inventory, number: int) -> di
         del kept[spared[-1]]
     if spared:
         names = ", ".join(spared)
-        controller.observer.says(f"{names} is suspect but not excluded: without it there are too few nodes")
+        controller.observer.log(f"{names} is suspect but not excluded: without it there are too few nodes")
     return kept
 
 
@@ -85,7 +85,7 @@ def _left_alone(controller: Controller) -> dict[str, str]:
     try:
         known = node_standings(controller.store, utc_now(), controller.site.runs_dir)
     except HistoryError as error:
-        controller.observer.says(f"the history does not answer, so nodes are taken as they come: {error}")
+        controller.observer.log(f"the history does not answer, so nodes are taken as they come: {error}")
         return {}
     return {
         one.node: f"strikes in all runs: {one.num_strikes}, the last {one.last_kind}; until {one.excluded_until:%F %R}"

@@ -118,7 +118,7 @@ class RunReader:
         return _with_times(found, self.stored.spec, self._timer.update(place, newest.loop, newest.metrics))
 
 
-def progress_of_poll(look: AttemptSnapshot, spec: RunSpec, timer: StepTimer) -> RunProgress:
+def progress_of_poll(snapshot: AttemptSnapshot, spec: RunSpec, timer: StepTimer) -> RunProgress:
     """Progress as one poll of an attempt shows it.
 
     Args:
@@ -127,21 +127,21 @@ def progress_of_poll(look: AttemptSnapshot, spec: RunSpec, timer: StepTimer) -> 
     found = RunProgress(
         state=RunState.TRAINING,
         total_steps=spec.total_steps,
-        attempt=look.attempt,
-        restarts=look.restarts_made,
-        role=look.role,
-        phase=look.phase,
-        loop=look.loop,
-        step=look.step,
-        furthest=look.step,
-        evaluating=look.evaluating,
-        metrics=look.metrics,
-        nodes=look.job.nodes,
-        waits_for=look.job.reason,
-        history_behind=look.history_behind,
+        attempt=snapshot.attempt,
+        restarts=snapshot.restarts_made,
+        role=snapshot.role,
+        phase=snapshot.phase,
+        loop=snapshot.loop,
+        step=snapshot.step,
+        furthest=snapshot.step,
+        evaluating=snapshot.evaluating,
+        metrics=snapshot.metrics,
+        nodes=snapshot.job.nodes,
+        waits_for=snapshot.job.reason,
+        history_behind=snapshot.history_behind,
     )
-    place = (look.attempt, look.restart, look.step)
-    return _with_times(found, spec, timer.update(place, look.loop, look.metrics))
+    place = (snapshot.attempt, snapshot.restart, snapshot.step)
+    return _with_times(found, spec, timer.update(place, snapshot.loop, snapshot.metrics))
 
 
 def _with_times(progress: RunProgress, spec: RunSpec, step_s: float | None) -> RunProgress:

@@ -126,14 +126,14 @@ def carry_out(controller: Controller) -> None:
     journal = controller.journal
     index = journal.begin_stage(StageName.PROMOTE, 0)
     controller.record()
-    controller.observer.begins("promote")
+    controller.observer.stage_started("promote")
     try:
         _begin(controller)
         _wait_for_answer(controller)
         _write(controller)
     except CancelRequested:
         journal.end_stage(index, StageState.CANCELLED, "left; the question stays open")
-        controller.observer.says(f"left; {how_to_answer(controller.run_dir.run_id)}")
+        controller.observer.log(f"left; {how_to_answer(controller.run_dir.run_id)}")
         raise
     except (PromotionFailed, CheckpointCorrupt) as error:
         _move(controller, PromotionState.FAILED, reason=str(error))
@@ -146,7 +146,7 @@ def carry_out(controller: Controller) -> None:
     )
     journal.end_stage(index, StageState.COMPLETED, said)
     controller.record()
-    controller.observer.says(said)
+    controller.observer.log(said)
 
 
 def approve_anew(controller: Controller, by: str, reason: str) -> None:
@@ -211,7 +211,7 @@ def _wait_for_answer(controller: Controller) -> None:
         return
     question = _question(controller, waiting)
     run_id = controller.run_dir.run_id
-    controller.observer.says(
+    controller.observer.log(
         f"waits for approval until {question.deadline:%Y-%m-%d %H:%M} UTC: {waiting.reason}. {how_to_answer(run_id)}"
     )
     with controller.show_question(question):
@@ -249,7 +249,7 @@ def _write(controller: Controller) -> None:
     target = promoted_folder(controller.run_dir, controller.spec.promote)
     checkpoint = controller.run_dir.checkpoint(approved.checkpoint_step)
     provenance = _provenance(controller, approved)
-    controller.observer.says(f"step {approved.checkpoint_step} is being copied to {target}")
+    controller.observer.log(f"step {approved.checkpoint_step} is being copied to {target}")
     write_model_directory(
         checkpoint, target, model_card(provenance, controller.spec), provenance, controller.lease.keep
     )

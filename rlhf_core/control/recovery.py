@@ -37,21 +37,21 @@ def conclude(controller: Controller, number: int) -> None:
     journal = controller.journal
     attempt = journal.record.attempts[number]
     controller.await_directory()
-    look = _final_look(controller, number, attempt)
-    match look.verdict.state:
+    snapshot = _final_snapshot(controller, number, attempt)
+    match snapshot.verdict.state:
         case AttemptState.COMPLETED:
-            journal.move_attempt(number, AttemptState.COMPLETED, look.verdict.cause or "every role ended well")
+            journal.move_attempt(number, AttemptState.COMPLETED, snapshot.verdict.cause or "every role ended well")
             if journal.record.state in (RunState.QUEUED, RunState.TRAINING):
                 journal.move_run(RunState.EVALUATING, f"training of attempt {number} is done")
             journal.move_run(RunState.COMPLETED, f"attempt {number} completed")
         case AttemptState.CANCELLED:
-            journal.move_attempt(number, AttemptState.CANCELLED, look.verdict.cause, FailureKind.USER_CANCEL)
-            journal.move_run(RunState.CANCELLED, look.verdict.cause or "its job was cancelled")
+            journal.move_attempt(number, AttemptState.CANCELLED, snapshot.verdict.cause, FailureKind.USER_CANCEL)
+            journal.move_run(RunState.CANCELLED, snapshot.verdict.cause or "its job was cancelled")
             controller.record()
-            raise RunCancelled(f"run {controller.run_dir.run_id} was cancelled: {look.verdict.cause}")
+            raise RunCancelled(f"run {controller.run_dir.run_id} was cancelled: {snapshot.verdict.cause}")
         case _:
             _raise_if_asked_to_end(controller)
-            _after_failure(controller, number, attempt, look)
+            _after_failure(controller, number, attempt, snapshot)
     controller.record()
 
 
@@ -66,20 +66,20 @@ def _raise_if_asked_to_end(controller: Controller) -> None:
         raise CancelRequested(request.reason or "rlhf cancel")
 
 
-def _final_look(controller: Controller, number: int, attempt: AttemptRecord) -> AttemptSnapshot:
-    look = controller.watcher(number).poll()
+def _final_snapshot(controller: Controller, number: int, attempt: AttemptRecord) -> AttemptSnapshot:
+    snapshot = controller.watcher(number).poll()
     if attempt.ended:
         # As it was concluded. Its job may have been cancelled since, which is not what ended it.
-        return replace(look, verdict=AttemptVerdict(attempt.state, attempt.cause, attempt.failure_kind))
-    return look
+        return replace(snapshot, verdict=AttemptVerdict(attempt.state, attempt.cause, attempt.failure_kind))
+    return snapshot
 
 
-def _after_failure(controller: Controller, number: int, attempt: AttemptRecord, look: AttemptSnapshot) -> None:
+def _after_failure(controller: Controller, number: int, attempt: AttemptRecord, snapshot: AttemptSnapshot) -> None:
     journal = controller.journal
     first = max(journal.record.first_attempt, controller.resumed_at)
     failure = explain(
         controller.run_dir,
-        look,
+        snapshot,
         controller.spec,
         first_attempt=first,
         rolled_back=_went_back_in_vain(controller, first, number),
@@ -91,10 +91,10 @@ def _after_failure(controller: Controller, number: int, attempt: AttemptRecord, 
         failure = replace(failure, decision=_within_caps(controller, _placeable(controller, failure), first))
         journal.append(DecisionMade(decision=failure.decision))
     decision = attempt.decision or failure.decision
-    journal.move_attempt(number, look.verdict.state, failure.message, failure.kind)
+    journal.move_attempt(number, snapshot.verdict.state, failure.message, failure.kind)
     controller.record()
     if decision.action is not Action.NEW_ATTEMPT:
-        if look.verdict.state is AttemptState.LOST and look.job.state is not JobState.ENDED:
+        if snapshot.verdict.state is AttemptState.LOST and snapshot.job.state is not JobState.ENDED:
             end_job(controller, attempt.submission)  # agents that are silent may only be stopped
         journal.move_run(RunState.FAILED, failure.message or failure.kind.value)
         controller.record()
@@ -102,7 +102,7 @@ def _after_failure(controller: Controller, number: int, attempt: AttemptRecord, 
         raise ended(diagnosis(controller.run_dir, number, failure, decision))
     # Two attempts of one run must never be at work at the same time: they would write the same checkpoints.
     end_job(controller, attempt.submission)
-    controller.observer.says(f"attempt {number} ended: {failure.kind.value}. {decision.reason}")
+    controller.observer.log(f"attempt {number} ended: {failure.kind.value}. {decision.reason}")
     journal.move_run(RunState.QUEUED, decision.reason)
     controller.record()
 
@@ -119,7 +119,7 @@ def _placeable(controller: Controller, failure: AttemptFailure) -> Decision:
     try:
         lacks = shortages(controller.spec.resources, controller.scheduler.inventory(), decision.excluded_nodes)
     except SchedulerError:
-        return decision  # nobody knows; the next attempt will find out
+        return decision  # unknown now; the next attempt will find out
     if not lacks:
         return decision
     reason = f"no other node can take the place of {', '.join(decision.excluded_nodes)}: {'; '.join(lacks)}"

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from rlhf_core.control.baseline import look_back
+from rlhf_core.control.baseline import read_baseline
 from rlhf_core.control.cancel import cancel
 from rlhf_core.control.controller import Controller
 from rlhf_core.control.planning import decision_before, plan_attempt
@@ -50,13 +50,15 @@ def preflight(controller: Controller) -> None:
             stored_version=controller.stored.package_version,
             site_slurm=controller.site.slurm,
             job_secrets=controller.site.job_secrets,
-            baseline=look_back(controller.store, controller.spec, controller.observer.says, controller.run_dir.run_id),
+            baseline=read_baseline(
+                controller.store, controller.spec, controller.observer.log, controller.run_dir.run_id
+            ),
         )
         results = make_checks(controller.spec, around, controller.check)
         controller.journal.append(ChecksMade(results=results))
         for result in results:
             if result.status is CheckStatus.WARNING:
-                controller.observer.says(f"warning {result.id}: {result.found}; expected {result.expected}")
+                controller.observer.log(f"warning {result.id}: {result.found}; expected {result.expected}")
         controller.record()
         if blocking(results):  # perhaps only now, after a controller before this one began with the trials
             cancel_trials(controller, "its run is blocked", cancel)
@@ -86,7 +88,7 @@ def allocate(controller: Controller, number: int) -> None:
             plan_attempt(controller, number)
         if journal.record.attempts[number].state is AttemptState.PLANNED:
             _submit(controller, number)
-        _watch_until(controller, number, lambda look: look.verdict.state is not AttemptState.SUBMITTED)
+        _watch_until(controller, number, lambda snapshot: snapshot.verdict.state is not AttemptState.SUBMITTED)
 
 
 def train(controller: Controller, number: int) -> None:
@@ -96,9 +98,9 @@ def train(controller: Controller, number: int) -> None:
         StageFailed: the attempt ended before that.
     """
     with _stage(controller, StageName.TRAIN, number, title_of(controller, StageName.TRAIN, number)):
-        look = _watch_until(controller, number, lambda look: look.evaluating)
-        if look.ended and look.verdict.state is not AttemptState.COMPLETED and not look.evaluating:
-            raise StageFailed(look.verdict)
+        snapshot = _watch_until(controller, number, lambda snapshot: snapshot.evaluating)
+        if snapshot.ended and snapshot.verdict.state is not AttemptState.COMPLETED and not snapshot.evaluating:
+            raise StageFailed(snapshot.verdict)
 
 
 def evaluate(controller: Controller, number: int) -> None:
@@ -110,9 +112,9 @@ def evaluate(controller: Controller, number: int) -> None:
     if controller.journal.record.state in (RunState.QUEUED, RunState.TRAINING):
         controller.journal.move_run(RunState.EVALUATING, f"training of attempt {number} is done")
     with _stage(controller, StageName.EVALUATE, number, "evaluate"):
-        look = _watch_until(controller, number, lambda look: False)
-        if look.verdict.state is not AttemptState.COMPLETED:
-            raise StageFailed(look.verdict)
+        snapshot = _watch_until(controller, number, lambda snapshot: False)
+        if snapshot.verdict.state is not AttemptState.COMPLETED:
+            raise StageFailed(snapshot.verdict)
 
 
 def title_of(controller: Controller, name: StageName, number: int) -> str:
@@ -150,22 +152,22 @@ def _watch_until(controller: Controller, number: int, enough: Callable[[AttemptS
     """Look again and again until the attempt has ended, or ``enough`` says so; moves states on the way."""
     journal, watcher = controller.journal, controller.watcher(number)
     while True:
-        look = watcher.poll()
+        snapshot = watcher.poll()
         if (
-            look.verdict.state is AttemptState.RUNNING
+            snapshot.verdict.state is AttemptState.RUNNING
             and journal.record.attempts[number].state is AttemptState.SUBMITTED
         ):
-            nodes = ", ".join(look.job.nodes)
+            nodes = ", ".join(snapshot.job.nodes)
             journal.move_attempt(number, AttemptState.RUNNING, f"on {nodes}" if nodes else "its job runs")
             if journal.record.state is RunState.QUEUED:
                 journal.move_run(RunState.TRAINING, f"attempt {number} runs")
             watcher.record()
-        controller.observer.looked(look)
+        controller.observer.polled(snapshot)
         if controller.lacks_directory():
             controller.wait(controller.poll_s)
             continue
-        if look.ended or enough(look):
-            return look
+        if snapshot.ended or enough(snapshot):
+            return snapshot
         controller.wait(controller.poll_s)
 
 
@@ -178,7 +180,7 @@ def _stage(controller: Controller, name: StageName, attempt: int, title: str, sa
     """
     index = controller.journal.begin_stage(name, attempt)
     controller.record()
-    controller.observer.begins(title)
+    controller.observer.stage_started(title)
     try:
         yield
     except StageFailed as error:

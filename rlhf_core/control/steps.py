@@ -136,7 +136,7 @@ def _steps(controller: Controller) -> Iterator[Step]:
         try:
             yield from _carried_out(StageName.PROMOTE, "promote", partial(promotion.carry_out, controller))
         except PromotionFailed as error:
-            controller.observer.says(str(error))
+            controller.observer.log(str(error))
 
 
 def _carried_out(name: str, title: str, work: Callable[[], None]) -> Iterator[Step]:
@@ -179,7 +179,7 @@ def _back_off(controller: Controller, failed: int) -> Iterator[Step]:
     due_at = last.decision.decided_at + timedelta(seconds=last.decision.delay_s)
     rest = min((due_at - utc_now()).total_seconds(), last.decision.delay_s)
     if rest > 0:
-        controller.observer.says(f"attempt {failed + 1} begins in {rest:.0f} s: {last.decision.reason}")
+        controller.observer.log(f"attempt {failed + 1} begins in {rest:.0f} s: {last.decision.reason}")
         title = f"wait {rest:.0f} s before attempt {failed + 1} - {last.decision.reason}"
         yield from _carried_out(WAIT, title, partial(controller.wait, rest))
 
@@ -188,7 +188,7 @@ def _while_the_cluster_recovers(controller: Controller, number: int) -> Iterator
     most = controller.site.max_restarts_per_hour
     while (recent := _restarts_in_the_last_hour(controller)) > most:
         why = f"{recent} restarts of all runs in the last hour, {most} allowed on this site (max_restarts_per_hour)"
-        controller.observer.says(f"attempt {number} waits: {why}")
+        controller.observer.log(f"attempt {number} waits: {why}")
         title = f"wait before attempt {number} - {why}"
         yield from _carried_out(WAIT, title, partial(controller.wait, CLUSTER_RETRY_INTERVAL_S))
 

@@ -88,14 +88,14 @@ def _made(controller: Controller, rung: Rung) -> RunDir:
 
 def _driven(controller: Controller, rung: Rung, trial: RunDir, drive: Callable[[Controller], None]) -> str:
     """Bring a trial to its end; why it failed, or an empty text."""
-    controller.observer.says(f"{rung.title}: run {trial.run_id}")
+    controller.observer.log(f"{rung.title}: run {trial.run_id}")
     onlooker = _Onlooker(controller, rung.title)
-    # One that had ended is gone on with because a person asked to go on with its run.
+    # One that had ended is resumed because the user resumed its run.
     again = read_record(trial).ended
     try:
         with opened(trial, controller.site, controller.store, onlooker, resumed=again) as inner:
             _keep_time(inner, controller)
-            onlooker.turns_to(inner.spec)
+            onlooker.follow(inner.spec)
             drive(inner)
     except (RunFailed, BadInput) as error:
         return _diagnosis(error)
@@ -107,7 +107,7 @@ def _driven(controller: Controller, rung: Rung, trial: RunDir, drive: Callable[[
             raise
         return _diagnosis(error)
     finally:
-        onlooker.turns_to(controller.spec)
+        onlooker.follow(controller.spec)
     return ""
 
 
@@ -143,23 +143,23 @@ class _Onlooker:
         self._session = controller
         self._title = title
 
-    def turns_to(self, spec: RunSpec) -> None:
+    def follow(self, spec: RunSpec) -> None:
         """Follow a run with this spec from now on."""
-        self._session.observer.turns_to(spec)
+        self._session.observer.follow(spec)
 
-    def begins(self, title: str) -> None:
+    def stage_started(self, title: str) -> None:
         """A stage of the trial begins."""
-        self._session.observer.begins(f"{self._title}: {title}")
+        self._session.observer.stage_started(f"{self._title}: {title}")
 
-    def looked(self, look: AttemptSnapshot) -> None:
+    def polled(self, snapshot: AttemptSnapshot) -> None:
         """The watchdog has looked at the trial."""
-        self._session.observer.looked(look)
+        self._session.observer.polled(snapshot)
 
-    def says(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Show a message to the user."""
-        self._session.observer.says(f"{self._title}: {text}")
+        self._session.observer.log(f"{self._title}: {text}")
 
-    def wants_to_stop(self) -> bool:
+    def stop_requested(self) -> bool:
         """Keep the lease of the run too, and end the trial with its run.
 
         Raises:

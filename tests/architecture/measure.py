@@ -157,7 +157,7 @@ def long_files(modules: Sequence[Module]) -> list[str]:
     return [f"{module.path} ({module.num_lines})" for module in modules if module.num_lines > LONG]
 
 
-def upward_imports(modules: Sequence[Module]) -> list[str]:
+def flows_imports(modules: Sequence[Module]) -> list[str]:
     """Imports of the flows in the command line."""
     found = []
     for module in modules:
@@ -195,7 +195,7 @@ MEASURES = (
     _row("class names used twice, tables named as their schema left out", "31", "0", repeated_classes),
     _row("broad excepts that keep the error", "26", "<= 8", broad_excepts),
     _row(f"files over {LONG} lines", "19", "<= 6", long_files),
-    _row("upward imports of the command line", "37", "0", upward_imports),
+    _row("imports of `flows` in the command line, which stands above it now", "37", "Prefect only", flows_imports),
 )
 """Rows of the table that can be counted; the others of the plan are times, and names that a reader judges."""
 

@@ -65,7 +65,7 @@ def test_each_row_counts_one_thing(house: measure.House) -> None:
     assert measure.repeated_classes(house.program) == ["Twice: rlhf_core/one.py, rlhf_core/two.py"]
     assert measure.broad_excepts(house.program) == ["rlhf_core/one.py:14"]
     assert measure.long_files(house.program) == ["rlhf_core/two.py (401)"]
-    assert measure.upward_imports(house.program) == ["rlhf_core/cli/main.py:2", "rlhf_core/cli/main.py:3"]
+    assert measure.flows_imports(house.program) == ["rlhf_core/cli/main.py:2", "rlhf_core/cli/main.py:3"]
 
 
 def test_the_table_has_a_row_for_each_measure(house: measure.House) -> None:

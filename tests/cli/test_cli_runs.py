@@ -463,20 +463,20 @@ class Terminal:
 def test_ctrl_c_asks_once_and_a_no_goes_on(capsys: Printed) -> None:
     person = Terminal(False, True)
     with TerminalProgress(load("quickstart"), "the-run", person) as progress:
-        assert not progress.wants_to_stop()
+        assert not progress.stop_requested()
         os.kill(os.getpid(), signal.SIGINT)
-        assert not progress.wants_to_stop()
+        assert not progress.stop_requested()
         assert len(person.asked) == 1
         os.kill(os.getpid(), signal.SIGINT)
-        assert progress.wants_to_stop()
-        assert progress.wants_to_stop(), "it is not asked again"
+        assert progress.stop_requested()
+        assert progress.stop_requested(), "it is not asked again"
         assert len(person.asked) == 2
 
 
 def test_a_second_ctrl_c_while_cancelling_leaves_at_once() -> None:
     with TerminalProgress(load("quickstart"), "the-run", None) as progress:
         os.kill(os.getpid(), signal.SIGINT)
-        assert progress.wants_to_stop()
+        assert progress.stop_requested()
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -484,11 +484,11 @@ def test_a_second_ctrl_c_while_cancelling_leaves_at_once() -> None:
 def test_the_steps_shown_are_those_of_the_trial_while_it_is_made(capsys: Printed) -> None:
     spec = load("quickstart")
     with TerminalProgress(spec, "the-run") as progress:
-        progress.turns_to(load("quickstart", ["loops.warm_start.num_steps=1", "loops.main.num_steps=2"]))
-        progress.looked(look(step=2, loop="grpo"))
-        progress.turns_to(spec)
+        progress.follow(load("quickstart", ["loops.warm_start.num_steps=1", "loops.main.num_steps=2"]))
+        progress.polled(look(step=2, loop="grpo"))
+        progress.follow(spec)
         progress._last_line = ("", float("-inf"))
-        progress.looked(look(step=1, loop="grpo"))
+        progress.polled(look(step=1, loop="grpo"))
     shown = capsys.readouterr().err
     assert "step 2/3" in shown
     assert f"step 1/{spec.total_steps}" in shown
@@ -497,7 +497,7 @@ def test_the_steps_shown_are_those_of_the_trial_while_it_is_made(capsys: Printed
 def test_the_history_being_behind_is_said_once_and_taken_back(capsys: Printed) -> None:
     with TerminalProgress(load("quickstart"), "the-run") as progress:
         for behind in ("away", "away", ""):
-            progress.looked(look(history_behind=behind))
+            progress.polled(look(history_behind=behind))
     shown = capsys.readouterr().err
     assert shown.count("history behind: away") == 1
     assert "up to date again" in shown

@@ -28,19 +28,19 @@ class Notes:
     totals: list[int] = field(default_factory=list)
     stop: Callable[[], bool] = lambda: False
 
-    def turns_to(self, spec: RunSpec) -> None:
+    def follow(self, spec: RunSpec) -> None:
         self.totals.append(spec.total_steps)
 
-    def begins(self, title: str) -> None:
+    def stage_started(self, title: str) -> None:
         self.titles.append(title)
 
-    def looked(self, look: AttemptSnapshot) -> None:
+    def polled(self, look: AttemptSnapshot) -> None:
         self.looks.append(look)
 
-    def says(self, text: str) -> None:
+    def log(self, text: str) -> None:
         self.sayings.append(text)
 
-    def wants_to_stop(self) -> bool:
+    def stop_requested(self) -> bool:
         return self.stop()
 
 

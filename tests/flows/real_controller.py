@@ -28,10 +28,10 @@ class Impatient(Quiet):
 
     stop = False
 
-    def looked(self, look: AttemptSnapshot) -> None:
+    def polled(self, look: AttemptSnapshot) -> None:
         self.stop = look.role is not None
 
-    def wants_to_stop(self) -> bool:
+    def stop_requested(self) -> bool:
         return self.stop
 
 

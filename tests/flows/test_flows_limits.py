@@ -54,7 +54,7 @@ def active_slots() -> int:
 
 @pytest.mark.usefixtures("limit")
 def test_the_second_run_waits_for_the_first_and_keeps_its_lease(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "AGAIN_S", 0.1)
+    monkeypatch.setattr(limits, "RETRY_INTERVAL_S", 0.1)
     first, second = a_session(desk), a_session(desk)
     waiting, entered = threading.Event(), threading.Event()
     checks: list[int] = []
@@ -128,7 +128,7 @@ def test_without_the_limit_nobody_waits(desk: Desk) -> None:
 @pytest.mark.usefixtures("limit")
 def test_a_server_that_never_answers_holds_nobody_up(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     never = threading.Event()
-    monkeypatch.setattr(limits, "ANSWER_S", 0.3)
+    monkeypatch.setattr(limits, "ANSWER_TIMEOUT_S", 0.3)
     monkeypatch.setattr(limits, "_limit_is_there", never.wait)
     with run_slot(a_session(desk)):
         assert "goes on without it" in desk.notes.sayings[0]

@@ -168,7 +168,7 @@ def test_a_controller_that_is_told_its_flow_run_later_is_in_the_journal_once(wel
     link = replace(a_flow_run(), url="")
     with opened(run_dir, well.site, well.store, flow_run=None, timeout_s=0) as controller:
         assert show_run(well.store, run_dir.run_id)["controllers"] == []
-        controller.announce(link)
-        controller.announce(FlowRunLink())
+        controller.record_controller(link)
+        controller.record_controller(FlowRunLink())
         assert run_of_flow_run(well.store, link.id) == run_dir.run_id
     assert len(show_run(well.store, run_dir.run_id)["controllers"]) == 1

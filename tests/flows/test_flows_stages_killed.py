@@ -15,7 +15,7 @@ from desk import Desk
 from kill_points import Killed, Points
 
 from rlhf_core.control import cancel, jobs
-from rlhf_core.control.controller import LEASE_RETRY_S
+from rlhf_core.control.controller import LEASE_RETRY_INTERVAL_S
 from rlhf_core.control.jobs import order_to_end
 from rlhf_core.control.steps import drive
 from rlhf_core.errors import DatabaseUnavailable, RunCancelled, RunFailed
@@ -310,7 +310,7 @@ def test_a_submission_waits_until_the_database_says_whose_run_it_is(desk: Desk) 
     drive(controller)
     assert read_record(run_dir).state is RunState.COMPLETED
     assert numbers(desk) == [1]
-    assert desk.clock.now >= before + 3 * LEASE_RETRY_S
+    assert desk.clock.now >= before + 3 * LEASE_RETRY_INTERVAL_S
     assert desk.notes.sayings.count("waiting for the database, which says whose run this is: no answer") == 1
 
 

@@ -220,7 +220,7 @@ def test_rounds_are_flow_runs_where_they_are_due_or_do_something(
     services.start("worker")
     run_dir = in_training(services, client)
     services.kill("worker")
-    monkeypatch.setattr(reconcile, "AGAIN_S", 0.0)
+    monkeypatch.setattr(reconcile, "RETRY_INTERVAL_S", 0.0)
     results = rounds(services, store)
     assert [one.action.kind for one in results] == [ActionKind.ADOPT, ActionKind.END_FLOW_RUN]
     assert len(made()) == len(first) + 2

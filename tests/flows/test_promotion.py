@@ -112,7 +112,7 @@ def when_asked(run_dir: RunDir, do: Callable[[], object]) -> Ask:
 
 
 def answer(desk: Desk, run_dir: RunDir, verdict: answering.Verdict, by: str, reason: str = "") -> answering.Answered:
-    return answer_promotion(run_dir, desk.site, desk.store, verdict, by, reason, say=desk.notes.says, timeout_s=20)
+    return answer_promotion(run_dir, desk.site, desk.store, verdict, by, reason, say=desk.notes.log, timeout_s=20)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

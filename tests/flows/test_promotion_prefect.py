@@ -32,8 +32,8 @@ from rlhf_core.schemas.attempts import PromotionState, RunState
 
 @pytest.fixture(autouse=True)
 def _quick(real_prefect: RealServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(approval, "POLL_S", 0.2)
-    monkeypatch.setattr(approval, "AGAIN_S", 0.5)
+    monkeypatch.setattr(approval, "POLL_INTERVAL_S", 0.2)
+    monkeypatch.setattr(approval, "RETRY_INTERVAL_S", 0.5)
     with real_prefect.in_use():
         yield
 
@@ -210,7 +210,7 @@ def test_a_server_that_never_answers_does_not_hold_the_lease(desk: Desk, monkeyp
     kept = []
     monkeypatch.setattr(controller.lease, "keep", lambda: kept.append(1))
     monkeypatch.setattr(approval, "server_answers", hangs)
-    monkeypatch.setattr(approval, "FAREWELL_S", 0.2)
+    monkeypatch.setattr(approval, "SHUTDOWN_TIMEOUT_S", 0.2)
     context = contextvars.copy_context()
     thread = threading.Thread(target=lambda: context.run(run_in_prefect, controller))
     thread.start()

@@ -161,7 +161,7 @@ class SnapshotCleanup:
             try:
                 self._sources[run_dir.run_id] = run_dir.read_spec().config_source
             except RunDirError:
-                return ""  # nobody can go on with it; the next round looks again
+                return ""  # it cannot be resumed; the next round tries again
         return self._sources[run_dir.run_id]
 
     @staticmethod
