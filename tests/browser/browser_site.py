@@ -227,8 +227,8 @@ class BrowserSite(Floor):
         return str(until(now, PATIENCE_S))
 
     def why(self, run_id: str, state: str) -> str:
-        """What is known about a run, for a test that fails."""
-        events = self.rows("SELECT kind, to_state, cause FROM events WHERE run_id = ?", run_id)
+        """Describe a run for a test that fails."""
+        events = self.rows("SELECT kind, state, message FROM events WHERE run_id = ?", run_id)
         return f"{run_id} is {state}\n{events}\n{self.logs()}"
 
     def jobs(self, run_id: str) -> list[tuple[str, str]]:

@@ -346,7 +346,7 @@ def test_wandb(run: RunFiles, tmp_path: Path) -> None:
     (about,) = [record.run for record in records if record.WhichOneof("record_type") == "run"]
     assert (about.run_id, about.project) == (run.run_id, "sort")
     assert list(about.tags) == ["nightly", "sort", "grpo", "completed"]
-    assert "train" in {item.key for item in about.config.update}
+    assert "loops" in {item.key for item in about.config.update}
     history = [
         {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
         for record in records
