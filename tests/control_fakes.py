@@ -266,7 +266,7 @@ class FakeAgent:
         report = ProbeReport(attempt=self.attempt, results=(found,), made_at=utc_now())
         write_model(self.run_dir.attempt(self.attempt).probe_report, report)
 
-    def incident(self, kind: FailureKind, fingerprint: str = "") -> None:
+    def incident(self, kind: FailureKind, fingerprint: str = "") -> Incident:
         """Build the incident that agent 0 writes after a failure."""
         folder = self.run_dir.attempt(self.attempt).restart(self.restart)
         incident = Incident(
@@ -283,6 +283,7 @@ class FakeAgent:
         )
         folder.evidence_dir.mkdir(parents=True, exist_ok=True)
         write_model(folder.incident(0), incident)
+        return incident
 
     def end(self, state: AttemptState, kind: FailureKind | None = None, message: str = "") -> None:
         """Write the outcome."""

@@ -214,7 +214,7 @@ def resume(run: RunArgument, no_prefect: NoPrefectOption = False, as_json: JsonO
         present = read_record(run_dir)
         if present.state is RunState.COMPLETED and not is_due(run_dir.read_spec(), present):
             record(run_dir, store)
-            output.note(f"run {run_dir.run_id} is completed; there is nothing to go on with")
+            output.note(f"run {run_dir.run_id} is completed; there is nothing to resume")
         else:
             record(run_dir, store)
             refuse_if_driven(store, run_dir.run_id)  # before a server is started
