@@ -233,8 +233,8 @@ class FakeAgent:
         """A complete checkpoint without files."""
         manifest = CheckpointManifest(
             step=step,
-            stage="grpo",
-            stage_finished=False,
+            loop="grpo",
+            loop_finished=False,
             num_ranks=num_ranks,
             spec_hash="x",
             files={},

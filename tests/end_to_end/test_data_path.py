@@ -50,7 +50,7 @@ def test_the_real_data_path(shop: Shop, files: Path) -> None:
     shop.rlhf("run", "gsm8k", "--no-prefect", *OVERRIDES, *FILES)
     restart = shop.only_run().attempt(1).restart(0)
     lines = read_models(restart.metrics, MetricsLine)
-    losses = [line.metrics["train/loss"] for line in lines if line.stage == "sft"]
+    losses = [line.metrics["train/loss"] for line in lines if line.loop == "sft"]
     assert losses[-1] < 0.8 * losses[0], "supervised loss must fall on real text"
     assert lines[0].metrics["data/num_rows"] == 60
     assert lines[0].metrics["data/num_overlong"] == 3

@@ -47,8 +47,8 @@ def checkpoint_with_model(run_dir: RunDir, step: int = 10) -> None:
         write_text(checkpoint.root / name, text)
     manifest = CheckpointManifest(
         step=step,
-        stage="grpo",
-        stage_finished=True,
+        loop="grpo",
+        loop_finished=True,
         num_ranks=2,
         spec_hash="abc",
         files={name: checksum(checkpoint.root / name) for name in files},
