@@ -51,7 +51,7 @@ class MeasuringPlace:
     gpu: bool
     start_s: float
     """How long the ranks wait until all have started."""
-    patience_s: float
+    timeout_s: float
     """For one step in which others take part."""
 
     @property
@@ -144,14 +144,14 @@ def _right(step: str, problem: str) -> dict[str, Any]:
 
 
 def _store(place: MeasuringPlace) -> Any:
-    patience = timedelta(seconds=place.patience_s)
+    timeout = timedelta(seconds=place.timeout_s)
     store: Any
     if place.store.startswith("/"):
         store = FileStore(place.store, place.world)
     else:
         host, _, port = place.store.rpartition(":")
-        store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=patience)
-    store.set_timeout(patience)
+        store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+    store.set_timeout(timeout)
     return PrefixStore(place.prefix, store)
 
 
@@ -168,11 +168,11 @@ def _await_all(place: MeasuringPlace, store: Any, done: str) -> None:
 
 def _group(place: MeasuringPlace, store: Any, rank: int, size: int) -> Any:
     """A process group of its own: it leaves nothing behind for others, and connects only whom it is for."""
-    patience = timedelta(seconds=place.patience_s)
+    timeout = timedelta(seconds=place.timeout_s)
     if not place.gpu:
-        return dist.ProcessGroupGloo(store, rank, size, patience)
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = patience
+    options._timeout = timeout
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
@@ -207,9 +207,9 @@ def _in_time(place: MeasuringPlace, speak: Callable[[], dict[str, Any]]) -> dict
     # Left behind where it hangs: the process ends without waiting for it.
     threading.Thread(target=lambda: heard.put(speak()), daemon=True).start()
     try:
-        return heard.get(timeout=place.patience_s)
+        return heard.get(timeout=place.timeout_s)
     except queue.Empty:
-        return {"problem": f"no answer within {place.patience_s:.0f} s"}
+        return {"problem": f"no answer within {place.timeout_s:.0f} s"}
 
 
 def _exchange(place: MeasuringPlace, store: Any, name: str, peer: int, device: torch.device) -> dict[str, Any]:
