@@ -206,7 +206,7 @@ def test_what_is_submitted_takes_the_file_as_it_is_and_leaves_what_is_scheduled(
     assert flow_run.parameters["steps"] == 50
     assert config.load(flow_run.parameters["config"]).loops.main.num_steps == 50
     assert client.read_deployment(UUID(done.id)).parameters["steps"] == 100
-    with pytest.raises(BadConfig, match="loops.main.num_steps"):
+    with pytest.raises(BadConfig, match=r"loops\.main\.num_steps"):
         submit("edited", site, overrides=["loops.main.num_steps=0"])
     with pytest.raises(BadInput, match="there is no deployment"):
         submit("unheard-of", site)
