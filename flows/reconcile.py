@@ -1,6 +1,6 @@
 """``rlhf-reconcile``: the rounds of the reconciler as flow runs, with a schedule and a table of what was done.
 
-No worker carries them out: that a worker has died is what they are there to mend. The keeper polls for those that are
+No worker carries them out: that a worker has died is what they are there to mend. The daemon polls for those that are
 due and runs them in its own process. Between them it looks more often; a look that finds nothing leaves no flow run.
 """
 
@@ -27,7 +27,7 @@ from rlhf_core.control.reconcile.actions import ROUTINE, ActionResult, Reconcile
 from rlhf_core.diagnosis.reconcile import ReconcileAction
 
 DEPLOYMENT = "rlhf-reconcile/site"
-"""The deployment whose flow runs the keeper carries out."""
+"""The deployment whose flow runs the site daemon carries out."""
 
 ARTIFACT_KEY = "rlhf-reconcile"
 """Key of the table of what was found and done."""
@@ -36,7 +36,7 @@ EVERY_S = 600.0
 """Time between two scheduled rounds, which leave a flow run in any case."""
 
 DESCRIPTION = (
-    "Compares database, Prefect and scheduler, and mends what disagrees. The keeper of the site (`rlhf serve keeper`) "
+    "Compares database, Prefect and scheduler, and mends what disagrees. The site daemon (`rlhf serve daemon`) "
     "carries it out; *Quick run* has it do a round now."
 )
 
@@ -66,7 +66,7 @@ def rlhf_reconcile() -> State[None]:
     turn = _turn.get()
     if turn is None:
         # Returned: of an error Prefect would log where in this program it was raised.
-        return Failed(message="this flow is carried out by the keeper of the site alone: `rlhf up` starts it")
+        return Failed(message="this flow is carried out by the site daemon alone: `rlhf up` starts it")
     results = [result for result in turn() if result.action.kind not in ROUTINE]
     create_table_artifact(table=_table(results), key=ARTIFACT_KEY, description=_summary(results))
     return Completed(message=_summary(results))

@@ -1,6 +1,6 @@
 """Requests in Prefect that have made no run: each waits, or was refused. Kept in a file for `rlhf runs`.
 
-The keeper writes it in each of its rounds. So `rlhf runs` shows it without Prefect, as fast as ever.
+The site daemon writes it in each of its rounds. So `rlhf runs` shows it without Prefect, as fast as ever.
 """
 
 from datetime import datetime, timedelta

@@ -1,8 +1,8 @@
 """``python -m rlhf_core.control.adopt RUN``: a controller for a run that has lost its own, without Prefect.
 
-The keeper starts it, as a process of its own, where Prefect cannot be asked to. It is the same controller as any: the
-lease lets one drive the run, and a second one ends at once. No user asked for it, so that budgets of retries, back-offs
-and requests to end the run hold as they did.
+The site daemon starts it, as a process of its own, where Prefect cannot be asked to. It is the same controller as any:
+the lease lets one drive the run, and a second one ends at once. No user asked for it, so that budgets of retries,
+back-offs and requests to end the run hold as they did.
 """
 
 import os

@@ -29,7 +29,7 @@ def abandon(controller: Controller, found: RunDirGone) -> RunDirGone:
     try:
         close_missing(run_id, controller.store, cause, utc_now())
     except HistoryError as error:
-        cause += f". The history could not be told ({error}); the keeper of the site does it later"
+        cause += f". The history could not be told ({error}); the site daemon does it later"
     return RunDirGone(
         f"run {run_id} failed: {cause}.\n"
         f"  Its checkpoints and metrics were in it. If it was moved, move it back, then `rlhf resume {run_id}`; "

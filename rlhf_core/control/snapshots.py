@@ -2,7 +2,7 @@
 
 ``<home>/deployments/<name>/<hash>/`` holds the config with absolute paths, the user's code as of then, and where both
 came from. The hash is one of their content: nothing in there is ever changed, and what is the same is there once. The
-time of the folder is when it was last asked for; what nothing refers to any more the keeper removes, days after that.
+time of the folder is when it was last asked for; what nothing refers to any more the daemon removes, days after that.
 """
 
 import hashlib

@@ -12,8 +12,8 @@ from rlhf_core.schemas.reports import (
     AttemptOutcome,
     CheckpointManifest,
     EvaluationReport,
-    KeeperNote,
     MetricsLine,
+    ReconcileNote,
     TelemetryLine,
 )
 from rlhf_core.schemas.run import StoredSpec
@@ -95,7 +95,7 @@ class IngestBatch:
     """Highest fencing token after this batch."""
     journal: list[JournalEntry] = field(default_factory=list)
     """Lines that count, in the order of the file."""
-    notes: list[tuple[int, KeeperNote]] = field(default_factory=list)
+    notes: list[tuple[int, ReconcileNote]] = field(default_factory=list)
     """Actions of the site daemon, each with the byte at which its line begins."""
     attempts: set[int] = field(default_factory=set)
     """Attempts that have a folder."""

@@ -360,8 +360,8 @@ class AgentCommand(Schema):
     """When it was given (UTC)."""
 
 
-class KeeperNote(Schema):
-    """One line of ``housekeeping.jsonl``: what the keeper of the site did about the run."""
+class ReconcileNote(Schema):
+    """One line of ``housekeeping.jsonl``: what the site daemon did about the run."""
 
     time: Moment
     """When (UTC)."""

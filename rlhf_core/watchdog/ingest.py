@@ -56,8 +56,8 @@ from rlhf_core.schemas.reports import (
     AttemptOutcome,
     CheckpointManifest,
     EvaluationReport,
-    KeeperNote,
     MetricsLine,
+    ReconcileNote,
     TelemetryLine,
 )
 
@@ -260,7 +260,7 @@ class _Reader:
             return self._batch
         self._read_spec()
         self._read_journal()
-        self._batch.notes += self._new_lines(self._run_dir.housekeeping, KeeperNote)
+        self._batch.notes += self._new_lines(self._run_dir.housekeeping, ReconcileNote)
         for attempt in self._run_dir.attempts():
             self._read_attempt(attempt)
         self._read_checkpoints()

@@ -1,6 +1,6 @@
 """The agents of an attempt as a channel: what each tells agent 0, what agent 0 announces to all.
 
-Everything that could block, a store whose keeper is gone, happens in a thread of its own, so that no agent ever waits
+Everything that could block, a store whose server is gone, happens in a thread of its own, so that no agent ever waits
 for another one with its hands tied. An agent that is alone has a team too: it hears itself.
 """
 

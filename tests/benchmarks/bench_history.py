@@ -7,7 +7,7 @@ memory that takes, how long questions take on many runs, and how far the history
     make bench-history HISTORY="--full --into FILE"     what is done goes into FILE; started again, it goes on there
 
     python tests/benchmarks/bench_history.py [--quick | --full] [--database sqlite|postgresql]
-        [--part ingest|memory|questions|keeper ...] [--into FILE] [--mlflow PYTHON]
+        [--part ingest|memory|questions|daemon ...] [--into FILE] [--mlflow PYTHON]
 
 Without ``--mlflow``, the interpreter of an environment with MLflow, nothing is compared. PostgreSQL is a throw-away
 server, without fsync, for both. Times of questions are those of opening the history and asking once, in a process that
@@ -319,20 +319,20 @@ def asked(url: str, ask: Callable[[HistoryStore], object]) -> float:
 # Many runs at once
 
 
-def bench_keeper(kind: str, folder: Path, size: Size, mlflow: str | None) -> Lines:
-    """How far one keeper is behind (``bench_keeper.py``)."""
+def bench_daemon(kind: str, folder: Path, size: Size, mlflow: str | None) -> Lines:
+    """How far one daemon is behind (``bench_daemon.py``)."""
     url = new_sqlite(folder) if kind == "sqlite" else postgres().migrated_database()
-    program = Path(__file__).with_name("bench_keeper.py")
+    program = Path(__file__).with_name("bench_daemon.py")
     command = [sys.executable, str(program), url, "--runs", str(size.num_runs), "--seconds", str(size.seconds)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
-    yield from (f"keeper: {line}" for line in done.stdout.splitlines())
+    yield from (f"daemon: {line}" for line in done.stdout.splitlines())
 
 
 PARTS: Mapping[str, Callable[[str, Path, Size, str | None], Lines]] = {
     "ingest": bench_ingest,
     "memory": bench_memory,
     "questions": bench_questions,
-    "keeper": bench_keeper,
+    "daemon": bench_daemon,
 }
 """What there is to measure: database, a folder for files, how much, and the interpreter with MLflow -> lines."""
 

@@ -292,7 +292,7 @@ def test_a_round_that_nobody_handed_over_says_whose_it_is() -> None:
         with pytest.raises(FailedRun):
             rlhf_reconcile()
         name, message, log = read()
-    assert (name, "carried out by the keeper" in message) == ("Failed", True)
+    assert (name, "carried out by the site daemon" in message) == ("Failed", True)
     assert "Traceback" not in log
 
 

@@ -114,7 +114,7 @@ def test_without_asking_for_the_lease_there_are_two_jobs(controllers: Controller
 
 
 def cancelled_and_killed(controllers: Controllers, *, old: bool) -> RunDir:
-    """A controller is killed right after the scheduler has ended the job; the keeper's next one adopts the run."""
+    """A controller is killed right after the scheduler has ended the job; the daemon's next one adopts the run."""
     run_dir = controllers.services.checked_run()
     first = controllers.start(run_dir, "killed when the scheduler was asked to cancel", old=old)
     assert first.wait(100) == -signal.SIGKILL

@@ -107,7 +107,7 @@ def kinds(actions: list[ReconcileAction]) -> list[ActionKind]:
 
 
 def told(desk: Desk, run_dir: RunDir) -> list[tuple[str, str]]:
-    """What the history says that the keeper did."""
+    """What the history says that the daemon did."""
     return [
         (str(one["kind"]), str(one["message"]))
         for one in queries.events(desk.store, run_dir.run_id)
@@ -262,7 +262,7 @@ def test_a_scheduler_that_does_not_answer_costs_nothing(desk: Desk, reconciler: 
     assert one_round(later) == []
 
 
-def test_a_keeper_that_was_taken_over_while_it_was_suspended_does_nothing(desk: Desk) -> None:
+def test_a_daemon_that_was_taken_over_while_it_was_suspended_does_nothing(desk: Desk) -> None:
     """It asks before each result: its own clock and its other thread may not have noticed yet."""
     name, owner = lease_name(desk.site), str(Owner.this_process())
     lease = HeldLease(desk.store, name, owner, desk.store.acquire_lease(name, owner, 60))
@@ -375,19 +375,19 @@ def test_what_a_run_at_work_begins_from_stays(desk: Desk) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# By hand, and the keeper
+# By hand, and the daemon
 
 
 @pytest.mark.usefixtures("reconciler")
-def test_by_hand_only_where_no_keeper_is_at_work(desk: Desk, started: list[str]) -> None:
+def test_by_hand_only_where_no_daemon_is_at_work(desk: Desk, started: list[str]) -> None:
     run_dir = training(desk)
     assert kinds(list(poll_once(desk.site, desk.store, None))) == [ActionKind.ADOPT]
     assert started == []
-    token = desk.store.acquire_lease(lease_name(desk.site), "keeper@elsewhere:1:1.00", 60)
+    token = desk.store.acquire_lease(lease_name(desk.site), "daemon@elsewhere:1:1.00", 60)
     with pytest.raises(LeaseLost, match="daemon of this site is at work"):
         reconcile_once(desk.site, desk.store, None)
     assert started == []
-    desk.store.release_lease(lease_name(desk.site), "keeper@elsewhere:1:1.00", token)
+    desk.store.release_lease(lease_name(desk.site), "daemon@elsewhere:1:1.00", token)
     reconcile_once(desk.site, desk.store, None)
     assert started == [run_dir.run_id]
     reconcile_once(desk.site, desk.store, None)  # the lease was given back
@@ -398,7 +398,7 @@ def wait_for(condition: threading.Event) -> None:
 
 
 @pytest.mark.usefixtures("reconciler")
-def test_of_two_keepers_one_acts_until_it_goes(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_daemons_one_acts_until_it_goes(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     acting, acted = [], threading.Condition()
     stops = {name: threading.Event() for name in ("first", "second")}
     monkeypatch.setattr(loop, "RETRY_INTERVAL_S", 0.05)
@@ -430,7 +430,7 @@ def test_of_two_keepers_one_acts_until_it_goes(desk: Desk, monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("reconciler")
-def test_the_keeper_reads_adopts_and_outlives_damage(
+def test_the_daemon_reads_adopts_and_outlives_damage(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, started: list[str]
 ) -> None:
     orphan, damaged, unreadable = training(desk), training(desk), training(desk)

@@ -1,4 +1,4 @@
-"""A keeper whose database goes away and comes back: nothing is raised, nobody is adopted meanwhile, nothing is lost."""
+"""A daemon whose database goes away and comes back: nothing is raised, nobody is adopted meanwhile, nothing is lost."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -43,7 +43,7 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
             set_up()
             yield services
     finally:
-        services.kill("keeper", "worker", "server")
+        services.kill("daemon", "worker", "server")
         cluster.down()
 
 
@@ -52,7 +52,7 @@ def _site(services: Services, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     for name in ("SLURM_CONF", "XDG_CACHE_HOME", "RLHF_HOME", "RLHF_SCHEDULER", "RLHF_COMPUTE_PYTHON"):
         monkeypatch.setenv(name, services.environment[name])
     yield
-    services.kill("keeper", "worker")
+    services.kill("daemon", "worker")
     for job in SlurmScheduler().living():
         SlurmScheduler().cancel(job.submission)
 
@@ -112,7 +112,7 @@ def rounds(services: Services, store: HistoryStore) -> list[ActionResult]:
 
 
 def untold(services: Services, store: HistoryStore) -> bool:
-    """Whether a keeper that has told nothing yet finds something to tell."""
+    """Whether a daemon that has told nothing yet finds something to tell."""
     looked = Reconciler(services.site, store, flow_runs=PrefectFlowRuns(services.site)).poll()
     return any(one.kind is ActionKind.TELL for one in looked)
 
@@ -137,7 +137,7 @@ def test_a_worker_that_is_terminated_leaves_a_zombie_which_is_ended_and_its_run_
     # The control: nobody but the reconciler notices, also not a new worker.
     other = in_training(services, client)
     assert flow_runs(client, run_dir) == [("Running", False)], "a zombie"
-    services.start("keeper")
+    services.start("daemon")
     wait_for(lambda: flow_runs(client, run_dir)[-1] == ("Running", True), "it is adopted")
     assert flow_runs(client, run_dir)[0][0] == "Crashed"
     go(run_dir)
@@ -145,7 +145,7 @@ def test_a_worker_that_is_terminated_leaves_a_zombie_which_is_ended_and_its_run_
     ended(client, store, run_dir, RunState.COMPLETED, "Completed")
     ended(client, store, other, RunState.COMPLETED, "Completed")
     assert starts(run_dir) == ["1"], "adopted, not submitted again"
-    kinds = {row[0] for row in queries.run_sql(store, "SELECT kind FROM events WHERE kind LIKE 'keeper%'").rows}
+    kinds = {row[0] for row in queries.run_sql(store, "SELECT kind FROM events WHERE kind LIKE 'reconcile%'").rows}
     assert kinds - {"reconcile_tell"} == {"reconcile_adopt", "reconcile_end_flow_run"}
     assert len(flow_runs(client, run_dir)) == 2
 

@@ -88,7 +88,7 @@ COMPLETED = (RunState.PREFLIGHT, RunState.QUEUED, RunState.TRAINING, RunState.EV
 def test_what_is_old_and_nothing_refers_to_goes(client: Any, desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
     old, other, young = keep(desk, "a"), keep(desk, "b", "seed=3"), keep(desk, "a", "seed=2", days=DAYS - 1)
     run_of(desk, other, *COMPLETED)
-    with caplog.at_level("INFO", logger="rlhf.keeper"):
+    with caplog.at_level("INFO", logger="rlhf.daemon"):
         assert tidier(desk).run() == [old.parent, other.parent]
     assert not old.parent.exists(), "the code as well"
     assert young.is_file()
@@ -194,7 +194,7 @@ def test_a_removal_that_was_killed_is_finished(client: Any, desk: Desk, monkeypa
     assert list((desk.site.home / "deployments" / "a").iterdir()) == []
 
 
-def test_the_keeper_does_it(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_daemon_does_it(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     done, stop = threading.Event(), threading.Event()
 
     def tidy(self: SnapshotCleanup, may: Callable[[], bool]) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Requests in Prefect that are no run, as `rlhf runs` shows them: without Prefect, from what the keeper wrote."""
+"""Requests in Prefect that are no run, as `rlhf runs` shows them: without Prefect, from what the daemon wrote."""
 
 import json
 import subprocess

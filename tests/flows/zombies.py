@@ -1,4 +1,4 @@
-"""What the tests of the reconciler share that need the real thing: server, worker, keeper, and jobs on a real Slurm.
+"""What the tests of the reconciler share that need the real thing: server, worker, daemon, and jobs on a real Slurm.
 
 A job's agent is a small program that writes what a real one writes, and ends well once the test says so.
 """
@@ -105,7 +105,7 @@ class Services:
         commands = {
             "server": ["-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(self.port), "--no-ui"],
             "worker": ["-m", "prefect", "worker", "start", "--pool", "rlhf", "--type", "process"],
-            "keeper": [
+            "daemon": [
                 "-c",
                 "import threading; from flows.daemon import keep; from rlhf_core.config import load_site; "
                 "keep(load_site(), threading.Event())",

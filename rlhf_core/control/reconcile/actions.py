@@ -31,7 +31,7 @@ from rlhf_core.run_dir import LineWriter, RunDir, is_run_id, read_model, remove_
 from rlhf_core.scheduler import get_scheduler
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.base import utc_now
-from rlhf_core.schemas.reports import AgentCommand, KeeperNote
+from rlhf_core.schemas.reports import AgentCommand, ReconcileNote
 from rlhf_core.schemas.resources import Submission
 from rlhf_core.watchdog.missing_run import close_missing, identity
 from rlhf_core.watchdog.watcher import record
@@ -356,7 +356,7 @@ class Reconciler:
             "task_run_id": action.task_run_id,
             "step": str(action.step or ""),
         }
-        note = KeeperNote(
+        note = ReconcileNote(
             time=self._now(),
             kind=action.kind.value,
             message=f"{action.reason}; {result.message}",

@@ -133,7 +133,7 @@ def _lease(site: Site, store: HistoryStore, stop: threading.Event) -> HeldLease 
 
 
 def _act(site: Site, store: HistoryStore, lease: HeldLease, stop: threading.Event, rounds: "_Rounds") -> None:
-    """Read and reconcile until the keeper is stopped or has lost its lease."""
+    """Read and reconcile until the daemon is stopped or has lost its lease."""
     over = threading.Event()
     reconciling = threading.Thread(target=rounds.run, args=(store, lease, stop, over), name="reconciler", daemon=True)
     reconciling.start()

@@ -29,7 +29,7 @@ from rlhf_core.schemas.journal import (
     StageStarted,
     TrialPlanned,
 )
-from rlhf_core.schemas.reports import KeeperNote
+from rlhf_core.schemas.reports import ReconcileNote
 
 SET_ASIDE = "set_aside"
 """Kind of the event for something in a file of the run that could not be stored."""
@@ -57,7 +57,7 @@ def write_events(connection: Connection, run_id: str, entries: Sequence[EventEnt
     insert_or_keep(connection, EVENTS, rows)
 
 
-def write_notes(connection: Connection, run_id: str, source: str, notes: Sequence[tuple[int, KeeperNote]]) -> None:
+def write_notes(connection: Connection, run_id: str, source: str, notes: Sequence[tuple[int, ReconcileNote]]) -> None:
     """Write the notes of the site daemon."""
     rows = [
         {

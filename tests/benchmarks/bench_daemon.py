@@ -1,9 +1,9 @@
 """How far the history is behind when one process reads many growing run directories: ``python tests/benchmarks/...``.
 
-Writes steps into synthetic runs as fast as real ones make them, while one ingester of the keeper reads them; prints the
+Writes steps into synthetic runs as fast as real ones make them, while one ingester of the daemon reads them; prints the
 percentiles of the time from a line being written to its row being there, and the memory of the process.
 
-Usage: bench_keeper.py [database URL] [--runs 200] [--seconds 60] [--step-s 1.0]
+Usage: bench_daemon.py [database URL] [--runs 200] [--seconds 60] [--step-s 1.0]
 """
 
 import argparse
