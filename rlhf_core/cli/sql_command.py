@@ -55,8 +55,8 @@ def sql(
     run_tags, goodput_cache, controllers, promotions, leases, ingest_offsets.
 
     Views: run_curve (the metrics that count, by step), run_goodput (all_goodput for all
-    runs), run_lost_time, incident_lost_time, run_recoveries, run_step_time, node_health,
-    node_figures (telemetry over time), node_imbalance (what stood out).
+    runs), interruptions, run_lost_time, incident_lost_time, run_recoveries, run_step_time,
+    node_health, node_figures (telemetry over time), node_imbalance (what stood out).
     """
     from rlhf_core.cli.query_deadline import enforce_deadline
     from rlhf_core.errors import BadInput

@@ -358,7 +358,7 @@ def fails_once(desk: Desk, run_dir: RunDir) -> None:
         agent.begin()
         agent.role(Role.TRAINER)
         agent.incident(FailureKind.NODE_LOST)
-        folder = run_dir.attempt(1).restart(0).incident_dir
+        folder = run_dir.attempt(1).restart(0).evidence_dir
         (folder / "stack-n1-1.txt").write_text("in all_reduce")
         agent.end(AttemptState.FAILED, FailureKind.NODE_LOST)
 
@@ -433,7 +433,7 @@ def test_a_failure_and_its_recovery_are_seen_in_prefect(desk: Desk, monkeypatch:
     assert "rank 1 on node n1" in text
     assert "| decision | new attempt (by the controller)" in text
     assert "in all_reduce" in text, "a browser does not follow a link to a file: what it says stands here"
-    assert f"`{run_dir.attempt(1).restart(0).incident_dir}`" in text
+    assert f"`{run_dir.attempt(1).restart(0).evidence_dir}`" in text
     assert "file://" not in text
 
     moves = ["preflight", "queued", "evaluating", "completed"]
@@ -521,7 +521,7 @@ def test_a_restart_in_place_is_a_task_run_and_the_log_has_it(desk: Desk) -> None
             decided_by=DecidedBy.AGENT,
             decided_at=utc_now(),
         )
-        write_model(run_dir.attempt(1).restart(0).decision, made)
+        write_model(run_dir.attempt(1).restart(0).decision(0), made)
         FakeAgent(run_dir, restart=1).whole_run()
 
     desk.scheduler.on_submit = restarts

@@ -10,7 +10,7 @@ from kill_points import Killed, Points
 
 from rlhf_core.control.cancel import cancel_run
 from rlhf_core.control.controller import Controller
-from rlhf_core.control.steps import drive
+from rlhf_core.control.steps import drive, steps
 from rlhf_core.control.trials import trials_of
 from rlhf_core.errors import LeaseLost, PreflightBlocked, RunCancelled, RunFailed
 from rlhf_core.history import queries
@@ -128,11 +128,9 @@ def test_each_trial_is_carried_out_under_its_own_name(site: Desk) -> None:
     behaves(site, goes_well)
     called: list[tuple[str, str]] = []
 
-    def call(title: str, name: str, work: Callable[[], None]) -> None:
-        called.append((title, name))
-        work()
-
-    drive(site.controller(run_dir), call)
+    for step in steps(site.controller(run_dir)):
+        called.append((step.title, step.name))
+        step.run()
     assert called[:4] == [
         ("preflight", "preflight"),
         ("trial on one node", "trial"),

@@ -19,6 +19,7 @@ from zombies import wait_for
 
 from flows.artifacts import Publication, artifact_key, publication_of, publish
 from flows.events import FlowRunRef, events_of, unpublished
+from flows.flow_runs import PrefectFlowRuns
 from flows.run import rlhf_run
 from rlhf_core.control.reconcile.actions import Reconciler
 from rlhf_core.control.steps import drive
@@ -63,7 +64,9 @@ def flow_run(name: str) -> str:
 
 
 def later(desk: Desk) -> Reconciler:
-    return Reconciler(desk.site, desk.store, has_prefect=True, now=lambda: utc_now() + timedelta(seconds=90))
+    return Reconciler(
+        desk.site, desk.store, flow_runs=PrefectFlowRuns(desk.site), now=lambda: utc_now() + timedelta(seconds=90)
+    )
 
 
 def of_publishing(actions: list[ReconcileAction]) -> list[ReconcileAction]:
@@ -79,30 +82,30 @@ def is_known(run_dir: RunDir) -> bool:
 def test_the_daemon_publishes_what_is_missing_once(desk: Desk) -> None:
     run_dir = completed(desk, True)
     daemon = later(desk)
-    (deed,) = daemon.carry_out(of_publishing(daemon.look()))
+    (deed,) = daemon.carry_out(of_publishing(daemon.poll()))
     assert deed.done
-    assert deed.said == f"published: {', '.join([*EVENTS, *(f'artifact {name}' for name in ARTIFACTS)])}"
-    assert of_publishing(daemon.look()) == [], "also before the server lists it"
+    assert deed.message == f"published: {', '.join([*EVENTS, *(f'artifact {name}' for name in ARTIFACTS)])}"
+    assert of_publishing(daemon.poll()) == [], "also before the server lists it"
     wait_for(lambda: is_known(run_dir), "the server has it all")
-    assert of_publishing(later(desk).look()) == [], "another daemon finds nothing to publish"
+    assert of_publishing(later(desk).poll()) == [], "another daemon finds nothing to publish"
 
 
 def test_the_end_under_a_controller_without_prefect_is_published_too(desk: Desk) -> None:
     """It took over while the server was away, or `rlhf cancel` ended a run without a controller."""
     completed(desk, True, False)
     daemon = later(desk)
-    assert len(of_publishing(daemon.look())) == 1
+    assert len(of_publishing(daemon.poll())) == 1
 
 
 def test_a_run_that_was_never_a_flow_run_is_not_published(desk: Desk) -> None:
     completed(desk, False)
-    assert of_publishing(later(desk).look()) == []
+    assert of_publishing(later(desk).poll()) == []
 
 
 def test_what_was_published_in_time_is_not_published_again(desk: Desk) -> None:
     run_dir = completed(desk, True)
     publish_all(desk, run_dir)
-    assert of_publishing(later(desk).look()) == []
+    assert of_publishing(later(desk).poll()) == []
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -146,8 +149,8 @@ def test_artifacts_with_another_end_are_renewed_in_the_name_of_the_flow_run(desk
     put(run_dir, "result", "markdown", f"# {run_dir.run_id}: training\n", "training: attempt 1")
     put(run_dir, "progress", "progress", 40.0, "**step 4 of 10 (grpo), 40 %** · 3 min left")
     daemon = later(desk)
-    (deed,) = daemon.carry_out(of_publishing(daemon.look()))
-    assert deed.said == "published: artifact progress, artifact result"
+    (deed,) = daemon.carry_out(of_publishing(daemon.poll()))
+    assert deed.message == "published: artifact progress, artifact result"
     result, progress = page(run_dir, "result"), page(run_dir, "progress")
     assert result is not None
     assert progress is not None
@@ -156,7 +159,7 @@ def test_artifacts_with_another_end_are_renewed_in_the_name_of_the_flow_run(desk
     assert result.description == "completed: attempt 1 completed"
     assert str(result.flow_run_id) == drove(run_dir), "on the tab Artifacts of the run's own flow run"
     assert (progress.data, str(progress.description).partition(" ")[0]) == (100.0, "**completed**")
-    assert of_publishing(later(desk).look()) == [], "another daemon finds nothing to renew"
+    assert of_publishing(later(desk).poll()) == [], "another daemon finds nothing to renew"
 
 
 def test_a_page_from_before_the_promotion_was_decided_is_renewed(desk: Desk) -> None:
@@ -166,8 +169,8 @@ def test_a_page_from_before_the_promotion_was_decided_is_renewed(desk: Desk) -> 
     journal.append(PromotionMoved(state=PromotionState.REFUSED, by="ada", reason="not yet", checkpoint_step=10))
     desk._stack.close()
     daemon = later(desk)
-    (deed,) = daemon.carry_out(of_publishing(daemon.look()))
-    assert deed.said == "published: rlhf.promotion.refused, artifact result"
+    (deed,) = daemon.carry_out(of_publishing(daemon.poll()))
+    assert deed.message == "published: rlhf.promotion.refused, artifact result"
     result = page(run_dir, "result")
     assert result is not None
     assert "**Promotion: refused**, step 10 · by ada · not yet" in str(result.data)
@@ -179,20 +182,20 @@ def test_an_incident_that_no_artifact_has_is_published(desk: Desk) -> None:
     FakeAgent(run_dir).incident(FailureKind.NODE_LOST)
     record(run_dir, desk.store)  # as the daemon does first: the result has the time that was lost
     daemon = later(desk)
-    (deed,) = daemon.carry_out(of_publishing(daemon.look()))
-    assert deed.said.startswith("published: rlhf.incident.node_lost, ")
-    assert "artifact incidents" in deed.said
+    (deed,) = daemon.carry_out(of_publishing(daemon.poll()))
+    assert deed.message.startswith("published: rlhf.incident.node_lost, ")
+    assert "artifact incidents" in deed.message
     found = page(run_dir, "incidents")
     assert found is not None
     assert "## node_lost" in str(found.data)
     wait_for(lambda: is_known(run_dir), "the server has it all")
-    assert of_publishing(later(desk).look()) == []
+    assert of_publishing(later(desk).poll()) == []
 
 
 def test_nothing_is_shown_of_a_run_that_was_never_a_flow_run(desk: Desk) -> None:
     run_dir = completed(desk, False)
     one_round = later(desk)
-    one_round.carry_out(one_round.look())
+    one_round.carry_out(one_round.poll())
     assert page(run_dir, "result") is None
 
 
@@ -293,9 +296,9 @@ def test_a_flow_run_called_crashed_and_its_open_task_runs_get_the_end_of_the_run
         client.set_flow_run_state(flow_run_id, Crashed(), force=True)
         one = later(desk)
         of_ends = [ActionKind.END_FLOW_RUN, ActionKind.END_TASK_RUN]
-        deeds = one.carry_out([action for action in one.look() if action.kind in of_ends])
+        deeds = one.carry_out([action for action in one.poll() if action.kind in of_ends])
         assert [deed.done for deed in deeds] == [True] * 4
         assert client.read_flow_run(flow_run_id).state_name == "Completed"
         states = {title: client.read_task_run(id_).state_name for title, id_ in open_ones.items()}
     assert set(states.values()) == {"Completed"}
-    assert [action for action in later(desk).look() if action.kind in of_ends] == []
+    assert [action for action in later(desk).poll() if action.kind in of_ends] == []

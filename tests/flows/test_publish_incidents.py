@@ -26,7 +26,7 @@ def hung(tmp_path: Path) -> RunDir:
     agent = FakeAgent(run_dir)
     agent.status()
     agent.incident(FailureKind.HANG)
-    folder = run_dir.attempt(1).restart(0).incident_dir
+    folder = run_dir.attempt(1).restart(0).evidence_dir
     status = run_dir.attempt(1).restart(0).agent_status(NODE)
     (folder / f"ranks-{NODE}.json").write_text(json.dumps(json.loads(status.read_text())["ranks"]))
     (folder / f"stack-{NODE}-0.txt").write_text("waits in all_reduce\n" * 100)
@@ -48,7 +48,7 @@ def test_evidence_is_short_and_says_where_the_rest_is(hung: RunDir) -> None:
     assert text.count("\n`line ") == LOG_LINES
     assert "line 9999" in text
     assert f"log-{NODE}-1.txt**" not in text, "an empty log is no evidence"
-    assert f"`{hung.attempt(1).restart(0).incident_dir}`" in text
+    assert f"`{hung.attempt(1).restart(0).evidence_dir}`" in text
     assert f"rlhf logs {hung.run_id} --attempt 1 --restart 0" in text
     assert "file://" not in text
     assert "<details" not in text, "the new UI shows it as text"
@@ -64,7 +64,7 @@ def test_nothing_in_the_evidence_is_taken_for_markdown(hung: RunDir) -> None:
 
 def test_frames_keep_their_indentation_and_their_lines(hung: RunDir) -> None:
     """A block of code would do that, but the new UI shows it light on light."""
-    (hung.attempt(1).restart(0).incident_dir / f"stack-{NODE}-1.txt").write_text("Thread 1\n    train (a.py:1)\n\n")
+    (hung.attempt(1).restart(0).evidence_dir / f"stack-{NODE}-1.txt").write_text("Thread 1\n    train (a.py:1)\n\n")
     text = incidents_markdown(read_timeline(hung))
     assert "`Thread 1`  \n`\u00a0\u00a0\u00a0\u00a0train (a.py:1)`  \n" in text
     assert "```text" not in text
@@ -74,7 +74,7 @@ def test_a_run_with_many_incidents_stays_readable(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "runs")
     for restart in range(50):
         FakeAgent(run_dir, restart=restart).incident(FailureKind.HANG)
-        folder = run_dir.attempt(1).restart(restart).incident_dir
+        folder = run_dir.attempt(1).restart(restart).evidence_dir
         for rank in range(8):
             (folder / f"stack-{NODE}-{rank}.txt").write_text("frame\n" * 1000)
     text = incidents_markdown(read_timeline(run_dir))

@@ -13,7 +13,7 @@ from rlhf_core.history.writers import metric_rows
 from rlhf_core.history.writers import runs as run_rows
 from rlhf_core.run_dir import LineWriter
 from rlhf_core.schemas.attempts import RunState
-from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.reports import AgentEvent
 from rlhf_core.watchdog.ingest import rebuild, sync
 
@@ -129,6 +129,40 @@ def test_an_incident_without_a_step_after_it(store: HistoryStore, runs: Path) ->
     run.incident(1, 0, FailureKind.HANG, 20)
     sync(run.dir, store)
     assert ask(store, "SELECT first_step_at, recovery_s, new_step_at FROM run_recoveries") == [[None, None, None]]
+
+
+def outlived(runs: Path, action: Action) -> RunFiles:
+    """A hang of another group at 12, decided with ``action``; a rank is killed at 20, the next step ends at 30."""
+    run = RunFiles(runs)
+    run.created()
+    run.metrics(1, 0, 1, 10)
+    run.incident(1, 0, FailureKind.HANG, 12, number=1)
+    run.decision(1, 0, action, 12, number=1)
+    run.metrics(1, 0, 2, 15)
+    run.incident(1, 0, FailureKind.WORKER_KILLED, 20, number=2)
+    run.decision(1, 0, Action.RESTART_IN_PLACE, 20, number=2)
+    run.metrics(1, 1, 3, 30)
+    return run
+
+
+INTERRUPTED = "SELECT failure_kind FROM {} ORDER BY failure_kind"
+
+
+@pytest.mark.parametrize("action", [Action.CONTINUE, Action.RESTART_WORKERS])
+def test_an_incident_that_the_run_outlived_costs_no_time(store: HistoryStore, runs: Path, action: Action) -> None:
+    sync(outlived(runs, action).dir, store)
+    assert ask(store, "SELECT COUNT(*) FROM incidents") == [[2]]
+    for view in ("interruptions", "incident_lost_time", "run_lost_time", "run_recoveries"):
+        assert ask(store, INTERRUPTED.format(view)) == [["worker_killed"]], view
+    (before,) = ask(store, "SELECT downtime_s FROM run_lost_time")
+    assert before == [pytest.approx(30 - 2 - 15, abs=1e-3)], "from the last step to the beginning of the next"
+
+
+def test_an_incident_that_ended_all_workers_costs_time(store: HistoryStore, runs: Path) -> None:
+    """Control of the test above: another decision about the same incident."""
+    sync(outlived(runs, Action.RESTART_IN_PLACE).dir, store)
+    for view in ("interruptions", "incident_lost_time", "run_lost_time", "run_recoveries"):
+        assert ask(store, INTERRUPTED.format(view)) == [["hang"], ["worker_killed"]], view
 
 
 def test_where_the_time_of_steps_went(store: HistoryStore, runs: Path) -> None:

@@ -27,7 +27,7 @@ def lines(run_dir: RunDir) -> list[JournalLine]:
 
 
 def placement(number: int) -> Placement:
-    return Placement(attempt=number, num_nodes=1, roles=())
+    return Placement(attempt=number, num_nodes=1, phases=())
 
 
 def test_a_second_journal_goes_on_with_the_numbers(run_dir: RunDir) -> None:

@@ -46,7 +46,7 @@ class Case:
     def __init__(self, site: Site, store: HistoryStore, stack: ExitStack, pids: Path) -> None:
         self.site, self.store = site, store
         self.run_dir = make_run(site.runs_dir)
-        self.controller: Controller = stack.enter_context(opened(self.run_dir, site, store, patience_s=0))
+        self.controller: Controller = stack.enter_context(opened(self.run_dir, site, store, timeout_s=0))
         for state in (RunState.PREFLIGHT, RunState.QUEUED, RunState.TRAINING):
             self.controller.journal.move_run(state, "a test")
         placement = Placement(attempt=1, num_nodes=1, phases=in_order(GroupPlan.on_all_nodes(Role.TRAINER, 1, 1)))

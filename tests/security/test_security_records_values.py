@@ -197,7 +197,7 @@ def test_texts_of_any_length_and_character_keep_no_run_out_of_the_history(store:
             ControllerStarted(controller=text, flow_run_id=text, flow_run_url=text),
             RunMoved(state=RunState.PREFLIGHT, cause=text),
             TrialPlanned(check_id=text, run_id=text),
-            AttemptPlanned(placement=Placement(attempt=1, num_nodes=1, roles=(), excluded_nodes=(text,))),
+            AttemptPlanned(placement=Placement(attempt=1, num_nodes=1, phases=(), excluded_nodes=(text,))),
             AttemptSubmitted(
                 submission=Submission(attempt=1, scheduler=text, job_id="1", command=(text,), host=text, marker=text)
             ),
@@ -325,7 +325,7 @@ def begun(scheduler: FakeScheduler) -> RunDir:
     ledger = Journal(run_dir, token=0)
     for run_state in (RunState.PREFLIGHT, RunState.QUEUED):
         ledger.move_run(run_state, "")
-    placement = Placement(attempt=1, num_nodes=1, roles=())
+    placement = Placement(attempt=1, num_nodes=1, phases=())
     ledger.append(AttemptPlanned(placement=placement))
     job = Submission(attempt=1, scheduler="local", job_id="101", command=("x",))
     ledger.append(AttemptSubmitted(submission=job))

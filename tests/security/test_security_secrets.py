@@ -56,7 +56,7 @@ def test_what_a_node_says_holds_no_secret_under_any_of_these_names(
             1,
             Nodes(("n1",), ("127.0.0.1",), 0),
             make_spec(),
-            Placement(attempt=1, num_nodes=1, roles=()),
+            Placement(attempt=1, num_nodes=1, phases=()),
             "",
         )
     ).facts()
@@ -115,16 +115,16 @@ def test_the_end_of_a_log_is_kept_and_shown_without_secrets(tmp_path: Path) -> N
     restart = run_dir.attempt(1).restart(0)
     log = tmp_path / "worker.log"
     log.write_text(f"step 1\n{SAID}\nstep 2\n")
-    assert save_log_tails({0: log}, restart.incident_dir, NODE) == []
-    kept = (restart.incident_dir / f"log-{NODE}-0.txt").read_text()
+    assert save_log_tails({0: log}, restart.evidence_dir, NODE) == []
+    kept = (restart.evidence_dir / f"log-{NODE}-0.txt").read_text()
     assert CANARY not in kept
     assert kept.startswith("step 1\nlogin failed: postgresql://***@db/x")
-    (restart.incident_dir / f"log-{NODE}-1.txt").write_text(f"an older version's: {SAID}\n")
-    (restart.incident_dir / f"stack-{NODE}-1.txt").write_text(f"an older version's: {SAID}\n")
+    (restart.evidence_dir / f"log-{NODE}-1.txt").write_text(f"an older version's: {SAID}\n")
+    (restart.evidence_dir / f"stack-{NODE}-1.txt").write_text(f"an older version's: {SAID}\n")
     page = incidents_markdown(read_timeline(run_dir))
     assert "login failed" in page
     assert CANARY not in page
-    assert CANARY not in str(read_evidence(restart.incident_dir, (1,)))
+    assert CANARY not in str(read_evidence(restart.evidence_dir, (1,)))
 
 
 def test_the_message_of_an_incident_holds_no_secret() -> None:

@@ -142,11 +142,11 @@ def hostile_run(runs: Path, texts: tuple[str, ...]) -> RunDir:
     agent.incident(FailureKind.HANG)
     joined = " ".join(texts)
     folder = run_dir.attempt(1).restart(0)
-    found = Incident.model_validate_json(folder.incident.read_bytes())
-    write_model(folder.incident, found.model_copy(update={"message": joined, "phase": joined, "collective": joined}))
+    found = Incident.model_validate_json(folder.incident(0).read_bytes())
+    write_model(folder.incident(0), found.model_copy(update={"message": joined, "phase": joined, "collective": joined}))
     for name in ("stack-n1-0.txt", "log-n1-0.txt"):
-        (folder.incident_dir / name).write_text("\n".join(texts[:12]))
-    write_model(folder.decision, decision(joined))
+        (folder.evidence_dir / name).write_text("\n".join(texts[:12]))
+    write_model(folder.decision(0), decision(joined))
     samples = tuple(
         EvaluationSample(prompt_uid="1", sample_index=0, prompt=text, completion=text, answer=text, score=1.0)
         for text in texts
@@ -325,8 +325,8 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     run = whole_run(site.runs_dir)
     joined = "\n".join(text for text in ALLOWED_BY_SCHEMAS if "\x00" not in text)
     folder = run.dir.attempt(1).restart(0)
-    found = Incident.model_validate_json(folder.incident.read_bytes())
-    write_model(folder.incident, found.model_copy(update={"message": joined[:4000]}))
+    found = Incident.model_validate_json(folder.incident(0).read_bytes())
+    write_model(folder.incident(0), found.model_copy(update={"message": joined[:4000]}))
     folder.logs.mkdir(parents=True, exist_ok=True)
     text = "\n".join(hostile.ALL).encode("utf-8", "surrogatepass")
     (folder.logs / "trainer-n1-0.log").write_bytes(text)

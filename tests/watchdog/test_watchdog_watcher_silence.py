@@ -33,7 +33,7 @@ class World:
         self.answer: JobStatus | Exception = RUNNING
         self.run_dir = make_run(folder / "runs")
         self.agent = FakeAgent(self.run_dir)
-        placement = Placement(attempt=1, num_nodes=1, roles=())
+        placement = Placement(attempt=1, num_nodes=1, phases=())
         write_model(self.run_dir.attempt(1).placement, placement)
         submission = Submission(attempt=1, scheduler="slurm", job_id="101", command=())
         self.watcher = Watcher(self.run_dir, placement, submission, self, None, lambda: self.now)  # type: ignore[arg-type]
@@ -131,7 +131,7 @@ class Pair:
         self.now = 0.0
         self.job = JobStatus(JobState.RUNNING, nodes=("n1", "n2"), scheduler_state="RUNNING")
         self.run_dir = make_run(folder / "runs")
-        placement = Placement(attempt=1, num_nodes=2, roles=())
+        placement = Placement(attempt=1, num_nodes=2, phases=())
         write_model(self.run_dir.attempt(1).placement, placement)
         submission = Submission(attempt=1, scheduler="slurm", job_id="101", command=())
         self.watcher = Watcher(self.run_dir, placement, submission, self, None, lambda: self.now)  # type: ignore[arg-type]
@@ -270,7 +270,7 @@ def test_a_node_whose_agent_is_killed_twice_is_excluded(world: World) -> None:
     journal = Journal(world.run_dir, 1)
     for number in (1, 2):
         attempt = world.run_dir.attempt(number)
-        placement = Placement(attempt=number, num_nodes=1, roles=())
+        placement = Placement(attempt=number, num_nodes=1, phases=())
         write_model(attempt.placement, placement)
         FakeAgent(world.run_dir, attempt=number).begin()
         attempt.scheduler_dir.mkdir(parents=True)

@@ -28,7 +28,7 @@ from rlhf_core.history.tables.runs import (
 )
 from rlhf_core.history.tables.views import ViewBase
 
-SCHEMA_REVISION = "0009"
+SCHEMA_REVISION = "0010"
 """The newest migration: the schema that this program reads and writes."""
 
 metadata = Base.metadata

@@ -98,8 +98,29 @@ class AllGoodput(ViewBase):
     """As in ``run_goodput``."""
 
 
+class Interruption(ViewBase):
+    """Incidents that ended all workers: those that the run outlived are left out."""
+
+    __tablename__ = "interruptions"
+
+    run_id: Mapped[str] = mapped_column(primary_key=True)
+    """Run."""
+    incident_id: Mapped[str] = mapped_column(primary_key=True)
+    """As in ``incidents``."""
+    attempt: Mapped[int]
+    """As in ``incidents``."""
+    restart: Mapped[int]
+    """As in ``incidents``."""
+    failure_kind: Mapped[str]
+    """As in ``incidents``."""
+    detected_after_s: Mapped[float | None]
+    """As in ``incidents``."""
+    seen_at: Mapped[datetime]
+    """As in ``incidents``."""
+
+
 class IncidentLostTime(ViewBase):
-    """Time lost to each incident. Times of two incidents of a run never overlap."""
+    """Time lost to each interruption. Times of two interruptions of a run never overlap."""
 
     __tablename__ = "incident_lost_time"
 
@@ -111,7 +132,7 @@ class IncidentLostTime(ViewBase):
     """Kind of failure."""
     downtime_s: Mapped[float]
     """From the last step finished before the incident to the beginning of the first step of a later restart, the wait
-    for a new attempt included; or to the next incident, or to the end of the run, whichever came first."""
+    for a new attempt included; or to the next interruption, or to the end of the run, whichever came first."""
     repeated_s: Mapped[float]
     """``time/step_s`` of those steps of its restart that were made again later."""
     lost_s: Mapped[float]
@@ -119,7 +140,7 @@ class IncidentLostTime(ViewBase):
 
 
 class RunLostTime(ViewBase):
-    """Time lost to incidents, by run and kind of failure."""
+    """Time lost to interruptions, by run and kind of failure."""
 
     __tablename__ = "run_lost_time"
 
@@ -128,7 +149,7 @@ class RunLostTime(ViewBase):
     failure_kind: Mapped[str] = mapped_column(primary_key=True)
     """Kind of failure."""
     num_incidents: Mapped[int]
-    """Incidents."""
+    """Incidents that interrupted the run."""
     downtime_s: Mapped[float]
     """Sum of ``incident_lost_time.downtime_s``."""
     repeated_s: Mapped[float]
@@ -157,7 +178,7 @@ class RunStepTime(ViewBase):
 
 
 class RunRecovery(ViewBase):
-    """Recovery from each incident."""
+    """Recovery from each interruption."""
 
     __tablename__ = "run_recoveries"
 
