@@ -44,7 +44,7 @@ def measure(tmp_path: Path, ranks: int, before: str = "", **fields: Any) -> list
             "prefix": "probe",
             "gpu": False,
             "start_s": 60.0,
-            "patience_s": 30.0,
+            "timeout_s": 30.0,
             **fields,
         }
         code = f"import json, sys\nfrom rlhf_core.training import node_checks as n\n{before}\n"
