@@ -156,7 +156,7 @@ def test_a_node_that_never_comes_is_named(agent_run: MakeRun) -> None:
     assert run.finish_all() == [1]
     outcome = run.outcome()
     assert outcome.failure_kind is FailureKind.NODE_UNFIT
-    assert "node2 did not come; 1 of 2 nodes did" in outcome.message
+    assert "node2 did not report; 1 of 2 nodes did" in outcome.message
     incident = run.incident(0)
     assert incident is not None
     assert incident.suspect_nodes == ("node2",)

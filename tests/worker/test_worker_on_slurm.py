@@ -32,14 +32,27 @@ MakeRun = Callable[..., AgentRun]
 Submit = Callable[..., Watcher]
 NODES = ("node1", "node2", "node3")
 
-ONE_CANNOT_COMPILE = """
-import ctypes, os, sys, time
-if sys.orig_argv[-2:] == ["rlhf_core.worker", "prebuild"]:
-    ctypes.CDLL(None).prctl(1, 9)  # it dies with its agent, as the real one does
-    time.sleep(2.0 if os.environ["SLURMD_NODENAME"] == "node3" else 300.0)
-    print("shm.cpp:9:10: fatal error: omp.h: No such file or directory", flush=True)
-    os._exit(1)
+ONE_CANNOT_START = """
+import os, sys, time
+if "agent" in sys.orig_argv:
+    from rlhf_core.schemas.failures import FailureKind
+    from rlhf_core.worker import agent
+    from rlhf_core.worker.job import AttemptAborted
+
+    run_phase = agent.Agent._run_phase
+
+    def one_fails_the_others_are_at_it(self, number, phase):
+        if os.environ["SLURMD_NODENAME"] == "node3":
+            time.sleep(2.0)
+            raise AttemptAborted(FailureKind.IMPORT_ERROR, "libcuda.so.1: file too short")
+        asked = self._supervisor.asked
+        self._agreement.wait_until(lambda: asked.to_end or bool(asked.stop), 300.0)
+        return run_phase(self, number, phase)
+
+    agent.Agent._run_phase = one_fails_the_others_are_at_it
 """
+"""What an agent does between its start and that of its workers fails on one node and takes long on the others."""
+
 AS_IT_WAS = """
 if "agent" in sys.orig_argv:
     from rlhf_core.schemas.attempts import AttemptState
@@ -78,15 +91,14 @@ def submit(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
-    def start(run: AgentRun, own: str = "", *, native: bool = False) -> Watcher:
+    def start(run: AgentRun, own: str = "") -> Watcher:
         (tmp_path / "own").mkdir()
         (tmp_path / "own" / "sitecustomize.py").write_text(own)
         placement = read_model(run.dir.placement, Placement)
         assert placement is not None
         command = [sys.executable, "-m", "rlhf_core.worker", "agent", "--run-dir", str(run.run_dir.root)]
         command += ["--attempt", "1", "--path", str(TARGETS)]
-        if not native:
-            command += ["--target", "trainer=fake_roles:train", "--target", "rollout=fake_roles:serve"]
+        command += ["--target", "trainer=fake_roles:train", "--target", "rollout=fake_roles:serve"]
         request = JobRequest(
             run_id=run.run_dir.run_id,
             placement=placement,
@@ -127,17 +139,16 @@ def kill_agent(run: AgentRun, node: str) -> None:
 
 def test_an_agent_that_could_not_start_is_no_preemption(agent_run: MakeRun, submit: Submit) -> None:
     run = agent_run(num_nodes=3)
-    look, failure = at_the_end(submit(run, ONE_CANNOT_COMPILE, native=True), run)
+    look, failure = at_the_end(submit(run, ONE_CANNOT_START), run)
     assert (look.verdict.state, failure.kind) == (AttemptState.FAILED, FailureKind.IMPORT_ERROR)
-    assert "node3: operations could not be compiled" in failure.message
-    assert "fatal error: omp.h" in failure.message
+    assert "node3: libcuda.so.1: file too short" in failure.message
     assert failure.decision.action is Action.STOP
 
 
 def test_without_the_mend_it_would_be_taken_for_one(agent_run: MakeRun, submit: Submit) -> None:
     """Negative control. What Slurm says of the job keeps at least the kind right; the reason is lost."""
     run = agent_run(num_nodes=3)
-    look, failure = at_the_end(submit(run, ONE_CANNOT_COMPILE + AS_IT_WAS, native=True), run)
+    look, failure = at_the_end(submit(run, ONE_CANNOT_START + AS_IT_WAS), run)
     assert look.outcome is not None
     assert look.outcome.state is AttemptState.PREEMPTED
     assert (look.verdict.state, failure.kind) == (AttemptState.FAILED, FailureKind.AGENT_KILLED)
@@ -147,8 +158,8 @@ def test_without_the_mend_it_would_be_taken_for_one(agent_run: MakeRun, submit: 
 @pytest.mark.parametrize("when", ["between two starts", "while they train"])
 def test_an_agent_that_is_killed_is_no_preemption(agent_run: MakeRun, submit: Submit, when: str) -> None:
     run = agent_run(num_nodes=3, train={"num_steps": 5000}, supervise={"floor_s": 60.0, "agent_floor_s": 5.0})
-    own = ONE_CANNOT_COMPILE if when == "between two starts" else ""
-    watcher = submit(run, own.replace("2.0", "300.0"), native=bool(own))
+    own = ONE_CANNOT_START if when == "between two starts" else ""
+    watcher = submit(run, own.replace("2.0", "300.0"))
     wait_for(lambda: run.events(0, "peer") if own else len(run.pids(0)) == 6 and run.reached(0, 3))
     kill_agent(run, "node3")
     look, failure = at_the_end(watcher, run)
