@@ -8,6 +8,7 @@ It runs as ``python -m rlhf_core.services.health INTERVAL_S NAME=STOP_TIMEOUT_S.
 listeners (https://supervisord.org/events.html). Whatever it cannot do it tries again at the next event.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -88,19 +89,21 @@ def listen(events: IO[str], answers: IO[str], on_tick: Callable[[], None]) -> No
         answers: Told that this process is ready for an event, and that it is done with it.
         on_tick: Called at each event.
     """
-    while True:
-        answers.write("READY\n")
-        answers.flush()
-        header = dict(pair.split(":", 1) for pair in events.readline().split())
-        if not header:
-            return
-        events.read(int(header["len"]))
-        try:
-            on_tick()
-        except Exception as error:  # noqa: BLE001 - a full disk, say; the check is made again at the next event
-            _log(f"the services could not be checked: {type(error).__name__}: {error}")
-        answers.write("RESULT 2\nOK")
-        answers.flush()
+    # Where it is killed while this process starts or checks, the pipe for the answers is the first to show it.
+    with contextlib.suppress(BrokenPipeError):
+        while True:
+            answers.write("READY\n")
+            answers.flush()
+            header = dict(pair.split(":", 1) for pair in events.readline().split())
+            if not header:
+                return
+            events.read(int(header["len"]))
+            try:
+                on_tick()
+            except Exception as error:  # noqa: BLE001 - a full disk, say; the check is made again at the next event
+                _log(f"the services could not be checked: {type(error).__name__}: {error}")
+            answers.write("RESULT 2\nOK")
+            answers.flush()
 
 
 def _log(text: str) -> None:

@@ -20,6 +20,8 @@ READY_TIMEOUT_S = 180.0
 machine."""
 ANSWER_TIMEOUT_S = 10.0
 """Time that a service which has become silent has to send a heartbeat, before it is replaced."""
+LAST_MOMENT_S = 1.0
+"""Time for which the socket of a process that was killed may still answer, after its pipes are closed."""
 POLL_INTERVAL_S = 0.2
 
 EARLIER_NAMES = {"keeper": "daemon"}
@@ -260,6 +262,7 @@ def bring_back(home: Path, stop_timeouts_s: Mapping[str, float]) -> None:
     """
     supervisord = Supervisord(home)
     with alone(home):
+        wait_until(lambda: not supervisord.pid(), LAST_MOMENT_S)
         if not supervisord.programs() or supervisord.pid():
             return
         for name, timeout_s in reversed(list(stop_timeouts_s.items())):

@@ -384,6 +384,23 @@ def test_the_health_check_speaks_with_supervisord_until_that_is_gone() -> None:
     assert answers.getvalue() == "READY\nRESULT 2\nOKREADY\nRESULT 2\nOKREADY\n"
 
 
+@pytest.mark.parametrize("killed", ["before the first event", "during a check"])
+def test_a_supervisord_that_does_not_take_the_answer_is_gone(killed: str) -> None:
+    """Its end is an end of the events too; an error here would leave nobody who brings it back."""
+    reader, writer = os.pipe()
+    if killed == "before the first event":
+        os.close(reader)
+    checked = []
+
+    def on_tick() -> None:
+        checked.append(True)
+        os.close(reader)
+
+    with io.TextIOWrapper(io.FileIO(writer, "w"), write_through=True) as answers:
+        health.listen(io.StringIO("eventname:TICK_5 len:4\nwhen" * 2), answers, on_tick)
+    assert len(checked) == (killed == "during a check")
+
+
 def test_checks_keep_their_interval(tmp_path: Path) -> None:
     clock, made = [0.0], []
     check = health.HealthCheck(tmp_path, {}, 5.0, lambda: clock[0])
