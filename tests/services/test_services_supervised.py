@@ -386,7 +386,7 @@ def test_the_health_check_speaks_with_supervisord_until_that_is_gone() -> None:
 
 @pytest.mark.parametrize("killed", ["before the first event", "during a check"])
 def test_a_supervisord_that_does_not_take_the_answer_is_gone(killed: str) -> None:
-    """Its end is an end of the events too; an error here would leave nobody who brings it back."""
+    """Its end is an end of the events too; an error here would end the process that brings it back."""
     reader, writer = os.pipe()
     if killed == "before the first event":
         os.close(reader)

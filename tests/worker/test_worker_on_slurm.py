@@ -51,7 +51,7 @@ if "agent" in sys.orig_argv:
 
     agent.Agent._run_phase = one_fails_the_others_are_at_it
 """
-"""What an agent does between its start and that of its workers fails on one node and takes long on the others."""
+"""Preparation between the start of an agent and that of its workers: it fails on one node, and takes long on others."""
 
 AS_IT_WAS = """
 if "agent" in sys.orig_argv:
