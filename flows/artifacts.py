@@ -98,7 +98,7 @@ class Publication:
         return bool(self.artifacts or self.events or self.restarts)
 
 
-def artifact_key(run_id: str, name: str = "incidents") -> str:
+def artifact_key(run_id: str, name: str) -> str:
     """Make the key of an artifact of a run: lower-case letters, digits and dashes."""
     return f"rlhf-{name}-{run_id.replace('_', '-')}"
 

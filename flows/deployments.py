@@ -21,10 +21,12 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL
 from pydantic import ValidationError
 
+from flows.flow_runs import RESUME, RESUME_DEPLOYMENT, RUN_FLOW
 from flows.form import BOUNDS, MAX_SEED, Form, overrides_of, prefilled, read_form, settings_text
-from flows.run import DESCRIPTION, FLOW, rlhf_run
+from flows.run import DESCRIPTION, rlhf_run
 from flows.schedules import SKIP_IF_BUSY
 from flows.server import START_IT, server_answers
+from flows.work_pool import QUEUES
 from rlhf_core import config as configs
 from rlhf_core import private_files
 from rlhf_core.accounts import user_name
@@ -38,13 +40,6 @@ from rlhf_core.redaction import carries_secret
 
 ENTRYPOINT = "flows.run.rlhf_run"
 """Entry point of the flow for a worker: a module of this installation, whatever folder its process is in."""
-
-RESUME = "resume"
-RESUME_DEPLOYMENT = f"{FLOW}/{RESUME}"
-"""The deployment that goes on with a run; its only parameter is ``run_id``."""
-
-PRIORITIES = ("high", "default", "low")
-"""Work queues of the pool, the one that comes first at first."""
 
 SCHEDULE = "rlhf-deploy"
 """Slug of the schedule that is given on the command line; those that are made in the UI have others."""
@@ -127,8 +122,8 @@ def register(
         PrefectUnavailable: no server answers.
     """
     schedule = _schedule(cron, timezone)
-    if priority is not None and priority not in PRIORITIES:
-        raise BadInput(f"--priority: found {priority!r}, expected one of {', '.join(PRIORITIES)}")
+    if priority is not None and priority not in QUEUES:
+        raise BadInput(f"--priority: found {priority!r}, expected one of {', '.join(QUEUES)}")
     if limit is not None and limit < 0:
         raise BadInput(f"--limit: found {limit}, expected a number of runs, or 0 for no limit")
     spec = configs.load(config, overrides)
@@ -201,7 +196,7 @@ def submit(
         BadInput: there is no such deployment, or it goes on with runs.
         PrefectUnavailable: no server answers.
     """
-    full = name if name.startswith(f"{FLOW}/") else f"{FLOW}/{name}"
+    full = name if name.startswith(f"{RUN_FLOW}/") else f"{RUN_FLOW}/{name}"
     with _client() as client:
         try:
             deployment = client.read_deployment_by_name(full)
@@ -256,7 +251,7 @@ def is_deployed(name: str) -> bool:
     """
     with _client() as client:
         try:
-            client.read_deployment_by_name(f"{FLOW}/{name}")
+            client.read_deployment_by_name(f"{RUN_FLOW}/{name}")
         except ObjectNotFound:
             return False
     return True
@@ -304,7 +299,7 @@ def _put(client: SyncPrefectClient, site: Site, wanted: _Wanted) -> Registered:
             f"`rlhf up` makes it"
         ) from None
     try:
-        deployment = client.read_deployment_by_name(f"{FLOW}/{wanted.name}")
+        deployment = client.read_deployment_by_name(f"{RUN_FLOW}/{wanted.name}")
     except ObjectNotFound:
         deployment_id = _create(client, site, wanted)
     else:
@@ -312,7 +307,9 @@ def _put(client: SyncPrefectClient, site: Site, wanted: _Wanted) -> Registered:
         _update(client, site, wanted, deployment)
     if wanted.schedule is not None:
         _set_schedule(client, deployment_id, wanted.schedule)
-    return Registered(f"{FLOW}/{wanted.name}", str(deployment_id), page(site, "deployments/deployment", deployment_id))
+    return Registered(
+        f"{RUN_FLOW}/{wanted.name}", str(deployment_id), page(site, "deployments/deployment", deployment_id)
+    )
 
 
 def _make_working_folder(site: Site) -> None:
@@ -356,7 +353,7 @@ _ENQUEUE = ConcurrencyOptions(collision_strategy=ConcurrencyLimitStrategy.ENQUEU
 
 
 def _create(client: SyncPrefectClient, site: Site, wanted: _Wanted) -> UUID:
-    flow_id = client.create_flow_from_name(FLOW)
+    flow_id = client.create_flow_from_name(RUN_FLOW)
     queue = wanted.priority or "default"
     return client.create_deployment(flow_id, wanted.name, work_queue_name=queue, **_common(site, wanted))
 

@@ -27,7 +27,7 @@ from flows.events import FlowRunRef
 from flows.server import server_answers
 from rlhf_core.config import Site
 from rlhf_core.control.reconcile.flow_runs import FlowRunSnapshot, NotRegistered, RunsOfFlowRuns
-from rlhf_core.control.timeline import read_timeline
+from rlhf_core.control_journal import read_journal, valid_lines
 from rlhf_core.diagnosis.reconcile import FlowRunFacts, FlowState, ProcessState
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.lease import Owner
@@ -35,10 +35,11 @@ from rlhf_core.run_dir import RunDir, is_run_id
 from rlhf_core.schemas.journal import ControllerStarted
 
 RUN_FLOW = "rlhf-run"
-"""The flow of one run."""
+"""Name of the flow of one run; deployments are called ``rlhf-run/<name>``."""
 
-RESUME_DEPLOYMENT = "rlhf-run/resume"
-"""The deployment that goes on with a run, given its id."""
+RESUME = "resume"
+RESUME_DEPLOYMENT = f"{RUN_FLOW}/{RESUME}"
+"""The deployment that goes on with a run; its only parameter is ``run_id``."""
 
 ADOPTED_TAG = "rlhf-adopted"
 """Tag of the flow runs that the reconciler starts: no user asked for them, so budgets of retries go on as they were."""
@@ -115,7 +116,7 @@ def _publication(run_dir: RunDir, store: HistoryStore, known: Collection[str]) -
     """The view of a run on this server, in the name of the newest flow run that drove the run and that this server
     knows; nothing of a run that belongs to another server, or to none."""
     # Not the newest controller: that may have been without Prefect, because its server was away.
-    events = [line.event for line in read_timeline(run_dir).lines]
+    events = [line.event for line in valid_lines(read_journal(run_dir.control))]
     drove = [event.flow_run_id for event in events if isinstance(event, ControllerStarted)]
     source = FlowRunRef(next((one for one in reversed(drove) if one in known), ""), run_dir.run_id)
     return publication_of(run_dir, store, source)

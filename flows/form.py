@@ -17,7 +17,6 @@ from rlhf_core.presets import PRESETS
 from rlhf_core.run_dir import is_run_id
 from rlhf_core.schemas.algorithms import MAX_STEPS
 from rlhf_core.schemas.base import Schema, label_problem
-from rlhf_core.schemas.migration import current_name
 from rlhf_core.schemas.run import MAX_TAGS, RunSpec
 
 
@@ -117,12 +116,6 @@ def meanings() -> dict[str, str]:
     return texts
 
 
-def as_in_config() -> str:
-    """Values that stand for "as in the config" in a form that has no values filled in."""
-    texts = [f"{name} {Form.model_fields[name].default!r}" for name in SETTINGS if name != "name"]
-    return f"Empty, or {', '.join(texts)}: as in the config."
-
-
 def settings_text() -> str:
     """Every setting with its type, default and meaning, as a Markdown list.
 
@@ -200,7 +193,7 @@ def overrides_of(form: Form, given_as: str = OVERRIDES) -> list[str]:
         before = prefilled(config.load(form.config))
     except BadConfig:
         before = after  # only the overrides make it whole
-    named = [current_name(text.partition("=")[0].strip()) for text in form.overrides]
+    named = [config.setting_of(text) for text in form.overrides]
     changed: list[str] = []
     for field, setting in SETTINGS.items():
         value = getattr(form, field)

@@ -46,15 +46,21 @@ class Turn:
 
     def __init__(self, work: Callable[[], Sequence[ActionResult]]) -> None:
         self._work = work
-        self._results: Sequence[ActionResult] | None = None
+        self._results: Sequence[ActionResult] = ()
+        self._error: Exception | None = None
         self._begun = False
 
     def __call__(self) -> Sequence[ActionResult]:
-        """Carry it out; its results."""
+        """Carry it out; its results, or its error, as often as they are asked for."""
         if not self._begun:
             self._begun = True
-            self._results = self._work()
-        return self._results or ()
+            try:
+                self._results = self._work()
+            except Exception as error:  # noqa: BLE001 - raised below; its flow run takes the first, and is no answer
+                self._error = error
+        if self._error is not None:
+            raise self._error
+        return self._results
 
 
 _turn: ContextVar[Turn | None] = ContextVar("turn", default=None)

@@ -19,6 +19,7 @@ from prefect.exceptions import CancelledRun
 from prefect.states import Cancelled, Completed, Failed
 
 from flows import flow_run_links, schedules
+from flows.flow_runs import RUN_FLOW
 from flows.form import Form, meanings, overrides_of, read_form
 from flows.gate import asked_in_prefect
 from flows.hooks import end_run, leave_run
@@ -36,9 +37,6 @@ from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.regression import regression_text
 from rlhf_core.watchdog.evidence import regressed
-
-FLOW = "rlhf-run"
-"""Name of the flow; deployments are called ``rlhf-run/<name>``."""
 
 DESCRIPTION = "One RLHF run: preflight, allocate, train, evaluate. Failures are diagnosed and retried."
 """Description in Prefect's list of flows."""
@@ -64,7 +62,7 @@ def _described(function: Callable[..., State[None]]) -> Callable[..., State[None
 
 
 @flow(
-    name=FLOW,
+    name=RUN_FLOW,
     description=DESCRIPTION,
     retries=0,
     persist_result=False,

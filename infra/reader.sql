@@ -10,7 +10,7 @@
 
 SELECT 'CREATE ROLE rlhf_reader LOGIN' WHERE NOT EXISTS (SELECT 1 FROM pg_roles WHERE rolname = 'rlhf_reader') \gexec
 
--- A question that a dashboard asks every minute must not run for an hour.
+-- A query that a dashboard makes every minute must not run for an hour.
 ALTER ROLE rlhf_reader SET default_transaction_read_only = on;
 ALTER ROLE rlhf_reader SET statement_timeout = '30s';
 
@@ -20,6 +20,6 @@ GRANT SELECT ON ALL TABLES IN SCHEMA public TO rlhf_reader;
 ALTER DEFAULT PRIVILEGES FOR ROLE :"owner" IN SCHEMA public GRANT SELECT ON TABLES TO rlhf_reader;
 GRANT rlhf_reader TO :"owner";
 
--- With this function a question could give itself the owner's rights back. The owner's own programs (pg_dump) need it.
+-- With this function a query could give itself the owner's rights back. The owner's own programs (pg_dump) need it.
 REVOKE EXECUTE ON FUNCTION pg_catalog.set_config(text, text, boolean) FROM PUBLIC;
 GRANT EXECUTE ON FUNCTION pg_catalog.set_config(text, text, boolean) TO :"owner";

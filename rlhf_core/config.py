@@ -247,11 +247,11 @@ def check_overrides(overrides: Sequence[str], given_as: str = "--set") -> None:
         _apply(content, override, given_as)
     _require_bounded(content, given_as)
     try:
-        RunSpec.model_validate(content)
+        RunSpec.model_validate(_with_algorithms(content))
         return
     except ValidationError as error:
         details = error.errors(include_url=False)
-    named = {current_name(override.partition("=")[0].strip()) for override in overrides}
+    named = {setting_of(override) for override in overrides}
     problems = [
         _explain_override(detail, _override_of(_location(detail), overrides))
         for detail in details[:_MAX_PROBLEMS]
@@ -259,6 +259,23 @@ def check_overrides(overrides: Sequence[str], given_as: str = "--set") -> None:
     ]
     if problems:
         raise BadConfig(_problems({given_as: problems}))
+
+
+def _with_algorithms(content: dict[str, Any]) -> dict[str, Any]:
+    """Overrides alone; each algorithm that the config is to name is named by its settings, so that they are checked."""
+    now = current_document(content)
+    loops = now.get("loops")
+    for loop in loops.values() if isinstance(loops, dict) else ():
+        given = loop.get("algorithm") if isinstance(loop, dict) else None
+        if isinstance(given, dict) and "name" not in given:
+            known = {name: given.keys() & spec.model_fields.keys() for name, spec in specs().items()}
+            given["name"] = max(known, key=lambda name: len(known[name]))
+    return now
+
+
+def setting_of(override: str) -> str:
+    """Name of the setting of an override ``name=value``, as this version calls it."""
+    return current_name(override.partition("=")[0].strip())
 
 
 def _problems(found: Mapping[str, Sequence[str]]) -> str:
@@ -273,7 +290,7 @@ def _problems(found: Mapping[str, Sequence[str]]) -> str:
 def _override_of(location: str, overrides: Sequence[str]) -> str:
     """The override that a problem is about: the last one that set the place, or something in or around it."""
     for override in reversed(overrides):
-        name = current_name(override.partition("=")[0].strip())
+        name = setting_of(override)
         if f"{name}.".startswith(f"{location}.") or location.startswith(f"{name}."):
             return override
     return ""

@@ -25,7 +25,7 @@ from pydantic_core import from_json
 from rlhf_core.errors import CheckpointCorrupt, RunDirError
 from rlhf_core.files import FileLine, FileLines, UnfitFile, lines_of, open_regular, read_document
 from rlhf_core.schemas.reports import CheckpointManifest, FileChecksum
-from rlhf_core.schemas.run import READABLE_VERSIONS, SCHEMA_VERSION, StoredSpec
+from rlhf_core.schemas.run import READABLE_VERSIONS, StoredSpec
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -369,7 +369,7 @@ def read_blocks(path: Path, offset: int = 0, longest: int | None = None) -> Iter
 
 
 def read_models(path: Path, schema: type[Model]) -> list[Model]:
-    """Yield all whole lines of an appended file, parsed."""
+    """Read all whole lines of an appended file, parsed."""
     return [model for lines, _ in read_blocks(path) for model in parse_lines(lines, schema)]
 
 
@@ -450,19 +450,17 @@ class RestartDir:
 
     def incident_files(self) -> list[Path]:
         """Files of all incidents, in order; first the place that version 0.1 knew."""
-        numbered = [self.incident(number) for number in self._incident_numbers()]
-        return [path for path in (self.evidence_dir / "incident.json", *numbered) if path.is_file()]
+        return self._numbered_files("incident", ".json")
 
     def decision_files(self) -> list[Path]:
         """Files of all decisions, in order; first the place that version 0.1 knew."""
-        numbered = [self.decision(number) for number in self._incident_numbers()]
-        return [path for path in (self.evidence_dir / "decision.json", *numbered) if path.is_file()]
+        return self._numbered_files("decision", ".decision.json")
 
-    def _incident_numbers(self) -> list[int]:
-        if not self.incidents_dir.is_dir():
-            return []
-        names = (path.name.partition(".")[0] for path in self.incidents_dir.glob("*.json"))
-        return sorted({int(name) for name in names if _NUMBER.fullmatch(name)})
+    def _numbered_files(self, earlier: str, ending: str) -> list[Path]:
+        names = (path.name.removesuffix(ending) for path in self.incidents_dir.glob(f"*{ending}"))
+        numbers = sorted(int(name) for name in names if _NUMBER.fullmatch(name))
+        numbered = (self.incidents_dir / f"{number}{ending}" for number in numbers)
+        return [path for path in (self.evidence_dir / f"{earlier}.json", *numbered) if path.is_file()]
 
     @property
     def logs(self) -> Path:
@@ -553,13 +551,9 @@ class AttemptDir:
         """Folder of the groups of workers that run beside the one whose restarts are counted."""
         return self.root / "groups"
 
-    def group_dir(self, role: str, generation: int) -> Path:
-        """Folder of one start of workers of such a group."""
-        return self.groups_dir / role / str(generation)
-
     def group(self, role: str, generation: int) -> RestartDir:
         """Files of one start of workers of such a group; it has what a restart has."""
-        return RestartDir(self.group_dir(role, generation), self.number, generation)
+        return RestartDir(self.groups_dir / role / str(generation), self.number, generation)
 
     def groups(self) -> list[RestartDir]:
         """Starts of workers of such groups, by role and generation."""
@@ -847,8 +841,9 @@ class RunDir:
             raise RunDirError(f"{self.spec} is damaged: expected a JSON object")
         version = content.get("schema_version")
         if version not in READABLE_VERSIONS:
+            readable = " and ".join(map(str, READABLE_VERSIONS))
             raise RunDirError(
-                f"{self.spec} has schema_version {version}, this program reads {SCHEMA_VERSION}; "
+                f"{self.spec} has schema_version {version}, this program reads {readable}; "
                 f"use the version of rlhf-flows that made it ({content.get('package_version', 'unknown')})"
             )
         try:

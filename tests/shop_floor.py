@@ -33,6 +33,27 @@ def until(condition: Callable[[], Any], timeout_s: float = 120.0) -> Any:
     return found
 
 
+def processes_of(home: Path) -> list[psutil.Process]:
+    """Every living process that carries the marker of a home folder, services or not."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("RLHF_HOME") == str(home) and process.status() != "zombie":
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def kill_all_of(home: Path) -> None:
+    """SIGKILL to every process of a home folder, until none is left: the health check brings supervisord back."""
+    while found := processes_of(home):
+        for process in found:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(found, timeout=10)
+
+
 @dataclass
 class Floor:
     """One site."""
@@ -113,22 +134,11 @@ class Floor:
 
     def processes(self) -> list[psutil.Process]:
         """Every living process that carries the marker of this home folder."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get("RLHF_HOME") == str(self.home) and process.status() != "zombie":
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
+        return processes_of(self.home)
 
     def kill_all(self) -> None:
-        """SIGKILL to every process, until none is left: the health check starts a killed supervisord again."""
-        while found := self.processes():
-            for process in found:
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
-            psutil.wait_procs(found, timeout=10)
+        """SIGKILL to every process, until none is left."""
+        kill_all_of(self.home)
 
     @property
     def password(self) -> str:

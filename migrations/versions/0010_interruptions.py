@@ -7,7 +7,6 @@ of their incidents ended all workers.
 import runpy
 from pathlib import Path
 
-import sqlalchemy as sa
 from alembic import op
 
 revision = "0010"
@@ -17,6 +16,8 @@ depends_on = None
 
 TELEMETRY = runpy.run_path(str(Path(__file__).with_name("0006_telemetry_and_totals.py")))
 """The revision that made the views last."""
+
+replace_views = TELEMETRY["replace_views"]
 
 CHANGED = ("incident_lost_time", "run_recoveries")
 
@@ -32,15 +33,6 @@ WHERE NOT EXISTS (
 def views_of_incidents(dialect: str) -> dict[str, str]:
     made = TELEMETRY["lost_time_views"](dialect) | TELEMETRY["views"](dialect)
     return {name: made[name] for name in CHANGED}
-
-
-def replace_views(dialect: str, questions: dict[str, str]) -> None:
-    for name, question in questions.items():
-        if dialect == "sqlite":
-            op.execute(f"DROP VIEW {name}")
-        # PostgreSQL keeps the views that read it.
-        create = "CREATE VIEW" if dialect == "sqlite" else "CREATE OR REPLACE VIEW"
-        op.execute(sa.text(f"{create} {name} AS {question}".replace(":", "\\:")))
 
 
 def upgrade() -> None:

@@ -38,9 +38,8 @@ def migrate(
     """Rewrite a config of rlhf-flows 0.1 in the form of this version, with its comments."""
     from rlhf_core.run_dir import write_text
 
-    before = file.read_text(encoding="utf-8") if file.is_file() else ""
     after = migrated_text(file)
-    if after == before:
+    if after == file.read_text(encoding="utf-8"):
         output.print_text(f"{file} is in the form of this version already.")
         return
     write_text(file, after)
@@ -70,7 +69,7 @@ def migrated_text(file: Path) -> str:
     if "loops" in content or not all(_is_plain(text, name) for name in OLD_SECTIONS if name in content):
         raise BadConfig(f"{file} has to be rewritten by hand:\n{by_hand}")
     wanted = current_document(content)
-    validate(wanted, str(file))
+    meant = validate(wanted, str(file))
     document = parse(text)
     block = _block(_sections(document, wanted))
     found = re.sub(
@@ -80,7 +79,7 @@ def migrated_text(file: Path) -> str:
     )
     found = re.sub(r"\n{3,}", "\n\n", found).rstrip() + "\n"
     try:
-        same = validate(parse(found).unwrap(), str(file)) == validate(wanted, str(file))
+        same = validate(parse(found).unwrap(), str(file)) == meant
     except (BadConfig, ValueError):
         same = False
     if not same:
@@ -89,7 +88,7 @@ def migrated_text(file: Path) -> str:
 
 
 def _is_plain(text: str, section: str) -> bool:
-    """Whether a section has a header line of its own, and is no inline table."""
+    """True if a section has a header line of its own, and is no inline table."""
     return re.search(rf"(?m)^\s*\[\s*{section}\s*\]", text) is not None
 
 

@@ -4,16 +4,13 @@ Heavy modules are imported inside the functions, so that ``rlhf --help`` stays f
 """
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from rlhf_core.cli import output
 from rlhf_core.cli.history_commands import open_history
 from rlhf_core.formatting import count
-
-if TYPE_CHECKING:
-    pass
 
 
 def upgrade() -> None:

@@ -182,7 +182,7 @@ def _await_beginning(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """QueueWait until a worker has created the run, and report the reason for waiting.
+    """Wait until a worker has created the run, and report the reason for waiting.
 
     Raises:
         RunNotBegun: that takes too long.

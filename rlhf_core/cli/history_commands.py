@@ -25,7 +25,6 @@ RunArgument = Annotated[
 ]
 
 _SHOWN_METRICS = 30
-_TABLE_ROWS = 1000
 
 
 def runs(

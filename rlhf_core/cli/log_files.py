@@ -126,8 +126,10 @@ def _worker_logs(restart: RestartDir, choice: LogChoice) -> Iterator[LogFile]:
 
 def _group_logs(attempt: AttemptDir, choice: LogChoice) -> Iterator[LogFile]:
     """Logs of the groups that run beside the one whose restarts are counted: of all of their starts."""
-    ranks = {place: rank for restart in attempt.restarts() for place, rank in _ranks(restart).items()}
-    for group in attempt.groups():
+    groups = attempt.groups()
+    restarts = attempt.restarts() if groups else []
+    ranks = {place: rank for restart in restarts for place, rank in _ranks(restart).items()}
+    for group in groups:
         yield from _logs_in(group, ranks, choice, f"attempt {group.attempt} generation {group.restart}")
 
 

@@ -137,9 +137,7 @@ class TerminalProgress:
                 self._live.start()
 
     def _print_event(self, event: AgentEvent) -> None:
-        # A compilation that goes on has no result yet; a later event has it.
-        compiling = event.kind == "prebuild" and not event.data
-        if event.kind in _SHOWN_EVENTS or compiling:
+        if event.kind in _SHOWN_EVENTS:
             self._line(f"{event.node}: {event.message}")
 
     def _print_history(self, behind: str) -> None:

@@ -89,7 +89,7 @@ def headline(view: RunSnapshot) -> str:
 
 def json_lines(view: RunSnapshot) -> list[str]:
     """The run in one line of JSON."""
-    progress = view.progress
+    progress, timeline = view.progress, timeline_lines(view)
     shown = {
         "run_id": view.stored.run_id,
         "state": view.record.state,
@@ -101,8 +101,8 @@ def json_lines(view: RunSnapshot) -> list[str]:
         "total_steps": view.stored.spec.total_steps,
         "metrics": progress.metrics,
         "ranks": [{"role": one.role, "rank": one.rank, "phase": one.phase, "step": one.step} for one in view.ranks],
-        "timeline": timeline_lines(view),
-        "story": timeline_lines(view),  # its name in 0.1
+        "timeline": timeline,
+        "story": timeline,  # its name in 0.1
     }
     return [json_text(output.jsonable(shown))]
 

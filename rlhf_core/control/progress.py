@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rlhf_core.control.timeline import read_timeline
-from rlhf_core.launch.journal import RunRecord, read_record
+from rlhf_core.launch.journal import RunRecord, fold
 from rlhf_core.render.progress import RunProgress
 from rlhf_core.render.timeline import Timeline
 from rlhf_core.run_dir import RunDir, read_model
@@ -82,7 +82,7 @@ class RunReader:
         )
         return RunSnapshot(
             stored=self.stored,
-            record=read_record(self.run_dir),
+            record=fold(timeline.lines),
             timeline=timeline,
             progress=self._progress(timeline.state),
             ranks=[rank for status in statuses if status is not None for rank in status.ranks],

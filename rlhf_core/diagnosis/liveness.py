@@ -116,7 +116,7 @@ class GapTracker:
         }
         return cls(spec.gap_factor, spec.floor_s, spec.setup_floor_s, floors_s, longest_s, spec.suspect_s)
 
-    def begin_restart(self, role: Role = Role.TRAINER) -> None:
+    def begin_restart(self, role: Role) -> None:
         """New workers of a role: what was learned stays, what was being watched is forgotten."""
         self._last = {place: rank for place, rank in self._last.items() if rank.role is not role}
         self._spoiled = {place for place in self._spoiled if place[0] is not role}
@@ -204,9 +204,7 @@ def judge(
             its whole limit again.
         alone: The workers do not wait for each other: each is judged by itself.
     """
-    if alone:
-        return [one for rank in ranks for one in _silent([rank], tracker.limit_s, waits_for)]
-    return _silent(ranks, tracker.limit_s, waits_for)
+    return _silent(ranks, tracker.limit_s, waits_for, alone=alone)
 
 
 def suspect(
@@ -220,9 +218,7 @@ def suspect(
 
     Args: as for :func:`judge`.
     """
-    if alone:
-        return [one for rank in ranks for one in _silent([rank], tracker.suspicion_s, waits_for)]
-    return _silent(ranks, tracker.suspicion_s, waits_for)
+    return _silent(ranks, tracker.suspicion_s, waits_for, alone=alone)
 
 
 def _waits_for_fault(rank: RankStatus, limit_s: float, waits_for: Conditions) -> bool:
@@ -233,8 +229,10 @@ def _waits_for_fault(rank: RankStatus, limit_s: float, waits_for: Conditions) ->
 
 
 def _silent(
-    ranks: Sequence[RankStatus], limit_s: Callable[[RankStatus], float], waits_for: Conditions
+    ranks: Sequence[RankStatus], limit_s: Callable[[RankStatus], float], waits_for: Conditions, *, alone: bool = False
 ) -> list[Suspect]:
+    if alone:
+        return [one for rank in ranks for one in _silent([rank], limit_s, waits_for)]
     limits_s = [(rank, limit_s(rank)) for rank in ranks]
     silent = [
         Suspect(rank, allowed_s)

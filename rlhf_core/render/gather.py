@@ -58,7 +58,7 @@ class ReportData:
     notes: Sequence[str]
     """Sentences on what could not be read."""
     probes: Rows = ()
-    """Measurements of the nodes before training: saved question ``probe-speeds``."""
+    """Measurements of the nodes before training: saved query ``probe-speeds``."""
     promotion: Mapping[str, Any] = field(default_factory=dict)
     """State of the promotion of the model; empty where no promotion was asked for."""
     evidence: Mapping[str, EvidenceExcerpts] = field(default_factory=dict)

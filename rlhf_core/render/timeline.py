@@ -108,10 +108,14 @@ class Timeline:
         return next((line.time for line in started if line.event.flow_run_id == flow_run_id), None)  # type: ignore[union-attr]
 
     def decisions_on(self, found: TimelineIncident) -> list[Decision]:
-        """Decisions about the attempt and restart of an incident."""
+        """Decisions about an incident. One without a number, of the controller or of version 0.1, is about all
+        incidents of its restart."""
         here = (found.run_dir, found.incident.attempt, found.incident.restart)
         return [
-            one.decision for one in self.decisions if (one.run_dir, one.decision.attempt, one.decision.restart) == here
+            one.decision
+            for one in self.decisions
+            if (one.run_dir, one.decision.attempt, one.decision.restart) == here
+            and one.decision.number in (0, found.incident.number)
         ]
 
     def entries(self) -> list[TimelineEntry]:
@@ -121,7 +125,12 @@ class Timeline:
         entries += [entry for one in found if (entry := _standstill(one)) is not None]
         decided = [one.decision for one in self.decisions]
         entries += [TimelineEntry(one.decided_at, 2, f"-> {decision_text(one)}") for one in decided]
-        return sorted(entries + _recoveries(found, self.first_steps))
+        ended_all = [
+            one.incident
+            for one in self.incidents
+            if not any(decision.action.leaves_running for decision in self.decisions_on(one))
+        ]
+        return sorted(entries + _recoveries(ended_all, self.first_steps))
 
 
 def timeline_from_rows(

@@ -34,6 +34,48 @@ class AgreedStep(Schema):
     """``host:port`` of the store in which the workers of this start meet; empty where there is one node only."""
 
 
+class WorkerReport(Schema):
+    """End of one worker, or the fact that it never started."""
+
+    rank: int
+    local_rank: int
+    code: int | None = None
+    """Exit code, negative: the signal. Null: it has not ended."""
+    by_agent: bool = False
+    """After the agent had begun to end the workers."""
+    ended_s: float = 0.0
+    """Time of the end, by the node's own clock, in seconds since the epoch."""
+    last: RankStatus | None = None
+    """Last observed activity."""
+    outcome: WorkerOutcome | None = None
+    """Outcome that the worker wrote about itself."""
+    log_tail: str = ""
+    """The end of its log."""
+
+
+class NodeEnd(Schema):
+    """End of one start of the workers on one node."""
+
+    num_workers: int
+    """Expected number of workers."""
+    workers: tuple[WorkerReport, ...] = ()
+    problem: str = ""
+    """Traceback of what kept them from being started."""
+    oom_kills: int = 0
+    """Processes that the kernel killed for want of memory meanwhile."""
+
+
+class WorkerExit(Schema):
+    """The end of one worker that is restarted alone."""
+
+    generation: int
+    """Its start."""
+    pid: int
+    """Its process id on its node."""
+    end: NodeEnd
+    """The end of a start with this one worker."""
+
+
 class GroupState(Schema):
     """Workers of one group on one node, as they stand."""
 
@@ -51,7 +93,7 @@ class GroupState(Schema):
     """Inspection of its workers that agent 0 has asked for last; 0 for none."""
     inspections: tuple[Inspection, ...] = ()
     """Findings of it."""
-    exits: tuple["WorkerExit", ...] = ()
+    exits: tuple[WorkerExit, ...] = ()
     """Workers that have ended and were not started again; of a group that is restarted alone."""
 
 
@@ -144,49 +186,3 @@ class Collected(Schema):
     """A node's evidence is saved; this is how its workers stood afterwards."""
 
     ranks: tuple[RankStatus, ...]
-
-
-class WorkerReport(Schema):
-    """End of one worker, or the fact that it never started."""
-
-    rank: int
-    local_rank: int
-    code: int | None = None
-    """Exit code, negative: the signal. Null: it has not ended."""
-    by_agent: bool = False
-    """After the agent had begun to end the workers."""
-    ended_s: float = 0.0
-    """Time of the end, by the node's own clock, in seconds since the epoch."""
-    last: RankStatus | None = None
-    """Last observed activity."""
-    outcome: WorkerOutcome | None = None
-    """Outcome that the worker wrote about itself."""
-    log_tail: str = ""
-    """The end of its log."""
-
-
-class NodeEnd(Schema):
-    """End of one start of the workers on one node."""
-
-    num_workers: int
-    """Expected number of workers."""
-    workers: tuple[WorkerReport, ...] = ()
-    problem: str = ""
-    """Traceback of what kept them from being started."""
-    oom_kills: int = 0
-    """Processes that the kernel killed for want of memory meanwhile."""
-
-
-class WorkerExit(Schema):
-    """The end of one worker that is restarted alone."""
-
-    generation: int
-    """Its start."""
-    pid: int
-    """Its process id on its node."""
-    end: NodeEnd
-    """The end of a start with this one worker."""
-
-
-GroupState.model_rebuild()
-NodeState.model_rebuild()

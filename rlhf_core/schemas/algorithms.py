@@ -33,7 +33,7 @@ class AlgorithmSpec(Schema):
 
     @property
     def reference(self) -> bool:
-        """Whether the loop needs a frozen copy of the policy as it was at its beginning."""
+        """True if the loop needs a frozen copy of the policy as it was at its beginning."""
         return False
 
     @property
@@ -75,12 +75,12 @@ class GrpoSpec(AlgorithmSpec):
     samples_per_prompt: Annotated[int, Field(ge=2, le=2**31 - 1)] = 8
     """Completions per prompt: the group whose rewards are compared."""
     clip_low: Share = 0.2
-    """How far below 1 the probability ratio may count."""
+    """Greatest distance below 1 at which the probability ratio counts."""
     clip_high: NonNegativeFloat = 0.2
-    """How far above 1 the probability ratio may count (0.28 in DAPO, arXiv 2503.14476)."""
+    """Greatest distance above 1 at which the probability ratio counts (0.28 in DAPO, arXiv 2503.14476)."""
     advantage_scale: Literal["group", "batch", "none"] = "group"
-    """What rewards are divided by after their group's mean is taken off: standard deviation of the group, of the batch,
-    or nothing (Dr. GRPO)."""
+    """Divisor of rewards after their group's mean is taken off: standard deviation of the group, of the batch, or none
+    (Dr. GRPO)."""
     advantage_epsilon: NonNegativeFloat = 1e-4
     """Added to that standard deviation."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"

@@ -21,7 +21,7 @@ class CheckResult(Schema):
     """Finding of a check. ``found``, ``expected`` and ``advice`` are sentences for the user."""
 
     id: Label
-    """Stable dotted name of the check, for instance ``batch.divides_ranks``."""
+    """Stable dotted name of the check, for instance ``batch.prompts_divide_ranks``."""
     status: CheckStatus
     """Result of the check."""
     found: Message

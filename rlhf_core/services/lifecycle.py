@@ -120,8 +120,7 @@ class Lifecycle:
         with alone(self._home):
             found = {one.name: look(self._home, one.name) for one in services}
             for status in found.values():
-                if status.record is not None and status.state is not ServiceState.STOPPED:
-                    _require_ours(status)
+                _require_ours(status)
             orphans = [] if self._supervisord.pid() else self._end_orphans(names)
             self._configure([name for name in self._supervisord.programs() if name not in names])
             for service in services:
@@ -216,12 +215,12 @@ class Lifecycle:
 
     def _end(self, service: Service, found: ServiceStatus) -> None:
         """End a service, be it a program of supervisord or a process that has lost it."""
-        is_there = found.state is not ServiceState.STOPPED and found.record is not None
-        if is_there:
+        record = found.record if found.record is not None and found.record.is_alive else None
+        if record is not None:
             self._say(f"ending the {service.name} (process {found.pid})")
         if self._supervisord.answers() and self._is_coming(service.name):
             self._supervisord.stop_program(service.name, service.stop_timeout_s + ANSWER_TIMEOUT_S)
-        if found.record is not None and is_there and found.record.end(service.stop_timeout_s):
+        if record is not None and record.end(service.stop_timeout_s):
             self._say(f"the {service.name} did not end by itself and was killed")
 
     def _end_orphans(self, names: Sequence[str]) -> list[str]:

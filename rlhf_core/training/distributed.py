@@ -72,7 +72,8 @@ class Ranks:
         found = [torch.empty_like(own) for _ in range(self.num_ranks)]
         with self.reporter.collective():
             dist.all_gather(found, own)
-        return [[float(number) for number in vector.tolist()] for vector in found]
+        numbers: list[list[float]] = torch.stack(found).tolist()  # one copy from the device for all ranks
+        return numbers
 
     def gather(self, value: Item) -> list[Item]:
         """Every rank's value in rank order, on every rank. For small things that JSON knows: no tuples, no classes.

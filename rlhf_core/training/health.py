@@ -419,8 +419,8 @@ def _reward_collapse(view: _View) -> HealthFinding | None:
         "reward_collapse",
         best.since_step + _block_steps(view.spec),
         f"the mean reward of {view.steps} is {now.mean:.3g}; over its best {_block_steps(view.spec)} steps, from step "
-        f"{best.since_step} on, it was {best.mean:.3g}. Try a lower train.learning_rate or a KL penalty "
-        f"(grpo.kl_coefficient), and see whether the reward function still works",
+        f"{best.since_step} on, it was {best.mean:.3g}. Try a lower loops.main.optimizer.learning_rate or a "
+        f"KL penalty (loops.main.algorithm.kl_coefficient), and see whether the reward function still works",
     )
 
 
@@ -465,8 +465,9 @@ def _entropy_collapse(view: _View) -> HealthFinding | None:
         "entropy_collapse",
         state.recent[0].step,
         f"the policy is certain of every token: {entropy:.2g} nats over {view.steps}, {state.first_entropy:.2g} over "
-        f"the first ones, and the reward has not risen by it. Try a lower train.learning_rate, a higher grpo.clip_high "
-        f"or a KL penalty (grpo.kl_coefficient)",
+        f"the first ones, and the reward has not risen by it. Try a lower "
+        f"loops.main.optimizer.learning_rate, a higher loops.main.algorithm.clip_high or a KL penalty "
+        f"(loops.main.algorithm.kl_coefficient)",
     )
 
 

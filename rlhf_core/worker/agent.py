@@ -81,6 +81,7 @@ class Agent:
             node_probe.ProbePlace(job.run_dir, job.attempt, job.nodes, job.spec, job.placement, channel.endpoint)
         )
         supervise = job.spec.supervise
+        self._warm = self._warm_workers()
         self._supervisor = Supervisor(
             channel,
             inbox,
@@ -91,10 +92,10 @@ class Agent:
             job.run_dir.root,
             deadline,
             partial(job.run_dir.is_superseded, job.attempt),
+            lambda: self._warm.started if self._warm is not None else (),
         )
         self._agreement = Agreement(channel, self._supervisor.asked)
         self._decisions = GroupDecisions(job, channel, leader, events, self._supervisor.asked)
-        self._warm = self._warm_workers()
 
     def run(self) -> Ending:
         """Run all phases in their order; whatever happens, nothing that was started is left.

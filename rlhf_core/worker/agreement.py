@@ -67,10 +67,18 @@ class Agreement:
 
     def _await_step(self, topic: str) -> Generator[None, None, AgreedStep]:
         """The decision of agent 0; the end, where it decides nothing any more."""
-        while not (self._channel.published(topic, AgreedStep) or self.over or self._asked.broken):
+        while True:
+            step = self._channel.published(topic, AgreedStep) or self.forced_end
+            if step is not None:
+                return step
             yield
-        lost = AgreedStep(action="end", message=self._asked.broken, kind=FailureKind.AGENT_KILLED)
-        return self._channel.published(topic, AgreedStep) or self.over or lost
+
+    @property
+    def forced_end(self) -> AgreedStep | None:
+        """The end, where agent 0 has ordered it or decides nothing any more."""
+        broken = self._asked.broken
+        lost = AgreedStep(action="end", message=broken, kind=FailureKind.AGENT_KILLED) if broken else None
+        return self.over or lost
 
     @property
     def over(self) -> AgreedStep | None:

@@ -142,9 +142,7 @@ class IndependentRun:
         if not self._channel.leads:
             if serves_others:
                 return None  # who says when it is over also hears when all is over
-            lost = AgreedStep(action="end", message=self._supervisor.asked.broken)
-            ended = self._agreement.over or (lost if self._supervisor.asked.broken else None)
-            return ended or self._channel.published(topic, AgreedStep)
+            return self._agreement.forced_end or self._channel.published(topic, AgreedStep)
         step = self._decide_about_exits(supervised)
         if step is None and not serves_others:
             asked = self._decisions.may_start() if self._supervisor.asked.to_end else None

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -97,6 +97,7 @@ class Supervisor(threading.Thread):
         telemetry_folder: Path | None = None,
         deadline: ExitDeadline | None = None,
         is_superseded: Callable[[], bool] = lambda: False,
+        owned_elsewhere: Callable[[], Collection[int]] = tuple,
     ) -> None:
         super().__init__(name="supervisor", daemon=True)
         self.asked = ExternalRequests()
@@ -110,6 +111,7 @@ class Supervisor(threading.Thread):
         self._timeouts = timeouts
         self._deadline = deadline
         self._is_superseded = is_superseded
+        self._owned_elsewhere = owned_elsewhere
         self._telemetry = Telemetry(events.say, telemetry_folder)
         self._series = TelemetrySeries(self._node, events.say)
         self._anomalies = Anomalies(events)
@@ -429,7 +431,7 @@ class Supervisor(threading.Thread):
         if owned and now_s >= self._reap_at_s:
             self._reap_at_s = now_s + REAP_INTERVAL_S
             # A young child may be a worker that is just being started: its exit belongs to its group.
-            processes.reap_orphans(owned, min_age_s=REAP_INTERVAL_S)
+            processes.reap_orphans(owned | set(self._owned_elsewhere()), min_age_s=REAP_INTERVAL_S)
 
     def _say_once(self, text: str) -> None:
         if text != self._unwritten:

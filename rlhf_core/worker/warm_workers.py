@@ -23,7 +23,9 @@ from pathlib import Path
 
 import rlhf_core
 from rlhf_core.worker import processes
+from rlhf_core.worker.groups.gpus import VISIBLE_VARIABLE
 from rlhf_core.worker.signals import SAVING, held_back
+from rlhf_core.worker.worker_process import SLOTS_VARIABLE
 
 READY, TAKEN = b"ready\n", b"taken\n"
 """Answers of a spare: its imports are made; it has become a worker."""
@@ -37,7 +39,7 @@ SPARE_BYTES = 1 << 30
 SHORT_OF_MEMORY = 0.1
 """Share of the memory that stays free for the run. Below it spares are ended; none is started that would reach it."""
 
-OF_A_START = frozenset({"RLHF_SLOTS", processes.GROUP_VARIABLE, "CUDA_VISIBLE_DEVICES"})
+OF_A_START = frozenset({SLOTS_VARIABLE, processes.GROUP_VARIABLE, VISIBLE_VARIABLE})
 """Variables that each start of workers sets anew. A spare takes them over with its order, before they are read."""
 
 CHECK_INTERVAL_S = 1.0
@@ -99,7 +101,9 @@ class WarmWorkers:
         self._spares: list[WarmSpare] = []
         self._checked_s = -CHECK_INTERVAL_S
         self._is_off = False
-        self._present = fingerprint()
+        self._present = ""
+        self.started: set[int] = set()
+        """Processes of all spares that were ever started: their exits are read by what started them or took them over."""
 
     @property
     def pids(self) -> frozenset[int]:
@@ -111,12 +115,18 @@ class WarmWorkers:
         """Spares that have made their imports."""
         return sum(spare.is_ready for spare in self._spares)
 
-    def keep(self) -> None:
-        """Start what is missing, drop what has ended, and end all where memory is short. Cheap, and called often."""
+    def keep(self, is_wanted: Callable[[], bool] = lambda: True) -> None:
+        """Start what is missing, drop what has ended, and end all where memory is short. Cheap, and called often.
+
+        Args:
+            is_wanted: asked once an interval; spares are left as they are while it says no.
+        """
         now_s = self._clock()
         if self._is_off or now_s - self._checked_s < CHECK_INTERVAL_S:
             return
         self._checked_s = now_s
+        if not is_wanted():
+            return
         for spare in list(self._spares):
             self._has_imported(spare)
             if spare.process.poll() is not None:
@@ -130,8 +140,10 @@ class WarmWorkers:
         reserve = SHORT_OF_MEMORY * total
         if free < reserve and self._spares:
             self._turn_off(f"memory is short ({free / 2**30:.1f} of {total / 2**30:.1f} GiB are free)")
-        elif free - missing * SPARE_BYTES >= reserve:
-            self._spares += [self._start() for _ in range(missing)]
+        elif missing and free - missing * SPARE_BYTES >= reserve:
+            # Before they start: what changes in between makes them outdated, never current.
+            mark = fingerprint()
+            self._spares += [self._start(mark) for _ in range(missing)]
 
     def take(self, arguments: Sequence[str], environment: Mapping[str, str]) -> "subprocess.Popen[bytes] | None":
         """Turn a spare into a worker.
@@ -156,10 +168,10 @@ class WarmWorkers:
 
     def prepare_start(self) -> None:
         """Prepare a start: workers need the processors, so spares that are still importing are ended."""
-        self._present = fingerprint()
         for spare in [one for one in self._spares if not self._has_imported(one)]:
             self._spares.remove(spare)
             spare.end()
+        self._present = fingerprint() if self._spares else ""
 
     def close(self) -> None:
         """End all."""
@@ -189,7 +201,7 @@ class WarmWorkers:
             return f"its order could not be written: {error}"
         return "" if spare.read(ANSWER_TIMEOUT_S) == TAKEN else f"it did not answer within {ANSWER_TIMEOUT_S:g} s"
 
-    def _start(self) -> WarmSpare:
+    def _start(self, mark: str) -> WarmSpare:
         order_out, order_in = os.pipe()
         answer_out, answer_in = os.pipe()
         command = [sys.executable, "-u", "-P", "-m", "rlhf_core.worker", "spare", str(order_out), str(answer_in)]
@@ -199,7 +211,8 @@ class WarmWorkers:
             )
         os.close(order_out)
         os.close(answer_in)
-        return WarmSpare(process, order_in, answer_out, fingerprint())
+        self.started.add(process.pid)
+        return WarmSpare(process, order_in, answer_out, mark)
 
     def _turn_off(self, why: str) -> None:
         self._is_off = True

@@ -320,7 +320,7 @@ def asked(url: str, ask: Callable[[HistoryStore], object]) -> float:
 
 
 def bench_daemon(kind: str, folder: Path, size: Size, mlflow: str | None) -> Lines:
-    """How far one daemon is behind (``bench_daemon.py``)."""
+    """Delay of one daemon (``bench_daemon.py``)."""
     url = new_sqlite(folder) if kind == "sqlite" else postgres().migrated_database()
     program = Path(__file__).with_name("bench_daemon.py")
     command = [sys.executable, str(program), url, "--runs", str(size.num_runs), "--seconds", str(size.seconds)]

@@ -23,7 +23,12 @@ import psutil
 from rlhf_core.run_dir import RestartDir, RunDir, read_models
 from rlhf_core.schemas.reports import AgentEvent, MetricsLine
 
-SHORT = ("train.num_steps=40", "checkpoint.every_num_steps=10", "evaluate.num_prompts=64", "evaluate.every_num_steps=0")
+SHORT = (
+    "loops.main.num_steps=40",
+    "checkpoint.every_num_steps=10",
+    "evaluate.num_prompts=64",
+    "evaluate.every_num_steps=0",
+)
 KILL_AT_STEP = 45
 
 

@@ -137,11 +137,7 @@ class BrowserSite(Floor):
     def environment(self, **more: str) -> dict[str, str]:
         slurm = dict(self.cluster.environment) if self.cluster is not None else {}
         programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        # The compiled operator of DeepSpeed is that of the person who runs the tests: it takes a minute to make.
-        cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-        return super().environment(
-            **slurm, RLHF_SCHEDULER="slurm", XDG_CACHE_HOME=cache, COLUMNS="160", PATH=programs, **more
-        )
+        return super().environment(**slurm, RLHF_SCHEDULER="slurm", COLUMNS="160", PATH=programs, **more)
 
     def start(self, *arguments: str, **more: str) -> "subprocess.Popen[str]":
         return subprocess.Popen(

@@ -238,3 +238,18 @@ def test_overrides_without_a_config_are_checked_for_what_no_config_can_have() ->
     with pytest.raises(BadConfig, match="3 problems in --set") as caught:
         config.check_overrides(["loops.main.num_stepz=3", "seed=x", "name=MyRun"])
     assert "model" not in str(caught.value), "what is missing may stand in the config"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "loops.main.algorithm.samples_per_promt=4",
+        "loops.main.algorithm.clip_low=7",
+        "grpo.samples_per_promt=4",
+        "loops.warm_start.algorithm.batch_sice=4",
+    ],
+)
+def test_settings_of_an_algorithm_are_checked_though_the_config_names_it(override: str) -> None:
+    config.check_overrides(["loops.main.algorithm.clip_low=0.1", "loops.warm_start.algorithm.batch_size=4"])
+    with pytest.raises(BadConfig, match="1 problem in --set"):
+        config.check_overrides(["loops.main.num_steps=3", override])

@@ -178,6 +178,17 @@ def test_the_command_rewrites_the_file_in_place(old: Path, capsys: pytest.Captur
     assert "in the form of this version already" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("content", [b'name = "\xff"', b"name = [", None])
+def test_a_file_that_cannot_be_read_is_refused_like_any_config(
+    tmp_path: Path, content: bytes | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.toml"
+    if content is not None:
+        file.write_bytes(content)
+    assert execute(["config", "migrate", str(file)]) == 2
+    assert "unexpected" not in capsys.readouterr().err
+
+
 def test_a_file_that_cannot_be_rewritten_is_left_with_advice(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = OLD.replace("[grpo]\nsamples_per_prompt = 16\nmeasure_kl = true\n", "")
     old.write_text("grpo = { clip_low = 0.1 }\n" + text)

@@ -15,8 +15,6 @@ import pytest
 from real_server import START_TIMEOUT_S
 
 from flows.deployments import (
-    PRIORITIES,
-    RESUME_DEPLOYMENT,
     SCHEDULE,
     environment,
     register,
@@ -24,7 +22,9 @@ from flows.deployments import (
     submit,
     submit_config,
 )
+from flows.flow_runs import RESUME_DEPLOYMENT
 from flows.schedules import SKIP_IF_BUSY
+from flows.work_pool import QUEUES
 from rlhf_core import config
 from rlhf_core.cli.main import execute
 from rlhf_core.config import Site, load_site
@@ -159,7 +159,7 @@ def test_what_a_person_set_in_the_ui_stays(client: Any, site: Site) -> None:
         ({"cron": "every night"}, "no schedule"),
         ({"cron": "0 2 * * *", "timezone": "Mars/Base"}, "no schedule"),
         ({"timezone": "UTC"}, "which is not given"),
-        ({"priority": "urgent"}, f"one of {', '.join(PRIORITIES)}"),
+        ({"priority": "urgent"}, f"one of {', '.join(QUEUES)}"),
         ({"name": "resume"}, "goes on with runs"),
         ({"name": "No Name"}, "give --name"),
     ],

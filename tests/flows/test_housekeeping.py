@@ -12,6 +12,7 @@ import pytest
 from control_fakes import FakeAgent, FakeJob, make_run, make_spec
 from desk import Desk
 
+from flows.reconcile import Turn
 from rlhf_core.control import adopt as adopting
 from rlhf_core.control.ingester import Ingester
 from rlhf_core.control.reconcile import loop
@@ -20,7 +21,7 @@ from rlhf_core.control.reconcile.loop import lease_name
 from rlhf_core.control.reconcile.once import poll_once, reconcile_once
 from rlhf_core.control.steps import drive, steps
 from rlhf_core.diagnosis.reconcile import ActionKind, ReconcileAction
-from rlhf_core.errors import LeaseLost
+from rlhf_core.errors import DatabaseUnavailable, LeaseLost
 from rlhf_core.history import queries
 from rlhf_core.launch.journal import Journal, read_record
 from rlhf_core.launch.lease import HeldLease, Owner
@@ -107,7 +108,7 @@ def kinds(actions: list[ReconcileAction]) -> list[ActionKind]:
 
 
 def told(desk: Desk, run_dir: RunDir) -> list[tuple[str, str]]:
-    """What the history says that the daemon did."""
+    """Actions of the daemon that the history has."""
     return [
         (str(one["kind"]), str(one["message"]))
         for one in queries.events(desk.store, run_dir.run_id)
@@ -398,6 +399,21 @@ def wait_for(condition: threading.Event) -> None:
 
 
 @pytest.mark.usefixtures("reconciler")
+def test_an_error_of_a_round_is_not_taken_for_its_end_by_who_asks_again() -> None:
+    """The flow run of a round takes the error first; the daemon must see it too, or counts the round as made."""
+    begun: list[bool] = []
+
+    def work() -> list[ActionResult]:
+        begun.append(True)
+        raise DatabaseUnavailable("it is away")
+
+    turn = Turn(work)
+    for _ in range(2):
+        with pytest.raises(DatabaseUnavailable):
+            turn()
+    assert begun == [True]
+
+
 def test_of_two_daemons_one_acts_until_it_goes(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     acting, acted = [], threading.Condition()
     stops = {name: threading.Event() for name in ("first", "second")}

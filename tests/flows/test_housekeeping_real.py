@@ -112,7 +112,7 @@ def rounds(services: Services, store: HistoryStore) -> list[ActionResult]:
 
 
 def untold(services: Services, store: HistoryStore) -> bool:
-    """Whether a daemon that has told nothing yet finds something to tell."""
+    """True if a daemon that has published nothing yet finds something to publish."""
     looked = Reconciler(services.site, store, flow_runs=PrefectFlowRuns(services.site)).poll()
     return any(one.kind is ActionKind.TELL for one in looked)
 

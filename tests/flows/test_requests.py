@@ -12,7 +12,8 @@ from prefect.states import Failed, Running, Scheduled
 from real_server import RealServer
 
 from flows import requests
-from flows.run import FLOW, rlhf_run
+from flows.flow_runs import RUN_FLOW
+from flows.run import rlhf_run
 from rlhf_core.cli.main import execute
 from rlhf_core.schemas.base import utc_now
 
@@ -23,7 +24,7 @@ def test_requests_that_wait_or_were_refused_are_listed_with_the_runs(
     monkeypatch.setenv("RLHF_HOME", str(desk.site.home))
     monkeypatch.setenv("COLUMNS", "200")  # so that no text is broken in the middle of what is looked for
     run_dir = desk.run()
-    flow = f"{FLOW}-of-this-test"
+    flow = f"{RUN_FLOW}-of-this-test"
     assert execute(["runs", "--queued"]) == 0
     assert "Unknown: the site daemon" in capsys.readouterr().out
     with real_prefect.in_use(), get_client(sync_client=True) as client:

@@ -18,7 +18,8 @@ from signing_in import ask
 from zombies import wait_for
 
 from flows import schedules as skipping
-from flows.run import FLOW, rlhf_run
+from flows.flow_runs import RUN_FLOW
+from flows.run import rlhf_run
 from rlhf_core.run_dir import RunDir
 
 
@@ -97,7 +98,7 @@ def test_what_waits_is_called_off_when_its_schedule_is_paused_or_its_deployment_
     assert state(client, waiting[paused])[0] in ("Scheduled", "Late"), "Prefect leaves what was due"
     for one in (busy, other):
         at_work(client, one)
-    found = skipping.call_off(FLOW, desk.site.runs_dir)
+    found = skipping.call_off(RUN_FLOW, desk.site.runs_dir)
     assert {one.flow_run_id for one in found} == {str(waiting[one].id) for one in (paused, busy)}
     name, said = state(client, waiting[paused])
     assert (name, "its schedule was paused" in said) == ("Cancelled", True)
@@ -106,7 +107,7 @@ def test_what_waits_is_called_off_when_its_schedule_is_paused_or_its_deployment_
     for left in (waiting[other], waiting[idle], by_hand):
         assert state(client, left)[0] in ("Scheduled", "Late")
     wait_for(lambda: events(real_prefect, paused) == [skipping.EVENT], "its event")
-    assert skipping.call_off(FLOW, desk.site.runs_dir) == []
+    assert skipping.call_off(RUN_FLOW, desk.site.runs_dir) == []
 
 
 def test_a_scheduled_run_that_a_worker_has_taken_does_not_begin_while_its_deployment_is_busy(

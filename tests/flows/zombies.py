@@ -1,4 +1,4 @@
-"""What the tests of the reconciler share that need the real thing: server, worker, daemon, and jobs on a real Slurm.
+"""Shared parts of the tests of the reconciler with the real thing: server, worker, daemon, jobs on a real Slurm.
 
 A job's agent is a small program that writes what a real one writes, and ends well once the test says so.
 """

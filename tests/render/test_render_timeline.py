@@ -112,6 +112,29 @@ def test_of_two_incidents_without_a_step_between_the_last_is_what_training_went_
     assert any("no single one is to blame" in text for text in texts)
 
 
+def test_each_incident_of_a_restart_has_its_own_decision_and_only_the_last_a_recovery(runs: Path) -> None:
+    """A rollout worker is started again alone; a rank is killed later. One without a number is about both."""
+    run = hung_run(runs)
+    outlived = run.incident(1, 1, FailureKind.HANG, 26, number=1)
+    killed = run.incident(1, 1, FailureKind.WORKER_KILLED, 30, number=2)
+    run.decision(1, 1, Action.RESTART_WORKERS, 26, number=1)
+    run.decision(1, 1, Action.NEW_ATTEMPT, 30, number=2)
+    run.metrics(2, 0, 5, 50)
+    timeline = read_timeline(run.dir)
+    answers = [[one.action for one in timeline.decisions_on(found)] for found in timeline.incidents]
+    assert answers == [[Action.RESTART_IN_PLACE], [Action.RESTART_WORKERS], [Action.NEW_ATTEMPT]]
+    went_on = [entry.text for entry in timeline.entries() if "went on" in entry.text and "attempt 2" in entry.text]
+    assert went_on == ["training went on: step 5 is done in attempt 2, 20 s after this was found"]
+    run.decision(1, 1, Action.NEW_ATTEMPT, 26, number=1)
+    assert [one.action for one in read_timeline(run.dir).decisions_on(TimelineIncident(run.dir, outlived))] == [
+        Action.NEW_ATTEMPT
+    ], "control: another decision about the same incident"
+    run.decision(1, 1, Action.STOP, 31)
+    for one in (outlived, killed):
+        answers_now = read_timeline(run.dir).decisions_on(TimelineIncident(run.dir, one))
+        assert Action.STOP in [made.action for made in answers_now]
+
+
 @pytest.mark.parametrize("as_json", [False, True])
 def test_watch_in_a_pipe_prints_each_entry_once(
     runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, as_json: bool

@@ -250,7 +250,7 @@ def test_a_reward_that_is_gone_is_found_a_window_later() -> None:
     step, rule, message = found
     assert rule == "reward_collapse"
     assert 40 + 10 < step <= 40 + 20
-    assert "it was 0.5. Try a lower train.learning_rate" in message
+    assert "it was 0.5. Try a lower loops.main.optimizer.learning_rate" in message
     assert "health.off" in message
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.worker import warm_workers
+from rlhf_core.worker import processes, warm_workers
 from rlhf_core.worker.warm_workers import WarmWorkers
 
 GIB = 2**30
@@ -93,12 +93,13 @@ def test_a_spare_becomes_the_worker_it_is_told_to_be(warm: WarmWorkers, tmp_path
 
 def kill(pid: int, monkeypatch: pytest.MonkeyPatch) -> str:
     os.kill(pid, signal.SIGKILL)
+    until(lambda: processes.process_state(pid) == "Z")
     return "ended with exit code -9"
 
 
 def stop(pid: int, monkeypatch: pytest.MonkeyPatch) -> str:
     os.kill(pid, signal.SIGSTOP)
-    until(lambda: warm_workers.processes.process_state(pid) == "T")
+    until(lambda: processes.process_state(pid) == "T")
     return "in state T"
 
 
@@ -133,6 +134,36 @@ def test_a_spare_that_would_differ_from_a_new_process_is_not_used(
     assert warm.take([str(tmp_path / "said")], environment()) is None
     assert why in " ".join(said)
     until(lambda: not Path(f"/proc/{pid}").exists())
+
+
+def test_the_exit_of_a_spare_and_of_the_worker_made_from_it_stays_theirs(warm: WarmWorkers, tmp_path: Path) -> None:
+    """The thread that collects orphans leaves what was ever a spare alone: it is too old to be spared for its youth."""
+    pid = ready(warm)
+    assert warm.started == {pid}
+    warm.prepare_start()
+    worker = warm.take([str(tmp_path / "said")], environment())
+    assert worker is not None
+    worker.kill()
+    until(lambda: processes.process_state(worker.pid) == "Z")
+    processes.reap_orphans(warm.started)
+    assert worker.wait() == -signal.SIGKILL
+
+
+def test_spares_are_not_asked_for_more_than_once_an_interval(
+    warm: WarmWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warm_workers, "CHECK_INTERVAL_S", 1000.0)
+    asked: list[bool] = []
+    seldom = WarmWorkers(1, print, lambda: PLENTY)
+
+    def is_wanted() -> bool:
+        asked.append(True)
+        return False
+
+    for _ in range(3):
+        seldom.keep(is_wanted)
+    assert asked == [True]
+    assert seldom.pids == frozenset()
 
 
 def test_a_spare_that_still_imports_is_ended_when_workers_start(warm: WarmWorkers) -> None:

@@ -7,6 +7,7 @@ from sqlalchemy import ColumnElement, Connection, Subquery, func, select, true
 
 from rlhf_core.errors import UnknownRun
 from rlhf_core.formatting import missing_steps
+from rlhf_core.history.queries.metrics import STEP_SECONDS
 from rlhf_core.history.queries.plain import Facts, plain
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables.core import ATTEMPTS, EVALUATIONS, KEYS, LATEST, METRICS, RUNS, TAGS
@@ -90,7 +91,7 @@ def list_runs(
 
 def _step_times() -> ColumnElement[bool]:
     """Condition for rows of the one metric that every step of our trainers has."""
-    return METRICS.c.key_id == select(KEYS.c.key_id).where(KEYS.c.name == "time/step_s").scalar_subquery()
+    return METRICS.c.key_id == select(KEYS.c.key_id).where(KEYS.c.name == STEP_SECONDS).scalar_subquery()
 
 
 def _with_every_step(connection: Connection, chosen: Subquery) -> set[str]:

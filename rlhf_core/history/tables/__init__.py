@@ -9,23 +9,8 @@ and never from a counter of the database, so that reading the same file twice ca
 queries and for that page; the migrations create them.
 """
 
-from rlhf_core.history.tables.attempts import Attempt, AttemptNode, NodeSpeed, NodeTelemetry, Restart
+from rlhf_core.history.tables import attempts, incidents, metrics, results, runs  # noqa: F401 - registers the tables
 from rlhf_core.history.tables.base import Base, CleanJson, CleanText, UtcDateTime
-from rlhf_core.history.tables.incidents import Decision, Incident, NodeStrike
-from rlhf_core.history.tables.metrics import LatestMetric, Metric, MetricKey
-from rlhf_core.history.tables.results import Checkpoint, Evaluation, EvaluationSample, WeightVersion
-from rlhf_core.history.tables.runs import (
-    CheckResult,
-    GoodputCache,
-    IngestOffset,
-    Promotion,
-    Run,
-    RunController,
-    RunEvent,
-    RunLease,
-    RunTag,
-    Stage,
-)
 from rlhf_core.history.tables.views import ViewBase
 
 SCHEMA_REVISION = "0010"
@@ -37,38 +22,4 @@ metadata = Base.metadata
 VIEWS = tuple(ViewBase.metadata.tables)
 """Names of the views."""
 
-__all__ = [
-    "SCHEMA_REVISION",
-    "VIEWS",
-    "Attempt",
-    "AttemptNode",
-    "Base",
-    "CheckResult",
-    "Checkpoint",
-    "CleanJson",
-    "CleanText",
-    "Decision",
-    "Evaluation",
-    "EvaluationSample",
-    "GoodputCache",
-    "Incident",
-    "IngestOffset",
-    "LatestMetric",
-    "Metric",
-    "MetricKey",
-    "NodeSpeed",
-    "NodeStrike",
-    "NodeTelemetry",
-    "Promotion",
-    "Restart",
-    "Run",
-    "RunController",
-    "RunEvent",
-    "RunLease",
-    "RunTag",
-    "Stage",
-    "UtcDateTime",
-    "ViewBase",
-    "WeightVersion",
-    "metadata",
-]
+__all__ = ["SCHEMA_REVISION", "VIEWS", "Base", "CleanJson", "CleanText", "UtcDateTime", "ViewBase", "metadata"]

@@ -222,7 +222,7 @@ class CheckResult(Base):
     check_index: Mapped[int] = mapped_column(primary_key=True)
     """Order in the round, from 0."""
     check_id: Mapped[str]
-    """Name of the check, for instance ``batch.divides_ranks``."""
+    """Name of the check, for instance ``batch.prompts_divide_ranks``."""
     status: Mapped[str]
     """``passed``, ``warning``, ``blocked`` or ``skipped``."""
     found: Mapped[str]

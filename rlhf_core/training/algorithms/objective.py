@@ -49,7 +49,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class PolicyOutput:
-    """What the forward passes gave for one micro-batch."""
+    """Result of the forward passes for one micro-batch."""
 
     logprobs: Tensor
     """``[B, T]`` log-probabilities under the policy, with gradient."""

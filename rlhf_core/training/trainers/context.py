@@ -8,6 +8,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.errors import BadConfig, DegenerateRl, NonFiniteLoss
@@ -17,7 +19,8 @@ from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import AgentEvent, MetricsLine, Phase, SampleLine
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.algorithms.aggregation import Stats
-from rlhf_core.training.algorithms.objective import MetricDef
+from rlhf_core.training.algorithms.objective import MetricDef, PolicyOutput
+from rlhf_core.training.batches import SequenceBatch, collate
 from rlhf_core.training.checkpoints import CheckpointWriter, Progress
 from rlhf_core.training.data import DataReport, EncodedPrompts, row_indices
 from rlhf_core.training.distributed import Ranks
@@ -91,7 +94,7 @@ class Totals:
             self._entries[name] = (total, weight) if before is None else (before[0] + total, before[1] + weight)
 
     def __contains__(self, name: str) -> bool:
-        """Whether there is a sum of that name."""
+        """True if there is a sum of that name."""
         return name in self._entries
 
     def read(self, name: str) -> tuple[float, float]:
@@ -210,6 +213,35 @@ class TrainingContext:
         order = sorted(range(len(lengths)), key=lambda index: lengths[index])
         size = self.spec.trainer.micro_batch_size
         return [order[start : start + size] for start in range(0, len(order), size)]
+
+    def forward(
+        self,
+        engine: Engine,
+        reference: PolicyModel | None,
+        prompts: Sequence[Sequence[int]],
+        completions: Sequence[Sequence[int]],
+        temperature: float = 1.0,
+    ) -> tuple[SequenceBatch, PolicyOutput, Tensor]:
+        """The forward passes for one micro-batch of ``B`` sequences.
+
+        Args:
+            reference: the reference model, of an algorithm that has one.
+            prompts: tokens of each.
+            completions: tokens of each, the targets.
+            temperature: divisor of the logits, that of the sampling.
+
+        Returns:
+            The padded batch, the log-probabilities, and the entropy of the policy, ``[B, T]``.
+        """
+        self.beat(Phase.TRAIN)
+        batch = collate(prompts, completions, self.tokenizer.pad_token_id, self.ranks.device)
+        inputs = {"target_mask": batch.target_mask, "temperature": temperature}
+        logprobs, entropy = engine(batch.input_ids, **inputs)
+        ref_logprobs = None
+        if reference is not None:
+            with torch.no_grad():
+                ref_logprobs, _ = reference(batch.input_ids, **inputs)
+        return batch, PolicyOutput(logprobs, ref_logprobs), entropy
 
     def begin_step(self, number: int) -> TrainingStep:
         """From here on, beats and metrics belong to step ``number``."""

@@ -1,11 +1,8 @@
 """The loop of algorithms that train on the rows of the data: supervised fine-tuning."""
 
-import torch
-
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.training.algorithms import ALGORITHMS
-from rlhf_core.training.algorithms.objective import MicroBatch, PolicyOutput, StepSums
-from rlhf_core.training.batches import collate
+from rlhf_core.training.algorithms.objective import MicroBatch, StepSums
 from rlhf_core.training.data import encode_targets
 from rlhf_core.training.models import PolicyModel
 from rlhf_core.training.trainers.context import Loop, Totals, TrainingContext
@@ -38,19 +35,9 @@ def train(
             totals = Totals()
             lengths = [len(prompt) + len(target) for prompt, target in zip(prompts, targets, strict=True)]
             for part in training.micro_batches(lengths):
-                training.beat(Phase.TRAIN)
-                batch = collate(
-                    [prompts[i] for i in part],
-                    [targets[i] for i in part],
-                    training.tokenizer.pad_token_id,
-                    ranks.device,
+                batch, output, _ = training.forward(
+                    engine, reference, [prompts[i] for i in part], [targets[i] for i in part]
                 )
-                logprobs, _ = engine(batch.input_ids, target_mask=batch.target_mask)
-                ref_logprobs = None
-                if reference is not None:
-                    with torch.no_grad():
-                        ref_logprobs, _ = reference(batch.input_ids, target_mask=batch.target_mask)
-                output = PolicyOutput(logprobs, ref_logprobs)
                 loss, stats = objective.loss(output, MicroBatch(batch.target_mask), sums, algorithm)
                 engine.backward(loss)
                 totals.add(stats)

@@ -14,8 +14,7 @@ from rlhf_core.training import health
 from rlhf_core.training.algorithms import ALGORITHMS
 from rlhf_core.training.algorithms.aggregation import masked_stat
 from rlhf_core.training.algorithms.grpo import zero_std_groups
-from rlhf_core.training.algorithms.objective import MicroBatch, PolicyOutput, StepSums
-from rlhf_core.training.batches import collate
+from rlhf_core.training.algorithms.objective import MicroBatch, StepSums
 from rlhf_core.training.metrics import StepMetrics, fingerprint
 from rlhf_core.training.models import PolicyModel
 from rlhf_core.training.rewards import RewardFunction, load_rewards, score
@@ -133,34 +132,28 @@ def _accumulate(
         advantages: ``[P*G]``.
         sums: figures of the whole step, over all ranks.
     """
-    spec, device, objective = training.spec, training.ranks.device, ALGORITHMS[loop.algorithm.name]
+    objective = ALGORITHMS[loop.algorithm.name]
     totals = Totals()
     prompts = [prompt for prompt, group in zip(rollout.prompts, rollout.completions, strict=True) for _ in group]
     completions = rollout.flat
     lengths = [len(prompt) + len(made.token_ids) for prompt, made in zip(prompts, completions, strict=True)]
     for part in training.micro_batches(lengths):
-        training.beat(Phase.TRAIN)
-        batch = collate(
+        batch, output, entropy = training.forward(
+            engine,
+            reference,
             [prompts[i] for i in part],
             [completions[i].token_ids for i in part],
-            training.tokenizer.pad_token_id,
-            device,
+            training.spec.rollout.temperature,
         )
-        inputs = {"target_mask": batch.target_mask, "temperature": spec.rollout.temperature}
-        logprobs, entropy = engine(batch.input_ids, **inputs)
-        ref_logprobs = None
-        if reference is not None:
-            with torch.no_grad():
-                ref_logprobs, _ = reference(batch.input_ids, **inputs)
-        sequences = MicroBatch(batch.target_mask, advantages[part].to(device))
-        loss, stats = objective.loss(PolicyOutput(logprobs, ref_logprobs), sequences, sums, loop.algorithm)
+        sequences = MicroBatch(batch.target_mask, advantages[part].to(training.ranks.device))
+        loss, stats = objective.loss(output, sequences, sums, loop.algorithm)
         engine.backward(loss)
         sampled = batch.place([completions[i].logprobs for i in part])
         totals.add(stats)
         totals.add(
             {
                 "entropy": masked_stat(entropy, batch.target_mask),
-                "train_gap": masked_stat((logprobs.detach() - sampled).abs(), batch.target_mask),
+                "train_gap": masked_stat((output.logprobs.detach() - sampled).abs(), batch.target_mask),
             }
         )
     return totals

@@ -154,8 +154,8 @@ class ElasticGroup(WorkerGroup):
 
     def _keep_spares(self) -> None:
         # Not while workers import, which need the processors; nor for evaluators, which take what the trainers left.
-        if self._warm is not None and self.role is Role.TRAINER and not self.failed and self.is_past_setup:
-            self._warm.keep()
+        if self._warm is not None and self.role is Role.TRAINER and not self.failed:
+            self._warm.keep(lambda: self.is_past_setup)
 
     @property
     def is_over(self) -> bool:
