@@ -98,9 +98,11 @@ def test_a_step_that_was_not_carried_out_is_not_taken_for_done(desk: Desk) -> No
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[None]:
+    """A server, and time for the last publication also on a busy machine: what is read here are its results."""
     from prefect.testing.utilities import prefect_test_harness
 
-    with prefect_test_harness(server_startup_timeout=START_TIMEOUT_S):
+    with pytest.MonkeyPatch.context() as patch, prefect_test_harness(server_startup_timeout=START_TIMEOUT_S):
+        patch.setattr(publisher, "SHUTDOWN_TIMEOUT_S", START_TIMEOUT_S)
         yield
 
 
@@ -425,7 +427,7 @@ def test_a_failure_and_its_recovery_are_seen_in_prefect(desk: Desk, monkeypatch:
     assert wait.endswith(f"s before attempt 2 - {decision.reason}"[-60:])
     assert runs[wait] == "Completed"
 
-    artifact = Artifact.get(artifact_key(run_dir.run_id))
+    artifact = Artifact.get(artifact_key(run_dir.run_id, "incidents"))
     assert artifact is not None
     text = str(artifact.data)
     assert "## node_lost" in text
@@ -465,7 +467,7 @@ def test_a_run_without_incidents_has_no_artifact_and_no_events_of_them(desk: Des
     run_dir = desk.run()
     desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
     run_in_prefect(desk.controller(run_dir))
-    assert Artifact.get(artifact_key(run_dir.run_id)) is None
+    assert Artifact.get(artifact_key(run_dir.run_id, "incidents")) is None
     page = Artifact.get(artifact_key(run_dir.run_id, "checks"))
     assert page is not None
     assert str(page.data) == "## Passed\n\n- **a.check** (preflight): well.\n"
@@ -716,7 +718,7 @@ def test_what_a_server_that_was_away_missed_is_published_when_it_is_back(
     desk.scheduler.on_status = lambda: time.sleep(0.2)
     run_in_prefect(desk.controller(run_dir))
     assert read_record(run_dir).state is RunState.COMPLETED
-    assert Artifact.get(artifact_key(run_dir.run_id)) is not None
+    assert Artifact.get(artifact_key(run_dir.run_id, "incidents")) is not None
     said = [text for text in desk.notes.sayings if "could not be published" in text]
     assert len(said) == 1, "once per outage"
     assert {"rlhf.incident.node_lost", "rlhf.decision.new_attempt"} < set(events_when_all_are_there(run_dir, 6))
@@ -772,4 +774,4 @@ def test_names_of_task_runs_fit_a_list_and_hold_no_template() -> None:
 
 
 def test_the_artifact_key_is_one_that_prefect_takes() -> None:
-    assert re.fullmatch(r"[a-z0-9-]+", artifact_key("my_run-20260101-000000-abcdef"))
+    assert re.fullmatch(r"[a-z0-9-]+", artifact_key("my_run-20260101-000000-abcdef", "incidents"))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from shop_floor import until
+from shop_floor import kill_all_of, processes_of, until
 
 from rlhf_core.errors import BadInput, ServiceFailed
 from rlhf_core.services import health, lifecycle, presence, supervisord
@@ -21,6 +21,7 @@ from rlhf_core.services.lifecycle import Lifecycle, Service, bring_back
 from rlhf_core.services.presence import ServiceFiles, ServiceState, holding, look
 from rlhf_core.services.processes import started_ticks
 from rlhf_core.services.supervisord import Supervisord
+from rlhf_core.worker.processes import process_state
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("server", "worker", "daemon")
@@ -47,21 +48,11 @@ class House:
 
     def processes(self) -> list[psutil.Process]:
         """All that carry this home folder, services or not."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get("RLHF_HOME") == str(self.home) and process.status() != "zombie":
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
+        return processes_of(self.home)
 
     def kill_all(self) -> None:
         """SIGKILL to every process, until none is left."""
-        while found := self.processes():
-            for process in found:
-                process.kill()
-            psutil.wait_procs(found, timeout=10)
+        kill_all_of(self.home)
 
     def num_of(self, name: str) -> int:
         """Number of processes that are, or are to be, a service."""
@@ -267,6 +258,7 @@ def test_a_stopped_supervisord_is_replaced(house: House, monkeypatch: pytest.Mon
     old = house.supervisord.pid()
     monkeypatch.setattr(supervisord, "ANSWER_TIMEOUT_S", 1.0)
     os.kill(old, signal.SIGSTOP)
+    until(lambda: process_state(old) == "T")
     assert set(house.up()) == set(NAMES)
     assert house.supervisord.pid() not in (0, old)
     assert "supervisord does not answer and is replaced" in house.said
