@@ -15,7 +15,7 @@ KEPT := HOME PATH TMPDIR PIP_CERT PIP_CONFIG_FILE PIP_CONSTRAINT PIP_DEFAULT_TIM
         PIP_INDEX_URL PIP_NO_INDEX PIP_PROXY PIP_TRUSTED_HOST SSL_CERT_DIR SSL_CERT_FILE \
         HTTP_PROXY HTTPS_PROXY NO_PROXY http_proxy https_proxy no_proxy
 
-.PHONY: help demo slurm-demo test test-site kept-variables lint types contracts pytest format docs docs-site bench bench-history faults clean
+.PHONY: help demo slurm-demo test test-site kept-variables lint types types-of-code types-of-tests contracts pytest format docs docs-site bench bench-history faults clean
 
 help:
 	@sed -n '2,5s/^# //p' Makefile
@@ -58,8 +58,15 @@ lint: $(VENV)/.test-ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+# Code and tests at once: two readings that share nothing.
 types: $(VENV)/.test-ready
+	$(MAKE) --no-print-directory -j 2 -O types-of-code types-of-tests
+
+types-of-code:
 	$(BIN)/mypy
+
+types-of-tests:
+	MYPYPATH=$$(find tests -type d | paste -sd :) $(BIN)/mypy --config-file tests/mypy.ini --cache-dir .mypy_cache/tests tests
 
 contracts: $(VENV)/.test-ready
 	$(BIN)/lint-imports
@@ -110,4 +117,4 @@ faults: $(VENV)/.test-ready
 	$(BIN)/python tests/faults/campaign.py $(FAULTS)
 
 clean:
-	rm -rf $(VENV) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis dist build
+	rm -rf $(VENV) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis dist build docs-site

@@ -163,9 +163,10 @@ def flows_imports(modules: Sequence[Module]) -> list[str]:
     for module in modules:
         if module.path.parts[:2] == ("rlhf_core", "cli"):
             for node in ast.walk(module.tree):
-                names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-                names += [one.name for one in node.names] if isinstance(node, ast.Import) else []
-                found += [f"{module.path}:{node.lineno}" for name in names if name.split(".")[0] == "flows"]
+                if isinstance(node, ast.Import | ast.ImportFrom):
+                    of_module = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                    names = of_module or [one.name for one in node.names]
+                    found += [f"{module.path}:{node.lineno}" for name in names if name.split(".")[0] == "flows"]
     return found
 
 

@@ -321,7 +321,7 @@ def test_a_tracking_uri(run: RunFiles, tmp_path: Path, monkeypatch: pytest.Monke
 
 def _wandb_records(file: Path) -> Iterator[Any]:
     """The records of an offline run: a LevelDB log of protocol buffers, after a head of seven bytes."""
-    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
     content, position, parts = file.read_bytes(), 7, b""
     while position + 7 <= len(content):
