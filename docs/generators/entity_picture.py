@@ -44,7 +44,7 @@ def draw(metadata: MetaData, groups: Mapping[str, Sequence[str]], root: str) -> 
     for column, names in enumerate(groups.values()):
         top = tops + 34
         for name in names:
-            box = Box(metadata.tables[name], GAP + column * (BOX + GAP), top, _lines(metadata.tables[name], root))
+            box = Box(metadata.tables[name], GAP + column * (BOX + GAP), top, _lines(metadata.tables[name]))
             boxes[name] = box
             top += box.height + GAP
     width = GAP + len(groups) * (BOX + GAP)
@@ -66,7 +66,7 @@ def draw(metadata: MetaData, groups: Mapping[str, Sequence[str]], root: str) -> 
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _lines(table: Table, root: str) -> list[tuple[str, bool]]:
+def _lines(table: Table) -> list[tuple[str, bool]]:
     lines = [(column.name, True) for column in table.primary_key]
     rest = [column.name for column in table.columns if not column.primary_key]
     if len(rest) <= 2:
@@ -113,7 +113,7 @@ def _references(box: Box, boxes: Mapping[str, Box]) -> Iterator[str]:
     """An arrow to each other table of the same column that a foreign key leads to."""
     for name in sorted({reference.column.table.name for reference in box.table.foreign_keys} & boxes.keys()):
         other = boxes[name]
-        start, end = box.top + 20, other.top + min(20, other.height)
+        start, end = box.top + 20, other.top + 20
         out = box.left - 9
         path = f"M{box.left} {start} H{out} V{end} H{other.left}"
         yield f'<path d="{path}" fill="none" stroke="{COLOURS["edge"]}" marker-end="url(#arrow)"/>'
