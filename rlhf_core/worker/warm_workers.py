@@ -103,7 +103,7 @@ class WarmWorkers:
         self._is_off = False
         self._present = ""
         self.started: set[int] = set()
-        """Processes of all spares that were ever started: their exits are read by what started them or took them over."""
+        """Processes of all spares that were ever started: their exits are read by what started or took them."""
 
     @property
     def pids(self) -> frozenset[int]:
