@@ -551,9 +551,13 @@ class AttemptDir:
         """Folder of the groups of workers that run beside the one whose restarts are counted."""
         return self.root / "groups"
 
+    def group_dir(self, role: str, generation: int) -> Path:
+        """Folder of one start of workers of such a group."""
+        return self.groups_dir / role / str(generation)
+
     def group(self, role: str, generation: int) -> RestartDir:
         """Files of one start of workers of such a group; it has what a restart has."""
-        return RestartDir(self.groups_dir / role / str(generation), self.number, generation)
+        return RestartDir(self.group_dir(role, generation), self.number, generation)
 
     def groups(self) -> list[RestartDir]:
         """Starts of workers of such groups, by role and generation."""

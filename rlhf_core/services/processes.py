@@ -12,6 +12,9 @@ import psutil
 
 POLL_INTERVAL_S = 0.05
 
+KILL_TIMEOUT_S = 10.0
+"""Time for a process to be gone after SIGKILL: the kernel takes it from a core first, and its memory back."""
+
 
 def started_ticks(pid: int) -> int | None:
     """Start time of a process in clock ticks since boot (proc(5), field 22); None when it is gone.
@@ -42,7 +45,8 @@ def terminate(pid: int, is_alive: Callable[[], bool], timeout_s: float) -> bool:
         return False
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not is_alive(), timeout_s)
+    # Also where nothing was to be waited for: what is still there could be taken for a process that goes on.
+    wait_until(lambda: not is_alive(), KILL_TIMEOUT_S)
     return True
 
 
