@@ -1,21 +1,17 @@
-"""Reading of a data file, once and row by row, with the standard library alone."""
+"""Reading of a data file, once and row by row, without a library."""
 
-import csv
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.data_files import KINDS, READERS, Malformed
 from rlhf_core.preflight.facts import DataFile, LineProblem
 from rlhf_core.preflight.templates import named_columns
 from rlhf_core.schemas.run import DataSpec
 
 SHOWN = 5
 """Number of problems of one kind that are shown; all are counted."""
-
-Row = tuple[int, Mapping[str, Any] | str]
-"""Line number from 1, and the row or its problem."""
 
 
 def scan(path: Path, data: DataSpec, tick: Callable[[], None] = lambda: None) -> DataFile:
@@ -25,8 +21,8 @@ def scan(path: Path, data: DataSpec, tick: Callable[[], None] = lambda: None) ->
         tick: called every few thousand rows; may raise to stop.
     """
     suffix = path.suffix.lower()
-    if suffix not in (".jsonl", ".csv", ".parquet"):
-        return DataFile(path, problem=f'found a file ending in "{path.suffix}", expected .jsonl, .csv or .parquet')
+    if suffix not in KINDS:
+        return DataFile(path, problem=f'found a file ending in "{path.suffix}", expected one of {", ".join(KINDS)}')
     try:
         with path.open("rb") as file:
             start = file.read(4)
@@ -38,7 +34,7 @@ def scan(path: Path, data: DataSpec, tick: Callable[[], None] = lambda: None) ->
         problem = "" if start == b"PAR1" else "not a Parquet file: it does not begin with PAR1"
         return DataFile(path, problem=problem, scanned=False)
     found = _Scan(data)
-    for count, (line, row) in enumerate(_rows(path, suffix)):
+    for count, (line, row) in enumerate(READERS[suffix](path)):
         found.add(line, row)
         if count % 4096 == 0:
             tick()
@@ -77,9 +73,9 @@ class _Scan:
         self._contradictions = _First()
         self._answers: dict[bytes, bytes] = {}
 
-    def add(self, line: int, row: Mapping[str, Any] | str) -> None:
-        if isinstance(row, str):
-            self._malformed.add(line, row)
+    def add(self, line: int, row: Mapping[str, Any] | Malformed) -> None:
+        if isinstance(row, Malformed):
+            self._malformed.add(line, row.problem)
             return
         self._num_rows += 1
         self._columns.update(row)
@@ -140,42 +136,3 @@ class _Scan:
 
 def _hash(text: bytes) -> bytes:
     return blake2b(text, digest_size=8).digest()
-
-
-def _rows(path: Path, suffix: str) -> Iterator[Row]:
-    return _jsonl_rows(path) if suffix == ".jsonl" else _csv_rows(path)
-
-
-def _jsonl_rows(path: Path) -> Iterator[Row]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield number, _parse(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
-
-
-def _parse(line: bytes) -> Mapping[str, Any] | str:
-    try:
-        content = json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        return f"not UTF-8 at byte {error.start + 1} of the line"
-    except json.JSONDecodeError as error:
-        return f"not valid JSON: {error.msg} at character {error.colno}"
-    except RecursionError:
-        return "JSON is nested too deeply"
-    if not isinstance(content, dict):
-        return f"expected a JSON object, found {type(content).__name__}"
-    return content
-
-
-def _csv_rows(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file, strict=True)
-        try:
-            header = next(reader, [])
-            for cells in reader:
-                if len(cells) == len(header):
-                    yield reader.line_num, dict(zip(header, cells, strict=True))
-                elif cells:
-                    yield reader.line_num, f"found {len(cells)} values for {len(header)} columns"
-        except (csv.Error, UnicodeDecodeError) as error:
-            yield reader.line_num + 1, f"not valid CSV: {error}"

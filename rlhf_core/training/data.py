@@ -1,18 +1,14 @@
 """From data files to rows to tokens. Imports no torch.
 
-Data is read by our own readers, so that a bad line is named by file and number before anything is trained.
+Files are read by ``rlhf_core/data_files.py``, which names a bad line by file and number before anything is trained.
 """
 
-import codecs
-import csv
 import importlib
 import itertools
-import json
 import random
-import string
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -21,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import JsonValue
 
+from rlhf_core.data_files import KINDS, READERS, FileRow, Malformed, place, template_columns
 from rlhf_core.errors import BadConfig, BadData
 from rlhf_core.schemas.run import DataSpec, RunSpec
 from rlhf_core.training.types import Row
@@ -55,8 +52,8 @@ class EncodedPrompts:
     """Rows left out because their prompt is longer than ``data.max_prompt_tokens``."""
 
 
-class _Malformed(Exception):
-    """One row is not valid; the message says why, without the place."""
+class _MalformedRow(Exception):
+    """One row is not valid."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -89,15 +86,17 @@ def load_data(spec: RunSpec, split: Split, limit: int | None = None) -> tuple[li
     rows: list[Row] = []
     seen: Counter[str] = Counter()
     problems: list[str] = []
-    for place, content in itertools.islice(_records(spec, split, source), limit):
+    for where, content in itertools.islice(_records(spec, split, source), limit):
         try:
-            if isinstance(content, _Malformed):
-                raise content
+            if isinstance(content, Malformed):
+                if content.ends_file:
+                    raise BadData(f"{where}: {content.problem}")
+                raise _MalformedRow(content.problem)
             rows.append(_row(data, content, prompt_fields | completion_fields, seen))
-        except _Malformed as error:
+        except _MalformedRow as error:
             if data.malformed_rows == "error":
-                raise BadData(f'{place}: {error} (data.malformed_rows = "drop" leaves such rows out)') from None
-            problems.append(f"{place}: {error}")
+                raise BadData(f'{where}: {error} (data.malformed_rows = "drop" leaves such rows out)') from None
+            problems.append(f"{where}: {error}")
     if not rows:
         found = f"all {len(problems)} rows are malformed; the first: {problems[0]}" if problems else "it has no rows"
         raise BadData(f"{source}: {found}")
@@ -115,19 +114,19 @@ def _row(data: DataSpec, columns: Mapping[str, JsonValue], used: set[str], seen:
     fields = dict(columns)
     for alias, column in (("prompt", data.prompt_column), ("answer", data.answer_column)):
         if column not in columns:
-            raise _Malformed(f'no column "{column}" (data.{alias}_column); it has: {", ".join(columns) or "none"}')
+            raise _MalformedRow(f'no column "{column}" (data.{alias}_column); it has: {", ".join(columns) or "none"}')
         fields[alias] = columns[column]
     for name in sorted(used):
         if name not in fields:
-            raise _Malformed(f'no column "{name}" for a template of [data]; it has: {", ".join(columns)}')
+            raise _MalformedRow(f'no column "{name}" for a template of [data]; it has: {", ".join(columns)}')
     for name in sorted(used | {"prompt", "answer"}):
         if fields[name] is None:
-            raise _Malformed(f'column "{name}" is null')
+            raise _MalformedRow(f'column "{name}" is null')
     texts = {name: str(value) for name, value in fields.items()}
     prompt, target = data.prompt_template.format_map(texts), data.completion_template.format_map(texts)
     _check_text(prompt + target + texts["answer"])
     if not prompt:
-        raise _Malformed("the prompt is empty")
+        raise _MalformedRow("the prompt is empty")
     digest = blake2b(prompt.encode(), digest_size=8).hexdigest()
     row = Row(f"{digest}-{seen[digest]}", prompt, texts["answer"], target, dict(columns))
     seen[digest] += 1
@@ -138,40 +137,50 @@ def _check_text(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise _Malformed("a text holds half of a surrogate pair, which is no valid Unicode") from None
+        raise _MalformedRow("a text holds half of a surrogate pair, which is no valid Unicode") from None
 
 
 def _template_fields(key: str, template: str) -> set[str]:
-    """Names in a template; only plain ``{name}`` is allowed."""
-    try:
-        parts = list(string.Formatter().parse(template))
-    except ValueError as error:
-        raise BadConfig(f"data.{key}: {error}; write {{{{ and }}}} for braces that stand for themselves") from None
-    names = {name for _, name, _, _ in parts if name is not None}
-    for _, name, form, conversion in parts:
-        if name is not None and (not name or form or conversion or any(c in name for c in ".[")):
-            shown = name + (f"!{conversion}" if conversion else "") + (f":{form}" if form else "")
-            raise BadConfig(f"data.{key}: found {{{shown}}}; expected {{column}} with the plain name of a column")
-    return names
+    names, problem = template_columns(template)
+    if problem:
+        raise BadConfig(f"data.{key}: {problem}")
+    return set(names)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Records: the rows of a source as they stand, each with its place for error messages
 
-Record = tuple[str, Mapping[str, JsonValue] | _Malformed]
+Record = tuple[str, Mapping[str, JsonValue] | Malformed]
 
 
 def _records(spec: RunSpec, split: Split, source: str) -> Iterator[Record]:
     if spec.data.generator:
         return _generated(source, split, spec.seed, spec.data.generator_args)
     path = Path(source)
-    readers = {".jsonl": _read_jsonl, ".csv": _read_csv, ".parquet": _read_parquet}
-    reader = readers.get(path.suffix.lower())
+    reader = _READERS.get(path.suffix.lower())
     if reader is None:
-        raise BadData(f'{path}: found a file ending in "{path.suffix}"; expected one of {", ".join(readers)}')
+        raise BadData(f'{path}: found a file ending in "{path.suffix}"; expected one of {", ".join(KINDS)}')
     if not path.is_file():
         raise BadData(f"{path}: there is no such file (data.{split})")
-    return reader(path)
+    return ((place(path, number), content) for number, content in reader(path))
+
+
+def _read_parquet(path: Path) -> Iterator[FileRow]:
+    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow.parquet  # type: ignore[import-untyped]
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    yield number, row
+                    number += 1
+    except pyarrow.ArrowException as error:
+        yield number, Malformed(f"not a valid parquet file: {error}", ends_file=True)
+
+
+_READERS = {**READERS, ".parquet": _read_parquet}
 
 
 def _generated(source: str, split: Split, seed: int, arguments: Mapping[str, JsonValue]) -> Iterator[Record]:
@@ -189,68 +198,8 @@ def _generated(source: str, split: Split, seed: int, arguments: Mapping[str, Jso
     for number, row in enumerate(rows):
         yield (
             f"{source}: row {number}",
-            row if isinstance(row, Mapping) else _Malformed(f"is no dictionary but {row!r:.80}"),
+            row if isinstance(row, Mapping) else Malformed(f"is no dictionary but {row!r:.80}"),
         )
-
-
-def _read_jsonl(path: Path) -> Iterator[Record]:
-    with path.open("rb") as file:
-        for number, line in enumerate(_without_mark(file), start=1):
-            if line.strip():
-                yield f"{path}:{number}", _parse_line(line)
-
-
-def _parse_line(line: bytes) -> Mapping[str, JsonValue] | _Malformed:
-    try:
-        content = json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        return _Malformed(f"not UTF-8 at byte {error.start + 1} of the line")
-    except json.JSONDecodeError as error:
-        return _Malformed(f"not valid JSON: {error.msg} at character {error.colno}")
-    except RecursionError:
-        return _Malformed("JSON is nested too deeply")
-    if not isinstance(content, dict):
-        return _Malformed(f"expected a JSON object, found {type(content).__name__}")
-    return content
-
-
-def _read_csv(path: Path) -> Iterator[Record]:
-    """Every value stays text: ``007`` is an answer, not the number 7."""
-    with path.open("rb") as file:
-        reader = csv.reader((line.decode() for line in _without_mark(file)), strict=True)
-        try:
-            header = next(reader, [])
-            for cells in reader:
-                place = f"{path}:{reader.line_num}"
-                if cells and len(cells) == len(header):
-                    yield place, dict(zip(header, cells, strict=True))
-                elif cells:
-                    yield place, _Malformed(f"found {len(cells)} values for {len(header)} columns")
-        except csv.Error as error:
-            raise BadData(f"{path}:{reader.line_num}: not valid CSV: {error}") from error
-        except UnicodeDecodeError as error:
-            raise BadData(f"{path}:{reader.line_num + 1}: not UTF-8 at byte {error.start + 1} of the line") from error
-
-
-def _without_mark(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """Lines of a file without the byte order mark that some programs put first."""
-    for number, line in enumerate(lines):
-        yield line if number else line.removeprefix(codecs.BOM_UTF8)
-
-
-def _read_parquet(path: Path) -> Iterator[Record]:
-    import pyarrow  # type: ignore[import-untyped]
-    import pyarrow.parquet  # type: ignore[import-untyped]
-
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            number = 0
-            for batch in file.iter_batches():
-                for row in batch.to_pylist():
-                    yield f"{path}: row {number}", row
-                    number += 1
-    except pyarrow.ArrowException as error:
-        raise BadData(f"{path}: not a valid parquet file: {error}") from error
 
 
 # ---------------------------------------------------------------------------------------------------------------------

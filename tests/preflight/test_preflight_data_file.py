@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_core.data_files import template_columns
 from rlhf_core.preflight.data_file import SHOWN, scan
-from rlhf_core.preflight.templates import template_columns
 from rlhf_core.schemas.run import DataSpec
 
 DATA = DataSpec(train="x.jsonl")
@@ -94,7 +94,8 @@ def test_parquet_is_left_to_the_nodes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "says"), [("missing.jsonl", "no such file"), ("a.txt", "expected .jsonl"), ("folder.jsonl", "directory")]
+    ("name", "says"),
+    [("missing.jsonl", "no such file"), ("a.txt", "expected one of .jsonl"), ("folder.jsonl", "directory")],
 )
 def test_files_that_cannot_be_read(tmp_path: Path, name: str, says: str) -> None:
     (tmp_path / "a.txt").write_text("")

@@ -68,7 +68,7 @@ def test_equal_prompts_have_different_identities(load: Callable[..., Any]) -> No
     ("template", "message"),
     [
         ("{", "data.prompt_template: .*write {{ and }}"),
-        ("{}", "found {}; expected {column}"),
+        ("{}", "found {}, expected {column}"),
         ("{question!r}", "found {question!r}"),
         ("{question:>9}", "found {question:>9}"),
         ("{question.__class__}", "expected {column} with the plain name"),
@@ -155,7 +155,7 @@ def test_parquet(tmp_path: Path, load: Callable[..., Any]) -> None:
     parquet.write_table(pyarrow.table({"question": ["1+1?", "x"], "answer": [2, 3]}), path)
     rows = load_rows(spec_of(train=str(path), prompt_column="question"), "train")
     assert [(row.prompt, row.answer) for row in rows] == [("1+1?", "2"), ("x", "3")]
-    with pytest.raises(BadData, match=r"rows\.parquet: not a valid parquet file"):
+    with pytest.raises(BadData, match=r"rows\.parquet: row 0: not a valid parquet file"):
         load("no parquet", name="rows.parquet")
 
 

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
+from rlhf_core.data_files import template_columns
 from rlhf_core.preflight.facts import DataFile, Facts
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
-from rlhf_core.preflight.templates import named_columns, template_columns
+from rlhf_core.preflight.templates import named_columns
 
 
 @check("data.readable")
