@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from rlhf_core.worker.roles import WARM, load
+from rlhf_core.worker.roles import WARM, load, uncollected
 from rlhf_core.worker.warm_workers import READY, TAKEN
 from rlhf_core.worker.worker_process import prepare_signals
 
@@ -19,7 +19,8 @@ def wait_for_order(orders: int, answers: int, become: Callable[[list[str]], int]
         become: runs the command line of the worker in this process.
     """
     prepare_signals()
-    load(WARM)()
+    with uncollected():
+        load(WARM)()
     os.write(answers, READY)
     with os.fdopen(orders, "rb") as pipe:
         line = pipe.readline()

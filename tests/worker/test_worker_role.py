@@ -1,5 +1,6 @@
 """The process of one worker, without an agent: what it imports, what it writes, how it ends."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from rlhf_core.schemas.reports import Phase, WorkerOutcome
 from rlhf_core.schemas.resources import GroupPlan, Placement, Role, in_order
 from rlhf_core.schemas.run import StoredSpec
 from rlhf_core.worker.heartbeat import SlotFile
+from rlhf_core.worker.roles import load, uncollected
 from rlhf_core.worker.worker_process import SLOTS_VARIABLE
 
 HEAD = (
@@ -117,3 +119,11 @@ def test_a_missing_placement_is_named(run_dir: RunDir) -> None:
     assert outcome is not None
     assert outcome.error_type == "rlhf_core.errors.RunDirError"
     assert "placement.json is missing" in outcome.message
+
+
+def test_the_collector_is_at_work_again_after_imports_that_failed() -> None:
+    with uncollected():
+        assert not gc.isenabled()
+    with pytest.raises(ImportError):
+        load("rlhf_core.no_such_module:run")
+    assert gc.isenabled()
