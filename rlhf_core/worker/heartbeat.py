@@ -216,8 +216,8 @@ class Beat:
         if magic != MAGIC or not 0 <= local_rank < num_slots:
             raise ValueError(
                 f"{path} is no slot file of this version with a slot {local_rank}: found magic {magic:#x}, expected "
-                f"{MAGIC:#x}; {num_slots} slots. An agent of another version made it where the program was changed while "
-                "this attempt ran: a new attempt has one version throughout"
+                f"{MAGIC:#x}; {num_slots} slots. Where the program was changed while this attempt ran, an agent of "
+                "another version made it: a new attempt has one version throughout"
             )
         self.entered = 0
         self.left = 0
