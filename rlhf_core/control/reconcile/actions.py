@@ -21,7 +21,8 @@ from rlhf_core.control.cancel import cancel_run
 from rlhf_core.control.reconcile.cleanup import old_checkpoints
 from rlhf_core.control.reconcile.facts import lease_holder, run_facts
 from rlhf_core.control.reconcile.flow_runs import FlowRuns, FlowRunSnapshot, NotRegistered
-from rlhf_core.diagnosis.reconcile import FLOW_ENDS, ActionKind, JobFacts, ReconcileAction, RunFacts, World, decide
+from rlhf_core.diagnosis.reconcile import ActionKind, ReconcileAction, decide
+from rlhf_core.diagnosis.reconcile_facts import FLOW_ENDS, JobFacts, RunFacts, World
 from rlhf_core.errors import HistoryError, RlhfError, SchedulerError
 from rlhf_core.history.queries import open_runs
 from rlhf_core.history.queries.open_runs import OpenRun
