@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlhf_core.cli import output
+from rlhf_core.cli.check_commands import ConfigArgument, SetOption
 from rlhf_core.cli.history_commands import RunArgument
 from rlhf_core.cli.output import JsonOption
+from rlhf_core.cli.run_output import print_plan, print_summary
 
 if TYPE_CHECKING:
     from rlhf_core.config import Site
     from rlhf_core.control.controller import Controller
     from rlhf_core.history.store import HistoryStore
     from rlhf_core.run_dir import RunDir
-
-from rlhf_core.cli.check_commands import ConfigArgument, SetOption
-from rlhf_core.cli.run_output import print_plan, print_summary
 
 NameOption = Annotated[str, typer.Option("--name", help="Name of the run, instead of the one in the config.")]
 TagOption = Annotated[

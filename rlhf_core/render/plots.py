@@ -26,7 +26,7 @@ _LINE = 10.5
 """Height of a line of text, in points of the page."""
 
 MAX_BARS = 240
-"""The same for stacked parts, which are wider."""
+"""More bars than this are averaged in equal stretches: stacked parts are wider than points."""
 
 STYLE: Any = {  # settings of different types, which rc_context checks when it runs
     "svg.fonttype": "none",
