@@ -37,6 +37,7 @@ from rlhf_core.render.summary import summary_markdown
 from rlhf_core.render.timeline import Timeline, TimelineDecision
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.failures import Action
+from rlhf_core.survival import Survived
 
 CURVES_INTERVAL_S = 30.0
 """Least time between two pictures of a run that is at work."""
@@ -116,13 +117,13 @@ def publish(publication: Publication) -> list[str]:
     if not publication:
         return []
     done: list[str] = []
-    failures: list[Exception] = []
+    failures: list[BaseException] = []
     with get_client(sync_client=True) as client:
         for step in _steps(client, publication):
-            try:
+            with Survived() as failed:  # what Prefect does not take leaves the rest alone
                 done += step()
-            except Exception as error:  # noqa: BLE001 - what Prefect does not take leaves the rest alone
-                failures.append(error)
+            if failed.error is not None:
+                failures.append(failed.error)
     if failures:
         raise failures[0]
     return done

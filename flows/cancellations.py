@@ -20,6 +20,8 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.runner import Runner
 
+from rlhf_core.survival import Survived
+
 POLL_INTERVAL_S = 3.0
 """Seconds between two polls for flow runs that are to be cancelled."""
 
@@ -58,11 +60,11 @@ class Cancellations:
     async def watch(self) -> None:
         """Ask for ever."""
         while True:
-            try:
+            with Survived() as failed:  # whatever Prefect's client raises: it is asked again
                 await self._ask()
                 self._said = ""
-            except Exception as error:  # noqa: BLE001 - whatever Prefect's client raises: it is asked again
-                self._say_once(f"which flow runs to cancel is not known, asking again: {type(error).__name__}")
+            if failed.error is not None:
+                self._say_once(f"which flow runs to cancel is not known, asking again: {type(failed.error).__name__}")
             self._asked_at = time.monotonic()
             await asyncio.sleep(POLL_INTERVAL_S)
 
@@ -86,9 +88,10 @@ class Cancellations:
 
     async def _end(self, flow_run: FlowRun) -> None:
         try:
-            await self._runner._cancel_run(flow_run)
-        except Exception as error:  # noqa: BLE001 - the server may go away meanwhile: what is left is asked for again
-            self._say(f"flow run {flow_run.id} could not be cancelled, trying again: {type(error).__name__}: {error}")
+            with Survived() as failed:  # the server may go away meanwhile: what is left is asked for again
+                await self._runner._cancel_run(flow_run)
+            if failed.error is not None:
+                self._say(f"flow run {flow_run.id} could not be cancelled, trying again: {failed.problem}")
         finally:
             del self._ending[flow_run.id]
 

@@ -21,9 +21,9 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL
 from pydantic import ValidationError
 
+from flows.deployment_form import description_of, form_of
 from flows.flow_runs import RESUME, RESUME_DEPLOYMENT, RUN_FLOW
-from flows.form import BOUNDS, MAX_SEED, Form, overrides_of, prefilled, read_form, settings_text
-from flows.run import DESCRIPTION, rlhf_run
+from flows.form import Form, overrides_of, prefilled, read_form
 from flows.schedules import SKIP_IF_BUSY
 from flows.server import START_IT, server_answers
 from flows.work_pool import QUEUES
@@ -34,7 +34,6 @@ from rlhf_core.config import Site
 from rlhf_core.control.controller import FlowRunLink
 from rlhf_core.control.snapshots import keep
 from rlhf_core.errors import BadInput, PrefectUnavailable
-from rlhf_core.escaping import markdown_code
 from rlhf_core.presets import PRESETS
 from rlhf_core.redaction import carries_secret
 
@@ -145,9 +144,9 @@ def register(
     }
     wanted = _Wanted(
         name=name,
-        description=_description(config, overrides),
+        description=description_of(config, overrides),
         parameters=parameters,
-        schema=_schema(parameters, hidden=("config", "run_id")),
+        schema=form_of(parameters, hidden=("config", "run_id")),
         tags=["rlhf", *tags],
         priority=priority,
         limit=limit,
@@ -170,7 +169,7 @@ def register_presets(site: Site) -> list[Registered]:
         description="Goes on with a run: adopts its job if it is alive, else starts it again from its last complete "
         "checkpoint. `rlhf runs` lists the ids.",
         parameters={},
-        schema=_schema({}, hidden=[field for field in Form.model_fields if field != "run_id"]),
+        schema=form_of({}, hidden=[field for field in Form.model_fields if field != "run_id"]),
         tags=["rlhf"],
         priority=None,
     )
@@ -385,24 +384,3 @@ def _schedule(cron: str, timezone: str) -> CronSchedule | None:
         f"--cron {cron!r}{f' in {timezone!r}' if timezone else ''} is no schedule: {said}. Expected minute, hour, day "
         f'of the month, month, day of the week, for instance "0 2 * * *" for two o\'clock every night'
     )
-
-
-def _description(config: str, overrides: Sequence[str]) -> str:
-    changed = f", with {', '.join(map(markdown_code, overrides))}" if overrides else ""
-    return f"{DESCRIPTION}\n\nFrom {markdown_code(config)}{changed}.\n\n## Settings\n\n{settings_text()}"
-
-
-def _schema(parameters: Mapping[str, Any], hidden: Sequence[str]) -> dict[str, Any]:
-    """The form of one deployment: its own values, and no fields that it has fixed."""
-    schema = rlhf_run.parameters.model_dump()
-    fields = {name: dict(field) for name, field in schema["properties"].items() if name not in hidden}
-    for name, field in fields.items():
-        if name not in parameters:
-            continue
-        field["default"] = parameters[name]
-        if name in BOUNDS:
-            field.pop("minimum", None)
-            field |= BOUNDS[name]
-            if name == "seed" and parameters[name] > MAX_SEED:
-                del field["maximum"]
-    return {**schema, "properties": fields, "required": ["run_id"] if "run_id" in fields else []}

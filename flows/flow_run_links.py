@@ -14,6 +14,7 @@ from flows.flow_runs import ADOPTED_TAG
 from rlhf_core.config import Site
 from rlhf_core.control.controller import FlowRunLink
 from rlhf_core.run_dir import RunDir
+from rlhf_core.survival import Survived
 
 
 def present() -> FlowRun | None:
@@ -36,10 +37,10 @@ def label(link: FlowRunLink, run_dir: RunDir, say: Callable[[str], None]) -> Non
 
     This is for the view alone: a server that is away is reported and changes nothing.
     """
-    try:
+    with Survived() as failed:  # whatever Prefect raises, the run directory and the history have it all
         _label(link, run_dir)
-    except Exception as error:  # noqa: BLE001 - whatever Prefect raises, the run directory and the history have it all
-        say(f"Prefect could not be told: {type(error).__name__}: {error}")
+    if failed.error is not None:
+        say(f"Prefect could not be told: {failed.problem}")
 
 
 def _label(link: FlowRunLink, run_dir: RunDir) -> None:

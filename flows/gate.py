@@ -31,6 +31,7 @@ from rlhf_core.launch.promote import give_answer, read_answer
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.promotion import PromotionAnswer
+from rlhf_core.survival import Survived
 
 POLL_INTERVAL_S = 2.0
 """Time between two looks for an answer."""
@@ -116,18 +117,17 @@ class _GateThread:
         self._tried(self._resume)
 
     def _tried(self, action: Callable[[SyncPrefectClient], None]) -> bool:
-        try:
+        with Survived() as failed:  # whatever Prefect raises, the question is open in the terminal too
             if not server_answers():  # Prefect's own client would try for a minute
                 raise ConnectionError("its server does not answer")
             with get_client(sync_client=True) as client:
                 action(client)
             self._silent = False
-        except Exception as error:  # noqa: BLE001 - whatever Prefect raises, the question is open in the terminal too
-            if not self._silent:
-                self._silent = True
-                self._say(f"Prefect could not be asked for approval: {type(error).__name__}: {error}")
-            return False
-        return True
+            return True
+        if not self._silent:
+            self._silent = True
+            self._say(f"Prefect could not be asked for approval: {failed.problem}")
+        return False
 
     # -----------------------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from flows.server import server_answers
 from rlhf_core.control.controller import CancelRequested, Controller
 from rlhf_core.errors import LeaseLost
 from rlhf_core.schemas.attempts import RunState
+from rlhf_core.survival import Survived
 
 LIMIT = "rlhf-runs"
 """Name of the global concurrency limit."""
@@ -93,10 +94,10 @@ class _Place:
 
     def _run(self) -> None:
         try:
-            if _limit_is_there():
-                self._hold()
-        except Exception as error:  # noqa: BLE001 - whatever Prefect raises: training does not depend on it
-            self.failure = f"{type(error).__name__}: {error}"
+            with Survived() as failed:  # whatever Prefect raises: training does not depend on it
+                if _limit_is_there():
+                    self._hold()
+            self.failure = failed.problem
         finally:
             self.decided.set()
 

@@ -34,6 +34,7 @@ from rlhf_core.render.timeline import Timeline, decision_text
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.journal import RunMoved
 from rlhf_core.schemas.run import RunSpec
+from rlhf_core.survival import Survived
 from rlhf_core.watchdog.watcher import AttemptSnapshot
 
 RunLog = logging.Logger | logging.LoggerAdapter[logging.Logger]
@@ -134,16 +135,15 @@ class Publisher:
 
     def _publish_safely(self, *, last: bool) -> bool:
         """Publish, and return True if the server took everything."""
-        try:
+        with Survived() as failed:  # Prefect raises what it likes, and must not end this thread
             self._publish(last=last)
-        except Exception as error:  # noqa: BLE001 - Prefect raises what it likes, and must not end this thread
-            if not self._has_failed:
-                self._has_failed = True
-                with contextlib.suppress(Exception):
-                    self._say(f"the run could not be published to Prefect: {type(error).__name__}: {error}")
-            return False
-        self._has_failed = False
-        return True
+            self._has_failed = False
+            return True
+        if not self._has_failed:
+            self._has_failed = True
+            with contextlib.suppress(Exception):
+                self._say(f"the run could not be published to Prefect: {failed.problem}")
+        return False
 
     def _publish(self, *, last: bool) -> None:
         self._reader = self._reader or RunReader(self._run_dir)

@@ -16,7 +16,6 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import DeploymentScheduleCreate
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.schedules import IntervalSchedule
-from prefect.exceptions import ObjectNotFound
 from prefect.flow_engine import run_flow
 from prefect.states import Cancelled, Completed, Failed, Pending
 from prefect.utilities.callables import parameter_schema
@@ -24,7 +23,9 @@ from prefect.utilities.callables import parameter_schema
 from flows.server import server_answers
 from rlhf_core.config import Site
 from rlhf_core.control.reconcile.actions import ROUTINE, ActionResult, Reconciler
+from rlhf_core.control.steps import Step
 from rlhf_core.diagnosis.reconcile import ReconcileAction
+from rlhf_core.survival import Survived
 
 DEPLOYMENT = "rlhf-reconcile/site"
 """The deployment whose flow runs the site daemon carries out."""
@@ -47,20 +48,17 @@ class Turn:
     def __init__(self, work: Callable[[], Sequence[ActionResult]]) -> None:
         self._work = work
         self._results: Sequence[ActionResult] = ()
-        self._error: Exception | None = None
-        self._begun = False
+        self._step = Step("round", "a round of the reconciler", self._carry_out)
 
     def __call__(self) -> Sequence[ActionResult]:
         """Carry it out; its results, or its error, as often as they are asked for."""
-        if not self._begun:
-            self._begun = True
-            try:
-                self._results = self._work()
-            except Exception as error:  # noqa: BLE001 - raised below; its flow run takes the first, and is no answer
-                self._error = error
-        if self._error is not None:
-            raise self._error
+        if not self._step.begun:
+            self._step.run()
+        self._step.result()  # its flow run takes the first error, and is no answer: each caller is given it
         return self._results
+
+    def _carry_out(self) -> None:
+        self._results = self._work()
 
 
 _turn: ContextVar[Turn | None] = ContextVar("turn", default=None)
@@ -159,12 +157,9 @@ def _quietly(ask: Callable[[], FlowRun | None]) -> FlowRun | None:
     """An answer of Prefect; None where it gives none: the round is done without a flow run then."""
     if not server_answers():
         return None
-    try:
+    with Survived():  # no deployment is registered, say; whatever its client raises, the round is done
         return ask()
-    except ObjectNotFound:
-        return None  # the deployment is not registered
-    except Exception:  # noqa: BLE001 - whatever its client raises must not keep a round from being done
-        return None
+    return None
 
 
 def _table(results: Sequence[ActionResult]) -> list[dict[str, str]]:

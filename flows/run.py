@@ -36,6 +36,7 @@ from rlhf_core.errors import RlhfError, RunCancelled
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.regression import regression_text
+from rlhf_core.survival import Survived
 from rlhf_core.watchdog.evidence import regressed
 
 DESCRIPTION = "One RLHF run: preflight, allocate, train, evaluate. Failures are diagnosed and retried."
@@ -165,13 +166,13 @@ def run_in_prefect(controller: Controller) -> None:
     """
     whole = _whole_run(controller)
     with _hand_over(controller, whole):
-        try:
+        with Survived() as failed:  # Prefect's own: it does not stop a run; ours is in the step
             rlhf_run(run_id=controller.run_dir.run_id)
-        except CancelledRun:
+        if isinstance(failed.error, CancelledRun):
             if whole.error is None:
-                raise
-        except Exception as error:  # noqa: BLE001 - Prefect's own: it does not stop a run; ours is in the step
-            without_prefect(whole, error, controller.observer.log)
+                raise failed.error
+        elif failed.error is not None:
+            without_prefect(whole, failed, controller.observer.log)
     whole.result()
 
 

@@ -21,7 +21,7 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import State, StateType, TaskRun
 from prefect.client.schemas.sorting import TaskRunSort
 
-from rlhf_core.diagnosis.reconcile import FlowState, TaskRunFacts
+from rlhf_core.diagnosis.reconcile_facts import FlowState, TaskRunFacts
 from rlhf_core.errors import RlhfError
 from rlhf_core.launch.journal import StageRecord, read_record
 from rlhf_core.run_dir import RunDir

@@ -18,6 +18,7 @@ from rlhf_core.control.steps import Step
 from rlhf_core.control.trials import TRIAL
 from rlhf_core.errors import RlhfError, RunCancelled
 from rlhf_core.schemas.attempts import StageName
+from rlhf_core.survival import Survived
 
 MAX_TITLE = 160
 """Longest name of a task run, in characters: a reason can be longer than a list has room for."""
@@ -36,18 +37,18 @@ class TaskRunner:
             step.run()
             return
         self.lost = False
-        try:
+        with Survived() as failed:  # whatever Prefect raises: training does not depend on it
             as_task_run(step)
-        except Exception as error:  # noqa: BLE001 - whatever Prefect raises: training does not depend on it
+        if failed.error is not None:
             self.lost = True
-            without_prefect(step, error, self.say)
+            without_prefect(step, failed, self.say)
 
 
-def without_prefect(step: Step, error: Exception, say: Callable[[str], None]) -> None:
+def without_prefect(step: Step, failed: Survived, say: Callable[[str], None]) -> None:
     """Go on after an error of Prefect: carry the step out, where it was not begun."""
     if step.error is not None:
         return
-    say(f"Prefect failed ({type(error).__name__}: {error}); the run goes on without it")
+    say(f"Prefect failed ({failed.problem}); the run goes on without it")
     if not step.begun:
         step.run()
 

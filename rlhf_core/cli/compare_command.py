@@ -151,7 +151,7 @@ def _print_metrics(compared: Facts) -> None:
 
 def sparklines(curves: Sequence[Sequence[tuple[int, float]]], width: int = _CURVE_WIDTH) -> list[str]:
     """Each curve as a line of bars, all on the same two axes; blank before its first step and after its last."""
-    from rlhf_core.render.plots import finite
+    from rlhf_core.render.series import finite
 
     known = [finite(curve) for curve in curves]
     points = [point for curve in known for point in curve]

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlhf_core.cli import output
+from rlhf_core.cli.check_commands import ConfigArgument, SetOption
 from rlhf_core.cli.output import JsonOption
-from rlhf_core.cli.run_commands import ConfigArgument, SetOption
 
 if TYPE_CHECKING:
     from flows.deployments import Submitted

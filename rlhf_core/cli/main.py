@@ -11,6 +11,7 @@ import typer
 
 from rlhf_core import __version__
 from rlhf_core.cli import (
+    check_commands,
     compare_command,
     config_commands,
     db_commands,
@@ -63,11 +64,11 @@ def _root(
     del version  # handled by its callback
 
 
-app.command("init", rich_help_panel=_RUNNING)(run_commands.init)
+app.command("init", rich_help_panel=_RUNNING)(check_commands.init)
 app.add_typer(config_app, name="config", rich_help_panel=_RUNNING)
 config_app.command("migrate")(config_commands.migrate)
-app.command("check", rich_help_panel=_RUNNING, cls=run_commands.CommandWithSettings)(run_commands.check)
-app.command("run", rich_help_panel=_RUNNING, cls=run_commands.CommandWithSettings)(run_commands.run)
+app.command("check", rich_help_panel=_RUNNING, cls=check_commands.CommandWithSettings)(check_commands.check)
+app.command("run", rich_help_panel=_RUNNING, cls=check_commands.CommandWithSettings)(run_commands.run)
 app.command("resume", rich_help_panel=_RUNNING)(run_commands.resume)
 app.command("cancel", rich_help_panel=_RUNNING)(run_commands.cancel)
 app.command("deploy", rich_help_panel=_RUNNING)(deploy_commands.deploy)

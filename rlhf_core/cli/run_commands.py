@@ -1,162 +1,32 @@
-"""``rlhf init``, ``check``, ``run``, ``resume``, ``cancel``, ``watch``, ``logs`` and ``doctor``.
+"""``rlhf run``, ``resume``, ``cancel``, ``watch``, ``logs`` and ``doctor``.
 
 Heavy modules are imported inside the functions, so that ``rlhf --help`` stays fast.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer.core import TyperCommand
 
 from rlhf_core.cli import output
+from rlhf_core.cli.check_commands import ConfigArgument, SetOption
 from rlhf_core.cli.history_commands import RunArgument
 from rlhf_core.cli.output import JsonOption
-from rlhf_core.presets import PRESETS
+from rlhf_core.cli.run_output import print_plan, print_summary
 
 if TYPE_CHECKING:
     from rlhf_core.config import Site
     from rlhf_core.control.controller import Controller
     from rlhf_core.history.store import HistoryStore
-    from rlhf_core.render.summary import Summary
     from rlhf_core.run_dir import RunDir
-    from rlhf_core.schemas.checks import CheckResult
 
-ConfigArgument = Annotated[
-    str, typer.Argument(metavar="CONFIG", help=f"A TOML file, or the name of a preset: {', '.join(PRESETS)}.")
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Change one setting; may be given several times."),
-]
 NameOption = Annotated[str, typer.Option("--name", help="Name of the run, instead of the one in the config.")]
 TagOption = Annotated[
     list[str] | None, typer.Option("--tag", metavar="TAG", help="Label to find it by; may be given several times.")
 ]
 NoPrefectOption = Annotated[bool, typer.Option("--no-prefect", help="Run the same steps without Prefect.")]
-
-
-class CommandWithSettings(TyperCommand):
-    """Command whose help ends with every setting of a config."""
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Print the usual help, then the table. Computed only now: the settings come from the schemas."""
-        super().format_help(ctx, formatter)
-        from rlhf_core.config import describe_fields
-
-        rows = [
-            (field.name, field.type, "required" if field.required else field.default, field.meaning)
-            for field in describe_fields()
-        ]
-        output.print_table(("setting", "type", "default", "meaning"), rows, "Settings (TOML, or --set)")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Before a run
-
-
-def init(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write it to.")] = Path(),
-    preset: Annotated[str, typer.Option(help=f"Name of a preset to start from: {', '.join(PRESETS)}.")] = "quickstart",
-) -> None:
-    """Write a commented starter config: every setting with its meaning and default."""
-    from rlhf_core.cli.starter_config import starter_config
-    from rlhf_core.errors import BadInput
-
-    target = folder / f"{preset}.toml"
-    text = starter_config(preset, str(target))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with target.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise BadInput(f"{target} exists already; give another folder, or remove it first") from None
-    except OSError as error:
-        raise BadInput(f"cannot write {target}: {error.strerror}") from None
-    output.print_text(f"{target} written. Next: rlhf check {target}, then rlhf run {target}")
-
-
-def check(
-    config: ConfigArgument,
-    set_: SetOption = None,
-    probe: Annotated[
-        bool, typer.Option("--probe", help="Also take the allocation, and compare and measure its nodes.")
-    ] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Check a config before anything is started: all findings at once. Exit code 0 fine, 2 blocked."""
-    from rlhf_core.preflight.runner import blocking
-
-    results = [*_checks(config, set_ or [])]
-    if probe and not blocking(results):
-        results += _probe(config, set_ or [])
-    if as_json:
-        output.print_json([result.model_dump() for result in results])
-    else:
-        _print_checks(results)
-    if blocking(results):
-        raise typer.Exit(2)
-
-
-def _checks(config: str, overrides: Sequence[str]) -> "Sequence[CheckResult]":
-    import tempfile
-
-    from rlhf_core.config import load_site
-    from rlhf_core.control.baseline import read_baseline_of_site
-    from rlhf_core.control.controller import resolve
-    from rlhf_core.launch.prepare import keep_code
-    from rlhf_core.preflight.gather_facts import Surroundings
-    from rlhf_core.preflight.runner import make_checks
-    from rlhf_core.scheduler import get_scheduler
-
-    spec = resolve(config, overrides)
-    site = load_site()
-    scheduler = get_scheduler(site.scheduler)
-    # User code is imported from a snapshot like the one the nodes would get.
-    there = tuple(path for path in spec.code.paths if Path(path).exists())
-    with tempfile.TemporaryDirectory() as folder:
-        keep_code(
-            Path(folder),
-            spec.model_copy(update={"code": spec.code.model_copy(update={"paths": there})}),
-            Path.cwd(),
-            "",
-        )
-        around = Surroundings(
-            inventory=scheduler.inventory(),
-            scheduler=scheduler.name,
-            compute_python=site.compute_python,
-            runs_dir=site.runs_dir,
-            code_path=Path(folder) / "snapshot",
-            site_slurm=site.slurm,
-            job_secrets=site.job_secrets,
-            baseline=read_baseline_of_site(site, spec, output.note),
-        )
-        return make_checks(spec, around)
-
-
-def _probe(config: str, overrides: Sequence[str]) -> "Sequence[CheckResult]":
-    from rlhf_core.config import load_site
-    from rlhf_core.control.controller import resolve
-    from rlhf_core.control.node_probe import probe_nodes
-    from rlhf_core.launch.prepare import absolute_paths
-    from rlhf_core.scheduler import get_scheduler
-
-    site = load_site()
-    spec = absolute_paths(resolve(config, overrides), Path.cwd())
-    return probe_nodes(spec, site, get_scheduler(site.scheduler), output.note)
-
-
-def _print_checks(results: "Sequence[CheckResult]") -> None:
-    order = {"blocked": 0, "warning": 1, "skipped": 2, "passed": 3}
-    rows = [
-        (result.status.value, result.id, result.found, result.expected, result.advice)
-        for result in sorted(results, key=lambda result: order[result.status.value])
-    ]
-    output.print_table(("status", "check", "found", "expected", "what to do"), rows)
-    counts = {name: sum(result.status.value == name for result in results) for name in order}
-    output.print_text(", ".join(f"{count} {name}" for name, count in counts.items() if count))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -185,13 +55,13 @@ def run(
     site = load_site()
     spec = resolve(config, overrides, name)  # its errors are reported before anything is started
     if dry_run:
-        _print_plan(spec, site, as_json)
+        print_plan(spec, site, as_json)
         return
     with HistoryStore(site.database_url) as store, _server(site, no_prefect):
         run_dir = new_run(config, overrides, site, name, tags=tag or ())
         output.note(f"run {run_dir.run_id} in {run_dir.root}")
         _drive(run_dir, site, store, no_prefect=no_prefect, resumed=False)
-    _print_summary(run_dir, as_json)
+    print_summary(run_dir, as_json)
 
 
 def resume(run: RunArgument, no_prefect: NoPrefectOption = False, as_json: JsonOption = False) -> None:
@@ -220,7 +90,7 @@ def resume(run: RunArgument, no_prefect: NoPrefectOption = False, as_json: JsonO
             refuse_if_driven(store, run_dir.run_id)  # before a server is started
             with _server(site, no_prefect):
                 _drive(run_dir, site, store, no_prefect=no_prefect, resumed=True)
-    _print_summary(run_dir, as_json)
+    print_summary(run_dir, as_json)
 
 
 def cancel(
@@ -359,98 +229,6 @@ def _carry_out(controller: "Controller", no_prefect: bool) -> None:
         from flows.run import run_in_prefect
 
         run_in_prefect(controller)
-
-
-def _print_plan(spec: Any, site: "Site", as_json: bool) -> None:
-    from rlhf_core.allocation.planner import plan
-    from rlhf_core.launch.start import job_request
-    from rlhf_core.run_dir import RunDir
-    from rlhf_core.scheduler import get_scheduler
-
-    scheduler = get_scheduler(site.scheduler)
-    placement = plan(spec, scheduler.inventory(), attempt=1)
-    run_dir = RunDir(site.runs_dir / f"{spec.name}-<date>-<time>-<id>")
-    request = job_request(run_dir, spec, placement, site.compute_python, site.slurm, site.job_secrets)
-    if as_json:
-        shown = {"spec": spec, "placement": placement, "command": request.command, "run_dir": run_dir.root}
-        shown["script"] = scheduler.script(request)
-        output.print_json({**shown, "scheduler": scheduler.name})
-        return
-    roles = ", then ".join(
-        " beside ".join(f"{group.role.value} with {group.workers_per_node} workers per node" for group in phase)
-        for phase in placement.phases
-    )
-    rows = [
-        ("steps", ", then ".join(f"{loop.num_steps} of {loop.algorithm.name}" for loop in spec.loops.named.values())),
-        ("stages", "preflight, allocate, train, evaluate"),
-        ("placement", f"{placement.num_nodes} node(s), {placement.gpus_per_node} GPUs each: {roles}"),
-        ("resources", f"{request.cpus_per_node} cores per node, at most {output.seconds_text(request.time_limit_s)}"),
-        ("scheduler", scheduler.name),
-        ("run directory", run_dir.root),
-        ("agent on each node", " ".join(request.command)),
-    ]
-    output.print_table((f"dry run of {spec.name}", ""), rows)
-    output.print_text("")
-    output.print_text(scheduler.script(request))
-    output.print_text("")
-    output.print_text("Nothing was started.")
-
-
-def _print_summary(run_dir: "RunDir", as_json: bool) -> None:
-    from rlhf_core.control.summary import summarise
-
-    summary = summarise(run_dir)
-    if as_json:
-        output.print_json(summary_json(summary))
-        return
-    from rlhf_core.render.summary import interval, signed
-    from rlhf_core.schemas.regression import regression_text
-
-    rows = [
-        (f"{row.metric}, {row.name}", interval(row.before), interval(row.after), signed(row.gain))
-        for row in summary.accuracy
-    ]
-    output.print_table((f"run {summary.run_id} {summary.state_text}", "before", "after", "gain"), rows)
-    if summary.regressed:
-        output.warn(regression_text(summary.regressed))
-    output.print_text("")
-    times = ", ".join(f"{title} {output.seconds_text(seconds)}" for title, seconds in summary.stage_seconds)
-    total = summary.stored.spec.total_steps
-    output.print_table(
-        ("", ""),
-        [
-            ("steps", f"{summary.steps} of {total}" + (f"; {missing}" if (missing := summary.missing_steps) else "")),
-            ("attempts, restarts", f"{summary.num_attempts}, {summary.num_restarts}"),
-            ("incidents", ", ".join(one.failure_kind.value for one in summary.incidents) or "none"),
-            ("time", times),
-            ("run directory", summary.run_dir),
-            ("next", f"rlhf show {summary.run_id}   rlhf report {summary.run_id}"),
-        ],
-    )
-
-
-def summary_json(summary: "Summary") -> dict[str, Any]:
-    """Summary as JSON."""
-    return {
-        "run_id": summary.run_id,
-        "name": summary.stored.spec.name,
-        "state": summary.state,
-        "regressed": [one.model_dump() for one in summary.regressed],
-        "steps": summary.steps,
-        "total_steps": summary.stored.spec.total_steps,
-        "missing_steps": summary.missing_steps,
-        "num_attempts": summary.num_attempts,
-        "num_restarts": summary.num_restarts,
-        "run_dir": summary.run_dir,
-        "stages": [{"name": name, "seconds": seconds} for name, seconds in summary.stage_seconds],
-        "evaluations": [
-            {"name": row.name, "when": report.when, "metric": report.metric, "value": report.value}
-            | {"ci_low": report.ci_low, "ci_high": report.ci_high, "num_samples": report.num_samples}
-            for row in summary.accuracy
-            for report in (row.before, row.after)
-            if report is not None
-        ],
-    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------

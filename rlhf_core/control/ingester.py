@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 from rlhf_core.config import Site
-from rlhf_core.errors import HistoryError, RlhfError
+from rlhf_core.errors import HistoryError
 from rlhf_core.history.queries import open_runs
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir import RunDir, run_dirs
 from rlhf_core.schemas.base import utc_now
+from rlhf_core.survival import Survived
 from rlhf_core.watchdog.ingest import glance, sync
 
 log = logging.getLogger("rlhf.daemon")
@@ -56,21 +57,17 @@ class Ingester:
         return taken
 
     def _sync(self, run_id: str) -> bool:
-        try:
+        with Survived() as found:  # a directory that breaks the reader must not cost the others theirs
             run_dir = RunDir.of(self.site.runs_dir, run_id)
             seen = glance(run_dir)
             if seen is None or self._read.get(run_id) == seen:
                 return False
             sync(run_dir, self.store)
-        except (RlhfError, OSError) as error:
-            self._complain(run_id, str(error))
-            return False
-        except Exception as error:  # noqa: BLE001 - a directory that breaks the reader must not cost the others theirs
-            self._complain(run_id, f"{type(error).__name__}: {error}")
-            return False
-        self._read[run_id] = seen
-        self._problems.pop(run_id, None)
-        return True
+            self._read[run_id] = seen
+            self._problems.pop(run_id, None)
+            return True
+        self._complain(run_id, found.message)
+        return False
 
     def _complain(self, run_id: str, problem: str) -> None:
         """Once per problem, not every two seconds."""

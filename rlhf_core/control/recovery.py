@@ -21,8 +21,9 @@ from rlhf_core.schemas.failures import Action, Decision, FailureKind
 from rlhf_core.schemas.journal import DecisionMade, IncidentFound
 from rlhf_core.schemas.probe import ProbeReport
 from rlhf_core.schemas.reports import AgentCommand
+from rlhf_core.watchdog.attempt_failure import AttemptFailure, explain
 from rlhf_core.watchdog.evidence import allocated_s
-from rlhf_core.watchdog.watcher import AttemptFailure, AttemptSnapshot, AttemptVerdict, explain
+from rlhf_core.watchdog.watcher import AttemptSnapshot, AttemptVerdict
 
 
 def conclude(controller: Controller, number: int) -> None:

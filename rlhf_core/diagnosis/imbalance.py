@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from rlhf_core.diagnosis.telemetry_outliers import GPUS, NODES, STAYS_AT, Comparison, Mean, Sign, deviation
+
 WINDOW_S = 180.0
 """Window over which a figure is averaged."""
 
@@ -29,18 +31,6 @@ MIN_SAMPLES = 15
 
 MIN_UNITS = 3
 """Minimum number of units: of two, neither can be called the outlier."""
-
-MAD_FACTOR = 5.0
-"""Threshold of the deviation from the median of the others, in robust standard deviations."""
-
-MAD_TO_SIGMA = 1.4826
-"""Median absolute deviation to standard deviation, of a normal distribution."""
-
-NOISE_FACTOR = 6.0
-"""Threshold in standard errors of the unit's own mean, which fluctuates if its figure comes in bursts."""
-
-STAYS_AT = 0.7
-"""Share of a threshold above which a finding stays."""
 
 STEPS_QUIET_S = 60.0
 """Minimum time without progress before a collective is called spinning."""
@@ -73,98 +63,6 @@ _GPU = re.compile(r"gpu(\d+)_(\w+)")
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Figure that is about equal on all nodes of a healthy job."""
-
-    name: str
-    """Noun for the figure that is compared."""
-    unit: str
-    floor: float
-    """Smallest difference that is reported, in ``unit``."""
-    share: float
-    """Smallest difference that is reported, as a share of the median."""
-    read: Callable[[Mapping[str, float]], float | None]
-    """Extract the figure from one reading; None if it is missing."""
-    advice: str
-    """Advice for the user."""
-
-
-def _sum_of(*names: str) -> Callable[[Mapping[str, float]], float | None]:
-    def read(telemetry: Mapping[str, float]) -> float | None:
-        known = [telemetry[name] for name in names if name in telemetry]
-        return sum(known) if known else None
-
-    return read
-
-
-def _per_core(telemetry: Mapping[str, float]) -> float | None:
-    share, cores = telemetry.get("workers_cpu_percent"), telemetry.get("cpu_cores")
-    return share / cores if share is not None and cores else None
-
-
-NODES = (
-    Comparison(
-        name="processor use",
-        unit="%",
-        floor=25.0,
-        share=0.3,
-        read=_sum_of("cpu_percent"),
-        advice="Look for foreign processes there, or for work that only this node does",
-    ),
-    Comparison(
-        name="processor use by its workers",
-        unit="%",
-        floor=25.0,
-        share=0.3,
-        read=_per_core,
-        advice="Look for workers that wait for data, or that do more than their share",
-    ),
-    Comparison(
-        name="network traffic",
-        unit="MB/s",
-        floor=20.0,
-        share=0.5,
-        read=_sum_of(
-            "network_received_mb_per_s",
-            "network_sent_mb_per_s",
-            "infiniband_received_mb_per_s",
-            "infiniband_sent_mb_per_s",
-        ),
-        advice="Look for a slow or unused interface there (NCCL_SOCKET_IFNAME, ibstat), or for foreign transfers",
-    ),
-)
-"""Figures compared between nodes. Loopback is excluded: nodes that share a machine share that figure too."""
-
-GPUS = (
-    Comparison(
-        name="utilisation",
-        unit="%",
-        floor=25.0,
-        share=0.3,
-        read=_sum_of("util_percent"),
-        advice="Look for a slow data source, uneven batches, or a foreign process on it",
-    ),
-    Comparison(
-        name="power",
-        unit="W",
-        floor=80.0,
-        share=0.3,
-        read=_sum_of("power_w"),
-        advice="Look at its clocks and its power limit (nvidia-smi -q -d PERFORMANCE,POWER)",
-    ),
-    Comparison(
-        name="clock",
-        unit="MHz",
-        floor=200.0,
-        share=0.15,
-        read=_sum_of("sm_clock_mhz"),
-        advice="Look at its clock limits and for heat (nvidia-smi -q -d CLOCK,PERFORMANCE)",
-    ),
-)
-"""Figures compared between GPUs, over all nodes."""
-
-
-@dataclass(frozen=True)
 class _Gpu:
     """One GPU of the job."""
 
@@ -181,27 +79,6 @@ class _Sample:
 
     at_s: float
     figures: Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class _Mean:
-    """A figure of one unit over the window."""
-
-    value: float
-    standard_error: float
-
-
-@dataclass(frozen=True)
-class _Sign:
-    """Evidence of one judgement for one possible finding."""
-
-    text: str
-    begins: bool
-    """Strong enough to begin a finding."""
-    stays: bool
-    """Strong enough to keep an existing finding."""
-    at_once: bool = False
-    """True for a yes-or-no fact: it begins with the first judgement and never ends."""
 
 
 @dataclass
@@ -268,11 +145,11 @@ class ImbalanceWatch:
             **self._spinning(),
         }
         for key in self._findings.keys() - signs.keys():
-            self._weigh(key, _Sign("", begins=False, stays=False))
+            self._weigh(key, Sign("", begins=False, stays=False))
         for key, sign in signs.items():
             self._weigh(key, sign)
 
-    def _weigh(self, key: str, sign: _Sign) -> None:
+    def _weigh(self, key: str, sign: Sign) -> None:
         finding = self._findings.setdefault(key, _ImbalanceFinding())
         if finding.for_good:
             return
@@ -290,9 +167,9 @@ class ImbalanceWatch:
         kind: str,
         comparisons: Iterable[Comparison],
         units: "Mapping[str, deque[_Sample]] | Mapping[_Gpu, deque[_Sample]]",
-    ) -> dict[str, _Sign]:
+    ) -> dict[str, Sign]:
         """Compare every unit and figure; one sign each."""
-        signs: dict[str, _Sign] = {}
+        signs: dict[str, Sign] = {}
         for comparison in comparisons:
             means = self._means(units, comparison.read)
             if len(means) < MIN_UNITS:
@@ -300,7 +177,7 @@ class ImbalanceWatch:
             found = {}
             for unit, mean in means.items():
                 others = [other.value for key, other in means.items() if key != unit]
-                found[f"{kind} {unit} {comparison.name}"] = _deviation(unit, comparison, mean, others)
+                found[f"{kind} {unit} {comparison.name}"] = deviation(unit, comparison, mean, others)
             # If half of the units differ from the other half, there is no outlier: they do different work.
             if sum(sign.begins for sign in found.values()) * 2 < len(found):
                 signs |= found
@@ -310,7 +187,7 @@ class ImbalanceWatch:
         self,
         units: "Mapping[str, deque[_Sample]] | Mapping[_Gpu, deque[_Sample]]",
         read: Callable[[Mapping[str, float]], float | None],
-    ) -> dict[str, _Mean]:
+    ) -> dict[str, Mean]:
         """Mean of a figure over the window for each unit with enough readings."""
         means = {}
         for unit, samples in units.items():
@@ -318,7 +195,7 @@ class ImbalanceWatch:
             if len(values) >= MIN_SAMPLES:
                 mean = math.fsum(values) / len(values)
                 variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
-                means[str(unit)] = _Mean(mean, math.sqrt(variance / len(values)))
+                means[str(unit)] = Mean(mean, math.sqrt(variance / len(values)))
         return means
 
     def _recent(self, samples: "deque[_Sample]", window_s: float = WINDOW_S) -> list[_Sample]:
@@ -327,8 +204,8 @@ class ImbalanceWatch:
     # -----------------------------------------------------------------------------------------------------------------
     # Health of a GPU
 
-    def _health(self) -> dict[str, _Sign]:
-        signs: dict[str, _Sign] = {}
+    def _health(self) -> dict[str, Sign]:
+        signs: dict[str, Sign] = {}
         for gpu, kept in self._gpus.items():
             samples = self._recent(kept)
             if not samples:
@@ -339,7 +216,7 @@ class ImbalanceWatch:
                 signs |= _strained(gpu, [sample.figures for sample in samples])
         return signs
 
-    def _broken(self, gpu: _Gpu, last: Mapping[str, float]) -> dict[str, _Sign]:
+    def _broken(self, gpu: _Gpu, last: Mapping[str, float]) -> dict[str, Sign]:
         """Findings that need no confirmation, such as an uncorrectable error."""
         found = {}
         errors = last.get("ecc_uncorrected", 0.0) - self._ecc_at_first.get(gpu, 0.0)
@@ -354,7 +231,7 @@ class ImbalanceWatch:
         if xid:
             cause = "which a faulty program causes too" if xid in PROGRAM_XIDS else "a fault of the hardware or driver"
             found[f"xid {gpu} {xid}"] = f"{gpu} reported XID {xid}, {cause}. See dmesg on {gpu.node}"
-        return {key: _Sign(text, begins=True, stays=True, at_once=True) for key, text in found.items()}
+        return {key: Sign(text, begins=True, stays=True, at_once=True) for key, text in found.items()}
 
     # -----------------------------------------------------------------------------------------------------------------
     # 100 % busy, no progress
@@ -385,7 +262,7 @@ class ImbalanceWatch:
             if drawn is not None:
                 self._power_at_work_w[gpu] = max(drawn, self._power_at_work_w.get(gpu, 0.0))
 
-    def _spinning(self) -> dict[str, _Sign]:
+    def _spinning(self) -> dict[str, Sign]:
         needed_s = max(STEPS_QUIET_S, STEPS_QUIET_FACTOR * self._longest_wait_s)
         if not self._gpus or self._quiet_s < needed_s:
             return {}
@@ -399,7 +276,7 @@ class ImbalanceWatch:
             f"advanced for {self._quiet_s:.0f} s (step {last}): they spin in a collective that does not end. "
             + (f"Not waiting: {', '.join(others)}" if others else f"All of them wait: {_nodes(spinning)}")
         )
-        return {"spinning": _Sign(text, begins=True, stays=True)}
+        return {"spinning": Sign(text, begins=True, stays=True)}
 
     def _only_waits(self, gpu: _Gpu, samples: "deque[_Sample]") -> bool:
         recent = self._recent(samples, STEPS_QUIET_S)
@@ -434,30 +311,14 @@ def _mean(samples: Iterable[_Sample], name: str) -> float | None:
     return statistics.fmean(values) if values else None
 
 
-def _deviation(unit: str, comparison: Comparison, mean: _Mean, others: list[float]) -> _Sign:
-    """Deviation of one unit from the median of the others, if it exceeds floor, share, spread and its own noise."""
-    middle = statistics.median(others)
-    spread = MAD_TO_SIGMA * statistics.median(abs(other - middle) for other in others)
-    limit = max(
-        comparison.floor, comparison.share * abs(middle), MAD_FACTOR * spread, NOISE_FACTOR * mean.standard_error
-    )
-    off = abs(mean.value - middle)
-    text = (
-        f"{unit} stands out: its {comparison.name} is {mean.value:.0f} {comparison.unit}, the median of the other "
-        f"{len(others)} is {middle:.0f} {comparison.unit} (up to {limit:.0f} {comparison.unit} apart is usual). "
-        f"{comparison.advice}"
-    )
-    return _Sign(text, begins=off > limit, stays=off > STAYS_AT * limit)
-
-
-def _strained(gpu: _Gpu, readings: list[Mapping[str, float]]) -> dict[str, _Sign]:
+def _strained(gpu: _Gpu, readings: list[Mapping[str, float]]) -> dict[str, Sign]:
     """Findings about heat, throttling and corrected memory errors."""
     signs = {}
     heat = [one["temperature_c"] for one in readings[-MIN_SAMPLES:] if "temperature_c" in one]
     limit = readings[-1].get("temperature_slowdown_c")
     if heat and limit is not None:
         mean = statistics.fmean(heat)
-        signs[f"heat {gpu}"] = _Sign(
+        signs[f"heat {gpu}"] = Sign(
             f"{gpu} has {mean:.0f} °C; at {limit:.0f} °C it slows itself down. Check the cooling of {gpu.node}",
             begins=mean >= limit - HOT_MARGIN_C,
             stays=mean >= limit - COOLED_MARGIN_C,
@@ -466,7 +327,7 @@ def _strained(gpu: _Gpu, readings: list[Mapping[str, float]]) -> dict[str, _Sign
         flags = [one[name] for one in readings if name in one]
         if flags:
             share = statistics.fmean(flags)
-            signs[f"{name} {gpu}"] = _Sign(
+            signs[f"{name} {gpu}"] = Sign(
                 f"{gpu} is slowed down by {cause} {share:.0%} of the time. The whole job waits for it: "
                 f"check {'the cooling' if name == 'throttle_thermal' else 'the power supply'} of {gpu.node}",
                 begins=share >= 0.5,
@@ -475,7 +336,7 @@ def _strained(gpu: _Gpu, readings: list[Mapping[str, float]]) -> dict[str, _Sign
     corrected = [one["ecc_corrected"] for one in readings if "ecc_corrected" in one]
     if corrected:
         errors = corrected[-1] - corrected[0]
-        signs[f"corrected {gpu}"] = _Sign(
+        signs[f"corrected {gpu}"] = Sign(
             f"{gpu} had {errors:.0f} memory errors corrected by ECC in {WINDOW_S:.0f} s. Its results are correct, "
             f"but such memory tends to fail: have {gpu.node} checked",
             begins=errors >= CORRECTED_ECC,

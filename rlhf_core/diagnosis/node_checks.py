@@ -6,11 +6,11 @@ the node that differs and the difference.
 """
 
 import fnmatch
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf_core.diagnosis.launch_variables import LAUNCHING, MEETING, NodeVariables, contradictions
+from rlhf_core.diagnosis.node_differences import ABSENT, by_value, differences
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.probe import NodeFacts
 
@@ -130,8 +130,6 @@ CORE_PACKAGES = _words(
     """
 )
 """Packages whose versions must agree; a difference in others is a warning."""
-
-ABSENT = "absent"
 SHOWN_KEYS = 6
 SHOWN_CHARACTERS = 120
 
@@ -197,44 +195,6 @@ def passed(check: NodeCheck, found: str) -> CheckResult:
     return CheckResult(id=check.id, status=CheckStatus.PASSED, found=found)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Differences
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Key on which nodes disagree."""
-
-    key: str
-    usual: str | None
-    """Value that more than half of the nodes have; None if there is none."""
-    odd: Mapping[str, str]
-    """Values by node, of those that differ from it; without a majority of all nodes."""
-    num_usual: int
-    """Number of nodes that have the usual value."""
-
-
-def differences(values: Mapping[str, Mapping[str, str]]) -> list[Difference]:
-    """List the disagreements between nodes.
-
-    Args:
-        values: Keys and values of each node. A key that a node lacks counts as ``absent``.
-    """
-    keys = sorted({key for own in values.values() for key in own})
-    found = []
-    for key in keys:
-        held = {node: own.get(key, ABSENT) for node, own in values.items()}
-        usual, count = Counter(held.values()).most_common(1)[0]
-        if count == len(held):
-            continue
-        if 2 * count > len(held):
-            odd = {node: value for node, value in held.items() if value != usual}
-            found.append(Difference(key, usual, odd, count))
-        else:
-            found.append(Difference(key, None, held, 0))
-    return found
-
-
 def _differing(
     check: NodeCheck, values: Mapping[str, Mapping[str, str]], status: CheckStatus, advice: str
 ) -> list[CheckResult]:
@@ -262,7 +222,7 @@ def _differing(
             id=check.id,
             status=status,
             found=f"{one.key} differs, and no value has a majority: "
-            + ", ".join(f"{_short(value)} on {_nodes(who)}" for value, who in _by_value(one.odd).items()),
+            + ", ".join(f"{_short(value)} on {_nodes(who)}" for value, who in by_value(one.odd).items()),
             expected=f"the same {one.key} on all nodes",
             advice=advice,
         )
@@ -270,13 +230,6 @@ def _differing(
         if one.usual is None
     ]
     return results
-
-
-def _by_value(held: Mapping[str, str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for node, value in held.items():
-        found.setdefault(value, []).append(node)
-    return found
 
 
 def _listed(pairs: Iterable[tuple[str, str]]) -> str:

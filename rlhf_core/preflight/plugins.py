@@ -4,6 +4,7 @@ import importlib.metadata
 
 from rlhf_core.preflight.facts import Plugin
 from rlhf_core.preflight.registry import PLUGINS, one_line
+from rlhf_core.survival import Survived
 
 
 def load_plugins() -> tuple[Plugin, ...]:
@@ -13,10 +14,9 @@ def load_plugins() -> tuple[Plugin, ...]:
 
 
 def _load(point: importlib.metadata.EntryPoint) -> Plugin:
-    try:
+    with Survived(also=(SystemExit,)) as found:  # foreign code; what it raises becomes a finding
         function = point.load()
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code; what it raises becomes a finding
-        return Plugin(point.name, problem=f"{point.value} does not import: {one_line(error)}")
-    if not callable(function):
-        return Plugin(point.name, problem=f"{point.value} is no function")
-    return Plugin(point.name, function)
+        if not callable(function):
+            return Plugin(point.name, problem=f"{point.value} is no function")
+        return Plugin(point.name, function)
+    return Plugin(point.name, problem=f"{point.value} does not import: {one_line(found.problem)}")

@@ -7,6 +7,7 @@ from typing import Any
 
 from rlhf_core.preflight.facts import Facts
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
+from rlhf_core.survival import Survived
 
 PLUGINS = "rlhf_flows.checks"
 """Entry point group of a site's own checks."""
@@ -102,13 +103,13 @@ def _guarded(id: str, function: Callable[..., Any]) -> CheckFunction:
     """Wrap a site's own check, whose errors must not keep a run from starting."""
 
     def made(facts: Facts) -> Iterator[Finding]:
-        try:
+        with Survived(also=(SystemExit,)) as found:  # whatever it is becomes a finding
             for finding in function(facts) or ():
                 if not isinstance(finding, Finding):
                     raise TypeError(f"yielded {finding!r:.80}, expected a Finding")
                 yield finding
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it is becomes a finding
-            yield from _unusable(id, one_line(error))(facts)
+        if found.error is not None:
+            yield from _unusable(id, one_line(found.problem))(facts)
 
     made.__doc__ = function.__doc__
     return made
@@ -126,9 +127,9 @@ def _unusable(id: str, problem: str) -> CheckFunction:
     )
 
 
-def one_line(error: BaseException, limit: int = 300) -> str:
-    """Format an exception in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:limit].removesuffix(": ")
+def one_line(problem: str, limit: int = 300) -> str:
+    """Format kind and text of an exception in one line."""
+    return " ".join(problem.split())[:limit].removesuffix(":")
 
 
 def passed(found: str) -> Finding:

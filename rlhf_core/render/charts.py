@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from rlhf_core.render import plots
 from rlhf_core.render.gather import ReportData
 from rlhf_core.render.markup import Markup, join, number, tag, words
-from rlhf_core.render.plots import Curve, Marks, Point, PointSeries, Series
+from rlhf_core.render.series import Curve, Marks, Point, PointSeries, Series, finite, smoothing_window
 
 EVALUATION_CURVE = "eval/greedy"
 """Metric of the greedy evaluations during training (``evaluate.every_num_steps``)."""
@@ -158,12 +158,12 @@ def _line_plot(record: ReportData, plot: LinePlot) -> tuple[Markup | None, str]:
     """The figure, or None and the sentence on why there is none."""
     series = []
     for key, label in plot.keys:
-        curve = plots.finite(_of_stage(record, record.curves.get(key, ()), plot.stage))
+        curve = finite(_of_stage(record, record.curves.get(key, ()), plot.stage))
         if curve:
             series.append(Series(label, curve))
     if not series:
         return None, f"{plot.title}: {plot.if_missing}."
-    window = max(plots.smoothing_window(len(item.curve)) for item in series) if plot.smooth else 1
+    window = max(smoothing_window(len(item.curve)) for item in series) if plot.smooth else 1
     caption = plot.explanation
     if window > 1:
         caption += f" Bold: mean over {window} steps; faint: single steps."
@@ -210,7 +210,7 @@ def _accuracy(record: ReportData) -> tuple[Markup | None, str]:
             for row in rows
             if None not in (row["value"], row["ci_low"], row["ci_high"])
         )
-        between = plots.finite(record.curves.get(EVALUATION_CURVE, ())) if name == "greedy" else []
+        between = finite(record.curves.get(EVALUATION_CURVE, ())) if name == "greedy" else []
         if points:
             series.append(PointSeries(name, points, between))
     if not series:
@@ -258,8 +258,8 @@ def _percent(share: float) -> str:
 
 def _times(record: ReportData) -> dict[str, Curve]:
     """Seconds of each step by phase, and what of the step no phase explains."""
-    times: dict[str, Curve] = {phase: plots.finite(record.curves.get(f"time/{phase}_s", ())) for phase in PHASES}
-    left = dict(plots.finite(record.curves.get("time/step_s", ())))
+    times: dict[str, Curve] = {phase: finite(record.curves.get(f"time/{phase}_s", ())) for phase in PHASES}
+    left = dict(finite(record.curves.get("time/step_s", ())))
     for phase, curve in times.items():
         if phase != "checkpoint":
             for step, value in curve:

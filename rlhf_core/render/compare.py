@@ -9,7 +9,7 @@ from rlhf_core.errors import BadInput
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.config_text import flat
-from rlhf_core.render.plots import Curve, finite
+from rlhf_core.render.series import Curve, finite
 from rlhf_core.schemas.migration import current_document
 
 Facts = dict[str, Any]

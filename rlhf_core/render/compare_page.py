@@ -22,8 +22,8 @@ from rlhf_core.render.markup import (
     tag,
     words,
 )
-from rlhf_core.render.plots import Marks, Point, PointSeries, Series
 from rlhf_core.render.run_page import document
+from rlhf_core.render.series import Marks, Point, PointSeries, Series, finite, smoothing_window
 from rlhf_core.run_dir import write_text
 from rlhf_core.schemas.base import utc_now
 
@@ -168,11 +168,11 @@ def _curves(compared: Facts) -> Markup:
         series = [
             Series(run["label"], curve, index)
             for index, (run, curve) in enumerate(zip(compared["runs"], curves, strict=True))
-            if plots.finite(curve)
+            if finite(curve)
         ]
         if not series:
             continue
-        window = max(plots.smoothing_window(len(item.curve)) for item in series)
+        window = max(smoothing_window(len(item.curve)) for item in series)
         svg = plots.line_chart(
             series,
             unit=key.rpartition("/")[2].replace("_", " "),

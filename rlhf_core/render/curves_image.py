@@ -11,16 +11,8 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from rlhf_core.render.charts import LEARNING, LinePlot
-from rlhf_core.render.plots import (
-    STYLE,
-    Curve,
-    Marks,
-    Palette,
-    Series,
-    draw_lines,
-    draw_steps,
-    style_axes,
-)
+from rlhf_core.render.plots import STYLE, Palette, draw_lines, draw_steps, style_axes
+from rlhf_core.render.series import Curve, Marks, Series
 from rlhf_core.schemas.run import RunSpec
 
 STEP_TIME = LinePlot(

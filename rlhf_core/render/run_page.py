@@ -9,7 +9,7 @@ from typing import Any
 from rlhf_core import __version__
 from rlhf_core.formatting import attributed, count
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.render import charts, plots, samples
+from rlhf_core.render import charts, samples
 from rlhf_core.render.config_text import as_toml
 from rlhf_core.render.gather import ReportData, find_row, gather
 from rlhf_core.render.markup import (
@@ -29,6 +29,7 @@ from rlhf_core.render.markup import (
 )
 from rlhf_core.render.promotion import promotion
 from rlhf_core.render.run_sections import timeline_section
+from rlhf_core.render.series import finite
 from rlhf_core.run_dir import RunDir, write_text
 from rlhf_core.schemas.base import utc_now
 
@@ -165,7 +166,7 @@ def _evaluation_tile(record: ReportData, name: str) -> Markup | None:
 
 
 def _reward_tile(record: ReportData) -> Markup | None:
-    reward = [value for _, value in plots.finite(record.curves.get("reward/mean", ()))]
+    reward = [value for _, value in finite(record.curves.get("reward/mean", ()))]
     if not reward:
         return None
     edge = max(1, min(5, len(reward) // 2))
@@ -289,7 +290,7 @@ def _all_metrics(record: ReportData) -> Markup:
         return tag("p", "The run has no metrics.", class_="note")
     rows = []
     for name, curve in sorted(record.curves.items()):
-        values = [value for _, value in plots.finite(curve)]
+        values = [value for _, value in finite(curve)]
         extremes = [min(values), max(values)] if values else [None, None]
         rows.append([code(name), len(curve), curve[0][1], curve[-1][1], *extremes, len(curve) - len(values)])
     headers = ["metric", "steps", "first", "last", "lowest", "highest", "not finite"]

@@ -7,10 +7,8 @@ which many clusters do not have and which lags behind on the others.
 """
 
 import contextlib
-import functools
 import math
 import os
-import re
 import shutil
 import time
 import uuid
@@ -26,31 +24,23 @@ from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus, LivingJob
 from rlhf_core.scheduler.job_environment import job_environment
 from rlhf_core.scheduler.passed_environment import without_private
 from rlhf_core.scheduler.script_quoting import command_line, exported, is_node_name, one_line
-from rlhf_core.scheduler.slurm_queue import QueuedJob
+from rlhf_core.scheduler.slurm_answers import (
+    gpu_type,
+    has_ended,
+    is_no_answer,
+    leading_number,
+    num_gpus,
+    only_the_lost_remain,
+    query_job,
+    refusal,
+    status_of,
+)
 from rlhf_core.schemas.resources import Inventory, Submission, job_marker, parse_job_marker
 
 CANCEL_S = 90.0
 """Time that a cancelled job has to disappear; Slurm's own KillWait is 30 s by default."""
 KILL_AFTER_S = 15.0
 """Time after which Slurm is asked to kill the job."""
-
-_WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD"})
-_AT_WORK = frozenset({"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"})
-_ENDED = frozenset(
-    {
-        "BOOT_FAIL",
-        "CANCELLED",
-        "COMPLETED",
-        "DEADLINE",
-        "FAILED",
-        "NODE_FAIL",
-        "OUT_OF_MEMORY",
-        "PREEMPTED",
-        "REVOKED",
-        "SPECIAL_EXIT",
-        "TIMEOUT",
-    }
-)
 
 # The address of each node, in one question to the controller; where it does not answer, a node is known by its name.
 # Kept apart from the command so that a node is listed in the order of the allocation, which SLURM_NODEID counts.
@@ -84,11 +74,11 @@ class SlurmScheduler:
             raise SchedulerError("sinfo lists no nodes")
         return Inventory(
             node_names=tuple(rows),
-            cpus_per_node=max(_number(row[1]) for row in rows.values()),
-            memory_gb=max(_number(row[2]) for row in rows.values()) / 1024,
-            gpus_per_node=max(_num_gpus(row[3]) for row in rows.values()),
-            node_gpus={name: _num_gpus(row[3]) for name, row in rows.items()},
-            node_gpu_types={name: kind for name, row in rows.items() if (kind := _gpu_type(row[3]))},
+            cpus_per_node=max(leading_number(row[1]) for row in rows.values()),
+            memory_gb=max(leading_number(row[2]) for row in rows.values()) / 1024,
+            gpus_per_node=max(num_gpus(row[3]) for row in rows.values()),
+            node_gpus={name: num_gpus(row[3]) for name, row in rows.items()},
+            node_gpu_types={name: kind for name, row in rows.items() if (kind := gpu_type(row[3]))},
         )
 
     def script(self, request: JobRequest) -> str:
@@ -114,8 +104,8 @@ class SlurmScheduler:
         try:
             job = executor._submit_command(executor._submitit_command_str)
         except (FailedJobError, FailedSubmissionError) as error:
-            said = _refusal(str(error))
-            if _is_no_answer(said):
+            said = refusal(str(error))
+            if is_no_answer(said):
                 raise SchedulerError(f"Slurm did not answer whether it accepted the job: {said}") from error
             raise SubmissionFailed(f"Slurm refused the job: {said}") from error
         except OSError as error:
@@ -128,7 +118,7 @@ class SlurmScheduler:
         if found.problem:
             return {one.job_id: JobStatus(JobState.UNKNOWN, found.problem) for one in submissions}
         return {
-            one.job_id: _status(found.rows[one.job_id]) if one.job_id in found.rows else _query_job(one.job_id)
+            one.job_id: status_of(found.rows[one.job_id]) if one.job_id in found.rows else query_job(one.job_id)
             for one in submissions
         }
 
@@ -142,8 +132,8 @@ class SlurmScheduler:
         if found.problem:
             raise SchedulerError(found.problem)
         marker = job_marker(run_id, attempt)
-        mine = [row for row in found.rows.values() if row.comment == marker and not _has_ended(row)]
-        first = min(mine, key=lambda row: _number(row.job_id), default=None)
+        mine = [row for row in found.rows.values() if row.comment == marker and not has_ended(row)]
+        first = min(mine, key=lambda row: leading_number(row.job_id), default=None)
         return _submission(run_id, attempt, first.job_id, ()) if first is not None else None
 
     def living(self) -> Sequence[LivingJob]:
@@ -155,7 +145,7 @@ class SlurmScheduler:
         found = slurm_queue.listing()
         if found.problem:
             raise SchedulerError(found.problem)
-        marked = [(parse_job_marker(row.comment), row.job_id) for row in found.rows.values() if not _has_ended(row)]
+        marked = [(parse_job_marker(row.comment), row.job_id) for row in found.rows.values() if not has_ended(row)]
         return [
             LivingJob(marker[0], _submission(*marker, job_id, ())) for marker, job_id in marked if marker is not None
         ]
@@ -177,8 +167,8 @@ class SlurmScheduler:
             found = slurm_queue.listing(max_age_s=0.0)
             if not found.problem:
                 row = found.rows.get(job_id)
-                status = _status(row) if row is not None else _query_job(job_id)
-                if status.state is JobState.ENDED or _only_the_lost_remain(status):
+                status = status_of(row) if row is not None else query_job(job_id)
+                if status.state is JobState.ENDED or only_the_lost_remain(status):
                     return True
                 if not killed and time.monotonic() - began > KILL_AFTER_S:
                     killed = True
@@ -319,115 +309,6 @@ def _further_options(options: Sequence[str]) -> Iterator[tuple[str, object]]:
         yield name, value if equals else True
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Parsing Slurm's answers
-
-
 def _submission(run_id: str, attempt: int, job_id: str, command: tuple[str, ...]) -> Submission:
     marker = job_marker(run_id, attempt)
     return Submission(attempt=attempt, scheduler="slurm", job_id=job_id, command=command, marker=marker)
-
-
-def _has_ended(row: QueuedJob) -> bool:
-    return row.state.split()[0] in _ENDED
-
-
-def _status(row: QueuedJob) -> JobStatus:
-    word = row.state.split()[0]
-    if word in _ENDED:
-        why = f" ({row.reason})" if row.reason not in ("None", "") else ""
-        lost = _down(row.nodes) if word in ("NODE_FAIL", "BOOT_FAIL") else ()
-        reason = f"Slurm says {word}{why}"
-        return JobStatus(JobState.ENDED, reason, _names(row.nodes), scheduler_state=word, lost_nodes=lost)
-    if word in _AT_WORK:
-        reason = "" if word == "RUNNING" else f"Slurm says {word}"
-        return JobStatus(JobState.RUNNING, reason, _names(row.nodes), scheduler_state=word)
-    if word in _WAITING:
-        start = "" if row.start == "N/A" else row.start
-        why = "the scheduler has not considered it yet" if row.reason == "None" else row.reason
-        reason = f"{why}, expected to start {start}" if start else why
-        return JobStatus(JobState.PENDING, reason, scheduler_state=word, expected_start=start)
-    return JobStatus(JobState.UNKNOWN, f"Slurm says {word}", scheduler_state=word)
-
-
-def _query_job(job_id: str) -> JobStatus:
-    """Query a job that is not in the cached queue: it is too new, or Slurm has forgotten it."""
-    try:
-        text = slurm_queue.run("scontrol", "--oneliner", "show", "job", slurm_queue.require_job_id(job_id))
-    except SchedulerError as error:
-        if "Invalid job id" not in str(error):
-            return JobStatus(JobState.UNKNOWN, str(error))
-        return _from_accounting(job_id)
-    fields = dict(re.findall(r"(\w+)=(\S*)", text))
-    nodes = fields.get("NodeList", "").replace("(null)", "")
-    start = fields.get("StartTime", "N/A").replace("Unknown", "N/A")
-    return _status(QueuedJob(job_id, fields.get("JobState", "?"), fields.get("Reason", ""), nodes, start, ""))
-
-
-def _from_accounting(job_id: str) -> JobStatus:
-    """Query accounting, if there is any, for a job that slurmctld has forgotten: it has ended."""
-    with contextlib.suppress(SchedulerError):
-        text = slurm_queue.run(
-            "sacct", "--noheader", "--allocations", "--parsable2", "--format=State", f"--jobs={job_id}"
-        )
-        found = text.split()
-        if found and found[0] in _ENDED:
-            return JobStatus(JobState.ENDED, f"Slurm's accounting says {found[0]}", scheduler_state=found[0])
-    return JobStatus(JobState.ENDED, "Slurm has forgotten the job")
-
-
-def _only_the_lost_remain(status: JobStatus) -> bool:
-    """Return True if Slurm waits for a job's last nodes, which do not answer."""
-    return status.scheduler_state == "COMPLETING" and set(status.nodes) == set(_down(",".join(status.nodes)))
-
-
-def _down(nodes: str) -> tuple[str, ...]:
-    """List the nodes of a job that are out of service now."""
-    with contextlib.suppress(SchedulerError):
-        text = slurm_queue.run("sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N %t")
-        rows = [line.split() for line in text.splitlines()]
-        return tuple(dict.fromkeys(row[0] for row in rows if re.match(r"down|drain|fail|unk|.*\*$", row[1])))
-    return ()
-
-
-def _names(nodes: str) -> tuple[str, ...]:
-    """Expand ``node[1-3]`` to three names."""
-    if not re.search(r"[\[,]", nodes):
-        return (nodes,) if nodes else ()
-    try:
-        return _expanded(nodes)
-    except SchedulerError:
-        return (nodes,)
-
-
-@functools.lru_cache(maxsize=1024)
-def _expanded(nodes: str) -> tuple[str, ...]:
-    """Expand names with scontrol, which needs no slurmctld. Cached: every poll of a job calls it."""
-    return tuple(slurm_queue.run("scontrol", "show", "hostnames", nodes).split())
-
-
-def _number(text: str) -> int:
-    digits = re.match(r"\d+", text)
-    return int(digits[0]) if digits else 0
-
-
-def _num_gpus(gres: str) -> int:
-    """Count the GPUs in a node's generic resources, for instance ``gpu:h100:8(S:0-1),nvme:1``."""
-    return sum(int(number) for number in re.findall(r"(?:^|,)gpu(?::[^:,(]+)?:(\d+)", gres))
-
-
-def _gpu_type(gres: str) -> str:
-    """Return the type of a node's GPUs; empty if Slurm knows none, or several."""
-    kinds = set(re.findall(r"(?:^|,)gpu:([^:,(]+):\d+", gres))
-    return kinds.pop() if len(kinds) == 1 else ""
-
-
-def _refusal(text: str) -> str:
-    """Extract sbatch's own message from submitit's error."""
-    lines = [line.strip() for line in text.splitlines() if "sbatch:" in line]
-    return " ".join(line.removeprefix("sbatch: error: ") for line in lines) or text.strip()[-500:]
-
-
-def _is_no_answer(said: str) -> bool:
-    silent = ("Unable to contact slurm controller", "Socket timed out", "Zero Bytes were transmitted")
-    return any(words.lower() in said.lower() for words in (*silent, "Connection refused", "timed out"))

@@ -19,6 +19,7 @@ from typing import IO
 
 from rlhf_core.services.lifecycle import bring_back
 from rlhf_core.services.presence import OURS, ServiceState, ServiceStatus, look
+from rlhf_core.survival import Survived
 
 SILENCE_TIMEOUT_S = 90.0
 """Time for which a service must have been silent before it is ended. `rlhf up` waits less: its user is there, and a
@@ -98,10 +99,10 @@ def listen(events: IO[str], answers: IO[str], on_tick: Callable[[], None]) -> No
             if not header:
                 return
             events.read(int(header["len"]))
-            try:
+            with Survived() as found:  # of a full disk, say: the check is made again at the next event
                 on_tick()
-            except Exception as error:  # noqa: BLE001 - a full disk, say; the check is made again at the next event
-                _log(f"the services could not be checked: {type(error).__name__}: {error}")
+            if found.error is not None:
+                _log(f"the services could not be checked: {found.problem}")
             answers.write("RESULT 2\nOK")
             answers.flush()
 

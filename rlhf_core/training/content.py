@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core.errors import RlhfError
 from rlhf_core.schemas.content import ContentReport, SplitReport, TokenizerReport
 from rlhf_core.schemas.run import BUILT_TOKENIZERS, RunSpec
+from rlhf_core.survival import Survived
 from rlhf_core.training.data import Split, load_data
 from rlhf_core.training.trials import try_rewards
 from rlhf_core.training.types import Row
@@ -70,13 +71,11 @@ def _read(spec: RunSpec) -> tuple[dict[str, SplitReport], dict[str, list[Row]]]:
     splits: tuple[Split, ...] = ("train", "eval") if spec.data.generator or spec.data.eval else ("train",)
     for split in splits:
         started = time.monotonic()
-        try:
+        found: list[Row] = []
+        with Survived() as failed:  # a generator is user code and may raise anything
             found, _ = load_data(spec, split, limit=NUM_ROWS + 1)
-        except RlhfError as error:
-            looks[split] = SplitReport(split=split, problem=" ".join(str(error).split()))
-            continue
-        except Exception as error:  # noqa: BLE001 - a generator is user code and may raise anything
-            looks[split] = SplitReport(split=split, problem=f"{type(error).__name__}: {' '.join(str(error).split())}")
+        if failed.error is not None:
+            looks[split] = SplitReport(split=split, problem=" ".join(failed.message.split()))
             continue
         seconds = time.monotonic() - started
         rows[split] = found[:NUM_ROWS]
@@ -147,13 +146,15 @@ def _difference(text: str, back: str, around: int = 20) -> str:
 def _chat_problem(tokenizer: "PreTrainedTokenizerBase") -> str:
     if not tokenizer.chat_template:
         return ""
-    try:
-        plain: Any = tokenizer.apply_chat_template(CHAT, tokenize=False)
-        prompt: Any = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
-    except ImportError:
+    plain: Any = ""
+    prompt: Any = ""
+    with Survived() as failed:  # a template is code, and raises what it likes
+        plain = tokenizer.apply_chat_template(CHAT, tokenize=False)
+        prompt = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    if isinstance(failed.error, ImportError):
         return ""  # without jinja2 nothing renders it here, nor in training
-    except Exception as error:  # noqa: BLE001 - a template is code, and raises what it likes
-        return f"does not render: {type(error).__name__}: {' '.join(str(error).split())}"
+    if failed.error is not None:
+        return f"does not render: {' '.join(failed.problem.split())}"
     if CHAT[0]["content"] not in prompt:
         return "leaves the user's message out"
     if prompt == plain:

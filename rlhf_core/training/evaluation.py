@@ -14,7 +14,8 @@ from rlhf_core.run_dir import CheckpointDir, RunDir, write_model
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import EvaluationReport, EvaluationSample, Phase
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.training.checkpoints import agree, newest_checkpoint, verify_checkpoint
+from rlhf_core.training.checkpoint_soundness import agree, verify_checkpoint
+from rlhf_core.training.checkpoints import newest_checkpoint
 from rlhf_core.training.data import EncodedPrompts, encode_prompts, load_rows
 from rlhf_core.training.distributed import Ranks, init_process_group, leave_process_group
 from rlhf_core.training.intervals import mean_interval

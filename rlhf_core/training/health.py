@@ -19,16 +19,10 @@ that goes on is judged as if it had never stopped. A new rule is a function over
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, variance
+from statistics import fmean
 
-from rlhf_core.schemas.base import Schema
 from rlhf_core.schemas.run import HealthRule, HealthSpec
-
-NATS_PER_CHANCE = 25.0
-"""A sampled token with an entropy of h nats differs from another sample's with a chance of at least h / 25.
-
-By Fano's inequality h is at most e (1 + ln(1/e) + ln(V)) for a chance e and V tokens; with e no smaller than 1e-5 and
-a vocabulary of 160,000 the bracket is 25. So n repeated completions of s nats each have a chance of exp(-n s / 25)."""
+from rlhf_core.training.health_state import Batch, HealthState, Level, Repetition, block_steps, mean_reward, observe
 
 SURE_GAIN = 3.0
 """Standard errors by which a mean must be above another to be higher."""
@@ -37,39 +31,7 @@ SURE_LOSS = 4.0
 SOLVED_WITHIN = 0.02
 """Share of the range of rewards by which a solved task may miss the highest."""
 
-FINGERPRINT = "rollout/fingerprint"
-SAME_GROUPS = "rollout/same_groups"
-NUM_DISTINCT = "rollout/num_distinct"
-"""Facts of each rank about its completions: a hash of all of them in order, the share of its groups whose completions
-are all the same, and the number of different ones over all its prompts."""
-
 _ADVICE = "`rlhf report` shows curves and completions; health.off turns off a rule that does not fit the task"
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Size of a step of the main algorithm, and the ranks that make it."""
-
-    num_prompts: int
-    """Prompts of a step, over all ranks."""
-    samples_per_prompt: int
-    nodes: tuple[str, ...]
-    """Name of the node of each rank."""
-
-    @property
-    def num_completions(self) -> int:
-        """Completions of a step, over all ranks."""
-        return self.num_prompts * self.samples_per_prompt
-
-    @property
-    def repeats_per_rank(self) -> float:
-        """Completions of one rank that have an earlier one of the same prompt beside them."""
-        return self.num_prompts * (self.samples_per_prompt - 1) / len(self.nodes)
-
-    @property
-    def completions_per_rank(self) -> float:
-        """Completions of one rank."""
-        return self.num_completions / len(self.nodes)
 
 
 @dataclass(frozen=True)
@@ -81,74 +43,6 @@ class HealthFinding:
     """First step that shows it."""
     message: str
     """In words, without a full stop."""
-
-
-class Seen(Schema):
-    """The figures of one step that are kept."""
-
-    step: int
-    reward: float
-    has_spread: bool
-    """At least one group had different rewards."""
-    entropy: float
-    truncated: float
-
-
-class Repetition(Schema):
-    """Ranks whose completions were repeated in every step since it began."""
-
-    since_step: int = 0
-    num_steps: int = 0
-    ranks: tuple[int, ...] = ()
-    nats: float = 0.0
-    """Surprise for one rank: minus the logarithm of the chance, added up over the steps."""
-    distinct: float = 0.0
-    """Different completions of such a rank over all its prompts, at most."""
-
-
-class Level(Schema):
-    """The mean reward of some steps in a row."""
-
-    since_step: int
-    mean: float
-    error: float
-    """Its standard error."""
-
-
-class HealthState(Schema):
-    """All that is known of the steps so far. Part of a checkpoint."""
-
-    recent: tuple[Seen, ...] = ()
-    """The last steps of the main algorithm, at most a window."""
-    last_step: int = 0
-    """The last step, whatever its loop."""
-    num_steps: int = 0
-    """Steps of the main algorithm so far."""
-    top: float = -math.inf
-    """Highest reward of any completion so far."""
-    floor: float = math.inf
-    """Lowest."""
-    first: Level | None = None
-    """Reward of the first block of steps."""
-    best: Level | None = None
-    """The block with the highest reward."""
-    first_entropy: float = 0.0
-    """Mean entropy of the first block."""
-    spread_ended: int = 0
-    """Last step with any spread; 0 where there was none."""
-    first_step: int = 0
-    """First step of the main algorithm that was seen."""
-    frozen_since: int = 0
-    """First step of the present row of steps that changed nothing; 0 where the last one did."""
-    frozen_why: str = ""
-    same_groups: Repetition = Repetition()
-    """Ranks with the same completion throughout every group."""
-    same_ranks: Repetition = Repetition()
-    """Ranks with the same completions as another rank."""
-    same_steps: Repetition = Repetition()
-    """Ranks with the same completions as in the step before."""
-    fingerprints: tuple[float, ...] = ()
-    """Of the last step, by rank."""
 
 
 class Judge:
@@ -179,140 +73,7 @@ def in_words(found: Sequence[HealthFinding], step: int) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is kept of a step
-
-
-def observe(
-    state: HealthState,
-    spec: HealthSpec,
-    batch: Batch,
-    step: int,
-    samples: bool,
-    metrics: Mapping[str, float],
-    by_rank: Mapping[str, Sequence[float]],
-) -> HealthState:
-    """The state after one more step.
-
-    Args:
-        samples: whether the loop samples completions; of one that does not, only gradient and weights are judged.
-        metrics: as in ``metrics.jsonl``.
-        by_rank: what every rank has its own of.
-    """
-    state = _observe_weights(state, step, samples, metrics)
-    if not samples:
-        return state
-    seen = Seen(
-        step=step,
-        reward=metrics["reward/mean"],
-        has_spread=metrics["rollout/zero_std_groups"] < 1,
-        entropy=metrics["rollout/entropy"],
-        truncated=metrics["rollout/truncated_share"],
-    )
-    state = _observe_repetitions(state, batch, seen, metrics["rollout/length_mean"], by_rank)
-    state = state.model_copy(
-        update={
-            "recent": (*state.recent, seen)[-spec.window_steps :],
-            "num_steps": state.num_steps + 1,
-            "first_step": state.first_step or step,
-            "spread_ended": step if seen.has_spread else state.spread_ended,
-            "top": max(state.top, metrics["reward/max"]),
-            "floor": min(state.floor, metrics["reward/min"]),
-        }
-    )
-    return _observe_blocks(state, spec, batch)
-
-
-def _observe_weights(state: HealthState, step: int, samples: bool, metrics: Mapping[str, float]) -> HealthState:
-    why = ""
-    # Equal rewards give no gradient, and are judged by themselves.
-    has_signal = not samples or metrics["rollout/zero_std_groups"] < 1
-    if metrics["train/grad_norm"] == 0:
-        why = "the gradient is exactly 0 although there is something to learn from" if has_signal else ""
-    elif metrics["train/learning_rate"] > 0 and metrics.get("train/changed_share", 1.0) == 0:
-        why = "no weight changes although there is a gradient"
-    since = (state.frozen_since or step) if why else 0
-    return state.model_copy(update={"frozen_since": since, "frozen_why": why, "last_step": step})
-
-
-def _observe_blocks(state: HealthState, spec: HealthSpec, batch: Batch) -> HealthState:
-    """The first and the best block of steps: a quarter of a window, so that a peak before a sudden fall counts."""
-    size = _block_steps(spec)
-    if state.num_steps < size:
-        return state
-    steps = state.recent[-size:]
-    level = _level(state, steps, batch)
-    changes: dict[str, object] = {}
-    if state.first is None:
-        changes = {"first": level, "first_entropy": fmean(seen.entropy for seen in steps)}
-    if state.best is None or level.mean > state.best.mean:
-        changes["best"] = level
-    return state.model_copy(update=changes)
-
-
-def _observe_repetitions(
-    state: HealthState, batch: Batch, seen: Seen, length: float, by_rank: Mapping[str, Sequence[float]]
-) -> HealthState:
-    fingerprints = tuple(by_rank[FINGERPRINT])
-    same = [rank for rank, share in enumerate(by_rank[SAME_GROUPS]) if share == 1]
-    twins = [rank for rank, mark in enumerate(fingerprints) if fingerprints.count(mark) > 1]
-    again = [
-        rank
-        for rank, (mark, before) in enumerate(zip(fingerprints, state.fingerprints, strict=False))
-        if mark == before
-    ]
-    nats = max(0.0, seen.entropy) * length / NATS_PER_CHANCE
-    distinct = by_rank[NUM_DISTINCT]
-    return state.model_copy(
-        update={
-            "fingerprints": fingerprints,
-            "same_groups": _repeated(state.same_groups, seen.step, same, nats * batch.repeats_per_rank, distinct),
-            # Of two ranks that are the same, one is no surprise.
-            "same_ranks": _repeated(
-                state.same_ranks, seen.step, twins, nats * batch.completions_per_rank / 2, distinct
-            ),
-            "same_steps": _repeated(state.same_steps, seen.step, again, nats * batch.completions_per_rank, distinct),
-        }
-    )
-
-
-def _repeated(
-    before: Repetition, step: int, ranks: Sequence[int], nats: float, distinct: Sequence[float]
-) -> Repetition:
-    """Go on with the ranks that were repeated before and are again; begin anew where there is none."""
-    kept = [rank for rank in before.ranks if rank in set(ranks)]
-    start = before if kept else Repetition(since_step=step)
-    kept = kept or list(ranks)
-    if not kept:
-        return Repetition()
-    return Repetition(
-        since_step=start.since_step,
-        num_steps=start.num_steps + 1,
-        ranks=tuple(kept),
-        nats=start.nats + nats,
-        distinct=max(start.distinct, *(distinct[rank] for rank in kept)),
-    )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Rewards compared
-
-
-def _block_steps(spec: HealthSpec) -> int:
-    return max(1, spec.window_steps // 4)
-
-
-def _level(state: HealthState, steps: Sequence[Seen], batch: Batch) -> Level:
-    """Mean reward with a standard error that does not trust a few steps to vary as much as they might.
-
-    A reward between floor and top with mean m varies by at most (m - floor)(top - m); prompts, not completions, are
-    what is drawn.
-    """
-    rewards = [seen.reward for seen in steps]
-    mean = fmean(rewards)
-    possible = max(0.0, (mean - state.floor) * (state.top - mean)) / batch.num_prompts
-    seen_variance = variance(rewards) if len(rewards) > 1 else 0.0
-    error = math.sqrt(max(possible, seen_variance) / len(rewards))
-    return Level(since_step=steps[0].step, mean=mean, error=error)
 
 
 def _is_higher(one: Level, other: Level, standard_errors: float) -> bool:
@@ -363,7 +124,7 @@ def findings(state: HealthState, spec: HealthSpec, batch: Batch) -> list[HealthF
     """All that is wrong after the last step, the most telling first."""
     found = [_frozen(state, spec), *_identical(state, spec, batch)]
     if len(state.recent) == spec.window_steps:
-        view = _View(state, spec, batch, _level(state, state.recent, batch))
+        view = _View(state, spec, batch, mean_reward(state, state.recent, batch))
         found += [rule(view) for rule in RULES]
     return [finding for finding in found if finding is not None and finding.rule not in spec.off]
 
@@ -417,8 +178,8 @@ def _reward_collapse(view: _View) -> HealthFinding | None:
         return None
     return HealthFinding(
         "reward_collapse",
-        best.since_step + _block_steps(view.spec),
-        f"the mean reward of {view.steps} is {now.mean:.3g}; over its best {_block_steps(view.spec)} steps, from step "
+        best.since_step + block_steps(view.spec),
+        f"the mean reward of {view.steps} is {now.mean:.3g}; over its best {block_steps(view.spec)} steps, from step "
         f"{best.since_step} on, it was {best.mean:.3g}. Try a lower loops.main.optimizer.learning_rate or a "
         f"KL penalty (loops.main.algorithm.kl_coefficient), and see whether the reward function still works",
     )

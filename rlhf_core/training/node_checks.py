@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from rlhf_core.survival import Survived
+
 MATMUL_S = 0.2
 """How long matrix products are timed, each time."""
 PAIR_S = 0.1
@@ -71,14 +73,13 @@ def run(place: dict[str, Any]) -> int:
     Args:
         place: The fields of :class:`MeasuringPlace`.
     """
-    try:
+    with Survived() as found:  # of torch, CUDA or a network: what went wrong is the finding
         for line in _steps(MeasuringPlace(**place)):
             print(json.dumps(line), flush=True)
-    except Exception as error:  # noqa: BLE001 - what went wrong is the finding
-        said = str(error).strip().splitlines()
-        print(json.dumps({"problem": f"{type(error).__name__}: {said[0] if said else ''}"}), flush=True)
-        return 1
-    return 0
+        return 0
+    said = str(found.error).strip().splitlines()
+    print(json.dumps({"problem": f"{type(found.error).__name__}: {said[0] if said else ''}"}), flush=True)
+    return 1
 
 
 def rounds(num_nodes: int) -> list[list[tuple[int, int]]]:

@@ -129,18 +129,16 @@ def _spare(parsed: argparse.Namespace) -> int:
 
 
 def _check_import(parsed: argparse.Namespace) -> int:
+    from rlhf_core.survival import Survived
     from rlhf_core.worker.roles import load
 
     sys.path[:0] = [str(path) for path in parsed.path]
-    error = ""
-    try:
-        # Modules may print while they are imported; standard output is for the one line of the answer.
-        with contextlib.redirect_stdout(sys.stderr):
-            load(parsed.target)
-    except (Exception, SystemExit) as failure:  # noqa: BLE001 - user code may raise anything; the answer is its text
-        error = f"{type(failure).__name__}: {failure}"
-    print(json.dumps({"ok": not error, "error": error}))
-    return 0 if not error else 1
+    # User code may raise anything; the answer is its text. Modules may print while they are imported, and standard
+    # output is for the one line of the answer.
+    with Survived(also=(SystemExit,)) as failed, contextlib.redirect_stdout(sys.stderr):
+        load(parsed.target)
+    print(json.dumps({"ok": failed.error is None, "error": failed.problem}))
+    return 0 if failed.error is None else 1
 
 
 def _probe(parsed: argparse.Namespace) -> int:

@@ -25,6 +25,7 @@ from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.probe import NodeFacts
 from rlhf_core.schemas.run import BUILT_TOKENIZERS, RunSpec
+from rlhf_core.survival import Survived
 from rlhf_core.worker.gpu_telemetry import GpuTelemetry
 from rlhf_core.worker.nodes import Nodes, interface_of
 from rlhf_core.worker.shown_variables import attempt_key, shown_variables
@@ -275,13 +276,14 @@ def _plugins() -> list[CheckResult]:
     """Findings of the site's own checks. One that fails is said, and ends nothing."""
     found = []
     for entry in importlib.metadata.entry_points(group=PLUGINS):
-        try:
+        results: list[CheckResult] = []
+        with Survived() as failed:  # other people's code must not end the attempt
             results = [CheckResult.model_validate(dict(one)) for one in entry.load()()]
-        except ValidationError as error:
-            problem = f"{entry.name} returned something that is no finding: {error.errors()[0]['msg']}"
+        if isinstance(failed.error, ValidationError):
+            problem = f"{entry.name} returned something that is no finding: {failed.error.errors()[0]['msg']}"
             results = [_plugin_warning(problem)]
-        except Exception as error:  # noqa: BLE001 - other people's code must not end the attempt
-            results = [_plugin_warning(f"{entry.name} failed: {type(error).__name__}: {error}")]
+        elif failed.error is not None:
+            results = [_plugin_warning(f"{entry.name} failed: {failed.problem}")]
         found += [one.model_copy(update={"id": one.id or entry.name}) for one in results]
     return [one for one in found if one.status is not CheckStatus.PASSED]
 

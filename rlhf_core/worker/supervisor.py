@@ -26,6 +26,7 @@ from rlhf_core.schemas.agent_messages import (
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import AgentCommand, AgentStatus
 from rlhf_core.schemas.resources import Role
+from rlhf_core.survival import Survived
 from rlhf_core.worker import evidence, processes
 from rlhf_core.worker.agent_channel import AgentChannel
 from rlhf_core.worker.agent_loss import find_loss
@@ -189,10 +190,10 @@ class Supervisor(threading.Thread):
     def run(self) -> None:
         """Tick until stopped."""
         while not self._over.is_set():
-            try:
+            with Survived() as failed:  # workers must not be left alone because one tick failed
                 self._tick()
-            except Exception as error:  # noqa: BLE001 - workers must not be left alone because one tick failed
-                self._say_once(f"supervision stumbled: {type(error).__name__}: {error}")
+            if failed.error is not None:
+                self._say_once(f"supervision stumbled: {failed.problem}")
                 time.sleep(TICK_INTERVAL_S)
 
     def _tick(self) -> None:

@@ -10,7 +10,7 @@ from history_tools import RunFiles, at, whole_run
 from flows.events import FlowRunRef, events_of
 from flows.run import ended_well
 from rlhf_core.cli.main import execute
-from rlhf_core.cli.run_commands import summary_json
+from rlhf_core.cli.run_output import summary_json
 from rlhf_core.cli.watching import headline, json_lines
 from rlhf_core.config import load_site
 from rlhf_core.control.progress import RunReader

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.diagnosis.reconcile import (
-    ActionKind,
+from rlhf_core.diagnosis.reconcile import ActionKind, decide
+from rlhf_core.diagnosis.reconcile_facts import (
     FlowRunFacts,
     FlowState,
     JobFacts,
@@ -16,7 +16,6 @@ from rlhf_core.diagnosis.reconcile import (
     RunFacts,
     TaskRunFacts,
     World,
-    decide,
 )
 from rlhf_core.diagnosis.retention import Scored, removable
 from rlhf_core.schemas.attempts import PromotionState, RunState, StageState

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf_core import config
 from rlhf_core.render.gather import ReportData
-from rlhf_core.render.plots import Curve
+from rlhf_core.render.series import Curve
 from rlhf_core.render.timeline import timeline_from_rows
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.reports import EvaluationSample, SampleLine

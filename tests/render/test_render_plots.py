@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from rlhf_core.render import plots
-from rlhf_core.render.plots import Marks, Point, PointSeries, Series
+from rlhf_core.render.series import Marks, Point, PointSeries, Series
 
 CURVE = [(step, 0.5 + step / 1000) for step in range(1, 121)]
 MARKS = Marks(last_step=120, warm_start_steps=40, checkpoints=(40, 80), incidents=(77,), resumes=(60,))

@@ -6,7 +6,8 @@ import pytest
 
 from rlhf_core.scheduler import get_scheduler
 from rlhf_core.scheduler.base import JobRequest, JobState
-from rlhf_core.scheduler.slurm import SlurmScheduler, _gpu_type, _is_no_answer, _num_gpus, _refusal, _status
+from rlhf_core.scheduler.slurm import SlurmScheduler
+from rlhf_core.scheduler.slurm_answers import gpu_type, is_no_answer, num_gpus, refusal, status_of
 from rlhf_core.scheduler.slurm_queue import QueuedJob
 from rlhf_core.schemas.resources import GroupPlan, Placement, Role, in_order
 from rlhf_core.schemas.run import SlurmSpec
@@ -140,13 +141,13 @@ def test_the_site_says_what_the_run_does_not() -> None:
     ],
 )
 def test_states(state: str, expected: JobState) -> None:
-    status = _status(QueuedJob("1", state, "None", "node1", "N/A", "toy-1/2"))
+    status = status_of(QueuedJob("1", state, "None", "node1", "N/A", "toy-1/2"))
     assert status.state is expected
     assert status.scheduler_state == state.split()[0]
 
 
 def test_why_a_job_waits_and_when_it_is_expected_to_start() -> None:
-    status = _status(QueuedJob("1", "PENDING", "Resources", "", "2026-11-21T10:00:00", "toy-1/2"))
+    status = status_of(QueuedJob("1", "PENDING", "Resources", "", "2026-11-21T10:00:00", "toy-1/2"))
     assert status.reason == "Resources, expected to start 2026-11-21T10:00:00"
     assert status.expected_start == "2026-11-21T10:00:00"
 
@@ -156,7 +157,7 @@ def test_why_a_job_waits_and_when_it_is_expected_to_start() -> None:
     [("(null)", 0), ("gpu:8", 8), ("gpu:h100:4(S:0-1),nvme:1", 4), ("nvme:2,gpu:2", 2), ("gpu:a:1,gpu:b:2", 3)],
 )
 def test_gpus_of_a_node(gres: str, number: int) -> None:
-    assert _num_gpus(gres) == number
+    assert num_gpus(gres) == number
 
 
 @pytest.mark.parametrize(
@@ -164,15 +165,15 @@ def test_gpus_of_a_node(gres: str, number: int) -> None:
     [("gpu:h100:4(S:0-1),nvme:1", "h100"), ("gpu:8", ""), ("(null)", ""), ("gpu:a:1,gpu:b:2", ""), ("nvme:2", "")],
 )
 def test_type_of_the_gpus_of_a_node(gres: str, kind: str) -> None:
-    assert _gpu_type(gres) == kind
+    assert gpu_type(gres) == kind
 
 
 def test_a_refusal_is_told_from_silence() -> None:
     refused = "Traceback ...\nsbatch: error: Batch job submission failed: Invalid account"
-    assert _refusal(refused) == "Batch job submission failed: Invalid account"
-    assert not _is_no_answer(_refusal(refused))
+    assert refusal(refused) == "Batch job submission failed: Invalid account"
+    assert not is_no_answer(refusal(refused))
     silent = "sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)"
-    assert _is_no_answer(_refusal(silent))
+    assert is_no_answer(refusal(silent))
 
 
 def test_it_is_there_by_name() -> None:

@@ -23,6 +23,7 @@ from rlhf_core.schemas.run import RunSpec
 torch = pytest.importorskip("torch")
 
 from rlhf_core.training import checkpoints  # noqa: E402 - needs torch
+from rlhf_core.training.checkpoint_soundness import hash_of_settings, spec_hash, verify_checkpoint  # noqa: E402
 from rlhf_core.training.checkpoints import (  # noqa: E402
     CheckpointWriter,
     Progress,
@@ -31,8 +32,6 @@ from rlhf_core.training.checkpoints import (  # noqa: E402
     random_state,
     restore_random_state,
     resume_point,
-    spec_hash,
-    verify_checkpoint,
 )
 from rlhf_core.training.distributed import Ranks  # noqa: E402
 from rlhf_core.training.models import build_causal_lm, load_causal_lm  # noqa: E402
@@ -421,7 +420,7 @@ def as_of_0_1(saved: CheckpointDir) -> None:
     path.write_text(json.dumps(part))
     manifest = json.loads(saved.complete.read_bytes())
     manifest["stage"], manifest["stage_finished"] = manifest.pop("loop"), manifest.pop("loop_finished")
-    manifest["spec_hash"] = checkpoints._hash_of_settings(part)
+    manifest["spec_hash"] = hash_of_settings(part)
     manifest["files"]["trainer_state/settings.json"] = checksum(path).model_dump()
     saved.complete.write_text(json.dumps(manifest))
 

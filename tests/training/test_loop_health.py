@@ -12,7 +12,8 @@ from rank_launcher import launch, values
 
 from rlhf_core.schemas.run import HealthSpec
 from rlhf_core.training import health
-from rlhf_core.training.health import FINGERPRINT, NUM_DISTINCT, SAME_GROUPS, Batch, HealthState, Judge, in_words
+from rlhf_core.training.health import Judge, in_words
+from rlhf_core.training.health_state import FINGERPRINT, NUM_DISTINCT, SAME_GROUPS, Batch, HealthState
 
 RECORDED = Path(__file__).parent / "fixtures" / "health"
 """Steps of real runs as the judge saw them: ``python tests/benchmarks/bench_health.py --keep FOLDER``."""

@@ -82,7 +82,7 @@ def every_scenario(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
     import torch
 
     from rlhf_core.training.distributed import init_process_group, leave_process_group
-    from rlhf_core.training.health import HealthState
+    from rlhf_core.training.health_state import HealthState
     from rlhf_core.training.trainers import run as run_module
     from rlhf_core.training.trainers.engine import Engine
 

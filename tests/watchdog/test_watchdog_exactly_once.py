@@ -21,8 +21,9 @@ from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.writers import write_batch
 from rlhf_core.history.writers.runs import insert_run, write_offsets
 from rlhf_core.schemas.attempts import RunState
-from rlhf_core.watchdog import ingest
+from rlhf_core.watchdog import ingest_reader
 from rlhf_core.watchdog.ingest import rebuild, sync
+from rlhf_core.watchdog.ingest_reader import IngestReader
 
 
 class Killed(BaseException):
@@ -61,8 +62,8 @@ class Countdown:
 @pytest.fixture
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that one run takes several transactions."""
-    monkeypatch.setattr(ingest, "BLOCK_BYTES", 700)
-    monkeypatch.setattr(ingest, "BATCH_BYTES", 2500)
+    monkeypatch.setattr(ingest_reader, "BLOCK_BYTES", 700)
+    monkeypatch.setattr(ingest_reader, "BATCH_BYTES", 2500)
 
 
 @pytest.mark.usefixtures("small_batches")
@@ -210,7 +211,7 @@ def test_kill_minus_nine(database_url: str, runs: Path, tmp_path: Path, nth: int
 
 def test_a_batch_counts_once(store: HistoryStore, runs: Path) -> None:
     run = whole_run(runs)
-    batch = ingest._Reader(run.dir, store.ingest_state(run.run_id)).read()
+    batch = IngestReader(run.dir, store.ingest_state(run.run_id)).read()
     assert store.apply(run.run_id, batch)
     expected = dump(store)
     assert not store.apply(run.run_id, batch)
@@ -222,7 +223,7 @@ def test_the_slower_of_two_ingesters_begins_again(store: HistoryStore, runs: Pat
     run.created()
     sync(run.dir, store)
     run.moved(RunState.PREFLIGHT, 1)
-    slow = ingest._Reader(run.dir, store.ingest_state(run.run_id)).read()
+    slow = IngestReader(run.dir, store.ingest_state(run.run_id)).read()
     run.moved(RunState.QUEUED, 2)
     sync(run.dir, store)
     expected = dump(store)
@@ -240,9 +241,9 @@ def test_without_the_stamp_the_slower_ingester_would_break_the_run(
     with store.writing() as connection:
         insert_run(connection, str(run.dir.root), run.dir.read_spec(), 1)
     run.moved(RunState.PREFLIGHT, 1)
-    slow = ingest._Reader(run.dir, store.ingest_state(run.run_id)).read()
+    slow = IngestReader(run.dir, store.ingest_state(run.run_id)).read()
     run.moved(RunState.QUEUED, 2)
-    fast = ingest._Reader(run.dir, store.ingest_state(run.run_id)).read()
+    fast = IngestReader(run.dir, store.ingest_state(run.run_id)).read()
     store.apply(run.run_id, fast)
     with pytest.raises(IllegalMove):
         store.apply(run.run_id, slow)

@@ -15,9 +15,10 @@ from rlhf_core.schemas.attempts import AttemptState, RunState
 from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind, Incident
 from rlhf_core.schemas.journal import AttemptMoved, AttemptSubmitted, DecisionMade, IncidentFound
 from rlhf_core.schemas.resources import Role, Submission
-from rlhf_core.watchdog import ingest
+from rlhf_core.watchdog import ingest_reader
 from rlhf_core.watchdog.evidence import ending_incidents
-from rlhf_core.watchdog.ingest import SkippedLine, SyncReport, rebuild, sync
+from rlhf_core.watchdog.ingest import rebuild, sync
+from rlhf_core.watchdog.ingest_reader import BLOCK_BYTES, IngestReader, SkippedLine, SyncReport
 
 
 def ask(store: HistoryStore, question: str) -> list[list[object]]:
@@ -154,9 +155,9 @@ def test_a_journal_is_read_up_to_the_line_that_cannot_be_read_and_on_once_it_is_
     run, whole = whole_run(runs), whole_run(runs, tail="bbbbbb")
     texts = run.dir.control.read_bytes().splitlines(keepends=True)
     run.dir.control.write_bytes(b"".join([*texts[:-1], b"x" + texts[-1]]))
-    for limit in (64, ingest.BLOCK_BYTES):
-        monkeypatch.setattr(ingest, "BLOCK_BYTES", limit)
-        monkeypatch.setattr(ingest, "BATCH_BYTES", 2 * limit)
+    for limit in (64, BLOCK_BYTES):
+        monkeypatch.setattr(ingest_reader, "BLOCK_BYTES", limit)
+        monkeypatch.setattr(ingest_reader, "BATCH_BYTES", 2 * limit)
         with pytest.raises(JournalDamaged, match=f"line {len(texts)} cannot be read"):
             sync(run.dir, store)
         assert ask(store, "SELECT state FROM runs") == [["evaluating"]]
@@ -255,11 +256,11 @@ def test_without_fencing_the_old_controller_would_win(
 ) -> None:
     """Negative control: an ingester that lets every line count."""
 
-    def read_every_line(self: ingest._Reader) -> None:
-        for found in ingest.scan_journal(self._run_dir.control):
-            self._batch.journal.append(ingest.JournalEntry(found.begin, found.line))
+    def read_every_line(self: IngestReader) -> None:
+        for found in ingest_reader.scan_journal(self._run_dir.control):
+            self._batch.journal.append(ingest_reader.JournalEntry(found.begin, found.line))
 
-    monkeypatch.setattr(ingest._Reader, "_read_journal", read_every_line)
+    monkeypatch.setattr(IngestReader, "_read_journal", read_every_line)
     run = RunFiles(runs)
     run.created()
     run.moved(RunState.PREFLIGHT, 1, token=3)

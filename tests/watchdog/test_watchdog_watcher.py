@@ -14,6 +14,7 @@ from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.reports import AgentEvent, AttemptOutcome
 from rlhf_core.schemas.resources import Placement, Role, Submission
+from rlhf_core.watchdog.attempt_failure import explain
 from rlhf_core.watchdog.evidence import read_earlier_attempts, scheduler_log
 from rlhf_core.watchdog.silence import SILENT_S
 from rlhf_core.watchdog.watcher import (
@@ -23,7 +24,6 @@ from rlhf_core.watchdog.watcher import (
     AttemptSnapshot,
     AttemptVerdict,
     Watcher,
-    explain,
     judge,
 )
 

@@ -17,8 +17,9 @@ from rlhf_core.schemas.journal import IncidentFound
 from rlhf_core.schemas.reports import AgentEvent, AgentStatus, AttemptOutcome
 from rlhf_core.schemas.resources import Placement, Role, Submission
 from rlhf_core.watchdog import evidence
+from rlhf_core.watchdog.attempt_failure import explain
 from rlhf_core.watchdog.silence import BLIND_S, SILENT_S
-from rlhf_core.watchdog.watcher import LEADER_LOST_TIMEOUT_S, AttemptSnapshot, Watcher, explain
+from rlhf_core.watchdog.watcher import LEADER_LOST_TIMEOUT_S, AttemptSnapshot, Watcher
 
 RUNNING = JobStatus(JobState.RUNNING, scheduler_state="RUNNING")
 SUSPENDED = JobStatus(JobState.RUNNING, scheduler_state="SUSPENDED")

@@ -20,7 +20,8 @@ from rlhf_core.schemas.failures import Action, Decision, FailureKind, Incident
 from rlhf_core.schemas.reports import MetricsLine
 from rlhf_core.schemas.resources import Placement, Role
 from rlhf_core.schemas.run import SlurmSpec
-from rlhf_core.watchdog.watcher import AttemptFailure, AttemptSnapshot, Watcher, explain
+from rlhf_core.watchdog.attempt_failure import AttemptFailure, explain
+from rlhf_core.watchdog.watcher import AttemptSnapshot, Watcher
 
 pytestmark = [
     pytest.mark.end_to_end,

@@ -21,7 +21,8 @@ from rlhf_core.control.cancel import cancel_run
 from rlhf_core.control.reconcile.cleanup import old_checkpoints
 from rlhf_core.control.reconcile.facts import lease_holder, run_facts
 from rlhf_core.control.reconcile.flow_runs import FlowRuns, FlowRunSnapshot, NotRegistered
-from rlhf_core.diagnosis.reconcile import FLOW_ENDS, ActionKind, JobFacts, ReconcileAction, RunFacts, World, decide
+from rlhf_core.diagnosis.reconcile import ActionKind, ReconcileAction, decide
+from rlhf_core.diagnosis.reconcile_facts import FLOW_ENDS, JobFacts, RunFacts, World
 from rlhf_core.errors import HistoryError, RlhfError, SchedulerError
 from rlhf_core.history.queries import open_runs
 from rlhf_core.history.queries.open_runs import OpenRun
@@ -33,6 +34,7 @@ from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import AgentCommand, ReconcileNote
 from rlhf_core.schemas.resources import Submission
+from rlhf_core.survival import Survived
 from rlhf_core.watchdog.missing_run import close_missing, identity
 from rlhf_core.watchdog.watcher import record
 
@@ -184,15 +186,12 @@ class Reconciler:
             for one in self._standings.values()
             if one.controllers and one.controllers[-1].flow_run_id
         }
-        try:
+        with Survived(but=(HistoryError,)) as found:  # of Prefect's client, of many kinds: Prefect says nothing then
             return self._flow_runs.poll(
                 self._standings.keys(), driven_by, lambda ids: open_runs.runs_of_flow_runs(self._store, set(ids)), now
             )
-        except HistoryError:
-            raise
-        except Exception as error:  # noqa: BLE001 - of Prefect's client, of many kinds: Prefect says nothing then
-            self._note_once("", "prefect", f"{type(error).__name__}: {error}")
-            return None
+        self._note_once("", "prefect", found.problem)
+        return None
 
     def _prefect_away_s(self) -> float:
         if self._flow_runs is None:
@@ -228,14 +227,13 @@ class Reconciler:
         end = _end_of(run_dir, written)
         if end in self._published or self._flow_runs is None or self._seen is None:
             return 0
-        try:
+        with Survived() as found:  # of Prefect's client, or a file system: the next round asks again
             missing = self._flow_runs.num_unpublished(run_dir, self._store, self._known_flow_runs())
-        except Exception as error:  # noqa: BLE001 - of Prefect's client, or a file system: the next round asks again
-            self._note_once(run_dir.run_id, "events", f"{type(error).__name__}: {error}")
-            return 0
-        if not missing:
-            self._published.add(end)
-        return missing
+            if not missing:
+                self._published.add(end)
+            return missing
+        self._note_once(run_dir.run_id, "events", found.problem)
+        return 0
 
     def _known_flow_runs(self) -> set[str]:
         return {one.flow_run_id for one in self._seen.flow_runs} if self._seen is not None else set()
@@ -260,12 +258,9 @@ class Reconciler:
     # Deeds
 
     def _do(self, action: ReconcileAction) -> ActionResult:
-        try:
+        with Survived() as found:  # of Prefect's client, say: the next round tries again
             return self._carry_out(action)
-        except (RlhfError, OSError) as error:
-            return ActionResult(action, False, str(error))
-        except Exception as error:  # noqa: BLE001 - of Prefect's client: the next round tries again
-            return ActionResult(action, False, f"{type(error).__name__}: {error}")
+        return ActionResult(action, False, found.message)
 
     def _carry_out(self, action: ReconcileAction) -> ActionResult:
         match action.kind:

@@ -11,7 +11,8 @@ from rlhf_core.config import Site
 from rlhf_core.control import snapshots
 from rlhf_core.control.promotion import is_due
 from rlhf_core.control.reconcile.flow_runs import FlowRuns
-from rlhf_core.diagnosis.reconcile import ActionKind, ReconcileAction, World
+from rlhf_core.diagnosis.reconcile import ActionKind, ReconcileAction
+from rlhf_core.diagnosis.reconcile_facts import World
 from rlhf_core.diagnosis.retention import Scored, removable
 from rlhf_core.errors import RlhfError, RunDirError
 from rlhf_core.history.queries import open_runs

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Protocol
 
-from rlhf_core.diagnosis.reconcile import FlowRunFacts, FlowState, TaskRunFacts
+from rlhf_core.diagnosis.reconcile_facts import FlowRunFacts, FlowState, TaskRunFacts
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir import RunDir
 

@@ -19,6 +19,7 @@ from rlhf_core.control.reconcile.flow_runs import FlowRuns
 from rlhf_core.errors import HistoryError, LeaseLost, RlhfError
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.lease import HeldLease, Owner, known_dead
+from rlhf_core.survival import Survived
 
 log = logging.getLogger("rlhf.daemon")
 
@@ -209,11 +210,9 @@ def is_held(lease: HeldLease) -> bool:
 @contextlib.contextmanager
 def _survived(what: str) -> Iterator[None]:
     """Go on after an error: one run, or one round, must not cost all others the daemon."""
-    try:
+    with Survived(but=(LeaseLost,)) as found:
         yield
-    except LeaseLost:
-        raise
-    except (RlhfError, OSError) as error:
-        log.warning("%s: %s", what, error)
-    except Exception:
-        log.exception("%s", what)
+    if isinstance(found.error, RlhfError | OSError):
+        log.warning("%s: %s", what, found.error)
+    elif found.error is not None:
+        log.error("%s", what, exc_info=found.error)

@@ -25,7 +25,8 @@ from rlhf_core.training.checkpoints import CheckpointWriter, Progress
 from rlhf_core.training.data import DataReport, EncodedPrompts, row_indices
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.evaluation import Evaluator
-from rlhf_core.training.health import Batch, Judge, in_words
+from rlhf_core.training.health import Judge, in_words
+from rlhf_core.training.health_state import Batch
 from rlhf_core.training.metrics import StepMetrics, reduce_metrics
 from rlhf_core.training.models import PolicyModel
 from rlhf_core.training.trainers.engine import Engine, learning_rate

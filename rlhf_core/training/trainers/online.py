@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from rlhf_core.schemas.reports import Phase, SampleLine
-from rlhf_core.training import health
 from rlhf_core.training.algorithms import ALGORITHMS
 from rlhf_core.training.algorithms.aggregation import masked_stat
 from rlhf_core.training.algorithms.grpo import zero_std_groups
 from rlhf_core.training.algorithms.objective import MicroBatch, StepSums
+from rlhf_core.training.health_state import FINGERPRINT, NUM_DISTINCT, SAME_GROUPS
 from rlhf_core.training.metrics import StepMetrics, fingerprint
 from rlhf_core.training.models import PolicyModel
 from rlhf_core.training.rewards import RewardFunction, load_rewards, score
@@ -175,9 +175,9 @@ def _add_rollout_metrics(metrics: StepMetrics, rollout: Rollout) -> None:
     groups = [[tuple(made.token_ids) for made in group] for group in rollout.completions]
     metrics.mean("rollout/distinct_share", sum(len(set(group)) for group in groups), len(completions))
     # Which ranks repeat themselves, or each other, shows only rank by rank.
-    metrics.each(health.SAME_GROUPS, sum(len(set(group)) == 1 for group in groups) / num_groups)
-    metrics.each(health.NUM_DISTINCT, len({made for group in groups for made in group}))
-    metrics.each(health.FINGERPRINT, fingerprint(made for group in groups for made in group))
+    metrics.each(SAME_GROUPS, sum(len(set(group)) == 1 for group in groups) / num_groups)
+    metrics.each(NUM_DISTINCT, len({made for group in groups for made in group}))
+    metrics.each(FINGERPRINT, fingerprint(made for group in groups for made in group))
     metrics.shared_share(
         "rollout/shared_share",
         (

@@ -12,14 +12,13 @@ from rlhf_core.errors import CheckpointCorrupt
 from rlhf_core.run_dir import CheckpointDir
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.run import RunSpec
+from rlhf_core.training.checkpoint_soundness import agree, verify_checkpoint
 from rlhf_core.training.checkpoints import (
     TrainerState,
-    agree,
     kept_random_state,
     load_trainer_state,
     restore_random_state,
     resume_point,
-    verify_checkpoint,
 )
 from rlhf_core.training.data import DataReport, encode_prompts, load_data
 from rlhf_core.training.distributed import Ranks, init_process_group, leave_process_group

@@ -1,0 +1,104 @@
+"""Plan and summary of a run, as the terminal and as JSON show them."""
+
+from typing import TYPE_CHECKING, Any
+
+from rlhf_core.cli import output
+
+if TYPE_CHECKING:
+    from rlhf_core.config import Site
+    from rlhf_core.render.summary import Summary
+    from rlhf_core.run_dir import RunDir
+
+
+def print_plan(spec: Any, site: "Site", as_json: bool) -> None:
+    """Print the placement and the batch script of a run that is not started."""
+    from rlhf_core.allocation.planner import plan
+    from rlhf_core.launch.start import job_request
+    from rlhf_core.run_dir import RunDir
+    from rlhf_core.scheduler import get_scheduler
+
+    scheduler = get_scheduler(site.scheduler)
+    placement = plan(spec, scheduler.inventory(), attempt=1)
+    run_dir = RunDir(site.runs_dir / f"{spec.name}-<date>-<time>-<id>")
+    request = job_request(run_dir, spec, placement, site.compute_python, site.slurm, site.job_secrets)
+    if as_json:
+        shown = {"spec": spec, "placement": placement, "command": request.command, "run_dir": run_dir.root}
+        shown["script"] = scheduler.script(request)
+        output.print_json({**shown, "scheduler": scheduler.name})
+        return
+    roles = ", then ".join(
+        " beside ".join(f"{group.role.value} with {group.workers_per_node} workers per node" for group in phase)
+        for phase in placement.phases
+    )
+    rows = [
+        ("steps", ", then ".join(f"{loop.num_steps} of {loop.algorithm.name}" for loop in spec.loops.named.values())),
+        ("stages", "preflight, allocate, train, evaluate"),
+        ("placement", f"{placement.num_nodes} node(s), {placement.gpus_per_node} GPUs each: {roles}"),
+        ("resources", f"{request.cpus_per_node} cores per node, at most {output.seconds_text(request.time_limit_s)}"),
+        ("scheduler", scheduler.name),
+        ("run directory", run_dir.root),
+        ("agent on each node", " ".join(request.command)),
+    ]
+    output.print_table((f"dry run of {spec.name}", ""), rows)
+    output.print_text("")
+    output.print_text(scheduler.script(request))
+    output.print_text("")
+    output.print_text("Nothing was started.")
+
+
+def print_summary(run_dir: "RunDir", as_json: bool) -> None:
+    """Print how a run went: gains, times, attempts."""
+    from rlhf_core.control.summary import summarise
+
+    summary = summarise(run_dir)
+    if as_json:
+        output.print_json(summary_json(summary))
+        return
+    from rlhf_core.render.summary import interval, signed
+    from rlhf_core.schemas.regression import regression_text
+
+    rows = [
+        (f"{row.metric}, {row.name}", interval(row.before), interval(row.after), signed(row.gain))
+        for row in summary.accuracy
+    ]
+    output.print_table((f"run {summary.run_id} {summary.state_text}", "before", "after", "gain"), rows)
+    if summary.regressed:
+        output.warn(regression_text(summary.regressed))
+    output.print_text("")
+    times = ", ".join(f"{title} {output.seconds_text(seconds)}" for title, seconds in summary.stage_seconds)
+    total = summary.stored.spec.total_steps
+    output.print_table(
+        ("", ""),
+        [
+            ("steps", f"{summary.steps} of {total}" + (f"; {missing}" if (missing := summary.missing_steps) else "")),
+            ("attempts, restarts", f"{summary.num_attempts}, {summary.num_restarts}"),
+            ("incidents", ", ".join(one.failure_kind.value for one in summary.incidents) or "none"),
+            ("time", times),
+            ("run directory", summary.run_dir),
+            ("next", f"rlhf show {summary.run_id}   rlhf report {summary.run_id}"),
+        ],
+    )
+
+
+def summary_json(summary: "Summary") -> dict[str, Any]:
+    """Summary as JSON."""
+    return {
+        "run_id": summary.run_id,
+        "name": summary.stored.spec.name,
+        "state": summary.state,
+        "regressed": [one.model_dump() for one in summary.regressed],
+        "steps": summary.steps,
+        "total_steps": summary.stored.spec.total_steps,
+        "missing_steps": summary.missing_steps,
+        "num_attempts": summary.num_attempts,
+        "num_restarts": summary.num_restarts,
+        "run_dir": summary.run_dir,
+        "stages": [{"name": name, "seconds": seconds} for name, seconds in summary.stage_seconds],
+        "evaluations": [
+            {"name": row.name, "when": report.when, "metric": report.metric, "value": report.value}
+            | {"ci_low": report.ci_low, "ci_high": report.ci_high, "num_samples": report.num_samples}
+            for row in summary.accuracy
+            for report in (row.before, row.after)
+            if report is not None
+        ],
+    }

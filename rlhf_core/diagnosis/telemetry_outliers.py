@@ -1,0 +1,146 @@
+"""Figures that are about equal on all nodes and GPUs of a healthy job, and the deviation of one from the others."""
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+MAD_FACTOR = 5.0
+"""Threshold of the deviation from the median of the others, in robust standard deviations."""
+
+MAD_TO_SIGMA = 1.4826
+"""Median absolute deviation to standard deviation, of a normal distribution."""
+
+NOISE_FACTOR = 6.0
+"""Threshold in standard errors of the unit's own mean, which fluctuates if its figure comes in bursts."""
+
+STAYS_AT = 0.7
+"""Share of a threshold above which a finding stays."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Figure that is about equal on all nodes of a healthy job."""
+
+    name: str
+    """Noun for the figure that is compared."""
+    unit: str
+    floor: float
+    """Smallest difference that is reported, in ``unit``."""
+    share: float
+    """Smallest difference that is reported, as a share of the median."""
+    read: Callable[[Mapping[str, float]], float | None]
+    """Extract the figure from one reading; None if it is missing."""
+    advice: str
+    """Advice for the user."""
+
+
+def _sum_of(*names: str) -> Callable[[Mapping[str, float]], float | None]:
+    def read(telemetry: Mapping[str, float]) -> float | None:
+        known = [telemetry[name] for name in names if name in telemetry]
+        return sum(known) if known else None
+
+    return read
+
+
+def _per_core(telemetry: Mapping[str, float]) -> float | None:
+    share, cores = telemetry.get("workers_cpu_percent"), telemetry.get("cpu_cores")
+    return share / cores if share is not None and cores else None
+
+
+NODES = (
+    Comparison(
+        name="processor use",
+        unit="%",
+        floor=25.0,
+        share=0.3,
+        read=_sum_of("cpu_percent"),
+        advice="Look for foreign processes there, or for work that only this node does",
+    ),
+    Comparison(
+        name="processor use by its workers",
+        unit="%",
+        floor=25.0,
+        share=0.3,
+        read=_per_core,
+        advice="Look for workers that wait for data, or that do more than their share",
+    ),
+    Comparison(
+        name="network traffic",
+        unit="MB/s",
+        floor=20.0,
+        share=0.5,
+        read=_sum_of(
+            "network_received_mb_per_s",
+            "network_sent_mb_per_s",
+            "infiniband_received_mb_per_s",
+            "infiniband_sent_mb_per_s",
+        ),
+        advice="Look for a slow or unused interface there (NCCL_SOCKET_IFNAME, ibstat), or for foreign transfers",
+    ),
+)
+"""Figures compared between nodes. Loopback is excluded: nodes that share a machine share that figure too."""
+
+GPUS = (
+    Comparison(
+        name="utilisation",
+        unit="%",
+        floor=25.0,
+        share=0.3,
+        read=_sum_of("util_percent"),
+        advice="Look for a slow data source, uneven batches, or a foreign process on it",
+    ),
+    Comparison(
+        name="power",
+        unit="W",
+        floor=80.0,
+        share=0.3,
+        read=_sum_of("power_w"),
+        advice="Look at its clocks and its power limit (nvidia-smi -q -d PERFORMANCE,POWER)",
+    ),
+    Comparison(
+        name="clock",
+        unit="MHz",
+        floor=200.0,
+        share=0.15,
+        read=_sum_of("sm_clock_mhz"),
+        advice="Look at its clock limits and for heat (nvidia-smi -q -d CLOCK,PERFORMANCE)",
+    ),
+)
+"""Figures compared between GPUs, over all nodes."""
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A figure of one unit over the window."""
+
+    value: float
+    standard_error: float
+
+
+@dataclass(frozen=True)
+class Sign:
+    """Evidence of one judgement for one possible finding."""
+
+    text: str
+    begins: bool
+    """Strong enough to begin a finding."""
+    stays: bool
+    """Strong enough to keep an existing finding."""
+    at_once: bool = False
+    """True for a yes-or-no fact: it begins with the first judgement and never ends."""
+
+
+def deviation(unit: str, comparison: Comparison, mean: Mean, others: list[float]) -> Sign:
+    """Deviation of one unit from the median of the others, if it exceeds floor, share, spread and its own noise."""
+    middle = statistics.median(others)
+    spread = MAD_TO_SIGMA * statistics.median(abs(other - middle) for other in others)
+    limit = max(
+        comparison.floor, comparison.share * abs(middle), MAD_FACTOR * spread, NOISE_FACTOR * mean.standard_error
+    )
+    off = abs(mean.value - middle)
+    text = (
+        f"{unit} stands out: its {comparison.name} is {mean.value:.0f} {comparison.unit}, the median of the other "
+        f"{len(others)} is {middle:.0f} {comparison.unit} (up to {limit:.0f} {comparison.unit} apart is usual). "
+        f"{comparison.advice}"
+    )
+    return Sign(text, begins=off > limit, stays=off > STAYS_AT * limit)

@@ -1,0 +1,137 @@
+"""Answers of Slurm's commands as states of jobs, nodes and refusals."""
+
+import contextlib
+import functools
+import re
+
+from rlhf_core.errors import SchedulerError
+from rlhf_core.scheduler import slurm_queue
+from rlhf_core.scheduler.base import JobState, JobStatus
+from rlhf_core.scheduler.slurm_queue import QueuedJob
+
+_WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD"})
+_AT_WORK = frozenset({"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"})
+_ENDED = frozenset(
+    {
+        "BOOT_FAIL",
+        "CANCELLED",
+        "COMPLETED",
+        "DEADLINE",
+        "FAILED",
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+        "PREEMPTED",
+        "REVOKED",
+        "SPECIAL_EXIT",
+        "TIMEOUT",
+    }
+)
+
+
+def has_ended(row: QueuedJob) -> bool:
+    """Return True if a job in the queue has ended."""
+    return row.state.split()[0] in _ENDED
+
+
+def status_of(row: QueuedJob) -> JobStatus:
+    """Translate a row of the queue."""
+    word = row.state.split()[0]
+    if word in _ENDED:
+        why = f" ({row.reason})" if row.reason not in ("None", "") else ""
+        lost = _down(row.nodes) if word in ("NODE_FAIL", "BOOT_FAIL") else ()
+        reason = f"Slurm says {word}{why}"
+        return JobStatus(JobState.ENDED, reason, _names(row.nodes), scheduler_state=word, lost_nodes=lost)
+    if word in _AT_WORK:
+        reason = "" if word == "RUNNING" else f"Slurm says {word}"
+        return JobStatus(JobState.RUNNING, reason, _names(row.nodes), scheduler_state=word)
+    if word in _WAITING:
+        start = "" if row.start == "N/A" else row.start
+        why = "the scheduler has not considered it yet" if row.reason == "None" else row.reason
+        reason = f"{why}, expected to start {start}" if start else why
+        return JobStatus(JobState.PENDING, reason, scheduler_state=word, expected_start=start)
+    return JobStatus(JobState.UNKNOWN, f"Slurm says {word}", scheduler_state=word)
+
+
+def query_job(job_id: str) -> JobStatus:
+    """Query a job that is not in the cached queue: it is too new, or Slurm has forgotten it."""
+    try:
+        text = slurm_queue.run("scontrol", "--oneliner", "show", "job", slurm_queue.require_job_id(job_id))
+    except SchedulerError as error:
+        if "Invalid job id" not in str(error):
+            return JobStatus(JobState.UNKNOWN, str(error))
+        return _from_accounting(job_id)
+    fields = dict(re.findall(r"(\w+)=(\S*)", text))
+    nodes = fields.get("NodeList", "").replace("(null)", "")
+    start = fields.get("StartTime", "N/A").replace("Unknown", "N/A")
+    return status_of(QueuedJob(job_id, fields.get("JobState", "?"), fields.get("Reason", ""), nodes, start, ""))
+
+
+def _from_accounting(job_id: str) -> JobStatus:
+    """Query accounting, if there is any, for a job that slurmctld has forgotten: it has ended."""
+    with contextlib.suppress(SchedulerError):
+        text = slurm_queue.run(
+            "sacct", "--noheader", "--allocations", "--parsable2", "--format=State", f"--jobs={job_id}"
+        )
+        found = text.split()
+        if found and found[0] in _ENDED:
+            return JobStatus(JobState.ENDED, f"Slurm's accounting says {found[0]}", scheduler_state=found[0])
+    return JobStatus(JobState.ENDED, "Slurm has forgotten the job")
+
+
+def only_the_lost_remain(status: JobStatus) -> bool:
+    """Return True if Slurm waits for a job's last nodes, which do not answer."""
+    return status.scheduler_state == "COMPLETING" and set(status.nodes) == set(_down(",".join(status.nodes)))
+
+
+def _down(nodes: str) -> tuple[str, ...]:
+    """List the nodes of a job that are out of service now."""
+    with contextlib.suppress(SchedulerError):
+        text = slurm_queue.run("sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N %t")
+        rows = [line.split() for line in text.splitlines()]
+        return tuple(dict.fromkeys(row[0] for row in rows if re.match(r"down|drain|fail|unk|.*\*$", row[1])))
+    return ()
+
+
+def _names(nodes: str) -> tuple[str, ...]:
+    """Expand ``node[1-3]`` to three names."""
+    if not re.search(r"[\[,]", nodes):
+        return (nodes,) if nodes else ()
+    try:
+        return _expanded(nodes)
+    except SchedulerError:
+        return (nodes,)
+
+
+@functools.lru_cache(maxsize=1024)
+def _expanded(nodes: str) -> tuple[str, ...]:
+    """Expand names with scontrol, which needs no slurmctld. Cached: every poll of a job calls it."""
+    return tuple(slurm_queue.run("scontrol", "show", "hostnames", nodes).split())
+
+
+def leading_number(text: str) -> int:
+    """Number at the beginning of a text, as of ``128+``; 0 if there is none."""
+    digits = re.match(r"\d+", text)
+    return int(digits[0]) if digits else 0
+
+
+def num_gpus(gres: str) -> int:
+    """Count the GPUs in a node's generic resources, for instance ``gpu:h100:8(S:0-1),nvme:1``."""
+    return sum(int(number) for number in re.findall(r"(?:^|,)gpu(?::[^:,(]+)?:(\d+)", gres))
+
+
+def gpu_type(gres: str) -> str:
+    """Return the type of a node's GPUs; empty if Slurm knows none, or several."""
+    kinds = set(re.findall(r"(?:^|,)gpu:([^:,(]+):\d+", gres))
+    return kinds.pop() if len(kinds) == 1 else ""
+
+
+def refusal(text: str) -> str:
+    """Extract sbatch's own message from submitit's error."""
+    lines = [line.strip() for line in text.splitlines() if "sbatch:" in line]
+    return " ".join(line.removeprefix("sbatch: error: ") for line in lines) or text.strip()[-500:]
+
+
+def is_no_answer(said: str) -> bool:
+    """Return True if Slurm was not reached: the job may have been accepted all the same."""
+    silent = ("Unable to contact slurm controller", "Socket timed out", "Zero Bytes were transmitted")
+    return any(words.lower() in said.lower() for words in (*silent, "Connection refused", "timed out"))

@@ -1,0 +1,47 @@
+"""Survival of errors that cannot be named beforehand: those of Prefect's client, of a plug-in of a site or a user, or
+of a whole round of a thread that must live on.
+
+Every use has a plan for the error. Where its kinds are known, they are named there, and this is not used.
+"""
+
+from types import TracebackType
+from typing import Self
+
+from rlhf_core.errors import RlhfError
+
+
+class Survived:
+    """Block after which its thread goes on, whatever the block raised. A cancellation, or the end of the process, goes
+    up all the same.
+
+    Args:
+        but: Errors that go up as well.
+        also: Further exceptions to survive, as the ``SystemExit`` of a module that is imported.
+    """
+
+    def __init__(self, *, but: tuple[type[Exception], ...] = (), also: tuple[type[BaseException], ...] = ()) -> None:
+        self.error: BaseException | None = None
+        """Error of the block that was survived, if it had one."""
+        self._goes_up = but
+        self._kinds: tuple[type[BaseException], ...] = (Exception, *also)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, place: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, self._kinds) or isinstance(error, self._goes_up):
+            return False
+        self.error = error
+        return True
+
+    @property
+    def problem(self) -> str:
+        """Kind and text of the error; empty if there was none."""
+        return f"{type(self.error).__name__}: {self.error}" if self.error is not None else ""
+
+    @property
+    def message(self) -> str:
+        """The same, without the kind where the text was written to be read alone."""
+        return str(self.error) if isinstance(self.error, RlhfError | OSError) else self.problem

@@ -1,0 +1,212 @@
+"""Explanation of a failed attempt: its incident, and the decision about what follows."""
+
+import random
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from pydantic import JsonValue
+
+from rlhf_core.diagnosis.classify import Evidence, classify, fingerprint
+from rlhf_core.diagnosis.policy import decide_next, excluded_after, oom_remedy, rollback_step
+from rlhf_core.redaction import masked
+from rlhf_core.run_dir import RunDir, read_model, read_tail
+from rlhf_core.scheduler.base import JobState
+from rlhf_core.schemas.attempts import AttemptState
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind, Incident
+from rlhf_core.schemas.resources import Placement
+from rlhf_core.schemas.run import RunSpec, with_changes
+from rlhf_core.watchdog import evidence
+from rlhf_core.watchdog.watcher import AttemptSnapshot
+
+LOG_TAIL_BYTES = 16 << 10
+"""Bytes read from the end of a lost job's log."""
+
+
+@dataclass(frozen=True)
+class AttemptFailure:
+    """Failed attempt, and the decision about it."""
+
+    kind: FailureKind
+    message: str
+    incident: Incident | None
+    """Last incident of the attempt, from its agents or, if they left none, from the controller."""
+    found_here: bool
+    """True if the incident is the controller's own finding, to be written into the journal."""
+    decision: Decision
+
+
+def explain(
+    run_dir: RunDir,
+    snapshot: AttemptSnapshot,
+    spec: RunSpec,
+    *,
+    first_attempt: int,
+    rolled_back: bool = False,
+    chance: Callable[[], float] = random.random,
+) -> AttemptFailure:
+    """Explain a failed attempt and decide on the next action.
+
+    Args:
+        spec: spec of the run.
+        first_attempt: first attempt since the user last started or resumed the run; the budget counts from here.
+        rolled_back: whether an attempt since then went back to an older checkpoint, and none got further than before.
+        chance: number in [0, 1) that spreads the back-off.
+    """
+    attempt = run_dir.attempt(snapshot.attempt)
+    found = evidence.ending_incidents(attempt)
+    own = None
+    if snapshot.verdict.state is AttemptState.LOST and snapshot.verdict.nodes:
+        own = _incident_of_lost_nodes(
+            snapshot, snapshot.job.lost_nodes or snapshot.verdict.nodes
+        )  # Slurm finds out much later
+    elif snapshot.verdict.state is AttemptState.LOST or _lacks_an_agent(snapshot):
+        own = _incident_of_a_lost_job(run_dir, snapshot)
+    elif snapshot.verdict.failure_kind is FailureKind.NODE_LOST and (lost := _lost_nodes(run_dir, snapshot)):
+        own = _incident_of_lost_nodes(snapshot, lost)
+    incident = own or (found[-1] if found else None)
+    kind = own.failure_kind if own else snapshot.verdict.failure_kind or FailureKind.UNKNOWN
+    past = evidence.read_earlier_attempts(
+        run_dir, snapshot.attempt, first_attempt, incident.fingerprint if incident else ""
+    )
+    placement = read_model(attempt.placement, Placement)
+    remedy = _remedy(run_dir, kind, spec, placement, rolled_back, incident)
+    choice = decide_next(
+        kind,
+        past.attempts_without_progress,
+        past.same_fingerprint_before,
+        spec.supervise,
+        chance(),
+        remedy.what,
+        undecided=incident is not None and incident.is_undecided,
+    )
+    excluded = excluded_after(
+        kind,
+        incident.suspect_nodes if incident is not None else (),
+        evidence.strikes(run_dir, own),
+        placement.excluded_nodes if placement is not None else (),
+        spec.supervise.max_excluded_nodes,
+    )
+    return AttemptFailure(
+        kind=kind,
+        message=own.message if own else snapshot.verdict.cause,
+        incident=incident,
+        found_here=own is not None,
+        decision=Decision(
+            attempt=snapshot.attempt,
+            restart=max(snapshot.restart, 0),
+            action=choice.action,
+            reason=choice.reason,
+            decided_by=DecidedBy.CONTROLLER,
+            decided_at=utc_now(),
+            delay_s=choice.delay_s if choice.action is Action.NEW_ATTEMPT else 0.0,
+            excluded_nodes=excluded if choice.action is Action.NEW_ATTEMPT else (),
+            config_diff=remedy.config_diff,
+            resume_checkpoint=remedy.resume_checkpoint,
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class _Remedy:
+    """Changes for the next attempt; all fields are empty if there are none."""
+
+    what: str = ""
+    config_diff: Mapping[str, JsonValue] = field(default_factory=dict)
+    resume_checkpoint: str = ""
+
+
+def _remedy(
+    run_dir: RunDir,
+    kind: FailureKind,
+    spec: RunSpec,
+    placement: Placement | None,
+    rolled_back: bool,
+    incident: Incident | None,
+) -> _Remedy:
+    before = dict(placement.config_diff) if placement is not None else {}
+    if kind is FailureKind.CUDA_OOM and spec.supervise.oom_remediation:
+        changes = oom_remedy(with_changes(spec, before))
+        what = ", ".join(f"{name} = {value}" for name, value in changes.items())
+        return _Remedy(f"going on with {what}; the global batch stays" if what else "", changes)
+    roll_back = kind in (FailureKind.NON_FINITE, FailureKind.DEGENERATE_RL)
+    if roll_back and spec.supervise.rollback_on_non_finite and not rolled_back:
+        steps = [checkpoint.step for checkpoint in run_dir.checkpoints()]
+        step = rollback_step(kind, steps, incident.step if incident else None, spec)
+        if step is not None:
+            older = run_dir.checkpoint(step).root.name
+            return _Remedy(f"going back to {older}, once; newer checkpoints are put aside", {}, older)
+    damaged = incident.damaged_checkpoint if incident is not None else ""
+    if kind is FailureKind.CHECKPOINT_CORRUPT and (whole := run_dir.checkpoint_before(damaged)):
+        return _Remedy(f"{damaged} is put aside, going on from {whole.root.name}")
+    return _Remedy()
+
+
+def _lacks_an_agent(snapshot: AttemptSnapshot) -> bool:
+    """Return True if agent 0 took a lost agent for a preemption."""
+    was_saved = snapshot.outcome is not None and snapshot.outcome.state is AttemptState.PREEMPTED
+    return was_saved and snapshot.verdict.failure_kind is FailureKind.AGENT_KILLED
+
+
+def _incident_of_a_lost_job(run_dir: RunDir, snapshot: AttemptSnapshot) -> Incident:
+    attempt = run_dir.attempt(snapshot.attempt)
+    log = evidence.scheduler_log(attempt)
+    # An agent that ran may have printed failures it has recovered from: its log says nothing about its own end.
+    # One that never began (no claim) printed why.
+    text = "" if log is None else read_tail(log, LOG_TAIL_BYTES)
+    if attempt.claim.exists():
+        # Slurm's own lines never report a recovered failure.
+        text = "\n".join(line for line in text.splitlines() if line.startswith(("srun: error", "slurmstepd")))
+    state = snapshot.job.scheduler_state
+    diagnosis = classify(Evidence(agent_vanished=True, agent_log=text, scheduler_state=state))
+    what = f"The job of attempt {snapshot.attempt} is gone and left no outcome. {diagnosis.message}"
+    if snapshot.outcome is not None:
+        what = f"{snapshot.verdict.cause}. {diagnosis.message}"
+    elif snapshot.job.state is JobState.RUNNING:
+        what = f"The job of attempt {snapshot.attempt} is given up: {snapshot.verdict.cause}."
+    lines = text.strip().splitlines()
+    said = f" The last line of {log}: {lines[-1].strip()[:300]}" if lines else ""
+    return Incident(
+        attempt=snapshot.attempt,
+        restart=max(snapshot.restart, 0),
+        failure_kind=diagnosis.kind,
+        message=masked(f"{what}{said}"),
+        phase=snapshot.phase,
+        step=snapshot.step or None,
+        suspect_nodes=_lost_nodes(run_dir, snapshot) or diagnosis.nodes,
+        is_undecided=diagnosis.is_undecided,
+        seen_at=utc_now(),
+        fingerprint=diagnosis.fingerprint,
+        evidence_dir=str(attempt.scheduler_dir.relative_to(run_dir.root)),
+    )
+
+
+def _lost_nodes(run_dir: RunDir, snapshot: AttemptSnapshot) -> tuple[str, ...]:
+    """Nodes that the scheduler or srun names as lost: a node may have come back before the query."""
+    if snapshot.job.lost_nodes:
+        return snapshot.job.lost_nodes
+    log = evidence.scheduler_log(run_dir.attempt(snapshot.attempt))
+    text = read_tail(log, LOG_TAIL_BYTES) if log is not None else ""
+    named = re.findall(r"^srun: error: Node failure on (\S+)", text, re.MULTILINE)
+    return tuple(dict.fromkeys(named))
+
+
+def _incident_of_lost_nodes(snapshot: AttemptSnapshot, lost: tuple[str, ...]) -> Incident:
+    """Build the incident of lost nodes. Agents that had time to save do not know which node was lost; the scheduler
+    does."""
+    names, cause = ", ".join(lost), snapshot.verdict.cause
+    kind = snapshot.verdict.failure_kind or FailureKind.NODE_LOST
+    said_by_agents = bool(snapshot.verdict.nodes) and not snapshot.job.lost_nodes
+    message = f"{cause[:1].upper()}{cause[1:]}." if said_by_agents else f"{names} went out of service. {cause}"
+    return Incident(
+        attempt=snapshot.attempt,
+        restart=max(snapshot.restart, 0),
+        failure_kind=kind,
+        message=message,
+        phase=snapshot.phase,
+        step=snapshot.step or None,
+        suspect_nodes=lost,
+        seen_at=utc_now(),
+        fingerprint=fingerprint(kind, names),
+    )
