@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from control_fakes import Clock, FakeScheduler
 from desk import Desk, Notes
-from real_server import RealServer, real_server
+from sites import Site
 
 from rlhf_core.config import load_site
 from rlhf_core.control import stages
@@ -35,7 +35,8 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checks: list[CheckResu
 
 
 @pytest.fixture(scope="session")
-def real_prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    """A real server with its UI."""
-    with real_server(tmp_path_factory.mktemp("prefect")) as server:
-        yield server
+def real_prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """A real server with its UI; tests use it in a block (:meth:`Site.in_use`), and others see nothing of it."""
+    with Site(tmp_path_factory.mktemp("prefect")).running(services=False) as site:
+        site.serve("server")
+        yield site

@@ -5,14 +5,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 import pytest
-from real_server import START_TIMEOUT_S
+from process_tools import until
+from sites import START_TIMEOUT_S
 
 from flows.deployments import (
     SCHEDULE,
@@ -75,15 +75,6 @@ def client(server: str) -> Iterator[Any]:
 
     with get_client(sync_client=True) as found:
         yield found
-
-
-def until(check: Callable[[], Any], seconds: float = 120.0) -> Any:
-    """What the check says, once it says something."""
-    end = time.monotonic() + seconds
-    while not (found := check()):
-        assert time.monotonic() < end, f"not within {seconds:g} s"
-        time.sleep(0.3)
-    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------------

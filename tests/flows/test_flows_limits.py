@@ -8,7 +8,7 @@ from uuid import UUID
 import pytest
 from control_fakes import FakeAgent
 from desk import Desk
-from real_server import START_TIMEOUT_S
+from sites import START_TIMEOUT_S
 
 from flows import limits
 from flows.limits import LIMIT, run_slot

@@ -13,7 +13,7 @@ import pytest
 from control_fakes import FakeAgent, make_spec
 from desk import Desk
 from prefect.exceptions import FailedRun
-from real_server import START_TIMEOUT_S
+from sites import START_TIMEOUT_S
 
 from flows import artifacts, publisher
 from flows.artifacts import artifact_key
