@@ -40,3 +40,25 @@ def real_prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     with Site(tmp_path_factory.mktemp("prefect")).running(services=False) as site:
         site.serve("server")
         yield site
+
+
+@pytest.fixture
+def server(real_prefect: Site) -> Iterator[Site]:
+    """The same, in use for a test: the server has flow runs of other tests, and no pool without :func:`pool`."""
+    with real_prefect.in_use():
+        yield real_prefect
+
+
+@pytest.fixture(scope="module")
+def pool(real_prefect: Site) -> Iterator[None]:
+    """A fresh pool ``rlhf``, without deployments before and after: a worker of this file starts its flow runs alone."""
+
+    def clear() -> None:
+        for one in real_prefect.ask("/deployments/filter", {})[1]:
+            real_prefect.ask(f"/deployments/{one['id']}", method="DELETE")
+        real_prefect.ask("/work_pools/rlhf", method="DELETE")
+
+    clear()
+    real_prefect.ask("/work_pools/", {"name": "rlhf", "type": "process"})
+    yield
+    clear()
