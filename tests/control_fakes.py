@@ -1,15 +1,17 @@
 """Helpers of the control-plane tests: a spec, a scheduler in memory, an agent that writes the files of real ones."""
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.errors import SubmissionFailed
+from rlhf_core.launch.journal import Journal
 from rlhf_core.launch.prepare import prepare
 from rlhf_core.run_dir import LineWriter, RunDir, write_model
 from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus, LivingJob
-from rlhf_core.schemas.attempts import AttemptState
+from rlhf_core.schemas.attempts import AttemptState, RunState, StageName, StageState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import FailureKind, Incident
@@ -54,6 +56,16 @@ def make_run(runs: Path, spec: RunSpec | None = None) -> RunDir:
     folder = runs.parent / "empty"
     folder.mkdir(parents=True, exist_ok=True)
     return prepare(spec or make_spec(), runs, config_source="small.toml", folder=folder)
+
+
+def checked_run(runs: Path) -> RunDir:
+    """A run whose preflight is done: the next controller submits its first attempt."""
+    run_dir = make_run(runs)
+    with closing(Journal(run_dir, 0)) as journal:
+        journal.move_run(RunState.PREFLIGHT, "started")
+        journal.end_stage(journal.begin_stage(StageName.PREFLIGHT, 0), StageState.COMPLETED)
+        journal.move_run(RunState.QUEUED, "checked")
+    return run_dir
 
 
 class Clock:

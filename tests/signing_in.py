@@ -1,11 +1,22 @@
-"""Clients of a site's Prefect server that are not Prefect's: they need the password, and a token for what writes."""
+"""Clients of a site's Prefect server that are not Prefect's: they need the password, and a token for what writes.
+
+And browsers, which are such clients.
+"""
 
 import base64
 import json
+import shutil
 import urllib.error
 import urllib.request
 import uuid
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from sites import Site
 
 _READING = ("GET", "HEAD")
 _tokens: dict[str, tuple[str, str]] = {}
@@ -34,6 +45,36 @@ def sign_in(context: Any, password: str) -> None:
     context.add_init_script(
         f"try {{ localStorage.setItem('prefect-password', btoa({json.dumps(password)})) }} catch (none) {{}}"
     )
+
+
+def browser() -> str | None:
+    """The browser of this machine."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    return next((path for name in names if (path := shutil.which(name)) is not None), None)
+
+
+@contextmanager
+def chromium() -> Iterator[Any]:
+    """Run a browser for the block; where there is none the test is skipped."""
+    executable = browser()
+    if executable is None:
+        pytest.skip("there is no browser on this machine (chromium): sh infra/system_packages.sh browser")
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@contextmanager
+def page_of(site: "Site", path: str) -> Iterator[Any]:
+    """A page of a site's UI in a browser that has signed in."""
+    with chromium() as started:
+        page = started.new_page(viewport={"width": 1400, "height": 1200})
+        sign_in(page, site.password)
+        page.set_default_timeout(45_000)
+        page.goto(f"{site.url}{path}", wait_until="domcontentloaded")
+        yield page
 
 
 def _sent(api: str, path: str, body: Any, method: str, password: str) -> tuple[int, Any]:

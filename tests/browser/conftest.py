@@ -1,36 +1,31 @@
 """One site for all tests in the browser; a page of it for each; and pictures of what is seen."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from browser_site import BrowserSite, Shoot, browser, browser_site
-from signing_in import sign_in
-from slurm_cluster import WHY_NOT, missing_programs
+import signing_in
+from sites import Site
+from slurm_cluster import WHY_NOT, Cluster, missing_programs
 
 
 @pytest.fixture(scope="session")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrowserSite]:
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """Prefect server, worker, site daemon and a Slurm of four nodes."""
     if missing_programs():
         pytest.skip(WHY_NOT)
-    with browser_site(tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("slurm")) as site:
+    cluster = Cluster(tmp_path_factory.mktemp("slurm"), nodes=4, kill_wait_s=1)
+    with Site(tmp_path_factory.mktemp("site"), cluster=cluster, team=True, max_runs=12).running() as site:
         yield site
 
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
     """Chromium for a file of tests: while it runs, no other file in this process can start Playwright."""
-    executable = browser()
-    if executable is None:
-        pytest.skip("there is no browser on this machine (chromium): sh infra/system_packages.sh browser")
-    playwright = pytest.importorskip("playwright.sync_api")
-    with playwright.sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+    with signing_in.chromium() as started:
         yield started
-        started.close()
 
 
 @pytest.fixture
@@ -43,9 +38,9 @@ def fresh_page(chromium: Any) -> Iterator[Any]:
 
 
 @pytest.fixture
-def page(fresh_page: Any, site: BrowserSite) -> Any:
+def page(fresh_page: Any, site: Site) -> Any:
     """A page of a person who has signed in."""
-    sign_in(fresh_page, site.password)
+    signing_in.sign_in(fresh_page, site.password)
     return fresh_page
 
 
@@ -58,7 +53,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def shoot(page: Any, pictures: Path) -> Shoot:
+def shoot(page: Any, pictures: Path) -> Callable[[str], None]:
     """Take a picture of the page as it is. The drawing of a flow run does not say when it is ready: it has a moment."""
 
     def take(name: str) -> None:

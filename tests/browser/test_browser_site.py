@@ -6,13 +6,19 @@ at the start, all by the form, so that they are at work beside each other while 
 
 import json
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pages
+import psutil
 import pytest
-from browser_site import PATIENCE_S, BrowserSite, Shoot, until
+from process_tools import until
 from signing_in import sign_in
+from sites import TIMEOUT_S, Site
+
+Shoot = Callable[[str], None]
+"""Takes a picture of the page, under a name."""
 
 pytestmark = [pytest.mark.site, pytest.mark.end_to_end, pytest.mark.training]
 
@@ -35,24 +41,37 @@ SHOWN = {
 
 
 @pytest.fixture(scope="module")
-def scheduled(site: BrowserSite) -> str:
+def scheduled(site: Site) -> str:
     """A deployment for schedules."""
     return site.deploy("sorting.toml", "--name", "every-minute", "--set", "loops.main.num_steps=2")
 
 
 @pytest.fixture(scope="module")
-def asked(site: BrowserSite, chromium: Any) -> dict[str, str]:
+def asked(site: Site, chromium: Any) -> dict[str, str]:
     """The flow runs of :data:`ASKED`."""
     deployment = site.deploy("sorting.toml")
     page = chromium.new_page()
     sign_in(page, site.password)
     flow_runs = {}
     for name, overrides in ASKED.items():
-        pages.open_run_form(page, site.ui, deployment)
+        pages.open_run_form(page, site.url, deployment)
         pages.fill(page, {"name": name, "overrides": overrides})
         flow_runs[name] = pages.submit(page)
     page.close()
     return flow_runs
+
+
+def ranks(run_id: str) -> list[psutil.Process]:
+    """The trainer ranks of a run, by their rank."""
+    found = {}
+    for process in psutil.process_iter():
+        try:
+            words, around = process.cmdline(), process.environ()
+        except psutil.Error:
+            continue
+        if "trainer" in words and any(run_id in word for word in words) and "RANK" in around:
+            found[int(around["RANK"])] = process
+    return [found[rank] for rank in sorted(found)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -60,10 +79,10 @@ def asked(site: BrowserSite, chromium: Any) -> dict[str, str]:
 
 
 def test_a_run_is_asked_for_with_changed_parameters_and_watched(
-    site: BrowserSite, asked: dict[str, str], page: Any, shoot: Shoot
+    site: Site, asked: dict[str, str], page: Any, shoot: Shoot
 ) -> None:
     deployment = site.deployment("slurm-quickstart")
-    pages.open_deployment(page, site.ui, deployment)
+    pages.open_deployment(page, site.url, deployment)
     shoot("deployment")
     pages.choose_custom_run(page)
     shoot("form")
@@ -90,31 +109,31 @@ def test_a_run_is_asked_for_with_changed_parameters_and_watched(
     assert (made["resources"]["num_nodes"], made["rollout"]["temperature"]) == (2, 0.9)
 
     site.becomes(run_id, "training")
-    ((job, comment),) = until(lambda: site.jobs(run_id), PATIENCE_S)
+    ((job, comment),) = until(lambda: site.jobs(run_id), timeout_s=TIMEOUT_S)
     assert comment == f"{run_id}/1"
-    until(lambda: site.step(run_id) >= 30, PATIENCE_S)
-    pages.open_flow_run(page, site.ui, flow_run)
+    until(lambda: site.step(run_id) >= 30, timeout_s=TIMEOUT_S)
+    pages.open_flow_run(page, site.url, flow_run)
     page.get_by_role("tab", name="Task Runs").click()
     page.get_by_text("train attempt 1").first.wait_for()
     shoot("training")
 
     site.becomes(run_id, "completed")
-    assert site.flow_state(flow_run, "Completed").startswith(f"run {run_id} completed")
+    assert site.flow_becomes(flow_run, "Completed").startswith(f"run {run_id} completed")
     assert site.rows("SELECT scheduler_job_id, state FROM attempts WHERE run_id = ?", run_id) == [(job, "completed")]
     assert until(lambda: site.jobs(run_id) == [])
-    pages.open_flow_run(page, site.ui, flow_run)
+    pages.open_flow_run(page, site.url, flow_run)
     page.get_by_text("Completed", exact=True).first.wait_for()
     shoot("completed")
     looks_at_its_pages(site, page, shoot, flow_run, run_id)
 
 
-def looks_at_its_pages(site: BrowserSite, page: Any, shoot: Shoot, flow_run: str, run_id: str) -> None:
+def looks_at_its_pages(site: Site, page: Any, shoot: Shoot, flow_run: str, run_id: str) -> None:
     """What a run that has ended shows: 100 %, a picture that can be seen, what was checked, what it came to."""
     key = run_id.replace("_", "-")
     _, progress = site.ask(f"/artifacts/rlhf-progress-{key}/latest")
     assert progress["data"] == 100
     for kind, seen in SHOWN.items():
-        pages.open_flow_run(page, site.ui, flow_run)
+        pages.open_flow_run(page, site.url, flow_run)
         pages.open_artifacts(page)
         if kind == "curves":
             shoot("artifacts")
@@ -128,11 +147,11 @@ def looks_at_its_pages(site: BrowserSite, page: Any, shoot: Shoot, flow_run: str
         shoot(kind)
 
 
-def test_the_form_refuses_values_that_cannot_be(site: BrowserSite, asked: dict[str, str], page: Any) -> None:
+def test_the_form_refuses_values_that_cannot_be(site: Site, asked: dict[str, str], page: Any) -> None:
     deployment = site.deployment("slurm-quickstart")
     known = number_of_flow_runs(site, deployment)
     for name, wrong in {"steps": "0", "nodes": "-1", "learning_rate": "0", "name": "Has Spaces"}.items():
-        pages.open_run_form(page, site.ui, deployment)
+        pages.open_run_form(page, site.url, deployment)
         pages.fill(page, {name: wrong})
         pages.refuse(page)
         assert pages.browser_says(page, name) or pages.says(page), f"nothing is said of {name}"
@@ -140,18 +159,18 @@ def test_the_form_refuses_values_that_cannot_be(site: BrowserSite, asked: dict[s
     assert number_of_flow_runs(site, deployment) == known
 
 
-def number_of_flow_runs(site: BrowserSite, deployment: str) -> int:
+def number_of_flow_runs(site: Site, deployment: str) -> int:
     _, found = site.ask("/flow_runs/count", {"deployments": {"id": {"any_": [deployment]}}})
     return int(found)
 
 
-def test_an_override_that_cannot_be_is_refused_at_once(site: BrowserSite, page: Any, shoot: Shoot) -> None:
-    pages.open_run_form(page, site.ui, site.deployment("slurm-quickstart"))
+def test_an_override_that_cannot_be_is_refused_at_once(site: Site, page: Any, shoot: Shoot) -> None:
+    pages.open_run_form(page, site.url, site.deployment("slurm-quickstart"))
     pages.fill(page, {"name": "mistyped", "overrides": "loops.main.num_stepps=5"})
     flow_run = pages.submit(page)
-    message = site.flow_state(flow_run, "Failed")
+    message = site.flow_becomes(flow_run, "Failed")
     assert "loops.main.num_stepps" in message
-    pages.open_flow_run(page, site.ui, flow_run)
+    pages.open_flow_run(page, site.url, flow_run)
     page.get_by_role("tab", name="Details").click()
     page.get_by_text("loops.main.num_stepps").first.wait_for()
     shoot("refused")
@@ -164,9 +183,9 @@ def test_an_override_that_cannot_be_is_refused_at_once(site: BrowserSite, page: 
 # While it runs
 
 
-def test_a_schedule_is_made_in_the_ui(site: BrowserSite, scheduled: str, page: Any, shoot: Shoot) -> None:
+def test_a_schedule_is_made_in_the_ui(site: Site, scheduled: str, page: Any, shoot: Shoot) -> None:
     """It fires while the next tests are made; the last one sees to it."""
-    pages.open_deployment(page, site.ui, scheduled)
+    pages.open_deployment(page, site.url, scheduled)
     pages.make_cron_schedule(page, "* * * * *")
     page.get_by_text("Every minute").wait_for()
     shoot("schedule")
@@ -176,21 +195,21 @@ def test_a_schedule_is_made_in_the_ui(site: BrowserSite, scheduled: str, page: A
 
 
 @pytest.mark.usefixtures("asked")
-def test_a_rank_that_stops_is_shown_and_the_run_goes_on(site: BrowserSite, page: Any, shoot: Shoot) -> None:
+def test_a_rank_that_stops_is_shown_and_the_run_goes_on(site: Site, page: Any, shoot: Shoot) -> None:
     """Asked for here, since it must be at work when its rank is stopped."""
-    pages.open_run_form(page, site.ui, site.deployment("sorting"))
+    pages.open_run_form(page, site.url, site.deployment("sorting"))
     pages.fill(page, {"name": "stopped", "overrides": 'reward.functions=["grader:slow"]\nloops.main.num_steps=200'})
     flow_run = pages.submit(page)
     run_id = site.run_of(flow_run)
-    until(lambda: site.step(run_id) >= 30, PATIENCE_S)
-    site.ranks(run_id)[1].send_signal(signal.SIGSTOP)
+    until(lambda: site.step(run_id) >= 30, timeout_s=TIMEOUT_S)
+    ranks(run_id)[1].send_signal(signal.SIGSTOP)
     question = "SELECT failure_kind, suspect_ranks FROM incidents WHERE run_id = ?"
-    ((kind, suspects),) = until(lambda: site.rows(question, run_id), PATIENCE_S)
+    ((kind, suspects),) = until(lambda: site.rows(question, run_id), timeout_s=TIMEOUT_S)
     assert kind in ("hang", "collective_hang")
     assert json.loads(suspects) == [1]
-    pages.open_flow_run(page, site.ui, flow_run)
+    pages.open_flow_run(page, site.url, flow_run)
     until(lambda: site.ask(f"/artifacts/rlhf-incidents-{run_id}/latest")[0] == 200)
-    pages.open_flow_run(page, site.ui, flow_run)
+    pages.open_flow_run(page, site.url, flow_run)
     pages.open_artifacts(page)
     pages.open_artifact(page, "incidents")
     page.get_by_text("rank 1").first.wait_for()
@@ -200,37 +219,37 @@ def test_a_rank_that_stops_is_shown_and_the_run_goes_on(site: BrowserSite, page:
     assert site.rows("SELECT number FROM attempts WHERE run_id = ?", run_id) == [(1,)]
 
 
-def test_a_run_is_cancelled_in_the_ui(site: BrowserSite, asked: dict[str, str], page: Any, shoot: Shoot) -> None:
+def test_a_run_is_cancelled_in_the_ui(site: Site, asked: dict[str, str], page: Any, shoot: Shoot) -> None:
     flow_run = asked["cancelled"]
     run_id = site.run_of(flow_run)
     site.becomes(run_id, "training")
-    until(lambda: site.step(run_id) > 20, PATIENCE_S)
+    until(lambda: site.step(run_id) > 20, timeout_s=TIMEOUT_S)
     assert len(site.jobs(run_id)) == 1
-    pages.open_flow_run(page, site.ui, flow_run)
+    pages.open_flow_run(page, site.url, flow_run)
     pages.cancel(page)
     site.becomes(run_id, "cancelled")
     assert until(lambda: site.jobs(run_id) == []), "its job is gone"
-    assert until(lambda: site.ranks(run_id) == []), "and its processes"
-    site.flow_state(flow_run, "Cancelled")
-    pages.open_flow_run(page, site.ui, flow_run)
+    assert until(lambda: ranks(run_id) == []), "and its processes"
+    site.flow_becomes(flow_run, "Cancelled")
+    pages.open_flow_run(page, site.url, flow_run)
     page.get_by_text("Cancelled", exact=True).first.wait_for()
     shoot("cancelled")
 
 
 def test_a_failed_run_is_tried_again_and_goes_on_from_its_checkpoint(
-    site: BrowserSite, asked: dict[str, str], page: Any, shoot: Shoot
+    site: Site, asked: dict[str, str], page: Any, shoot: Shoot
 ) -> None:
     flow_run = asked["failed"]
     run_id = site.run_of(flow_run)
     site.becomes(run_id, "failed")
-    assert "503" in site.flow_state(flow_run, "Failed")
-    pages.open_flow_run(page, site.ui, flow_run)
+    assert "503" in site.flow_becomes(flow_run, "Failed")
+    pages.open_flow_run(page, site.url, flow_run)
     page.get_by_text("Failed", exact=True).first.wait_for()
     shoot("failed")
     site.service_is_up.touch()
     pages.retry(page)
-    until(lambda: site.state(run_id) == "completed", PATIENCE_S)
-    site.flow_state(flow_run, "Completed")
+    until(lambda: site.recorded(run_id) == "completed", timeout_s=TIMEOUT_S)
+    site.flow_becomes(flow_run, "Completed")
     attempts = site.rows("SELECT number, state, resumed_from_step FROM attempts WHERE run_id = ? ORDER BY 1", run_id)
     assert [attempt[:2] for attempt in attempts] == [(1, "failed"), (2, "completed")]
     assert attempts[1][2] > 0, "from its checkpoint"
@@ -238,7 +257,7 @@ def test_a_failed_run_is_tried_again_and_goes_on_from_its_checkpoint(
     assert {found for (found,) in site.rows("SELECT run_id FROM controllers WHERE flow_run_id = ?", flow_run)} == {
         run_id
     }
-    pages.open_flow_run(page, site.ui, flow_run)
+    pages.open_flow_run(page, site.url, flow_run)
     page.get_by_role("tab", name="Task Runs").click()
     page.get_by_text("train attempt 2").first.wait_for()
     shoot("tried-again")
@@ -248,32 +267,30 @@ def test_a_failed_run_is_tried_again_and_goes_on_from_its_checkpoint(
 # Afterwards
 
 
-def test_the_link_that_we_print_opens_in_the_ui_of_the_first_page(
-    site: BrowserSite, asked: dict[str, str], page: Any
-) -> None:
+def test_the_link_that_we_print_opens_in_the_ui_of_the_first_page(site: Site, asked: dict[str, str], page: Any) -> None:
     flow_run = asked["promoted"]
     run_id = site.run_of(flow_run)
-    link = json.loads(site.rlhf("show", run_id, "--json").stdout)["controllers"][-1]["flow_run_url"]
-    assert link == f"{site.ui}/runs/flow-run/{flow_run}"
-    page.goto(site.ui)
-    page.wait_for_url(f"{site.ui}/dashboard")
+    link = site.rlhf("show", run_id, "--json").json()["controllers"][-1]["flow_run_url"]
+    assert link == f"{site.url}/runs/flow-run/{flow_run}"
+    page.goto(site.url)
+    page.wait_for_url(f"{site.url}/dashboard")
     page.goto(link)
     page.get_by_text(run_id).filter(visible=True).first.wait_for()
     assert page.url.startswith(link)
 
 
-def test_a_model_is_approved_in_the_ui(site: BrowserSite, asked: dict[str, str], page: Any, shoot: Shoot) -> None:
+def test_a_model_is_approved_in_the_ui(site: Site, asked: dict[str, str], page: Any, shoot: Shoot) -> None:
     flow_run = asked["promoted"]
     run_id = site.run_of(flow_run)
-    site.flow_state(flow_run, "Paused")
-    pages.open_flow_run(page, site.ui, flow_run)
+    site.flow_becomes(flow_run, "Paused")
+    pages.open_flow_run(page, site.url, flow_run)
     form = pages.open_answer(page)
     assert "exact_match, greedy" in form.inner_text(), "the evaluation stands beside the button"
     shoot("question")
     pages.approve(form, "Ada", "sorts well enough")
     shoot("answer")
     pages.send_answer(form)
-    assert "by Ada" in site.flow_state(flow_run, "Completed")
+    assert "by Ada" in site.flow_becomes(flow_run, "Completed")
     question = "SELECT state, decided_by, reason, path FROM promotions WHERE run_id = ?"
     ((state, by, reason, path),) = until(lambda: [row for row in site.rows(question, run_id) if row[0] == "promoted"])
     assert (state, by, reason) == ("promoted", "Ada (through Prefect, unverified)", "sorts well enough")
@@ -282,11 +299,11 @@ def test_a_model_is_approved_in_the_ui(site: BrowserSite, asked: dict[str, str],
 
 
 def test_the_schedule_has_asked_for_runs_until_it_is_removed(
-    site: BrowserSite, scheduled: str, asked: dict[str, str], page: Any, shoot: Shoot
+    site: Site, scheduled: str, asked: dict[str, str], page: Any, shoot: Shoot
 ) -> None:
     question = "SELECT run_id, config_source, overrides, spec FROM runs WHERE name = 'sorting' ORDER BY created_at"
-    run_id, source, overrides, spec = until(lambda: site.rows(question), PATIENCE_S)[0]
-    pages.open_deployment(page, site.ui, scheduled)
+    run_id, source, overrides, spec = until(lambda: site.rows(question), timeout_s=TIMEOUT_S)[0]
+    pages.open_deployment(page, site.url, scheduled)
     shoot("scheduled")
     pages.delete_schedule(page, "Every minute")
     assert site.ask(f"/deployments/{scheduled}")[1]["schedules"] == []
@@ -297,7 +314,7 @@ def test_the_schedule_has_asked_for_runs_until_it_is_removed(
     site.becomes(run_id, "completed")
     _, later = site.ask("/flow_runs/filter", {"flow_runs": {"state": {"name": {"any_": ["Scheduled", "Late"]}}}})
     assert [one for one in later if one["deployment_id"] == scheduled] == [], "what was planned is gone with it"
-    pages.open_page(page, site.ui, "runs")
+    pages.open_page(page, site.url, "runs")
     shoot("runs")
-    pages.open_page(page, site.ui, "dashboard")
+    pages.open_page(page, site.url, "dashboard")
     shoot("dashboard")

@@ -11,7 +11,9 @@ from typing import Any
 
 import pages
 import pytest
-from browser_site import PATIENCE_S, BrowserSite, free_port, until
+from process_tools import kill_all, until
+from site_files import ROOT
+from sites import TIMEOUT_S, Site
 from slurm_cluster import WHY_NOT, missing_programs
 
 pytestmark = [
@@ -21,7 +23,6 @@ pytestmark = [
     pytest.mark.skipif(bool(missing_programs()), reason=WHY_NOT),
 ]
 
-ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "tour.md"
 ON_THE_PAGE = "/tmp/tour"
 
@@ -63,12 +64,12 @@ class Terminal:
 class Reader:
     """Somebody who follows the page: what is done in the browser, before the commands of a section."""
 
-    site: BrowserSite
+    site: Site
     page: Any
 
     def asks_for_a_run(self) -> None:
-        pages.sign_in(self.page, self.site.ui, self.site.rlhf("password").stdout.strip())
-        pages.open_deployment(self.page, self.site.ui, self.site.deployment("slurm-quickstart"))
+        pages.sign_in(self.page, self.site.url, self.site.rlhf("password").stdout.strip())
+        pages.open_deployment(self.page, self.site.url, self.site.deployment("slurm-quickstart"))
         pages.choose_custom_run(self.page)
         table = re.findall(r"^\| (\w+) \| `(.*)` \|$", PAGE.read_text(), flags=re.MULTILINE)
         assert len(table) == 5, "the values for the form, as the page has them"
@@ -76,31 +77,31 @@ class Reader:
         pages.submit(self.page)
 
     def schedules_and_waits_until_it_trains(self) -> None:
-        pages.open_deployment(self.page, self.site.ui, self.site.deployment("nightly"))
+        pages.open_deployment(self.page, self.site.url, self.site.deployment("nightly"))
         pages.make_cron_schedule(self.page, "* * * * *")
-        until(lambda: self.site.step(self.run("mine")) > 40, PATIENCE_S)
+        until(lambda: self.site.step(self.run("mine")) > 40, timeout_s=TIMEOUT_S)
 
     def sees_the_incident_repaired(self) -> None:
-        until(lambda: self.site.rows("SELECT * FROM decisions WHERE run_id = ?", self.run("mine")), PATIENCE_S)
+        until(lambda: self.site.rows("SELECT * FROM decisions WHERE run_id = ?", self.run("mine")), timeout_s=TIMEOUT_S)
 
     def approves(self) -> None:
         ((flow_run,),) = self.site.rows("SELECT flow_run_id FROM controllers WHERE run_id = ?", self.run("mine"))
-        self.site.flow_state(flow_run, "Paused")
-        pages.open_flow_run(self.page, self.site.ui, flow_run)
+        self.site.flow_becomes(flow_run, "Paused")
+        pages.open_flow_run(self.page, self.site.url, flow_run)
         form = pages.open_answer(self.page)
         pages.approve(form, "Ada", "")
         pages.send_answer(form)
-        self.site.flow_state(flow_run, "Completed")
+        self.site.flow_becomes(flow_run, "Completed")
 
     def takes_the_schedule_away(self) -> None:
-        until(lambda: self.site.rows("SELECT * FROM runs WHERE name = 'nightly'"), PATIENCE_S)
-        pages.open_deployment(self.page, self.site.ui, self.site.deployment("nightly"))
+        until(lambda: self.site.rows("SELECT * FROM runs WHERE name = 'nightly'"), timeout_s=TIMEOUT_S)
+        pages.open_deployment(self.page, self.site.url, self.site.deployment("nightly"))
         pages.delete_schedule(self.page, "Every minute")
 
     def run(self, name: str) -> str:
         """The newest run of a name, once it is there."""
         question = "SELECT run_id FROM runs WHERE name = ? ORDER BY created_at DESC LIMIT 1"
-        ((run_id,),) = until(lambda: self.site.rows(question, name), PATIENCE_S)
+        ((run_id,),) = until(lambda: self.site.rows(question, name), timeout_s=TIMEOUT_S)
         return str(run_id)
 
 
@@ -119,7 +120,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Stands for the folder of the tour; nothing is left at work in it."""
     folder = tmp_path_factory.mktemp("tour")
     yield folder
-    BrowserSite(folder / "site", 0).kill_all()
+    kill_all(folder / "site")
     program = [sys.executable, str(ROOT / "infra" / "slurm" / "cluster.py"), "down", str(folder / "slurm")]
     if (folder / "slurm").exists():
         subprocess.run(program, check=True, capture_output=True)
@@ -131,7 +132,7 @@ def test_what_is_done_in_the_browser_has_its_place_on_the_page() -> None:
 
 
 def test_the_page_is_followed(folder: Path, fresh_page: Any, tmp_path: Path) -> None:
-    site = BrowserSite(folder / "site", free_port(), max_runs=12)
+    site = Site(folder / "site", max_runs=12)
     site.write_settings()  # for the port alone: others may test on this machine
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("RLHF_", "PREFECT_", "SLURM_"))}
     terminal = Terminal(
@@ -164,7 +165,7 @@ def test_the_page_is_followed(folder: Path, fresh_page: Any, tmp_path: Path) -> 
     assert [one.cmdline() for one in site.processes()] == []
 
 
-def seen_at_the_end(site: BrowserSite, folder: Path) -> dict[str, Any]:
+def seen_at_the_end(site: Site, folder: Path) -> dict[str, Any]:
     """What the tour has come to, past all of our own code."""
     return {
         "mine": site.rows("SELECT state, seed, total_steps FROM runs WHERE name = 'mine'"),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from history_tools import postgres
+from process_tools import free_port
 from slurm_cluster import WHY_NOT, Cluster, missing_programs
 
 pytestmark = [
@@ -24,14 +25,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "team.md"
 def commands() -> list[str]:
     """The blocks that are to be run, in their order."""
     return re.findall(r"^```bash\n(.*?)^```$", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

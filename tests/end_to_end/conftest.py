@@ -1,26 +1,21 @@
-"""Fixtures of the end-to-end tests; the tools they hand out are in shop.py."""
+"""Sites of the end-to-end tests, without services."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from shop import Shop
+from sites import Site
 
 
 @pytest.fixture
-def shop(tmp_path: Path) -> Iterator[Shop]:
-    home = tmp_path / "home"
-    home.mkdir()
-    shop = Shop(home)
-    yield shop
-    shop.end()
+def site(tmp_path: Path) -> Iterator[Site]:
+    with Site(tmp_path / "home").running(services=False) as site:
+        yield site
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """One tiny run, start to end, with a real temporary Prefect server: what every disturbed run is compared with."""
-    home = tmp_path_factory.mktemp("undisturbed")
-    shop = Shop(home, {"PREFECT_HOME": str(home / "prefect")})
-    shop.rlhf("run", shop.config())
-    yield shop
-    shop.end()
+    with Site(tmp_path_factory.mktemp("undisturbed")).running(services=False) as site:
+        site.rlhf("run", site.config())
+        yield site

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from shop import CONFIG, Shop
+from site_files import TINY
+from sites import Site
 
 pytestmark = pytest.mark.end_to_end
 
@@ -21,33 +22,33 @@ pytestmark = pytest.mark.end_to_end
         ("resources.num_nodes=2", "one node"),
     ],
 )
-def test_a_config_that_cannot_work_ends_with_2(shop: Shop, override: str, answer: str) -> None:
+def test_a_config_that_cannot_work_ends_with_2(site: Site, override: str, answer: str) -> None:
     for command in (("check",), ("run", "--no-prefect")):
-        ended = shop.rlhf(command[0], shop.config(), *command[1:], "--set", override, expect=2)
+        ended = site.rlhf(command[0], site.config(), *command[1:], "--set", override, code=2)
         assert answer in ended.stdout + ended.stderr
         assert "Traceback" not in ended.stderr
 
 
-def test_a_malformed_line_is_named_by_file_and_number(shop: Shop) -> None:
+def test_a_malformed_line_is_named_by_file_and_number(site: Site) -> None:
     good = '{"prompt": "12>", "answer": "12"}\n'
-    (shop.home / "train.jsonl").write_text(good * 40 + '{"prompt": "3\n' + good)
-    (shop.home / "eval.jsonl").write_text(good.replace("12", "21"))
-    text = "\n".join(line for line in CONFIG.splitlines() if not line.startswith("generator"))
-    ended = shop.rlhf(
+    (site.home / "train.jsonl").write_text(good * 40 + '{"prompt": "3\n' + good)
+    (site.home / "eval.jsonl").write_text(good.replace("12", "21"))
+    without_generator = {name: None for name in TINY if name.startswith("data.generator")}
+    ended = site.rlhf(
         "run",
-        shop.config(text),
+        site.config(without_generator),
         "--no-prefect",
         "--set",
         "data.train=train.jsonl",
         "--set",
         "data.eval=eval.jsonl",
-        expect=2,
+        code=2,
     )
     assert "train.jsonl:41" in (ended.stdout + ended.stderr).replace("\n", "")
 
 
-def test_a_missing_file_is_named(shop: Shop) -> None:
-    ended = shop.rlhf("run", "nothing.toml", expect=2)
+def test_a_missing_file_is_named(site: Site) -> None:
+    ended = site.rlhf("run", "nothing.toml", code=2)
     assert "nothing.toml" in ended.stderr
 
 
@@ -67,15 +68,15 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.training
-def test_a_full_disk_at_checkpoint_time_loses_nothing(shop: Shop, small_disk: Path) -> None:
-    shop.environment["RLHF_RUNS"] = str(small_disk)
+def test_a_full_disk_at_checkpoint_time_loses_nothing(site: Site, small_disk: Path) -> None:
+    site.variables["RLHF_RUNS"] = str(small_disk)
     keep_all = ("--set", "checkpoint.keep_last=100", "--set", "checkpoint.every_num_steps=3")
-    ended = shop.rlhf("run", shop.config(), "--no-prefect", *keep_all, expect=None)
+    ended = site.rlhf("run", site.config(), "--no-prefect", *keep_all, code=None)
     assert ended.returncode in (1, 2), ended.stdout + ended.stderr
     assert "Traceback" not in ended.stderr
-    (run,) = shop.rlhf("runs", "--json").json()
+    (run,) = site.rlhf("runs", "--json").json()
     assert run["state"] == "failed"
-    shown = shop.rlhf("show", run["run_id"], "--json").json()
+    shown = site.rlhf("show", run["run_id"], "--json").json()
     assert [incident["failure_kind"] for incident in shown["incidents"]] == ["disk_full"]
     assert shown["decisions"][-1]["action"] == "stop"
     assert shown["checkpoints"], "the disk must have filled after the first checkpoint for this test to say anything"

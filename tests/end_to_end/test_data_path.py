@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from shop import Shop, wait_until
+from process_tools import until
+from site_files import options
+from sites import Site
 
 from rlhf_core.run_dir import read_models
 from rlhf_core.schemas.reports import MetricsLine, SampleLine
@@ -22,8 +24,7 @@ SMALL = (
     "train.log_samples_every=1",
     "resources.ranks_per_node=1",
 )
-OVERRIDES = tuple(word for override in SMALL for word in ("--set", override))
-FILES = ("--set", "data.train=train.jsonl", "--set", "data.eval=eval.jsonl")
+OPTIONS = options(*SMALL, "data.train=train.jsonl", "data.eval=eval.jsonl")
 
 
 def row(apples: int, pears: int, padding: str = "") -> str:
@@ -38,17 +39,17 @@ def row(apples: int, pears: int, padding: str = "") -> str:
 
 
 @pytest.fixture
-def files(shop: Shop) -> Path:
+def files(site: Site) -> Path:
     rows = [row(apples, pears) for apples in range(2, 12) for pears in range(3, 9)]
     long_prompts = [row(1, 2, padding="She thinks of the weather. " * 60) for _ in range(3)]
-    (shop.home / "train.jsonl").write_text("\n".join([*rows, *long_prompts]) + "\n")
-    (shop.home / "eval.jsonl").write_text("\n".join(row(apples, 20) for apples in range(2, 12)) + "\n")
-    return shop.home
+    (site.home / "train.jsonl").write_text("\n".join([*rows, *long_prompts]) + "\n")
+    (site.home / "eval.jsonl").write_text("\n".join(row(apples, 20) for apples in range(2, 12)) + "\n")
+    return site.home
 
 
-def test_the_real_data_path(shop: Shop, files: Path) -> None:
-    shop.rlhf("run", "gsm8k", "--no-prefect", *OVERRIDES, *FILES)
-    restart = shop.only_run().attempt(1).restart(0)
+def test_the_real_data_path(site: Site, files: Path) -> None:
+    site.rlhf("run", "gsm8k", "--no-prefect", *OPTIONS)
+    restart = site.only_run().attempt(1).restart(0)
     lines = read_models(restart.metrics, MetricsLine)
     losses = [line.metrics["train/loss"] for line in lines if line.loop == "sft"]
     assert losses[-1] < 0.8 * losses[0], "supervised loss must fall on real text"
@@ -57,23 +58,23 @@ def test_the_real_data_path(shop: Shop, files: Path) -> None:
     assert "reward/gsm8k_answer" in lines[-1].metrics
     samples = read_models(restart.samples, SampleLine)
     assert {sample.reward for sample in samples} <= {0.0, 1.0}
-    measured = {line["metric"] for line in shop.rlhf("show", "last", "--json").json()["evaluations"]}
+    measured = {line["metric"] for line in site.rlhf("show", "last", "--json").json()["evaluations"]}
     assert measured == {"gsm8k_answer"}
 
 
-def test_a_malformed_line_stops_before_training_or_is_counted(shop: Shop, files: Path) -> None:
+def test_a_malformed_line_stops_before_training_or_is_counted(site: Site, files: Path) -> None:
     with (files / "train.jsonl").open("a") as file:
         file.write('{"question": "cut off in the mid')
-    ended = shop.rlhf("run", "gsm8k", "--no-prefect", *OVERRIDES, *FILES, expect=2)
+    ended = site.rlhf("run", "gsm8k", "--no-prefect", *OPTIONS, code=2)
     assert "train.jsonl:64" in (ended.stdout + ended.stderr).replace("\n", "")
 
-    process = shop.start("run", "gsm8k", "--no-prefect", *OVERRIDES, *FILES, "--set", "data.malformed_rows=drop")
+    process = site.start("run", "gsm8k", "--no-prefect", *OPTIONS, "--set", "data.malformed_rows=drop")
 
     def counted() -> float | None:
-        for line in shop.rows("SELECT value FROM run_curve WHERE key = 'data/num_malformed'"):
+        for line in site.rows("SELECT value FROM run_curve WHERE key = 'data/num_malformed'"):
             return float(line[0])
         if process.poll() is not None:
             pytest.fail(f"the run ended with {process.returncode}: {process.communicate()}")
         return None
 
-    assert wait_until(counted, "the count of malformed rows") == 1.0
+    assert until(counted, "the count of malformed rows") == 1.0

@@ -1,11 +1,13 @@
 """The main job and what it leaves behind; kills in the middle; the same numbers every time."""
 
 import signal
+import subprocess
 from pathlib import Path
 
 import psutil
 import pytest
-from shop import Shop, curve, kill_tree, last_step, wait_for_step
+from process_tools import kill_tree, until
+from sites import Site, last_step
 
 from rlhf_core.run_dir import RunDir, checksum, read_models
 from rlhf_core.schemas.reports import SampleLine
@@ -20,7 +22,27 @@ def final_weights(run: RunDir) -> str:
     return checksum(run.checkpoint(TOTAL_STEPS).model / "model.safetensors").sha256
 
 
-def test_a_run_ends_completed_with_four_stages_and_its_history(undisturbed: Shop) -> None:
+def wait_for_step(site: Site, step: int, process: "subprocess.Popen[str]") -> RunDir:
+    """Wait until the only run of a site has reached a step; its directory."""
+
+    def reached() -> bool:
+        if process.poll() is not None:
+            pytest.fail(f"rlhf ended with {process.returncode} before step {step}\n{process.communicate()}")
+        return any(last_step(run) >= step for run in site.runs())
+
+    until(reached, f"step {step}", interval_s=0.05)
+    return site.only_run()
+
+
+def curve(site: Site) -> dict[tuple[str, int], float]:
+    """The effective metrics that must not depend on the machine: name and step to value, each once."""
+    rows = site.rows("SELECT key, step, value FROM run_curve")
+    keys = [(key, step) for key, step, _ in rows]
+    assert len(keys) == len(set(keys)), "a metric stands twice in the effective curve"
+    return {(key, step): value for key, step, value in rows if not key.startswith(("time/", "speed/"))}
+
+
+def test_a_run_ends_completed_with_four_stages_and_its_history(undisturbed: Site) -> None:
     (run,) = undisturbed.rlhf("runs", "--json").json()
     assert run["state"] == "completed"
     assert run["num_attempts"] == 1
@@ -40,12 +62,12 @@ def test_a_run_ends_completed_with_four_stages_and_its_history(undisturbed: Shop
     assert all(check["status"] != "blocked" for check in shown["checks"])
 
 
-def test_every_step_is_in_the_history_once(undisturbed: Shop) -> None:
+def test_every_step_is_in_the_history_once(undisturbed: Site) -> None:
     steps = sorted(step for key, step in curve(undisturbed) if key == "train/loss")
     assert steps == list(range(1, TOTAL_STEPS + 1))
 
 
-def test_every_metric_is_explained(undisturbed: Shop) -> None:
+def test_every_metric_is_explained(undisturbed: Site) -> None:
     page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     recorded = {key for (key,) in undisturbed.rows("SELECT DISTINCT key FROM run_curve")}
     by_function = {key for key in recorded if key.startswith("reward/")} - {
@@ -58,7 +80,7 @@ def test_every_metric_is_explained(undisturbed: Shop) -> None:
     assert {key for key in recorded - by_function if f"`{key}`" not in page} == set()
 
 
-def test_the_database_can_be_made_again_from_the_run_directories(undisturbed: Shop) -> None:
+def test_the_database_can_be_made_again_from_the_run_directories(undisturbed: Site) -> None:
     questions = (
         "SELECT run_id, name, state, seed FROM runs",
         "SELECT name, state, attempt FROM stages ORDER BY stage_index",
@@ -73,42 +95,42 @@ def test_the_database_can_be_made_again_from_the_run_directories(undisturbed: Sh
     assert all(before)
 
 
-def test_kill_everything_then_resume_gives_the_same_numbers(shop: Shop, undisturbed: Shop) -> None:
-    process = shop.start("run", shop.config(), "--no-prefect")
-    run = wait_for_step(shop, 23, process)
+def test_kill_everything_then_resume_gives_the_same_numbers(site: Site, undisturbed: Site) -> None:
+    process = site.start("run", site.config(), "--no-prefect")
+    run = wait_for_step(site, 23, process)
     assert kill_tree(process.pid) >= 4
     process.wait()
     reached = last_step(run)
     assert reached < TOTAL_STEPS
 
-    shop.rlhf("resume", run.run_id, "--no-prefect")
-    shown = shop.rlhf("show", run.run_id, "--json").json()
+    site.rlhf("resume", run.run_id, "--no-prefect")
+    shown = site.rlhf("show", run.run_id, "--json").json()
     assert shown["run"]["state"] == "completed"
     first, second = shown["attempts"]
     assert first["state"] == "lost"
     assert second["resumed_from_step"] >= 20
     assert second["resumed_from_step"] <= reached
-    assert curve(shop) == curve(undisturbed)
+    assert curve(site) == curve(undisturbed)
     assert final_weights(run) == final_weights(undisturbed.only_run())
 
 
-def test_kill_one_rank_and_training_goes_on_by_itself(shop: Shop, undisturbed: Shop) -> None:
-    process = shop.start("run", shop.config(), "--no-prefect")
-    run = wait_for_step(shop, 18, process)
+def test_kill_one_rank_and_training_goes_on_by_itself(site: Site, undisturbed: Site) -> None:
+    process = site.start("run", site.config(), "--no-prefect")
+    run = wait_for_step(site, 18, process)
     ranks = [child for child in psutil.Process(process.pid).children(recursive=True) if "trainer" in child.cmdline()]
     assert len(ranks) == 2
     ranks[1].send_signal(signal.SIGKILL)
     stdout, stderr = process.communicate(timeout=240)
     assert process.returncode == 0, stdout + stderr
 
-    shown = shop.rlhf("show", run.run_id, "--json").json()
+    shown = site.rlhf("show", run.run_id, "--json").json()
     assert len(shown["attempts"]) == 1
     assert [row["role"] for row in shown["restarts"]] == ["trainer", "trainer", "evaluator"]
     (incident,) = shown["incidents"]
     assert incident["failure_kind"] == "worker_killed"
     (decision,) = shown["decisions"]
     assert decision["action"] == "restart_in_place"
-    assert curve(shop) == curve(undisturbed)
+    assert curve(site) == curve(undisturbed)
     assert final_weights(run) == final_weights(undisturbed.only_run())
 
 
@@ -119,28 +141,28 @@ def first_samples(run: RunDir) -> dict[tuple[str, int], str]:
     return {(line.prompt_uid, line.sample_index): line.completion for line in lines if line.step == first}
 
 
-def test_one_rank_and_two_ranks_sample_with_the_same_seeds(shop: Shop, undisturbed: Shop) -> None:
+def test_one_rank_and_two_ranks_sample_with_the_same_seeds(site: Site, undisturbed: Site) -> None:
     # The warm start is left out of the comparison of weights: reduction order moves them in the last bits.
-    shop.rlhf("run", shop.config(), "--no-prefect", "--set", "resources.ranks_per_node=1")
-    one, two = curve(shop), curve(undisturbed)
+    site.rlhf("run", site.config(), "--no-prefect", "--set", "resources.ranks_per_node=1")
+    one, two = curve(site), curve(undisturbed)
     seeds_one = {step: value for (key, step), value in one.items() if key == "rollout/seed_digest"}
     seeds_two = {step: value for (key, step), value in two.items() if key == "rollout/seed_digest"}
     assert len(seeds_one) == 30
     assert seeds_one == seeds_two
     assert len(set(seeds_one.values())) == 30, "seeds must change with the step"
     assert one["rollout/completion_digest", 13] == two["rollout/completion_digest", 13]
-    assert first_samples(shop.only_run()) == first_samples(undisturbed.only_run())
+    assert first_samples(site.only_run()) == first_samples(undisturbed.only_run())
 
 
-def test_another_seed_gives_other_numbers(shop: Shop, undisturbed: Shop) -> None:
+def test_another_seed_gives_other_numbers(site: Site, undisturbed: Site) -> None:
     """Negative control of every comparison above: the curves are not equal by construction."""
-    shop.rlhf("run", shop.config(), "--no-prefect", "--set", "seed=4", "--set", "train.num_steps=1")
-    other, base = curve(shop), curve(undisturbed)
+    site.rlhf("run", site.config(), "--no-prefect", "--set", "seed=4", "--set", "train.num_steps=1")
+    other, base = curve(site), curve(undisturbed)
     assert other["train/loss", 1] != base["train/loss", 1]
     assert other["rollout/seed_digest", 13] != base["rollout/seed_digest", 13]
 
 
-def test_a_report_is_one_file_without_requests(undisturbed: Shop, tmp_path: Path) -> None:
+def test_a_report_is_one_file_without_requests(undisturbed: Site, tmp_path: Path) -> None:
     target = tmp_path / "report.html"
     undisturbed.rlhf("report", "last", "--output", str(target))
     page = target.read_text()

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from shop import Shop
+from site_files import options
+from sites import Site
 
 LEARNS_NOTHING = (
     "train.learning_rate=5",
@@ -13,12 +14,10 @@ LEARNS_NOTHING = (
 )
 
 
-def test_training_that_learns_nothing_goes_back_once_and_stops_with_the_finding(shop: Shop) -> None:
-    config = shop.config()
-    overrides = [word for setting in LEARNS_NOTHING for word in ("--set", setting)]
-    ended = shop.rlhf("run", config, "--no-prefect", *overrides, expect=1, timeout=600)
+def test_training_that_learns_nothing_goes_back_once_and_stops_with_the_finding(site: Site) -> None:
+    ended = site.rlhf("run", site.config(), "--no-prefect", *options(*LEARNS_NOTHING), code=1, timeout_s=600)
     assert "Training learns nothing any more" in ended.stdout + ended.stderr
-    shown: dict[str, Any] = shop.rlhf("show", "last", "--json").json()
+    shown: dict[str, Any] = site.rlhf("show", "last", "--json").json()
     run = shown["run"]
     assert run["state"] == "failed"
     assert [attempt["state"] for attempt in shown["attempts"]] == ["failed", "failed"]
@@ -34,9 +33,9 @@ def test_training_that_learns_nothing_goes_back_once_and_stops_with_the_finding(
     assert "going back to step-000012, once" in first["reason"]
     assert last["action"] == "stop"
     assert "change the reward or the config" in last["reason"]
-    aside = shop.only_run().aside(1)
+    aside = site.only_run().aside(1)
     assert {path.name for path in aside.iterdir()} >= {"step-000015"}
 
-    rows = shop.rlhf("sql", "reward-collapses", "--json").json()
+    rows = site.rlhf("sql", "reward-collapses", "--json").json()
     assert [(row["attempt"], row["step"]) for row in rows] == [(2, found_at), (1, found_at)]
     assert all("learns nothing" in row["why"] for row in rows)

@@ -1,7 +1,7 @@
 """A change is tried out on this machine before the run itself begins, with real workers."""
 
 import pytest
-from shop import CONFIG, Shop
+from sites import Site
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.training]
 
@@ -15,39 +15,38 @@ def score(*, completions, **columns):
 """
 """What only shows on the nodes: a look at the data before finds nothing wrong with it."""
 
-ONE_RANK = CONFIG.replace("ranks_per_node = 2", "ranks_per_node = 1")
 SHORT = ("--set", "sft.num_steps=1", "--set", "train.num_steps=4", "--no-prefect")
 TRIAL = ("--set", "preflight.trial=run", "--set", "preflight.trial_steps=1", *SHORT)
 
 
-def test_a_change_is_tried_out_and_one_that_breaks_costs_its_trial_only(shop: Shop) -> None:
-    config = shop.config(ONE_RANK)
-    shop.rlhf("run", config, *SHORT)
-    (shop.home / "broken.py").write_text(BREAKS)
+def test_a_change_is_tried_out_and_one_that_breaks_costs_its_trial_only(site: Site) -> None:
+    config = site.config({"resources.ranks_per_node": 1})
+    site.rlhf("run", config, *SHORT)
+    (site.home / "broken.py").write_text(BREAKS)
 
-    broken = shop.rlhf("run", config, "--set", 'reward.functions=["broken:score"]', *TRIAL, expect=2)
+    broken = site.rlhf("run", config, "--set", 'reward.functions=["broken:score"]', *TRIAL, code=2)
     assert "trial.all_nodes" in broken.stderr
     assert "the new reward does not work" in broken.stderr
-    (run, *_) = shop.rlhf("runs", "--json").json()
-    shown = shop.rlhf("show", run["run_id"], "--json").json()
+    (run, *_) = site.rlhf("runs", "--json").json()
+    shown = site.rlhf("show", run["run_id"], "--json").json()
     assert (run["state"], shown["attempts"]) == ("failed", [])
     found = {check["id"]: check for check in shown["checks"]}
     assert "reward.functions" in found["trial.needed"]["found"]
     assert "code none -> " in found["trial.needed"]["found"]
 
-    good = shop.rlhf("run", config, "--set", "rollout.max_new_tokens=5", *TRIAL, "--json")
+    good = site.rlhf("run", config, "--set", "rollout.max_new_tokens=5", *TRIAL, "--json")
     assert "trial on one node" in [stage["name"] for stage in good.json()["stages"]]
-    (run, *_) = shop.rlhf("runs", "--json").json()
-    shown = shop.rlhf("show", run["run_id"], "--json").json()
+    (run, *_) = site.rlhf("runs", "--json").json()
+    shown = site.rlhf("show", run["run_id"], "--json").json()
     assert run["state"] == "completed"
     found = {check["id"]: check for check in shown["checks"]}
     assert found["trial.all_nodes"]["status"] == "passed"
     assert "2 steps on 1 node" in found["trial.all_nodes"]["found"]
     assert "s per step" in found["trial.all_nodes"]["found"]
 
-    trials = [one for one in shop.rlhf("runs", "--trials", "--json").json() if one["trial_of"]]
+    trials = [one for one in site.rlhf("runs", "--trials", "--json").json() if one["trial_of"]]
     assert [one["state"] for one in trials] == ["completed", "failed"]
-    checked = shop.rlhf("check", config, "--set", "rollout.max_new_tokens=5", "--json").json()
+    checked = site.rlhf("check", config, "--set", "rollout.max_new_tokens=5", "--json").json()
     needed = next(check for check in checked if check["id"] == "trial.needed")
     assert (needed["status"], run["run_id"] in needed["found"]) == ("passed", True)
     assert any(check["id"] == "resources.duration" for check in checked)

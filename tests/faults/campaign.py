@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fault_cases import CHAIN, NUM_RANKS, PACE_S, SPACING, Fault, Scenario, on_one_node, scenarios
 from fault_inject import OUTSIDE, Place, Truth
 from fault_measure import Row, all_incidents, measure, measure_gone, same_parameters
+from fault_runs import DisturbedSite, Stuck, steps
 from fault_services import (
     Cluster,
     Postgres,
@@ -42,9 +43,9 @@ from fault_services import (
     memory_group,
     small_disk,
 )
-from fault_site import Site, Stuck, last_step, steps
 from fault_soon import PREFIX, soon_scenarios
 from fault_table import markdown, write_between
+from sites import last_step
 
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir import RunDir, checksum
@@ -98,7 +99,7 @@ class Campaign:
                 plain = on_one_node(plain)
             with self._site(plain) as place:
                 config = place.site.prepare([], pace_s=0.0)
-                place.site.start("run", str(config), "--no-prefect", *plain.settings)
+                place.site.drive("run", config, "--no-prefect", *plain.settings)
                 run = place.site.wait_for(lambda: place.site.run if place.site.ended else None, "the reference", 600)
                 hashes = {
                     str(checkpoint.step): checksum(checkpoint.model / "model.safetensors").sha256
@@ -117,26 +118,26 @@ class Campaign:
         """A fresh home, with all that the scenario needs; ended and removed afterwards."""
         home = Path(tempfile.mkdtemp(prefix=f"{scenario.name}-", dir=self.work))
         with ExitStack() as stack:
-            environment = {"RLHF_SCHEDULER": "local"}
+            site = DisturbedSite(home)
             if self.cluster is not None:
-                environment = {"RLHF_SCHEDULER": "slurm", **self.cluster.environment}
-            place = Place(Site(home, environment), RunDir(home), random.Random(f"{self.seed} {scenario.name}"))
+                site.variables = {"RLHF_SCHEDULER": "slurm", **self.cluster.environment}
+            place = Place(site, RunDir(home), random.Random(f"{self.seed} {scenario.name}"))
             place.cluster = self.cluster
             if "postgres" in scenario.needs:
                 place.postgres = Postgres()
                 stack.callback(place.postgres.remove)
-                environment["RLHF_DATABASE_URL"] = place.postgres.url
+                site.database_url = place.postgres.url
             if "prefect" in scenario.needs:
                 place.prefect = PrefectServer(home / "prefect-server")
                 stack.callback(place.prefect.stop)
-                environment["PREFECT_API_URL"] = place.prefect.url
+                site.variables["PREFECT_API_URL"] = place.prefect.url
             if "small_disk" in scenario.needs:
-                environment["RLHF_RUNS"] = str(stack.enter_context(small_disk(home / "small", 5)))
+                site.variables["RLHF_RUNS"] = str(stack.enter_context(small_disk(home / "small", 5)))
             if "memory_group" in scenario.needs:
                 place.memory_group = stack.enter_context(memory_group(home.name))
             if self.cluster is not None:
                 stack.callback(self.cluster.restore)
-            stack.callback(place.site.close)
+            stack.callback(site.close)
             yield place
         if not self.keep:
             shutil.rmtree(home, ignore_errors=True)
@@ -153,8 +154,8 @@ class Campaign:
                 row["group"] = str(place.memory_group)
             config = site.prepare(inside, scenario.pace_s)
             if place.postgres is not None:
-                site.do("db", "upgrade")
-            site.start("run", str(config), *([] if place.prefect else ["--no-prefect"]), *scenario.settings)
+                site.rlhf("db", "upgrade")
+            site.drive("run", config, *([] if place.prefect else ["--no-prefect"]), *scenario.settings)
             truths: list[Truth] = []
             problem = ""
             try:
@@ -218,7 +219,7 @@ class Campaign:
 
     def _measure_gone(self, scenario: Scenario, place: Place, truth: Truth) -> Row:
         run_id, cluster = place.run.run_id, self.cluster
-        told = place.site.ask("show", run_id)
+        told = place.site.rlhf("show", run_id, "--json").json()
         jobs = cluster.num_jobs(run_id) if cluster else len(told["attempts"])
         left = cluster is not None and cluster.is_at_work(run_id)
         row = measure_gone(scenario.name, scenario.faults[0], truth, told, jobs, left)

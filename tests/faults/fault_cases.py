@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fault_site import CHECKPOINT_EVERY
+from fault_runs import CHECKPOINT_EVERY
 
 NUM_RANKS = 4
 SPACING = 10

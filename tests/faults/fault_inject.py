@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
+from fault_runs import DisturbedSite, Stuck, agent_pids, workers
 from fault_services import Cluster, Postgres, PrefectServer
-from fault_site import Site, Stuck, agent_pids, last_step, workers
+from sites import last_step
 
 from rlhf_core.run_dir import RunDir, read_models
 from rlhf_core.schemas.reports import AgentEvent, MetricsLine
@@ -40,7 +41,7 @@ class Truth:
 class Place:
     """What a run stands on; what is not there cannot be taken away."""
 
-    site: Site
+    site: DisturbedSite
     run: RunDir
     chance: random.Random
     cluster: Cluster | None = None
@@ -296,7 +297,7 @@ def kill_flow(place: Place) -> Truth:
     truth = place.truth()
     process.send_signal(signal.SIGKILL)
     process.wait()
-    place.site.start("resume", place.run.run_id, "--no-prefect")
+    place.site.drive("resume", place.run.run_id, "--no-prefect")
     return truth
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from fault_cases import Expected, Fault
 from fault_inject import Truth
-from fault_site import at, events, restarts, steps
+from fault_runs import at, events, restarts, steps
 
 from rlhf_core.run_dir import RunDir, checksum, read_model, read_models
 from rlhf_core.schemas.failures import Action, Decision, Incident

@@ -6,42 +6,27 @@ import os
 import pwd
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
+from process_tools import free_port, until
 from slurm_cluster import throwaway
 
 from rlhf_core.schemas.resources import JOB_VARIABLE
 
 
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _end_with_parent() -> None:
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-
-
-def _wait(answers: Callable[[], bool], what: str, timeout_s: float = 120) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not answers():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"waited {timeout_s:.0f} s for {what}")
-        time.sleep(0.1)
 
 
 def left_behind(run_id: str, patience_s: float = 15.0) -> list[str]:
@@ -116,7 +101,7 @@ class Postgres:
                 return False
             return True
 
-        _wait(answers, "PostgreSQL")
+        until(answers, "PostgreSQL")
 
     def stop(self) -> None:
         """End it, without waiting for its clients."""
@@ -175,7 +160,7 @@ class PrefectServer:
             except (urllib.error.URLError, OSError):
                 return False
 
-        _wait(answers, "the Prefect server", 180)
+        until(answers, "the Prefect server", 180)
 
     def stop(self) -> None:
         """SIGKILL it and what it has started."""
@@ -207,7 +192,7 @@ def memory_group(name: str) -> Iterator[Path]:
         yield group
     finally:
         if group.is_dir():
-            _wait(lambda: not (group / "cgroup.procs").read_text().strip(), "the memory group to be empty", 10)
+            until(lambda: not (group / "cgroup.procs").read_text().strip(), "the memory group to be empty", 10)
             group.rmdir()
 
 
@@ -343,7 +328,7 @@ class Cluster:
             if state.startswith(("down", "drain")):
                 with contextlib.suppress(RuntimeError):  # a node that has just come back by itself
                     self.command("scontrol", "update", f"nodename={node}", "state=resume")
-        _wait(lambda: set(self._states().values()) == {"idle"}, "all nodes to be idle", 60)
+        until(lambda: set(self._states().values()) == {"idle"}, "all nodes to be idle", 60)
 
     def _states(self) -> dict[str, str]:
         lines = self.command("sinfo", "--noheader", "--Node", "--format=%N %T").splitlines()

@@ -7,7 +7,7 @@ import pytest
 from campaign import require_learning
 from fault_cases import CHAIN, CONTROLS, KINDS, SPACING, scenarios
 from fault_measure import Row, again_limit_s, passed_by
-from fault_site import Stuck
+from fault_runs import Stuck
 from fault_soon import CONTROLS as SILENT
 from fault_soon import DEFAULTS, STEPS_BEFORE, soon_scenarios
 from fault_soon import KINDS as SOON

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from control_fakes import Clock, FakeScheduler
 from desk import Desk, Notes
-from real_server import RealServer, real_server
+from sites import Site
 
 from rlhf_core.config import load_site
 from rlhf_core.control import stages
@@ -35,7 +35,30 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checks: list[CheckResu
 
 
 @pytest.fixture(scope="session")
-def real_prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    """A real server with its UI."""
-    with real_server(tmp_path_factory.mktemp("prefect")) as server:
-        yield server
+def real_prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """A real server with its UI; tests use it in a block (:meth:`Site.in_use`), and others see nothing of it."""
+    with Site(tmp_path_factory.mktemp("prefect")).running(services=False) as site:
+        site.serve("server")
+        yield site
+
+
+@pytest.fixture
+def server(real_prefect: Site) -> Iterator[Site]:
+    """The same, in use for a test: the server has flow runs of other tests, and no pool without :func:`pool`."""
+    with real_prefect.in_use():
+        yield real_prefect
+
+
+@pytest.fixture(scope="module")
+def pool(real_prefect: Site) -> Iterator[None]:
+    """A fresh pool ``rlhf``, without deployments before and after: a worker of this file starts its flow runs alone."""
+
+    def clear() -> None:
+        for one in real_prefect.ask("/deployments/filter", {})[1]:
+            real_prefect.ask(f"/deployments/{one['id']}", method="DELETE")
+        real_prefect.ask("/work_pools/rlhf", method="DELETE")
+
+    clear()
+    real_prefect.ask("/work_pools/", {"name": "rlhf", "type": "process"})
+    yield
+    clear()

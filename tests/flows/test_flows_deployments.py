@@ -5,14 +5,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 import pytest
-from real_server import START_TIMEOUT_S
+import sites
+from process_tools import until
 
 from flows.deployments import (
     SCHEDULE,
@@ -47,20 +47,6 @@ LONG = [
 ]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    from prefect.client.orchestration import get_client
-    from prefect.client.schemas.actions import WorkPoolCreate
-    from prefect.settings import PREFECT_API_URL
-    from prefect.testing.utilities import prefect_test_harness
-
-    with prefect_test_harness(server_startup_timeout=START_TIMEOUT_S), get_client(sync_client=True) as client:
-        client.create_work_pool(WorkPoolCreate(name="rlhf", type="process"))
-        url = PREFECT_API_URL.value()
-        assert url
-        yield url
-
-
 @pytest.fixture
 def site() -> Site:
     home = load_site().home
@@ -70,20 +56,11 @@ def site() -> Site:
 
 
 @pytest.fixture
-def client(server: str) -> Iterator[Any]:
+def client(server: sites.Site, pool: None) -> Iterator[Any]:
     from prefect.client.orchestration import get_client
 
     with get_client(sync_client=True) as found:
         yield found
-
-
-def until(check: Callable[[], Any], seconds: float = 120.0) -> Any:
-    """What the check says, once it says something."""
-    end = time.monotonic() + seconds
-    while not (found := check()):
-        assert time.monotonic() < end, f"not within {seconds:g} s"
-        time.sleep(0.3)
-    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -152,7 +129,7 @@ def test_what_a_person_set_in_the_ui_stays(client: Any, site: Site) -> None:
         assert client.read_deployment(deployment_id).tags == ["rlhf", "mine", *([SKIP_IF_BUSY] if skips else [])]
 
 
-@pytest.mark.usefixtures("server")
+@pytest.mark.usefixtures("server", "pool")
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -213,9 +190,9 @@ def test_what_is_submitted_takes_the_file_as_it_is_and_leaves_what_is_scheduled(
 
 
 def test_the_commands_print_names_and_pages(
-    site: Site, server: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    site: Site, server: sites.Site, pool: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("PREFECT_API_URL", server)
+    monkeypatch.setenv("PREFECT_API_URL", server.api)
     assert execute(["deploy", "quickstart", "--name", "typed", "--cron", "0 2 * * *", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["deployment"] == "rlhf-run/typed"
     assert execute(["submit", "typed", "--set", "seed=3", "--json"]) == 0
@@ -226,7 +203,7 @@ def test_the_commands_print_names_and_pages(
     assert "no schedule" in capsys.readouterr().err
 
 
-def test_schedules_that_are_declared_as_code_are_deployed(client: Any, server: str, tmp_path: Path) -> None:
+def test_schedules_that_are_declared_as_code_are_deployed(client: Any, server: sites.Site, tmp_path: Path) -> None:
     done = subprocess.run(
         [
             sys.executable,
@@ -239,7 +216,7 @@ def test_schedules_that_are_declared_as_code_are_deployed(client: Any, server: s
             ROOT / "infra/prefect.yaml",
         ],
         cwd=tmp_path,
-        env={**os.environ, "PREFECT_API_URL": server, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PREFECT_API_URL": server.api, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,
@@ -258,7 +235,7 @@ def test_schedules_that_are_declared_as_code_are_deployed(client: Any, server: s
 
 
 @pytest.fixture
-def worker(server: str, site: Site, tmp_path: Path) -> Iterator[Path]:
+def worker(server: sites.Site, site: Site, tmp_path: Path) -> Iterator[Path]:
     """A worker of the pool, from another folder. Gives its log."""
     log = tmp_path / "worker.log"
     settings = {
@@ -270,7 +247,7 @@ def worker(server: str, site: Site, tmp_path: Path) -> Iterator[Path]:
         process = subprocess.Popen(
             [sys.executable, "-m", "prefect", "worker", "start", "--pool", "rlhf", "--type", "process"],
             cwd="/",
-            env={**os.environ, **settings, "PREFECT_API_URL": server, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, **settings, "PREFECT_API_URL": server.api, "PYTHONPATH": str(ROOT)},
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,

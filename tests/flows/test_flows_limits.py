@@ -8,7 +8,7 @@ from uuid import UUID
 import pytest
 from control_fakes import FakeAgent
 from desk import Desk
-from real_server import START_TIMEOUT_S
+from sites import Site
 
 from flows import limits
 from flows.limits import LIMIT, run_slot
@@ -19,16 +19,8 @@ from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import AgentCommand
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[None]:
-    from prefect.testing.utilities import prefect_test_harness
-
-    with prefect_test_harness(server_startup_timeout=START_TIMEOUT_S):
-        yield
-
-
 @pytest.fixture
-def limit(server: None) -> Iterator[UUID]:
+def limit(server: Site) -> Iterator[UUID]:
     """A limit of one run."""
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate

@@ -13,7 +13,7 @@ import pytest
 from control_fakes import FakeAgent, make_spec
 from desk import Desk
 from prefect.exceptions import FailedRun
-from real_server import START_TIMEOUT_S
+from sites import START_TIMEOUT_S, Site
 
 from flows import artifacts, publisher
 from flows.artifacts import artifact_key
@@ -93,24 +93,23 @@ def test_a_step_that_was_not_carried_out_is_not_taken_for_done(desk: Desk) -> No
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# With Prefect's own test server
+# With a server
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[None]:
+@pytest.fixture
+def server(server: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
     """A server, and time for the last publication also on a busy machine: what is read here are its results."""
-    from prefect.testing.utilities import prefect_test_harness
-
-    with pytest.MonkeyPatch.context() as patch, prefect_test_harness(server_startup_timeout=START_TIMEOUT_S):
-        patch.setattr(publisher, "SHUTDOWN_TIMEOUT_S", START_TIMEOUT_S)
-        yield
+    monkeypatch.setattr(publisher, "SHUTDOWN_TIMEOUT_S", START_TIMEOUT_S)
+    return server
 
 
-def flow_runs() -> dict[str, str]:
+def state_of(flow_run: str) -> str:
     from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 
     with get_client(sync_client=True) as client:
-        return {one.name: one.state_name for one in client.read_flow_runs()}
+        (found,) = client.read_flow_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[flow_run])))
+        return found.state_name or ""
 
 
 def task_runs(flow_run: str) -> dict[str, str]:
@@ -130,7 +129,7 @@ def test_a_run_is_seen_in_prefect_stage_by_stage(desk: Desk) -> None:
     desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
     run_in_prefect(desk.controller(run_dir))
     assert read_record(run_dir).state is RunState.COMPLETED
-    assert flow_runs()[run_dir.run_id] == "Completed"
+    assert state_of(run_dir.run_id) == "Completed"
     artifact = Artifact.get(artifact_key(run_dir.run_id, "result"))
     assert artifact is not None
     assert run_dir.run_id in str(artifact.data)
@@ -148,7 +147,7 @@ def test_a_failed_run_raises_its_diagnosis_and_is_failed_in_prefect(desk: Desk) 
     desk.scheduler.on_submit = fails
     with pytest.raises(RunFailed, match="shape"):
         run_in_prefect(desk.controller(run_dir))
-    assert flow_runs()[run_dir.run_id] == "Failed"
+    assert state_of(run_dir.run_id) == "Failed"
 
 
 @pytest.mark.usefixtures("server")
@@ -163,7 +162,7 @@ def test_a_cancelled_run_is_cancelled_in_prefect(desk: Desk) -> None:
     desk.notes.stop = lambda: len(desk.notes.looks) > 2
     with pytest.raises(RunCancelled):
         run_in_prefect(desk.controller(run_dir))
-    assert flow_runs()[run_dir.run_id] == "Cancelled"
+    assert state_of(run_dir.run_id) == "Cancelled"
 
 
 @pytest.mark.usefixtures("server")
@@ -195,7 +194,7 @@ def test_a_trial_is_a_task_run_with_its_own_name(desk: Desk, checks: list[CheckR
     desk.scheduler.on_submit = lambda request: FakeAgent(RunDir.of(desk.site.runs_dir, request.run_id)).whole_run()
     run_in_prefect(desk.controller(run_dir))
     assert task_runs(run_dir.run_id)["trial on one node"] == "Completed"
-    assert flow_runs()[run_dir.run_id] == "Completed"
+    assert state_of(run_dir.run_id) == "Completed"
     assert len(desk.scheduler.submitted) == 2
 
 
@@ -211,7 +210,7 @@ def test_a_deployment_starts_a_run_from_its_parameters(desk: Desk, monkeypatch: 
     desk.scheduler.on_submit = whole
     rlhf_run(config="quickstart", overrides="loops.main.num_steps=3\nloops.warm_start.num_steps=1")
     (path,) = desk.site.runs_dir.iterdir()
-    assert flow_runs()[path.name] == "Completed"
+    assert state_of(path.name) == "Completed"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -220,16 +219,20 @@ def test_a_deployment_starts_a_run_from_its_parameters(desk: Desk, monkeypatch: 
 
 @contextmanager
 def logged() -> Iterator[Callable[[], tuple[str, str, str]]]:
-    """Name and message of the state, and the log, of the newest flow run, as the server has them."""
+    """Name and message of the state, and the log, of the newest flow run that was due, as the server has them."""
     from prefect.client.orchestration import get_client
-    from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
+    from prefect.client.schemas.filters import FlowRunFilter, LogFilter, LogFilterFlowRunId
     from prefect.client.schemas.sorting import FlowRunSort
     from prefect.settings import PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
 
     def read() -> tuple[str, str, str]:
         for _ in range(200):  # the log comes in batches, some seconds late
             with get_client(sync_client=True) as client:
-                (newest,) = client.read_flow_runs(sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=1)
+                (newest,) = client.read_flow_runs(
+                    flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"not_any_": ["SCHEDULED"]}}}),
+                    sort=FlowRunSort.EXPECTED_START_TIME_DESC,
+                    limit=1,
+                )
                 lines = client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[newest.id])), limit=200)
             text = "\n".join(line.message for line in lines)
             if "Finished in state" in text:
@@ -617,7 +620,7 @@ def test_files_that_the_publisher_cannot_read_do_not_stop_the_run(desk: Desk, mo
     run_dir = desk.run()
     desk.scheduler.on_submit = lambda request: FakeAgent(run_dir).whole_run()
     run_in_prefect(desk.controller(run_dir))
-    assert flow_runs()[run_dir.run_id] == "Completed"
+    assert state_of(run_dir.run_id) == "Completed"
     assert any("stale file handle" in text for text in desk.notes.sayings)
 
 

@@ -1,20 +1,20 @@
 """Controllers that are suspended or killed for real: never two jobs of one attempt, and what was cancelled stays so.
 
-The agents are small programs that write what real ones write (``zombies.AGENT``).
+The agents are small programs that write what real ones write (``site_files.PRETENDED_AGENT``).
 """
 
-import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 import pytest
-from zombies import ROOT, Services, go, starts, state_of, wait_for
+from control_fakes import checked_run
+from process_tools import until
+from sites import Site, go, starts, state_of
 
 from rlhf_core.accounts import account
 from rlhf_core.launch.journal import read_record
@@ -31,25 +31,14 @@ LEASE_S = 3.0
 class Controllers:
     """Controllers of one site, each in a process of its own."""
 
-    services: Services
-    stack: ExitStack
+    site: Site
     logs: list[Path] = field(default_factory=list)
 
-    def start(self, run_dir: RunDir, point: str = "", *, old: bool = False) -> "subprocess.Popen[bytes]":
-        log = self.services.folder / f"controller-{len(self.logs)}.log"
+    def start(self, run_dir: RunDir, point: str = "", *, old: bool = False) -> "subprocess.Popen[str]":
+        log = self.site.home / f"controller-{len(self.logs)}.log"
         self.logs.append(log)
         words = [run_dir.run_id, point, str(LEASE_S), *(["old"] if old else [])]
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("real_controller.py")), *words],
-                env={**os.environ, **self.services.environment},
-                cwd=self.services.folder,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-        self.stack.callback(process.wait)
-        self.stack.callback(process.kill)
-        return process
+        return self.site.spawn([sys.executable, str(Path(__file__).with_name("real_controller.py")), *words], log=log)
 
     def said(self, number: int) -> str:
         return self.logs[number].read_text()
@@ -57,16 +46,15 @@ class Controllers:
 
 @pytest.fixture
 def controllers(tmp_path: Path) -> Iterator[Controllers]:
-    services = Services(tmp_path, {"RLHF_SCHEDULER": "local", "PYTHONPATH": str(ROOT)})
-    with ExitStack() as stack:
-        yield Controllers(services, stack)
+    with Site(tmp_path / "home", pretended=True).running(services=False) as site:
+        yield Controllers(site)
     scheduler = LocalScheduler()
     for job in scheduler.living():
-        if (services.site.runs_dir / job.run_id).exists():
+        if (site.home / "runs" / job.run_id).exists():
             scheduler.cancel(job.submission)
 
 
-def suspended(process: "subprocess.Popen[bytes]") -> bool:
+def suspended(process: "subprocess.Popen[str]") -> bool:
     assert process.poll() is None
     return psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
 
@@ -78,18 +66,18 @@ def num_jobs(run_dir: RunDir) -> int:
 def taken_over(controllers: Controllers, *, old: bool) -> RunDir:
     """A controller is suspended just before it submits, for longer than its lease; a second one takes the run over; the
     first one wakes up."""
-    run_dir = controllers.services.checked_run()
+    run_dir = checked_run(controllers.site.home / "runs")
     first = controllers.start(run_dir, "suspended before it submits", old=old)
-    wait_for(lambda: suspended(first), "the first controller is about to submit")
+    until(lambda: suspended(first), "the first controller is about to submit")
     second = controllers.start(run_dir)
-    wait_for(lambda: state_of(run_dir) is RunState.TRAINING, "the second one has submitted")
+    until(lambda: state_of(run_dir) is RunState.TRAINING, "the second one has submitted")
     before = {path: path.read_bytes() for path in (run_dir.attempt(1).submission, run_dir.attempt(1).placement)}
     lines = run_dir.control.read_text().splitlines()
     first.send_signal(signal.SIGCONT)
-    wait_for(lambda: old or first.poll() is not None, "the first one has noticed")
+    until(lambda: old or first.poll() is not None, "the first one has noticed")
     if old:
         # By the jobs, not by the controllers: one that has submitted and ended may have done so before its job began.
-        wait_for(lambda: num_jobs(run_dir) > 1, "the first one has submitted too")
+        until(lambda: num_jobs(run_dir) > 1, "the first one has submitted too")
         return run_dir
     assert first.returncode == 1
     assert "LeaseLost" in controllers.said(0)
@@ -115,7 +103,7 @@ def test_without_asking_for_the_lease_there_are_two_jobs(controllers: Controller
 
 def cancelled_and_killed(controllers: Controllers, *, old: bool) -> RunDir:
     """A controller is killed right after the scheduler has ended the job; the daemon's next one adopts the run."""
-    run_dir = controllers.services.checked_run()
+    run_dir = checked_run(controllers.site.home / "runs")
     first = controllers.start(run_dir, "killed when the scheduler was asked to cancel", old=old)
     assert first.wait(100) == -signal.SIGKILL
     assert starts(run_dir) == ["1"]

@@ -11,8 +11,8 @@ from typing import Any
 from uuid import UUID
 
 import pytest
+import sites
 from control_fakes import Clock
-from real_server import RealServer
 
 from flows.deployments import Submitted, register, submit
 from flows.queue import what_it_waits_for
@@ -27,7 +27,7 @@ Printed = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
-def client(real_prefect: RealServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def client(real_prefect: sites.Site, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A client of a server that has a pool, and no worker."""
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import WorkPoolCreate
@@ -185,7 +185,7 @@ def test_what_has_not_begun_is_taken_back(client: Any, asked: Submitted, capsys:
     assert f"no run '{asked.run_id}'" in capsys.readouterr().err
 
 
-def test_ctrl_c_leaves_the_run_asked_for(client: Any, site: Site, real_prefect: RealServer) -> None:
+def test_ctrl_c_leaves_the_run_asked_for(client: Any, site: Site, real_prefect: sites.Site) -> None:
     """The whole command in a process of its own: what is printed while it waits, and how it is left."""
     register("quickstart", site)
     process = subprocess.Popen(

@@ -15,8 +15,8 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactCreate
 from prefect.events import DoNothing, Event, EventTrigger, Posture, Resource
 from prefect.states import Crashed, Running
-from real_server import RealServer
-from zombies import wait_for
+from process_tools import until
+from sites import Site
 
 from flows.artifacts import Publication, artifact_key, publication_of, publish
 from flows.events import FlowRunRef, events_of, unpublished
@@ -38,7 +38,7 @@ ARTIFACTS = ["progress", "checks", "result", "curves"]
 
 
 @pytest.fixture(autouse=True)
-def _server(real_prefect: RealServer, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _server(real_prefect: Site, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("rlhf_core.control.reconcile.actions.get_scheduler", lambda name: desk.scheduler)
     with real_prefect.in_use():
         yield
@@ -87,7 +87,7 @@ def test_the_daemon_publishes_what_is_missing_once(desk: Desk) -> None:
     assert deed.done
     assert deed.message == f"published: {', '.join([*EVENTS, *(f'artifact {name}' for name in ARTIFACTS)])}"
     assert of_publishing(daemon.poll()) == [], "also before the server lists it"
-    wait_for(lambda: is_known(run_dir), "the server has it all")
+    until(lambda: is_known(run_dir), "the server has it all")
     assert of_publishing(later(desk).poll()) == [], "another daemon finds nothing to publish"
 
 
@@ -116,7 +116,7 @@ def test_what_was_published_in_time_is_not_published_again(desk: Desk) -> None:
 def publish_all(desk: Desk, run_dir: RunDir) -> None:
     """Publish everything, as its controller would have done."""
     publish(whole(desk, run_dir))
-    wait_for(lambda: is_known(run_dir), "the server has it all")
+    until(lambda: is_known(run_dir), "the server has it all")
 
 
 def whole(desk: Desk, run_dir: RunDir) -> Publication:
@@ -188,7 +188,7 @@ def test_an_incident_that_no_artifact_has_is_published(desk: Desk) -> None:
     found = page(run_dir, "incidents")
     assert found is not None
     assert "## node_lost" in str(found.data)
-    wait_for(lambda: is_known(run_dir), "the server has it all")
+    until(lambda: is_known(run_dir), "the server has it all")
     assert of_publishing(later(desk).poll()) == []
 
 
@@ -240,13 +240,13 @@ def test_publishing_twice_publishes_once(desk: Desk) -> None:
     publication = whole(desk, run_dir)
     assert publish(publication) == [*EVENTS, *(f"artifact {name}" for name in ARTIFACTS)]
     publish(publication)
-    wait_for(lambda: is_known(run_dir), "the server has it all")
+    until(lambda: is_known(run_dir), "the server has it all")
     assert publish(publication) == []
-    wait_for(lambda: firings(ends.id) > 0, "the automation acts")
+    until(lambda: firings(ends.id) > 0, "the automation acts")
     # Posted after all others: what comes before it in the queue of the server has been handled when it is listed.
     with get_client(sync_client=True) as client:
         client.request("POST", "/events", json=[marker(run_dir)])
-    wait_for(lambda: listed(run_dir, ["rlhf.test.after"]) == ["rlhf.test.after"], "the last event is listed")
+    until(lambda: listed(run_dir, ["rlhf.test.after"]) == ["rlhf.test.after"], "the last event is listed")
     assert listed(run_dir, EVENTS) == sorted(EVENTS)
     assert firings(ends.id) == 1
     assert versions(run_dir) == {**dict.fromkeys(ARTIFACTS, 1), "incidents": 0}

@@ -3,17 +3,20 @@
 from collections.abc import Iterator
 
 import pytest
+from control_fakes import checked_run
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import FlowRun
-from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelling, Crashed
+from process_tools import until
+from site_files import QUICK, ROOT
+from sites import Site, go, starts, state_of
 from slurm_cluster import WHY_NOT, Cluster, missing_programs
-from zombies import ROOT, Services, go, starts, state_of, wait_for
 
 from flows import reconcile as housekeeping
 from flows.flow_runs import ADOPTED_TAG, PrefectFlowRuns
 from flows.run import rlhf_run
+from rlhf_core.config import load_site
 from rlhf_core.control.reconcile.actions import ActionResult, Reconciler
 from rlhf_core.diagnosis import reconcile
 from rlhf_core.diagnosis.reconcile import ActionKind
@@ -31,41 +34,35 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
-    folder = tmp_path_factory.mktemp("site")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     cluster = Cluster(tmp_path_factory.mktemp("slurm"), nodes=2, kill_wait_s=1)
-    cluster.up()
-    cache = {"XDG_CACHE_HOME": str(folder / "cache")}
-    services = Services(folder, {**cluster.environment, **cache, "RLHF_SCHEDULER": "slurm"})
-    try:
-        services.start("server")
-        with temporary_settings({PREFECT_API_URL: services.url}):
+    site = Site(tmp_path_factory.mktemp("site"), cluster=cluster, pretended=True, settings=QUICK)
+    with site.running(services=False):
+        site.serve("server")
+        with site.in_use():
             set_up()
-            yield services
-    finally:
-        services.kill("daemon", "worker", "server")
-        cluster.down()
+            yield site
 
 
 @pytest.fixture(autouse=True)
-def _site(services: Services, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _site(site: Site, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("SLURM_CONF", "XDG_CACHE_HOME", "RLHF_HOME", "RLHF_SCHEDULER", "RLHF_COMPUTE_PYTHON"):
-        monkeypatch.setenv(name, services.environment[name])
+        monkeypatch.setenv(name, site.environment()[name])
     yield
-    services.kill("daemon", "worker")
+    site.kill("daemon", "worker")
     for job in SlurmScheduler().living():
         SlurmScheduler().cancel(job.submission)
 
 
 @pytest.fixture
-def client(services: Services) -> Iterator[SyncPrefectClient]:
+def client(site: Site) -> Iterator[SyncPrefectClient]:
     with get_client(sync_client=True) as client:
         yield client
 
 
 @pytest.fixture
-def store(services: Services) -> Iterator[HistoryStore]:
-    with HistoryStore(services.site.database_url) as store:
+def store(site: Site) -> Iterator[HistoryStore]:
+    with HistoryStore(load_site().database_url) as store:
         yield store
 
 
@@ -79,6 +76,14 @@ def set_up() -> None:
             path=str(ROOT),
             entrypoint="flows/run.py:rlhf_run",
         )
+
+
+def start_worker(site: Site) -> None:
+    """Start a worker of Prefect's own: one of ours would tell the server of the flow runs that end with it."""
+    site.serve(
+        "worker", "-m", "prefect", "worker", "start", "--pool", "rlhf", "--type", "process",
+        PREFECT_API_URL=site.api, PREFECT_API_AUTH_STRING=site.password, PREFECT_WORKER_QUERY_SECONDS="1",
+    )  # fmt: skip
 
 
 def asked(client: SyncPrefectClient, run_dir: RunDir) -> FlowRun:
@@ -95,50 +100,50 @@ def flow_runs(client: SyncPrefectClient, run_dir: RunDir) -> list[tuple[str, boo
     return [(str(one.state_name), ADOPTED_TAG in one.tags) for one in found]
 
 
-def in_training(services: Services, client: SyncPrefectClient) -> RunDir:
+def in_training(site: Site, client: SyncPrefectClient) -> RunDir:
     """A run that is driven by a flow run of the worker, with its job at work."""
-    run_dir = services.checked_run()
+    run_dir = checked_run(site.home / "runs")
     asked(client, run_dir)
-    wait_for(lambda: state_of(run_dir) is RunState.TRAINING, "it trains")
+    until(lambda: state_of(run_dir) is RunState.TRAINING, "it trains")
     return run_dir
 
 
-def rounds(services: Services, store: HistoryStore) -> list[ActionResult]:
+def rounds(site: Site, store: HistoryStore) -> list[ActionResult]:
     """One round, in this process. Without what it tells Prefect of runs that have ended, as those of earlier tests:
     that comes when it comes (``test_housekeeping_telling``)."""
-    one = Reconciler(services.site, store, flow_runs=PrefectFlowRuns(services.site))
+    one = Reconciler(load_site(), store, flow_runs=PrefectFlowRuns(load_site()))
     results = housekeeping.carry_out_round(one, lambda: True, False)
     return [result for result in results if result.action.kind is not ActionKind.TELL]
 
 
-def untold(services: Services, store: HistoryStore) -> bool:
+def untold(site: Site, store: HistoryStore) -> bool:
     """True if a daemon that has published nothing yet finds something to publish."""
-    looked = Reconciler(services.site, store, flow_runs=PrefectFlowRuns(services.site)).poll()
+    looked = Reconciler(load_site(), store, flow_runs=PrefectFlowRuns(load_site())).poll()
     return any(one.kind is ActionKind.TELL for one in looked)
 
 
 def ended(client: SyncPrefectClient, store: HistoryStore, run_dir: RunDir, state: RunState, flow_state: str) -> None:
     """All three books agree on how it ended, and each attempt had one job."""
-    wait_for(lambda: state_of(run_dir) is state, f"it is {state}")
-    wait_for(lambda: flow_runs(client, run_dir)[-1][0] == flow_state, f"Prefect says {flow_state}")
-    wait_for(lambda: SlurmScheduler().living() == [], "its job is gone from the queue")
+    until(lambda: state_of(run_dir) is state, f"it is {state}")
+    until(lambda: flow_runs(client, run_dir)[-1][0] == flow_state, f"Prefect says {flow_state}")
+    until(lambda: SlurmScheduler().living() == [], "its job is gone from the queue")
     rows = queries.run_sql(store, "SELECT run_id, state FROM runs").rows
     assert [run_dir.run_id, state.value] in [list(row) for row in rows]
     assert len(starts(run_dir)) == len(set(starts(run_dir)))
 
 
 def test_a_worker_that_is_terminated_leaves_a_zombie_which_is_ended_and_its_run_adopted(
-    services: Services, client: SyncPrefectClient, store: HistoryStore
+    site: Site, client: SyncPrefectClient, store: HistoryStore
 ) -> None:
-    services.start("worker")
-    run_dir = in_training(services, client)
-    services.terminate("worker")
-    services.start("worker")
+    start_worker(site)
+    run_dir = in_training(site, client)
+    site.terminate("worker")
+    start_worker(site)
     # The control: nobody but the reconciler notices, also not a new worker.
-    other = in_training(services, client)
+    other = in_training(site, client)
     assert flow_runs(client, run_dir) == [("Running", False)], "a zombie"
-    services.start("daemon")
-    wait_for(lambda: flow_runs(client, run_dir)[-1] == ("Running", True), "it is adopted")
+    site.serve("daemon")
+    until(lambda: flow_runs(client, run_dir)[-1] == ("Running", True), "it is adopted")
     assert flow_runs(client, run_dir)[0][0] == "Crashed"
     go(run_dir)
     go(other)
@@ -151,55 +156,55 @@ def test_a_worker_that_is_terminated_leaves_a_zombie_which_is_ended_and_its_run_
 
 
 def test_a_cancellation_that_nobody_hears_is_carried_out(
-    services: Services, client: SyncPrefectClient, store: HistoryStore
+    site: Site, client: SyncPrefectClient, store: HistoryStore
 ) -> None:
-    services.start("worker")
-    run_dir = in_training(services, client)
-    services.kill("worker")
+    start_worker(site)
+    run_dir = in_training(site, client)
+    site.kill("worker")
     (flow_run,) = [one for one in client.read_flow_runs() if one.name == run_dir.run_id]
     client.set_flow_run_state(flow_run.id, Cancelling(), force=True)
     assert state_of(run_dir) is RunState.TRAINING
-    results = rounds(services, store)
+    results = rounds(site, store)
     assert [one.action.kind for one in results] == [ActionKind.CANCEL_RUN, ActionKind.END_FLOW_RUN]
     ended(client, store, run_dir, RunState.CANCELLED, "Cancelled")
 
 
 def test_a_controller_that_prefect_takes_for_dead_keeps_its_run(
-    services: Services, client: SyncPrefectClient, store: HistoryStore
+    site: Site, client: SyncPrefectClient, store: HistoryStore
 ) -> None:
-    services.start("worker")
-    run_dir = in_training(services, client)
+    start_worker(site)
+    run_dir = in_training(site, client)
     (flow_run,) = [one for one in client.read_flow_runs() if one.name == run_dir.run_id]
     client.set_flow_run_state(flow_run.id, Crashed(), force=True)
-    (result,) = rounds(services, store)
+    (result,) = rounds(site, store)
     assert result.action.kind is ActionKind.NOTE
     go(run_dir)
-    wait_for(lambda: state_of(run_dir) is RunState.COMPLETED, "it ends")
+    until(lambda: state_of(run_dir) is RunState.COMPLETED, "it ends")
     assert len(flow_runs(client, run_dir)) == 1
 
 
 def test_two_rounds_that_see_the_same_make_one_flow_run(
-    services: Services, client: SyncPrefectClient, store: HistoryStore
+    site: Site, client: SyncPrefectClient, store: HistoryStore
 ) -> None:
-    services.start("worker")
-    run_dir = in_training(services, client)
-    services.kill("worker")
-    both = [Reconciler(services.site, store, flow_runs=PrefectFlowRuns(services.site)) for _ in range(2)]
+    start_worker(site)
+    run_dir = in_training(site, client)
+    site.kill("worker")
+    both = [Reconciler(load_site(), store, flow_runs=PrefectFlowRuns(load_site())) for _ in range(2)]
     looks = [one.poll() for one in both]
     for one, actions in zip(both, looks, strict=True):
         one.carry_out(actions)
     assert flow_runs(client, run_dir) == [("Crashed", False), ("Scheduled", True)]
-    assert rounds(services, store) == [], "the flow run that is to come is waited for"
-    services.start("worker")
+    assert rounds(site, store) == [], "the flow run that is to come is waited for"
+    start_worker(site)
     go(run_dir)
     ended(client, store, run_dir, RunState.COMPLETED, "Completed")
 
 
 def test_rounds_are_flow_runs_where_they_are_due_or_do_something(
-    services: Services, client: SyncPrefectClient, store: HistoryStore, monkeypatch: pytest.MonkeyPatch
+    site: Site, client: SyncPrefectClient, store: HistoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    housekeeping.register(services.site)
-    housekeeping.register(services.site)
+    housekeeping.register(load_site())
+    housekeeping.register(load_site())
     deployment = client.read_deployment_by_name(housekeeping.DEPLOYMENT)
     assert len(deployment.schedules) == 1
 
@@ -209,19 +214,19 @@ def test_rounds_are_flow_runs_where_they_are_due_or_do_something(
 
     # What Prefect is told of the runs of earlier tests leaves flow runs too: all of it first.
     monkeypatch.setattr(reconcile, "PUBLISH_AFTER_S", 0.0)
-    rounds(services, store)
-    wait_for(lambda: not untold(services, store), "Prefect shows what it was told")
+    rounds(site, store)
+    until(lambda: not untold(site, store), "Prefect shows what it was told")
     first = made()
-    assert rounds(services, store) == []
+    assert rounds(site, store) == []
     assert made() == first, "nothing due, nothing found: no flow run"
     quick = client.create_flow_run_from_deployment(deployment.id)
-    rounds(services, store)
+    rounds(site, store)
     assert client.read_flow_run(quick.id).state_name == "Completed"
-    services.start("worker")
-    run_dir = in_training(services, client)
-    services.kill("worker")
+    start_worker(site)
+    run_dir = in_training(site, client)
+    site.kill("worker")
     monkeypatch.setattr(reconcile, "RETRY_INTERVAL_S", 0.0)
-    results = rounds(services, store)
+    results = rounds(site, store)
     assert [one.action.kind for one in results] == [ActionKind.ADOPT, ActionKind.END_FLOW_RUN]
     assert len(made()) == len(first) + 2
     (artifact,) = [one for one in client.read_artifacts() if one.key == housekeeping.ARTIFACT_KEY][-1:]

@@ -15,7 +15,7 @@ import pytest
 from control_fakes import make_run, make_spec
 from desk import Desk
 from history_tools import remove_run
-from real_server import RealServer
+from sites import Site
 
 from flows.deployments import register, submit
 from flows.flow_runs import PrefectFlowRuns
@@ -33,7 +33,7 @@ DAYS = 30
 
 
 @pytest.fixture
-def client(real_prefect: RealServer) -> Iterator[Any]:
+def client(real_prefect: Site) -> Iterator[Any]:
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import WorkPoolCreate
     from prefect.exceptions import ObjectAlreadyExists

@@ -9,7 +9,8 @@ from control_fakes import FakeAgent
 from desk import Desk
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
-from real_server import RealServer, page_of
+from signing_in import page_of
+from sites import Site
 
 from flows.artifacts import artifact_key
 from flows.run import run_in_prefect
@@ -18,7 +19,7 @@ from rlhf_core.control.controller import opened
 
 
 @pytest.fixture
-def run_id(desk: Desk, real_prefect: RealServer, monkeypatch: pytest.MonkeyPatch) -> str:
+def run_id(desk: Desk, real_prefect: Site, monkeypatch: pytest.MonkeyPatch) -> str:
     """A run that has completed as a flow run, and whose site is that of `rlhf show`."""
     monkeypatch.setenv("RLHF_HOME", str(desk.site.home))
     run_dir = desk.run()
@@ -30,7 +31,7 @@ def run_id(desk: Desk, real_prefect: RealServer, monkeypatch: pytest.MonkeyPatch
     return run_dir.run_id
 
 
-def flow_run_of(server: RealServer, run_id: str) -> str:
+def flow_run_of(server: Site, run_id: str) -> str:
     wanted = FlowRunFilter(name=FlowRunFilterName(any_=[run_id]))
     with server.in_use(), get_client(sync_client=True) as client:
         (found,) = client.read_flow_runs(flow_run_filter=wanted)
@@ -55,7 +56,7 @@ def opened_by(page: Any, name: str) -> Any:
 
 
 def test_the_link_of_rlhf_show_opens_the_flow_run_in_the_ui_of_the_first_page(
-    run_id: str, real_prefect: RealServer, capsys: pytest.CaptureFixture[str]
+    run_id: str, real_prefect: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert execute(["show", run_id]) == 0
     (link,) = re.findall(r"In Prefect: (\S+)", capsys.readouterr().out)
@@ -69,9 +70,7 @@ def test_the_link_of_rlhf_show_opens_the_flow_run_in_the_ui_of_the_first_page(
 
 
 @pytest.mark.parametrize("ui", ["", "/v2"])
-def test_links_of_an_artifact_stay_in_the_ui_and_lead_to_the_run(
-    run_id: str, real_prefect: RealServer, ui: str
-) -> None:
+def test_links_of_an_artifact_stay_in_the_ui_and_lead_to_the_run(run_id: str, real_prefect: Site, ui: str) -> None:
     flow_run = flow_run_of(real_prefect, run_id)
     with page_of(real_prefect, f"{ui}/artifacts/key/{artifact_key(run_id, 'result')}") as page:
         page.locator(f"a[href^='{ui}/artifacts/artifact/']").first.click()

@@ -9,9 +9,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+import sites
 from prefect.client.orchestration import get_client
 from prefect.events import emit_event
-from real_server import RealServer
 
 from flows import notify
 from flows.notify import PREFIX, register, send_test
@@ -60,7 +60,7 @@ def receiver() -> Iterator[Receiver]:
 
 
 @pytest.fixture
-def site_of(tmp_path_factory: pytest.TempPathFactory, real_prefect: RealServer) -> Iterator[Callable[..., Site]]:
+def site_of(tmp_path_factory: pytest.TempPathFactory, real_prefect: sites.Site) -> Iterator[Callable[..., Site]]:
     site = load_site({"RLHF_HOME": str(tmp_path_factory.mktemp("site"))})
 
     def make(url: str, *on: Occasion) -> Site:
@@ -143,7 +143,7 @@ def test_a_changed_address_is_used(site_of: Callable[..., Site], receiver: Recei
     assert body["text"] == "a test message of rlhf-flows: if you can read this, it arrives"
 
 
-def test_an_address_where_nobody_is_says_so(site_of: Callable[..., Site], real_prefect: RealServer) -> None:
+def test_an_address_where_nobody_is_says_so(site_of: Callable[..., Site], real_prefect: sites.Site) -> None:
     site = site_of(f"http://127.0.0.1:9/{SECRET}", "failed")
     register(site)
     with pytest.raises(PrefectUnavailable, match="was not sent: Webhook call failed") as error:
@@ -160,7 +160,7 @@ def test_an_address_that_refuses_says_so(site_of: Callable[..., Site], receiver:
 
 
 def test_the_secret_is_nowhere_in_clear(
-    site_of: Callable[..., Site], receiver: Receiver, real_prefect: RealServer
+    site_of: Callable[..., Site], receiver: Receiver, real_prefect: sites.Site
 ) -> None:
     site = site_of(receiver.url, "failed")
     register(site)

@@ -3,7 +3,7 @@
 import contextvars
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from uuid import UUID
@@ -16,7 +16,9 @@ from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import Running
-from real_server import RealServer, page_of
+from process_tools import until
+from signing_in import page_of
+from sites import Site
 from test_promotion import answers, completes, standing, states
 
 from flows import gate as approval
@@ -31,19 +33,11 @@ from rlhf_core.schemas.attempts import PromotionState, RunState
 
 
 @pytest.fixture(autouse=True)
-def _quick(real_prefect: RealServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _quick(real_prefect: Site, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(approval, "POLL_INTERVAL_S", 0.2)
     monkeypatch.setattr(approval, "RETRY_INTERVAL_S", 0.5)
     with real_prefect.in_use():
         yield
-
-
-def until(seen: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 60
-    while not (found := seen()):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    return found
 
 
 def flow_run_of(run_dir: RunDir) -> FlowRun:
@@ -102,7 +96,7 @@ def _is_in_view(field: Any) -> bool:
     return bool(box["y"] > 0 and box["y"] + box["height"] < 900)
 
 
-def test_a_person_approves_in_the_browser(desk: Desk, real_prefect: RealServer) -> None:
+def test_a_person_approves_in_the_browser(desk: Desk, real_prefect: Site) -> None:
     with waiting_run(desk) as run_dir, page_of(real_prefect, f"/runs/flow-run/{flow_run_of(run_dir).id}") as page:
         page.get_by_role("button", name="Resume").first.click()
         form = page.locator(".p-modal__card")
@@ -121,7 +115,7 @@ def test_a_person_approves_in_the_browser(desk: Desk, real_prefect: RealServer) 
     assert message.endswith("by Ada (through Prefect, unverified): good enough")
 
 
-def test_a_person_refuses_in_the_newer_ui(desk: Desk, real_prefect: RealServer) -> None:
+def test_a_person_refuses_in_the_newer_ui(desk: Desk, real_prefect: Site) -> None:
     """A switch that is left alone refuses."""
     with waiting_run(desk) as run_dir, page_of(real_prefect, f"/v2/runs/flow-run/{flow_run_of(run_dir).id}") as page:
         page.locator("button[aria-haspopup=menu]").first.click()

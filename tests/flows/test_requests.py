@@ -9,7 +9,7 @@ import pytest
 from desk import Desk
 from prefect.client.orchestration import get_client
 from prefect.states import Failed, Running, Scheduled
-from real_server import RealServer
+from sites import Site
 
 from flows import requests
 from flows.flow_runs import RUN_FLOW
@@ -19,7 +19,7 @@ from rlhf_core.schemas.base import utc_now
 
 
 def test_requests_that_wait_or_were_refused_are_listed_with_the_runs(
-    desk: Desk, real_prefect: RealServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    desk: Desk, real_prefect: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RLHF_HOME", str(desk.site.home))
     monkeypatch.setenv("COLUMNS", "200")  # so that no text is broken in the middle of what is looked for

@@ -13,9 +13,8 @@ from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.exceptions import CancelledRun
 from prefect.flow_engine import run_flow
 from prefect.states import Crashed, Running
-from real_server import RealServer
-from signing_in import ask
-from zombies import wait_for
+from process_tools import until
+from sites import Site
 
 from flows import schedules as skipping
 from flows.flow_runs import RUN_FLOW
@@ -24,7 +23,7 @@ from rlhf_core.run_dir import RunDir
 
 
 @pytest.fixture(autouse=True)
-def _server(real_prefect: RealServer, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _server(real_prefect: Site, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("RLHF_HOME", str(desk.site.home))
     with real_prefect.in_use():
         yield
@@ -52,7 +51,7 @@ def deployed(client: SyncPrefectClient, name: str, *tags: str) -> UUID:
 
 def due(client: SyncPrefectClient, deployment: UUID) -> FlowRun:
     """Its flow run that is due, and waits."""
-    found: list[FlowRun] = wait_for(
+    found: list[FlowRun] = until(
         lambda: [
             one
             for one in client.read_flow_runs(limit=200)
@@ -71,9 +70,9 @@ def state(client: SyncPrefectClient, flow_run: FlowRun) -> tuple[str, str]:
     return now.name or "", now.message or ""
 
 
-def events(real_prefect: RealServer, deployment: UUID) -> list[str]:
+def events(real_prefect: Site, deployment: UUID) -> list[str]:
     wanted = {"filter": {"resource": {"id": [f"prefect.deployment.{deployment}"]}}}
-    _, found = ask(real_prefect.api, "/events/filter", wanted, password=real_prefect.password)
+    _, found = real_prefect.ask("/events/filter", wanted)
     return [one["event"] for one in found["events"] if one["event"].startswith("rlhf.")]
 
 
@@ -85,7 +84,7 @@ def at_work(client: SyncPrefectClient, deployment: UUID, name: str = "") -> Flow
 
 
 def test_what_waits_is_called_off_when_its_schedule_is_paused_or_its_deployment_busy(
-    client: SyncPrefectClient, desk: Desk, real_prefect: RealServer
+    client: SyncPrefectClient, desk: Desk, real_prefect: Site
 ) -> None:
     paused, busy, other, idle = (deployed(client, name) for name in ("paused", "busy", "other", "idle"))
     waiting = {one: due(client, one) for one in (paused, busy, other, idle)}
@@ -106,7 +105,7 @@ def test_what_waits_is_called_off_when_its_schedule_is_paused_or_its_deployment_
     assert (name, "of the same deployment still goes on" in said) == ("Cancelled", True)
     for left in (waiting[other], waiting[idle], by_hand):
         assert state(client, left)[0] in ("Scheduled", "Late")
-    wait_for(lambda: events(real_prefect, paused) == [skipping.EVENT], "its event")
+    until(lambda: events(real_prefect, paused) == [skipping.EVENT], "its event")
     assert skipping.call_off(RUN_FLOW, desk.site.runs_dir) == []
 
 

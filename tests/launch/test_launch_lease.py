@@ -16,6 +16,7 @@ import psutil
 import pytest
 from control_fakes import Clock
 from history_tools import postgres
+from process_tools import until
 
 from rlhf_core.accounts import user_name
 from rlhf_core.errors import DatabaseUnavailable, LeaseLost
@@ -280,22 +281,15 @@ def unreachable(url: str) -> Iterator[None]:
             admin.execute(f"ALTER DATABASE {name} ALLOW_CONNECTIONS true")
 
 
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
-
-
 def test_a_database_that_is_away_when_the_thread_wants_to_renew() -> None:
     url = postgres().migrated_database()
     with HistoryStore(url) as store:
         lease = short_lease(store, ttl_s=1.0)
         lease.start()
         with unreachable(url):
-            wait_until(lambda: lease.behind)
+            until(lambda: lease.behind)
             lease.keep()  # the controller goes on with what it does
-        wait_until(lambda: not lease.behind)
+        until(lambda: not lease.behind)
         assert not taken_within(store, 0.5)
         lease.keep()
         lease.release()

@@ -1,6 +1,5 @@
 """The product is the wheel, not the checkout: built, installed elsewhere, and used from there."""
 
-import json
 import os
 import signal
 import subprocess
@@ -12,7 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from shop_floor import Floor, free_port, until
+from process_tools import until
+from site_files import QUICK, options
+from sites import Site
 
 ROOT = Path(__file__).parents[2]
 UNITS = sorted((ROOT / "infra" / "systemd").glob("rlhf-*.service"))
@@ -47,8 +48,8 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def control(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same without torch, as a control plane is installed."""
     home = tmp_path_factory.mktemp("control")
-    site = make_environment(home / "venv", wheel)
-    (site / "torch.py").write_text("raise ModuleNotFoundError('the control plane has no torch', name='torch')\n")
+    libraries = make_environment(home / "venv", wheel)
+    (libraries / "torch.py").write_text("raise ModuleNotFoundError('the control plane has no torch', name='torch')\n")
     return home
 
 
@@ -56,12 +57,12 @@ def make_environment(folder: Path, wheel: Path) -> Path:
     """Returns its folder of libraries."""
     venv.create(folder, with_pip=False)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    site = folder / "lib" / version / "site-packages"
+    libraries = folder / "lib" / version / "site-packages"
     # A path file adds the libraries; the path files inside that folder (our editable install) are not read from there.
-    (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (libraries / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
     install = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "-q", "--no-deps"]
     subprocess.run([*install, "--force-reinstall", str(wheel)], check=True)
-    return site
+    return libraries
 
 
 def test_the_wheel_carries_flows_core_migrations_and_presets(wheel: Path) -> None:
@@ -119,68 +120,63 @@ def test_the_code_that_runs_is_the_wheels(installed: Path) -> None:
 @pytest.mark.training
 @pytest.mark.end_to_end
 def test_a_run_from_the_wheel_outside_the_repository(installed: Path) -> None:
-    overrides = [word for override in TINY for word in ("--set", override)]
-    rlhf(installed, "run", "quickstart", "--no-prefect", *overrides)
+    rlhf(installed, "run", "quickstart", "--no-prefect", *options(*TINY))
     assert '"completed"' in rlhf(installed, "runs", "--json")
     assert "report.html" in rlhf(installed, "report", "last")
 
 
-class Installed(Floor):
+class Installed(Site):
     """A site whose `rlhf` is the script of an environment, found as a unit of systemd finds it."""
 
-    def start(self, *arguments: str, **more: str) -> "subprocess.Popen[str]":
-        return self.run_line(f"/usr/bin/env rlhf {' '.join(arguments)}", **more)
+    def environment(self, **more: str) -> dict[str, str]:
+        """Environment without the checkout."""
+        return {name: value for name, value in super().environment(**more).items() if name != "PYTHONPATH"}
 
-    def run_line(self, line: str, **more: str) -> "subprocess.Popen[str]":
-        """A command as it stands after ExecStart=."""
-        environment = {**self.environment(**more), "COLUMNS": "120"}
-        del environment["PYTHONPATH"]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen(line.split(), env=environment, cwd=self.home, **pipes)  # type: ignore[call-overload, no-any-return]
+    def command(self, *arguments: str) -> list[str]:
+        """The ``rlhf`` command of the environment."""
+        return ["/usr/bin/env", "rlhf", *arguments]
 
 
 @pytest.fixture
-def floor(control: Path, installed: Path, tmp_path: Path) -> Iterator[Installed]:
-    floor = Installed(tmp_path / "home", free_port(), settings="reconcile_s = 1.0\ningest_s = 0.5")
-    floor.variables = {
+def site(control: Path, installed: Path, tmp_path: Path) -> Iterator[Installed]:
+    site = Installed(tmp_path / "home", settings=QUICK)
+    site.variables = {
         "PATH": os.pathsep.join([str(control / "venv" / "bin"), sysconfig.get_path("scripts"), "/usr/bin", "/bin"]),
         "RLHF_COMPUTE_PYTHON": str(installed / "venv" / "bin" / "python"),
     }
-    floor.write_settings()
-    yield floor
-    floor.kill_all()
+    with site.running(services=False):
+        yield site
 
 
 @pytest.mark.training
 @pytest.mark.end_to_end
 @pytest.mark.site
-def test_a_site_from_the_wheel_whose_control_plane_has_no_torch(floor: Installed, control: Path) -> None:
-    floor.rlhf("up")
-    words = [word for override in TINY for word in ("--set", override)]
-    asked = json.loads(floor.rlhf("submit", "quickstart", *words, "--json").stdout)
-    until(lambda: floor.state_of(asked["flow_run_id"]) in ("Completed", "Failed", "Crashed"), 150)
-    shown = json.loads(floor.rlhf("show", asked["run_id"], "--json").stdout)
-    assert shown["run"]["state"] == "completed", f"{shown}\n{floor.logs()}"
+def test_a_site_from_the_wheel_whose_control_plane_has_no_torch(site: Installed, control: Path) -> None:
+    site.rlhf("up")
+    asked = site.rlhf("submit", "quickstart", *options(*TINY), "--json").json()
+    until(lambda: site.flow_state(asked["flow_run_id"]) in ("Completed", "Failed", "Crashed"), timeout_s=150)
+    shown = site.rlhf("show", asked["run_id"], "--json").json()
+    assert shown["run"]["state"] == "completed", f"{shown}\n{site.logs()}"
     assert {one["name"] for one in shown["evaluations"]}
-    services = [one for one in floor.processes() if "serve" in one.cmdline()]
+    services = [one for one in site.processes() if "serve" in one.cmdline()]
     assert {one.exe() for one in services} == {str((control / "venv" / "bin" / "python").resolve())}
     assert all(str(control) in one.cmdline()[0] for one in services), "of this environment, not of the checkout"
-    floor.rlhf("down")
-    assert floor.processes() == []
+    site.rlhf("down")
+    assert site.processes() == []
 
 
 @pytest.mark.end_to_end
 @pytest.mark.site
-def test_the_units_of_systemd_find_the_installed_command(floor: Installed) -> None:
+def test_the_units_of_systemd_find_the_installed_command(site: Installed) -> None:
     lines = [line.partition("=")[2] for unit in UNITS for line in unit.read_text().splitlines() if "ExecStart=" in line]
     assert len(lines) == 3
-    services = [floor.run_line(line, RLHF_STARTED_BY="systemd") for line in lines]  # in whatever order
-    until(lambda: {one["state"] for one in floor.status().values()} == {"running"}, 150)
-    assert {one["started_by"] for one in floor.status().values()} == {"systemd"}
+    services = [site.spawn(line.split(), RLHF_STARTED_BY="systemd") for line in lines]  # in whatever order
+    until(lambda: {one["state"] for one in site.status().values()} == {"running"}, timeout_s=150)
+    assert {one["started_by"] for one in site.status().values()} == {"systemd"}
     for one in services:
         one.terminate()
     for one in services:
         one.communicate(timeout=60)
     good = (0, -signal.SIGTERM)  # as systemd sees it
     assert [one.returncode for one in services if one.returncode not in good] == []
-    assert floor.processes() == []
+    assert site.processes() == []

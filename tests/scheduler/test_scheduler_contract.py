@@ -1,14 +1,14 @@
 """One set of behaviours, three schedulers: the fake of the control-plane tests, this machine, a real Slurm."""
 
-import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from control_fakes import FakeScheduler
+from process_tools import until
 from slurm_cluster import WHY_NOT, Cluster, missing_programs
 
 from rlhf_core.errors import SubmissionFailed
@@ -69,14 +69,7 @@ class Site:
         return sorted(one.submission.job_id for one in self.scheduler.living() if one.run_id == self.run_id)
 
     def wait_until(self, submission: Submission, state: JobState) -> None:
-        wait_for(lambda: self.state(submission) is state)
-
-
-def wait_for(condition: Callable[[], object], timeout_s: float = 100.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.1)
+        until(lambda: self.state(submission) is state)
 
 
 def fake_scheduler() -> FakeScheduler:
@@ -89,14 +82,6 @@ def fake_scheduler() -> FakeScheduler:
 
     scheduler.on_submit = ends
     return scheduler
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    made = Cluster(tmp_path_factory.mktemp("slurm"), nodes=1, kill_wait_s=2)
-    made.up()
-    yield made
-    made.down()
 
 
 @pytest.fixture(
@@ -162,8 +147,8 @@ def test_of_two_jobs_of_an_attempt_the_first_is_found_and_then_the_other(site: S
     """There must never be two. If there are, this machine cannot distinguish their processes, and ends both."""
     first, second = site.submit(), site.submit()
     # A process that is about to become another program has no environment to be known by, for an instant.
-    wait_for(lambda: site.living() == sorted([first.job_id, second.job_id]))
-    wait_for(lambda: site.found() == first.job_id)
+    until(lambda: site.living() == sorted([first.job_id, second.job_id]))
+    until(lambda: site.found() == first.job_id)
     assert site.scheduler.cancel(first)
     left = [] if isinstance(site.scheduler, LocalScheduler) else [second.job_id]
     assert site.living() == left

@@ -8,11 +8,12 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from process_tools import until
 
 from rlhf_core.errors import BadInput, SubmissionFailed
 from rlhf_core.run_dir import read_model
@@ -41,13 +42,6 @@ print("at work", os.environ["RLHF_JOB"], os.environ.get("RLHF_DATABASE_URL"), fl
 say("agent", str(os.getpid()))
 time.sleep(0.0 if "short" in sys.argv else 60.0)
 """
-
-
-def wait_for(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
 
 
 def is_alive(pid: int) -> bool:
@@ -94,7 +88,7 @@ def _state(scheduler: LocalScheduler, submission: Submission) -> JobState:
 
 
 def _pid(folder: Path, name: str) -> int:
-    wait_for(lambda: (folder / name).exists() and (folder / name).read_text(encoding="utf-8").strip())
+    until(lambda: (folder / name).exists() and (folder / name).read_text(encoding="utf-8").strip())
     return int((folder / name).read_text(encoding="utf-8"))
 
 
@@ -104,7 +98,7 @@ def test_a_job_runs_its_command_and_ends(
     monkeypatch.setenv("RLHF_DATABASE_URL", "postgresql://user:secret@host/db")
     submission = scheduler.submit(make_request(tmp_path, "short"))
     assert (submission.attempt, submission.scheduler, submission.host) == (1, "local", socket.gethostname())
-    wait_for(lambda: _state(scheduler, submission) is JobState.ENDED)
+    until(lambda: _state(scheduler, submission) is JobState.ENDED)
     output = (tmp_path / "scheduler" / f"{submission.job_id}_0_log.out").read_text(encoding="utf-8")
     assert output == f"at work {run_id_of(tmp_path)}/1 None\n"  # the marker is there, the control plane's secret is not
     assert scheduler.find(run_id_of(tmp_path), 1) is None
@@ -166,13 +160,13 @@ def test_what_a_killed_agent_left_is_found_by_its_marker(tmp_path: Path, schedul
     submission = scheduler.submit(make_request(tmp_path, "daemon"))
     agent, daemon = _pid(tmp_path, "agent"), _pid(tmp_path, "daemon")
     os.kill(int(submission.job_id), signal.SIGKILL)
-    wait_for(lambda: not is_alive(int(submission.job_id)))  # what is killed is there for some milliseconds more
+    until(lambda: not is_alive(int(submission.job_id)))  # what is killed is there for some milliseconds more
     assert _state(scheduler, submission) is JobState.RUNNING  # its agent is still there
     adopted = scheduler.find(run_id_of(tmp_path), 1)
     assert adopted is not None
     assert adopted.job_id == str(agent)
     os.kill(agent, signal.SIGKILL)
-    wait_for(lambda: _state(scheduler, submission) is JobState.ENDED)
+    until(lambda: _state(scheduler, submission) is JobState.ENDED)
     assert is_alive(daemon)
     assert scheduler.cancel(submission.model_copy(update={"marker": ""}))
     assert is_alive(daemon)
@@ -208,7 +202,7 @@ def test_a_job_of_another_machine_is_unknown(scheduler: LocalScheduler) -> None:
 
 def test_ahead_of_the_time_limit_the_agent_is_asked_to_save(tmp_path: Path, scheduler: LocalScheduler) -> None:
     submission = scheduler.submit(make_request(tmp_path, time_limit_s=4))
-    wait_for(lambda: _state(scheduler, submission) is JobState.ENDED)
+    until(lambda: _state(scheduler, submission) is JobState.ENDED)
     assert (tmp_path / "asked").read_text(encoding="utf-8") == "SIGUSR2"
 
 
@@ -247,6 +241,6 @@ def test_a_job_outlives_the_folder_it_was_submitted_from(
     scheduler.submit(make_request(tmp_path))
     monkeypatch.chdir(tmp_path)
     gone.rmdir()
-    wait_for((tmp_path / "agent").exists)
+    until((tmp_path / "agent").exists)
     agent = psutil.Process(int((tmp_path / "agent").read_text()))
     assert agent.cwd() == str(tmp_path / "scheduler")

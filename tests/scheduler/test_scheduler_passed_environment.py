@@ -6,7 +6,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_scheduler_local import make_request, wait_for
+from process_tools import until
+from test_scheduler_local import make_request
 from test_scheduler_slurm_text import request as slurm_request
 
 from rlhf_core.errors import SubmissionFailed
@@ -142,7 +143,7 @@ def test_a_local_job_gets_the_value_and_no_file_of_it(tmp_path: Path, monkeypatc
         seen.extend(process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"]))
         return scheduler.status([job])[job.job_id].state is JobState.ENDED
 
-    wait_for(ended)
+    until(ended)
     (log,) = asked.scheduler_dir.glob("*_log.out")
     assert log.read_text().startswith(f"passed {CANARY} WANDB_API_KEY ")
     log.unlink()

@@ -4,12 +4,12 @@ their children."""
 import re
 import subprocess
 import sys
-import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from process_tools import until
 from slurm_cluster import WHY_NOT, Cluster, missing_programs
 
 from rlhf_core.errors import SchedulerError, SubmissionFailed
@@ -25,14 +25,6 @@ pytestmark = [
     pytest.mark.end_to_end,
     pytest.mark.skipif(bool(missing_programs()), reason=WHY_NOT),
 ]
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    made = Cluster(tmp_path_factory.mktemp("slurm"), nodes=3, gpus=2, forget_s=5)
-    made.up()
-    yield made
-    made.down()
 
 
 @pytest.fixture
@@ -65,13 +57,6 @@ def make_request(folder: Path, shell: str, slurm: SlurmSpec | None = None, **pla
     )
 
 
-def wait_for(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.1)
-
-
 def state(scheduler: SlurmScheduler, submission: Submission) -> JobState:
     return scheduler.status([submission])[submission.job_id].state
 
@@ -82,7 +67,7 @@ def test_agents_get_their_node_and_all_addresses(tmp_path: Path, scheduler: Slur
     slurm = SlurmSpec(environment={"MORE": "c"}, setup=("export CHECKED=1",))
     request = make_request(tmp_path, shell, slurm, num_nodes=2, gpus_per_node=2, excluded_nodes=("node1",))
     submission = scheduler.submit(request)
-    wait_for(lambda: state(scheduler, submission) is JobState.ENDED)
+    until(lambda: state(scheduler, submission) is JobState.ENDED)
     status = scheduler.status([submission])[submission.job_id]
     assert (status.scheduler_state, status.nodes) == ("COMPLETED", ("node2", "node3"))
     expected = f"node2=127.0.0.1,node3=127.0.0.1 a b c {run_id_of(tmp_path)}/1 0,1\n"
@@ -92,15 +77,15 @@ def test_agents_get_their_node_and_all_addresses(tmp_path: Path, scheduler: Slur
 def test_one_dead_agent_ends_the_job(tmp_path: Path, scheduler: SlurmScheduler) -> None:
     shell = 'test "$SLURM_NODEID" = 0 && exit 3; sleep 300'
     submission = scheduler.submit(make_request(tmp_path, shell, num_nodes=2))
-    wait_for(lambda: state(scheduler, submission) is JobState.ENDED)
+    until(lambda: state(scheduler, submission) is JobState.ENDED)
     assert scheduler.status([submission])[submission.job_id].scheduler_state == "FAILED"
 
 
 def test_a_job_that_ignores_sigterm_is_cancelled_all_the_same(tmp_path: Path, scheduler: SlurmScheduler) -> None:
     shell = f"trap '' TERM; echo $$ > {tmp_path}/pid; while :; do sleep 1; done"
     submission = scheduler.submit(make_request(tmp_path, shell))
-    wait_for((tmp_path / "pid").exists)
-    wait_for(lambda: state(scheduler, submission) is JobState.RUNNING)
+    until((tmp_path / "pid").exists)
+    until(lambda: state(scheduler, submission) is JobState.RUNNING)
     assert scheduler.cancel(submission)
     assert state(scheduler, submission) is JobState.ENDED
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
@@ -109,13 +94,13 @@ def test_a_job_that_ignores_sigterm_is_cancelled_all_the_same(tmp_path: Path, sc
 
 def test_a_waiting_job_says_why(tmp_path: Path, cluster: Cluster, scheduler: SlurmScheduler) -> None:
     first = scheduler.submit(make_request(tmp_path, "sleep 300", num_nodes=3, gpus_per_node=2))
-    wait_for(lambda: state(scheduler, first) is JobState.RUNNING)
+    until(lambda: state(scheduler, first) is JobState.RUNNING)
     second = scheduler.submit(make_request(tmp_path, "true", num_nodes=3, gpus_per_node=2, attempt=2))
-    wait_for(lambda: re.search("Resources|Priority", scheduler.status([second])[second.job_id].reason))
+    until(lambda: re.search("Resources|Priority", scheduler.status([second])[second.job_id].reason))
     status = scheduler.status([first, second])
     assert [status[one.job_id].state for one in (first, second)] == [JobState.RUNNING, JobState.PENDING]
     cluster.command("scontrol", "suspend", first.job_id)
-    wait_for(lambda: scheduler.status([first])[first.job_id].scheduler_state == "SUSPENDED")
+    until(lambda: scheduler.status([first])[first.job_id].scheduler_state == "SUSPENDED")
     assert state(scheduler, first) is JobState.RUNNING  # it has not ended, and will go on
     cluster.command("scontrol", "resume", first.job_id)
     assert scheduler.cancel(second)
@@ -135,10 +120,10 @@ def test_without_its_controller_nothing_is_known_and_nothing_is_submitted(
     tmp_path: Path, cluster: Cluster, scheduler: SlurmScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submission = scheduler.submit(make_request(tmp_path, "sleep 300"))
-    wait_for(lambda: state(scheduler, submission) is JobState.RUNNING)
+    until(lambda: state(scheduler, submission) is JobState.RUNNING)
     cluster.stop("slurmctld")
     try:
-        wait_for(lambda: state(scheduler, submission) is JobState.UNKNOWN)
+        until(lambda: state(scheduler, submission) is JobState.UNKNOWN)
         with pytest.raises(SchedulerError, match="controller does not answer"):
             scheduler.find(run_id_of(tmp_path), 2)
         with pytest.raises(SchedulerError, match="controller does not answer"):
@@ -150,7 +135,7 @@ def test_without_its_controller_nothing_is_known_and_nothing_is_submitted(
             scheduler.cancel(submission)
     finally:
         cluster.start("slurmctld")
-    wait_for(lambda: state(scheduler, submission) is JobState.RUNNING)
+    until(lambda: state(scheduler, submission) is JobState.RUNNING)
     assert scheduler.cancel(submission)
 
 

@@ -1,12 +1,12 @@
 """The Slurm scheduler on a real, throw-away cluster."""
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+from process_tools import until
 from slurm_cluster import WHY_NOT, Cluster, missing_programs
 
 from rlhf_core.scheduler import slurm_queue
@@ -17,14 +17,6 @@ from rlhf_core.schemas.resources import GroupPlan, Placement, Role, Submission, 
 from rlhf_core.schemas.run import SlurmSpec
 
 pytestmark = [pytest.mark.skipif(bool(missing_programs()), reason=WHY_NOT)]
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path_factory.mktemp("slurm"), nodes=3, gpus=2, kill_wait_s=2)
-    cluster.up()
-    yield cluster
-    cluster.down()
 
 
 @pytest.fixture
@@ -57,13 +49,6 @@ def request(folder: Path, shell: str, num_nodes: int = 1, run_id: str = "toy-1",
     )
 
 
-def wait_for(condition: Callable[[], object], timeout_s: float = 40.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.1)
-
-
 def status(slurm: SlurmScheduler, job: Submission) -> JobStatus:
     return slurm.status([job])[job.job_id]
 
@@ -90,7 +75,7 @@ def test_every_node_knows_all_nodes_and_secrets_stay_here(
     monkeypatch.setenv("RLHF_DATABASE_URL", "postgresql://user:secret@host/db")
     asked = request(tmp_path, 'echo "$SLURM_NODEID|$RLHF_NODES|$RLHF_JOB|$GREETING|$RLHF_DATABASE_URL|"', 3)
     job = slurm.submit(asked)
-    wait_for(lambda: ended(slurm, job))
+    until(lambda: ended(slurm, job))
     nodes = "node1=127.0.0.1,node2=127.0.0.1,node3=127.0.0.1"
     said = sorted(line for line in output(asked).splitlines() if "|" in line)
     assert said == [f"{index}|{nodes}|toy-1/1|hello 'you'||" for index in range(3)]
@@ -116,7 +101,7 @@ def test_a_secret_reaches_the_job_and_nothing_that_others_can_read(
     shown += [cluster.command("scontrol", "write", "batch_script", job.job_id, "-"), slurm.script(asked)]
     lines = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
     kept = [path for path in cluster.folder.rglob("*") if path.is_file() and canary.encode() in path.read_bytes()]
-    wait_for(lambda: ended(slurm, job))
+    until(lambda: ended(slurm, job))
     assert sorted(line for line in output(asked).splitlines() if "it got" in line) == ["it got the value"] * 2
     assert not any(canary in text for text in (*shown, *lines))
     assert "WANDB_API_KEY" in shown[1], "the control: this is the script"
@@ -140,9 +125,9 @@ def test_a_forgotten_job_has_ended_and_a_new_one_is_not_forgotten(slurm: SlurmSc
 
 def test_a_lost_node_is_named(slurm: SlurmScheduler, cluster: Cluster, tmp_path: Path) -> None:
     job = slurm.submit(request(tmp_path, "sleep 300", 2))
-    wait_for(lambda: status(slurm, job).state is JobState.RUNNING)
+    until(lambda: status(slurm, job).state is JobState.RUNNING)
     cluster.command("scontrol", "update", "nodename=node2", "state=down", "reason=test")
-    wait_for(lambda: ended(slurm, job))
+    until(lambda: ended(slurm, job))
     try:
         assert status(slurm, job).scheduler_state == "NODE_FAIL"
         assert status(slurm, job).lost_nodes == ("node2",)
@@ -172,5 +157,5 @@ def test_a_job_runs_in_its_own_folder_whatever_it_was_submitted_from(
     job = slurm.submit(asked)
     monkeypatch.chdir(tmp_path)
     gone.rmdir()
-    wait_for(lambda: ended(slurm, job))
+    until(lambda: ended(slurm, job))
     assert str(asked.scheduler_dir.resolve()) in output(asked)

@@ -3,7 +3,6 @@
 import contextlib
 import http.client
 import json
-import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -14,47 +13,40 @@ import psutil
 import pytest
 import websockets.exceptions
 import websockets.sync.client
-from shop_floor import Floor, free_port, until
-from signing_in import authorization
+from signing_in import authorization, browser
 from site_stranger import as_stranger, needs_root, page_of_a_stranger
+from sites import Site
 
-from flows import server, temporary_server
+from flows import temporary_server
 from flows.server_guards import MAX_BODY_BYTES
 
 pytestmark = pytest.mark.end_to_end
 
 MB = 1 << 20
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+BROWSER = browser()
 
 
 @pytest.fixture(scope="module")
-def floor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Floor]:
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """A site whose server runs; nothing but its port is set."""
-    floor = Floor(tmp_path_factory.mktemp("site"), free_port())
-    floor.write_settings()
-    process = floor.start("serve", "server")
-    try:
-        until(lambda: server.answers(f"http://127.0.0.1:{floor.port}/api") or process.poll() is not None, 400)
-        assert process.poll() is None, process.communicate()
-        yield floor
-    finally:
-        process.kill()
-        process.communicate()
+    with Site(tmp_path_factory.mktemp("site")).running(services=False) as site:
+        site.serve("server")
+        yield site
 
 
 @pytest.fixture(scope="module")
-def paused(floor: Floor) -> str:
+def paused(site: Site) -> str:
     """A flow run that waits for an answer."""
-    _, flow = floor.ask("/flows/", {"name": "asks"})
-    _, run = floor.ask("/flow_runs/", {"flow_id": flow["id"], "state": {"type": "RUNNING"}})
-    floor.ask(f"/flow_runs/{run['id']}/set_state", {"state": {"type": "PAUSED"}, "force": True})
-    assert floor.state_of(run["id"]) == "Paused"
+    _, flow = site.ask("/flows/", {"name": "asks"})
+    _, run = site.ask("/flow_runs/", {"flow_id": flow["id"], "state": {"type": "RUNNING"}})
+    site.ask(f"/flow_runs/{run['id']}/set_state", {"state": {"type": "PAUSED"}, "force": True})
+    assert site.flow_state(run["id"]) == "Paused"
     return str(run["id"])
 
 
-def deployment(floor: Floor) -> dict[str, Any]:
+def deployment(site: Site) -> dict[str, Any]:
     """A deployment whose flow runs would run a program of its sender's."""
-    _, flow = floor.ask("/flows/", {"name": "evil"})
+    _, flow = site.ask("/flows/", {"name": "evil"})
     return {"name": "evil", "flow_id": flow["id"], "pull_steps": [], "entrypoint": "evil.py:run"}
 
 
@@ -63,8 +55,8 @@ def deployment(floor: Floor) -> dict[str, Any]:
 
 
 @needs_root
-def test_another_user_of_the_machine_changes_nothing_and_reads_nothing(floor: Floor, paused: str) -> None:
-    content = deployment(floor)
+def test_another_user_of_the_machine_changes_nothing_and_reads_nothing(site: Site, paused: str) -> None:
+    content = deployment(site)
     questions: list[tuple[str, Any]] = [
         (f"/flow_runs/{paused}/resume", {"run_input": {"approve": True, "by": "Head of Safety", "reason": ""}}),
         ("/deployments/", content),
@@ -73,31 +65,31 @@ def test_another_user_of_the_machine_changes_nothing_and_reads_nothing(floor: Fl
         ("/csrf-token?client=stranger", None),
     ]
     for auth in ("", "rlhf:guessed", "rlhf:"):
-        found = as_stranger(lambda auth=auth: [floor.ask(*question, auth=auth)[0] for question in questions])
+        found = as_stranger(lambda auth=auth: [site.ask(*question, auth=auth)[0] for question in questions])
         assert found == [401] * len(questions)
-    assert as_stranger(lambda: floor.ask("/health", auth="")) == [200, True], "that it is there may be seen"
-    assert as_stranger(lambda: (floor.home / "prefect" / "auth").read_text()) == "PermissionError"
-    assert floor.state_of(paused) == "Paused"
-    assert floor.ask("/deployments/filter", {})[1] == []
+    assert as_stranger(lambda: site.ask("/health", auth="")) == [200, True], "that it is there may be seen"
+    assert as_stranger(lambda: (site.home / "prefect" / "auth").read_text()) == "PermissionError"
+    assert site.flow_state(paused) == "Paused"
+    assert site.ask("/deployments/filter", {})[1] == []
 
 
-def test_with_the_password_the_same_is_done(floor: Floor, paused: str) -> None:
+def test_with_the_password_the_same_is_done(site: Site, paused: str) -> None:
     """Negative control of the test before: nothing but the password was lacking."""
-    assert floor.ask(f"/flow_runs/{paused}/resume", {})[0] == 201
-    status, made = floor.ask("/deployments/", deployment(floor))
+    assert site.ask(f"/flow_runs/{paused}/resume", {})[0] == 201
+    status, made = site.ask("/deployments/", deployment(site))
     assert status == 201
-    assert floor.ask(f"/deployments/{made['id']}", method="DELETE")[0] == 204
+    assert site.ask(f"/deployments/{made['id']}", method="DELETE")[0] == 204
 
 
 @pytest.mark.parametrize("path", ["events/in", "events/out", "logs/out", "task_runs/subscriptions/scheduled"])
-def test_a_websocket_without_the_password_is_closed(floor: Floor, path: str) -> None:
-    assert websocket(floor, path, "rlhf:guessed") == "closed"
-    assert websocket(floor, path, floor.password) == "auth_success", "negative control"
+def test_a_websocket_without_the_password_is_closed(site: Site, path: str) -> None:
+    assert websocket(site, path, "rlhf:guessed") == "closed"
+    assert websocket(site, path, site.password) == "auth_success", "negative control"
 
 
-def websocket(floor: Floor, path: str, password: str) -> str:
+def websocket(site: Site, path: str, password: str) -> str:
     """The answer of a websocket to a password."""
-    url = f"ws://127.0.0.1:{floor.port}/api/{path}"
+    url = f"ws://127.0.0.1:{site.port}/api/{path}"
     try:
         with websockets.sync.client.connect(url, subprotocols=["prefect"]) as connection:  # type: ignore[list-item]
             connection.send(json.dumps({"type": "auth", "token": password}))
@@ -108,27 +100,27 @@ def websocket(floor: Floor, path: str, password: str) -> str:
         return "closed"
 
 
-def test_the_password_is_no_word_of_a_command_line_nor_of_a_log(floor: Floor) -> None:
-    secret = floor.password.partition(":")[2]
+def test_the_password_is_no_word_of_a_command_line_nor_of_a_log(site: Site) -> None:
+    secret = site.password.partition(":")[2]
     assert len(secret) > 30
-    commands = [" ".join(process.cmdline()) for process in floor.processes()]
+    commands = [" ".join(process.cmdline()) for process in site.processes()]
     assert commands
     assert not [line for line in commands if secret in line]
-    holding = [path for path in floor.home.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
-    assert holding == [floor.home / "prefect" / "auth"]
+    holding = [path for path in site.home.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
+    assert holding == [site.home / "prefect" / "auth"]
     assert holding[0].stat().st_mode & 0o777 == 0o600
-    assert floor.rlhf("password").stdout.strip() == floor.password, "the user is told when asking for it"
+    assert site.rlhf("password").stdout.strip() == site.password, "the user is told when asking for it"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Names
 
 
-def asked(floor: Floor, method: str = "GET", path: str = "/api/health", body: str = "", **headers: str) -> int:
+def asked(site: Site, method: str = "GET", path: str = "/api/health", body: str = "", **headers: str) -> int:
     """Status of a question with headers of one's own, the password among them."""
-    connection = http.client.HTTPConnection("127.0.0.1", floor.port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", site.port, timeout=20)
     named = {name.replace("_", "-"): value for name, value in headers.items()}
-    connection.request(method, path, body or None, {**authorization(floor.password), **named})
+    connection.request(method, path, body or None, {**authorization(site.password), **named})
     status = connection.getresponse().status
     connection.close()
     return status
@@ -137,16 +129,16 @@ def asked(floor: Floor, method: str = "GET", path: str = "/api/health", body: st
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:4200", "127.0.0.1.evil.example", "10.0.0.7", "[::2]", ""]
 )
-def test_a_name_that_is_not_the_servers_is_refused(floor: Floor, host: str) -> None:
-    assert asked(floor, path="/", host=host) == 400
-    assert asked(floor, host=host) == 400
-    assert asked(floor, "POST", "/api/flows/filter", "{}", host=host) == 400
-    assert websocket_named(floor, host) == 403
+def test_a_name_that_is_not_the_servers_is_refused(site: Site, host: str) -> None:
+    assert asked(site, path="/", host=host) == 400
+    assert asked(site, host=host) == 400
+    assert asked(site, "POST", "/api/flows/filter", "{}", host=host) == 400
+    assert websocket_named(site, host) == 403
 
 
-def websocket_named(floor: Floor, host: str, origin: str = "") -> int:
+def websocket_named(site: Site, host: str, origin: str = "") -> int:
     """Status of a handshake under another name, or from a page."""
-    with socket.create_connection(("127.0.0.1", floor.port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", site.port), timeout=20) as connection:
         lines = ["GET /api/events/out HTTP/1.1", f"Host: {host}", "Upgrade: websocket", "Connection: Upgrade"]
         lines += ["Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==", "Sec-WebSocket-Version: 13"]
         lines += ["Sec-WebSocket-Protocol: prefect", *([f"Origin: {origin}"] if origin else [])]
@@ -154,36 +146,36 @@ def websocket_named(floor: Floor, host: str, origin: str = "") -> int:
         return int(connection.recv(4096).split()[1])
 
 
-def test_names_of_loopback_are_served(floor: Floor) -> None:
+def test_names_of_loopback_are_served(site: Site) -> None:
     """Negative control of the test before."""
-    for host in ("127.0.0.1", f"localhost:{floor.port}", "LOCALHOST", "[::1]:9"):
-        assert asked(floor, path="/", host=host) == 200
-        assert websocket_named(floor, host) == 101
+    for host in ("127.0.0.1", f"localhost:{site.port}", "LOCALHOST", "[::1]:9"):
+        assert asked(site, path="/", host=host) == 200
+        assert websocket_named(site, host) == 101
 
 
-def test_what_a_page_of_another_origin_sends_is_refused(floor: Floor) -> None:
-    host = f"127.0.0.1:{floor.port}"
+def test_what_a_page_of_another_origin_sends_is_refused(site: Site) -> None:
+    host = f"127.0.0.1:{site.port}"
     for origin in (
         "http://evil.example",
-        f"http://127.0.0.1:{floor.port + 1}",
-        f"http://localhost:{floor.port}",
+        f"http://127.0.0.1:{site.port + 1}",
+        f"http://localhost:{site.port}",
         "null",
     ):
-        assert asked(floor, "POST", "/api/flows/filter", "{}", origin=origin) == 403
-        assert asked(floor, "POST", "/api/flows/filter", "{}", referer=f"{origin}/page") == 403
-        assert websocket_named(floor, host, origin) == 403
-    assert websocket_named(floor, host, f"http://{host}") == 101, "negative control"
-    assert floor.ask("/flows/filter", {})[0] == 200
+        assert asked(site, "POST", "/api/flows/filter", "{}", origin=origin) == 403
+        assert asked(site, "POST", "/api/flows/filter", "{}", referer=f"{origin}/page") == 403
+        assert websocket_named(site, host, origin) == 403
+    assert websocket_named(site, host, f"http://{host}") == 101, "negative control"
+    assert site.ask("/flows/filter", {})[0] == 200
 
 
-def test_what_writes_needs_a_token_beside_the_password(floor: Floor) -> None:
+def test_what_writes_needs_a_token_beside_the_password(site: Site) -> None:
     """Else a page that has come by the password in some other way could write without reading."""
-    assert asked(floor, "POST", "/api/flows/", '{"name": "tokenless"}', content_type="application/json") == 403
-    assert "tokenless" not in flows(floor)
+    assert asked(site, "POST", "/api/flows/", '{"name": "tokenless"}', content_type="application/json") == 403
+    assert "tokenless" not in flows(site)
 
 
-def flows(floor: Floor) -> set[str]:
-    return {one["name"] for one in floor.ask("/flows/filter", {})[1]}
+def flows(site: Site) -> set[str]:
+    return {one["name"] for one in site.ask("/flows/filter", {})[1]}
 
 
 PAGE = """
@@ -209,13 +201,13 @@ async function attack() {{
 
 
 @pytest.mark.skipif(BROWSER is None, reason="needs a browser: chromium is not installed")
-def test_a_page_on_another_port_can_neither_write_nor_read(floor: Floor) -> None:
+def test_a_page_on_another_port_can_neither_write_nor_read(site: Site) -> None:
     """Even one that knows the password, in the browser of a signed-in user, with a name that it has made its
     own."""
     from playwright.sync_api import sync_playwright
 
-    header = authorization(floor.password)["authorization"]
-    base = f"http://127.0.0.1:{floor.port}"
+    header = authorization(site.password)["authorization"]
+    base = f"http://127.0.0.1:{site.port}"
     with page_of_a_stranger(PAGE.format(api=f"{base}/api", authorization=header)) as evil, sync_playwright() as driver:
         mapped = "--host-resolver-rules=MAP evil.example 127.0.0.1"
         chromium = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox", mapped])
@@ -225,18 +217,18 @@ def test_a_page_on_another_port_can_neither_write_nor_read(floor: Floor) -> None
         with context.expect_page() as opened:
             assert page.evaluate("attack()") == ["opaque", "blocked", "blocked"]
         opened.value.wait_for_load_state()
-        assert not {"by-form", "by-simple-request", "with-password"} & flows(floor)
-        rebound = page.goto(f"http://evil.example:{floor.port}/")
+        assert not {"by-form", "by-simple-request", "with-password"} & flows(site)
+        rebound = page.goto(f"http://evil.example:{site.port}/")
         assert rebound is not None
         assert rebound.status == 400
         # Negative control: a page of the server itself is served, asks for the password, and may write with it.
         page.goto(f"{base}/v2/dashboard")
-        page.locator("input[type=password]").fill(floor.password)
+        page.locator("input[type=password]").fill(site.password)
         page.keyboard.press("Enter")
         page.get_by_role("link", name="Deployments").first.wait_for()
         assert page.evaluate(OWN_PAGE, header) == 201
         chromium.close()
-    assert "by-own-page" in flows(floor)
+    assert "by-own-page" in flows(site)
 
 
 OWN_PAGE = """async header => {
@@ -251,11 +243,11 @@ OWN_PAGE = """async header => {
 # Bodies
 
 
-def sent(floor: Floor, num_mb: int, *, chunked: bool, auth: str = "") -> int:
+def sent(site: Site, num_mb: int, *, chunked: bool, auth: str = "") -> int:
     """Status of a request with a long body, which is sent for as long as the server takes it."""
-    with socket.create_connection(("127.0.0.1", floor.port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", site.port), timeout=60) as connection:
         length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {num_mb * MB}"
-        lines = ["POST /api/flows/ HTTP/1.1", f"Host: 127.0.0.1:{floor.port}", "Content-Type: application/json", length]
+        lines = ["POST /api/flows/ HTTP/1.1", f"Host: 127.0.0.1:{site.port}", "Content-Type: application/json", length]
         lines += [f"Authorization: {value}" for value in authorization(auth).values()]
         connection.sendall("\r\n".join([*lines, "", ""]).encode())
         piece = b"%x\r\n%s\r\n" % (MB, b" " * MB) if chunked else b" " * MB
@@ -268,9 +260,9 @@ def sent(floor: Floor, num_mb: int, *, chunked: bool, auth: str = "") -> int:
         return int(connection.recv(4096).split()[1])
 
 
-def grown_mb(floor: Floor, work: Callable[[], None]) -> float:
+def grown_mb(site: Site, work: Callable[[], None]) -> float:
     """Return the largest growth of the server's memory meanwhile, in MB."""
-    (process,) = [one for one in floor.processes() if "serve" in one.cmdline()]
+    (process,) = [one for one in site.processes() if "serve" in one.cmdline()]
     before, over = process.memory_info().rss, threading.Event()
     seen = [before]
 
@@ -287,22 +279,22 @@ def grown_mb(floor: Floor, work: Callable[[], None]) -> float:
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_body_without_the_password_costs_no_memory(floor: Floor, chunked: bool) -> None:
+def test_a_body_without_the_password_costs_no_memory(site: Site, chunked: bool) -> None:
     statuses: list[int] = []
-    sent(floor, 1, chunked=chunked)  # what is made once for every sender
-    grown = grown_mb(floor, lambda: statuses.append(sent(floor, 50, chunked=chunked)))
+    sent(site, 1, chunked=chunked)  # what is made once for every sender
+    grown = grown_mb(site, lambda: statuses.append(sent(site, 50, chunked=chunked)))
     assert statuses == [401]
     assert grown < 8, f"{grown:.1f} MB for 50 MB"
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_body_over_the_limit_is_refused_with_the_password_too(floor: Floor, chunked: bool) -> None:
+def test_a_body_over_the_limit_is_refused_with_the_password_too(site: Site, chunked: bool) -> None:
     num_mb = MAX_BODY_BYTES // MB
     statuses: list[int] = []
-    grown = grown_mb(floor, lambda: statuses.append(sent(floor, 4 * num_mb, chunked=chunked, auth=floor.password)))
+    grown = grown_mb(site, lambda: statuses.append(sent(site, 4 * num_mb, chunked=chunked, auth=site.password)))
     assert statuses == [413]
     assert grown < 2.5 * num_mb, f"{grown:.1f} MB"
-    assert sent(floor, num_mb, chunked=chunked, auth=floor.password) == 403, "negative control: it lacks but the token"
+    assert sent(site, num_mb, chunked=chunked, auth=site.password) == 403, "negative control: it lacks but the token"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -329,7 +321,7 @@ def test_the_temporary_server_of_a_run_has_a_password_that_is_never_shown(
     said: list[str] = []
     with temporary_server.prefect_server(tmp_path, said.append) as url:
         port = int(url.rpartition(":")[2].partition("/")[0])
-        stranger = Floor(tmp_path, port)
+        stranger = Site(tmp_path, port)
         for path, content in (("/flows/", {"name": "stranger"}), ("/flow_runs/filter", {})):
             assert as_stranger(lambda path=path, content=content: stranger.ask(path, content, auth="")[0]) == 401
         assert asked(stranger, host="evil.example") == 400

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from shop_floor import kill_all_of, processes_of, until
+from process_tools import kill_all, processes_of, until
 
 from rlhf_core.errors import BadInput, ServiceFailed
 from rlhf_core.services import health, lifecycle, presence, supervisord
@@ -52,7 +52,7 @@ class House:
 
     def kill_all(self) -> None:
         """SIGKILL to every process, until none is left."""
-        kill_all_of(self.home)
+        kill_all(self.home)
 
     def num_of(self, name: str) -> int:
         """Number of processes that are, or are to be, a service."""

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from shop_floor import Floor, free_port, until
+from process_tools import until
+from site_files import QUICK
+from sites import Site, go, starts, state_of
 from slurm_cluster import WHY_NOT, Cluster, missing_programs
-from whole_site import Site, events, go, stand_in, state_of
 
 from flows.services import SERVICES
 from rlhf_core.run_dir import RunDir
@@ -25,65 +26,71 @@ ADOPTED = [("Crashed", False), ("Completed", True)]
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    folder = tmp_path_factory.mktemp("site")
     cluster = Cluster(tmp_path_factory.mktemp("slurm"), nodes=4, kill_wait_s=1)
-    cluster.up()
-    floor = Floor(folder / "home", free_port(), settings="reconcile_s = 1.0\ningest_s = 0.5")
-    floor.variables = {
-        **cluster.environment,
-        "RLHF_SCHEDULER": "slurm",
-        "RLHF_COMPUTE_PYTHON": str(stand_in(folder)),
-        "XDG_CACHE_HOME": str(folder / "cache"),
-    }
-    floor.write_settings()
-    try:
-        floor.rlhf("up")
-        yield Site(floor, cluster)
-    finally:
-        floor.kill_all()
-        cluster.down()
+    with Site(tmp_path_factory.mktemp("site"), cluster=cluster, pretended=True, settings=QUICK).running() as site:
+        yield site
+
+
+def training(site: Site, number: int = 1) -> list[RunDir]:
+    """Runs that were asked for in Prefect, all at once, and train."""
+    return site.submit_at_once(number, "slurm-quickstart")
+
+
+def agree(site: Site, run_dir: RunDir, state: str, *, flow_runs: list[tuple[str, bool]]) -> None:
+    """All books say the same in the end: journal, history, Prefect, the queue; and one attempt had one job."""
+    until(lambda: state_of(run_dir).value == state)
+    until(lambda: site.flow_runs(run_dir) == flow_runs)
+    until(lambda: site.recorded(run_dir.run_id) == state)
+    until(lambda: site.jobs(run_dir.run_id) == [])
+    assert starts(run_dir) == ["1"]
+
+
+def events(site: Site, run_dir: RunDir) -> list[str]:
+    """Names of the events about a run that Prefect has, in the order of time."""
+    wanted = {"filter": {"resource": {"id": [f"rlhf.run.{run_dir.run_id}"]}, "order": "ASC"}}
+    return [one["event"] for one in site.ask("/events/filter", wanted)[1]["events"]]
 
 
 def test_ended_in_the_middle_of_training_and_started_again(site: Site) -> None:
-    (run_dir,) = site.submit()
-    said = site.floor.rlhf("down").stdout
+    (run_dir,) = training(site)
+    said = site.rlhf("down").stdout
     assert run_dir.run_id in said, "who ends a site is told what goes on"
-    assert [len(site.queue(run_dir)), site.floor.status()["server"]["state"]] == [1, "stopped"]
-    site.floor.rlhf("up")
+    assert [len(site.jobs(run_dir.run_id)), site.status()["server"]["state"]] == [1, "stopped"]
+    site.rlhf("up")
     until(lambda: site.flow_runs(run_dir) == [("Crashed", False), ("Running", True)])
     go(run_dir)
-    site.agrees(run_dir, "completed", jobs=["1"], flow_runs=ADOPTED)
+    agree(site, run_dir, "completed", flow_runs=ADOPTED)
     assert f"adopt {run_dir.run_id}" in site.log("daemon")
     assert f"{run_dir.run_id!r} - run is completed" in site.log("flow-runs")
 
 
 def test_everything_is_killed_and_started_again(site: Site) -> None:
-    (run_dir,) = site.submit()
+    (run_dir,) = training(site)
     site.kill("daemon", "worker", "server")
-    assert len(site.queue(run_dir)) == 1
-    site.floor.rlhf("up")
+    assert len(site.jobs(run_dir.run_id)) == 1
+    site.rlhf("up")
     until(lambda: site.flow_runs(run_dir) == [("Crashed", False), ("Running", True)])
     go(run_dir)
-    site.agrees(run_dir, "completed", jobs=["1"], flow_runs=ADOPTED)
+    agree(site, run_dir, "completed", flow_runs=ADOPTED)
 
 
 def test_a_terminated_worker_and_a_killed_daemon_come_back_with_the_next_up(site: Site) -> None:
-    (run_dir,) = site.submit()
+    (run_dir,) = training(site)
     site.terminate("worker")
     site.kill("daemon")
-    assert {name: one["state"] for name, one in site.floor.status().items()} == {
+    assert {name: one["state"] for name, one in site.status().items()} == {
         "server": "running",
         "worker": "stopped",
         "daemon": "stopped",
     }
-    said = site.floor.rlhf("up").stderr
+    said = site.rlhf("up").stderr
     assert "server: was running" in said
     assert {"worker: started", "daemon: started"} <= {line.partition(" (")[0] for line in said.splitlines()}
     until(lambda: site.flow_runs(run_dir) == [("Crashed", False), ("Running", True)])
-    serving = [" ".join(one.cmdline()) for one in site.floor.processes()]
+    serving = [" ".join(one.cmdline()) for one in site.processes()]
     assert [sum(f"serve {name}" in line for line in serving) for name in SERVICES] == [1, 1, 1]
     go(run_dir)
-    site.agrees(run_dir, "completed", jobs=["1"], flow_runs=ADOPTED)
+    agree(site, run_dir, "completed", flow_runs=ADOPTED)
 
 
 @dataclass
@@ -98,11 +105,11 @@ class Contested:
 @pytest.fixture(scope="module")
 def contested(site: Site) -> Iterator[Contested]:
     """Begun early: who wants a run waits for a minute whether its lease runs out."""
-    (run_dir,) = site.submit()
-    terminal = site.floor.start("resume", run_dir.run_id, "--no-prefect")
-    _, resume = site.floor.ask("/deployments/name/rlhf-run/resume")
+    (run_dir,) = training(site)
+    terminal = site.start("resume", run_dir.run_id, "--no-prefect")
+    _, resume = site.ask("/deployments/name/rlhf-run/resume")
     asked = {"parameters": {"run_id": run_dir.run_id}, "name": run_dir.run_id}
-    _, second = site.floor.ask(f"/deployments/{resume['id']}/create_flow_run", asked)
+    _, second = site.ask(f"/deployments/{resume['id']}/create_flow_run", asked)
     yield Contested(run_dir, terminal, second["id"])
     terminal.kill()
     terminal.communicate()
@@ -110,20 +117,17 @@ def contested(site: Site) -> Iterator[Contested]:
 
 @pytest.mark.usefixtures("contested")
 def test_an_outage_of_the_server_with_cancellations_before_and_meanwhile(site: Site) -> None:
-    cancelled_before, cancelled_meanwhile, goes_on = site.submit(3)
-    wanted = {"flow_runs": {"name": {"any_": [cancelled_before.run_id]}}}
-    (flow_run,) = site.floor.ask("/flow_runs/filter", wanted)[1]
-    asked = {"state": {"type": "CANCELLING", "name": "Cancelling"}, "force": False}
-    assert site.floor.ask(f"/flow_runs/{flow_run['id']}/set_state", asked)[0] in (200, 201)
+    cancelled_before, cancelled_meanwhile, goes_on = training(site, 3)
+    site.cancel(site.flow_run(cancelled_before))
     site.kill("server")
-    said = site.floor.rlhf("cancel", cancelled_meanwhile.run_id).stdout
+    said = site.rlhf("cancel", cancelled_meanwhile.run_id).stdout
     assert "none of its jobs is at work" in said
     go(goes_on)
     until(lambda: state_of(goes_on) is RunState.COMPLETED)
-    site.floor.rlhf("up")
+    site.rlhf("up")
     for run_dir in (cancelled_before, cancelled_meanwhile):
-        site.agrees(run_dir, "cancelled", jobs=["1"], flow_runs=[("Cancelled", False)])
-    site.agrees(goes_on, "completed", jobs=["1"], flow_runs=DRIVEN)
+        agree(site, run_dir, "cancelled", flow_runs=[("Cancelled", False)])
+    agree(site, goes_on, "completed", flow_runs=DRIVEN)
     until(lambda: events(site, cancelled_meanwhile)[-1:] == ["rlhf.run.cancelled"])
     until(lambda: events(site, goes_on)[-1:] == ["rlhf.run.completed"])
     for run_dir in (cancelled_before, cancelled_meanwhile, goes_on):
@@ -135,14 +139,14 @@ def test_of_several_controllers_the_first_one_keeps_the_run(site: Site, conteste
     _, refused = contested.terminal.communicate(timeout=100)
     assert contested.terminal.returncode == 1
     assert "another controller" in refused
-    until(lambda: site.floor.state_of(contested.flow_run_id) == "Failed", 100)
+    until(lambda: site.flow_state(contested.flow_run_id) == "Failed")
     assert state_of(contested.run_dir) is RunState.TRAINING
     go(contested.run_dir)
     flow_runs = [("Completed", False), ("Failed", False)]
-    site.agrees(contested.run_dir, "completed", jobs=["1"], flow_runs=flow_runs)
+    agree(site, contested.run_dir, "completed", flow_runs=flow_runs)
 
 
 def test_the_end_of_it(site: Site) -> None:
     """The last test of this site: nothing of it is left."""
-    site.floor.rlhf("down")
-    assert site.floor.processes() == []
+    site.rlhf("down")
+    assert site.processes() == []

@@ -1,13 +1,13 @@
 """A real run on a site that goes down and up in the middle of it: what the others show with jobs that only pretend."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from shop_floor import Floor, free_port, until
+from process_tools import until
+from site_files import QUICK, ROOT, options
+from sites import Site, state_of
 from slurm_cluster import WHY_NOT, Cluster, missing_programs
-from whole_site import Site, state_of
 
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.attempts import RunState
@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.end_to_end,
 ]
 
-PATIENCE_S = 150.0
+TIMEOUT_S = 150.0
 
 REWARD = """\
 import os
@@ -44,43 +44,27 @@ SMALL = (
 @pytest.fixture
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     cluster = Cluster(tmp_path_factory.mktemp("slurm"), nodes=1, kill_wait_s=1)
-    cluster.up()
-    folder = tmp_path_factory.mktemp("site")
-    floor = Floor(folder / "home", free_port(), settings="reconcile_s = 1.0\ningest_s = 0.5")
-    floor.variables = {
-        **cluster.environment,
-        "RLHF_SCHEDULER": "slurm",
-        "XDG_CACHE_HOME": str(folder / "cache"),
-    }
-    floor.write_settings()
-    try:
-        floor.rlhf("up")
-        yield Site(floor, cluster)
-    finally:
-        floor.kill_all()
-        cluster.down()
+    with Site(tmp_path_factory.mktemp("site"), cluster=cluster, settings=QUICK).running() as site:
+        yield site
 
 
-def test_a_real_run_outlives_its_site(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_run_outlives_its_site(site: Site, tmp_path: Path) -> None:
     """Its evaluator is started by an agent whose controller is long gone, with the folder that it was started in."""
-    monkeypatch.chdir(tmp_path)
-    Path("held_reward.py").write_text(REWARD.format(go=str(tmp_path / "go")))
-    preset = Path(__file__).parents[2] / "infra" / "presets" / "slurm-quickstart.toml"
-    Path("held.toml").write_text(
-        preset.read_text().replace("rlhf_core.training.rewards:exact_match", "held_reward:held")
-    )
-    words = [word for one in SMALL for word in ("--set", one)]
-    run_id = json.loads(site.floor.rlhf("submit", "held.toml", *words, "--json").stdout)["run_id"]
-    run_dir = RunDir.of(site.floor.home / "runs", run_id)
+    site.working_dir = tmp_path
+    (tmp_path / "held_reward.py").write_text(REWARD.format(go=str(tmp_path / "go")))
+    preset = (ROOT / "infra" / "presets" / "slurm-quickstart.toml").read_text()
+    (tmp_path / "held.toml").write_text(preset.replace("rlhf_core.training.rewards:exact_match", "held_reward:held"))
+    run_id = site.rlhf("submit", "held.toml", *options(*SMALL), "--json").json()["run_id"]
+    run_dir = RunDir.of(site.home / "runs", run_id)
     metrics = run_dir.attempt(1).restart(0).metrics
-    until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, PATIENCE_S)
-    assert run_id in site.floor.rlhf("down").stdout
-    assert len(site.queue(run_dir)) == 1, "its job does not notice"
-    site.floor.rlhf("up")
-    until(lambda: site.flow_runs(run_dir) == [("Crashed", False), ("Running", True)], PATIENCE_S)
-    Path("go").touch()
-    until(lambda: state_of(run_dir) is RunState.COMPLETED, PATIENCE_S)
+    until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, timeout_s=TIMEOUT_S)
+    assert run_id in site.rlhf("down").stdout
+    assert len(site.jobs(run_id)) == 1, "its job does not notice"
+    site.rlhf("up")
+    until(lambda: site.flow_runs(run_dir) == [("Crashed", False), ("Running", True)], timeout_s=TIMEOUT_S)
+    (tmp_path / "go").touch()
+    until(lambda: state_of(run_dir) is RunState.COMPLETED, timeout_s=TIMEOUT_S)
     until(lambda: site.flow_runs(run_dir) == [("Crashed", False), ("Completed", True)])
-    shown = json.loads(site.floor.rlhf("show", run_id, "--json").stdout)
+    shown = site.rlhf("show", run_id, "--json").json()
     assert {one["when"] for one in shown["evaluations"]} == {"before", "after"}
     assert (len(shown["attempts"]), shown["incidents"]) == (1, [])

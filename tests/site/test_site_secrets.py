@@ -11,9 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 from history_tools import postgres
-from shop_floor import Floor, free_port, until
+from process_tools import until
+from secret_places import environments, files_with, tables_with
+from site_files import QUICK, small
+from sites import Site, go
 from slurm_cluster import WHY_NOT, Cluster, missing_programs
-from whole_site import environments, files_with, go, prefect_says, small, stand_in, submitted, tables_with
 
 from rlhf_core.schemas.site import is_private
 
@@ -29,53 +31,41 @@ HANDED = "c4nary-that-a-job-is-handed"
 
 
 @pytest.fixture
-def floor(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Floor]:
+def site(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """A site on Slurm whose databases, server, messages and `libpq` all have passwords."""
     server = postgres()
     history, prefect = server.empty_database(), server.empty_database()
     cluster = Cluster(tmp_path_factory.mktemp("slurm"), nodes=1, kill_wait_s=1)
-    floor = Floor(tmp_path / "home", free_port(), settings="reconcile_s = 1.0\ningest_s = 0.5")
-    floor.auth = f"team:{CANARY}"
-    floor.variables = {
-        **cluster.environment,
-        "RLHF_SCHEDULER": "slurm",
-        "RLHF_DATABASE_URL": history.replace("postgresql://rlhf@", f"postgresql+psycopg://rlhf:{CANARY}@"),
+    site = Site(tmp_path / "home", cluster=cluster, pretended=True, settings=QUICK, auth=f"team:{CANARY}")
+    site.database_url = history.replace("postgresql://rlhf@", f"postgresql+psycopg://rlhf:{CANARY}@")
+    site.variables = {
         "RLHF_PREFECT_DATABASE_URL": prefect.replace("postgresql://rlhf@", f"postgresql+asyncpg://rlhf:{CANARY}@"),
-        "RLHF_PREFECT_AUTH": floor.auth,
         "RLHF_NOTIFY_WEBHOOK_URL": f"https://chat.example.com/{CANARY}",
         "PGPASSWORD": CANARY,
-        "RLHF_COMPUTE_PYTHON": str(stand_in(tmp_path)),
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),
     }
-    floor.write_settings()
-    secrets = floor.home / "job-secrets.env"
+    site.home.mkdir()
+    secrets = site.home / "job-secrets.env"
     secrets.touch(mode=0o600)
     secrets.write_text(f"WANDB_API_KEY={HANDED}\n")
-    cluster.up()
-    try:
-        floor.rlhf("db", "upgrade")
-        floor.rlhf("up")
-        yield floor
-    finally:
-        floor.kill_all()
-        cluster.down()
+    with site.running():
+        yield site
 
 
-def test_no_password_reaches_a_job_its_files_or_prefect(floor: Floor, tmp_path: Path) -> None:
-    assert all(is_private(name) for name, value in floor.variables.items() if CANARY in value)
+def test_no_password_reaches_a_job_its_files_or_prefect(site: Site, tmp_path: Path) -> None:
+    assert all(is_private(name) for name, value in site.environment().items() if CANARY in value)
     passed = 'slurm.pass_environment=["WANDB_API_KEY"]'
-    first = submitted(floor, PRESET, passed)
-    second = submitted(floor, PRESET, f"slurm.environment.OPEN={json.dumps(PLANTED)}")
+    first = site.submit(PRESET, passed)
+    second = site.submit(PRESET, f"slurm.environment.OPEN={json.dumps(PLANTED)}")
     kept = {run_dir.run_id: environments(run_dir) for run_dir in (first, second)}
-    slurm = Path(floor.variables["SLURM_CONF"]).parents[1]
-    script = floor.rlhf("run", PRESET, *small(f"slurm.environment.OPEN={json.dumps(PLANTED)}"), "--dry-run")
+    slurm = Path(site.environment()["SLURM_CONF"]).parents[1]
+    script = site.rlhf("run", PRESET, *small(f"slurm.environment.OPEN={json.dumps(PLANTED)}"), "--dry-run")
     with_job = files_with(PLANTED, slurm), files_with(CANARY, slurm)
     handed = files_with(HANDED, slurm)
     around = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
     for run_dir in (first, second):
         go(run_dir)
-        until(lambda one=run_dir: prefect_says(floor, one) == "Completed")
-    floor.rlhf("down")
+        until(lambda one=run_dir: site.flow_runs(one) == [("Completed", False)])
+    site.rlhf("down")
 
     # Where a job has processes at work: the script, and the agent.
     assert all(len(found) >= 2 for found in kept.values())
@@ -88,7 +78,7 @@ def test_no_password_reaches_a_job_its_files_or_prefect(floor: Floor, tmp_path: 
     assert not any(HANDED in text for text in kept[second.run_id])
     assert {path.stat().st_mode & 0o077 for path in handed} <= {0}
     assert not any(HANDED in words for words in around)
-    assert files_with(HANDED, tmp_path) == [floor.home / "job-secrets.env"]
+    assert files_with(HANDED, tmp_path) == [site.home / "job-secrets.env"]
     assert any(first.root in path.parents for path in files_with("WANDB_API_KEY", tmp_path)), "the control"
 
     # The script, as it is printed and as it was submitted; and what Slurm itself keeps of the job's environment.
@@ -102,8 +92,8 @@ def test_no_password_reaches_a_job_its_files_or_prefect(floor: Floor, tmp_path: 
     assert any(path.suffix == ".sh" and second.root in path.parents for path in files_with(PLANTED, tmp_path))
 
     # Prefect: parameters, artifacts, logs, states, events.
-    for database in (floor.variables["RLHF_PREFECT_DATABASE_URL"], floor.variables["RLHF_DATABASE_URL"]):
+    for database in (site.variables["RLHF_PREFECT_DATABASE_URL"], site.database_url):
         assert tables_with(CANARY, database) == []
         assert tables_with(HANDED, database) == []
-    assert "flow_run" in tables_with(PLANTED, floor.variables["RLHF_PREFECT_DATABASE_URL"]), "the control"
-    assert "runs" in tables_with(PLANTED, floor.variables["RLHF_DATABASE_URL"]), "the control"
+    assert "flow_run" in tables_with(PLANTED, site.variables["RLHF_PREFECT_DATABASE_URL"]), "the control"
+    assert "runs" in tables_with(PLANTED, site.database_url), "the control"

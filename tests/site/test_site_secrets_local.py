@@ -4,12 +4,15 @@ The same through Prefect, PostgreSQL and Slurm: ``test_site_secrets.py``.
 """
 
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from shop_floor import Floor, free_port, until
-from whole_site import environments, files_with, go, small, stand_in
+from process_tools import until
+from secret_places import environments, files_with
+from site_files import ROOT, small
+from sites import Site, go
 
 from rlhf_core.run_dir import RunDir
 
@@ -22,23 +25,22 @@ OPEN = f'slurm.environment.OPENAI_KEY="{PLANTED}"'
 
 
 @pytest.fixture
-def floor(tmp_path: Path) -> Floor:
+def site(tmp_path: Path) -> Iterator[Site]:
     """A home on this machine, with secrets in everything around it."""
-    floor = Floor(tmp_path / "home", free_port())
-    floor.variables = {
+    site = Site(tmp_path / "home", pretended=True, working_dir=ROOT)
+    site.variables = {
         **dict.fromkeys(("WANDB_API_KEY", "OPENAI_KEY", "GITHUB_PAT", "HF_TOKEN", "NPM_AUTH"), CANARY),
         "HTTPS_PROXY": f"http://anna:{CANARY}@127.0.0.1:9",
         "DATABASE_URL": f"postgresql://anna:{CANARY}@127.0.0.1:9/db",
         **dict.fromkeys(("PGPASSWORD", "RLHF_PREFECT_AUTH", "PREFECT_SERVER_DATABASE_PASSWORD"), OF_THE_SITE),
-        "RLHF_COMPUTE_PYTHON": str(stand_in(tmp_path)),
     }
-    floor.write_settings()
-    return floor
+    with site.running(services=False):
+        yield site
 
 
-def test_a_job_has_its_secret_and_nothing_that_stays_has_one(floor: Floor, tmp_path: Path) -> None:
-    process = floor.start("run", "quickstart", "--no-prefect", *small(PASSED, OPEN))
-    runs = floor.home / "runs"
+def test_a_job_has_its_secret_and_nothing_that_stays_has_one(site: Site, tmp_path: Path) -> None:
+    process = site.start("run", "quickstart", "--no-prefect", *small(PASSED, OPEN))
+    runs = site.home / "runs"
     (folder,) = until(lambda: list(runs.glob("quickstart-*")))
     run_dir = RunDir(folder)
     found = until(lambda: environments(run_dir))
@@ -60,17 +62,17 @@ def test_a_job_has_its_secret_and_nothing_that_stays_has_one(floor: Floor, tmp_p
 
     # The control: what is named and what is planted is found where a secret would be.
     for text in ("WANDB_API_KEY", PLANTED):
-        assert {run_dir.spec, floor.home / "history.db"} <= set(files_with(text, tmp_path))
+        assert {run_dir.spec, site.home / "history.db"} <= set(files_with(text, tmp_path))
 
 
-def test_without_its_secret_a_run_ends_before_it_begins_and_a_planted_one_is_warned_of(floor: Floor) -> None:
-    file = floor.home / "job-secrets.env"
+def test_without_its_secret_a_run_ends_before_it_begins_and_a_planted_one_is_warned_of(site: Site) -> None:
+    file = site.home / "job-secrets.env"
     file.touch(mode=0o644)
     file.write_text(f"OTHER={CANARY}\n")
-    checked = floor.rlhf("check", "quickstart", *small(PASSED, OPEN), "--json", code=2, WANDB_API_KEY="")
+    checked = site.rlhf("check", "quickstart", *small(PASSED, OPEN), "--json", code=2, WANDB_API_KEY="")
     assert "chmod 600" in checked.stdout
     file.chmod(0o600)
-    ended = floor.rlhf("run", "quickstart", "--no-prefect", *small(PASSED, OPEN), code=2, WANDB_API_KEY="")
+    ended = site.rlhf("run", "quickstart", "--no-prefect", *small(PASSED, OPEN), code=2, WANDB_API_KEY="")
     for said in (checked.stdout + checked.stderr, ended.stdout + ended.stderr):
         assert CANARY not in said
         assert PLANTED not in said

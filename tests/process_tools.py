@@ -1,0 +1,74 @@
+"""Waiting for what other processes do, and the processes themselves: found by their site, and killed."""
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+
+@dataclass
+class Finished:
+    """A command that ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+    def json(self) -> Any:
+        """Its standard output, parsed."""
+        return json.loads(self.stdout)
+
+
+def until(condition: Callable[[], Any], what: str = "", timeout_s: float = 120.0, *, interval_s: float = 0.1) -> Any:
+    """Wait for a condition to hold, and return its value; ``what`` names it where it never does."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what or 'a condition'}"
+        time.sleep(interval_s)
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def processes_of(home: Path) -> list[psutil.Process]:
+    """Every living process that carries the marker of a home folder, services or not."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("RLHF_HOME") == str(home) and process.status() != "zombie":
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def kill(processes: list[psutil.Process]) -> None:
+    """SIGKILL to these, and wait for their end."""
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(processes, timeout=10)
+
+
+def kill_all(home: Path) -> None:
+    """SIGKILL to every process of a home folder, until none is left: the health check brings supervisord back."""
+    while found := processes_of(home):
+        kill(found)
+
+
+def kill_tree(pid: int) -> int:
+    """SIGKILL a process and every descendant, children of sessions of their own included; the number of all."""
+    root = psutil.Process(pid)
+    doomed = [root, *root.children(recursive=True)]
+    kill(doomed)
+    return len(doomed)
