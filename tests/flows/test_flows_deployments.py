@@ -12,7 +12,7 @@ from uuid import UUID
 
 import pytest
 import sites
-from process_tools import until
+from process_tools import kill_tree, until
 
 from flows.deployments import (
     SCHEDULE,
@@ -256,12 +256,8 @@ def worker(server: sites.Site, site: Site, tmp_path: Path) -> Iterator[Path]:
         try:
             yield log
         finally:
-            process.terminate()
-            try:
-                process.wait(timeout=30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            kill_tree(process.pid)  # at SIGTERM it would go on for half a minute
+            process.wait()
 
 
 def training(site: Site, asked_run_id: str) -> RunDir:
