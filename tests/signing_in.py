@@ -72,7 +72,7 @@ def page_of(site: "Site", path: str) -> Iterator[Any]:
     with chromium() as started:
         page = started.new_page(viewport={"width": 1400, "height": 1200})
         sign_in(page, site.password)
-        page.set_default_timeout(45_000)
+        page.set_default_timeout(180_000)
         page.goto(f"{site.url}{path}", wait_until="domcontentloaded")
         yield page
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from playwright.sync_api import Locator, Page
 
-TIMEOUT_MS = 30_000
+TIMEOUT_MS = 180_000
 
 BUSY = 503
 

@@ -161,19 +161,23 @@ def test_the_command_says_it_within_seconds_and_leaves_when_it_is_told_to(site: 
 def test_a_program_is_not_kept_forever_where_nobody_is_there_and_a_person_decides(
     client: Any, asked: Submitted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(deploy_commands, "POLL_INTERVAL_S", 30.0)
     slept = Clock()
     with pytest.raises(RunNotBegun, match="no worker"):
         _await_beginning(lambda: False, asked, None, slept, slept.sleep)
-    assert STUCK_S <= slept.now < STUCK_S + 10
+    assert STUCK_S <= slept.now < STUCK_S + 2 * 30
 
     monkeypatch.setattr("rlhf_core.cli.progress.person_at_terminal", lambda: lambda question: True)
     slept = Clock()
     _await_beginning(lambda: slept.now > 3 * STUCK_S, asked, None, slept, slept.sleep)
-    monkeypatch.undo()
+    monkeypatch.setattr("rlhf_core.cli.progress.person_at_terminal", lambda: None)
 
-    hear(client)  # negative control: a turn is waited for as long as it takes
-    slept = Clock()
-    _await_beginning(lambda: slept.now > 3 * STUCK_S, asked, None, slept, slept.sleep)
+    def begins() -> bool:
+        hear(client)
+        return slept.now > 3 * STUCK_S
+
+    slept = Clock()  # negative control: a turn is waited for as long as it takes
+    _await_beginning(begins, asked, None, slept, slept.sleep)
 
 
 def test_what_has_not_begun_is_taken_back(client: Any, asked: Submitted, capsys: Printed) -> None:

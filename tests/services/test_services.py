@@ -165,7 +165,7 @@ def look_around(site: Site, outside: Outside, artifact: str, *, guarded: bool) -
             proxy={"server": f"http://127.0.0.1:{outside.port}", "bypass": "127.0.0.1"},
         )
         page = chromium.new_page()
-        page.set_default_timeout(30_000)
+        page.set_default_timeout(180_000)
         if not guarded:
             page.route(lambda url: url.startswith(base) and "/api/" not in url, without_policy)
         page.goto(base)
