@@ -151,7 +151,8 @@ def test_a_worker_that_is_terminated_leaves_a_zombie_which_is_ended_and_its_run_
     ended(client, store, other, RunState.COMPLETED, "Completed")
     assert starts(run_dir) == ["1"], "adopted, not submitted again"
     kinds = {row[0] for row in queries.run_sql(store, "SELECT kind FROM events WHERE kind LIKE 'reconcile%'").rows}
-    assert kinds - {"reconcile_tell"} == {"reconcile_adopt", "reconcile_end_flow_run"}
+    late = {"reconcile_tell", "reconcile_end_task_run"}  # come when they come
+    assert kinds - late == {"reconcile_adopt", "reconcile_end_flow_run"}
     assert len(flow_runs(client, run_dir)) == 2
 
 
