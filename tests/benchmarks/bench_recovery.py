@@ -1,13 +1,15 @@
-"""How long is training away after `kill -9` of a rank? Compared with the cold start of the same run.
+"""Time for which training is away after `kill -9` of a rank, compared with the cold start of the same run.
 
-    python tests/benchmarks/bench_recovery.py [--repeats 3]
+    python tests/benchmarks/bench_recovery.py [--repeats 3] [--nodes 4]
 
-Runs a shortened quickstart through the command line, kills one trainer rank in the middle, and prints the seconds from
-the kill to the next step that was not there before, those from the agent's start to the first step, and the ratio of
-recovery to its target: 1.5 x cold start + 5 s. With warm spares and without, one after the other, in one run.
+Runs a shortened quickstart through the command line, on this machine or on the nodes of a throw-away Slurm, kills one
+trainer rank in the middle, and prints the seconds from the kill to the next step that was not there before, those from
+the agent's start to the first step, and the ratio of recovery to its target: 1.5 x cold start + 5 s. With warm spares
+and without, one after the other, in one run.
 """
 
 import argparse
+import contextlib
 import os
 import signal
 import statistics
@@ -15,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 
@@ -22,6 +25,10 @@ import psutil
 
 from rlhf_core.run_dir import RestartDir, RunDir, read_models
 from rlhf_core.schemas.reports import AgentEvent, MetricsLine
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from slurm_cluster import WHY_NOT, Cluster, missing_programs
 
 SHORT = (
     "loops.main.num_steps=40",
@@ -37,13 +44,39 @@ def first_line_after(restart: RestartDir, step: int) -> datetime | None:
     return next((line.time for line in read_models(restart.metrics, MetricsLine) if line.step > step), None)
 
 
-def measure(home: Path, *, warm: bool) -> tuple[float, float]:
+@contextlib.contextmanager
+def nodes(number: int, folder: Path) -> Iterator[Mapping[str, str]]:
+    """Provide the nodes for the block; the environment in which runs find them."""
+    if number == 1:
+        yield {}
+        return
+    if missing_programs():
+        raise SystemExit(WHY_NOT)
+    cluster = Cluster(folder, nodes=number)
+    cluster.up()
+    try:
+        yield {**cluster.environment, "RLHF_SCHEDULER": "slurm"}
+    finally:
+        cluster.down()
+
+
+def a_trainer(home: Path) -> psutil.Process:
+    """A trainer rank of the only run of a home folder."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            words = process.cmdline()
+            if "trainer" in words and any(word.startswith(str(home)) for word in words):
+                return process
+    raise SystemExit("no rank of the run is at work")
+
+
+def measure(home: Path, preset: str, environment: Mapping[str, str], *, warm: bool) -> tuple[float, float]:
     """One disturbed run: seconds of its cold start, and of its recovery."""
     settings = (*SHORT, f"supervise.warm_workers={str(warm).lower()}")
     overrides = [word for override in settings for word in ("--set", override)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "rlhf_core.cli.main", "run", "quickstart", "--no-prefect", *overrides],
-        env={**os.environ, "RLHF_HOME": str(home)},
+        [sys.executable, "-m", "rlhf_core.cli.main", "run", preset, "--no-prefect", *overrides],
+        env={**os.environ, **environment, "RLHF_HOME": str(home)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -52,8 +85,7 @@ def measure(home: Path, *, warm: bool) -> tuple[float, float]:
         time.sleep(0.02)
         runs = list((home / "runs").iterdir()) if (home / "runs").is_dir() else []
         restart = RunDir(runs[0]).attempt(1).restart(0) if runs else None
-    children = psutil.Process(process.pid).children(recursive=True)
-    victim = next(child for child in children if "trainer" in child.cmdline())
+    victim = a_trainer(home)
     killed_at = time.time()
     victim.send_signal(signal.SIGKILL)
     if process.wait() != 0:
@@ -61,8 +93,7 @@ def measure(home: Path, *, warm: bool) -> tuple[float, float]:
 
     reached = max(line.step for line in read_models(restart.metrics, MetricsLine))
     back_at = first_line_after(RunDir(restart.root.parents[3]).attempt(1).restart(1), reached)
-    (events_file,) = restart.root.glob("events-*.jsonl")
-    started_at = read_models(events_file, AgentEvent)[0].time
+    started_at = min(read_models(path, AgentEvent)[0].time for path in restart.root.glob("events-*.jsonl"))
     first_step_at = first_line_after(restart, 0)
     assert back_at is not None
     assert first_step_at is not None
@@ -73,13 +104,17 @@ def main() -> None:
     """Repeat, print each and the medians."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--nodes", type=int, default=1)
+    chosen = parser.parse_args()
+    preset = "quickstart" if chosen.nodes == 1 else "slurm-quickstart"
     found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     print(f"{'':>8} {'cold start':>12} {'recovery':>12} {'of target':>12}")
-    for number in range(parser.parse_args().repeats):
-        for warm, figures in found.items():
-            with tempfile.TemporaryDirectory() as folder:
-                figures.append(measure(Path(folder) / str(number), warm=warm))
-            show(warm, *figures[-1])
+    with tempfile.TemporaryDirectory() as folder, nodes(chosen.nodes, Path(folder) / "slurm") as environment:
+        for number in range(chosen.repeats):
+            for warm, figures in found.items():
+                home = Path(folder) / f"{number}-{'warm' if warm else 'cold'}"
+                figures.append(measure(home, preset, environment, warm=warm))
+                show(warm, *figures[-1])
     medians = {
         warm: tuple(statistics.median(values) for values in zip(*one, strict=True)) for warm, one in found.items()
     }
