@@ -107,7 +107,7 @@ def test_a_job_runs_its_command_and_ends(
 
 SUBMITTER = """
 import sys
-sys.path[:0] = [{repository!r}, {tests!r}]
+sys.path[:0] = {folders!r}
 from pathlib import Path
 from test_scheduler_local import LocalScheduler, make_request
 from rlhf_core.run_dir import write_model
@@ -126,9 +126,8 @@ import os, signal
 def test_a_job_outlives_its_submitter_and_is_known_to_other_processes(
     tmp_path: Path, scheduler: LocalScheduler, after: str
 ) -> None:
-    code = SUBMITTER.format(
-        repository=str(REPOSITORY), tests=str(Path(__file__).parent), folder=str(tmp_path), after=after
-    )
+    folders = [str(REPOSITORY), *map(str, Path(__file__).parents[:2])]
+    code = SUBMITTER.format(folders=folders, folder=str(tmp_path), after=after)
     subprocess.run([sys.executable, "-c", code], start_new_session=True, capture_output=True, check=False)
     submission = read_model(tmp_path / "submission.json", Submission)
     assert submission is not None
