@@ -27,9 +27,9 @@ from flows.events import FlowRunRef
 from flows.server import server_answers
 from rlhf_core.config import Site
 from rlhf_core.control.reconcile.flow_runs import FlowRunSnapshot, NotRegistered, RunsOfFlowRuns
-from rlhf_core.control_journal import read_journal, valid_lines
 from rlhf_core.diagnosis.reconcile_facts import FlowRunFacts, FlowState, ProcessState
 from rlhf_core.history.store import HistoryStore
+from rlhf_core.journal_reader import read_journal, valid_lines
 from rlhf_core.launch.lease import Owner
 from rlhf_core.run_dir import RunDir, is_run_id
 from rlhf_core.schemas.journal import ControllerStarted

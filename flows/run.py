@@ -19,10 +19,10 @@ from prefect.exceptions import CancelledRun
 from prefect.states import Cancelled, Completed, Failed
 
 from flows import flow_run_links, schedules
+from flows.flow_run_ended import end_run, leave_run
 from flows.flow_runs import RUN_FLOW
 from flows.form import Form, meanings, overrides_of, read_form
 from flows.gate import asked_in_prefect
-from flows.hooks import end_run, leave_run
 from flows.limits import run_slot
 from flows.log_filter import leave_out
 from flows.publisher import published

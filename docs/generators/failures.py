@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from generators.shared import GENERATED, cell, code, strings_under_names
-from rlhf_core.diagnosis import classify, code_locations, exceptions, log_reading, policy, signatures
+from rlhf_core.diagnosis import classify, code_locations, exceptions, log_diagnosis, policy, signatures
 from rlhf_core.diagnosis.evidence_parts import EvidencePart
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.run import SuperviseSpec
@@ -76,7 +76,7 @@ the same collective; and, unless the process is stopped, set-up and the first pa
 LOGS = """
 ## Classification of logs
 
-If a worker could not record its own failure, its log is read (`rlhf_core/diagnosis/log_reading.py`), for kinds of
+If a worker could not record its own failure, its log is read (`rlhf_core/diagnosis/log_diagnosis.py`), for kinds of
 evidence rather than for known lines
 ([decision {decision}](decisions/{decision}-logs-are-read-for-kinds-of-evidence.md)):
 
@@ -160,8 +160,8 @@ def failures_page() -> str:
     states = [f"| `{state}` | `{kind.value}` |" for state, (kind, _) in classify.SCHEDULER_STATES.items()]
     logs = LOGS.format(
         decision=READING,
-        going_on=log_reading.GOING_ON,
-        most=(log_reading.HEAD + log_reading.TAIL) / 1e6,
+        going_on=log_diagnosis.GOING_ON,
+        most=(log_diagnosis.HEAD + log_diagnosis.TAIL) / 1e6,
         classes="\n".join(_known_classes()),
         numbers="; ".join(_by_meaning(exceptions.NUMBERS)),
         statuses="; ".join(_by_meaning(exceptions.STATUSES)),

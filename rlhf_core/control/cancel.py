@@ -11,7 +11,6 @@ from rlhf_core.control.jobs import CANCEL_TIMEOUT_S, SAVE_TIMEOUT_S, end_job, gi
 from rlhf_core.control.recovery import conclude
 from rlhf_core.control.timeline import trials_of
 from rlhf_core.control.trials import cancel_trials
-from rlhf_core.control_journal import read_journal
 from rlhf_core.errors import (
     DatabaseUnavailable,
     JournalDamaged,
@@ -22,6 +21,7 @@ from rlhf_core.errors import (
 )
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
+from rlhf_core.journal_reader import read_journal
 from rlhf_core.launch.journal import read_record
 from rlhf_core.launch.lease import known_dead
 from rlhf_core.run_dir import RunDir, read_model, write_model

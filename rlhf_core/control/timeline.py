@@ -5,7 +5,7 @@ The only place that decides which incidents and decisions belong to a run.
 
 from collections.abc import Sequence
 
-from rlhf_core.control_journal import read_journal, valid_lines
+from rlhf_core.journal_reader import read_journal, valid_lines
 from rlhf_core.launch.journal import RunRecord, fold, read_record
 from rlhf_core.render.timeline import FirstStep, Timeline, TimelineDecision, TimelineIncident
 from rlhf_core.run_dir import RestartDir, RunDir, parse_lines, read_lines, read_model

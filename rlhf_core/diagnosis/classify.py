@@ -2,7 +2,7 @@
 
 One failure shows itself many times: a rank that dies breaks the connections of its peers, and the agent ends the rest.
 So every worker's end is classified by itself first, and then the most significant one decides: roots before symptoms
-before cascades, and among equals the first to end. Logs are read by :mod:`rlhf_core.diagnosis.log_reading`.
+before cascades, and among equals the first to end. Logs are read by :mod:`rlhf_core.diagnosis.log_diagnosis`.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rlhf_core.diagnosis import log_reading
+from rlhf_core.diagnosis import log_diagnosis
 from rlhf_core.diagnosis.evidence_parts import EvidencePart
 from rlhf_core.diagnosis.raised_errors import FailureEvent
 from rlhf_core.diagnosis.verdict import Verdict
@@ -139,7 +139,7 @@ def read_log(text: str) -> Diagnosis | None:
     A log in which something failed without a known reason gives ``UNKNOWN``; warnings, successful retries, and errors
     after which training continued give None.
     """
-    match = log_reading.find(text)
+    match = log_diagnosis.find(text)
     return _diagnosis(_from_match(match)) if match is not None else None
 
 
@@ -197,7 +197,7 @@ def _from_scheduler(state: str) -> _Finding | None:
 
 
 def _from_agents(evidence: Evidence) -> list[_Finding]:
-    match = log_reading.find(evidence.agent_log)
+    match = log_diagnosis.find(evidence.agent_log)
     if match is None:
         return []
     if evidence.agent_vanished and match.is_end:
@@ -250,7 +250,7 @@ def _kind_of_error(outcome: WorkerOutcome) -> tuple[FailureKind, EvidencePart]:
     known = ERRORS.get(outcome.error_type)
     if known is not None:
         return known
-    event = log_reading.find_error(outcome.error_type, outcome.message, outcome.traceback)
+    event = log_diagnosis.find_error(outcome.error_type, outcome.message, outcome.traceback)
     if event.kind is not FailureKind.UNKNOWN:
         return event.kind, event.part
     return UNEXPLAINED.get(outcome.error_type, (FailureKind.UNKNOWN, EvidencePart.SYMPTOM))
@@ -268,7 +268,7 @@ def _from_signal(worker: WorkerEnd, number: int, oom_kills: int) -> _Finding:
 
 
 def _from_log(worker: WorkerEnd, what: str) -> _Finding:
-    match = log_reading.find(worker.log_tail)
+    match = log_diagnosis.find(worker.log_tail)
     if match is None:
         last = next((line.strip() for line in reversed(worker.log_tail.splitlines()) if line.strip()), "")
         said = f"the last line of its log: {last[:300]}" if last else "its log is empty"

@@ -13,7 +13,7 @@ from rlhf_core.errors import HistoryError, LeaseLost
 from rlhf_core.history import database, migrate
 from rlhf_core.history.batch import IngestBatch, IngestState
 from rlhf_core.history.tables import metadata
-from rlhf_core.history.tables.core import CHECKPOINTS, KEYS, LEASES, OFFSETS, RUNS
+from rlhf_core.history.tables.sqlalchemy_core import CHECKPOINTS, KEYS, LEASES, OFFSETS, RUNS
 from rlhf_core.history.writers import write_batch
 from rlhf_core.history.writers.runs import insert_run, update_run
 from rlhf_core.history.writers.upserts import insert_new

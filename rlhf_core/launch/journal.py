@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from rlhf_core.control_journal import read_journal, remove_unfinished_line
 from rlhf_core.errors import IllegalMove, LeaseLost, RunDirError
+from rlhf_core.journal_reader import read_journal, remove_unfinished_line
 from rlhf_core.run_dir import LineWriter, Reserve, RunDir, is_disk_full
 from rlhf_core.schemas.attempts import (
     ATTEMPT_ENDS,

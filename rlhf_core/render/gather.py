@@ -11,9 +11,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rlhf_core.control_journal import read_journal, valid_lines
 from rlhf_core.history import queries, saved_queries
 from rlhf_core.history.store import HistoryStore
+from rlhf_core.journal_reader import read_journal, valid_lines
 from rlhf_core.render.evidence import EvidenceExcerpts, read_incident_evidence
 from rlhf_core.render.markup import as_time
 from rlhf_core.render.series import Curve

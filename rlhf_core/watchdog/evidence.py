@@ -8,8 +8,8 @@ from pathlib import Path
 
 from pydantic_core import from_json
 
-from rlhf_core.control_journal import read_journal
 from rlhf_core.files import FileLine, read_document
+from rlhf_core.journal_reader import read_journal
 from rlhf_core.run_dir import (
     AttemptDir,
     FilePosition,

@@ -17,7 +17,6 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from rlhf_core.control_journal import read_journal, scan_journal
 from rlhf_core.errors import JournalDamaged, RunDirError
 from rlhf_core.files import MAX_LINE_BYTES, FileLine
 from rlhf_core.history.batch import (
@@ -29,6 +28,7 @@ from rlhf_core.history.batch import (
     SetAside,
     TelemetryEntry,
 )
+from rlhf_core.journal_reader import read_journal, scan_journal
 from rlhf_core.run_dir import (
     AttemptDir,
     FilePosition,

@@ -3,7 +3,7 @@
 import pytest
 
 from rlhf_core.diagnosis.classify import ERRORS, Evidence, WorkerEnd, classify, fingerprint
-from rlhf_core.diagnosis.log_reading import find
+from rlhf_core.diagnosis.log_diagnosis import find
 from rlhf_core.diagnosis.verdict import Verdict
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import FailureKind

@@ -11,8 +11,8 @@ from rlhf_core.diagnosis import code_locations, exceptions
 from rlhf_core.diagnosis.classify import read_log
 from rlhf_core.diagnosis.code_locations import CODE_LOCATIONS, CodeLocation
 from rlhf_core.diagnosis.evidence_parts import EvidencePart
+from rlhf_core.diagnosis.log_diagnosis import find
 from rlhf_core.diagnosis.log_lines import read_line
-from rlhf_core.diagnosis.log_reading import find
 from rlhf_core.diagnosis.signature import Signature
 from rlhf_core.diagnosis.signatures import SIGNATURES, match_line, may_tell
 from rlhf_core.schemas.failures import FailureKind

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from control_fakes import make_run
 
-from rlhf_core.control_journal import scan_journal
 from rlhf_core.errors import IllegalMove, JournalDamaged, LeaseLost, RunDirError
+from rlhf_core.journal_reader import scan_journal
 from rlhf_core.launch.journal import Journal, fold, read_record
 from rlhf_core.run_dir import LineWriter, RunDir, read_models
 from rlhf_core.schemas.attempts import AttemptState, RunState, StageName, StageState

@@ -16,8 +16,8 @@ from control_fakes import FakeScheduler, make_run, make_spec
 from history_tools import whole_run
 from pydantic import ValidationError
 
+from flows.flow_run_ended import _run_of
 from flows.form import read_form
-from flows.hooks import _run_of
 from flows.run import run_of_the_form
 from flows.task_runs import _stage
 from rlhf_core import config

@@ -15,11 +15,11 @@ import pytest
 from history_tools import RunFiles, new_sqlite, whole_run
 
 from rlhf_core import files
-from rlhf_core.control_journal import read_journal, remove_unfinished_line
 from rlhf_core.errors import JournalDamaged, RunDirError
 from rlhf_core.files import FileLine, UnfitFile, open_regular, read_document
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
+from rlhf_core.journal_reader import read_journal, remove_unfinished_line
 from rlhf_core.run_dir import (
     FilePosition,
     checksum,

@@ -8,7 +8,7 @@ from sqlalchemy import Select, func, select
 from rlhf_core.history.queries.metrics import STEP_SECONDS
 from rlhf_core.history.queries.plain import Facts
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.history.tables.core import CHECKS, DECISIONS, KEYS, METRICS, NODES, RUNS, SPEEDS, STRIKES
+from rlhf_core.history.tables.sqlalchemy_core import CHECKS, DECISIONS, KEYS, METRICS, NODES, RUNS, SPEEDS, STRIKES
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.checks import CheckStatus
 from rlhf_core.schemas.failures import Action

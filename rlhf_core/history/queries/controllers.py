@@ -6,7 +6,7 @@ from datetime import datetime
 from sqlalchemy import select
 
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.history.tables.core import CONTROLLERS, LEASES
+from rlhf_core.history.tables.sqlalchemy_core import CONTROLLERS, LEASES
 
 
 def run_of_flow_run(store: HistoryStore, flow_run_id: str) -> str | None:

@@ -9,7 +9,7 @@ from rlhf_core.history.queries.metrics import STEP_SECONDS, newest_metrics
 from rlhf_core.history.queries.plain import Facts, parts, plain, plain_value, without_run
 from rlhf_core.history.queries.runs import missing_steps_of, regressed_scores
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.history.tables.core import (
+from rlhf_core.history.tables.sqlalchemy_core import (
     ATTEMPTS,
     CHECKPOINTS,
     CHECKS,

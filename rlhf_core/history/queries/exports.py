@@ -23,7 +23,7 @@ from sqlalchemy.types import TypeEngine
 
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables import ViewBase, metadata
-from rlhf_core.history.tables.core import CURVE
+from rlhf_core.history.tables.sqlalchemy_core import CURVE
 
 BATCH_ROWS = 10_000
 """Maximum number of rows in memory."""

@@ -6,7 +6,7 @@ from sqlalchemy import Connection, select
 
 from rlhf_core.history.queries.plain import Facts, plain_value
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.history.tables.core import CURVE, KEYS, LATEST, TELEMETRY
+from rlhf_core.history.tables.sqlalchemy_core import CURVE, KEYS, LATEST, TELEMETRY
 
 STEP_SECONDS = "time/step_s"
 """The metric that every step has."""

@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from sqlalchemy import ColumnElement, func, or_, select
 
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.history.tables.core import CHECKPOINTS, CONTROLLERS, LEASES, PROMOTIONS, RUNS
+from rlhf_core.history.tables.sqlalchemy_core import CHECKPOINTS, CONTROLLERS, LEASES, PROMOTIONS, RUNS
 from rlhf_core.schemas.attempts import PromotionState, RunState
 
 _CHUNK = 500

@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import Connection, case, func, or_, update
 
 from rlhf_core.history.batch import IngestBatch, TelemetryEntry
-from rlhf_core.history.tables.core import ATTEMPTS, NODES, RESTARTS, TELEMETRY
+from rlhf_core.history.tables.sqlalchemy_core import ATTEMPTS, NODES, RESTARTS, TELEMETRY
 from rlhf_core.history.writers.upserts import Row, as_json, insert_or_keep, insert_or_replace, upsert
 from rlhf_core.schemas.attempts import (
     AttemptState,

@@ -5,7 +5,7 @@ from datetime import datetime
 
 from sqlalchemy import Connection
 
-from rlhf_core.history.tables.core import CHECKS, SPEEDS
+from rlhf_core.history.tables.sqlalchemy_core import CHECKS, SPEEDS
 from rlhf_core.history.writers.upserts import insert_or_replace
 from rlhf_core.schemas.checks import CheckResult
 from rlhf_core.schemas.probe import ProbeReport

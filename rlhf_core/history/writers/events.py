@@ -7,7 +7,7 @@ from sqlalchemy import Connection
 
 from rlhf_core.formatting import attributed
 from rlhf_core.history.batch import EventEntry, JournalEntry, SetAside
-from rlhf_core.history.tables.core import EVENTS
+from rlhf_core.history.tables.sqlalchemy_core import EVENTS
 from rlhf_core.history.writers.upserts import Row, as_json, insert_or_keep
 from rlhf_core.schemas.attempts import AttemptState, RunState, StageState
 from rlhf_core.schemas.checks import CheckStatus

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from sqlalchemy import Connection, delete
 
-from rlhf_core.history.tables.core import DECISIONS, INCIDENTS, STRIKES
+from rlhf_core.history.tables.sqlalchemy_core import DECISIONS, INCIDENTS, STRIKES
 from rlhf_core.history.writers.upserts import as_json, insert_or_replace
 from rlhf_core.schemas.failures import Decision, FailureKind, Incident
 

@@ -7,7 +7,7 @@ from sqlalchemy import Connection, case, func, select, update
 
 from rlhf_core.errors import IllegalMove
 from rlhf_core.history.batch import JournalEntry
-from rlhf_core.history.tables.core import ATTEMPTS, CONTROLLERS, EVENTS, PROMOTIONS, RUNS, STAGES
+from rlhf_core.history.tables.sqlalchemy_core import ATTEMPTS, CONTROLLERS, EVENTS, PROMOTIONS, RUNS, STAGES
 from rlhf_core.history.writers.attempts import write_placement
 from rlhf_core.history.writers.checks import write_checks
 from rlhf_core.history.writers.events import journal_event_row

@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import Connection, select, tuple_
 
 from rlhf_core.history.batch import MetricsEntry
-from rlhf_core.history.tables.core import KEYS, LATEST
+from rlhf_core.history.tables.sqlalchemy_core import KEYS, LATEST
 from rlhf_core.history.writers import metric_rows
 from rlhf_core.history.writers.upserts import CHUNK, Row, insert_or_keep, upsert
 

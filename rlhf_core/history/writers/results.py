@@ -7,7 +7,7 @@ from datetime import datetime
 
 from sqlalchemy import Connection, delete, update
 
-from rlhf_core.history.tables.core import (
+from rlhf_core.history.tables.sqlalchemy_core import (
     CHECKPOINTS,
     EVALUATIONS,
     SAMPLES,
