@@ -1,6 +1,6 @@
 """Time for which training is away after `kill -9` of a rank, compared with the cold start of the same run.
 
-    python tests/benchmarks/bench_recovery.py [--repeats 3] [--nodes 4]
+    python tests/benchmarks/bench_recovery.py [--repeats 3] [--nodes 4] [--kill-at 200]
 
 Runs a shortened quickstart through the command line, on this machine or on the nodes of a throw-away Slurm, kills one
 trainer rank in the middle, and prints the seconds from the kill to the next step that was not there before, those from
@@ -31,12 +31,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from slurm_cluster import WHY_NOT, Cluster, missing_programs
 
 SHORT = (
-    "loops.main.num_steps=40",
     "checkpoint.every_num_steps=10",
     "evaluate.num_prompts=64",
     "evaluate.every_num_steps=0",
 )
-KILL_AT_STEP = 45
 
 
 def first_line_after(restart: RestartDir, step: int) -> datetime | None:
@@ -70,9 +68,11 @@ def a_trainer(home: Path) -> psutil.Process:
     raise SystemExit("no rank of the run is at work")
 
 
-def measure(home: Path, preset: str, environment: Mapping[str, str], *, warm: bool) -> tuple[float, float]:
+def measure(
+    home: Path, preset: str, environment: Mapping[str, str], kill_at: int, *, warm: bool
+) -> tuple[float, float]:
     """One disturbed run: seconds of its cold start, and of its recovery."""
-    settings = (*SHORT, f"supervise.warm_workers={str(warm).lower()}")
+    settings = (*SHORT, f"loops.main.num_steps={kill_at}", f"supervise.warm_workers={str(warm).lower()}")
     overrides = [word for override in settings for word in ("--set", override)]
     process = subprocess.Popen(
         [sys.executable, "-m", "rlhf_core.cli.main", "run", preset, "--no-prefect", *overrides],
@@ -81,7 +81,7 @@ def measure(home: Path, preset: str, environment: Mapping[str, str], *, warm: bo
         stderr=subprocess.DEVNULL,
     )
     restart = None
-    while restart is None or first_line_after(restart, KILL_AT_STEP - 1) is None:
+    while restart is None or first_line_after(restart, kill_at - 1) is None:
         time.sleep(0.02)
         runs = list((home / "runs").iterdir()) if (home / "runs").is_dir() else []
         restart = RunDir(runs[0]).attempt(1).restart(0) if runs else None
@@ -105,6 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--kill-at", type=int, default=45, help="step; spares have made their imports by then, or not")
     chosen = parser.parse_args()
     preset = "quickstart" if chosen.nodes == 1 else "slurm-quickstart"
     found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
@@ -113,7 +114,7 @@ def main() -> None:
         for number in range(chosen.repeats):
             for warm, figures in found.items():
                 home = Path(folder) / f"{number}-{'warm' if warm else 'cold'}"
-                figures.append(measure(home, preset, environment, warm=warm))
+                figures.append(measure(home, preset, environment, chosen.kill_at, warm=warm))
                 show(warm, *figures[-1])
     medians = {
         warm: tuple(statistics.median(values) for values in zip(*one, strict=True)) for warm, one in found.items()
