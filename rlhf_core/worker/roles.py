@@ -71,12 +71,14 @@ def uncollected() -> Iterator[None]:
 
     It would go through all of it time and again, for nothing: a seventh of the imports of a native worker.
     """
+    was_enabled = gc.isenabled()  # not where it is used inside another one, which goes on
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
-        gc.enable()
+        if was_enabled:
+            gc.freeze()
+            gc.enable()
 
 
 def load_role(path: str) -> "Callable[[WorkerContext], RoleResult]":

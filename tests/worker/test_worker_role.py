@@ -124,6 +124,9 @@ def test_a_missing_placement_is_named(run_dir: RunDir) -> None:
 def test_the_collector_is_at_work_again_after_imports_that_failed() -> None:
     with uncollected():
         assert not gc.isenabled()
+    with uncollected():
+        load("json:loads")
+        assert not gc.isenabled(), "an import inside leaves it off for the rest"
     with pytest.raises(ImportError):
         load("rlhf_core.no_such_module:run")
     assert gc.isenabled()
