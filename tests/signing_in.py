@@ -18,6 +18,9 @@ import pytest
 if TYPE_CHECKING:
     from sites import Site
 
+PAGE_TIMEOUT_MS = 180_000
+"""Time for a page to show something: nothing is measured by it, and the machine may be busy."""
+
 _READING = ("GET", "HEAD")
 _tokens: dict[str, tuple[str, str]] = {}
 """Client and token for each API and password that was asked so far."""
@@ -72,7 +75,7 @@ def page_of(site: "Site", path: str) -> Iterator[Any]:
     with chromium() as started:
         page = started.new_page(viewport={"width": 1400, "height": 1200})
         sign_in(page, site.password)
-        page.set_default_timeout(180_000)
+        page.set_default_timeout(PAGE_TIMEOUT_MS)
         page.goto(f"{site.url}{path}", wait_until="domcontentloaded")
         yield page
 

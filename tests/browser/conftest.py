@@ -32,7 +32,7 @@ def chromium() -> Iterator[Any]:
 def fresh_page(chromium: Any) -> Iterator[Any]:
     """A page of somebody who was never here."""
     page = chromium.new_page(viewport={"width": 1440, "height": 900})
-    page.set_default_timeout(180_000)
+    page.set_default_timeout(signing_in.PAGE_TIMEOUT_MS)
     yield page
     page.close()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from process_tools import until
-from signing_in import browser
+from signing_in import PAGE_TIMEOUT_MS, browser
 from sites import Site
 
 from flows.services import SERVICES
@@ -165,7 +165,7 @@ def look_around(site: Site, outside: Outside, artifact: str, *, guarded: bool) -
             proxy={"server": f"http://127.0.0.1:{outside.port}", "bypass": "127.0.0.1"},
         )
         page = chromium.new_page()
-        page.set_default_timeout(180_000)
+        page.set_default_timeout(PAGE_TIMEOUT_MS)
         if not guarded:
             page.route(lambda url: url.startswith(base) and "/api/" not in url, without_policy)
         page.goto(base)
