@@ -166,8 +166,8 @@ def prefilled(spec: RunSpec) -> dict[str, Any]:
         "name": spec.name,
         "nodes": spec.resources.num_nodes,
         "gpus_per_node": spec.resources.gpus_per_node,
-        "steps": spec.loops.main.num_steps,
-        "learning_rate": spec.loops.main.optimizer.learning_rate,
+        "steps": spec.main_loop.num_steps,
+        "learning_rate": spec.main_loop.optimizer.learning_rate,
         "seed": spec.seed,
     }
 

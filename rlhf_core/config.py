@@ -14,6 +14,7 @@ import tomllib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
@@ -31,6 +32,7 @@ from rlhf_core.schemas.base import Schema, storable_text
 from rlhf_core.schemas.migration import OldSettings, current_document, current_name, old_settings
 from rlhf_core.schemas.run import RunSpec, SlurmSpec
 from rlhf_core.schemas.site import NotifySite, PrefectSite, RetentionSite
+from rlhf_core.schemas.trainers import trainer_kinds
 
 _NAME = r"[a-z0-9][a-z0-9_-]{0,62}"
 
@@ -247,7 +249,7 @@ def check_overrides(overrides: Sequence[str], given_as: str = "--set") -> None:
         _apply(content, override, given_as)
     _require_bounded(content, given_as)
     try:
-        RunSpec.model_validate(_with_algorithms(content))
+        RunSpec.model_validate(_with_choices(content))
         return
     except ValidationError as error:
         details = error.errors(include_url=False)
@@ -261,9 +263,14 @@ def check_overrides(overrides: Sequence[str], given_as: str = "--set") -> None:
         raise BadConfig(_problems({given_as: problems}))
 
 
-def _with_algorithms(content: dict[str, Any]) -> dict[str, Any]:
-    """Overrides alone; each algorithm that the config is to name is named by its settings, so that they are checked."""
+def _with_choices(content: dict[str, Any]) -> dict[str, Any]:
+    """Overrides alone; the trainer and each algorithm that the config is to name are named by their settings, so that
+    these are checked."""
     now = current_document(content)
+    trainer = now.get("trainer")
+    if isinstance(trainer, dict) and "kind" not in trainer:
+        known = {kind: trainer.keys() & spec.model_fields.keys() for kind, spec in trainer_kinds().items()}
+        trainer["kind"] = max(known, key=lambda kind: len(known[kind]))
     loops = now.get("loops")
     for loop in loops.values() if isinstance(loops, dict) else ():
         given = loop.get("algorithm") if isinstance(loop, dict) else None
@@ -349,11 +356,14 @@ def _location(detail: Any) -> str:
     """Dotted name of the place of a problem, without what pydantic adds for members of unions and parts of types."""
     inner = ("function-", "literal[", "str-", "[key]")
     parts = [str(part) for part in detail["loc"] if not str(part).startswith(inner)]
+    choices = {"algorithm": ("name", specs().keys()), "trainer": ("kind", trainer_kinds().keys())}
     kept = [
-        part for part, before in zip(parts, ["", *parts], strict=False) if before != "algorithm" or part not in specs()
+        part
+        for part, before in zip(parts, ["", *parts], strict=False)
+        if before not in choices or part not in choices[before][1]
     ]
     ends_at_name = detail["type"].startswith("union_tag_")
-    return ".".join([*kept, "name"] if ends_at_name else kept)
+    return ".".join([*kept, choices.get(kept[-1], ("name",))[0]] if ends_at_name else kept)
 
 
 def _explain(detail: Any) -> str:
@@ -501,13 +511,17 @@ def describe_sections() -> dict[str, str]:
     return dict(_describe_sections(RunSpec, ""))
 
 
+MAIN_LOOP = "loops.main"
+"""Section that a run of the native trainer must have."""
+
+
 def optional_sections() -> set[str]:
     """Sections that a config may leave out although settings in them are required."""
     return {
         f"{above}{name}"
         for above, schema in (("", RunSpec), ("loops.", LoopsSpec))
         for name, field in schema.model_fields.items()
-        if _schemas(field.annotation) and field.default is None
+        if _schemas(field.annotation) and field.default is None and f"{above}{name}" != MAIN_LOOP
     }
 
 
@@ -529,7 +543,8 @@ def _describe(schema: type[BaseModel], prefix: str) -> Iterator[FieldHelp]:
     for name, setting in schema.model_fields.items():
         sections = _schemas(setting.annotation)
         if isinstance(setting.discriminator, str):
-            yield from _describe_union(sections, setting.discriminator, f"{prefix}{name}.")
+            default = getattr(setting.default, setting.discriminator, "")
+            yield from _describe_union(sections, setting.discriminator, f"{prefix}{name}.", default)
         elif sections:
             yield from _describe(sections[0], f"{prefix}{name}.")
         else:
@@ -543,16 +558,22 @@ def _describe(schema: type[BaseModel], prefix: str) -> Iterator[FieldHelp]:
             )
 
 
-def _describe_union(members: Sequence[type[BaseModel]], tag: str, prefix: str) -> Iterator[FieldHelp]:
-    """A section whose settings depend on one of them: that one first, then the settings of each member."""
+def _describe_union(
+    members: Sequence[type[BaseModel]], tag: str, prefix: str, default: str = ""
+) -> Iterator[FieldHelp]:
+    """A section whose settings depend on one of them: that one first, then the settings of each member.
+
+    Args:
+        default: The tag of a section that is left out; empty where it must not be.
+    """
     tags = [get_args(member.model_fields[tag].annotation)[0] for member in members]
     texts = [" ".join((member.model_fields[tag].description or "").split()) for member in members]
     yield FieldHelp(
         name=f"{prefix}{tag}",
         type=" | ".join(map(to_toml, tags)),
-        default="",
-        meaning=" ".join(f"`{name}`: {text}" for name, text in zip(tags, texts, strict=True)),
-        required=True,
+        default=to_toml(default) if default else "",
+        meaning=" ".join(_with_tag(name, text) for name, text in zip(tags, texts, strict=True)),
+        required=not default,
     )
     found: dict[str, FieldHelp] = {}
     owners: dict[str, list[str]] = {}
@@ -568,6 +589,10 @@ def _describe_union(members: Sequence[type[BaseModel]], tag: str, prefix: str) -
             of = ", ".join(f"`{owner}`" for owner in owners[name])
             meaning = f"{setting.meaning} Only for {of}."
             yield dataclasses.replace(setting, meaning=meaning, only_for=tuple(owners[name]))
+
+
+def _with_tag(tag: str, meaning: str) -> str:
+    return meaning if meaning.startswith(f"`{tag}`") else f"`{tag}`: {meaning}"
 
 
 def _describe_sections(schema: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:
@@ -602,6 +627,8 @@ def _type_name(annotation: Any) -> str:
         return "table"
     if hasattr(annotation, "__metadata__"):
         return _type_name(get_args(annotation)[0])
+    if isinstance(annotation, type) and issubclass(annotation, StrEnum):
+        return " | ".join(to_toml(member.value) for member in annotation)
     return {int: "integer", float: "number", str: "text", bool: "true | false"}.get(annotation, str(annotation))
 
 

@@ -28,8 +28,10 @@ def starter_config(preset: str, file_name: str) -> str:
     sections: dict[str, list[FieldHelp]] = {}
     for field in describe_fields():
         section, _, _ = field.name.rpartition(".")
-        if field.only_for and _section(values, section).get("name") not in field.only_for:
-            continue  # would be refused beside the algorithm that is chosen
+        if field.only_for and _choice(values, section) not in field.only_for:
+            continue  # would be refused beside the algorithm or trainer that is chosen
+        if section.startswith("loops.") and _choice(values, "trainer") == "command":
+            continue
         sections.setdefault(section, []).append(field)
     meanings = describe_sections()
     parts = [HEAD.format(name=file_name), "\n".join(_fields(sections.pop(""), values))]
@@ -39,6 +41,12 @@ def starter_config(preset: str, file_name: str) -> str:
         parts.append(f"\n# {meanings[section]}\n{sign}[{section}]")
         parts.append("\n".join(_fields(fields, _section(values, section))))
     return "\n".join(parts) + "\n"
+
+
+def _choice(values: Mapping[str, Any], section: str) -> str:
+    """Name of the algorithm or kind of the trainer that a section is about."""
+    found = _section(values, section)
+    return str(found.get("kind", "native") if section == "trainer" else found.get("name", ""))
 
 
 def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:

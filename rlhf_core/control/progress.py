@@ -146,6 +146,6 @@ def progress_of_poll(snapshot: AttemptSnapshot, spec: RunSpec, timer: StepTimer)
 
 def _with_times(progress: RunProgress, spec: RunSpec, step_s: float | None) -> RunProgress:
     num_left = spec.total_steps - progress.step
-    in_main_loop = progress.loop == spec.loops.main.algorithm.name and not progress.evaluating
+    in_main_loop = progress.loop == spec.algorithm and not progress.evaluating
     has_more = step_s is not None and in_main_loop and num_left > 0
     return replace(progress, step_s=step_s, left_s=num_left * step_s if has_more and step_s is not None else None)

@@ -13,6 +13,7 @@ from pydantic import JsonValue
 
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.run import RunSpec, SuperviseSpec
+from rlhf_core.schemas.trainers import NativeTrainer
 
 ALLOWED_BY_SPEC = 1_000_000
 """Limit of kinds that only the run's own budget limits."""
@@ -214,6 +215,8 @@ def oom_remedy(spec: RunSpec) -> dict[str, JsonValue]:
     Returns:
         Dotted name to new value; empty when there is nothing left to change.
     """
+    if not isinstance(spec.trainer, NativeTrainer):
+        return {}  # how another program cuts its batch is in its own arguments
     if spec.trainer.micro_batch_size > 1:
         return {"trainer.micro_batch_size": spec.trainer.micro_batch_size // 2}
     if not spec.trainer.gradient_checkpointing:

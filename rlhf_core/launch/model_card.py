@@ -29,7 +29,7 @@ def _front_matter(provenance: ModelProvenance, spec: RunSpec) -> Iterator[str]:
     if provenance.base_model:
         yield f"base_model: {yaml_scalar(provenance.base_model)}"
     yield "tags:"
-    for tag in dict.fromkeys(["rlhf", spec.loops.main.algorithm.name, *provenance.tags]):
+    for tag in dict.fromkeys(["rlhf", spec.algorithm, *provenance.tags]):
         yield f"- {yaml_scalar(tag)}"
     yield "datasets:"
     yield f"- {yaml_scalar(data_name(spec))}"
@@ -58,7 +58,7 @@ def _body(provenance: ModelProvenance, spec: RunSpec) -> Iterator[str]:
     yield f"# {provenance.run_id}"
     yield ""
     started = markdown_code(provenance.base_model) if provenance.base_model else "random weights"
-    warm_start, main = spec.loops.warm_start, spec.loops.main.algorithm
+    warm_start, main = spec.loops.warm_start, spec.main_loop.algorithm
     after = f" after a warm start by {warm_start.algorithm.name.upper()}" if warm_start else ""
     trained = main.name.upper() + after
     yield (

@@ -46,7 +46,7 @@ class KnownBad:
     def concerns(self, spec: RunSpec) -> bool:
         """Return True if a run meets the conditions."""
         return (
-            (not self.algorithms or spec.loops.main.algorithm.name in self.algorithms)
+            (not self.algorithms or spec.algorithm in self.algorithms)
             and (not self.engine or spec.rollout.engine == self.engine)
             and (not self.only_on_gpus or spec.resources.gpus_per_node > 0)
             and (not self.only_many_ranks or spec.num_ranks > 1)

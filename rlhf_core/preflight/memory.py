@@ -216,11 +216,11 @@ def trainer_estimate(spec: RunSpec, shape: Shape) -> Estimate:
     length = spec.data.max_prompt_tokens + spec.rollout.max_new_tokens
     algorithms = [loop.algorithm for loop in spec.loops.named.values()]
     sequences = max(algorithm.sequences_per_step for algorithm in algorithms) // spec.num_ranks
-    micro = max(1, min(spec.trainer.micro_batch_size, sequences))
+    micro = max(1, min(spec.native_trainer.micro_batch_size, sequences))
     samples = any(algorithm.samples for algorithm in algorithms)
     moments = {
         "train": {
-            "activations": activation_bytes(shape, dtype, micro * length, spec.trainer.gradient_checkpointing),
+            "activations": activation_bytes(shape, dtype, micro * length, spec.native_trainer.gradient_checkpointing),
             "logits": logit_bytes(shape, micro * length),
         },
         "sample": _sampling(spec, shape, sequences if samples else _sequences_of_an_evaluation(spec)),
@@ -266,7 +266,7 @@ def remedies(spec: RunSpec, shape: Shape, room: int) -> list[tuple[dict[str, Jso
     Single changes that do it; where none does, several together. None changes what is learned but the number format.
     """
     micro: list[dict[str, JsonValue]] = [
-        {"trainer.micro_batch_size": n} for n in _halves(spec.trainer.micro_batch_size)
+        {"trainer.micro_batch_size": n} for n in _halves(spec.native_trainer.micro_batch_size)
     ]
     batch: list[dict[str, JsonValue]] = [{"rollout.batch_size": n} for n in _halves(spec.rollout.batch_size)]
     again: dict[str, JsonValue] = {"trainer.gradient_checkpointing": True}

@@ -67,7 +67,7 @@ _STYLE = {
 def plots_of(spec: RunSpec) -> tuple[LinePlot, ...]:
     """Plots that are drawn for a run."""
     known = {plot.name: plot for plot in LEARNING}
-    return (*(known[name] for name in NAMES[spec.loops.main.algorithm.samples]), STEP_TIME)
+    return (*(known[name] for name in NAMES[spec.main_loop.algorithm.samples]), STEP_TIME)
 
 
 def draw(plots: Sequence[LinePlot], curves: Mapping[str, Curve], marks: Marks) -> bytes:

@@ -243,7 +243,7 @@ def _asked_for(record: ReportData) -> list[tuple[str, object]]:
     spec = record.spec
     if spec is None:
         return []
-    steps = f"{count(spec.loops.main.num_steps, 'step')} of {spec.loops.main.algorithm.name.upper()}"
+    steps = f"{count(spec.main_loop.num_steps, 'step')} of {spec.algorithm.upper()}"
     if spec.warm_start_steps:
         steps = f"{count(spec.warm_start_steps, 'warm-start step')}, then {steps}"
     where = "CPU" if not spec.resources.gpus_per_node else count(spec.resources.gpus_per_node, "GPU") + " per node"

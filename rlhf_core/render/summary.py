@@ -87,7 +87,7 @@ def summary_markdown(
         "",
         *([f"> **Regressed**: {markdown(regression_text(summary.regressed))}", ""] if summary.regressed else []),
         *([] if good or not summary.cause else [f"> {markdown(summary.cause)}", ""]),
-        f"{spec.loops.main.algorithm.name.upper()}, {summary.steps} of {spec.total_steps} steps on "
+        f"{spec.algorithm.upper()}, {summary.steps} of {spec.total_steps} steps on "
         f"{spec.num_ranks} ranks, {count(summary.num_attempts, 'attempt')}, {count(summary.num_restarts, 'restart')}.",
         *(["", f"> {summary.missing_steps}"] if summary.missing_steps else []),
         "",

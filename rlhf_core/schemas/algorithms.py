@@ -148,10 +148,10 @@ class WarmStartSpec(LoopSpec):
 
 
 class LoopsSpec(Schema):
-    """The training loops of a run, in their order."""
+    """The training loops of the native trainer, in their order. Other trainers have none here."""
 
     warm_start: WarmStartSpec | None = None
-    main: LoopSpec
+    main: LoopSpec | None = None
 
     @field_validator("warm_start", mode="after")
     @classmethod
@@ -162,4 +162,4 @@ class LoopsSpec(Schema):
     def named(self) -> Mapping[str, LoopSpec]:
         """The loops by their section (``warm_start``, ``main``), in the order in which they run."""
         loops: dict[str, LoopSpec] = {} if self.warm_start is None else {"warm_start": self.warm_start}
-        return {**loops, "main": self.main}
+        return loops if self.main is None else {**loops, "main": self.main}

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from rlhf_core.schemas.algorithms import LoopsSpec
+from rlhf_core.schemas.algorithms import LoopSpec, LoopsSpec
 from rlhf_core.schemas.base import (
     Int32,
     Label,
@@ -25,6 +25,7 @@ from rlhf_core.schemas.base import (
     Schema,
     Share,
 )
+from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.schemas.migration import current_document, current_name
 from rlhf_core.schemas.site import is_private
 from rlhf_core.schemas.slurm_values import Lines, NodeName, OneLine, SbatchOption, VariableName
@@ -45,6 +46,9 @@ BUILT_TOKENIZERS = ("char", "byte", "bpe")
 """Values of `model.tokenizer` that are built from the data; others are folders."""
 
 
+_ONE_MODEL = "of model.path and model.config; give exactly one of them"
+
+
 class ModelSpec(Schema):
     """Which model is trained, and with which tokenizer."""
 
@@ -63,9 +67,8 @@ class ModelSpec(Schema):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        if bool(self.path) == bool(self.config):
-            found = "both" if self.path else "neither"
-            raise ValueError(f"found {found} of model.path and model.config; give exactly one of them")
+        if self.path and self.config:
+            raise ValueError(f"found both {_ONE_MODEL}")
         if self.config and "model_type" not in self.config:
             raise ValueError('model.config needs a model_type, for instance model_type = "qwen3"')
         if self.config and not self.tokenizer:
@@ -106,8 +109,6 @@ class DataSpec(Schema):
     def _one_source(self) -> Self:
         if self.generator and (self.train or self.eval):
             raise ValueError("found data.generator and data.train/data.eval; give either the generator or the files")
-        if not self.generator and not self.train:
-            raise ValueError("no training data: give data.train (a file) or data.generator (module:function)")
         return self
 
 
@@ -425,9 +426,9 @@ class RunSpec(Schema):
     """Short name: lower-case letters, digits, `-` and `_`; runs of the same name are compared with each other."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Everything random follows from it."""
-    model: ModelSpec
-    data: DataSpec
-    loops: LoopsSpec
+    model: ModelSpec = ModelSpec()
+    data: DataSpec = DataSpec()
+    loops: LoopsSpec = LoopsSpec()
     rollout: RolloutSpec = RolloutSpec()
     reward: RewardSpec = RewardSpec()
     evaluate: EvaluateSpec = EvaluateSpec()
@@ -444,7 +445,31 @@ class RunSpec(Schema):
     @model_validator(mode="before")
     @classmethod
     def _translated(cls, content: Any) -> Any:
-        return current_document(content) if isinstance(content, Mapping) else content
+        if not isinstance(content, Mapping):
+            return content
+        content = current_document(content)
+        trainer = content.get("trainer")
+        if isinstance(trainer, Mapping) and "kind" not in trainer:
+            return {**content, "trainer": {"kind": "native", **trainer}}
+        return content
+
+    @model_validator(mode="after")
+    def _has_what_its_trainer_needs(self) -> Self:
+        if isinstance(self.trainer, CommandTrainer):
+            given = ", ".join(f"loops.{name}" for name in self.loops.named)
+            if given:
+                raise ValueError(f'found {given} and trainer.kind = "command", whose loop is in its own arguments')
+            return self
+        lacks = []
+        if not self.model.path and not self.model.config:
+            lacks.append(f"found neither {_ONE_MODEL}")
+        if not self.data.generator and not self.data.train:
+            lacks.append("no training data: give data.train (a file) or data.generator (module:function)")
+        if self.loops.main is None:
+            lacks.append("found no [loops.main], expected the algorithm, num_steps and optimizer of the training")
+        if lacks:
+            raise ValueError("; ".join(lacks))
+        return self
 
     @model_validator(mode="after")
     def _cap_counts_something(self) -> Self:
@@ -463,12 +488,55 @@ class RunSpec(Schema):
     @property
     def total_steps(self) -> int:
         """Optimizer steps of the run: warm start and main loop."""
-        return self.warm_start_steps + self.loops.main.num_steps
+        if isinstance(self.trainer, CommandTrainer):
+            return self.trainer.num_steps
+        return self.warm_start_steps + self.main_loop.num_steps
+
+    @property
+    def main_loop(self) -> LoopSpec:
+        """The main loop of the native trainer.
+
+        Raises:
+            ValueError: the trainer is another program.
+        """
+        if self.loops.main is None:
+            raise ValueError(f"a run with trainer.kind = {self.trainer.kind} has no loops of its own")
+        return self.loops.main
+
+    @property
+    def native_trainer(self) -> NativeTrainer:
+        """Settings of the native trainer.
+
+        Raises:
+            ValueError: the trainer is another program.
+        """
+        if not isinstance(self.trainer, NativeTrainer):
+            raise ValueError(f"a run with trainer.kind = {self.trainer.kind} has no settings of the native trainer")
+        return self.trainer
+
+    @property
+    def algorithm(self) -> str:
+        """Name of the algorithm of the main loop."""
+        return self.trainer.algorithm if isinstance(self.trainer, CommandTrainer) else self.main_loop.algorithm.name
+
+    @property
+    def samples(self) -> bool | None:
+        """True if the main loop samples completions; None where only the program that trains knows."""
+        return None if isinstance(self.trainer, CommandTrainer) else self.main_loop.algorithm.samples
+
+    @property
+    def is_evaluated(self) -> bool:
+        """True if the model is measured on held-out data."""
+        return not isinstance(self.trainer, CommandTrainer) or bool(self.data.eval or self.data.generator)
 
     @property
     def warm_start_steps(self) -> int:
         """Optimizer steps before the main loop; 0 without a warm start."""
         return self.loops.warm_start.num_steps if self.loops.warm_start else 0
+
+
+_SHAPING = {"kind", "micro_batch_size", "gradient_checkpointing", "framework", "argv"}
+"""Settings of trainers that decide how a step is cut up."""
 
 
 def shape_key(spec: RunSpec) -> str:
@@ -482,12 +550,14 @@ def shape_key(spec: RunSpec) -> str:
             "model": True,
             "rollout": True,
             "reward": True,
-            "trainer": {"kind", "micro_batch_size", "gradient_checkpointing"},
+            "trainer": _SHAPING,
             "resources": {"num_nodes", "ranks_per_node", "gpus_per_node"},
         },
     )
-    algorithm = spec.loops.main.algorithm
-    part["algorithm"] = [algorithm.name, algorithm.rows_per_step, algorithm.group]
+    part["algorithm"] = [spec.algorithm]
+    if spec.loops.main is not None:
+        algorithm = spec.loops.main.algorithm
+        part["algorithm"] += [algorithm.rows_per_step, algorithm.group]
     return hashlib.blake2b(json.dumps(part, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 

@@ -1,12 +1,12 @@
-"""Trainers: the programs that run the loops of a run.
+"""Trainers: the programs that run the loops of a run."""
 
-There is one kind. A second one is an entry in :data:`Trainer`, which then is
-``Annotated[NativeTrainer | OtherTrainer, Field(discriminator="kind")]``; ``kind`` is stored with every run already.
-"""
+from collections.abc import Mapping
+from typing import Annotated, Literal
 
-from typing import Literal
+from pydantic import Field
 
 from rlhf_core.schemas.base import NonNegative, Positive, Schema
+from rlhf_core.schemas.command_trainer import CommandTrainer
 
 REDUCE_BUCKET_ELEMENTS = 100_000_000
 """Gradients that the trainer reduces over the ranks at once. The memory model counts with this and the next two."""
@@ -32,5 +32,10 @@ class NativeTrainer(Schema):
     for never."""
 
 
-Trainer = NativeTrainer
+Trainer = Annotated[NativeTrainer | CommandTrainer, Field(discriminator="kind")]
 """Every kind of trainer there is."""
+
+
+def trainer_kinds() -> Mapping[str, type[NativeTrainer] | type[CommandTrainer]]:
+    """The settings of every kind of trainer, by its name."""
+    return {"native": NativeTrainer, "command": CommandTrainer}

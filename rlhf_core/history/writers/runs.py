@@ -45,7 +45,7 @@ def _run_columns(run_dir: str, stored: StoredSpec) -> Row:
         "owner": stored.owner,
         "owner_account": stored.owner_account,
         "seed": spec.seed,
-        "algorithm": spec.loops.main.algorithm.name,
+        "algorithm": spec.algorithm,
         "total_steps": spec.total_steps,
         "config_source": stored.config_source,
         "overrides": list(stored.overrides),

@@ -22,7 +22,7 @@ def rows_divide_ranks(facts: Facts) -> Iterator[Finding]:
 @check("batch.micro_batch")
 def micro_batch(facts: Facts) -> Iterator[Finding]:
     """A micro-batch that is never filled hides a wrong idea of the memory a step needs."""
-    spec, size = facts.spec, facts.spec.trainer.micro_batch_size
+    spec, size = facts.spec, facts.spec.native_trainer.micro_batch_size
     algorithms = [loop.algorithm for loop in spec.loops.named.values()]
     sequences = [algorithm.sequences_per_step // spec.num_ranks for algorithm in algorithms]
     per_rank = ", ".join(
@@ -43,7 +43,7 @@ def micro_batch(facts: Facts) -> Iterator[Finding]:
 @check("steps.warm_start")
 def warm_start(facts: Facts) -> Iterator[Finding]:
     """A warm start by the main loop's own algorithm is the same loop twice, with two learning rates."""
-    before, main = facts.spec.loops.warm_start, facts.spec.loops.main
+    before, main = facts.spec.loops.warm_start, facts.spec.main_loop
     if before is not None and before.algorithm.name == main.algorithm.name:
         yield blocked(
             f'loops.warm_start.num_steps = {before.num_steps} with "{main.algorithm.name}" as algorithm of both loops',
@@ -56,7 +56,7 @@ def warm_start(facts: Facts) -> Iterator[Finding]:
 def learning_rate_warmup(facts: Facts) -> Iterator[Finding]:
     """With a warm-up as long as the training the peak learning rate is never reached."""
     # The warm start is left alone: it may end while its rate still rises, on purpose.
-    warmup, steps = facts.spec.loops.main.optimizer.warmup_steps, facts.spec.loops.main.num_steps
+    warmup, steps = facts.spec.main_loop.optimizer.warmup_steps, facts.spec.main_loop.num_steps
     if warmup and warmup >= steps:
         yield warning(
             f"loops.main.optimizer.warmup_steps = {warmup}, loops.main.num_steps = {steps}",

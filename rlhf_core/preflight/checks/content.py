@@ -145,7 +145,7 @@ def pipeline(facts: Facts) -> Iterator[Finding]:
             seconds += (look.read_s + look.encode_s) / look.num_rows * total
     if not rows:
         return
-    consumed = spec.loops.main.algorithm.rows_per_step
+    consumed = spec.main_loop.algorithm.rows_per_step
     rate = rows / max(seconds, 1e-6)
     found = (
         f"{rate:.0f} rows/s are read and tokenized, about {seconds:.0f} s at every start; a step takes {consumed} rows"

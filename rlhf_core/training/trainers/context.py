@@ -212,7 +212,7 @@ class TrainingContext:
             The indices of the sequences of each micro-batch.
         """
         order = sorted(range(len(lengths)), key=lambda index: lengths[index])
-        size = self.spec.trainer.micro_batch_size
+        size = self.spec.native_trainer.micro_batch_size
         return [order[start : start + size] for start in range(0, len(order), size)]
 
     def forward(
@@ -345,7 +345,7 @@ class TrainingContext:
 
 def _judge(context: WorkerContext, ranks: Ranks, progress: Progress | None) -> Judge:
     # A warm start that samples is judged as if its steps were as large as those of the main loop.
-    main = context.spec.loops.main.algorithm
+    main = context.spec.main_loop.algorithm
     batch = Batch(main.rows_per_step, main.group, tuple(ranks.gather(context.node)))
     return Judge(context.spec.health, batch, progress.health if progress else None)
 

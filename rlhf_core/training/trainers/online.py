@@ -82,7 +82,7 @@ def train(
         step.metrics.mean("rollout/train_gap", *totals.read("train_gap"))
         _add_rollout_metrics(step.metrics, rollout)
         step.metrics.total("speed/tokens_per_s", rollout.num_tokens / step.watch.seconds())
-        every = spec.trainer.log_samples_every
+        every = spec.native_trainer.log_samples_every
         if every and (number - loop.first_step) % every == 0:
             training.write_samples(_sample_lines(rollout, advantages, number))
         if training.end_step(step, loop, policy.causal_lm, engine):

@@ -91,7 +91,7 @@ def _train_loop(
     with kept_random_state(ranks.device):
         policy = PolicyModel(model)
         policy.train()
-        if spec.trainer.gradient_checkpointing:
+        if spec.native_trainer.gradient_checkpointing:
             policy.enable_gradient_checkpointing()
         reference = _reference(context, ranks, loop, initial)
         engine = Engine(policy, loop.spec.optimizer, spec.model.dtype, ranks)

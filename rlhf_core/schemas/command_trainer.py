@@ -1,0 +1,236 @@
+"""A trainer that is another program: ms-swift, TRL, OpenRLHF, or any script that torchrun starts.
+
+Its launch line and what is known about it are settings. Supervision, evidence, retries and history are the same as for
+the trainer of rlhf-flows; what a program tells about its progress, and by which way, is :class:`ProgressSource`.
+"""
+
+import re
+from enum import StrEnum
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, StringConstraints, model_validator
+
+from rlhf_core.schemas.base import Label, Positive, Schema
+from rlhf_core.schemas.slurm_values import Lines, OneLine, VariableName
+
+STEP_FIELD = "{step}"
+"""Stands for the number of the step in names of checkpoints."""
+
+PLACEHOLDERS = {
+    "num_nodes": "nodes of the attempt",
+    "node_rank": "index of this node, from 0",
+    "ranks_per_node": "ranks on every node",
+    "num_ranks": "ranks on all nodes",
+    "rank": "rank, from 0; with launch = per_node that of the first rank of the node",
+    "local_rank": "index of the rank on its node, from 0; with launch = per_node 0",
+    "gpus": "GPUs of this node as CUDA_VISIBLE_DEVICES has them; empty without any",
+    "gpus_per_node": "GPUs on every node",
+    "master_addr": "address of the first node",
+    "master_port": "port on the first node that was free when the ranks were started",
+    "num_steps": "trainer.num_steps",
+    "checkpoint_every": "checkpoint.every_num_steps",
+    "keep_last": "checkpoint.keep_last",
+    "seed": "seed",
+    "run_id": "id of the run",
+    "run_dir": "the run directory",
+    "output_dir": "folder of the trainer's own files: trainer.output_dir, filled",
+    "attempt": "number of the attempt, from 1",
+    "restart": "number of the restart in place, from 0",
+    "checkpoint": "folder of the checkpoint to go on from; empty from the beginning",
+    "checkpoint_step": "step of that checkpoint; 0 from the beginning",
+    "model": "model.path",
+    "train": "data.train",
+    "eval": "data.eval",
+    "code": "folder with the copy of the user's code (code.paths)",
+}
+"""Placeholders of the launch line and of variables, with their meanings."""
+
+_PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
+
+
+class ProgressSource(StrEnum):
+    """One way to learn of the progress of a program that does not beat."""
+
+    CALLBACK = "callback"
+    """`rlhf_core.callback` in a transformers trainer."""
+    TRAINER_LOG = "trainer_log"
+    """`logging.jsonl` or `trainer_log.jsonl` in the output folder, and `trainer_state.json` of checkpoints."""
+    TENSORBOARD = "tensorboard"
+    """TensorBoard event files in the output folder."""
+    STDOUT = "stdout"
+    """Lines of the ranks' output that match `trainer.stdout_patterns`."""
+    CHECKPOINTS = "checkpoints"
+    """Appearance of checkpoints."""
+    COLLECTIVES = "collectives"
+    """Number of collectives that each rank has entered, by torch's flight recorder."""
+    ACTIVITY = "activity"
+    """Processor time, reading and writing, and GPU use of the ranks."""
+    STACKS = "stacks"
+    """Python stacks of the ranks, sampled with py-spy."""
+
+
+class SourceSight(Schema):
+    """Hangs that a source of progress sees, and those that it is blind to."""
+
+    sees: str
+    blind: str
+    is_strong: bool
+    """True if what it shows is progress. The others show that something happens, which a busy loop does too: they
+    count only until a strong source has spoken."""
+
+
+SIGHTS: dict[ProgressSource, SourceSight] = {
+    ProgressSource.CALLBACK: SourceSight(
+        sees="every hang of a rank, with the phase it is in, since each rank tells of every step and substep itself",
+        blind="a hang before the trainer's loop begins, and code that the trainer runs outside of its callbacks",
+        is_strong=True,
+    ),
+    ProgressSource.TRAINER_LOG: SourceSight(
+        sees="a job that makes no more steps",
+        blind="the rank that is to blame; anything shorter than the time between two lines (logging_steps)",
+        is_strong=True,
+    ),
+    ProgressSource.TENSORBOARD: SourceSight(
+        sees="a job that makes no more steps",
+        blind="the rank that is to blame; anything shorter than the writer's flush interval, 120 s by default",
+        is_strong=True,
+    ),
+    ProgressSource.STDOUT: SourceSight(
+        sees="a job that prints no more progress",
+        blind="the rank that is to blame; output that the program holds back in a buffer",
+        is_strong=True,
+    ),
+    ProgressSource.CHECKPOINTS: SourceSight(
+        sees="a job that saves no more checkpoints",
+        blind="the rank that is to blame; anything shorter than the time between two checkpoints",
+        is_strong=True,
+    ),
+    ProgressSource.COLLECTIVES: SourceSight(
+        sees="a rank that enters no more collectives, and ranks that disagree about one, with the rank to blame",
+        blind="a loop that goes on to enter collectives without training; phases without any, such as a long rollout",
+        is_strong=True,
+    ),
+    ProgressSource.ACTIVITY: SourceSight(
+        sees="ranks that are stopped, or wait without using processor, disk or GPU",
+        blind="an endless loop, and a rank that spins in a collective (NCCL does)",
+        is_strong=False,
+    ),
+    ProgressSource.STACKS: SourceSight(
+        sees="ranks whose Python stacks do not change at all",
+        blind="an endless loop of more than one line; it takes any change for progress",
+        is_strong=False,
+    ),
+}
+"""Sight of each source; `rlhf check` prints it."""
+
+Signal = Literal["", "SIGUSR1", "SIGUSR2", "SIGTERM", "SIGINT", "SIGHUP"]
+Pattern = Annotated[str, StringConstraints(min_length=1, max_length=1_000)]
+
+
+class CommandTrainer(Schema):
+    """A trainer that is another program, started with its own launch line in its own environment."""
+
+    kind: Literal["command"] = "command"
+    """`command`: a program of your own, such as ms-swift, TRL or a script for torchrun."""
+    argv: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Launch line, one item for each argument; `{num_nodes}`, `{node_rank}`, `{master_addr}` and the like are filled in
+    (docs/trainers.md lists them)."""
+    num_steps: Positive
+    """Optimizer steps after which the training is complete. The trainer must be told the same, for instance with
+    `--max_steps {num_steps}`; one that ends before has failed."""
+    framework: Literal["script", "transformers", "swift", "trl", "openrlhf"] = "script"
+    """Family of the program: says where its progress, metrics and checkpoints are found, and how its arguments are
+    read. `transformers` is any program around `transformers.Trainer`."""
+    algorithm: Label = "other"
+    """Name of the algorithm, for instance `grpo` or `cpo`; it is stored with the run and compared by."""
+    launch: Literal["per_node", "per_rank"] = "per_node"
+    """`per_node`: the line is started once on every node and starts the ranks itself (torchrun, accelerate, deepspeed,
+    swift). `per_rank`: it is started once for every rank, with RANK, LOCAL_RANK and WORLD_SIZE."""
+    environment: OneLine = ""
+    """Python environment that it runs in: a name of `rlhf env create`, or the folder of a virtual environment; empty
+    for the programs found on the PATH of the job."""
+    variables: dict[VariableName, Lines] = {}
+    """Environment variables of the program; placeholders are filled in."""
+    setup: tuple[Lines, ...] = ()
+    """Shell lines before it, in the same shell, for instance `module load cuda`."""
+    working_dir: OneLine = ""
+    """Folder that it is started in; empty for the folder of the trainer's files in the run directory."""
+    output_dir: OneLine = "{run_dir}/trainer/output"
+    """Folder of its files; its checkpoints and logs are looked for here."""
+    checkpoint_name: OneLine = "checkpoint-{step}"
+    """Path of a checkpoint in the output folder, with `{step}` for the number; `*` stands for any name."""
+    checkpoint_complete: tuple[OneLine, ...] = ("trainer_state.json",)
+    """Files, as patterns, that a complete checkpoint has; the last ones that the program writes."""
+    resume: Literal["argument", "in_place", "none"] = "argument"
+    """`argument`: `trainer.resume_argv` is added to the launch line. `in_place`: the checkpoint is put back into the
+    output folder, and those after it taken out; the program finds it by itself. `none`: it starts at the beginning."""
+    resume_argv: tuple[str, ...] = ("--resume_from_checkpoint", "{checkpoint}")
+    """Arguments added to the launch line to go on from a checkpoint."""
+    save_signal: Signal = ""
+    """Signal at which it saves a checkpoint and goes on; sent to every rank. Empty if it knows none."""
+    artifacts: tuple[OneLine, ...] = ()
+    """Further files of the output folder to keep with every attempt, as patterns."""
+    progress: tuple[ProgressSource, ...] = ()
+    """Sources of progress; empty for those that suit the framework."""
+    stdout_patterns: tuple[Pattern, ...] = ()
+    """Regular expressions for lines of output that show progress; groups `(?P<step>...)` and `(?P<name>...)` give the
+    step and metrics."""
+    metrics: dict[str, str] = {}
+    """Names of its metrics as this project has them, for instance `"train/reward" = "reward/mean"`; added to those of
+    the framework. An empty name leaves a metric out."""
+    record_collectives: bool = True
+    """Read the collectives of each rank from torch's flight recorder, through a module that Python loads at its start
+    (`sitecustomize`, found by PYTHONPATH); the program itself stays as it is."""
+
+    @property
+    def sources(self) -> tuple[ProgressSource, ...]:
+        """Sources of progress, those that suit the framework where none are given."""
+        return self.progress or default_sources(self)
+
+    @model_validator(mode="after")
+    def _check_placeholders(self) -> Self:
+        texts = [*self.argv, *self.resume_argv, *self.variables.values(), self.working_dir, self.output_dir]
+        # Other words in braces stay as they are: launch lines carry JSON and templates of their own.
+        if self.resume == "argument" and not any("{checkpoint" in text for text in self.resume_argv):
+            raise ValueError(
+                f"found trainer.resume_argv = {list(self.resume_argv)}, expected {{checkpoint}} in it; or give "
+                'trainer.resume = "in_place" or "none"'
+            )
+        if STEP_FIELD not in self.checkpoint_name:
+            raise ValueError(f"found trainer.checkpoint_name = {self.checkpoint_name!r}, expected {STEP_FIELD} in it")
+        if self.launch == "per_node" and any("{local_rank}" in text for text in texts):
+            raise ValueError('found {local_rank} and trainer.launch = "per_node", expected launch = "per_rank" with it')
+        for pattern in self.stdout_patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"found trainer.stdout_patterns with {pattern!r}: {error}") from None
+        if ProgressSource.STDOUT in self.progress and not self.stdout_patterns:
+            raise ValueError("found the source stdout in trainer.progress; give trainer.stdout_patterns as well")
+        return self
+
+
+def default_sources(trainer: CommandTrainer) -> tuple[ProgressSource, ...]:
+    """Sources of progress that suit the framework of a trainer."""
+    written = {
+        "script": (ProgressSource.TENSORBOARD,),
+        "transformers": (ProgressSource.TRAINER_LOG, ProgressSource.TENSORBOARD),
+        "swift": (ProgressSource.TRAINER_LOG, ProgressSource.TENSORBOARD),
+        "trl": (ProgressSource.TRAINER_LOG, ProgressSource.TENSORBOARD),
+        "openrlhf": (ProgressSource.TENSORBOARD,),
+    }[trainer.framework]
+    found = [ProgressSource.CALLBACK, *written]
+    found += [ProgressSource.STDOUT] if trainer.stdout_patterns else []
+    found += [ProgressSource.CHECKPOINTS]
+    found += [ProgressSource.COLLECTIVES] if trainer.record_collectives else []
+    return (*found, ProgressSource.ACTIVITY, ProgressSource.STACKS)
+
+
+def named_placeholders(text: str) -> list[str]:
+    """Words in braces of a text that look like placeholders, known or not."""
+    return _PLACEHOLDER.findall(text)
+
+
+def fill(text: str, values: dict[str, str]) -> str:
+    """Fill the placeholders of a text; other words in braces stay."""
+    return _PLACEHOLDER.sub(lambda found: values.get(found[1], found[0]), text)

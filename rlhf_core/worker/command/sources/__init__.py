@@ -1,0 +1,1 @@
+"""Sources of progress of a program that does not beat, one file each."""
