@@ -329,16 +329,17 @@ class SuperviseSpec(Schema):
     newest."""
 
 
-HealthRule = Literal["identical", "frozen", "reward_collapse", "no_spread", "truncated", "entropy_collapse"]
-"""Rules that judge training while it runs (``rlhf_core/training/health.py``), the most telling first."""
+HealthRule = Literal["identical", "frozen", "reward_collapse", "no_spread", "truncated", "entropy_collapse", "kl"]
+"""Rules that judge training while it runs (``rlhf_core/training/health.py``), the most telling first. Of another
+program ``frozen``, ``no_spread``, ``truncated`` and ``kl`` are judged (``rlhf_core/worker/command/health.py``)."""
 
 
 class HealthSpec(Schema):
     """Judgement of training: one that learns nothing goes back once to an older checkpoint, then the run stops."""
 
     off: dict[HealthRule, str] = {}
-    """Rules that are not applied: `identical`, `frozen`, `reward_collapse`, `no_spread`, `truncated` or
-    `entropy_collapse` to the reason, which is kept with the run."""
+    """Rules that are not applied: `identical`, `frozen`, `reward_collapse`, `no_spread`, `truncated`,
+    `entropy_collapse` or `kl` to the reason, which is kept with the run."""
     window_steps: Positive = 20
     """Steps over which reward, spread, entropy and truncation are judged: healthy runs have dips of some steps, and
     what is still gone after twenty does not come back."""
@@ -360,6 +361,9 @@ class HealthSpec(Schema):
     truncated_share: Share = 0.99
     """Share of completions cut off at `rollout.max_new_tokens` from which on, without any reward, nothing is ever
     finished: a few that end are enough to learn from."""
+    max_kl: PositiveFloat = 10.0
+    """Divergence from the reference model, in nats per token, above which a model of another program is far from
+    anything that it was: healthy runs stay below 1, and 10 leaves the likely tokens a chance of 1 in 20,000."""
 
 
 class PreflightSpec(Schema):

@@ -99,10 +99,15 @@ def _process_facts(pid: int) -> str:
 # Stacks
 
 
+def find_py_spy() -> str | None:
+    """Path of py-spy, that of this interpreter's environment first; None where there is none."""
+    folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    return shutil.which("py-spy", path=folders)
+
+
 def _start_py_spy(pid: int, process_state: str) -> "subprocess.Popen[str] | str":
     """The running dump, or why there is none."""
-    folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    program = shutil.which("py-spy", path=folders)
+    program = find_py_spy()
     if program is None:
         return "it is not installed (it comes with rlhf-flows[training])"
     command = [program, "dump", "--pid", str(pid)]

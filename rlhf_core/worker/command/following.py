@@ -1,0 +1,123 @@
+"""Files that the program writes, followed as they grow, and figures put together by step."""
+
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from rlhf_core.files import FileLine
+from rlhf_core.run_dir import FilePosition, read_on
+from rlhf_core.worker.command.observation import StepFigures, Watched
+
+VERSION_FOLDER = re.compile(r"v\d+-.+")
+"""Folder that ms-swift makes in the output folder for every start: ``v0-20261122-170333`` (``--add_version``)."""
+
+
+class ToldOnce:
+    """Sentences on what cannot be read, each of them told a single time."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def tell(self, sentence: str) -> str:
+        """The sentence; empty if it was told before."""
+        if sentence in self._told:
+            return ""
+        self._told.add(sentence)
+        return sentence
+
+
+def output_folders(output_dir: Path) -> list[Path]:
+    """The output folder and its version folders, as far as they exist.
+
+    Raises:
+        OSError: the folder is there and cannot be read.
+    """
+    try:
+        with os.scandir(output_dir) as entries:
+            versions = [
+                entry.name
+                for entry in entries
+                if VERSION_FOLDER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+            ]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [output_dir, *(output_dir / name for name in sorted(versions))]
+
+
+def is_of_this_start(path: Path, watched: Watched) -> bool:
+    """True if a file was changed after the program was started.
+
+    Raises:
+        OSError: it is not there.
+    """
+    return path.stat().st_mtime >= watched.started_at_s
+
+
+class FollowedLines:
+    """Lines of one file that grows. A torn last line waits for its end; a file that is replaced begins anew."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._place = FilePosition()
+        self._changed_ns = 0
+
+    def skip_to_end(self) -> None:
+        """Take all whole lines that are there for read.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        while self.new_lines():
+            pass
+
+    def new_lines(self) -> list[FileLine]:
+        """Whole lines that have come since the last call, at most about 16 MiB; those that are too long have no text.
+
+        Raises:
+            OSError: the file is there and cannot be read.
+        """
+        try:
+            found = self.path.stat(follow_symlinks=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        # Written anew with the same first line, as by a restart with the same seed: only its times tell that from an
+        # older version of the file, which another machine may see for a while.
+        if stat.S_ISREG(found.st_mode) and found.st_size < self._place.offset and found.st_mtime_ns > self._changed_ns:
+            self._place = FilePosition()
+        self._changed_ns = max(self._changed_ns, found.st_mtime_ns)
+        lines, self._place, _ = read_on(self.path, self._place)
+        return lines
+
+
+def numbers_of(values: Mapping[str, object], leave_out: Iterable[str] = ()) -> dict[str, float]:
+    """The values that are numbers, also those written as text; infinite ones and NaN among them."""
+    left_out = set(leave_out)
+    found = {}
+    for name, value in values.items():
+        number = None if name in left_out else _number(value)
+        if number is not None:
+            found[name] = number
+    return found
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return None
+
+
+def by_step(figures: Iterable[StepFigures]) -> list[StepFigures]:
+    """Figures of the same step put together, in the order in which the steps came; later values win."""
+    return [StepFigures(step, values) for step, values in _merged(figures)]
+
+
+def _merged(figures: Iterable[StepFigures]) -> Iterator[tuple[int, dict[str, float]]]:
+    merged: dict[int, dict[str, float]] = {}
+    for one in figures:
+        merged.setdefault(one.step, {}).update(one.values)
+    yield from merged.items()

@@ -1,0 +1,167 @@
+"""Checkpoints of another program, found by their names and judged by the files that they hold.
+
+A checkpoint is complete when every pattern of ``trainer.checkpoint_complete`` has a file in it and nothing of it has
+changed for some seconds: with many ranks the file that is written last by one of them is not the last of all.
+"""
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from rlhf_core.schemas.command_trainer import STEP_FIELD, CommandTrainer
+from rlhf_core.worker.command.following import output_folders
+
+QUIET_S = 2.0
+"""How long nothing of a checkpoint may have changed before it is complete, in seconds."""
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """A folder whose path is that of a checkpoint."""
+
+    step: int
+    """Number in its name."""
+    path: Path
+    complete: bool
+    """True if it has all its files, and none of them is being written."""
+    lacks: tuple[str, ...] = ()
+    """Patterns of ``trainer.checkpoint_complete`` without a file."""
+
+
+@dataclass(frozen=True)
+class CheckpointContent:
+    """The files of a checkpoint as one look found them."""
+
+    num_files: int
+    num_bytes: int
+    changed_ns: int
+    """Time at which a file or folder of it was changed last, in nanoseconds since the epoch, by the file system."""
+
+
+def find_checkpoints(trainer: CommandTrainer, output_dir: Path, *, has_ended: bool = False) -> list[FoundCheckpoint]:
+    """Look once. While the program runs, :class:`WatchedCheckpoints` is surer: it needs no common clock.
+
+    Args:
+        has_ended: the program has ended, and nothing is written any more.
+
+    Returns:
+        All checkpoints in the output folder and in ms-swift's version folders, by step; of those with the same step
+        the one that was changed last comes last.
+
+    Raises:
+        OSError: a folder cannot be read.
+    """
+    found = []
+    for step, path in _paths(trainer, output_dir):
+        content, lacks = _look(trainer, step, path)
+        is_quiet = has_ended or time.time() - content.changed_ns / 1e9 >= QUIET_S
+        found.append((content.changed_ns, FoundCheckpoint(step, path, not lacks and is_quiet, lacks)))
+    return _in_order(found)
+
+
+class WatchedCheckpoints:
+    """The checkpoints of a running program. Two looks tell whether one is quiet, by the clock of this machine alone:
+    that of a file server may be ahead or behind."""
+
+    def __init__(self, trainer: CommandTrainer, output_dir: Path) -> None:
+        self._trainer = trainer
+        self._output_dir = output_dir
+        self._seen: dict[Path, tuple[CheckpointContent, float]] = {}
+
+    def find(self, now_s: float, *, has_ended: bool = False) -> list[FoundCheckpoint]:
+        """Look again; as :func:`find_checkpoints`, but for what is quiet.
+
+        Args:
+            now_s: Monotonic time in seconds.
+            has_ended: the program has ended, and nothing is written any more.
+
+        Raises:
+            OSError: a folder cannot be read.
+        """
+        found, seen = [], {}
+        for step, path in _paths(self._trainer, self._output_dir):
+            content, lacks = _look(self._trainer, step, path)
+            before, since_s = self._seen.get(path, (None, now_s))
+            seen[path] = (content, since_s if content == before else now_s)
+            is_quiet = has_ended or now_s - seen[path][1] >= QUIET_S
+            found.append((content.changed_ns, FoundCheckpoint(step, path, not lacks and is_quiet, lacks)))
+        self._seen = seen
+        return _in_order(found)
+
+    def content(self, path: Path) -> CheckpointContent | None:
+        """Content of a checkpoint at the last look; None if it was not there."""
+        return self._seen[path][0] if path in self._seen else None
+
+
+def _in_order(found: list[tuple[int, FoundCheckpoint]]) -> list[FoundCheckpoint]:
+    return [one for _, one in sorted(found, key=lambda each: (each[1].step, each[0], each[1].path))]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _paths(trainer: CommandTrainer, output_dir: Path) -> Iterator[tuple[int, Path]]:
+    parts = [_expression(part) for part in Path(trainer.checkpoint_name).parts]
+    for folder in output_folders(output_dir):
+        yield from _matching(folder, parts, None)
+
+
+def _expression(part: str) -> re.Pattern[str]:
+    text = re.escape(part).replace(re.escape("*"), ".*")
+    # The second of two numbers in one name must be the same as the first.
+    text = text.replace(re.escape(STEP_FIELD), r"(?P<step>\d+)", 1).replace(re.escape(STEP_FIELD), "(?P=step)")
+    return re.compile(text)
+
+
+def _matching(folder: Path, parts: list[re.Pattern[str]], step: int | None) -> Iterator[tuple[int, Path]]:
+    if not parts:
+        if step is not None:
+            yield step, folder
+        return
+    try:
+        with os.scandir(folder) as entries:
+            names = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+    except (FileNotFoundError, NotADirectoryError):
+        return  # the program has removed it meanwhile
+    for name in names:
+        found = parts[0].fullmatch(name)
+        if found is None:
+            continue
+        number = found.groupdict().get("step")
+        if number is not None and step is not None and int(number) != step:
+            continue
+        yield from _matching(folder / name, parts[1:], step if number is None else int(number))
+
+
+def _look(trainer: CommandTrainer, step: int, path: Path) -> tuple[CheckpointContent, tuple[str, ...]]:
+    """The content of a checkpoint, and the patterns that have no file in it."""
+    patterns = {pattern: Path(pattern.replace(STEP_FIELD, str(step))).parts for pattern in trainer.checkpoint_complete}
+    num_files = num_bytes = changed_ns = 0
+    for name, found in _files(path):
+        changed_ns = max(changed_ns, found.st_mtime_ns)
+        if name is None:
+            continue
+        num_files += 1
+        num_bytes += found.st_size
+        parts = Path(name).parts
+        patterns = {pattern: wanted for pattern, wanted in patterns.items() if not _fits(parts, wanted)}
+    return CheckpointContent(num_files, num_bytes, changed_ns), tuple(patterns)
+
+
+def _fits(parts: tuple[str, ...], wanted: tuple[str, ...]) -> bool:
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def _files(path: Path) -> Iterator[tuple[str | None, os.stat_result]]:
+    """Files of a folder and of those in it, by relative path; folders themselves without one."""
+    for folder, _, names in os.walk(path):
+        for name in ["", *names]:
+            try:
+                found = (Path(folder) / name).stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue  # renamed or removed meanwhile
+            yield (os.path.relpath(Path(folder) / name, path) if name else None), found

@@ -1,0 +1,274 @@
+"""Health of another program's training, judged from its metrics alone. Pure: the metrics of a step in, warnings out.
+
+Thresholds are those of ``[health]``, and the sense of the rules is that of ``rlhf_core/training/health.py``, which sees
+completions and weights as well: a task that is solved, and a policy that has gained reward, have no spread and are
+well. What can be judged depends on what the program logs; a metric that it does not log is no sign of anything.
+
+A step here is a logged one. With ``logging_steps`` above 1 a row of bad steps must be as long in optimizer steps, and
+have some lines: of the gradient a line shows the last step alone.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from statistics import fmean, variance
+
+from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.schemas.run import HealthRule, HealthSpec
+from rlhf_core.training.health import SOLVED_WITHIN, SURE_GAIN, is_higher
+from rlhf_core.training.health_state import Level, block_steps
+
+MIN_LINES = 3
+"""Fewest logged steps in a row that show the same."""
+ZERO_STD = 1e-8
+"""Deviation of rewards up to which they are equal but for rounding (``torch.isclose``, by which TRL counts)."""
+
+LOSS, GRADIENT, REWARD, SPREAD = "train/loss", "train/grad_norm", "reward/mean", "reward/std"
+ZERO_GROUPS, TRUNCATED, KL = "rollout/zero_std_groups", "rollout/truncated_share", "policy/kl"
+
+
+@dataclass(frozen=True)
+class MetricWarning:
+    """One reason to look at a training that goes on."""
+
+    rule: HealthRule | str
+    """Rule of ``health.off``, or ``non_finite``, which is always judged."""
+    kind: FailureKind
+    since_step: int
+    """First logged step that shows it."""
+    step: int
+    """Step at which it is told."""
+    message: str
+    """Found, expected, and what to do; in words, without a full stop."""
+
+
+@dataclass
+class _Rewards:
+    """Rewards so far, as far as means tell."""
+
+    top: float = -math.inf
+    floor: float = math.inf
+    first: list[float] = field(default_factory=list)
+    recent: list[float] = field(default_factory=list)
+
+    def take(self, metrics: Mapping[str, float], block: int) -> None:
+        """Take in one step; ``block`` steps are compared with the first ones."""
+        reward = metrics.get(REWARD, math.nan)
+        if not math.isfinite(reward):
+            return
+        self.top = max(self.top, metrics.get("reward/max", reward), reward)
+        self.floor = min(self.floor, metrics.get("reward/min", reward), reward)
+        self.first = [*self.first, reward] if len(self.first) < block else self.first
+        self.recent = [*self.recent, reward][-block:]
+
+    @property
+    def are_well(self) -> bool:
+        """The rewards are the highest ever seen, or have risen since the first steps."""
+        if not self.recent:
+            return False
+        now = _level(self.recent)
+        if self.top == self.floor:
+            return self.top > 0
+        is_solved = now.mean >= self.top - SOLVED_WITHIN * (self.top - self.floor)
+        return is_solved or is_higher(now, _level(self.first), SURE_GAIN)
+
+    @property
+    def in_words(self) -> str:
+        """The mean reward of the last steps, where it is logged."""
+        return f"; the mean reward is {fmean(self.recent):.3g}" if self.recent else ""
+
+
+def _level(rewards: list[float]) -> Level:
+    spread = variance(rewards) if len(rewards) > 1 else 0.0
+    return Level(since_step=0, mean=fmean(rewards), error=math.sqrt(spread / len(rewards)))
+
+
+@dataclass(frozen=True)
+class _View:
+    """One logged step as a rule sees it."""
+
+    metrics: Mapping[str, float]
+    rewards: _Rewards
+    spec: HealthSpec
+
+    def number(self, name: str) -> float | None:
+        """A metric; None where it is not logged or was taken over nothing (NaN)."""
+        value = self.metrics.get(name)
+        return None if value is None or math.isnan(value) else value
+
+
+@dataclass(frozen=True)
+class _Rule:
+    name: HealthRule | str
+    kind: FailureKind
+    finds: Callable[[_View], str | None]
+    """What is wrong, in words; empty if nothing is, None where the step does not tell."""
+    num_steps: Callable[[HealthSpec], int]
+    """Optimizer steps in a row that must show it."""
+    min_lines: int = MIN_LINES
+
+
+@dataclass
+class _Row:
+    """Logged steps in a row that show the same."""
+
+    since_step: int = 0
+    before_step: int = 0
+    """Logged step before the first of them."""
+    last_step: int = 0
+    num_lines: int = 0
+    is_told: bool = False
+
+
+class MetricHealth:
+    """Judges the logged steps of one start of a program, in their order."""
+
+    def __init__(self, spec: HealthSpec, first_step: int = 0) -> None:
+        """Begin.
+
+        Args:
+            spec: ``[health]`` of the run.
+            first_step: Step of the checkpoint that the program goes on from.
+        """
+        self._spec = spec
+        self._rules = [rule for rule in RULES if rule.name not in spec.off]
+        self._before_step = self._last_step = first_step
+        self._begin()
+
+    def look(self, step: int, metrics: Mapping[str, float]) -> list[MetricWarning]:
+        """Take in the metrics of a step, by their names in this project.
+
+        A step may come in parts. One before the last means that the program has begun again, and so does the judgement.
+
+        Returns:
+            What has become wrong; each is told once, until it has been well again.
+        """
+        if step < self._last_step:
+            self._last_step = max(step - 1, 0)
+            self._begin()
+        if step > self._last_step:
+            self._before_step, self._last_step = self._last_step, step
+        self._rewards.take(metrics, block_steps(self._spec))
+        view = _View(metrics, self._rewards, self._spec)
+        told = [self._judge(rule, row, step, view) for rule, row in zip(self._rules, self._rows, strict=True)]
+        return [warning for warning in told if warning is not None]
+
+    def _begin(self) -> None:
+        self._rewards = _Rewards()
+        self._rows = [_Row() for _ in self._rules]
+
+    def _judge(self, rule: _Rule, row: _Row, step: int, view: _View) -> MetricWarning | None:
+        found = rule.finds(view)
+        if found is None:
+            return None
+        if not found:
+            row.num_lines, row.last_step, row.is_told = 0, 0, False
+            return None
+        if not row.num_lines:
+            row.since_step, row.before_step = step, self._before_step
+        if step != row.last_step:
+            row.num_lines += 1
+            row.last_step = step
+        too_short = step - row.before_step < rule.num_steps(self._spec) or row.num_lines < rule.min_lines
+        if too_short or row.is_told:
+            return None
+        row.is_told = True
+        since = f", since step {row.since_step}" if row.num_lines > 1 else ""
+        return MetricWarning(rule.name, rule.kind, row.since_step, step, f"At step {step}{since}: {found}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rules
+
+
+def _loss_is_not_finite(view: _View) -> str | None:
+    loss = view.metrics.get(LOSS)
+    if loss is None:
+        return None
+    return "" if math.isfinite(loss) else f"found a loss of {loss}, {_FINITE}"
+
+
+def _gradient_is_not_finite(view: _View) -> str | None:
+    norm = view.metrics.get(GRADIENT)
+    if norm is None:
+        return None
+    return "" if math.isfinite(norm) else f"found gradient norms of {norm}, {_FINITE}"
+
+
+_FINITE = (
+    "expected finite ones: go back to an older checkpoint with a lower learning rate, clip the gradient, or train in "
+    "bfloat16 instead of float16"
+)
+
+
+def _frozen(view: _View) -> str | None:
+    norm = view.metrics.get(GRADIENT)
+    if norm is None:
+        return None
+    # Equal rewards give no gradient, and are judged by themselves.
+    if norm != 0 or _has_spread(view) is False:
+        return ""
+    return (
+        "found gradient norms of exactly 0 although there is something to learn from, expected others: see whether the "
+        "loss reaches trained weights (requires_grad, modules that LoRA is applied to), and whether the number format "
+        "rounds the gradient away"
+    )
+
+
+def _no_spread(view: _View) -> str | None:
+    has_spread = _has_spread(view)
+    if has_spread is None:
+        return None
+    if has_spread or view.rewards.are_well:
+        return ""
+    return (
+        f"found no group of completions with different rewards, so there is nothing to compare and to learn"
+        f"{view.rewards.in_words}; expected prompts that are solved some of the time: see whether the reward function "
+        f"fits the completions, the task is too hard, or the temperature is 0"
+    )
+
+
+def _has_spread(view: _View) -> bool | None:
+    """True if some group had different rewards; None where that is not logged."""
+    groups, spread = view.number(ZERO_GROUPS), view.number(SPREAD)
+    if groups is not None:
+        return groups < 1
+    return None if spread is None else abs(spread) > ZERO_STD
+
+
+def _truncated(view: _View) -> str | None:
+    share = view.number(TRUNCATED)
+    if share is None:
+        return None
+    if share < view.spec.truncated_share or view.rewards.are_well:
+        return ""
+    return (
+        f"found {share:.0%} of the completions cut off at their longest, and no gain in reward{view.rewards.in_words}; "
+        f"expected completions that end: raise their longest length (max_completion_length in TRL and ms-swift), or "
+        f"see why the model does not write its end token"
+    )
+
+
+def _kl(view: _View) -> str | None:
+    kl = view.metrics.get(KL)
+    if kl is None:
+        return None
+    if kl <= view.spec.max_kl:
+        return ""
+    return (
+        f"found a KL divergence from the reference model of {kl:.3g} nats per token, expected at most "
+        f"{view.spec.max_kl:g} (health.max_kl): go back to an older checkpoint with a lower learning rate or a larger "
+        f"KL coefficient (beta)"
+    )
+
+
+RULES: tuple[_Rule, ...] = (
+    _Rule("non_finite", FailureKind.NON_FINITE, _loss_is_not_finite, lambda spec: 1, min_lines=1),
+    # Scaled float16 skips single steps whose gradient overflows, above all the first ones.
+    _Rule("non_finite", FailureKind.NON_FINITE, _gradient_is_not_finite, lambda spec: spec.frozen_steps),
+    _Rule("frozen", FailureKind.DEGENERATE_RL, _frozen, lambda spec: spec.frozen_steps),
+    _Rule("no_spread", FailureKind.DEGENERATE_RL, _no_spread, lambda spec: spec.window_steps),
+    _Rule("truncated", FailureKind.DEGENERATE_RL, _truncated, lambda spec: spec.window_steps),
+    _Rule("kl", FailureKind.DEGENERATE_RL, _kl, lambda spec: spec.window_steps),
+)
+"""Rules, the most telling first."""

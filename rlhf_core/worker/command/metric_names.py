@@ -1,0 +1,190 @@
+"""Names of metrics of other trainers, turned into those of docs/metrics.md.
+
+Read from the sources of transformers 5.19, TRL 1.16.0, ms-swift 4.6.0, OpenRLHF 0.11.2 and the log of LLaMA-Factory.
+The same name means the same in all of them but for what OpenRLHF has a table of its own for, so that one table does for
+programs around any of them. Where a trainer measures something else than this project under the same name, the row
+says so.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+
+from rlhf_core.schemas.command_trainer import CommandTrainer
+
+OWN_GROUP = "trainer"
+"""Group of metrics that have no name in this project."""
+MAX_NAME_CHARACTERS = 400
+MAX_NAMES = 2_000
+"""Most metrics of one line of ``metrics.jsonl``, as in ``MetricsLine``."""
+
+LEFT_OUT = ""
+
+COMMON: Mapping[str, str] = {
+    # transformers.Trainer
+    "loss": "train/loss",
+    "grad_norm": "train/grad_norm",
+    "learning_rate": "train/learning_rate",
+    "train_runtime": "time/run_s",
+    "train_samples_per_second": "speed/samples_per_s",
+    "train_steps_per_second": "speed/steps_per_s",
+    "train_tokens_per_second": "speed/tokens_per_s",
+    "eval_runtime": "time/evaluate_s",
+    "eval_samples_per_second": "speed/eval_samples_per_s",
+    "eval_steps_per_second": "speed/eval_steps_per_s",
+    # TRL, GRPO and kin; ms-swift has taken the names over
+    "reward": "reward/mean",
+    "reward_std": "reward/std",  # TRL since 1.0: over all completions of the step, not within groups
+    "frac_reward_zero_std": "rollout/zero_std_groups",
+    "completions/mean_length": "rollout/length_mean",
+    "completions/min_length": "rollout/length_min",
+    "completions/max_length": "rollout/length_max",
+    "completions/clipped_ratio": "rollout/truncated_share",
+    "completion_length": "rollout/length_mean",  # TRL before 0.16
+    "entropy": "rollout/entropy",
+    "entropy/mean": "rollout/entropy",  # ms-swift
+    "kl": "policy/kl",
+    "policy_loss": "loss/policy",
+    "clip_ratio": "policy/clip_share",
+    "clip_ratio/region_mean": "policy/clip_share",
+    "clip_ratio/low_mean": "policy/clip_low_share",
+    "clip_ratio/high_mean": "policy/clip_high_share",
+    "sampling/sampling_logp_difference/mean": "rollout/train_gap",
+    "step_time": "time/step_s",
+    # TRL, DPO, CPO and ORPO
+    "rewards/chosen": "preference/chosen_reward",
+    "rewards/rejected": "preference/rejected_reward",
+    "rewards/margins": "preference/margin",
+    "rewards/accuracies": "preference/accuracy",
+    "logps/chosen": "preference/chosen_logp",
+    "logps/rejected": "preference/rejected_logp",
+    "logits/chosen": "preference/chosen_logit",
+    "logits/rejected": "preference/rejected_logit",
+    "log_odds_ratio": "preference/log_odds_ratio",
+    "log_odds_chosen": "preference/log_odds_chosen",
+    "nll_loss": "loss/nll",
+    "aux_loss": "loss/aux",
+    # ms-swift
+    "train_speed(s/it)": "time/step_s",  # mean since the start
+    # LLaMA-Factory
+    "lr": "train/learning_rate",
+    "accuracy": "preference/accuracy",
+    "throughput": "speed/tokens_per_s",
+    "percentage": LEFT_OUT,
+}
+"""Names without the ``train/`` that trainers write into TensorBoard."""
+
+OPENRLHF: Mapping[str, str] = {
+    "policy_loss": "train/loss",
+    "actor_grad_norm": "train/grad_norm",
+    "actor_lr": "train/learning_rate",
+    "rollout/reward_mean": "reward/mean",
+    "rollout/reward_std": "reward/std",  # over all completions of the step, not within groups
+    "rollout/response_length_mean": "rollout/length_mean",
+    "response_length": "rollout/length_mean",
+    "rollout/truncated_rate": "rollout/truncated_share",
+    "entropy_loss": "rollout/entropy",  # the mean entropy itself; the loss takes it times minus a coefficient
+    "ppo_clip_ratio": "policy/clip_share",
+    "ppo_kl": "policy/step_kl",  # from the policy that sampled
+    "timing/make_experience": "time/make_experience_s",
+    "timing/generation": "time/rollout_s",
+    "timing/ppo_train": "time/train_s",
+    "timing/broadcast": "time/weight_sync_s",
+    "timing/step_total": "time/step_s",
+    "dynamic_filtering_pass_rate": "rollout/kept_share",
+    "acc": "preference/accuracy",
+    "chosen_reward": "preference/chosen_reward",
+    "reject_reward": "preference/rejected_reward",
+}
+"""Names of OpenRLHF; those that it has not are as in :data:`COMMON`."""
+
+_TIMES = ("timing/", "time/", "profiling/")
+_SPEEDS = ("speed/", "perf/")
+_TRAIN = "train/"
+_EVALUATION = ("eval/", "eval_")
+
+
+class MetricNames:
+    """Names of one trainer's metrics."""
+
+    def __init__(self, trainer: CommandTrainer) -> None:
+        self._given = trainer.metrics
+        self._known = {**COMMON, **(OPENRLHF if trainer.framework == "openrlhf" else {})}
+        self._rank = {name: place for place, name in enumerate(self._known)}
+
+    def rename(self, values: Mapping[str, float]) -> dict[str, float]:
+        """The metrics of one step under the names of this project.
+
+        Of two that mean the same, the one that the user has named counts, else the one that is first in the table; the
+        other keeps its own name. Metrics without a name here are kept under ``trainer/``.
+
+        Returns:
+            At most :data:`MAX_NAMES`, those with names of this project first.
+        """
+        found: dict[str, float] = {}
+        own: dict[str, float] = {}
+        for raw in sorted(values, key=self._precedence):
+            name = self._name(raw)
+            if name == LEFT_OUT:
+                continue
+            legal = legal_name(name)
+            if legal in found or name.startswith(f"{OWN_GROUP}/"):
+                own[legal_name(f"{OWN_GROUP}/{_short(raw)}" if legal in found else name)] = values[raw]
+            else:
+                found[legal] = values[raw]
+        return dict(_first(found, own))
+
+    def _precedence(self, raw: str) -> tuple[bool, int]:
+        return raw not in self._given and _short(raw) not in self._given, self._rank.get(_short(raw), len(self._rank))
+
+    def _name(self, raw: str) -> str:
+        short = _short(raw)
+        for name in (raw, short):
+            if name in self._given:
+                return self._given[name]
+        return self._known.get(short) or ("" if short in self._known else _by_form(short))
+
+
+def _first(*parts: Mapping[str, float]) -> Iterator[tuple[str, float]]:
+    num_left = MAX_NAMES
+    for part in parts:
+        taken = list(part.items())[:num_left]
+        num_left -= len(taken)
+        yield from taken
+
+
+def _short(raw: str) -> str:
+    """The name without the ``train/`` of TensorBoard; names of evaluations in the form that the log has."""
+    if raw.startswith(_TRAIN):
+        return raw.removeprefix(_TRAIN)
+    return f"eval_{raw.removeprefix('eval/')}" if raw.startswith("eval/") else raw
+
+
+def _by_form(name: str) -> str:
+    """Names that follow from the form of others, as those of reward functions and of evaluations."""
+    group, _, rest = name.partition("/")
+    if group == "rewards" and rest:
+        return f"reward/{rest.removesuffix('/mean')}"
+    if "per_second" in name or name.startswith(_SPEEDS):
+        return name if name.startswith("speed/") else f"speed/{name}"
+    if name.startswith(_EVALUATION):
+        return f"eval/{name.removeprefix('eval_')}"
+    if name.startswith(_TIMES):
+        return name if group == "time" else f"time/{rest}"
+    return f"{OWN_GROUP}/{name}"
+
+
+def legal_name(name: str) -> str:
+    """A name as ``metrics.jsonl`` takes it: printable, and of 400 characters at most.
+
+    Names that differ stay different: characters that cannot be printed become escapes, and a name that is too long ends
+    in a hash of the whole.
+    """
+    printable = name if name.isprintable() else "".join(one if one.isprintable() else _escaped(one) for one in name)
+    if len(printable) <= MAX_NAME_CHARACTERS:
+        return printable or OWN_GROUP
+    mark = "~" + hashlib.blake2b(printable.encode(), digest_size=8).hexdigest()
+    return printable[: MAX_NAME_CHARACTERS - len(mark)] + mark
+
+
+def _escaped(character: str) -> str:
+    return f"\\u{{{ord(character):x}}}"

@@ -1,0 +1,148 @@
+"""Life seen by processor time, reading and writing, and GPU use of a rank's processes.
+
+Sees ranks that are stopped, or wait without using processor, disk or GPU. Blind to an endless loop, and to a rank that
+spins in a collective (NCCL does, and the GPU is then as busy as in training).
+"""
+
+import contextlib
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from rlhf_core.schemas.command_trainer import ProgressSource
+from rlhf_core.worker.command.following import ToldOnce
+from rlhf_core.worker.command.observation import Reading, Watched
+
+SAMPLE_S = 2.0
+"""Least time between two samples in seconds: processor time is counted in hundredths of a second."""
+MIN_CPU_SHARE = 0.02
+"""Share of one core from which on a rank is alive. Threads that wait with a time-out, as those of NCCL, of a progress
+bar and of loggers, use less."""
+MIN_IO_BYTES_PER_S = 1024.0
+"""Bytes read and written per second from which on a rank is alive; wake-ups through pipes are smaller."""
+_DRIVER = Path("/dev/nvidiactl")
+
+
+class _Usage(NamedTuple):
+    """What a process has used since it began."""
+
+    cpu_s: float
+    io_bytes: float
+
+
+class Activity:
+    """Use of processor, files and GPUs since the sample before, of the rank's processes and their descendants."""
+
+    kind = ProgressSource.ACTIVITY
+
+    def __init__(self, watched: Watched) -> None:
+        self._watched = watched
+        self._told = ToldOnce()
+        self._before: dict[tuple[int, float], _Usage] = {}
+        self._sampled_at_s: float | None = None
+        self._problem = ""
+        self._gpus: _Gpus | None = None
+        if _DRIVER.exists():
+            try:
+                self._gpus = _Gpus()
+            except OSError as error:
+                self._problem = f"GPU use is not seen: {error}"
+
+    def poll(self, now_s: float) -> Reading:
+        """Take a sample every other second; between two samples there is no news."""
+        if self._sampled_at_s is not None and now_s - self._sampled_at_s < SAMPLE_S:
+            return Reading()
+        own = _processes(self._watched.pids())
+        usage = _usage(_with_descendants(own))
+        passed_s = 0.0 if self._sampled_at_s is None else now_s - self._sampled_at_s
+        before, self._before, self._sampled_at_s = self._before, usage, now_s
+        problem, self._problem = self._told.tell(self._problem), ""
+        if not own or not before or all(_is_stopped(process) for process in own):
+            return Reading(problem=problem)
+        # A process that was started since the sample before has used all that it has since then.
+        began_s = time.time() - passed_s
+        used = [_difference(usage[key], before.get(key)) for key in usage if key in before or key[1] >= began_s]
+        is_busy = (
+            sum(one.cpu_s for one in used) >= MIN_CPU_SHARE * passed_s
+            or sum(one.io_bytes for one in used) >= MIN_IO_BYTES_PER_S * passed_s
+            or (self._gpus is not None and self._gpus.are_used_by({pid for pid, _ in usage}))
+        )
+        return Reading(moved=is_busy, problem=problem)
+
+
+def _processes(pids: Any) -> list[psutil.Process]:
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            found.append(psutil.Process(pid))
+    return found
+
+
+def _with_descendants(processes: list[psutil.Process]) -> list[psutil.Process]:
+    found = {process.pid: process for process in processes}
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            found |= {child.pid: child for child in process.children(recursive=True)}
+    return list(found.values())
+
+
+def _usage(processes: list[psutil.Process]) -> dict[tuple[int, float], _Usage]:
+    found = {}
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            times = process.cpu_times()
+            found[process.pid, process.create_time()] = _Usage(times.user + times.system, _io_bytes(process))
+    return found
+
+
+def _io_bytes(process: psutil.Process) -> float:
+    """Bytes that went through reads and writes, cached ones included; 0 where the kernel does not show it."""
+    try:
+        counters = process.io_counters()
+    except (psutil.Error, NotImplementedError, AttributeError):
+        return 0.0
+    return float(counters.read_chars + counters.write_chars)
+
+
+def _difference(now: _Usage, before: _Usage | None) -> _Usage:
+    return now if before is None else _Usage(now.cpu_s - before.cpu_s, now.io_bytes - before.io_bytes)
+
+
+def _is_stopped(process: psutil.Process) -> bool:
+    """True for one that is stopped: what its children do is no life of the rank."""
+    try:
+        return process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return True
+
+
+class _Gpus:
+    """The GPUs of the node, by NVML."""
+
+    def __init__(self) -> None:
+        """Open the driver's library.
+
+        Raises:
+            OSError: there is no NVML or it refuses.
+        """
+        try:
+            import pynvml
+        except ImportError as error:
+            raise OSError(f"nvidia-ml-py is not installed ({error}); it comes with rlhf-flows[training]") from error
+        self._nvml: Any = pynvml
+        try:
+            self._nvml.nvmlInit()
+            self._handles = [self._nvml.nvmlDeviceGetHandleByIndex(i) for i in range(self._nvml.nvmlDeviceGetCount())]
+        except self._nvml.NVMLError as error:
+            raise OSError(f"NVML: {error}") from error
+
+    def are_used_by(self, pids: set[int]) -> bool:
+        """True if a GPU on which one of these processes computes was busy within the driver's last sample."""
+        for handle in self._handles:
+            with contextlib.suppress(self._nvml.NVMLError):
+                present = {process.pid for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+                if present & pids and self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu > 0:
+                    return True
+        return False

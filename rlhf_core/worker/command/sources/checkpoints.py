@@ -1,0 +1,63 @@
+"""Progress seen by checkpoints that appear.
+
+Sees a job that saves no more checkpoints. Blind to the rank that is to blame, and to anything shorter than the time
+between two checkpoints: a job that hangs right after one looks well until the next one is late.
+"""
+
+from pathlib import Path
+
+from rlhf_core.schemas.command_trainer import ProgressSource
+from rlhf_core.schemas.reports import Phase
+from rlhf_core.worker.command.following import ToldOnce
+from rlhf_core.worker.command.found_checkpoints import CheckpointContent, WatchedCheckpoints
+from rlhf_core.worker.command.observation import Reading, Watched
+
+LOOK_S = 1.0
+"""Time between two looks in seconds: a look asks for the size of every file of every checkpoint."""
+
+
+class Checkpoints:
+    """New checkpoints in the output folder. While one grows, the phase is ``checkpoint``."""
+
+    kind = ProgressSource.CHECKPOINTS
+
+    def __init__(self, watched: Watched) -> None:
+        self._checkpoints = WatchedCheckpoints(watched.trainer, watched.output_dir)
+        self._told = ToldOnce()
+        self._old: dict[Path, CheckpointContent | None] = {}
+        self._contents: dict[Path, CheckpointContent | None] = {}
+        self._complete: set[Path] = set()
+        self._step: int | None = None
+        self._next_look_s = float("-inf")
+        self._problem = ""
+        try:
+            for one in self._checkpoints.find(0.0):
+                self._old[one.path] = self._checkpoints.content(one.path)
+        except OSError as error:
+            self._problem = _in_words(error)
+
+    def poll(self, now_s: float) -> Reading:
+        """Look once a second; between two looks there is no news."""
+        if now_s < self._next_look_s:
+            return Reading(step=self._step)
+        self._next_look_s = now_s + LOOK_S
+        try:
+            found = self._checkpoints.find(now_s)
+        except OSError as error:
+            return Reading(step=self._step, problem=self._told.tell(_in_words(error)))
+        contents = {one.path: self._checkpoints.content(one.path) for one in found}
+        # One that was there before counts from the moment that the program writes into it.
+        self._old = {path: content for path, content in self._old.items() if contents.get(path) == content}
+        new = [one for one in found if one.path not in self._old]
+        grown = [one for one in new if contents[one.path] != self._contents.get(one.path)]
+        complete = {one.path for one in new if one.complete}
+        moved = bool(grown) or not complete <= self._complete
+        self._step = max((one.step for one in new if one.complete), default=self._step)
+        self._contents, self._complete = contents, complete
+        is_written = any(one.path not in complete for one in grown)
+        problem, self._problem = self._told.tell(self._problem), ""
+        return Reading(moved, self._step, Phase.CHECKPOINT if is_written else None, problem=problem)
+
+
+def _in_words(error: OSError) -> str:
+    return f"checkpoints cannot be looked for: {error}; expected an output folder that the job may read"

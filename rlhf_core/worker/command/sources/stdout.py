@@ -1,0 +1,116 @@
+"""Progress seen by lines of the program's output that match ``trainer.stdout_patterns``.
+
+Sees a job that prints no more progress. Blind to the rank that is to blame, where all write into one log, and to output
+that the program holds back in a buffer, as Python does unless PYTHONUNBUFFERED is set.
+"""
+
+import re
+from pathlib import Path
+
+from rlhf_core.files import UnfitFile, open_regular
+from rlhf_core.schemas.command_trainer import ProgressSource
+from rlhf_core.worker.command.following import ToldOnce, by_step, is_of_this_start, numbers_of
+from rlhf_core.worker.command.observation import Reading, StepFigures, Watched
+
+LOOK_S = 0.5
+"""Time between two looks in seconds."""
+MAX_BYTES_PER_LOOK = 1 << 20
+"""What is read of a log at once at most; the rest follows at the next look."""
+MAX_LINE_CHARACTERS = 4_000
+"""What of a line a pattern is held against: some patterns take very long over very long lines."""
+_LINE_END = re.compile(rb"[\r\n]+")
+STEP_GROUP = "step"
+
+
+class Stdout:
+    """Lines of output that show progress. A line about a step shows it only if its pattern had another step before."""
+
+    kind = ProgressSource.STDOUT
+
+    def __init__(self, watched: Watched) -> None:
+        self._patterns = [re.compile(pattern) for pattern in watched.trainer.stdout_patterns]
+        self._steps: dict[re.Pattern[str], int] = {}
+        self._step: int | None = None
+        self._told = ToldOnce()
+        self._logs = [_Log(path, watched) for path in watched.logs]
+        self._next_look_s = float("-inf")
+
+    def poll(self, now_s: float) -> Reading:
+        """Look twice a second; between two looks there is no news."""
+        if now_s < self._next_look_s:
+            return Reading(step=self._step)
+        self._next_look_s = now_s + LOOK_S
+        moved, problem = False, ""
+        figures: list[StepFigures] = []
+        for log in self._logs:
+            try:
+                lines = log.new_lines()
+            except OSError as error:
+                problem = f"the program's output cannot be read: {error}; expected a log that the job may read"
+                continue
+            for line in lines:
+                moved |= self._take(line[:MAX_LINE_CHARACTERS], figures)
+        return Reading(moved, self._step, metrics=by_step(figures), problem=self._told.tell(problem))
+
+    def _take(self, line: str, figures: list[StepFigures]) -> bool:
+        moved = False
+        for pattern in self._patterns:
+            found = pattern.search(line)
+            if found is None:
+                continue
+            values = numbers_of({name: text for name, text in found.groupdict().items() if text is not None})
+            step = values.pop(STEP_GROUP, None)
+            if step is not None and abs(step) < 2**31:
+                self._step = int(step)
+                moved |= self._steps.get(pattern) != self._step
+                self._steps[pattern] = self._step
+            else:
+                moved = True
+            if values and self._step is not None:
+                figures.append(StepFigures(self._step, values))
+        return moved
+
+
+class _Log:
+    """One log, followed as it grows; carriage returns end a line as newlines do.
+
+    A progress bar begins its line with the carriage return and leaves it without an end. What is there is therefore
+    taken for a line once it has stayed the same from one look to the next; if it goes on all the same, it is read
+    again as a whole.
+    """
+
+    def __init__(self, path: Path, watched: Watched) -> None:
+        self._path = path
+        self._offset = 0
+        self._changed_ns = 0
+        self._rest = b""
+        self._is_rest_taken = False
+        try:
+            if not is_of_this_start(path, watched):
+                self._offset = path.stat().st_size
+        except OSError:
+            pass  # not there yet, or told at the first look
+
+    def new_lines(self) -> list[str]:
+        try:
+            found = self._path.stat()
+            if found.st_size < self._offset and found.st_mtime_ns > self._changed_ns:
+                self._offset, self._rest, self._is_rest_taken = 0, b"", False
+            self._changed_ns = found.st_mtime_ns
+            with open_regular(self._path, follow_link=True) as file:
+                file.seek(self._offset)
+                block = file.read(MAX_BYTES_PER_LOOK)
+        except (FileNotFoundError, NotADirectoryError, UnfitFile):
+            return []
+        *lines, rest = _LINE_END.split(block)
+        if not lines and len(rest) == MAX_BYTES_PER_LOOK:
+            lines, rest = [rest], b""  # one endless line: its beginning is looked at, the rest is the next one
+        self._offset += len(block) - len(rest)
+        is_same = rest == self._rest and not lines
+        if is_same and rest and not self._is_rest_taken:
+            self._is_rest_taken = True
+            lines = [rest]
+        elif not is_same:
+            self._is_rest_taken = False
+        self._rest = rest
+        return [line.decode("utf-8", errors="replace") for line in lines if line]

@@ -1,0 +1,197 @@
+"""Progress seen by scalars in TensorBoard's event files.
+
+Sees a job that makes no more steps. Blind to the rank that is to blame, since mostly the first rank writes for all, and
+to anything shorter than the writer's flush interval (120 s by default in torch, unless its queue fills up before).
+
+The records are read here, at offsets, and not with TensorBoard's loader: that holds the file open, for which a network
+file system may show it as it was, reads an image of any size to check it in Python, and cannot tell a replaced file.
+The content of a record is TensorBoard's own (``event.proto``; frames: TFRecord, ``tensorflow/core/lib/io``).
+"""
+
+import os
+import re
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from rlhf_core.files import open_regular
+from rlhf_core.schemas.command_trainer import STEP_FIELD, CommandTrainer, ProgressSource
+from rlhf_core.worker.command.following import ToldOnce, by_step
+from rlhf_core.worker.command.observation import Reading, StepFigures, Watched
+
+LOOK_S = 1.0
+"""Time between two looks in seconds."""
+SEARCH_S = 5.0
+"""Time between two searches for new files in seconds."""
+MAX_FOLDERS = 2_000
+"""Folders that are searched at most, folders of checkpoints not counted."""
+MAX_RECORD_BYTES = 256 << 10
+"""Largest record that is read; a scalar has some 60 bytes, and larger ones are images, texts and histograms."""
+MAX_BYTES_PER_LOOK = 1 << 20
+"""What is read at once at most, so that a poll stays short; the rest follows at the next look."""
+_NAME = re.compile(r"events\.out\.tfevents\..+")
+_HEADER, _FOOTER = 12, 4
+_CHECKED_LENGTH = struct.Struct("<QI")
+_DT_FLOAT, _DT_DOUBLE = 1, 2
+"""Of ``types.proto``."""
+
+
+class TensorBoard:
+    """Scalars that were written since the start."""
+
+    kind = ProgressSource.TENSORBOARD
+
+    def __init__(self, watched: Watched) -> None:
+        self._watched = watched
+        self._told = ToldOnce()
+        self._files: dict[Path, _EventFile] = {}
+        self._step: int | None = None
+        self._next_look_s = self._next_search_s = float("-inf")
+
+    def poll(self, now_s: float) -> Reading:
+        """Look once a second; between two looks there is no news."""
+        if now_s < self._next_look_s:
+            return Reading(step=self._step)
+        self._next_look_s = now_s + LOOK_S
+        problem, figures = "", []
+        try:
+            if now_s >= self._next_search_s:
+                self._next_search_s = now_s + SEARCH_S
+                problem = self._search()
+            for file in self._files.values():
+                figures += file.new_scalars(self._watched.started_at_s)
+                problem = problem or file.problem
+        except ImportError as error:
+            problem = (
+                f"TensorBoard's event files cannot be read: {error}; expected tensorboard beside rlhf-flows, which "
+                "comes with rlhf-flows[training]"
+            )
+        except OSError as error:
+            problem = f"TensorBoard's event files cannot be read: {error}; expected files that the job may read"
+        if figures:
+            self._step = figures[-1].step
+        return Reading(bool(figures), self._step, metrics=by_step(figures), problem=self._told.tell(problem))
+
+    def _search(self) -> str:
+        """Take up new files. Returns a sentence if there is more than could be searched."""
+        is_checkpoint = _checkpoint_names(self._watched.trainer)
+        for number, (folder, folders, names) in enumerate(os.walk(self._watched.output_dir)):
+            folders[:] = sorted(name for name in folders if not is_checkpoint.fullmatch(name))
+            if number >= MAX_FOLDERS:
+                return (
+                    f"found more than {MAX_FOLDERS} folders in {self._watched.output_dir}, expected fewer to search "
+                    "for TensorBoard's event files; those in the rest are not seen"
+                )
+            for name in names:
+                path = Path(folder) / name
+                if _NAME.fullmatch(name) and path not in self._files:
+                    self._files[path] = _EventFile(path)
+        return ""
+
+
+def _checkpoint_names(trainer: CommandTrainer) -> re.Pattern[str]:
+    """Names of checkpoints' folders, which hold many files and no events."""
+    name = re.escape(Path(trainer.checkpoint_name).name)
+    return re.compile(name.replace(re.escape("*"), ".*").replace(re.escape(STEP_FIELD), r"\d+"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class _Record(NamedTuple):
+    end: int
+    """Offset of the byte after it."""
+    content: bytes
+    """Empty for one that is too large to be a scalar."""
+
+
+class _EventFile:
+    """One event file, read from where the last look ended."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._mark = (0, 0)
+        self.problem = ""
+        """Sentence on a record that is damaged: nothing behind it can be read."""
+
+    def new_scalars(self, started_at_s: float) -> list[StepFigures]:
+        """Scalars since the last look that were written after the start.
+
+        Raises:
+            OSError: the file is there and cannot be read.
+            ImportError: tensorboard is not installed.
+        """
+        try:
+            found = self._path.stat(follow_symlinks=False)
+        except FileNotFoundError:
+            return []
+        mark = (found.st_mtime_ns, found.st_size)
+        # A whole minute before the start for clocks that differ: each record has the time at which it was written.
+        if mark == self._mark or found.st_mtime < started_at_s - 60:
+            return []
+        if found.st_size < self._offset and mark[0] > self._mark[0]:
+            self._offset, self.problem = 0, ""
+        end = self._offset + MAX_BYTES_PER_LOOK
+        figures: list[StepFigures] = []
+        with open_regular(self._path) as file:
+            for record in self._records(file, found.st_size):
+                self._offset = record.end
+                figures += _scalars(record.content, started_at_s)
+                if self._offset > end:
+                    return figures
+        self._mark = mark
+        return figures
+
+    def _records(self, file: BinaryIO, size: int) -> Iterator[_Record]:
+        from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+
+        offset = self._offset
+        while not self.problem and offset + _HEADER <= size:
+            file.seek(offset)
+            header = file.read(_HEADER)
+            if len(header) < _HEADER:
+                return
+            length, check = _CHECKED_LENGTH.unpack(header)
+            if masked_crc32c(header[:8]) != check:
+                self.problem = (
+                    f"{self._path} is damaged at byte {offset}: found a record whose length does not fit its "
+                    "checksum; what follows in this file is not seen"
+                )
+                return
+            end = offset + _HEADER + length + _FOOTER
+            if end > size:
+                return  # it is still being written
+            yield _Record(end, file.read(length) if length <= MAX_RECORD_BYTES else b"")
+            offset = end
+
+
+def _scalars(content: bytes, started_at_s: float) -> Iterator[StepFigures]:
+    from google.protobuf.message import DecodeError
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    event: Any = Event()
+    try:
+        event.ParseFromString(content)
+    except DecodeError:
+        return
+    if event.wall_time < started_at_s:
+        return
+    values = {value.tag: number for value in event.summary.value if (number := _number(value)) is not None}
+    if values:
+        yield StepFigures(int(event.step), values)
+
+
+def _number(value: Any) -> float | None:
+    """A scalar in its old form (torch) or as a tensor (TensorFlow 2, JAX); None for anything else."""
+    if value.HasField("simple_value"):
+        return float(value.simple_value)
+    if not value.HasField("tensor") or any(one.size != 1 for one in value.tensor.tensor_shape.dim):
+        return None
+    given = {_DT_FLOAT: ("<f", value.tensor.float_val), _DT_DOUBLE: ("<d", value.tensor.double_val)}
+    form, numbers = given.get(value.tensor.dtype, ("", ()))
+    if len(numbers) == 1:
+        return float(numbers[0])
+    raw = value.tensor.tensor_content
+    return float(struct.unpack(form, raw)[0]) if form and len(raw) == struct.calcsize(form) else None
