@@ -192,5 +192,10 @@ class DegenerateRl(WorkerError):
     """Training learns nothing any more. The message is the finding of ``rlhf_core/training/health.py``."""
 
 
+class TrainerIncomplete(WorkerError):
+    """Another program that trains ended without an error before its last step, or began at another step than it was
+    told to."""
+
+
 class ResumeMismatch(WorkerError):
     """A checkpoint does not fit this run: other number of ranks, other model, other spec."""

@@ -410,6 +410,26 @@ class RestartDir:
         return self.root / "samples.jsonl"
 
     @property
+    def launch_order(self) -> Path:
+        """Agreement on one start of another program's launch line; the worker of rank 0 writes it."""
+        return self.root / "launch.json"
+
+    @property
+    def save_order(self) -> Path:
+        """Step at which another program is to save, the same for all of its ranks; the worker of rank 0 writes it."""
+        return self.root / "save.json"
+
+    @property
+    def warnings(self) -> Path:
+        """Findings of trainers that leave the run going, one a line; the trainer of rank 0 appends."""
+        return self.root / "warnings.jsonl"
+
+    @property
+    def artifacts(self) -> Path:
+        """Further files of another program that are kept with this start."""
+        return self.root / "artifacts"
+
+    @property
     def agents(self) -> Path:
         """Folder of the agents' status files."""
         return self.root / "agents"

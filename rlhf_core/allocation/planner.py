@@ -39,7 +39,8 @@ def plan(
     if shortage:
         raise BadInput(f"attempt {attempt} cannot be placed: {'; '.join(shortage)}")
     resources = spec.resources
-    roles = [*([Role.PROBE] if spec.preflight.probe else []), Role.TRAINER, Role.EVALUATOR]
+    roles = [*([Role.PROBE] if spec.preflight.probe else []), Role.TRAINER]
+    roles += [Role.EVALUATOR] if spec.is_evaluated else []
     groups = [
         GroupPlan.on_all_nodes(role, resources.ranks_per_node, resources.num_nodes, resources.gpus_per_node)
         for role in roles

@@ -308,6 +308,7 @@ ERRORS: dict[str, tuple[FailureKind, EvidencePart]] = {
     **_own(("DiskFull",), FailureKind.DISK_FULL),
     **_own(("NonFiniteLoss",), FailureKind.NON_FINITE),
     **_own(("DegenerateRl",), FailureKind.DEGENERATE_RL),
+    **_own(("TrainerIncomplete",), FailureKind.INCOMPLETE),
 }
 """Kinds of our own error classes, by full name. All others: :mod:`rlhf_core.diagnosis.exceptions`."""
 

@@ -74,6 +74,7 @@ RULES: dict[FailureKind, Rule] = {
     FailureKind.SHAPE: Rule(0, 0, _EVERY_TIME),
     FailureKind.DATA: Rule(0, 0, _EVERY_TIME),
     FailureKind.REWARD_FUNCTION: Rule(0, 0, _EVERY_TIME),
+    FailureKind.INCOMPLETE: Rule(0, 0, _EVERY_TIME),
     FailureKind.USER_CANCEL: Rule(0, 0, "the user ended it"),
 }
 """Retry rule of each kind. docs/failures.md is generated from it."""

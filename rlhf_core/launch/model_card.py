@@ -58,12 +58,15 @@ def _body(provenance: ModelProvenance, spec: RunSpec) -> Iterator[str]:
     yield f"# {provenance.run_id}"
     yield ""
     started = markdown_code(provenance.base_model) if provenance.base_model else "random weights"
-    warm_start, main = spec.loops.warm_start, spec.main_loop.algorithm
+    warm_start = spec.loops.warm_start
     after = f" after a warm start by {warm_start.algorithm.name.upper()}" if warm_start else ""
-    trained = main.name.upper() + after
+    trained = spec.algorithm.upper() + after
+    # The rewards of another program are in its own arguments.
+    rewards = ", ".join(map(markdown_code, spec.reward.functions))
+    rewarded = "" if spec.samples is None else f" with the reward {rewards}"
     yield (
         f"Trained from {started} by {trained}, {provenance.checkpoint_step} optimizer steps, on "
-        f"{markdown_code(data_name(spec))} with the reward {', '.join(map(markdown_code, spec.reward.functions))}."
+        f"{markdown_code(data_name(spec))}{rewarded}."
     )
     yield ""
     yield "## Evaluation"

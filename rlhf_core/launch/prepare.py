@@ -15,8 +15,10 @@ from rlhf_core.formatting import THROUGH_PREFECT
 from rlhf_core.launch.journal import Journal
 from rlhf_core.run_dir import RunDir, new_run_id, remove_tree, write_model, write_text
 from rlhf_core.schemas.base import label_problem, storable_text, utc_now
+from rlhf_core.schemas.command_trainer import CommandTrainer, named_placeholders
 from rlhf_core.schemas.journal import RunCreated
 from rlhf_core.schemas.run import BUILT_TOKENIZERS, MAX_TAGS, RunSpec, StoredSpec
+from rlhf_core.schemas.trainers import Trainer
 
 DIFF_LIMIT_BYTES = 4 << 20
 """Longest diff that is kept; a longer one is cut and says so."""
@@ -47,8 +49,19 @@ def absolute_paths(spec: RunSpec, folder: Path) -> RunSpec:
             "model": spec.model.model_copy(update={"path": absolute(spec.model.path), "tokenizer": tokenizer}),
             "data": spec.data.model_copy(update={"train": absolute(spec.data.train), "eval": absolute(spec.data.eval)}),
             "promote": spec.promote.model_copy(update={"folder": absolute(spec.promote.folder)}),
+            "trainer": _with_absolute_paths(spec.trainer, folder, absolute),
             "code": spec.code.model_copy(update={"paths": tuple(absolute(path) for path in spec.code.paths)}),
         }
+    )
+
+
+def _with_absolute_paths(trainer: Trainer, folder: Path, absolute: Callable[[str], str]) -> Trainer:
+    """The trainer with whole paths. Another program is started where its launch line was written for."""
+    if not isinstance(trainer, CommandTrainer):
+        return trainer
+    working_dir = trainer.working_dir or str(folder)
+    return trainer.model_copy(
+        update={"working_dir": working_dir if named_placeholders(working_dir) else absolute(working_dir)}
     )
 
 

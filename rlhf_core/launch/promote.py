@@ -178,7 +178,7 @@ def _fill(
                 f"{files[name].sha256[:12]}, expected {expected.bytes} bytes with {expected.sha256[:12]}. Nothing was "
                 f"promoted"
             )
-    if "config.json" not in files:
+    if not files.keys() & {"config.json", "adapter_config.json"}:
         raise CheckpointCorrupt(f"checkpoint {checkpoint.root} has no model: its manifest names no model/config.json")
     write_text(folder / CARD, card)
     files[CARD] = checksum(folder / CARD)

@@ -154,7 +154,7 @@ class CommandTrainer(Schema):
     setup: tuple[Lines, ...] = ()
     """Shell lines before it, in the same shell, for instance `module load cuda`."""
     working_dir: OneLine = ""
-    """Folder that it is started in; empty for the folder of the trainer's files in the run directory."""
+    """Folder that it is started in; empty for the one that `rlhf run` was started in."""
     output_dir: OneLine = "{run_dir}/trainer/output"
     """Folder of its files; its checkpoints and logs are looked for here."""
     checkpoint_name: OneLine = "checkpoint-{step}"

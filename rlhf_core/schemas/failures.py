@@ -64,6 +64,9 @@ class FailureKind(StrEnum):
     """A rollout engine failed."""
     REWARD_FUNCTION = "reward_function"
     """A reward function raised or returned something that is no reward."""
+    INCOMPLETE = "incomplete"
+    """A trainer of another project ended without an error before its last step, or began anew where it was to go on
+    from a checkpoint."""
     USER_CANCEL = "user_cancel"
     """The user ended it."""
     UNKNOWN = "unknown"

@@ -151,6 +151,19 @@ class MetricsLine(Schema):
     only on the spec."""
 
 
+class TrainerWarning(Schema):
+    """One line of ``warnings.jsonl``: a finding of a trainer about its own training that leaves the run going."""
+
+    time: Moment
+    """Time of the finding (UTC)."""
+    failure_kind: FailureKind
+    """Kind that it would be as a failure."""
+    message: Message
+    """What was found, what was expected, what to do."""
+    step: Int32
+    """Optimizer step it was found at."""
+
+
 class AgentEvent(Schema):
     """One line of ``events-<node>.jsonl``."""
 

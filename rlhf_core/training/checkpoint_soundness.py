@@ -8,6 +8,7 @@ from typing import Any
 
 from rlhf_core.errors import CheckpointCorrupt, ResumeMismatch
 from rlhf_core.run_dir import CheckpointDir
+from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.schemas.migration import current_settings
 from rlhf_core.schemas.reports import CheckpointManifest
 from rlhf_core.schemas.run import RunSpec
@@ -93,6 +94,8 @@ def _require_sound(checkpoint: CheckpointDir, spec: RunSpec, num_ranks: int | No
     manifest = checkpoint.manifest()
     if manifest is None:
         raise CheckpointCorrupt(f"checkpoint {checkpoint.root} went away while it was read", checkpoint.root.name)
+    if isinstance(spec.trainer, CommandTrainer):
+        return checkpoint  # only its model is wanted; settings and ranks are for its own program to judge
     _require_own_settings(checkpoint, manifest)
     if manifest.spec_hash != spec_hash(spec) and _saved_settings(checkpoint) != training_part(spec):
         raise ResumeMismatch(

@@ -4,6 +4,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -12,6 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 from rlhf_core.errors import WorkerError
 from rlhf_core.run_dir import CheckpointDir, RunDir, write_model
 from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.schemas.reports import EvaluationReport, EvaluationSample, Phase
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.checkpoint_soundness import agree, verify_checkpoint
@@ -174,12 +176,25 @@ def run_evaluator(context: WorkerContext) -> RoleResult:
     model = load_causal_lm(checkpoint.model, spec.model.dtype)
     model.to(ranks.device)  # type: ignore[arg-type]  # transformers hides the types of Module.to
     evaluator = load_evaluator(spec, ranks, load_tokenizer(checkpoint.model))
+    _evaluate_start(context, ranks, evaluator)
     reports = evaluator.run(
         model, "after", checkpoint.step, functools.partial(reporter.beat, Phase.EVALUATE, checkpoint.step)
     )
     write_reports(context.run_dir, reports, ranks)
     leave_process_group(ranks)
     return RoleResult.DONE
+
+
+def _evaluate_start(context: WorkerContext, ranks: Ranks, evaluator: Evaluator) -> None:
+    """Measure the model that another program began with, which does not do so itself; once in the life of a run."""
+    spec, run_dir = context.spec, context.run_dir
+    wanted = isinstance(spec.trainer, CommandTrainer) and spec.model.path and not are_written(run_dir, "before")
+    if ranks.from_first("missing" if wanted else "") != "missing":
+        return
+    model = load_causal_lm(Path(spec.model.path), spec.model.dtype)
+    model.to(ranks.device)  # type: ignore[arg-type]  # as below
+    reports = evaluator.run(model, "before", 0, functools.partial(context.reporter.beat, Phase.EVALUATE, 0))
+    write_reports(run_dir, reports, ranks)
 
 
 def _last_checkpoint(context: WorkerContext, ranks: Ranks) -> CheckpointDir:

@@ -1,6 +1,7 @@
 """Language models: built from a configuration or loaded from a folder, and wrapped for training."""
 
 import difflib
+import json
 import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -133,6 +134,8 @@ def load_causal_lm(path: Path, dtype: str) -> PreTrainedModel:
         BadConfig: there is no such folder, or no model in it.
     """
     folder = _existing_folder(path, "model.path")
+    if (folder / ADAPTER_FILE).is_file():
+        return _merged_adapter(folder, dtype)
     try:
         config = _without_dropout(AutoConfig.from_pretrained(str(folder), local_files_only=True))
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
@@ -143,6 +146,27 @@ def load_causal_lm(path: Path, dtype: str) -> PreTrainedModel:
             f"{folder} holds no causal language model that transformers can load: {_first_lines(error)}"
         ) from error
     return model
+
+
+ADAPTER_FILE = "adapter_config.json"
+"""File of a folder that holds an adapter (LoRA and the like) and no whole model."""
+
+
+def _merged_adapter(folder: Path, dtype: str) -> PreTrainedModel:
+    """The base model of an adapter, with the adapter merged into its weights.
+
+    Raises:
+        BadConfig: peft is not installed, or the base model is not where the adapter says.
+    """
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise BadConfig(f"found the adapter {folder}, expected peft to merge it: pip install peft") from error
+    base = json.loads((folder / ADAPTER_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path") or ""
+    merged: PreTrainedModel = PeftModel.from_pretrained(
+        load_causal_lm(Path(base), dtype), str(folder)
+    ).merge_and_unload()
+    return merged
 
 
 def _existing_folder(path: Path, key: str) -> Path:

@@ -46,6 +46,7 @@ from rlhf_core.worker.leader import Leader, record_decision, record_incident
 from rlhf_core.worker.nodes import interface_of
 from rlhf_core.worker.signals import SignalInbox
 from rlhf_core.worker.supervisor import PeerTimeouts, Supervisor
+from rlhf_core.worker.trainer_warnings import TrainerWarnings
 from rlhf_core.worker.warm_workers import WarmWorkers
 from rlhf_core.worker.worker_process import AGENT_VARIABLE
 
@@ -96,6 +97,7 @@ class Agent:
         )
         self._agreement = Agreement(channel, self._supervisor.asked)
         self._decisions = GroupDecisions(job, channel, leader, events, self._supervisor.asked)
+        self._warnings = TrainerWarnings(leader, events) if channel.leads else None
 
     def run(self) -> Ending:
         """Run all phases in their order; whatever happens, nothing that was started is left.
@@ -414,6 +416,7 @@ class Agent:
             while True:
                 for worker, end in group.poll():
                     self._group_events.exited(group.role, worker, end, generation)
+                self._take_warnings()
                 if group.is_over:
                     break
                 yield
@@ -424,9 +427,14 @@ class Agent:
         finally:
             group.close()
             self._supervisor.settle()
+            self._take_warnings(now=True)
             # Beside others only what carries the name of the group: they stay at work.
             self._end_descendants(group.role.value if others else "")
         return exit_reports.report(group, problem, self._write)
+
+    def _take_warnings(self, *, now: bool = False) -> None:
+        if self._warnings is not None:
+            self._warnings.take(self._restart_dir, now=now)
 
     def _end_descendants(self, group: str = "") -> None:
         spared = self._warm.pids if self._warm is not None else ()

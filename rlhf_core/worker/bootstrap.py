@@ -14,6 +14,7 @@ from rlhf_core.run_dir import AttemptDir, RunDir, read_model
 from rlhf_core.schemas.agent_messages import AgreedStep, NodeState, Orders
 from rlhf_core.schemas.attempts import AttemptState
 from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import AttemptOutcome
 from rlhf_core.schemas.resources import Placement, Role, job_marker
@@ -34,6 +35,7 @@ from rlhf_core.worker.exit_deadline import ExitDeadline
 from rlhf_core.worker.job import AttemptAborted, Ending, Job
 from rlhf_core.worker.leader import OUTCOME_TIMEOUT_S, Leader
 from rlhf_core.worker.nodes import Nodes, NodesError
+from rlhf_core.worker.roles import COMMAND
 from rlhf_core.worker.signals import ENDING, SignalInbox
 from rlhf_core.worker.signing import MessageSigner, attempt_secret
 
@@ -97,7 +99,7 @@ def run_agent(
         signer = _signer(site)
         site.channel = AgentChannel(nodes, _agent_store(site, signer), signer)
         spec, placement = _read(directory, attempt, nodes)
-        job = Job(directory, attempt, nodes, spec, placement, targets or {}, import_paths)
+        job = Job(directory, attempt, nodes, spec, placement, _targets(spec, targets or {}), import_paths)
         ending = Agent(job, inbox, leader, site.events, site.channel, ExitDeadline(site.last_words)).run()
     except AttemptAborted as error:
         ending = _report_broken(site, str(error), error.kind)
@@ -108,6 +110,11 @@ def run_agent(
             site, f"the agent failed: {type(error).__name__}: {error}", classify(Evidence(agent_log=text)).kind
         )
     return _finish(site, ending)
+
+
+def _targets(spec: RunSpec, given: Mapping[Role, str]) -> Mapping[Role, str]:
+    """Functions that run for a role instead of the native training code."""
+    return {Role.TRAINER: COMMAND, **given} if isinstance(spec.trainer, CommandTrainer) else given
 
 
 def _place_of(run_dir: RunDir, attempt: int) -> tuple[Nodes, str, bool]:

@@ -10,7 +10,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rlhf_core.schemas.reports import STOPPED_STATES, RankStatus
@@ -57,8 +57,13 @@ def _answer(beat: Beat, slots: Path, local_rank: int) -> None:
         answered = number
         path = answer_path(slots, local_rank, number)
         with contextlib.suppress(OSError, RuntimeError):
-            path.with_suffix(".tmp").write_text(_recorded(), encoding="utf-8")
+            path.with_suffix(".tmp").write_text(_source[-1](), encoding="utf-8")
             path.with_suffix(".tmp").replace(path)
+
+
+def answer_from(read: Callable[[], str]) -> None:
+    """Answer with the flight recorder of a process that this worker speaks for, from now on."""
+    _source.append(read)
 
 
 def _recorded() -> str:
@@ -69,6 +74,9 @@ def _recorded() -> str:
     content = dump(includeCollectives=True, onlyActive=False)
     return content.decode() if isinstance(content, bytes) else str(content)
 
+
+_source: list[Callable[[], str]] = [_recorded]
+"""Ways to read the flight recorder; the last one counts."""
 
 # ---------------------------------------------------------------------------------------------------------------------
 # In the agent

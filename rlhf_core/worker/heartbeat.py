@@ -304,6 +304,17 @@ class Beat:
         self.left += 1
         self._mark(self._left_at, self.left)
 
+    def stand_at(self, entered: int, left: int) -> None:
+        """Note the collectives of a process that this worker speaks for. No sign of life: :meth:`beat` is.
+
+        Args:
+            entered: Collectives that it has entered so far.
+            left: Collectives that it has left so far.
+        """
+        self.entered, self.left = entered, left
+        self._words[self._entered_at] = entered
+        self._words[self._left_at] = left
+
     def _mark(self, place: int, value: int) -> None:
         self._be_the_worker()
         self._words[self._beat_at] = _monotonic_ns()

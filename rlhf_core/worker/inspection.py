@@ -86,20 +86,22 @@ def inspect_workers(
 
 def _inspect(rank: RankStatus, gpu_percent: float | None, connections: Mapping[int, Connection]) -> Inspection:
     at_s = time.monotonic()
+    # A worker that stands for one other process only follows it: what that one waits for is what counts.
+    pid = rank.speaks_for[0].pid if len(rank.speaks_for) == 1 else rank.pid
     try:
-        threads = [_read_thread(rank.pid, tid) for tid in _threads(rank.pid)]
-        links = _open_files(rank.pid)
-        children = [_read_child(pid) for pid in _descendants(rank.pid)]
-        child_ticks = _ended_children_ticks(rank.pid) + sum(child.cpu_ticks for child in children)
-        io = _io(rank.pid) + sum(child.io for child in children)
+        threads = [_read_thread(pid, tid) for tid in _threads(pid)]
+        links = _open_files(pid)
+        children = [_read_child(pid) for pid in _descendants(pid)]
+        child_ticks = _ended_children_ticks(pid) + sum(child.cpu_ticks for child in children)
+        io = _io(pid) + sum(child.io for child in children)
     except (OSError, ValueError, IndexError) as error:
         return Inspection(status=rank, at_s=at_s, problem=f"rank {rank.rank} could not be looked at: {error}")
-    main = next((thread for thread in threads if thread.tid == rank.pid), None)
+    main = next((thread for thread in threads if thread.tid == pid), None)
     own = [thread for thread in threads if thread is main or not thread.name.startswith(SERVING_THREADS)]
     waits = {thread.tid: _classify(thread, links, connections) for thread in own}
     sockets = [connections[inode] for inode in _socket_inodes(links.values()) if inode in connections]
     opened = [one for one in sockets if one.is_open]
-    wait, detail, _ = waits.get(rank.pid, (Wait.OUTSIDE, "", ""))
+    wait, detail, _ = waits.get(pid, (Wait.OUTSIDE, "", ""))
     stopped = [one.pid for one in rank.speaks_for if one.process_state in _STOPPED]
     if stopped:
         # Its beats show their progress: it stands as still as they do.

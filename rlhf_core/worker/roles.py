@@ -24,6 +24,8 @@ TARGETS: dict[Role, str] = {
 }
 """The native targets. Roles without one need a target given to the agent."""
 
+COMMAND = "rlhf_core.worker.command.follower:run_command_trainer"
+"""Follows a trainer that is another program."""
 PROBE = "rlhf_core.training.node_checks:run"
 """Measures a node."""
 WARM = "rlhf_core.training.warm:import_libraries"

@@ -124,7 +124,9 @@ def _matching(folder: Path, parts: list[re.Pattern[str]], step: int | None) -> I
         return
     try:
         with os.scandir(folder) as entries:
-            names = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+            # A checkpoint may be a single file; what leads to one is a folder.
+            wanted = (entry for entry in entries if entry.is_dir(follow_symlinks=False) or len(parts) == 1)
+            names = sorted(entry.name for entry in wanted)
     except (FileNotFoundError, NotADirectoryError):
         return  # the program has removed it meanwhile
     for name in names:
@@ -139,7 +141,8 @@ def _matching(folder: Path, parts: list[re.Pattern[str]], step: int | None) -> I
 
 def _look(trainer: CommandTrainer, step: int, path: Path) -> tuple[CheckpointContent, tuple[str, ...]]:
     """The content of a checkpoint, and the patterns that have no file in it."""
-    patterns = {pattern: Path(pattern.replace(STEP_FIELD, str(step))).parts for pattern in trainer.checkpoint_complete}
+    expected = () if path.is_file() else trainer.checkpoint_complete
+    patterns = {pattern: Path(pattern.replace(STEP_FIELD, str(step))).parts for pattern in expected}
     num_files = num_bytes = changed_ns = 0
     for name, found in _files(path):
         changed_ns = max(changed_ns, found.st_mtime_ns)
@@ -158,6 +161,9 @@ def _fits(parts: tuple[str, ...], wanted: tuple[str, ...]) -> bool:
 
 def _files(path: Path) -> Iterator[tuple[str | None, os.stat_result]]:
     """Files of a folder and of those in it, by relative path; folders themselves without one."""
+    if path.is_file():
+        yield path.name, path.stat()
+        return
     for folder, _, names in os.walk(path):
         for name in ["", *names]:
             try:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from rlhf_core.schemas.command_trainer import CommandTrainer, ProgressSource
 from rlhf_core.schemas.reports import Phase
@@ -54,7 +54,7 @@ class Watched:
 class Source(Protocol):
     """One way to learn of progress. Polled a few times a second by one thread; a poll takes milliseconds."""
 
-    kind: ClassVar[ProgressSource]
+    kind: ProgressSource
 
     def poll(self, now_s: float) -> Reading:
         """Look once.

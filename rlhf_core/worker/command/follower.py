@@ -1,0 +1,337 @@
+"""The worker of one rank of another program: starts the program or finds its rank, and beats for it until it ends.
+
+It ends as the rank has ended (the same exit code or signal), so that what follows is the same as for a worker that
+trains itself: verdict, incident, decision, restart. The output of the program is its own log.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rlhf_core.errors import BadInput, TrainerIncomplete
+from rlhf_core.run_dir import read_model, write_model
+from rlhf_core.schemas.command_trainer import SIGHTS, CommandTrainer, ProgressSource
+from rlhf_core.schemas.reports import Phase
+from rlhf_core.training.types import RoleResult, WorkerContext
+from rlhf_core.worker import collectives, processes
+from rlhf_core.worker.command import published
+from rlhf_core.worker.command.in_rank import rlhf_rank_file as words
+from rlhf_core.worker.command.job_record import JobRecord
+from rlhf_core.worker.command.launch import LaunchOrder, LaunchPlace
+from rlhf_core.worker.command.observation import Reading, Source, Watched
+from rlhf_core.worker.command.rank_output import RankOutput
+from rlhf_core.worker.command.rank_process import RankProcess, find_rank
+from rlhf_core.worker.command.save_requests import SaveRequests
+from rlhf_core.worker.command.sources import make_sources
+from rlhf_core.worker.command.sources.collectives import CollectivesSource
+from rlhf_core.worker.heartbeat import Beat
+from rlhf_core.worker.worker_process import SLOTS_VARIABLE
+
+POLL_INTERVAL_S = 0.1
+SOURCES_INTERVAL_S = 0.5
+CASCADE_TIMEOUT_S = 5.0
+"""Time for which a rank that its launcher has ended waits to be ended by the agent: another one failed first."""
+STEADY_POLLS = 32
+"""Polls with progress after which a program that tells no steps counts as training."""
+
+
+def run_command_trainer(context: WorkerContext) -> RoleResult:
+    """Role ``trainer`` of a run whose trainer is another program.
+
+    Raises:
+        TrainerIncomplete: it ended without an error too early, or began at another step than it was told to.
+        CheckpointCorrupt: the checkpoint to go on from is damaged.
+        BadInput: the program cannot be started.
+    """
+    context.reporter.beat(Phase.SETUP, 0)
+    return Follower(context).run()
+
+
+class Follower:
+    """One worker over one start of the program."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        trainer, reporter = context.spec.trainer, context.reporter
+        if not isinstance(trainer, CommandTrainer) or not isinstance(reporter, Beat):
+            raise BadInput("the trainer of this run is no other program, or its worker was not started by an agent")
+        self._context = context
+        self._trainer = trainer
+        self._beat = reporter
+        self._slots = os.environ[SLOTS_VARIABLE]
+        self._prefix = f"{self._slots}.rank-{context.restart}"
+        self._status = words.RankFile(words.rank_path(self._prefix, context.local_rank), create=True)
+        self._place = LaunchPlace(context, trainer, self._agree())
+        self._first_step = int(self._place.values["checkpoint_step"])
+        self._step = self._first_step
+        self._phase = Phase.SETUP
+        self._heard_strong = False
+        self._num_strong = 0
+        self._next_poll_s = 0.0
+        self._child: subprocess.Popen[bytes] | None = None
+        self._rank: RankProcess | None = None
+        self._output = RankOutput(self._logs, context.local_rank, follows=trainer.launch == "per_node")
+        self._sources: list[Source] = []
+        self._record = JobRecord(context, trainer, self._place.output_dir, self._first_step)
+        self._saves = SaveRequests(context, trainer, self._status)
+        collectives.answer_from(self._recorder)
+
+    @property
+    def _logs(self) -> Path:
+        return self._context.restart_dir.root / "ranks" / self._context.node
+
+    @property
+    def _launches(self) -> bool:
+        return self._trainer.launch == "per_rank" or self._context.local_rank == 0
+
+    def run(self) -> RoleResult:
+        """Follow the program to its end."""
+        with self._launched():
+            self._sources = make_sources(self._watched(), self._status)
+            while not self._has_ended():
+                self._poll(time.monotonic())
+            self._poll(time.monotonic(), ended=True)
+            self._output.copy()
+            return self._conclude()
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Start
+
+    def _agree(self) -> LaunchOrder:
+        """Have rank 0 choose port and checkpoint, for all."""
+        path = self._context.restart_dir.launch_order
+        if self._context.rank == 0:
+            return self._choose(path)
+        while True:
+            order = read_model(path, LaunchOrder)
+            if order is not None:
+                return order
+            time.sleep(POLL_INTERVAL_S)  # rank 0 fails, or the agent ends all: both are noticed elsewhere
+
+    def _choose(self, path: Path) -> LaunchOrder:
+        checkpoint = published.resume_point(self._context) if self._trainer.resume != "none" else None
+        address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        order = LaunchOrder(
+            address=address, port=_free_port(address), checkpoint=checkpoint.root.name if checkpoint else ""
+        )
+        place = LaunchPlace(self._context, self._trainer, order)
+        aside = self._context.restart_dir.root / "aside"
+        published.restore(checkpoint, self._trainer, place.output_dir, aside)
+        place.output_dir.mkdir(parents=True, exist_ok=True)
+        place.working_dir.mkdir(parents=True, exist_ok=True)
+        print(f"going on from {checkpoint.root.name}" if checkpoint else "starting from the beginning", flush=True)
+        write_model(path, order)
+        return order
+
+    @contextlib.contextmanager
+    def _launched(self) -> Iterator[None]:
+        """Start the program, where it is this worker that does, and see that nothing of it is left."""
+        if self._launches:
+            self._start()
+        try:
+            yield
+        finally:
+            if self._child is not None and self._child.poll() is None:
+                self._child.kill()
+            for rank in filter(None, [self._rank]):
+                rank.close()
+
+    def _start(self) -> None:
+        per_node = self._trainer.launch == "per_node"
+        expected = range(self._place.ranks_per_node) if per_node else [self._context.local_rank]
+        while not all(Path(words.rank_path(self._prefix, index)).exists() for index in expected):
+            time.sleep(POLL_INTERVAL_S)
+        place, arguments = self._place, self._place.arguments()
+        folder = Path(self._trainer.environment) if self._trainer.environment else None
+        environment = place.environment(self._prefix, os.environ, folder, self._logs)
+        program = shutil.which(arguments[0], path=environment.get("PATH"))
+        if program is None:
+            raise BadInput(
+                f"found no program {arguments[0]} in {environment.get('PATH')}; give trainer.environment, or its path"
+            )
+        self._logs.mkdir(parents=True, exist_ok=True)
+        print(f"starting: {place.shown()}", flush=True)
+        self._child = subprocess.Popen(
+            [program, *arguments[1:]],
+            env=environment,
+            cwd=place.working_dir,
+            stdin=subprocess.DEVNULL,
+            preexec_fn=processes.die_with_parent,
+        )
+        self._saves.launcher = self._child.pid
+
+    def _watched(self) -> Watched:
+        place = self._place
+        return Watched(
+            trainer=self._trainer,
+            output_dir=place.output_dir,
+            started_at_s=time.time(),
+            first_step=self._first_step,
+            logs=[self._context.restart_dir.log(self._context.role, self._context.node, self._context.local_rank)],
+            pids=lambda: self._rank.pids() if self._rank is not None else [],
+        )
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Following
+
+    def _has_ended(self) -> bool:
+        """Wait a moment; True once the program, or the rank of it, has ended."""
+        if self._rank is None:
+            self._find_rank()
+        if self._child is not None:
+            if self._rank is not None and not self._rank.has_ended:
+                self._rank.poll(POLL_INTERVAL_S)
+            else:
+                time.sleep(POLL_INTERVAL_S)
+            return self._child.poll() is not None
+        if self._rank is None:
+            time.sleep(POLL_INTERVAL_S)
+            return False
+        return self._rank.poll(POLL_INTERVAL_S)
+
+    def _find_rank(self) -> None:
+        pid = find_rank(self._status, self._prefix, self._context.local_rank)
+        if pid is None and self._child is not None and self._trainer.launch == "per_rank":
+            pid = self._child.pid
+        if pid is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            self._rank = RankProcess(pid)
+            self._saves.rank = self._rank
+            self._beat.speak_for([pid])
+
+    def _poll(self, now_s: float, *, ended: bool = False) -> None:
+        if now_s < self._next_poll_s and not ended:
+            return
+        self._next_poll_s = now_s + SOURCES_INTERVAL_S
+        self._output.copy()
+        readings = [(source.kind, source.poll(now_s)) for source in self._sources]
+        self._note_collectives()
+        self._note_steps(readings)
+        strong = any(one.moved and SIGHTS[kind].is_strong for kind, one in readings)
+        self._heard_strong = self._heard_strong or strong
+        self._num_strong += strong
+        if strong or (not self._heard_strong and any(one.moved for _, one in readings)):
+            self._phase = self._present_phase(readings)
+            self._beat.beat(self._phase, self._step)
+        if self._context.rank == 0:
+            self._record.take(readings, now_s, ended=ended)
+        self._saves.answer(self._beat.request(), self._step, now_s)
+        if self._saves.is_done:
+            self._beat.beat(Phase.CHECKPOINT, self._step)
+            self._saves.close()
+
+    def _note_collectives(self) -> None:
+        source = next((one for one in self._sources if isinstance(one, CollectivesSource)), None)
+        if source is not None:
+            self._beat.stand_at(*source.counts)
+
+    def _note_steps(self, readings: Sequence[tuple[ProgressSource, Reading]]) -> None:
+        """Raise for a program that has begun anew; take note of where it is otherwise."""
+        for kind, one in readings:
+            if one.step is None:
+                continue
+            if one.step < self._first_step:
+                raise TrainerIncomplete(
+                    f"found step {one.step} ({kind}), expected {self._first_step} or later: the trainer was told to go "
+                    f"on from {self._place.order.checkpoint} and has begun anew. Look at trainer.resume and "
+                    "trainer.resume_argv; the checkpoint is untouched"
+                )
+            self._step = max(self._step, one.step)
+
+    def _present_phase(self, readings: Sequence[tuple[ProgressSource, Reading]]) -> Phase:
+        told = next((one.phase for _, one in readings if one.phase is not None), None)
+        if told is not None:
+            return told
+        if self._step > self._first_step or self._phase is Phase.TRAIN:
+            return Phase.TRAIN
+        # Programs of unknown make may tell no steps at all; that they go on and on is then all there is to see.
+        silent = self._trainer.framework == "script" and self._num_strong > STEADY_POLLS
+        return Phase.TRAIN if silent else Phase.SETUP
+
+    def _recorder(self) -> str:
+        """The content of the rank's flight recorder, as it writes it when asked."""
+        number = self._beat.questions()
+        self._status.set(words.QUESTION, number)
+        deadline = time.monotonic() + collectives.ANSWER_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if self._status.get(words.ANSWERED) == number:
+                return Path(self._status.answer_path).read_text(encoding="utf-8")
+            time.sleep(POLL_INTERVAL_S)
+        return "{}"
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # End
+
+    def _conclude(self) -> RoleResult:
+        code = self._exit_code()
+        if self._saves.is_stopping:
+            return RoleResult.STOPPED_EARLY
+        if code != 0:
+            _end_as(code)
+        if self._context.rank == 0:
+            self._record.close(lambda: self._beat.beat(self._phase, self._step))
+            self._require_complete()
+        return RoleResult.DONE
+
+    def _exit_code(self) -> int:
+        if self._child is not None:
+            code = self._child.wait()
+            # The launcher's own code says less than the signal that has ended its rank.
+            failed = code != 0 and self._rank is not None and self._rank.has_ended and self._rank.code
+            return int(failed) if failed and failed != -signal.SIGTERM else code
+        rank = self._rank
+        assert rank is not None
+        if rank.code not in (0, None, -signal.SIGTERM):
+            return int(rank.code or 0)
+        if rank.code == -signal.SIGTERM:
+            time.sleep(CASCADE_TIMEOUT_S)
+        return rank.code or 0
+
+    def _require_complete(self) -> None:
+        """Raise for a program that has ended well before its last step."""
+        step = max(self._step, self._record.newest_step)
+        wanted = self._trainer.num_steps
+        if step >= wanted:
+            return
+        if step == self._first_step and self._trainer.framework == "script" and not self._record.newest_step:
+            print("the program told no steps: that it has ended with exit code 0 is all that is known", flush=True)
+            return
+        trained = f"{step} of {wanted} steps" if step > self._first_step else "no step"
+        raise TrainerIncomplete(
+            f"the trainer ended with exit code 0 after {trained}. Expected trainer.num_steps = {wanted}: tell it the "
+            "same number (for instance --max_steps {num_steps}), or look in its log for the reason"
+        )
+
+
+def _end_as(code: int) -> None:
+    """End this process as the program has ended, so that agent and diagnosis see what it was."""
+    sys.stdout.flush()
+    if code < 0:
+        number = signal.Signals(-code)
+        if number is not signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+        # A core of the worker would say nothing.
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.kill(os.getpid(), number)
+        time.sleep(1.0)
+    os._exit(code if 0 < code < 256 else 1)
+
+
+def _free_port(address: str) -> int:
+    """A port on this node that no other process listens at just now."""
+    with socket.socket() as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:  # an address that is not of this host: a proxy, or a name without an interface
+            probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,112 @@
+"""Loaded by Python at the start of every process of another program.
+
+In a rank it starts a thread that notes the number of collectives the rank has entered, from torch's flight recorder,
+and writes down the recorder's content when the worker asks. The thread touches nothing of the program: it calls torch
+only once the program itself has made a process group, and never beats for it.
+
+Then it hands on to the ``sitecustomize`` that the environment would have loaded, if it has one.
+"""
+
+import importlib.machinery
+import importlib.util
+import json
+import os
+import sys
+import threading
+import time
+
+INTERVAL_S = 0.25
+THREAD_NAME = b"rlhf-collective"
+"""As the kernel knows the thread; looks at the threads of a rank leave it out."""
+_PR_SET_NAME = 15
+_HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def _follow(status) -> None:  # type: ignore[no-untyped-def]  # without typing: any Python from 3.8 on
+    import rlhf_rank_file as words
+
+    try:
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, THREAD_NAME, 0, 0, 0)
+    except (OSError, AttributeError, ImportError):
+        pass  # it then counts as a thread of the program
+    answered = status.get(words.QUESTION)
+    while True:
+        time.sleep(INTERVAL_S)
+        try:
+            recorder = _recorder()
+            if recorder is None:
+                continue
+            entered, left = _counts(recorder)
+            status.set(words.ENTERED, entered)
+            status.set(words.LEFT, left)
+            status.set(words.RECORDER_NS, words.now_ns())
+            if status.get(words.QUESTION) != answered:
+                answered = status.get(words.QUESTION)
+                with open(status.answer_path + ".tmp", "w") as file:
+                    file.write(_dump(recorder, True))
+                os.replace(status.answer_path + ".tmp", status.answer_path)
+                status.set(words.ANSWERED, answered)
+        except Exception:  # a recorder of another torch must not disturb the program; the worker sees that it is silent
+            time.sleep(10 * INTERVAL_S)
+
+
+def _recorder():  # type: ignore[no-untyped-def]
+    """The module of torch that has the flight recorder, once there is a process group."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not getattr(distributed, "is_initialized", bool)():
+        return None
+    module = sys.modules.get("torch._C._distributed_c10d")
+    return module if hasattr(module, "_dump_fr_trace_json") else None
+
+
+def _dump(recorder, entries):  # type: ignore[no-untyped-def]
+    content = recorder._dump_fr_trace_json(includeCollectives=entries, onlyActive=False)
+    return content.decode() if isinstance(content, bytes) else str(content)
+
+
+def _counts(recorder):  # type: ignore[no-untyped-def]
+    """Collectives of the default process group that were entered, and left."""
+    groups = json.loads(_dump(recorder, False)).get("pg_status", {})
+    if not groups:
+        return 0, 0
+    first = groups[min(groups, key=lambda name: (len(name), name))]
+    entered, left = int(first["last_enqueued_collective"]), int(first["last_completed_collective"])
+    return max(entered, 0), max(min(left, entered), 0)
+
+
+def _hand_on() -> None:
+    """Load the ``sitecustomize`` that this one hides."""
+    elsewhere = [path for path in sys.path if os.path.abspath(path or ".") != _HERE]
+    found = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
+    if found is not None and found.loader is not None:
+        module = importlib.util.module_from_spec(found)
+        sys.modules["sitecustomize"] = module
+        found.loader.exec_module(module)
+
+
+class _OwnPackage:
+    """Finds ``rlhf_core.callback`` where the environment of the program does not have the package itself."""
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):  # type: ignore[no-untyped-def]
+        root = os.path.dirname(os.path.dirname(os.path.dirname(_HERE)))
+        if name == "rlhf_core":
+            return importlib.machinery.ModuleSpec(name, None, is_package=True)
+        if name == "rlhf_core.callback":
+            return importlib.util.spec_from_file_location(name, os.path.join(root, "callback.py"))
+        return None
+
+
+def _begin() -> None:
+    import rlhf_rank_file as words
+
+    sys.meta_path.append(_OwnPackage)
+    status = words.own_file()
+    if status is not None and os.environ.get("RLHF_RECORD_COLLECTIVES") == "1":
+        threading.Thread(target=_follow, args=(status,), name="rlhf-collective", daemon=True).start()
+
+
+_begin()
+_hand_on()

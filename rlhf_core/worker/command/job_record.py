@@ -1,0 +1,93 @@
+"""Records that the worker of rank 0 keeps of another program: metrics, checkpoints, warnings, further files."""
+
+import contextlib
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.command_trainer import CommandTrainer, ProgressSource
+from rlhf_core.schemas.reports import TrainerWarning
+from rlhf_core.training.types import WorkerContext
+from rlhf_core.worker.command.health import MetricHealth
+from rlhf_core.worker.command.observation import Reading
+from rlhf_core.worker.command.published import CheckpointPublisher
+from rlhf_core.worker.command.step_metrics_file import StepMetricsFile
+
+LOOK_INTERVAL_S = 1.0
+"""Interval at which checkpoints are looked for, in seconds."""
+
+
+class JobRecord:
+    """The files of the run directory that tell of the program."""
+
+    def __init__(self, context: WorkerContext, trainer: CommandTrainer, output_dir: Path, first_step: int) -> None:
+        self._context = context
+        self._trainer = trainer
+        self._output_dir = output_dir
+        self._metrics = StepMetricsFile(context.restart_dir.metrics, trainer, first_step)
+        self._health = MetricHealth(context.spec.health, first_step)
+        self._publisher = CheckpointPublisher(context, trainer, output_dir, first_step)
+        self._look_at_s = 0.0
+        self._told: set[str] = set()
+
+    @property
+    def newest_step(self) -> int:
+        """Newest step that a checkpoint was published of."""
+        return self._publisher.newest_step
+
+    def take(self, readings: Sequence[tuple[ProgressSource, Reading]], now_s: float, *, ended: bool) -> None:
+        """Record what the sources have read.
+
+        Args:
+            readings: Of all sources.
+            now_s: Monotonic time in seconds.
+            ended: The program has ended: there will be no more.
+        """
+        for kind, one in readings:
+            self._metrics.add(kind, one.metrics, now_s)
+            self._say_once(one.problem)
+        try:
+            lines = self._metrics.write(now_s, all_of_them=ended)
+        except OSError as error:
+            self._say_once(f"metrics could not be written: {error}")
+            return
+        for line in lines:
+            for found in self._health.look(line.step, line.metrics):
+                self._warn(
+                    TrainerWarning(
+                        time=utc_now(), failure_kind=found.kind, message=f"{found.message}.", step=found.step
+                    )
+                )
+        if ended or now_s >= self._look_at_s:
+            self._look_at_s = now_s + LOOK_INTERVAL_S
+            self._publisher.consider(now_s, ended=ended)
+            self._say_once(self._publisher.problem)
+
+    def close(self, beat: Callable[[], None]) -> None:
+        """Wait for checkpoints that are being published, and keep further files. Beats meanwhile."""
+        while self._publisher.is_busy:
+            beat()
+            time.sleep(0.1)
+        self._say_once(self._publisher.problem)
+        for pattern in self._trainer.artifacts:
+            for path in sorted(self._output_dir.glob(pattern)):
+                beat()
+                self._keep(path)
+
+    def _keep(self, path: Path) -> None:
+        target = self._context.restart_dir.artifacts / path.relative_to(self._output_dir)
+        if path.is_file():
+            with contextlib.suppress(OSError):  # a full disk: they are extra
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(path, target)
+
+    def _warn(self, warning: TrainerWarning) -> None:
+        with contextlib.suppress(OSError), self._context.restart_dir.warnings.open("a", encoding="utf-8") as file:
+            file.write(f"{warning.model_dump_json()}\n")
+
+    def _say_once(self, problem: str) -> None:
+        if problem and problem not in self._told:
+            self._told.add(problem)
+            print(problem, flush=True)

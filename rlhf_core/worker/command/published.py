@@ -1,0 +1,249 @@
+"""Checkpoints of another program, kept as those of a run.
+
+    checkpoints/step-000040/
+        checkpoint-40/     the program's own folder, as hard links: no byte is copied where one file system holds both
+        model/             the model and its tokenizer alone, for evaluation and promotion (hard links)
+        published.txt      path of the program's own folder below its output folder
+        COMPLETE           checksums, written last
+
+What the program removes later, by its own rules, stays here by ours (``checkpoint.keep_last``). Published by the worker
+of rank 0, in a thread: reading every byte takes minutes, and the worker has to beat.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+
+from rlhf_core.diagnosis.retention import kept_steps
+from rlhf_core.errors import CheckpointCorrupt, WorkerError
+from rlhf_core.files import bring_to_disk
+from rlhf_core.run_dir import CheckpointDir, RunDir, checksum, remove_tree, write_model
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.command_trainer import CommandTrainer
+from rlhf_core.schemas.reports import CheckpointManifest, FileChecksum
+from rlhf_core.schemas.run import RunSpec
+from rlhf_core.training.types import WorkerContext
+from rlhf_core.worker.command.found_checkpoints import FoundCheckpoint, WatchedCheckpoints, find_checkpoints
+from rlhf_core.worker.command.launch import OWN_NAME, own_name
+
+_NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
+MODEL_FILES = (
+    "*.safetensors",
+    "*.json",
+    "pytorch_model*.bin",
+    "adapter_model*.bin",
+    "*.model",
+    "*.txt",
+    "*.jinja",
+    "*.py",
+)
+"""Files of a checkpoint that a model directory of Hugging Face consists of."""
+NOT_OF_MODEL = ("trainer_state.json", "args.json", "scheduler*", "optimizer*", "rng_state*", "training_args*")
+
+
+def spec_hash(spec: RunSpec) -> str:
+    """Hash of the settings that a program was started with."""
+    part = spec.model_dump(mode="json", include={"seed", "model", "data", "trainer"})
+    return hashlib.blake2b(json.dumps(part, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def resume_point(context: WorkerContext) -> CheckpointDir | None:
+    """The checkpoint that this start goes on from, whole by its checksums; None from the beginning.
+
+    The first start of an attempt takes the one that the placement names, a restart in place the newest.
+
+    Raises:
+        CheckpointCorrupt: it is damaged, or gone. Names it.
+    """
+    saved = [one for one in context.run_dir.saved_checkpoints() if one.root.name not in context.damaged]
+    named = context.placement.resume_checkpoint
+    if context.restart > 0:
+        chosen = saved[-1] if saved else None
+    elif named:
+        chosen = next((one for one in saved if one.root.name == named), None)
+        if chosen is None:
+            raise CheckpointCorrupt(
+                f"attempt {context.attempt} is to go on from checkpoint {named}, which is not in "
+                f"{context.run_dir.checkpoints_dir} any more",
+                named,
+            )
+    else:
+        chosen = None
+    if chosen is not None:
+        chosen.verify()
+    return chosen
+
+
+def restore(checkpoint: CheckpointDir | None, trainer: CommandTrainer, output_dir: Path, aside: Path) -> None:
+    """Make the output folder fit the checkpoint that the program goes on from.
+
+    Checkpoints of later steps are moved away: they belong to a branch that was given up, or are torn. With
+    ``resume = "in_place"`` the checkpoint itself is put back where the program looks for it.
+
+    Args:
+        aside: Folder that later checkpoints are moved to.
+    """
+    step = checkpoint.step if checkpoint is not None else 0
+    for found in find_checkpoints(trainer, output_dir):
+        if found.step > step:
+            aside.mkdir(parents=True, exist_ok=True)
+            target = aside / found.path.name
+            remove_tree(target)
+            found.path.rename(target)
+    if checkpoint is not None and trainer.resume == "in_place":
+        name = own_name(checkpoint.root)
+        remove_tree(output_dir / name)
+        _link_tree(checkpoint.root / name, output_dir / name)
+
+
+class CheckpointPublisher:
+    """Publishes complete checkpoints of the program, one after the other."""
+
+    def __init__(self, context: WorkerContext, trainer: CommandTrainer, output_dir: Path, first_step: int) -> None:
+        self._context = context
+        self._trainer = trainer
+        self._output_dir = output_dir
+        self._watched = WatchedCheckpoints(trainer, output_dir)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
+        self._begun = {first_step}
+        self._running: list[Future[None]] = []
+        self.newest_step = first_step
+        """Step of the newest checkpoint that is published."""
+        self.problem = ""
+        """Reason for which the newest one could not be published; empty where it was."""
+
+    @property
+    def is_busy(self) -> bool:
+        """True while a checkpoint is being published."""
+        self._running = [one for one in self._running if not one.done()]
+        return bool(self._running)
+
+    def consider(self, now_s: float, *, ended: bool = False) -> None:
+        """Begin to publish what is complete and was not published yet.
+
+        Args:
+            now_s: Monotonic time in seconds.
+            ended: The program has ended: what it has written is all there will be.
+        """
+        try:
+            found = self._watched.find(now_s, has_ended=ended)
+        except OSError as error:
+            self.problem = f"checkpoints could not be looked for: {error}"
+            return
+        for one in found:
+            if one.complete and one.step not in self._begun:
+                self._begun.add(one.step)
+                self._running.append(self._thread.submit(self._publish_guarded, one))
+
+    def _publish_guarded(self, found: FoundCheckpoint) -> None:
+        try:
+            publish(self._context, self._trainer, self._output_dir, found)
+        except (OSError, WorkerError) as error:
+            self.problem = f"checkpoint {found.path} could not be published: {error}"
+            return
+        self.newest_step = max(self.newest_step, found.step)
+        self.problem = ""
+
+
+def publish(context: WorkerContext, trainer: CommandTrainer, output_dir: Path, found: FoundCheckpoint) -> None:
+    """Publish one checkpoint, then remove those that need not be kept.
+
+    Raises:
+        OSError: it could not be read or written; nothing of it is left.
+        WorkerError: the run has gone on without this attempt.
+    """
+    run_dir = context.run_dir
+    final = run_dir.checkpoint(found.step)
+    partial = CheckpointDir(final.root.with_name(f".{final.root.name}.partial"), found.step)
+    remove_tree(partial.root)
+    name = found.path.relative_to(output_dir).as_posix()
+    try:
+        _link_tree(found.path, partial.root / name)
+        _link_model(partial.root / name, partial.model)
+        (partial.root / OWN_NAME).write_text(name + "\n", encoding="utf-8")
+        files = _checksums(partial.root)
+        if context.run_dir.is_superseded(context.attempt):
+            raise WorkerError(f"a newer attempt has begun: checkpoint {found.step} of this one is not published")
+        manifest = CheckpointManifest(
+            step=found.step,
+            loop=trainer.algorithm,
+            loop_finished=found.step >= trainer.num_steps,
+            num_ranks=context.num_ranks,
+            spec_hash=spec_hash(context.spec),
+            files=files,
+            time=utc_now(),
+        )
+        write_model(partial.complete, manifest)
+        bring_to_disk(partial.root)
+        remove_tree(final.root)  # an older one of the same step, when training went back
+        partial.root.rename(final.root)
+        bring_to_disk(run_dir.checkpoints_dir)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            remove_tree(partial.root)
+        raise
+    _remove_old(run_dir, context.spec, found.step)
+
+
+def _remove_old(run_dir: RunDir, spec: RunSpec, newest_step: int) -> None:
+    complete = run_dir.checkpoints()
+    kept = kept_steps([one.step for one in complete], newest_step, spec)
+    for one in complete:
+        if one.step not in kept:
+            remove_tree(one.root)
+
+
+def _link_tree(source: Path, target: Path) -> None:
+    """Link all files of a folder, or the one file that a checkpoint is."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if source.is_file():
+        _link(source.resolve(), target)
+        return
+    target.mkdir(exist_ok=True)
+    for path in sorted(source.rglob("*")):
+        place = target / path.relative_to(source)
+        if path.is_dir() and not path.is_symlink():
+            place.mkdir(parents=True, exist_ok=True)
+        elif path.is_file():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            _link(path.resolve(), place)
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in _NO_LINK:
+            raise
+        shutil.copy2(source, target)
+
+
+def _link_model(source: Path, target: Path) -> None:
+    """Gather the files of the model and its tokenizer, where the program writes them as Hugging Face expects."""
+    if not any((source / name).is_file() for name in ("config.json", "adapter_config.json")):
+        return
+    target.mkdir()
+    for path in sorted(source.iterdir()):
+        name = PurePosixPath(path.name)
+        if path.is_file() and any(map(name.match, MODEL_FILES)) and not any(map(name.match, NOT_OF_MODEL)):
+            _link(path, target / path.name)
+
+
+def _checksums(root: Path) -> dict[str, FileChecksum]:
+    """Checksums of all files; of hard links of one file, once."""
+    known: dict[tuple[int, int], FileChecksum] = {}
+    found = {}
+    for path in sorted(root.rglob("*")):
+        if path.is_file():
+            facts = path.stat()
+            key = (facts.st_dev, facts.st_ino)
+            if key not in known:
+                bring_to_disk(path)
+                known[key] = checksum(path)
+            found[path.relative_to(root).as_posix()] = known[key]
+    return found

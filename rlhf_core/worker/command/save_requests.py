@@ -1,0 +1,125 @@
+"""Requests to save, and to save and end, handed on to another program in the way it knows.
+
+Three ways, the first that there is: ``rlhf_core.callback`` saves at a step that all ranks are told;
+``trainer.save_signal`` is sent to every rank; a program that knows neither is waited for until its next own
+checkpoint.
+"""
+
+import math
+import signal
+from typing import Literal
+
+from rlhf_core.run_dir import read_model, write_model
+from rlhf_core.schemas.base import Int32, Schema
+from rlhf_core.schemas.command_trainer import CommandTrainer
+from rlhf_core.training.types import WorkerContext
+from rlhf_core.worker.command.in_rank import rlhf_rank_file as words
+from rlhf_core.worker.command.rank_process import RankProcess
+
+LEAD_S = 5.0
+"""Least time from a request until the step at which all ranks save, in seconds: word of it has to reach all nodes."""
+LOOK_INTERVAL_S = 1.0
+
+
+class SaveOrder(Schema):
+    """Content of ``save.json``."""
+
+    step: Int32
+    """Step at which all ranks save."""
+
+
+class SaveRequests:
+    """Carries out the requests of the agent for one rank."""
+
+    def __init__(self, context: WorkerContext, trainer: CommandTrainer, status: words.RankFile) -> None:
+        self._context = context
+        self._signal = signal.Signals[trainer.save_signal] if trainer.save_signal else None
+        self._status = status
+        self._path = context.restart_dir.save_order
+        self._asked: Literal["", "save", "stop"] = ""
+        self._newest_before = 0
+        self._first_seen: tuple[float, int] | None = None
+        self._look_at_s = 0.0
+        self._is_saved = False
+        self.rank: RankProcess | None = None
+        """Process of the rank."""
+        self.launcher: int | None = None
+        """Process id of the program, where this worker has started it."""
+
+    @property
+    def is_stopping(self) -> bool:
+        """True once the state is saved and the program was asked to end."""
+        return self._asked == "stop" and self._is_saved
+
+    @property
+    def is_done(self) -> bool:
+        """True once what was asked for is saved, and the program goes on."""
+        return self._asked == "save" and self._is_saved
+
+    def close(self) -> None:
+        """Be ready for the next request."""
+        self._asked, self._is_saved = "", False
+
+    def answer(self, request: Literal["", "save", "stop"], step: int, now_s: float) -> None:
+        """Take note of a request, and see how far it is.
+
+        Args:
+            request: As :meth:`rlhf_core.worker.heartbeat.Beat.request` says.
+            step: Newest step that is known.
+            now_s: Monotonic time in seconds.
+        """
+        if self._first_seen is None and step:
+            self._first_seen = (now_s, step)
+        if request and request != self._asked and not self._is_saved:
+            self._begin(request, step, now_s)
+        if not self._asked or self._is_saved or now_s < self._look_at_s:
+            return
+        self._look_at_s = now_s + LOOK_INTERVAL_S
+        if self._speaks and self._status.get(words.SAVE) == 0:
+            self._hand_on()
+        if self._newest() > self._newest_before:
+            self._is_saved = True
+            if self._asked == "stop":
+                self._end()
+
+    @property
+    def _speaks(self) -> bool:
+        """True if the rank has the callback."""
+        return self._status.get(words.BEATS) > 0
+
+    def _begin(self, request: Literal["save", "stop"], step: int, now_s: float) -> None:
+        self._asked, self._newest_before, self._look_at_s = request, self._newest(), 0.0
+        self._status.set(words.STOP, int(request == "stop"))
+        self._status.set(words.SAVE, 0)
+        if self._speaks and self._context.rank == 0:
+            write_model(self._path, SaveOrder(step=step + self._lead(step, now_s)))
+        elif not self._speaks and self._signal is not None and self.rank is not None:
+            self.rank.send(self._signal)
+
+    def _lead(self, step: int, now_s: float) -> int:
+        """Steps that take ``LEAD_S``, at least 2."""
+        since_s, first = self._first_seen or (now_s, step)
+        step_s = (now_s - since_s) / (step - first) if step > first else LEAD_S
+        return max(2, math.ceil(LEAD_S / max(step_s, 1e-3)))
+
+    def _hand_on(self) -> None:
+        order = read_model(self._path, SaveOrder)
+        if order is not None:
+            self._status.set(words.SAVE, order.step)
+
+    def _newest(self) -> int:
+        newest = self._context.run_dir.newest_checkpoint()
+        return newest.step if newest is not None else 0
+
+    def _end(self) -> None:
+        if self.launcher is None:
+            return
+        process = RankProcess(self.launcher)
+        process.send(signal.SIGTERM)
+        if not process.poll(END_TIMEOUT_S):
+            process.send(signal.SIGKILL)
+        process.close()
+
+
+END_TIMEOUT_S = 20.0
+"""Time that a program has to end after SIGTERM, once its state is saved."""

@@ -1,0 +1,33 @@
+"""Progress as the rank itself tells it, through ``rlhf_core.callback``.
+
+Sees every hang of a rank within the trainer's loop, with the phase it is in. Blind to a hang before the loop begins,
+and to code that the trainer runs outside of its callbacks: a reward function of minutes looks like a hang unless it
+beats itself (``SupervisionCallback.beat``).
+"""
+
+from rlhf_core.schemas.command_trainer import ProgressSource
+from rlhf_core.schemas.reports import Phase
+from rlhf_core.worker.command.in_rank import rlhf_rank_file as words
+from rlhf_core.worker.command.observation import Reading
+
+_PHASES = tuple(Phase)
+
+
+class CallbackSource:
+    """Reads the beats of one rank."""
+
+    kind = ProgressSource.CALLBACK
+
+    def __init__(self, status: words.RankFile) -> None:
+        self._status = status
+        self._beats = 0
+
+    def poll(self, now_s: float) -> Reading:
+        """Look once."""
+        beats = self._status.get(words.BEATS)
+        if beats == self._beats:
+            return Reading()
+        self._beats = beats
+        number = self._status.get(words.PHASE)
+        phase = _PHASES[number] if 0 <= number < len(_PHASES) else Phase.TRAIN
+        return Reading(moved=True, step=self._status.get(words.STEP), phase=phase)

@@ -1,0 +1,76 @@
+"""Metrics of another program as lines of ``metrics.jsonl``: one a step, in this project's names."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.command_trainer import CommandTrainer, ProgressSource
+from rlhf_core.schemas.reports import MetricsLine
+from rlhf_core.worker.command.metric_names import MetricNames
+from rlhf_core.worker.command.observation import StepFigures
+
+HOLD_S = 3.0
+"""Time for which the newest step waits for more of its figures, in seconds: some writers log one figure at a time."""
+
+
+class StepMetricsFile:
+    """Writes the figures of each step once; written by the worker of rank 0."""
+
+    def __init__(self, path: Path, trainer: CommandTrainer, first_step: int) -> None:
+        self._path = path
+        self._loop = trainer.algorithm
+        self._names = MetricNames(trainer)
+        self._order = trainer.sources
+        self._owner: ProgressSource | None = None
+        self._pending: dict[int, dict[str, float]] = {}
+        self._touched_s: dict[int, float] = {}
+        self._last = first_step
+        """Newest step that is written; what comes later for it, or before it, is of the past."""
+
+    def add(self, source: ProgressSource, found: Iterable[StepFigures], now_s: float) -> None:
+        """Take figures of a source. Those of one source count: two would tell the same twice, in other roundings.
+
+        Args:
+            source: Where they are from; the first one in the trainer's order that has any wins.
+            found: The figures.
+            now_s: Monotonic time in seconds.
+        """
+        figures = [one for one in found if one.step > self._last]
+        if not figures:
+            return
+        if self._owner is None or self._order.index(source) < self._order.index(self._owner):
+            self._owner = source
+        if source is not self._owner:
+            return
+        for one in figures:
+            self._pending.setdefault(one.step, {}).update(self._names.rename(one.values))
+            self._touched_s[one.step] = now_s
+
+    def write(self, now_s: float, *, all_of_them: bool = False) -> list[MetricsLine]:
+        """Append the steps that are whole: those before the newest, and the newest once it has waited.
+
+        Args:
+            now_s: Monotonic time in seconds.
+            all_of_them: The program has ended.
+
+        Returns:
+            The lines that were written.
+
+        Raises:
+            OSError: the file cannot be written; the lines stay for the next call.
+        """
+        newest = max(self._pending, default=0)
+        ready = [
+            step
+            for step in sorted(self._pending)
+            if all_of_them or step < newest or now_s - self._touched_s[step] > HOLD_S
+        ]
+        now = utc_now()
+        lines = [MetricsLine(step=step, time=now, loop=self._loop, metrics=self._pending[step]) for step in ready]
+        if lines:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write("".join(f"{line.model_dump_json()}\n" for line in lines))
+        for step in ready:
+            del self._pending[step], self._touched_s[step]
+            self._last = max(self._last, step)
+        return lines

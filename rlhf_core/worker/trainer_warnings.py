@@ -1,0 +1,49 @@
+"""Warnings of a trainer as incidents that leave the run going; agent 0 takes them from a file of its rank 0."""
+
+import time
+
+from rlhf_core.diagnosis.classify import Diagnosis, fingerprint
+from rlhf_core.diagnosis.policy import Choice
+from rlhf_core.run_dir import RestartDir, read_models
+from rlhf_core.schemas.failures import Action
+from rlhf_core.schemas.reports import Phase, TrainerWarning
+from rlhf_core.schemas.resources import Role
+from rlhf_core.worker.event_log import EventLog
+from rlhf_core.worker.exit_reports import Failure
+from rlhf_core.worker.leader import Leader, record_decision, record_incident
+
+LOOK_INTERVAL_S = 1.0
+"""Interval at which the file is looked at, in seconds."""
+REASON = "a warning: training goes on, and it is for a person to judge"
+
+
+class TrainerWarnings:
+    """Turns warnings into incidents with the decision to go on, each once."""
+
+    def __init__(self, leader: Leader, events: EventLog) -> None:
+        self._leader = leader
+        self._events = events
+        self._num_taken: dict[int, int] = {}
+        self._look_at_s = 0.0
+
+    def take(self, restart_dir: RestartDir, *, now: bool = False) -> None:
+        """Take what is new.
+
+        Args:
+            restart_dir: The present restart of the attempt.
+            now: The trainer has ended: look at once.
+        """
+        now_s = time.monotonic()
+        if now_s < self._look_at_s and not now:
+            return
+        self._look_at_s = now_s + LOOK_INTERVAL_S
+        taken = self._num_taken.get(restart_dir.restart, 0)
+        found = read_models(restart_dir.warnings, TrainerWarning)
+        for warning in found[taken:]:
+            kind = warning.failure_kind
+            diagnosis = Diagnosis(kind, warning.message, fingerprint(kind, warning.message))
+            failure = Failure(diagnosis, Phase.TRAIN, warning.step, None)
+            number = record_incident(self._leader, self._events, restart_dir, failure, Role.TRAINER)
+            choice = Choice(Action.CONTINUE, 0.0, REASON)
+            record_decision(self._leader, self._events, restart_dir, choice, number)
+        self._num_taken[restart_dir.restart] = len(found)
