@@ -17,6 +17,7 @@ from rlhf_core.presets import PRESETS
 from rlhf_core.run_dir import is_run_id
 from rlhf_core.schemas.algorithms import MAX_STEPS
 from rlhf_core.schemas.base import Schema, label_problem
+from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.schemas.run import MAX_TAGS, RunSpec
 
 
@@ -65,6 +66,11 @@ SETTINGS = {
     "seed": "seed",
 }
 """Fields of the form that stand for a setting of the config."""
+COMMAND_SETTINGS = {
+    **{field: setting for field, setting in SETTINGS.items() if field != "learning_rate"},
+    "steps": "trainer.num_steps",
+}
+"""The same of a config whose trainer is another program. Its learning rate is in its own arguments."""
 
 
 class Form(Schema):
@@ -166,10 +172,15 @@ def prefilled(spec: RunSpec) -> dict[str, Any]:
         "name": spec.name,
         "nodes": spec.resources.num_nodes,
         "gpus_per_node": spec.resources.gpus_per_node,
-        "steps": spec.main_loop.num_steps,
-        "learning_rate": spec.main_loop.optimizer.learning_rate,
         "seed": spec.seed,
+        **_of_the_trainer(spec),
     }
+
+
+def _of_the_trainer(spec: RunSpec) -> dict[str, Any]:
+    if isinstance(spec.trainer, CommandTrainer):
+        return {"steps": spec.trainer.num_steps}
+    return {"steps": spec.main_loop.num_steps, "learning_rate": spec.main_loop.optimizer.learning_rate}
 
 
 OVERRIDES = "the field overrides of the form"
@@ -188,16 +199,23 @@ def overrides_of(form: Form, given_as: str = OVERRIDES) -> list[str]:
     """
     if not form.config:
         raise BadInput("give either config (and what is to be changed) for a new run, or run_id to go on with one")
-    after = prefilled(config.load(form.config, form.overrides, given_as))
+    spec = config.load(form.config, form.overrides, given_as)
+    settings = COMMAND_SETTINGS if isinstance(spec.trainer, CommandTrainer) else SETTINGS
+    if form.learning_rate and "learning_rate" not in settings:
+        raise BadInput(
+            f"found learning_rate = {form.learning_rate:g}, and a config whose trainer is another program: change it "
+            "in trainer.argv, among the overrides"
+        )
+    after = prefilled(spec)
     try:
         before = prefilled(config.load(form.config))
     except BadConfig:
         before = after  # only the overrides make it whole
     named = [config.setting_of(text) for text in form.overrides]
     changed: list[str] = []
-    for field, setting in SETTINGS.items():
+    for field, setting in settings.items():
         value = getattr(form, field)
-        if value in (Form.model_fields[field].default, before[field], after[field]):
+        if value in (Form.model_fields[field].default, before.get(field), after[field]):
             continue
         if setting in named:
             raise BadInput(

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from rlhf_core.config import Site
     from rlhf_core.render.summary import Summary
     from rlhf_core.run_dir import RunDir
+    from rlhf_core.schemas.run import RunSpec
 
 
 def print_plan(spec: Any, site: "Site", as_json: bool) -> None:
@@ -15,6 +16,7 @@ def print_plan(spec: Any, site: "Site", as_json: bool) -> None:
     from rlhf_core.allocation.planner import plan
     from rlhf_core.launch.start import job_request
     from rlhf_core.run_dir import RunDir
+    from rlhf_core.schemas.run import RunSpec
     from rlhf_core.scheduler import get_scheduler
 
     scheduler = get_scheduler(site.scheduler)
@@ -31,8 +33,8 @@ def print_plan(spec: Any, site: "Site", as_json: bool) -> None:
         for phase in placement.phases
     )
     rows = [
-        ("steps", ", then ".join(f"{loop.num_steps} of {loop.algorithm.name}" for loop in spec.loops.named.values())),
-        ("stages", "preflight, allocate, train, evaluate"),
+        ("steps", ", then ".join(_steps_of(spec))),
+        ("stages", "preflight, allocate, train" + (", evaluate" if spec.is_evaluated else "")),
         ("placement", f"{placement.num_nodes} node(s), {placement.gpus_per_node} GPUs each: {roles}"),
         ("resources", f"{request.cpus_per_node} cores per node, at most {output.seconds_text(request.time_limit_s)}"),
         ("scheduler", scheduler.name),
@@ -44,6 +46,11 @@ def print_plan(spec: Any, site: "Site", as_json: bool) -> None:
     output.print_text(scheduler.script(request))
     output.print_text("")
     output.print_text("Nothing was started.")
+
+
+def _steps_of(spec: "RunSpec") -> list[str]:
+    loops = [f"{loop.num_steps} of {loop.algorithm.name}" for loop in spec.loops.named.values()]
+    return loops or [f"{spec.total_steps} of {spec.algorithm}"]
 
 
 def print_summary(run_dir: "RunDir", as_json: bool) -> None:
@@ -61,7 +68,11 @@ def print_summary(run_dir: "RunDir", as_json: bool) -> None:
         (f"{row.metric}, {row.name}", interval(row.before), interval(row.after), signed(row.gain))
         for row in summary.accuracy
     ]
-    output.print_table((f"run {summary.run_id} {summary.state_text}", "before", "after", "gain"), rows)
+    title = f"run {summary.run_id} {summary.state_text}"
+    if rows:
+        output.print_table((title, "before", "after", "gain"), rows)
+    else:
+        output.print_text(title)
     if summary.regressed:
         output.warn(regression_text(summary.regressed))
     output.print_text("")

@@ -162,6 +162,8 @@ def _attempt(controller: Controller, number: int) -> Iterator[Step]:
     if number not in controller.journal.record.attempts:
         yield from _back_off(controller, number - 1)
     for name, stage in _OF_AN_ATTEMPT:
+        if name is StageName.EVALUATE and not controller.spec.is_evaluated:
+            continue
         state = controller.journal.record.stage_state(name, number)
         if state in (StageState.FAILED, StageState.CANCELLED):
             return

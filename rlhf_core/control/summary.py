@@ -24,7 +24,7 @@ def summarise(run_dir: RunDir) -> Summary:
         stored=stored,
         state=record.state,
         cause=record.cause,
-        accuracy=[_accuracy(run_dir, name) for name in ("greedy", "sampled")],
+        accuracy=[_accuracy(run_dir, name) for name in ("greedy", "sampled")] if stored.spec.is_evaluated else [],
         steps=max(steps, default=0),
         missing_steps=missing_steps(steps, stored.spec.total_steps, record.state),
         num_attempts=len(record.attempts),

@@ -134,9 +134,14 @@ def _blame_by_recorders(ranks: Sequence[RankStatus]) -> Verdict | None:
     return Verdict(FailureKind.COLLECTIVE_MISMATCH, _numbers(odd), reason)
 
 
+_OF_ONE_SHAPE = ("all_reduce", "broadcast", "_all_gather_base", "_reduce_scatter_base", "gloo:all_gather")
+"""Ends of names of collectives to which all ranks must bring the same shape. An ``all_gather`` of NCCL need not: torch
+makes broadcasts of one with uneven shapes."""
+
+
 def _brought(rank: RankStatus) -> str:
-    """The operation of a rank, with its shape where all must have the same: in an all-reduce."""
-    return f"{rank.collective} {rank.collective_shape}" if rank.collective.endswith("all_reduce") else rank.collective
+    """The operation of a rank, with its shape where all must have the same."""
+    return f"{rank.collective} {rank.collective_shape}" if rank.collective.endswith(_OF_ONE_SHAPE) else rank.collective
 
 
 def _numbers(ranks: Sequence[RankStatus]) -> tuple[int, ...]:

@@ -184,7 +184,7 @@ def _of_stage(record: ReportData, curve: Curve, stage: str) -> Curve:
     if not stage:
         return curve
     spec = record.spec
-    if spec is not None and not spec.main_loop.algorithm.samples:
+    if spec is not None and spec.samples is False:
         return curve if stage == "sft" else ()
     border = record.warm_start_steps
     return [(step, value) for step, value in curve if (step <= border) == (stage == "sft")]

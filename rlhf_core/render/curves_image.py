@@ -28,8 +28,10 @@ STEP_TIME = LinePlot(
 NAMES = {
     True: ("reward", "kl", "entropy", "length", "loss-sft", "loss-main", "grad-norm"),
     False: ("loss-sft", "grad-norm"),
+    None: ("reward", "kl", "entropy", "length", "loss-main", "grad-norm"),
 }
-"""Plots of the report that are drawn, by algorithm; the time of a step is drawn for all."""
+"""Plots of the report that are drawn, by whether the algorithm samples (None: of another program, which may); the time
+of a step is drawn for all."""
 
 WIDTH_IN, ROW_IN, DPI = 6.9, 1.65, 200
 """The page shows it about 690 points wide: twice as many pixels stay sharp, and 8.5 points of text stay readable."""
@@ -67,7 +69,7 @@ _STYLE = {
 def plots_of(spec: RunSpec) -> tuple[LinePlot, ...]:
     """Plots that are drawn for a run."""
     known = {plot.name: plot for plot in LEARNING}
-    return (*(known[name] for name in NAMES[spec.main_loop.algorithm.samples]), STEP_TIME)
+    return (*(known[name] for name in NAMES[spec.samples]), STEP_TIME)
 
 
 def draw(plots: Sequence[LinePlot], curves: Mapping[str, Curve], marks: Marks) -> bytes:

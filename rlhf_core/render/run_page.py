@@ -243,11 +243,12 @@ def _asked_for(record: ReportData) -> list[tuple[str, object]]:
     spec = record.spec
     if spec is None:
         return []
-    steps = f"{count(spec.main_loop.num_steps, 'step')} of {spec.algorithm.upper()}"
+    steps = f"{count(spec.total_steps - spec.warm_start_steps, 'step')} of {spec.algorithm.upper()}"
     if spec.warm_start_steps:
         steps = f"{count(spec.warm_start_steps, 'warm-start step')}, then {steps}"
     where = "CPU" if not spec.resources.gpus_per_node else count(spec.resources.gpus_per_node, "GPU") + " per node"
-    model = spec.model.path or f"{spec.model.config['model_type']} from random weights"
+    built = f"{spec.model.config['model_type']} from random weights" if spec.model.config else "named by the trainer"
+    model = spec.model.path or built
     if spec.model.tokenizer:
         model += f", {spec.model.tokenizer} tokenizer"
     if record.num_parameters:
@@ -255,7 +256,7 @@ def _asked_for(record: ReportData) -> list[tuple[str, object]]:
     return [
         ("training", steps),
         ("model", model),
-        ("data", spec.data.train or code(spec.data.generator)),
+        ("data", spec.data.train or (code(spec.data.generator) if spec.data.generator else "named by the trainer")),
         ("ranks", f"{spec.num_ranks} on {count(spec.resources.num_nodes, 'node')}, {where}"),
         ("seed", spec.seed),
     ]

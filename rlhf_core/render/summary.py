@@ -91,8 +91,7 @@ def summary_markdown(
         f"{spec.num_ranks} ranks, {count(summary.num_attempts, 'attempt')}, {count(summary.num_restarts, 'restart')}.",
         *(["", f"> {summary.missing_steps}"] if summary.missing_steps else []),
         "",
-        "| held-out | before | after | gain |",
-        "|---|---|---|---|",
+        *(["| held-out | before | after | gain |", "|---|---|---|---|"] if summary.accuracy else []),
         *(
             f"| {markdown(f'{row.metric}, {row.name}')} | {interval(row.before)} | {interval(row.after)} "
             f"| {signed(row.gain)} |"

@@ -36,6 +36,8 @@ def make_spec(**sections: Any) -> RunSpec:
         "train": {"num_steps": 20},
         "supervise": {"floor_s": 60.0, "setup_floor_s": 60.0},
     }
+    if "trainer" in sections:
+        del tables["model"], tables["data"], tables["train"]
     tables |= sections
     floor_s = tables["supervise"].get("floor_s", 60.0)
     floors = {f"{phase}_floor_s": floor_s for phase in ("rollout", "reward", "weight_sync", "checkpoint", "evaluate")}

@@ -38,7 +38,9 @@ POLL_INTERVAL_S = 0.1
 SOURCES_INTERVAL_S = 0.5
 CASCADE_TIMEOUT_S = 5.0
 """Time for which a rank that its launcher has ended waits to be ended by the agent: another one failed first."""
-STEADY_POLLS = 32
+MAX_LAST_POLLS = 100
+LAST_POLL_STEP_S = 60.0
+STEADY_POLLS = 16
 """Polls with progress after which a program that tells no steps counts as training."""
 
 
@@ -96,8 +98,7 @@ class Follower:
             self._sources = make_sources(self._watched(), self._status)
             while not self._has_ended():
                 self._poll(time.monotonic())
-            self._poll(time.monotonic(), ended=True)
-            self._output.copy()
+            self._drain(time.monotonic())
             return self._conclude()
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -206,8 +207,22 @@ class Follower:
             self._saves.rank = self._rank
             self._beat.speak_for([pid])
 
-    def _poll(self, now_s: float, *, ended: bool = False) -> None:
-        if now_s < self._next_poll_s and not ended:
+    def _drain(self, now_s: float) -> None:
+        """Read what the program has written last. Sources look at intervals, so the clock is put on."""
+        self._output.copy()
+        written = [source for source in self._sources if SIGHTS[source.kind].is_strong]
+        readings = []
+        for number in range(1, MAX_LAST_POLLS):
+            new = [(source.kind, source.poll(now_s + number * LAST_POLL_STEP_S)) for source in written]
+            readings += new
+            self._note_steps(new)
+            if not any(one.moved or one.metrics for _, one in new):
+                break
+        if self._context.rank == 0:
+            self._record.take(readings, now_s + MAX_LAST_POLLS * LAST_POLL_STEP_S, ended=True)
+
+    def _poll(self, now_s: float) -> None:
+        if now_s < self._next_poll_s:
             return
         self._next_poll_s = now_s + SOURCES_INTERVAL_S
         self._output.copy()
@@ -221,7 +236,7 @@ class Follower:
             self._phase = self._present_phase(readings)
             self._beat.beat(self._phase, self._step)
         if self._context.rank == 0:
-            self._record.take(readings, now_s, ended=ended)
+            self._record.take(readings, now_s, ended=False)
         self._saves.answer(self._beat.request(), self._step, now_s)
         if self._saves.is_done:
             self._beat.beat(Phase.CHECKPOINT, self._step)

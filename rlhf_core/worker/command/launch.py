@@ -46,7 +46,7 @@ class LaunchPlace:
     @property
     def ranks_per_node(self) -> int:
         """Ranks on every node."""
-        return self.context.spec.resources.ranks_per_node
+        return next(plan for plan in self.context.placement.groups if plan.role is self.context.role).workers_per_node
 
     @property
     def node_rank(self) -> int:

@@ -1,0 +1,232 @@
+"""Programs of other projects under a real agent: followed, blamed, started again from their own checkpoints."""
+
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agent_runs import REPOSITORY, TARGETS, AgentRun, is_alive, wait_for
+
+from rlhf_core.run_dir import read_models
+from rlhf_core.schemas.attempts import AttemptState
+from rlhf_core.schemas.failures import Action, FailureKind
+from rlhf_core.schemas.reports import MetricsLine
+from rlhf_core.schemas.resources import Role
+
+pytestmark = [pytest.mark.end_to_end, pytest.mark.training]
+
+MakeRun = Callable[..., AgentRun]
+STEPS = 20
+
+
+def stranger(*options: str, steps: int = STEPS, **changed: Any) -> dict[str, Any]:
+    """Settings of a trainer that is a script, started for each rank."""
+    script = str(TARGETS / "stranger.py")
+    return {
+        "kind": "command",
+        "argv": [sys.executable, script, "{output_dir}", "{num_steps}", *options],
+        "resume_argv": ["--resume", "{checkpoint}"],
+        "num_steps": steps,
+        "launch": "per_rank",
+        "algorithm": "grpo",
+        "stdout_patterns": [r"step (?P<step>\d+) loss (?P<loss>\S+) reward_std (?P<reward_std>\S+)", r"rank \d+ at \d+"],
+        "record_collectives": False,
+        **changed,
+    }
+
+
+def with_torchrun(*options: str, **changed: Any) -> dict[str, Any]:
+    """Settings of a trainer that torchrun starts, and that prints nothing."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run"]
+    place = ["--nnodes={num_nodes}", "--node-rank={node_rank}", "--nproc-per-node={ranks_per_node}"]
+    meeting = ["--master-addr={master_addr}", "--master-port={master_port}"]
+    return {
+        "kind": "command",
+        "argv": [*torchrun, *place, *meeting, str(TARGETS / "torch_stranger.py"), *options],
+        "num_steps": STEPS,
+        "resume": "none",
+        **changed,
+    }
+
+
+def metrics(run: AgentRun) -> list[MetricsLine]:
+    return [line for one in run.dir.restarts() for line in read_models(one.metrics, MetricsLine)]
+
+
+def output_dir(run: AgentRun) -> Path:
+    return run.run_dir.root / "trainer" / "output"
+
+
+def saved(run: AgentRun) -> list[int]:
+    return [one.step for one in run.run_dir.checkpoints()]
+
+
+def test_a_program_is_followed_to_its_end(agent_run: MakeRun) -> None:
+    run = agent_run(trainer=stranger("--daemon"), checkpoint={"every_num_steps": 5, "keep_last": 2})
+    run.start(native=True)
+    code, output = run.finish()
+    outcome = run.outcome()
+    assert (code, outcome.state, outcome.last_step) == (0, AttemptState.COMPLETED, STEPS), output
+    lines = metrics(run)
+    assert [line.step for line in lines] == list(range(1, STEPS + 1))
+    assert {line.loop for line in lines} == {"grpo"}
+    assert lines[3].metrics["train/loss"] == 0.25
+    # Its own removal of checkpoints, and ours, do not touch each other.
+    assert saved(run) == [5, 15, 20]
+    newest = run.run_dir.newest_checkpoint()
+    assert newest is not None
+    assert newest.damage() == []
+    assert (newest.root / "checkpoint-20" / "weights.bin").stat().st_nlink == 2, "a link, not a copy"
+    assert not is_alive(int((output_dir(run) / "daemon").read_text())), "what it has left behind was ended"
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "said"),
+    [
+        ("1:8:kill", FailureKind.WORKER_KILLED, "SIGKILL"),
+        ("0:8:kill", FailureKind.WORKER_KILLED, "SIGKILL"),
+        ("1:8:raise", FailureKind.ILLEGAL_ACCESS, "illegal memory access"),
+        ("1:8:stop", FailureKind.HANG, "state T"),
+    ],
+)
+def test_a_rank_that_fails_is_blamed_and_the_program_goes_on(
+    agent_run: MakeRun, fault: str, kind: FailureKind, said: str
+) -> None:
+    supervise = {"floor_s": 3.0, "suspect_s": 1.0, "setup_floor_s": 20.0}
+    # The ranks of this program do not wait for each other, and checkpoints of one would show progress of the job.
+    steps, every = (120, "50") if kind is FailureKind.HANG else (STEPS, "5")
+    trainer = stranger("--fault", fault, "--every", every, steps=steps)
+    run = agent_run(trainer=trainer, checkpoint={"every_num_steps": 5}, supervise=supervise)
+    run.start(native=True)
+    code, output = run.finish()
+    assert (code, run.outcome().state) == (0, AttemptState.COMPLETED), output
+    incident = run.incident(0)
+    assert (incident.failure_kind, incident.suspect_ranks) == (kind, (int(fault[0]),)), incident.message
+    assert said in incident.message
+    assert run.decision(0).action is Action.RESTART_IN_PLACE
+    again = [line.step for line in read_models(run.restart(1).metrics, MetricsLine)]
+    assert again[0] % 5 == 1, "from the beginning, or from the newest checkpoint that was published"
+    assert again[-1] == steps
+    if kind is FailureKind.HANG:
+        stacks = list((run.run_dir.root / incident.evidence_dir).glob("stack-*-pid*.txt"))
+        assert len(stacks) == 2, "of the ranks of the program, not of those that follow them"
+
+
+def test_a_program_that_ends_well_too_early_has_failed(agent_run: MakeRun) -> None:
+    run = agent_run(trainer=stranger("--fault", "0:8:leave"))
+    run.start(native=True)
+    code, _ = run.finish()
+    incident = run.incident(0)
+    assert (code, incident.failure_kind) == (1, FailureKind.INCOMPLETE)
+    assert f"after 7 of {STEPS} steps" in incident.message
+    assert run.decision(0).action is Action.STOP
+
+
+def test_a_program_that_begins_anew_has_failed(agent_run: MakeRun) -> None:
+    """verl #5725: a resume that silently starts at step 0 costs all that was trained, and nothing fails."""
+    run = agent_run(
+        trainer=stranger("--fault", "1:14:kill", "--forgets", "--pause", "0.3"), checkpoint={"every_num_steps": 5}
+    )
+    run.start(native=True)
+    code, output = run.finish()
+    assert code == 1, output
+    assert run.incident(0).failure_kind is FailureKind.WORKER_KILLED
+    incident = run.incident(1)
+    assert incident.failure_kind is FailureKind.INCOMPLETE
+    assert "has begun anew" in incident.message
+    assert saved(run)[-1] >= 5, "what was trained is untouched"
+
+
+def test_a_program_that_is_not_there_is_named(agent_run: MakeRun) -> None:
+    run = agent_run(trainer=stranger() | {"argv": ["no-such-program"]})
+    run.start(native=True)
+    code, _ = run.finish()
+    incident = run.incident(0)
+    assert (code, incident.failure_kind) == (1, FailureKind.CONFIG)
+    assert "no-such-program" in incident.message
+
+
+@pytest.mark.parametrize("save_signal", ["SIGUSR1", ""])
+def test_a_program_is_asked_to_save_and_ended_then(agent_run: MakeRun, save_signal: str) -> None:
+    """With a signal it saves at once; without one, its next own checkpoint is waited for."""
+    every = 1_000 if save_signal else 15
+    run = agent_run(trainer=stranger("--every", str(every), steps=2_000, save_signal=save_signal))
+    run.start(native=True)
+    wait_for(lambda: run.reached(0, 3))
+    run.order("stop_after_step")
+    code, output = run.finish()
+    assert (code, run.outcome().state) == (0, AttemptState.PREEMPTED), output
+    (step,) = saved(run)
+    assert step < 100 if save_signal else step == every
+
+
+def test_a_warning_of_health_leaves_the_run_going(agent_run: MakeRun) -> None:
+    run = agent_run(
+        trainer=stranger("--fault", "1:900:flat", steps=40), health={"window_steps": 10}
+    )
+    run.start(native=True)
+    code, output = run.finish()
+    assert (code, run.outcome().state, run.outcome().num_restarts) == (0, AttemptState.COMPLETED, 0), output
+    incident, decision = run.incident(0), run.decision(0)
+    assert (incident.failure_kind, incident.role) == (FailureKind.DEGENERATE_RL, Role.TRAINER)
+    assert decision.action is Action.CONTINUE
+    assert len(metrics(run)) == 40
+
+
+def test_ranks_that_torchrun_started_are_blamed_one_by_one(agent_run: MakeRun) -> None:
+    run = agent_run(trainer=with_torchrun("2000", "0", "none"), supervise={"max_restarts": 0})
+    run.start(native=True)
+    rank = wait_for(lambda: rank_of(run, 1))
+    signal.pidfd_send_signal(rank, signal.SIGKILL)
+    run.finish()
+    incident = run.incident(0)
+    assert (incident.failure_kind, incident.suspect_ranks) == (FailureKind.WORKER_KILLED, (1,)), incident.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "failure", "said"),
+    [
+        ("disagree", FailureKind.COLLECTIVE_MISMATCH, "rank 0 gloo:barrier; rank 1 gloo:broadcast"),
+        ("loop", FailureKind.HANG, "rank 1"),
+    ],
+)
+def test_a_hang_that_only_collectives_show_is_found(
+    agent_run: MakeRun, kind: str, failure: FailureKind, said: str
+) -> None:
+    """The program prints nothing and saves nothing; without the flight recorder there is nothing to blame a rank by."""
+    run = agent_run(
+        trainer=with_torchrun("2000", "100", kind),
+        supervise={"floor_s": 5.0, "setup_floor_s": 15.0, "suspect_s": 2.0, "max_restarts": 0},
+    )
+    run.start(native=True)
+    run.finish()
+    incident = run.incident(0)
+    assert incident.failure_kind is failure, incident.message
+    assert said in incident.message
+
+
+def rank_of(run: AgentRun, local_rank: int) -> int | None:
+    """A descriptor of the process of a rank; None while it does nothing yet."""
+    import os
+
+    import psutil
+
+    from rlhf_core.worker.command.in_rank.rlhf_rank_file import PATH_VARIABLE
+
+    for process in psutil.process_iter():
+        try:
+            variables = process.environ()
+        except psutil.Error:
+            continue
+        is_it = run.run_dir.run_id in variables.get(PATH_VARIABLE, "") and variables.get("LOCAL_RANK") == str(local_rank)
+        if is_it and "torch_stranger.py" in " ".join(process.cmdline()) and run.status(0) is not None:
+            status = run.status(0)
+            assert status is not None
+            if all(rank.speaks_for and rank.sequence > 2 for rank in status.ranks):
+                return os.pidfd_open(process.pid)
+    return None
+
+
+assert REPOSITORY

@@ -1,0 +1,77 @@
+"""A training script that knows nothing of this project and needs no torch: one process for each rank, started by hand.
+
+    stranger.py OUTPUT STEPS [--every N] [--resume CHECKPOINT] [--fault RANK:STEP:KIND] [--forgets] [--daemon]
+
+The first rank prints its steps and saves. A fault strikes once: a file in the output folder remembers it.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+parser = argparse.ArgumentParser()
+parser.add_argument("output", type=Path)
+parser.add_argument("steps", type=int)
+parser.add_argument("--every", type=int, default=5)
+parser.add_argument("--resume", type=Path)
+parser.add_argument("--fault", default="")
+parser.add_argument("--forgets", action="store_true", help="begin anew whatever it is told")
+parser.add_argument("--daemon", action="store_true", help="leave a process behind")
+parser.add_argument("--pause", type=float, default=0.1)
+given = parser.parse_args()
+
+rank = int(os.environ["RANK"])
+struck_at, struck_rank, kind = 0, -1, ""
+if given.fault:
+    first, second, kind = given.fault.split(":")
+    struck_rank, struck_at = int(first), int(second)
+wanted = False
+
+
+def ask(number: int, frame: object) -> None:
+    global wanted
+    wanted = True
+
+
+signal.signal(signal.SIGUSR1, ask)
+
+
+def save(step: int) -> None:
+    folder = given.output / f"checkpoint-{step}"
+    folder.mkdir(exist_ok=True)
+    (folder / "weights.bin").write_bytes(step.to_bytes(8, "little") * 64)
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+
+
+start = 0
+if given.resume and not given.forgets:
+    start = json.loads((given.resume / "trainer_state.json").read_text())["global_step"]
+if given.daemon and rank == 0:
+    left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    (given.output / "daemon").write_text(str(left.pid))
+for step in range(start + 1, given.steps + 1):
+    time.sleep(given.pause)
+    once = given.output / "struck"
+    if rank == struck_rank and step == struck_at and not once.exists():
+        once.touch()
+        match kind:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "leave":
+                sys.exit(0)
+            case "raise":
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    if rank == 0:
+        print(f"step {step} loss {1 / step:.4f} reward_std {0.0 if kind == 'flat' else 0.5}", flush=True)
+        if step % given.every == 0 or wanted:
+            wanted = False
+            save(step)
+    elif struck_rank != rank:
+        print(f"rank {rank} at {step}", flush=True)

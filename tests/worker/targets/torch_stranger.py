@@ -1,0 +1,26 @@
+"""A training script around a process group that prints nothing: its collectives are all there is to see.
+
+torch_stranger.py STEPS STEP_OF_FAULT KIND
+"""
+
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+steps, struck_at, kind = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+for step in range(1, steps + 1):
+    value = torch.ones(4)
+    if step == struck_at and kind == "loop" and rank == 1:
+        while True:
+            sum(range(1000))
+    if step == struck_at and kind == "disagree" and rank == 1:
+        dist.broadcast(value, src=0)
+    elif step == struck_at and kind == "disagree":
+        dist.barrier()
+    else:
+        dist.all_reduce(value)
+    time.sleep(0.05)
