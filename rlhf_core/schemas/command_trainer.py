@@ -87,12 +87,14 @@ SIGHTS: dict[ProgressSource, SourceSight] = {
     ),
     ProgressSource.TRAINER_LOG: SourceSight(
         sees="a job that makes no more steps",
-        blind="the rank that is to blame; anything shorter than the time between two lines (logging_steps)",
+        blind="the rank that is to blame; anything shorter than the time between two lines (logging_steps), or than that "
+        "between two checkpoints where there is no log",
         is_strong=True,
     ),
     ProgressSource.TENSORBOARD: SourceSight(
         sees="a job that makes no more steps",
-        blind="the rank that is to blame; anything shorter than the writer's flush interval, 120 s by default",
+        blind="the rank that is to blame; anything shorter than the time between two logged steps, or than the 120 s "
+        "between two flushes of its writer where the trainer's environment has TensorFlow",
         is_strong=True,
     ),
     ProgressSource.STDOUT: SourceSight(
@@ -117,7 +119,8 @@ SIGHTS: dict[ProgressSource, SourceSight] = {
     ),
     ProgressSource.STACKS: SourceSight(
         sees="ranks whose Python stacks do not change at all",
-        blind="an endless loop of more than one line; it takes any change for progress",
+        blind="an endless loop of more than one line, and a service thread that wakes up; it takes any change for "
+        "progress",
         is_strong=False,
     ),
 }

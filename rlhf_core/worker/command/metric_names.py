@@ -17,6 +17,8 @@ MAX_NAME_CHARACTERS = 400
 MAX_NAMES = 2_000
 """Most metrics of one line of ``metrics.jsonl``, as in ``MetricsLine``."""
 
+MACHINE_GROUPS = ("time", "speed")
+"""Groups of metrics that depend on the machine."""
 LEFT_OUT = ""
 
 COMMON: Mapping[str, str] = {
@@ -127,10 +129,10 @@ class MetricNames:
             if name == LEFT_OUT:
                 continue
             legal = legal_name(name)
-            if legal in found or name.startswith(f"{OWN_GROUP}/"):
-                own[legal_name(f"{OWN_GROUP}/{_short(raw)}" if legal in found else name)] = values[raw]
-            else:
-                found[legal] = values[raw]
+            if legal in found:
+                group = name.partition("/")[0]
+                legal = legal_name(f"{group if group in MACHINE_GROUPS else OWN_GROUP}/{_short(raw)}")
+            (own if legal.startswith(f"{OWN_GROUP}/") else found).setdefault(legal, values[raw])
         return dict(_first(found, own))
 
     def _precedence(self, raw: str) -> tuple[bool, int]:

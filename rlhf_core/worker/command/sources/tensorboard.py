@@ -1,7 +1,8 @@
 """Progress seen by scalars in TensorBoard's event files.
 
 Sees a job that makes no more steps. Blind to the rank that is to blame, since mostly the first rank writes for all, and
-to anything shorter than the writer's flush interval (120 s by default in torch, unless its queue fills up before).
+to anything shorter than the time between two logged steps. torch's writer brings every event into the file at once,
+unless TensorFlow is installed beside it: then up to 120 s later (``flush_secs``). transformers flushes at every log.
 
 The records are read here, at offsets, and not with TensorBoard's loader: that holds the file open, for which a network
 file system may show it as it was, reads an image of any size to check it in Python, and cannot tell a replaced file.

@@ -1,0 +1,120 @@
+"""Checkpoints of another program: their names, their files, and when they are complete."""
+
+import time
+from pathlib import Path
+
+import pytest
+from watched_programs import append, make_old, trainer
+
+from rlhf_core.worker.command.found_checkpoints import QUIET_S, WatchedCheckpoints, find_checkpoints
+
+
+def save(folder: Path, *names: str) -> Path:
+    for name in names or ("model.safetensors", "rng_state_1.pth", "trainer_state.json"):
+        append(folder / name, "x")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "folder", "step"),
+    [
+        ("checkpoint-{step}", "checkpoint-12", 12),
+        ("checkpoint-{step}", "v1-20261122-172526/checkpoint-12", 12),
+        ("checkpoint-{step}", "tmp-checkpoint-12", None),
+        ("checkpoint-{step}", "checkpoint-12-merged", None),
+        ("checkpoint-{step}", "checkpoint-last", None),
+        ("checkpoint-{step}", "other/checkpoint-12", None),
+        ("_actor/global_step{step}", "_actor/global_step7", 7),
+        ("*/step_{step}.d", "a b/step_00040.d", 40),
+        ("*/step_{step}.d", "a b/step_00040xd", None),
+        ("{step}/model-{step}", "8/model-8", 8),
+        ("{step}/model-{step}", "8/model-9", None),
+        ("s{step}-{step}", "s8-8", 8),
+        ("s{step}-{step}", "s8-9", None),
+    ],
+)
+def test_names(tmp_path: Path, name: str, folder: str, step: int | None) -> None:
+    save(tmp_path / folder)
+    found = find_checkpoints(trainer(checkpoint_name=name), tmp_path, has_ended=True)
+    assert [(one.step, one.path, one.complete) for one in found] == (
+        [] if step is None else [(step, tmp_path / folder, True)]
+    )
+
+
+def test_files_and_links_are_no_checkpoints(tmp_path: Path) -> None:
+    append(tmp_path / "checkpoint-1", "a file")
+    (tmp_path / "checkpoint-2").symlink_to(save(tmp_path / "elsewhere"))
+    assert find_checkpoints(trainer(), tmp_path) == []
+    assert find_checkpoints(trainer(), tmp_path / "missing") == []
+
+
+def test_in_the_order_of_steps_the_newest_of_the_same_step_last(tmp_path: Path) -> None:
+    names = ["checkpoint-10", "checkpoint-9", "v1-a/checkpoint-9", "v0-a/checkpoint-9"]
+    for age, name in enumerate(names):
+        folder = save(tmp_path / name, "trainer_state.json")
+        make_old(folder / "trainer_state.json", 1000 - age)
+        make_old(folder, 1000 - age)
+    found = find_checkpoints(trainer(), tmp_path)
+    assert [str(one.path.relative_to(tmp_path)) for one in found] == [*names[1:], names[0]]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "lacks"),
+    [
+        (["trainer_state.json"], []),
+        (["rng_state_*.pth", "trainer_state.json"], []),
+        (["global_step{step}/*_model_states.pt"], []),
+        (["*_model_states.pt", "optimizer.pt"], ["*_model_states.pt", "optimizer.pt"]),
+        ([], []),
+    ],
+)
+def test_a_file_for_every_pattern(tmp_path: Path, patterns: list[str], lacks: list[str]) -> None:
+    """A star stands for no slash: a file of the same name further down is another one."""
+    save(tmp_path / "checkpoint-8")
+    save(tmp_path / "checkpoint-8" / "global_step8", "mp_rank_00_model_states.pt")
+    (found,) = find_checkpoints(trainer(checkpoint_complete=patterns), tmp_path, has_ended=True)
+    assert (found.complete, found.lacks) == (not lacks, tuple(lacks))
+
+
+def test_what_was_just_written_is_complete_only_if_the_program_has_ended(tmp_path: Path) -> None:
+    folder = save(tmp_path / "checkpoint-8")
+    assert [one.complete for one in find_checkpoints(trainer(), tmp_path)] == [False]
+    assert [one.complete for one in find_checkpoints(trainer(), tmp_path, has_ended=True)] == [True]
+    for path in (*folder.iterdir(), folder):
+        make_old(path, QUIET_S + 1)
+    assert [one.complete for one in find_checkpoints(trainer(), tmp_path)] == [True]
+
+
+def test_another_rank_still_writes(tmp_path: Path) -> None:
+    """The last file of the first rank is there, the optimizer of the second one grows."""
+    checkpoints = WatchedCheckpoints(trainer(), tmp_path)
+    folder = save(tmp_path / "checkpoint-8")
+    completes = []
+    for second in range(6):
+        if second < 3:
+            append(folder / "optimizer-1.pt", "more")
+        completes.append(checkpoints.find(float(second))[0].complete)
+    assert completes == [False, False, False, False, True, True]
+
+
+def test_times_of_a_file_server_that_is_behind_do_not_count(tmp_path: Path) -> None:
+    """By its clock the files are old while they are being written; the single look is taken in, the watch is not."""
+    checkpoints = WatchedCheckpoints(trainer(), tmp_path)
+    folder = save(tmp_path / "checkpoint-8")
+    for path in (*folder.iterdir(), folder):
+        make_old(path)
+    assert [one.complete for one in find_checkpoints(trainer(), tmp_path)] == [True]
+    assert [one.complete for one in checkpoints.find(0.0)] == [False]
+    assert [one.complete for one in checkpoints.find(QUIET_S)] == [True]
+    assert [one.complete for one in checkpoints.find(0.0, has_ended=True)] == [True]
+
+
+def test_one_that_is_written_over_is_not_complete_meanwhile(tmp_path: Path) -> None:
+    checkpoints = WatchedCheckpoints(trainer(), tmp_path)
+    folder = save(tmp_path / "checkpoint-8")
+    checkpoints.find(0.0)
+    assert checkpoints.find(5.0)[0].complete
+    time.sleep(0.01)
+    (folder / "model.safetensors").write_text("y")  # as long as before
+    assert not checkpoints.find(6.0)[0].complete
+    assert checkpoints.find(9.0)[0].complete

@@ -1,0 +1,180 @@
+"""Health from metrics alone: steps made by hand, logs of other trainers, and the recorded runs of the native one."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from watched_programs import FIXTURES, trainer
+
+from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.schemas.run import HealthSpec
+from rlhf_core.worker.command.health import MetricHealth, MetricWarning
+from rlhf_core.worker.command.metric_names import MetricNames
+
+NATIVE = Path(__file__).parents[2] / "training" / "fixtures" / "health"
+WELL = {
+    "train/loss": 0.01,
+    "train/grad_norm": 0.5,
+    "reward/mean": 0.5,
+    "reward/std": 0.3,
+    "rollout/zero_std_groups": 0.2,
+    "rollout/truncated_share": 0.1,
+    "policy/kl": 0.05,
+}
+NO_SPREAD = {"reward/mean": 0.0, "reward/std": 0.0, "rollout/zero_std_groups": 1.0}
+NAN = math.nan
+
+
+def judged(steps: int, changes: dict[str, float], *, every: int = 1, **spec: object) -> list[MetricWarning]:
+    """Ten healthy steps, then as many others."""
+    health = MetricHealth(HealthSpec.model_validate(spec))
+    for step in range(every, 10 * every + 1, every):
+        reward = 0.1 * math.sin(step)
+        assert health.look(step, {**WELL, "reward/mean": 0.5 + reward}) == []
+    found = []
+    for step in range(11 * every, (11 + steps) * every, every):
+        found += health.look(step, {**WELL, **changes})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule", "kind", "after"),
+    [
+        ({"train/loss": NAN}, "non_finite", FailureKind.NON_FINITE, 1),
+        ({"train/loss": math.inf}, "non_finite", FailureKind.NON_FINITE, 1),
+        ({"train/grad_norm": NAN}, "non_finite", FailureKind.NON_FINITE, 5),
+        ({"train/grad_norm": 0.0}, "frozen", FailureKind.DEGENERATE_RL, 5),
+        (NO_SPREAD, "no_spread", FailureKind.DEGENERATE_RL, 20),
+        ({"rollout/truncated_share": 1.0, "reward/mean": 0.3}, "truncated", FailureKind.DEGENERATE_RL, 20),
+        ({"policy/kl": 50.0}, "kl", FailureKind.DEGENERATE_RL, 20),
+        ({"policy/kl": NAN}, "kl", FailureKind.DEGENERATE_RL, 20),
+    ],
+)
+def test_each_rule_warns_once_after_its_steps(
+    changes: dict[str, float], rule: str, kind: FailureKind, after: int
+) -> None:
+    found = judged(60, changes)
+    assert [(one.rule, one.kind, one.since_step, one.step) for one in found] == [(rule, kind, 11, 10 + after)]
+    assert found[0].message.startswith(f"At step {10 + after}")
+    assert "found " in found[0].message
+    assert "expected " in found[0].message
+    assert judged(after - 1, changes) == []
+
+
+def test_healthy_steps_warn_of_nothing() -> None:
+    assert judged(200, {}) == []
+
+
+def test_a_warning_comes_again_after_it_has_been_well() -> None:
+    health = MetricHealth(HealthSpec())
+    bad = {**WELL, "train/loss": NAN}
+    told = [[one.rule for one in health.look(step, bad if step in (3, 4, 6) else WELL)] for step in range(1, 8)]
+    assert told == [[], [], ["non_finite"], [], [], ["non_finite"], []]
+
+
+def test_a_good_step_between_begins_the_row_anew() -> None:
+    health = MetricHealth(HealthSpec())
+    for step in range(1, 100):
+        changes = {} if step % 15 == 0 else {"policy/kl": 50.0}
+        assert health.look(step, {**WELL, **changes}) == []
+
+
+def test_a_rule_that_is_off_is_not_applied() -> None:
+    assert judged(60, {"policy/kl": 50.0}, off={"kl": "measured against a far model"}) == []
+    assert judged(60, {"policy/kl": 50.0}, max_kl=100.0) == []
+
+
+def test_lines_are_counted_in_optimizer_steps_and_at_least_three_of_them() -> None:
+    """With logging_steps = 10, two lines with a gradient of 0 would be twenty steps, but only two gradients."""
+    found = judged(20, {"train/grad_norm": 0.0}, every=10)
+    assert [(one.since_step, one.step) for one in found] == [(110, 130)]
+    found = judged(20, NO_SPREAD, every=10)
+    assert [(one.since_step, one.step) for one in found] == [(110, 130)]
+
+
+def test_a_step_in_parts_counts_once() -> None:
+    """The log and TensorBoard tell the same step."""
+    health = MetricHealth(HealthSpec())
+    told = [one for step in range(1, 5) for _ in range(3) for one in health.look(step, {"train/grad_norm": 0.0})]
+    assert told == []
+    assert [one.rule for one in health.look(5, {"train/grad_norm": 0.0})] == ["frozen"]
+
+
+def test_no_gradient_without_spread_is_told_as_no_spread_alone() -> None:
+    assert [one.rule for one in judged(60, {**NO_SPREAD, "train/grad_norm": 0.0})] == ["no_spread"]
+
+
+def test_the_deviation_tells_where_groups_are_not_logged() -> None:
+    def rules(spread: float) -> list[str]:
+        health = MetricHealth(HealthSpec())
+        steps = (health.look(step, {"reward/mean": 0.0, "reward/std": spread}) for step in range(1, 60))
+        return [one.rule for found in steps for one in found]
+
+    assert rules(0.0) == ["no_spread"]
+    assert rules(1e-3) == []
+    assert rules(NAN) == []  # of a single completion
+
+
+def test_a_solved_task_is_well() -> None:
+    assert judged(60, {**NO_SPREAD, "reward/mean": 1.0, "train/grad_norm": 0.0}) == []
+    assert judged(60, {"rollout/truncated_share": 1.0, "reward/mean": 1.0}) == []
+
+
+def test_a_reward_that_has_risen_is_well_and_one_that_has_fallen_is_not() -> None:
+    assert judged(60, {**NO_SPREAD, "reward/mean": 0.9, "reward/max": 2.0}) == []
+    assert [one.rule for one in judged(60, {**NO_SPREAD, "reward/mean": 0.2})] == ["no_spread"]
+
+
+def test_what_is_not_logged_is_no_sign() -> None:
+    """DPO and CPO log no groups, no lengths and no KL; an evaluation has a line of its own."""
+    health = MetricHealth(HealthSpec())
+    told = [health.look(step, {"train/loss": 0.7, "preference/margin": 0.0}) for step in range(1, 100)]
+    told += [health.look(100, {"eval/loss": NAN})]
+    assert not any(told)
+
+
+def test_a_program_that_has_begun_again_is_judged_anew() -> None:
+    health = MetricHealth(HealthSpec(), first_step=50)
+    for step in range(51, 70):
+        assert health.look(step, {**WELL, **NO_SPREAD}) == []
+    for step in range(1, 20):
+        assert health.look(step, {**WELL, **NO_SPREAD}) == []
+    assert [one.rule for one in health.look(20, {**WELL, **NO_SPREAD})] == ["no_spread"]
+
+
+def test_a_real_run_whose_completions_never_end_and_are_never_rewarded() -> None:
+    """ms-swift with a random model: all completions are cut off at 8 tokens. Six steps are too few for the default."""
+    lines = (FIXTURES / "swift-grpo-logging.jsonl").read_text().splitlines()[:6]
+    names = MetricNames(trainer())
+
+    def rules(**spec: int) -> set[str]:
+        health = MetricHealth(HealthSpec(**spec))
+        steps = (
+            names.rename({name: value for name, value in json.loads(line).items() if isinstance(value, float)})
+            for line in lines
+        )
+        return {one.rule for step, metrics in enumerate(steps, 1) for one in health.look(step, metrics)}
+
+    assert rules() == set()
+    assert "truncated" in rules(window_steps=4)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "rules"),
+    [
+        ("seed-1", set()),
+        ("slow", set()),
+        ("two-prompts-a-step", set()),
+        ("solved-by-the-warm-start", set()),
+        ("reward-always-0", {"no_spread"}),
+        ("loss-without-a-gradient", {"frozen"}),
+    ],
+)
+def test_recorded_runs_of_the_native_trainer(recorded: str, rules: set[str]) -> None:
+    """The same runs that its own judge is held against."""
+    health, found = MetricHealth(HealthSpec()), set()
+    for line in (NATIVE / f"{recorded}.jsonl").read_text().splitlines():
+        step = json.loads(line)
+        found |= {one.rule for one in health.look(step["step"], step["metrics"])}
+    assert found == rules

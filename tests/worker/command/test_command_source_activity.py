@@ -1,0 +1,145 @@
+"""Activity as a sign of life: real processes that loop, wait, write and are stopped."""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from watched_programs import Start, wait_until, watched
+
+from rlhf_core.worker.command.observation import Reading
+from rlhf_core.worker.command.sources import activity
+from rlhf_core.worker.command.sources.activity import Activity
+
+LOOP = "while True: pass"
+WAIT = "import time; time.sleep(1000)"
+WITH_CHILD = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]])
+open(sys.argv[2], "w").write(str(child.pid))
+time.sleep(1000)
+"""
+WRITE = """
+import sys, time
+with open(sys.argv[1], "wb", buffering=0) as file:
+    while True:
+        file.write(b"x" * 4096)
+        time.sleep(0.1)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activity, "SAMPLE_S", 0.5)
+
+
+def samples(tmp_path: Path, pids: Sequence[int], num: int = 3) -> list[bool]:
+    """The processes are waited for until they are at work, then sampled."""
+    time.sleep(0.7)
+    source = Activity(watched(tmp_path, pids=pids))
+    found = [source.poll(time.monotonic()).moved]
+    for _ in range(num):
+        time.sleep(0.6)
+        found.append(source.poll(time.monotonic()).moved)
+    assert not found[0]  # there is nothing to compare with
+    return found[1:]
+
+
+def test_it_sees_a_stopped_rank(tmp_path: Path, start: Start) -> None:
+    program = start(LOOP)
+    program.stop()
+    assert samples(tmp_path, [program.pid]) == [False] * 3
+
+
+def test_it_sees_a_rank_that_waits(tmp_path: Path, start: Start) -> None:
+    assert samples(tmp_path, [start(WAIT).pid]) == [False] * 3
+
+
+def test_it_is_blind_to_an_endless_loop(tmp_path: Path, start: Start) -> None:
+    assert samples(tmp_path, [start(LOOP).pid]) == [True] * 3
+
+
+def test_work_of_a_child_is_life(tmp_path: Path, start: Start) -> None:
+    program = start(WITH_CHILD, LOOP, tmp_path / "child")
+    wait_until((tmp_path / "child").exists)
+    assert samples(tmp_path, [program.pid]) == [True] * 3
+
+
+def test_work_of_a_child_is_no_life_of_a_stopped_rank(tmp_path: Path, start: Start) -> None:
+    program = start(WITH_CHILD, LOOP, tmp_path / "child")
+    wait_until((tmp_path / "child").exists)
+    program.stop()
+    assert samples(tmp_path, [program.pid]) == [False] * 3
+
+
+def test_writing_is_life(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activity, "MIN_CPU_SHARE", 100.0)
+    assert samples(tmp_path, [start(WRITE, tmp_path / "file").pid]) == [True] * 3
+
+
+def test_a_process_that_joins_late_does_not_count_with_all_that_it_has_used(tmp_path: Path, start: Start) -> None:
+    waiting = start(WAIT)
+    used = start(
+        "import time\nend = time.process_time() + 0.5\nwhile time.process_time() < end: pass\ntime.sleep(1000)"
+    )
+    time.sleep(2)
+    pids = [waiting.pid]
+    source = Activity(watched(tmp_path, pids=pids))
+    source.poll(time.monotonic())
+    pids.append(used.pid)
+    time.sleep(0.6)
+    assert not source.poll(time.monotonic()).moved
+
+
+def test_processes_that_are_gone_are_no_news(tmp_path: Path, start: Start) -> None:
+    program = start("pass")
+    program.process.wait()
+    source = Activity(watched(tmp_path, pids=[program.pid]))
+    assert [source.poll(float(now)) for now in range(3)] == [Reading()] * 3
+    assert Activity(watched(tmp_path)).poll(0.0) == Reading()
+
+
+def test_a_poll_is_short(tmp_path: Path, start: Start) -> None:
+    source = Activity(watched(tmp_path, pids=[start(WAIT).pid]))
+    source.poll(0.0)
+    before = time.process_time()
+    for now in range(1, 21):
+        source.poll(float(now))
+    assert (time.process_time() - before) / 20 < 0.05
+
+
+class _NvmlError(Exception):
+    pass
+
+
+def _nvml(pids: Sequence[int], percent: int) -> SimpleNamespace:
+    """A driver with one GPU."""
+    return SimpleNamespace(
+        NVMLError=_NvmlError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: 1,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetComputeRunningProcesses=lambda handle: [SimpleNamespace(pid=pid) for pid in pids],
+        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=percent),
+    )
+
+
+@pytest.mark.parametrize(("is_own", "percent", "moved"), [(True, 90, True), (True, 0, False), (False, 90, False)])
+def test_a_busy_gpu_counts_for_the_ranks_that_use_it(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch, is_own: bool, percent: int, moved: bool
+) -> None:
+    program = start(WAIT)
+    monkeypatch.setattr(activity, "_DRIVER", tmp_path)
+    monkeypatch.setitem(sys.modules, "pynvml", _nvml([program.pid if is_own else os.getpid()], percent))
+    assert samples(tmp_path, [program.pid], num=1) == [moved]
+
+
+def test_a_driver_without_its_library_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activity, "_DRIVER", tmp_path)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    source = Activity(watched(tmp_path))
+    assert "rlhf-flows[training]" in source.poll(0.0).problem
+    assert source.poll(1.0).problem == ""

@@ -1,0 +1,132 @@
+"""Python stacks as a sign of life: real dumps of py-spy of real processes."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from watched_programs import Looks, Start, watched
+
+from rlhf_core.worker.command.observation import Reading
+from rlhf_core.worker.command.sources import stacks
+from rlhf_core.worker.command.sources.stacks import Stacks, stacks_of
+
+LOOP = """
+def one():
+    return sum(range(1000))
+def two():
+    return max(range(1000))
+while True:
+    one()
+    two()
+"""
+WAIT = """
+import threading
+lock = threading.Lock()
+lock.acquire()
+def collective():
+    lock.acquire()
+collective()
+"""
+
+
+def samples(source: Stacks, num: int) -> list[Reading]:
+    """Readings with the clock of samples: every look begins one and, a little later, collects it."""
+    looks, found = Looks(source), []
+    for _ in range(num):
+        looks.look()
+        deadline = time.monotonic() + 10
+        while any(dump.is_running for dump in source._dumps):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        found.append(looks.look())
+    return found
+
+
+def test_it_sees_a_rank_that_stands_still(tmp_path: Path, start: Start) -> None:
+    program = start(WAIT)
+    time.sleep(1)
+    found = samples(Stacks(watched(tmp_path, pids=[program.pid])), 4)
+    assert [(one.moved, one.problem) for one in found] == [(False, "")] * 4
+
+
+def test_it_sees_a_stopped_rank(tmp_path: Path, start: Start) -> None:
+    program = start(LOOP)
+    time.sleep(1)
+    program.stop()
+    found = samples(Stacks(watched(tmp_path, pids=[program.pid])), 4)
+    assert [(one.moved, one.problem) for one in found] == [(False, "")] * 4
+    assert Path(f"/proc/{program.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"  # left as it was
+
+
+def test_it_is_blind_to_an_endless_loop_of_more_than_one_line(tmp_path: Path, start: Start) -> None:
+    program = start(LOOP)
+    time.sleep(1)
+    assert any(one.moved for one in samples(Stacks(watched(tmp_path, pids=[program.pid])), 12))
+
+
+def test_it_is_blind_to_a_thread_that_goes_on_beside_a_hang(tmp_path: Path, start: Start) -> None:
+    program = start(
+        f"import threading\nthreading.Thread(target=exec, args=({LOOP!r}, {{}}), daemon=True).start()\n{WAIT}"
+    )
+    time.sleep(1)
+    assert any(one.moved for one in samples(Stacks(watched(tmp_path, pids=[program.pid])), 12))
+
+
+def test_a_poll_waits_for_nothing(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """py-spy that never answers is ended after its time, and told of once."""
+    slow = tmp_path / "py-spy"
+    slow.write_text("#!/bin/sh\nexec sleep 1000\n")
+    slow.chmod(0o755)
+    monkeypatch.setattr(stacks, "find_py_spy", lambda: str(slow))
+    source = Stacks(watched(tmp_path, pids=[start(WAIT).pid]))
+    began = time.monotonic()
+    source.poll(0.0)
+    source.poll(1.0)
+    (dump,) = source._dumps
+    assert dump.is_running
+    source.poll(stacks.TIMEOUT_S + 1)
+    assert time.monotonic() - began < 5
+    while dump.is_running:
+        time.sleep(0.02)
+    problem = source.poll(stacks.TIMEOUT_S + 2).problem
+    assert problem == f"no stack of process {dump.pid} from py-spy: no answer within 20 s"
+
+
+def test_samples_are_five_seconds_apart(tmp_path: Path, start: Start) -> None:
+    source = Stacks(watched(tmp_path, pids=[start(WAIT).pid]))
+    source.poll(0.0)
+    (first,) = source._dumps
+    while first.is_running:
+        time.sleep(0.02)
+    source.poll(stacks.SAMPLE_S - 0.1)
+    assert source._dumps == []
+    source.poll(stacks.SAMPLE_S)
+    assert len(source._dumps) == 1
+
+
+def test_a_process_that_ends_is_no_news(tmp_path: Path, start: Start) -> None:
+    program = start("pass")
+    program.process.wait()
+    assert samples(Stacks(watched(tmp_path, pids=[program.pid])), 2) == [Reading()] * 2
+
+
+def test_a_process_that_is_no_python_is_told_once(tmp_path: Path, start: Start) -> None:
+    program = start("import os; os.execvp('sleep', ['sleep', '1000'])")
+    time.sleep(1)
+    found = samples(Stacks(watched(tmp_path, pids=[program.pid])), 2)
+    assert found[0].problem.startswith(f"no stack of process {program.pid} from py-spy: ")
+    assert (found[0].moved, found[1]) == (False, Reading())
+
+
+def test_without_py_spy_it_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "find_py_spy", lambda: None)
+    source = Stacks(watched(tmp_path, pids=[os.getpid()]))
+    assert "rlhf-flows[training]" in source.poll(0.0).problem
+    assert source.poll(10.0) == Reading()
+
+
+def test_the_state_of_a_thread_is_not_part_of_its_stack() -> None:
+    frame = {"name": "f", "filename": "a.py", "line": 3, "locals": None}
+    threads = [{"thread_id": 7, "frames": [frame], "active": active, "owns_gil": active} for active in (True, False)]
+    assert stacks_of(threads[:1]) == stacks_of(threads[1:]) == {7: (("f", "a.py", 3),)}

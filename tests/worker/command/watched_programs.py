@@ -1,0 +1,135 @@
+"""Real programs that make steps, and sources that look at them, for the tests of the sources of progress."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.schemas.command_trainer import CommandTrainer
+from rlhf_core.worker.command.observation import Reading, Source, Watched
+
+FIXTURES = Path(__file__).parent / "fixtures"
+
+STEPS = """
+import itertools, json, os, sys, time
+from pathlib import Path
+path = Path(sys.argv[1])
+for step in itertools.count(1):
+    if sys.argv[2] == "lines":
+        with path.open("a") as file:
+            file.write(sys.argv[3].replace("STEP", str(step)))
+    else:
+        folder = path / f"checkpoint-{step}"
+        folder.mkdir(parents=True)
+        (folder / "model.bin").write_bytes(b"0" * 100)
+        (folder / "trainer_state.json").write_text("{}")
+    time.sleep(0.02)
+"""
+"""Makes a step every 20 ms: appends a line to a file, or saves a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program at work."""
+
+    process: "subprocess.Popen[bytes]"
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def stop(self) -> None:
+        """SIGSTOP, and wait until it is stopped."""
+        os.kill(self.pid, signal.SIGSTOP)
+        wait_until(lambda: Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+
+
+Start = Callable[..., Program]
+
+
+@contextmanager
+def started(code: str, *arguments: object) -> Iterator[Program]:
+    process = subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], start_new_session=True)
+    try:
+        yield Program(process)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def wait_until(is_true: Callable[[], Any], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_true():
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.02)
+
+
+def trainer(**changes: Any) -> CommandTrainer:
+    return CommandTrainer.model_validate({"argv": ["python", "train.py"], "num_steps": 100, **changes})
+
+
+def watched(
+    folder: Path,
+    *,
+    started_at_s: float | None = None,
+    first_step: int = 0,
+    logs: Sequence[Path] = (),
+    pids: Sequence[int] = (),
+    **changes: Any,
+) -> Watched:
+    """A program whose output folder this is; by default it was started a little ago."""
+    at_s = time.time() - 1 if started_at_s is None else started_at_s
+    return Watched(trainer(**changes), folder, at_s, first_step, logs, lambda: pids)
+
+
+class Looks:
+    """A source, looked at with a clock that is as far ahead at every look as it likes to have it."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.now_s = 1000.0
+
+    def look(self) -> Reading:
+        self.now_s += 10
+        return self.source.poll(self.now_s)
+
+    def looks(self, num: int, wait_s: float = 0.1) -> list[Reading]:
+        found = []
+        for _ in range(num):
+            found.append(self.look())
+            time.sleep(wait_s)
+        return found
+
+    def until_moved(self) -> Reading:
+        found: list[Reading] = []
+
+        def has_moved() -> bool:
+            found.append(self.look())
+            return found[-1].moved
+
+        wait_until(has_moved)
+        return found[-1]
+
+    def until_moved_again(self, times: int = 3) -> None:
+        """It goes on to move."""
+        for _ in range(times):
+            self.until_moved()
+
+
+def append(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(text)
+
+
+def make_old(path: Path, age_s: float = 1000.0) -> None:
+    """Give a file the times of one that was written before the program was started."""
+    then = time.time() - age_s
+    os.utime(path, (then, then))
