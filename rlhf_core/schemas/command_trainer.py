@@ -41,6 +41,7 @@ PLACEHOLDERS = {
     "model": "model.path",
     "train": "data.train",
     "eval": "data.eval",
+    "drivers": "folder of the scripts that come with rlhf-flows (trl_preference.py)",
     "code": "folder with the copy of the user's code (code.paths)",
 }
 """Placeholders of the launch line and of variables, with their meanings."""
