@@ -162,14 +162,20 @@ def _explain(detail: Any) -> str:
 
 def prefilled(spec: RunSpec) -> dict[str, Any]:
     """The fields that stand for settings, with the values of a config."""
+    main = spec.loops.main  # another program has its steps and learning rate among its own settings and arguments
     return {
         "name": spec.name,
         "nodes": spec.resources.num_nodes,
         "gpus_per_node": spec.resources.gpus_per_node,
-        "steps": spec.main_loop.num_steps,
-        "learning_rate": spec.main_loop.optimizer.learning_rate,
+        "steps": main.num_steps if main else Form.model_fields["steps"].default,
+        "learning_rate": main.optimizer.learning_rate if main else Form.model_fields["learning_rate"].default,
         "seed": spec.seed,
     }
+
+
+def without_setting(spec: RunSpec) -> tuple[str, ...]:
+    """Fields of the form that mean nothing to a config, because its trainer is another program."""
+    return () if spec.loops.main else tuple(name for name, to in SETTINGS.items() if to.startswith("loops."))
 
 
 OVERRIDES = "the field overrides of the form"

@@ -33,7 +33,7 @@ def preset_path(name: str) -> Path:
 
 
 def drivers_folder() -> Path:
-    """Folder of the scripts that start trainers which have none of their own, such as ``trl_preference.py``; it stands
+    """Folder of the scripts that start trainers which have none of their own, such as ``trl_train.py``; it stands
     for ``{drivers}`` in a launch line.
 
     Raises:

@@ -14,6 +14,8 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+MODEL = "Qwen3-0.6B"
+"""Folder of the model. ms-swift tells models of the same architecture apart by this name."""
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>")
 REWARD = '''"""Reward of the tests: share of digits in a completion, for TRL and, as a plug-in, for ms-swift."""
 
@@ -38,10 +40,10 @@ else:
 
 
 def write_all(folder: Path, *, num_rows: int = 256, seed: int = 0) -> None:
-    """Write ``model/``, ``swift_grpo.jsonl``, ``swift_pairs.jsonl``, ``trl_grpo.jsonl``, ``trl_pairs.jsonl``,
+    """Write ``Qwen3-0.6B/``, ``swift_grpo.jsonl``, ``swift_pairs.jsonl``, ``trl_grpo.jsonl``, ``trl_pairs.jsonl``,
     ``rewards.py``."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_model(folder / "model", seed=seed)
+    write_model(folder / MODEL, seed=seed)
     draw = random.Random(seed)
     files: dict[str, list[dict[str, object]]] = {"swift_grpo": [], "swift_pairs": [], "trl_grpo": [], "trl_pairs": []}
     for _ in range(num_rows):
