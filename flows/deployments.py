@@ -23,7 +23,7 @@ from pydantic import ValidationError
 
 from flows.deployment_form import description_of, form_of
 from flows.flow_runs import RESUME, RESUME_DEPLOYMENT, RUN_FLOW
-from flows.form import Form, overrides_of, prefilled, read_form
+from flows.form import Form, overrides_of, prefilled, read_form, without_setting
 from flows.schedules import SKIP_IF_BUSY
 from flows.server import START_IT, server_answers
 from flows.work_pool import QUEUES
@@ -146,7 +146,7 @@ def register(
         name=name,
         description=description_of(config, overrides),
         parameters=parameters,
-        schema=form_of(parameters, hidden=("config", "run_id")),
+        schema=form_of(parameters, hidden=("config", "run_id", *without_setting(spec))),
         tags=["rlhf", *tags],
         priority=priority,
         limit=limit,

@@ -183,6 +183,12 @@ def _of_the_trainer(spec: RunSpec) -> dict[str, Any]:
     return {"steps": spec.main_loop.num_steps, "learning_rate": spec.main_loop.optimizer.learning_rate}
 
 
+def without_setting(spec: RunSpec) -> tuple[str, ...]:
+    """Fields of the form that mean nothing to a config, because its trainer is another program."""
+    known = COMMAND_SETTINGS if isinstance(spec.trainer, CommandTrainer) else SETTINGS
+    return tuple(field for field in SETTINGS if field not in known)
+
+
 OVERRIDES = "the field overrides of the form"
 
 

@@ -20,6 +20,7 @@
     │   └── JournalDamaged          a line of the controller's journal cannot be read
     ├── ServiceFailed               a service of the site did not start, or supervisord does not answer
     ├── PrefectUnavailable          no Prefect server can be used; nothing of a run depends on one
+    ├── EnvironmentFailed           an environment of `rlhf env create` could not be made; it can be tried again
     ├── PromotionFailed             the model of a completed run could not be written; it can be tried again
     ├── RunNotBegun                 no worker starts a requested run; the request stays
     ├── RunFailed                   a run ended without a model; the diagnosis is the message
@@ -148,6 +149,10 @@ class ServiceFailed(RlhfError):
 
 class PrefectUnavailable(RlhfError):
     """No Prefect server can be used. Nothing of a run depends on one: ``--no-prefect`` runs without."""
+
+
+class EnvironmentFailed(RlhfError):
+    """An environment of a trainer could not be made. It can be tried again."""
 
 
 class PromotionFailed(RlhfError):

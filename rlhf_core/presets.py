@@ -1,4 +1,4 @@
-"""The shipped presets: what lies in their folder. Light, so that help texts can name them."""
+"""The shipped presets, and the scripts that they start: all that lies in their folders. Light: help texts name them."""
 
 from pathlib import Path
 
@@ -7,6 +7,7 @@ from rlhf_core.errors import BadConfig
 _PACKAGE = Path(__file__).parent
 _FOLDERS = (_PACKAGE / "presets", _PACKAGE.parent / "infra" / "presets")
 """Inside the installed package, and in a checkout."""
+_DRIVERS = (_PACKAGE / "drivers", _PACKAGE.parent / "infra" / "trainers")
 
 
 def _names() -> tuple[str, ...]:
@@ -29,3 +30,16 @@ def preset_path(name: str) -> Path:
         if path.is_file():
             return path
     raise BadConfig(f'preset "{name}" is not part of this installation of rlhf-flows; reinstall the package')
+
+
+def drivers_folder() -> Path:
+    """Folder of the scripts that start trainers which have none of their own, such as ``trl_train.py``; it stands
+    for ``{drivers}`` in a launch line.
+
+    Raises:
+        BadConfig: there is none.
+    """
+    for folder in _DRIVERS:
+        if folder.is_dir():
+            return folder
+    raise BadConfig(f"found no folder {_DRIVERS[0]}, expected it in every installation; reinstall the package")

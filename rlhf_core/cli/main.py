@@ -16,6 +16,7 @@ from rlhf_core.cli import (
     config_commands,
     db_commands,
     deploy_commands,
+    env_commands,
     export_command,
     history_commands,
     output,
@@ -43,6 +44,8 @@ db_app = typer.Typer(
 )
 
 config_app = typer.Typer(help="Config files: rewrite one of an earlier version.", no_args_is_help=True)
+
+env_app = typer.Typer(help="Environments of trainers that are other programs.", no_args_is_help=True)
 
 _RUNNING = "Run"
 _LOOKING = "Look"
@@ -94,6 +97,10 @@ app.command("serve", rich_help_panel=_SITE)(service_commands.serve)
 app.command("notify", rich_help_panel=_SITE)(promote_commands.notify)
 app.command("reconcile", rich_help_panel=_SITE)(reconcile_command.reconcile)
 app.command("doctor", rich_help_panel=_SITE)(run_commands.doctor)
+app.add_typer(env_app, name="env", rich_help_panel=_SITE)
+env_app.command("create")(env_commands.create)
+env_app.command("list")(env_commands.list_)
+env_app.command("show")(env_commands.show)
 app.add_typer(db_app, name="db", rich_help_panel=_SITE)
 db_app.command("upgrade")(db_commands.upgrade)
 db_app.command("rebuild")(db_commands.rebuild)

@@ -25,6 +25,7 @@ PLACEHOLDERS = {
     "local_rank": "index of the rank on its node, from 0; with launch = per_node 0",
     "gpus": "GPUs of this node as CUDA_VISIBLE_DEVICES has them; empty without any",
     "gpus_per_node": "GPUs on every node",
+    "use_cpu": "true where resources.gpus_per_node is 0, else false",
     "master_addr": "address of the first node",
     "master_port": "port on the first node that was free when the ranks were started",
     "num_steps": "trainer.num_steps",
@@ -41,6 +42,7 @@ PLACEHOLDERS = {
     "model": "model.path",
     "train": "data.train",
     "eval": "data.eval",
+    "drivers": "folder of the scripts that come with rlhf-flows (trl_train.py, ray_node.sh)",
     "code": "folder with the copy of the user's code (code.paths)",
 }
 """Placeholders of the launch line and of variables, with their meanings."""

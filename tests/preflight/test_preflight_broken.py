@@ -109,7 +109,7 @@ def gsm8k_files(folder: Path) -> list[str]:
 
 
 @pytest.mark.training
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", [name for name in PRESETS if config.load(name).trainer.kind == "native"])
 def test_no_preset_is_blocked(name: str, tmp_path: Path) -> None:
     spec = config.load(name, gsm8k_files(tmp_path) if name == "gsm8k" else ())
     scheduler = FakeScheduler(nodes=tuple("abcd")[: spec.resources.num_nodes])

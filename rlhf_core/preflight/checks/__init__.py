@@ -1,7 +1,7 @@
 """The static checks, grouped by subject. Importing this package registers them all, in this order."""
 
 from rlhf_core.preflight.checks import batch, data, content, model, memory, environment, job_environment, resources  # isort: skip
-from rlhf_core.preflight.checks import promote, resume, trial, disabled_checks  # isort: skip
+from rlhf_core.preflight.checks import launch_line, promote, resume, trial, disabled_checks  # isort: skip
 
 __all__ = [
     "batch",
@@ -10,6 +10,7 @@ __all__ = [
     "disabled_checks",
     "environment",
     "job_environment",
+    "launch_line",
     "memory",
     "model",
     "promote",

@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# One node of a Ray cluster that lives as long as one program: the first node starts Ray's head and, once all nodes are
+# there, the program; the others join and end with it, and with its exit code.
+#
+#   ray_node.sh NODE_RANK NUM_NODES HEAD_ADDRESS HEAD_PORT GPUS_PER_NODE FOLDER COMMAND [ARGUMENT ...]
+#
+# FOLDER is seen by all nodes and belongs to this start alone; the exit code of the program is left in it.
+set -u
+node_rank=$1 num_nodes=$2 address=$3 port=$4 gpus=$5 folder=$6
+shift 6
+mkdir -p "$folder"
+result=$folder/exit_code
+
+# Ray stays in the foreground of a process of ours: `ray stop` would end that of every job on the node.
+node=""
+end_node() { [ -n "$node" ] && kill "$node" 2>/dev/null && wait "$node"; }
+trap end_node EXIT
+trap 'exit 143' TERM
+trap 'exit 130' INT
+
+if [ "$node_rank" -eq 0 ]; then
+  rm -f "$result"
+  ray start --head --block --disable-usage-stats --node-ip-address="$address" --port="$port" --num-gpus="$gpus" &
+  node=$!
+  export RAY_ADDRESS=$address:$port
+  until [ "$(ray list nodes --filter state=ALIVE --format json 2>/dev/null | grep -c '"node_id"')" -ge "$num_nodes" ]; do
+    kill -0 "$node" 2>/dev/null || { echo "ray's head has ended before $num_nodes nodes were there" >&2; exit 1; }
+    sleep 2
+  done
+  "$@" &
+  program=$!
+  trap 'kill -TERM $program 2>/dev/null; wait $program; exit 143' TERM
+  wait "$program"
+  code=$?
+  echo "$code" >"$result.part" && mv "$result.part" "$result"
+  exit "$code"
+fi
+
+until ray health-check --address "$address:$port" >/dev/null 2>&1; do sleep 2; done
+ray start --block --disable-usage-stats --address="$address:$port" --num-gpus="$gpus" &
+node=$!
+while [ ! -s "$result" ]; do
+  kill -0 "$node" 2>/dev/null || { sleep 5; [ -s "$result" ] && break; echo "ray's node has ended before the program" >&2; exit 1; }
+  sleep 2
+done
+exit "$(cat "$result")"

@@ -1,0 +1,92 @@
+"""``rlhf env``: environments of trainers that are other programs.
+
+Heavy modules are imported inside the functions, so that ``rlhf --help`` stays fast.
+"""
+
+import re
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rlhf_core.cli import output
+from rlhf_core.cli.output import JsonOption
+from rlhf_core.environments import names
+
+_PROGRESS = re.compile(r"making|Collecting|Downloading|Building|Using cached|Installing|Successfully|ERROR")
+
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help=f"Name of an environment: {', '.join(names())}.")]
+FolderOption = Annotated[
+    Path | None, typer.Option("--folder", help="Its folder.", show_default="<home>/environments/<name>")
+]
+
+
+def create(
+    name: NameArgument,
+    folder: FolderOption = None,
+    torch: Annotated[
+        str, typer.Option(help="Requirement of torch, for instance torch==2.12.1, instead of the tested one.")
+    ] = "",
+    python: Annotated[str, typer.Option(help="Interpreter to make it with.", show_default="this one")] = sys.executable,
+) -> None:
+    """Make the environment of a trainer; where it was not finished go on, where it is complete do nothing.
+
+    Where packages come from is a matter of pip's own settings. On a cluster the folder must be one that the nodes see.
+    """
+    from rlhf_core import environments
+    from rlhf_core.config import load_site
+
+    wanted = environments.definition(name)
+    place = (folder or environments.default_folder(name, load_site().home)).expanduser().absolute()
+    made = environments.create(wanted, place, torch=torch, python=python, tell=_tell)
+    done = "is there already" if made.was_there else f"was made in {made.seconds:.0f} s"
+    use = name if folder is None else str(place)
+    output.print_text(f'{place} {done}. Use it with trainer.environment = "{use}".')
+
+
+def list_(as_json: JsonOption = False) -> None:
+    """List the environments that can be made, with the state of each in the home folder of the site."""
+    from rlhf_core import environments
+    from rlhf_core.config import load_site
+
+    home = load_site().home
+    rows = []
+    for name in names():
+        wanted = environments.definition(name)
+        found = environments.look(wanted, environments.default_folder(name, home))
+        rows.append({"name": name, "state": found.state, "folder": str(found.folder), "summary": wanted.summary})
+    if as_json:
+        output.print_json(rows)
+    else:
+        output.print_table(("name", "state", "folder", "for"), [tuple(row.values()) for row in rows])
+
+
+def show(name: NameArgument, folder: FolderOption = None, as_json: JsonOption = False) -> None:
+    """Show what an environment is made from, and its state."""
+    from rlhf_core import environments
+    from rlhf_core.config import load_site
+
+    wanted = environments.definition(name)
+    place = (folder or environments.default_folder(name, load_site().home)).expanduser().absolute()
+    found = environments.look(wanted, place)
+    row = {
+        "name": name,
+        "summary": wanted.summary,
+        "folder": str(place),
+        "state": found.state,
+        "python": found.python,
+        "torch": found.torch or wanted.torch,
+        "requirements": list(wanted.requirements),
+        "constraints": list(wanted.constraints),
+    }
+    if as_json:
+        output.print_json(row)
+    else:
+        cells = [" ".join(map(str, value)) if isinstance(value, list) else str(value) for value in row.values()]
+        output.print_records(tuple(row), [cells])
+
+
+def _tell(line: str) -> None:
+    if _PROGRESS.match(line):
+        output.note(line)

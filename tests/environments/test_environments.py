@@ -1,0 +1,220 @@
+"""Environments of trainers: made, gone on with, recognised; never taken for complete when they are not."""
+
+import fcntl
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf_core import environments
+from rlhf_core.cli import main
+from rlhf_core.environments import Definition, create, environment_folder, look
+from rlhf_core.errors import BadConfig, BadInput, EnvironmentFailed
+
+TINY = Definition("tiny", "For tests.", "torch==1.0", ("tinytrainer==1.0",), ("tinytrainer==1.0", "torch==1.0"))
+
+
+def version_in(folder: Path, name: str) -> str:
+    code = f"import importlib.metadata as m; print(m.version({name!r}))"
+    return subprocess.run([folder / "bin/python", "-c", code], capture_output=True, text=True).stdout.strip()
+
+
+def test_an_environment_is_made_as_pinned_and_then_left_alone(tmp_path: Path, wheels: Path) -> None:
+    folder = tmp_path / "made" / "tiny"
+    told: list[str] = []
+    assert look(TINY, folder).state == "absent"
+    made = create(TINY, folder, tell=told.append)
+    assert not made.was_there
+    assert (version_in(folder, "torch"), version_in(folder, "tinytrainer")) == ("1.0", "1.0"), "not the newest"
+    assert any("tinytrainer" in line for line in told)
+    found = look(TINY, folder)
+    assert (found.state, found.torch, found.python) == ("ready", "torch==1.0", "{}.{}".format(*sys.version_info))
+    for wheel in wheels.iterdir():
+        wheel.unlink()
+    assert create(TINY, folder).was_there, "needs no packages"
+
+
+def test_another_torch_takes_the_place_of_the_pinned_one(tmp_path: Path, wheels: Path) -> None:
+    folder = tmp_path / "tiny"
+    create(TINY, folder, torch="torch==2.0")
+    assert (version_in(folder, "torch"), version_in(folder, "tinytrainer")) == ("2.0", "1.0")
+    assert look(TINY, folder).state == "ready"
+    assert create(TINY, folder, torch="torch==2.0").was_there
+    assert not create(TINY, folder).was_there, "another torch is another environment"
+    assert version_in(folder, "torch") == "1.0"
+
+
+def test_what_was_not_finished_is_gone_on_with(tmp_path: Path, wheels: Path) -> None:
+    folder = tmp_path / "tiny"
+    (wheels / "tinytrainer-1.0-py3-none-any.whl").rename(tmp_path / "kept.whl")
+    with pytest.raises(EnvironmentFailed, match=r"(?s)its last lines:.*tinytrainer==1\.0.*goes on with what is there"):
+        create(TINY, folder)
+    assert look(TINY, folder).state == "unfinished"
+    (tmp_path / "kept.whl").rename(wheels / "tinytrainer-1.0-py3-none-any.whl")
+    create(TINY, folder)
+    assert look(TINY, folder).state == "ready"
+
+
+def test_a_changed_definition_makes_an_environment_outdated_until_it_is_made_again(
+    tmp_path: Path, wheels: Path
+) -> None:
+    folder = tmp_path / "tiny"
+    create(TINY, folder)
+    newer = Definition("tiny", "For tests.", "torch==1.0", ("tinytrainer==2.0",), ("tinytrainer==2.0",))
+    assert look(newer, folder).state == "outdated"
+    assert not create(newer, folder).was_there
+    assert version_in(folder, "tinytrainer") == "2.0"
+
+
+def test_an_update_that_fails_leaves_no_stamp_behind(tmp_path: Path, wheels: Path) -> None:
+    """The packages may be of either version then; a stamp that stays would say that they are all right."""
+    folder = tmp_path / "tiny"
+    create(TINY, folder)
+    absent = Definition("tiny", "For tests.", "torch==1.0", ("tinytrainer==3.0",), ())
+    with pytest.raises(EnvironmentFailed):
+        create(absent, folder)
+    assert look(TINY, folder).state == "unfinished"
+
+
+def test_packages_are_compared_with_their_pins_before_the_stamp_is_written(tmp_path: Path, wheels: Path) -> None:
+    """A pip that says it was successful without installing, as `--dry-run` does, is not believed."""
+    folder = tmp_path / "tiny"
+    with pytest.raises(EnvironmentFailed, match=r"found torch missing, expected 1\.0; tinytrainer missing"):
+        create(TINY, folder, pip_arguments=["--dry-run"])
+    assert look(TINY, folder).state == "unfinished"
+
+
+def test_folders_of_others_are_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(BadInput, match="no virtual environment and not empty"):
+        create(TINY, tmp_path)
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+def test_two_do_not_make_the_same_environment_at_once(tmp_path: Path) -> None:
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    other = os.open(folder, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    try:
+        with pytest.raises(BadInput, match="another process is making"):
+            create(TINY, folder)
+    finally:
+        os.close(other)
+
+
+def test_an_interpreter_that_does_not_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="--python /no/such/python"):
+        create(TINY, tmp_path / "tiny", python="/no/such/python")
+
+
+def test_an_import_path_of_the_user_does_not_stand_in_for_packages(
+    tmp_path: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "-q", "--target", elsewhere, "tinytrainer==1.0"],
+        check=True,
+        capture_output=True,
+    )
+    monkeypatch.setenv("PYTHONPATH", str(elsewhere))
+    create(TINY, tmp_path / "tiny")
+    monkeypatch.delenv("PYTHONPATH")
+    assert version_in(tmp_path / "tiny", "tinytrainer") == "1.0"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# trainer.environment
+
+
+def bare(folder: Path) -> Path:
+    """A folder that passes for a virtual environment."""
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "python").touch()
+    (folder / "pyvenv.cfg").touch()
+    return folder
+
+
+def test_an_environment_is_found_by_name_and_by_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ready = bare(tmp_path / "environments" / "trl")
+    (ready / environments.STAMP).write_text(json.dumps({"hash": "of an older version"}))
+    assert environment_folder("trl", tmp_path) == ready, "an outdated one still runs"
+    own = bare(tmp_path / "environments" / "mine")
+    assert environment_folder("mine", tmp_path) == own, "one that was put there by hand needs no stamp"
+    assert environment_folder(str(own), Path("/nowhere")) == own
+    monkeypatch.chdir(tmp_path)
+    assert environment_folder("./environments/mine", tmp_path) == own
+
+
+def test_an_environment_that_cannot_be_used_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(BadConfig, match=r"swift is not there; run `rlhf env create swift`"):
+        environment_folder("swift", tmp_path)
+    bare(tmp_path / "environments" / "swift")
+    with pytest.raises(BadConfig, match=r"swift was not finished; run `rlhf env create swift`"):
+        environment_folder("swift", tmp_path)
+    with pytest.raises(BadConfig, match=r"expected swift, trl \(made by"):
+        environment_folder("swfit", tmp_path)
+    with pytest.raises(BadConfig, match="without bin/python in it"):
+        environment_folder(str(tmp_path), tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Definitions, and the command
+
+
+@pytest.mark.parametrize("name", environments.names())
+def test_a_definition_pins_all_that_it_wants(name: str) -> None:
+    wanted = environments.definition(name)
+    pinned = {line.partition("==")[0].lower().replace("_", "-") for line in wanted.constraints}
+    assert all("==" in line for line in wanted.constraints)
+    for requirement in wanted.requirements:
+        assert requirement.partition("==")[0].partition("[")[0].lower() in pinned, requirement
+    assert wanted.torch.startswith("torch==")
+    assert not any(line.startswith("torch==") for line in wanted.constraints), "torch has a setting of its own"
+
+
+def test_the_definitions_have_the_versions_that_the_presets_are_for() -> None:
+    assert {"ms-swift==4.6.0", "trl==0.29.1", "msgspec"} <= set(environments.definition("swift").requirements)
+    assert "trl==1.16.0" in environments.definition("trl").requirements
+
+
+def test_a_damaged_definition_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "odd.toml"
+    path.write_text('summary = "No more."\n')
+    with pytest.raises(BadInput, match=r"odd\.toml is no definition"):
+        environments.read_definition(path)
+
+
+def test_env_makes_lists_and_shows(
+    tmp_path: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(environments, "definition", lambda name: TINY)
+    assert main.execute(["env", "create", "trl"]) == 0
+    assert 'Use it with trainer.environment = "trl".' in capsys.readouterr().out
+    assert main.execute(["env", "create", "trl"]) == 0
+    assert "is there already" in capsys.readouterr().out
+    assert main.execute(["env", "list", "--json"]) == 0
+    assert {row["name"]: row["state"] for row in json.loads(capsys.readouterr().out)} == {
+        "swift": "absent",
+        "trl": "ready",
+    }
+    assert main.execute(["env", "show", "trl", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["requirements"] == ["tinytrainer==1.0"]
+    assert main.execute(["env", "create", "trl", "--folder", str(tmp_path / "own")]) == 0
+    assert f'trainer.environment = "{tmp_path}/own"' in capsys.readouterr().out.replace("\n", "")
+
+
+def test_env_create_ends_with_what_pip_said_last(
+    tmp_path: Path, wheels: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The wheels of the test have no trl."""
+    assert main.execute(["env", "create", "trl"]) == 1
+    said = capsys.readouterr().err
+    assert re.search(r"pip install for .* ended with 1; its last lines:(.|\n)*torch==2.13.0", said)
+    assert main.execute(["env", "create", "nope"]) == 2
+    assert "expected one of swift, trl" in capsys.readouterr().err
