@@ -7,7 +7,7 @@ course of the script (command substitution, arrays, branches, its own arguments)
 import ast
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from rlhf_core.shell_words import ShellLexer, ShellPiece, ShellToken, UnclosedShell
@@ -21,6 +21,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?=)(.*)", re.ASCII | re.DOTALL)
 _REDIRECTIONS = frozenset(["&>>", "&>", ">>", "<<<", ">&", "<&", ">|", ">", "<"])
 _SBATCH = re.compile(r"^[ \t]*#SBATCH[ \t]+(.*)$", re.MULTILINE)
+_PIPES = frozenset(["|", "|&"])
 _OPENING = frozenset(["if", "while", "until", "for", "case", "select", "{"])
 _CLOSING = frozenset(["fi", "done", "esac", "}"])
 _PREFIXES = frozenset(["if", "while", "until", "then", "do", "else", "elif", "!", "{", "time"])
@@ -88,9 +89,9 @@ def _evaluated(node: ast.expr) -> int:
         return node.value
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
         found = _OPERATIONS[type(node.op)](_evaluated(node.left), _evaluated(node.right))
-        if abs(found) < 10**15:
+        if 0 <= found < 10**15:  # shells and Python divide negative numbers differently
             return found
-    raise ValueError("no whole number")
+    raise ValueError("no number from 0")
 
 
 @dataclass
@@ -98,14 +99,26 @@ class _Reader:
     """State of the reading: variables so far, and whether the place is sure to be reached."""
 
     known: dict[str, _Value]
+    arguments: Sequence[str] = ()
     exported: set[str] = field(default_factory=set)
     depth: int = 0
     after_or: bool = False
     commands: list[ShellCommand] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
+    def set_arguments(self, arguments: Sequence[str]) -> None:
+        """Give ``$1``, ``$@`` and the like their values."""
+        self.arguments = arguments
+        given = {"@": " ".join(arguments), "*": " ".join(arguments), **dict.fromkeys("0123456789", "")}
+        given |= {str(number): value for number, value in enumerate(arguments[:9], 1)}
+        self.known |= {name: _Value(value) for name, value in given.items()}
+
     def expand(self, pieces: Iterable[ShellPiece]) -> list[_Value]:
         """Words of a token: none for an empty variable, several for an unquoted one with spaces."""
+        pieces = [*pieces]
+        spread = [piece for piece in pieces if piece.text or piece.kind != "text"]
+        if len(spread) == 1 and spread[0].kind == "variable" and spread[0].text == "@":
+            return [_Value(argument) for argument in self.arguments]  # as many words as there are arguments
         fields: list[str] = []
         unread: list[str] = []
         current, begun = "", False
@@ -155,7 +168,8 @@ class _Reader:
         return _Value(piece.source, (piece.source,))
 
     def _number(self, name: str) -> str:
-        return self.known[name].text if name in self.known else name
+        found = self.known[name].text if name in self.known else ""
+        return found if re.fullmatch(r"\d+", found, re.ASCII) else name
 
     def assign(self, name: str, value: _Value, line: int, *, adds: bool = False) -> None:
         """Set a variable; in a branch its value is not known afterwards."""
@@ -165,6 +179,14 @@ class _Reader:
             before = self.known[name]
             value = _Value((before.text + value.text)[:_MAX_VALUE], before.unread + value.unread)
         self.known[name] = value
+
+    def here_document(self, tokens: list[ShellToken], body: ShellToken) -> None:
+        """Take in ``read NAME <<END``, which sets a variable; any other is named."""
+        words = [token.plain for token in tokens]
+        if words[:1] == ["read"] and _NAME.fullmatch(words[-1]):
+            self.assign(words[-1], self.assigned(body.pieces), body.line)
+        else:
+            self.notes.append(f"here-document in line {body.line}")
 
     def command(self, tokens: list[ShellToken], end: str, *, in_pipe: bool) -> None:
         """Take in the words between two separators."""
@@ -191,6 +213,8 @@ class _Reader:
         if tokens[0].plain in _DECLARING:
             self._declare(tokens)
             return
+        if tokens[0].plain == "shift" and not self.depth:
+            self.set_arguments(self.arguments[1:])
         words = [word for token in tokens for word in self.expand(token.pieces)]
         given = {name: self.known[name] for name in sorted(self.exported & self.known.keys())}
         given |= {name: value for name, value, _ in assignments}
@@ -227,22 +251,27 @@ class _Reader:
                 self.exported.add(name)
 
 
-def read_shell(text: str, known: Mapping[str, str] | None = None) -> ShellScript:
+def read_shell(text: str, known: Mapping[str, str] | None = None, arguments: Sequence[str] = ()) -> ShellScript:
     """Read a shell script. Never raises: what is not understood is named.
 
     Args:
         text: The script; of one longer than ``MAX_CHARACTERS`` nothing is read.
         known: Variables that are known to be the same where it will run, for instance HOME.
+        arguments: Arguments of the script.
     """
     if len(text) > MAX_CHARACTERS:
         return ShellScript((), (), (f"the script: it has {len(text)} characters, more than {MAX_CHARACTERS}",))
     lexer = ShellLexer(text)
     reader = _Reader({name: _Value(value) for name, value in (known or {}).items()})
+    reader.set_arguments(arguments)
     tokens: list[ShellToken] = []
     in_pipe, drops_next = False, False
+    here: ShellToken | None = None
     try:
         for token in lexer.tokens():
-            if token.pieces:
+            if token.operator in ("<<", "<<-"):
+                here = token
+            elif token.pieces:
                 if not drops_next:
                     tokens.append(token)
                 drops_next = False
@@ -251,11 +280,14 @@ def read_shell(text: str, known: Mapping[str, str] | None = None) -> ShellScript
             elif token.operator == "(" and len(tokens) == 1:
                 reader.notes.append(f"function in line {token.line}")
             elif token.operator:
-                reader.command(tokens, token.operator, in_pipe=in_pipe or token.operator == "|")
-                in_pipe, reader.after_or = token.operator == "|", token.operator == "||"
+                if here is not None:
+                    reader.here_document(tokens, here)
+                reader.command(tokens, token.operator, in_pipe=in_pipe or token.operator in _PIPES)
+                here = None
+                in_pipe, reader.after_or = token.operator in _PIPES, token.operator == "||"
                 tokens, drops_next = [], False
         reader.command(tokens, "", in_pipe=in_pipe)
     except UnclosedShell as error:
         reader.notes.append(f"everything from line {lexer.line}: {error}")
     sbatch = tuple(re.sub(r"\s#.*", "", found[1]).strip() for found in _SBATCH.finditer(text))
-    return ShellScript(tuple(reader.commands), sbatch, (*lexer.notes, *reader.notes))
+    return ShellScript(tuple(reader.commands), sbatch, tuple(reader.notes))

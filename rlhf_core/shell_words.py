@@ -2,13 +2,13 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 _MAX_NESTED = 20
 
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
-_BRACED = re.compile(r"([A-Za-z_]\w*)(?::?[-=](.*))?", re.ASCII | re.DOTALL)
-_OPERATOR = re.compile(r"&&|\|\||;;|&>>|&>|>>|<<<|<<-|<<|>&|<&|>\||[|&;><()\n]")
+_BRACED = re.compile(r"([A-Za-z_]\w*|[0-9@*])(?::?[-=](.*))?", re.ASCII | re.DOTALL)
+_OPERATOR = re.compile(r"&&|\|\||\|&|;;|&>>|&>|>>|<<<|<<-|<<|>&|<&|>\||[|&;><()\n]")
 _EXPR = re.compile(r"\s*expr\s+(.*)", re.DOTALL)
 
 
@@ -30,6 +30,7 @@ class ShellToken:
     line: int
     operator: str = ""
     pieces: tuple[ShellPiece, ...] = ()
+    """Parts of a word, or the body of a here-document."""
 
     @property
     def plain(self) -> str:
@@ -50,8 +51,7 @@ class ShellLexer:
     text: str
     at: int = 0
     line: int = 1
-    notes: list[str] = field(default_factory=list)
-    _here: list[str] = field(default_factory=list)
+    _here_end: int = 0
 
     def tokens(self) -> Iterator[ShellToken]:
         """Yield words and operators.
@@ -83,18 +83,25 @@ class ShellLexer:
         token = ShellToken(self.line, operator=text)
         self._advance(self.at + len(text))
         if text in ("<<", "<<-"):
-            found = re.compile(r"[ \t]*(['\"]?)([\w.-]+)\1").match(self.text, self.at)
-            self.notes.append(f"here-document in line {token.line}")
-            if found:
-                self.at = found.end()
-                self._here.append(found[2])
-            return replace(token, operator="")
-        if text == "\n":
-            for delimiter in self._here:
-                end = re.compile(rf"^[\t]*{re.escape(delimiter)}[ \t]*$", re.MULTILINE).search(self.text, self.at)
-                self._advance(len(self.text) if end is None else end.end())
-            self._here.clear()
+            return self._here_document(token)
+        if text == "\n" and self._here_end > self.at:
+            self._advance(self._here_end)
         return token
+
+    def _here_document(self, token: ShellToken) -> ShellToken:
+        delimiter = re.compile(r"[ \t]*(['\"]?)([\w.-]+)\1").match(self.text, self.at)
+        if not delimiter:
+            raise UnclosedShell("a here-document has no name that ends it")
+        self.at = delimiter.end()
+        start = max(self.text.find("\n", self.at) + 1, self._here_end)
+        end = re.compile(rf"^\t*{re.escape(delimiter[2])}[ \t]*$", re.MULTILINE).search(self.text, start)
+        if not end:
+            raise UnclosedShell(f"the here-document {delimiter[2]} is not closed")
+        self._here_end = end.end()
+        body = self.text[start : end.start()]
+        if delimiter[1]:
+            return replace(token, pieces=(ShellPiece("text", body, body, quoted=True),))
+        return replace(token, pieces=tuple(ShellLexer(body, line=token.line).quoted("")))
 
     def _word(self) -> ShellToken:
         line, pieces = self.line, list[ShellPiece]()
@@ -171,7 +178,10 @@ class ShellLexer:
         name = _NAME.match(text, start + 1)
         if name:
             return ShellPiece("variable", name[0], self._advance(name.end()), quoted)
-        if re.compile(r"[0-9@*#?$!'-]").match(text, start + 1):
+        if re.compile(r"[0-9@*]", re.ASCII).match(text, start + 1):
+            source = self._advance(start + 2)
+            return ShellPiece("variable", source[1], source, quoted)
+        if re.compile(r"[#?$!'-]").match(text, start + 1):
             self._advance(start + 2)
             return ShellPiece("unread", text[start : start + 2], text[start : start + 2], quoted)
         self.at += 1
