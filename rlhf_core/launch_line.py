@@ -126,7 +126,6 @@ _WRAPPERS: Mapping[str, tuple[str, ...]] = {
     "sudo": (),
 }
 """Programs that only start another one, with the words of their subcommand."""
-_ALWAYS_JOINED = _words("nice stdbuf numactl")
 _WORD_AFTER = _words("apptainer singularity")
 """Wrappers with one word before the program: the image."""
 
@@ -226,8 +225,8 @@ class _LineReader:
         first = self.at
         self.at += 1 + len(_WRAPPERS[name])
         flags = _FLAGS.get("container" if name in _WORD_AFTER else name, frozenset())
-        self._options(flags, "wrapper", all_joined=name in _ALWAYS_JOINED)
-        options = {item.name: (self._values(item) or ("",))[0] for item in self.items[start:]}
+        self._options(flags, "wrapper")
+        options = dict(self._wrapper_option(item) for item in self.items[start:])
         if name in _WORD_AFTER:
             self.at = min(self.at + 1, len(self.argv))
         if self.at < len(self.argv) and self.argv[self.at] == "--":
@@ -235,6 +234,12 @@ class _LineReader:
         del self.items[start:]
         self.items.append(LaunchItem("wrapper", name, first, self.at))
         self.wrappers.append(Wrapper(name, options))
+
+    def _wrapper_option(self, item: LaunchItem) -> tuple[str, str]:
+        word = self.argv[item.start]
+        if len(word) > 2 and word[1] != "-":
+            return word[1], word[2:].removeprefix("=")
+        return item.name, (self._values(item) or ("",))[0]
 
     def _is_in(self, wrapper: str) -> bool:
         return any(found.name == wrapper for found in self.wrappers)
@@ -250,13 +255,15 @@ class _LineReader:
         self.items.append(LaunchItem(role, name, self.at, stop, is_joined))
         self.at = stop
 
-    def _options(self, flags: frozenset[str], role: Role, *, all_joined: bool = False) -> None:
+    def _options(self, flags: frozenset[str], role: Role) -> None:
         """Take options up to the first other word, or to the one that says that a module or code follows."""
         while self.at < len(self.argv) and self.argv[self.at].startswith("-") and self.argv[self.at] not in ("-", "--"):
             word = self.argv[self.at]
             name, is_joined = normalized(word), "=" in word
             is_group = self.launcher == "python" and set(name) <= flags
-            alone = is_joined or all_joined or is_group or name in flags
+            # -N2, but not -np of mpirun
+            holds_value = role == "wrapper" and len(word) > 2 and word[1] != "-"
+            alone = is_joined or holds_value or is_group or name in flags
             self._take(role, 1 if alone else 2, name, is_joined=is_joined)
             if name in ("m", "module") or (is_group and "m" in name):
                 self.is_module = role == "launcher_option"

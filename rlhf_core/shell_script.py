@@ -6,7 +6,9 @@ course of the script (command substitution, arrays, branches, its own arguments)
 
 import ast
 import operator
+import posixpath
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -16,6 +18,10 @@ MAX_CHARACTERS = 1 << 20
 """Longest script that is read."""
 _MAX_VALUE = 1 << 16
 """Longest value of a variable: assignments that double it would fill the memory."""
+_MAX_FILLED = 8 << 20
+_MAX_EXPORTED = 1000
+_MAX_UNREAD = 100
+_MAX_COMMANDS = 10_000
 
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?=)(.*)", re.ASCII | re.DOTALL)
@@ -65,6 +71,11 @@ class _Value:
     unread: tuple[str, ...] = ()
 
 
+def _distinct(values: Iterable[_Value]) -> tuple[str, ...]:
+    """Unread parts of values, each once: they would double with every assignment that names a variable twice."""
+    return tuple(dict.fromkeys(name for value in values for name in value.unread))[:_MAX_UNREAD]
+
+
 _OPERATIONS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -101,6 +112,8 @@ class _Reader:
     known: dict[str, _Value]
     arguments: Sequence[str] = ()
     exported: set[str] = field(default_factory=set)
+    budget: int = _MAX_FILLED
+    """Characters that may still be filled in."""
     depth: int = 0
     after_or: bool = False
     commands: list[ShellCommand] = field(default_factory=list)
@@ -109,7 +122,7 @@ class _Reader:
     def set_arguments(self, arguments: Sequence[str]) -> None:
         """Give ``$1``, ``$@`` and the like their values."""
         self.arguments = arguments
-        given = {"@": " ".join(arguments), "*": " ".join(arguments), **dict.fromkeys("0123456789", "")}
+        given = {"@": " ".join(arguments), "*": " ".join(arguments), **dict.fromkeys("123456789", "")}
         given |= {str(number): value for number, value in enumerate(arguments[:9], 1)}
         self.known |= {name: _Value(value) for name, value in given.items()}
 
@@ -139,9 +152,10 @@ class _Reader:
                     current, begun = others[-1], bool(others[-1])
                     continue
             current += text
-            begun = begun or bool(text) or piece.quoted
+            begun = begun or bool(text) or piece.quoted or bool(value.unread)
         fields += [current] if begun else []
-        return [_Value(text[:_MAX_VALUE], tuple(unread)) for text in fields]
+        names = tuple(dict.fromkeys(unread))[:_MAX_UNREAD]
+        return [_Value(text[:_MAX_VALUE], names) for text in fields]
 
     def assigned(self, pieces: Iterable[ShellPiece]) -> _Value:
         """Value of an assignment, which is not split."""
@@ -149,12 +163,15 @@ class _Reader:
         text = "".join(value.text for value in values)
         if len(text) > _MAX_VALUE:
             return _Value("", (f"a value of {len(text)} characters",))
-        return _Value(text, tuple(name for value in values for name in value.unread))
+        return _Value(text, _distinct(values))
 
     def _value(self, piece: ShellPiece) -> _Value:
         if piece.kind == "text":
             return _Value(piece.text)
         if piece.kind == "variable":
+            self.budget -= len(self.known[piece.text].text) if piece.text in self.known else 0
+            if self.budget < 0:
+                return _Value(piece.source, (piece.source,))
             if piece.text in self.known and (piece.default is None or self.known[piece.text].text):
                 return self.known[piece.text]
             # A default holds where the script itself gives no value: the environment of the user is not read.
@@ -177,7 +194,7 @@ class _Reader:
             value = _Value(f"${name}", (f"${name} (assigned in a branch, line {line})",))
         elif adds and name in self.known:
             before = self.known[name]
-            value = _Value((before.text + value.text)[:_MAX_VALUE], before.unread + value.unread)
+            value = _Value((before.text + value.text)[:_MAX_VALUE], _distinct([before, value]))
         self.known[name] = value
 
     def here_document(self, tokens: list[ShellToken], body: ShellToken) -> None:
@@ -188,13 +205,14 @@ class _Reader:
         else:
             self.notes.append(f"here-document in line {body.line}")
 
-    def command(self, tokens: list[ShellToken], end: str, *, in_pipe: bool) -> None:
+    def command(self, words: Iterable[ShellToken], end: str, *, in_pipe: bool) -> None:
         """Take in the words between two separators."""
+        tokens = deque(words)
         while tokens and tokens[0].plain in _PREFIXES | _CLOSING:
-            line, word = tokens[0].line, tokens.pop(0).plain
-            if word in _OPENING:
-                self.notes.append(f"{word} in line {line}")
-            self.depth = max(0, self.depth + (word in _OPENING) - (word in _CLOSING))
+            token = tokens.popleft()
+            if token.plain in _OPENING:
+                self.notes.append(f"{token.plain} in line {token.line}")
+            self.depth = max(0, self.depth + (token.plain in _OPENING) - (token.plain in _CLOSING))
         if tokens and tokens[0].plain in _OPENING:
             self.depth += 1
             self.notes.append(f"{tokens[0].plain} in line {tokens[0].line}")
@@ -205,30 +223,39 @@ class _Reader:
         line = tokens[0].line if tokens else 0
         while tokens and (found := self._assignment(tokens[0])):
             assignments.append(found)
-            tokens.pop(0)
+            tokens.popleft()
         if not tokens:
             for name, value, adds in assignments:
                 self.assign(name, value, line, adds=adds)
             return
         if tokens[0].plain in _DECLARING:
-            self._declare(tokens)
+            self._declare(list(tokens))
             return
         if tokens[0].plain == "shift" and not self.depth:
             self.set_arguments(self.arguments[1:])
-        words = [word for token in tokens for word in self.expand(token.pieces)]
+        filled = [word for token in tokens for word in self.expand(token.pieces)]
+        if filled and filled[0].text == "cd":
+            self._change_folder(filled)
+        if len(self.commands) >= _MAX_COMMANDS:
+            raise UnclosedShell(f"more than {_MAX_COMMANDS} commands")
         given = {name: self.known[name] for name in sorted(self.exported & self.known.keys())}
         given |= {name: value for name, value, _ in assignments}
         self.commands.append(
             ShellCommand(
-                argv=tuple(word.text for word in words),
+                argv=tuple(word.text for word in filled),
                 variables={name: value.text for name, value in given.items()},
                 line=line,
                 in_background=end == "&",
                 in_pipe=in_pipe,
                 is_conditional=self.depth > 0 or self.after_or,
-                unread=tuple(dict.fromkeys(text for value in [*words, *given.values()] for text in value.unread)),
+                unread=tuple(dict.fromkeys(text for value in [*filled, *given.values()] for text in value.unread)),
             )
         )
+
+    def _change_folder(self, words: list[_Value]) -> None:
+        before = self.known.pop("PWD", None)
+        if before and len(words) > 1 and not words[1].unread and not self.depth and not self.after_or:
+            self.known["PWD"] = _Value(posixpath.normpath(posixpath.join(before.text, words[1].text)))
 
     def _assignment(self, token: ShellToken) -> tuple[str, _Value, bool] | None:
         first = token.pieces[0] if token.pieces else None
@@ -247,7 +274,7 @@ class _Reader:
             if found:
                 self.assign(found[0], found[1], token.line)
             name = found[0] if found else token.plain
-            if exports and _NAME.fullmatch(name):
+            if exports and _NAME.fullmatch(name) and len(self.exported) < _MAX_EXPORTED:
                 self.exported.add(name)
 
 
@@ -279,6 +306,7 @@ def read_shell(text: str, known: Mapping[str, str] | None = None, arguments: Seq
                 drops_next = True
             elif token.operator == "(" and len(tokens) == 1:
                 reader.notes.append(f"function in line {token.line}")
+                tokens = []
             elif token.operator:
                 if here is not None:
                     reader.here_document(tokens, here)

@@ -5,11 +5,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 _MAX_NESTED = 20
+_MAX_HERE_DOCUMENTS = 100
 
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _BRACED = re.compile(r"([A-Za-z_]\w*|[0-9@*])(?::?[-=](.*))?", re.ASCII | re.DOTALL)
 _OPERATOR = re.compile(r"&&|\|\||\|&|;;|&>>|&>|>>|<<<|<<-|<<|>&|<&|>\||[|&;><()\n]")
 _EXPR = re.compile(r"\s*expr\s+(.*)", re.DOTALL)
+_FOLDER_OF_SCRIPT = re.compile(
+    r"\$\(\s*dirname\s+(['\"]?)(?:\$0|\$\{0\}|\$BASH_SOURCE|\$\{BASH_SOURCE(?:\[0\])?\})\1\s*\)"
+)
+
+FOLDER_OF_SCRIPT = "dirname of $0"
+"""Name under which the folder of the script is looked up: no variable can be called so."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,7 @@ class ShellLexer:
     at: int = 0
     line: int = 1
     _here_end: int = 0
+    _here_documents: int = 0
 
     def tokens(self) -> Iterator[ShellToken]:
         """Yield words and operators.
@@ -89,7 +97,10 @@ class ShellLexer:
         return token
 
     def _here_document(self, token: ShellToken) -> ShellToken:
+        self._here_documents += 1
         delimiter = re.compile(r"[ \t]*(['\"]?)([\w.-]+)\1").match(self.text, self.at)
+        if self._here_documents > _MAX_HERE_DOCUMENTS:
+            raise UnclosedShell(f"more than {_MAX_HERE_DOCUMENTS} here-documents")
         if not delimiter:
             raise UnclosedShell("a here-document has no name that ends it")
         self.at = delimiter.end()
@@ -110,12 +121,12 @@ class ShellLexer:
             if found in " \t\r" or self.text.startswith(("\\\n", "\\\r\n"), self.at):
                 break
             if _OPERATOR.match(self.text, self.at):
-                whole = "".join(piece.source for piece in pieces)
-                if found == "(" and whole.endswith("="):
+                last = pieces[-1] if pieces else None
+                if found == "(" and last and not last.quoted and last.source.endswith("="):
                     source = self._advance(self._closing(self.at, "(", ")"))
                     pieces.append(ShellPiece("unread", source, source, quoted=True))
                     continue
-                if found in "<>" and whole.isdigit():
+                if found in "<>" and last and len(pieces) == 1 and last.source.isdigit():
                     return replace(self._operator(_OPERATOR.match(self.text, self.at)[0]), line=line)  # type: ignore[index]
                 break
             pieces += self._pieces(found)
@@ -164,6 +175,10 @@ class ShellLexer:
             return ShellPiece(kind, source[3:-2] if kind == "arithmetic" else source, source, quoted)
         if text.startswith("$(", start):
             source = self._advance(self._closing(start + 1, "(", ")"))
+            if source == "$(pwd)":
+                return ShellPiece("variable", "PWD", source, quoted)
+            if _FOLDER_OF_SCRIPT.fullmatch(source):
+                return ShellPiece("variable", FOLDER_OF_SCRIPT, source, quoted)
             found = _EXPR.fullmatch(source[2:-1])
             return ShellPiece("arithmetic" if found else "unread", found[1] if found else source, source, quoted)
         if text[start] == "`":

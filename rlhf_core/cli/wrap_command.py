@@ -79,6 +79,7 @@ def _wrapped(line: Sequence[str], options: "WrapOptions") -> "WrappedLine":
     from rlhf_core.errors import BadInput
     from rlhf_core.launch.wrap.draft import Surroundings
     from rlhf_core.launch.wrap.wrapping import wrap_line, wrap_script
+    from rlhf_core.shell_words import FOLDER_OF_SCRIPT
 
     folder = Path.cwd()
     around = Surroundings(str(folder), _read_file, lambda path: Path(path).expanduser().is_dir())
@@ -91,7 +92,8 @@ def _wrapped(line: Sequence[str], options: "WrapOptions") -> "WrappedLine":
     if text is None:
         raise BadInput(f"cannot read {words[0]}: it is no text file of at most 1 MiB in UTF-8")
     known = {name: os.environ[name] for name in ("HOME", "USER") if name in os.environ}
-    return wrap_script(text, words[0], around, options, {**known, "PWD": str(folder)}, words[1:])
+    known |= {"PWD": str(folder), FOLDER_OF_SCRIPT: str(Path(words[0]).parent)}
+    return wrap_script(text, words[0], around, options, known, words[1:])
 
 
 def _read_file(path: str) -> str | None:

@@ -7,6 +7,7 @@ from rlhf_core.schemas.command_trainer import PLACEHOLDERS, named_placeholders
 STEPS = (
     "max_steps", "max_train_steps", "max_iters", "train_iters", "num_train_steps", "num_training_steps", "total_steps",
     "num_steps", "num_iterations_total", "training_steps", "trainer.total_training_steps",
+    "steps", "iters", "num_iters", "iterations", "max_iterations", "n_steps",
 )  # fmt: skip
 _EPOCHS = (
     "num_train_epochs", "max_epochs", "num_epochs", "epochs", "n_epochs", "total_epochs",
@@ -143,10 +144,11 @@ def _read_checkpoints(draft: Draft, family: Family) -> None:
     elif draft.find("argument", *_SAVE_EVERY) is not None:
         draft.put("argument", _SAVE_EVERY, "{checkpoint_every}", "")
     else:
+        draft.settings["checkpoint.every_num_steps"] = every or _default_every(draft)
         draft.missing("checkpoints", "pass {checkpoint_every} to the program, and set trainer.checkpoint_name")
+        return
     if every is None:
-        steps = draft.settings.get("trainer.num_steps")
-        chosen = max(1, min(500, steps // 5)) if isinstance(steps, int) else 500
+        chosen = _default_every(draft)
         draft.settings["checkpoint.every_num_steps"] = chosen
         draft.missing(
             "steps between checkpoints" + (f": {text}" if text else ""),
@@ -160,6 +162,12 @@ def _read_checkpoints(draft: Draft, family: Family) -> None:
         draft.missing(
             "--save_only_model: checkpoints have no state of the optimizer", "take it out, or a retry starts it anew"
         )
+
+
+def _default_every(draft: Draft) -> int:
+    """Steps between checkpoints where none are given: 500 as transformers has it, but five of them in a run."""
+    steps = draft.settings.get("trainer.num_steps")
+    return max(1, min(500, steps // 5)) if isinstance(steps, int) else 500
 
 
 def _read_resume(draft: Draft, family: Family) -> None:
@@ -183,7 +191,7 @@ def _read_resume(draft: Draft, family: Family) -> None:
         if "/" in value:
             draft.said(f"--{name}", value, f"{_STAYS}: the first attempt begins there")
         else:
-            draft.words[index] = ()
+            draft.drop("argument", name)
             draft.said(f"--{name}", value or "(flag)", "trainer.resume_argv, when there is a checkpoint")
     if family.has_trainer:
         spelling = family.spelled("resume_from_checkpoint")

@@ -54,6 +54,8 @@ class Draft:
     settings: dict[str, JsonValue] = field(default_factory=dict)
     """Dotted names to values."""
     variables: dict[str, str] = field(default_factory=dict)
+    given_variables: dict[str, str] = field(default_factory=dict)
+    """Variables as the line or the script has them."""
     read: list[ReadPart] = field(default_factory=list)
     unread: list[UnreadPart] = field(default_factory=list)
     launcher_words: list[str] = field(default_factory=list)
@@ -64,6 +66,7 @@ class Draft:
     """Words of each item of the line; empty for those that were taken out."""
 
     def __post_init__(self) -> None:
+        self.given_variables = dict(self.variables)
         self.words = [self.line.argv[item.start : item.stop] for item in self.line.items]
 
     # -- reading

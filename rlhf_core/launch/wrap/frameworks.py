@@ -11,13 +11,14 @@ ALGORITHMS = (
     "grpo", "gspo", "dapo", "rloo", "ppo", "dpo", "ipo", "cpo", "simpo", "orpo", "kto", "gkd", "bco", "xpo", "nash_md",
     "online_dpo", "reinforce", "reward", "rm", "prm", "sft", "pt", "pretrain",
 )  # fmt: skip
-_TRANSFORMERS = frozenset(
-    [
-        "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "save_strategy",
-        "save_total_limit", "logging_steps", "overwrite_output_dir", "do_train", "report_to",
-    ]
-)  # fmt: skip
-"""Options of TrainingArguments; two of them make a program one of transformers."""
+_TRANSFORMERS = frozenset((
+    "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "num_train_epochs",
+    "save_strategy", "save_total_limit", "logging_steps", "overwrite_output_dir", "do_train", "report_to",
+    "resume_from_checkpoint", "lr_scheduler_type", "warmup_ratio", "eval_strategy", "evaluation_strategy",
+))  # fmt: skip
+"""Options of TrainingArguments that few others have: two of them make a program one of transformers."""
+_COMMON = frozenset(("max_steps", "output_dir", "save_steps", "learning_rate", "model_name_or_path", "bf16", "fp16"))
+"""Options of TrainingArguments that others have too: two of them count beside one of the above."""
 _ADVANTAGES = {"gae": "ppo", "group_norm": "grpo", "dr_grpo": "grpo", "rloo": "rloo", "reinforce_baseline": "reinforce"}
 
 
@@ -93,10 +94,11 @@ def _recognised(draft: Draft) -> Family:
         return Family("transformers", line.value("rl") or draft.in_files("rl") or "sft", "click")
     if line.launcher == "torchtune" or re.search(r"\btorchtune\b|\bverl[./]", program):
         return Family("script", _algorithm(draft), "hydra")
-    hints = _TRANSFORMERS & {*line.arguments}
-    if len(hints) >= 2:
+    hints, common = _TRANSFORMERS & {*line.arguments}, _COMMON & {*line.arguments}
+    is_one = len(hints) >= 2 or (len(hints) == 1 and len(common) >= 2)
+    if is_one:
         draft.said("transformers.Trainer", ", ".join(sorted(hints)[:3]), "its logs, checkpoints and way to resume")
-    return Family("transformers" if len(hints) >= 2 else "script", _algorithm(draft))
+    return Family("transformers" if is_one else "script", _algorithm(draft))
 
 
 def _algorithm(draft: Draft) -> str:

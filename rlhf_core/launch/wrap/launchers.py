@@ -42,12 +42,12 @@ def read_launcher(draft: Draft) -> None:
         gpus = draft.settings.get("resources.gpus_per_node")
         one = (
             draft.line.launcher in ("python", "", "swift", "llamafactory")
-            and "NPROC_PER_NODE" not in draft.line.variables
+            and "NPROC_PER_NODE" not in draft.given_variables
         )
         draft.settings["resources.ranks_per_node"] = 1 if one or not gpus else gpus
         if one:
             draft.said("ranks on every node", "one process", "resources.ranks_per_node")
-        else:
+        elif not any(part.what.startswith("ranks on every node") for part in draft.unread):
             draft.missing(
                 "ranks on every node",
                 f"set resources.ranks_per_node, where {draft.settings['resources.ranks_per_node']} stands now",
@@ -187,7 +187,7 @@ def _deepspeed(draft: Draft) -> None:
 
 
 def _by_variables(draft: Draft) -> None:
-    given = draft.line.variables
+    given = draft.given_variables
     _counts(draft, given.get("NNODES"), given.get("NPROC_PER_NODE"))
     draft.variables |= _BY_VARIABLES
     draft.said("meeting point and node ranks", "NNODES, NODE_RANK and the like", "placeholders in trainer.variables")

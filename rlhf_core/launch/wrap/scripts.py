@@ -21,6 +21,7 @@ _SILENT = frozenset((
     "pwd", "shopt", "tee", "return", "break", "continue", "read", "kill", "cp", "chmod",
 ))  # fmt: skip
 """Commands that change nothing of the training."""
+_MAX_REPORTED = 40
 _SETUP = frozenset(["module", "ml", "ulimit"])
 
 
@@ -50,7 +51,7 @@ def read_script(text: str, folder: str, known: dict[str, str], arguments: Sequen
     """
     script = read_shell(text, known, arguments)
     facts = ScriptFacts(sbatch=script.sbatch, folder=folder)
-    for note in script.unread:
+    for note in script.unread[:_MAX_REPORTED]:
         facts.unread.append(UnreadPart(note, "see whether it changes the launch line in trainer.argv"))
     # A line that runs in any case comes before one in a branch, and that before one with nothing but a variable.
     ranked = [(_rank(command) * 2 - command.is_conditional, command) for command in script.commands]
@@ -121,6 +122,9 @@ def _report_others(facts: ScriptFacts, script: ShellScript, chosen: list[ShellCo
         name = command.argv[0] if command.argv else ""
         if (chosen and command is chosen[-1]) or name in _SILENT | _SETUP | {"cd", "source", ".", "conda", "mamba"}:
             continue
+        if len(facts.unread) >= _MAX_REPORTED:
+            facts.unread.append(UnreadPart(f"everything from line {command.line} on", "read the script yourself"))
+            return
         shown = f"line {command.line}: {' '.join(command.argv[:3])[:100]}"
         if command in chosen:
             advice = "several lines train, the last one was taken: wrap this one by itself, or pass its options below"

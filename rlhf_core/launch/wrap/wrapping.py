@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from rlhf_core.config import expected_name, is_name, validate
+from rlhf_core.config import MAX_CONFIG_BYTES, expected_name, is_name, validate
 from rlhf_core.errors import BadInput
 from rlhf_core.launch.wrap.arguments import read_arguments
 from rlhf_core.launch.wrap.config_text import config_text, shown_line
@@ -22,6 +22,7 @@ from rlhf_core.schemas.slurm_values import VARIABLE
 
 MAX_LINE = 100_000
 """Longest launch line in characters: a config has at most 128 KiB."""
+_MAX_SHOWN = 20
 _DROPPED = frozenset(["srun", "nohup", "exec", "setsid", "time", "nice", "ray", "env"])
 """Wrappers without a meaning in a run. The others (uv, conda, apptainer) stay in front."""
 
@@ -85,7 +86,7 @@ def wrap_script(
 
 def _wrapped(facts: ScriptFacts, around: Surroundings, options: WrapOptions, source: str) -> WrappedLine:
     line = facts.line
-    if line is None or not line.program:
+    if line is None or not any(line.program):
         raise BadInput(
             "found no program in the launch line; expected one such as: torchrun --nproc_per_node 8 train.py --lr 1e-6"
         )
@@ -133,7 +134,7 @@ def _read_ray(draft: Draft, wrapper: Wrapper) -> None:
         f"ray job submit to {wrapper.options.get('address') or 'Ray'}: taken out, the program starts Ray itself",
         "that is enough on one node; for several, start Ray on the nodes in trainer.setup (preset openrlhf-grpo)",
     )
-    if wrapper.options.get("runtime_env_json"):
+    if wrapper.options.get("runtime_env_json", "{}") != "{}":
         draft.missing("--runtime-env-json of ray", "put its variables into trainer.variables")
 
 
@@ -170,7 +171,13 @@ def _name(draft: Draft, family: Family, given: str) -> None:
     of_job = draft.settings.get("name")
     program = " ".join(draft.line.program) if len(draft.line.program) > 1 else file_name(draft.line.program[0])
     model = draft.given("argument", "model", "model_name_or_path", "pretrain") or ""
-    candidates = [given, said or "", str(of_job or ""), f"{program} {family.algorithm} {file_name(model)}", "wrapped"]
+    candidates = [
+        given,
+        said or "",
+        str(of_job or ""),
+        f"{program} {family.algorithm} {PurePosixPath(model).name}",
+        "wrapped",
+    ]
     for text in candidates:
         words = dict.fromkeys(re.split(r"[^a-z0-9]+", text.lower()))
         name = "-".join(filter(None, words))[:63].strip("-")
@@ -191,13 +198,13 @@ def _unusable_variables(draft: Draft) -> None:
 def _left_unread(draft: Draft, facts: ScriptFacts) -> None:
     """Report expansions of the shell that are still in the config."""
     settings = [str(value) for value in draft.settings.values()]
-    kept = [*draft.argv, *draft.variables.values(), *settings]
-    for source in facts.command.unread if facts.command else ():
-        name = source.partition(" (")[0]
-        if any(name in text for text in kept):
-            draft.missing(
-                f"{source}: only the shell would know", "write its value into the config; no shell fills it in"
-            )
+    whole = "\0".join([*draft.argv, *draft.variables.values(), *settings])
+    sources = dict.fromkeys(facts.command.unread if facts.command else ())
+    left = [source for source in sources if source.partition(" (")[0] in whole]
+    for source in left[:_MAX_SHOWN]:
+        draft.missing(f"{source}: only the shell would know", "write its value into the config; no shell fills it in")
+    if len(left) > _MAX_SHOWN:
+        draft.missing(f"{len(left) - _MAX_SHOWN} more of them", "look for $ in the config")
 
 
 def _require_valid(text: str, has_steps: bool) -> None:
@@ -205,6 +212,9 @@ def _require_valid(text: str, has_steps: bool) -> None:
 
     Raises:
         BadConfig: with the problems found.
+        BadInput: it would be too long.
     """
+    if len(text.encode(errors="surrogatepass")) > MAX_CONFIG_BYTES:
+        raise BadInput(f"found a launch line of which a config would have more than {MAX_CONFIG_BYTES} bytes")
     whole = text if has_steps else text.replace("# num_steps = ", "num_steps = 1", 1)
     validate(tomllib.loads(whole), "the config of this launch line")
