@@ -1,0 +1,158 @@
+"""Shell scripts, read without a shell."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhf_core.shell_script import MAX_CHARACTERS, ShellCommand, read_shell
+
+SWIFT = """
+# before: swift rollout --model x
+nproc_per_node=2
+
+CUDA_VISIBLE_DEVICES=0,1 \\
+NPROC_PER_NODE=$nproc_per_node \\
+swift rlhf \\
+    --rlhf_type cpo \\
+    --dataset 'a#20' "b c" \\
+    --gradient_accumulation_steps $(expr 16 / $nproc_per_node) \\
+    --kwargs '{"use": $false}' > log.txt 2>&1 &
+"""
+
+
+def only(text: str, **known: str) -> ShellCommand:
+    script = read_shell(text, known)
+    assert len(script.commands) == 1, script
+    return script.commands[0]
+
+
+def test_a_script_like_those_of_swift() -> None:
+    found = only(SWIFT)
+    assert found.argv == (
+        "swift", "rlhf", "--rlhf_type", "cpo", "--dataset", "a#20", "b c",
+        "--gradient_accumulation_steps", "8", "--kwargs", '{"use": $false}',
+    )  # fmt: skip
+    assert found.variables == {"CUDA_VISIBLE_DEVICES": "0,1", "NPROC_PER_NODE": "2"}
+    assert (found.line, found.in_background, found.unread) == (5, True, ())
+
+
+@pytest.mark.parametrize(
+    ("text", "argv"),
+    [
+        ("x ${A:-8} ${B-b} ${C:=c}", ["x", "8", "b", "c"]),
+        ("A=1\nx ${A:-8} $A", ["x", "1", "1"]),
+        ("A=\nx ${A:-8} [$A] $A", ["x", "8", "[]"]),
+        ("A='1 2'\nx $A \"$A\" p$A'q r'", ["x", "1", "2", "1 2", "p1", "2q r"]),
+        ("A=$((2 * 4)) B=$((A/2))\nx $A", ["x", "8"]),
+        ("N=4\nx $((N * 8 + 1)) $(expr $N \\* 2)", ["x", "33", "8"]),
+        ("x a\\ b 'c'\"d\"e", ["x", "a b", "cde"]),
+        ('x --j "{\\"a\\": \\$b}"', ["x", "--j", '{"a": $b}']),
+        ("x # comment\n", ["x"]),
+        ("x a#b", ["x", "a#b"]),
+        ("A=x\nA+=y\n$A z", ["xy", "z"]),
+        ("x > log 2>&1 < in", ["x"]),
+        ("x &> log", ["x"]),
+        ("x ''", ["x", ""]),
+        ("read -r -d '' W <<EOF\na \\\n b\nEOF\nx $W", ["x", "a", "b"]),
+    ],
+)
+def test_words(text: str, argv: list[str]) -> None:
+    assert [*read_shell(text).commands[-1].argv] == argv
+
+
+@pytest.mark.parametrize(
+    ("text", "unread"),
+    [
+        ("x $RANK", "$RANK"),
+        ("x ${A[@]}", "${A[@]}"),
+        ("A=(1 2)\nx $A", "(1 2)"),
+        ("x $(hostname)", "$(hostname)"),
+        ("x `hostname`", "`hostname`"),
+        ("H=$(scontrol show hostnames | head -n 1)\nx $H", "$(scontrol show hostnames | head -n 1)"),
+        ("x ${A##*/}", "${A##*/}"),
+        ("x $((1 / 0))", "$((1 / 0))"),
+        ("x $((9 ** 99999))", "$((9 ** 99999))"),
+        ("x ~/data", "~"),
+        ("if true; then A=1; fi\nx $A", "$A (assigned in a branch, line 1)"),
+        ("for A in 1 2; do x $A; done", "$A (assigned in a branch, line 1)"),
+    ],
+)
+def test_what_only_a_shell_would_know_is_named_and_stays(text: str, unread: str) -> None:
+    found = [command for command in read_shell(text).commands if command.argv[0] == "x"][-1]
+    assert unread in found.unread
+    assert unread.partition(" (assigned")[0] in " ".join(found.argv)
+
+
+def test_variables_are_the_exported_ones() -> None:
+    found = read_shell("A=1\nexport B=2\nexport A\nC=3\nD=4 x").commands[-1]
+    assert found.variables == {"A": "1", "B": "2", "D": "4"}
+
+
+def test_arguments_of_the_script() -> None:
+    script = read_shell('N=$1\nshift\ntorchrun --nproc_per_node=$N train.py "$@" $1', arguments=["4", "--lr", "a b"])
+    assert script.commands[-1].argv == ("torchrun", "--nproc_per_node=4", "train.py", "--lr", "a b", "--lr")
+    assert read_shell('x "$@" ${1:-8} $2').commands[-1].argv == ("x", "8")
+
+
+def test_folders() -> None:
+    script = read_shell("cd sub\nx $PWD $(pwd) ~/d", {"PWD": "/home/u", "HOME": "/home/u"})
+    assert script.commands[-1].argv == ("x", "/home/u/sub", "/home/u/sub", "/home/u/d")
+    unknown = read_shell("cd $WHERE\nx $(pwd)", {"PWD": "/home/u"}).commands[-1]
+    assert unknown.unread == ("$(pwd)",)
+
+
+def test_branches_loops_and_functions_are_named() -> None:
+    script = read_shell("f() {\n a\n}\nif b; then\n c\nfi\nd || e\ng | h\n")
+    sure = {command.argv[0]: not command.is_conditional for command in script.commands}
+    assert sure == {"a": False, "b": False, "c": False, "d": True, "e": False, "g": True, "h": True}
+    assert [command.argv[0] for command in script.commands if command.in_pipe] == ["g", "h"]
+    assert script.unread == ("function in line 1", "{ in line 1", "if in line 4")
+
+
+@pytest.mark.parametrize("text", ["x 'a", 'x "a', "x $(a", "x ${a", "x `a", "A=(1", "x <<EOF\na", "x <<"])
+def test_what_is_not_closed_is_named_with_its_line(text: str) -> None:
+    script = read_shell(f"first\n{text}")
+    assert script.commands[0].argv == ("first",)
+    assert script.unread[0].startswith("everything from line 2")
+
+
+def test_too_long_a_script_is_named() -> None:
+    assert "more than" in read_shell("x" * (MAX_CHARACTERS + 1)).unread[0]
+
+
+def test_doubling_variables_do_not_fill_the_memory() -> None:
+    script = read_shell("a=" + "x" * 60_000 + "\n" + "a=$a$a\n" * 200 + "b $a$a$a\n" * 2_000)
+    assert sum(len(word) for command in script.commands for word in command.argv) < 20_000_000
+    assert len(read_shell("a=$x\n" + "a=$a$a\n" * 100 + "b $a").commands[0].unread) == 1
+
+
+def test_sbatch_lines() -> None:
+    assert read_shell("#!/bin/sh\n#SBATCH -N 4   # nodes\n  #SBATCH --time=1:00\n##SBATCH -n 2\n").sbatch == (
+        "-N 4",
+        "--time=1:00",
+    )
+
+
+@given(st.text(alphabet="ab01 \n\t$(){}[]'\"`\\<>|&;#=+-@*!~:/%", max_size=60))
+@settings(max_examples=500, deadline=None)
+def test_it_never_raises(text: str) -> None:
+    script = read_shell(text)
+    assert all(command.argv for command in script.commands if command.argv)
+
+
+@given(st.text(max_size=60), st.lists(st.text(max_size=9), max_size=4))
+@settings(max_examples=200, deadline=None)
+def test_it_never_raises_on_any_text(text: str, arguments: list[str]) -> None:
+    read_shell(text, {"HOME": "/h", "PWD": "/p"}, arguments)
+
+
+@given(st.lists(st.text(min_size=1, max_size=12), min_size=1, max_size=6))
+@settings(max_examples=300, deadline=None)
+def test_quoted_words_come_back_as_they_are(words: list[str]) -> None:
+    import shlex
+
+    found = read_shell(" ".join(shlex.quote(word) for word in words)).commands
+    quoted = [word for word in words if shlex.quote(word) != word]
+    if len(quoted) == len(words):
+        assert found[0].argv == tuple(words)
+        assert found[0].unread == ()

@@ -1,0 +1,437 @@
+"""`rlhf wrap`: launch lines of many programs become configs."""
+
+import shlex
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhf_core.config import load
+from rlhf_core.errors import BadInput, RlhfError
+from rlhf_core.launch.wrap.draft import Surroundings
+from rlhf_core.launch.wrap.slurm_options import slurm_seconds
+from rlhf_core.launch.wrap.wrapping import WrapOptions, WrappedLine, wrap_line, wrap_script
+from rlhf_core.launch_line import read_launch_line
+from rlhf_core.schemas.command_trainer import PLACEHOLDERS, CommandTrainer, fill
+
+VALUES = {name: f"<{name}>" for name in PLACEHOLDERS}
+MEETING = {
+    "NNODES": "{num_nodes}", "NODE_RANK": "{node_rank}", "NPROC_PER_NODE": "{ranks_per_node}",
+    "MASTER_ADDR": "{master_addr}", "MASTER_PORT": "{master_port}",
+}  # fmt: skip
+TORCHRUN = "--nnodes={num_nodes} --node_rank={node_rank} --master_addr={master_addr} --master_port={master_port}"
+
+
+def around(files: dict[str, str] | None = None, folders: tuple[str, ...] = ()) -> Surroundings:
+    return Surroundings("/home/u", (files or {}).get, lambda path: path in folders)
+
+
+def wrapped(
+    text: str, files: dict[str, str] | None = None, folders: tuple[str, ...] = (), **options: Any
+) -> WrappedLine:
+    return wrap_line(shlex.split(text), around(files, folders), WrapOptions(**options))
+
+
+def script(text: str, *arguments: str, known: dict[str, str] | None = None, **options: Any) -> WrappedLine:
+    return wrap_script(text, "s.sh", around(), WrapOptions(**options), known or {}, arguments)
+
+
+def content(found: WrappedLine) -> dict[str, Any]:
+    return tomllib.loads(found.text)
+
+
+def setting(found: WrappedLine, name: str) -> Any:
+    value: Any = content(found)
+    for part in name.split("."):
+        value = value.get(part) if value else None
+    return value
+
+
+LINES = {
+    # line: words that the config's line has (or not, with !), settings, beginnings of what could not be read
+    "torchrun --nproc_per_node=8 --nnodes=2 --node_rank=0 --master_addr=10.0.0.1 --master_port=1234 train.py"
+    " --max_iters=600 --out_dir=out --seed 7": (
+        ["--nproc_per_node={ranks_per_node}", "--nnodes={num_nodes}", "--node_rank={node_rank}",
+         "--master_addr={master_addr}", "--master_port={master_port}", "--max_iters={num_steps}",
+         "--out_dir={output_dir}", "--seed {seed}"],
+        {"resources.num_nodes": 2, "resources.ranks_per_node": 8, "trainer.num_steps": 600, "seed": 7,
+         "trainer.framework": "script", "trainer.resume": "none", "trainer.working_dir": "/home/u"},
+        ["GPUs", "algorithm", "checkpoints", "the way it resumes"],
+    ),
+    "torchrun --rdzv-id 1 --rdzv-backend c10d --rdzv-endpoint h:29500 --nnodes 1:4 --nproc-per-node gpu"
+    " --max_restarts 3 --redirects 3 -m pkg.grpo --steps 10": (
+        ["--nnodes {num_nodes}", "--master_addr={master_addr} --master_port={master_port} -m pkg.grpo",
+         "--steps {num_steps}", "!rdzv", "!max_restarts", "!redirects"],
+        {"resources.num_nodes": 4, "trainer.num_steps": 10, "trainer.algorithm": "grpo"},
+        ["elastic number of nodes 1:4", "ranks on every node: gpu", "GPUs", "output folder"],
+    ),
+    "CUDA_VISIBLE_DEVICES=2,3 torchrun --standalone --nproc_per_node gpu t.py --learning_rate 1e-4 --max_steps 9"
+    " --output_dir o --logging_steps 1 --save_steps 3 --save_total_limit 4": (
+        ["!standalone", "--max_steps {num_steps}", "--save_steps {checkpoint_every}", "--save_total_limit {keep_last}"],
+        {"resources.gpus_per_node": 2, "resources.ranks_per_node": 2, "trainer.framework": "transformers",
+         "checkpoint.every_num_steps": 3, "checkpoint.keep_last": 4, "trainer.variables": None,
+         "trainer.resume_argv": ["--resume_from_checkpoint", "{checkpoint}"]},
+        ["algorithm"],
+    ),
+    "accelerate launch --num_machines 2 --num_processes 8 --machine_rank 0 --main_process_ip 1.2.3.4"
+    " --main_process_port 9 --multi_gpu --gpu_ids 0,1,2,3 dpo.py --output_dir o --num_train_epochs 3 --bf16": (
+        ["--num_machines {num_nodes}", "--num_processes {num_ranks}", "--machine_rank {node_rank}",
+         "--main_process_ip {master_addr}", "--main_process_port {master_port}", "--multi_gpu", "!gpu_ids",
+         "--bf16 --max_steps {num_steps} --save_steps {checkpoint_every}"],
+        {"resources.num_nodes": 2, "resources.ranks_per_node": 4, "resources.gpus_per_node": 4,
+         "trainer.algorithm": "dpo", "trainer.num_steps": None},
+        ["optimizer steps: 3 epochs are given", "steps between checkpoints"],
+    ),
+    "deepspeed --include localhost:0,1,2,3 --module openrlhf.cli.train_sft --save_path ./c --max_epochs 1"
+    " --train_batch_size 256 --micro_train_batch_size 2": (
+        ["torchrun --nnodes={num_nodes} --nproc_per_node={ranks_per_node}", "-m openrlhf.cli.train_sft",
+         "--save_path {output_dir}/model", "--ckpt_path {output_dir}/checkpoints", "--load_checkpoint", "!deepspeed"],
+        {"resources.gpus_per_node": 4, "resources.ranks_per_node": 4, "trainer.framework": "openrlhf",
+         "trainer.algorithm": "sft", "trainer.resume": "in_place",
+         "trainer.checkpoint_name": "checkpoints/global_step{step}"},
+        ["--local_rank", "optimizer steps: 1 epochs", "layout of the checkpoints"],
+    ),
+    "deepspeed --num_gpus 2 --module openrlhf.cli.train_opd --ckpt.output_dir o --ckpt.save_steps 9"
+    " --train.batch_size 8 --train.max_epochs 1": (
+        ["--ckpt.output_dir {output_dir}/model", "--ckpt.path {output_dir}/checkpoints",
+         "--ckpt.save_steps {checkpoint_every}", "--ckpt.load_enable", "!--save_path"],
+        {"checkpoint.every_num_steps": 9, "trainer.algorithm": "opd"},
+        ["--local_rank", "optimizer steps"],
+    ),
+    "NPROC_PER_NODE=2 CUDA_VISIBLE_DEVICES=0,1 swift rlhf --rlhf_type grpo --model Qwen/Q-1.7B --save_steps 100"
+    " --per_device_train_batch_size 2 --gradient_accumulation_steps 4 --num_train_epochs 1 --dataset a#9 b": (
+        ["swift rlhf --rlhf_type grpo --model Qwen/Q-1.7B", "--dataset 'a#9' b", "--add_version false",
+         "--output_dir {output_dir}", "--max_steps {num_steps}"],
+        {"trainer.framework": "swift", "trainer.algorithm": "grpo", "trainer.variables": MEETING,
+         "resources.ranks_per_node": 2, "resources.gpus_per_node": 2, "checkpoint.every_num_steps": 100,
+         "name": "swift-rlhf-grpo-q-1-7b"},
+        ["optimizer steps: 1 epochs"],
+    ),
+    "NNODES=$WORLD_SIZE NODE_RANK=$RANK torchrun --nproc_per_node=8 swift/cli/rlhf.py --rlhf_type dpo --max_steps 7"
+    " --use_cpu true --save_strategy epoch": (
+        ["swift/cli/rlhf.py", "--save_strategy steps", "--save_steps {checkpoint_every}"],
+        {"trainer.framework": "swift", "trainer.algorithm": "dpo", "resources.gpus_per_node": 0,
+         "trainer.variables": {"NNODES": "{num_nodes}", "NODE_RANK": "{node_rank}"}},
+        ["steps between checkpoints"],
+    ),
+    "trl grpo --model_name_or_path m --output_dir g --num_generations 4 --num_processes 4 --max_steps 100"
+    " --report_to none": (
+        ["--num_processes {num_ranks}", "--num_machines {num_nodes}", "--machine_rank {node_rank}"],
+        {"trainer.framework": "trl", "trainer.algorithm": "grpo", "resources.ranks_per_node": 4},
+        ["GPUs", "steps between checkpoints", "--report_to none"],
+    ),
+    "FORCE_TORCHRUN=1 NNODES=2 NODE_RANK=1 MASTER_ADDR=1.2.3.4 MASTER_PORT=9 llamafactory-cli train x.yaml": (
+        ["llamafactory-cli train x.yaml max_steps={num_steps} output_dir={output_dir}"],
+        {"trainer.framework": "transformers", "trainer.variables": {"FORCE_TORCHRUN": "1", **MEETING},
+         "resources.num_nodes": 2, "trainer.resume_argv": ["resume_from_checkpoint={checkpoint}"]},
+        ["GPUs", "algorithm", "optimizer steps"],
+    ),
+    "axolotl train lora.yml": (
+        ["axolotl train lora.yml --launcher torchrun --max-steps {num_steps}", "-- --nnodes={num_nodes}"],
+        {"trainer.framework": "transformers", "trainer.algorithm": "sft"},
+        ["ranks on every node", "GPUs", "optimizer steps"],
+    ),
+    "tune run --nproc_per_node 4 lora_dpo_distributed --config llama3/8B epochs=2 batch_size=4": (
+        ["tune run --nproc_per_node {ranks_per_node}", "lora_dpo_distributed --config llama3/8B epochs=2 batch_size=4"],
+        {"trainer.framework": "script", "trainer.algorithm": "dpo", "resources.ranks_per_node": 4},
+        ["GPUs", "optimizer steps: 2 epochs", "output folder", "checkpoints", "the way it resumes"],
+    ),
+    "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo trainer.n_gpus_per_node=8 trainer.nnodes=1"
+    " trainer.save_freq=20 trainer.total_epochs=15": (
+        ["trainer.n_gpus_per_node={gpus_per_node} trainer.nnodes={num_nodes} trainer.save_freq={checkpoint_every}"],
+        {"trainer.launch": "per_node", "resources.gpus_per_node": 8, "trainer.algorithm": "grpo"},
+        ["optimizer steps: 15 epochs", "output folder", "the way it resumes"],
+    ),
+    "ray job submit --address=http://h:1 -- python3 -m openrlhf.cli.train_ppo_ray --actor_num_nodes 2"
+    " --actor_num_gpus_per_node 8 --advantage_estimator group_norm --colocate_all_models --bf16": (
+        ["!ray job", "--actor_num_nodes {num_nodes}", "--actor_num_gpus_per_node {gpus_per_node}"],
+        {"trainer.algorithm": "grpo", "resources.num_nodes": 2, "resources.gpus_per_node": 8,
+         "trainer.checkpoint_name": "checkpoints/_actor/global_step{step}"},
+        ["ray job submit", "Ray on the other nodes", "optimizer steps"],
+    ),
+    "srun -N2 --ntasks-per-node=4 --gres=gpu:h100:4,lustre -p gpu -A proj -t 1-00:00:00 -c 8 --mem=64G"
+    " --exclude=n[1,3],n9 --label --mcs-label=a python -u train.py --steps 9": (
+        ["python -u train.py --steps {num_steps}", "!srun"],
+        {"trainer.launch": "per_rank", "resources.num_nodes": 2, "resources.ranks_per_node": 4,
+         "resources.gpus_per_node": 4, "resources.time_limit_s": 86_400, "resources.cpus_per_rank": 8,
+         "resources.memory_gb": 64.0, "slurm.gres": "lustre", "slurm.gpu_type": "h100", "slurm.partition": "gpu",
+         "slurm.account": "proj", "slurm.exclude": ["n[1,3]", "n9"]},
+        ["srun --mcs-label=a", "algorithm"],
+    ),
+    "srun --nodes=2 --gpus-per-node=8 --container-image=a.sqsh --container-mounts=/a:/b torchrun"
+    " --nproc_per_node 8 t.py": (
+        ["!srun", "torchrun"],
+        {"resources.num_nodes": 2, "resources.gpus_per_node": 8, "slurm.container_kind": "pyxis",
+         "slurm.container_image": "a.sqsh", "slurm.container_mounts": ["/a:/b"]},
+        ["algorithm", "optimizer steps"],
+    ),
+    "mpirun -np 8 -x DEBUG=1 python -u -m tool.train --max_steps 5": (
+        ["python -u -m tool.train --max_steps {num_steps}", "!mpirun"],
+        {"trainer.launch": "per_rank", "resources.ranks_per_node": 8, "trainer.variables": {"DEBUG": "1"}},
+        ["mpirun", "GPUs"],
+    ),
+    "uv run --extra gpu torchrun --nproc-per-node 2 dpo.py --max_steps=9": (
+        ["uv run --extra gpu torchrun --nproc-per-node {ranks_per_node}", "--max_steps={num_steps}"],
+        {"trainer.algorithm": "dpo"},
+        ["GPUs"],
+    ),
+    "bash -c 'cd /x && module load cuda && A=1 torchrun --nproc_per_node 2 t.py --max_steps 7'": (
+        ["torchrun", "!bash"],
+        {"trainer.working_dir": "/x", "trainer.setup": ["module load cuda"], "trainer.variables": {"A": "1"}},
+        ["GPUs"],
+    ),
+    "srun -N 2 bash -c 'torchrun --nnodes $SLURM_NNODES --node_rank $SLURM_PROCID t.py --max_steps 7'": (
+        ["torchrun --nnodes {num_nodes} --node_rank {node_rank}", "!SLURM"],
+        {"resources.num_nodes": 2},
+        ["ranks on every node"],
+    ),
+    "composer -n 8 train.py": (["composer -n 8 train.py"], {"trainer.launch": None}, ["the program composer"]),
+    "python train.py": (
+        ["python train.py"], {"trainer.launch": "per_rank", "resources.ranks_per_node": 1}, ["GPUs", "optimizer steps"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", LINES)
+def test_a_line_becomes_a_config(text: str) -> None:
+    words, settings_, unread = LINES[text]
+    found = wrapped(text)
+    line = _unquoted(found)
+    for part in words:
+        assert (part[1:] not in line) if part.startswith("!") else (part in line), (part, line)
+    assert {name: setting(found, name) for name in settings_} == settings_
+    missing = [part.what for part in found.unread]
+    for beginning in unread:
+        assert any(what.startswith(beginning) for what in missing), (beginning, missing)
+    for part in found.unread:
+        assert part.advice
+
+
+def _unquoted(found: WrappedLine) -> str:
+    """The line with quotes only where a word has more than placeholders that need them."""
+    return " ".join(word if "{" in word else shlex.quote(word) for word in found.argv)
+
+
+@pytest.mark.parametrize("text", LINES)
+def test_the_config_loads_as_soon_as_the_steps_are_known(text: str, tmp_path: Path) -> None:
+    config = tmp_path / "my.toml"
+    found = wrapped(text, steps=33)
+    config.write_text(found.text)
+    trainer = load(config).trainer
+    assert isinstance(trainer, CommandTrainer)
+    assert (found.num_steps, trainer.num_steps) == (33, 33)
+    assert trainer.argv == found.argv
+    # Without steps, the key is there as a comment, and the message asks for it.
+    bare = wrapped(text)
+    assert (bare.num_steps is None) == ("\n# num_steps = \n" in bare.text)
+
+
+def test_a_config_without_steps_does_not_load(tmp_path: Path) -> None:
+    config = tmp_path / "my.toml"
+    config.write_text(wrapped("swift sft --num_train_epochs 1").text)
+    with pytest.raises(BadInput, match=r"trainer\.num_steps"):
+        load(config)
+
+
+def test_files_beside_the_line_are_read() -> None:
+    files = {
+        "a.yaml": "num_machines: 2\nnum_processes: 16\n",
+        "g.yaml": "# of TRL\nmax_steps: 40 # all\nsave_steps: 5\noutput_dir: 'o'\nper_device_train_batch_size: 2\n",
+        "hosts": "n1 slots=4\n# n2 slots=4\nn3 slots=4\n",
+    }
+    found = wrapped(
+        "accelerate launch --config_file a.yaml dpo.py --config g.yaml --logging_steps 1 --report_to none --x", files
+    )
+    assert setting(found, "resources") == {"gpus_per_node": 0, "num_nodes": 2, "ranks_per_node": 8}
+    assert (found.num_steps, setting(found, "checkpoint.every_num_steps")) == (40, 5)
+    assert "--max_steps" in found.argv
+    found = wrapped("deepspeed --hostfile hosts t.py", files)
+    assert setting(found, "resources") == {"gpus_per_node": 4, "num_nodes": 2, "ranks_per_node": 4}
+    assert "the nodes of hosts" in [part.what for part in wrapped("deepspeed --hostfile hosts t.py").unread]
+
+
+def test_a_model_folder_goes_into_the_config_and_a_name_of_a_hub_stays() -> None:
+    found = wrapped("swift sft --model /m --max_steps 1", folders=("/m",))
+    assert setting(found, "model.path") == "/m"
+    assert found.argv[3] == "{model}"
+    assert wrapped("swift sft --model /m --max_steps 1").argv[3] == "/m"
+
+
+def test_the_environment_of_a_named_python() -> None:
+    found = wrapped("/e/bin/python t.py", {"/e/pyvenv.cfg": "home = /usr"})
+    assert (setting(found, "trainer.environment"), found.argv[0]) == ("/e", "python")
+    assert wrapped("/usr/bin/python t.py").argv[0] == "/usr/bin/python"
+
+
+def test_resume_options() -> None:
+    assert "--resume_from_checkpoint" not in wrapped("swift sft --resume_from_checkpoint true --max_steps 1").argv
+    kept = wrapped("swift sft --resume_from_checkpoint out/checkpoint-9 --max_steps 1")
+    assert "out/checkpoint-9" in kept.argv
+    assert any("the first attempt begins there" in part.place for part in kept.read)
+
+
+def test_secrets_are_in_no_config() -> None:
+    token = "hf_" + "a" * 20
+    found = wrapped(f"HF_TOKEN={token} WANDB_API_KEY=abcdef python t.py --hub_token {token} --api_key=abcdef --lr 1")
+    assert token not in found.text
+    assert "abcdef" not in found.text
+    assert setting(found, "slurm.pass_environment") == ["HF_TOKEN", "WANDB_API_KEY"]
+    assert [*found.argv] == ["python", "t.py", "--lr", "1"]
+    assert sum("it holds a secret" in part.what for part in found.unread) == 2
+
+
+def test_placeholders_of_the_user_are_kept_and_shown() -> None:
+    found = wrapped("python t.py --out {output_dir} --json '{\"a\": 1}' --x {thing}")
+    assert found.argv[3] == "{output_dir}"
+    assert any(part.what == "{output_dir} in the line" for part in found.read)
+
+
+SWIFT = """#!/bin/bash
+#SBATCH --nodes=2 --gpus-per-node=h100:4   # two
+#SBATCH -t 02:30:00
+#SBATCH --output=log
+nproc_per_node=4
+module load cuda/12
+source venv/bin/activate
+export NCCL_DEBUG=INFO
+export MASTER_ADDR=$(scontrol show hostnames | head -n 1)
+pip install -e .
+CUDA_VISIBLE_DEVICES=7 swift rollout --model Q &
+CUDA_VISIBLE_DEVICES=0,1,2,3 \\
+NPROC_PER_NODE=$nproc_per_node NNODES=$SLURM_NNODES NODE_RANK=$SLURM_NODEID \\
+swift rlhf --rlhf_type grpo --max_steps ${STEPS:-50} --host $HOST_OF_SERVER \\
+    --gradient_accumulation_steps $(expr 16 / $nproc_per_node) 2>&1 | tee log.txt
+"""
+
+
+def test_a_script_becomes_a_config() -> None:
+    found = script(SWIFT)
+    assert setting(found, "resources") == {
+        "gpus_per_node": 4, "num_nodes": 2, "ranks_per_node": 4, "time_limit_s": 9000,
+    }  # fmt: skip
+    assert setting(found, "trainer.variables") == {"NCCL_DEBUG": "INFO", **MEETING}
+    assert setting(found, "trainer.setup") == ["module load cuda/12"]
+    assert setting(found, "trainer.environment") == "/home/u/venv"
+    assert setting(found, "slurm.gpu_type") == "h100"
+    assert found.num_steps == 50
+    assert found.argv[found.argv.index("--gradient_accumulation_steps") + 1] == "4"
+    missing = [part.what for part in found.unread]
+    assert any(what.startswith("line 11: swift rollout") for what in missing)
+    assert any(what.startswith("line 10: pip install") for what in missing)
+    assert any(what.startswith("$HOST_OF_SERVER") for what in missing)
+    # What the run itself decides is no question any more.
+    assert not any("SLURM" in what or "scontrol" in what for what in missing)
+
+
+def test_the_line_that_runs_in_any_case_is_taken_before_one_in_a_branch() -> None:
+    found = script("torchrun a.py --max_steps 1\nif x; then torchrun b.py --max_steps 2; fi")
+    assert found.num_steps == 1
+    found = script("if [ $# -gt 1 ]; then torchrun b.py --max_steps 2; fi")
+    assert found.num_steps == 2
+    assert any("stands in a branch" in part.what for part in found.unread)
+
+
+def test_a_script_of_openrlhf_with_its_here_document() -> None:
+    found = script(
+        "read -r -d '' training_commands <<EOF\nopenrlhf.cli.train_dpo \\\n --save_path ./c \\\n --bf16\nEOF\n"
+        'if [[ ${1} != "slurm" ]]; then\n torchrun --standalone --nproc-per-node ${N:-8} -m $training_commands\nfi\n',
+        steps=5,
+    )
+    assert setting(found, "resources.ranks_per_node") == 8
+    assert "openrlhf.cli.train_dpo" in found.argv
+    assert "--bf16" in found.argv
+
+
+def test_arguments_of_a_script() -> None:
+    found = script('N=$1\nshift\ntorchrun --nproc_per_node=$N train.py "$@"', "4", "--lr", "1e-3")
+    assert setting(found, "resources.ranks_per_node") == 4
+    assert found.argv[-2:] == ("--lr", "1e-3")
+
+
+@pytest.mark.parametrize("text", ["", "echo hello", "swift rollout --model x", "x 'a", "\x00", "# torchrun a.py"])
+def test_a_script_without_a_training_is_refused(text: str) -> None:
+    with pytest.raises(BadInput, match=r"found no line in s\.sh"):
+        script(text)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [], [""], ["A=1"], ["torchrun"], ["torchrun", "--nnodes"], ["python", "t.py\x00"], ["python", "\ud800"],
+        ["python", "t.py", *(["--lr", "1"] * 20_000)], ["python", "t.py", "é" * 90_000], ["python", "x" * 200_000],
+    ],
+)  # fmt: skip
+def test_hostile_lines_are_refused_with_a_sentence(argv: list[str]) -> None:
+    with pytest.raises(BadInput, match="found"):
+        wrap_line(argv, around(), WrapOptions())
+
+
+def test_control_characters_survive_the_config() -> None:
+    argv = ["python", "t.py", "a\tb\r\n\x1b[0m\\\"'", "\u2028{seed}", "--a", "="]
+    assert [*wrap_line(argv, around(), WrapOptions()).argv] == argv
+    assert content(wrap_line(argv, around(), WrapOptions()))["trainer"]["argv"] == argv
+
+
+def test_a_variable_that_no_config_can_hold_is_named() -> None:
+    found = wrap_line(["A=\x1b", "B=1", "python", "t.py"], around(), WrapOptions())
+    assert setting(found, "trainer.variables") == {"B": "1"}
+    assert any("'A'" in part.what for part in found.unread)
+
+
+def test_a_name_of_the_user_is_taken_or_refused() -> None:
+    assert setting(wrapped("python t.py", name="my-run_1"), "name") == "my-run_1"
+    with pytest.raises(BadInput, match="--name"):
+        wrapped("python t.py", name="My Run")
+
+
+def test_a_framework_of_the_user_is_taken() -> None:
+    found = wrapped("torchrun t.py", framework="transformers", steps=3)
+    assert setting(found, "trainer.framework") == "transformers"
+    assert "--max_steps" in found.argv
+
+
+def test_times_of_slurm() -> None:
+    assert [slurm_seconds(text) for text in ("90", "1:30", "1:00:00", "2-3", "1-0:30", "0", "UNLIMITED", "")] == [
+        5400, 90, 3600, 183_600, 88_200, None, None, None,
+    ]  # fmt: skip
+
+
+WORDS = st.sampled_from(
+    shlex.split("""--lr 1e-6 --max_steps 5 --output_dir o --seed 3 --save_steps 2 --bf16 a.b=c --data x y --model m
+    --resume_from_checkpoint true --nproc_per_node 2 --save_total_limit --x=1 -y -1 {seed} $A
+    --report_to none""")
+)
+LAUNCHES = st.sampled_from(
+    [
+        ["torchrun", "--nproc_per_node", "2", "t.py"], ["swift", "rlhf"], ["trl", "dpo"], ["python", "-m", "a.b"],
+        ["accelerate", "launch", "t.py"], ["deepspeed", "t.py"], ["llamafactory-cli", "train", "x.yaml"],
+        ["srun", "-N", "2", "python", "t.py"], ["axolotl", "train", "x.yml"], ["./own"], ["mpirun", "-np", "2", "./t"],
+    ]
+)  # fmt: skip
+
+
+@given(LAUNCHES, st.lists(WORDS | st.text(max_size=5), max_size=12))
+@settings(max_examples=300, deadline=None)
+def test_arguments_that_no_row_names_come_through_unchanged(launch: list[str], words: list[str]) -> None:
+    """The line that a run starts has the program and its arguments as they were, apart from what was replaced."""
+    argv = [*launch, *words]
+    try:
+        found = wrap_line(argv, around(), WrapOptions(steps=9))
+    except RlhfError:
+        return
+    before, after = read_launch_line(argv), read_launch_line([fill(word, VALUES) for word in found.argv])
+    assert fill(" ".join(before.program), VALUES) == " ".join(after.program)
+    places = " ".join(found.argv)
+    for name, values in before.arguments.items():
+        if name in after.arguments and "<" not in "".join(after.arguments[name]):
+            changed = name in ("add_version", "save_strategy", "launcher")
+            assert changed or after.arguments[name] == values, (name, places)
+        elif name not in after.arguments:
+            assert name in REPLACED, (name, places)
+
+
+REPLACED = {"resume_from_checkpoint", "launcher", "num_processes", "nproc_per_node", "load_checkpoint"}
+"""Options that are taken out: the run gives them, or axolotl's launcher has them in another place."""
