@@ -26,6 +26,7 @@ from rlhf_core.cli import (
     run_commands,
     service_commands,
     sql_command,
+    wrap_command,
 )
 from rlhf_core.errors import RlhfError
 from rlhf_core.schemas.migration import OldSettings
@@ -68,6 +69,7 @@ def _root(
 
 
 app.command("init", rich_help_panel=_RUNNING)(check_commands.init)
+app.command("wrap", rich_help_panel=_RUNNING)(wrap_command.wrap)
 app.add_typer(config_app, name="config", rich_help_panel=_RUNNING)
 config_app.command("migrate")(config_commands.migrate)
 app.command("check", rich_help_panel=_RUNNING, cls=check_commands.CommandWithSettings)(check_commands.check)

@@ -1,0 +1,267 @@
+"""Options of the program: steps, batch, output folder, checkpoints, seed, model, resume; read, or replaced."""
+
+from rlhf_core.launch.wrap.draft import Draft, number
+from rlhf_core.launch.wrap.frameworks import Family
+from rlhf_core.schemas.command_trainer import PLACEHOLDERS, named_placeholders
+
+STEPS = (
+    "max_steps", "max_train_steps", "max_iters", "train_iters", "num_train_steps", "num_training_steps", "total_steps",
+    "num_steps", "num_iterations_total", "training_steps", "trainer.total_training_steps",
+)  # fmt: skip
+_EPOCHS = (
+    "num_train_epochs", "max_epochs", "num_epochs", "epochs", "n_epochs", "total_epochs",
+    "trainer.total_epochs", "train.max_epochs", "train.num_episodes",
+)  # fmt: skip
+_OUTPUT = (
+    "output_dir", "save_path", "out_dir", "save_dir", "checkpoint_dir", "ckpt_dir", "output", "save", "work_dir",
+    "trainer.default_local_dir", "ckpt.output_dir",
+)  # fmt: skip
+_SAVE_EVERY = (
+    "save_steps", "save_interval", "save_every", "save_freq", "checkpointing_steps", "checkpoint_every", "ckpt_every",
+    "trainer.save_freq", "ckpt.save_steps",
+)  # fmt: skip
+_KEEP = (
+    "save_total_limit",
+    "max_ckpt_num",
+    "keep_last",
+    "checkpoints_total_limit",
+    "trainer.max_actor_ckpt_to_keep",
+    "ckpt.max_num",
+)
+_MODEL = (
+    "model", "model_name_or_path", "model_id_or_path", "model_path", "pretrain", "base_model", "model_name",
+    "actor_rollout_ref.model.path", "actor.model_name_or_path", "model.model_name_or_path",
+)  # fmt: skip
+_DATA = (
+    "dataset", "dataset_name", "prompt_data", "train_file", "train_data", "data_path", "data", "datasets",
+    "data.train_files", "data.prompt_dataset", "data.dataset",
+)  # fmt: skip
+_RESUME = ("resume_from_checkpoint", "resume", "resume_from", "load_checkpoint", "trainer.resume_mode", "init_from")
+_RATE = (
+    "learning_rate",
+    "lr",
+    "actor_learning_rate",
+    "actor_rollout_ref.actor.optim.lr",
+    "optimizer.lr",
+    "adam.lr",
+    "actor.adam.lr",
+)
+_PER_DEVICE = (
+    "per_device_train_batch_size",
+    "micro_train_batch_size",
+    "micro_batch_size",
+    "batch_size",
+    "train.micro_batch_size",
+)
+_ACCUMULATED = ("gradient_accumulation_steps", "grad_accum_steps", "accumulation_steps")
+_WHOLE_BATCH = ("train_batch_size", "global_batch_size", "data.train_batch_size", "train.batch_size")
+_STAYS = "stays in the launch line"
+
+
+def read_arguments(draft: Draft, family: Family, steps: int | None) -> None:
+    """Read what the options of the program say, and put placeholders where a run decides.
+
+    Args:
+        steps: Optimizer steps, if the user gave them beside the line.
+    """
+    _read_steps(draft, family, steps)
+    _read_output(draft, family)
+    _read_checkpoints(draft, family)
+    _read_resume(draft, family)
+    _read_batch(draft)
+    _read_seed(draft)
+    _read_model(draft)
+    _read_others(draft)
+    _own_placeholders(draft)
+
+
+def _value(draft: Draft, family: Family, *names: str) -> str | None:
+    found = draft.given("argument", *names)
+    return draft.in_files(*names) if found is None and family.style != "hydra" else found
+
+
+def _read_steps(draft: Draft, family: Family, steps: int | None) -> None:
+    text = _value(draft, family, *STEPS)
+    found = steps or number(text)
+    if found is not None:
+        draft.set("trainer.num_steps", found, "optimizer steps", f"{found} (--steps)" if steps else found)
+    if family.has_trainer:
+        draft.put("argument", ["max_steps"], "{num_steps}", family.spelled("max_steps"))
+    elif draft.find("argument", *STEPS) is not None:
+        draft.put("argument", STEPS, "{num_steps}", "")
+    elif found is not None:
+        draft.missing(
+            "the option that tells the program how many steps to make",
+            "see to it that it makes as many as trainer.num_steps: one that ends before has failed",
+        )
+    epochs = _value(draft, family, *_EPOCHS)
+    if found is None:
+        known = f"optimizer steps: {epochs} epochs are given" if epochs else "optimizer steps"
+        draft.missing(
+            known + (f" ({text})" if text and "$" in text else ""),
+            "wrap again with --steps N, or set trainer.num_steps: rows x epochs / rows per step",
+        )
+    elif epochs:
+        draft.said("epochs", epochs, _STAYS + ("; --max_steps has precedence" if family.has_trainer else ""))
+
+
+def _read_output(draft: Draft, family: Family) -> None:
+    given = _value(draft, family, *_OUTPUT)
+    if family.name == "openrlhf":
+        model, states = (
+            family.either(draft, "save_path", "ckpt.output_dir"),
+            family.either(draft, "ckpt_path", "ckpt.path"),
+        )
+        draft.put("argument", [model.lstrip("-")], "{output_dir}/model", model)
+        draft.put("argument", [states.lstrip("-")], "{output_dir}/checkpoints", states)
+    elif family.has_trainer:
+        draft.put("argument", ["output_dir"], "{output_dir}", family.spelled("output_dir"))
+    elif draft.find("argument", *_OUTPUT) is not None:
+        draft.put("argument", _OUTPUT, "{output_dir}", "")
+    else:
+        draft.missing("output folder", "pass {output_dir} to the program in trainer.argv, or set trainer.output_dir")
+        return
+    draft.said("output folder", given or "its default", "trainer.output_dir, in the run directory")
+    if family.name == "swift":
+        draft.put("argument", ["add_version"], "false", "--add_version")
+        draft.said("--add_version", "true, its default", "false: every attempt finds the checkpoints in one folder")
+
+
+def _read_checkpoints(draft: Draft, family: Family) -> None:
+    text = _value(draft, family, *_SAVE_EVERY)
+    every = number(text)
+    if every is not None:
+        draft.set("checkpoint.every_num_steps", every, "steps between checkpoints")
+    if family.has_trainer:
+        if _value(draft, family, "save_strategy") not in (None, "steps"):
+            draft.put("argument", ["save_strategy"], "steps", family.spelled("save_strategy"))
+            draft.said("--save_strategy", _value(draft, family, "save_strategy"), "steps: counted as the run counts")
+        draft.put("argument", ["save_steps"], "{checkpoint_every}", family.spelled("save_steps"))
+    elif family.name == "openrlhf":
+        option = family.either(draft, "save_steps", "ckpt.save_steps")
+        draft.put("argument", [option.lstrip("-")], "{checkpoint_every}", option)
+    elif draft.find("argument", *_SAVE_EVERY) is not None:
+        draft.put("argument", _SAVE_EVERY, "{checkpoint_every}", "")
+    else:
+        draft.missing("checkpoints", "pass {checkpoint_every} to the program, and set trainer.checkpoint_name")
+    if every is None:
+        steps = draft.settings.get("trainer.num_steps")
+        chosen = max(1, min(500, steps // 5)) if isinstance(steps, int) else 500
+        draft.settings["checkpoint.every_num_steps"] = chosen
+        draft.missing(
+            "steps between checkpoints" + (f": {text}" if text else ""),
+            f"set checkpoint.every_num_steps, where {chosen} stands now: a failure loses the steps since the last one",
+        )
+    keep = number(_value(draft, family, *_KEEP))
+    if keep is not None and draft.find("argument", *_KEEP) is not None:
+        draft.put("argument", _KEEP, "{keep_last}", "")
+        draft.set("checkpoint.keep_last", keep, "checkpoints kept")
+    if draft.given("argument", "save_only_model") in ("true", "True", ""):
+        draft.missing(
+            "--save_only_model: checkpoints have no state of the optimizer", "take it out, or a retry starts it anew"
+        )
+
+
+def _read_resume(draft: Draft, family: Family) -> None:
+    if family.name == "openrlhf":
+        option = family.either(draft, "load_checkpoint", "ckpt.load_enable")
+        draft.drop("argument", option.lstrip("-"))
+        draft.last_words.append(option)
+        of_actor = "_actor/" if draft.line.program[-1].endswith("_ray") else ""
+        draft.settings |= {
+            "trainer.checkpoint_name": f"checkpoints/{of_actor}global_step{{step}}",
+            "trainer.checkpoint_complete": ["*model_states.pt"],
+            "trainer.resume": "in_place",
+        }
+        draft.said("resume", option, 'trainer.resume = "in_place"')
+        draft.missing("layout of the checkpoints", "compare trainer.checkpoint_name with what a run of yours has saved")
+        return
+    index = draft.find("argument", *_RESUME)
+    name = draft.line.items[index].name if index is not None else "resume_from_checkpoint"
+    if index is not None:
+        value = draft.value_at(index)
+        if "/" in value:
+            draft.said(f"--{name}", value, f"{_STAYS}: the first attempt begins there")
+        else:
+            draft.words[index] = ()
+            draft.said(f"--{name}", value or "(flag)", "trainer.resume_argv, when there is a checkpoint")
+    if family.has_trainer:
+        spelling = family.spelled("resume_from_checkpoint")
+        joined = spelling.endswith("=")
+        draft.settings["trainer.resume_argv"] = [f"{spelling}{{checkpoint}}"] if joined else [spelling, "{checkpoint}"]
+        return
+    draft.settings |= {"trainer.resume": "none"}
+    draft.missing(
+        "the way it resumes" + (f" (it has --{name})" if index is not None else ""),
+        "set trainer.checkpoint_name, checkpoint_complete, resume and resume_argv; until then a retry begins at step 0",
+    )
+
+
+def _read_batch(draft: Draft) -> None:
+    one, accumulated = draft.given("argument", *_PER_DEVICE), draft.given("argument", *_ACCUMULATED)
+    whole = draft.given("argument", *_WHOLE_BATCH)
+    nodes, ranks = draft.settings.get("resources.num_nodes"), draft.settings.get("resources.ranks_per_node")
+    if whole:
+        draft.said("batch", f"{whole} of all ranks" + (f", {one} at once on a rank" if one else ""), _STAYS)
+    elif number(one) and number(accumulated or "1") and isinstance(nodes, int) and isinstance(ranks, int):
+        total = int(one or 1) * int(accumulated or 1) * nodes * ranks
+        found = f"{total} = {one} on a rank x {accumulated or 1} accumulated x {nodes * ranks} ranks"
+        draft.said("batch", found, _STAYS)
+    elif one or accumulated:
+        draft.missing(
+            f"batch: {one} on a rank, {accumulated} accumulated", "write numbers in the launch line, or in trainer.argv"
+        )
+
+
+def _read_seed(draft: Draft) -> None:
+    text = draft.given("argument", "seed")
+    if text is not None and text.isascii() and text.isdigit() and len(text) < 10:
+        draft.put("argument", ["seed"], "{seed}", "")
+        draft.set("seed", int(text), "seed")
+
+
+def _read_model(draft: Draft) -> None:
+    index = draft.find("argument", *_MODEL)
+    value = draft.value_at(index) if index is not None else ""
+    if index is not None and value and draft.around.is_folder(value):
+        draft.replace(index, "{model}")
+        draft.set("model.path", value, "model")
+    elif value:
+        draft.said("model", value, f"{_STAYS}: no folder of this name here")
+
+
+def _read_others(draft: Draft) -> None:
+    for what, names in (
+        ("data", _DATA),
+        ("learning rate", _RATE),
+        (
+            "completions of a prompt",
+            ("num_generations", "n_samples_per_prompt", "actor_rollout_ref.rollout.n", "rollout.n_samples_per_prompt"),
+        ),
+        ("steps between lines of the log", ("logging_steps", "log_interval")),
+    ):
+        index = draft.find("argument", *names)
+        if index is not None and draft.value_at(index):
+            item = draft.line.items[index]
+            words = draft.line.argv[item.start : item.stop]
+            draft.said(what, draft.value_at(index) if item.is_joined else " ".join(words[1:]), _STAYS)
+    if draft.given("argument", "report_to") == "none":
+        draft.missing(
+            "--report_to none: progress is seen only by checkpoints and by the ranks from outside",
+            "write --report_to tensorboard",
+        )
+    logs = [
+        option for option in ("logging_dir", "tensorboard_dir", "use_tensorboard") if draft.given("argument", option)
+    ]
+    for option in logs:
+        draft.put("argument", [option], "{output_dir}/runs", "")
+        draft.said(f"--{option}", "folder of TensorBoard", "{output_dir}/runs, where progress is looked for")
+
+
+def _own_placeholders(draft: Draft) -> None:
+    """Report words of the user that a run fills."""
+    for index, item in enumerate(draft.line.items):
+        if draft.words[index] == draft.line.argv[item.start : item.stop]:
+            for word in draft.words[index]:
+                for name in set(named_placeholders(word)) & PLACEHOLDERS.keys():
+                    draft.said(f"{{{name}}} in the line", word, f"filled with: {PLACEHOLDERS[name]}")

@@ -1,0 +1,213 @@
+"""Draft of a config: the launch line with its replacements so far, the settings read from it, and what is missing."""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+
+from pydantic import JsonValue
+
+from rlhf_core.launch_line import LaunchLine, Role
+from rlhf_core.redaction import carries_secret, is_secret_name, secrets_in
+
+_FLAT = re.compile(
+    r"^([A-Za-z_]\w*)[ \t]*:[ \t]*(?:\"([^\"\n]*)\"|'([^'\n]*)'|([^#\n]*?))[ \t]*(?:#.*)?$", re.MULTILINE
+)
+"""A line ``name: value`` of a YAML file, at its outermost level."""
+
+
+@dataclass(frozen=True)
+class ReadPart:
+    """Part of a launch line that was understood."""
+
+    what: str
+    found: str
+    place: str
+    """Where it is in the config."""
+
+
+@dataclass(frozen=True)
+class UnreadPart:
+    """Part that was not understood, or that a run needs and the line does not have."""
+
+    what: str
+    advice: str
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Folder that the line is for, and looks into the file system; tests give their own."""
+
+    folder: str
+    """Current folder of the user, absolute."""
+    read_file: Callable[[str], str | None] = lambda path: None
+    """Text of a small file, relative to the folder; None where there is none."""
+    is_folder: Callable[[str], bool] = lambda path: False
+
+
+@dataclass
+class Draft:
+    """Launch line under work."""
+
+    line: LaunchLine
+    around: Surroundings
+    settings: dict[str, JsonValue] = field(default_factory=dict)
+    """Dotted names to values."""
+    variables: dict[str, str] = field(default_factory=dict)
+    read: list[ReadPart] = field(default_factory=list)
+    unread: list[UnreadPart] = field(default_factory=list)
+    launcher_words: list[str] = field(default_factory=list)
+    """Added after the options of the launcher."""
+    last_words: list[str] = field(default_factory=list)
+    """Added at the end."""
+    words: list[tuple[str, ...]] = field(default_factory=list)
+    """Words of each item of the line; empty for those that were taken out."""
+
+    def __post_init__(self) -> None:
+        self.words = [self.line.argv[item.start : item.stop] for item in self.line.items]
+
+    # -- reading
+
+    def find(self, role: Role, *names: str) -> int | None:
+        """Index of the last item of one of these names that is still there."""
+        for index in reversed(range(len(self.line.items))):
+            item = self.line.items[index]
+            if item.role == role and item.name in names and self.words[index]:
+                return index
+        return None
+
+    def value_at(self, index: int) -> str:
+        """Value of an option as it was given; empty for a flag."""
+        item = self.line.items[index]
+        words = self.line.argv[item.start : item.stop]
+        if item.is_joined:
+            return words[0].partition("=")[2]
+        return words[1] if len(words) > 1 else ""
+
+    def given(self, role: Role, *names: str) -> str | None:
+        """Value of the last option of one of these names; None where there is none."""
+        index = self.find(role, *names)
+        return None if index is None else self.value_at(index)
+
+    def in_files(self, *names: str) -> str | None:
+        """Value that one of the config files of the line gives to one of these names, at its outermost level."""
+        for path in self.line.config_files:
+            for name, quoted, single, plain in _FLAT.findall(self.around.read_file(path) or ""):
+                if name in names and (quoted or single or plain):
+                    return str(quoted or single or plain)
+        return None
+
+    # -- changing
+
+    def replace(self, index: int, value: str) -> None:
+        """Give an option another value, in the spelling that it has."""
+        item, first = self.line.items[index], self.line.argv[self.line.items[index].start]
+        self.words[index] = (f"{first.partition('=')[0]}={value}",) if item.is_joined else (first, value)
+
+    def drop(self, role: Role, *names: str) -> list[str]:
+        """Take out every option of these names, and give their values."""
+        found = []
+        for index, item in enumerate(self.line.items):
+            if item.role == role and item.name in names and self.words[index]:
+                found.append(self.value_at(index))
+                self.words[index] = ()
+        return found
+
+    def put(self, role: Role, names: Sequence[str], value: str, spelling: str) -> None:
+        """Give every option of these names a value; add one in the given spelling where there is none.
+
+        Args:
+            spelling: ``--name`` for two words, ``name=`` for one; empty to add none.
+        """
+        found = [
+            index
+            for index, item in enumerate(self.line.items)
+            if item.role == role and item.name in names and self.words[index]
+        ]
+        for index in found:
+            self.replace(index, value)
+        if not found and spelling:
+            target = self.launcher_words if role == "launcher_option" else self.last_words
+            target += [f"{spelling}{value}"] if spelling.endswith("=") else [spelling, value]
+
+    # -- reporting
+
+    def said(self, what: str, found: object, place: str) -> None:
+        """Report a part that was understood."""
+        self.read.append(ReadPart(what, str(found), place))
+
+    def missing(self, what: str, advice: str) -> None:
+        """Report a part that was not, once."""
+        if UnreadPart(what, advice) not in self.unread:
+            self.unread.append(UnreadPart(what, advice))
+
+    def set(self, name: str, value: JsonValue, what: str, found: object = None) -> None:
+        """Give a setting a value that was read from the line."""
+        self.settings[name] = value
+        self.said(what, value if found is None else found, name)
+
+    # -- result
+
+    @property
+    def argv(self) -> list[str]:
+        """The launch line with placeholders."""
+        return [word for group in self.groups() for word in group]
+
+    def groups(self) -> Iterator[tuple[str, ...]]:
+        """Yield the launch line, each option with its values."""
+        items = self.line.items
+        last = max((i for i, item in enumerate(items) if item.role in ("launcher", "launcher_option")), default=-1)
+        # Options of the launcher stand before `-m`, after which the module is expected.
+        while last >= 0 and items[last].role == "launcher_option" and items[last].name in ("m", "module"):
+            last -= 1
+        for index, words in enumerate(self.words):
+            if words:
+                yield words
+            if index == last:
+                yield from _pairs(self.launcher_words)
+        yield from _pairs(self.last_words)
+
+    def without_secrets(self) -> None:
+        """Take secrets out: variables go to the job by name, options are left out. Neither is ever stored."""
+        for name, value in list(self.variables.items()):
+            if any(secrets_in(f"slurm.environment.{name}", value)):
+                del self.variables[name]
+                passed = self.settings.setdefault("slurm.pass_environment", [])
+                if isinstance(passed, list):
+                    passed.append(name)
+                self.said(
+                    f"{name} (a secret)", "***", "slurm.pass_environment: taken from your environment at submission"
+                )
+        for index, item in enumerate(self.line.items):
+            value = " ".join(self.words[index][1:]) if not item.is_joined else self.value_at(index)
+            named = (
+                item.role == "argument"
+                and is_secret_name(item.name)
+                and any(secrets_in(f"slurm.environment.{item.name}", value))
+            )
+            if self.words[index] and (named or carries_secret(value)):
+                self.words[index] = ()
+                self.missing(
+                    f"--{item.name or 'a word'}: it holds a secret, and was left out",
+                    "give it by a variable whose name stands in slurm.pass_environment",
+                )
+
+
+def _pairs(words: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Each option with its value."""
+    at = 0
+    while at < len(words):
+        both = words[at].startswith("-") and "=" not in words[at] and at + 1 < len(words)
+        both = both and not words[at + 1].startswith("-")
+        yield tuple(words[at : at + 1 + both])
+        at += 1 + both
+
+
+def number(text: str | None) -> int | None:
+    """A whole number from 1; None for anything else."""
+    return int(text) if text and re.fullmatch(r"[1-9]\d{0,8}", text, re.ASCII) else None
+
+
+def file_name(path: str) -> str:
+    """Last part of a path without its ending."""
+    return PurePosixPath(path).stem

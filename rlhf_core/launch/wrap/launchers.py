@@ -1,0 +1,293 @@
+"""Launchers: their options for nodes, ranks and the meeting point, read and replaced with placeholders."""
+
+import re
+from collections.abc import Callable, Mapping
+
+from rlhf_core.launch.wrap.draft import Draft, number
+from rlhf_core.launch_line import Launcher
+
+_TORCHRUN = (
+    (("nnodes",), "{num_nodes}"),
+    (("nproc_per_node",), "{ranks_per_node}"),
+    (("node_rank",), "{node_rank}"),
+    (("master_addr",), "{master_addr}"),
+    (("master_port",), "{master_port}"),
+)
+_ACCELERATE = (
+    (("num_machines",), "{num_nodes}"),
+    (("num_processes",), "{num_ranks}"),
+    (("machine_rank",), "{node_rank}"),
+    (("main_process_ip",), "{master_addr}"),
+    (("main_process_port",), "{master_port}"),
+)
+_BY_VARIABLES = {
+    "NNODES": "{num_nodes}",
+    "NODE_RANK": "{node_rank}",
+    "NPROC_PER_NODE": "{ranks_per_node}",
+    "MASTER_ADDR": "{master_addr}",
+    "MASTER_PORT": "{master_port}",
+}
+_OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+_GIVEN_BY_RUN = "given by the run to every node"
+
+
+def read_launcher(draft: Draft) -> None:
+    """Read nodes, ranks and GPUs from launcher and variables, and put placeholders in their places."""
+    _read_variables(draft)
+    _LAUNCHERS[draft.line.launcher](draft)
+    nodes, ranks = draft.settings.get("resources.num_nodes"), draft.settings.get("resources.ranks_per_node")
+    if nodes is None:
+        draft.set("resources.num_nodes", 1, "nodes", "not given: 1")
+    if ranks is None:
+        gpus = draft.settings.get("resources.gpus_per_node")
+        one = (
+            draft.line.launcher in ("python", "", "swift", "llamafactory")
+            and "NPROC_PER_NODE" not in draft.line.variables
+        )
+        draft.settings["resources.ranks_per_node"] = 1 if one or not gpus else gpus
+        if one:
+            draft.said("ranks on every node", "one process", "resources.ranks_per_node")
+        else:
+            draft.missing(
+                "ranks on every node",
+                f"set resources.ranks_per_node, where {draft.settings['resources.ranks_per_node']} stands now",
+            )
+    on_processors = draft.given("argument", "use_cpu", "no_cuda") in ("true", "True", "") or (
+        draft.given("argument", "device") == "cpu"
+    )
+    if on_processors:
+        draft.set("resources.gpus_per_node", 0, "GPUs", "none: the line says to use the processor")
+    if "resources.gpus_per_node" not in draft.settings:
+        draft.settings["resources.gpus_per_node"] = 0
+        draft.missing(
+            "GPUs on every node", "set resources.gpus_per_node (often as many as ranks); 0, for processors, stands now"
+        )
+
+
+def _read_variables(draft: Draft) -> None:
+    for name, value in draft.variables.copy().items():
+        if name in _BY_VARIABLES:
+            draft.variables[name] = _BY_VARIABLES[name]
+        elif name in _OF_RANKS:
+            del draft.variables[name]
+            draft.said(name, value, "taken out: set for every rank by the run")
+    devices = draft.variables.pop("CUDA_VISIBLE_DEVICES", None)
+    if devices is not None:
+        ids = [one for one in devices.split(",") if one.strip() not in ("", "-1")]
+        if "$" in devices:
+            draft.said("CUDA_VISIBLE_DEVICES", devices, _GIVEN_BY_RUN)
+        else:
+            draft.set("resources.gpus_per_node", len(ids), "GPUs (CUDA_VISIBLE_DEVICES)", devices)
+
+
+def _counts(draft: Draft, nodes: str | None, ranks: str | None) -> None:
+    """Store numbers as they were given; one that is no number is reported."""
+    for setting, what, text in (
+        ("resources.num_nodes", "nodes", nodes),
+        ("resources.ranks_per_node", "ranks on every node", ranks),
+    ):
+        found = number(text)
+        if found is not None:
+            draft.set(setting, found, what)
+        elif text and setting not in draft.settings:
+            draft.missing(f"{what}: {text}", f"set {setting}; the launch line itself has a placeholder there")
+
+
+def _torchrun(draft: Draft) -> None:
+    nodes = draft.given("launcher_option", "nnodes")
+    if nodes and re.fullmatch(r"\d+:\d+", nodes):
+        draft.missing(f"elastic number of nodes {nodes}", "a run has a fixed number; resources.num_nodes is the larger")
+        nodes = nodes.partition(":")[2]
+    _counts(draft, nodes, _ranks_or_gpus(draft, draft.given("launcher_option", "nproc_per_node")))
+    # A static meeting point numbers the ranks by node, as the evidence of a run does; c10d numbers them as they come.
+    gone = draft.drop(
+        "launcher_option", "standalone", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "local_addr"
+    )
+    if gone:
+        draft.said(
+            "rendezvous", ", ".join(filter(None, gone)) or "--standalone", "--master_addr and --master_port of the run"
+        )
+    if any(count not in ("", "0") for count in draft.drop("launcher_option", "max_restarts")):
+        draft.said("--max_restarts", "of torchrun", "taken out: supervise.max_restarts, from the newest checkpoint")
+    if draft.drop("launcher_option", "redirects", "r"):
+        draft.said("--redirects", "of torchrun", "taken out: the run keeps the output of the ranks")
+    _put(draft, _TORCHRUN)
+
+
+def _ranks_or_gpus(draft: Draft, ranks: str | None) -> str | None:
+    gpus = draft.settings.get("resources.gpus_per_node")
+    return str(gpus) if ranks in ("gpu", "auto") and gpus else ranks
+
+
+def _put(draft: Draft, options: tuple[tuple[tuple[str, ...], str], ...]) -> None:
+    for names, value in options:
+        draft.put("launcher_option", names, value, f"--{names[0]}=")
+    draft.said("meeting point and node ranks", "options of the launcher", "placeholders in trainer.argv")
+
+
+def _accelerate(draft: Draft) -> None:
+    nodes = draft.given("launcher_option", "num_machines") or draft.in_files("num_machines")
+    total = draft.given("launcher_option", "num_processes") or draft.in_files("num_processes")
+    _accelerate_counts(draft, nodes, total)
+    ids = draft.drop("launcher_option", "gpu_ids")
+    if ids and ids[-1] != "all" and "resources.gpus_per_node" not in draft.settings:
+        draft.set("resources.gpus_per_node", len(ids[-1].split(",")), "GPUs (--gpu_ids)", ids[-1])
+    if draft.find("launcher_option", "cpu") is not None and (number(total) or 1) > 1:
+        draft.missing(
+            f"--cpu with {total} processes: accelerate starts one of them, and leaves the others to mpirun",
+            "start the program with torchrun --nproc_per_node instead, and wrap that line",
+        )
+    if draft.find("launcher_option", "cpu") is not None:
+        draft.settings.setdefault("resources.gpus_per_node", 0)
+    draft.drop("launcher_option", "rdzv_backend", "rdzv_conf", "same_network", "max_restarts")
+    _put(draft, _ACCELERATE)
+
+
+def _accelerate_counts(draft: Draft, nodes: str | None, total: str | None) -> None:
+    machines, processes = number(nodes) or 1, number(total)
+    if processes is not None and processes % machines == 0:
+        _counts(draft, nodes, str(processes // machines))
+    else:
+        _counts(draft, nodes, total if processes is None else None)
+
+
+def _deepspeed(draft: Draft) -> None:
+    nodes = draft.given("launcher_option", "num_nodes")
+    ranks = draft.given("launcher_option", "num_gpus")
+    include = draft.given("launcher_option", "include", "i") or ""
+    hosts = [part for part in include.split("@") if part]
+    slots = hosts[0].partition(":")[2] if hosts else ""
+    hostfile = draft.given("launcher_option", "hostfile", "H")
+    listed = (
+        re.findall(r"^\s*[^#\s]\S*\s+slots=(\d+)", draft.around.read_file(hostfile) or "", re.M) if hostfile else []
+    )
+    if hostfile and not listed:
+        draft.missing(f"the nodes of {hostfile}", "set resources.num_nodes and resources.ranks_per_node")
+    _counts(
+        draft,
+        nodes or str(len(hosts) or len(listed) or ""),
+        ranks or (str(len(slots.split(","))) if slots else listed[0] if listed else None),
+    )
+    if "resources.ranks_per_node" in draft.settings:  # deepspeed starts a rank for each GPU, and none without
+        draft.settings.setdefault("resources.gpus_per_node", draft.settings["resources.ranks_per_node"])
+    for index, item in enumerate(draft.line.items):
+        if item.role == "launcher":
+            draft.words[index] = ("torchrun",) if item.start < item.stop else ()
+        elif item.role == "launcher_option" and item.name in ("module", "no_python"):
+            draft.words[index] = ("-m",) if item.name == "module" else ("--no-python",)
+        elif item.role == "launcher_option":
+            draft.words[index] = ()
+    draft.said("deepspeed", "reaches nodes through ssh", "torchrun, which the agent of each node starts")
+    draft.missing(
+        "--local_rank: deepspeed gives it to the program, torchrun sets LOCAL_RANK instead",
+        "nothing, if the program takes either (deepspeed and transformers do)",
+    )
+    for names, value in _TORCHRUN:
+        draft.launcher_words.append(f"--{names[0]}={value}")
+
+
+def _by_variables(draft: Draft) -> None:
+    given = draft.line.variables
+    _counts(draft, given.get("NNODES"), given.get("NPROC_PER_NODE"))
+    draft.variables |= _BY_VARIABLES
+    draft.said("meeting point and node ranks", "NNODES, NODE_RANK and the like", "placeholders in trainer.variables")
+
+
+def _llamafactory(draft: Draft) -> None:
+    draft.variables["FORCE_TORCHRUN"] = "1"
+    _by_variables(draft)
+
+
+def _trl(draft: Draft) -> None:
+    nodes = draft.given("argument", "num_machines") or draft.in_files("num_machines")
+    total = draft.given("argument", "num_processes") or draft.in_files("num_processes")
+    _accelerate_counts(draft, nodes, total)
+    for names, value in _ACCELERATE:
+        draft.put("argument", names, value, f"--{names[0]}")
+    draft.said("meeting point and node ranks", "options of accelerate", "placeholders in trainer.argv")
+
+
+def _axolotl(draft: Draft) -> None:
+    _counts(draft, None, draft.given("argument", "num_processes", "nproc_per_node"))
+    draft.drop("argument", "launcher", "num_processes", "nproc_per_node")
+    ends = [index for index, words in enumerate(draft.words) if words == ("--",)]
+    for index in range(ends[0], len(draft.words)) if ends else ():
+        draft.words[index] = ()
+    draft.last_words += ["--launcher", "torchrun"]
+    draft.said("meeting point and node ranks", "options of torchrun", "placeholders in trainer.argv")
+
+
+def axolotl_launcher_words() -> list[str]:
+    """Options of torchrun as axolotl takes them, after everything else."""
+    return ["--", *(f"--{names[0]}={value}" for names, value in _TORCHRUN)]
+
+
+def _per_rank(draft: Draft) -> None:
+    draft.set("trainer.launch", "per_rank", "launcher", "none: each rank is started by the run")
+
+
+_RAY_PROGRAMS = ("train_ppo_ray", "verl.trainer.main_ppo", "recipe.dapo.main_dapo")
+_RAY_NODES = ("trainer.nnodes", "actor_num_nodes", "actor.num_nodes")
+_RAY_GPUS = ("trainer.n_gpus_per_node", "actor_num_gpus_per_node", "actor.num_gpus_per_node")
+_SHARED = ("colocate_all_models", "colocate_all", "train.colocate_all")
+
+
+def _python(draft: Draft) -> None:
+    if not any(word.endswith(_RAY_PROGRAMS) for word in draft.line.program):
+        _per_rank(draft)
+        return
+    nodes = draft.given("argument", *_RAY_NODES)
+    gpus = number(draft.given("argument", *_RAY_GPUS))
+    shares = draft.find("argument", *_SHARED) is not None or "verl" in draft.line.program[-1]
+    draft.set("trainer.launch", "per_node", "launcher", "Ray, which the program starts itself")
+    _counts(draft, nodes, "1")
+    if gpus and shares:
+        draft.set("resources.gpus_per_node", gpus, "GPUs on every node")
+        draft.put("argument", _RAY_NODES, "{num_nodes}", "")
+        draft.put("argument", _RAY_GPUS, "{gpus_per_node}", "")
+    if (number(nodes) or 1) > 1:
+        draft.missing(
+            "Ray on the other nodes", "start it in trainer.setup: a line of it for node 0, another for the rest"
+        )
+
+
+def _mpirun(draft: Draft) -> None:
+    total = draft.given("launcher_option", "np", "n", "c")
+    _counts(draft, None, total)
+    items = draft.line.items
+    python = [index for index, item in enumerate(items) if item.role == "launcher"][1:]
+    for index in range(python[0] if python else len(items)):
+        if items[index].role == "launcher_option" and items[index].name == "x":
+            name, is_given, value = draft.value_at(index).partition("=")
+            draft.variables |= {name: value} if is_given else {}
+        if items[index].role in ("launcher", "launcher_option"):
+            draft.words[index] = ()
+    draft.missing(
+        "mpirun: the ranks are started by the run instead, with RANK, LOCAL_RANK and WORLD_SIZE",
+        "change the program if it reads OMPI_COMM_WORLD_RANK or uses MPI itself; set resources.num_nodes for several",
+    )
+    _per_rank(draft)
+
+
+def _unknown(draft: Draft) -> None:
+    draft.missing(
+        f"the program {' '.join(draft.line.program)[:100] or '(none)'}: it is started once on every node",
+        'if it starts no ranks itself, set trainer.launch = "per_rank"; if it does, pass it {num_nodes}, '
+        "{ranks_per_node}, {node_rank}, {master_addr} and {master_port} in its own options",
+    )
+
+
+_LAUNCHERS: Mapping[Launcher, Callable[[Draft], None]] = {
+    "torchrun": _torchrun,
+    "torchtune": _torchrun,
+    "accelerate": _accelerate,
+    "deepspeed": _deepspeed,
+    "swift": _by_variables,
+    "llamafactory": _llamafactory,
+    "trl": _trl,
+    "axolotl": _axolotl,
+    "mpirun": _mpirun,
+    "srun": _per_rank,
+    "python": _python,
+    "": _unknown,
+}

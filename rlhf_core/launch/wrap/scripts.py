@@ -1,0 +1,151 @@
+"""Shell scripts: the command that trains, and what the others around it mean for a run."""
+
+import posixpath
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+
+from rlhf_core.launch.wrap.draft import UnreadPart
+from rlhf_core.launch_line import LaunchLine, read_launch_line
+from rlhf_core.shell_script import ShellCommand, ShellScript, read_shell
+
+_NOT_TRAINING = frozenset((
+    "rollout", "deploy", "infer", "eval", "export", "app", "web-ui", "sample", "vllm-serve", "env", "chat", "api",
+    "version", "merge-lora", "convert",
+))  # fmt: skip
+"""Subcommands of training suites that serve, measure or convert."""
+_SHELLS = frozenset(["bash", "sh", "zsh", "dash"])
+_SILENT = frozenset((
+    "echo", "set", "unset", "mkdir", "sleep", "ulimit", "trap", "[", "[[", "test", "true", "false", "date",
+    "hostname", "nvidia-smi", "clear", "exit", "wait", "shift", "printf", "cat", "ls", "which", "rm", "touch", ":",
+    "pwd", "shopt", "tee", "return", "break", "continue", "read", "kill", "cp", "chmod",
+))  # fmt: skip
+"""Commands that change nothing of the training."""
+_SETUP = frozenset(["module", "ml", "ulimit"])
+
+
+@dataclass
+class ScriptFacts:
+    """A script as a run needs it."""
+
+    command: ShellCommand | None = None
+    line: LaunchLine | None = None
+    outer: LaunchLine | None = None
+    """The line around ``bash -c``, if there is one."""
+    variables: dict[str, str] = field(default_factory=dict)
+    sbatch: tuple[str, ...] = ()
+    environment: str = ""
+    folder: str = ""
+    setup: list[str] = field(default_factory=list)
+    unread: list[UnreadPart] = field(default_factory=list)
+
+
+def read_script(text: str, folder: str, known: dict[str, str], arguments: Sequence[str] = ()) -> ScriptFacts:
+    """Find the training in a script.
+
+    Args:
+        folder: Folder that it is started in, absolute.
+        known: Variables of the user that are the same on the nodes.
+        arguments: Arguments of the script.
+    """
+    script = read_shell(text, known, arguments)
+    facts = ScriptFacts(sbatch=script.sbatch, folder=folder)
+    for note in script.unread:
+        facts.unread.append(UnreadPart(note, "see whether it changes the launch line in trainer.argv"))
+    # A line that runs in any case comes before one in a branch, and that before one with nothing but a variable.
+    ranked = [(_rank(command) * 2 - command.is_conditional, command) for command in script.commands]
+    best = max([0, *(rank for rank, _ in ranked)])
+    chosen = [command for rank, command in ranked if rank == best > 0]
+    for command in script.commands:
+        if chosen and command is chosen[-1]:
+            break
+        _prepare(facts, command)
+    _report_others(facts, script, chosen)
+    if chosen:
+        _choose(facts, chosen[-1], known)
+    return facts
+
+
+def _rank(command: ShellCommand) -> int:
+    """Likelihood that a command is the training: 0 for none."""
+    line = read_launch_line(command.argv)
+    if line.launcher == "" and not _inner(line):
+        is_script = bool(line.program) and line.program[0].endswith((".sh", ".slurm", ".sbatch"))
+        return int(bool(line.wrappers) and not is_script and line.program != ())
+    if _inner(line):
+        return 2
+    if set(line.program[1:]) & _NOT_TRAINING or not line.program:
+        return 0
+    if line.launcher == "python":
+        return 0 if line.program[0] in ("pip", "setup.py") or "c" in line.launcher_options else 1
+    return 2
+
+
+def _inner(line: LaunchLine) -> str:
+    """Text of ``bash -c``."""
+    if line.program and PurePosixPath(line.program[0]).name in _SHELLS:
+        return line.value("c", "lc", "ec") or ""
+    return ""
+
+
+def _prepare(facts: ScriptFacts, command: ShellCommand) -> None:
+    """Take in a command before the training."""
+    name, words = command.argv[0] if command.argv else "", command.argv
+    if name == "cd" and len(words) > 1:
+        if command.unread or command.is_conditional:
+            facts.unread.append(UnreadPart(f"line {command.line}: cd {words[1]}", "set trainer.working_dir"))
+        else:
+            facts.folder = posixpath.normpath(posixpath.join(facts.folder, words[1]))
+    elif name in ("source", ".") and len(words) > 1:
+        if words[1].endswith("/bin/activate") and not command.unread:
+            found = posixpath.join(facts.folder, words[1].removesuffix("/bin/activate"))
+            facts.environment = posixpath.normpath(found)
+        else:
+            facts.unread.append(
+                UnreadPart(f"line {command.line}: source {words[1]}", "add what it does to trainer.setup or variables")
+            )
+    elif name in _SETUP:
+        facts.setup.append(" ".join(words))
+    elif name in ("conda", "mamba", "micromamba") and words[1:2] == ("activate",):
+        facts.setup.append(" ".join(words))
+        facts.unread.append(
+            UnreadPart(
+                f"line {command.line}: {' '.join(words)}",
+                "see that conda works in a shell of a job, or set trainer.environment to the folder of the environment",
+            )
+        )
+
+
+def _report_others(facts: ScriptFacts, script: ShellScript, chosen: list[ShellCommand]) -> None:
+    for command in script.commands:
+        name = command.argv[0] if command.argv else ""
+        if (chosen and command is chosen[-1]) or name in _SILENT | _SETUP | {"cd", "source", ".", "conda", "mamba"}:
+            continue
+        shown = f"line {command.line}: {' '.join(command.argv[:3])[:100]}"
+        if command in chosen:
+            advice = "several lines train, the last one was taken: wrap this one by itself, or pass its options below"
+        elif command.in_background:
+            advice = "it runs beside the training, and no run starts it: start it as a job of its own, and keep it up"
+        else:
+            advice = "it is not part of the run: do it once before, or add it to trainer.setup"
+        facts.unread.append(UnreadPart(shown, advice))
+
+
+def _choose(facts: ScriptFacts, command: ShellCommand, known: dict[str, str]) -> None:
+    if command.is_conditional:
+        facts.unread.append(
+            UnreadPart(f"line {command.line} stands in a branch", "see that it is the line that you mean")
+        )
+    line = read_launch_line(command.argv)
+    variables = dict(command.variables) | dict(line.variables)
+    inner = _inner(line)
+    if inner:
+        within = read_script(inner, facts.folder, known)
+        if within.line is not None and within.command is not None:
+            facts.unread += within.unread
+            facts.setup += within.setup
+            facts.folder, facts.environment = within.folder, within.environment or facts.environment
+            # Wrappers of both lines count; the places of the outer ones are gone with its words.
+            facts.outer = line
+            command, line, variables = within.command, within.line, variables | within.variables
+    facts.command, facts.line, facts.variables = command, line, variables

@@ -1,0 +1,159 @@
+"""Options of sbatch and srun, and their places in ``[resources]`` and ``[slurm]``."""
+
+import re
+import shlex
+from collections.abc import Iterable
+
+from rlhf_core.launch.wrap.draft import Draft, number
+from rlhf_core.launch_line import normalized
+
+_SHORT = {
+    "N": "nodes", "n": "ntasks", "p": "partition", "A": "account", "t": "time", "c": "cpus_per_task", "G": "gpus",
+    "J": "job_name", "q": "qos", "C": "constraint", "x": "exclude", "w": "nodelist", "o": "output", "e": "error",
+    "D": "chdir", "i": "input",
+}  # fmt: skip
+_NAMED = {
+    "partition": "slurm.partition",
+    "account": "slurm.account",
+    "qos": "slurm.qos",
+    "constraint": "slurm.constraint",
+    "reservation": "slurm.reservation",
+}
+_OF_RUN = frozenset((
+    "output", "error", "open_mode", "mail_type", "mail_user", "requeue", "no_requeue", "signal", "wait",
+    "kill_on_bad_exit", "label", "unbuffered", "export", "jobid", "job_id", "overcommit", "overlap", "mpi",
+    "cpu_bind", "input", "ntasks", "nodes", "get_user_env", "exclusive_user", "parsable",
+))  # fmt: skip
+"""Options without a place: the run has its own log files, notices, retries and signals."""
+_MEMORY = {"": 1 / 1024, "M": 1 / 1024, "G": 1, "T": 1024, "K": 1 / 1024**2}
+
+
+def read_options(words: Iterable[str]) -> dict[str, str]:
+    """Options of sbatch lines as words: long names to values."""
+    found: dict[str, str] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name = normalized(word)
+            found[name] = word.partition("=")[2]
+        elif re.match(r"-[A-Za-z]", word):
+            name = _SHORT.get(word[1], word[1])
+            found[name] = word[2:].lstrip("=")
+        elif name and not found[name]:
+            found[name] = word
+    return {_SHORT.get(name, name): value for name, value in found.items()}
+
+
+def split_options(texts: Iterable[str]) -> list[str]:
+    """Words of ``#SBATCH`` lines; one with open quotes is split at its spaces."""
+    words = []
+    for text in texts:
+        try:
+            words += shlex.split(text)
+        except ValueError:
+            words += text.split()
+    return words
+
+
+def read_slurm(draft: Draft, options: dict[str, str], source: str) -> None:
+    """Put the options of a job into resources and slurm.
+
+    Args:
+        source: ``#SBATCH`` or ``srun``; reports name it.
+    """
+    nodes = number(options.get("nodes", "").partition("-")[0])
+    if nodes:
+        draft.set("resources.num_nodes", nodes, f"nodes ({source})")
+    elif options.get("nodes"):
+        draft.missing(f"{source} --nodes={options['nodes']}", "set resources.num_nodes")
+    _read_gpus(draft, options, source, nodes or 1)
+    _read_tasks(draft, options, source, nodes or 1)
+    _read_limits(draft, options, source)
+    for name, setting in _NAMED.items():
+        if options.get(name):
+            draft.set(setting, options[name], f"{source} --{name}")
+    if options.get("exclude"):
+        # Commas within brackets belong to a name in Slurm's short form.
+        draft.set("slurm.exclude", re.split(r",(?![^\[]*\])", options["exclude"]), f"{source} --exclude")
+    if options.get("container_image"):
+        mounts: list[object] = [mount for mount in options.get("container_mounts", "").split(",") if mount]
+        draft.set("slurm.container_kind", "pyxis", f"{source} --container-image", options["container_image"])
+        draft.settings |= {"slurm.container_image": options["container_image"], "slurm.container_mounts": mounts}  # type: ignore[dict-item]
+    if "exclusive" in options:
+        draft.set("slurm.extra", ["--exclusive"], f"{source} --exclusive", "yes")
+    if options.get("job_name"):
+        draft.settings["name"] = options["job_name"]
+    known = {*_NAMED, *_KNOWN, *_OF_RUN}
+    for name in sorted(options.keys() - known):
+        draft.missing(
+            f"{source} --{name.replace('_', '-')}={options[name]}", "if the job needs it, add it to slurm.extra"
+        )
+
+
+_KNOWN = (
+    "nodes", "ntasks", "ntasks_per_node", "gpus", "gpus_per_node", "gpus_per_task", "gres", "cpus_per_task", "mem",
+    "time", "exclude", "container_image", "container_mounts", "exclusive", "job_name", "chdir",
+)  # fmt: skip
+
+
+def _read_gpus(draft: Draft, options: dict[str, str], source: str, nodes: int) -> None:
+    tasks = number(options.get("ntasks_per_node")) or 1
+    others = []
+    for name in ("gpus_per_node", "gpus", "gpus_per_task"):
+        kind, _, text = options.get(name, "").rpartition(":")
+        found = number(text)
+        if found:
+            total = {"gpus": found // nodes, "gpus_per_task": found * tasks}.get(name, found)
+            draft.set("resources.gpus_per_node", total, f"{source} --{name.replace('_', '-')}", options[name])
+            draft.settings |= {"slurm.gpu_type": kind} if kind else {}
+    for resource in filter(None, options.get("gres", "").split(",")):
+        parts = resource.split(":")
+        if parts[0] in ("gpu", "gres/gpu") and (number(parts[-1]) or len(parts) == 1):
+            draft.set("resources.gpus_per_node", number(parts[-1]) or 1, f"{source} --gres", resource)
+            draft.settings |= {"slurm.gpu_type": parts[1]} if len(parts) > 2 else {}
+        else:
+            others.append(resource)
+    if others:
+        draft.set("slurm.gres", ",".join(others), f"{source} --gres")
+
+
+def _read_tasks(draft: Draft, options: dict[str, str], source: str, nodes: int) -> None:
+    tasks = number(options.get("ntasks_per_node"))
+    total = number(options.get("ntasks"))
+    if tasks is None and total and total % nodes == 0:
+        tasks = total // nodes
+    starts_ranks = draft.line.launcher in ("srun", "python", "")
+    if tasks and starts_ranks:
+        draft.set("resources.ranks_per_node", tasks, f"tasks on every node ({source})")
+    cores = number(options.get("cpus_per_task"))
+    if cores:
+        # With torchrun and the like there is one task for all ranks of a node.
+        gpus = draft.settings.get("resources.gpus_per_node")
+        ranks = 1 if starts_ranks or not isinstance(gpus, int) else max(1, gpus)
+        draft.set("resources.cpus_per_rank", max(1, cores // ranks), f"{source} --cpus-per-task", cores)
+
+
+def _read_limits(draft: Draft, options: dict[str, str], source: str) -> None:
+    memory = re.fullmatch(r"(\d{1,9})([KMGT]?)B?", options.get("mem", ""), re.ASCII | re.IGNORECASE)
+    if memory and int(memory[1]):
+        found = int(memory[1]) * _MEMORY[memory[2].upper()]
+        draft.set("resources.memory_gb", float(f"{found:.6g}"), f"{source} --mem", options["mem"])
+    if options.get("time"):
+        seconds = slurm_seconds(options["time"])
+        if seconds:
+            draft.set("resources.time_limit_s", seconds, f"{source} --time", options["time"])
+        else:
+            draft.missing(f"{source} --time={options['time']}", "set resources.time_limit_s")
+
+
+def slurm_seconds(text: str) -> int | None:
+    """Seconds of a time as Slurm writes it: minutes, ``m:s``, ``h:m:s``, ``d-h``, ``d-h:m``, ``d-h:m:s``."""
+    found = re.fullmatch(r"(?:(\d{1,4})-)?(\d{1,7})(?::(\d{1,2}))?(?::(\d{1,2}))?", text, re.ASCII)
+    if not found:
+        return None
+    days, first, second, third = (int(part) if part else 0 for part in found.groups())
+    if found[1] is not None or found[4] is not None:
+        seconds = days * 86_400 + first * 3600 + second * 60 + third
+    else:
+        seconds = first * 60 + second
+    return seconds or None

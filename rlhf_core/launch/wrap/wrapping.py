@@ -1,0 +1,210 @@
+"""`rlhf wrap`: a launch line, or a script with one, becomes a config."""
+
+import posixpath
+import re
+import shlex
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from rlhf_core.config import expected_name, is_name, validate
+from rlhf_core.errors import BadInput
+from rlhf_core.launch.wrap.arguments import read_arguments
+from rlhf_core.launch.wrap.config_text import config_text, shown_line
+from rlhf_core.launch.wrap.draft import Draft, ReadPart, Surroundings, UnreadPart, file_name
+from rlhf_core.launch.wrap.frameworks import Family, FrameworkName, recognise
+from rlhf_core.launch.wrap.launchers import axolotl_launcher_words, read_launcher
+from rlhf_core.launch.wrap.scripts import ScriptFacts, read_script
+from rlhf_core.launch.wrap.slurm_options import read_options, read_slurm, split_options
+from rlhf_core.launch_line import Wrapper, read_launch_line
+from rlhf_core.schemas.slurm_values import VARIABLE
+
+MAX_LINE = 100_000
+"""Longest launch line in characters: a config has at most 128 KiB."""
+_DROPPED = frozenset(["srun", "nohup", "exec", "setsid", "time", "nice", "ray", "env"])
+"""Wrappers without a meaning in a run. The others (uv, conda, apptainer) stay in front."""
+
+
+@dataclass(frozen=True)
+class WrapOptions:
+    """Settings that the user gives beside the launch line."""
+
+    name: str = ""
+    framework: FrameworkName | None = None
+    steps: int | None = None
+
+
+@dataclass(frozen=True)
+class WrappedLine:
+    """Config of a launch line, with a report."""
+
+    text: str
+    """The config, as TOML. Without optimizer steps it does not load until they are filled in."""
+    num_steps: int | None
+    read: tuple[ReadPart, ...]
+    unread: tuple[UnreadPart, ...]
+    argv: tuple[str, ...]
+    """The launch line with placeholders."""
+
+
+def wrap_line(argv: Sequence[str], around: Surroundings, options: WrapOptions) -> WrappedLine:
+    """Make a config of a launch line.
+
+    Raises:
+        BadInput: there is no program in it, or it holds what no config can.
+    """
+    line = read_launch_line(argv)
+    facts = ScriptFacts(line=line, variables=dict(line.variables), folder=around.folder)
+    if line.program[:1] and PurePosixPath(line.program[0]).name in ("bash", "sh") and line.value("c", "lc"):
+        facts = read_script(shlex.join(argv), around.folder, {})
+    return _wrapped(facts, around, options, shown_line(argv))
+
+
+def wrap_script(
+    text: str,
+    source: str,
+    around: Surroundings,
+    options: WrapOptions,
+    known: Mapping[str, str],
+    arguments: Sequence[str],
+) -> WrappedLine:
+    """Make a config of a shell script, without running it.
+
+    Raises:
+        BadInput: no line of it trains, or it holds what no config can.
+    """
+    facts = read_script(text, around.folder, dict(known), arguments)
+    if facts.line is None:
+        notes = "".join(f"\n  {part.what}" for part in facts.unread[:20])
+        raise BadInput(
+            f"found no line in {source} that starts a training; give that line itself: rlhf wrap -- torchrun ...{notes}"
+        )
+    return _wrapped(facts, around, options, source)
+
+
+def _wrapped(facts: ScriptFacts, around: Surroundings, options: WrapOptions, source: str) -> WrappedLine:
+    line = facts.line
+    if line is None or not line.program:
+        raise BadInput(
+            "found no program in the launch line; expected one such as: torchrun --nproc_per_node 8 train.py --lr 1e-6"
+        )
+    if sum(map(len, line.argv)) > MAX_LINE:
+        raise BadInput(f"found a launch line of {sum(map(len, line.argv))} characters, expected at most {MAX_LINE}")
+    draft = Draft(line, around, variables=dict(facts.variables), unread=list(facts.unread))
+    _read_job(draft, facts)
+    _take_wrappers(draft)
+    read_launcher(draft)
+    family = recognise(draft, options.framework)
+    read_arguments(draft, family, options.steps)
+    if line.launcher == "axolotl":
+        draft.last_words += axolotl_launcher_words()
+    _read_places(draft, facts)
+    _name(draft, family, options.name)
+    _unusable_variables(draft)
+    draft.without_secrets()
+    _left_unread(draft, facts)
+    text = config_text(draft, source)
+    steps = draft.settings.get("trainer.num_steps")
+    _require_valid(text, isinstance(steps, int))
+    return WrappedLine(
+        text, steps if isinstance(steps, int) else None, tuple(draft.read), tuple(draft.unread), tuple(draft.argv)
+    )
+
+
+def _read_job(draft: Draft, facts: ScriptFacts) -> None:
+    if facts.sbatch:
+        read_slurm(draft, read_options(split_options(facts.sbatch)), "#SBATCH")
+    outer = facts.outer.wrappers if facts.outer else ()
+    for wrapper in (*outer, *draft.line.wrappers):
+        if wrapper.name == "srun":
+            words = [word for pair in wrapper.options.items() for word in _spelled(*pair)]
+            read_slurm(draft, read_options(words), "srun")
+        elif wrapper.name == "ray":
+            _read_ray(draft, wrapper)
+
+
+def _spelled(name: str, value: str) -> tuple[str, ...]:
+    return (f"-{name}{value}",) if len(name) == 1 else (f"--{name}={value}",)
+
+
+def _read_ray(draft: Draft, wrapper: Wrapper) -> None:
+    draft.missing(
+        f"ray job submit to {wrapper.options.get('address') or 'Ray'}: taken out, the program starts Ray itself",
+        "that is enough on one node; for several, start Ray on the nodes in trainer.setup (preset openrlhf-grpo)",
+    )
+    if wrapper.options.get("runtime_env_json"):
+        draft.missing("--runtime-env-json of ray", "put its variables into trainer.variables")
+
+
+def _take_wrappers(draft: Draft) -> None:
+    for index, item in enumerate(draft.line.items):
+        if item.role == "variable" or (item.role == "wrapper" and item.name in _DROPPED):
+            draft.words[index] = ()
+        elif item.role == "wrapper":
+            draft.said(item.name, " ".join(draft.words[index]), "stays in front of the launch line")
+
+
+def _read_places(draft: Draft, facts: ScriptFacts) -> None:
+    draft.set("trainer.working_dir", facts.folder, "folder it is started in")
+    if facts.setup:
+        draft.set("trainer.setup", list(facts.setup), "lines before it", "; ".join(facts.setup))
+    environment = facts.environment
+    first = next((index for index, words in enumerate(draft.words) if words), None)
+    if first is not None and "/bin/" in draft.words[first][0]:
+        path = posixpath.join(facts.folder, draft.words[first][0])
+        folder, _, program = path.rpartition("/bin/")
+        if draft.around.read_file(f"{folder}/pyvenv.cfg") is not None:
+            environment = posixpath.normpath(folder)
+            draft.words[first] = (program, *draft.words[first][1:])
+    if environment:
+        draft.set("trainer.environment", environment, "Python environment")
+
+
+def _name(draft: Draft, family: Family, given: str) -> None:
+    if given and not is_name(given):
+        raise BadInput(f"found --name {given!r}, {expected_name(given)}")
+    said = draft.given(
+        "argument", "run_name", "exp_name", "experiment_name", "wandb_run_name", "trainer.experiment_name"
+    )
+    of_job = draft.settings.get("name")
+    program = " ".join(draft.line.program) if len(draft.line.program) > 1 else file_name(draft.line.program[0])
+    model = draft.given("argument", "model", "model_name_or_path", "pretrain") or ""
+    candidates = [given, said or "", str(of_job or ""), f"{program} {family.algorithm} {file_name(model)}", "wrapped"]
+    for text in candidates:
+        words = dict.fromkeys(re.split(r"[^a-z0-9]+", text.lower()))
+        name = "-".join(filter(None, words))[:63].strip("-")
+        if text == given and is_name(given):
+            name = given
+        if is_name(name):
+            draft.set("name", name, "name of the run")
+            return
+
+
+def _unusable_variables(draft: Draft) -> None:
+    for name, value in list(draft.variables.items()):
+        if not VARIABLE.fullmatch(name) or not value.replace("\n", " ").replace("\t", " ").isprintable():
+            del draft.variables[name]
+            draft.missing(f"variable {name!r}: no config can hold its value", "set it in trainer.setup")
+
+
+def _left_unread(draft: Draft, facts: ScriptFacts) -> None:
+    """Report expansions of the shell that are still in the config."""
+    settings = [str(value) for value in draft.settings.values()]
+    kept = [*draft.argv, *draft.variables.values(), *settings]
+    for source in facts.command.unread if facts.command else ():
+        name = source.partition(" (")[0]
+        if any(name in text for text in kept):
+            draft.missing(
+                f"{source}: only the shell would know", "write its value into the config; no shell fills it in"
+            )
+
+
+def _require_valid(text: str, has_steps: bool) -> None:
+    """Refuse what no config can hold, for instance characters that cannot be stored.
+
+    Raises:
+        BadConfig: with the problems found.
+    """
+    whole = text if has_steps else text.replace("# num_steps = ", "num_steps = 1", 1)
+    validate(tomllib.loads(whole), "the config of this launch line")

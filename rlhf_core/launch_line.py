@@ -1,0 +1,358 @@
+"""Launch lines of training programs, taken apart: who starts the ranks, the program, and its options. Pure.
+
+Launchers know which of their options take a value, as their own command lines say (torch 2.13, accelerate 1.14,
+deepspeed 0.19, torchtune 0.6). Programs are read without such knowledge: words after an option that do not begin with
+a dash are its values.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Literal
+
+Launcher = Literal[
+    "torchrun", "accelerate", "deepspeed", "swift", "trl", "axolotl", "llamafactory", "torchtune", "mpirun", "srun",
+    "python", "",
+]  # fmt: skip
+"""Program that starts the ranks. ``swift``, ``trl`` and the like start torchrun or accelerate themselves; with srun,
+mpirun and python each process is a rank; empty for a program of another name."""
+
+Role = Literal["variable", "wrapper", "launcher", "launcher_option", "program", "argument", "positional"]
+
+
+@dataclass(frozen=True)
+class LaunchItem:
+    """Part of a launch line, with its place in argv."""
+
+    role: Role
+    name: str
+    """Name of a variable or option, normalised; of a wrapper, its own. Empty for the others."""
+    start: int
+    stop: int
+    """Index after its last word."""
+    is_joined: bool = False
+    """True if name and value are one word: ``--name=value``."""
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """Program in front of the launcher, such as ``srun`` or ``nohup``."""
+
+    name: str
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Options, normalised, to their values; empty for those without one."""
+
+
+@dataclass(frozen=True)
+class LaunchLine:
+    """Parts of a launch line. Names of options have no leading dashes, and ``_`` for ``-``."""
+
+    argv: tuple[str, ...]
+    """The line as it was given."""
+    launcher: Launcher = ""
+    launcher_options: Mapping[str, str] = field(default_factory=dict)
+    """Options of the launcher; empty text for those without a value."""
+    program: tuple[str, ...] = ()
+    """Script or module, or the words of a subcommand: ``swift rlhf``."""
+    is_module: bool = False
+    """True if the program is a module, given with ``-m``."""
+    arguments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Options of the program and their values; of one given twice the last. ``a.b=c`` counts as one."""
+    positional: tuple[str, ...] = ()
+    """Words of the program that belong to no option."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Variables assigned in front of it, or by ``env``."""
+    config_files: tuple[str, ...] = ()
+    """Files that hold further settings: of the launcher, of the program, of DeepSpeed."""
+    wrappers: tuple[Wrapper, ...] = ()
+    items: tuple[LaunchItem, ...] = ()
+    """Every part with its place; each word of argv belongs to one."""
+
+    def value(self, *names: str) -> str | None:
+        """First value of the first of these options of the program that is there; None without one, or a value."""
+        return next((self.arguments[name][0] for name in names if self.arguments.get(name)), None)
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_FLAGS: Mapping[str, frozenset[str]] = {
+    "torchrun": _words("standalone m module no_python run_path virtual_local_rank use_env h help"),
+    "accelerate": _words(
+        """cpu multi_gpu tpu use_mps_device use_deepspeed use_fsdp use_megatron_lm use_parallelism_config use_xpu quiet
+        q m module no_python debug enable_cpu_affinity same_network dynamo_use_fullgraph dynamo_use_dynamic
+        dynamo_use_regional_compilation tpu_use_cluster no_tpu_cluster tpu_use_sudo fp8_override_linear_precision h
+        help"""
+    ),
+    "deepspeed": _words(
+        "no_python module no_local_rank no_ssh force_multi save_pid bind_cores_to_rank no_ssh_check elastic_training "
+        "h help"
+    ),
+    "python": _words("m u O OO B E I s S v q b d i P x"),
+    "mpirun": _words("allow_run_as_root bind_to_none oversubscribe tag_output v q nooversubscribe"),
+    "srun": _words(
+        "exclusive overlap overcommit O l label u unbuffered E preserve_env k no_kill v verbose Q quiet s oversubscribe"
+        " pty export_all contiguous container_mount_home no_container_mount_home container_writable"
+    ),
+    "env": _words("i ignore_environment 0 null v debug"),
+    "uv": _words("no_sync frozen isolated no_project q quiet v verbose active locked offline"),
+    "conda": _words("no_capture_output live_stream v"),
+    "ray": _words("no_wait verbose no_format"),
+    "container": _words("nv rocm cleanenv e c contain C containall writable_tmpfs no_home"),
+}
+"""Options without a value; all others of these programs take one."""
+
+_WRAPPERS: Mapping[str, tuple[str, ...]] = {
+    "env": (),
+    "nohup": (),
+    "exec": (),
+    "setsid": (),
+    "time": (),
+    "nice": (),
+    "stdbuf": (),
+    "numactl": (),
+    "srun": (),
+    "uv": ("run",),
+    "poetry": ("run",),
+    "pipenv": ("run",),
+    "pixi": ("run",),
+    "conda": ("run",),
+    "micromamba": ("run",),
+    "ray": ("job", "submit"),
+    "apptainer": ("exec",),
+    "singularity": ("exec",),
+    "sudo": (),
+}
+"""Programs that only start another one, with the words of their subcommand."""
+_ALWAYS_JOINED = _words("nice stdbuf numactl")
+_WORD_AFTER = _words("apptainer singularity")
+"""Wrappers with one word before the program: the image."""
+
+_SCRIPTS: Mapping[str, tuple[Launcher, tuple[str, ...]]] = {
+    "torchrun": ("torchrun", ()),
+    "torch-distributed-launch": ("torchrun", ()),
+    "accelerate": ("accelerate", ("launch",)),
+    "accelerate-launch": ("accelerate", ()),
+    "deepspeed": ("deepspeed", ()),
+    "tune": ("torchtune", ("run",)),
+    "mpirun": ("mpirun", ()),
+    "mpiexec": ("mpirun", ()),
+}
+"""Launchers with options of their own before the program."""
+_MODULES: Mapping[str, tuple[Launcher, int]] = {
+    "torch.distributed.run": ("torchrun", 0),
+    "torch.distributed.launch": ("torchrun", 0),
+    "accelerate.commands.launch": ("accelerate", 0),
+    "accelerate.commands.accelerate_cli": ("accelerate", 1),
+    "deepspeed.launcher.runner": ("deepspeed", 0),
+}
+"""Modules that are launchers, and the words of their subcommand."""
+_SUITES: Mapping[str, Launcher] = {
+    "swift": "swift",
+    "megatron": "swift",
+    "trl": "trl",
+    "axolotl": "axolotl",
+    "llamafactory-cli": "llamafactory",
+    "llamafactory": "llamafactory",
+}
+"""Programs that start their ranks themselves, by a subcommand."""
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=", re.ASCII)
+_SETTING = re.compile(r"\+{0,2}~?([A-Za-z_@][\w.@/-]*)=", re.ASCII)
+_NUMBER = re.compile(r"-\.?\d[\d.,:eE+-]*")
+_PYTHON = re.compile(r"(?:python|pypy)[\d.]*(?:t|w)?(?:\.exe)?", re.ASCII)
+_CONFIG_OPTIONS = _words(
+    "config config_file config_path deepspeed deepspeed_config ds_config deepspeed_config_file fsdp_config"
+)
+_CONFIG_ENDINGS = (".yaml", ".yml", ".json", ".toml")
+
+
+def normalized(word: str) -> str:
+    """Name of an option without leading dashes and value, with ``_`` for ``-``."""
+    return word.lstrip("-").partition("=")[0].replace("-", "_")
+
+
+def read_launch_line(argv: Sequence[str]) -> LaunchLine:
+    """Take a launch line apart. Never raises: a line of an unknown kind is a program with arguments."""
+    reader = _LineReader(tuple(argv))
+    reader.read()
+    return reader.line()
+
+
+@dataclass
+class _LineReader:
+    argv: tuple[str, ...]
+    at: int = 0
+    launcher: Launcher = ""
+    items: list[LaunchItem] = field(default_factory=list)
+    wrappers: list[Wrapper] = field(default_factory=list)
+    is_module: bool = False
+
+    def read(self) -> None:
+        self._prefix()
+        if self.at >= len(self.argv):
+            return
+        name = PurePosixPath(self.argv[self.at]).name
+        if name in _SUITES and self._has_subcommand():
+            self.launcher = _SUITES[name]
+            self._take("program", 2)
+        elif name in _SCRIPTS and self._goes_on(_SCRIPTS[name][1]):
+            self.launcher, words = _SCRIPTS[name]
+            self._take("launcher", 1 + len(words))
+            self._options(_flags(self.launcher), "launcher_option")
+            self._program()
+        elif _PYTHON.fullmatch(name):
+            self._python()
+        else:
+            self.launcher = "srun" if self._is_in("srun") else ""
+            self._take("program", 1)
+        self._rest()
+
+    def _prefix(self) -> None:
+        while self.at < len(self.argv):
+            word = self.argv[self.at]
+            name = PurePosixPath(word).name
+            if _VARIABLE.match(word):
+                self._take("variable", 1, word.partition("=")[0], is_joined=True)
+            elif name in _WRAPPERS and self._goes_on(_WRAPPERS[name]) and self.at + 1 < len(self.argv):
+                self._wrapper(name)
+            else:
+                return
+
+    def _wrapper(self, name: str) -> None:
+        start = len(self.items)
+        first = self.at
+        self.at += 1 + len(_WRAPPERS[name])
+        flags = _FLAGS.get("container" if name in _WORD_AFTER else name, frozenset())
+        self._options(flags, "wrapper", all_joined=name in _ALWAYS_JOINED)
+        options = {item.name: (self._values(item) or ("",))[0] for item in self.items[start:]}
+        if name in _WORD_AFTER:
+            self.at = min(self.at + 1, len(self.argv))
+        if self.at < len(self.argv) and self.argv[self.at] == "--":
+            self.at += 1
+        del self.items[start:]
+        self.items.append(LaunchItem("wrapper", name, first, self.at))
+        self.wrappers.append(Wrapper(name, options))
+
+    def _is_in(self, wrapper: str) -> bool:
+        return any(found.name == wrapper for found in self.wrappers)
+
+    def _has_subcommand(self) -> bool:
+        return self.at + 1 < len(self.argv) and not self.argv[self.at + 1].startswith("-")
+
+    def _goes_on(self, words: tuple[str, ...]) -> bool:
+        return self.argv[self.at + 1 : self.at + 1 + len(words)] == words
+
+    def _take(self, role: Role, count: int, name: str = "", *, is_joined: bool = False) -> None:
+        stop = min(self.at + count, len(self.argv))
+        self.items.append(LaunchItem(role, name, self.at, stop, is_joined))
+        self.at = stop
+
+    def _options(self, flags: frozenset[str], role: Role, *, all_joined: bool = False) -> None:
+        """Take options up to the first other word, or to the one that says that a module or code follows."""
+        while self.at < len(self.argv) and self.argv[self.at].startswith("-") and self.argv[self.at] not in ("-", "--"):
+            word = self.argv[self.at]
+            name, is_joined = normalized(word), "=" in word
+            is_group = self.launcher == "python" and set(name) <= flags
+            alone = is_joined or all_joined or is_group or name in flags
+            self._take(role, 1 if alone else 2, name, is_joined=is_joined)
+            if name in ("m", "module") or (is_group and "m" in name):
+                self.is_module = role == "launcher_option"
+                return
+
+    def _python(self) -> None:
+        first = len(self.items)
+        self.launcher = "python"
+        self._take("launcher", 1)
+        self._options(_FLAGS["python"], "launcher_option")
+        module = self.argv[self.at] if self.is_module and self.at < len(self.argv) else ""
+        if module in _MODULES:
+            self.launcher, words = _MODULES[module]
+            self.is_module = False
+            begin = self.items[first].start
+            del self.items[first:]
+            stop = min(self.at + 1 + words, len(self.argv))
+            self.items.append(LaunchItem("launcher", "", begin, stop))
+            self.at = stop
+            self._options(_flags(self.launcher), "launcher_option")
+        elif self._is_in("srun"):
+            self.launcher = "srun"
+        self._program()
+
+    def _program(self) -> None:
+        if self.at < len(self.argv) and self.argv[self.at] == "--":
+            self._take("launcher", 1)
+        if self.at < len(self.argv) and PurePosixPath(self.argv[self.at]).name in _SUITES and self._has_subcommand():
+            self._take("program", 2)
+        elif (
+            self.launcher == "mpirun"
+            and self.at < len(self.argv)
+            and _PYTHON.fullmatch(PurePosixPath(self.argv[self.at]).name)
+        ):
+            self._take("launcher", 1)
+            self._options(_FLAGS["python"], "launcher_option")
+            self._take("program", 1)
+        else:
+            self._take("program", 1)
+
+    def _rest(self) -> None:
+        argv = self.argv
+        while self.at < len(argv):
+            word = argv[self.at]
+            setting = _SETTING.match(word)
+            if setting:
+                self._take("argument", 1, setting[1], is_joined=True)
+            elif not _is_option(word):
+                self._take("positional", 1)
+            elif "=" in word:
+                self._take("argument", 1, normalized(word), is_joined=True)
+            else:
+                stop = self.at + 1
+                while (
+                    stop < len(argv)
+                    and not _is_option(argv[stop])
+                    and (stop == self.at + 1 or not _SETTING.match(argv[stop]))
+                ):
+                    stop += 1
+                self._take("argument", stop - self.at, normalized(word))
+
+    def line(self) -> LaunchLine:
+        """The parts that were found."""
+        arguments = {item.name: self._values(item) for item in self.items if item.role == "argument"}
+        options = {item.name: (self._values(item) or ("",))[0] for item in self.items if item.role == "launcher_option"}
+        positional = tuple(self.argv[item.start] for item in self.items if item.role == "positional")
+        variables = {item.name: self._values(item)[0] for item in self.items if item.role == "variable"}
+        named = [value for name in sorted(_CONFIG_OPTIONS) for value in arguments.get(name, ())[:1]]
+        named += [value for name, value in options.items() if name in _CONFIG_OPTIONS]
+        files = [value for value in [*named, *positional] if value.lower().endswith(_CONFIG_ENDINGS)]
+        return LaunchLine(
+            argv=self.argv,
+            launcher=self.launcher,
+            launcher_options=options,
+            program=tuple(
+                word for item in self.items if item.role == "program" for word in self.argv[item.start : item.stop]
+            ),
+            is_module=self.is_module,
+            arguments=arguments,
+            positional=positional,
+            variables=variables,
+            config_files=tuple(dict.fromkeys(files)),
+            wrappers=tuple(self.wrappers),
+            items=tuple(self.items),
+        )
+
+    def _values(self, item: LaunchItem) -> tuple[str, ...]:
+        if item.is_joined:
+            return (self.argv[item.start].partition("=")[2],)
+        return self.argv[item.start + 1 : item.stop]
+
+
+def _flags(launcher: str) -> frozenset[str]:
+    return _FLAGS["torchrun" if launcher == "torchtune" else launcher]
+
+
+def _is_option(word: str) -> bool:
+    """True for ``--name`` and ``-n``; a negative number is a value."""
+    return word.startswith("-") and word not in ("-", "--") and not _NUMBER.fullmatch(word)

@@ -1,0 +1,204 @@
+"""Words and operators of shell scripts, with what is quoted and what the shell would fill in. Pure."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+_MAX_NESTED = 20
+
+_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_BRACED = re.compile(r"([A-Za-z_]\w*|[0-9@*])(?::?[-=](.*))?", re.ASCII | re.DOTALL)
+_OPERATOR = re.compile(r"&&|\|\||\|&|;;|&>>|&>|>>|<<<|<<-|<<|>&|<&|>\||[|&;><()\n]")
+_EXPR = re.compile(r"\s*expr\s+(.*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ShellPiece:
+    """Part of a word."""
+
+    kind: str
+    """text, variable, arithmetic or unread."""
+    text: str
+    """The text, the name, the expression; of unread ones their source."""
+    source: str
+    quoted: bool
+    default: str | None = None
+
+
+@dataclass(frozen=True)
+class ShellToken:
+    line: int
+    operator: str = ""
+    pieces: tuple[ShellPiece, ...] = ()
+    """Parts of a word, or the body of a here-document."""
+
+    @property
+    def plain(self) -> str:
+        """The word as written, if nothing in it is quoted or expanded; else empty."""
+        if any(piece.kind != "text" or piece.quoted for piece in self.pieces):
+            return ""
+        return "".join(piece.text for piece in self.pieces)
+
+
+class UnclosedShell(Exception):
+    """A quote or bracket that is opened and not closed; ends the reading."""
+
+
+@dataclass
+class ShellLexer:
+    """Tokens of a script."""
+
+    text: str
+    at: int = 0
+    line: int = 1
+    _here_end: int = 0
+
+    def tokens(self) -> Iterator[ShellToken]:
+        """Yield words and operators.
+
+        Raises:
+            UnclosedShell: a quote or bracket is not closed.
+        """
+        while self.at < len(self.text):
+            found = self.text[self.at]
+            if found in " \t\r":
+                self.at += 1
+            elif self.text.startswith(("\\\n", "\\\r\n"), self.at):
+                self._advance(self.text.index("\n", self.at) + 1)
+            elif found == "#":
+                end = self.text.find("\n", self.at)
+                self.at = len(self.text) if end < 0 else end
+            elif operator_found := _OPERATOR.match(self.text, self.at):
+                yield self._operator(operator_found[0])
+            else:
+                yield self._word()
+
+    def _advance(self, to: int) -> str:
+        passed = self.text[self.at : to]
+        self.line += passed.count("\n")
+        self.at = to
+        return passed
+
+    def _operator(self, text: str) -> ShellToken:
+        token = ShellToken(self.line, operator=text)
+        self._advance(self.at + len(text))
+        if text in ("<<", "<<-"):
+            return self._here_document(token)
+        if text == "\n" and self._here_end > self.at:
+            self._advance(self._here_end)
+        return token
+
+    def _here_document(self, token: ShellToken) -> ShellToken:
+        delimiter = re.compile(r"[ \t]*(['\"]?)([\w.-]+)\1").match(self.text, self.at)
+        if not delimiter:
+            raise UnclosedShell("a here-document has no name that ends it")
+        self.at = delimiter.end()
+        start = max(self.text.find("\n", self.at) + 1, self._here_end)
+        end = re.compile(rf"^\t*{re.escape(delimiter[2])}[ \t]*$", re.MULTILINE).search(self.text, start)
+        if not end:
+            raise UnclosedShell(f"the here-document {delimiter[2]} is not closed")
+        self._here_end = end.end()
+        body = self.text[start : end.start()]
+        if delimiter[1]:
+            return replace(token, pieces=(ShellPiece("text", body, body, quoted=True),))
+        return replace(token, pieces=tuple(ShellLexer(body, line=token.line).quoted("")))
+
+    def _word(self) -> ShellToken:
+        line, pieces = self.line, list[ShellPiece]()
+        while self.at < len(self.text):
+            found = self.text[self.at]
+            if found in " \t\r" or self.text.startswith(("\\\n", "\\\r\n"), self.at):
+                break
+            if _OPERATOR.match(self.text, self.at):
+                whole = "".join(piece.source for piece in pieces)
+                if found == "(" and whole.endswith("="):
+                    source = self._advance(self._closing(self.at, "(", ")"))
+                    pieces.append(ShellPiece("unread", source, source, quoted=True))
+                    continue
+                if found in "<>" and whole.isdigit():
+                    return replace(self._operator(_OPERATOR.match(self.text, self.at)[0]), line=line)  # type: ignore[index]
+                break
+            pieces += self._pieces(found)
+        return ShellToken(line, pieces=tuple(pieces))
+
+    def _pieces(self, found: str) -> Iterator[ShellPiece]:
+        if found == "'":
+            source = self._advance(self._find("'", self.at + 1) + 1)
+            yield ShellPiece("text", source[1:-1], source, quoted=True)
+        elif found == '"':
+            self.at += 1
+            yield ShellPiece("text", "", '"', quoted=True)
+            yield from self.quoted('"')
+            self.at += 1
+        elif found == "\\":
+            source = self._advance(min(self.at + 2, len(self.text)))
+            yield ShellPiece("text", source[1:], source, quoted=True)
+        elif found in "$`":
+            yield self._expansion(quoted=False)
+        else:
+            source = self._advance(re.compile(r"[^\s\\'\"$`|&;<>()]+|.", re.DOTALL).match(self.text, self.at).end())  # type: ignore[union-attr]
+            yield ShellPiece("text", source, source, quoted=False)
+
+    def quoted(self, end: str) -> Iterator[ShellPiece]:
+        """Yield the parts of a text in double quotes, up to a character that ends it; empty for the whole rest."""
+        part = re.compile(r'[^"\\$`]+|\\\r?\n|\\.|"', re.DOTALL)
+        while self.at < len(self.text):
+            found = self.text[self.at]
+            if found == end:
+                return
+            if found in "$`":
+                yield self._expansion(quoted=True)
+                continue
+            match = part.match(self.text, self.at)
+            source = self._advance(match.end() if match else self.at + 1)
+            text = "" if source in ("\\\n", "\\\r\n") else source
+            yield ShellPiece("text", re.sub(r'\\([\\"$`])', r"\1", text), source, quoted=True)
+        if end:
+            raise UnclosedShell(f'the quote "{end}" is not closed')
+
+    def _expansion(self, quoted: bool) -> ShellPiece:
+        start, text = self.at, self.text
+        if text.startswith("$((", start):
+            source = self._advance(self._closing(start + 1, "(", ")"))
+            kind = "arithmetic" if source.endswith("))") else "unread"
+            return ShellPiece(kind, source[3:-2] if kind == "arithmetic" else source, source, quoted)
+        if text.startswith("$(", start):
+            source = self._advance(self._closing(start + 1, "(", ")"))
+            found = _EXPR.fullmatch(source[2:-1])
+            return ShellPiece("arithmetic" if found else "unread", found[1] if found else source, source, quoted)
+        if text[start] == "`":
+            source = self._advance(self._find("`", start + 1) + 1)
+            return ShellPiece("unread", source, source, quoted)
+        if text.startswith("${", start):
+            source = self._advance(self._closing(start + 1, "{", "}"))
+            found = _BRACED.fullmatch(source[2:-1])
+            if found and source.count("$") <= _MAX_NESTED:
+                return ShellPiece("variable", found[1], source, quoted, default=found[2])
+            return ShellPiece("unread", source, source, quoted)
+        name = _NAME.match(text, start + 1)
+        if name:
+            return ShellPiece("variable", name[0], self._advance(name.end()), quoted)
+        if re.compile(r"[0-9@*]", re.ASCII).match(text, start + 1):
+            source = self._advance(start + 2)
+            return ShellPiece("variable", source[1], source, quoted)
+        if re.compile(r"[#?$!'-]").match(text, start + 1):
+            self._advance(start + 2)
+            return ShellPiece("unread", text[start : start + 2], text[start : start + 2], quoted)
+        self.at += 1
+        return ShellPiece("text", "$", "$", quoted)
+
+    def _find(self, character: str, start: int) -> int:
+        end = self.text.find(character, start)
+        if end < 0:
+            raise UnclosedShell(f"the quote {character} is not closed")
+        return end
+
+    def _closing(self, start: int, opening: str, closing: str) -> int:
+        depth, at = 0, start
+        marks = re.compile(rf"\\.|'[^']*'|[\{opening}\{closing}]", re.DOTALL)
+        while found := marks.search(self.text, at):
+            depth += (found[0] == opening) - (found[0] == closing)
+            at = found.end()
+            if depth == 0:
+                return at
+        raise UnclosedShell(f"the bracket {opening} is not closed")
