@@ -19,7 +19,7 @@ FROM_ENVIRONMENT = "set for every launch"
 
 @dataclass(frozen=True)
 class LaunchShape:
-    """What one start of a launch line on one node does, as far as the line tells."""
+    """Processes that one start of a launch line makes on a node, and how they find the others, as far as it tells."""
 
     num_nodes: str | None
     """Nodes that the launcher is told of; None where that is not known."""

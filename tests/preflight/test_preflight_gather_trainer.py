@@ -25,7 +25,7 @@ def spec_of(argv: list[str], **trainer: Any) -> RunSpec:
     return RunSpec.model_validate({"name": "theirs", "trainer": content})
 
 
-def look(folder: Path, argv: list[str], slurm: SlurmSpec | None = None, **trainer: Any) -> TrainerSide:
+def inspected(folder: Path, argv: list[str], slurm: SlurmSpec | None = None, **trainer: Any) -> TrainerSide:
     code = folder / "code"
     code.mkdir(exist_ok=True)
     return inspect_trainer(spec_of(argv, **trainer), TrainerPlace(folder / "home", code, slurm or SlurmSpec()))
@@ -53,7 +53,7 @@ def venv(tmp_path: Path) -> Path:
 
 
 def test_an_environment_is_asked_for_its_packages_and_imports_none(tmp_path: Path, venv: Path) -> None:
-    side = look(tmp_path, ["swift", "rlhf"], environment=str(venv))
+    side = inspected(tmp_path, ["swift", "rlhf"], environment=str(venv))
     assert (side.problem, side.unseen, side.python_problem) == ("", "", "")
     assert side.program == str(venv / "bin" / "swift")
     assert side.packages == {"ms-swift": "4.6.0"}
@@ -69,39 +69,39 @@ def test_a_module_is_looked_for_without_importing_it(
 ) -> None:
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "mine.py").write_text("raise SystemExit('it was imported')\n")
-    side = look(tmp_path, ["python", "-m", module, "--lr", "1"], environment=str(venv))
+    side = inspected(tmp_path, ["python", "-m", module, "--lr", "1"], environment=str(venv))
     assert (side.missing_modules, side.python_problem) == (missing, "")
 
 
 def test_an_environment_that_is_not_there_is_described(tmp_path: Path) -> None:
-    assert "rlhf env create swift" in look(tmp_path, ["swift", "rlhf"], environment="swift").problem
-    assert "without bin/python" in look(tmp_path, ["swift"], environment=str(tmp_path)).problem
+    assert "rlhf env create swift" in inspected(tmp_path, ["swift", "rlhf"], environment="swift").problem
+    assert "without bin/python" in inspected(tmp_path, ["swift"], environment=str(tmp_path)).problem
 
 
 def test_without_an_environment_the_programs_of_the_path_count(
     tmp_path: Path, venv: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", f"{venv / 'bin'}{os.pathsep}{os.environ['PATH']}")
-    side = look(tmp_path, ["A=1", "swift", "rlhf"])
+    side = inspected(tmp_path, ["A=1", "swift", "rlhf"])
     assert (side.program, side.python) == (str(venv / "bin" / "swift"), str(venv / "bin" / "python"))
     assert side.packages["ms-swift"] == "4.6.0"
-    assert look(tmp_path, ["no-such-program"]).program == ""
+    assert inspected(tmp_path, ["no-such-program"]).program == ""
 
 
 def test_what_only_the_nodes_see_is_not_judged_here(tmp_path: Path) -> None:
-    assert "module load swift" in look(tmp_path, ["swift"], setup=("module load swift",)).unseen
+    assert "module load swift" in inspected(tmp_path, ["swift"], setup=("module load swift",)).unseen
     container = SlurmSpec(container_kind="pyxis", container_image="swift.sqsh")
-    assert "swift.sqsh" in look(tmp_path, ["swift"], container).unseen
+    assert "swift.sqsh" in inspected(tmp_path, ["swift"], container).unseen
 
 
 def test_scripts_and_configs_that_are_not_there_are_named(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     whole, there = str(tmp_path / "train.py"), str(tmp_path)
-    assert look(tmp_path, ["torchrun", whole, "--deepspeed", "/no/ds.json"]).missing_files == ("/no/ds.json",)
-    assert look(tmp_path, ["torchrun", "train.py"]).missing_files == ("train.py",)
-    assert look(tmp_path, ["torchrun", "train.py"], working_dir=there).missing_files == ()
-    assert look(tmp_path, ["torchrun", "{code}/train.py"]).missing_files == (f"{tmp_path}/code/train.py",)
-    assert look(tmp_path, ["torchrun", "{run_dir}/train.py"]).missing_files == ()
+    assert inspected(tmp_path, ["torchrun", whole, "--deepspeed", "/no/ds.json"]).missing_files == ("/no/ds.json",)
+    assert inspected(tmp_path, ["torchrun", "train.py"]).missing_files == ("train.py",)
+    assert inspected(tmp_path, ["torchrun", "train.py"], working_dir=there).missing_files == ()
+    assert inspected(tmp_path, ["torchrun", "{code}/train.py"]).missing_files == (f"{tmp_path}/code/train.py",)
+    assert inspected(tmp_path, ["torchrun", "{run_dir}/train.py"]).missing_files == ()
 
 
 def test_config_files_are_read_each_for_its_reader(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_config_files_are_read_each_for_its_reader(tmp_path: Path) -> None:
         "--config",
         str(tmp_path / "trl.yaml"),
     ]
-    side = look(tmp_path, argv)
+    side = inspected(tmp_path, argv)
     assert side.launcher_settings == {"num_machines": "2"}
     assert side.deepspeed == {"train_batch_size": "auto"}
     assert side.settings == {
