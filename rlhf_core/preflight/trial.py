@@ -55,7 +55,15 @@ WATCHED = (
 )
 """Settings, or whole sections, whose change asks for a trial."""
 
-_WITHOUT_EFFECT = ("trainer.log_samples_every",)
+_WITHOUT_EFFECT = (
+    "trainer.log_samples_every",
+    "trainer.num_steps",
+    "trainer.artifacts",
+    "trainer.progress",
+    "trainer.stdout_patterns",
+    "trainer.metrics",
+)
+_WITHOUT_EFFECT_TABLES = tuple(f"{name}." for name in _WITHOUT_EFFECT)
 NOTHING = "nothing"
 _LONGEST = 60
 
@@ -81,7 +89,7 @@ def changes_since(before: GoodRun, spec: RunSpec, basis: Mapping[str, str]) -> l
         Change(name, _shown(old), _shown(new))
         for watched in WATCHED
         for name, old, new in _differences(watched, _pick(then, watched), _pick(now, watched))
-        if name not in _WITHOUT_EFFECT
+        if not f"{name}.".startswith(_WITHOUT_EFFECT_TABLES)
     ]
     warm_started = [_pick(loops, "loops.warm_start.num_steps") or 0 for loops in (then, now)]
     if "warm_start" in (_pick(then, "loops") or {}) and bool(warm_started[0]) != bool(warm_started[1]):

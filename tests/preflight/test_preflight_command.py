@@ -340,9 +340,10 @@ def test_the_hang_of_trl_can_be_overridden() -> None:
 
 
 def test_commands_of_trl_that_do_not_resume_are_known() -> None:
-    line = f"trl grpo --num_machines 2 --num_processes 4 --machine_rank {{node_rank}} --main_process_ip {{master_addr}} {STEPS}"
+    nodes = "--num_machines 2 --num_processes 4 --machine_rank {node_rank} --main_process_ip {master_addr}"
+    line = f"trl grpo {nodes} {STEPS}"
     old = {**SIDE.packages, "trl": "1.14.0"}
-    (said,) = [one for one in unwanted(command(f"{line} {BATCH}", side={"packages": old}))]
+    (said,) = unwanted(command(f"{line} {BATCH}", side={"packages": old}))
     assert "begins at step 0" in said.found
     assert "does not come upon it" not in said.found
     assert unwanted(command(side={"packages": old})) == [], "a script of one's own passes it on, or does not"
