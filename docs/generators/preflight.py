@@ -43,6 +43,11 @@ packages of the compute interpreter, the disk. The checks whose names begin with
 first {rows} rows of the data in the compute interpreter. It takes some seconds and is bounded in time and memory; each
 reward function is called there with real rows in a process of its own, so that one that never returns is a finding.
 
+A trainer that is another program (`trainer.kind = "command"`) has checks of its own, `command.*`; those of batches,
+loops, memory and content are for the trainer of rlhf-flows. Arguments are read from the launch line and from the
+program's config files (JSON and YAML); what cannot be read is not judged. Its interpreter is asked once for what is
+installed; nothing of it is imported.
+
 ## The checks
 """
 
@@ -126,7 +131,7 @@ size 512, 32 sequences of 256 tokens at once) on CPU: 6.2 GiB by the estimate, 5
 VERSIONS = """
 ## Versions that go wrong together
 
-`environment.versions` compares the packages of the compute interpreter with this table. A row blocks the runs that
+`environment.versions` compares the packages of the interpreter that trains with this table. A row blocks the runs that
 come upon it for certain; for others it is a warning.
 
 | installed | what happens | instead | source |
@@ -134,11 +139,11 @@ come upon it for certain; for others it is a warning.
 """
 
 
-WAITING = """
-These rows wait for a part of rlhf-flows that no config can ask for yet. They are not acted upon before it is there.
+OTHERS = """
+These rows concern runs with `trainer.kind = "command"`; the versions are those of the environment that trains.
 
-| installed | what happens | instead | waits for | source |
-|---|---|---|---|---|
+| installed | what happens | instead | source |
+|---|---|---|---|
 """
 
 
@@ -151,13 +156,12 @@ def preflight() -> str:
     parts += [f"| `{one.id}` | {cell(one.prevents)} |" for one in NODE_CHECKS]
     gpus = [f"| `{name}` | {' or '.join(map(str, sizes))} |" for name, sizes in sorted(GPU_MEMORY_GB.items())]
     text = "\n".join(parts) + "\n" + OFF.format(group=PLUGINS) + MEMORY + "\n".join(gpus) + "\n"
-    text += VERSIONS + "\n".join(_known_bad(waiting=False)) + "\n"
-    return text + WAITING + "\n".join(_known_bad(waiting=True)) + "\n"
+    text += VERSIONS + "\n".join(_known_bad(only_commands=False)) + "\n"
+    return text + OTHERS + "\n".join(_known_bad(only_commands=True)) + "\n"
 
 
-def _known_bad(*, waiting: bool) -> Iterator[str]:
+def _known_bad(*, only_commands: bool) -> Iterator[str]:
     for row in KNOWN_BAD:
-        if bool(row.waits_for) == waiting:
+        if row.only_commands == only_commands:
             installed = " with ".join(f"`{name}{versions}`" for name, versions in row.packages.items())
-            for_what = f" | {row.waits_for}" if waiting else ""
-            yield f"| {installed} | {cell(row.happens)} | `{row.instead}`{for_what} | {row.source} |"
+            yield f"| {installed} | {cell(row.happens)} | `{row.instead}` | {row.source} |"

@@ -113,6 +113,7 @@ def _checks(config: str, overrides: Sequence[str]) -> "Sequence[CheckResult]":
             scheduler=scheduler.name,
             compute_python=site.compute_python,
             runs_dir=site.runs_dir,
+            home=site.home,
             code_path=Path(folder) / "snapshot",
             site_slurm=site.slurm,
             job_secrets=site.job_secrets,

@@ -16,7 +16,6 @@ def print_plan(spec: Any, site: "Site", as_json: bool) -> None:
     from rlhf_core.allocation.planner import plan
     from rlhf_core.launch.start import job_request
     from rlhf_core.run_dir import RunDir
-    from rlhf_core.schemas.run import RunSpec
     from rlhf_core.scheduler import get_scheduler
 
     scheduler = get_scheduler(site.scheduler)

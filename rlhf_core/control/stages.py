@@ -45,6 +45,7 @@ def preflight(controller: Controller) -> None:
             scheduler=controller.scheduler.name,
             compute_python=controller.site.compute_python,
             runs_dir=controller.site.runs_dir,
+            home=controller.site.home,
             code_path=controller.run_dir.code / "snapshot",
             resume=controller.run_dir.newest_checkpoint(),
             stored_version=controller.stored.package_version,

@@ -41,6 +41,9 @@ VERSIONS = NodeCheck(
 CONTENT = NodeCheck(
     "node.content", "A node that reads another config, code, data file or tokenizer takes other branches, and hangs."
 )
+TRAINER = NodeCheck(
+    "node.trainer", "A node without the environment or the program of another trainer ends every attempt at once."
+)
 HARDWARE = NodeCheck(
     "node.hardware", "A node with 7 GPUs among nodes with 8, or with slower ones, holds up all others."
 )
@@ -68,6 +71,7 @@ NODE_CHECKS = (
     VARIABLES,
     VERSIONS,
     CONTENT,
+    TRAINER,
     HARDWARE,
     GPU_HEALTH,
     DISK,
@@ -308,8 +312,11 @@ def _versions(facts: Mapping[int, NodeFacts]) -> list[CheckResult]:
     core: dict[str, dict[str, str]] = {}
     other: dict[str, dict[str, str]] = {}
     for one in facts.values():
-        core[one.node] = {name: held for name, held in one.versions.items() if _matches(name, CORE_PACKAGES)}
-        other[one.node] = {name: held for name, held in one.versions.items() if name not in core[one.node]}
+        ours = {name: (name, held) for name, held in one.versions.items()}
+        theirs = {f"trainer's {name}": (name, held) for name, held in one.trainer_versions.items()}
+        both = {**ours, **theirs}
+        core[one.node] = {key: held for key, (name, held) in both.items() if _matches(name, CORE_PACKAGES)}
+        other[one.node] = {key: held for key, (name, held) in both.items() if key not in core[one.node]}
     advice = "install the same environment on all nodes, best one on a shared file system or in one image"
     return [
         *_differing(VERSIONS, core, CheckStatus.BLOCKED, advice),

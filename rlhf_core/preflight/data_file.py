@@ -14,13 +14,19 @@ SHOWN = 5
 """Number of problems of one kind that are shown; all are counted."""
 
 
-def scan(path: Path, data: DataSpec, tick: Callable[[], None] = lambda: None) -> DataFile:
+def scan(
+    path: Path, data: DataSpec, tick: Callable[[], None] = lambda: None, *, read_elsewhere: bool = False
+) -> DataFile:
     """Read a data file.
 
     Args:
         tick: called every few thousand rows; may raise to stop.
+        read_elsewhere: True if another program reads it, in a format of its own: it may be a folder or a file of
+            another kind, and its rows need not have the columns that the config names.
     """
     suffix = path.suffix.lower()
+    if read_elsewhere and (path.is_dir() or (path.exists() and suffix not in KINDS)):
+        return DataFile(path, scanned=False)
     if suffix not in KINDS:
         return DataFile(path, problem=f'found a file ending in "{path.suffix}", expected one of {", ".join(KINDS)}')
     try:
@@ -33,7 +39,7 @@ def scan(path: Path, data: DataSpec, tick: Callable[[], None] = lambda: None) ->
     if suffix == ".parquet":
         problem = "" if start == b"PAR1" else "not a Parquet file: it does not begin with PAR1"
         return DataFile(path, problem=problem, scanned=False)
-    found = _Scan(data)
+    found = _PromptScan(data) if read_elsewhere else _Scan(data)
     for count, (line, row) in enumerate(READERS[suffix](path)):
         found.add(line, row)
         if count % 4096 == 0:
@@ -132,6 +138,19 @@ class _Scan:
             num_contradictions=self._contradictions.count,
             prompt_hashes=frozenset(self._answers),
         )
+
+
+class _PromptScan(_Scan):
+    """Rows that another program reads: of their columns only the prompt is looked at, where there is one."""
+
+    def __init__(self, data: DataSpec) -> None:
+        super().__init__(data)
+        self._needed = []
+
+    def _add_whole(self, line: int, row: Mapping[str, Any]) -> None:
+        prompt = row.get(self._data.prompt_column)
+        if isinstance(prompt, str) and prompt:
+            self._answers[_hash(prompt.encode(errors="surrogatepass"))] = b""
 
 
 def _hash(text: bytes) -> bytes:

@@ -73,6 +73,40 @@ class ComputeSide:
 
 
 @dataclass(frozen=True)
+class TrainerSide:
+    """The environment that another program trains in, as seen from here. Nothing of it was imported."""
+
+    folder: str = ""
+    """Folder of its virtual environment; empty for the programs of the job's PATH."""
+    problem: str = ""
+    """Reason why ``trainer.environment`` is no environment; empty if it is one."""
+    unseen: str = ""
+    """Reason why it can be looked at on the nodes only; empty if it was looked at here."""
+    program: str = ""
+    """Path of the program that the launch line begins with; empty if it was not found."""
+    python: str = ""
+    """Its interpreter; empty where there is none, or it could not be found."""
+    python_problem: str = ""
+    """Reason why that could not be queried; empty if it could."""
+    version: tuple[int, ...] = ()
+    """Its Python version."""
+    packages: Mapping[str, str] = field(default_factory=dict)
+    """Distribution name (normalised) to version."""
+    missing_modules: tuple[str, ...] = ()
+    """Modules that the launch line starts, and that its interpreter does not find."""
+    missing_files: tuple[str, ...] = ()
+    """Scripts and configs of the launch line that are not there."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Settings of the program's own config files, names normalised as in a launch line."""
+    launcher_settings: Mapping[str, str] = field(default_factory=dict)
+    """Settings of the launcher's own config file, likewise."""
+    deepspeed: Mapping[str, Any] = field(default_factory=dict)
+    """Content of DeepSpeed's config file."""
+    unread: tuple[str, ...] = ()
+    """Config files that could not be read."""
+
+
+@dataclass(frozen=True)
 class Requirement:
     """One package that training needs."""
 
@@ -204,3 +238,10 @@ class Facts:
     content_problem: str = ""
     """Reason why the data was not read; empty if that was not asked for or another check reports it."""
     baseline: Baseline = NO_BASELINE
+    trainer: TrainerSide | None = None
+    """Environment of the program that trains; None where rlhf-flows trains itself."""
+
+    @property
+    def training_packages(self) -> Mapping[str, str]:
+        """Packages of the interpreter that trains: distribution name (normalised) to version."""
+        return self.compute.packages if self.trainer is None else self.trainer.packages

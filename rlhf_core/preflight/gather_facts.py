@@ -1,26 +1,23 @@
 """Gathering of the facts: thin functions that read files, query the scheduler and start one subprocess per query."""
 
-import contextlib
 import hashlib
 import importlib.metadata
-import json
 import os
 import re
 import shutil
-import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from packaging.requirements import Requirement as PackageRequirement
 from pydantic_core import from_json
 
 from rlhf_core import __version__
-from rlhf_core.errors import SubmissionFailed
 from rlhf_core.files import read_document
+from rlhf_core.interpreters import ASK
+from rlhf_core.preflight.ask_program import Tick, ask
 from rlhf_core.preflight.data_file import scan
 from rlhf_core.preflight.facts import (
     NO_BASELINE,
@@ -32,22 +29,17 @@ from rlhf_core.preflight.facts import (
     ModelFolder,
     Requirement,
 )
+from rlhf_core.preflight.gather_trainer import TrainerPlace, inspect_trainer
 from rlhf_core.preflight.plugins import load_plugins
 from rlhf_core.run_dir import CheckpointDir
-from rlhf_core.scheduler.passed_environment import PassedEnvironment, without_private
+from rlhf_core.scheduler.passed_environment import PassedEnvironment
 from rlhf_core.schemas.content import ContentReport
 from rlhf_core.schemas.migration import current_settings
 from rlhf_core.schemas.resources import Inventory
 from rlhf_core.schemas.run import BUILT_TOKENIZERS, ModelSpec, RunSpec, SlurmSpec
 
-IMPORT_TIMEOUT_S = 120.0
-"""Longest a user's module may take to import. Generous: a cold shared file system is slow."""
-
 CONTENT_CHECKS = ("content.columns", "content.tokenizer", "content.lengths", "content.rewards", "content.pipeline")
 """Checks that share one reading of the data, which takes seconds."""
-
-Tick = Callable[[], None]
-"""Called about every half second while something is waited for; may raise to stop."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +62,14 @@ class Surroundings:
     job_secrets: Path | None = None
     """File with values for ``slurm.pass_environment``."""
 
+    home: Path | None = None
+    """Home folder of the site; the default one where it is not given."""
+
+    def trainer_place(self, spec: RunSpec) -> TrainerPlace:
+        """Surroundings of another program that trains."""
+        home = self.home or Path("~/.rlhf").expanduser()
+        return TrainerPlace(home, self.code_path, spec.slurm.over(self.site_slurm))
+
     def passed(self, spec: RunSpec) -> PassedEnvironment:
         """Variables that the job would be handed as secrets."""
         return PassedEnvironment(spec.slurm.over(self.site_slurm).pass_environment, self.job_secrets)
@@ -81,7 +81,9 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
     # Without these our modules cannot be imported there; environment.packages reports it.
     usable = bool(compute.rlhf_flows) and "pydantic" in compute.packages
     imports = try_imports(spec, around, tick) if usable else {}
-    content = _content(spec, around, compute, imports, tick) if usable else None
+    native = spec.trainer.kind == "native"
+    # Another program reads the data in its own way: there is nothing that ours could say about it.
+    content = _content(spec, around, compute, imports, tick) if usable and native else None
     promoted = Path(spec.promote.folder) if spec.promote.folder else around.runs_dir.absolute().parent / "promoted"
     return Facts(
         spec=spec,
@@ -94,11 +96,11 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
         imports=imports,
         missing_code=tuple(path for path in spec.code.paths if not Path(path).exists()),
         code_hash=hash_code(around.code_path, tick),
-        train=scan(Path(spec.data.train), spec.data, tick) if spec.data.train else None,
+        train=scan(Path(spec.data.train), spec.data, tick, read_elsewhere=not native) if spec.data.train else None,
         eval=scan(Path(spec.data.eval), spec.data, tick) if spec.data.eval else None,
         model_config=model_config(spec.model),
         model_folder=inspect_model(spec.model),
-        tokenizer_problem=inspect_tokenizer(spec.model),
+        tokenizer_problem=inspect_tokenizer(spec.model) if native else "",
         promote_folder="" if spec.promote.when == "never" else str(promoted),
         promote_problem="" if spec.promote.when == "never" else inspect_disk(promoted).problem,
         resume=inspect_checkpoint(around.resume),
@@ -110,6 +112,7 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
         site_slurm=around.site_slurm,
         job_secrets=around.job_secrets,
         passed_problem=around.passed(spec).problem(),
+        trainer=None if native else inspect_trainer(spec, around.trainer_place(spec), tick),
     )
 
 
@@ -127,25 +130,10 @@ def _content(
 # ---------------------------------------------------------------------------------------------------------------------
 # The compute interpreter
 
-_ASK = """
-import importlib.metadata, json, re, sys
-packages = {}
-for found in importlib.metadata.distributions():
-    name = found.metadata["Name"]
-    if name:
-        packages.setdefault(re.sub("[-_.]+", "-", name).lower(), found.version)
-try:
-    import rlhf_core
-    ours = rlhf_core.__version__
-except ImportError:
-    ours = ""
-print(json.dumps({"version": list(sys.version_info[:3]), "packages": packages, "rlhf_flows": ours}))
-"""
-
 
 def ask_compute_python(python: str, tick: Tick = lambda: None) -> ComputeSide:
     """Version and packages of the interpreter that the nodes start. Imports none of them."""
-    answer = _ask([python, "-c", _ASK], tick)
+    answer = ask([python, "-c", ASK], tick)
     if isinstance(answer, str):
         return ComputeSide(python, problem=answer)
     return ComputeSide(
@@ -158,7 +146,9 @@ def ask_compute_python(python: str, tick: Tick = lambda: None) -> ComputeSide:
 
 def try_imports(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> dict[str, str]:
     """Import every function that the config names, in the compute interpreter: name to problem, empty if none."""
-    names = dict.fromkeys([*spec.reward.functions, spec.evaluate.scorer, spec.data.generator])
+    functions = spec.reward.functions if spec.trainer.kind == "native" else ()
+    measured = (spec.evaluate.scorer, spec.data.generator) if spec.is_evaluated else ()
+    names = dict.fromkeys([*functions, *measured])
     found = {}
     for name in filter(None, names):
         command = [
@@ -171,7 +161,7 @@ def try_imports(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) 
             "--path",
             str(around.code_path),
         ]
-        answer = _ask(command, tick, around.passed(spec))
+        answer = ask(command, tick, around.passed(spec))
         if isinstance(answer, str):
             found[name] = answer
         else:
@@ -185,75 +175,8 @@ def inspect_content(spec: RunSpec, around: Surroundings, tick: Tick = lambda: No
         path = Path(folder) / "spec.json"
         path.write_text(spec.model_dump_json(), encoding="utf-8")
         command = [around.compute_python, "-P", "-m", "rlhf_core.worker", "check-content", "--spec", str(path)]
-        answer = _ask([*command, "--path", str(around.code_path)], tick, around.passed(spec))
+        answer = ask([*command, "--path", str(around.code_path)], tick, around.passed(spec))
     return answer if isinstance(answer, str) else ContentReport.model_validate(answer)
-
-
-def _ask(command: Sequence[str], tick: Tick, passed: PassedEnvironment | None = None) -> dict[str, Any] | str:
-    """Run a command whose last line of output is a JSON object; a sentence about what went wrong otherwise.
-
-    It starts in an empty folder, so that nothing in the current one is imported that the nodes would not have; and
-    without the passwords that a job does not get either, and with the secrets that it is handed.
-    """
-    environment = without_private(os.environ)
-    with contextlib.suppress(SubmissionFailed):  # environment.passed says so
-        environment |= passed.values() if passed is not None else {}
-    with (
-        tempfile.TemporaryDirectory() as nowhere,
-        tempfile.TemporaryFile() as output,
-        tempfile.TemporaryFile() as complaints,
-    ):
-        try:
-            process = subprocess.Popen(
-                command,
-                cwd=nowhere,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=complaints,
-                start_new_session=True,
-            )
-        except OSError as error:
-            return f"cannot be started: {error.strerror}"
-        try:
-            ended = _wait(process, IMPORT_TIMEOUT_S, tick)
-        finally:
-            _end(process)
-        answer, complaint = _last_line(output), _last_line(complaints)
-    if not ended:
-        return f"no answer within {IMPORT_TIMEOUT_S:g} s" + (f"; its last line: {complaint}" if complaint else "")
-    try:
-        content = json.loads(answer)
-    except ValueError:
-        content = None
-    if isinstance(content, dict):
-        return content
-    return f"ended with exit code {process.returncode}" + (f": {complaint}" if complaint else " and said nothing")
-
-
-def _last_line(file: IO[bytes]) -> str:
-    file.seek(0)
-    lines = file.read().decode("utf-8", errors="replace").strip().splitlines()
-    return lines[-1].strip() if lines else ""
-
-
-def _wait(process: "subprocess.Popen[bytes]", timeout_s: float, tick: Tick) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        try:
-            process.wait(timeout=0.5)
-        except subprocess.TimeoutExpired:
-            tick()
-            continue
-        return True
-    return False
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End the command and whatever it started: it has a session, and so a process group, of its own."""
-    if process.poll() is None:
-        os.killpg(process.pid, 9)
-        process.wait()
 
 
 def training_requirements() -> tuple[Requirement, ...]:

@@ -1,8 +1,9 @@
 """Versions that are known to go wrong together: data, each row with the place where it was reported.
 
 A row is here because a run was lost to it and that was said in public; nothing is guessed. New rows: what is installed
-(all of it must match), what happens, what to install instead, the source. Rows about an engine or an algorithm that no
-config can ask for yet wait for it (``waits_for``): they are kept, and not acted upon.
+(all of it must match), what happens, what to install instead, the source. Rows about an engine or an algorithm that
+rlhf-flows has not itself are for trainers that are other programs (``only_commands``); the versions are those of the
+environment that trains.
 """
 
 from collections.abc import Mapping
@@ -12,6 +13,16 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from rlhf_core.schemas.run import RunSpec
+
+
+@dataclass(frozen=True)
+class Use:
+    """Parts of other projects that a run uses."""
+
+    engine: str = ""
+    """Rollout engine."""
+    launcher: str = ""
+    """Launcher, as :mod:`rlhf_core.launch_line` names it."""
 
 
 @dataclass(frozen=True)
@@ -30,24 +41,36 @@ class KnownBad:
     """Algorithms that meet it; empty for all."""
     engine: str = ""
     """Rollout engine that meets it; empty for all."""
+    launcher: str = ""
+    """Launcher, as launch lines name it, whose commands meet it; empty for all."""
     only_on_gpus: bool = False
     """True if only runs that use NCCL are affected."""
     only_many_ranks: bool = False
     """True if only runs with several ranks are affected."""
     certain: bool = True
     """True if every run that meets the conditions fails; otherwise only some do."""
-    waits_for: str = ""
-    """The part of this program without which no run can meet it; empty once there is one."""
+    only_commands: bool = False
+    """True if rlhf-flows' own trainer cannot meet it, but another program can."""
+
+    def is_in_force(self, spec: RunSpec) -> bool:
+        """Return True if runs with this kind of trainer are held against it."""
+        return spec.trainer.kind == "command" or not self.only_commands
 
     def matches(self, installed: Mapping[str, str]) -> bool:
         """Return True if these versions are installed."""
         return all(_is_in(installed.get(name, ""), versions) for name, versions in self.packages.items())
 
-    def concerns(self, spec: RunSpec) -> bool:
-        """Return True if a run meets the conditions."""
+    def concerns(self, spec: RunSpec, use: "Use | None" = None) -> bool:
+        """Return True if a run meets the conditions.
+
+        Args:
+            use: parts that a program of its own uses; those of rlhf-flows itself where it is not given.
+        """
+        use = use or Use(engine=spec.rollout.engine)
         return (
-            (not self.algorithms or spec.algorithm in self.algorithms)
-            and (not self.engine or spec.rollout.engine == self.engine)
+            (not self.algorithms or spec.algorithm.lower() in self.algorithms)
+            and (not self.engine or use.engine == self.engine)
+            and (not self.launcher or use.launcher == self.launcher)
             and (not self.only_on_gpus or spec.resources.gpus_per_node > 0)
             and (not self.only_many_ranks or spec.num_ranks > 1)
         )
@@ -61,10 +84,6 @@ def _is_in(installed: str, versions: str) -> bool:
         return False
 
 
-VLLM = "the rollout engine vllm"
-PREFERENCES = "preference training (CPO, SimPO, ORPO)"
-
-
 def _built_for(vllm: str, torch: str, source: str) -> KnownBad:
     """vLLM's compiled code is for exactly one version of torch."""
     return KnownBad(
@@ -73,7 +92,7 @@ def _built_for(vllm: str, torch: str, source: str) -> KnownBad:
         f"torch=={torch}",
         source,
         engine="vllm",
-        waits_for=VLLM,
+        only_commands=True,
     )
 
 
@@ -82,14 +101,33 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
         {"trl": ">=0.14,<0.17"},
         "CPO, SimPO and ORPO gather logits of different lengths from the ranks and hang in the first step",
         "trl>=0.17",
-        "https://github.com/huggingface/trl/issues/3068 (fixed by #3069)",
+        "https://github.com/huggingface/trl/issues/3068 (since #2474, fixed by #3069; 0.13 is well: #2879)",
         algorithms=frozenset({"cpo", "simpo", "orpo"}),
         only_many_ranks=True,
-        waits_for=PREFERENCES,
+        only_commands=True,
+    ),
+    KnownBad(
+        {"trl": "==0.15.0"},
+        "SFT gathers logits of different lengths from the ranks, and hangs when their lengths differ",
+        "trl>=0.15.2",
+        "https://github.com/huggingface/trl/issues/2879 (fixed by #2890)",
+        algorithms=frozenset({"sft"}),
+        only_many_ranks=True,
+        only_commands=True,
+    ),
+    KnownBad(
+        {"trl": "<1.14.1"},
+        "its commands (`trl grpo` and others) ignore the --resume_from_checkpoint that they take: after every failure "
+        "the training silently begins at step 0",
+        "trl>=1.14.1",
+        "https://github.com/huggingface/trl/issues/3179",
+        launcher="trl",
+        certain=False,
+        only_commands=True,
     ),
     KnownBad(
         {"torch": "==2.7.0"},
-        "NCCL hangs now and then when the process group is given its device, as it is here",
+        "NCCL hangs now and then when the process group is given its device, as rlhf-flows does",
         "torch>=2.7.1",
         "https://github.com/pytorch/pytorch/issues/153960",
         only_on_gpus=True,
@@ -124,7 +162,7 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
     ),
     KnownBad(
         {"deepspeed": ">=0.17.6,<0.18.3"},
-        "gradients of ZeRO 2 come out too small; no report concerns ZeRO 1, which is used here",
+        "gradients of ZeRO 2 come out too small; no report concerns ZeRO 1, which the trainer of rlhf-flows uses",
         "deepspeed>=0.18.3",
         "https://github.com/deepspeedai/DeepSpeed/issues/7718",
         certain=False,
@@ -135,7 +173,7 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
         "vllm>=0.19.1",
         "https://github.com/runpod-workers/worker-vllm/pull/258 and https://github.com/vllm-project/vllm/issues/30466",
         engine="vllm",
-        waits_for=VLLM,
+        only_commands=True,
     ),
     KnownBad(
         {"trl": "<0.26", "vllm": ">=0.12"},
@@ -144,7 +182,7 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
         "https://github.com/huggingface/trl/pull/4633",
         engine="vllm",
         certain=False,
-        waits_for=VLLM,
+        only_commands=True,
     ),
     KnownBad(
         {"latex2sympy2-extended": "<1.0.9", "antlr4-python3-runtime": "!=4.13.2"},
@@ -162,6 +200,3 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
     _built_for("0.27.0", "2.13.0", "https://github.com/huggingface/trl/pull/6742"),
     _built_for("0.27.1", "2.13.0", "https://github.com/huggingface/trl/pull/6742"),
 )
-
-IN_FORCE = tuple(row for row in KNOWN_BAD if not row.waits_for)
-"""Rows that a run of today can meet."""

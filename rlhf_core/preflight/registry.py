@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rlhf_core.preflight.facts import Facts
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
@@ -34,6 +34,12 @@ class Check:
 
     id: str
     function: CheckFunction
+    trainer: Literal["", "native", "command"] = ""
+    """Kind of trainer whose runs it is about; empty for every kind."""
+
+    def concerns(self, facts: Facts) -> bool:
+        """Return True if a run has the kind of trainer that the check is about."""
+        return self.trainer in ("", facts.spec.trainer.kind)
 
     @property
     def prevents(self) -> str:
@@ -45,11 +51,15 @@ CHECKS: list[Check] = []
 """Every static check, in the order in which they are shown."""
 
 
-def check(id: str) -> Callable[[CheckFunction], CheckFunction]:
-    """Register a check under a stable dotted name."""
+def check(id: str, *, trainer: Literal["", "native", "command"] = "") -> Callable[[CheckFunction], CheckFunction]:
+    """Register a check under a stable dotted name.
+
+    Args:
+        trainer: kind of trainer whose runs it is about; it is not made for others. Empty for every kind.
+    """
 
     def register(function: CheckFunction) -> CheckFunction:
-        CHECKS.append(Check(id, function))
+        CHECKS.append(Check(id, function, trainer))
         return function
 
     return register
@@ -63,6 +73,8 @@ def run_checks(facts: Facts, checks: Iterable[Check] | None = None) -> tuple[Che
     off = facts.spec.preflight.off
     results = []
     for each in _all_checks(facts) if checks is None else checks:
+        if not each.concerns(facts):
+            continue
         function = _turned_off(off[each.id]) if each.id in off and each.id != OFF else each.function
         started = time.monotonic()
         for finding in function(facts):

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_core.preflight.facts import Facts
+from rlhf_core.preflight.launch_arguments import arguments_of, trains_all_weights
 from rlhf_core.schemas.run import RunSpec
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -20,7 +21,14 @@ _SMALL_VOCABULARIES = {"char": 128, "byte": 260}
 
 
 def checkpoint_bytes(facts: Facts) -> int | None:
-    """Size of one checkpoint: the weights, and AdamW's fp32 master copy and two moments. None when not known."""
+    """Size of one checkpoint: the weights, and AdamW's fp32 master copy and two moments. None when not known.
+
+    That of another program is at least the weights and two moments in their format, where it trains all weights; it may
+    train adapters, which only its arguments tell.
+    """
+    if facts.spec.trainer.kind == "command":
+        weights = facts.model_folder.weight_bytes if facts.model_folder is not None else 0
+        return 3 * weights if weights and trains_all_weights(arguments_of(facts)) else None
     parameters = num_parameters(facts)
     if parameters is None:
         return None

@@ -10,10 +10,30 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import JsonValue
+
+from rlhf_core.launch_line import read_launch_line
 from rlhf_core.preflight.facts import DataFile, Facts, GoodRun
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
+from rlhf_core.schemas.command_trainer import named_placeholders
+from rlhf_core.schemas.launch_values import command_trainer
 from rlhf_core.schemas.migration import current_document
 from rlhf_core.schemas.run import RunSpec, with_changes
+
+COMMAND_PACKAGES = (
+    "torch",
+    "transformers",
+    "trl",
+    "ms-swift",
+    "openrlhf",
+    "deepspeed",
+    "accelerate",
+    "peft",
+    "vllm",
+    "datasets",
+    "ray",
+)
+"""Packages of another program's environment whose versions count."""
 
 SMALL = 3
 """Largest run that serves as its own trial: one node and this many times the steps of a trial."""
@@ -35,7 +55,15 @@ WATCHED = (
 )
 """Settings, or whole sections, whose change asks for a trial."""
 
-_WITHOUT_EFFECT = ("trainer.log_samples_every",)
+_WITHOUT_EFFECT = (
+    "trainer.log_samples_every",
+    "trainer.num_steps",
+    "trainer.artifacts",
+    "trainer.progress",
+    "trainer.stdout_patterns",
+    "trainer.metrics",
+)
+_WITHOUT_EFFECT_TABLES = tuple(f"{name}." for name in _WITHOUT_EFFECT)
 NOTHING = "nothing"
 _LONGEST = 60
 
@@ -61,7 +89,7 @@ def changes_since(before: GoodRun, spec: RunSpec, basis: Mapping[str, str]) -> l
         Change(name, _shown(old), _shown(new))
         for watched in WATCHED
         for name, old, new in _differences(watched, _pick(then, watched), _pick(now, watched))
-        if name not in _WITHOUT_EFFECT
+        if not f"{name}.".startswith(_WITHOUT_EFFECT_TABLES)
     ]
     warm_started = [_pick(loops, "loops.warm_start.num_steps") or 0 for loops in (then, now)]
     if "warm_start" in (_pick(then, "loops") or {}) and bool(warm_started[0]) != bool(warm_started[1]):
@@ -88,8 +116,9 @@ def basis_of(facts: Facts) -> dict[str, str]:
     found = {f"rows of {name}": _rows(file) for name, file in (("data.train", facts.train), ("data.eval", facts.eval))}
     found["code"] = facts.code_hash or "none"
     found["rlhf-flows"] = facts.control_version
-    for requirement in facts.requirements:
-        found[requirement.name] = facts.compute.packages.get(requirement.name, "")
+    names = COMMAND_PACKAGES if facts.trainer is not None else [requirement.name for requirement in facts.requirements]
+    for name in names:
+        found[name] = facts.training_packages.get(name, "")
     return {name: value for name, value in found.items() if value}
 
 
@@ -146,6 +175,8 @@ def _shown(value: Any) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 # The ladder
 
+_NODE_OPTIONS = ("nnodes", "num_machines", "num_nodes")
+
 PROMPTS = 8
 """Held-out prompts of a trial: enough to see that the evaluation works."""
 
@@ -183,21 +214,49 @@ def trial_spec(spec: RunSpec, rung: Rung) -> RunSpec:
     one node are a divisor of those of all nodes, and what a number divides, its divisors divide.
     """
     steps, evaluate = spec.preflight.trial_steps, spec.evaluate
-    num_steps = {name: min(loop.num_steps, steps) for name, loop in spec.loops.named.items()}
+    changes: dict[str, JsonValue] = {
+        "resources.num_nodes": rung.num_nodes,
+        "evaluate.num_prompts": min(evaluate.num_prompts or PROMPTS, PROMPTS),
+        "preflight.trial": "off",
+        "preflight.off": {
+            **spec.preflight.off,
+            "steps.checkpoints": "a trial is saved once, at its end",
+            "steps.learning_rate_warmup": "a trial begins as its run will begin",
+        },
+    }
+    if spec.trainer.kind == "command":
+        num_steps = min(spec.total_steps, steps)
+        return with_changes(spec, {**changes, "trainer.num_steps": num_steps, "checkpoint.every_num_steps": num_steps})
+    of_loops = {name: min(loop.num_steps, steps) for name, loop in spec.loops.named.items()}
     return with_changes(
         spec,
         {
-            "resources.num_nodes": rung.num_nodes,
-            **{f"loops.{name}.num_steps": number for name, number in num_steps.items()},
-            "evaluate.num_prompts": min(evaluate.num_prompts or PROMPTS, PROMPTS),
+            **changes,
+            **{f"loops.{name}.num_steps": number for name, number in of_loops.items()},
             # An evaluation on the way may break too: one is made.
-            "evaluate.every_num_steps": min(evaluate.every_num_steps, num_steps["main"]),
-            "checkpoint.every_num_steps": sum(num_steps.values()),
-            "preflight.trial": "off",
-            "preflight.off": {
-                **spec.preflight.off,
-                "steps.checkpoints": "a trial is saved once, at its end",
-                "steps.learning_rate_warmup": "a trial begins as its run will begin",
-            },
+            "evaluate.every_num_steps": min(evaluate.every_num_steps, of_loops["main"]),
+            "checkpoint.every_num_steps": sum(of_loops.values()),
         },
     )
+
+
+def obstacle(spec: RunSpec) -> str:
+    """Reason why no trial of a run can be made; empty if one can.
+
+    Another program makes fewer steps on other nodes only if its launch line says both by placeholders, and must not
+    leave its files where the run looks for its own.
+    """
+    if spec.trainer.kind == "native":
+        return ""
+    trainer = command_trainer(spec)
+    texts = (*trainer.argv, *trainer.variables.values())
+    named = {name for text in texts for name in named_placeholders(text)}
+    if "num_steps" not in named:
+        return "trainer.argv does not have {num_steps}: a trial would train to the end"
+    if not {"run_dir", "run_id"} & set(named_placeholders(trainer.output_dir)):
+        return f"trainer.output_dir = {trainer.output_dir} is that of the run as well"
+    options = read_launch_line(trainer.argv).launcher_options
+    fixed = [name for name in _NODE_OPTIONS if "{num_nodes}" not in options.get(name, "{num_nodes}")]
+    if spec.resources.num_nodes > 1 and fixed:
+        return f"trainer.argv has a fixed --{fixed[0]}, and a trial begins on one node"
+    return ""

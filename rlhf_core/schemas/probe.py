@@ -13,6 +13,8 @@ class NodeFacts(Schema):
     """Its place in the allocation, from 0; -1 where its environment contradicts itself."""
     versions: dict[str, str] = {}
     """Package to version; also ``python``, ``glibc`` and ``nvidia-driver``."""
+    trainer_versions: dict[str, str] = {}
+    """The same of the environment that another program trains in; empty where rlhf-flows trains itself."""
     variables: dict[str, str] = {}
     """Its environment: listed names with their values, credentials masked; of all others only a keyed hash."""
     content: dict[str, str] = {}

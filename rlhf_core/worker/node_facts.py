@@ -6,13 +6,14 @@ itself is a complaint.
 
 import hashlib
 import importlib.metadata
+import itertools
 import os
 import platform
 import re
 import resource
 import shutil
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -26,15 +27,19 @@ from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.probe import NodeFacts
 from rlhf_core.schemas.run import BUILT_TOKENIZERS, RunSpec
 from rlhf_core.survival import Survived
+from rlhf_core.worker import trainer_facts
 from rlhf_core.worker.gpu_telemetry import GpuTelemetry
 from rlhf_core.worker.nodes import Nodes, interface_of
 from rlhf_core.worker.shown_variables import attempt_key, shown_variables
+from rlhf_core.worker.trainer_facts import TrainerFacts
 
 PLUGINS = "rlhf_flows.node_checks"
 """Entry points whose functions take no arguments and return findings about this node."""
 
 WHOLE_FILE_BYTES = 64 << 20
 """Files up to this size are read as a whole; of larger ones, pieces."""
+MAX_FILES = 1_000
+"""Files of a folder on another program's launch line that are read; of larger ones, so many names and sizes."""
 PIECES = 64
 PIECE_BYTES = 64 << 10
 
@@ -61,6 +66,8 @@ def gather(
         environment: What the node was given.
     """
     complaints = [*_room(spec, gpus), *_limits(nodes.num), *_tracing(), *_network(nodes), *_plugins()]
+    theirs = trainer_facts.gather(run_dir, spec, environment) if spec.trainer.kind == "command" else TrainerFacts()
+    complaints += theirs.complaints
     hardware = {"cores": str(len(os.sched_getaffinity(0)))}
     versions = package_versions()
     if gpus:
@@ -72,8 +79,12 @@ def gather(
         node=nodes.name,
         index=nodes.index,
         versions=versions,
+        trainer_versions=dict(theirs.versions),
         variables=shown_variables(environment, attempt_key(run_dir.attempt(attempt).probe_key)),
-        content=content(run_dir, attempt, spec),
+        content={
+            **content(run_dir, attempt, spec),
+            **{name: fingerprint(path, MAX_FILES) for name, path in theirs.files.items()},
+        },
         hardware=hardware,
         complaints=tuple(one.model_copy(update={"node": nodes.name}) for one in complaints),
     )
@@ -123,18 +134,20 @@ def _path(text: str) -> Path | None:
     return Path(text) if text else None
 
 
-def fingerprint(path: Path) -> str:
+def fingerprint(path: Path, max_files: int | None = None) -> str:
     """Hash of a file, or of all files below a folder with their names; "not there" when it is neither.
 
     Of a file above 64 MiB 64 pieces of 64 KiB count, spread evenly, and its size: a change in between goes unseen.
+
+    Args:
+        max_files: of a folder with more files than this, the names and sizes of so many count. Default: no limit.
     """
     digest = hashlib.blake2b(digest_size=8)
     try:
         if path.is_dir():
-            inside = (file for file in path.rglob("*") if file.is_file() and file.suffix != ".pyc")
-            for file in sorted(inside):
-                digest.update(os.fsencode(file.relative_to(path)))
-                _add_file(digest, file)
+            _add_folder(digest, path, max_files)
+        elif path.exists() and not path.is_file():
+            return "no regular file"
         else:
             _add_file(digest, path)
     except FileNotFoundError:
@@ -142,6 +155,28 @@ def fingerprint(path: Path) -> str:
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     return digest.hexdigest()
+
+
+def _add_folder(digest: "hashlib._Hash | hashlib.blake2b", path: Path, max_files: int | None) -> None:
+    inside = (file for file in _below(path, max_files is not None) if file.is_file() and file.suffix != ".pyc")
+    files = list(inside) if max_files is None else list(itertools.islice(inside, max_files + 1))
+    whole = max_files is None or len(files) <= max_files
+    for file in sorted(files):
+        digest.update(os.fsencode(file.relative_to(path)))
+        if whole:
+            _add_file(digest, file)
+        else:
+            digest.update(file.stat().st_size.to_bytes(8, "little"))
+
+
+def _below(path: Path, in_order: bool) -> Iterator[Path]:
+    """Everything below a folder; in one order on all nodes, where only the first part of it counts."""
+    if not in_order:
+        yield from path.rglob("*")
+        return
+    for folder, folders, files in os.walk(path):
+        folders.sort()
+        yield from (Path(folder, name) for name in sorted(files))
 
 
 def _add_file(digest: "hashlib._Hash | hashlib.blake2b", path: Path) -> None:

@@ -18,6 +18,7 @@ def facts(**changed: dict[str, Any]) -> dict[int, NodeFacts]:
     """Four nodes that have the same, but for what is changed: node to fields."""
     same: dict[str, Any] = {
         "versions": {"torch": "2.13.0", "left-pad": "1.0"},
+        "trainer_versions": {"trl": "1.16.0", "left-pad": "2.0"},
         "variables": {"NCCL_DEBUG": "WARN", "HOSTNAME": "x", "LANG": "C"},
         "content": {"config (spec.json)": "aa", "data.train": "bb"},
         "hardware": {"cores": "8", "gpus": "8", "gpu_types": "NVIDIA H100"},
@@ -50,6 +51,8 @@ def on_all(**variables: str) -> dict[str, dict[str, Any]]:
         ({"n3": {"versions": {"torch": "2.12.0"}}}, "node.versions", BLOCKED, "n3", "torch = 2.12.0"),
         ({"n3": {"versions": {"vllm": "0.9"}}}, "node.versions", BLOCKED, "n3", "vllm = 0.9"),
         ({"n3": {"versions": {"left-pad": "2.0"}}}, "node.versions", WARNING, "n3", "left-pad = 2.0"),
+        ({"n3": {"trainer_versions": {"trl": "1.15.0"}}}, "node.versions", BLOCKED, "n3", "trainer's trl = 1.15.0"),
+        ({"n3": {"trainer_versions": {"left-pad": "1.0"}}}, "node.versions", WARNING, "n3", "trainer's left-pad = 1.0"),
         ({"n2": {"variables": {"NCCL_ALGO": "Ring"}}}, "node.variables", BLOCKED, "n2", "NCCL_ALGO = Ring"),
         ({"n2": {"variables": {"NCCL_IB_HCA": "mlx5"}}}, "node.variables", WARNING, "n2", "NCCL_IB_HCA = mlx5"),
         ({"n2": {"variables": {"LANG": "de"}}}, "node.variables", WARNING, "n2", "LANG = de"),

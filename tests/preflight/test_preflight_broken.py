@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from control_fakes import FakeScheduler
 from test_preflight_checks import healthy
+from test_preflight_command import SIDE, command
 
 from rlhf_core import config
 from rlhf_core.errors import BadConfig
@@ -51,6 +52,10 @@ def facts_of(path: Path, spec: RunSpec) -> Facts:
     """Gather the facts from the files as they are and a cluster as the case describes it."""
     around = surroundings(path)
     scheduler, packages = around.pop("scheduler", "local"), around.pop("packages", {})
+    if spec.trainer.kind == "command":
+        side = replace(SIDE, packages={**SIDE.packages, **packages}, **around.pop("side", {}))
+        inventory = FakeScheduler(**around).inventory()
+        return replace(command(), spec=spec, scheduler=scheduler, inventory=inventory, trainer=side)
     base = healthy()
     return replace(
         base,

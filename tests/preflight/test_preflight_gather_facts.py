@@ -7,7 +7,7 @@ import pytest
 from control_fakes import FakeAgent, FakeScheduler, make_run, make_spec
 
 import rlhf_core.preflight.checks  # noqa: F401 - importing it registers the checks
-from rlhf_core.preflight import gather_facts
+from rlhf_core.preflight import ask_program, gather_facts
 from rlhf_core.preflight.gather_facts import Surroundings
 from rlhf_core.preflight.registry import CHECKS
 from rlhf_core.preflight.size_estimates import decoder_parameters
@@ -42,8 +42,8 @@ def test_an_interpreter_that_is_none_is_described(tmp_path: Path, script: str, s
 
 
 def test_a_module_that_never_imports_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather_facts, "IMPORT_TIMEOUT_S", 1.0)
-    answer = gather_facts._ask(
+    monkeypatch.setattr(ask_program, "IMPORT_TIMEOUT_S", 1.0)
+    answer = ask_program.ask(
         [sys.executable, "-c", "import time; print('{}', flush=True); time.sleep(60)"], lambda: None
     )
     assert isinstance(answer, str)
@@ -56,7 +56,7 @@ def test_what_is_tried_out_does_not_see_the_secrets_of_the_site(monkeypatch: pyt
     for name in (*PRIVATE_VARIABLES, *prefect, "RLHF_PLAIN"):
         monkeypatch.setenv(name, "canary")
     code = "import json, os; print(json.dumps({name: 1 for name, value in os.environ.items() if value == 'canary'}))"
-    assert gather_facts._ask([sys.executable, "-c", code], lambda: None) == {"RLHF_PLAIN": 1}
+    assert ask_program.ask([sys.executable, "-c", code], lambda: None) == {"RLHF_PLAIN": 1}
 
 
 def test_waiting_can_be_stopped_and_leaves_no_process(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_waiting_can_be_stopped_and_leaves_no_process(tmp_path: Path) -> None:
 
     code = f"import os, pathlib, time; pathlib.Path({str(mark)!r}).write_text(str(os.getpid())); time.sleep(60)"
     with pytest.raises(Stop):
-        gather_facts._ask([sys.executable, "-c", code], stop)
+        ask_program.ask([sys.executable, "-c", code], stop)
     assert not Path(f"/proc/{mark.read_text()}").exists()
 
 

@@ -9,16 +9,16 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from test_preflight_checks import found, with_packages
 
-from rlhf_core.preflight.checks import environment
-from rlhf_core.preflight.known_bad_versions import IN_FORCE, KNOWN_BAD, KnownBad
+from rlhf_core.preflight.known_bad_versions import KNOWN_BAD, KnownBad, Use
 from rlhf_core.schemas.algorithms import specs
 from rlhf_core.schemas.base import Schema
 from rlhf_core.schemas.checks import CheckStatus
 from rlhf_core.schemas.run import RolloutSpec, RunSpec
 
+OWN = tuple(row for row in KNOWN_BAD if not row.only_commands)
 IDS = [" ".join(f"{name}{versions}" for name, versions in row.packages.items()) for row in KNOWN_BAD]
 PROBES = ("0.1", "0.8.5", "0.10.0", "0.14.0", "0.15.2", "0.16.0", "0.17.1", "0.18.0", "0.20.2", "0.27.0", "0.27.1")
-PROBES = (*PROBES, "1.0.6", "2.7.0", "2.25.1", "2.29.2", "4.9.3", "5.0")
+PROBES = (*PROBES, "1.0.6", "0.15.0", "2.7.0", "2.25.1", "2.29.2", "4.9.3", "5.0")
 
 
 def an_example(row: KnownBad) -> dict[str, str]:
@@ -46,6 +46,7 @@ def test_what_a_row_advises_is_not_bad_itself(row: KnownBad) -> None:
             *PROBES,
             "0.18.3",
             "0.19.1",
+            "1.16.0",
             "0.29",
             "2.6.0",
             "2.7.1",
@@ -83,13 +84,30 @@ def choices(section: type[Schema], field: str) -> tuple[str, ...]:
     return get_args(section.model_fields[field].annotation)
 
 
+def commands() -> list[tuple[RunSpec, Use]]:
+    """Runs that another program trains, with all that rows ask for."""
+    found = []
+    for row in KNOWN_BAD:
+        for algorithm in sorted(row.algorithms) or ["grpo"]:
+            spec = RunSpec.model_validate(
+                {
+                    "name": "theirs",
+                    "trainer": {"kind": "command", "argv": ["torchrun"], "num_steps": 9, "algorithm": algorithm},
+                    "resources": {"ranks_per_node": 2, "gpus_per_node": 2},
+                }
+            )
+            found.append((spec, Use(engine=row.engine, launcher=row.launcher)))
+    return found
+
+
 @pytest.mark.parametrize("row", KNOWN_BAD, ids=IDS)
-def test_a_row_concerns_a_run_that_can_be_asked_for_or_waits_for_its_part(row: KnownBad) -> None:
-    met = [spec for spec in valid_specs() if row.concerns(spec)]
-    assert bool(met) != bool(row.waits_for), "a row that a valid config meets no longer waits"
+def test_a_row_concerns_a_run_that_can_be_asked_for(row: KnownBad) -> None:
+    met = [spec for spec in valid_specs() if row.is_in_force(spec) and row.concerns(spec)]
+    assert bool(met) != row.only_commands, "a row that rlhf-flows itself can meet is not for other programs alone"
+    assert any(row.is_in_force(spec) and row.concerns(spec, use) for spec, use in commands())
 
 
-@pytest.mark.parametrize("row", IN_FORCE, ids=lambda row: IDS[KNOWN_BAD.index(row)])
+@pytest.mark.parametrize("row", OWN, ids=lambda row: IDS[KNOWN_BAD.index(row)])
 def test_a_row_in_force_is_said_of_the_runs_that_meet_it(row: KnownBad) -> None:
     """Through validation, gathered facts and the check itself; and not of a run that does not meet it as if it did."""
     installed = an_example(row)
@@ -101,23 +119,13 @@ def test_a_row_in_force_is_said_of_the_runs_that_meet_it(row: KnownBad) -> None:
         assert ("does not come upon it" in said[0].found) == (not row.concerns(spec))
 
 
-def test_a_row_that_waits_is_not_acted_upon() -> None:
-    waiting = [row for row in KNOWN_BAD if row.waits_for]
-    assert waiting
-    for row in waiting:
+def test_a_row_for_other_programs_is_not_said_of_our_own_trainer() -> None:
+    """Runs of other programs, which it is said of, are in test_preflight_command.py."""
+    others = [row for row in KNOWN_BAD if row.only_commands]
+    assert others
+    for row in others:
         results = found(with_packages(an_example(row)), "environment.versions")
         assert not any(row.happens in one.found for one in results)
-
-
-def test_an_engine_that_comes_brings_its_rows_into_force() -> None:
-    """The control of the test above: without the mark, the same versions are a finding."""
-    row = next(row for row in KNOWN_BAD if row.engine == "vllm")
-    facts = with_packages(an_example(row))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(environment, "IN_FORCE", (replace(row, waits_for=""),))
-        (result,) = found(facts, "environment.versions")
-    assert result.status is CheckStatus.WARNING
-    assert row.happens in result.found
 
 
 def test_local_labels_do_not_count() -> None:

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 from test_preflight_checks import found, healthy, with_spec
+from test_preflight_command import SIDE, TORCHRUN, command
 
 from rlhf_core.preflight.facts import Baseline, Facts, GoodRun
 from rlhf_core.preflight.registry import run_checks
 from rlhf_core.preflight.trial import Rung, basis_of, basis_text, changes_since, is_due, read_basis, rungs, trial_spec
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
+from rlhf_core.schemas.launch_values import filled_argv
 
 RUN_ID = "small-20260301-120000-aaaaaa"
 
@@ -180,3 +182,61 @@ def test_trials_are_due_when_the_check_says_so_and_the_config_wants_them() -> No
     assert not is_due(wants, [fine])
     assert not is_due(wants, [])
     assert not is_due(healthy().spec, [says])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Other programs
+
+
+def unknown_run(facts: Facts) -> Facts:
+    """Facts of a run without a good one before it."""
+    return replace(facts, baseline=Baseline(known=True))
+
+
+def test_a_trial_of_another_program_makes_fewer_steps_on_one_node() -> None:
+    facts = unknown_run(command())
+    finding = needed(facts)
+    assert finding.status is CheckStatus.WARNING
+    assert "no good run of the name theirs yet" in finding.found
+    one, both = (trial_spec(facts.spec, rung) for rung in rungs(facts.spec))
+    assert (one.resources.num_nodes, both.resources.num_nodes) == (1, 2)
+    steps = facts.spec.preflight.trial_steps
+    assert (one.total_steps, one.checkpoint.every_num_steps) == (steps, steps)
+    assert filled_argv(one, {})[:3] == ("torchrun", "--nnodes", "1")
+    assert str(steps) == filled_argv(one, {})[filled_argv(one, {}).index("--max_steps") + 1]
+    assert one.preflight.trial == "off"
+    tried = replace(facts, spec=one, trainer=facts.trainer)
+    assert [result.id for result in run_checks(tried) if result.status is CheckStatus.BLOCKED] == []
+
+
+@pytest.mark.parametrize(
+    ("facts", "says"),
+    [
+        (command(TORCHRUN.replace("{num_steps}", "100")), "does not have {num_steps}"),
+        (command(output_dir="/scratch/out"), "/scratch/out is that of the run as well"),
+        (command(TORCHRUN.replace("{num_nodes}", "2")), "a fixed --nnodes"),
+    ],
+)
+def test_a_trial_that_cannot_be_made_is_not_proposed(facts: Facts, says: str) -> None:
+    finding = needed(unknown_run(facts))
+    assert finding.status is CheckStatus.SKIPPED
+    assert "no trial can be made" in finding.found
+    assert says in finding.found
+    run = facts.spec.preflight.model_copy(update={"trial": "run"})
+    assert not is_due(facts.spec.model_copy(update={"preflight": run}), [finding])
+
+
+def test_the_versions_of_the_environment_that_trains_count() -> None:
+    before, now = command(), command(side={"packages": {**SIDE.packages, "trl": "1.15.0"}})
+    assert needed(after(before, before)).status is CheckStatus.PASSED
+    assert "trl 1.16.0 -> 1.15.0" in needed(after(before, now)).found
+    ours = replace(before, compute=replace(before.compute, packages={"torch": "2.14.0"}))
+    assert needed(after(before, ours)).status is CheckStatus.PASSED
+    (basis,) = found(command(side={"problem": "it is not there"}), "trial.basis")
+    assert basis.status is CheckStatus.SKIPPED
+
+
+def test_more_steps_of_another_program_need_no_trial_and_other_arguments_do() -> None:
+    past = command()
+    assert needed(after(past, command(num_steps=200, metrics={"a": "b"}))).status is CheckStatus.PASSED
+    assert "trainer.argv" in needed(after(past, command(f"{TORCHRUN} --bf16"))).found

@@ -7,19 +7,19 @@ from rlhf_core.preflight.registry import Finding, blocked, check, passed, warnin
 from rlhf_core.schemas.run import RunSpec
 
 
-@check("batch.prompts_divide_ranks")
+@check("batch.prompts_divide_ranks", trainer="native")
 def prompts_divide_ranks(facts: Facts) -> Iterator[Finding]:
     """Ranks with different numbers of prompts would wait for each other forever in the first collective."""
     yield from _loops_divide(facts.spec, samples=True)
 
 
-@check("batch.rows_divide_ranks")
+@check("batch.rows_divide_ranks", trainer="native")
 def rows_divide_ranks(facts: Facts) -> Iterator[Finding]:
     """Ranks with different numbers of rows wait for each other forever in supervised training, too."""
     yield from _loops_divide(facts.spec, samples=False)
 
 
-@check("batch.micro_batch")
+@check("batch.micro_batch", trainer="native")
 def micro_batch(facts: Facts) -> Iterator[Finding]:
     """A micro-batch that is never filled hides a wrong idea of the memory a step needs."""
     spec, size = facts.spec, facts.spec.native_trainer.micro_batch_size
@@ -40,7 +40,7 @@ def micro_batch(facts: Facts) -> Iterator[Finding]:
         yield passed(found)
 
 
-@check("steps.warm_start")
+@check("steps.warm_start", trainer="native")
 def warm_start(facts: Facts) -> Iterator[Finding]:
     """A warm start by the main loop's own algorithm is the same loop twice, with two learning rates."""
     before, main = facts.spec.loops.warm_start, facts.spec.main_loop
@@ -52,7 +52,7 @@ def warm_start(facts: Facts) -> Iterator[Finding]:
         )
 
 
-@check("steps.learning_rate_warmup")
+@check("steps.learning_rate_warmup", trainer="native")
 def learning_rate_warmup(facts: Facts) -> Iterator[Finding]:
     """With a warm-up as long as the training the peak learning rate is never reached."""
     # The warm start is left alone: it may end while its rate still rises, on purpose.
@@ -65,7 +65,7 @@ def learning_rate_warmup(facts: Facts) -> Iterator[Finding]:
         )
 
 
-@check("optimizer.betas")
+@check("optimizer.betas", trainer="native")
 def betas(facts: Facts) -> Iterator[Finding]:
     """A decay of exactly 1 never forgets its zero start: AdamW divides by zero in its first step."""
     for loop, spec in facts.spec.loops.named.items():

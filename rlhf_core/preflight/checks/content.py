@@ -12,7 +12,7 @@ MANY_UNKNOWN = 0.001
 """Share of unknown tokens above which a finding is reported."""
 
 
-@check("content.columns")
+@check("content.columns", trainer="native")
 def columns(facts: Facts) -> Iterator[Finding]:
     """Rows that a generator or a Parquet file does not have, or a reward function asks for, end every rank at once."""
     report = facts.content
@@ -34,7 +34,7 @@ def columns(facts: Facts) -> Iterator[Finding]:
     yield from _repeated_rows(facts)
 
 
-@check("content.tokenizer")
+@check("content.tokenizer", trainer="native")
 def tokenizer(facts: Facts) -> Iterator[Finding]:
     """A tokenizer that loses characters makes right answers impossible: the reward stays at zero for days."""
     look = facts.content.tokenizer if facts.content else None
@@ -68,7 +68,7 @@ def tokenizer(facts: Facts) -> Iterator[Finding]:
         )
 
 
-@check("content.lengths")
+@check("content.lengths", trainer="native")
 def lengths(facts: Facts) -> Iterator[Finding]:
     """Prompts that are left out unseen train another task; texts beyond the model's positions crash it mid-run."""
     if facts.content is None:
@@ -102,7 +102,7 @@ def lengths(facts: Facts) -> Iterator[Finding]:
             )
 
 
-@check("content.rewards")
+@check("content.rewards", trainer="native")
 def rewards(facts: Facts) -> Iterator[Finding]:
     """A reward function that fails, hangs, or pays the same for every answer wastes every step that it is asked in."""
     if facts.content is None:
@@ -131,7 +131,7 @@ def rewards(facts: Facts) -> Iterator[Finding]:
         yield from _slow(facts, trial)
 
 
-@check("content.pipeline")
+@check("content.pipeline", trainer="native")
 def pipeline(facts: Facts) -> Iterator[Finding]:
     """Data that takes longer to read than a start may take looks like a hang, at every start and restart."""
     if facts.content is None:

@@ -16,11 +16,13 @@ def readable(facts: Facts) -> Iterator[Finding]:
             yield blocked(f"{name} = {file.path}: {file.problem}", "a readable file", f"correct {name}")
         elif file.scanned:
             yield passed(f"{name}: {file.num_rows} rows in {file.path}")
+        elif _is_read_elsewhere(facts, name):
+            yield passed(f"{name}: {file.path} is there; the trainer reads it")
         else:
             yield skipped(f"{name}: the rows of {file.path.suffix} files are read on the nodes only")
 
 
-@check("data.held_out")
+@check("data.held_out", trainer="native")
 def held_out(facts: Facts) -> Iterator[Finding]:
     """Without held-out data there is nothing to measure before and after."""
     if not facts.spec.data.generator and not facts.spec.data.eval:
@@ -39,7 +41,9 @@ def lines(facts: Facts) -> Iterator[Finding]:
         shown = "; ".join(f"{file.path}:{problem.line}: {problem.message}" for problem in file.malformed)
         more = file.num_malformed - len(file.malformed)
         found = f"{file.num_malformed} malformed: {shown}" + (f"; and {more} more" if more else "")
-        if facts.spec.data.malformed_rows == "drop" and file.num_rows:
+        if _is_read_elsewhere(facts, name):
+            yield blocked(found, "whole rows", "correct them: data.malformed_rows says nothing to this trainer")
+        elif facts.spec.data.malformed_rows == "drop" and file.num_rows:
             yield warning(found, "whole rows", 'they are left out, because data.malformed_rows is "drop"')
         else:
             yield blocked(found, "whole rows", 'correct them, or leave such rows out with data.malformed_rows="drop"')
@@ -57,6 +61,8 @@ def rows(facts: Facts) -> Iterator[Finding]:
 def templates(facts: Facts) -> Iterator[Finding]:
     """A template that cannot be filled stops every rank at the first row."""
     data = facts.spec.data
+    if not facts.spec.is_evaluated:
+        return  # another program trains, and puts its prompts together itself
     for name, template in (
         ("prompt_template", data.prompt_template),
         ("completion_template", data.completion_template),
@@ -70,7 +76,7 @@ def templates(facts: Facts) -> Iterator[Finding]:
 def columns(facts: Facts) -> Iterator[Finding]:
     """A setting that names a column which the data does not have stops every rank at the first row."""
     for name, file in _read(facts):
-        if not file.num_rows:
+        if not file.num_rows or _is_read_elsewhere(facts, name):
             continue
         absent = {
             setting: [column for column in wanted if column not in file.columns]
@@ -217,6 +223,11 @@ def _files(facts: Facts) -> Iterator[tuple[str, DataFile]]:
     for name, file in (("data.train", facts.train), ("data.eval", facts.eval)):
         if file is not None:
             yield name, file
+
+
+def _is_read_elsewhere(facts: Facts, name: str) -> bool:
+    """Return True for training data of a program of its own, whose format is that program's."""
+    return name == "data.train" and facts.spec.trainer.kind == "command"
 
 
 def _read(facts: Facts) -> Iterator[tuple[str, DataFile]]:

@@ -6,13 +6,18 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from rlhf_core.preflight.facts import Facts
-from rlhf_core.preflight.known_bad_versions import IN_FORCE
+from rlhf_core.preflight.known_bad_versions import KNOWN_BAD, Use
+from rlhf_core.preflight.launch_arguments import arguments_of
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
 
 OLDEST_PYTHON = (3, 11)
 
 NEEDED_ALWAYS = frozenset({"torch", "transformers", "deepspeed", "safetensors", "tokenizers"})
 """Packages without which no run trains. Others of the training extra are needed by some runs only."""
+NEEDED_TO_SUPERVISE = frozenset({"torch"})
+"""Those that agents and probes need where another program trains."""
+NEEDED_TO_EVALUATE = frozenset({"transformers", "safetensors", "tokenizers"})
+"""Those that the evaluation of its checkpoints needs besides."""
 
 
 @check("environment.python")
@@ -67,12 +72,12 @@ def packages(facts: Facts) -> Iterator[Finding]:
     if not facts.requirements:
         yield skipped("rlhf-flows is not installed as a package here, so its requirements are not known")
         return
-    wrong = []
+    needed, wrong = _needed(facts), []
     for requirement in facts.requirements:
         installed = compute.packages.get(requirement.name, "")
         if installed and _fits(installed, requirement.accepts):
             continue
-        report = blocked if requirement.name in NEEDED_ALWAYS else warning
+        report = blocked if requirement.name in needed else warning
         wrong.append(requirement.name)
         yield report(
             f"{requirement.name} {installed or 'is missing'} in {compute.python}",
@@ -80,27 +85,44 @@ def packages(facts: Facts) -> Iterator[Finding]:
             f"{compute.python} -m pip install 'rlhf-flows[training]'",
         )
     if not wrong:
-        shown = [f"{name} {compute.packages[name]}" for name in sorted(NEEDED_ALWAYS) if name in compute.packages]
+        shown = [f"{name} {compute.packages[name]}" for name in sorted(needed) if name in compute.packages]
         yield passed(", ".join(shown))
 
 
 @check("environment.versions")
 def versions(facts: Facts) -> Iterator[Finding]:
     """Versions that are known to hang, to compute wrong numbers, or not to load together."""
-    installed = facts.compute.packages
-    found = [row for row in IN_FORCE if row.matches(installed)]
+    installed, use = facts.training_packages, _use(facts)
+    python = facts.trainer.python if facts.trainer is not None else facts.compute.python
+    in_force = [row for row in KNOWN_BAD if row.is_in_force(facts.spec)]
+    # What only the commands of another project meet is not worth a word where they are not used.
+    found = [row for row in in_force if row.matches(installed) and (not row.launcher or row.concerns(facts.spec, use))]
     for row in found:
         shown = " with ".join(f"{name} {installed[name]}" for name in row.packages)
-        fatal = row.concerns(facts.spec) and row.certain
-        report = blocked if fatal else warning
-        meant = "" if row.concerns(facts.spec) else "; this run does not come upon it"
+        concerned = row.concerns(facts.spec, use)
+        report = blocked if concerned and row.certain else warning
+        meant = "" if concerned else "; this run does not come upon it"
         yield report(
             f"{shown}: {row.happens}{meant}",
             f"versions without this ({row.source})",
-            f"{facts.compute.python} -m pip install '{row.instead}'",
+            f"{python} -m pip install '{row.instead}'",
         )
     if installed and not found:
-        yield passed(f"none of {len(IN_FORCE)} combinations that are known to go wrong is installed")
+        yield passed(f"none of {len(in_force)} combinations that are known to go wrong is installed")
+
+
+def _use(facts: Facts) -> Use | None:
+    """Parts that a program of its own uses; None where rlhf-flows trains itself."""
+    if facts.spec.trainer.kind == "native":
+        return None
+    arguments = arguments_of(facts)
+    return Use(engine="vllm" if arguments.is_on("use_vllm") else "", launcher=arguments.line.launcher)
+
+
+def _needed(facts: Facts) -> frozenset[str]:
+    if facts.spec.trainer.kind == "native":
+        return NEEDED_ALWAYS
+    return NEEDED_TO_SUPERVISE | NEEDED_TO_EVALUATE if facts.spec.is_evaluated else NEEDED_TO_SUPERVISE
 
 
 def _fits(installed: str, accepts: str) -> bool:

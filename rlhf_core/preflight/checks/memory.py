@@ -25,7 +25,7 @@ TIGHT = 0.9
 """From this share on it is said."""
 
 
-@check("memory.trainer")
+@check("memory.trainer", trainer="native")
 def trainer(facts: Facts) -> Iterator[Finding]:
     """CUDA out of memory, or the kernel's killer on CPU, after minutes of loading, or at the first long batch."""
     shape, room = _shape(facts), _room(facts)
@@ -36,7 +36,7 @@ def trainer(facts: Facts) -> Iterator[Finding]:
     yield _finding(facts, "a trainer", estimate, room, _advice(facts, shape, estimate, room))
 
 
-@check("memory.evaluator")
+@check("memory.evaluator", trainer="native")
 def evaluator(facts: Facts) -> Iterator[Finding]:
     """An evaluation that runs out of memory loses the last step of a run that has trained to its end."""
     shape, room = _shape(facts), _room(facts)

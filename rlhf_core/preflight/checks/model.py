@@ -23,7 +23,7 @@ def folder(facts: Facts) -> Iterator[Finding]:
         yield passed(f"{found.path}: {found.weight_bytes / 2**20:.0f} MiB of weights")
 
 
-@check("model.tokenizer")
+@check("model.tokenizer", trainer="native")
 def tokenizer(facts: Facts) -> Iterator[Finding]:
     """A tokenizer that does not load ends every rank during setup."""
     if facts.tokenizer_problem:
@@ -34,7 +34,7 @@ def tokenizer(facts: Facts) -> Iterator[Finding]:
         )
 
 
-@check("model.length")
+@check("model.length", trainer="native")
 def length(facts: Facts) -> Iterator[Finding]:
     """Positions beyond the model's limit index outside its tables: an illegal access on a GPU, nonsense on a CPU."""
     limit = facts.model_config.get("max_position_embeddings")
@@ -56,7 +56,7 @@ def length(facts: Facts) -> Iterator[Finding]:
         yield passed(found)
 
 
-@check("model.heads")
+@check("model.heads", trainer="native")
 def heads(facts: Facts) -> Iterator[Finding]:
     """Attention heads that do not divide end in a shape error deep inside the model."""
     config = facts.model_config

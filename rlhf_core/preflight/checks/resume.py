@@ -24,10 +24,12 @@ def checkpoint(facts: Facts) -> Iterator[Finding]:
             f"remove the folder {found.name} to go on from the checkpoint before it",
         )
     elif found.num_ranks != facts.spec.num_ranks:
-        yield blocked(
+        # Another program may have an optimizer that is not split, and then it can.
+        report = blocked if facts.spec.trainer.kind == "native" else warning
+        yield report(
             f"checkpoint {found.name} was written by {found.num_ranks} ranks, this run has {facts.spec.num_ranks}",
             "the same number of ranks",
-            f"run with {found.num_ranks} ranks, or start a new run from the model in {found.name}/model",
+            f"run with {found.num_ranks} ranks, or {_otherwise(facts)}",
         )
     else:
         yield passed(f"going on from {found.name}")
@@ -70,8 +72,18 @@ def steps(facts: Facts) -> Iterator[Finding]:
         yield warning(
             f"{found.name} is at step {found.step}, the run has {total} steps in all",
             "a checkpoint before the last step",
-            "raise loops.main.num_steps; otherwise only the evaluation is made",
+            f"raise {_steps_setting(facts)}; otherwise only the evaluation is made",
         )
+
+
+def _otherwise(facts: Facts) -> str:
+    if facts.spec.trainer.kind == "native":
+        return f"start a new run from the model in {facts.resume.name if facts.resume else ''}/model"
+    return "leave it so if this trainer loads what another number of ranks has saved; DeepSpeed and FSDP do not"
+
+
+def _steps_setting(facts: Facts) -> str:
+    return "loops.main.num_steps" if facts.spec.trainer.kind == "native" else "trainer.num_steps"
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any, Any]]:

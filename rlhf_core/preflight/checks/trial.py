@@ -4,15 +4,18 @@ from collections.abc import Iterator
 
 from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.registry import Finding, check, passed, skipped, warning
-from rlhf_core.preflight.trial import basis_of, basis_text, changes_since, is_small
+from rlhf_core.preflight.trial import basis_of, basis_text, changes_since, is_small, obstacle
 from rlhf_core.schemas.run import RunSpec
 
 
 @check("trial.basis")
 def basis(facts: Facts) -> Iterator[Finding]:
     """A run without a record of its versions, data and code cannot be compared with the next one."""
-    if facts.compute.problem:
-        yield skipped(f"the versions are not known: {facts.compute.python} {facts.compute.problem}")
+    side = facts.trainer
+    unknown = (side.problem or side.unseen or side.python_problem) if side is not None else facts.compute.problem
+    if unknown:
+        where = facts.compute.python if side is None else side.python or "trainer.environment"
+        yield skipped(f"the versions are not known: {where}: {unknown}")
     else:
         yield passed(basis_text(basis_of(facts)))
 
@@ -42,6 +45,9 @@ def needed(facts: Facts) -> Iterator[Finding]:
 
 
 def _proposed(spec: RunSpec, found: str) -> Finding:
+    reason = obstacle(spec)
+    if reason:
+        return skipped(f"{found}, but no trial can be made: {reason}")
     steps, num_nodes = spec.preflight.trial_steps, spec.resources.num_nodes
     where = "one node" if num_nodes == 1 else f"one node, then on {num_nodes} nodes"
     expected = f"a trial before {spec.total_steps} steps on {num_nodes} node{'' if num_nodes == 1 else 's'}"

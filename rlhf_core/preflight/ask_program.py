@@ -1,0 +1,86 @@
+"""Questions to other programs: one bounded subprocess each, whose last line of output is the answer."""
+
+import contextlib
+import json
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import IO, Any
+
+from rlhf_core.errors import SubmissionFailed
+from rlhf_core.scheduler.passed_environment import PassedEnvironment, without_private
+
+IMPORT_TIMEOUT_S = 120.0
+"""Longest a user's module may take to import. Generous: a cold shared file system is slow."""
+
+Tick = Callable[[], None]
+"""Called about every half second while something is waited for; may raise to stop."""
+
+
+def ask(command: Sequence[str], tick: Tick, passed: PassedEnvironment | None = None) -> dict[str, Any] | str:
+    """Run a command whose last line of output is a JSON object; a sentence about what went wrong otherwise.
+
+    It starts in an empty folder, so that nothing in the current one is imported that the nodes would not have; and
+    without the passwords that a job does not get either, and with the secrets that it is handed.
+    """
+    environment = without_private(os.environ)
+    with contextlib.suppress(SubmissionFailed):  # environment.passed says so
+        environment |= passed.values() if passed is not None else {}
+    with (
+        tempfile.TemporaryDirectory() as nowhere,
+        tempfile.TemporaryFile() as output,
+        tempfile.TemporaryFile() as complaints,
+    ):
+        try:
+            process = subprocess.Popen(
+                command,
+                cwd=nowhere,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=complaints,
+                start_new_session=True,
+            )
+        except OSError as error:
+            return f"cannot be started: {error.strerror}"
+        try:
+            ended = _wait(process, IMPORT_TIMEOUT_S, tick)
+        finally:
+            _end(process)
+        answer, complaint = _last_line(output), _last_line(complaints)
+    if not ended:
+        return f"no answer within {IMPORT_TIMEOUT_S:g} s" + (f"; its last line: {complaint}" if complaint else "")
+    try:
+        content = json.loads(answer)
+    except ValueError:
+        content = None
+    if isinstance(content, dict):
+        return content
+    return f"ended with exit code {process.returncode}" + (f": {complaint}" if complaint else " and said nothing")
+
+
+def _last_line(file: IO[bytes]) -> str:
+    file.seek(0)
+    lines = file.read().decode("utf-8", errors="replace").strip().splitlines()
+    return lines[-1].strip() if lines else ""
+
+
+def _wait(process: "subprocess.Popen[bytes]", timeout_s: float, tick: Tick) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            process.wait(timeout=0.5)
+        except subprocess.TimeoutExpired:
+            tick()
+            continue
+        return True
+    return False
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """End the command and whatever it started: it has a session, and so a process group, of its own."""
+    if process.poll() is None:
+        os.killpg(process.pid, 9)
+        process.wait()

@@ -1,0 +1,199 @@
+"""A trainer that is another program: its launch line, its environment, its files."""
+
+import difflib
+import re
+from collections.abc import Iterator
+
+from rlhf_core.preflight.facts import Facts, TrainerSide
+from rlhf_core.preflight.launch_arguments import arguments_of
+from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
+from rlhf_core.schemas.command_trainer import PLACEHOLDERS, CommandTrainer, named_placeholders
+from rlhf_core.schemas.launch_values import command_trainer, values_of_spec
+
+OTHER_NAMES = {
+    "nnodes": "num_nodes",
+    "nproc_per_node": "ranks_per_node",
+    "nproc": "ranks_per_node",
+    "world_size": "num_ranks",
+    "num_processes": "num_ranks",
+    "machine_rank": "node_rank",
+    "main_process_ip": "master_addr",
+    "main_process_port": "master_port",
+    "max_steps": "num_steps",
+    "save_steps": "checkpoint_every",
+    "resume": "checkpoint",
+    "resume_path": "checkpoint",
+    "resume_from_checkpoint": "checkpoint",
+    "output": "output_dir",
+    "cuda_visible_devices": "gpus",
+    "model_path": "model",
+    "train_data": "train",
+}
+"""Names that other programs have for what a placeholder stands for."""
+
+NEEDED = {"transformers": ("transformers",), "swift": ("ms-swift",), "trl": ("trl",), "openrlhf": ("openrlhf",)}
+"""Packages that each framework is of."""
+
+_SHELL_VARIABLE = re.compile(r"\$\{?([A-Z][A-Z0-9_]+)")
+_OF_SHELL = {
+    "NNODES": "num_nodes",
+    "NODE_RANK": "node_rank",
+    "NPROC_PER_NODE": "ranks_per_node",
+    "MASTER_ADDR": "master_addr",
+    "MASTER_PORT": "master_port",
+    "WORLD_SIZE": "num_ranks",
+    "RANK": "rank",
+    "SLURM_NODEID": "node_rank",
+    "SLURM_NNODES": "num_nodes",
+    "SLURM_JOB_NUM_NODES": "num_nodes",
+}
+
+
+@check("command.placeholders", trainer="command")
+def placeholders(facts: Facts) -> Iterator[Finding]:
+    """A placeholder with a slip in its name stays as it is, and the program takes its braces for a value."""
+    trainer = command_trainer(facts.spec)
+    wrong, left = False, []
+    for setting, text in _texts(trainer):
+        for name in named_placeholders(text):
+            near = [] if name in PLACEHOLDERS else _nearest(name)
+            if near:
+                wrong = True
+                yield blocked(
+                    f"{setting} has {{{name}}}", f"a placeholder, for instance {{{near}}}", f"write {{{near}}}"
+                )
+            elif name not in PLACEHOLDERS:
+                left.append(f"{{{name}}}")
+        for name in _SHELL_VARIABLE.findall(text):
+            wrong = True
+            instead = f"{{{_OF_SHELL[name]}}}" if name in _OF_SHELL else "its value, or `bash -c` in front of the line"
+            yield warning(
+                f"{setting} has ${name}, and no shell fills it in", "placeholders in braces", f"write {instead}"
+            )
+    yield from _empty_ones(facts, trainer)
+    if not wrong:
+        as_they_are = f"; left as they are: {', '.join(dict.fromkeys(left))}" if left else ""
+        yield passed(f"every placeholder has a value{as_they_are}")
+
+
+def _texts(trainer: CommandTrainer) -> Iterator[tuple[str, str]]:
+    yield from (("trainer.argv", word) for word in trainer.argv)
+    yield from (("trainer.resume_argv", word) for word in trainer.resume_argv)
+    yield from ((f"trainer.variables.{name}", value) for name, value in trainer.variables.items())
+    yield "trainer.working_dir", trainer.working_dir
+    yield "trainer.output_dir", trainer.output_dir
+
+
+def _nearest(name: str) -> str:
+    if name in OTHER_NAMES:
+        return OTHER_NAMES[name]
+    return next(iter(difflib.get_close_matches(name, sorted(PLACEHOLDERS), n=1, cutoff=0.8)), "")
+
+
+def _empty_ones(facts: Facts, trainer: CommandTrainer) -> Iterator[Finding]:
+    """Placeholders of settings that are not given."""
+    values = values_of_spec(facts.spec)
+    settings = {"model": "model.path", "train": "data.train", "eval": "data.eval"}
+    used = {name: setting for setting, text in _texts(trainer) for name in named_placeholders(text)}
+    for name, source in settings.items():
+        if name in used and not values[name]:
+            yield blocked(
+                f"{used[name]} has {{{name}}}, and {source} is not set", f"a value for {source}", f"set {source}"
+            )
+
+
+@check("command.environment", trainer="command")
+def environment(facts: Facts) -> Iterator[Finding]:
+    """A virtual environment that is not there, or lacks the framework, ends every rank at its first import."""
+    trainer, side = command_trainer(facts.spec), facts.trainer or TrainerSide()
+    if side.problem:
+        yield blocked(
+            side.problem,
+            "a name of `rlhf env create`, or the folder of a virtual environment",
+            "make it, or correct trainer.environment; on a cluster it must lie where the nodes see it",
+        )
+    elif side.unseen:
+        yield skipped(f"{side.unseen}; the nodes' probe looks at it")
+    elif side.python_problem:
+        yield blocked(f"{side.python}: {side.python_problem}", "an interpreter that starts", "make it anew")
+    elif not side.python:
+        yield skipped(f"no Python is known to run {side.program or trainer.argv[0]}; give trainer.environment")
+    else:
+        yield from _packages(trainer, side)
+
+
+def _packages(trainer: CommandTrainer, side: TrainerSide) -> Iterator[Finding]:
+    names = NEEDED.get(trainer.framework, ())
+    missing = [name for name in (*names, "torch") if names and name not in side.packages]
+    version = ".".join(map(str, side.version))
+    if missing:
+        yield blocked(
+            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing in {side.python}",
+            f"an environment of {trainer.framework}",
+            f"{side.python} -m pip install {' '.join(missing)}, or correct trainer.environment",
+        )
+    else:
+        shown = [f"{name} {side.packages[name]}" for name in (*names, "torch") if name in side.packages]
+        yield passed(", ".join([f"{side.python} is Python {version}", *shown]))
+
+
+@check("command.program", trainer="command")
+def program(facts: Facts) -> Iterator[Finding]:
+    """A program, module or script that is not found ends every attempt in its first second."""
+    trainer, side = command_trainer(facts.spec), facts.trainer or TrainerSide()
+    if side.problem or side.unseen:
+        return  # command.environment says so
+    where = f"{side.folder}/bin and on the PATH" if side.folder else "on the PATH"
+    if not side.program:
+        # Where the job runs on other machines, their PATH may be another one.
+        report = blocked if side.folder or facts.scheduler == "local" else warning
+        yield report(
+            f"trainer.argv begins with {_first(facts)}, which is not {where}",
+            "a program that is there",
+            "correct trainer.argv, or name its environment in trainer.environment",
+        )
+    for name in side.missing_modules:
+        yield blocked(
+            f"the module {name} is not found by {side.python}", "an installed module", f"install it, or correct {name}"
+        )
+    for name in side.missing_files:
+        yield blocked(
+            f"trainer.argv names {name}, which is not in {trainer.working_dir or 'the folder that the run makes'}",
+            "files by their whole path, or in the copy of your code",
+            f"write the whole path; or {{code}}/{name.rpartition('/')[2]}, with its file in code.paths",
+        )
+    if side.program and not side.missing_modules and not side.missing_files:
+        yield passed(f"{side.program} is there")
+
+
+def _first(facts: Facts) -> str:
+    line = arguments_of(facts).line
+    return next((line.argv[item.start] for item in line.items if item.role != "variable"), line.argv[0])
+
+
+@check("command.output", trainer="command")
+def output(facts: Facts) -> Iterator[Finding]:
+    """Runs that share an output folder take each other's checkpoints for their own."""
+    trainer, arguments = command_trainer(facts.spec), arguments_of(facts)
+    folder = trainer.output_dir
+    if not {"run_dir", "run_id"} & set(named_placeholders(folder)):
+        yield blocked(
+            f"trainer.output_dir = {folder}, the same for every run",
+            "a folder of each run's own",
+            "set it to {run_dir}/trainer/output, or put {run_id} into it",
+        )
+    told = arguments.text("output_dir", "output", "save_path")
+    if told is not None and told.rstrip("/") not in ("{output_dir}", folder.rstrip("/")):
+        yield blocked(
+            f"the program writes to {told}, and trainer.output_dir is {folder}",
+            "one folder: its checkpoints and logs are looked for in trainer.output_dir",
+            "write --output_dir {output_dir}",
+        )
+    elif told is None and not any("{output_dir}" in text for _, text in _texts(trainer)):
+        yield warning(
+            "nothing tells the program trainer.output_dir",
+            f"its checkpoints in {folder}",
+            "add --output_dir {output_dir}, or whatever the program has for it",
+        )
+    else:
+        yield passed(f"its files are in {folder}")

@@ -1,0 +1,99 @@
+"""Ranks and nodes of a trainer that is another program: what its launcher is told, against what is planned."""
+
+from collections.abc import Iterator
+
+from rlhf_core.preflight.facts import Facts
+from rlhf_core.preflight.launch_arguments import arguments_of
+from rlhf_core.preflight.launch_shape import FROM_ENVIRONMENT, LaunchShape, launch_shape
+from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
+from rlhf_core.schemas.launch_values import command_trainer
+
+_ONLY_HERE = frozenset({"localhost", "127.0.0.1", "0.0.0.0", "::1"})
+_OWN_LAUNCHERS = frozenset({"torchrun", "torchtune", "accelerate", "trl", "deepspeed", "mpirun", "srun"})
+
+
+@check("command.nodes", trainer="command")
+def nodes(facts: Facts) -> Iterator[Finding]:
+    """Nodes whose launcher does not know of the others train alone, each the same model, and nothing fails."""
+    num_nodes, trainer = facts.spec.resources.num_nodes, command_trainer(facts.spec)
+    if trainer.launch == "per_rank":
+        return
+    arguments = arguments_of(facts)
+    launcher, shape = arguments.line.launcher, launch_shape(arguments)
+    if num_nodes == 1:
+        if shape is not None and shape.num_nodes not in (None, "1", FROM_ENVIRONMENT):
+            yield blocked(
+                f"{launcher} is told of {shape.num_nodes} nodes, resources.num_nodes is 1",
+                "the same number; like this, it waits for nodes that never come",
+                "write {num_nodes} into trainer.argv",
+            )
+        return
+    if shape is None:
+        if any("{node_rank}" in word for word in (*trainer.argv, *trainer.variables.values())):
+            yield passed("the program is told the rank of each node")
+        else:
+            yield skipped(
+                f"{trainer.argv[0]} is no launcher that is known here; it finds NNODES, NODE_RANK, NPROC_PER_NODE, "
+                "MASTER_ADDR and MASTER_PORT in its environment"
+            )
+        return
+    wrong = list(_wrong_nodes(shape, num_nodes))
+    if wrong:
+        yield blocked(
+            f"{launcher} is started on each of {num_nodes} nodes and {' and '.join(wrong)}",
+            f"one group of ranks over all {num_nodes} nodes; like this, every node trains alone or waits forever",
+            f"write {shape.remedy}",
+        )
+    elif shape.address not in (None, FROM_ENVIRONMENT) and "{master_addr}" not in shape.address:
+        yield warning(
+            f"the address of the first node is {shape.address}, whichever nodes the run gets",
+            "the address of the first node of each attempt",
+            "write {master_addr}",
+        )
+    else:
+        yield passed(f"{launcher} is told of {num_nodes} nodes and their order")
+
+
+def _wrong_nodes(shape: LaunchShape, num_nodes: int) -> Iterator[str]:
+    if shape.num_nodes is not None and shape.num_nodes not in (str(num_nodes), FROM_ENVIRONMENT):
+        yield f"knows of {shape.num_nodes}"
+    if shape.needs_node_rank:
+        if shape.node_rank is None:
+            yield "is not told which one it is on"
+        elif shape.node_rank != FROM_ENVIRONMENT and "{node_rank}" not in shape.node_rank:
+            yield f"is told {shape.node_rank} as its rank on every one"
+    if shape.address is None or shape.address.rpartition(":")[0] in _ONLY_HERE or shape.address in _ONLY_HERE:
+        yield f"looks for the first one at {shape.address or 'its own address'}"
+
+
+@check("command.ranks", trainer="command")
+def ranks(facts: Facts) -> Iterator[Finding]:
+    """Processes that differ from the ranks planned wait for each other forever, or leave GPUs idle."""
+    trainer, arguments = command_trainer(facts.spec), arguments_of(facts)
+    planned, launcher = facts.spec.resources.ranks_per_node, arguments.line.launcher
+    if trainer.launch == "per_rank":
+        if launcher in _OWN_LAUNCHERS:
+            yield blocked(
+                f'trainer.launch = "per_rank" with {launcher}, which starts ranks of its own for every rank',
+                "one of them to start the ranks",
+                'set trainer.launch = "per_node", or leave the launcher out: RANK and WORLD_SIZE are set',
+            )
+        else:
+            yield passed(f"{planned} ranks per node, each started with its own RANK")
+        return
+    shape = launch_shape(arguments)
+    per_node = shape.per_node if shape is not None else None
+    if per_node is None:
+        yield skipped(f"the number of processes that {launcher or trainer.argv[0]} starts cannot be read from its line")
+    elif per_node in (str(planned), FROM_ENVIRONMENT):
+        yield passed(f"{planned} processes per node, as planned")
+    elif per_node in ("gpu", "auto") and facts.spec.resources.gpus_per_node == planned:
+        yield passed(f"a process per GPU: {planned} on a node")
+    else:
+        # A script may start its other processes itself; a launcher does what it is told.
+        report = warning if launcher == "python" else blocked
+        yield report(
+            f"{launcher} starts {per_node} processes on a node, resources.ranks_per_node is {planned}",
+            "the same number",
+            f"write {{ranks_per_node}} into trainer.argv, or set resources.ranks_per_node={per_node}",
+        )

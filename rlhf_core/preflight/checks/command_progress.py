@@ -1,0 +1,214 @@
+"""Steps, checkpoints and progress of a trainer that is another program."""
+
+from collections.abc import Iterator
+
+from rlhf_core.preflight.facts import Facts
+from rlhf_core.preflight.launch_arguments import TRANSFORMERS, TrainerArguments, arguments_of
+from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
+from rlhf_core.schemas.command_trainer import SIGHTS, ProgressSource, named_placeholders
+from rlhf_core.schemas.launch_values import command_trainer
+
+TELLS_THE_RANK = frozenset({ProgressSource.CALLBACK, ProgressSource.COLLECTIVES})
+"""Strong sources that say of each rank how far it is; the others know the job only."""
+
+SAVE_STEPS = 500
+"""Steps between checkpoints of transformers, where it is told nothing (``TrainingArguments.save_steps``)."""
+
+
+@check("command.steps", trainer="command")
+def steps(facts: Facts) -> Iterator[Finding]:
+    """A program that stops at another step than was planned has failed, or trains on after its run is complete."""
+    arguments, planned = arguments_of(facts), facts.spec.total_steps
+    told = arguments.integer("max_steps", "max_train_steps", "num_steps", "train_steps")
+    epochs = arguments.text("num_train_epochs", "num_epochs", "epochs", "max_epochs")
+    if told is not None and told > 0:
+        if told == planned:
+            yield passed(f"{told} steps, as planned")
+        else:
+            yield blocked(
+                f"the program is told of {told} steps, and trainer.num_steps is {planned}",
+                "the same number",
+                "write {num_steps} into trainer.argv, for instance --max_steps {num_steps}",
+            )
+    elif _is_told(facts, "num_steps"):
+        yield passed(f"the program is told of {planned} steps")
+    elif epochs is not None or arguments.trainer.framework in TRANSFORMERS:
+        given = f"{epochs} epochs" if epochs is not None else "its own number of epochs"
+        yield warning(
+            f"the program trains {given}, and trainer.num_steps is {planned}",
+            "an end that is known: with fewer steps the run counts as failed",
+            "add --max_steps {num_steps}, or work out the steps of these epochs",
+        )
+    else:
+        yield warning(
+            "nothing tells the program trainer.num_steps",
+            f"a program that ends after {planned} steps",
+            "put {num_steps} into trainer.argv or trainer.variables",
+        )
+
+
+def _is_told(facts: Facts, name: str) -> bool:
+    trainer = command_trainer(facts.spec)
+    return any(name in named_placeholders(text) for text in (*trainer.argv, *trainer.variables.values()))
+
+
+@check("command.saving", trainer="command")
+def saving(facts: Facts) -> Iterator[Finding]:
+    """Checkpoints that come more rarely than planned, or not at all, lose more work at every failure."""
+    arguments, every = arguments_of(facts), facts.spec.checkpoint.every_num_steps
+    if arguments.trainer.framework not in TRANSFORMERS:
+        return
+    strategy = arguments.text("save_strategy") or "steps"
+    save_steps = arguments.number("save_steps")
+    advice = "add --save_strategy steps --save_steps {checkpoint_every}"
+    if strategy != "steps":
+        yield (blocked if strategy == "no" else warning)(
+            f"--save_strategy {strategy}", f"a checkpoint every {every} steps (checkpoint.every_num_steps)", advice
+        )
+    elif save_steps is None and arguments.is_whole:
+        if every != SAVE_STEPS:
+            yield warning(
+                f"no --save_steps: a checkpoint every {SAVE_STEPS} steps, and checkpoint.every_num_steps is {every}",
+                "the same number",
+                advice,
+            )
+    elif save_steps is not None and save_steps != every:
+        yield warning(
+            f"--save_steps {save_steps:g}, and checkpoint.every_num_steps is {every}", "the same number", advice
+        )
+    else:
+        yield passed(f"a checkpoint every {every} steps")
+
+
+@check("command.resume", trainer="command")
+def resume(facts: Facts) -> Iterator[Finding]:
+    """A checkpoint that is not found, or cannot be gone on from, silently starts the training at step 0 again."""
+    trainer, arguments = command_trainer(facts.spec), arguments_of(facts)
+    problems = list(_resume_problems(arguments))
+    for found, expected, advice in problems:
+        yield blocked(found, expected, advice)
+    if trainer.resume == "none":
+        yield warning(
+            'trainer.resume = "none": every failure starts the training at step 0',
+            "a way to go on from a checkpoint",
+            'set trainer.resume to "argument" or "in_place", unless the run is that short',
+        )
+    elif not problems:
+        how = f"with {' '.join(trainer.resume_argv)}" if trainer.resume == "argument" else "from its output folder"
+        yield passed(f"it goes on {how}")
+
+
+def _resume_problems(arguments: TrainerArguments) -> Iterator[tuple[str, str, str]]:
+    trainer = arguments.trainer
+    if trainer.framework in TRANSFORMERS:
+        yield from _resume_of_transformers(arguments)
+    if trainer.framework == "openrlhf":
+        if "checkpoint-{step}" in trainer.checkpoint_name:
+            yield (
+                f"trainer.checkpoint_name = {trainer.checkpoint_name}, the name that transformers has",
+                "the name that OpenRLHF has",
+                'set trainer.checkpoint_name = "_actor/global_step{step}", and trainer.checkpoint_complete likewise',
+            )
+        if trainer.resume == "argument" and "--resume_from_checkpoint" in trainer.resume_argv:
+            yield (
+                "trainer.resume_argv has --resume_from_checkpoint, which OpenRLHF does not know",
+                "--load_checkpoint, with which it goes on from the newest checkpoint of --ckpt_path",
+                'set trainer.resume = "in_place" and add --load_checkpoint to trainer.argv',
+            )
+
+
+def _resume_of_transformers(arguments: TrainerArguments) -> Iterator[tuple[str, str, str]]:
+    trainer = arguments.trainer
+    if trainer.resume == "none":
+        return
+    if arguments.is_on("save_only_model"):
+        yield (
+            "--save_only_model: checkpoints without the state of the optimizer",
+            "checkpoints to go on from",
+            "take it out",
+        )
+    name = trainer.checkpoint_name.rpartition("/")[2]
+    if name != "checkpoint-{step}":
+        yield (
+            f"trainer.checkpoint_name = {trainer.checkpoint_name}",
+            "the name that transformers has, checkpoint-{step}",
+            'set trainer.checkpoint_name = "checkpoint-{step}"',
+        )
+    elif trainer.framework == "swift" and arguments.line.launcher == "swift":
+        yield from _folder_of_swift(arguments)
+    if arguments.is_given("resume_from_checkpoint") and trainer.resume == "argument":
+        yield (
+            "trainer.argv has --resume_from_checkpoint itself",
+            "the checkpoint of this run, which trainer.resume_argv gives",
+            "take it out of trainer.argv; a model to start from is --model",
+        )
+
+
+def _folder_of_swift(arguments: TrainerArguments) -> Iterator[tuple[str, str, str]]:
+    """Check the folder between ``output_dir`` and the checkpoints, which ms-swift makes by ``--add_version`` (4.6)."""
+    versioned = arguments.is_on("add_version", default=True)
+    deep = "/" in arguments.trainer.checkpoint_name
+    if versioned and not deep and arguments.is_whole:
+        yield (
+            "ms-swift puts its checkpoints into <output_dir>/v0-<time>, trainer.checkpoint_name is checkpoint-{step}",
+            "a name under which they are found",
+            'add --add_version false, or set trainer.checkpoint_name = "*/checkpoint-{step}"',
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@check("command.progress", trainer="command")
+def progress(facts: Facts) -> Iterator[Finding]:
+    """A hang that none of the sources of progress sees costs the rest of the time limit."""
+    arguments, sources = arguments_of(facts), command_trainer(facts.spec).sources
+    silent = {source: reason for source in sources if (reason := _silent(source, facts, arguments))}
+    for source in sources:
+        sight = SIGHTS[source]
+        if source in silent:
+            yield skipped(f"{source}: sees nothing here: {silent[source]}")
+        else:
+            weak = "" if sight.is_strong else " (counts only until another has spoken)"
+            yield passed(f"{source}{weak}: sees {sight.sees}; blind to {sight.blind}")
+    strong = [source for source in sources if SIGHTS[source].is_strong and source not in silent]
+    if not strong:
+        yield warning(
+            "no source shows steps: an endless loop is taken for progress",
+            "trainer_log, tensorboard, stdout, checkpoints or the callback",
+            "add one to trainer.progress, for instance stdout with trainer.stdout_patterns",
+        )
+    elif facts.spec.num_ranks > 1 and not TELLS_THE_RANK & set(strong):
+        yield warning(
+            f"{', '.join(strong)} see the job as a whole: the rank to blame for a hang stays unknown",
+            "a source that sees each rank: collectives, or the callback",
+            "leave trainer.record_collectives on and add collectives to trainer.progress",
+        )
+
+
+def _silent(source: ProgressSource, facts: Facts, arguments: TrainerArguments) -> str:
+    """Reason why a source cannot say anything in this run; empty if it may."""
+    side, trainer = arguments.side, arguments.trainer
+    if source is ProgressSource.CALLBACK:
+        if trainer.framework not in TRANSFORMERS:
+            return "it is for trainers of transformers"
+        return "rlhf-flows is not installed there" if side.packages and "rlhf-flows" not in side.packages else ""
+    if source is ProgressSource.COLLECTIVES:
+        if not trainer.record_collectives:
+            return "trainer.record_collectives is off"
+        return "one rank has none" if facts.spec.num_ranks == 1 else ""
+    if source is ProgressSource.TENSORBOARD and trainer.framework in TRANSFORMERS:
+        return _no_tensorboard(arguments)
+    return ""
+
+
+def _no_tensorboard(arguments: TrainerArguments) -> str:
+    side, told = arguments.side, arguments.line.arguments.get("report_to")
+    named = " ".join(told) if told is not None else side.settings.get("report_to")
+    if named is None and arguments.is_whole and arguments.line.launcher == "swift":
+        named = "tensorboard"
+    if named is not None and not {"tensorboard", "all"} & set(named.replace(",", " ").split()):
+        return f"--report_to {named}"
+    if side.packages and not {"tensorboard", "tensorboardx"} & side.packages.keys():
+        return "tensorboard is not installed there"
+    return ""

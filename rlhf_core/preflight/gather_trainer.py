@@ -1,0 +1,165 @@
+"""Look at the environment that another program trains in: its folder, its interpreter, the files it is started with.
+
+Nothing of it is imported: its interpreter is started once, and lists what is installed.
+"""
+
+import importlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import from_json
+
+from rlhf_core.environments import environment_folder
+from rlhf_core.errors import BadConfig
+from rlhf_core.files import read_document
+from rlhf_core.interpreters import ASK, find_program, interpreter_of
+from rlhf_core.launch_line import LaunchLine, normalized, read_launch_line
+from rlhf_core.preflight.ask_program import Tick, ask
+from rlhf_core.preflight.facts import TrainerSide
+from rlhf_core.schemas.command_trainer import CommandTrainer, fill
+from rlhf_core.schemas.launch_values import command_trainer, filled_argv, values_of_spec
+from rlhf_core.schemas.run import RunSpec, SlurmSpec
+
+_DEEPSPEED = ("deepspeed", "deepspeed_config", "deepspeed_config_file", "ds_config")
+_SCRIPTS = (".py", ".sh")
+
+
+@dataclass(frozen=True)
+class TrainerPlace:
+    """Surroundings of a program that would be started."""
+
+    home: Path
+    """Home folder of the site, which holds the environments."""
+    code: Path
+    """Folder with the copy of the user's code."""
+    slurm: SlurmSpec = field(default_factory=SlurmSpec)
+    """Slurm settings of run and site."""
+    variables: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    """Environment of the job, as far as it is known here."""
+
+
+def inspect_trainer(spec: RunSpec, place: TrainerPlace, tick: Tick = lambda: None) -> TrainerSide:
+    """Look at the environment of a run's trainer.
+
+    Raises:
+        ValueError: rlhf-flows trains itself.
+    """
+    trainer = command_trainer(spec)
+    if place.slurm.container_image:
+        return TrainerSide(unseen=f"it is in the container {place.slurm.container_image}")
+    values = {**values_of_spec(spec), "code": str(place.code)}
+    line = read_launch_line(filled_argv(spec, values))
+    side = _with_configs(TrainerSide(), line, _working_dir(trainer, values))
+    side = replace(side, missing_files=tuple(_missing(trainer, line, values)))
+    try:
+        folder = str(environment_folder(trainer.environment, place.home)) if trainer.environment else ""
+    except BadConfig as error:
+        return replace(side, problem=str(error))
+    return _with_program(replace(side, folder=folder), trainer, line, place, tick)
+
+
+def _with_program(
+    side: TrainerSide, trainer: CommandTrainer, line: LaunchLine, place: TrainerPlace, tick: Tick
+) -> TrainerSide:
+    setup = [*trainer.setup, *place.slurm.setup]
+    if not side.folder and setup:
+        return replace(side, unseen=f"the shell lines before it decide what is found: {setup[0]}")
+    first = next(iter(_command(line)), "")
+    search = trainer.variables.get("PATH") or place.variables.get("PATH") or os.defpath
+    program = find_program(first, side.folder, search) if first else None
+    python = Path(side.folder, "bin", "python") if side.folder else interpreter_of(program) if program else None
+    side = replace(side, program=str(program or ""), python=str(python or ""))
+    if python is None:
+        return side
+    # The user's code is on the path of the ranks as well.
+    code = f"import sys\nsys.path.insert(0, {str(place.code)!r})\n{ASK}"
+    modules = [line.program[0]] if line.is_module and line.program else []
+    answer = ask([str(python), "-c", code, *modules], tick)
+    if isinstance(answer, str):
+        return replace(side, python_problem=answer)
+    missing = tuple(name for name, found in answer["modules"].items() if not found)
+    version = tuple(answer["version"])
+    return replace(side, version=version, packages=answer["packages"], missing_modules=missing)
+
+
+def _command(line: LaunchLine) -> Iterator[str]:
+    """Words of a line from the first program on; variables in front of it are none."""
+    for item in line.items:
+        if item.role != "variable":
+            yield from line.argv[item.start : item.stop]
+
+
+def _working_dir(trainer: CommandTrainer, values: Mapping[str, str]) -> Path | None:
+    """Folder that it is started in; None for one that the run makes."""
+    filled = fill(trainer.working_dir, dict(values))
+    return Path(filled).expanduser() if filled and "{" not in filled else None
+
+
+def _missing(trainer: CommandTrainer, line: LaunchLine, values: Mapping[str, str]) -> Iterator[str]:
+    """Scripts and config files of a line that are not there."""
+    script = [line.program[0]] if line.program and not line.is_module and line.program[0].endswith(_SCRIPTS) else []
+    folder = _working_dir(trainer, values)
+    for name in dict.fromkeys([*script, *line.config_files]):
+        if "{" in name:
+            continue  # in a folder that the run makes, or JSON
+        path = Path(name) if folder is None else folder / name
+        # The run makes a working folder of its own: nothing lies there.
+        if not path.is_absolute() or not path.exists():
+            yield name
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Config files
+
+
+def _with_configs(side: TrainerSide, line: LaunchLine, folder: Path | None) -> TrainerSide:
+    settings: dict[str, str] = {}
+    launcher: dict[str, str] = {}
+    deepspeed: Mapping[str, Any] = {}
+    unread = []
+    of_deepspeed = {line.value(name) for name in _DEEPSPEED} | {
+        line.launcher_options.get(name) for name in (*_DEEPSPEED, "deepspeed_config_file")
+    }
+    for name in line.config_files:
+        content = _read(Path(name) if folder is None else folder / name)
+        if content is None:
+            unread.append(name)
+        elif name in of_deepspeed:
+            deepspeed = content
+        else:
+            target = launcher if name in line.launcher_options.values() else settings
+            target.update({normalized(key): _text(value) for key, value in content.items()})
+    return replace(side, settings=settings, launcher_settings=launcher, deepspeed=deepspeed, unread=tuple(unread))
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _read(path: Path) -> Mapping[str, Any] | None:
+    """Content of a JSON or YAML file; None where it cannot be read."""
+    try:
+        text = read_document(path, follow_link=True)
+        content = from_json(text) if path.suffix == ".json" else _from_yaml(text)
+    except (OSError, ValueError, ImportError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _from_yaml(text: bytes) -> Any:
+    """Content of a YAML document, read by PyYAML, which Prefect brings.
+
+    Raises:
+        ValueError: it is none.
+        ImportError: PyYAML is not installed.
+    """
+    yaml: Any = importlib.import_module("yaml")
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None

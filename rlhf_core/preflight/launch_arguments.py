@@ -1,0 +1,87 @@
+"""Arguments of a program that trains, as far as they can be read: from its launch line and its config files."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlhf_core.launch_line import LaunchLine, read_launch_line
+from rlhf_core.preflight.facts import Facts, TrainerSide
+from rlhf_core.schemas.command_trainer import CommandTrainer, fill
+from rlhf_core.schemas.launch_values import command_trainer, filled_argv, values_of_spec
+
+_TRUE = frozenset({"", "true", "1", "yes", "y", "on", "t"})
+_FALSE = frozenset({"false", "0", "no", "n", "off", "f", "none"})
+TRANSFORMERS = frozenset({"transformers", "swift", "trl"})
+"""Frameworks whose arguments are those of ``transformers.TrainingArguments``."""
+
+
+@dataclass(frozen=True)
+class TrainerArguments:
+    """Launch line of a run and the arguments of its program, by name with ``_`` for ``-``."""
+
+    trainer: CommandTrainer
+    line: LaunchLine
+    side: TrainerSide
+    variables: Mapping[str, str]
+    """Environment variables that the config or the line sets, filled."""
+
+    @property
+    def is_whole(self) -> bool:
+        """True if an argument that is not found is not given: no config file is left unread."""
+        return not self.side.unread
+
+    @property
+    def is_known_program(self) -> bool:
+        """True for a command of ms-swift or TRL, whose defaults are known."""
+        return self.line.launcher in ("swift", "trl")
+
+    def text(self, *names: str) -> str | None:
+        """Value of the first of these arguments that is given; None where none is, or it has no value."""
+        given = self.line.value(*names)
+        return given if given is not None else next((found for name in names if (found := self._setting(name))), None)
+
+    def integer(self, *names: str) -> int | None:
+        """Value of an argument as a whole number; None where it is not given or is none."""
+        try:
+            return int(self.text(*names) or "")
+        except ValueError:
+            return None
+
+    def number(self, *names: str) -> float | None:
+        """Value of an argument as a number; None where it is not given or is none."""
+        try:
+            return float(self.text(*names) or "")
+        except ValueError:
+            return None
+
+    def is_given(self, *names: str) -> bool:
+        """Return True if one of these arguments is given, with a value or without."""
+        return any(name in self.line.arguments or self._setting(name) is not None for name in names)
+
+    def is_on(self, name: str, default: bool | None = None) -> bool | None:
+        """Value of a switch; the default where it is not given or is no switch."""
+        if not self.is_given(name):
+            return default
+        value = (self.text(name) or "").lower()
+        return True if value in _TRUE else False if value in _FALSE else default
+
+    def _setting(self, name: str) -> str | None:
+        return self.side.settings.get(name)
+
+
+def arguments_of(facts: Facts) -> TrainerArguments:
+    """Arguments of a run's program, with the placeholders filled that are the same on all nodes.
+
+    Raises:
+        ValueError: rlhf-flows trains itself.
+    """
+    trainer, values = command_trainer(facts.spec), values_of_spec(facts.spec)
+    line = read_launch_line(filled_argv(facts.spec, {}))
+    variables = {name: fill(value, values) for name, value in {**trainer.variables, **line.variables}.items()}
+    return TrainerArguments(trainer, line, facts.trainer or TrainerSide(), variables)
+
+
+def trains_all_weights(arguments: TrainerArguments) -> bool:
+    """Return True if no adapter is trained, as far as the arguments tell. ms-swift trains LoRA unless it is told."""
+    default = "lora" if arguments.line.launcher == "swift" else "full"
+    tuner = arguments.text("tuner_type", "train_type", "sft_type", "finetuning_type") or default
+    return tuner == "full" and not arguments.is_on("use_peft") and not arguments.is_given("lora_rank", "load_in_4bit")

@@ -1,0 +1,45 @@
+"""Values of the placeholders of a launch line, as far as they follow from the spec and are the same on every node."""
+
+from collections.abc import Mapping
+
+from rlhf_core.schemas.command_trainer import CommandTrainer, fill
+from rlhf_core.schemas.run import RunSpec
+
+
+def command_trainer(spec: RunSpec) -> CommandTrainer:
+    """Settings of the program that trains.
+
+    Raises:
+        ValueError: rlhf-flows trains itself.
+    """
+    if not isinstance(spec.trainer, CommandTrainer):
+        raise ValueError(f"a run with trainer.kind = {spec.trainer.kind} has no launch line")
+    return spec.trainer
+
+
+def values_of_spec(spec: RunSpec) -> dict[str, str]:
+    """Values that follow from the spec alone. Those of a node, a rank, an attempt or a run are not among them."""
+    resources = spec.resources
+    return {
+        "num_nodes": str(resources.num_nodes),
+        "ranks_per_node": str(resources.ranks_per_node),
+        "num_ranks": str(spec.num_ranks),
+        "gpus_per_node": str(resources.gpus_per_node),
+        "num_steps": str(spec.total_steps),
+        "checkpoint_every": str(spec.checkpoint.every_num_steps),
+        "keep_last": str(spec.checkpoint.keep_last),
+        "seed": str(spec.seed),
+        "model": spec.model.path,
+        "train": spec.data.train,
+        "eval": spec.data.eval,
+    }
+
+
+def filled_argv(spec: RunSpec, further: Mapping[str, str]) -> tuple[str, ...]:
+    """Launch line of a run with these values filled in; placeholders of other values stay.
+
+    Raises:
+        ValueError: rlhf-flows trains itself.
+    """
+    values = {**values_of_spec(spec), **further}
+    return tuple(fill(word, values) for word in command_trainer(spec).argv)

@@ -1,0 +1,380 @@
+"""Checks of runs that another program trains: what is found in a good one, and in each that cannot work."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from control_fakes import FakeScheduler
+from test_preflight_checks import GIB, healthy
+
+from rlhf_core.preflight.facts import CheckpointFacts, DataFile, Facts, ModelFolder, TrainerSide
+from rlhf_core.preflight.registry import CHECKS, run_checks
+from rlhf_core.schemas.checks import CheckResult, CheckStatus
+from rlhf_core.schemas.command_trainer import SIGHTS, CommandTrainer, ProgressSource
+from rlhf_core.schemas.run import RunSpec
+
+BLOCKED, WARNING, SKIPPED, PASSED = CheckStatus.BLOCKED, CheckStatus.WARNING, CheckStatus.SKIPPED, CheckStatus.PASSED
+NODES = "--nnodes {num_nodes} --nproc_per_node {ranks_per_node} --node_rank {node_rank} --master_addr {master_addr}"
+STEPS = "--max_steps {num_steps} --save_steps {checkpoint_every} --output_dir {output_dir} --report_to tensorboard"
+BATCH = "--per_device_train_batch_size 4 --gradient_accumulation_steps 1 --num_generations 4"
+TORCHRUN = f"torchrun {NODES} --master_port {{master_port}} /d/train.py {STEPS} {BATCH}"
+SWIFT = f"swift rlhf --rlhf_type grpo {STEPS} --add_version false {BATCH}"
+PACKAGES = {
+    "torch": "2.13.0+cpu",
+    "transformers": "5.19.0",
+    "trl": "1.16.0",
+    "ms-swift": "4.6.0",
+    "tensorboard": "2.20",
+}
+SIDE = TrainerSide(
+    folder="/envs/trl",
+    program="/envs/trl/bin/torchrun",
+    python="/envs/trl/bin/python",
+    version=(3, 11, 7),
+    packages={**PACKAGES, "rlhf-flows": "0.1.0"},
+)
+
+
+def command(
+    line: str = TORCHRUN,
+    *,
+    side: Mapping[str, Any] | None = None,
+    sections: Mapping[str, Any] | None = None,
+    **trainer: Any,
+) -> Facts:
+    """Facts of a run that a launch line trains: TRL on two nodes with two ranks each, unless it is said otherwise."""
+    content: dict[str, Any] = {
+        "name": "theirs",
+        "trainer": {
+            "kind": "command",
+            "argv": line.split(),
+            "num_steps": 100,
+            "framework": "trl",
+            "algorithm": "grpo",
+            "environment": "trl",
+            **trainer,
+        },
+        "resources": {"num_nodes": 2, "ranks_per_node": 2},
+        "checkpoint": {"every_num_steps": 20},
+    }
+    for name, section in (sections or {}).items():
+        content[name] = {**content.get(name, {}), **section}
+    return replace(
+        healthy(),
+        spec=RunSpec.model_validate(content),
+        inventory=FakeScheduler(
+            nodes=("a", "b"), gpus_per_node=content["resources"].get("gpus_per_node", 0)
+        ).inventory(),
+        scheduler="slurm",
+        model_config={},
+        train=None,
+        eval=None,
+        imports={},
+        trainer=replace(SIDE, **(side or {})),
+    )
+
+
+def swift(line: str = SWIFT, **changes: Any) -> Facts:
+    return command(line, framework="swift", **{"environment": "swift", **changes})
+
+
+def on_gpus(line: str, weight_bytes: int = 0, kind: str = "NVIDIA L4", **changes: Any) -> Facts:
+    facts = command(line, sections={"resources": {"gpus_per_node": 2}}, **changes)
+    nodes = ("a", "b")
+    inventory = FakeScheduler(
+        nodes=nodes, gpus_per_node=2, node_gpus=dict.fromkeys(nodes, 2), node_gpu_types=dict.fromkeys(nodes, kind)
+    ).inventory()
+    model = ModelFolder(Path("/m"), weight_bytes=weight_bytes)
+    return replace(facts, inventory=inventory, model_folder=model if weight_bytes else None)
+
+
+def found(facts: Facts, id: str) -> list[CheckResult]:
+    return [result for result in run_checks(facts) if result.id == id]
+
+
+def unwanted(facts: Facts) -> list[CheckResult]:
+    return [result for result in run_checks(facts) if result.status in (BLOCKED, WARNING)]
+
+
+GOOD = {
+    "torchrun": command(),
+    "per rank": command(f"python /d/train.py {STEPS} {BATCH}", launch="per_rank"),
+    "accelerate": command(
+        "accelerate launch --num_machines {num_nodes} --num_processes {num_ranks} --machine_rank {node_rank} "
+        f"--main_process_ip {{master_addr}} --main_process_port {{master_port}} /d/train.py {STEPS} {BATCH}"
+    ),
+    "deepspeed": command(
+        "deepspeed --no_ssh --num_nodes {num_nodes} --num_gpus {ranks_per_node} --node_rank {node_rank} "
+        f"--master_addr {{master_addr}} --master_port {{master_port}} /d/train.py {STEPS} {BATCH}"
+    ),
+    "torchrun that meets": command(
+        "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint {master_addr}:{master_port} "
+        f"/d/train.py {STEPS} {BATCH}"
+    ),
+    "swift": swift(),
+    "swift with folders of versions": swift(
+        SWIFT.replace("--add_version false", ""), checkpoint_name="*/checkpoint-{step}"
+    ),
+    "a script": command(
+        f"torchrun {NODES} --master_port {{master_port}} /d/train.py --steps {{num_steps}} --out {{output_dir}}",
+        framework="script",
+        algorithm="other",
+    ),
+    "resumed": replace(command(), resume=CheckpointFacts("step-000020", 20, num_ranks=4), stored_version="0.1.0"),
+    "vLLM": on_gpus(f"{TORCHRUN} --use_vllm true --vllm_mode colocate --vllm_gpu_memory_utilization 0.3", GIB),
+}
+
+
+@pytest.mark.parametrize("facts", GOOD.values(), ids=GOOD)
+def test_a_good_run_of_another_program_has_no_warning(facts: Facts) -> None:
+    assert unwanted(facts) == []
+
+
+def with_deepspeed(content: Mapping[str, Any], more: str = "") -> Facts:
+    return command(f"{TORCHRUN} --deepspeed /d/ds.json {more}", side={"deepspeed": content})
+
+
+def without(text: str, line: str = TORCHRUN) -> str:
+    assert text in line
+    return line.replace(text, "")
+
+
+ONE_NODE = {"resources": {"num_nodes": 1}}
+BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
+    ("command.placeholders", BLOCKED, command(f"{TORCHRUN} --seed {{seeds}}"), "write {seed}"),
+    ("command.placeholders", BLOCKED, command(f"{TORCHRUN} --n {{world_size}}"), "write {num_ranks}"),
+    ("command.placeholders", BLOCKED, command(f"{TORCHRUN} --model {{model}}"), "model.path is not set"),
+    ("command.placeholders", BLOCKED, command(variables={"OUT": "{outputdir}"}), "trainer.variables.OUT"),
+    ("command.placeholders", WARNING, command(f"{TORCHRUN} --x $NODE_RANK"), "write {node_rank}"),
+    (
+        "command.environment",
+        BLOCKED,
+        command(side={"problem": "no /envs/trl; run `rlhf env create trl`"}),
+        "env create",
+    ),
+    ("command.environment", BLOCKED, command(side={"python_problem": "exit code 1"}), "an interpreter that starts"),
+    ("command.environment", BLOCKED, command(side={"packages": {"torch": "2.13.0"}}), "trl is missing"),
+    ("command.environment", SKIPPED, command(side={"unseen": "it is in the container x"}), "container x"),
+    ("command.environment", SKIPPED, command(side={"python": ""}), "give trainer.environment"),
+    ("command.program", BLOCKED, command(side={"program": ""}), "begins with torchrun"),
+    ("command.program", WARNING, command(side={"program": "", "folder": ""}), "not on the PATH"),
+    ("command.program", BLOCKED, command(side={"missing_modules": ("my.train",)}), "my.train"),
+    ("command.program", BLOCKED, command(side={"missing_files": ("a/train.py",)}), "{code}/train.py"),
+    ("command.output", BLOCKED, command(output_dir="/scratch/out"), "put {run_id} into it"),
+    ("command.output", BLOCKED, command(TORCHRUN.replace("{output_dir}", "/elsewhere")), "/elsewhere"),
+    ("command.output", WARNING, command(without("--output_dir {output_dir}")), "add --output_dir"),
+    ("command.steps", BLOCKED, command(TORCHRUN.replace("{num_steps}", "90")), "90 steps"),
+    (
+        "command.steps",
+        WARNING,
+        command(TORCHRUN.replace("--max_steps {num_steps}", "--num_train_epochs 3")),
+        "3 epochs",
+    ),
+    ("command.steps", WARNING, command(without("--max_steps {num_steps}"), framework="script"), "put {num_steps}"),
+    ("command.saving", WARNING, command(TORCHRUN.replace("{checkpoint_every}", "50")), "--save_steps 50"),
+    ("command.saving", WARNING, command(without("--save_steps {checkpoint_every}")), "every 500 steps"),
+    ("command.saving", BLOCKED, command(f"{TORCHRUN} --save_strategy no"), "--save_strategy no"),
+    ("command.saving", WARNING, command(f"{TORCHRUN} --save_strategy epoch"), "--save_strategy epoch"),
+    ("command.resume", BLOCKED, swift(without("--add_version false", SWIFT)), "add --add_version false"),
+    ("command.resume", BLOCKED, command(checkpoint_name="step-{step}"), "checkpoint-{step}"),
+    ("command.resume", BLOCKED, command(f"{TORCHRUN} --save_only_model"), "state of the optimizer"),
+    ("command.resume", BLOCKED, command(f"{TORCHRUN} --resume_from_checkpoint /a"), "take it out of trainer.argv"),
+    ("command.resume", WARNING, command(resume="none"), "at step 0"),
+    ("command.resume", BLOCKED, command(framework="openrlhf"), "_actor/global_step{step}"),
+    ("command.resume", BLOCKED, command(framework="openrlhf"), "--load_checkpoint"),
+    ("command.nodes", BLOCKED, command(without("--nnodes {num_nodes}")), "knows of 1"),
+    ("command.nodes", BLOCKED, command(without("--node_rank {node_rank}")), "is not told which one it is on"),
+    ("command.nodes", BLOCKED, command(TORCHRUN.replace("{node_rank}", "0")), "0 as its rank on every one"),
+    ("command.nodes", BLOCKED, command(without("--master_addr {master_addr}")), "its own address"),
+    ("command.nodes", BLOCKED, command(TORCHRUN.replace("{master_addr}", "127.0.0.1")), "127.0.0.1"),
+    ("command.nodes", BLOCKED, command(f"torchrun --standalone --nproc_per_node 2 /d/train.py {STEPS}"), "knows of 1"),
+    ("command.nodes", BLOCKED, command(f"python /d/train.py {STEPS}"), "per_rank"),
+    ("command.nodes", BLOCKED, command(f"accelerate launch --num_processes 4 /d/train.py {STEPS}"), "--machine_rank"),
+    ("command.nodes", BLOCKED, command(f"deepspeed --num_nodes 2 /d/train.py {STEPS}"), "--no_ssh"),
+    ("command.nodes", BLOCKED, swift(variables={"NNODES": "1"}), "knows of 1"),
+    ("command.nodes", BLOCKED, swift(variables={"NODE_RANK": "0"}), "0 as its rank"),
+    ("command.nodes", BLOCKED, command(TORCHRUN.replace("{num_nodes}", "2"), sections=ONE_NODE), "never come"),
+    ("command.nodes", WARNING, command(TORCHRUN.replace("{master_addr}", "gpu01")), "gpu01"),
+    ("command.nodes", SKIPPED, command("bash /d/run.sh {num_steps} {output_dir}"), "no launcher that is known"),
+    ("command.ranks", BLOCKED, command(TORCHRUN.replace("{ranks_per_node}", "8")), "starts 8 processes"),
+    ("command.ranks", BLOCKED, command(without("--nproc_per_node {ranks_per_node}")), "starts 1 processes"),
+    ("command.ranks", BLOCKED, command(launch="per_rank"), "ranks of its own"),
+    ("command.ranks", BLOCKED, swift(variables={"NPROC_PER_NODE": "1"}), "starts 1 processes"),
+    ("command.ranks", SKIPPED, command("bash /d/run.sh {num_steps} {output_dir}"), "cannot be read"),
+    (
+        "command.batch",
+        BLOCKED,
+        command(TORCHRUN.replace("--num_generations 4", "--num_generations 6")),
+        "16 completions",
+    ),
+    ("command.batch", BLOCKED, command(TORCHRUN.replace("--num_generations 4", "--num_generations 1")), "at least 2"),
+    ("command.batch", BLOCKED, command(f"{TORCHRUN} --generation_batch_size 30"), "--generation_batch_size = 30"),
+    ("command.batch", BLOCKED, swift(without(BATCH, SWIFT)), "4 completions at once, --num_generations 8"),
+    ("command.vllm", WARNING, command(f"{TORCHRUN} --use_vllm --vllm_mode colocate"), "resources.gpus_per_node = 0"),
+    ("command.vllm", BLOCKED, on_gpus(f"{TORCHRUN} --use_vllm --vllm_mode server"), "--vllm_server_host"),
+    ("command.vllm", BLOCKED, on_gpus(f"{TORCHRUN} --use_vllm --vllm_tensor_parallel_size 3"), "divisor of 4"),
+    ("command.vllm", WARNING, on_gpus(f"{TORCHRUN} --use_vllm --vllm_tensor_parallel_size 4"), "another node"),
+    ("command.vllm", BLOCKED, on_gpus(f"{TORCHRUN} --use_vllm --vllm_gpu_memory_utilization 30"), "between 0 and 1"),
+    ("command.vllm", WARNING, on_gpus(f"{TORCHRUN} --use_vllm --vllm_gpu_memory_utilization 0.9"), "sleep"),
+    ("command.vllm", BLOCKED, on_gpus(f"{TORCHRUN} --use_vllm --vllm_gpu_memory_utilization 0.5", 4 * GIB), "16.0 GiB"),
+    ("command.vllm", BLOCKED, on_gpus(f"{SWIFT} --use_vllm true", framework="swift"), "--vllm_mode"),
+    ("command.deepspeed", BLOCKED, with_deepspeed({"train_batch_size": 64}), "4 per rank x 1 rounds x 4 ranks are 16"),
+    ("command.deepspeed", BLOCKED, with_deepspeed({"gradient_accumulation_steps": 8}), "is 8"),
+    (
+        "command.deepspeed",
+        BLOCKED,
+        with_deepspeed({"bf16": {"enabled": True}, "fp16": {"enabled": True}}),
+        "turns on bf16 and fp16",
+    ),
+    ("command.deepspeed", BLOCKED, with_deepspeed({"bf16": {"enabled": True}}, "--bf16 false"), "--bf16 false"),
+    ("command.progress", WARNING, command(progress=("activity", "stacks")), "an endless loop"),
+    ("command.progress", WARNING, command(progress=("tensorboard", "checkpoints")), "the rank to blame"),
+    ("command.progress", SKIPPED, command(TORCHRUN.replace("tensorboard", "wandb")), "--report_to wandb"),
+    ("command.progress", SKIPPED, command(side={"packages": PACKAGES}), "rlhf-flows is not installed there"),
+]
+
+
+@pytest.mark.parametrize(
+    ("id", "status", "facts", "says"), BROKEN, ids=[f"{index}-{id}" for index, (id, *_) in enumerate(BROKEN)]
+)
+def test_what_cannot_work_is_found(id: str, status: CheckStatus, facts: Facts, says: str) -> None:
+    findings = [result for result in found(facts, id) if result.status is status]
+    assert findings, found(facts, id)
+    assert any(says in f"{one.found} {one.expected} {one.advice}" for one in findings), findings
+
+
+def test_every_check_of_other_programs_has_a_run_that_fails_it() -> None:
+    assert {one.id for one in CHECKS if one.trainer == "command"} == {id for id, *_ in BROKEN}
+
+
+def test_checks_are_made_for_the_trainer_that_they_are_about() -> None:
+    of_native, of_command = ({one.id for one in CHECKS if one.trainer == kind} for kind in ("native", "command"))
+    assert {one.id for one in run_checks(command())}.isdisjoint(of_native)
+    assert {one.id for one in run_checks(healthy())}.isdisjoint(of_command)
+    assert of_native & {one.id for one in run_checks(healthy())}, "the control: they are made where they belong"
+
+
+def test_what_cannot_be_read_is_not_judged() -> None:
+    """A config file that could not be read may give what the line does not."""
+    line = without("--save_steps {checkpoint_every}", without(BATCH, f"{SWIFT} --config /d/more.yaml"))
+    line = without("--add_version false", line)
+    assert unwanted(swift(line, side={"unread": ("/d/more.yaml",)})) == []
+    assert {one.id for one in unwanted(swift(line))} == {"command.saving", "command.batch", "command.resume"}
+
+
+def test_settings_of_a_config_file_count_like_arguments_and_the_line_wins() -> None:
+    line = without(BATCH)
+    settings = {"per_device_train_batch_size": "4", "gradient_accumulation_steps": "1", "num_generations": "6"}
+    assert [one.status for one in found(command(line, side={"settings": settings}), "command.batch")] == [BLOCKED]
+    given = command(f"{line} --num_generations 8", side={"settings": settings})
+    assert [one.status for one in found(given, "command.batch")] == [PASSED]
+
+
+def test_braces_that_are_no_placeholders_are_left_alone() -> None:
+    facts = command(f'{TORCHRUN} --template {{question}} --kwargs {{"a":1}}')
+    (result,) = found(facts, "command.placeholders")
+    assert result.status is PASSED
+    assert "{question}" in result.found
+
+
+def test_every_source_of_progress_says_what_it_sees_and_what_not() -> None:
+    facts = command(stdout_patterns=("step (?P<step>\\d+)",))
+    assert isinstance(facts.spec.trainer, CommandTrainer)
+    said = {one.found.partition(":")[0].partition(" ")[0]: one.found for one in found(facts, "command.progress")}
+    assert (
+        list(said)
+        == [source.value for source in facts.spec.trainer.sources]
+        == [source.value for source in ProgressSource]
+    )
+    for source, sight in SIGHTS.items():
+        assert sight.sees in said[source]
+        assert sight.blind in said[source]
+        assert ("until another has spoken" in said[source]) == (not sight.is_strong)
+
+
+def test_a_callback_that_is_not_installed_does_not_tell_the_rank() -> None:
+    """Negative control: with rlhf-flows in that environment there is no warning."""
+    facts = command(progress=("callback", "checkpoints"))
+    assert unwanted(facts) == []
+    (result,) = unwanted(replace(facts, trainer=replace(SIDE, packages=PACKAGES)))
+    assert (result.id, result.status) == ("command.progress", WARNING)
+
+
+TRL_HANG = {"trl": "0.16.1"}
+
+
+@pytest.mark.parametrize(
+    ("trl", "algorithm", "statuses"),
+    [
+        ("0.14.0", "cpo", [BLOCKED]),
+        ("0.16.1", "orpo", [BLOCKED]),
+        ("0.16.1", "grpo", [WARNING]),
+        ("0.13.0", "cpo", []),
+        ("0.17.0", "cpo", []),
+        ("0.15.0", "sft", [BLOCKED, WARNING]),
+        ("0.15.1", "sft", [WARNING]),
+    ],
+)
+def test_the_hangs_of_trl_are_known(trl: str, algorithm: str, statuses: list[CheckStatus]) -> None:
+    facts = command(algorithm=algorithm, side={"packages": {**SIDE.packages, "trl": trl}})
+    said = [one.status for one in found(facts, "environment.versions") if "logits of different lengths" in one.found]
+    assert sorted(said) == sorted(statuses)
+
+
+def test_one_rank_cannot_hang_so() -> None:
+    one = {"resources": {"num_nodes": 1, "ranks_per_node": 1}}
+    facts = command(algorithm="cpo", side={"packages": {**SIDE.packages, **TRL_HANG}}, sections=one)
+    assert [one.status for one in found(facts, "environment.versions")] == [WARNING]
+
+
+def test_the_hang_of_trl_can_be_overridden() -> None:
+    facts = command(algorithm="cpo", side={"packages": {**SIDE.packages, **TRL_HANG}})
+    assert [one.id for one in unwanted(facts) if one.status is BLOCKED] == ["environment.versions"]
+    off = {"environment.versions": "all answers have one length"}
+    again = command(
+        algorithm="cpo", side={"packages": {**SIDE.packages, **TRL_HANG}}, sections={"preflight": {"off": off}}
+    )
+    assert unwanted(again) == []
+
+
+def test_commands_of_trl_that_do_not_resume_are_known() -> None:
+    nodes = "--num_machines 2 --num_processes 4 --machine_rank {node_rank} --main_process_ip {master_addr}"
+    line = f"trl grpo {nodes} {STEPS}"
+    old = {**SIDE.packages, "trl": "1.14.0"}
+    (said,) = unwanted(command(f"{line} {BATCH}", side={"packages": old}))
+    assert "begins at step 0" in said.found
+    assert "does not come upon it" not in said.found
+    assert unwanted(command(side={"packages": old})) == [], "a script of one's own passes it on, or does not"
+    assert unwanted(swift(side={"packages": {**old, "trl": "0.29.1"}})) == [], "ms-swift pins it so"
+    assert unwanted(command(f"{line} {BATCH}", side={"packages": {**old, "trl": "1.14.1"}})) == []
+
+
+def test_versions_are_those_of_the_environment_that_trains() -> None:
+    facts = command(algorithm="cpo")
+    ours = replace(facts, compute=replace(facts.compute, packages={**facts.compute.packages, **TRL_HANG}))
+    assert unwanted(ours) == [], "that version is not where the training runs"
+
+
+def test_training_data_of_another_program_need_not_have_our_columns() -> None:
+    train = DataFile(Path("/d/train.jsonl"), num_rows=100, columns=frozenset({"messages"}))
+    facts = command(sections={"data": {"train": "/d/train.jsonl"}})
+    assert unwanted(replace(facts, train=train)) == []
+    torn = replace(train, num_malformed=1)
+    assert [one.id for one in unwanted(replace(facts, train=torn))] == ["data.lines"]
+
+
+def test_a_checkpoint_of_another_number_of_ranks_is_a_warning_there() -> None:
+    facts = replace(command(), resume=CheckpointFacts("step-000020", 20, num_ranks=8))
+    (result,) = unwanted(facts)
+    assert (result.id, result.status) == ("resume.checkpoint", WARNING)
+
+
+def test_the_room_for_checkpoints_is_estimated_where_all_weights_are_trained() -> None:
+    disk = replace(healthy().disk, free_bytes=2 * GIB)
+    model = ModelFolder(Path("/m"), weight_bytes=GIB)
+    full = replace(command(), disk=disk, model_folder=model)
+    assert [one.id for one in unwanted(full)] == ["disk.space"]
+    adapters = replace(command(f"{TORCHRUN} --use_peft"), disk=disk, model_folder=model)
+    assert [one.status for one in found(adapters, "disk.space")] == [SKIPPED]
