@@ -533,10 +533,15 @@ def to_toml(value: Any) -> str:
         escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
         return f'"{escaped}"'
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key} = {to_toml(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{to_toml_key(key)} = {to_toml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(to_toml(item) for item in value) + "]"
     return repr(value)
+
+
+def to_toml_key(name: str) -> str:
+    """A key as TOML: bare where that is allowed, else in quotes."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else to_toml(name)
 
 
 def _describe(schema: type[BaseModel], prefix: str) -> Iterator[FieldHelp]:

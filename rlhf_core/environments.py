@@ -173,7 +173,7 @@ def environment_folder(name_or_folder: str, home: Path) -> Path:
     raise BadConfig(f"{found}, and {folder} {left}; run `rlhf env create {name_or_folder}`")
 
 
-def look(wanted: Definition, folder: Path) -> Found:
+def inspect(wanted: Definition, folder: Path) -> Found:
     """State of an environment, from its stamp."""
     stamp = _stamp(folder)
     if not stamp or not _interpreter(folder).is_file():
@@ -209,7 +209,7 @@ def create(
     torch = torch or wanted.torch
     started = time.monotonic()
     version = _python_version(python)
-    if look(wanted, folder).state == "ready" and _stamp(folder).get("hash") == wanted.content_hash(torch, version):
+    if inspect(wanted, folder).state == "ready" and _stamp(folder).get("hash") == wanted.content_hash(torch, version):
         return Made(folder, True, 0.0)
     if folder.exists() and not (folder / "pyvenv.cfg").exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise BadInput(f"{folder} is no virtual environment and not empty; give another --folder, or remove it first")
@@ -238,7 +238,7 @@ def _interpreter(folder: Path) -> Path:
 
 
 def _stamp(folder: Path) -> dict[str, Any]:
-    """What the stamp says; empty without one that can be read."""
+    """Content of the stamp; empty without one that can be read."""
     try:
         found = json.loads((folder / STAMP).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -54,7 +54,7 @@ def list_(as_json: JsonOption = False) -> None:
     rows = []
     for name in names():
         wanted = environments.definition(name)
-        found = environments.look(wanted, environments.default_folder(name, home))
+        found = environments.inspect(wanted, environments.default_folder(name, home))
         rows.append({"name": name, "state": found.state, "folder": str(found.folder), "summary": wanted.summary})
     if as_json:
         output.print_json(rows)
@@ -69,7 +69,7 @@ def show(name: NameArgument, folder: FolderOption = None, as_json: JsonOption = 
 
     wanted = environments.definition(name)
     place = (folder or environments.default_folder(name, load_site().home)).expanduser().absolute()
-    found = environments.look(wanted, place)
+    found = environments.inspect(wanted, place)
     row = {
         "name": name,
         "summary": wanted.summary,

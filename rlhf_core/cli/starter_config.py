@@ -5,7 +5,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf_core.config import FieldHelp, describe_fields, describe_sections, optional_sections, to_toml
+from rlhf_core.config import FieldHelp, describe_fields, describe_sections, optional_sections, to_toml, to_toml_key
 from rlhf_core.presets import preset_path
 
 HEAD = """\
@@ -69,7 +69,7 @@ def _fields(fields: list[FieldHelp], values: Mapping[str, Any]) -> Iterator[str]
         yield ""
         yield from _meaning(field)
         yield f"[{field.name}]"
-        yield from (f"{key} = {to_toml(value)}" for key, value in values[name].items())
+        yield from (f"{to_toml_key(key)} = {to_toml(value)}" for key, value in values[name].items())
 
 
 def _meaning(field: FieldHelp) -> Iterator[str]:

@@ -4,7 +4,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf_core.config import to_toml
+from rlhf_core.config import to_toml, to_toml_key
+from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.schemas.run import RunSpec
 
 
@@ -14,7 +15,10 @@ def as_toml(spec: RunSpec, *, only_set: bool = False) -> str:
     Args:
         only_set: leave out what has its default.
     """
-    return "\n\n".join(_blocks("", spec.model_dump(mode="json", exclude_defaults=only_set))) + "\n"
+    content = spec.model_dump(mode="json", exclude_defaults=only_set)
+    if isinstance(spec.trainer, CommandTrainer):  # native is the kind of a trainer whose kind is left out
+        content["trainer"] = {"kind": spec.trainer.kind, **content["trainer"]}
+    return "\n\n".join(_blocks("", content)) + "\n"
 
 
 def flat(spec: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -36,9 +40,9 @@ def setting_text(value: Any) -> str:
 def _blocks(name: str, content: Mapping[str, Any]) -> Iterator[str]:
     """The table called ``name``, and after it those inside of it."""
     values = [(key, value) for key, value in content.items() if value is not None and not isinstance(value, dict)]
-    lines = [f"{key} = {to_toml(value)}" for key, value in values]
+    lines = [f"{to_toml_key(key)} = {to_toml(value)}" for key, value in values]
     if lines:
         yield "\n".join([f"[{name}]"] * bool(name) + lines)
     for key, value in content.items():
         if isinstance(value, dict):
-            yield from _blocks(f"{name}.{key}".lstrip("."), value)
+            yield from _blocks(f"{name}.{to_toml_key(key)}".lstrip("."), value)

@@ -11,6 +11,7 @@ import pytest
 from rlhf_core import config, environments
 from rlhf_core.cli.starter_config import starter_config
 from rlhf_core.presets import PRESETS, drivers_folder
+from rlhf_core.render.config_text import as_toml
 from rlhf_core.schemas.command_trainer import PLACEHOLDERS, CommandTrainer, fill, named_placeholders
 from rlhf_core.schemas.run import RunSpec
 
@@ -147,6 +148,14 @@ def test_a_file_of_rlhf_init_means_the_same_as_its_preset(name: str, tmp_path: P
     path = tmp_path / f"{name}.toml"
     path.write_text(starter_config(name, path.name))
     assert config.load(path) == config.load(name)
+
+
+def test_names_of_metrics_that_are_no_bare_keys_survive_writing() -> None:
+    spec = config.load("trl-grpo", ['trainer.metrics={"train/reward" = "reward/mean"}'])
+    for only_set in (False, True):
+        shown = tomllib.loads(as_toml(spec, only_set=only_set))
+        assert RunSpec.model_validate(shown) == spec
+    assert tomllib.loads(f"value = {config.to_toml({'train/reward': 1})}") == {"value": {"train/reward": 1}}
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_core import environments
 from rlhf_core.cli import main
-from rlhf_core.environments import Definition, create, environment_folder, look
+from rlhf_core.environments import Definition, create, environment_folder, inspect
 from rlhf_core.errors import BadConfig, BadInput, EnvironmentFailed
 
 TINY = Definition("tiny", "For tests.", "torch==1.0", ("tinytrainer==1.0",), ("tinytrainer==1.0", "torch==1.0"))
@@ -26,12 +26,12 @@ def version_in(folder: Path, name: str) -> str:
 def test_an_environment_is_made_as_pinned_and_then_left_alone(tmp_path: Path, wheels: Path) -> None:
     folder = tmp_path / "made" / "tiny"
     told: list[str] = []
-    assert look(TINY, folder).state == "absent"
+    assert inspect(TINY, folder).state == "absent"
     made = create(TINY, folder, tell=told.append)
     assert not made.was_there
     assert (version_in(folder, "torch"), version_in(folder, "tinytrainer")) == ("1.0", "1.0"), "not the newest"
     assert any("tinytrainer" in line for line in told)
-    found = look(TINY, folder)
+    found = inspect(TINY, folder)
     assert (found.state, found.torch, found.python) == ("ready", "torch==1.0", "{}.{}".format(*sys.version_info))
     for wheel in wheels.iterdir():
         wheel.unlink()
@@ -42,7 +42,7 @@ def test_another_torch_takes_the_place_of_the_pinned_one(tmp_path: Path, wheels:
     folder = tmp_path / "tiny"
     create(TINY, folder, torch="torch==2.0")
     assert (version_in(folder, "torch"), version_in(folder, "tinytrainer")) == ("2.0", "1.0")
-    assert look(TINY, folder).state == "ready"
+    assert inspect(TINY, folder).state == "ready"
     assert create(TINY, folder, torch="torch==2.0").was_there
     assert not create(TINY, folder).was_there, "another torch is another environment"
     assert version_in(folder, "torch") == "1.0"
@@ -53,10 +53,10 @@ def test_what_was_not_finished_is_gone_on_with(tmp_path: Path, wheels: Path) -> 
     (wheels / "tinytrainer-1.0-py3-none-any.whl").rename(tmp_path / "kept.whl")
     with pytest.raises(EnvironmentFailed, match=r"(?s)its last lines:.*tinytrainer==1\.0.*goes on with what is there"):
         create(TINY, folder)
-    assert look(TINY, folder).state == "unfinished"
+    assert inspect(TINY, folder).state == "unfinished"
     (tmp_path / "kept.whl").rename(wheels / "tinytrainer-1.0-py3-none-any.whl")
     create(TINY, folder)
-    assert look(TINY, folder).state == "ready"
+    assert inspect(TINY, folder).state == "ready"
 
 
 def test_a_changed_definition_makes_an_environment_outdated_until_it_is_made_again(
@@ -65,7 +65,7 @@ def test_a_changed_definition_makes_an_environment_outdated_until_it_is_made_aga
     folder = tmp_path / "tiny"
     create(TINY, folder)
     newer = Definition("tiny", "For tests.", "torch==1.0", ("tinytrainer==2.0",), ("tinytrainer==2.0",))
-    assert look(newer, folder).state == "outdated"
+    assert inspect(newer, folder).state == "outdated"
     assert not create(newer, folder).was_there
     assert version_in(folder, "tinytrainer") == "2.0"
 
@@ -77,7 +77,7 @@ def test_an_update_that_fails_leaves_no_stamp_behind(tmp_path: Path, wheels: Pat
     absent = Definition("tiny", "For tests.", "torch==1.0", ("tinytrainer==3.0",), ())
     with pytest.raises(EnvironmentFailed):
         create(absent, folder)
-    assert look(TINY, folder).state == "unfinished"
+    assert inspect(TINY, folder).state == "unfinished"
 
 
 def test_packages_are_compared_with_their_pins_before_the_stamp_is_written(tmp_path: Path, wheels: Path) -> None:
@@ -85,7 +85,7 @@ def test_packages_are_compared_with_their_pins_before_the_stamp_is_written(tmp_p
     folder = tmp_path / "tiny"
     with pytest.raises(EnvironmentFailed, match=r"found torch missing, expected 1\.0; tinytrainer missing"):
         create(TINY, folder, pip_arguments=["--dry-run"])
-    assert look(TINY, folder).state == "unfinished"
+    assert inspect(TINY, folder).state == "unfinished"
 
 
 def test_folders_of_others_are_not_touched(tmp_path: Path) -> None:
