@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rlhf_core.config import load
 from rlhf_core.errors import BadInput, RlhfError
-from rlhf_core.launch.wrap.draft import WrapSurroundings
+from rlhf_core.launch.wrap.draft import Draft, WrapSurroundings
 from rlhf_core.launch.wrap.slurm_options import slurm_seconds
 from rlhf_core.launch.wrap.wrapping import WrapOptions, WrappedLine, wrap_line, wrap_script
 from rlhf_core.launch_line import read_launch_line
@@ -325,6 +325,27 @@ def test_a_script_becomes_a_config() -> None:
     assert not any("SLURM" in what or "scontrol" in what for what in missing)
 
 
+def test_a_line_that_a_script_puts_together_for_slurm() -> None:
+    found = script(
+        "#SBATCH --nodes=4\n#SBATCH --gres=gpu:2 --ntasks-per-node=1\nexport GPUS=2\n"
+        "head=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)\n"
+        'export LAUNCHER="accelerate launch --num_processes $((SLURM_NNODES * GPUS)) --num_machines $SLURM_NNODES \\\n'
+        '  --rdzv_backend c10d --main_process_ip $head --main_process_port 29500 --machine_rank \\$SLURM_PROCID"\n'
+        'export CMD="$LAUNCHER train.py --max_steps 3"\nsrun $CMD\n'
+    )
+    assert setting(found, "resources") == {"gpus_per_node": 2, "num_nodes": 4, "ranks_per_node": 2}
+    assert found.argv[:2] == ("accelerate", "launch")
+    assert found.argv[-3:] == ("train.py", "--max_steps", "{num_steps}")
+    assert "--main_process_ip" in found.argv
+    assert not any("scontrol" in word or "SLURM" in word for word in found.argv)
+
+
+def test_variables_that_only_a_shell_would_know_are_left_out_and_named() -> None:
+    found = script("export A=$(hostname) B=2\ntorchrun t.py --max_steps 1")
+    assert setting(found, "trainer.variables") == {"B": "2"}
+    assert "variable A = $(hostname)" in [part.what for part in found.unread]
+
+
 def test_the_line_that_runs_in_any_case_is_taken_before_one_in_a_branch() -> None:
     found = script("torchrun a.py --max_steps 1\nif x; then torchrun b.py --max_steps 2; fi")
     assert found.num_steps == 1
@@ -417,16 +438,21 @@ LAUNCHES = st.sampled_from(
 def test_arguments_that_no_row_names_come_through_unchanged(launch: list[str], words: list[str]) -> None:
     """The line that a run starts has the program and its arguments as they were, apart from what was replaced."""
     argv = [*launch, *words]
+    # Words after an option that is taken out, beyond its value, are the program's own and stay.
+    assume(all(item.stop - item.start <= 2 for item in read_launch_line(argv).items if item.name in REPLACED))
     try:
         found = wrap_line(argv, around(), WrapOptions(steps=9))
     except RlhfError:
         return
+    require_same_arguments(argv, found)
+
+
+def require_same_arguments(argv: list[str], found: WrappedLine) -> None:
     before, after = read_launch_line(argv), read_launch_line([fill(word, VALUES) for word in found.argv])
     assert fill(" ".join(before.program), VALUES) == " ".join(after.program)
     places = " ".join(found.argv)
-    # Words after an option that is taken out, beyond its value, are the program's own and stay.
-    assume(all(len(before.arguments.get(name, ())) < 2 for name in REPLACED))
-    for name, values in before.arguments.items():
+    for name, words_before in before.arguments.items():
+        values = tuple(fill(word, VALUES) for word in words_before)
         if name in after.arguments:
             now = after.arguments[name]
             changed = name in ("add_version", "save_strategy", "launcher") or "<" in "".join(now[:1])
@@ -434,6 +460,23 @@ def test_arguments_that_no_row_names_come_through_unchanged(launch: list[str], w
             assert changed or now == values, (name, places)
         elif name not in after.arguments:
             assert name in REPLACED, (name, places)
+
+
+def test_the_check_of_arguments_sees_one_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    argv = ["torchrun", "t.py", "--seed", "3", "more", "--lr", "1"]
+    require_same_arguments(argv, wrap_line(argv, around(), WrapOptions(steps=9)))
+
+    def short(draft: Draft, index: int, value: str) -> None:
+        draft.words[index] = (draft.line.argv[draft.line.items[index].start], value)
+
+    monkeypatch.setattr(Draft, "replace", short)
+    with pytest.raises(AssertionError, match="seed"):
+        require_same_arguments(argv, wrap_line(argv, around(), WrapOptions(steps=9)))
+
+
+def test_the_check_of_secrets_sees_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Draft, "without_secrets", lambda draft: None)
+    assert "hf_" + "a" * 20 in wrapped(f"A=hf_{'a' * 20} python t.py").text
 
 
 REPLACED = {"resume_from_checkpoint", "launcher", "num_processes", "nproc_per_node", "load_checkpoint"}

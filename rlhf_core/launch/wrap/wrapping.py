@@ -197,9 +197,15 @@ def _unusable_variables(draft: Draft) -> None:
 
 def _left_unread(draft: Draft, facts: ScriptFacts) -> None:
     """Report expansions of the shell that are still in the config."""
-    settings = [str(value) for value in draft.settings.values()]
-    whole = "\0".join([*draft.argv, *draft.variables.values(), *settings])
     sources = dict.fromkeys(facts.command.unread if facts.command else ())
+    for name, value in list(draft.variables.items()):
+        if any(source.partition(" (")[0] in value for source in sources):
+            del draft.variables[name]
+            draft.missing(
+                f"variable {name} = {value[:60]}", "if the program needs it, set it in trainer.setup: export NAME=value"
+            )
+    settings = [str(value) for value in draft.settings.values()]
+    whole = "\0".join([*draft.argv, *settings])
     left = [source for source in sources if source.partition(" (")[0] in whole]
     for source in left[:_MAX_SHOWN]:
         draft.missing(f"{source}: only the shell would know", "write its value into the config; no shell fills it in")
