@@ -365,6 +365,11 @@ def test_a_script_of_openrlhf_with_its_here_document() -> None:
     assert "--bf16" in found.argv
 
 
+def test_a_space_after_a_backslash_is_named() -> None:
+    found = script("torchrun t.py --max_steps 1 \\ \n  --lr 1\n")
+    assert any("no space may stand after the backslash" in part.advice for part in found.unread)
+
+
 def test_arguments_of_a_script() -> None:
     found = script('N=$1\nshift\ntorchrun --nproc_per_node=$N train.py "$@"', "4", "--lr", "1e-3")
     assert setting(found, "resources.ranks_per_node") == 4

@@ -143,7 +143,9 @@ def _report_others(facts: ScriptFacts, script: ShellScript, chosen: list[ShellCo
             facts.unread.append(UnreadPart(f"everything from line {command.line} on", "read the script yourself"))
             return
         shown = f"line {command.line}: {' '.join(command.argv[:3])[:100]}"
-        if command in chosen:
+        if name.startswith("-"):
+            advice = "options without a program: no space may stand after the backslash of the line before"
+        elif command in chosen:
             advice = "several lines train, the last one was taken: wrap this one by itself, or pass its options below"
         elif command.in_background:
             advice = "it runs beside the training, and no run starts it: start it as a job of its own, and keep it up"
