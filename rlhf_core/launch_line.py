@@ -165,7 +165,7 @@ _PYTHON = re.compile(r"(?:python|pypy)[\d.]*(?:t|w)?(?:\.exe)?", re.ASCII)
 _CONFIG_OPTIONS = _words(
     "config config_file config_path deepspeed deepspeed_config ds_config deepspeed_config_file fsdp_config"
 )
-_CONFIG_ENDINGS = (".yaml", ".yml", ".json", ".toml")
+_CONFIG_SUFFIXES = (".yaml", ".yml", ".json", ".toml")
 
 
 def normalized(word: str) -> str:
@@ -333,7 +333,7 @@ class _LineReader:
         variables = {item.name: self._values(item)[0] for item in self.items if item.role == "variable"}
         named = [value for name in sorted(_CONFIG_OPTIONS) for value in arguments.get(name, ())[:1]]
         named += [value for name, value in options.items() if name in _CONFIG_OPTIONS]
-        files = [value for value in [*named, *positional] if value.lower().endswith(_CONFIG_ENDINGS)]
+        files = [value for value in [*named, *positional] if value.lower().endswith(_CONFIG_SUFFIXES)]
         return LaunchLine(
             argv=self.argv,
             launcher=self.launcher,

@@ -71,6 +71,16 @@ class _Value:
     unread: tuple[str, ...] = ()
 
 
+def _split(value: _Value) -> list[str]:
+    """Fields of a value; expansions that stayed as written are not cut."""
+    text = value.text
+    kept = {f"\ue000{number}\ue001": name for number, name in enumerate(value.unread) if name in text}
+    for mark, name in kept.items():
+        text = text.replace(name, mark)
+    fields = re.split(r"[ \t\n]+", text)
+    return [re.sub("\ue000\\d+\ue001", lambda mark: kept.get(mark[0], mark[0]), field) for field in fields]
+
+
 def _distinct(values: Iterable[_Value]) -> tuple[str, ...]:
     """Unread parts of values, each once: they would double with every assignment that names a variable twice."""
     return tuple(dict.fromkeys(name for value in values for name in value.unread))[:_MAX_UNREAD]
@@ -143,8 +153,8 @@ class _Reader:
                 home = self.known.get("HOME", _Value("~", ("~",)))
                 unread += home.unread
                 text = home.text + text[1:]
-            if piece.kind == "variable" and not piece.quoted and not value.unread:
-                first, *others = re.split(r"[ \t\n]+", text)
+            if piece.kind == "variable" and not piece.quoted:
+                first, *others = _split(value)
                 if others:
                     if begun or first:
                         fields.append(current + first)

@@ -118,8 +118,11 @@ class ShellLexer:
         line, pieces = self.line, list[ShellPiece]()
         while self.at < len(self.text):
             found = self.text[self.at]
-            if found in " \t\r" or self.text.startswith(("\\\n", "\\\r\n"), self.at):
+            if found in " \t\r":
                 break
+            if self.text.startswith(("\\\n", "\\\r\n"), self.at):  # a word goes on where the next line begins with it
+                self._advance(self.text.index("\n", self.at) + 1)
+                continue
             if _OPERATOR.match(self.text, self.at):
                 last = pieces[-1] if pieces else None
                 if found == "(" and last and not last.quoted and last.source.endswith("="):

@@ -69,7 +69,7 @@ def _root(
 
 
 app.command("init", rich_help_panel=_RUNNING)(check_commands.init)
-app.command("wrap", rich_help_panel=_RUNNING)(wrap_command.wrap)
+app.command("wrap", rich_help_panel=_RUNNING, context_settings={"allow_interspersed_args": False})(wrap_command.wrap)
 app.add_typer(config_app, name="config", rich_help_panel=_RUNNING)
 config_app.command("migrate")(config_commands.migrate)
 app.command("check", rich_help_panel=_RUNNING, cls=check_commands.CommandWithSettings)(check_commands.check)

@@ -16,7 +16,7 @@ from rlhf_core.cli import output
 if TYPE_CHECKING:
     from rlhf_core.launch.wrap.wrapping import WrapOptions, WrappedLine
 
-_SCRIPT_ENDINGS = (".sh", ".bash", ".slurm", ".sbatch", ".job")
+_SCRIPT_SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch", ".job")
 _MAX_FILE = 1 << 20
 _SHELLS = ("bash", "sh", "sbatch", "source", ".")
 
@@ -26,7 +26,7 @@ def wrap(
         list[str],
         typer.Argument(
             metavar="LINE...",
-            help="The launch line, after --, or a shell script that holds it (with its arguments).",
+            help="The launch line, or a shell script that holds it, with its arguments.",
             show_default=False,
         ),
     ],
@@ -46,11 +46,12 @@ def wrap(
 ) -> None:
     """Make a config of the launch line that starts your trainer today: torchrun, accelerate, swift, a script ...
 
-    Nothing is run. What was read is printed with its place in the config, and then what could not be
-    read, with what to do about it. Then: rlhf check FILE, rlhf run FILE.
+    Options of rlhf come first. Nothing is run. What was read is printed with its place in the config, and
+    then what could not be read, with what to do about it. Then: rlhf check FILE, rlhf run FILE.
 
-        rlhf wrap -o my.toml -- torchrun --nproc_per_node 8 train.py --max_steps 500
-        rlhf wrap -o my.toml --steps 500 grpo.sh
+    For instance: rlhf wrap -o my.toml -- torchrun --nproc_per_node 8 train.py --max_steps 500
+
+    Or, of a script with its arguments: rlhf wrap -o my.toml --steps 500 grpo.sh
     """
     from rlhf_core.errors import BadInput
     from rlhf_core.launch.wrap.wrapping import WrapOptions
@@ -77,16 +78,16 @@ def wrap(
 
 def _wrapped(line: Sequence[str], options: "WrapOptions") -> "WrappedLine":
     from rlhf_core.errors import BadInput
-    from rlhf_core.launch.wrap.draft import Surroundings
+    from rlhf_core.launch.wrap.draft import WrapSurroundings
     from rlhf_core.launch.wrap.wrapping import wrap_line, wrap_script
     from rlhf_core.shell_words import FOLDER_OF_SCRIPT
 
     folder = Path.cwd()
-    around = Surroundings(str(folder), _read_file, lambda path: Path(path).expanduser().is_dir())
+    around = WrapSurroundings(str(folder), _read_file, lambda path: Path(path).expanduser().is_dir())
     words = list(line)
-    if len(words) > 1 and words[0] in _SHELLS and words[1].endswith(_SCRIPT_ENDINGS):
+    if len(words) > 1 and words[0] in _SHELLS and words[1].endswith(_SCRIPT_SUFFIXES):
         words = words[1:]
-    if not words[0].endswith(_SCRIPT_ENDINGS):
+    if not words[0].endswith(_SCRIPT_SUFFIXES):
         return wrap_line(words, around, options)
     text = _read_file(words[0])
     if text is None:

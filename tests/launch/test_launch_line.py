@@ -109,9 +109,11 @@ def words(found: LaunchLine) -> list[str]:
 
 
 PIECES = st.sampled_from(
-    shlex.split("""torchrun accelerate launch deepspeed swift rlhf trl grpo srun -N env A=1 python -m -u -c -- - --x
-    --y=1 -n 8 ray job submit tune run mpirun -x t.py c.yaml nohup uv exec bash torch.distributed.run a.b=c --nproc_per_node
-    accelerate.commands.accelerate_cli apptainer image""")
+    shlex.split(
+        """torchrun accelerate launch deepspeed swift rlhf trl grpo srun -N env A=1 python -m -u -c -- - --x --y=1 -n 8
+        ray job submit tune run mpirun -x t.py c.yaml nohup uv exec bash torch.distributed.run a.b=c image apptainer
+        accelerate.commands.accelerate_cli --nproc_per_node -N2"""
+    )
 )
 
 

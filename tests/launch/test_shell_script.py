@@ -47,6 +47,7 @@ def test_a_script_like_those_of_swift() -> None:
         ("N=4\nx $((N * 8 + 1)) $(expr $N \\* 2)", ["x", "33", "8"]),
         ("x a\\ b 'c'\"d\"e", ["x", "a b", "cde"]),
         ('x --j "{\\"a\\": \\$b}"', ["x", "--j", '{"a": $b}']),
+        ("x a\\\nb c\\\n d", ["x", "ab", "c", "d"]),
         ("x # comment\n", ["x"]),
         ("x a#b", ["x", "a#b"]),
         ("A=x\nA+=y\n$A z", ["xy", "z"]),

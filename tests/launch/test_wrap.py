@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rlhf_core.config import load
 from rlhf_core.errors import BadInput, RlhfError
-from rlhf_core.launch.wrap.draft import Surroundings
+from rlhf_core.launch.wrap.draft import Draft, WrapSurroundings
 from rlhf_core.launch.wrap.slurm_options import slurm_seconds
 from rlhf_core.launch.wrap.wrapping import WrapOptions, WrappedLine, wrap_line, wrap_script
 from rlhf_core.launch_line import read_launch_line
@@ -25,8 +25,8 @@ MEETING = {
 TORCHRUN = "--nnodes={num_nodes} --node_rank={node_rank} --master_addr={master_addr} --master_port={master_port}"
 
 
-def around(files: dict[str, str] | None = None, folders: tuple[str, ...] = ()) -> Surroundings:
-    return Surroundings("/home/u", (files or {}).get, lambda path: path in folders)
+def around(files: dict[str, str] | None = None, folders: tuple[str, ...] = ()) -> WrapSurroundings:
+    return WrapSurroundings("/home/u", (files or {}).get, lambda path: path in folders)
 
 
 def wrapped(
@@ -50,7 +50,7 @@ def setting(found: WrappedLine, name: str) -> Any:
     return value
 
 
-LINES = {
+LINES: dict[str, tuple[list[str], dict[str, Any], list[str]]] = {
     # line: words that the config's line has (or not, with !), settings, beginnings of what could not be read
     "torchrun --nproc_per_node=8 --nnodes=2 --node_rank=0 --master_addr=10.0.0.1 --master_port=1234 train.py"
     " --max_iters=600 --out_dir=out --seed 7": (
@@ -206,8 +206,7 @@ def test_a_line_becomes_a_config(text: str) -> None:
     missing = [part.what for part in found.unread]
     for beginning in unread:
         assert any(what.startswith(beginning) for what in missing), (beginning, missing)
-    for part in found.unread:
-        assert part.advice
+    assert all(part.advice for part in found.unread)
 
 
 def _unquoted(found: WrappedLine) -> str:
@@ -326,6 +325,27 @@ def test_a_script_becomes_a_config() -> None:
     assert not any("SLURM" in what or "scontrol" in what for what in missing)
 
 
+def test_a_line_that_a_script_puts_together_for_slurm() -> None:
+    found = script(
+        "#SBATCH --nodes=4\n#SBATCH --gres=gpu:2 --ntasks-per-node=1\nexport GPUS=2\n"
+        "head=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)\n"
+        'export LAUNCHER="accelerate launch --num_processes $((SLURM_NNODES * GPUS)) --num_machines $SLURM_NNODES \\\n'
+        '  --rdzv_backend c10d --main_process_ip $head --main_process_port 29500 --machine_rank \\$SLURM_PROCID"\n'
+        'export CMD="$LAUNCHER train.py --max_steps 3"\nsrun $CMD\n'
+    )
+    assert setting(found, "resources") == {"gpus_per_node": 2, "num_nodes": 4, "ranks_per_node": 2}
+    assert found.argv[:2] == ("accelerate", "launch")
+    assert found.argv[-3:] == ("train.py", "--max_steps", "{num_steps}")
+    assert "--main_process_ip" in found.argv
+    assert not any("scontrol" in word or "SLURM" in word for word in found.argv)
+
+
+def test_variables_that_only_a_shell_would_know_are_left_out_and_named() -> None:
+    found = script("export A=$(hostname) B=2\ntorchrun t.py --max_steps 1")
+    assert setting(found, "trainer.variables") == {"B": "2"}
+    assert "variable A = $(hostname)" in [part.what for part in found.unread]
+
+
 def test_the_line_that_runs_in_any_case_is_taken_before_one_in_a_branch() -> None:
     found = script("torchrun a.py --max_steps 1\nif x; then torchrun b.py --max_steps 2; fi")
     assert found.num_steps == 1
@@ -343,6 +363,11 @@ def test_a_script_of_openrlhf_with_its_here_document() -> None:
     assert setting(found, "resources.ranks_per_node") == 8
     assert "openrlhf.cli.train_dpo" in found.argv
     assert "--bf16" in found.argv
+
+
+def test_a_space_after_a_backslash_is_named() -> None:
+    found = script("torchrun t.py --max_steps 1 \\ \n  --lr 1\n")
+    assert any("no space may stand after the backslash" in part.advice for part in found.unread)
 
 
 def test_arguments_of_a_script() -> None:
@@ -418,19 +443,45 @@ LAUNCHES = st.sampled_from(
 def test_arguments_that_no_row_names_come_through_unchanged(launch: list[str], words: list[str]) -> None:
     """The line that a run starts has the program and its arguments as they were, apart from what was replaced."""
     argv = [*launch, *words]
+    # Words after an option that is taken out, beyond its value, are the program's own and stay.
+    assume(all(item.stop - item.start <= 2 for item in read_launch_line(argv).items if item.name in REPLACED))
     try:
         found = wrap_line(argv, around(), WrapOptions(steps=9))
     except RlhfError:
         return
+    require_same_arguments(argv, found)
+
+
+def require_same_arguments(argv: list[str], found: WrappedLine) -> None:
     before, after = read_launch_line(argv), read_launch_line([fill(word, VALUES) for word in found.argv])
     assert fill(" ".join(before.program), VALUES) == " ".join(after.program)
     places = " ".join(found.argv)
-    for name, values in before.arguments.items():
-        if name in after.arguments and "<" not in "".join(after.arguments[name]):
-            changed = name in ("add_version", "save_strategy", "launcher")
-            assert changed or after.arguments[name] == values, (name, places)
+    for name, words_before in before.arguments.items():
+        values = tuple(fill(word, VALUES) for word in words_before)
+        if name in after.arguments:
+            now = after.arguments[name]
+            changed = name in ("add_version", "save_strategy", "launcher") or "<" in "".join(now[:1])
+            assert now[1:] == values[1:], (name, places)
+            assert changed or now == values, (name, places)
         elif name not in after.arguments:
             assert name in REPLACED, (name, places)
+
+
+def test_the_check_of_arguments_sees_one_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    argv = ["torchrun", "t.py", "--seed", "3", "more", "--lr", "1"]
+    require_same_arguments(argv, wrap_line(argv, around(), WrapOptions(steps=9)))
+
+    def short(draft: Draft, index: int, value: str) -> None:
+        draft.words[index] = (draft.line.argv[draft.line.items[index].start], value)
+
+    monkeypatch.setattr(Draft, "replace", short)
+    with pytest.raises(AssertionError, match="seed"):
+        require_same_arguments(argv, wrap_line(argv, around(), WrapOptions(steps=9)))
+
+
+def test_the_check_of_secrets_sees_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Draft, "without_secrets", lambda draft: None)
+    assert "hf_" + "a" * 20 in wrapped(f"A=hf_{'a' * 20} python t.py").text
 
 
 REPLACED = {"resume_from_checkpoint", "launcher", "num_processes", "nproc_per_node", "load_checkpoint"}

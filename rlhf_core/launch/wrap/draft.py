@@ -23,7 +23,7 @@ class ReadPart:
     what: str
     found: str
     place: str
-    """Where it is in the config."""
+    """Its place in the config."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class UnreadPart:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class WrapSurroundings:
     """Folder that the line is for, and looks into the file system; tests give their own."""
 
     folder: str
@@ -50,7 +50,7 @@ class Draft:
     """Launch line under work."""
 
     line: LaunchLine
-    around: Surroundings
+    around: WrapSurroundings
     settings: dict[str, JsonValue] = field(default_factory=dict)
     """Dotted names to values."""
     variables: dict[str, str] = field(default_factory=dict)
@@ -105,7 +105,9 @@ class Draft:
     def replace(self, index: int, value: str) -> None:
         """Give an option another value, in the spelling that it has."""
         item, first = self.line.items[index], self.line.argv[self.line.items[index].start]
-        self.words[index] = (f"{first.partition('=')[0]}={value}",) if item.is_joined else (first, value)
+        # A program may have words of its own after the one value that such an option has.
+        others = self.words[index][2:]
+        self.words[index] = (f"{first.partition('=')[0]}={value}",) if item.is_joined else (first, value, *others)
 
     def drop(self, role: Role, *names: str) -> list[str]:
         """Take out every option of these names, and give their values."""
@@ -113,7 +115,7 @@ class Draft:
         for index, item in enumerate(self.line.items):
             if item.role == role and item.name in names and self.words[index]:
                 found.append(self.value_at(index))
-                self.words[index] = ()
+                self.words[index] = () if item.is_joined else self.words[index][2:]
         return found
 
     def put(self, role: Role, names: Sequence[str], value: str, spelling: str) -> None:

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
-from rlhf_core.launch.wrap.draft import UnreadPart
+from rlhf_core.launch.wrap.draft import UnreadPart, number
+from rlhf_core.launch.wrap.slurm_options import read_options, split_options
 from rlhf_core.launch_line import LaunchLine, read_launch_line
 from rlhf_core.shell_script import ShellCommand, ShellScript, read_shell
 
@@ -50,6 +51,8 @@ def read_script(text: str, folder: str, known: dict[str, str], arguments: Sequen
         arguments: Arguments of the script.
     """
     script = read_shell(text, known, arguments)
+    if script.sbatch:
+        script = read_shell(text, {**known, **_known_to_job(script.sbatch)}, arguments)
     facts = ScriptFacts(sbatch=script.sbatch, folder=folder)
     for note in script.unread[:_MAX_REPORTED]:
         facts.unread.append(UnreadPart(note, "see whether it changes the launch line in trainer.argv"))
@@ -65,6 +68,20 @@ def read_script(text: str, folder: str, known: dict[str, str], arguments: Sequen
     if chosen:
         _choose(facts, chosen[-1], known)
     return facts
+
+
+def _known_to_job(sbatch: tuple[str, ...]) -> dict[str, str]:
+    """Variables that Slurm gives to a job with such options."""
+    options = read_options(split_options(sbatch))
+    found = {
+        "SLURM_NNODES": options.get("nodes", ""),
+        "SLURM_JOB_NUM_NODES": options.get("nodes", ""),
+        "SLURM_NTASKS_PER_NODE": options.get("ntasks_per_node", ""),
+        "SLURM_GPUS_PER_NODE": options.get("gpus_per_node", "").rpartition(":")[2],
+        "SLURM_GPUS_ON_NODE": options.get("gpus_per_node", "").rpartition(":")[2],
+        "SLURM_CPUS_PER_TASK": options.get("cpus_per_task", ""),
+    }
+    return {name: value for name, value in found.items() if number(value)}
 
 
 def _rank(command: ShellCommand) -> int:
@@ -126,7 +143,9 @@ def _report_others(facts: ScriptFacts, script: ShellScript, chosen: list[ShellCo
             facts.unread.append(UnreadPart(f"everything from line {command.line} on", "read the script yourself"))
             return
         shown = f"line {command.line}: {' '.join(command.argv[:3])[:100]}"
-        if command in chosen:
+        if name.startswith("-"):
+            advice = "options without a program: no space may stand after the backslash of the line before"
+        elif command in chosen:
             advice = "several lines train, the last one was taken: wrap this one by itself, or pass its options below"
         elif command.in_background:
             advice = "it runs beside the training, and no run starts it: start it as a job of its own, and keep it up"

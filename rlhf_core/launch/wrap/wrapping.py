@@ -12,7 +12,7 @@ from rlhf_core.config import MAX_CONFIG_BYTES, expected_name, is_name, validate
 from rlhf_core.errors import BadInput
 from rlhf_core.launch.wrap.arguments import read_arguments
 from rlhf_core.launch.wrap.config_text import config_text, shown_line
-from rlhf_core.launch.wrap.draft import Draft, ReadPart, Surroundings, UnreadPart, file_name
+from rlhf_core.launch.wrap.draft import Draft, ReadPart, UnreadPart, WrapSurroundings, file_name
 from rlhf_core.launch.wrap.frameworks import Family, FrameworkName, recognise
 from rlhf_core.launch.wrap.launchers import axolotl_launcher_words, read_launcher
 from rlhf_core.launch.wrap.scripts import ScriptFacts, read_script
@@ -49,7 +49,7 @@ class WrappedLine:
     """The launch line with placeholders."""
 
 
-def wrap_line(argv: Sequence[str], around: Surroundings, options: WrapOptions) -> WrappedLine:
+def wrap_line(argv: Sequence[str], around: WrapSurroundings, options: WrapOptions) -> WrappedLine:
     """Make a config of a launch line.
 
     Raises:
@@ -65,7 +65,7 @@ def wrap_line(argv: Sequence[str], around: Surroundings, options: WrapOptions) -
 def wrap_script(
     text: str,
     source: str,
-    around: Surroundings,
+    around: WrapSurroundings,
     options: WrapOptions,
     known: Mapping[str, str],
     arguments: Sequence[str],
@@ -84,7 +84,7 @@ def wrap_script(
     return _wrapped(facts, around, options, source)
 
 
-def _wrapped(facts: ScriptFacts, around: Surroundings, options: WrapOptions, source: str) -> WrappedLine:
+def _wrapped(facts: ScriptFacts, around: WrapSurroundings, options: WrapOptions, source: str) -> WrappedLine:
     line = facts.line
     if line is None or not any(line.program):
         raise BadInput(
@@ -197,9 +197,15 @@ def _unusable_variables(draft: Draft) -> None:
 
 def _left_unread(draft: Draft, facts: ScriptFacts) -> None:
     """Report expansions of the shell that are still in the config."""
-    settings = [str(value) for value in draft.settings.values()]
-    whole = "\0".join([*draft.argv, *draft.variables.values(), *settings])
     sources = dict.fromkeys(facts.command.unread if facts.command else ())
+    for name, value in list(draft.variables.items()):
+        if any(source.partition(" (")[0] in value for source in sources):
+            del draft.variables[name]
+            draft.missing(
+                f"variable {name} = {value[:60]}", "if the program needs it, set it in trainer.setup: export NAME=value"
+            )
+    settings = [str(value) for value in draft.settings.values()]
+    whole = "\0".join([*draft.argv, *settings])
     left = [source for source in sources if source.partition(" (")[0] in whole]
     for source in left[:_MAX_SHOWN]:
         draft.missing(f"{source}: only the shell would know", "write its value into the config; no shell fills it in")

@@ -1,0 +1,120 @@
+"""`rlhf wrap` on the command line: two commands from a launch line to a run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.cli import main
+from rlhf_core.config import load
+from rlhf_core.errors import BadConfig
+from rlhf_core.schemas.command_trainer import CommandTrainer
+
+Printed = pytest.CaptureFixture[str]
+LINE = ["torchrun", "--nproc_per_node", "2", "train.py", "--max_steps", "5", "--lr", "1e-6"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def rlhf(*arguments: str, expect: int = 0) -> None:
+    assert main.execute(["wrap", *arguments]) == expect
+
+
+@pytest.mark.parametrize("dashes", [["--"], []])
+def test_a_launch_line_becomes_a_config_that_loads(dashes: list[str], folder: Path, capsys: Printed) -> None:
+    rlhf("-o", "my.toml", *dashes, *LINE)
+    spec = load("my.toml")
+    assert isinstance(spec.trainer, CommandTrainer)
+    assert spec.trainer.num_steps == 5
+    assert spec.trainer.working_dir == str(folder)
+    assert spec.trainer.argv[-4:] == ("--max_steps", "{num_steps}", "--lr", "1e-6")
+    printed = capsys.readouterr().out
+    assert "rlhf run my.toml" in printed
+    assert "resources.ranks_per_node" in printed
+    assert "could not be read" in printed
+    assert "GPUs on every node" in printed
+
+
+def test_words_after_the_first_are_never_options_of_rlhf() -> None:
+    rlhf("python", "t.py", "--name", "x", "--steps", "7", "-o", "y", "--", "--json")
+    spec = load("wrapped.toml")
+    assert isinstance(spec.trainer, CommandTrainer)
+    assert spec.trainer.argv == ("python", "t.py", "--name", "x", "--steps", "{num_steps}", "-o", "y", "--", "--json")
+
+
+def test_a_script_becomes_a_config(folder: Path, capsys: Printed) -> None:
+    (folder / "sub").mkdir()
+    (folder / "sub" / "go.sh").write_text('cd "$(dirname "$0")"\nNPROC_PER_NODE=${1:-8} swift sft --max_steps $2 ~/x\n')
+    rlhf("-o", "my.toml", "bash", "sub/go.sh", "4", "30")
+    spec = load("my.toml")
+    assert isinstance(spec.trainer, CommandTrainer)
+    assert (spec.trainer.num_steps, spec.resources.ranks_per_node) == (30, 4)
+    assert spec.trainer.working_dir == str(folder / "sub")
+    assert str(Path.home() / "x") in spec.trainer.argv
+    capsys.readouterr()
+
+
+def test_without_steps_the_file_says_so_and_they_can_be_given(folder: Path, capsys: Printed) -> None:
+    rlhf("-o", "a.toml", "swift", "sft", "--num_train_epochs", "3")
+    assert "the number of optimizer steps is missing" in capsys.readouterr().out
+    with pytest.raises(BadConfig, match=r"trainer\.num_steps"):
+        load("a.toml")
+    rlhf("-o", "b.toml", "--steps", "40", "swift", "sft", "--num_train_epochs", "3")
+    assert load("b.toml").total_steps == 40
+    # Removing the sign of the comment is enough.
+    text = (folder / "a.toml").read_text().replace("# num_steps = ", "num_steps = 40")
+    (folder / "a.toml").write_text(text)
+    assert load("a.toml").total_steps == 40
+
+
+def test_a_file_that_is_there_is_not_overwritten(folder: Path, capsys: Printed) -> None:
+    (folder / "my.toml").write_text("mine")
+    rlhf("-o", "my.toml", *LINE, expect=2)
+    assert (folder / "my.toml").read_text() == "mine"
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_standard_output_and_json(capsys: Printed) -> None:
+    rlhf("-o", "-", *LINE)
+    text = capsys.readouterr().out
+    rlhf("--json", "-o", "my.toml", *LINE)
+    found = json.loads(capsys.readouterr().out)
+    assert Path("my.toml").read_text() == text
+    assert found["num_steps"] == 5
+    assert {"what": "optimizer steps", "found": "5", "place": "trainer.num_steps"} in found["read"]
+    assert all(part["advice"] for part in found["unread"])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot read x.sh"),
+        (b"torchrun a.py\0", "cannot read x.sh"),
+        (b"\xff\xfe", "cannot read x.sh"),
+        (b"", "found no line in x.sh"),
+        (b"torchrun 'a.py", "is not closed"),
+        (b"#" * (2 << 20), "cannot read x.sh"),
+    ],
+)
+def test_scripts_that_cannot_be_used(content: bytes | None, message: str, folder: Path, capsys: Printed) -> None:
+    if content is not None:
+        (folder / "x.sh").write_bytes(content)
+    rlhf("x.sh", expect=2)
+    assert message in capsys.readouterr().err
+    assert not (folder / "wrapped.toml").exists()
+
+
+def test_a_line_without_a_program(capsys: Printed) -> None:
+    rlhf("torchrun", "--nnodes", "2", expect=2)
+    assert "found no program" in capsys.readouterr().err
+    rlhf(expect=2)
+
+
+def test_a_folder_that_cannot_be_written(folder: Path, capsys: Printed) -> None:
+    (folder / "file").write_text("")
+    rlhf("-o", "file/my.toml", *LINE, expect=2)
+    assert "cannot write file/my.toml" in capsys.readouterr().err
