@@ -89,7 +89,7 @@ def _inspect(rank: RankStatus, gpu_percent: float | None, connections: Mapping[i
     try:
         threads = [_read_thread(rank.pid, tid) for tid in _threads(rank.pid)]
         links = _open_files(rank.pid)
-        children = [_read_child(pid) for pid in _descendants(rank.pid)]
+        children = [_read_child(pid) for pid in descendants_of(rank.pid)]
         child_ticks = _ended_children_ticks(rank.pid) + sum(child.cpu_ticks for child in children)
         io = _io(rank.pid) + sum(child.io for child in children)
     except (OSError, ValueError, IndexError) as error:
@@ -263,8 +263,12 @@ def _ended_children_ticks(pid: int) -> int:
     return int(fields[13]) + int(fields[14])
 
 
-def _descendants(pid: int) -> list[int]:
-    """Living child processes, with theirs."""
+def descendants_of(pid: int) -> list[int]:
+    """Living child processes of a process, with theirs.
+
+    Raises:
+        OSError: it has ended, or the kernel does not tell.
+    """
     found: list[int] = []
     left = [pid]
     while left:
