@@ -104,9 +104,9 @@ def test_lines_are_counted_in_optimizer_steps_and_at_least_three_of_them() -> No
 def test_a_step_in_parts_counts_once() -> None:
     """The log and TensorBoard tell the same step."""
     judge = MetricHealth(HealthSpec())
-    told = [one for step in range(1, 5) for _ in range(3) for one in judge.judge(step, {"train/grad_norm": 0.0})]
+    told = [one for step in (10, 20) for _ in range(3) for one in judge.judge(step, {"train/grad_norm": 0.0})]
     assert told == []
-    assert [one.rule for one in judge.judge(5, {"train/grad_norm": 0.0})] == ["frozen"]
+    assert [one.rule for one in judge.judge(30, {"train/grad_norm": 0.0})] == ["frozen"]
 
 
 def test_no_gradient_without_spread_is_told_as_no_spread_alone() -> None:

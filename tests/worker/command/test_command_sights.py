@@ -28,7 +28,7 @@ FROM_OUTSIDE: tuple[Any, ...] = (
 
 
 @pytest.mark.parametrize("make", FROM_OUTSIDE)
-def test_a_module_says_what_its_source_sees_and_is_blind_to(make: type) -> None:
+def test_a_module_says_what_its_source_sees_and_is_blind_to(make: Any) -> None:
     sight = SIGHTS[make.kind]
     text = " ".join((inspect.getmodule(make).__doc__ or "").split())
     assert f"Sees {sight.sees}" in text
