@@ -19,6 +19,7 @@ from rlhf_core.interpreters import ASK, find_program, interpreter_of
 from rlhf_core.launch_line import LaunchLine, normalized, read_launch_line
 from rlhf_core.preflight.ask_program import Tick, ask
 from rlhf_core.preflight.facts import TrainerSide
+from rlhf_core.presets import drivers_folder
 from rlhf_core.schemas.command_trainer import CommandTrainer, fill
 from rlhf_core.schemas.launch_values import command_trainer, filled_argv, values_of_spec
 from rlhf_core.schemas.run import RunSpec, SlurmSpec
@@ -50,7 +51,7 @@ def inspect_trainer(spec: RunSpec, place: TrainerPlace, tick: Tick = lambda: Non
     trainer = command_trainer(spec)
     if place.slurm.container_image:
         return TrainerSide(unseen=f"it is in the container {place.slurm.container_image}")
-    values = {**values_of_spec(spec), "code": str(place.code)}
+    values = {**values_of_spec(spec), "code": str(place.code), "drivers": str(drivers_folder())}
     line = read_launch_line(filled_argv(spec, values))
     side = _with_configs(TrainerSide(), line, _working_dir(trainer, values))
     side = replace(side, missing_files=tuple(_missing(trainer, line, values)))

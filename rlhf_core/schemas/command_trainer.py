@@ -89,8 +89,8 @@ SIGHTS: dict[ProgressSource, SourceSight] = {
     ),
     ProgressSource.TRAINER_LOG: SourceSight(
         sees="a job that makes no more steps",
-        blind="the rank that is to blame; anything shorter than the time between two lines (logging_steps), or than "
-        "that between two checkpoints where there is no log",
+        blind="the rank that is to blame; anything shorter than the time between two lines (logging_steps), or "
+        "than that between two checkpoints where there is no log",
         is_strong=True,
     ),
     ProgressSource.TENSORBOARD: SourceSight(

@@ -76,8 +76,7 @@ def in_words(found: Sequence[HealthFinding], step: int) -> str:
 # Rewards compared
 
 
-def is_higher(one: Level, other: Level, standard_errors: float) -> bool:
-    """True if one mean is above the other by more than so many standard errors of their difference."""
+def _is_higher(one: Level, other: Level, standard_errors: float) -> bool:
     return one.mean > other.mean and one.mean - other.mean > standard_errors * math.hypot(one.error, other.error)
 
 
@@ -89,7 +88,7 @@ def _is_solved(state: HealthState, now: Level) -> bool:
 
 
 def _has_gained(state: HealthState, now: Level) -> bool:
-    return state.first is not None and is_higher(now, state.first, SURE_GAIN)
+    return state.first is not None and _is_higher(now, state.first, SURE_GAIN)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -173,7 +172,7 @@ def _repetition(
 
 def _reward_collapse(view: _View) -> HealthFinding | None:
     state, now, best = view.state, view.now, view.state.best
-    if best is None or not is_higher(best, now, SURE_LOSS):
+    if best is None or not _is_higher(best, now, SURE_LOSS):
         return None
     if now.mean - state.floor > view.spec.collapsed_share * (best.mean - state.floor):
         return None

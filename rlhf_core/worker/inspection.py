@@ -91,7 +91,7 @@ def _inspect(rank: RankStatus, gpu_percent: float | None, connections: Mapping[i
     try:
         threads = [_read_thread(pid, tid) for tid in _threads(pid)]
         links = _open_files(pid)
-        children = [_read_child(pid) for pid in _descendants(pid)]
+        children = [_read_child(child) for child in descendants_of(pid)]
         child_ticks = _ended_children_ticks(pid) + sum(child.cpu_ticks for child in children)
         io = _io(pid) + sum(child.io for child in children)
     except (OSError, ValueError, IndexError) as error:
@@ -265,8 +265,12 @@ def _ended_children_ticks(pid: int) -> int:
     return int(fields[13]) + int(fields[14])
 
 
-def _descendants(pid: int) -> list[int]:
-    """Living child processes, with theirs."""
+def descendants_of(pid: int) -> list[int]:
+    """Living child processes of a process, with theirs.
+
+    Raises:
+        OSError: it has ended, or the kernel does not tell.
+    """
     found: list[int] = []
     left = [pid]
     while left:

@@ -17,6 +17,7 @@ from rlhf_core.environments import environment_folder
 from rlhf_core.errors import BadConfig
 from rlhf_core.interpreters import ASK, interpreter_of
 from rlhf_core.launch_line import LaunchItem, LaunchLine, read_launch_line
+from rlhf_core.presets import drivers_folder
 from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.checks import CheckResult
 from rlhf_core.schemas.command_trainer import CommandTrainer, fill
@@ -53,6 +54,7 @@ def gather(run_dir: RunDir, spec: RunSpec, environment: Mapping[str, str] = os.e
     """
     trainer = command_trainer(spec)
     values = {"run_dir": str(run_dir.root), "code": str(run_dir.code / "snapshot"), "run_id": run_dir.run_id}
+    values["drivers"] = str(drivers_folder())
     line = read_launch_line(filled_argv(spec, values))
     working_dir = fill(trainer.working_dir, {**values_of_spec(spec), **values})
     files = dict(_files(line, run_dir.root, Path(working_dir) if working_dir else None))

@@ -184,6 +184,7 @@ PARTS = {
     "nvidia_ml_py": {"pynvml"},
     "pillow": {"PIL"},
     "mlflow_skinny": {"mlflow"},
+    "tensorboard": {"google"},  # protobuf, of which its events are
 }
 """Import names that a declared library brings along: its own, where it has another, and parts of its interface."""
 

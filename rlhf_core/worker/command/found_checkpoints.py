@@ -16,7 +16,7 @@ from rlhf_core.schemas.command_trainer import STEP_FIELD, CommandTrainer
 from rlhf_core.worker.command.following import output_folders
 
 QUIET_S = 2.0
-"""How long nothing of a checkpoint may have changed before it is complete, in seconds."""
+"""Time that a checkpoint must have been left alone before it is complete, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class FoundCheckpoint:
 
 @dataclass(frozen=True)
 class CheckpointContent:
-    """The files of a checkpoint as one look found them."""
+    """The files of a checkpoint at one time."""
 
     num_files: int
     num_bytes: int
@@ -43,7 +43,7 @@ class CheckpointContent:
 
 
 def find_checkpoints(trainer: CommandTrainer, output_dir: Path, *, has_ended: bool = False) -> list[FoundCheckpoint]:
-    """Look once. While the program runs, :class:`WatchedCheckpoints` is surer: it needs no common clock.
+    """List them once. While the program runs, :class:`WatchedCheckpoints` is surer: it needs no common clock.
 
     Args:
         has_ended: the program has ended, and nothing is written any more.
@@ -56,15 +56,15 @@ def find_checkpoints(trainer: CommandTrainer, output_dir: Path, *, has_ended: bo
         OSError: a folder cannot be read.
     """
     found = []
-    for step, path in _paths(trainer, output_dir):
-        content, lacks = _look(trainer, step, path)
+    for step, path in checkpoint_folders(trainer, output_dir):
+        content, lacks = _inspect(trainer, step, path)
         is_quiet = has_ended or time.time() - content.changed_ns / 1e9 >= QUIET_S
         found.append((content.changed_ns, FoundCheckpoint(step, path, not lacks and is_quiet, lacks)))
     return _in_order(found)
 
 
 class WatchedCheckpoints:
-    """The checkpoints of a running program. Two looks tell whether one is quiet, by the clock of this machine alone:
+    """The checkpoints of a running program. Two readings tell that one is quiet, by the clock of this machine alone:
     that of a file server may be ahead or behind."""
 
     def __init__(self, trainer: CommandTrainer, output_dir: Path) -> None:
@@ -73,7 +73,7 @@ class WatchedCheckpoints:
         self._seen: dict[Path, tuple[CheckpointContent, float]] = {}
 
     def find(self, now_s: float, *, has_ended: bool = False) -> list[FoundCheckpoint]:
-        """Look again; as :func:`find_checkpoints`, but for what is quiet.
+        """List them again; as :func:`find_checkpoints`, but by two readings.
 
         Args:
             now_s: Monotonic time in seconds.
@@ -83,8 +83,8 @@ class WatchedCheckpoints:
             OSError: a folder cannot be read.
         """
         found, seen = [], {}
-        for step, path in _paths(self._trainer, self._output_dir):
-            content, lacks = _look(self._trainer, step, path)
+        for step, path in checkpoint_folders(self._trainer, self._output_dir):
+            content, lacks = _inspect(self._trainer, step, path)
             before, since_s = self._seen.get(path, (None, now_s))
             seen[path] = (content, since_s if content == before else now_s)
             is_quiet = has_ended or now_s - seen[path][1] >= QUIET_S
@@ -93,7 +93,7 @@ class WatchedCheckpoints:
         return _in_order(found)
 
     def content(self, path: Path) -> CheckpointContent | None:
-        """Content of a checkpoint at the last look; None if it was not there."""
+        """Content of a checkpoint as it was listed last; None if it was not there."""
         return self._seen[path][0] if path in self._seen else None
 
 
@@ -104,7 +104,12 @@ def _in_order(found: list[tuple[int, FoundCheckpoint]]) -> list[FoundCheckpoint]
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _paths(trainer: CommandTrainer, output_dir: Path) -> Iterator[tuple[int, Path]]:
+def checkpoint_folders(trainer: CommandTrainer, output_dir: Path) -> Iterator[tuple[int, Path]]:
+    """Step and folder of every checkpoint, complete or not.
+
+    Raises:
+        OSError: a folder cannot be read.
+    """
     parts = [_expression(part) for part in Path(trainer.checkpoint_name).parts]
     for folder in output_folders(output_dir):
         yield from _matching(folder, parts, None)
@@ -139,8 +144,8 @@ def _matching(folder: Path, parts: list[re.Pattern[str]], step: int | None) -> I
         yield from _matching(folder / name, parts[1:], step if number is None else int(number))
 
 
-def _look(trainer: CommandTrainer, step: int, path: Path) -> tuple[CheckpointContent, tuple[str, ...]]:
-    """The content of a checkpoint, and the patterns that have no file in it."""
+def _inspect(trainer: CommandTrainer, step: int, path: Path) -> tuple[CheckpointContent, tuple[str, ...]]:
+    """Content of a checkpoint, and the patterns that have no file in it."""
     expected = () if path.is_file() else trainer.checkpoint_complete
     patterns = {pattern: Path(pattern.replace(STEP_FIELD, str(step))).parts for pattern in expected}
     num_files = num_bytes = changed_ns = 0

@@ -12,12 +12,18 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean, variance
+from typing import Self
 
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.run import HealthRule, HealthSpec
-from rlhf_core.training.health import SOLVED_WITHIN, SURE_GAIN, is_higher
-from rlhf_core.training.health_state import Level, block_steps
 
+SURE_GAIN = 3.0
+"""Standard errors by which a mean must be above another to be higher. This and the next two are those of the native
+judge, which a worker that has no torch does not import."""
+SOLVED_WITHIN = 0.02
+"""Share of the range of rewards by which a solved task may miss the highest."""
+BLOCKS_PER_WINDOW = 4
+"""Blocks of steps in a window; the first and the last ones are compared."""
 MIN_LINES = 3
 """Fewest logged steps in a row that show the same."""
 ZERO_STD = 1e-8
@@ -40,6 +46,20 @@ class MetricWarning:
     """Step at which it is told."""
     message: str
     """Found, expected, and what to do; in words, without a full stop."""
+
+
+@dataclass(frozen=True)
+class _Mean:
+    """A mean of rewards with its standard error."""
+
+    value: float
+    error: float
+
+    @classmethod
+    def of(cls, rewards: list[float]) -> Self:
+        """The mean of at least one reward."""
+        spread = variance(rewards) if len(rewards) > 1 else 0.0
+        return cls(fmean(rewards), math.sqrt(spread / len(rewards)))
 
 
 @dataclass
@@ -66,11 +86,11 @@ class _Rewards:
         """The rewards are the highest ever seen, or have risen since the first steps."""
         if not self.recent:
             return False
-        now = _level(self.recent)
+        now, first = _Mean.of(self.recent), _Mean.of(self.first)
         if self.top == self.floor:
             return self.top > 0
-        is_solved = now.mean >= self.top - SOLVED_WITHIN * (self.top - self.floor)
-        return is_solved or is_higher(now, _level(self.first), SURE_GAIN)
+        is_solved = now.value >= self.top - SOLVED_WITHIN * (self.top - self.floor)
+        return is_solved or now.value - first.value > SURE_GAIN * math.hypot(now.error, first.error)
 
     @property
     def in_words(self) -> str:
@@ -78,13 +98,8 @@ class _Rewards:
         return f"; the mean reward is {fmean(self.recent):.3g}" if self.recent else ""
 
 
-def _level(rewards: list[float]) -> Level:
-    spread = variance(rewards) if len(rewards) > 1 else 0.0
-    return Level(since_step=0, mean=fmean(rewards), error=math.sqrt(spread / len(rewards)))
-
-
 @dataclass(frozen=True)
-class _View:
+class _LoggedStep:
     """One logged step as a rule sees it."""
 
     metrics: Mapping[str, float]
@@ -101,8 +116,8 @@ class _View:
 class _Rule:
     name: HealthRule | str
     kind: FailureKind
-    finds: Callable[[_View], str | None]
-    """What is wrong, in words; empty if nothing is, None where the step does not tell."""
+    finds: Callable[[_LoggedStep], str | None]
+    """Name what is wrong; empty if nothing is, None where the step does not tell."""
     num_steps: Callable[[HealthSpec], int]
     """Optimizer steps in a row that must show it."""
     min_lines: int = MIN_LINES
@@ -135,7 +150,7 @@ class MetricHealth:
         self._before_step = self._last_step = first_step
         self._begin()
 
-    def look(self, step: int, metrics: Mapping[str, float]) -> list[MetricWarning]:
+    def judge(self, step: int, metrics: Mapping[str, float]) -> list[MetricWarning]:
         """Take in the metrics of a step, by their names in this project.
 
         A step may come in parts. One before the last means that the program has begun again, and so does the judgement.
@@ -148,17 +163,17 @@ class MetricHealth:
             self._begin()
         if step > self._last_step:
             self._before_step, self._last_step = self._last_step, step
-        self._rewards.take(metrics, block_steps(self._spec))
-        view = _View(metrics, self._rewards, self._spec)
-        told = [self._judge(rule, row, step, view) for rule, row in zip(self._rules, self._rows, strict=True)]
+        self._rewards.take(metrics, max(1, self._spec.window_steps // BLOCKS_PER_WINDOW))
+        logged = _LoggedStep(metrics, self._rewards, self._spec)
+        told = [self._judge(rule, row, step, logged) for rule, row in zip(self._rules, self._rows, strict=True)]
         return [warning for warning in told if warning is not None]
 
     def _begin(self) -> None:
         self._rewards = _Rewards()
         self._rows = [_Row() for _ in self._rules]
 
-    def _judge(self, rule: _Rule, row: _Row, step: int, view: _View) -> MetricWarning | None:
-        found = rule.finds(view)
+    def _judge(self, rule: _Rule, row: _Row, step: int, logged: _LoggedStep) -> MetricWarning | None:
+        found = rule.finds(logged)
         if found is None:
             return None
         if not found:
@@ -181,15 +196,15 @@ class MetricHealth:
 # Rules
 
 
-def _loss_is_not_finite(view: _View) -> str | None:
-    loss = view.metrics.get(LOSS)
+def _loss_is_not_finite(logged: _LoggedStep) -> str | None:
+    loss = logged.metrics.get(LOSS)
     if loss is None:
         return None
     return "" if math.isfinite(loss) else f"found a loss of {loss}, {_FINITE}"
 
 
-def _gradient_is_not_finite(view: _View) -> str | None:
-    norm = view.metrics.get(GRADIENT)
+def _gradient_is_not_finite(logged: _LoggedStep) -> str | None:
+    norm = logged.metrics.get(GRADIENT)
     if norm is None:
         return None
     return "" if math.isfinite(norm) else f"found gradient norms of {norm}, {_FINITE}"
@@ -201,12 +216,12 @@ _FINITE = (
 )
 
 
-def _frozen(view: _View) -> str | None:
-    norm = view.metrics.get(GRADIENT)
+def _frozen(logged: _LoggedStep) -> str | None:
+    norm = logged.metrics.get(GRADIENT)
     if norm is None:
         return None
     # Equal rewards give no gradient, and are judged by themselves.
-    if norm != 0 or _has_spread(view) is False:
+    if norm != 0 or _has_spread(logged) is False:
         return ""
     return (
         "found gradient norms of exactly 0 although there is something to learn from, expected others: see whether the "
@@ -215,50 +230,50 @@ def _frozen(view: _View) -> str | None:
     )
 
 
-def _no_spread(view: _View) -> str | None:
-    has_spread = _has_spread(view)
+def _no_spread(logged: _LoggedStep) -> str | None:
+    has_spread = _has_spread(logged)
     if has_spread is None:
         return None
-    if has_spread or view.rewards.are_well:
+    if has_spread or logged.rewards.are_well:
         return ""
     return (
         f"found no group of completions with different rewards, so there is nothing to compare and to learn"
-        f"{view.rewards.in_words}; expected prompts that are solved some of the time: see whether the reward function "
-        f"fits the completions, the task is too hard, or the temperature is 0"
+        f"{logged.rewards.in_words}; expected prompts that are solved some of the time: see whether the reward "
+        f"function fits the completions, the task is too hard, or the temperature is 0"
     )
 
 
-def _has_spread(view: _View) -> bool | None:
+def _has_spread(logged: _LoggedStep) -> bool | None:
     """True if some group had different rewards; None where that is not logged."""
-    groups, spread = view.number(ZERO_GROUPS), view.number(SPREAD)
+    groups, spread = logged.number(ZERO_GROUPS), logged.number(SPREAD)
     if groups is not None:
         return groups < 1
     return None if spread is None else abs(spread) > ZERO_STD
 
 
-def _truncated(view: _View) -> str | None:
-    share = view.number(TRUNCATED)
+def _truncated(logged: _LoggedStep) -> str | None:
+    share = logged.number(TRUNCATED)
     if share is None:
         return None
-    if share < view.spec.truncated_share or view.rewards.are_well:
+    if share < logged.spec.truncated_share or logged.rewards.are_well:
         return ""
     return (
-        f"found {share:.0%} of the completions cut off at their longest, and no gain in reward{view.rewards.in_words}; "
-        f"expected completions that end: raise their longest length (max_completion_length in TRL and ms-swift), or "
-        f"see why the model does not write its end token"
+        f"found {share:.0%} of the completions cut off at their longest, and no gain in reward"
+        f"{logged.rewards.in_words}; expected completions that end: raise their longest length "
+        f"(max_completion_length in TRL and ms-swift), or see why the model does not write its end token"
     )
 
 
-def _kl(view: _View) -> str | None:
-    kl = view.metrics.get(KL)
+def _kl(logged: _LoggedStep) -> str | None:
+    kl = logged.metrics.get(KL)
     if kl is None:
         return None
-    if kl <= view.spec.max_kl:
+    if kl <= logged.spec.max_kl:
         return ""
     return (
         f"found a KL divergence from the reference model of {kl:.3g} nats per token, expected at most "
-        f"{view.spec.max_kl:g} (health.max_kl): go back to an older checkpoint with a lower learning rate or a larger "
-        f"KL coefficient (beta)"
+        f"{logged.spec.max_kl:g} (health.max_kl): go back to an older checkpoint with a lower learning rate or a "
+        f"larger KL coefficient (beta)"
     )
 
 

@@ -54,7 +54,7 @@ class JobRecord:
             self._say_once(f"metrics could not be written: {error}")
             return
         for line in lines:
-            for found in self._health.look(line.step, line.metrics):
+            for found in self._health.judge(line.step, line.metrics):
                 self._warn(
                     TrainerWarning(
                         time=utc_now(), failure_kind=found.kind, message=f"{found.message}.", step=found.step

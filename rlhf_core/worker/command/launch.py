@@ -8,8 +8,10 @@ from functools import cached_property
 from pathlib import Path
 
 from rlhf_core.errors import BadInput
+from rlhf_core.presets import drivers_folder
 from rlhf_core.schemas.base import Int32, Label, Schema
 from rlhf_core.schemas.command_trainer import CommandTrainer, fill
+from rlhf_core.schemas.launch_values import values_of_spec
 from rlhf_core.training.types import WorkerContext
 from rlhf_core.worker.collectives import BUFFER_SIZE, BUFFER_VARIABLE
 from rlhf_core.worker.command.in_rank.rlhf_rank_file import PATH_VARIABLE
@@ -76,25 +78,18 @@ class LaunchPlace:
             "rank": context.rank,
             "local_rank": context.local_rank,
             "gpus": os.environ.get(VISIBLE_VARIABLE, ""),
-            "gpus_per_node": spec.resources.gpus_per_node,
             "master_addr": self.order.address,
             "master_port": self.order.port,
-            "num_steps": self.trainer.num_steps,
-            "checkpoint_every": spec.checkpoint.every_num_steps,
-            "keep_last": spec.checkpoint.keep_last,
-            "seed": spec.seed,
             "run_id": context.run_dir.run_id,
             "run_dir": context.run_dir.root,
             "attempt": context.attempt,
             "restart": context.restart,
             "checkpoint": resume_folder(context, self.trainer, self.order.checkpoint) or "",
             "checkpoint_step": int(self.order.checkpoint.rpartition("-")[2]) if self.order.checkpoint else 0,
-            "model": spec.model.path,
-            "train": spec.data.train,
-            "eval": spec.data.eval,
             "code": code,
+            "drivers": drivers_folder(),
         }
-        values = {name: str(value) for name, value in found.items()}
+        values = {**values_of_spec(spec), **{name: str(value) for name, value in found.items()}}
         return {**values, "output_dir": fill(self.trainer.output_dir, values)}
 
     def arguments(self) -> list[str]:
@@ -129,7 +124,6 @@ class LaunchPlace:
             "NODE_RANK": self.values["node_rank"],
             "NPROC_PER_NODE": self.values["ranks_per_node"],
             "PYTHONUNBUFFERED": "1",
-            "PYTHONPATH": os.pathsep.join([str(IN_RANK), *filter(None, [found.get("PYTHONPATH", "")])]),
             PATH_VARIABLE: status,
             "RLHF_RECORD_COLLECTIVES": str(int(self.trainer.record_collectives)),
         }
@@ -146,8 +140,9 @@ class LaunchPlace:
             found["VIRTUAL_ENV"] = str(folder)
             found["PATH"] = os.pathsep.join([str(folder / "bin"), found.get("PATH", os.defpath)])
             found.pop("PYTHONHOME", None)
-        values = self.values
-        return found | {name: fill(value, values) for name, value in self.trainer.variables.items()}
+        found |= {name: fill(value, self.values) for name, value in self.trainer.variables.items()}
+        paths = [str(IN_RANK), found.get("PYTHONPATH", "")]
+        return found | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
     def shown(self) -> str:
         """The launch line as a shell would take it, for logs."""

@@ -9,6 +9,9 @@ from watched_programs import FIXTURES, trainer
 
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.run import HealthSpec
+from rlhf_core.training import health as native
+from rlhf_core.training.health_state import block_steps
+from rlhf_core.worker.command import health
 from rlhf_core.worker.command.health import MetricHealth, MetricWarning
 from rlhf_core.worker.command.metric_names import MetricNames
 
@@ -26,15 +29,20 @@ NO_SPREAD = {"reward/mean": 0.0, "reward/std": 0.0, "rollout/zero_std_groups": 1
 NAN = math.nan
 
 
+def test_its_measures_are_those_of_the_native_judge() -> None:
+    assert (health.SURE_GAIN, health.SOLVED_WITHIN) == (native.SURE_GAIN, native.SOLVED_WITHIN)
+    assert HealthSpec().window_steps // health.BLOCKS_PER_WINDOW == block_steps(HealthSpec())
+
+
 def judged(steps: int, changes: dict[str, float], *, every: int = 1, **spec: object) -> list[MetricWarning]:
     """Ten healthy steps, then as many others."""
-    health = MetricHealth(HealthSpec.model_validate(spec))
+    judge = MetricHealth(HealthSpec.model_validate(spec))
     for step in range(every, 10 * every + 1, every):
         reward = 0.1 * math.sin(step)
-        assert health.look(step, {**WELL, "reward/mean": 0.5 + reward}) == []
+        assert judge.judge(step, {**WELL, "reward/mean": 0.5 + reward}) == []
     found = []
     for step in range(11 * every, (11 + steps) * every, every):
-        found += health.look(step, {**WELL, **changes})
+        found += judge.judge(step, {**WELL, **changes})
     return found
 
 
@@ -67,17 +75,17 @@ def test_healthy_steps_warn_of_nothing() -> None:
 
 
 def test_a_warning_comes_again_after_it_has_been_well() -> None:
-    health = MetricHealth(HealthSpec())
+    judge = MetricHealth(HealthSpec())
     bad = {**WELL, "train/loss": NAN}
-    told = [[one.rule for one in health.look(step, bad if step in (3, 4, 6) else WELL)] for step in range(1, 8)]
+    told = [[one.rule for one in judge.judge(step, bad if step in (3, 4, 6) else WELL)] for step in range(1, 8)]
     assert told == [[], [], ["non_finite"], [], [], ["non_finite"], []]
 
 
 def test_a_good_step_between_begins_the_row_anew() -> None:
-    health = MetricHealth(HealthSpec())
+    judge = MetricHealth(HealthSpec())
     for step in range(1, 100):
         changes = {} if step % 15 == 0 else {"policy/kl": 50.0}
-        assert health.look(step, {**WELL, **changes}) == []
+        assert judge.judge(step, {**WELL, **changes}) == []
 
 
 def test_a_rule_that_is_off_is_not_applied() -> None:
@@ -95,10 +103,10 @@ def test_lines_are_counted_in_optimizer_steps_and_at_least_three_of_them() -> No
 
 def test_a_step_in_parts_counts_once() -> None:
     """The log and TensorBoard tell the same step."""
-    health = MetricHealth(HealthSpec())
-    told = [one for step in range(1, 5) for _ in range(3) for one in health.look(step, {"train/grad_norm": 0.0})]
+    judge = MetricHealth(HealthSpec())
+    told = [one for step in (10, 20) for _ in range(3) for one in judge.judge(step, {"train/grad_norm": 0.0})]
     assert told == []
-    assert [one.rule for one in health.look(5, {"train/grad_norm": 0.0})] == ["frozen"]
+    assert [one.rule for one in judge.judge(30, {"train/grad_norm": 0.0})] == ["frozen"]
 
 
 def test_no_gradient_without_spread_is_told_as_no_spread_alone() -> None:
@@ -107,8 +115,8 @@ def test_no_gradient_without_spread_is_told_as_no_spread_alone() -> None:
 
 def test_the_deviation_tells_where_groups_are_not_logged() -> None:
     def rules(spread: float) -> list[str]:
-        health = MetricHealth(HealthSpec())
-        steps = (health.look(step, {"reward/mean": 0.0, "reward/std": spread}) for step in range(1, 60))
+        judge = MetricHealth(HealthSpec())
+        steps = (judge.judge(step, {"reward/mean": 0.0, "reward/std": spread}) for step in range(1, 60))
         return [one.rule for found in steps for one in found]
 
     assert rules(0.0) == ["no_spread"]
@@ -128,19 +136,19 @@ def test_a_reward_that_has_risen_is_well_and_one_that_has_fallen_is_not() -> Non
 
 def test_what_is_not_logged_is_no_sign() -> None:
     """DPO and CPO log no groups, no lengths and no KL; an evaluation has a line of its own."""
-    health = MetricHealth(HealthSpec())
-    told = [health.look(step, {"train/loss": 0.7, "preference/margin": 0.0}) for step in range(1, 100)]
-    told += [health.look(100, {"eval/loss": NAN})]
+    judge = MetricHealth(HealthSpec())
+    told = [judge.judge(step, {"train/loss": 0.7, "preference/margin": 0.0}) for step in range(1, 100)]
+    told += [judge.judge(100, {"eval/loss": NAN})]
     assert not any(told)
 
 
 def test_a_program_that_has_begun_again_is_judged_anew() -> None:
-    health = MetricHealth(HealthSpec(), first_step=50)
+    judge = MetricHealth(HealthSpec(), first_step=50)
     for step in range(51, 70):
-        assert health.look(step, {**WELL, **NO_SPREAD}) == []
+        assert judge.judge(step, {**WELL, **NO_SPREAD}) == []
     for step in range(1, 20):
-        assert health.look(step, {**WELL, **NO_SPREAD}) == []
-    assert [one.rule for one in health.look(20, {**WELL, **NO_SPREAD})] == ["no_spread"]
+        assert judge.judge(step, {**WELL, **NO_SPREAD}) == []
+    assert [one.rule for one in judge.judge(20, {**WELL, **NO_SPREAD})] == ["no_spread"]
 
 
 def test_a_real_run_whose_completions_never_end_and_are_never_rewarded() -> None:
@@ -149,12 +157,12 @@ def test_a_real_run_whose_completions_never_end_and_are_never_rewarded() -> None
     names = MetricNames(trainer())
 
     def rules(**spec: int) -> set[str]:
-        health = MetricHealth(HealthSpec(**spec))
+        judge = MetricHealth(HealthSpec(**spec))
         steps = (
             names.rename({name: value for name, value in json.loads(line).items() if isinstance(value, float)})
             for line in lines
         )
-        return {one.rule for step, metrics in enumerate(steps, 1) for one in health.look(step, metrics)}
+        return {one.rule for step, metrics in enumerate(steps, 1) for one in judge.judge(step, metrics)}
 
     assert rules() == set()
     assert "truncated" in rules(window_steps=4)
@@ -173,8 +181,8 @@ def test_a_real_run_whose_completions_never_end_and_are_never_rewarded() -> None
 )
 def test_recorded_runs_of_the_native_trainer(recorded: str, rules: set[str]) -> None:
     """The same runs that its own judge is held against."""
-    health, found = MetricHealth(HealthSpec()), set()
+    judge, found = MetricHealth(HealthSpec()), set()
     for line in (NATIVE / f"{recorded}.jsonl").read_text().splitlines():
         step = json.loads(line)
-        found |= {one.rule for one in health.look(step["step"], step["metrics"])}
+        found |= {one.rule for one in judge.judge(step["step"], step["metrics"])}
     assert found == rules

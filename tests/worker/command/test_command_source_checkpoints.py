@@ -3,23 +3,23 @@
 import shutil
 from pathlib import Path
 
-from watched_programs import STEPS, Looks, Start, append, make_old, watched
+from watched_programs import STEPS, Polls, Start, append, make_old, watched
 
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.worker.command.sources.checkpoints import Checkpoints
 
 
 def test_a_checkpoint_is_a_phase_while_it_grows_and_a_step_once_it_is_complete(tmp_path: Path) -> None:
-    looks = Looks(Checkpoints(watched(tmp_path)))
-    assert not looks.look().moved
+    polls = Polls(Checkpoints(watched(tmp_path)))
+    assert not polls.poll().moved
     found = []
     for name in ("model.safetensors", "optimizer.pt", "trainer_state.json"):
         append(tmp_path / "checkpoint-8" / name, "x")
-        found.append(looks.look())
+        found.append(polls.poll())
     assert [(one.moved, one.step, one.phase) for one in found] == [(True, None, Phase.CHECKPOINT)] * 3
-    done = looks.look()
+    done = polls.poll()
     assert (done.moved, done.step, done.phase) == (True, 8, None)
-    still = looks.look()
+    still = polls.poll()
     assert (still.moved, still.step) == (False, 8)
 
 
@@ -28,57 +28,57 @@ def test_checkpoints_of_the_start_before_are_no_news(tmp_path: Path) -> None:
     for step in (8, 12):
         append(tmp_path / f"checkpoint-{step}" / "trainer_state.json", "{}")
         make_old(tmp_path / f"checkpoint-{step}" / "trainer_state.json")
-    looks = Looks(Checkpoints(watched(tmp_path, first_step=8)))
-    assert [(one.moved, one.step) for one in looks.looks(2, wait_s=0)] == [(False, None)] * 2
+    polls = Polls(Checkpoints(watched(tmp_path, first_step=8)))
+    assert [(one.moved, one.step) for one in polls.polls(2, wait_s=0)] == [(False, None)] * 2
     append(tmp_path / "checkpoint-12" / "trainer_state.json", "{}")
-    assert looks.look().moved
-    assert looks.look().step == 12
+    assert polls.poll().moved
+    assert polls.poll().step == 12
 
 
 def test_one_that_the_trainer_removes_is_no_progress(tmp_path: Path) -> None:
     append(tmp_path / "checkpoint-4" / "trainer_state.json", "{}")
-    looks = Looks(Checkpoints(watched(tmp_path, started_at_s=0)))
+    polls = Polls(Checkpoints(watched(tmp_path, started_at_s=0)))
     append(tmp_path / "checkpoint-8" / "trainer_state.json", "{}")
-    looks.looks(2, wait_s=0)
+    polls.polls(2, wait_s=0)
     shutil.rmtree(tmp_path / "checkpoint-4")
     shutil.rmtree(tmp_path / "checkpoint-8")
-    found = looks.look()
+    found = polls.poll()
     assert (found.moved, found.step) == (False, 8)
 
 
 def test_a_step_below_those_before_tells_of_a_trainer_that_has_begun_again(tmp_path: Path) -> None:
-    looks = Looks(Checkpoints(watched(tmp_path, first_step=100)))
+    polls = Polls(Checkpoints(watched(tmp_path, first_step=100)))
     append(tmp_path / "checkpoint-4" / "trainer_state.json", "{}")
-    assert [one.step for one in looks.looks(2, wait_s=0)] == [None, 4]
+    assert [one.step for one in polls.polls(2, wait_s=0)] == [None, 4]
 
 
 def test_an_output_folder_that_cannot_be_read_is_told_once(tmp_path: Path) -> None:
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
-    first, second = Looks(Checkpoints(watched(loop))).looks(2, wait_s=0)
+    first, second = Polls(Checkpoints(watched(loop))).polls(2, wait_s=0)
     assert "expected an output folder that the job may read" in first.problem
     assert second.problem == ""
 
 
 def test_it_sees_a_program_that_saves_no_more(tmp_path: Path, start: Start) -> None:
-    looks = Looks(Checkpoints(watched(tmp_path)))
+    polls = Polls(Checkpoints(watched(tmp_path)))
     program = start(STEPS, tmp_path, "checkpoints")
-    looks.until_moved_again()
+    polls.until_moved_again()
     program.stop()
-    looks.looks(2)
-    assert not any(reading.moved for reading in looks.looks(3))
+    polls.polls(2)
+    assert not any(reading.moved for reading in polls.polls(3))
 
 
 def test_it_is_blind_to_a_rank_that_saves_nothing(tmp_path: Path, start: Start) -> None:
     start(STEPS, tmp_path, "checkpoints")
     other = start(STEPS, tmp_path / "rank-1.txt", "lines", "STEP\n")
-    looks = Looks(Checkpoints(watched(tmp_path, pids=[other.pid])))
-    looks.until_moved()
+    polls = Polls(Checkpoints(watched(tmp_path, pids=[other.pid])))
+    polls.until_moved()
     other.stop()
-    looks.until_moved_again()
+    polls.until_moved_again()
 
 
 def test_it_is_blind_to_a_program_that_works_between_two_checkpoints(tmp_path: Path, start: Start) -> None:
-    looks = Looks(Checkpoints(watched(tmp_path)))
+    polls = Polls(Checkpoints(watched(tmp_path)))
     start(STEPS, tmp_path / "logging.jsonl", "lines", "STEP\n")
-    assert not any(reading.moved for reading in looks.looks(3))
+    assert not any(reading.moved for reading in polls.polls(3))

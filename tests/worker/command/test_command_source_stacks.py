@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from watched_programs import Looks, Start, watched
+from watched_programs import Polls, Start, watched
 
 from rlhf_core.worker.command.observation import Reading
 from rlhf_core.worker.command.sources import stacks
@@ -32,14 +32,14 @@ collective()
 
 def samples(source: Stacks, num: int) -> list[Reading]:
     """Readings with the clock of samples: every look begins one and, a little later, collects it."""
-    looks, found = Looks(source), []
+    polls, found = Polls(source), []
     for _ in range(num):
-        looks.look()
+        polls.poll()
         deadline = time.monotonic() + 10
         while any(dump.is_running for dump in source._dumps):
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        found.append(looks.look())
+        found.append(polls.poll())
     return found
 
 

@@ -3,83 +3,83 @@
 import time
 from pathlib import Path
 
-from watched_programs import STEPS, Looks, Start, append, make_old, watched
+from watched_programs import STEPS, Polls, Start, append, make_old, watched
 
 from rlhf_core.worker.command.observation import StepFigures
-from rlhf_core.worker.command.sources.stdout import MAX_BYTES_PER_LOOK, Stdout
+from rlhf_core.worker.command.sources.stdout import MAX_BYTES_PER_POLL, Stdout
 
 STEP_LINE = r"step (?P<step>\d+)(?: loss (?P<loss>\S+))?"
 BAR = r"(?P<step>\d+)/\d+ \["
 
 
-def stdout(tmp_path: Path, *patterns: str) -> Looks:
-    return Looks(Stdout(watched(tmp_path, logs=[tmp_path / "log"], stdout_patterns=patterns or [STEP_LINE])))
+def stdout(tmp_path: Path, *patterns: str) -> Polls:
+    return Polls(Stdout(watched(tmp_path, logs=[tmp_path / "log"], stdout_patterns=patterns or [STEP_LINE])))
 
 
 def test_groups_give_the_step_and_metrics(tmp_path: Path) -> None:
-    looks = stdout(tmp_path)
-    assert not looks.look().moved
+    polls = stdout(tmp_path)
+    assert not polls.poll().moved
     append(tmp_path / "log", "hello\nstep 1 loss 0.5\nstep 2 loss nan\nstep 3 loss ?\n")
-    found = looks.look()
+    found = polls.poll()
     assert (found.moved, found.step) == (True, 3)
     assert str(found.metrics) == str([StepFigures(1, {"loss": 0.5}), StepFigures(2, {"loss": float("nan")})])
     append(tmp_path / "log", "nothing of the kind\n")
-    assert not looks.look().moved
+    assert not polls.poll().moved
 
 
 def test_a_step_that_is_printed_again_shows_no_progress(tmp_path: Path) -> None:
     """tqdm draws its bar again with a longer time when it was not updated for a while."""
-    looks = stdout(tmp_path, BAR)
+    polls = stdout(tmp_path, BAR)
     append(tmp_path / "log", "\r 3/8 [00:01<00:02]\r 3/8 [00:31<00:52]\n")
-    assert looks.look().moved
+    assert polls.poll().moved
     append(tmp_path / "log", "\r 3/8 [00:41<00:52]\n")
-    assert not looks.look().moved
+    assert not polls.poll().moved
     append(tmp_path / "log", "\r 4/8 [00:43<00:52]\n")
-    assert looks.look().moved
+    assert polls.poll().moved
 
 
 def test_a_bar_without_an_end_counts_once_it_stays(tmp_path: Path) -> None:
-    looks = stdout(tmp_path, BAR)
+    polls = stdout(tmp_path, BAR)
     append(tmp_path / "log", "\r 1/80 [00:01]\r 2")
-    assert looks.look().step == 1
+    assert polls.poll().step == 1
     append(tmp_path / "log", "5/80 [00:02]")
-    assert [reading.step for reading in looks.looks(3, wait_s=0)] == [1, 25, 25]
+    assert [reading.step for reading in polls.polls(3, wait_s=0)] == [1, 25, 25]
     append(tmp_path / "log", "\r 26/80 [00:03]")
-    assert [reading.step for reading in looks.looks(2, wait_s=0)] == [25, 26]
+    assert [reading.step for reading in polls.polls(2, wait_s=0)] == [25, 26]
 
 
 def test_output_of_the_start_before_is_no_news(tmp_path: Path) -> None:
     append(tmp_path / "log", "step 7\n")
     make_old(tmp_path / "log")
-    looks = stdout(tmp_path)
-    assert not looks.look().moved
+    polls = stdout(tmp_path)
+    assert not polls.poll().moved
     append(tmp_path / "log", "step 7\n")
-    assert looks.look().moved
+    assert polls.poll().moved
 
 
 def test_a_log_that_is_emptied_is_read_from_its_beginning(tmp_path: Path) -> None:
-    looks = stdout(tmp_path)
+    polls = stdout(tmp_path)
     append(tmp_path / "log", "step 7\nstep 8\n")
-    assert looks.look().step == 8
+    assert polls.poll().step == 8
     time.sleep(0.01)
     (tmp_path / "log").write_text("step 1\n")
-    assert looks.look().step == 1
+    assert polls.poll().step == 1
 
 
 def test_more_than_is_read_at_once_follows_at_the_next_look(tmp_path: Path) -> None:
-    looks = stdout(tmp_path)
-    append(tmp_path / "log", "x" * (MAX_BYTES_PER_LOOK + 10) + "\nstep 2\n" + "\0" * 100 + "\nstep 3\n")
-    assert [reading.step for reading in looks.looks(3, wait_s=0)] == [None, 3, 3]
+    polls = stdout(tmp_path)
+    append(tmp_path / "log", "x" * (MAX_BYTES_PER_POLL + 10) + "\nstep 2\n" + "\0" * 100 + "\nstep 3\n")
+    assert [reading.step for reading in polls.polls(3, wait_s=0)] == [None, 3, 3]
 
 
 def test_it_sees_a_program_that_prints_no_more(tmp_path: Path, start: Start) -> None:
-    looks = stdout(tmp_path)
+    polls = stdout(tmp_path)
     program = start(STEPS, tmp_path / "log", "lines", "step STEP loss 1.0\n")
-    looks.until_moved()
-    looks.until_moved_again()
+    polls.until_moved()
+    polls.until_moved_again()
     program.stop()
-    looks.look()
-    assert not any(reading.moved for reading in looks.looks(3))
+    polls.poll()
+    assert not any(reading.moved for reading in polls.polls(3))
 
 
 def test_it_is_blind_to_output_in_a_buffer(tmp_path: Path, start: Start) -> None:
@@ -87,20 +87,20 @@ def test_it_is_blind_to_output_in_a_buffer(tmp_path: Path, start: Start) -> None
     code = f"import sys, time\nsys.stdout = open({str(tmp_path / 'log')!r}, 'w')\n"
     code += f"for step in range(10**9):\n print('step', step)\n open({str(tmp_path / 'at')!r}, 'w').write(str(step))\n"
     code += " time.sleep(0.02)\n"
-    looks = stdout(tmp_path)
+    polls = stdout(tmp_path)
     start(code)
     steps = []
     for _ in range(3):
-        assert not looks.look().moved
+        assert not polls.poll().moved
         time.sleep(0.3)
         steps.append((tmp_path / "at").read_text() if (tmp_path / "at").exists() else "")
     assert steps[-1] != steps[0]
 
 
 def test_it_is_blind_to_a_rank_that_prints_nothing(tmp_path: Path, start: Start) -> None:
-    looks = stdout(tmp_path)
+    polls = stdout(tmp_path)
     start(STEPS, tmp_path / "log", "lines", "step STEP\n")
     other = start(STEPS, tmp_path / "rank-1.txt", "lines", "STEP\n")
-    looks.until_moved()
+    polls.until_moved()
     other.stop()
-    looks.until_moved_again()
+    polls.until_moved_again()

@@ -11,7 +11,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
-from watched_programs import STEPS, Looks, Start, append, make_old, watched
+from watched_programs import STEPS, Polls, Start, append, make_old, watched
 
 from rlhf_core.worker.command.observation import StepFigures
 from rlhf_core.worker.command.sources.tensorboard import MAX_RECORD_BYTES, TensorBoard
@@ -48,36 +48,36 @@ def test_scalars_of_torch_come_by_step(tmp_path: Path) -> None:
     import torch
     from torch.utils.tensorboard import SummaryWriter
 
-    looks = Looks(TensorBoard(watched(tmp_path)))
-    assert not looks.look().moved
+    polls = Polls(TensorBoard(watched(tmp_path)))
+    assert not polls.poll().moved
     with SummaryWriter(str(tmp_path / "runs" / "Nov22")) as writer:
         writer.add_text("args", "{}")
         writer.flush()
-        assert not looks.look().moved  # no step was made yet
+        assert not polls.poll().moved  # no step was made yet
         for step in (1, 2):
             writer.add_scalar("train/loss", step / 2, step)
             writer.add_scalar("train/grad_norm", float("nan"), step)
         writer.add_histogram("weights", torch.arange(1000), 2)
         writer.flush()
-        first = looks.look()
+        first = polls.poll()
         writer.add_scalar("train/loss", 1.5, 3)
         writer.flush()
-        second = looks.look()
+        second = polls.poll()
     assert (first.moved, first.step, [one.step for one in first.metrics]) == (True, 2, [1, 2])
     assert str(first.metrics[0].values) == "{'train/loss': 0.5, 'train/grad_norm': nan}"
     assert second.metrics == [StepFigures(3, {"train/loss": 1.5})]
-    assert not looks.look().moved
+    assert not polls.poll().moved
 
 
 def test_a_torn_last_record_waits_for_its_end(tmp_path: Path) -> None:
     whole = write(tmp_path / "made", event(1, loss=1.0), event(2, loss=2.0)).read_bytes()
     (tmp_path / "run").mkdir()
     target = tmp_path / "run" / "events.out.tfevents.1.host"
-    looks = Looks(TensorBoard(watched(tmp_path / "run")))
+    polls = Polls(TensorBoard(watched(tmp_path / "run")))
     steps = []
     for end in range(0, len(whole) + 7, 7):
         target.write_bytes(whole[:end])
-        reading = looks.look()
+        reading = polls.poll()
         assert reading.problem == ""
         steps += [one.step for one in reading.metrics]
     assert steps == [1, 2]
@@ -87,22 +87,22 @@ def test_events_of_the_start_before_are_no_news(tmp_path: Path) -> None:
     make_old(write(tmp_path, event(1, wall_time=time.time() - 1000, loss=1.0)))
     # Its writer ended after this start, a minute late.
     write(tmp_path, event(2, wall_time=time.time() - 1000, loss=1.0), event(3, loss=1.0))
-    looks = Looks(TensorBoard(watched(tmp_path)))
-    found = looks.look()
+    polls = Polls(TensorBoard(watched(tmp_path)))
+    found = polls.poll()
     assert [one.step for one in found.metrics] == [3]
 
 
 def test_a_new_file_is_found_while_old_ones_lie_there(tmp_path: Path) -> None:
-    looks = Looks(TensorBoard(watched(tmp_path)))
+    polls = Polls(TensorBoard(watched(tmp_path)))
     write(tmp_path / "a", event(1, loss=1.0))
-    assert looks.look().step == 1
+    assert polls.poll().step == 1
     write(tmp_path / "v0-1" / "runs" / "b", event(2, loss=1.0))
-    assert looks.look().step == 2
+    assert polls.poll().step == 2
 
 
 def test_folders_of_checkpoints_are_not_searched(tmp_path: Path) -> None:
     write(tmp_path / "checkpoint-8" / "runs", event(1, loss=1.0))
-    assert not Looks(TensorBoard(watched(tmp_path))).look().moved
+    assert not Polls(TensorBoard(watched(tmp_path))).poll().moved
 
 
 def test_scalars_as_tensors(tmp_path: Path) -> None:
@@ -122,14 +122,14 @@ def test_scalars_as_tensors(tmp_path: Path) -> None:
     write(tmp_path / "d", tensor(dtype=1, float_val=[0.5, 1.0], tensor_shape=rows), tensor(dtype=7, string_val=[b"x"]))
     found = []
     for name in "abcd":
-        found += Looks(TensorBoard(watched(tmp_path / name))).look().metrics
+        found += Polls(TensorBoard(watched(tmp_path / name))).poll().metrics
     assert found == [StepFigures(4, {"loss": value}) for value in (0.5, 0.25, 0.125)]
 
 
 def test_a_record_too_large_to_be_a_scalar_is_passed_over(tmp_path: Path) -> None:
     image = Event(step=1, wall_time=time.time(), file_version="x" * (MAX_RECORD_BYTES + 1))
     write(tmp_path, image, event(2, loss=1.0))
-    assert Looks(TensorBoard(watched(tmp_path))).look().step == 2
+    assert Polls(TensorBoard(watched(tmp_path))).poll().step == 2
 
 
 def test_a_damaged_file_is_told_once_and_the_others_are_read(tmp_path: Path) -> None:
@@ -137,10 +137,10 @@ def test_a_damaged_file_is_told_once_and_the_others_are_read(tmp_path: Path) -> 
     content = bytearray(damaged.read_bytes())
     content += b"\xff" * 100
     damaged.write_bytes(content)
-    looks = Looks(TensorBoard(watched(tmp_path)))
-    first = looks.look()
+    polls = Polls(TensorBoard(watched(tmp_path)))
+    first = polls.poll()
     write(tmp_path / "b", event(2, loss=1.0))
-    second = looks.look()
+    second = polls.poll()
     assert first.step == 1
     assert f"{damaged} is damaged at byte {len(content) - 100}" in first.problem
     assert (second.step, second.problem) == (2, "")
@@ -154,39 +154,39 @@ def test_a_record_that_is_no_event_is_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "events.out.tfevents.1.host"
     path.write_bytes(framed + write(tmp_path / "made", event(2, loss=1.0)).read_bytes())
     (tmp_path / "made").rename(tmp_path / "checkpoint-1")
-    assert Looks(TensorBoard(watched(tmp_path))).look().step == 2
+    assert Polls(TensorBoard(watched(tmp_path))).poll().step == 2
 
 
 def test_without_tensorboard_it_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, event(1, loss=1.0))
     monkeypatch.setitem(sys.modules, "tensorboard.compat.tensorflow_stub.pywrap_tensorflow", None)
-    first, second = Looks(TensorBoard(watched(tmp_path))).looks(2, wait_s=0)
+    first, second = Polls(TensorBoard(watched(tmp_path))).polls(2, wait_s=0)
     assert "rlhf-flows[training]" in first.problem
     assert (first.moved, second.problem) == (False, "")
 
 
 @pytest.mark.training
 def test_it_sees_a_program_that_makes_no_more_steps(tmp_path: Path, start: Start) -> None:
-    looks = Looks(TensorBoard(watched(tmp_path)))
+    polls = Polls(TensorBoard(watched(tmp_path)))
     program = start(WRITER, tmp_path / "runs")
-    looks.until_moved_again()
+    polls.until_moved_again()
     program.stop()
-    looks.looks(2)
-    assert not any(reading.moved for reading in looks.looks(3))
+    polls.polls(2)
+    assert not any(reading.moved for reading in polls.polls(3))
 
 
 @pytest.mark.training
 def test_it_is_blind_to_a_rank_that_writes_nothing(tmp_path: Path, start: Start) -> None:
     start(WRITER, tmp_path / "runs")
     other = start(STEPS, tmp_path / "rank-1.txt", "lines", "STEP\n")
-    looks = Looks(TensorBoard(watched(tmp_path, pids=[other.pid])))
-    looks.until_moved()
+    polls = Polls(TensorBoard(watched(tmp_path, pids=[other.pid])))
+    polls.until_moved()
     other.stop()
-    looks.until_moved_again()
+    polls.until_moved_again()
 
 
 def test_other_files_are_left_alone(tmp_path: Path) -> None:
     append(tmp_path / "logging.jsonl", "{}\n")
     (tmp_path / "events.out.tfevents.1.link").symlink_to(tmp_path / "logging.jsonl")
-    found = Looks(TensorBoard(watched(tmp_path))).look()
+    found = Polls(TensorBoard(watched(tmp_path))).poll()
     assert (found.moved, "symbolic link" in found.problem) == (False, True)

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from watched_programs import FIXTURES, STEPS, Looks, Start, append, make_old, watched
+from watched_programs import FIXTURES, STEPS, Polls, Start, append, make_old, watched
 
 from rlhf_core.worker.command.observation import StepFigures
 from rlhf_core.worker.command.sources import trainer_log
@@ -19,12 +19,12 @@ def line(step: int, **values: float) -> str:
 
 
 def test_steps_of_a_swift_run_come_with_their_metrics(tmp_path: Path) -> None:
-    looks = Looks(TrainerLog(watched(tmp_path)))
-    assert not looks.look().moved
+    polls = Polls(TrainerLog(watched(tmp_path)))
+    assert not polls.poll().moved
     append(tmp_path / VERSION / "logging.jsonl", SWIFT[0])
-    first = looks.look()
+    first = polls.poll()
     append(tmp_path / VERSION / "logging.jsonl", "".join(SWIFT[1:]))
-    rest = looks.look()
+    rest = polls.poll()
     assert (first.moved, first.step, [one.step for one in first.metrics]) == (True, 1, [1])
     assert first.metrics[0].values["completions/clipped_ratio"] == 1.0
     assert "global_step/max_steps" not in first.metrics[0].values
@@ -33,11 +33,11 @@ def test_steps_of_a_swift_run_come_with_their_metrics(tmp_path: Path) -> None:
     # The line at the end sums up the run: the run time belongs to the last step, the history to none.
     assert rest.metrics[-1].values["train_runtime"] == 0.5672
     assert "log_history" not in rest.metrics[-1].values
-    assert not looks.look().moved
+    assert not polls.poll().moved
 
 
 def test_lines_of_llama_factory(tmp_path: Path) -> None:
-    looks = Looks(TrainerLog(watched(tmp_path)))
+    polls = Polls(TrainerLog(watched(tmp_path)))
     log = {
         "current_steps": 5,
         "total_steps": 100,
@@ -47,67 +47,67 @@ def test_lines_of_llama_factory(tmp_path: Path) -> None:
         "elapsed_time": "0:00:09",
     }
     append(tmp_path / "trainer_log.jsonl", json.dumps(log) + "\n")
-    assert looks.look().metrics == [StepFigures(5, {"loss": 0.7, "lr": 1e-5, "percentage": 5.0})]
+    assert polls.poll().metrics == [StepFigures(5, {"loss": 0.7, "lr": 1e-5, "percentage": 5.0})]
 
 
 def test_what_was_there_before_is_no_news(tmp_path: Path) -> None:
     log = tmp_path / "logging.jsonl"
     append(log, line(1) + line(2))
     make_old(log)
-    looks = Looks(TrainerLog(watched(tmp_path, first_step=1)))
-    before = looks.look()
+    polls = Polls(TrainerLog(watched(tmp_path, first_step=1)))
+    before = polls.poll()
     append(log, line(2, reward=1.0))
-    after = looks.look()
+    after = polls.poll()
     assert (before.moved, before.step, before.metrics) == (False, None, [])
     assert (after.moved, after.metrics) == (True, [StepFigures(2, {"loss": 0.2, "reward": 1.0})])
 
 
 def test_a_torn_last_line_waits_for_its_end(tmp_path: Path) -> None:
-    looks = Looks(TrainerLog(watched(tmp_path)))
+    polls = Polls(TrainerLog(watched(tmp_path)))
     append(tmp_path / "logging.jsonl", line(1) + line(2)[:20])
-    assert looks.look().step == 1
+    assert polls.poll().step == 1
     append(tmp_path / "logging.jsonl", line(2)[20:])
-    assert looks.look().metrics == [StepFigures(2, {"loss": 0.2})]
+    assert polls.poll().metrics == [StepFigures(2, {"loss": 0.2})]
 
 
 def test_a_line_that_a_killed_trainer_left_is_passed_over(tmp_path: Path) -> None:
-    looks = Looks(TrainerLog(watched(tmp_path)))
+    polls = Polls(TrainerLog(watched(tmp_path)))
     append(tmp_path / "logging.jsonl", '{"loss": 0.' + line(7) + "[1, 2]\n" + line(8))
-    found = looks.look()
+    found = polls.poll()
     assert (found.moved, found.step, found.problem) == (True, 8, "")
 
 
 @pytest.mark.parametrize("first", [line(1), line(1, reward=0.5)], ids=["the same first line", "another"])
 def test_a_log_that_is_written_anew_is_read_from_its_beginning(tmp_path: Path, first: str) -> None:
     log = tmp_path / "trainer_log.jsonl"
-    looks = Looks(TrainerLog(watched(tmp_path)))
+    polls = Polls(TrainerLog(watched(tmp_path)))
     append(log, "".join(line(step) for step in range(1, 9)))
-    assert looks.look().step == 8
+    assert polls.poll().step == 8
     log.unlink()
     append(log, first)
-    found = looks.look()
+    found = polls.poll()
     assert (found.moved, found.step) == (True, 1)
 
 
 def test_figures_that_are_not_finite_stay(tmp_path: Path) -> None:
-    looks = Looks(TrainerLog(watched(tmp_path)))
+    polls = Polls(TrainerLog(watched(tmp_path)))
     append(tmp_path / "logging.jsonl", '{"loss": NaN, "grad_norm": Infinity, "ok": true, "step": 3}\n')
-    values = looks.look().metrics[0].values
+    values = polls.poll().metrics[0].values
     assert str(values) == "{'loss': nan, 'grad_norm': inf}"
 
 
 def test_the_state_in_checkpoints_serves_where_there_is_no_log(tmp_path: Path) -> None:
-    looks = Looks(TrainerLog(watched(tmp_path, first_step=0)))
+    polls = Polls(TrainerLog(watched(tmp_path, first_step=0)))
     whole = (FIXTURES / "trl-grpo-trainer_state.json").read_text()
     append(
         tmp_path / "checkpoint-3" / "trainer_state.json", (FIXTURES / "trl-grpo-step-3-trainer_state.json").read_text()
     )
-    first = looks.look()
+    first = polls.poll()
     append(tmp_path / "checkpoint-6" / "trainer_state.json", whole[:500])
-    torn = looks.look()
+    torn = polls.poll()
     append(tmp_path / "checkpoint-6" / "trainer_state.json", whole[500:])
     append(tmp_path / "trainer_state.json", whole)
-    second = looks.look()
+    second = polls.poll()
     assert [one.step for one in first.metrics] == [1, 2, 3]
     assert (torn.moved, torn.step) == (False, 3)
     assert (second.moved, [one.step for one in second.metrics]) == (True, [4, 5, 6])
@@ -115,27 +115,27 @@ def test_the_state_in_checkpoints_serves_where_there_is_no_log(tmp_path: Path) -
 
 
 def test_evaluations_belong_to_their_step(tmp_path: Path) -> None:
-    looks = Looks(TrainerLog(watched(tmp_path, first_step=2)))
+    polls = Polls(TrainerLog(watched(tmp_path, first_step=2)))
     append(tmp_path / "checkpoint-4" / "trainer_state.json", (FIXTURES / "trl-cpo-trainer_state.json").read_text())
-    found = looks.look()
+    found = polls.poll()
     assert [one.step for one in found.metrics] == [3, 4]  # 1 and 2 were made by the start before
     assert {"loss", "eval_loss", "nll_loss"} <= set(found.metrics[1].values)
 
 
 def test_a_trainer_that_has_begun_again_is_seen_by_its_steps(tmp_path: Path) -> None:
     """Resumed at step 100, and told to go on from there, it makes steps 1 to 3."""
-    looks = Looks(TrainerLog(watched(tmp_path, first_step=100)))
+    polls = Polls(TrainerLog(watched(tmp_path, first_step=100)))
     append(
         tmp_path / "checkpoint-3" / "trainer_state.json", (FIXTURES / "trl-grpo-step-3-trainer_state.json").read_text()
     )
-    assert looks.look().step == 3
+    assert polls.poll().step == 3
 
 
 def test_an_output_folder_that_cannot_be_read_is_told_once(tmp_path: Path) -> None:
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
-    looks = Looks(TrainerLog(watched(loop)))
-    first, second = looks.looks(2, wait_s=0)
+    polls = Polls(TrainerLog(watched(loop)))
+    first, second = polls.polls(2, wait_s=0)
     assert "expected an output folder that the job may read" in first.problem
     assert (first.moved, second.problem) == (False, "")
 
@@ -144,24 +144,24 @@ def test_it_looks_once_a_second(tmp_path: Path) -> None:
     source = TrainerLog(watched(tmp_path))
     source.poll(0.0)
     append(tmp_path / "logging.jsonl", line(1))
-    assert not source.poll(trainer_log.LOOK_S / 2).moved
-    assert source.poll(trainer_log.LOOK_S).moved
+    assert not source.poll(trainer_log.POLL_S / 2).moved
+    assert source.poll(trainer_log.POLL_S).moved
 
 
 def test_it_sees_a_program_that_makes_no_more_steps(tmp_path: Path, start: Start) -> None:
-    looks = Looks(TrainerLog(watched(tmp_path)))
+    polls = Polls(TrainerLog(watched(tmp_path)))
     program = start(STEPS, tmp_path / "logging.jsonl", "lines", '{"loss": 1.0, "global_step/max_steps": "STEP/9"}\n')
-    looks.until_moved()
-    looks.until_moved_again()
+    polls.until_moved()
+    polls.until_moved_again()
     program.stop()
-    looks.look()  # what was written before
-    assert not any(reading.moved for reading in looks.looks(3))
+    polls.poll()  # what was written before
+    assert not any(reading.moved for reading in polls.polls(3))
 
 
 def test_it_is_blind_to_a_rank_that_does_not_write(tmp_path: Path, start: Start) -> None:
     start(STEPS, tmp_path / "logging.jsonl", "lines", '{"loss": 1.0, "global_step/max_steps": "STEP/9"}\n')
     other = start(STEPS, tmp_path / "rank-1.txt", "lines", "STEP\n")
-    looks = Looks(TrainerLog(watched(tmp_path, pids=[other.pid])))
-    looks.until_moved()
+    polls = Polls(TrainerLog(watched(tmp_path, pids=[other.pid])))
+    polls.until_moved()
     other.stop()
-    looks.until_moved_again()
+    polls.until_moved_again()

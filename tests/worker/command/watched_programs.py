@@ -89,21 +89,21 @@ def watched(
     return Watched(trainer(**changes), folder, at_s, first_step, logs, lambda: pids)
 
 
-class Looks:
+class Polls:
     """A source, looked at with a clock that is as far ahead at every look as it likes to have it."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
         self.now_s = 1000.0
 
-    def look(self) -> Reading:
+    def poll(self) -> Reading:
         self.now_s += 10
         return self.source.poll(self.now_s)
 
-    def looks(self, num: int, wait_s: float = 0.1) -> list[Reading]:
+    def polls(self, num: int, wait_s: float = 0.1) -> list[Reading]:
         found = []
         for _ in range(num):
-            found.append(self.look())
+            found.append(self.poll())
             time.sleep(wait_s)
         return found
 
@@ -111,7 +111,7 @@ class Looks:
         found: list[Reading] = []
 
         def has_moved() -> bool:
-            found.append(self.look())
+            found.append(self.poll())
             return found[-1].moved
 
         wait_until(has_moved)

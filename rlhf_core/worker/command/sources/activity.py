@@ -6,14 +6,16 @@ spins in a collective (NCCL does, and the GPU is then as busy as in training).
 
 import contextlib
 import time
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import psutil
 
 from rlhf_core.schemas.command_trainer import ProgressSource
 from rlhf_core.worker.command.following import ToldOnce
 from rlhf_core.worker.command.observation import Reading, Watched
+from rlhf_core.worker.inspection import descendants_of
 
 SAMPLE_S = 2.0
 """Least time between two samples in seconds: processor time is counted in hundredths of a second."""
@@ -26,7 +28,7 @@ _DRIVER = Path("/dev/nvidiactl")
 
 
 class _Usage(NamedTuple):
-    """What a process has used since it began."""
+    """Use of processor and files of a process since it began."""
 
     cpu_s: float
     io_bytes: float
@@ -35,7 +37,7 @@ class _Usage(NamedTuple):
 class Activity:
     """Use of processor, files and GPUs since the sample before, of the rank's processes and their descendants."""
 
-    kind = ProgressSource.ACTIVITY
+    kind: ClassVar = ProgressSource.ACTIVITY
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
@@ -72,7 +74,7 @@ class Activity:
         return Reading(moved=is_busy, problem=problem)
 
 
-def _processes(pids: Any) -> list[psutil.Process]:
+def _processes(pids: Iterable[int]) -> list[psutil.Process]:
     found = []
     for pid in pids:
         with contextlib.suppress(psutil.Error):
@@ -83,8 +85,8 @@ def _processes(pids: Any) -> list[psutil.Process]:
 def _with_descendants(processes: list[psutil.Process]) -> list[psutil.Process]:
     found = {process.pid: process for process in processes}
     for process in processes:
-        with contextlib.suppress(psutil.Error):
-            found |= {child.pid: child for child in process.children(recursive=True)}
+        with contextlib.suppress(OSError):
+            found |= {child.pid: child for child in _processes(descendants_of(process.pid))}
     return list(found.values())
 
 

@@ -12,14 +12,14 @@ from rlhf_core.worker.command.following import ToldOnce
 from rlhf_core.worker.command.found_checkpoints import CheckpointContent, WatchedCheckpoints
 from rlhf_core.worker.command.observation import Reading, Watched
 
-LOOK_S = 1.0
-"""Time between two looks in seconds: a look asks for the size of every file of every checkpoint."""
+POLL_S = 1.0
+"""Least time between two readings in seconds: each asks for the size of every file of every checkpoint."""
 
 
 class Checkpoints:
     """New checkpoints in the output folder. While one grows, the phase is ``checkpoint``."""
 
-    kind = ProgressSource.CHECKPOINTS
+    kind: ClassVar = ProgressSource.CHECKPOINTS
 
     def __init__(self, watched: Watched) -> None:
         self._checkpoints = WatchedCheckpoints(watched.trainer, watched.output_dir)
@@ -28,7 +28,7 @@ class Checkpoints:
         self._contents: dict[Path, CheckpointContent | None] = {}
         self._complete: set[Path] = set()
         self._step: int | None = None
-        self._next_look_s = float("-inf")
+        self._next_poll_s = float("-inf")
         self._problem = ""
         try:
             for one in self._checkpoints.find(0.0):
@@ -37,10 +37,10 @@ class Checkpoints:
             self._problem = _in_words(error)
 
     def poll(self, now_s: float) -> Reading:
-        """Look once a second; between two looks there is no news."""
-        if now_s < self._next_look_s:
+        """Read once a second; between two readings there is no news."""
+        if now_s < self._next_poll_s:
             return Reading(step=self._step)
-        self._next_look_s = now_s + LOOK_S
+        self._next_poll_s = now_s + POLL_S
         try:
             found = self._checkpoints.find(now_s)
         except OSError as error:

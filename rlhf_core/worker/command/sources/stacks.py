@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rlhf_core.schemas.command_trainer import ProgressSource
 from rlhf_core.worker.command.following import ToldOnce
@@ -23,7 +23,7 @@ from rlhf_core.worker.evidence import find_py_spy
 SAMPLE_S = 5.0
 """Least time between the beginnings of two samples in seconds."""
 TIMEOUT_S = 20.0
-"""How long a sample may take in seconds."""
+"""Longest time for a sample in seconds."""
 MAX_PROCESSES = 4
 """Processes of the rank that are looked at."""
 
@@ -34,7 +34,7 @@ Stack = tuple[tuple[str, str, int], ...]
 class Stacks:
     """Python stacks of all threads of the rank's processes, compared with those of the sample before."""
 
-    kind = ProgressSource.STACKS
+    kind: ClassVar = ProgressSource.STACKS
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched

@@ -12,12 +12,12 @@ from rlhf_core.schemas.command_trainer import ProgressSource
 from rlhf_core.worker.command.following import ToldOnce, by_step, is_of_this_start, numbers_of
 from rlhf_core.worker.command.observation import Reading, StepFigures, Watched
 
-LOOK_S = 0.5
-"""Time between two looks in seconds."""
-MAX_BYTES_PER_LOOK = 1 << 20
-"""What is read of a log at once at most; the rest follows at the next look."""
+POLL_S = 0.5
+"""Least time between two readings in seconds."""
+MAX_BYTES_PER_POLL = 1 << 20
+"""Most that is read of a log at once; the rest follows at the next poll."""
 MAX_LINE_CHARACTERS = 4_000
-"""What of a line a pattern is held against: some patterns take very long over very long lines."""
+"""Beginning of a line that a pattern is held against: some patterns take very long over very long lines."""
 _LINE_END = re.compile(rb"[\r\n]+")
 STEP_GROUP = "step"
 
@@ -25,7 +25,7 @@ STEP_GROUP = "step"
 class Stdout:
     """Lines of output that show progress. A line about a step shows it only if its pattern had another step before."""
 
-    kind = ProgressSource.STDOUT
+    kind: ClassVar = ProgressSource.STDOUT
 
     def __init__(self, watched: Watched) -> None:
         self._patterns = [re.compile(pattern) for pattern in watched.trainer.stdout_patterns]
@@ -33,13 +33,13 @@ class Stdout:
         self._step: int | None = None
         self._told = ToldOnce()
         self._logs = [_Log(path, watched) for path in watched.logs]
-        self._next_look_s = float("-inf")
+        self._next_poll_s = float("-inf")
 
     def poll(self, now_s: float) -> Reading:
-        """Look twice a second; between two looks there is no news."""
-        if now_s < self._next_look_s:
+        """Read twice a second; between two readings there is no news."""
+        if now_s < self._next_poll_s:
             return Reading(step=self._step)
-        self._next_look_s = now_s + LOOK_S
+        self._next_poll_s = now_s + POLL_S
         moved, problem = False, ""
         figures: list[StepFigures] = []
         for log in self._logs:
@@ -75,7 +75,7 @@ class _Log:
     """One log, followed as it grows; carriage returns end a line as newlines do.
 
     A progress bar begins its line with the carriage return and leaves it without an end. What is there is therefore
-    taken for a line once it has stayed the same from one look to the next; if it goes on all the same, it is read
+    taken for a line once it has stayed the same from one poll to the next; if it goes on all the same, it is read
     again as a whole.
     """
 
@@ -89,7 +89,7 @@ class _Log:
             if not is_of_this_start(path, watched):
                 self._offset = path.stat().st_size
         except OSError:
-            pass  # not there yet, or told at the first look
+            pass  # not there yet, or told at the first poll
 
     def new_lines(self) -> list[str]:
         try:
@@ -99,11 +99,11 @@ class _Log:
             self._changed_ns = found.st_mtime_ns
             with open_regular(self._path, follow_link=True) as file:
                 file.seek(self._offset)
-                block = file.read(MAX_BYTES_PER_LOOK)
+                block = file.read(MAX_BYTES_PER_POLL)
         except (FileNotFoundError, NotADirectoryError, UnfitFile):
             return []
         *lines, rest = _LINE_END.split(block)
-        if not lines and len(rest) == MAX_BYTES_PER_LOOK:
+        if not lines and len(rest) == MAX_BYTES_PER_POLL:
             lines, rest = [rest], b""  # one endless line: its beginning is looked at, the rest is the next one
         self._offset += len(block) - len(rest)
         is_same = rest == self._rest and not lines

@@ -14,23 +14,23 @@ import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 from rlhf_core.files import open_regular
 from rlhf_core.schemas.command_trainer import STEP_FIELD, CommandTrainer, ProgressSource
 from rlhf_core.worker.command.following import ToldOnce, by_step
 from rlhf_core.worker.command.observation import Reading, StepFigures, Watched
 
-LOOK_S = 1.0
-"""Time between two looks in seconds."""
+POLL_S = 1.0
+"""Least time between two readings in seconds."""
 SEARCH_S = 5.0
 """Time between two searches for new files in seconds."""
 MAX_FOLDERS = 2_000
 """Folders that are searched at most, folders of checkpoints not counted."""
 MAX_RECORD_BYTES = 256 << 10
 """Largest record that is read; a scalar has some 60 bytes, and larger ones are images, texts and histograms."""
-MAX_BYTES_PER_LOOK = 1 << 20
-"""What is read at once at most, so that a poll stays short; the rest follows at the next look."""
+MAX_BYTES_PER_POLL = 1 << 20
+"""Most that is read at once, so that a poll stays short; the rest follows at the next one."""
 _NAME = re.compile(r"events\.out\.tfevents\..+")
 _HEADER, _FOOTER = 12, 4
 _CHECKED_LENGTH = struct.Struct("<QI")
@@ -41,20 +41,20 @@ _DT_FLOAT, _DT_DOUBLE = 1, 2
 class TensorBoard:
     """Scalars that were written since the start."""
 
-    kind = ProgressSource.TENSORBOARD
+    kind: ClassVar = ProgressSource.TENSORBOARD
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
         self._told = ToldOnce()
         self._files: dict[Path, _EventFile] = {}
         self._step: int | None = None
-        self._next_look_s = self._next_search_s = float("-inf")
+        self._next_poll_s = self._next_search_s = float("-inf")
 
     def poll(self, now_s: float) -> Reading:
-        """Look once a second; between two looks there is no news."""
-        if now_s < self._next_look_s:
+        """Read once a second; between two readings there is no news."""
+        if now_s < self._next_poll_s:
             return Reading(step=self._step)
-        self._next_look_s = now_s + LOOK_S
+        self._next_poll_s = now_s + POLL_S
         problem, figures = "", []
         try:
             if now_s >= self._next_search_s:
@@ -108,7 +108,7 @@ class _Record(NamedTuple):
 
 
 class _EventFile:
-    """One event file, read from where the last look ended."""
+    """One event file, read on from its last whole record."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -118,7 +118,7 @@ class _EventFile:
         """Sentence on a record that is damaged: nothing behind it can be read."""
 
     def new_scalars(self, started_at_s: float) -> list[StepFigures]:
-        """Scalars since the last look that were written after the start.
+        """Scalars since the last call that were written after the start.
 
         Raises:
             OSError: the file is there and cannot be read.
@@ -134,7 +134,7 @@ class _EventFile:
             return []
         if found.st_size < self._offset and mark[0] > self._mark[0]:
             self._offset, self.problem = 0, ""
-        end = self._offset + MAX_BYTES_PER_LOOK
+        end = self._offset + MAX_BYTES_PER_POLL
         figures: list[StepFigures] = []
         with open_regular(self._path) as file:
             for record in self._records(file, found.st_size):

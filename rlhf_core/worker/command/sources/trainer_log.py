@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rlhf_core.files import read_document
 from rlhf_core.schemas.command_trainer import ProgressSource
@@ -23,11 +23,11 @@ from rlhf_core.worker.command.following import (
     numbers_of,
     output_folders,
 )
-from rlhf_core.worker.command.found_checkpoints import find_checkpoints
+from rlhf_core.worker.command.found_checkpoints import checkpoint_folders
 from rlhf_core.worker.command.observation import Reading, StepFigures, Watched
 
-LOOK_S = 1.0
-"""Time between two looks in seconds."""
+POLL_S = 1.0
+"""Least time between two readings in seconds."""
 LOG_NAMES = ("logging.jsonl", "trainer_log.jsonl")
 STATE_NAME = "trainer_state.json"
 SUMMARY_KEY = "log_history"
@@ -42,7 +42,7 @@ _STEP = re.compile(r"(\d+)(?:/\d+)?")
 class TrainerLog:
     """Lines of the trainer's log that have come since its start."""
 
-    kind = ProgressSource.TRAINER_LOG
+    kind: ClassVar = ProgressSource.TRAINER_LOG
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
@@ -51,7 +51,7 @@ class TrainerLog:
         self._states: dict[Path, tuple[int, int]] = {}
         self._step: int | None = None
         self._told_step = watched.first_step
-        self._next_look_s = float("-inf")
+        self._next_poll_s = float("-inf")
         self._problem = ""
         try:
             for log in self._known_logs():
@@ -62,10 +62,10 @@ class TrainerLog:
             self._problem = _in_words(error)
 
     def poll(self, now_s: float) -> Reading:
-        """Look once a second; between two looks there is no news."""
-        if now_s < self._next_look_s:
+        """Read once a second; between two readings there is no news."""
+        if now_s < self._next_poll_s:
             return Reading(step=self._step)
-        self._next_look_s = now_s + LOOK_S
+        self._next_poll_s = now_s + POLL_S
         problem, self._problem = self._problem, ""
         moved, figures = False, []
         try:
@@ -107,7 +107,8 @@ class TrainerLog:
 
     def _present_states(self) -> Iterator[tuple[Path, tuple[int, int]]]:
         """State files of the checkpoints and of the output folder, with the marks that change when one is written."""
-        folders = [one.path for one in find_checkpoints(self._watched.trainer, self._watched.output_dir)]
+        found_checkpoints = checkpoint_folders(self._watched.trainer, self._watched.output_dir)
+        folders = [path for _, path in sorted(found_checkpoints)]
         for folder in [*folders, *output_folders(self._watched.output_dir)]:
             path = folder / STATE_NAME
             try:

@@ -1,0 +1,57 @@
+"""Sights of the sources of progress: what `rlhf check` prints is what their modules say."""
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from watched_programs import watched
+
+from rlhf_core.schemas.command_trainer import SIGHTS, ProgressSource
+from rlhf_core.worker.command.sources.activity import Activity
+from rlhf_core.worker.command.sources.checkpoints import Checkpoints
+from rlhf_core.worker.command.sources.stacks import Stacks
+from rlhf_core.worker.command.sources.stdout import Stdout
+from rlhf_core.worker.command.sources.tensorboard import TensorBoard
+from rlhf_core.worker.command.sources.trainer_log import TrainerLog
+
+FROM_OUTSIDE: tuple[Any, ...] = (
+    TrainerLog,
+    TensorBoard,
+    Stdout,
+    Checkpoints,
+    Activity,
+    Stacks,
+)
+
+
+@pytest.mark.parametrize("make", FROM_OUTSIDE)
+def test_a_module_says_what_its_source_sees_and_is_blind_to(make: Any) -> None:
+    sight = SIGHTS[make.kind]
+    text = " ".join((inspect.getmodule(make).__doc__ or "").split())
+    assert f"Sees {sight.sees}" in text
+    assert f"Blind to {sight.blind.partition(';')[0].partition(',')[0]}" in text
+
+
+def test_each_reads_an_output_folder_that_is_not_there_yet(tmp_path: Path) -> None:
+    for make in FROM_OUTSIDE:
+        reading = make(watched(tmp_path / "missing", logs=[tmp_path / "missing.log"])).poll(0.0)
+        assert (reading.moved, reading.step, reading.problem) == (False, None, "")
+
+
+def test_the_kinds_differ() -> None:
+    assert len({make.kind for make in FROM_OUTSIDE}) == len(FROM_OUTSIDE)
+    assert set(ProgressSource) - {make.kind for make in FROM_OUTSIDE} == {
+        ProgressSource.CALLBACK,
+        ProgressSource.COLLECTIVES,
+    }
+
+
+def test_none_of_them_loads_torch() -> None:
+    """A worker for each rank would otherwise hold half a GiB and begin seconds later."""
+    names = [inspect.getmodule(make).__name__ for make in FROM_OUTSIDE]
+    names += ["rlhf_core.worker.command.health", "rlhf_core.worker.command.metric_names"]
+    code = f"import sys, {', '.join(names)}; sys.exit('torch' in sys.modules or 'tensorboard' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
