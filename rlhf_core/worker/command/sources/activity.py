@@ -37,7 +37,7 @@ class _Usage(NamedTuple):
 class Activity:
     """Use of processor, files and GPUs since the sample before, of the rank's processes and their descendants."""
 
-    kind: ClassVar = ProgressSource.ACTIVITY
+    kind = ProgressSource.ACTIVITY
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched

@@ -19,7 +19,7 @@ POLL_S = 1.0
 class Checkpoints:
     """New checkpoints in the output folder. While one grows, the phase is ``checkpoint``."""
 
-    kind: ClassVar = ProgressSource.CHECKPOINTS
+    kind = ProgressSource.CHECKPOINTS
 
     def __init__(self, watched: Watched) -> None:
         self._checkpoints = WatchedCheckpoints(watched.trainer, watched.output_dir)

@@ -34,7 +34,7 @@ Stack = tuple[tuple[str, str, int], ...]
 class Stacks:
     """Python stacks of all threads of the rank's processes, compared with those of the sample before."""
 
-    kind: ClassVar = ProgressSource.STACKS
+    kind = ProgressSource.STACKS
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched

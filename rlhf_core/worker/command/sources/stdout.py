@@ -25,7 +25,7 @@ STEP_GROUP = "step"
 class Stdout:
     """Lines of output that show progress. A line about a step shows it only if its pattern had another step before."""
 
-    kind: ClassVar = ProgressSource.STDOUT
+    kind = ProgressSource.STDOUT
 
     def __init__(self, watched: Watched) -> None:
         self._patterns = [re.compile(pattern) for pattern in watched.trainer.stdout_patterns]

@@ -41,7 +41,7 @@ _DT_FLOAT, _DT_DOUBLE = 1, 2
 class TensorBoard:
     """Scalars that were written since the start."""
 
-    kind: ClassVar = ProgressSource.TENSORBOARD
+    kind = ProgressSource.TENSORBOARD
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched

@@ -42,7 +42,7 @@ _STEP = re.compile(r"(\d+)(?:/\d+)?")
 class TrainerLog:
     """Lines of the trainer's log that have come since its start."""
 
-    kind: ClassVar = ProgressSource.TRAINER_LOG
+    kind = ProgressSource.TRAINER_LOG
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
