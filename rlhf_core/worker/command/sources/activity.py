@@ -8,7 +8,7 @@ import contextlib
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 

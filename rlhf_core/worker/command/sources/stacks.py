@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from rlhf_core.schemas.command_trainer import ProgressSource
 from rlhf_core.worker.command.following import ToldOnce

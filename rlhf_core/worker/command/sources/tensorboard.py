@@ -14,7 +14,7 @@ import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from rlhf_core.files import open_regular
 from rlhf_core.schemas.command_trainer import STEP_FIELD, CommandTrainer, ProgressSource

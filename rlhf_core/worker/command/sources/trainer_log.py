@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from rlhf_core.files import read_document
 from rlhf_core.schemas.command_trainer import ProgressSource
