@@ -116,8 +116,8 @@ def cpu(facts: Facts) -> Iterator[Finding]:
         )
     elif not gpus and not told and arguments.is_whole:
         yield blocked(
-            f"{facts.spec.num_ranks} ranks without GPUs, and nothing tells the program to use the CPU: accelerate forms "
-            "no group then, and every rank believes that it is alone",
+            f"{facts.spec.num_ranks} ranks without GPUs, and nothing tells the program to use the CPU: accelerate then "
+            "forms no group, and every rank believes that it is alone",
             "ranks that know of each other",
             "add --use_cpu true, or ACCELERATE_USE_CPU=true to trainer.variables",
         )
