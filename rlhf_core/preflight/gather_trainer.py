@@ -69,6 +69,8 @@ def _with_program(
     if not side.folder and setup:
         return replace(side, unseen=f"the shell lines before it decide what is found: {setup[0]}")
     first = next(iter(_command(line)), "")
+    if "{" in first:
+        return replace(side, unseen=f"only the run fills {first} in")
     search = trainer.variables.get("PATH") or place.variables.get("PATH") or os.defpath
     program = find_program(first, side.folder, search) if first else None
     python = Path(side.folder, "bin", "python") if side.folder else interpreter_of(program) if program else None

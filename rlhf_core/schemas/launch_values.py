@@ -25,6 +25,7 @@ def values_of_spec(spec: RunSpec) -> dict[str, str]:
         "ranks_per_node": str(resources.ranks_per_node),
         "num_ranks": str(spec.num_ranks),
         "gpus_per_node": str(resources.gpus_per_node),
+        "use_cpu": "false" if resources.gpus_per_node else "true",
         "num_steps": str(spec.total_steps),
         "checkpoint_every": str(spec.checkpoint.every_num_steps),
         "keep_last": str(spec.checkpoint.keep_last),

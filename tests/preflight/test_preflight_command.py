@@ -18,6 +18,7 @@ from rlhf_core.schemas.run import RunSpec
 BLOCKED, WARNING, SKIPPED, PASSED = CheckStatus.BLOCKED, CheckStatus.WARNING, CheckStatus.SKIPPED, CheckStatus.PASSED
 NODES = "--nnodes {num_nodes} --nproc_per_node {ranks_per_node} --node_rank {node_rank} --master_addr {master_addr}"
 STEPS = "--max_steps {num_steps} --save_steps {checkpoint_every} --output_dir {output_dir} --report_to tensorboard"
+STEPS += " --use_cpu true"
 BATCH = "--per_device_train_batch_size 4 --gradient_accumulation_steps 1 --num_generations 4"
 TORCHRUN = f"torchrun {NODES} --master_port {{master_port}} /d/train.py {STEPS} {BATCH}"
 SWIFT = f"swift rlhf --rlhf_type grpo {STEPS} --add_version false {BATCH}"
@@ -76,12 +77,17 @@ def command(
     )
 
 
+def without(text: str, line: str = TORCHRUN) -> str:
+    assert text in line
+    return line.replace(text, "")
+
+
 def swift(line: str = SWIFT, **changes: Any) -> Facts:
     return command(line, framework="swift", **{"environment": "swift", **changes})
 
 
 def on_gpus(line: str, weight_bytes: int = 0, kind: str = "NVIDIA L4", **changes: Any) -> Facts:
-    facts = command(line, sections={"resources": {"gpus_per_node": 2}}, **changes)
+    facts = command(without(" --use_cpu true", line), sections={"resources": {"gpus_per_node": 2}}, **changes)
     nodes = ("a", "b")
     inventory = FakeScheduler(
         nodes=nodes, gpus_per_node=2, node_gpus=dict.fromkeys(nodes, 2), node_gpu_types=dict.fromkeys(nodes, kind)
@@ -117,6 +123,8 @@ GOOD = {
     "swift with folders of versions": swift(
         SWIFT.replace("--add_version false", ""), checkpoint_name="*/checkpoint-{step}"
     ),
+    "told by a variable": command(without("--use_cpu true"), variables={"ACCELERATE_USE_CPU": "{use_cpu}"}),
+    "a script of rlhf-flows": command(without("--use_cpu true").replace("/d/train.py", "{drivers}/trl_train.py")),
     "a script": command(
         f"torchrun {NODES} --master_port {{master_port}} /d/train.py --steps {{num_steps}} --out {{output_dir}}",
         framework="script",
@@ -134,11 +142,6 @@ def test_a_good_run_of_another_program_has_no_warning(facts: Facts) -> None:
 
 def with_deepspeed(content: Mapping[str, Any], more: str = "") -> Facts:
     return command(f"{TORCHRUN} --deepspeed /d/ds.json {more}", side={"deepspeed": content})
-
-
-def without(text: str, line: str = TORCHRUN) -> str:
-    assert text in line
-    return line.replace(text, "")
 
 
 ONE_NODE = {"resources": {"num_nodes": 1}}
@@ -173,6 +176,7 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
         "3 epochs",
     ),
     ("command.steps", WARNING, command(without("--max_steps {num_steps}"), framework="script"), "put {num_steps}"),
+    ("command.steps", SKIPPED, command(without("--max_steps {num_steps}"), framework="openrlhf"), "episodes"),
     ("command.saving", WARNING, command(TORCHRUN.replace("{checkpoint_every}", "50")), "--save_steps 50"),
     ("command.saving", WARNING, command(without("--save_steps {checkpoint_every}")), "every 500 steps"),
     ("command.saving", BLOCKED, command(f"{TORCHRUN} --save_strategy no"), "--save_strategy no"),
@@ -182,8 +186,8 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("command.resume", BLOCKED, command(f"{TORCHRUN} --save_only_model"), "state of the optimizer"),
     ("command.resume", BLOCKED, command(f"{TORCHRUN} --resume_from_checkpoint /a"), "take it out of trainer.argv"),
     ("command.resume", WARNING, command(resume="none"), "at step 0"),
-    ("command.resume", BLOCKED, command(framework="openrlhf"), "_actor/global_step{step}"),
-    ("command.resume", BLOCKED, command(framework="openrlhf"), "--load_checkpoint"),
+    ("command.resume", BLOCKED, command(framework="openrlhf"), "ckpt/_actor/global_step{step}"),
+    ("command.resume", BLOCKED, command(framework="openrlhf"), "--ckpt.load_enable"),
     ("command.nodes", BLOCKED, command(without("--nnodes {num_nodes}")), "knows of 1"),
     ("command.nodes", BLOCKED, command(without("--node_rank {node_rank}")), "is not told which one it is on"),
     ("command.nodes", BLOCKED, command(TORCHRUN.replace("{node_rank}", "0")), "0 as its rank on every one"),
@@ -209,6 +213,9 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
         command(TORCHRUN.replace("--num_generations 4", "--num_generations 6")),
         "16 completions",
     ),
+    ("command.cpu", WARNING, command(without("--use_cpu true")), "every rank believes that it is alone"),
+    ("command.cpu", BLOCKED, swift(without("--use_cpu true", SWIFT)), "ACCELERATE_USE_CPU=true"),
+    ("command.cpu", WARNING, command(sections={"resources": {"gpus_per_node": 2}}), "training on the GPUs"),
     ("command.batch", BLOCKED, command(TORCHRUN.replace("--num_generations 4", "--num_generations 1")), "at least 2"),
     ("command.batch", BLOCKED, command(f"{TORCHRUN} --generation_batch_size 30"), "--generation_batch_size = 30"),
     ("command.batch", BLOCKED, swift(without(BATCH, SWIFT)), "4 completions at once, --num_generations 8"),

@@ -94,6 +94,12 @@ def test_what_only_the_nodes_see_is_not_judged_here(tmp_path: Path) -> None:
     assert "swift.sqsh" in inspected(tmp_path, ["swift"], container).unseen
 
 
+def test_a_program_whose_folder_only_the_run_knows_is_not_judged(tmp_path: Path) -> None:
+    side = inspected(tmp_path, ["{run_dir}/start.sh", "{node_rank}"])
+    assert (side.problem, side.program, side.missing_files) == ("", "", ())
+    assert "{run_dir}/start.sh" in side.unseen
+
+
 def test_scripts_and_configs_that_are_not_there_are_named(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     whole, there = str(tmp_path / "train.py"), str(tmp_path)

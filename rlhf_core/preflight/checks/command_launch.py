@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from rlhf_core.preflight.facts import Facts
-from rlhf_core.preflight.launch_arguments import arguments_of
+from rlhf_core.preflight.launch_arguments import TRANSFORMERS, TrainerArguments, arguments_of
 from rlhf_core.preflight.launch_shape import FROM_ENVIRONMENT, LaunchShape, launch_shape
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
 from rlhf_core.schemas.launch_values import command_trainer
@@ -97,3 +97,34 @@ def ranks(facts: Facts) -> Iterator[Finding]:
             "the same number",
             f"write {{ranks_per_node}} into trainer.argv, or set resources.ranks_per_node={per_node}",
         )
+
+
+@check("command.cpu", trainer="command")
+def cpu(facts: Facts) -> Iterator[Finding]:
+    """Ranks of transformers on nodes without GPUs each train alone, unless they are told to use the CPU."""
+    arguments, gpus = arguments_of(facts), facts.spec.resources.gpus_per_node
+    if arguments.trainer.framework not in TRANSFORMERS or facts.spec.num_ranks == 1:
+        return
+    options = {**arguments.side.launcher_settings, **arguments.line.launcher_options}
+    by_variable = arguments.variables.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+    told = arguments.is_on("use_cpu") or by_variable or "cpu" in options or options.get("use_cpu") == "true"
+    if gpus and told:
+        yield warning(
+            f"resources.gpus_per_node = {gpus}, and the program is told to use the CPU",
+            "training on the GPUs that are asked for",
+            "take --use_cpu and ACCELERATE_USE_CPU out, or set resources.gpus_per_node=0",
+        )
+    elif not gpus and not told and arguments.is_whole and not _is_ours(arguments):
+        # A script may say it in its own code.
+        report = blocked if arguments.is_known_program else warning
+        yield report(
+            f"{facts.spec.num_ranks} ranks without GPUs, and nothing tells the program to use the CPU: accelerate then "
+            "forms no group, and every rank believes that it is alone",
+            "ranks that know of each other",
+            "add --use_cpu true, or ACCELERATE_USE_CPU=true to trainer.variables",
+        )
+
+
+def _is_ours(arguments: TrainerArguments) -> bool:
+    """Return True for the scripts that come with rlhf-flows, which look for GPUs themselves."""
+    return any(word.startswith("{drivers}/") for word in arguments.line.program)

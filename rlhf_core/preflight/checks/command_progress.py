@@ -32,6 +32,8 @@ def steps(facts: Facts) -> Iterator[Finding]:
             )
     elif _is_told(facts, "num_steps"):
         yield passed(f"the program is told of {planned} steps")
+    elif arguments.trainer.framework == "openrlhf":
+        yield skipped("OpenRLHF counts episodes and samples; how many steps they are is not worked out here")
     elif epochs is not None or arguments.trainer.framework in TRANSFORMERS:
         given = f"{epochs} epochs" if epochs is not None else "its own number of epochs"
         yield warning(
@@ -107,13 +109,13 @@ def _resume_problems(arguments: TrainerArguments) -> Iterator[tuple[str, str, st
             yield (
                 f"trainer.checkpoint_name = {trainer.checkpoint_name}, the name that transformers has",
                 "the name that OpenRLHF has",
-                'set trainer.checkpoint_name = "_actor/global_step{step}", and trainer.checkpoint_complete likewise',
+                'set trainer.checkpoint_name = "ckpt/_actor/global_step{step}" with --ckpt.path {output_dir}/ckpt',
             )
         if trainer.resume == "argument" and "--resume_from_checkpoint" in trainer.resume_argv:
             yield (
                 "trainer.resume_argv has --resume_from_checkpoint, which OpenRLHF does not know",
-                "--load_checkpoint, with which it goes on from the newest checkpoint of --ckpt_path",
-                'set trainer.resume = "in_place" and add --load_checkpoint to trainer.argv',
+                "--ckpt.load_enable, with which it goes on from the newest checkpoint of --ckpt.path",
+                'set trainer.resume = "in_place" and add --ckpt.load_enable to trainer.argv',
             )
 
 
