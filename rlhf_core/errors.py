@@ -31,6 +31,7 @@
         ├── DiskFull                no room for a checkpoint; older checkpoints are untouched
         ├── NonFiniteLoss           loss or gradient norm is NaN or infinite
         ├── DegenerateRl            training learns nothing: no gradient, identical completions, a reward that is gone
+        ├── TrainerIncomplete       another program that trains ended too early, or began anew
         └── ResumeMismatch          a checkpoint does not fit this run (ranks, model, spec)
 
 A message says what was found, what was expected and what to do. Errors stay picklable: one message argument.

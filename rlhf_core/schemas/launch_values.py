@@ -33,7 +33,6 @@ def values_of_spec(spec: RunSpec) -> dict[str, str]:
         "model": spec.model.path,
         "train": spec.data.train,
         "eval": spec.data.eval,
-        "use_cpu": "false" if resources.gpus_per_node else "true",
     }
 
 

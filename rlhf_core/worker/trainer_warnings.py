@@ -12,7 +12,7 @@ from rlhf_core.worker.event_log import EventLog
 from rlhf_core.worker.exit_reports import Failure
 from rlhf_core.worker.leader import Leader, record_decision, record_incident
 
-LOOK_INTERVAL_S = 1.0
+POLL_INTERVAL_S = 1.0
 """Interval at which the file is looked at, in seconds."""
 REASON = "a warning: training goes on, and it is for a person to judge"
 
@@ -24,7 +24,7 @@ class TrainerWarnings:
         self._leader = leader
         self._events = events
         self._num_taken: dict[int, int] = {}
-        self._look_at_s = 0.0
+        self._next_poll_s = 0.0
 
     def take(self, restart_dir: RestartDir, *, now: bool = False) -> None:
         """Take what is new.
@@ -34,9 +34,9 @@ class TrainerWarnings:
             now: The trainer has ended: look at once.
         """
         now_s = time.monotonic()
-        if now_s < self._look_at_s and not now:
+        if now_s < self._next_poll_s and not now:
             return
-        self._look_at_s = now_s + LOOK_INTERVAL_S
+        self._next_poll_s = now_s + POLL_INTERVAL_S
         taken = self._num_taken.get(restart_dir.restart, 0)
         found = read_models(restart_dir.warnings, TrainerWarning)
         for warning in found[taken:]:

@@ -148,7 +148,8 @@ def test_roles_alone_names_functions_of_training() -> None:
         if isinstance(node, ast.Constant) and re.fullmatch(r"rlhf_core\.training\.[\w.]+:\w+", str(node.value))
     }
     assert naming == {"roles.py"}
-    assert importers("rlhf_core.training", late=False) == {"roles.py", "worker_process.py"}
+    followers = {"follower.py", "job_record.py", "launch.py", "published.py", "save_requests.py"}
+    assert importers("rlhf_core.training", late=False) == {"roles.py", "worker_process.py", *followers}
     assert importers("rlhf_core.training", late=True) == set()
     used = {
         name for tree in WORKER.values() for name in imports(tree, late=False) if name.startswith("rlhf_core.training")

@@ -18,7 +18,7 @@ from rlhf_core.diagnosis.signatures import SIGNATURES, match_line, may_tell
 from rlhf_core.schemas.failures import FailureKind
 
 NUMBERED = list(enumerate(SIGNATURES))
-NOT_IN_LOGS = {FailureKind.HANG, FailureKind.NODE_UNFIT, FailureKind.DEGENERATE_RL}
+NOT_IN_LOGS = {FailureKind.HANG, FailureKind.NODE_UNFIT, FailureKind.DEGENERATE_RL, FailureKind.INCOMPLETE}
 """Kinds that no line of a log shows: they come from the watch, the probe and the trainer itself."""
 FROM_EXIT_CODES = {FailureKind.WORKER_KILLED, FailureKind.AGENT_KILLED}
 """A log shows that something was killed, but not by whom."""

@@ -28,6 +28,7 @@ HOPELESS = [
     FailureKind.SHAPE,
     FailureKind.DISK_FULL,
     FailureKind.COLLECTIVE_MISMATCH,
+    FailureKind.INCOMPLETE,
     FailureKind.USER_CANCEL,
 ]
 NEEDS_A_REMEDY = [FailureKind.CUDA_OOM, FailureKind.NON_FINITE, FailureKind.DEGENERATE_RL]

@@ -73,7 +73,7 @@ class Follower:
         self._first_step = int(self._place.values["checkpoint_step"])
         self._step = self._first_step
         self._phase = Phase.SETUP
-        self._heard_strong = False
+        self._has_strong = False
         self._num_strong = 0
         self._next_poll_s = 0.0
         self._child: subprocess.Popen[bytes] | None = None
@@ -230,9 +230,9 @@ class Follower:
         self._note_collectives()
         self._note_steps(readings)
         strong = any(one.moved and SIGHTS[kind].is_strong for kind, one in readings)
-        self._heard_strong = self._heard_strong or strong
+        self._has_strong = self._has_strong or strong
         self._num_strong += strong
-        if strong or (not self._heard_strong and any(one.moved for _, one in readings)):
+        if strong or (not self._has_strong and any(one.moved for _, one in readings)):
             self._phase = self._present_phase(readings)
             self._beat.beat(self._phase, self._step)
         if self._context.rank == 0:

@@ -130,8 +130,12 @@ def _matching(folder: Path, parts: list[re.Pattern[str]], step: int | None) -> I
     try:
         with os.scandir(folder) as entries:
             # A checkpoint may be a single file; what leads to one is a folder.
-            wanted = (entry for entry in entries if entry.is_dir(follow_symlinks=False) or len(parts) == 1)
-            names = sorted(entry.name for entry in wanted)
+            may_be_file = len(parts) == 1
+            names = sorted(
+                entry.name
+                for entry in entries
+                if entry.is_dir(follow_symlinks=False) or (may_be_file and entry.is_file(follow_symlinks=False))
+            )
     except (FileNotFoundError, NotADirectoryError):
         return  # the program has removed it meanwhile
     for name in names:

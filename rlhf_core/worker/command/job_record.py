@@ -15,7 +15,7 @@ from rlhf_core.worker.command.observation import Reading
 from rlhf_core.worker.command.published import CheckpointPublisher
 from rlhf_core.worker.command.step_metrics_file import StepMetricsFile
 
-LOOK_INTERVAL_S = 1.0
+POLL_INTERVAL_S = 1.0
 """Interval at which checkpoints are looked for, in seconds."""
 
 
@@ -29,7 +29,7 @@ class JobRecord:
         self._metrics = StepMetricsFile(context.restart_dir.metrics, trainer, first_step)
         self._health = MetricHealth(context.spec.health, first_step)
         self._publisher = CheckpointPublisher(context, trainer, output_dir, first_step)
-        self._look_at_s = 0.0
+        self._next_poll_s = 0.0
         self._told: set[str] = set()
 
     @property
@@ -60,8 +60,8 @@ class JobRecord:
                         time=utc_now(), failure_kind=found.kind, message=f"{found.message}.", step=found.step
                     )
                 )
-        if ended or now_s >= self._look_at_s:
-            self._look_at_s = now_s + LOOK_INTERVAL_S
+        if ended or now_s >= self._next_poll_s:
+            self._next_poll_s = now_s + POLL_INTERVAL_S
             self._publisher.consider(now_s, ended=ended)
             self._say_once(self._publisher.problem)
 

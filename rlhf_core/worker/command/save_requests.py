@@ -18,7 +18,7 @@ from rlhf_core.worker.command.rank_process import RankProcess
 
 LEAD_S = 5.0
 """Least time from a request until the step at which all ranks save, in seconds: word of it has to reach all nodes."""
-LOOK_INTERVAL_S = 1.0
+POLL_INTERVAL_S = 1.0
 
 
 class SaveOrder(Schema):
@@ -39,7 +39,7 @@ class SaveRequests:
         self._asked: Literal["", "save", "stop"] = ""
         self._newest_before = 0
         self._first_seen: tuple[float, int] | None = None
-        self._look_at_s = 0.0
+        self._next_poll_s = 0.0
         self._is_saved = False
         self.rank: RankProcess | None = None
         """Process of the rank."""
@@ -72,9 +72,9 @@ class SaveRequests:
             self._first_seen = (now_s, step)
         if request and request != self._asked and not self._is_saved:
             self._begin(request, step, now_s)
-        if not self._asked or self._is_saved or now_s < self._look_at_s:
+        if not self._asked or self._is_saved or now_s < self._next_poll_s:
             return
-        self._look_at_s = now_s + LOOK_INTERVAL_S
+        self._next_poll_s = now_s + POLL_INTERVAL_S
         if self._speaks and self._status.get(words.SAVE) == 0:
             self._hand_on()
         if self._newest() > self._newest_before:
@@ -88,7 +88,7 @@ class SaveRequests:
         return self._status.get(words.BEATS) > 0
 
     def _begin(self, request: Literal["save", "stop"], step: int, now_s: float) -> None:
-        self._asked, self._newest_before, self._look_at_s = request, self._newest(), 0.0
+        self._asked, self._newest_before, self._next_poll_s = request, self._newest(), 0.0
         self._status.set(words.STOP, int(request == "stop"))
         self._status.set(words.SAVE, 0)
         if self._speaks and self._context.rank == 0:

@@ -161,8 +161,9 @@ def test_a_program_is_asked_to_save_and_ended_then(agent_run: MakeRun, save_sign
     run.order("stop_after_step")
     code, output = run.finish()
     assert (code, run.outcome().state) == (0, AttemptState.PREEMPTED), output
-    (step,) = saved(run)
-    assert step < 100 if save_signal else step == every
+    steps = saved(run)
+    assert steps[-1] < 200
+    assert len(steps) == 1 if save_signal else all(step % every == 0 for step in steps)
 
 
 def test_a_warning_of_health_leaves_the_run_going(agent_run: MakeRun) -> None:

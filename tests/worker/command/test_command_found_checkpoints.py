@@ -41,10 +41,12 @@ def test_names(tmp_path: Path, name: str, folder: str, step: int | None) -> None
     )
 
 
-def test_files_and_links_are_no_checkpoints(tmp_path: Path) -> None:
+def test_a_file_may_be_a_checkpoint_and_a_link_is_none(tmp_path: Path) -> None:
     append(tmp_path / "checkpoint-1", "a file")
     (tmp_path / "checkpoint-2").symlink_to(save(tmp_path / "elsewhere"))
-    assert find_checkpoints(trainer(), tmp_path) == []
+    (tmp_path / "checkpoint-3").symlink_to(tmp_path / "checkpoint-1")
+    (found,) = find_checkpoints(trainer(), tmp_path, has_ended=True)
+    assert (found.step, found.complete) == (1, True), "it has no files in it to wait for"
     assert find_checkpoints(trainer(), tmp_path / "missing") == []
 
 
