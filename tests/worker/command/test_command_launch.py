@@ -1,0 +1,64 @@
+"""Launch lines and environments of other programs, filled from the place of a worker."""
+
+from pathlib import Path
+
+from program_contexts import context_of, trainer_of
+
+from rlhf_core.schemas.command_trainer import PLACEHOLDERS
+from rlhf_core.training.types import WorkerContext
+from rlhf_core.worker.command.launch import IN_RANK, LaunchOrder, LaunchPlace
+
+ORDER = LaunchOrder(address="10.0.0.1", port=29511)
+
+
+def place_of(context: WorkerContext, order: LaunchOrder = ORDER) -> LaunchPlace:
+    return LaunchPlace(context, trainer_of(context), order)
+
+
+def test_every_placeholder_has_a_value(tmp_path: Path) -> None:
+    values = place_of(context_of(tmp_path)).values
+    assert set(values) == set(PLACEHOLDERS)
+
+
+def test_a_line_is_filled_for_its_node(tmp_path: Path) -> None:
+    argv = ["torchrun", "--nnodes={num_nodes}", "--node-rank={node_rank}", "--nproc={ranks_per_node}", '{"a": {x}}']
+    line = place_of(context_of(tmp_path, rank=2, num_nodes=2, argv=argv)).arguments()
+    assert line == ["torchrun", "--nnodes=2", "--node-rank=1", "--nproc=2", '{"a": {x}}']
+
+
+def test_shell_lines_come_before_it_in_the_same_shell(tmp_path: Path) -> None:
+    line = place_of(context_of(tmp_path, argv=["run", "a b"], setup=["module load cuda"])).arguments()
+    assert line[:2] == ["bash", "-c"]
+    assert line[2].splitlines() == ["set -e", "module load cuda", 'exec "$@"']
+    assert line[4:] == ["run", "a b"]
+
+
+def test_a_launcher_does_not_inherit_the_place_of_its_worker(tmp_path: Path) -> None:
+    """With RANK and TORCHELASTIC_USE_AGENT_STORE torchrun's ranks would wait for a store that none of them opens."""
+    base = {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GROUP_RANK": "0",
+        "RLHF_SLOTS": "/dev/shm/slots",
+        "PATH": "/usr/bin",
+        "HOME": "/root",
+    }
+    per_node = place_of(context_of(tmp_path)).environment("/s", base, Path("/venv"), Path("/logs"))
+    assert not per_node.keys() & {"RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", "RLHF_SLOTS"}
+    assert (per_node["MASTER_ADDR"], per_node["MASTER_PORT"]) == ("10.0.0.1", "29511")
+    assert (per_node["NNODES"], per_node["NODE_RANK"], per_node["NPROC_PER_NODE"]) == ("1", "0", "2")
+    assert (per_node["PATH"], per_node["HOME"]) == ("/venv/bin:/usr/bin", "/root")
+    per_rank = place_of(context_of(tmp_path, launch="per_rank")).environment("/s", base, None, Path("/logs"))
+    assert (per_rank["RANK"], per_rank["TORCHELASTIC_USE_AGENT_STORE"]) == ("1", "True")
+    assert "RLHF_SLOTS" not in per_rank
+
+
+def test_a_path_of_the_users_own_does_not_hide_the_recorder(tmp_path: Path) -> None:
+    variables = {"PYTHONPATH": "{code}", "MINE": "{seed}"}
+    found = place_of(context_of(tmp_path, variables=variables)).environment("/s", {}, None, Path("/logs"))
+    first, code = found["PYTHONPATH"].split(":")
+    assert first == str(IN_RANK)
+    assert code.endswith("code/snapshot")
+    assert found["MINE"] == "0"

@@ -1,0 +1,142 @@
+"""Checkpoints of other programs in the run directory: links, checksums, resume, restore."""
+
+import dataclasses
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from program_contexts import context_of, trainer_of
+
+from rlhf_core.errors import CheckpointCorrupt, WorkerError
+from rlhf_core.run_dir import CheckpointDir, write_model
+from rlhf_core.training.types import WorkerContext
+from rlhf_core.worker.command import published
+from rlhf_core.worker.command.found_checkpoints import FoundCheckpoint
+from rlhf_core.worker.command.launch import resume_folder
+
+
+def save(context: WorkerContext, step: int, name: str = "checkpoint-{step}") -> FoundCheckpoint:
+    """Write a checkpoint as transformers does."""
+    folder = output_dir(context) / name.replace("{step}", str(step))
+    folder.mkdir(parents=True)
+    for file in ("config.json", "model.safetensors", "optimizer.pt", "rng_state_0.pth", "trainer_state.json"):
+        (folder / file).write_text(f"{file} of {step}")
+    return FoundCheckpoint(step, folder, complete=True)
+
+
+def output_dir(context: WorkerContext) -> Path:
+    return context.run_dir.root / "trainer" / "output"
+
+
+def publish(context: WorkerContext, step: int) -> CheckpointDir:
+    published.publish(context, trainer_of(context), output_dir(context), save(context, step))
+    return context.run_dir.checkpoint(step)
+
+
+def test_a_checkpoint_is_linked_checked_and_outlives_the_programs_own(tmp_path: Path) -> None:
+    context = context_of(tmp_path)
+    checkpoint = publish(context, 10)
+    own = output_dir(context) / "checkpoint-10" / "model.safetensors"
+    assert (checkpoint.root / "checkpoint-10" / "model.safetensors").samefile(own)
+    assert sorted(path.name for path in checkpoint.model.iterdir()) == ["config.json", "model.safetensors"]
+    own.unlink()
+    assert checkpoint.damage() == []
+    manifest = checkpoint.manifest()
+    assert manifest is not None
+    assert (manifest.step, manifest.loop, manifest.loop_finished) == (10, "other", False)
+    assert list(context.run_dir.checkpoints_dir.glob(".*")) == []
+
+
+def test_without_links_it_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: object, target: object) -> None:
+        raise OSError(errno.EXDEV, "another file system")
+
+    monkeypatch.setattr(os, "link", refuse)
+    checkpoint = publish(context_of(tmp_path), 10)
+    assert checkpoint.damage() == []
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    context = context_of(tmp_path)
+    publish(context, 10)
+
+    def fail(source: object, target: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "link", fail)
+    with pytest.raises(OSError, match="No space"):
+        publish(context, 20)
+    assert [path.name for path in context.run_dir.checkpoints_dir.iterdir()] == ["step-000010"]
+
+
+def test_an_attempt_that_was_given_up_publishes_nothing(tmp_path: Path) -> None:
+    context = context_of(tmp_path)
+    write_model(context.run_dir.attempt(2).placement, context.placement)
+    with pytest.raises(WorkerError, match="newer attempt"):
+        publish(context, 10)
+    assert context.run_dir.saved_checkpoints() == []
+
+
+def test_a_restart_goes_on_from_the_newest_and_refuses_a_damaged_one(tmp_path: Path) -> None:
+    context = context_of(tmp_path, restart=1)
+    assert published.resume_point(context) is None
+    publish(context, 10)
+    newest = publish(context, 20)
+    chosen = published.resume_point(context)
+    assert chosen is not None
+    assert chosen.step == 20
+    assert resume_folder(context, trainer_of(context), chosen.root.name) == newest.root / "checkpoint-20"
+    weights = newest.root / "checkpoint-20" / "model.safetensors"
+    weights.unlink()
+    weights.write_text("something else")
+    with pytest.raises(CheckpointCorrupt) as caught:
+        published.resume_point(context)
+    assert caught.value.checkpoint == "step-000020"
+    without = dataclasses.replace(context, damaged=frozenset({"step-000020"}))
+    chosen = published.resume_point(without)
+    assert chosen is not None
+    assert chosen.step == 10
+
+
+def test_an_attempt_goes_on_from_what_its_placement_names(tmp_path: Path) -> None:
+    context = context_of(tmp_path, resume="step-000010")
+    with pytest.raises(CheckpointCorrupt, match="not in"):
+        published.resume_point(context)
+    publish(context, 10)
+    publish(context, 20)
+    chosen = published.resume_point(context)
+    assert chosen is not None
+    assert chosen.step == 10
+
+
+def test_later_checkpoints_are_moved_away_before_the_program_starts(tmp_path: Path) -> None:
+    """They belong to a branch that was given up, or are torn; the program would take them for its own."""
+    context = context_of(tmp_path)
+    checkpoint = publish(context, 10)
+    save(context, 20)
+    aside = tmp_path / "aside"
+    published.restore(checkpoint, trainer_of(context), output_dir(context), aside)
+    assert [path.name for path in output_dir(context).iterdir()] == ["checkpoint-10"]
+    assert [path.name for path in aside.iterdir()] == ["checkpoint-20"]
+
+
+def test_a_program_that_finds_its_checkpoint_by_itself_has_it_put_back(tmp_path: Path) -> None:
+    in_place = context_of(tmp_path)
+    trainer = trainer_of(in_place).model_copy(update={"resume": "in_place"})
+    checkpoint = publish(in_place, 10)
+    state = output_dir(in_place) / "checkpoint-10" / "trainer_state.json"
+    state.unlink()
+    published.restore(checkpoint, trainer, output_dir(in_place), tmp_path / "aside")
+    assert state.read_text() == "trainer_state.json of 10"
+
+
+def test_a_checkpoint_may_be_a_single_file(tmp_path: Path) -> None:
+    context = context_of(tmp_path, checkpoint_name="state-{step}.pt", checkpoint_complete=[])
+    output_dir(context).mkdir(parents=True)
+    file = output_dir(context) / "state-10.pt"
+    file.write_text("state")
+    published.publish(context, trainer_of(context), output_dir(context), FoundCheckpoint(10, file, complete=True))
+    checkpoint = context.run_dir.checkpoint(10)
+    assert resume_folder(context, trainer_of(context), checkpoint.root.name) == checkpoint.root / "state-10.pt"
+    assert not checkpoint.model.exists()

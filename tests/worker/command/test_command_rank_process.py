@@ -1,0 +1,78 @@
+"""Processes of ranks that are no children of the worker: found, and followed to their ends."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from agent_runs import wait_for
+
+from rlhf_core.worker.command.in_rank.rlhf_rank_file import PATH_VARIABLE, RankFile, own_file, rank_path
+from rlhf_core.worker.command.rank_process import RankProcess, find_rank
+
+PARENT = (
+    "import subprocess, sys, time; child = subprocess.Popen(sys.argv[1:]); print(child.pid, flush=True); time.sleep(60)"
+)
+"""A launcher that starts one process and does not collect its exit."""
+
+
+def test_the_exit_of_a_process_that_is_no_child_is_known() -> None:
+    for code, expected in (("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", -9), ("pass", 0)):
+        command = [sys.executable, "-c", PARENT, sys.executable, "-c", f"import time; time.sleep(0.5); {code}"]
+        parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        try:
+            assert parent.stdout is not None
+            rank = RankProcess(int(parent.stdout.readline()))
+            assert not rank.poll()
+            assert rank.poll(20.0)
+            assert rank.code == expected
+            rank.close()
+        finally:
+            parent.kill()
+            parent.wait()
+
+
+def test_the_exit_of_one_that_was_collected_before_is_unknown() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.3)"])
+    rank = RankProcess(child.pid)
+    child.wait()
+    assert rank.poll()
+    assert rank.code is None, "and not 0, which would be a good end"
+    rank.send(signal.SIGTERM)  # harmless
+    rank.close()
+
+
+def test_a_process_that_is_gone_cannot_be_followed() -> None:
+    child = subprocess.Popen(["true"])
+    child.wait()
+    with pytest.raises(ProcessLookupError):
+        RankProcess(child.pid)
+
+
+def test_a_rank_is_found_by_its_environment_or_by_what_it_says(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "ranks")
+    status = RankFile(rank_path(prefix, 1), create=True)
+    assert find_rank(status, prefix, 1) is None
+    sleeper = subprocess.Popen(["sleep", "60"], env={**os.environ, PATH_VARIABLE: prefix, "LOCAL_RANK": "1"})
+    try:
+        assert wait_for(lambda: find_rank(status, prefix, 1)) == sleeper.pid
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+
+
+def test_a_process_that_a_rank_starts_is_not_taken_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix = str(tmp_path / "ranks")
+    status = RankFile(rank_path(prefix, 0), create=True)
+    monkeypatch.setenv(PATH_VARIABLE, prefix)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert own_file() is not None
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import rlhf_rank_file as words; print(words.own_file() is None)"
+    )
+    in_rank = Path(__file__).parents[3] / "rlhf_core" / "worker" / "command" / "in_rank"
+    child = subprocess.run([sys.executable, "-c", program, str(in_rank)], capture_output=True, text=True, check=True)
+    assert child.stdout.strip() == "True"
+    assert find_rank(status, prefix, 0) == os.getpid()

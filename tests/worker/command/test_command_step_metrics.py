@@ -1,0 +1,50 @@
+"""Metrics of other programs as lines of the run directory."""
+
+from pathlib import Path
+
+from program_contexts import context_of, trainer_of
+
+from rlhf_core.run_dir import read_models
+from rlhf_core.schemas.command_trainer import ProgressSource
+from rlhf_core.schemas.reports import MetricsLine
+from rlhf_core.worker.command.observation import StepFigures
+from rlhf_core.worker.command.step_metrics_file import HOLD_S, StepMetricsFile
+
+LOG, EVENTS = ProgressSource.TRAINER_LOG, ProgressSource.TENSORBOARD
+
+
+def file_of(tmp_path: Path, first_step: int = 0) -> tuple[StepMetricsFile, Path]:
+    path = tmp_path / "metrics.jsonl"
+    return StepMetricsFile(path, trainer_of(context_of(tmp_path, framework="trl", algorithm="cpo")), first_step), path
+
+
+def test_figures_of_a_step_that_come_one_by_one_make_one_line(tmp_path: Path) -> None:
+    metrics, path = file_of(tmp_path)
+    metrics.add(EVENTS, [StepFigures(1, {"loss": 2.0})], 0.0)
+    assert metrics.write(0.1) == [], "the newest step waits for more"
+    metrics.add(EVENTS, [StepFigures(1, {"grad_norm": 1.0})], 0.2)
+    metrics.add(EVENTS, [StepFigures(2, {"loss": 1.0})], 0.3)
+    metrics.write(0.4)
+    (line,) = read_models(path, MetricsLine)
+    assert (line.step, line.loop, line.metrics) == (1, "cpo", {"train/loss": 2.0, "train/grad_norm": 1.0})
+    metrics.write(0.4 + HOLD_S)
+    assert [line.step for line in read_models(path, MetricsLine)] == [1, 2]
+
+
+def test_the_first_source_of_the_trainer_counts(tmp_path: Path) -> None:
+    metrics, path = file_of(tmp_path)
+    metrics.add(LOG, [StepFigures(1, {"loss": 2.0})], 0.0)
+    metrics.add(EVENTS, [StepFigures(1, {"loss": 2.00001})], 0.0)
+    metrics.write(0.0, all_of_them=True)
+    (line,) = read_models(path, MetricsLine)
+    assert line.metrics == {"train/loss": 2.0}
+
+
+def test_steps_of_the_past_are_left_out(tmp_path: Path) -> None:
+    """A history that is written anew at every checkpoint holds the steps before the one that was gone on from."""
+    metrics, path = file_of(tmp_path, first_step=10)
+    metrics.add(LOG, [StepFigures(step, {"loss": 1.0}) for step in (9, 10, 11)], 0.0)
+    metrics.write(0.0, all_of_them=True)
+    metrics.add(LOG, [StepFigures(11, {"loss": 3.0})], 1.0)
+    metrics.write(1.0, all_of_them=True)
+    assert [(line.step, line.metrics["train/loss"]) for line in read_models(path, MetricsLine)] == [(11, 1.0)]
