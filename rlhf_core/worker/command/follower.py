@@ -40,6 +40,8 @@ CASCADE_TIMEOUT_S = 5.0
 """Time for which a rank that its launcher has ended waits to be ended by the agent: another one failed first."""
 MAX_LAST_POLLS = 100
 LAST_POLL_STEP_S = 60.0
+STEPS_ALONE = 3
+"""Steps after which a rank without a process group is known to train alone."""
 STEADY_POLLS = 16
 """Polls with progress after which a program that tells no steps counts as training."""
 
@@ -259,6 +261,21 @@ class Follower:
                     "trainer.resume_argv; the checkpoint is untouched"
                 )
             self._step = max(self._step, one.step)
+        self._require_together()
+
+    def _require_together(self) -> None:
+        """Raise for ranks that train alone: each makes the same model, none fails, and all but one are for nothing.
+
+        Accelerate does that where it finds no GPU and was not told to use processors (``ACCELERATE_USE_CPU``).
+        """
+        alone = self._status.get(words.GROUP) == words.NO_GROUP and self._trainer.framework != "script"
+        if alone and self._context.num_ranks > 1 and self._step >= self._first_step + STEPS_ALONE:
+            raise BadInput(
+                f"found {self._step - self._first_step} steps of {self._context.num_ranks} ranks without a process "
+                "group, expected ranks that train together: each of them trains the whole model alone. Look at how the "
+                "launch line tells its ranks of each other; on processors give --use_cpu true, or set "
+                "ACCELERATE_USE_CPU to true"
+            )
 
     def _present_phase(self, readings: Sequence[tuple[ProgressSource, Reading]]) -> Phase:
         told = next((one.phase for _, one in readings if one.phase is not None), None)

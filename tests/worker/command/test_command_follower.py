@@ -187,6 +187,18 @@ def test_ranks_that_torchrun_started_are_blamed_one_by_one(agent_run: MakeRun) -
     assert (incident.failure_kind, incident.suspect_ranks) == (FailureKind.WORKER_KILLED, (1,)), incident.message
 
 
+def test_ranks_that_train_alone_are_stopped(agent_run: MakeRun) -> None:
+    """Accelerate without GPUs and without ACCELERATE_USE_CPU: two ranks, two worlds of one, and nothing fails."""
+    trainer = with_torchrun("40", "0", "alone", framework="trl", stdout_patterns=[r"step (?P<step>\d+)"], num_steps=40)
+    run = agent_run(trainer=trainer)
+    run.start(native=True)
+    run.finish()
+    incident = run.incident(0)
+    assert incident.failure_kind is FailureKind.CONFIG, incident.message
+    assert "trains the whole model alone" in incident.message
+    assert run.decision(0).action is Action.STOP
+
+
 @pytest.mark.parametrize(
     ("kind", "failure", "said"),
     [

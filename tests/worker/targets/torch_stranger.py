@@ -10,6 +10,11 @@ import torch
 import torch.distributed as dist
 
 steps, struck_at, kind = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+if kind == "alone":
+    for step in range(1, steps + 1):
+        time.sleep(0.2)
+        print(f"step {step}", flush=True)
+    sys.exit(0)
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 for step in range(1, steps + 1):

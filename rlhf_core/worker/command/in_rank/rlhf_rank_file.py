@@ -16,9 +16,12 @@ PATH_VARIABLE = "RLHF_RANK_STATUS"
 """Environment variable with the path of the files, without the local rank at its end."""
 
 # Written by the rank.
-PID, RECORDER_NS, ENTERED, LEFT, ANSWERED, BEATS, BEAT_NS, STEP, PHASE, SAVED = range(1, 11)
+PID, GROUP, ENTERED, LEFT, ANSWERED, BEATS, BEAT_NS, STEP, PHASE = range(1, 10)
 # Written by the worker.
-QUESTION, SAVE, STOP = range(11, 14)
+QUESTION, SAVE, STOP = range(10, 13)
+
+NO_GROUP, HAS_GROUP = 1, 2
+"""Values of ``GROUP``: torch is loaded and the rank has joined no process group, or has. 0 while torch is not loaded."""
 
 _INT64 = struct.Struct("q")
 

@@ -35,13 +35,19 @@ def _follow(status) -> None:  # type: ignore[no-untyped-def]  # without typing: 
     while True:
         time.sleep(INTERVAL_S)
         try:
-            recorder = _recorder()
-            if recorder is None:
+            distributed = sys.modules.get("torch.distributed")
+            if distributed is None or not hasattr(distributed, "is_initialized"):
+                continue
+            if not distributed.is_initialized():
+                status.set(words.GROUP, words.NO_GROUP)
+                continue
+            status.set(words.GROUP, words.HAS_GROUP)
+            recorder = sys.modules.get("torch._C._distributed_c10d")
+            if not hasattr(recorder, "_dump_fr_trace_json"):
                 continue
             entered, left = _counts(recorder)
             status.set(words.ENTERED, entered)
             status.set(words.LEFT, left)
-            status.set(words.RECORDER_NS, words.now_ns())
             if status.get(words.QUESTION) != answered:
                 answered = status.get(words.QUESTION)
                 with open(status.answer_path + ".tmp", "w") as file:
@@ -50,15 +56,6 @@ def _follow(status) -> None:  # type: ignore[no-untyped-def]  # without typing: 
                 status.set(words.ANSWERED, answered)
         except Exception:  # a recorder of another torch must not disturb the program; the worker sees that it is silent
             time.sleep(10 * INTERVAL_S)
-
-
-def _recorder():  # type: ignore[no-untyped-def]
-    """The module of torch that has the flight recorder, once there is a process group."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not getattr(distributed, "is_initialized", bool)():
-        return None
-    module = sys.modules.get("torch._C._distributed_c10d")
-    return module if hasattr(module, "_dump_fr_trace_json") else None
 
 
 def _dump(recorder, entries):  # type: ignore[no-untyped-def]
