@@ -21,7 +21,7 @@ PID, GROUP, ENTERED, LEFT, ANSWERED, BEATS, BEAT_NS, STEP, PHASE = range(1, 10)
 QUESTION, SAVE, STOP = range(10, 13)
 
 NO_GROUP, HAS_GROUP = 1, 2
-"""Values of ``GROUP``: torch is loaded and the rank has joined no process group, or has. 0 while torch is not loaded."""
+"""Values of ``GROUP`` once torch is loaded: the rank has joined no process group, or has. Before that it is 0."""
 
 _INT64 = struct.Struct("q")
 
