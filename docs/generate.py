@@ -15,6 +15,7 @@ from generators.configuration import configuration  # noqa: E402
 from generators.database import database, picture  # noqa: E402
 from generators.failures import failures_page  # noqa: E402
 from generators.preflight import preflight  # noqa: E402
+from generators.trainers import trainers  # noqa: E402
 
 __all__ = ["PAGES", "commands", "main"]
 
@@ -24,6 +25,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "cli.md": cli,
     "preflight.md": preflight,
     "database.md": database,
+    "trainers.md": trainers,
     "images/database.svg": picture,
 }
 """Files in docs/ and the functions that write them."""

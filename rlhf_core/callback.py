@@ -6,7 +6,8 @@ One line in the trainer's script::
 
 Without a run of rlhf-flows around it does nothing. It imports nothing else of this package: in an environment that
 does not have rlhf-flows it is found all the same, as long as the run starts the program. With it a hang is blamed on
-the rank that stands still, with its phase, and ``rlhf save`` and the end of the time limit save a checkpoint first.
+the rank that stands still, with its phase, and ``rlhf cancel --save`` and the end of the time limit save a checkpoint
+first.
 """
 
 from typing import Any

@@ -430,6 +430,16 @@ class RestartDir:
         return self.root / "artifacts"
 
     @property
+    def rank_output(self) -> Path:
+        """Output of the ranks of another program, one folder for each node, where its launcher is one of torch's."""
+        return self.root / "ranks"
+
+    @property
+    def checkpoints_aside(self) -> Path:
+        """Checkpoints that another program had made after the one that this start goes on from."""
+        return self.root / "aside"
+
+    @property
     def agents(self) -> Path:
         """Folder of the agents' status files."""
         return self.root / "agents"

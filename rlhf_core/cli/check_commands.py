@@ -90,14 +90,14 @@ def _checks(config: str, overrides: Sequence[str]) -> "Sequence[CheckResult]":
 
     from rlhf_core.config import load_site
     from rlhf_core.control.baseline import read_baseline_of_site
-    from rlhf_core.control.controller import resolve
+    from rlhf_core.control.controller import resolve, with_environment
     from rlhf_core.launch.prepare import keep_code
     from rlhf_core.preflight.gather_facts import Surroundings
     from rlhf_core.preflight.runner import make_checks
     from rlhf_core.scheduler import get_scheduler
 
-    spec = resolve(config, overrides)
     site = load_site()
+    spec = with_environment(resolve(config, overrides), site)
     scheduler = get_scheduler(site.scheduler)
     # User code is imported from a snapshot like the one the nodes would get.
     there = tuple(path for path in spec.code.paths if Path(path).exists())
@@ -124,13 +124,13 @@ def _checks(config: str, overrides: Sequence[str]) -> "Sequence[CheckResult]":
 
 def _probe(config: str, overrides: Sequence[str]) -> "Sequence[CheckResult]":
     from rlhf_core.config import load_site
-    from rlhf_core.control.controller import resolve
+    from rlhf_core.control.controller import resolve, with_environment
     from rlhf_core.control.node_probe import probe_nodes
     from rlhf_core.launch.prepare import absolute_paths
     from rlhf_core.scheduler import get_scheduler
 
     site = load_site()
-    spec = absolute_paths(resolve(config, overrides), Path.cwd())
+    spec = absolute_paths(with_environment(resolve(config, overrides), site), Path.cwd())
     return probe_nodes(spec, site, get_scheduler(site.scheduler), output.note)
 
 

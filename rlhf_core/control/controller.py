@@ -296,7 +296,7 @@ def new_run(
     # A preset belongs to the program. A deployment of one is begun in no folder of a user's.
     of_preset = program_revision() if source in PRESETS and not git_revision(folder or Path.cwd()) else None
     return prepare(
-        _with_environment(spec, site),
+        with_environment(spec, site),
         site.runs_dir,
         config_source=str(source),
         overrides=overrides,
@@ -309,7 +309,7 @@ def new_run(
     )
 
 
-def _with_environment(spec: RunSpec, site: Site) -> RunSpec:
+def with_environment(spec: RunSpec, site: Site) -> RunSpec:
     """The spec with the folder of its trainer's environment, which nodes find without knowing the site. One that is not
     there stays as it was named: a check says so."""
     trainer = spec.trainer

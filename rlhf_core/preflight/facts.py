@@ -96,6 +96,8 @@ class TrainerSide:
     """Modules that the launch line starts, and that its interpreter does not find."""
     missing_files: tuple[str, ...] = ()
     """Scripts and configs of the launch line that are not there."""
+    has_callback: bool = False
+    """True if the script of the launch line names ``rlhf_core.callback``; False also where it cannot be read."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Settings of the program's own config files, names normalised as in a launch line."""
     launcher_settings: Mapping[str, str] = field(default_factory=dict)

@@ -26,6 +26,7 @@ from rlhf_core.schemas.run import RunSpec, SlurmSpec
 
 _DEEPSPEED = ("deepspeed", "deepspeed_config", "deepspeed_config_file", "ds_config")
 _SCRIPTS = (".py", ".sh")
+_CALLBACK = b"rlhf_core.callback"
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,12 @@ def inspect_trainer(spec: RunSpec, place: TrainerPlace, tick: Tick = lambda: Non
     values = {**values_of_spec(spec), "code": str(place.code), "drivers": str(drivers_folder())}
     line = read_launch_line(filled_argv(spec, values))
     side = _with_configs(TrainerSide(), line, _working_dir(trainer, values))
-    side = replace(side, missing_files=tuple(_missing(trainer, line, values)))
+    folder_of_script = _working_dir(trainer, values)
+    side = replace(
+        side,
+        missing_files=tuple(_missing(trainer, line, values)),
+        has_callback=any(_names_callback(path, folder_of_script) for path in _scripts(line)),
+    )
     try:
         folder = str(environment_folder(trainer.environment, place.home)) if trainer.environment else ""
     except BadConfig as error:
@@ -103,15 +109,26 @@ def _working_dir(trainer: CommandTrainer, values: Mapping[str, str]) -> Path | N
 
 def _missing(trainer: CommandTrainer, line: LaunchLine, values: Mapping[str, str]) -> Iterator[str]:
     """Scripts and config files of a line that are not there."""
-    script = [line.program[0]] if line.program and not line.is_module and line.program[0].endswith(_SCRIPTS) else []
     folder = _working_dir(trainer, values)
-    for name in dict.fromkeys([*script, *line.config_files]):
+    for name in dict.fromkeys([*_scripts(line), *line.config_files]):
         if "{" in name:
             continue  # in a folder that the run makes, or JSON
         path = Path(name) if folder is None else folder / name
         # The run makes a working folder of its own: nothing lies there.
         if not path.is_absolute() or not path.exists():
             yield name
+
+
+def _scripts(line: LaunchLine) -> list[str]:
+    """The script of a line; empty for a module or a program."""
+    return [line.program[0]] if line.program and not line.is_module and line.program[0].endswith(_SCRIPTS) else []
+
+
+def _names_callback(script: str, folder: Path | None) -> bool:
+    try:
+        return _CALLBACK in read_document(Path(script) if folder is None else folder / script, follow_link=True)
+    except OSError:
+        return False  # missing_files says so
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -32,7 +32,15 @@ def generate() -> ModuleType:
     return module
 
 
-GENERATED = ["configuration.md", "failures.md", "cli.md", "preflight.md", "database.md", "images/database.svg"]
+GENERATED = [
+    "configuration.md",
+    "failures.md",
+    "cli.md",
+    "preflight.md",
+    "database.md",
+    "trainers.md",
+    "images/database.svg",
+]
 
 
 @pytest.mark.parametrize("name", GENERATED)

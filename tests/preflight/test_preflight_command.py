@@ -34,7 +34,8 @@ SIDE = TrainerSide(
     program="/envs/trl/bin/torchrun",
     python="/envs/trl/bin/python",
     version=(3, 11, 7),
-    packages={**PACKAGES, "rlhf-flows": "0.1.0"},
+    packages=PACKAGES,
+    has_callback=True,
 )
 
 
@@ -239,7 +240,7 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("command.progress", WARNING, command(progress=("activity", "stacks")), "an endless loop"),
     ("command.progress", WARNING, command(progress=("tensorboard", "checkpoints")), "the rank to blame"),
     ("command.progress", SKIPPED, command(TORCHRUN.replace("tensorboard", "wandb")), "--report_to wandb"),
-    ("command.progress", SKIPPED, command(side={"packages": PACKAGES}), "rlhf-flows is not installed there"),
+    ("command.progress", SKIPPED, command(side={"has_callback": False}), "does not name rlhf_core.callback"),
 ]
 
 
@@ -301,11 +302,11 @@ def test_every_source_of_progress_says_what_it_sees_and_what_not() -> None:
         assert ("until another has spoken" in said[source]) == (not sight.is_strong)
 
 
-def test_a_callback_that_is_not_installed_does_not_tell_the_rank() -> None:
-    """Negative control: with rlhf-flows in that environment there is no warning."""
+def test_a_callback_that_the_script_does_not_have_does_not_tell_the_rank() -> None:
+    """Negative control: with a script that names it there is no warning."""
     facts = command(progress=("callback", "checkpoints"))
     assert unwanted(facts) == []
-    (result,) = unwanted(replace(facts, trainer=replace(SIDE, packages=PACKAGES)))
+    (result,) = unwanted(replace(facts, trainer=replace(SIDE, has_callback=False)))
     assert (result.id, result.status) == ("command.progress", WARNING)
 
 

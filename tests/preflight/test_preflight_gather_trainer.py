@@ -172,3 +172,13 @@ def test_facts_of_such_a_run_load_no_model_and_no_rewards(tmp_path: Path, venv: 
     results = run_checks(facts)
     assert [one for one in results if one.status is CheckStatus.BLOCKED] == []
     assert not [one for one in results if one.id.startswith(("content.", "memory.", "batch."))]
+
+
+def test_a_script_with_the_callback_is_told_from_one_without(tmp_path: Path) -> None:
+    (tmp_path / "with.py").write_text("from rlhf_core.callback import SupervisionCallback\n")
+    (tmp_path / "without.py").write_text("print('callback')\n")
+    assert inspected(tmp_path, ["torchrun", f"{tmp_path}/with.py"]).has_callback
+    assert inspected(tmp_path, ["torchrun", "with.py"], working_dir=str(tmp_path)).has_callback
+    assert not inspected(tmp_path, ["torchrun", f"{tmp_path}/without.py"]).has_callback
+    assert not inspected(tmp_path, ["torchrun", f"{tmp_path}/gone.py"]).has_callback
+    assert not inspected(tmp_path, ["torchrun", "-m", "without"]).has_callback

@@ -194,7 +194,7 @@ def _silent(source: ProgressSource, facts: Facts, arguments: TrainerArguments) -
     if source is ProgressSource.CALLBACK:
         if trainer.framework not in TRANSFORMERS:
             return "it is for trainers of transformers"
-        return "rlhf-flows is not installed there" if side.packages and "rlhf-flows" not in side.packages else ""
+        return "" if side.has_callback else "the script does not name rlhf_core.callback, as far as it can be read"
     if source is ProgressSource.COLLECTIVES:
         if not trainer.record_collectives:
             return "trainer.record_collectives is off"

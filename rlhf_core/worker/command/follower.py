@@ -88,7 +88,7 @@ class Follower:
 
     @property
     def _logs(self) -> Path:
-        return self._context.restart_dir.root / "ranks" / self._context.node
+        return self._context.restart_dir.rank_output / self._context.node
 
     @property
     def _launches(self) -> bool:
@@ -124,7 +124,7 @@ class Follower:
             address=address, port=_free_port(address), checkpoint=checkpoint.root.name if checkpoint else ""
         )
         place = LaunchPlace(self._context, self._trainer, order)
-        aside = self._context.restart_dir.root / "aside"
+        aside = self._context.restart_dir.checkpoints_aside
         published.restore(checkpoint, self._trainer, place.output_dir, aside)
         place.output_dir.mkdir(parents=True, exist_ok=True)
         place.working_dir.mkdir(parents=True, exist_ok=True)
