@@ -17,6 +17,7 @@ LINE = ["torchrun", "--nproc_per_node", "2", "train.py", "--max_steps", "5", "--
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")  # a narrow terminal breaks the words of headers
     return tmp_path
 
 
