@@ -76,11 +76,14 @@ def print_summary(run_dir: "RunDir", as_json: bool) -> None:
         output.warn(regression_text(summary.regressed))
     output.print_text("")
     times = ", ".join(f"{title} {output.seconds_text(seconds)}" for title, seconds in summary.stage_seconds)
-    total = summary.stored.spec.total_steps
+    total, kind = summary.stored.spec.total_steps, summary.stored.spec.trainer.kind
+    steps = (
+        f"{summary.steps} of {total}" if summary.steps or kind == "native" else f"none told by the program, of {total}"
+    )
     output.print_table(
         ("", ""),
         [
-            ("steps", f"{summary.steps} of {total}" + (f"; {missing}" if (missing := summary.missing_steps) else "")),
+            ("steps", steps + (f"; {missing}" if (missing := summary.missing_steps) else "")),
             ("attempts, restarts", f"{summary.num_attempts}, {summary.num_restarts}"),
             ("incidents", ", ".join(one.failure_kind.value for one in summary.incidents) or "none"),
             ("time", times),

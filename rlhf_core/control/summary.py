@@ -26,7 +26,10 @@ def summarise(run_dir: RunDir) -> Summary:
         cause=record.cause,
         accuracy=[_accuracy(run_dir, name) for name in ("greedy", "sampled")] if stored.spec.is_evaluated else [],
         steps=max(steps, default=0),
-        missing_steps=missing_steps(steps, stored.spec.total_steps, record.state),
+        # Another program may log every tenth step, or none.
+        missing_steps=missing_steps(steps, stored.spec.total_steps, record.state)
+        if stored.spec.trainer.kind == "native"
+        else "",
         num_attempts=len(record.attempts),
         num_restarts=sum(num_restarts(attempt) for attempt in run_dir.attempts()),
         incidents=all_incidents(run_dir, record),

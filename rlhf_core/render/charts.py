@@ -109,6 +109,36 @@ LEARNING = (
     ),
 )
 
+LEARNING_ELSEWHERE = (
+    *(plot for plot in LEARNING if plot.name not in ("loss-sft", "loss-main")),
+    LinePlot(
+        name="preference",
+        title="Preferences",
+        unit="share of pairs",
+        keys=(("preference/accuracy", "chosen above rejected"),),
+        explanation="Pairs whose chosen completion has the higher implicit reward.",
+        if_missing="it was not logged",
+        from_zero=True,
+    ),
+    LinePlot(
+        name="margin",
+        title="Preference margin",
+        unit="implicit reward",
+        keys=(("preference/margin", "chosen minus rejected"),),
+        explanation="Implicit reward of the chosen completion less that of the rejected one.",
+        if_missing="it was not logged",
+    ),
+    LinePlot(
+        name="loss",
+        title="Loss",
+        unit="loss",
+        keys=(("train/loss", "loss"),),
+        explanation="As the trainer logs it; its meaning is that of its algorithm.",
+        if_missing="it was not logged",
+    ),
+)
+"""Plots of a run whose trainer is another program; what it does not log is named in one sentence."""
+
 SPEED = (
     LinePlot(
         name="tokens-per-s",
@@ -131,12 +161,29 @@ PHASE_COLOURS = {"rollout": 0, "reward": 1, "train": 2, "evaluate": 3, "checkpoi
 
 def learning_plots(record: ReportData) -> Markup:
     """Accuracy, reward and the signs of healthy training."""
-    return _plots(record, [_accuracy(record), *(_line_plot(record, plot) for plot in LEARNING)])
+    if not is_elsewhere(record):
+        return _plots(record, [_accuracy(record), *(_line_plot(record, plot) for plot in LEARNING)])
+    made = [(plot.title, *_line_plot(record, plot)) for plot in LEARNING_ELSEWHERE]
+    absent = ", ".join(title for title, figure, _ in made if not figure)
+    return _plots(record, [_accuracy(record), *_drawn(made), (None, f"Not logged by the trainer: {absent}.")])
 
 
 def speed_plots(record: ReportData) -> Markup:
     """Time per phase and throughput."""
-    return _plots(record, [_phase_times(record), *(_line_plot(record, plot) for plot in SPEED)])
+    made = [("", *_phase_times(record)), *(("", *_line_plot(record, plot)) for plot in SPEED)]
+    if is_elsewhere(record) and not any(figure for _, figure, _ in made):
+        return tag("p", "The trainer logged neither times of its steps nor throughput.", class_="note")
+    shown = _drawn(made) if is_elsewhere(record) else [(figure, sentence) for _, figure, sentence in made]
+    return _plots(record, shown)
+
+
+def is_elsewhere(record: ReportData) -> bool:
+    """True if another program trained."""
+    return record.spec is not None and record.spec.trainer.kind == "command"
+
+
+def _drawn(made: Sequence[tuple[str, Markup | None, str]]) -> list[tuple[Markup | None, str]]:
+    return [(figure, sentence) for _, figure, sentence in made if figure]
 
 
 def marks_of(record: ReportData) -> Marks:

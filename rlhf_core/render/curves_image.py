@@ -10,7 +10,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from PIL import Image
 
-from rlhf_core.render.charts import LEARNING, LinePlot
+from rlhf_core.render.charts import LEARNING, LEARNING_ELSEWHERE, LinePlot
 from rlhf_core.render.plots import STYLE, Palette, draw_lines, draw_steps, style_axes
 from rlhf_core.render.series import Curve, Marks, Series
 from rlhf_core.schemas.run import RunSpec
@@ -28,7 +28,7 @@ STEP_TIME = LinePlot(
 NAMES = {
     True: ("reward", "kl", "entropy", "length", "loss-sft", "loss-main", "grad-norm"),
     False: ("loss-sft", "grad-norm"),
-    None: ("reward", "kl", "entropy", "length", "loss-main", "grad-norm"),
+    None: ("reward", "kl", "preference", "margin", "entropy", "length", "loss", "grad-norm"),
 }
 """Plots of the report that are drawn, by whether the algorithm samples (None: of another program, which may); the time
 of a step is drawn for all."""
@@ -68,7 +68,7 @@ _STYLE = {
 
 def plots_of(spec: RunSpec) -> tuple[LinePlot, ...]:
     """Plots that are drawn for a run."""
-    known = {plot.name: plot for plot in LEARNING}
+    known = {plot.name: plot for plot in (*LEARNING, *LEARNING_ELSEWHERE)}
     return (*(known[name] for name in NAMES[spec.samples]), STEP_TIME)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from rlhf_core import __version__
 from rlhf_core.formatting import attributed, count
+from rlhf_core.history.queries.metrics import STEP_SECONDS
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render import charts, samples
 from rlhf_core.render.config_text import as_toml
@@ -66,11 +67,18 @@ def page(record: ReportData) -> str:
         promotion(record),
         _facts(record),
         *([history, plotted] if record.state == "failed" else [plotted, history]),
-        section("What the model wrote", samples.evaluation_samples(record)),
-        section("Sampled in training", samples.training_samples(record)),
+        *_written(record),
         _settings(record),
         _footer(record),
     )
+
+
+def _written(record: ReportData) -> list[Markup]:
+    """Completions of the model. Those of another program's training are its own."""
+    evaluated = section("What the model wrote", samples.evaluation_samples(record))
+    if charts.is_elsewhere(record):
+        return [evaluated] if record.tables else []
+    return [evaluated, section("Sampled in training", samples.training_samples(record))]
 
 
 def document(title: str, *content: object) -> str:
@@ -177,7 +185,8 @@ def _reward_tile(record: ReportData) -> Markup | None:
 
 def _goodput_tile(record: ReportData) -> Markup | None:
     share = record.goodput.get("ettr")
-    if share is None or not record.curves:
+    # Without the times of steps, which not every trainer logs, it would be 0.
+    if share is None or STEP_SECONDS not in record.curves:
         return None
     known = record.goodput
     detail = f"{duration(known['productive_s'])} of steps that count in {duration(known['wall_s'] - known['queue_s'])}"
@@ -221,6 +230,7 @@ def _facts(record: ReportData) -> Markup:
                 ("code revision", run["code_revision"] or "not in a repository"),
                 ("interpreter", _checked(record, "environment.python")),
                 ("packages", _checked(record, "environment.packages")),
+                ("the trainer's environment", _checked(record, "command.environment")),
             ]
         ),
     )

@@ -100,7 +100,7 @@ def summary_markdown(
         "",
         *([links, ""] if links else []),
         *(_promotion(timeline) if timeline is not None else []),
-        *_times(times or {}),
+        *_times(times or {}, tells_times=spec.trainer.kind == "native"),
         *(_incidents_and_decisions(timeline) if timeline is not None else []),
         "| stage | seconds |",
         "|---|---|",
@@ -138,8 +138,10 @@ def _promotion(timeline: Timeline) -> list[str]:
     return [" · ".join(part for part in parts if part), "", *advice]
 
 
-def _times(times: Mapping[str, Any]) -> list[str]:
+def _times(times: Mapping[str, Any], *, tells_times: bool) -> list[str]:
     goodput = times.get("goodput") or {}
+    # Not every program logs the times of its steps; without them the share would be 0.
+    has_share = goodput.get("ettr") is not None and (tells_times or goodput["productive_s"])
     if not goodput.get("wall_s"):
         return []
     rows = [
@@ -148,7 +150,7 @@ def _times(times: Mapping[str, Any]) -> list[str]:
         ("steps that count", duration(goodput["productive_s"])),
         ("steps made again", duration(goodput["repeated_s"])),
         ("lost to failures, with these", duration(goodput["lost_s"])),
-        ("goodput, queue not counted", "" if goodput["ettr"] is None else f"{goodput['ettr']:.1%}"),
+        ("goodput, queue not counted", f"{goodput['ettr']:.1%}" if has_share else ""),
     ]
     lost = [
         f"| lost to {markdown(row['failure_kind'])} | {duration(row['lost_s'])}, {row['num_incidents']} of them |"

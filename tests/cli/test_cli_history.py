@@ -112,6 +112,20 @@ def test_steps_without_metrics_are_said_in_every_view(rlhf: Rlhf, runs: Path) ->
         assert any(said in note for note in gather(store, run.dir).notes)
 
 
+def test_steps_that_another_program_does_not_log_are_no_loss(rlhf: Rlhf, runs: Path) -> None:
+    run = whole_run(runs)
+    metrics = run.dir.attempt(2).restart(0).metrics
+    metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[4:]))
+    stored = json.loads(run.dir.spec.read_text())
+    stored["spec"]["trainer"] = {"kind": "command", "argv": ["torchrun"], "num_steps": 10}
+    stored["spec"]["loops"] = {}
+    run.dir.spec.write_text(json.dumps(stored))
+    with HistoryStore(load_site().database_url) as store:
+        sync(run.dir, store)
+    assert rlhf("runs", "--json").json()[0]["missing_steps"] == ""
+    assert rlhf("show", "--json").json()["run"]["missing_steps"] == ""
+
+
 def test_runs_fit_a_narrow_terminal(rlhf: Rlhf, known: RunFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     lines = rlhf("runs").out.splitlines()

@@ -22,6 +22,7 @@ MEETING = {
     "NNODES": "{num_nodes}", "NODE_RANK": "{node_rank}", "NPROC_PER_NODE": "{ranks_per_node}",
     "MASTER_ADDR": "{master_addr}", "MASTER_PORT": "{master_port}",
 }  # fmt: skip
+PROCESSORS = {"ACCELERATE_USE_CPU": "{use_cpu}"}
 TORCHRUN = "--nnodes={num_nodes} --node_rank={node_rank} --master_addr={master_addr} --master_port={master_port}"
 
 
@@ -114,7 +115,7 @@ LINES: dict[str, tuple[list[str], dict[str, Any], list[str]]] = {
     " --use_cpu true --save_strategy epoch": (
         ["swift/cli/rlhf.py", "--save_strategy steps", "--save_steps {checkpoint_every}"],
         {"trainer.framework": "swift", "trainer.algorithm": "dpo", "resources.gpus_per_node": 0,
-         "trainer.variables": {"NNODES": "{num_nodes}", "NODE_RANK": "{node_rank}"}},
+         "trainer.variables": {"NNODES": "{num_nodes}", "NODE_RANK": "{node_rank}", **PROCESSORS}},
         ["steps between checkpoints"],
     ),
     "trl grpo --model_name_or_path m --output_dir g --num_generations 4 --num_processes 4 --max_steps 100"
@@ -125,7 +126,7 @@ LINES: dict[str, tuple[list[str], dict[str, Any], list[str]]] = {
     ),
     "FORCE_TORCHRUN=1 NNODES=2 NODE_RANK=1 MASTER_ADDR=1.2.3.4 MASTER_PORT=9 llamafactory-cli train x.yaml": (
         ["llamafactory-cli train x.yaml max_steps={num_steps} output_dir={output_dir}"],
-        {"trainer.framework": "transformers", "trainer.variables": {"FORCE_TORCHRUN": "1", **MEETING},
+        {"trainer.framework": "transformers", "trainer.variables": {"FORCE_TORCHRUN": "1", **MEETING, **PROCESSORS},
          "resources.num_nodes": 2, "trainer.resume_argv": ["resume_from_checkpoint={checkpoint}"]},
         ["GPUs", "algorithm", "optimizer steps"],
     ),
@@ -486,3 +487,13 @@ def test_the_check_of_secrets_sees_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 REPLACED = {"resume_from_checkpoint", "launcher", "num_processes", "nproc_per_node", "load_checkpoint"}
 """Options that are taken out: the run gives them, or axolotl's launcher has them in another place."""
+
+
+def test_accelerate_is_told_of_processors_where_no_gpus_are_given() -> None:
+    """It would train every rank by itself. With GPUs, or without transformers, there is nothing to say."""
+    line = "NPROC_PER_NODE=2 {} swift sft --model m --dataset d --max_steps 5"
+    assert setting(wrapped(line.format("")), "trainer.variables") == {**MEETING, **PROCESSORS}
+    assert setting(wrapped(line.format("CUDA_VISIBLE_DEVICES=0,1")), "trainer.variables") == MEETING
+    own = setting(wrapped(line.format("ACCELERATE_USE_CPU=1")), "trainer.variables")
+    assert own == {**MEETING, "ACCELERATE_USE_CPU": "1"}
+    assert "ACCELERATE" not in wrapped("torchrun --nproc_per_node 2 train.py --max_steps 5").text

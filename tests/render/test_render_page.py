@@ -166,6 +166,37 @@ def test_a_run_that_is_only_supervised_has_no_policy_loss() -> None:
     assert "80 steps of SFT" in text
 
 
+OTHER_PROGRAM = ["model.path=m", "data.train=d"]
+
+
+def test_the_report_of_another_program_says_nothing_of_loops_that_it_does_not_have() -> None:
+    curves = {"train/loss": [(1, 2.0), (9, 1.0)], "preference/margin": [(1, 0.1), (9, 0.2)]}
+    record = records.learned(spec=config.load("trl-cpo", OTHER_PROGRAM), curves=curves, samples=())
+    page, text = run_page.page(record), _text(record)
+    for wrong in (
+        "supervised step",
+        "policy steps",
+        "measure_kl",
+        "no step was made",
+        "Sampled in training",
+        "goodput",
+    ):
+        assert wrong not in page, wrong
+    assert "Preference margin" in text
+    assert "Not logged by the trainer: Reward, Distance from the start (KL)" in text
+    assert "The trainer logged neither times of its steps nor throughput." in text
+
+
+def test_times_that_another_program_logs_are_drawn() -> None:
+    """Negative control of the one before."""
+    curves = {"train/loss": [(1, 2.0), (9, 1.0)], "time/step_s": [(1, 3.0), (9, 3.0)]}
+    record = records.learned(spec=config.load("trl-grpo", OTHER_PROGRAM), curves=curves)
+    text = _text(record)
+    assert "Where the time goes" in text
+    assert "goodput" in text
+    assert "neither times" not in text
+
+
 def test_returns_to_a_checkpoint_are_marked() -> None:
     assert charts.marks_of(records.learned()).resumes == (60, 80)
 

@@ -108,10 +108,14 @@ def _with_every_step(connection: Connection, chosen: Subquery) -> set[str]:
 
 
 def missing_steps_of(connection: Connection, row: Any) -> str:
-    """Name the steps without metrics of a run that has ended; see :func:`missing_steps`."""
+    """Name the steps without metrics of a run that has ended; see :func:`missing_steps`. Of another program none are
+    named: it may log every tenth step, or none."""
     if row.state not in {state.value for state in RUN_ENDS}:
         return ""
-    # From the index of that one metric; from all metrics where a foreign trainer does not write it.
+    kind = select(RUNS.c.spec["trainer"]["kind"].as_string()).where(RUNS.c.run_id == row.run_id)
+    if connection.execute(kind).scalar() == "command":
+        return ""
+    # From the index of that one metric; from all metrics where it is not there.
     known: set[int] = set()
     for condition in (_step_times(), true()):
         known = known or set(

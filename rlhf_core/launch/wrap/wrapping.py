@@ -98,6 +98,7 @@ def _wrapped(facts: ScriptFacts, around: WrapSurroundings, options: WrapOptions,
     read_launcher(draft)
     family = recognise(draft, options.framework)
     read_arguments(draft, family, options.steps)
+    _say_processors(draft, family)
     if line.launcher == "axolotl":
         draft.last_words += axolotl_launcher_words()
     _read_places(draft, facts)
@@ -160,6 +161,15 @@ def _read_places(draft: Draft, facts: ScriptFacts) -> None:
             draft.words[first] = (program, *draft.words[first][1:])
     if environment:
         draft.set("trainer.environment", environment, "Python environment")
+
+
+def _say_processors(draft: Draft, family: Family) -> None:
+    """Have accelerate told of a run without GPUs: it would train every rank by itself, and say nothing."""
+    has_gpus = draft.settings.get("resources.gpus_per_node") != 0
+    if not family.has_trainer or has_gpus or "ACCELERATE_USE_CPU" in draft.variables:
+        return
+    draft.variables["ACCELERATE_USE_CPU"] = "{use_cpu}"
+    draft.said("use of the processor", "GPUs are not given", "ACCELERATE_USE_CPU in trainer.variables, false with GPUs")
 
 
 def _name(draft: Draft, family: Family, given: str) -> None:

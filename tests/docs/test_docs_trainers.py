@@ -1,0 +1,82 @@
+"""The page on trainers of your own, followed: its script, its launch line, the settings that it adds."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.config import load
+from rlhf_core.schemas.command_trainer import PLACEHOLDERS, SIGHTS, CommandTrainer
+
+PAGE = Path(__file__).parents[2] / "docs" / "trainers.md"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with the script of the page."""
+    (script,) = [text for text in blocks("python") if "argparse" in text]
+    (tmp_path / "train.py").write_text(script)
+    return tmp_path
+
+
+def commands() -> list[list[str]]:
+    """The two commands of the page, without the prompt."""
+    return [line.removeprefix("$ rlhf ").split() for line in blocks("console")[0].splitlines()]
+
+
+def rlhf(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    python = Path(sys.executable).parent
+    return subprocess.run(
+        [sys.executable, "-m", "rlhf_core.cli.main", *words],
+        cwd=folder,
+        env=os.environ | {"RLHF_HOME": str(folder / "home"), "PATH": f"{python}{os.pathsep}{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def with_settings_of_the_page(config: Path) -> None:
+    added = blocks("toml")[0].removeprefix("[trainer]\n")
+    text = config.read_text()
+    assert text.count('resume = "none"\n') == 1
+    config.write_text(text.replace('resume = "none"\n', added))
+
+
+def test_every_placeholder_and_every_source_stands_in_the_page() -> None:
+    page = PAGE.read_text()
+    assert [name for name in PLACEHOLDERS if f"| `{{{name}}}` |" not in page] == []
+    assert [str(source) for source, sight in SIGHTS.items() if f"| `{source}` |" not in page] == []
+    assert [str(source) for source, sight in SIGHTS.items() if sight.blind not in page] == []
+
+
+def test_the_settings_of_the_page_fit_what_wrap_writes(folder: Path) -> None:
+    wrap, run = commands()
+    done = rlhf(folder, *wrap)
+    assert done.returncode == 0, done.stdout + done.stderr
+    config = folder / run[-1]
+    with_settings_of_the_page(config)
+    trainer = load(str(config)).trainer
+    assert isinstance(trainer, CommandTrainer)
+    assert (trainer.checkpoint_name, trainer.resume, trainer.num_steps) == ("step-{step}.pt", "argument", 60)
+
+
+@pytest.mark.training
+@pytest.mark.end_to_end
+def test_the_two_commands_of_the_page_train(folder: Path) -> None:
+    wrap, run = commands()
+    assert rlhf(folder, *wrap).returncode == 0
+    with_settings_of_the_page(folder / run[-1])
+    done = rlhf(folder, *run, "--no-prefect", "--set", "trainer.num_steps=20", "--set", 'preflight.trial="off"')
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "20 of 20" in done.stdout
+    (checkpoint,) = (folder / "home" / "runs").glob("train-*/checkpoints/step-000020")
+    assert (checkpoint / "step-20.pt").is_file()
+    assert (checkpoint / "COMPLETE").is_file()
