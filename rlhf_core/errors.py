@@ -31,7 +31,8 @@
         ├── DiskFull                no room for a checkpoint; older checkpoints are untouched
         ├── NonFiniteLoss           loss or gradient norm is NaN or infinite
         ├── DegenerateRl            training learns nothing: no gradient, identical completions, a reward that is gone
-        └── ResumeMismatch          a checkpoint does not fit this run (ranks, model, spec)
+        ├── ResumeMismatch          a checkpoint does not fit this run (ranks, model, spec)
+        └── TrainerIncomplete       another program ended too early without an error, or began anew
 
 A message says what was found, what was expected and what to do. Errors stay picklable: one message argument.
 

@@ -159,7 +159,7 @@ class TrainerWarning(Schema):
     failure_kind: FailureKind
     """Kind that it would be as a failure."""
     message: Message
-    """What was found, what was expected, what to do."""
+    """Sentence with what was found, what was expected and what to do."""
     step: Int32
     """Optimizer step it was found at."""
 
