@@ -83,6 +83,8 @@ class Follower:
         self._output = RankOutput(self._logs, context.local_rank, follows=trainer.launch == "per_node")
         self._sources: list[Source] = []
         self._record = JobRecord(context, trainer, self._place.output_dir, self._first_step)
+        if context.rank == 0 and self._place.order.checkpoint:
+            self._record.recover(context.run_dir.checkpoints_dir / self._place.order.checkpoint)
         self._saves = SaveRequests(context, trainer, self._status)
         collectives.answer_from(self._recorder)
 

@@ -6,13 +6,16 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from rlhf_core.run_dir import read_models
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.command_trainer import CommandTrainer, ProgressSource
-from rlhf_core.schemas.reports import TrainerWarning
+from rlhf_core.schemas.reports import MetricsLine, TrainerWarning
 from rlhf_core.training.types import WorkerContext
 from rlhf_core.worker.command.health import MetricHealth
+from rlhf_core.worker.command.launch import own_name
 from rlhf_core.worker.command.observation import Reading
 from rlhf_core.worker.command.published import CheckpointPublisher
+from rlhf_core.worker.command.sources.trainer_log import history_of
 from rlhf_core.worker.command.step_metrics_file import StepMetricsFile
 
 POLL_INTERVAL_S = 1.0
@@ -31,6 +34,19 @@ class JobRecord:
         self._publisher = CheckpointPublisher(context, trainer, output_dir, first_step)
         self._next_poll_s = 0.0
         self._told: set[str] = set()
+
+    def recover(self, published: Path) -> None:
+        """Record the steps up to a checkpoint that no start before this one came to record.
+
+        Args:
+            published: The checkpoint that the program goes on from, in the run directory.
+        """
+        try:
+            found = history_of(published / own_name(published))
+            metrics = [one.metrics for attempt in self._context.run_dir.attempts() for one in attempt.restarts()]
+            self._metrics.recover(found, {line.step for path in metrics for line in read_models(path, MetricsLine)})
+        except OSError as error:
+            self._say_once(f"metrics of steps before {published.name} could not be looked for: {error}")
 
     @property
     def newest_step(self) -> int:

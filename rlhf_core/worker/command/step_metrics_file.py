@@ -1,6 +1,6 @@
 """Metrics of another program as lines of ``metrics.jsonl``: one a step, in this project's names."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from rlhf_core.schemas.base import utc_now
@@ -45,6 +45,19 @@ class StepMetricsFile:
         for one in figures:
             self._pending.setdefault(one.step, {}).update(self._names.rename(one.values))
             self._touched_s[one.step] = now_s
+
+    def recover(self, found: Iterable[StepFigures], recorded: Collection[int]) -> None:
+        """Take figures of steps before the first one that no earlier start has recorded: it was ended between reading
+        them and writing them, and its checkpoint was saved already.
+
+        Args:
+            found: Figures up to the checkpoint that the program goes on from.
+            recorded: Steps that have a line in the run.
+        """
+        for one in found:
+            if one.step <= self._last and one.step not in recorded:
+                self._pending[one.step] = self._names.rename(one.values)
+                self._touched_s[one.step] = float("-inf")
 
     def write(self, now_s: float, *, all_of_them: bool = False) -> list[MetricsLine]:
         """Append the steps that are whole: those before the newest, and the newest once it has waited.

@@ -127,13 +127,26 @@ class TrainerLog:
             state = _parsed(_document(path))
             # A new file that does not reach what was told: the trainer has begun again, and its steps with it.
             told = told if (_step_of(state) or 0) >= told else 0
-            entries = state.get(SUMMARY_KEY)
-            for entry in entries if isinstance(entries, list) else []:
-                step = _step_of(entry) if isinstance(entry, dict) else None
-                if step is not None and step > told:
-                    figures.append(StepFigures(step, _values_of(entry)))
+            figures += [one for one in _history(state) if one.step > told]
             told = max([told, *(one.step for one in figures[-1:])])
         return figures
+
+
+def history_of(checkpoint: Path) -> list[StepFigures]:
+    """Figures of all steps up to a checkpoint, from its state file; empty where it has none.
+
+    Raises:
+        OSError: the file is there and cannot be read.
+    """
+    return by_step(_history(_parsed(_document(checkpoint / STATE_NAME))))
+
+
+def _history(state: Mapping[str, Any]) -> Iterator[StepFigures]:
+    entries = state.get(SUMMARY_KEY)
+    for entry in entries if isinstance(entries, list) else []:
+        step = _step_of(entry) if isinstance(entry, dict) else None
+        if step is not None:
+            yield StepFigures(step, _values_of(entry))
 
 
 def _document(path: Path) -> bytes:

@@ -1,0 +1,102 @@
+"""Metrics and checkpoints of a program that is started again: none is lost, and none is taken twice."""
+
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from rlhf_core.run_dir import RunDir, read_models
+from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.command_trainer import CommandTrainer, ProgressSource
+from rlhf_core.schemas.reports import MetricsLine
+from rlhf_core.schemas.run import HealthSpec
+from rlhf_core.worker.command import published
+from rlhf_core.worker.command.job_record import JobRecord
+from rlhf_core.worker.command.launch import OWN_NAME
+from rlhf_core.worker.command.observation import StepFigures
+from rlhf_core.worker.command.sources.trainer_log import history_of
+from rlhf_core.worker.command.step_metrics_file import StepMetricsFile
+
+TRL = CommandTrainer(argv=("x",), num_steps=20, framework="trl", algorithm="cpo")
+
+
+def state(folder: Path, steps: int) -> Path:
+    """A checkpoint with the state file of transformers."""
+    folder.mkdir()
+    history = [{"step": step, "epoch": 0.1, "loss": step / 10} for step in range(1, steps + 1)]
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": steps, "log_history": history}))
+    return folder
+
+
+def test_steps_that_were_made_and_not_recorded_come_from_the_checkpoint(tmp_path: Path) -> None:
+    """The step of a checkpoint waits for more of its figures while the checkpoint is being published; a start that is
+    ended in between has the one and not the other."""
+    file = StepMetricsFile(tmp_path / "metrics.jsonl", TRL, first_step=8)
+    file.recover(history_of(state(tmp_path / "checkpoint-8", 8)), recorded=set(range(1, 7)))
+    file.add(
+        ProgressSource.TENSORBOARD, [StepFigures(8, {"train/loss": 9.0}), StepFigures(9, {"train/loss": 0.9})], 1.0
+    )
+    file.write(1.0, all_of_them=True)
+    lines = read_models(tmp_path / "metrics.jsonl", MetricsLine)
+    assert [(line.step, line.metrics["train/loss"]) for line in lines] == [(7, 0.7), (8, 0.8), (9, 0.9)]
+
+
+def test_nothing_is_recovered_that_is_recorded_or_lies_ahead(tmp_path: Path) -> None:
+    file = StepMetricsFile(tmp_path / "metrics.jsonl", TRL, first_step=4)
+    file.recover(history_of(state(tmp_path / "checkpoint-8", 8)), recorded=set(range(1, 5)))
+    assert file.write(1.0, all_of_them=True) == []
+
+
+def test_a_checkpoint_without_a_state_has_no_history(tmp_path: Path) -> None:
+    assert history_of(tmp_path) == []
+    (tmp_path / "trainer_state.json").write_text("[1, 2")
+    assert history_of(tmp_path) == []
+
+
+def test_a_start_looks_at_what_all_starts_before_it_have_recorded(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    first, second = (run.attempt(1).restart(number) for number in (0, 1))
+    for one in (first, second):
+        one.root.mkdir(parents=True)
+    lines = [MetricsLine(step=step, time=utc_now(), loop="cpo", metrics={"train/loss": 1.0}) for step in range(1, 7)]
+    first.metrics.write_text("".join(f"{line.model_dump_json()}\n" for line in lines))
+    saved = run.checkpoint(8).root
+    saved.mkdir(parents=True)
+    (saved / OWN_NAME).write_text("checkpoint-8\n")
+    state(saved / "checkpoint-8", 8)
+    context: Any = SimpleNamespace(run_dir=run, restart_dir=second, spec=SimpleNamespace(health=HealthSpec()))
+    record = JobRecord(context, TRL, tmp_path / "output", first_step=8)
+    record.recover(saved)
+    record.take([], 1.0, ended=False)
+    assert [line.step for line in read_models(second.metrics, MetricsLine)] == [7, 8]
+
+
+def test_metrics_of_trl_come_with_every_step_and_not_with_every_checkpoint(tmp_path: Path) -> None:
+    """TRL writes no log of its own: its state file tells of steps when a checkpoint is saved; TensorBoard at once."""
+    file = StepMetricsFile(tmp_path / "metrics.jsonl", TRL, first_step=0)
+    file.add(ProgressSource.TENSORBOARD, [StepFigures(1, {"train/loss": 0.1})], 1.0)
+    file.add(ProgressSource.TRAINER_LOG, [StepFigures(1, {"loss": 0.1}), StepFigures(2, {"loss": 0.2})], 2.0)
+    file.add(
+        ProgressSource.TENSORBOARD, [StepFigures(2, {"train/loss": 0.2}), StepFigures(3, {"train/loss": 0.3})], 2.0
+    )
+    assert [line.step for line in file.write(2.0, all_of_them=True)] == [1, 2, 3]
+
+
+def test_checkpoints_of_the_start_before_are_not_published_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may still lie in the program's folder; publishing one again removes the one that is there for a moment."""
+    begun: list[int] = []
+    monkeypatch.setattr(published, "publish", lambda context, trainer, folder, found: begun.append(found.step))
+    for steps in (4, 8, 12):
+        state(tmp_path / f"checkpoint-{steps}", steps)
+    of_restart = published.CheckpointPublisher(Mock(), TRL, tmp_path, first_step=8)
+    of_restart.consider(0.0, ended=True)
+    of_restart.consider(10.0, ended=True)
+    while of_restart.is_busy:
+        time.sleep(0.01)
+    assert (begun, of_restart.newest_step) == ([12], 12)
