@@ -199,6 +199,14 @@ def test_ranks_that_train_alone_are_stopped(agent_run: MakeRun) -> None:
     assert run.decision(0).action is Action.STOP
 
 
+def test_a_program_that_leaves_its_group_at_its_end_has_not_trained_alone(agent_run: MakeRun) -> None:
+    trainer = with_torchrun("40", "0", "leave", framework="trl", stdout_patterns=[r"step (?P<step>\d+)"], num_steps=40)
+    run = agent_run(trainer=trainer)
+    run.start(native=True)
+    code, output = run.finish()
+    assert (code, run.outcome().state) == (0, AttemptState.COMPLETED), output
+
+
 @pytest.mark.parametrize(
     ("kind", "failure", "said"),
     [

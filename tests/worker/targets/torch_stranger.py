@@ -29,3 +29,7 @@ for step in range(1, steps + 1):
     else:
         dist.all_reduce(value)
     time.sleep(0.05)
+if kind == "leave":
+    print(f"step {steps}", flush=True)
+    dist.destroy_process_group()
+    time.sleep(2.0)

@@ -39,7 +39,9 @@ def _follow(status) -> None:  # type: ignore[no-untyped-def]  # without typing: 
             if distributed is None or not hasattr(distributed, "is_initialized"):
                 continue
             if not distributed.is_initialized():
-                status.set(words.GROUP, words.NO_GROUP)
+                # At the end of its work a program leaves its group again.
+                if status.get(words.GROUP) != words.HAS_GROUP:
+                    status.set(words.GROUP, words.NO_GROUP)
                 continue
             status.set(words.GROUP, words.HAS_GROUP)
             recorder = sys.modules.get("torch._C._distributed_c10d")
