@@ -219,9 +219,10 @@ def default_sources(trainer: CommandTrainer) -> tuple[ProgressSource, ...]:
     """Sources of progress that suit the framework of a trainer."""
     written = {
         "script": (ProgressSource.TENSORBOARD,),
-        "transformers": (ProgressSource.TRAINER_LOG, ProgressSource.TENSORBOARD),
+        # Without a log of their own, trainer_state.json tells of steps only when a checkpoint is saved.
+        "transformers": (ProgressSource.TENSORBOARD, ProgressSource.TRAINER_LOG),
         "swift": (ProgressSource.TRAINER_LOG, ProgressSource.TENSORBOARD),
-        "trl": (ProgressSource.TRAINER_LOG, ProgressSource.TENSORBOARD),
+        "trl": (ProgressSource.TENSORBOARD, ProgressSource.TRAINER_LOG),
         "openrlhf": (ProgressSource.TENSORBOARD,),
     }[trainer.framework]
     found = [ProgressSource.CALLBACK, *written]

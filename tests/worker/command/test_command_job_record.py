@@ -68,3 +68,14 @@ def test_a_start_looks_at_what_all_starts_before_it_have_recorded(tmp_path: Path
     record.recover(saved)
     record.take([], 1.0, ended=False)
     assert [line.step for line in read_models(second.metrics, MetricsLine)] == [7, 8]
+
+
+def test_metrics_of_trl_come_with_every_step_and_not_with_every_checkpoint(tmp_path: Path) -> None:
+    """TRL writes no log of its own: its state file tells of steps when a checkpoint is saved; TensorBoard at once."""
+    file = StepMetricsFile(tmp_path / "metrics.jsonl", TRL, first_step=0)
+    file.add(ProgressSource.TENSORBOARD, [StepFigures(1, {"train/loss": 0.1})], 1.0)
+    file.add(ProgressSource.TRAINER_LOG, [StepFigures(1, {"loss": 0.1}), StepFigures(2, {"loss": 0.2})], 2.0)
+    file.add(
+        ProgressSource.TENSORBOARD, [StepFigures(2, {"train/loss": 0.2}), StepFigures(3, {"train/loss": 0.3})], 2.0
+    )
+    assert [line.step for line in file.write(2.0, all_of_them=True)] == [1, 2, 3]
