@@ -110,7 +110,8 @@ class CheckpointPublisher:
         self._output_dir = output_dir
         self._watched = WatchedCheckpoints(trainer, output_dir)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
-        self._begun = {first_step}
+        self._first_step = first_step
+        self._begun: set[int] = set()
         self._running: list[Future[None]] = []
         self.newest_step = first_step
         """Step of the newest checkpoint that is published."""
@@ -136,7 +137,8 @@ class CheckpointPublisher:
             self.problem = f"checkpoints could not be looked for: {error}"
             return
         for one in found:
-            if one.complete and one.step not in self._begun:
+            # Those up to the one that it goes on from are published, and may still lie in the program's own folder.
+            if one.complete and one.step > self._first_step and one.step not in self._begun:
                 self._begun.add(one.step)
                 self._running.append(self._thread.submit(self._publish_guarded, one))
 

@@ -1,15 +1,20 @@
 """Metrics and checkpoints of a program that is started again: none is lost, and none is taken twice."""
 
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
+
+import pytest
 
 from rlhf_core.run_dir import RunDir, read_models
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.command_trainer import CommandTrainer, ProgressSource
 from rlhf_core.schemas.reports import MetricsLine
 from rlhf_core.schemas.run import HealthSpec
+from rlhf_core.worker.command import published
 from rlhf_core.worker.command.job_record import JobRecord
 from rlhf_core.worker.command.launch import OWN_NAME
 from rlhf_core.worker.command.observation import StepFigures
@@ -79,3 +84,19 @@ def test_metrics_of_trl_come_with_every_step_and_not_with_every_checkpoint(tmp_p
         ProgressSource.TENSORBOARD, [StepFigures(2, {"train/loss": 0.2}), StepFigures(3, {"train/loss": 0.3})], 2.0
     )
     assert [line.step for line in file.write(2.0, all_of_them=True)] == [1, 2, 3]
+
+
+def test_checkpoints_of_the_start_before_are_not_published_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may still lie in the program's folder; publishing one again removes the one that is there for a moment."""
+    begun: list[int] = []
+    monkeypatch.setattr(published, "publish", lambda context, trainer, folder, found: begun.append(found.step))
+    for steps in (4, 8, 12):
+        state(tmp_path / f"checkpoint-{steps}", steps)
+    of_restart = published.CheckpointPublisher(Mock(), TRL, tmp_path, first_step=8)
+    of_restart.consider(0.0, ended=True)
+    of_restart.consider(10.0, ended=True)
+    while of_restart.is_busy:
+        time.sleep(0.01)
+    assert (begun, of_restart.newest_step) == ([12], 12)
