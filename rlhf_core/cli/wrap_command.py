@@ -83,7 +83,14 @@ def _wrapped(line: Sequence[str], options: "WrapOptions") -> "WrappedLine":
     from rlhf_core.shell_words import FOLDER_OF_SCRIPT
 
     folder = Path.cwd()
-    around = WrapSurroundings(str(folder), _read_file, lambda path: Path(path).expanduser().is_dir())
+    active = _active_environment()
+    around = WrapSurroundings(
+        str(folder),
+        _read_file,
+        lambda path: Path(path).expanduser().is_dir(),
+        active,
+        lambda name: bool(active) and "/" not in name and (Path(active) / "bin" / name).is_file(),
+    )
     words = list(line)
     if len(words) > 1 and words[0] in _SHELLS and words[1].endswith(_SCRIPT_SUFFIXES):
         words = words[1:]
@@ -95,6 +102,12 @@ def _wrapped(line: Sequence[str], options: "WrapOptions") -> "WrappedLine":
     known = {name: os.environ[name] for name in ("HOME", "USER") if name in os.environ}
     known |= {"PWD": str(folder), FOLDER_OF_SCRIPT: str(Path(words[0]).parent)}
     return wrap_script(text, words[0], around, options, known, words[1:])
+
+
+def _active_environment() -> str:
+    """Virtual environment of the shell, absolute; empty without one, and for that of rlhf itself: jobs have it."""
+    found = os.environ.get("VIRTUAL_ENV", "")
+    return "" if not found or Path(found).resolve() == Path(sys.prefix).resolve() else str(Path(found).absolute())
 
 
 def _read_file(path: str) -> str | None:

@@ -1,6 +1,7 @@
 """`rlhf wrap` on the command line: two commands from a launch line to a run."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -119,3 +120,17 @@ def test_a_folder_that_cannot_be_written(folder: Path, capsys: Printed) -> None:
     (folder / "file").write_text("")
     rlhf("-o", "file/my.toml", *LINE, expect=2)
     assert "cannot write file/my.toml" in capsys.readouterr().err
+
+
+def test_the_environment_of_the_shell_is_that_of_the_program(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job does not start in this shell: without it the first torchrun on the nodes' PATH would train."""
+    active = folder / "of-trl"
+    (active / "bin").mkdir(parents=True)
+    (active / "bin" / "torchrun").touch()
+    monkeypatch.setenv("VIRTUAL_ENV", str(active))
+    rlhf("-o", "its.toml", *LINE)
+    rlhf("-o", "another.toml", "--steps", "3", "python", "train.py")
+    monkeypatch.setenv("VIRTUAL_ENV", sys.prefix)
+    rlhf("-o", "own.toml", *LINE)
+    trainers = [load(f"{name}.toml").trainer for name in ("its", "another", "own")]
+    assert [one.environment for one in trainers if isinstance(one, CommandTrainer)] == [str(active), "", ""]

@@ -43,6 +43,10 @@ class WrapSurroundings:
     read_file: Callable[[str], str | None] = lambda path: None
     """Text of a small file, relative to the folder; None where there is none."""
     is_folder: Callable[[str], bool] = lambda path: False
+    environment: str = ""
+    """Virtual environment that is active in the user's shell, absolute; empty without one, or for that of rlhf."""
+    has_program: Callable[[str], bool] = lambda name: False
+    """True for a program that this environment has."""
 
 
 @dataclass

@@ -159,6 +159,9 @@ def _read_places(draft: Draft, facts: ScriptFacts) -> None:
         if draft.around.read_file(f"{folder}/pyvenv.cfg") is not None:
             environment = posixpath.normpath(folder)
             draft.words[first] = (program, *draft.words[first][1:])
+    # A job does not start in the user's shell, and another program of that name may be on its PATH.
+    if not environment and first is not None and draft.around.has_program(draft.words[first][0]):
+        environment = draft.around.environment
     if environment:
         draft.set("trainer.environment", environment, "Python environment")
 
