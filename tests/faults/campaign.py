@@ -45,6 +45,8 @@ from fault_services import (
 )
 from fault_soon import PREFIX, soon_scenarios
 from fault_table import markdown, write_between
+from fault_wrapped import PREFIX as OF_SCRIPTS
+from fault_wrapped import wrapped_scenarios
 from sites import last_step
 
 from rlhf_core.launch.journal import read_record
@@ -152,7 +154,8 @@ class Campaign:
             inside = [dict(fault.inside) for fault in scenario.faults if fault.inside]
             for row in inside:
                 row["group"] = str(place.memory_group)
-            config = site.prepare(inside, scenario.pace_s)
+            prepare = site.prepare_script if scenario.is_wrapped else site.prepare
+            config = prepare(inside, scenario.pace_s)
             if place.postgres is not None:
                 site.rlhf("db", "upgrade")
             site.drive("run", config, *([] if place.prefect else ["--no-prefect"]), *scenario.settings)
@@ -166,7 +169,8 @@ class Campaign:
                 site.wait_for(lambda: site.ended, "the end of the run", AGAIN_S)
             except Stuck as stuck:
                 problem = str(stuck)
-            return self._measure(scenario, place, truths, reference, problem)
+            # The reference is of the native trainer.
+            return self._measure(scenario, place, truths, {} if scenario.is_wrapped else reference, problem)
 
     def _strike(self, place: Place, fault: Fault, number: int) -> Truth:
         """Wait for the fault's moment and do it, or wait until the saboteur has."""
@@ -295,8 +299,9 @@ def main() -> None:
             _go_on(campaign, options)
         rows = campaign.rows()
     at_defaults = [row for row in rows if row.row.startswith(PREFIX)]
-    others = [row for row in rows if row not in at_defaults]
-    for place, some in (("fault campaign", others), ("default floors", at_defaults)):
+    of_scripts = [row for row in rows if row.row.startswith(OF_SCRIPTS)]
+    others = [row for row in rows if row not in at_defaults and row not in of_scripts]
+    for place, some in (("fault campaign", others), ("default floors", at_defaults), ("torchrun script", of_scripts)):
         if some:
             table = markdown(some)
             print(table)
@@ -318,6 +323,7 @@ def _go_on(campaign: Campaign, options: argparse.Namespace) -> None:
         one_node=not campaign.cluster,
     )
     planned += soon_scenarios(options.seed, options.times, one_node=not campaign.cluster)
+    planned += wrapped_scenarios(options.seed, options.times, one_node=not campaign.cluster)
     index, count = map(int, options.shard.split("/"))
     mine = [one for one in planned[index::count] if any(options.only in fault.row for fault in one.faults)]
     done = {row.scenario for row in campaign.rows()}
@@ -325,7 +331,7 @@ def _go_on(campaign: Campaign, options: argparse.Namespace) -> None:
     print(f"{len(mine)} runs, {len(mine) - len(left)} of them finished; results in {campaign.results}", flush=True)
     if not left:
         return
-    reference = campaign.reference()
+    reference = campaign.reference() if not all(one.is_wrapped for one in left) else {}
     began = time.monotonic()
     for scenario in left:
         if options.minutes and time.monotonic() - began > 60 * options.minutes:

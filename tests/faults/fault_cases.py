@@ -16,6 +16,8 @@ SPACING = 10
 CHAIN = 5
 """Most faults of one run."""
 PACE_S = 0.15
+WRAPPED_PACE_S = 0.5
+"""Of scripts: between two faults a checkpoint has to be left alone for a while, and published."""
 SLOW_PACE_S = 2.0
 
 
@@ -32,7 +34,8 @@ class Expected:
     blame: str = ""
     """``rank`` or ``node``: what must be named, and nothing else; empty where no single one is to blame."""
     limit: str = ""
-    """Target for the time to find it: ``death``, ``hang``, ``soon``, ``silence`` (of an agent), or none."""
+    """Target for the time to find it: ``death``, ``hang``, ``relayed`` (a hang of a program whose progress is polled),
+    ``soon``, ``silence`` (of an agent), or none."""
     same_numbers: bool = True
     """Whether the final parameters must be those of the undisturbed run, bit for bit."""
 
@@ -69,13 +72,16 @@ class Scenario:
     needs: frozenset[str] = field(default_factory=frozenset)
     """``slurm``, ``namespaces``, ``postgres``, ``prefect``, ``small_disk``, ``memory_group``."""
     pace_s: float = PACE_S
-    """Sleep in every call of the reward function."""
+    """Sleep in every call of the reward function, or in every step of the script."""
+    is_wrapped: bool = False
+    """True for a script of torchrun in the place of the native trainer."""
 
     @property
     def settings(self) -> list[str]:
         """The ``--set`` options of the run."""
+        steps = f"train.num_steps={self.total_steps - CHECKPOINT_EVERY}"
         own = [
-            f"train.num_steps={self.total_steps - CHECKPOINT_EVERY}",
+            f"trainer.num_steps={self.total_steps}" if self.is_wrapped else steps,
             f"resources.num_nodes={self.num_nodes}",
             f"resources.ranks_per_node={self.num_ranks // self.num_nodes}",
             *self.overrides,
@@ -107,6 +113,8 @@ class Kind:
     """Steps that the run makes before the first one may strike."""
     more_steps: int = 0
     """Steps that the run is longer, and slow ones, so that it lasts longer than what is done to it."""
+    is_wrapped: bool = False
+    """Done to a script of torchrun, not to the native trainer."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -422,7 +430,8 @@ def chain(name: str, kinds: Sequence[Kind], seed: int) -> Scenario:
         num_nodes=min(kind.num_nodes for kind in kinds),
         overrides=tuple(dict.fromkeys(setting for kind in kinds for setting in kind.overrides)),
         needs=frozenset().union(*(kind.needs for kind in kinds)),
-        pace_s=SLOW_PACE_S if more_steps else PACE_S,
+        pace_s=SLOW_PACE_S if more_steps else WRAPPED_PACE_S if kinds[0].is_wrapped else PACE_S,
+        is_wrapped=kinds[0].is_wrapped,
     )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
-from fault_runs import DisturbedSite, Stuck, agent_pids, workers
+from fault_runs import DisturbedSite, Stuck, agent_pids, program_ranks, workers
 from fault_services import Cluster, Postgres, PrefectServer
 from sites import last_step
 
@@ -66,8 +66,8 @@ class Place:
         return str(json.loads(submission.read_text())["job_id"])
 
 
-def _signal_rank(place: Place, number: signal.Signals) -> Truth:
-    victim = place.chance.choice(workers(place.run))
+def _signal_rank(place: Place, number: signal.Signals, *, of_program: bool = False) -> Truth:
+    victim = place.chance.choice(program_ranks(place.run.run_id) if of_program else workers(place.run))
     truth = place.truth(victim.rank, victim.node)
     os.kill(victim.pid, number)
     return truth
@@ -81,6 +81,16 @@ def kill_rank(place: Place) -> Truth:
 def stop_rank(place: Place) -> Truth:
     """SIGSTOP one rank."""
     return _signal_rank(place, signal.SIGSTOP)
+
+
+def kill_program_rank(place: Place) -> Truth:
+    """SIGKILL one rank of a script: its own process, not the worker that follows it."""
+    return _signal_rank(place, signal.SIGKILL, of_program=True)
+
+
+def stop_program_rank(place: Place) -> Truth:
+    """SIGSTOP one rank of a script."""
+    return _signal_rank(place, signal.SIGSTOP, of_program=True)
 
 
 def _kill_agent(place: Place, node: str) -> Truth:
@@ -377,6 +387,8 @@ OUTSIDE: dict[str, Callable[[Place], Truth]] = {
     for function in (
         kill_rank,
         stop_rank,
+        kill_program_rank,
+        stop_program_rank,
         kill_leader,
         kill_agent,
         damage_and_kill_rank,

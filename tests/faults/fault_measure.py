@@ -17,6 +17,8 @@ from rlhf_core.schemas.journal import DecisionMade, IncidentFound, JournalLine
 _SIGNS = {"suspect", "verdict", "worker_exited", "killed", "incident"}
 DEATH_LIMIT_S = 5.0
 HANG_MARGIN_S = 2.0
+RELAYED_MARGIN_S = 5.0
+"""Of a program that does not beat itself: what its sources tell last may be told seconds after its last step."""
 SILENCE_LIMIT_S = 25.0
 """An agent is lost after 15 s (agent 0) or 20 s; the other agents say so at once."""
 SOON_LIMIT_S = 30.0
@@ -238,6 +240,9 @@ def _in_time(expected: Expected, found_s: float | None, limit_s: float | None, d
         return decided_s is not None and decided_s <= SOON_LIMIT_S
     if expected.limit in ("death", "silence"):
         return found_s <= (DEATH_LIMIT_S if expected.limit == "death" else SILENCE_LIMIT_S)
+    if expected.limit == "relayed":
+        # Without a limit it was proven to stand still before the silence that is allowed was over.
+        return limit_s is None or found_s <= limit_s + RELAYED_MARGIN_S
     return limit_s is not None and found_s <= limit_s + HANG_MARGIN_S
 
 

@@ -1,10 +1,12 @@
 """Runs that are disturbed: their site, the command that drives them, and what they show of themselves."""
 
+import contextlib
 import json
 import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,16 +14,25 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 from sites import Site
 
 from rlhf_core.run_dir import RestartDir, RunDir, read_models
 from rlhf_core.schemas.reports import AgentEvent, MetricsLine
+from rlhf_core.schemas.resources import JOB_VARIABLE
+from rlhf_core.worker.command.in_rank.rlhf_rank_file import PATH_VARIABLE
 
 Found = TypeVar("Found")
 
 HERE = Path(__file__).parent
 CHECKPOINT_EVERY = 5
 PROGRAMS = ("saboteur.py", "saboteur.json")
+
+TORCHRUN = (
+    "torchrun", "--nnodes", "{num_nodes}", "--node-rank", "{node_rank}", "--nproc-per-node", "{ranks_per_node}",
+    "--master-addr", "{master_addr}", "--master-port", "{master_port}",
+)  # fmt: skip
+"""The first words of a launch line."""
 
 SABOTAGED: Mapping[str, Any] = {
     "name": "disturbed",
@@ -68,6 +79,28 @@ class DisturbedSite(Site):
         plan = {"struck": str(self.struck), "pace_s": pace_s, "faults": faults}
         (self.home / "saboteur.json").write_text(json.dumps(plan))
         return self.config(SABOTAGED)
+
+    def prepare_script(self, faults: list[dict[str, Any]], pace_s: float) -> str:
+        """Lay out a script of torchrun in the place of the native trainer; the config file."""
+        self.struck.mkdir()
+        plan = {"struck": str(self.struck), "pace_s": pace_s, "faults": faults}
+        (self.home / "saboteur.json").write_text(json.dumps(plan))
+        line = [*TORCHRUN, str(HERE / "wrapped_script.py"), str(self.home / "saboteur.json")]
+        trainer = {
+            "kind": "command",
+            "environment": sys.prefix,
+            "num_steps": 20,
+            "argv": [*line, "{output_dir}", "{num_steps}", "{checkpoint_every}"],
+            "checkpoint_complete": ["model.pt"],
+            "resume_argv": ["--resume", "{checkpoint}"],
+            "stdout_patterns": [r"step (?P<step>\d+) loss (?P<loss>[\d.]+)"],
+        }
+        supervise = {name: value for name, value in SABOTAGED.items() if name.startswith("supervise.")}
+        settings: dict[str, Any] = {"name": "disturbed", **{f"trainer.{name}": one for name, one in trainer.items()}}
+        settings |= {"checkpoint.every_num_steps": CHECKPOINT_EVERY, **supervise, "supervise.backoff_s": 0}
+        path = self.home / "script.toml"
+        path.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items()))
+        return str(path)
 
     def drive(self, *arguments: str) -> None:
         """Start the ``rlhf`` command that drives the run; what it prints goes to ``rlhf.log``."""
@@ -159,6 +192,22 @@ def workers(run: RunDir) -> list[Worker]:
         assert isinstance(pids, dict)
         found += [Worker(int(str(rank)), event.node, int(str(pids[local]))) for local, rank in ranks.items()]
     return sorted(found, key=lambda worker: worker.rank)
+
+
+def program_ranks(run_id: str) -> list[Worker]:
+    """The ranks of another program, whose workers are others: of each, the first process."""
+    found: dict[int, tuple[float, Worker]] = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            around = process.environ()
+            if PATH_VARIABLE not in around or not around.get(JOB_VARIABLE, "").startswith(f"{run_id}/"):
+                continue
+            if not around.get("LOCAL_RANK", "").isdigit() or process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            rank = int(around["RANK"])
+            one = (process.create_time(), Worker(rank, around.get("SLURMD_NODENAME", ""), process.pid))
+            found[rank] = min(one, found.get(rank, one), key=lambda pair: pair[0])
+    return sorted((worker for _, worker in found.values()), key=lambda worker: worker.rank)
 
 
 def agent_pids(run: RunDir) -> dict[str, int]:

@@ -12,6 +12,8 @@ from fault_soon import CONTROLS as SILENT
 from fault_soon import DEFAULTS, STEPS_BEFORE, soon_scenarios
 from fault_soon import KINDS as SOON
 from fault_table import at_most, markdown, write_between
+from fault_wrapped import KINDS as OF_SCRIPTS
+from fault_wrapped import wrapped_scenarios
 
 EVERYTHING = frozenset({"slurm", "namespaces", "postgres", "prefect", "small_disk", "memory_group"})
 
@@ -119,3 +121,16 @@ def test_only_what_may_pass_a_run_by_is_right_without_being_found() -> None:
 
 def test_a_new_attempt_has_longer_to_come_back() -> None:
     assert (again_limit_s(10.0, is_new=True), again_limit_s(10.0, is_new=False)) == (40.0, 20.0)
+
+
+def test_scripts_are_struck_where_they_are_and_only_by_what_fits_them() -> None:
+    plan = wrapped_scenarios(0, 3)
+    assert plan == wrapped_scenarios(0, 3)
+    rows = [fault.row for scenario in plan for fault in scenario.faults]
+    assert {kind.row: rows.count(kind.row) for kind in OF_SCRIPTS} == {kind.row: 3 for kind in OF_SCRIPTS}
+    for scenario in plan:
+        assert scenario.is_wrapped
+        assert f"trainer.num_steps={scenario.total_steps}" in scenario.settings
+        assert not any(setting.startswith("train.") for setting in scenario.settings)
+        assert all(fault.inside or fault.outside.endswith("_program_rank") for fault in scenario.faults)
+    assert not any(scenario.is_wrapped for scenario in scenarios(0, 10, 3, 30, EVERYTHING))

@@ -1,0 +1,51 @@
+"""Runs of a program that knows nothing of this project: a script that torchrun starts on four nodes."""
+
+from fault_cases import CHAIN, NUM_RANKS, Expected, Kind, Scenario, chain, on_one_node
+
+PREFIX = "torchrun script"
+STEPS_BEFORE = 20
+"""Ranks that tell no steps of their own count as in set-up until they have shown progress for some seconds."""
+_IN_PLACE = frozenset({"restart_in_place"})
+_HEALTHY = Expected()
+
+KINDS: tuple[Kind, ...] = (
+    Kind(
+        f"{PREFIX}: SIGKILL a rank",
+        Expected(frozenset({"worker_killed"}), _IN_PLACE, "rank", "death", same_numbers=False),
+        outside="kill_program_rank",
+        is_wrapped=True,
+        first_step=STEPS_BEFORE,
+    ),
+    Kind(
+        f"{PREFIX}: SIGSTOP a rank",
+        Expected(frozenset({"hang"}), _IN_PLACE, "rank", "relayed", same_numbers=False),
+        outside="stop_program_rank",
+        is_wrapped=True,
+        first_step=STEPS_BEFORE,
+    ),
+    Kind(
+        f"{PREFIX}: a rank enters another collective",
+        Expected(frozenset({"collective_mismatch"}), frozenset({"stop"}), same_numbers=False),
+        inside=lambda chance: {"moment": "step", "what": "disagree", "rank": chance.randrange(NUM_RANKS)},
+        ends_run=True,
+        is_wrapped=True,
+        first_step=STEPS_BEFORE,
+    ),
+    Kind(
+        f"{PREFIX}: control: a step takes 3.5 s",
+        _HEALTHY,
+        inside=lambda chance: {"moment": "step", "what": "sleep", "rank": chance.randrange(NUM_RANKS), "seconds": 3.5},
+        is_wrapped=True,
+        first_step=STEPS_BEFORE,
+    ),
+)
+
+
+def wrapped_scenarios(seed: int, times: int, *, one_node: bool = False) -> list[Scenario]:
+    """Every kind so many times."""
+    found: list[Scenario] = []
+    for number, kind in enumerate(KINDS):
+        size = 1 if kind.ends_run else min(CHAIN, times)
+        for first in range(0, times, size):
+            found.append(chain(f"torchrun-script-{number}-{first}", [kind] * min(size, times - first), seed))
+    return [on_one_node(scenario) for scenario in found] if one_node else found
