@@ -7,6 +7,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   := .venv
 PEERS  := .venv-peers
+# Environments of other projects' trainers, some gigabytes each; made where they are not there.
+RLHF_TRAINER_ENVIRONMENTS ?= $(CURDIR)/.trainers
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
@@ -15,11 +17,11 @@ KEPT := HOME PATH TMPDIR PIP_CERT PIP_CONFIG_FILE PIP_CONSTRAINT PIP_DEFAULT_TIM
         PIP_INDEX_URL PIP_NO_INDEX PIP_PROXY PIP_TRUSTED_HOST SSL_CERT_DIR SSL_CERT_FILE \
         HTTP_PROXY HTTPS_PROXY NO_PROXY http_proxy https_proxy no_proxy
 
-.PHONY: help demo slurm-demo test test-site kept-variables lint types types-of-code types-of-tests contracts pytest format docs docs-site bench bench-history faults clean
+.PHONY: help demo slurm-demo test test-site test-trainers kept-variables lint types types-of-code types-of-tests contracts pytest format docs docs-site bench bench-history faults clean
 
 help:
 	@sed -n '2,5s/^# //p' Makefile
-	@echo "also: make test-site | lint | types | contracts | pytest | format | docs | docs-site | bench | bench-history | faults | clean"
+	@echo "also: make test-site | test-trainers | lint | types | contracts | pytest | format | docs | docs-site | bench | bench-history | faults | clean"
 
 demo: $(VENV)/.demo-ready
 	@sh infra/demo.sh $(BIN)
@@ -80,6 +82,12 @@ pytest: $(VENV)/.test-ready
 # the other, since each is a cluster, a server and several runs. About half an hour.
 test-site: $(VENV)/.test-ready
 	$(BIN)/python -m pytest -m site tests
+
+# Trainers of other projects on a throw-away Slurm, each to its end with two ranks lost on the way. About half an hour, and
+# some gigabytes of environments the first time. One of them: make test-trainers TRAINERS="-k swift-grpo"
+test-trainers: $(VENV)/.test-ready
+	@for name in swift trl; do $(BIN)/rlhf env create $$name --folder "$(RLHF_TRAINER_ENVIRONMENTS)/$$name" || exit 1; done
+	RLHF_TRAINER_ENVIRONMENTS="$(RLHF_TRAINER_ENVIRONMENTS)" $(BIN)/python -m pytest -s -m trainers $(TRAINERS) tests/trainers
 
 kept-variables:
 	@echo $(KEPT)
