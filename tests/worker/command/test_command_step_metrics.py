@@ -33,8 +33,8 @@ def test_figures_of_a_step_that_come_one_by_one_make_one_line(tmp_path: Path) ->
 
 def test_the_first_source_of_the_trainer_counts(tmp_path: Path) -> None:
     metrics, path = file_of(tmp_path)
-    metrics.add(LOG, [StepFigures(1, {"loss": 2.0})], 0.0)
-    metrics.add(EVENTS, [StepFigures(1, {"loss": 2.00001})], 0.0)
+    metrics.add(EVENTS, [StepFigures(1, {"loss": 2.0})], 0.0)
+    metrics.add(LOG, [StepFigures(1, {"loss": 2.00001})], 0.0)
     metrics.write(0.0, all_of_them=True)
     (line,) = read_models(path, MetricsLine)
     assert line.metrics == {"train/loss": 2.0}
