@@ -15,7 +15,7 @@ import tomli_w
 from fault_cases import Expected, Fault
 from fault_inject import Truth
 from fault_measure import Row, measure
-from fault_runs import DisturbedSite, Worker, program_ranks, steps
+from fault_runs import DisturbedSite, Stuck, Worker, program_ranks, steps
 from site_files import ROOT
 from sites import last_step
 
@@ -156,7 +156,9 @@ class TrainerSite(DisturbedSite):
 
     def strike(self, number: signal.Signals, rank: int) -> Truth:
         """Send a signal to a rank of the trainer, now."""
-        victim = next(one for one in self.ranks() if one.rank == rank)
+        victim = next((one for one in self.ranks() if one.rank == rank), None)
+        if victim is None:
+            raise Stuck(f"rank {rank} is gone, perhaps because training is over; {self.told()}")
         truth = Truth(time.time(), last_step(self.run), victim.rank, victim.node)
         os.kill(victim.pid, number)
         return truth
