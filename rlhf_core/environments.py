@@ -216,7 +216,7 @@ def create(
     with _alone(folder):
         (folder / STAMP).unlink(missing_ok=True)
         tell(f"making {folder} with Python {version}")
-        _run([python, "-m", "venv", str(folder)], tell, f"python -m venv {folder}")
+        _run([python, "-I", "-m", "venv", str(folder)], tell, f"python -m venv {folder}")
         _install(wanted, folder, torch, pip_arguments, tell)
         _check_versions(wanted, folder, torch)
         seconds = time.monotonic() - started
@@ -288,7 +288,7 @@ def _install(
         constraints = Path(temporary) / "constraints.txt"
         constraints.write_text("\n".join([torch, *wanted.lines(torch)]) + "\n", encoding="utf-8")
         command = [
-            str(_interpreter(folder)), "-m", "pip", "install", "--no-input", "--disable-pip-version-check",
+            str(_interpreter(folder)), "-I", "-m", "pip", "install", "--no-input", "--disable-pip-version-check",
             "--progress-bar", "off", "--constraint", str(constraints), *pip_arguments, torch, *wanted.requirements,
         ]  # fmt: skip
         _run(command, tell, f"pip install for {folder}")
