@@ -38,6 +38,8 @@ POLL_INTERVAL_S = 0.1
 SOURCES_INTERVAL_S = 0.5
 CASCADE_TIMEOUT_S = 5.0
 """Time for which a rank that its launcher has ended waits to be ended by the agent: another one failed first."""
+LAUNCHER_TIMEOUT_S = 0.5
+"""Time that the launcher of a rank that has failed has to end by itself and to print what it saw."""
 MAX_LAST_POLLS = 100
 LAST_POLL_STEP_S = 60.0
 STEPS_ALONE = 3
@@ -78,6 +80,7 @@ class Follower:
         self._has_strong = False
         self._num_strong = 0
         self._next_poll_s = 0.0
+        self._failed_at_s: float | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._rank: RankProcess | None = None
         self._output = RankOutput(self._logs, context.local_rank, follows=trainer.launch == "per_node")
@@ -194,11 +197,19 @@ class Follower:
                 self._rank.poll(POLL_INTERVAL_S)
             else:
                 time.sleep(POLL_INTERVAL_S)
-            return self._child.poll() is not None
+            return self._child.poll() is not None or self._has_failed()
         if self._rank is None:
             time.sleep(POLL_INTERVAL_S)
             return False
         return self._rank.poll(POLL_INTERVAL_S)
+
+    def _has_failed(self) -> bool:
+        """True once the rank has failed, and its launcher had a moment to say so: some take seconds to end after it."""
+        rank = self._rank
+        if rank is None or not rank.has_ended or rank.code in (0, None, -signal.SIGTERM):
+            return False
+        self._failed_at_s = self._failed_at_s or time.monotonic()
+        return time.monotonic() - self._failed_at_s > LAUNCHER_TIMEOUT_S
 
     def _find_rank(self) -> None:
         pid = find_rank(self._status, self._prefix, self._context.local_rank)
@@ -316,10 +327,10 @@ class Follower:
 
     def _exit_code(self) -> int:
         if self._child is not None:
-            code = self._child.wait()
-            # The launcher's own code says less than the signal that has ended its rank.
+            code = self._child.poll()
+            # The launcher's own code, if it has ended, says less than the signal that has ended its rank.
             failed = code != 0 and self._rank is not None and self._rank.has_ended and self._rank.code
-            return int(failed) if failed and failed != -signal.SIGTERM else code
+            return int(failed) if failed and failed != -signal.SIGTERM else code or 0
         rank = self._rank
         assert rank is not None
         if rank.code not in (0, None, -signal.SIGTERM):
