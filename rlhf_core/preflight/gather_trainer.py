@@ -54,12 +54,11 @@ def inspect_trainer(spec: RunSpec, place: TrainerPlace, tick: Tick = lambda: Non
         return TrainerSide(unseen=f"it is in the container {place.slurm.container_image}")
     values = {**values_of_spec(spec), "code": str(place.code), "drivers": str(drivers_folder())}
     line = read_launch_line(filled_argv(spec, values))
-    side = _with_configs(TrainerSide(), line, _working_dir(trainer, values))
-    folder_of_script = _working_dir(trainer, values)
+    working_dir = _working_dir(trainer, values)
     side = replace(
-        side,
-        missing_files=tuple(_missing(trainer, line, values)),
-        has_callback=any(_names_callback(path, folder_of_script) for path in _scripts(line)),
+        _with_configs(TrainerSide(), line, working_dir),
+        missing_files=tuple(_missing(line, working_dir)),
+        has_callback=any(_names_callback(path, working_dir) for path in _scripts(line)),
     )
     try:
         folder = str(environment_folder(trainer.environment, place.home)) if trainer.environment else ""
@@ -107,9 +106,8 @@ def _working_dir(trainer: CommandTrainer, values: Mapping[str, str]) -> Path | N
     return Path(filled).expanduser() if filled and "{" not in filled else None
 
 
-def _missing(trainer: CommandTrainer, line: LaunchLine, values: Mapping[str, str]) -> Iterator[str]:
+def _missing(line: LaunchLine, folder: Path | None) -> Iterator[str]:
     """Scripts and config files of a line that are not there."""
-    folder = _working_dir(trainer, values)
     for name in dict.fromkeys([*_scripts(line), *line.config_files]):
         if "{" in name:
             continue  # in a folder that the run makes, or JSON

@@ -115,3 +115,18 @@ def _number(address: str) -> str:
 
 def _is_loopback(number: str) -> bool:
     return number.startswith("127.")
+
+
+def unused_port(address: str) -> int:
+    """A port of this node that no other process listens at just now.
+
+    Args:
+        address: Address of this node; where it is of no interface here (a proxy, a name), the port is of all of them.
+    """
+    with socket.socket() as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port

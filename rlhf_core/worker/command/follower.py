@@ -8,7 +8,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -32,6 +31,7 @@ from rlhf_core.worker.command.save_requests import SaveRequests
 from rlhf_core.worker.command.sources import make_sources
 from rlhf_core.worker.command.sources.collectives import CollectivesSource
 from rlhf_core.worker.heartbeat import Beat
+from rlhf_core.worker.nodes import unused_port
 from rlhf_core.worker.worker_process import SLOTS_VARIABLE
 
 POLL_INTERVAL_S = 0.1
@@ -126,7 +126,7 @@ class Follower:
         checkpoint = published.resume_point(self._context) if self._trainer.resume != "none" else None
         address = os.environ.get("MASTER_ADDR", "127.0.0.1")
         order = LaunchOrder(
-            address=address, port=_free_port(address), checkpoint=checkpoint.root.name if checkpoint else ""
+            address=address, port=unused_port(address), checkpoint=checkpoint.root.name if checkpoint else ""
         )
         place = LaunchPlace(self._context, self._trainer, order)
         aside = self._context.restart_dir.checkpoints_aside
@@ -147,8 +147,8 @@ class Follower:
         finally:
             if self._child is not None and self._child.poll() is None:
                 self._child.kill()
-            for rank in filter(None, [self._rank]):
-                rank.close()
+            if self._rank is not None:
+                self._rank.close()
 
     def _start(self) -> None:
         per_node = self._trainer.launch == "per_node"
@@ -205,8 +205,7 @@ class Follower:
 
     def _has_failed(self) -> bool:
         """True once the rank has failed, and its launcher had a moment to say so: some take seconds to end after it."""
-        rank = self._rank
-        if rank is None or not rank.has_ended or rank.code in (0, None, -signal.SIGTERM):
+        if self._rank is None or not self._rank.has_failed:
             return False
         self._failed_at_s = self._failed_at_s or time.monotonic()
         return time.monotonic() - self._failed_at_s > LAUNCHER_TIMEOUT_S
@@ -326,18 +325,14 @@ class Follower:
         return RoleResult.DONE
 
     def _exit_code(self) -> int:
-        if self._child is not None:
-            code = self._child.poll()
-            # The launcher's own code, if it has ended, says less than the signal that has ended its rank.
-            failed = code != 0 and self._rank is not None and self._rank.has_ended and self._rank.code
-            return int(failed) if failed and failed != -signal.SIGTERM else code or 0
-        rank = self._rank
-        assert rank is not None
-        if rank.code not in (0, None, -signal.SIGTERM):
-            return int(rank.code or 0)
-        if rank.code == -signal.SIGTERM:
+        launcher = self._child.poll() if self._child is not None else None
+        of_rank = self._rank.code if self._rank is not None else None
+        # The launcher's own code, if it has ended, says less than the signal that has ended its rank.
+        if launcher == 0 or (self._child is not None and (self._rank is None or not self._rank.has_failed)):
+            return launcher or 0
+        if of_rank == -signal.SIGTERM:
             time.sleep(CASCADE_TIMEOUT_S)
-        return rank.code or 0
+        return of_rank or 0
 
     def _require_complete(self) -> None:
         """Raise for a program that has ended well before its last step."""
@@ -369,14 +364,3 @@ def _end_as(code: int) -> None:
         os.kill(os.getpid(), number)
         time.sleep(1.0)
     os._exit(code if 0 < code < 256 else 1)
-
-
-def _free_port(address: str) -> int:
-    """A port on this node that no other process listens at just now."""
-    with socket.socket() as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:  # an address that is not of this host: a proxy, or a name without an interface
-            probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -11,6 +11,7 @@ from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.command_trainer import CommandTrainer, ProgressSource
 from rlhf_core.schemas.reports import MetricsLine, TrainerWarning
 from rlhf_core.training.types import WorkerContext
+from rlhf_core.worker.command.following import ToldOnce
 from rlhf_core.worker.command.health import MetricHealth
 from rlhf_core.worker.command.launch import own_name
 from rlhf_core.worker.command.observation import Reading
@@ -33,7 +34,7 @@ class JobRecord:
         self._health = MetricHealth(context.spec.health, first_step)
         self._publisher = CheckpointPublisher(context, trainer, output_dir, first_step)
         self._next_poll_s = 0.0
-        self._told: set[str] = set()
+        self._told = ToldOnce()
 
     def recover(self, published: Path) -> None:
         """Record the steps up to a checkpoint that no start before this one came to record.
@@ -104,6 +105,5 @@ class JobRecord:
             file.write(f"{warning.model_dump_json()}\n")
 
     def _say_once(self, problem: str) -> None:
-        if problem and problem not in self._told:
-            self._told.add(problem)
-            print(problem, flush=True)
+        if said := self._told.tell(problem):
+            print(said, flush=True)

@@ -44,6 +44,11 @@ class RankProcess:
         """Exit code once it has ended, negative for a signal. None of a process that is no child and was collected
         before it could be read."""
 
+    @property
+    def has_failed(self) -> bool:
+        """True if it has ended badly by itself. A launcher ends the rest of a failed group by SIGTERM."""
+        return self.has_ended and self.code not in (0, None, -signal.SIGTERM)
+
     def poll(self, timeout_s: float = 0.0) -> bool:
         """True once it has ended.
 

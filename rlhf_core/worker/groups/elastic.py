@@ -12,7 +12,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -31,8 +30,10 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from rlhf_core.run_dir import RestartDir
 from rlhf_core.schemas.resources import GroupPlan, Role
+from rlhf_core.worker.agent_store import LOOPBACK
 from rlhf_core.worker.groups.base import PEER_TIMEOUT_S, Exit, GroupSeat, StartAbandoned, Started, WorkerGroup
 from rlhf_core.worker.groups.gpus import visible_gpus
+from rlhf_core.worker.nodes import unused_port
 from rlhf_core.worker.processes import GROUP_VARIABLE
 from rlhf_core.worker.signals import SAVING, SignalInbox, held_back
 from rlhf_core.worker.warm_workers import WarmWorkers
@@ -207,7 +208,10 @@ class _KnownNodes(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         start = self._start
         host, _, port = start.store.rpartition(":")
-        place = RendezvousStoreInfo(host, int(port)) if start.store else RendezvousStoreInfo("127.0.0.1", _unused())
+        # Without a store no native worker listens at MASTER_PORT, but a target of the user may; it is also part of the
+        # names that DeepSpeed gives to shared memory.
+        at = (host, int(port)) if start.store else (LOOPBACK, unused_port(LOOPBACK))
+        place = RendezvousStoreInfo(*at)
         return RendezvousInfo(HashStore(), self._node_index, self._num_nodes, place)
 
     def is_closed(self) -> bool:
@@ -224,15 +228,6 @@ class _KnownNodes(RendezvousHandler):
 
     def shutdown(self) -> bool:
         return True
-
-
-def _unused() -> int:
-    """A number for MASTER_PORT that no other process on this machine has just now. Native workers do not listen there,
-    but it is part of the names that DeepSpeed gives to shared memory; a target of the user may."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class _Elastic(LocalElasticAgent):

@@ -1,5 +1,7 @@
 """Sources of progress of a program that does not beat, one file each."""
 
+from collections.abc import Callable, Mapping
+
 from rlhf_core.schemas.command_trainer import ProgressSource
 from rlhf_core.worker.command.in_rank.rlhf_rank_file import RankFile
 from rlhf_core.worker.command.observation import Source, Watched
@@ -12,6 +14,19 @@ from rlhf_core.worker.command.sources.stdout import Stdout
 from rlhf_core.worker.command.sources.tensorboard import TensorBoard
 from rlhf_core.worker.command.sources.trainer_log import TrainerLog
 
+_OF_STATUS: Mapping[ProgressSource, Callable[[RankFile], Source]] = {
+    ProgressSource.CALLBACK: CallbackSource,
+    ProgressSource.COLLECTIVES: CollectivesSource,
+}
+_OF_PROGRAM: Mapping[ProgressSource, Callable[[Watched], Source]] = {
+    ProgressSource.TRAINER_LOG: TrainerLog,
+    ProgressSource.TENSORBOARD: TensorBoard,
+    ProgressSource.STDOUT: Stdout,
+    ProgressSource.CHECKPOINTS: Checkpoints,
+    ProgressSource.ACTIVITY: Activity,
+    ProgressSource.STACKS: Stacks,
+}
+
 
 def make_sources(watched: Watched, status: RankFile) -> list[Source]:
     """The sources that a trainer has, in its order.
@@ -20,24 +35,7 @@ def make_sources(watched: Watched, status: RankFile) -> list[Source]:
         watched: The program, from the view of one of its ranks.
         status: Status of that rank.
     """
-    return [_make(kind, watched, status) for kind in watched.trainer.sources]
-
-
-def _make(kind: ProgressSource, watched: Watched, status: RankFile) -> Source:
-    match kind:
-        case ProgressSource.CALLBACK:
-            return CallbackSource(status)
-        case ProgressSource.TRAINER_LOG:
-            return TrainerLog(watched)
-        case ProgressSource.TENSORBOARD:
-            return TensorBoard(watched)
-        case ProgressSource.STDOUT:
-            return Stdout(watched)
-        case ProgressSource.CHECKPOINTS:
-            return Checkpoints(watched)
-        case ProgressSource.COLLECTIVES:
-            return CollectivesSource(status)
-        case ProgressSource.ACTIVITY:
-            return Activity(watched)
-        case ProgressSource.STACKS:
-            return Stacks(watched)
+    return [
+        _OF_STATUS[kind](status) if kind in _OF_STATUS else _OF_PROGRAM[kind](watched)
+        for kind in watched.trainer.sources
+    ]
