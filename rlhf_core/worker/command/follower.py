@@ -147,8 +147,6 @@ class Follower:
         finally:
             if self._child is not None and self._child.poll() is None:
                 self._child.kill()
-            if self._rank is not None:
-                self._rank.close()
 
     def _start(self) -> None:
         per_node = self._trainer.launch == "per_node"
@@ -218,6 +216,7 @@ class Follower:
             return
         with contextlib.suppress(ProcessLookupError):
             self._rank = RankProcess(pid)
+            self._rank.watch()
             self._saves.rank = self._rank
             self._beat.speak_for([pid])
 

@@ -4,6 +4,7 @@ import contextlib
 import os
 import select
 import signal
+import threading
 from pathlib import Path
 
 import psutil
@@ -39,10 +40,19 @@ class RankProcess:
         """
         self.pid = pid
         self._descriptor = os.pidfd_open(pid)
+        self._early_code: int | None = None
         self.has_ended = False
         self.code: int | None = None
         """Exit code once it has ended, negative for a signal. None of a process that is no child and was collected
         before it could be read."""
+
+    def watch(self) -> None:
+        """Read its exit in a thread, at the moment of its end: its launcher may collect it before the next poll."""
+        threading.Thread(target=self._await_end, name="rank-exit", daemon=True).start()
+
+    def _await_end(self) -> None:
+        select.select([self._descriptor], [], [])
+        self._early_code = _exit_code(self.pid)
 
     @property
     def has_failed(self) -> bool:
@@ -56,7 +66,8 @@ class RankProcess:
             timeout_s: Longest wait for its end, in seconds.
         """
         if not self.has_ended and select.select([self._descriptor], [], [], timeout_s)[0]:
-            self.has_ended, self.code = True, _exit_code(self.pid)
+            code = _exit_code(self.pid)
+            self.has_ended, self.code = True, self._early_code if code is None else code
         return self.has_ended
 
     def pids(self) -> list[int]:

@@ -6,8 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
-from agent_runs import wait_for
+from agent_runs import is_alive, wait_for
 
 from rlhf_core.worker.command.in_rank.rlhf_rank_file import PATH_VARIABLE, RankFile, own_file, rank_path
 from rlhf_core.worker.command.rank_process import RankProcess, find_rank
@@ -42,6 +43,33 @@ def test_the_exit_of_one_that_was_collected_before_is_unknown() -> None:
     assert rank.code is None, "and not 0, which would be a good end"
     rank.send(signal.SIGTERM)  # harmless
     rank.close()
+
+
+def test_a_rank_that_is_watched_has_its_exit_read_before_its_launcher_collects_it() -> None:
+    """The launcher collects it soon, and the worker polls later, as one does that reads large logs."""
+    collects = PARENT.replace("time.sleep(60)", "child.poll() or time.sleep(1.2); child.wait(); time.sleep(60)")
+    command = [
+        sys.executable,
+        "-c",
+        collects,
+        sys.executable,
+        "-c",
+        "import os, time; time.sleep(0.8); os.kill(os.getpid(), 9)",
+    ]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        watched, unwatched = RankProcess(pid), RankProcess(pid)
+        watched.watch()
+        wait_for(lambda: not is_alive(pid) and not psutil.pid_exists(pid))
+        assert watched.poll()
+        assert unwatched.poll()
+        assert (watched.code, watched.has_failed) == (-9, True)
+        assert unwatched.code is None, "negative control: a later look does not know"
+    finally:
+        parent.kill()
+        parent.wait()
 
 
 def test_a_process_that_is_gone_cannot_be_followed() -> None:
