@@ -2,16 +2,21 @@
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+from core_losses import policy_loss_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from rlhf_core.schemas.algorithms import specs
 from rlhf_core.training.algorithms.aggregation import Aggregation, Stats, masked_stat, step_normaliser, summed
-from rlhf_core.training.algorithms.grpo import group_advantages, grpo_loss, std_of_moments, zero_std_groups
+from rlhf_core.training.algorithms.grpo import group_advantages, std_of_moments, zero_std_groups
 from rlhf_core.training.algorithms.kl import k1, k2, k3
+from rlhf_core.training.algorithms.objective import StepSums
+from rlhf_core.training.algorithms.ppo import value_loss
 from rlhf_core.training.algorithms.sft import sft_loss
 
 pytestmark = pytest.mark.training
@@ -58,13 +63,13 @@ def test_the_batch_deviation_can_be_summed_up_over_ranks(values: list[float]) ->
 def one_token(ratio: float, advantage: float, **options: float) -> tuple[float, float]:
     """Loss and its gradient with respect to the log-probability, for one token of that ratio."""
     logprob = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
-    loss, _ = grpo_loss(
+    loss, _ = policy_loss_of(
+        "grpo",
         logprob,
         torch.zeros(1, 1, dtype=torch.float64),
-        torch.tensor([advantage]),
+        torch.tensor([[advantage]]),
         torch.ones(1, 1, dtype=torch.bool),
-        normaliser=1.0,
-        **options,  # type: ignore[arg-type]
+        **options,
     )
     (gradient,) = torch.autograd.grad(loss, logprob)
     return loss.item(), gradient.item()
@@ -90,24 +95,24 @@ def test_the_clip_is_one_sided_and_may_be_asymmetric(
 def test_the_penalty_is_k3_and_needs_a_reference() -> None:
     logprobs = torch.tensor([[-1.0, -2.0]], dtype=torch.float64)
     reference = torch.tensor([[-1.5, -1.0]], dtype=torch.float64)
-    mask, nothing = torch.tensor([[True, True]]), torch.zeros(1)
-    loss, stats = grpo_loss(logprobs, None, nothing, mask, normaliser=2.0, ref_logprobs=reference, kl_coefficient=0.1)
+    mask, nothing = torch.tensor([[True, True]]), torch.zeros(1, 1)
+    step = {"sums": StepSums(2, 1), "ref_logprobs": reference}
+    loss, stats = policy_loss_of("grpo", logprobs, None, nothing, mask, **step, kl_coefficient=0.1)
     divergences = [math.exp(d) - d - 1 for d in (-0.5, 1.0)]
     assert loss.item() == pytest.approx(0.1 * sum(divergences) / 2)
     total, count = stats["policy/kl"]
     assert (total.item(), count.item()) == (pytest.approx(sum(divergences)), 2)
-    measured, stats = grpo_loss(logprobs, None, nothing, mask, normaliser=2.0, ref_logprobs=reference)
+    measured, stats = policy_loss_of("grpo", logprobs, None, nothing, mask, **step)
     assert measured.item() == 0.0
     assert stats["policy/kl"][0].item() == pytest.approx(sum(divergences))
     with pytest.raises(ValueError, match="needs a reference model"):
-        grpo_loss(logprobs, None, nothing, mask, normaliser=2.0, kl_coefficient=0.1)
+        policy_loss_of("grpo", logprobs, None, nothing, mask, kl_coefficient=0.1)
 
 
 def test_on_policy_the_loss_is_flat_and_its_gradient_is_not() -> None:
     logprobs = torch.tensor([[-1.0], [-2.0]], dtype=torch.float64, requires_grad=True)
-    loss, stats = grpo_loss(
-        logprobs, None, torch.tensor([1.0, -1.0]), torch.ones(2, 1, dtype=torch.bool), normaliser=2.0
-    )
+    mask = torch.ones(2, 1, dtype=torch.bool)
+    loss, stats = policy_loss_of("grpo", logprobs, None, torch.tensor([[1.0], [-1.0]]), mask, sums=StepSums(2, 2))
     (gradient,) = torch.autograd.grad(loss, logprobs)
     assert loss.item() == 0.0
     assert gradient.tolist() == [[-0.5], [0.5]]
@@ -118,7 +123,9 @@ def test_masked_positions_may_hold_anything() -> None:
     mask = torch.tensor([[True, False], [False, False]])
     logprobs = torch.tensor([[-1.0, float("nan")], [float("inf"), 50.0]], dtype=torch.float64, requires_grad=True)
     for aggregation in AGGREGATIONS:
-        loss, stats = grpo_loss(logprobs, None, torch.tensor([2.0, 3.0]), mask, normaliser=1.0, aggregation=aggregation)
+        loss, stats = policy_loss_of(
+            "grpo", logprobs, None, torch.tensor([[2.0], [3.0]]), mask, loss_aggregation=aggregation
+        )
         assert loss.item() == -2.0
         assert all(math.isfinite(total.item()) and count.item() == 1 for total, count in stats.values())
 
@@ -126,7 +133,7 @@ def test_masked_positions_may_hold_anything() -> None:
 @given(st.lists(st.floats(-20, 0), min_size=1, max_size=20), st.floats(-3, 3))
 def test_estimators_of_the_divergence(values: list[float], shift: float) -> None:
     logprobs = torch.tensor([values], dtype=torch.float64)
-    assert (k3(logprobs, logprobs + shift) >= 0).all()
+    assert (k3(logprobs, logprobs + shift) >= -1e-15).all(), "but for rounding"
     assert (k2(logprobs, logprobs + shift) >= 0).all()
     torch.testing.assert_close(k1(logprobs, logprobs + shift), torch.full_like(logprobs, -shift), atol=1e-9, rtol=0)
     for estimator in (k1, k2, k3):
@@ -171,19 +178,38 @@ ADVANTAGES = torch.linspace(-1.5, 2.0, len(LENGTHS), dtype=torch.float64)
 NOISE = torch.linspace(-0.5, 0.5, TOKENS.numel(), dtype=torch.float64).view_as(TOKENS)
 
 
-def grpo_part(logprobs: Tensor, which: list[int], aggregation: Aggregation) -> tuple[Tensor, Stats]:
+SUMS = StepSums(sum(LENGTHS), len(LENGTHS), max_new_tokens=MAX_NEW_TOKENS)
+
+
+def part_of(name: str, **settings: Any) -> LossOfPart:
     """Ours: divided by what belongs to the whole step."""
-    width = logprobs.shape[1]
-    return grpo_loss(
-        logprobs,
-        (logprobs.detach() + NOISE[which, :width]),
-        ADVANTAGES[which],
-        MASK[which, :width],
-        normaliser=step_normaliser(aggregation, sum(LENGTHS), len(LENGTHS), MAX_NEW_TOKENS),
-        ref_logprobs=logprobs.detach() - NOISE[which, :width],
-        kl_coefficient=0.1,
-        aggregation=aggregation,
-    )
+
+    def loss(logprobs: Tensor, which: list[int], aggregation: Aggregation) -> tuple[Tensor, Stats]:
+        noise = NOISE[which, : logprobs.shape[1]]
+        if "loss_aggregation" in specs()[name].model_fields and name != "gspo":
+            settings["loss_aggregation"] = aggregation
+        return policy_loss_of(
+            name,
+            logprobs,
+            logprobs.detach() + noise,
+            ADVANTAGES[which][:, None],
+            MASK[which, : logprobs.shape[1]],
+            sums=SUMS,
+            ref_logprobs=logprobs.detach() - noise,
+            sampler_logprobs=logprobs.detach() + NOISE.roll(1, 0)[which, : logprobs.shape[1]] / 3,
+            kl_coefficient=0.1,
+            **settings,
+        )
+
+    return loss
+
+
+def value_part(values: Tensor, which: list[int], aggregation: Aggregation) -> tuple[Tensor, Stats]:
+    """The value model of PPO, its outputs in the place of log-probabilities."""
+    noise = NOISE[which, : values.shape[1]]
+    mask = MASK[which, : values.shape[1]]
+    targets = ADVANTAGES[which][:, None] + noise
+    return value_loss(values, values.detach() + noise, targets, mask, normaliser=sum(LENGTHS), value_clip=0.2)
 
 
 def sft_part(logprobs: Tensor, which: list[int], aggregation: Aggregation) -> tuple[Tensor, Stats]:
@@ -228,16 +254,28 @@ FACTORISATIONS = [
 ]
 
 
-@settings(max_examples=40)
+def losses_to_cut_up() -> dict[str, LossOfPart]:
+    """Every algorithm that samples, with a penalty, and the correction of tokens and of completions."""
+    found: dict[str, LossOfPart] = {"sft": sft_part, "value model": value_part}
+    for name, spec in specs().items():
+        if spec.samples:
+            found[name] = part_of(name)
+            found[f"{name}, corrected"] = part_of(name, correction="sequence_truncate", correction_cap=1.1)
+    return found | {"grpo, corrected by token": part_of("grpo", correction="token_mask", correction_cap=1.1)}
+
+
+@pytest.mark.parametrize("name", losses_to_cut_up())
+@settings(max_examples=12)
 @given(st.sampled_from(FACTORISATIONS), st.permutations(range(len(LENGTHS))), st.sampled_from(AGGREGATIONS))
 def test_gradients_do_not_depend_on_how_the_batch_is_cut_up(
-    factors: tuple[int, int], order: list[int], aggregation: Aggregation
+    name: str, factors: tuple[int, int], order: list[int], aggregation: Aggregation
 ) -> None:
-    for loss_of_part in (grpo_part, sft_part):
-        expected, expected_stats = step_gradient(loss_of_part, [list(range(len(LENGTHS)))], aggregation)
-        found, found_stats = step_gradient(loss_of_part, list(parts(order, *factors)), aggregation)
-        torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
-        assert found_stats == pytest.approx(expected_stats, abs=1e-10)
+    loss_of_part = losses_to_cut_up()[name]
+    expected, expected_stats = step_gradient(loss_of_part, [list(range(len(LENGTHS)))], aggregation)
+    found, found_stats = step_gradient(loss_of_part, list(parts(order, *factors)), aggregation)
+    assert expected.abs().max() > 1e-3, "there is a gradient to compare"
+    torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
+    assert found_stats == pytest.approx(expected_stats, abs=1e-10)
 
 
 def test_negative_control_a_mean_per_micro_batch_is_caught() -> None:

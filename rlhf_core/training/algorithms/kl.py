@@ -9,6 +9,9 @@ With ``x ~ policy`` and ``d = log reference(x) - log policy(x)`` (Schulman 2020,
 None of them is clamped, as in TRL; verl clamps ``d`` to +-20 and k3 to +-10.
 """
 
+from collections.abc import Callable, Mapping
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -27,3 +30,13 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """``[B, T]`` log-probabilities under policy and reference -> ``[B, T]`` estimates."""
     difference = ref_logprobs - logprobs
     return torch.exp(difference) - difference - 1
+
+
+Estimator = Literal["k1", "k2", "k3"]
+
+_ESTIMATORS: Mapping[Estimator, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+
+
+def divergence(logprobs: Tensor, ref_logprobs: Tensor, estimator: Estimator) -> Tensor:
+    """``[B, T]`` log-probabilities under policy and reference -> ``[B, T]`` estimates."""
+    return _ESTIMATORS[estimator](logprobs, ref_logprobs)

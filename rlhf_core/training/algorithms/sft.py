@@ -5,7 +5,7 @@ L = - sum over target tokens of log policy(token | what precedes it) / target to
 
 from torch import Tensor
 
-from rlhf_core.schemas.algorithms import SftSpec
+from rlhf_core.schemas.algorithms.supervised import SftSpec
 from rlhf_core.training.algorithms.aggregation import Stats, masked_stat, summed
 from rlhf_core.training.algorithms.objective import MetricDef, MicroBatch, Objective, PolicyOutput, StepSums
 

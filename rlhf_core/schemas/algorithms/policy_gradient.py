@@ -1,0 +1,219 @@
+"""Algorithms that sample completions and learn from their rewards."""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from rlhf_core.schemas.algorithms.base import AlgorithmSpec
+from rlhf_core.schemas.base import NonNegativeFloat, Positive, PositiveFloat, Share
+
+GroupSize = Annotated[int, Field(ge=2, le=2**31 - 1)]
+"""Completions per prompt of an algorithm that compares them with each other."""
+
+
+class PolicyGradientSpec(AlgorithmSpec):
+    """Settings of every algorithm that samples."""
+
+    samples: ClassVar[bool] = True
+    rows_setting: ClassVar[str] = "prompts_per_step"
+
+    prompts_per_step: Positive = 32
+    """Prompts per step, over all ranks."""
+    samples_per_prompt: Positive = 1
+    """Completions per prompt."""
+    num_epochs: Positive = 1
+    """Passes over the completions of each step."""
+    num_minibatches: Positive = 1
+    """Updates per pass: the completions of the step are divided into so many parts. With one pass in one part the
+    algorithm is strictly on-policy, and saves a forward pass."""
+    clip_low: Share = 0.2
+    """Greatest distance below 1 at which the probability ratio counts."""
+    clip_high: NonNegativeFloat = 0.2
+    """Greatest distance above 1 at which the probability ratio counts."""
+    kl_coefficient: NonNegativeFloat = 0.0
+    """Weight of the KL penalty against the model at the beginning of the loop; at 0 no reference model is needed."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of that KL (http://joschu.net/blog/kl-approx.html)."""
+    measure_kl: bool = False
+    """Measure that KL even when its weight is 0: costs one forward pass of a reference model."""
+    correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "none"
+    """Importance-sampling correction where the engine that samples and the trainer give tokens different
+    probabilities: the ratio of the two, of each token or of the whole completion, is cut off at `correction_cap`, or
+    what lies above it is left out."""
+    correction_cap: PositiveFloat = 3.0
+    """Largest such ratio that counts."""
+    mask_truncated: bool = False
+    """Leave completions that were cut off at the longest length out of the loss; their rewards still count in their
+    groups."""
+
+    @property
+    def reference(self) -> bool:
+        """A reference model serves the penalty, and the measurement of the divergence."""
+        return self.kl_coefficient > 0 or self.measure_kl
+
+    @property
+    def group(self) -> int:
+        """All completions of a prompt are one group."""
+        return self.samples_per_prompt
+
+    @property
+    def passes(self) -> tuple[int, int]:
+        """Settings as they are."""
+        return self.num_epochs, self.num_minibatches
+
+    @property
+    def scores_first(self) -> bool:
+        """A penalty on the rewards, and a critic, are needed before advantages are."""
+        return self.critic or (self.penalises_rewards and self.kl_coefficient > 0)
+
+    @property
+    def masks_truncated(self) -> bool:
+        """Setting as it is."""
+        return self.mask_truncated
+
+
+class GroupSpec(PolicyGradientSpec):
+    """Settings of algorithms whose advantages compare the completions of a prompt."""
+
+    samples_per_prompt: GroupSize = 8
+    """Completions per prompt: the group whose rewards are compared."""
+    advantage_scale: Literal["group", "batch", "none"] = "group"
+    """Divisor of rewards after their group's mean is taken off: standard deviation of the group, of the batch, or none
+    (Dr. GRPO)."""
+    advantage_epsilon: NonNegativeFloat = 1e-4
+    """Added to that standard deviation."""
+    loss_aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
+    """Mean over all completion tokens of the step (DAPO), over each sequence and then sequences (GRPO), or sum over a
+    fixed length (Dr. GRPO)."""
+    kl_weighted: bool = False
+    """Weigh the KL penalty with the probability ratio, so that its gradient is that of the KL itself (DeepSeek-V3.2,
+    arXiv 2512.02556), which the gradient of k1 and k3 alone is not, even on-policy. The default of TRL 1.16.0."""
+
+
+class GrpoSpec(GroupSpec):
+    """Group relative policy optimisation (Shao et al. 2024, arXiv 2402.03300)."""
+
+    name: Literal["grpo"]
+    """Group relative policy optimisation: reinforcement learning from the reward functions."""
+
+
+class DrGrpoSpec(GroupSpec):
+    """GRPO done right (Liu et al. 2025, arXiv 2503.20783)."""
+
+    name: Literal["dr_grpo"]
+    """GRPO without its biases: no standard deviation in the advantage, no length of its own in the loss."""
+    advantage_scale: Literal["group", "batch", "none"] = "none"
+    """Divisor of rewards after their group's mean is taken off."""
+    loss_aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "fixed_length"
+    """Sum over the tokens, divided by completions x longest length."""
+
+
+class DapoSpec(GroupSpec):
+    """Decoupled clip and dynamic sampling policy optimisation (Yu et al. 2025, arXiv 2503.14476)."""
+
+    name: Literal["dapo"]
+    """GRPO with a higher upper clip, dynamic sampling, and a penalty on long completions."""
+    clip_high: NonNegativeFloat = 0.28
+    """Greatest distance above 1 at which the probability ratio counts."""
+    mask_truncated: bool = True
+    """Leave completions that were cut off at the longest length out of the loss (overlong filtering)."""
+    max_sampling_rounds: Positive = 4
+    """Times that completions are sampled for one step, each with further prompts, until there are as many groups with
+    different rewards as the step takes; after that it is filled up with others. 1 turns dynamic sampling off."""
+    overlong_buffer: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    """Last tokens before the longest length in which a penalty rises linearly with the length; 0 turns it off."""
+    overlong_penalty: NonNegativeFloat = 1.0
+    """Penalty on the reward of a completion of the longest length."""
+
+    @property
+    def sampling_rounds(self) -> int:
+        """Setting as it is."""
+        return self.max_sampling_rounds
+
+
+class GspoSpec(GroupSpec):
+    """Group sequence policy optimisation (Zheng et al. 2025, arXiv 2507.18071)."""
+
+    name: Literal["gspo"]
+    """GRPO with one probability ratio for each completion."""
+    clip_low: Share = 3e-4
+    """Greatest distance below 1 at which the mean probability ratio of a completion counts."""
+    clip_high: NonNegativeFloat = 4e-4
+    """Greatest distance above 1 at which the mean probability ratio of a completion counts."""
+    loss_aggregation: Literal["sequence_mean"] = "sequence_mean"
+    """Mean over completions, each with one ratio."""
+
+
+class CispoSpec(GroupSpec):
+    """Clipped importance-sampling policy optimisation (MiniMax 2025, arXiv 2506.13585)."""
+
+    name: Literal["cispo"]
+    """Policy gradient weighted by the clipped probability ratio: every token keeps its gradient."""
+    clip_high: NonNegativeFloat = 4.0
+    """Greatest distance above 1 at which the probability ratio counts; there is no lower bound."""
+
+
+class RlooSpec(PolicyGradientSpec):
+    """REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv 2402.14740)."""
+
+    penalises_rewards: ClassVar[bool] = True
+
+    name: Literal["rloo"]
+    """REINFORCE with the other completions of a prompt as the baseline of each."""
+    samples_per_prompt: GroupSize = 8
+    """Completions per prompt, each of which has the mean reward of the others as its baseline."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Estimator of the KL that is summed over a completion and taken off its reward."""
+    correction: Literal["none", "sequence_truncate", "sequence_mask"] = "none"
+    """Importance-sampling correction where the engine that samples and the trainer give completions different
+    probabilities: the ratio of the two is cut off at `correction_cap`, or what lies above it is left out."""
+    normalise_advantages: bool = False
+    """Bring the advantages of the step to mean 0 and standard deviation 1."""
+
+
+class ReinforcePlusPlusSpec(PolicyGradientSpec):
+    """REINFORCE++ (Hu et al. 2025, arXiv 2501.03262)."""
+
+    penalises_rewards: ClassVar[bool] = True
+
+    name: Literal["reinforce_plus_plus"]
+    """REINFORCE with advantages normalised over the whole batch."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Estimator of the KL that is taken off the reward of every token."""
+    discount: Share = 1.0
+    """Discount of later rewards (gamma)."""
+
+
+class ReinforcePlusPlusBaselineSpec(PolicyGradientSpec):
+    """REINFORCE++ with a baseline (Hu et al. 2025, arXiv 2501.03262)."""
+
+    name: Literal["reinforce_plus_plus_baseline"]
+    """REINFORCE++ with the mean reward of a group as the baseline."""
+    samples_per_prompt: GroupSize = 8
+    """Completions per prompt, whose mean reward is the baseline."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k2"
+    """Estimator of the KL in the loss."""
+
+
+class PpoSpec(PolicyGradientSpec):
+    """Proximal policy optimisation (Schulman et al. 2017, arXiv 1707.06347) with a value model and GAE."""
+
+    critic: ClassVar[bool] = True
+    penalises_rewards: ClassVar[bool] = True
+
+    name: Literal["ppo"]
+    """Proximal policy optimisation with a value model."""
+    num_epochs: Positive = 4
+    """Passes over the completions of each step."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Estimator of the KL that is taken off the reward of every token."""
+    discount: Share = 1.0
+    """Discount of later rewards (gamma)."""
+    gae_lambda: Share = 0.95
+    """Weight of longer returns in the advantage (arXiv 1506.02438)."""
+    value_clip: PositiveFloat = 0.2
+    """Greatest distance from the value before the update at which the new one counts."""
+    critic_learning_rate: NonNegativeFloat = 0.0
+    """Peak learning rate of the value model; 0 for that of the policy."""
+    critic_warmup_steps: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    """First steps in which only the value model learns."""

@@ -1,0 +1,65 @@
+"""Training loops of the native trainer: an algorithm, its number of steps and its optimizer."""
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from rlhf_core.schemas.algorithms import Algorithm
+from rlhf_core.schemas.base import NonNegative, NonNegativeFloat, PositiveFloat, Schema, Share
+
+MAX_STEPS = 1_000_000_000
+"""Most steps of a loop: those of both together fit a column of the history."""
+
+
+class OptimizerSpec(Schema):
+    """AdamW and its schedule; the learning rate is a pure function of the step."""
+
+    learning_rate: PositiveFloat
+    """Peak learning rate."""
+    warmup_steps: NonNegative = 0
+    """Steps over which the learning rate rises linearly to its peak."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the learning rate after the warm-up; `linear` and `cosine` end at zero on the last step."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay of AdamW."""
+    adam_beta1: Share = 0.9
+    """Decay of AdamW's first moment."""
+    adam_beta2: Share = 0.95
+    """Decay of AdamW's second moment."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Global gradient norm is clipped to this."""
+
+
+class LoopSpec(Schema):
+    """One training loop: an algorithm, its number of steps, and an optimizer of its own."""
+
+    num_steps: Annotated[int, Field(ge=1, le=MAX_STEPS)]
+    """Optimizer steps of the loop."""
+    algorithm: Algorithm
+    optimizer: OptimizerSpec
+
+
+class WarmStartSpec(LoopSpec):
+    """The loop before the main one, usually supervised."""
+
+    num_steps: Annotated[int, Field(ge=0, le=MAX_STEPS)]
+    """Optimizer steps of the warm start; 0 turns it off."""
+
+
+class LoopsSpec(Schema):
+    """The training loops of the native trainer, in their order. Other trainers have none here."""
+
+    warm_start: WarmStartSpec | None = None
+    main: LoopSpec | None = None
+
+    @field_validator("warm_start", mode="after")
+    @classmethod
+    def _no_empty_warm_start(cls, given: WarmStartSpec | None) -> WarmStartSpec | None:
+        return given if given is not None and given.num_steps else None
+
+    @property
+    def named(self) -> Mapping[str, LoopSpec]:
+        """The loops by their section (``warm_start``, ``main``), in the order in which they run."""
+        loops: dict[str, LoopSpec] = {} if self.warm_start is None else {"warm_start": self.warm_start}
+        return loops if self.main is None else {**loops, "main": self.main}

@@ -1,0 +1,54 @@
+"""Reward models that score completions: one entry of ``reward.models`` each."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rlhf_core.schemas.base import Finite, Int64, Label, NonNegative, Positive, Schema
+
+ModelName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
+"""Name of a reward model in a run."""
+
+PROMOTED = "promoted:"
+"""Beginning of a path that names a promoted model instead of a folder."""
+
+
+class ScoringModelSpec(Schema):
+    """A reward model that scores completions, as `[reward.models.<name>]`; its metric is `reward/<name>`."""
+
+    path: Annotated[str, Field(min_length=1)]
+    """Folder of a sequence classifier with one output, as Hugging Face has them and the algorithm `reward_model`
+    leaves them; or `promoted:<name>` for the newest promoted model of the runs of that name, which is looked up when
+    the run is made."""
+    weight: Finite = 1.0
+    """Weight of its scores in the sum; with 0 they are only measured."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format of its weights."""
+    device: Literal["rank", "cpu"] = "rank"
+    """Place of its weights, of which every rank has a copy in its own process: the device of the `rank`, or main memory
+    and the processor (`cpu`)."""
+    batch_size: Positive = 32
+    """Sequences scored at once on one rank."""
+    max_tokens: NonNegative = 0
+    """Longest sequence that it scores, in its own tokens; of a longer one the beginning is left out. 0 for as many as
+    it has positions for."""
+    template: Literal["data", "chat", "text"] = "data"
+    """Form of what it scores: `data` applies its own chat template to rows that are conversations and takes others as
+    text, `chat` applies it to all (a prompt that is text becomes the turn of a user), `text` takes prompt and
+    completion as the policy has read and written them."""
+    normalise: Literal["none", "centre", "standardise"] = "none"
+    """Scale of the scores in the sum: as they are, less their mean over the run so far, or divided by their standard
+    deviation as well. The metric is the score itself."""
+
+
+class ScoringModelState(Schema):
+    """State of a reward model that scores completions, as a checkpoint keeps it."""
+
+    fingerprint: Label
+    """Of the files in its folder."""
+    count: Int64 = 0
+    """Scores so far, over all ranks."""
+    total: Finite = 0.0
+    """Their sum."""
+    squares: Finite = 0.0
+    """Sum of their squares."""

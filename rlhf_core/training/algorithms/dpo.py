@@ -1,0 +1,83 @@
+"""Direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290, eq. 7) and variants of its loss.
+
+With ``h_c = log policy(chosen) - log reference(chosen)``, ``h_r`` likewise, both sums over the completion's tokens, and
+``d = h_c - h_r``, the loss of a pair is
+
+``sigmoid``  - log sigmoid(beta d)
+``hinge``    max(0, 1 - beta d)                                                    (SLiC, arXiv 2305.10425)
+``robust``   (- (1-e) log sigmoid(beta d) + e log sigmoid(-beta d)) / (1 - 2e)     (arXiv 2403.00409, eq. 9)
+``ipo``      (h_c / T_c - h_r / T_r - 1 / (2 beta))^2                               (arXiv 2310.12036, eq. 17)
+
+with ``e`` the share of flipped pairs and ``T`` the tokens of each completion: IPO is taken per token, as TRL does after
+asking its authors. The loss of a step is the mean over its pairs. Values and gradients are those of TRL 1.16.0
+(``trl/trainer/dpo_trainer.py``, ``_compute_loss``).
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from rlhf_core.schemas.algorithms.preference import DpoSpec
+from rlhf_core.training.algorithms.aggregation import Stats
+from rlhf_core.training.algorithms.objective import MetricDef, MicroBatch, Objective, PolicyOutput, StepSums
+from rlhf_core.training.algorithms.pairs import (
+    PAIR_METRICS,
+    log_ratios,
+    pair_stats,
+    sequence_means,
+    sequence_sums,
+    value_stat,
+)
+
+
+def dpo_losses(
+    chosen: Tensor,
+    rejected: Tensor,
+    *,
+    beta: float = 0.1,
+    loss: Literal["sigmoid", "ipo", "hinge", "robust"] = "sigmoid",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Loss of each pair.
+
+    Args:
+        chosen: ``[P]`` log-ratios of policy and reference: sums over tokens, for ``ipo`` means.
+        rejected: ``[P]``, likewise.
+        beta: strength of the tie to the reference model.
+        label_smoothing: share of flipped pairs, below one half; of ``robust`` only.
+
+    Returns:
+        ``[P]``, with gradient.
+    """
+    difference = chosen - rejected
+    if loss == "ipo":
+        return (difference - 1 / (2 * beta)).square()
+    if loss == "hinge":
+        return torch.relu(1 - beta * difference)
+    if loss == "robust":
+        clean, flipped = logsigmoid(beta * difference), logsigmoid(-beta * difference)
+        return (-(1 - label_smoothing) * clean + label_smoothing * flipped) / (1 - 2 * label_smoothing)
+    return -logsigmoid(beta * difference)
+
+
+class DirectPreferenceOptimisation(Objective):
+    """:func:`dpo_losses` as an objective."""
+
+    metrics = (MetricDef("train/loss", ("loss/dpo",), "Loss, mean over pairs."), *PAIR_METRICS)
+
+    def rewards(self, output: PolicyOutput, batch: MicroBatch, spec: DpoSpec) -> Tensor:
+        """Implicit rewards: beta times the log-ratio of policy and reference, whatever the loss."""
+        return spec.beta * sequence_sums(log_ratios(output), batch.mask)
+
+    def loss(self, output: PolicyOutput, batch: MicroBatch, sums: StepSums, spec: DpoSpec) -> tuple[Tensor, Stats]:
+        """See :func:`dpo_losses`."""
+        reduce = sequence_means if spec.loss == "ipo" else sequence_sums
+        chosen, rejected = reduce(log_ratios(output), batch.mask).chunk(2)
+        losses = dpo_losses(chosen, rejected, beta=spec.beta, loss=spec.loss, label_smoothing=spec.label_smoothing)
+        stats = {"loss/dpo": value_stat(losses), **pair_stats(self.rewards(output, batch, spec))}
+        return losses.sum() / sums.num_pairs, stats
+
+
+OBJECTIVE = DirectPreferenceOptimisation()

@@ -1,0 +1,98 @@
+"""Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv 2402.01306, eq. 7 and 8).
+
+With ``h = log policy(y|x) - log reference(y|x)``, a sum over the completion's tokens, and ``y'`` the completion of
+another row of the step,
+
+    z = max(0, mean of log policy(y'|x) - log reference(y'|x) over the rows of the step),   without a gradient
+    L = desirable_weight   (1 - sigmoid(beta (h - z)))   of a desirable completion
+    L = undesirable_weight (1 - sigmoid(beta (z - h)))   of an undesirable one
+
+and the loss of a step is the mean over its rows. Formula and weights are those of TRL 1.16.0
+(``trl/trainer/kto_trainer.py``, ``_compute_loss``), but TRL takes ``z`` anew for every micro-batch, averaged over the
+ranks: there the gradient of a step depends on how its batch is cut up. Here ``z`` belongs to the whole step, and
+``y'`` is the completion of the row before (of the last row for the first one). With one micro-batch on one rank both
+are the same.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from rlhf_core.schemas.algorithms.preference import KtoSpec
+from rlhf_core.training.algorithms.aggregation import Stats
+from rlhf_core.training.algorithms.objective import MetricDef, MicroBatch, Objective, PolicyOutput, StepSums
+from rlhf_core.training.algorithms.pairs import log_ratios, sequence_sums, value_stat
+
+
+def kto_losses(
+    ratios: Tensor,
+    desirable: Tensor,
+    divergence: float,
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Tensor:
+    """Loss of each row.
+
+    Args:
+        ratios: ``[B]`` log-ratios of policy and reference, sums over tokens, with gradient.
+        desirable: ``[B]`` bool.
+        divergence: ``z`` of the step, not negative.
+        beta: strength of the tie to the reference model.
+        desirable_weight: weight of desirable rows.
+        undesirable_weight: weight of undesirable rows.
+
+    Returns:
+        ``[B]``, with gradient.
+    """
+    gain = beta * (ratios - divergence)
+    weights = torch.where(desirable, desirable_weight, undesirable_weight).to(ratios.dtype)
+    return weights * (1 - torch.sigmoid(torch.where(desirable, gain, -gain)))
+
+
+class KahnemanTverskyOptimisation(Objective):
+    """:func:`kto_losses` as an objective."""
+
+    metrics = (
+        MetricDef("train/loss", ("loss/kto",), "Loss, mean over rows."),
+        MetricDef("preference/kl", ("kl",), "Divergence from the reference (z), in nats per completion."),
+        MetricDef("preference/accuracy", ("accuracy",), "Share of rows on the side of z that their label says."),
+        MetricDef("preference/chosen_reward", ("chosen_reward",), "Implicit reward of desirable completions."),
+        MetricDef("preference/rejected_reward", ("rejected_reward",), "Implicit reward of undesirable completions."),
+    )
+
+    def measure(self, output: PolicyOutput, batch: MicroBatch, spec: KtoSpec) -> Mapping[str, Tensor]:
+        """Sum of the log-ratios of mismatched completions."""
+        return {"mismatched": sequence_sums(log_ratios(output), batch.mask).double().sum()}
+
+    def rewards(self, output: PolicyOutput, batch: MicroBatch, spec: KtoSpec) -> Tensor:
+        """Implicit rewards: beta times the log-ratio of policy and reference."""
+        return spec.beta * sequence_sums(log_ratios(output), batch.mask)
+
+    def loss(self, output: PolicyOutput, batch: MicroBatch, sums: StepSums, spec: KtoSpec) -> tuple[Tensor, Stats]:
+        """See :func:`kto_losses`."""
+        assert batch.desirable is not None  # of every algorithm with labelled rows
+        divergence = max(0.0, sums.measured["mismatched"] / sums.num_sequences)
+        ratios = sequence_sums(log_ratios(output), batch.mask)
+        losses = kto_losses(
+            ratios,
+            batch.desirable,
+            divergence,
+            beta=spec.beta,
+            desirable_weight=spec.desirable_weight,
+            undesirable_weight=spec.undesirable_weight,
+        )
+        rewards = spec.beta * ratios.detach()
+        stats: Stats = {
+            "loss/kto": value_stat(losses),
+            "kl": value_stat(torch.full_like(rewards, divergence)),
+            "accuracy": value_stat((ratios.detach() > divergence) == batch.desirable),
+            "chosen_reward": value_stat(rewards[batch.desirable]),
+            "rejected_reward": value_stat(rewards[~batch.desirable]),
+        }
+        return losses.sum() / sums.num_sequences, stats
+
+
+OBJECTIVE = KahnemanTverskyOptimisation()

@@ -1,0 +1,80 @@
+"""Common parts of losses of pairs: one number per sequence, and the comparison of the two of a pair."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from rlhf_core.training.algorithms.aggregation import Stats, masked_stat
+from rlhf_core.training.algorithms.objective import MetricDef, PolicyOutput, StepSums
+
+PAIR_METRICS = (
+    MetricDef("preference/accuracy", ("accuracy",), "Share of pairs whose chosen completion has the higher reward."),
+    MetricDef("preference/margin", ("margin",), "Reward of the chosen completion less that of the rejected one."),
+    MetricDef("preference/chosen_reward", ("chosen_reward",), "Implicit reward of the chosen completions."),
+    MetricDef("preference/rejected_reward", ("rejected_reward",), "Implicit reward of the rejected completions."),
+)
+"""Metrics of every algorithm that learns from pairs; the names are those of wrapped trainers too."""
+
+
+def sequence_sums(values: Tensor, mask: Tensor) -> Tensor:
+    """``[B, T]`` values -> ``[B]``, their sums where ``mask`` is true."""
+    return torch.where(mask, values, 0.0).sum(-1)
+
+
+def sequence_means(values: Tensor, mask: Tensor) -> Tensor:
+    """``[B, T]`` values -> ``[B]``, their means where ``mask`` is true; 0 for a sequence without any."""
+    return sequence_sums(values, mask) / mask.sum(-1).clamp(min=1)
+
+
+def log_ratios(output: PolicyOutput) -> Tensor:
+    """``[B, T]`` log-ratios of policy and reference, of an algorithm that has one."""
+    assert output.ref_logprobs is not None
+    return output.logprobs - output.ref_logprobs
+
+
+def smoothed_losses(logits: Tensor, label_smoothing: float) -> Tensor:
+    """``[P]`` logits of the pairs -> ``[P]``, their cross-entropy if a share of the pairs is flipped."""
+    return -(1 - label_smoothing) * logsigmoid(logits) - label_smoothing * logsigmoid(-logits)
+
+
+def chosen_nll(logprobs: Tensor, mask: Tensor, sums: StepSums, coefficient: float = 1.0) -> tuple[Tensor, Stats]:
+    """Cross-entropy of the chosen sequences, which some algorithms add to the loss of the pairs.
+
+    Args:
+        logprobs: ``[2P, T]``, those of the chosen sequences first.
+        mask: ``[2P, T]`` bool, true for the tokens that count.
+        coefficient: weight in the loss.
+
+    Returns:
+        The share of the micro-batch in the loss of the step; and ``nll``, and that share as ``loss/nll`` over pairs.
+    """
+    nll, mask = (values.chunk(2)[0] for values in (-logprobs, mask))
+    share = coefficient * torch.where(mask, nll, 0.0).sum() / sums.num_chosen_tokens
+    num_pairs = torch.tensor(len(nll), dtype=torch.float64, device=nll.device)
+    return share, {
+        "nll": masked_stat(nll, mask),
+        "loss/nll": (share.detach().double() * sums.num_pairs, num_pairs),
+    }
+
+
+def pair_stats(rewards: Tensor) -> Stats:
+    """Statistics for :data:`PAIR_METRICS`.
+
+    Args:
+        rewards: ``[2P]``, those of the chosen completions first.
+    """
+    with torch.no_grad():
+        chosen, rejected = rewards.detach().double().chunk(2)
+        found = {
+            "accuracy": (chosen > rejected).double(),
+            "margin": chosen - rejected,
+            "chosen_reward": chosen,
+            "rejected_reward": rejected,
+        }
+        return {name: value_stat(values) for name, values in found.items()}
+
+
+def value_stat(values: Tensor) -> tuple[Tensor, Tensor]:
+    """(sum, count) of values, one per pair or sequence, for the statistics of a loss."""
+    with torch.no_grad():
+        return values.double().sum(), torch.tensor(values.numel(), dtype=torch.float64, device=values.device)

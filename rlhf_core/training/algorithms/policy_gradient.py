@@ -1,0 +1,98 @@
+"""The loss that algorithms which sample have in common: a clipped surrogate, a correction and a penalty.
+
+Their files say what differs: the advantages, and sometimes the ratio or the surrogate.
+"""
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from rlhf_core.schemas.algorithms.policy_gradient import PolicyGradientSpec
+from rlhf_core.training.algorithms.aggregation import Aggregation, Stats, step_normaliser
+from rlhf_core.training.algorithms.kl import divergence
+from rlhf_core.training.algorithms.objective import MetricDef, MicroBatch, Objective, PolicyOutput, StepSums
+from rlhf_core.training.algorithms.surrogate import clipped_surrogate, mismatch_weights, policy_loss, token_ratio
+
+POLICY_METRICS: tuple[MetricDef, ...] = (
+    MetricDef("train/loss", ("loss/policy",), "Policy loss, penalty included; near 0 is normal."),
+    MetricDef(
+        "policy/clip_share",
+        ("policy/clip_low_share", "policy/clip_high_share"),
+        "Share of tokens whose probability ratio was clipped; 0 when strictly on-policy.",
+    ),
+    MetricDef("policy/kl", ("policy/kl",), "Estimated divergence from the reference model, in nats per token."),
+    MetricDef(
+        "policy/mismatch_weight",
+        ("policy/mismatch_weight",),
+        "Mean weight of the correction for what sampler and trainer do not agree on; 1 where they agree.",
+    ),
+)
+
+
+class PolicyGradient(Objective):
+    """Clipped surrogate over tokens, with the correction and the penalty that the settings ask for."""
+
+    metrics: ClassVar[tuple[MetricDef, ...]] = POLICY_METRICS
+
+    def ratio(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+        """Ratio that the surrogate is made of, ``[B, T]``; that of each token unless an algorithm says otherwise."""
+        return token_ratio(logprobs, old_logprobs)
+
+    def surrogate(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, spec: Any
+    ) -> tuple[Tensor, Stats]:
+        """Loss of each token before correction and penalty, ``[B, T]``, and its statistics."""
+        ratio = self.ratio(logprobs, old_logprobs, mask)
+        return clipped_surrogate(ratio, advantages, mask, spec.clip_low, spec.clip_high)
+
+    def aggregation(self, spec: Any) -> Aggregation:
+        """Form in which token losses become one number; their mean unless an algorithm says otherwise."""
+        return "token_mean"
+
+    def weighs_penalty(self, spec: Any) -> bool:
+        """True if the penalty is weighted with the ratio; False unless an algorithm says otherwise."""
+        return False
+
+    def loss(
+        self, output: PolicyOutput, batch: MicroBatch, sums: StepSums, spec: PolicyGradientSpec
+    ) -> tuple[Tensor, Stats]:
+        """See :func:`surrogate.policy_loss`.
+
+        Raises:
+            ValueError: a penalty is asked for without log-probabilities of a reference.
+        """
+        assert batch.advantages is not None  # of every loop that samples
+        old_logprobs = output.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+        divergences = _divergences(output, spec)
+        if divergences is not None and self.weighs_penalty(spec):
+            divergences = divergences * self.ratio(output.logprobs, old_logprobs, batch.mask)
+        token_losses, stats = self.surrogate(output.logprobs, old_logprobs, batch.advantages, batch.mask, spec)
+        loss, more = policy_loss(
+            token_losses,
+            batch.mask,
+            normaliser=step_normaliser(
+                self.aggregation(spec), sums.num_tokens, sums.num_sequences, sums.max_new_tokens
+            ),
+            weights=_weights(old_logprobs, batch, spec),
+            divergences=divergences,
+            kl_coefficient=0.0 if spec.penalises_rewards else spec.kl_coefficient,
+            aggregation=self.aggregation(spec),
+        )
+        return loss, stats | more
+
+
+def _weights(old_logprobs: Tensor, batch: MicroBatch, spec: PolicyGradientSpec) -> Tensor | None:
+    if spec.correction == "none" or batch.sampler_logprobs is None:
+        return None
+    return mismatch_weights(old_logprobs, batch.sampler_logprobs, batch.mask, spec.correction, spec.correction_cap)
+
+
+def _divergences(output: PolicyOutput, spec: PolicyGradientSpec) -> Tensor | None:
+    if output.ref_logprobs is None:
+        if spec.kl_coefficient and not spec.penalises_rewards:
+            raise ValueError(
+                f"found kl_coefficient = {spec.kl_coefficient} without ref_logprobs; the penalty needs a reference "
+                f"model"
+            )
+        return None
+    return divergence(output.logprobs, output.ref_logprobs, spec.kl_estimator)

@@ -1,0 +1,121 @@
+"""Building blocks of the losses of algorithms that sample. Pure functions over ``[B, T]`` tensors.
+
+With ``rho_t = policy(t) / old policy(t)`` of a token and ``A_t`` its advantage, the clipped surrogate is
+
+    L_t = - min(rho_t A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t)      (Schulman et al. 2017, arXiv 1707.06347)
+
+The engine that samples and the trainer give the same token slightly different probabilities. The correction weighs
+``L_t`` with ``w = old policy / sampler``, cut off at a cap or left out above it, of each token or of a whole completion
+(truncated importance sampling: https://fengyao.notion.site/off-policy-rl; formulas as in TRL 1.16.0).
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rlhf_core.training.algorithms.aggregation import Aggregation, Stats, masked_stat, summed
+
+Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+
+
+def token_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """Probability ratio of each token, ``[B, T]``."""
+    return torch.exp(logprobs - old_logprobs)
+
+
+def mean_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """Geometric mean of the ratios of a sequence at each of its tokens, ``[B, T]`` (GSPO, arXiv 2507.18071, eq. 7)."""
+    differences = torch.where(mask, logprobs - old_logprobs, 0.0)
+    mean = differences.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+    return torch.exp(mean).expand_as(differences)
+
+
+def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """Ratio of the probabilities of a whole sequence at each of its tokens, ``[B, T]``."""
+    differences = torch.where(mask, logprobs - old_logprobs, 0.0)
+    return torch.exp(differences.sum(-1, keepdim=True)).expand_as(differences)
+
+
+def clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, mask: Tensor, clip_low: float, clip_high: float
+) -> tuple[Tensor, Stats]:
+    """Clipped surrogate loss of each token.
+
+    Args:
+        ratio: ``[B, T]``.
+        advantages: ``[B, T]`` or ``[B, 1]``.
+        mask: ``[B, T]`` bool, true for tokens that count.
+        clip_low: the ratio counts down to ``1 - clip_low``.
+        clip_high: the ratio counts up to ``1 + clip_high``.
+
+    Returns:
+        ``[B, T]`` losses, and ``policy/ratio``, ``policy/clip_low_share`` and ``policy/clip_high_share`` (tokens whose
+        gradient the clip took away).
+    """
+    gain = advantages.to(ratio.dtype)
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    stats: Stats = {
+        "policy/ratio": masked_stat(ratio, mask),
+        "policy/clip_low_share": masked_stat(((ratio < 1 - clip_low) & (gain < 0)).double(), mask),
+        "policy/clip_high_share": masked_stat(((ratio > 1 + clip_high) & (gain > 0)).double(), mask),
+    }
+    return -torch.min(ratio * gain, clipped * gain), stats
+
+
+def mismatch_weights(
+    old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, correction: Correction, cap: float
+) -> Tensor:
+    """Weights for what sampler and trainer do not agree on; without gradient.
+
+    Args:
+        old_logprobs: ``[B, T]`` under the policy at the beginning of the step, by the trainer.
+        sampler_logprobs: ``[B, T]`` by the engine that sampled; a token of which it told none (NaN) counts as 1.
+        mask: ``[B, T]`` bool, true for sampled tokens.
+        correction: ratio of each token or of the whole completion; cut off at ``cap`` or 0 above it.
+        cap: largest ratio that counts.
+
+    Returns:
+        ``[B, T]``, or ``[B, 1]`` for completions.
+    """
+    differences = torch.where(mask, (old_logprobs - sampler_logprobs).detach(), 0.0).nan_to_num(nan=0.0)
+    if correction.startswith("sequence"):
+        differences = differences.sum(-1, keepdim=True)
+    ratio = torch.exp(differences)
+    return ratio.clamp(max=cap) if correction.endswith("truncate") else torch.where(ratio > cap, 0.0, ratio)
+
+
+def policy_loss(
+    token_losses: Tensor,
+    mask: Tensor,
+    *,
+    normaliser: float,
+    weights: Tensor | None = None,
+    divergences: Tensor | None = None,
+    kl_coefficient: float = 0.0,
+    aggregation: Aggregation = "token_mean",
+) -> tuple[Tensor, Stats]:
+    """Loss of one micro-batch from the losses of its tokens.
+
+    Args:
+        token_losses: ``[B, T]``.
+        mask: ``[B, T]`` bool, true for tokens that count.
+        normaliser: ``step_normaliser`` of the whole update.
+        weights: :func:`mismatch_weights`. The penalty is not weighted.
+        divergences: ``[B, T]`` estimates of the divergence from the reference.
+        kl_coefficient: weight of their sum in the loss.
+        aggregation: how token losses become one number.
+
+    Returns:
+        The scalar loss, to be summed over micro-batches and ranks, and (sum, count) over tokens of ``loss/policy``
+        (penalty included; a mean over tokens whatever the aggregation), ``policy/mismatch_weight`` and ``policy/kl``.
+    """
+    stats: Stats = {}
+    if weights is not None:
+        token_losses = token_losses * weights
+        stats["policy/mismatch_weight"] = masked_stat(weights.expand_as(token_losses), mask)
+    if divergences is not None:
+        stats["policy/kl"] = masked_stat(divergences, mask)
+        token_losses = token_losses + kl_coefficient * divergences if kl_coefficient else token_losses
+    stats["loss/policy"] = masked_stat(token_losses, mask)
+    return summed(token_losses, mask, aggregation) / normaliser, stats

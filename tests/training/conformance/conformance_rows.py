@@ -1,0 +1,28 @@
+"""Rows that every comparison uses: ragged lengths, and a group without any spread."""
+
+from typing import Any
+
+PROMPTS = ("abca", "d", "fedcba")
+
+COMPLETIONS = (
+    ("bc$", "gfedhijkl", "n$", "ackm$"),
+    ("ijklmna$", "$", "mlkjihgf$", "bbbb$"),
+    ("aabbccd$", "h$", "kkklm$", "nmlkjihgf"),
+)
+"""Completions of each prompt. ``$`` ends one; one without it was cut off at the longest length."""
+
+REWARDS = ((1.0, 0.0, 0.25, 0.75), (0.5, -0.5, 1.5, 0.0), (0.5, 0.5, 0.5, 0.5))
+"""Rewards of each group; the last has no spread."""
+
+PAIRS: list[dict[str, Any]] = [
+    {"prompt": "abca", "chosen": "bc", "rejected": "gfedhijk", "margin": 0.5},
+    {"prompt": "d", "chosen": "mlkjihgf", "rejected": "n", "margin": 1.0},
+    {"prompt": "fedcba", "chosen": "ackm", "rejected": "bbbb", "margin": 0.0},
+    {"prompt": "nn", "chosen": "h", "rejected": "aabbccd", "margin": 2.0},
+    {"prompt": "ghi", "chosen": "kkklm", "rejected": "jj", "margin": 0.25},
+]
+
+LABELLED: list[dict[str, Any]] = [
+    {"prompt": row["prompt"], "completion": row["chosen"] if desirable else row["rejected"], "label": desirable}
+    for row, desirable in zip(PAIRS, (True, False, True, True, False), strict=True)
+]

@@ -1,0 +1,257 @@
+"""Our side of the comparison: the same tokens through the objectives, in micro-batches as the loops cut them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from conformance_cases import MAX_NEW_TOKENS, TEMPERATURE, Case
+from safetensors.torch import load_file
+from tiny_models import EOS, PAD, config, fill, flat_gradient
+from torch import Tensor
+from transformers import OPTForCausalLM, OPTForSequenceClassification
+
+from rlhf_core.schemas.algorithms import specs
+from rlhf_core.schemas.algorithms.base import AlgorithmSpec
+from rlhf_core.training.algorithms import ALGORITHMS
+from rlhf_core.training.algorithms.advantages import moments, whitened_sequences
+from rlhf_core.training.algorithms.objective import MicroBatch, PolicyOutput, SampledBatch, StepSums
+from rlhf_core.training.batches import SequenceBatch, collate
+from rlhf_core.training.examples import Example, make_batch, score_batch, step_sums
+from rlhf_core.training.models import PolicyModel
+from rlhf_core.training.reward_models import RewardModel
+from rlhf_core.training.trainers.context import Totals
+
+FIXTURES = Path(__file__).parent / "fixtures"
+TRL: dict[str, Any] = json.loads((FIXTURES / "trl_1_16_0.json").read_text(encoding="utf-8"))
+"""Inputs and results of TRL by name of the case."""
+
+ROWS_PER_MICRO_BATCH = 3
+
+METRICS = {
+    "kl": "policy/kl",
+    "clip_ratio/low_mean": "policy/clip_low_share",
+    "clip_ratio/high_mean": "policy/clip_high_share",
+}
+"""Name of a metric in TRL to the statistic of ours."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """Answers of one project to one case."""
+
+    loss: float
+    gradient: Tensor
+    """``[N]`` float64, all parameters in the order of their names."""
+    advantages: Tensor | None = None
+    """``[B]`` float64, of an algorithm that samples."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """By the name that they have in TRL."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Largest absolute differences between the two."""
+
+    loss: float
+    gradient: float
+    advantages: float | None
+
+    @property
+    def largest(self) -> float:
+        """The largest of all."""
+        return max(self.loss, self.gradient, self.advantages or 0.0)
+
+
+def theirs(case: Case) -> Result:
+    """The recorded result of TRL."""
+    recorded = TRL["cases"][case.name]
+    advantages = recorded["given"].get("advantages")
+    return Result(
+        recorded["loss"],
+        _gradients()[case.name],
+        None if advantages is None else torch.tensor(advantages, dtype=torch.float64),
+        recorded.get("metrics", {}),
+    )
+
+
+def ours(case: Case, micro_batch: int = ROWS_PER_MICRO_BATCH, **changes: Any) -> Result:
+    """The result of our objective.
+
+    Args:
+        micro_batch: rows of a micro-batch.
+        changes: settings that differ from those of the case, for a control.
+    """
+    spec = specs()[case.algorithm].model_validate({"name": case.algorithm, **case.settings, **changes})
+    given = TRL["cases"][case.name]["given"]
+    return _sampled(case, spec, given, micro_batch) if spec.samples else _offline(spec, given, micro_batch)
+
+
+def difference(one: Result, other: Result) -> Difference:
+    """Largest absolute difference of each part."""
+    advantages = None
+    if one.advantages is not None and other.advantages is not None:
+        advantages = float((one.advantages - other.advantages).abs().max())
+    return Difference(abs(one.loss - other.loss), float((one.gradient - other.gradient).abs().max()), advantages)
+
+
+@cache
+def _gradients() -> dict[str, Tensor]:
+    return load_file(FIXTURES / "trl_1_16_0_gradients.safetensors")
+
+
+@cache
+def model(name: str) -> PolicyModel:
+    """The model with the weights of that name."""
+    causal_lm = OPTForCausalLM(config())
+    fill(causal_lm, name)
+    return PolicyModel(causal_lm)
+
+
+@cache
+def reward_model() -> RewardModel:
+    """The model with one output and the weights of the policy."""
+    classifier = OPTForSequenceClassification(config(num_labels=1))
+    fill(classifier, "policy")
+    return RewardModel(classifier)
+
+
+def _offline(spec: AlgorithmSpec, given: Mapping[str, Any], micro_batch: int) -> Result:
+    """Rows or pairs, in one update."""
+    objective, policy = ALGORITHMS[spec.name], reward_model() if spec.ranks_completions else model("policy")
+    reference = model("reference") if spec.reference else None
+    policy.zero_grad()
+    examples = _examples(spec, given)
+    num_tokens, num_sequences, num_chosen_tokens = step_sums(examples, spec)
+    measured = _measured(spec, given, micro_batch) if spec.mismatches else {}
+    sums = StepSums(num_tokens, num_sequences, num_chosen_tokens=num_chosen_tokens, measured=measured)
+    total = 0.0
+    for part in _parts(len(examples), micro_batch):
+        batch, sequences = make_batch([examples[index] for index in part], spec, PAD)
+        output = score_batch(policy, reference, batch, sequences, spec)
+        loss, _ = objective.loss(output, sequences, sums, spec)
+        loss.backward()
+        total += loss.item()
+    return Result(total, flat_gradient(policy.pretrained))
+
+
+def _examples(spec: AlgorithmSpec, given: Mapping[str, Any]) -> list[Example]:
+    """Rows as the loop has them; of pairs, TRL has the rejected completions behind the chosen ones."""
+    if spec.ranks_completions:  # of which TRL has no prompts
+        whole = given["tokens"]
+        given = {**given, "prompts": [one[:1] for one in whole], "completions": [one[1:] for one in whole]}
+    prompts, completions = given["prompts"], given["completions"]
+    if not spec.pairs:
+        labels = given.get("desirable", [True] * len(prompts))
+        rows = zip(prompts, completions, labels, strict=True)
+        return [Example(prompt, (tokens,), desirable=label) for prompt, tokens, label in rows]
+    count = len(prompts) // 2
+    margins = given.get("margins", [0.0] * count)
+    return [Example(prompts[i], (completions[i], completions[count + i]), margins[i]) for i in range(count)]
+
+
+@torch.no_grad()
+def _measured(spec: AlgorithmSpec, given: Mapping[str, Any], micro_batch: int) -> dict[str, float]:
+    """Figures of the whole batch, from the mismatched completions that TRL has made."""
+    others = {name.removeprefix("mismatched_"): value for name, value in given.items() if name.startswith("mismatched")}
+    examples = _examples(spec, others)
+    found: dict[str, float] = {}
+    for part in _parts(len(examples), micro_batch):
+        batch, sequences = make_batch([examples[index] for index in part], spec, PAD)
+        output = score_batch(model("policy"), model("reference"), batch, sequences, spec)
+        for name, value in ALGORITHMS[spec.name].measure(output, sequences, spec).items():
+            found[name] = found.get(name, 0.0) + float(value)
+    return found
+
+
+def _sampled(case: Case, spec: AlgorithmSpec, given: Mapping[str, Any], micro_batch: int) -> Result:
+    """Groups of completions, in one update; of a policy that has moved since, where the case says so."""
+    objective, policy = ALGORITHMS[spec.name], model("policy")
+    policy.zero_grad()
+    batch = _sampled_batch(case, spec, given)
+    rewards, mask = batch.rewards, batch.mask
+    sums = StepSums(
+        float(batch.trained.sum()),
+        len(mask),
+        float(rewards.sum()),
+        float(rewards.square().sum()),
+        MAX_NEW_TOKENS,
+    )
+    advantages = objective.advantages(batch, sums, spec).tokens
+    if objective.whitens(spec) == "sequences":
+        advantages = whitened_sequences(advantages, mask, moments(advantages[:, :1]))
+    sampler = _rows(given["sampler_logprobs"], mask) if case.sampler else None
+    total, totals = 0.0, Totals()
+    for part in _parts(len(mask), micro_batch):
+        sequences = collate([given["prompts"][i] for i in part], [given["completions"][i] for i in part], PAD)
+        loss, stats = objective.loss(
+            _forward(sequences, spec, TEMPERATURE),
+            MicroBatch(
+                sequences.place(batch.trained[part][mask[part]]),
+                advantages=sequences.place(advantages[part][mask[part]]),
+                old_logprobs=_placed(batch.logprobs if case.several_updates else None, part, mask, sequences),
+                sampler_logprobs=_placed(sampler, part, mask, sequences),
+            ),
+            sums,
+            spec,
+        )
+        loss.backward()
+        totals.add(stats)
+        total += loss.item()
+    return Result(total, flat_gradient(policy.causal_lm), advantages[:, 0], _means(totals))
+
+
+def _sampled_batch(case: Case, spec: AlgorithmSpec, given: Mapping[str, Any]) -> SampledBatch:
+    """The completions of the step, with the log-probabilities of the policy that sampled them and of the reference."""
+    prompts, completions = given["prompts"], given["completions"]
+    mask = torch.arange(MAX_NEW_TOKENS) < torch.tensor([len(tokens) for tokens in completions])[:, None]
+    finished = torch.tensor([tokens[-1] == EOS for tokens in completions])
+    batch = collate(prompts, completions, PAD)
+    found = {}
+    for name in ("old" if case.several_updates else "policy", "reference"):
+        with torch.no_grad():
+            logprobs, _ = model(name)(batch.input_ids, target_mask=batch.target_mask, temperature=TEMPERATURE)
+        found[name] = _rows(logprobs[batch.target_mask], mask)
+    logprobs, ref_logprobs = found.values()
+    return SampledBatch(
+        torch.tensor(given["rewards"], dtype=torch.float64),
+        mask,
+        finished,
+        mask & finished[:, None] if spec.masks_truncated else mask,
+        logprobs,
+        ref_logprobs if spec.reference else None,
+    )
+
+
+def _rows(values: Any, mask: Tensor) -> Tensor:
+    """Values of the sampled tokens, those of one completion after the other, as ``[B, T]`` float64."""
+    flat = values.tolist() if isinstance(values, Tensor) else [value for row in values for value in row]
+    rows = torch.zeros(mask.shape, dtype=torch.float64)
+    rows[mask] = torch.tensor(flat, dtype=torch.float64)
+    return rows
+
+
+def _placed(rows: Tensor | None, part: list[int], mask: Tensor, sequences: SequenceBatch) -> Tensor | None:
+    return None if rows is None else sequences.place(rows[part][mask[part]])
+
+
+def _means(totals: Totals) -> dict[str, float]:
+    found = {theirs: totals.read(name) for theirs, name in METRICS.items() if name in totals}
+    return {name: total / count for name, (total, count) in found.items()}
+
+
+def _forward(batch: SequenceBatch, spec: AlgorithmSpec, temperature: float) -> PolicyOutput:
+    inputs = {"target_mask": batch.target_mask, "temperature": temperature}
+    logprobs, _ = model("policy")(batch.input_ids, **inputs)
+    ref_logprobs = None
+    if spec.reference:
+        with torch.no_grad():
+            ref_logprobs, _ = model("reference")(batch.input_ids, **inputs)
+    return PolicyOutput(logprobs, ref_logprobs)
+
+
+def _parts(rows: int, micro_batch: int) -> Sequence[list[int]]:
+    return [list(range(rows))[start : start + micro_batch] for start in range(0, rows, micro_batch)]
