@@ -6,20 +6,25 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from rlhf_core.checkpoint_dir import CheckpointDir
 from rlhf_core.errors import CheckpointCorrupt, ResumeMismatch
-from rlhf_core.run_dir import CheckpointDir
+from rlhf_core.run_dir import RunDir
 from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.schemas.migration import current_settings
 from rlhf_core.schemas.reports import CheckpointManifest
 from rlhf_core.schemas.run import RunSpec
+from rlhf_core.training.adapters import is_adapter, require_base
 from rlhf_core.training.distributed import Ranks
+from rlhf_core.training.types import WorkerContext
 
 
 def training_part(spec: RunSpec) -> dict[str, Any]:
     """The part of the spec that decides what is learned at each step.
 
     Left out is what may change between attempts: how long to train, how a batch is cut up, how to evaluate, where
-    and how often to save, on what machines, under what supervision. The number of ranks is compared by itself.
+    and how often to save, on what machines and how many ranks, under what supervision.
     """
     part = spec.model_dump(mode="json", include={"seed", "model", "data", "loops", "rollout", "reward", "trainer"})
     return _what_decides(part)
@@ -30,9 +35,23 @@ def _what_decides(part: dict[str, Any]) -> dict[str, Any]:
     part["loops"]["main"].pop("num_steps", None)
     for loop in filter(None, part["loops"].values()):
         loop["algorithm"].pop("measure_kl", None)
-    for name in ("micro_batch_size", "gradient_checkpointing", "log_samples_every"):
+    for name in (
+        "zero_stage",
+        "offload",
+        "micro_batch_size",
+        "micro_batch_tokens",
+        "gradient_checkpointing",
+        "log_samples_every",
+    ):
         part["trainer"].pop(name, None)
     part["rollout"].pop("batch_size", None)
+    for name in ("timeout_s", "on_failure", "max_failed_share"):
+        part["reward"].pop(name, None)
+    if not part["reward"].get("models"):
+        part["reward"].pop("models", None)  # as there were none before there could be any
+    for model in part["reward"].get("models", {}).values():
+        for name in ("batch_size", "device"):
+            model.pop(name, None)
     return part
 
 
@@ -46,19 +65,47 @@ def hash_of_settings(settings: dict[str, Any]) -> str:
     return blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def verify_checkpoint(checkpoint: CheckpointDir, spec: RunSpec, ranks: Ranks, any_ranks: bool = False) -> None:
+def verify_checkpoint(checkpoint: CheckpointDir, spec: RunSpec, ranks: Ranks, base: Path | None = None) -> None:
     """Check a checkpoint before it is used: every byte of it, and that it fits this run.
 
     Rank 0 looks, for all: what it finds is raised by every rank, so that none goes on alone.
 
     Args:
-        any_ranks: the number of ranks does not matter, because only the model is wanted.
+        base: folder of the base model, where the checkpoint may hold an adapter.
 
     Raises:
         CheckpointCorrupt: it is damaged.
-        ResumeMismatch: written by another number of ranks or under another spec.
+        ResumeMismatch: written under another spec, or on another base model.
     """
-    agree(ranks, lambda: _require_sound(checkpoint, spec, None if any_ranks else ranks.num_ranks))
+    agree(ranks, lambda: _require_sound(checkpoint, spec, base))
+
+
+def initial_folder(spec: RunSpec, run_dir: RunDir) -> Path:
+    """Folder of the model that a run of the native trainer begins with: the base model of its adapters."""
+    return Path(spec.model.path) if spec.model.path else run_dir.initial_model
+
+
+def reference_folder(context: WorkerContext, ranks: Ranks, steps_before: int, initial: Path) -> Path:
+    """Folder of the model that a loop measures its policy against: the one that it began with.
+
+    Args:
+        steps_before: optimizer steps before the loop.
+        initial: folder of the model that the run began with.
+
+    Raises:
+        CheckpointCorrupt: the checkpoint of that step is damaged.
+    """
+    if not steps_before:
+        return initial
+    checkpoint = context.run_dir.checkpoint(steps_before)
+    try:
+        verify_checkpoint(checkpoint, context.spec, ranks, initial)
+    except CheckpointCorrupt as error:
+        raise CheckpointCorrupt(
+            f"{error}. It is the reference that the divergence of this run is measured against, so none before it "
+            f"can take its place: bring its files back from a copy and resume, or start a new run"
+        ) from None
+    return checkpoint.model
 
 
 def agree(ranks: Ranks, find: Callable[[], CheckpointDir | None]) -> int | None:
@@ -89,7 +136,7 @@ def agree(ranks: Ranks, find: Callable[[], CheckpointDir | None]) -> int | None:
     return int(answer["step"]) if answer["step"] else None
 
 
-def _require_sound(checkpoint: CheckpointDir, spec: RunSpec, num_ranks: int | None) -> CheckpointDir:
+def _require_sound(checkpoint: CheckpointDir, spec: RunSpec, base: Path | None) -> CheckpointDir:
     checkpoint.verify()
     manifest = checkpoint.manifest()
     if manifest is None:
@@ -102,12 +149,8 @@ def _require_sound(checkpoint: CheckpointDir, spec: RunSpec, num_ranks: int | No
             f"checkpoint {checkpoint.root} was made with other settings: {_differences(checkpoint, spec)}. "
             f"Resume with the settings it was made with, or start a new run"
         )
-    if num_ranks is not None and manifest.num_ranks != num_ranks:
-        raise ResumeMismatch(
-            f"checkpoint {checkpoint.root} was written by {manifest.num_ranks} ranks, this run has {num_ranks}; "
-            f"the optimizer state is split among the ranks. Set resources.num_nodes and resources.ranks_per_node so "
-            f"that there are {manifest.num_ranks} ranks again"
-        )
+    if base is not None and is_adapter(checkpoint.model):
+        require_base(checkpoint.model, base)
     return checkpoint
 
 
@@ -134,8 +177,16 @@ def settings_file(checkpoint: CheckpointDir) -> Path:
 
 
 def _saved_settings(checkpoint: CheckpointDir) -> dict[str, Any]:
-    """The settings that a checkpoint was made with; those of rlhf-flows 0.1 in the form of this version."""
-    return _what_decides(current_settings(json.loads(settings_file(checkpoint).read_bytes())))
+    """The settings that a checkpoint was made with, in the form of this version: renamed ones translated, and those
+    that there were none of then at their defaults."""
+    saved = current_settings(json.loads(settings_file(checkpoint).read_bytes()))
+    main = {"num_steps": 1, **saved["loops"]["main"]}
+    try:
+        return training_part(
+            RunSpec.model_validate({"name": "saved", **saved, "loops": {**saved["loops"], "main": main}})
+        )
+    except ValidationError:
+        return _what_decides(saved)  # of a version that knows more than this one: shown as they are
 
 
 def _differences(checkpoint: CheckpointDir, spec: RunSpec) -> str:

@@ -2,130 +2,66 @@
 
     checkpoints/step-000040/
         model/                      weights, configuration and tokenizer, as Hugging Face expects them (rank 0)
-        trainer_state/rank-00000.pt where training stood, optimizer share and random number generators of one rank
+        critic/                     weights of a value model that is trained beside the policy (rank 0)
+        trainer_state/rank-00000.safetensors
+                                    where training stood, optimizer share (by parameter, see ``trainers.shares``) and
+                                    random number generators of one rank
         trainer_state/settings.json what it was trained with, to name what differs when a run is resumed (rank 0)
         COMPLETE                    checksums of all of the above, written last
 
 A checkpoint is written under another name, and renamed when every rank has written its part and ``COMPLETE`` is there.
 Whatever goes wrong before, the checkpoints before it are untouched.
+
+The step waits for a copy in main memory (``snapshots.py``); a thread of each rank writes it (``background_save.py``).
+At most one is on its way. Without room for the copy, or with ``checkpoint.background`` off, the step waits for all.
 """
 
 import contextlib
-import json
 import math
-import random
-import re
+import secrets
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
 import torch
-from pydantic import AliasChoices, Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.diagnosis.retention import kept_steps
-from rlhf_core.errors import CheckpointCorrupt, DiskFull, WorkerError
-from rlhf_core.files import bring_to_disk
-from rlhf_core.run_dir import CheckpointDir, RunDir, checksum, is_disk_full, remove_tree, write_model
-from rlhf_core.schemas.base import Label, Schema, utc_now
-from rlhf_core.schemas.reports import CheckpointManifest, FileChecksum
+from rlhf_core.checkpoint_dir import CheckpointDir
+from rlhf_core.errors import DiskFull, FileSystemStalled
+from rlhf_core.run_dir import RunDir
+from rlhf_core.schemas.reports import FileChecksum
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.training.checkpoint_soundness import settings_file, spec_hash, training_part
-from rlhf_core.training.distributed import Ranks
-from rlhf_core.training.health_state import HealthState
-from rlhf_core.training.types import WorkerContext
+from rlhf_core.training.adapters import has_adapter
+from rlhf_core.training.background_save import (
+    BackgroundSave,
+    Content,
+    Report,
+    awaited,
+    combined,
+    reported,
+    write_content,
+)
+from rlhf_core.training.checkpoint_parts import CheckpointPart, CheckpointPublication, SavedModel
+from rlhf_core.training.checkpoint_soundness import initial_folder, settings_file, spec_hash
+from rlhf_core.training.checkpoint_state import Progress, random_state, state_file
+from rlhf_core.training.direct_save import DirectSave
+from rlhf_core.training.distributed import Ranks, collective_timeout
+from rlhf_core.training.gathering import whole_bytes
+from rlhf_core.training.host_buffers import HostBuffers
+from rlhf_core.training.memory_copies import MemoryCopy, MemoryPart
+from rlhf_core.training.snapshots import Snapshot, can_be_snapshot, model_texts, tokenizer_texts
+from rlhf_core.whole_files import remove_tree
 
-Result = TypeVar("Result")
+LEAVE_S = 5.0
+"""Time for which a process that ends by an error waits for a checkpoint that does not go on, in seconds."""
 
-_SMALL_FILES_BYTES = 1 << 20
+SMALL_FILES_BYTES = 1 << 20
 """Room for configuration, manifest and a small tokenizer."""
-_SHARD_SIZE = "4GB"
-_NO_SPACE = re.compile(r"No space left on device|Disk quota exceeded|os error (28|122)\b")
-
-
-class Progress(Schema):
-    """Where training stands."""
-
-    step: int
-    """Optimizer steps done, over warm start and main algorithm."""
-    loop: Label = Field(validation_alias=AliasChoices("loop", "stage"))
-    """Algorithm of the loop that is running. Files of rlhf-flows 0.1 have it under ``stage``, and likewise the next."""
-    loop_finished: bool = Field(validation_alias=AliasChoices("loop_finished", "stage_finished"))
-    """Whether that loop is at its end."""
-    position: int
-    """Rows taken from the endless sequence of training rows, over the whole run."""
-    health: HealthState = HealthState()
-    """State of the judge of training."""
-
-
-@dataclass(frozen=True)
-class TrainerState:
-    """What a rank needs besides the weights to go on as if nothing had happened."""
-
-    progress: Progress
-    engine: dict[str, Any]
-    """``Engine.state`` of this rank."""
-    random: dict[str, Any]
-    """``random_state`` of this rank."""
-
-
-def resume_point(context: WorkerContext) -> CheckpointDir | None:
-    """The checkpoint that this start of the workers goes on from; None from the beginning.
-
-    The first start of an attempt takes the one that the placement names, a restart in place the newest. One that this
-    attempt has found damaged is passed over.
-
-    Raises:
-        CheckpointCorrupt: the one to take, or a newer one, has no readable manifest, or is gone. Names it.
-    """
-    named = context.placement.resume_checkpoint
-    saved = _not_known_as_damaged(context)
-    chosen = saved[-1] if saved and context.restart > 0 else None
-    if context.restart == 0 and named:
-        chosen = next((checkpoint for checkpoint in saved if checkpoint.root.name == named), None)
-        if chosen is None:
-            raise CheckpointCorrupt(
-                f"attempt {context.attempt} is to go on from checkpoint {named}, which is not in "
-                f"{context.run_dir.checkpoints_dir} any more; there are: {[one.root.name for one in saved]}",
-                named,
-            )
-    newer = [checkpoint for checkpoint in saved if chosen is None or checkpoint.step >= chosen.step]
-    for checkpoint in reversed(newer):
-        _require_manifest(checkpoint)
-    return chosen
-
-
-def newest_checkpoint(context: WorkerContext) -> CheckpointDir | None:
-    """The newest checkpoint, to be evaluated; None where there is none.
-
-    Raises:
-        CheckpointCorrupt: it has no readable manifest. Names it.
-    """
-    saved = _not_known_as_damaged(context)
-    if not saved:
-        return None
-    _require_manifest(saved[-1])
-    return saved[-1]
-
-
-def _not_known_as_damaged(context: WorkerContext) -> list[CheckpointDir]:
-    return [one for one in context.run_dir.saved_checkpoints() if one.root.name not in context.damaged]
-
-
-def _require_manifest(checkpoint: CheckpointDir) -> None:
-    if checkpoint.manifest() is None:
-        checkpoint.verify()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Saving
 
 
 class CheckpointWriter:
-    """Saves checkpoints of one run. All ranks call :meth:`save` at the same step."""
+    """Saves checkpoints of one run. All ranks call its methods at the same steps."""
 
     def __init__(
         self,
@@ -135,27 +71,65 @@ class CheckpointWriter:
         ranks: Ranks,
         beat: Callable[[], None],
         is_superseded: Callable[[], bool] = lambda: False,
+        memory: MemoryCopy | None = None,
     ) -> None:
-        """Make a writer.
+        """Make a writer. Collective.
 
         Args:
-            beat: called for every file written.
+            beat: called for every sign of progress while the step waits.
             is_superseded: whether a newer attempt of the run has begun, which writes checkpoints of its own.
+            memory: where the snapshot outlives this process; None where it need not.
         """
-        self._is_superseded = is_superseded
+        self._publication = CheckpointPublication(run_dir, spec, ranks.num_ranks, is_superseded)
+        self._direct = DirectSave(ranks, tokenizer, self._publication, beat, initial_folder(spec, run_dir))
         self._run_dir = run_dir
         self._spec = spec
         self._tokenizer = tokenizer
         self._ranks = ranks
         self._beat = beat
+        self._memory = memory
+        self._buffers = HostBuffers(None if memory is None else memory.folder, ranks.device)
+        # Of this writer alone: the store may have served another one.
+        self._topic = f"checkpoint/{ranks.from_first(secrets.token_hex(8) if ranks.is_first else '')}"
+        self._num_saves = 0
+        self._texts: dict[str, bytes] = {}
+        self._on_its_way: BackgroundSave | None = None
+        self._write_s = 0.0
 
-    def save(self, progress: Progress, model: PreTrainedModel, engine_state: dict[str, Any]) -> CheckpointDir:
-        """Write one checkpoint, then remove those that need not be kept.
+    # -----------------------------------------------------------------------------------------------------------------
+    # For the step
+
+    def save(
+        self,
+        progress: Progress,
+        model: PreTrainedModel,
+        engine_state: dict[str, Any],
+        critic: SavedModel | None = None,
+    ) -> CheckpointDir:
+        """Write one checkpoint and wait until it is complete: :meth:`begin` and :meth:`finish`."""
+        final = self.begin(progress, model, engine_state, critic)
+        self.finish()
+        return final
+
+    def begin(
+        self,
+        progress: Progress,
+        model: PreTrainedModel,
+        engine_state: dict[str, Any],
+        critic: SavedModel | None = None,
+    ) -> CheckpointDir:
+        """Take a snapshot, and have it written while training goes on; wait for the one before first.
+
+        Those that need not be kept are removed when it is complete.
 
         Args:
             progress: where training stands.
-            model: the weights; rank 0's are written.
+            model: the weights; rank 0 writes them, gathered from all ranks where they are split.
             engine_state: ``Engine.state`` of this rank.
+            critic: a value model that is trained beside the policy.
+
+        Returns:
+            Its folder, once it is complete.
 
         Raises:
             DiskFull: there is no room, by the estimate before writing or while writing. Raised by every rank; the
@@ -163,168 +137,196 @@ class CheckpointWriter:
             WorkerError: a rank could not write for another reason, or the run has gone on without this attempt. Raised
                 by every rank.
         """
+        self.finish()
         final = self._run_dir.checkpoint(progress.step)
         partial = CheckpointDir(final.root.with_name(f".{final.root.name}.partial"), progress.step)
-        state = {"progress": progress.model_dump(), "engine": engine_state, "random": random_state(self._ranks.device)}
-        needed = _tensor_bytes(state) + _SMALL_FILES_BYTES
+        state = {"progress": progress.model_dump(mode="json"), "engine": engine_state}
+        state["random"] = random_state(self._ranks.device)
+        if critic is not None:
+            state["critic"] = critic.state()
+        part = CheckpointPart(progress, partial, final, model, critic, state)
         if self._ranks.is_first:
             self._clear_away()
-            needed += _tensor_bytes([*model.parameters(), *model.buffers()]) + _SMALL_FILES_BYTES
-        self._check_room(progress.step, needed)
-        self._together(partial, lambda: self._begin(partial))
-        checksums = self._together(partial, lambda: self._write_part(partial, model, state))
-        told = {name: found.model_dump() for name, found in checksums.items()}
-        parts = self._ranks.gather(told)
-        files = {name: FileChecksum.model_validate(found) for part in parts for name, found in part.items()}
-        self._together(partial, lambda: self._finish(partial, final, progress, files))
+        snapshot = self._snapshot(part)
+        if self._has_room(part, has_snapshot=snapshot is not None) and snapshot is not None:
+            self._write_in_background(part, snapshot)
+        else:
+            self._direct.write(part)
         return final
 
+    def finish(self) -> None:
+        """Wait for the checkpoint that is on its way, if there is one.
+
+        Raises:
+            DiskFull, WorkerError: as :meth:`begin`, for that one.
+        """
+        save = self._on_its_way
+        if save is None:
+            return
+        verdict = save.wait(self._beat, self._ranks.reporter.collective)
+        self._write_s += save.take_seconds()
+        self._on_its_way = None
+        if verdict.problem:
+            raise self._publication.failure(save.step, verdict.problem, disk_full=verdict.is_disk_full)
+
+    @property
+    def is_writing(self) -> bool:
+        """True while one is being written in the background."""
+        return self._on_its_way is not None and self._on_its_way.verdict is None
+
+    def leave(self) -> None:
+        """Let the checkpoint that is on its way end well, if it can, after an error that ends this process."""
+        if self._on_its_way is not None:
+            self._on_its_way.leave(LEAVE_S)
+
+    def take_write_s(self) -> float:
+        """Time for which checkpoints were written in the background since this was asked last, in seconds; that of one
+        counts when it is complete."""
+        save = self._on_its_way
+        if save is not None and save.verdict is not None:
+            self._write_s += save.take_seconds()
+        found, self._write_s = self._write_s, 0.0
+        return found
+
+    def has_failed(self) -> bool:
+        """True if the one on its way could not be written: all ranks are to call :meth:`finish`. Never waits.
+
+        Raises:
+            FileSystemStalled: writing has not gone on for ``supervise.checkpoint_floor_s``.
+        """
+        save = self._on_its_way
+        if save is None:
+            return False
+        longest_s = self._spec.supervise.checkpoint_floor_s
+        if save.stands_still_s > longest_s:
+            raise FileSystemStalled(
+                f"checkpoint {save.step} is written in the background, and nothing of it was written for "
+                f"{save.stands_still_s:.0f} s (expected: for at most supervise.checkpoint_floor_s = {longest_s:g} s): "
+                f"the file system of {self._run_dir.checkpoints_dir} does not answer"
+            )
+        return save.verdict is not None and bool(save.verdict.problem)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Room
+
     def _clear_away(self) -> None:
-        """Remove what interrupted saves and removals have left; nobody else writes here."""
+        """Remove what interrupted saves and removals have left; no other process writes here."""
         for leftover in self._run_dir.checkpoints_dir.glob(".step-*"):
             shutil.rmtree(leftover, ignore_errors=True)
 
-    def _check_room(self, step: int, needed: int) -> None:
+    def _snapshot(self, part: CheckpointPart) -> Snapshot | None:
+        """Files of this rank, laid out, with memory for them; None where the step has to wait for the disk."""
+        if self._memory is not None:
+            self._memory.invalidate()
+        if not self._is_in_background(part.model):
+            return None
+        name = state_file(part.partial, self._ranks.rank).relative_to(part.partial.root).as_posix()
+        snapshot = Snapshot(self._ranks, name, part.state, part.weights)
+        return snapshot if self._buffers.reserve(snapshot.sizes) else None
+
+    def _is_in_background(self, model: PreTrainedModel) -> bool:
+        """True for what is worth a thread: an adapter is written in less time than it takes to wait for one."""
+        return self._spec.checkpoint.background and can_be_snapshot(model) and not has_adapter(model)
+
+    def _has_room(self, part: CheckpointPart, *, has_snapshot: bool) -> bool:
+        """True if there is room on the disk and, for the snapshots of all ranks, in memory."""
+        needed = _tensor_bytes(part.state) + SMALL_FILES_BYTES
+        if self._ranks.is_first:
+            needed += sum(whole_bytes(model) + SMALL_FILES_BYTES for model in part.weights.values())
         free = _free_bytes(self._run_dir.root) if self._ranks.is_first else 0
-        needed_by_all, free_for_all = self._ranks.sum([needed, free])
+        needed_by_all, free_for_all, without = self._ranks.sum([needed, free, float(not has_snapshot)])
         if needed_by_all > free_for_all:
             raise DiskFull(
-                f"no room for the checkpoint of step {step}: it needs about {_readable(needed_by_all)}, "
+                f"no room for the checkpoint of step {part.progress.step}: it needs about {_readable(needed_by_all)}, "
                 f"{self._run_dir.root} has {_readable(free_for_all)} free. Older checkpoints are untouched; make room, "
                 f"then resume the run"
             )
+        if without and self._spec.checkpoint.background and not has_adapter(part.model):
+            self._ranks.log(
+                f"{without:.0f} ranks have no room in main memory for a snapshot of what they save, or weights that "
+                f"are converted for the disk: the step waits until the checkpoint is written"
+            )
+        return not without
 
-    def _begin(self, partial: CheckpointDir) -> None:
+    # -----------------------------------------------------------------------------------------------------------------
+    # In the background
+
+    def _write_in_background(self, part: CheckpointPart, snapshot: Snapshot) -> None:
+        snapshot.fill(self._buffers, self._beat)
+        content: Content = {name: self._buffers[name] for name in snapshot.sizes}
         if self._ranks.is_first:
-            partial.trainer_state.mkdir(parents=True)
+            content = {**content, **self._small_files(part)}
+        self._num_saves += 1
+        key = f"{self._topic}/{self._num_saves}"
+        self._on_its_way = BackgroundSave(
+            part.progress.step, lambda save: self._in_background(part, content, key, save)
+        )
 
-    def _write_part(
-        self, partial: CheckpointDir, model: PreTrainedModel, state: dict[str, Any]
-    ) -> dict[str, FileChecksum]:
-        written = [_rank_file(partial, self._ranks.rank)]
-        with written[0].open("wb") as file:
-            torch.save(state, file)
-        self._beat()
-        if self._ranks.is_first:
-            settings = settings_file(partial)
-            settings.write_text(json.dumps(training_part(self._spec), indent=2) + "\n", encoding="utf-8")
-            model.save_pretrained(partial.model, max_shard_size=_SHARD_SIZE)
-            self._beat()
-            self._tokenizer.save_pretrained(partial.model)
-            written += [settings, *(path for path in sorted(partial.model.rglob("*")) if path.is_file())]
-        checksums = {}
-        for path in written:
-            bring_to_disk(path)
-            checksums[path.relative_to(partial.root).as_posix()] = checksum(path)
-            self._beat()
-        return checksums
+    def _small_files(self, part: CheckpointPart) -> dict[str, bytes]:
+        partial, folder = part.partial, part.partial.model.name
+        if not self._texts:  # large ones among them; they stay as they are
+            self._texts = {f"{folder}/{name}": text for name, text in tokenizer_texts(self._tokenizer).items()}
+            settings = settings_file(partial).relative_to(partial.root).as_posix()
+            self._texts[settings] = self._publication.settings()
+        return self._texts | {f"{folder}/{name}": text for name, text in model_texts(part.model).items()}
 
-    def _finish(
-        self, partial: CheckpointDir, final: CheckpointDir, progress: Progress, files: dict[str, FileChecksum]
-    ) -> None:
-        if not self._ranks.is_first:
+    def _in_background(self, part: CheckpointPart, content: Content, key: str, save: BackgroundSave) -> Report:
+        """Everything that the thread of this rank does; the verdict over all ranks."""
+        own = reported(
+            lambda: write_content(
+                part.partial.root, content, save.advance, lambda files: self._keep_in_memory(part, content, files)
+            )
+        )
+        save.is_written()
+        try:
+            self._ranks.store.set(f"{key}/{self._ranks.rank}", own.to_json())
+            if self._ranks.is_first:
+                verdict = self._verdict_of_all(part, key)
+                self._ranks.store.set(f"{key}/verdict", verdict.to_json())
+                return verdict
+            return Report.from_json(self._awaited(f"{key}/verdict"))
+        except Exception as error:  # noqa: BLE001 - torch's store, the agent's, is gone: the step has to hear of it
+            return Report({}, f"rank {self._ranks.rank} heard nothing of the others any more: {error}")
+
+    def _awaited(self, key: str) -> bytes:
+        """As long as a collective would wait: longer than the agent takes to find a rank that does not come."""
+        return awaited(self._ranks.store, key, collective_timeout(self._spec.supervise).total_seconds())
+
+    def _keep_in_memory(self, part: CheckpointPart, content: Content, files: dict[str, FileChecksum]) -> None:
+        """Have the snapshot count as a copy; where that cannot be, a restart reads the disk."""
+        if self._memory is None:
             return
-        if self._is_superseded():
-            # This node was frozen and has woken up: a checkpoint of the same step may be there, and is the one to keep.
-            raise WorkerError(f"a newer attempt has begun: checkpoint {progress.step} of this one is not published")
-        manifest = CheckpointManifest(
+        progress, ranks = part.progress, self._ranks
+        own = MemoryPart(
+            save=f"{self._topic} {progress.step}",
             step=progress.step,
             loop=progress.loop,
             loop_finished=progress.loop_finished,
-            num_ranks=self._ranks.num_ranks,
+            rank=ranks.rank,
+            num_ranks=ranks.num_ranks,
             spec_hash=spec_hash(self._spec),
-            files=dict(sorted(files.items())),
-            time=utc_now(),
+            files=files,
         )
-        for folder in (partial.trainer_state, partial.model):
-            bring_to_disk(folder)
-        write_model(partial.complete, manifest)
-        bring_to_disk(partial.root)
-        remove_tree(final.root)  # an older one of the same step, when training went back
-        partial.root.rename(final.root)
-        bring_to_disk(self._run_dir.checkpoints_dir)
-        self._remove_old(progress.step)
-
-    def _together(self, partial: CheckpointDir, work: Callable[[], Result]) -> Result:
-        """Do this rank's share of the work and agree with the others on how it went."""
         try:
-            result, failure = work(), None
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it before it goes on up
-            failure = error
-        failed, full = self._ranks.sum([float(failure is not None), float(_is_disk_full(failure))])
-        if not failed:
-            return result
-        reports = self._ranks.gather("" if failure is None else f"{type(failure).__name__}: {failure}")
-        if self._ranks.is_first:
-            remove_tree(partial.root)
-        told = "; ".join(f"rank {rank}: {report}" for rank, report in enumerate(reports) if report)
-        if full:
-            raise DiskFull(
-                f"the disk became full while checkpoint {partial.step} was written to {self._run_dir.checkpoints_dir} "
-                f"({told}). Older checkpoints are untouched; make room, then resume the run"
-            ) from failure
-        raise WorkerError(f"checkpoint {partial.step} could not be written: {told}") from failure
+            self._memory.keep(own, content)
+        except OSError as error:
+            ranks.log(f"no copy of {part.final.root.name} in memory: {error}")
 
-    def _remove_old(self, newest_step: int) -> None:
-        """Only ever called when the checkpoint of ``newest_step`` is complete."""
-        complete = self._run_dir.checkpoints()
-        kept = kept_steps([checkpoint.step for checkpoint in complete], newest_step, self._spec)
-        for checkpoint in complete:
-            if checkpoint.step not in kept:
-                remove_tree(checkpoint.root)
+    def _publish(self, part: CheckpointPart, files: dict[str, FileChecksum]) -> dict[str, FileChecksum]:
+        self._publication.publish(part.partial, part.final, self._publication.manifest(part.progress, files))
+        return files
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Loading
-
-
-def load_trainer_state(checkpoint: CheckpointDir, ranks: Ranks) -> TrainerState:
-    """This rank's state; call :func:`verify_checkpoint` before. Reading it runs no code from the file."""
-    state = torch.load(_rank_file(checkpoint, ranks.rank), map_location=ranks.device, weights_only=True)
-    return TrainerState(Progress.model_validate(state["progress"]), state["engine"], state["random"])
-
-
-def random_state(device: torch.device) -> dict[str, Any]:
-    """State of the global random number generators, as tensors, numbers and containers."""
-    numpy_state: dict[str, Any] = np.random.get_state(legacy=False)
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        "python": random.getstate(),
-        "numpy": {
-            "key": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
-            "position": int(numpy_state["state"]["pos"]),
-            "has_gauss": int(numpy_state["has_gauss"]),
-            "gauss": float(numpy_state["gauss"]),
-        },
-    }
-
-
-@contextlib.contextmanager
-def kept_random_state(device: torch.device) -> Iterator[None]:
-    """Whatever the block draws from the global random number generators, they go on as if it had not been there."""
-    state = random_state(device)
-    yield
-    restore_random_state(state, device)
-
-
-def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Put the global random number generators where :func:`random_state` found them."""
-    torch.set_rng_state(state["torch"].cpu())
-    if state["cuda"] is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"].cpu(), device)
-    random.setstate(state["python"])
-    saved = state["numpy"]
-    np.random.set_state(
-        ("MT19937", saved["key"].cpu().numpy().astype(np.uint32), saved["position"], saved["has_gauss"], saved["gauss"])
-    )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def _rank_file(checkpoint: CheckpointDir, rank: int) -> Path:
-    return checkpoint.trainer_state / f"rank-{rank:05d}.pt"
+    def _verdict_of_all(self, part: CheckpointPart, key: str) -> Report:
+        names = [f"{key}/{rank}" for rank in range(self._ranks.num_ranks)]
+        verdict = combined([Report.from_json(self._awaited(name)) for name in names])
+        for name in names:
+            self._ranks.store.delete_key(name)
+        if not verdict.problem:
+            verdict = combined([reported(lambda: self._publish(part, verdict.files))])
+        if verdict.problem:
+            with contextlib.suppress(OSError):
+                remove_tree(part.partial.root)
+        return verdict
 
 
 def _tensor_bytes(content: Any) -> int:
@@ -339,17 +341,6 @@ def _tensor_bytes(content: Any) -> int:
 
 def _free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
-
-
-def _is_disk_full(error: BaseException | None) -> bool:
-    """Whether an error comes from a full disk: torch and safetensors hide the system's error inside their own."""
-    while error is not None:
-        if isinstance(error, OSError) and is_disk_full(error):
-            return True
-        if _NO_SPACE.search(str(error)):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def _readable(num_bytes: float) -> str:

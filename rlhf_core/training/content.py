@@ -4,6 +4,7 @@ Runs in the compute interpreter, where tokenizers and reward functions can be im
 run. It answers with a :class:`ContentReport`; preflight judges it.
 """
 
+import math
 import os
 import resource
 import time
@@ -15,7 +16,8 @@ from rlhf_core.errors import RlhfError
 from rlhf_core.schemas.content import ContentReport, SplitReport, TokenizerReport
 from rlhf_core.schemas.run import BUILT_TOKENIZERS, RunSpec
 from rlhf_core.survival import Survived
-from rlhf_core.training.data import Split, load_data
+from rlhf_core.training.chat import rendered
+from rlhf_core.training.data import Split, completion_tokens, completions_of, load_data, prompt_tokens
 from rlhf_core.training.trials import try_rewards
 from rlhf_core.training.types import Row
 
@@ -44,12 +46,13 @@ def check_content(spec_path: Path) -> ContentReport:
     if not rows.get("train"):
         return report
     # Before anything heavy is imported: the functions run in forks of this process, which must have no threads.
-    named = dict.fromkeys([*spec.reward.functions, spec.evaluate.scorer])
-    rewards = try_rewards(list(named), rows["train"])
+    rewards = try_rewards(_functions(spec, rows["train"]), rows["train"])
     prompts = {split: {row.prompt for row in of} for split, of in rows.items()}
     shared = len(prompts["train"] & prompts.get("eval", set()))
     tokenizer, look = _tokenizer(spec, rows)
-    if tokenizer is not None:
+    if tokenizer is not None and look.problem == "":
+        rows, look = _rendered(rows, tokenizer, look)
+    if tokenizer is not None and not look.problem:
         looks = {split: _with_lengths(one, rows.get(split, []), tokenizer, spec) for split, one in looks.items()}
     return report.model_copy(
         update={
@@ -59,6 +62,12 @@ def check_content(spec_path: Path) -> ContentReport:
             "rewards": tuple(rewards),
         }
     )
+
+
+def _functions(spec: RunSpec, rows: Sequence[Row]) -> list[str]:
+    """Functions that can be tried: reference answers are what they are tried with, and pairs need have none."""
+    answered = "answer" in spec.data_kinds or all(spec.data.answer_column in row.columns for row in rows)
+    return list(dict.fromkeys([*spec.reward.functions, spec.evaluate.scorer])) if answered else []
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -84,7 +93,8 @@ def _read(spec: RunSpec) -> tuple[dict[str, SplitReport], dict[str, list[Row]]]:
             num_rows=len(rows[split]),
             is_whole=len(found) <= NUM_ROWS,
             columns=tuple(sorted({name for row in rows[split] for name in row.columns})),
-            num_duplicates=len(rows[split]) - len({(row.prompt, row.answer) for row in rows[split]}),
+            num_duplicates=len(rows[split])
+            - len({(row.prompt, row.answer, row.chosen, row.rejected) for row in rows[split]}),
             read_s=seconds,
         )
     return looks, rows
@@ -112,8 +122,18 @@ def _tokenizer(
     return tokenizer, look_at_tokenizer(tokenizer, [text for of in rows.values() for row in of for text in _texts(row)])
 
 
-def _texts(row: Row) -> tuple[str, str]:
-    return row.prompt, row.target
+def _rendered(
+    rows: Mapping[str, Sequence[Row]], tokenizer: "PreTrainedTokenizerBase", look: TokenizerReport
+) -> tuple[dict[str, list[Row]], TokenizerReport]:
+    """Rows of messages as the texts that the tokenizer makes of them, or the reason why it cannot."""
+    try:
+        return {split: [rendered(row, tokenizer) for row in of] for split, of in rows.items()}, look
+    except RlhfError as error:
+        return {}, look.model_copy(update={"problem": " ".join(str(error).split())})
+
+
+def _texts(row: Row) -> list[str]:
+    return [row.prompt, *completions_of(row)]
 
 
 def look_at_tokenizer(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> TokenizerReport:
@@ -167,19 +187,22 @@ def _with_lengths(
 ) -> SplitReport:
     if not rows:
         return look
-    bos = tokenizer.bos_token
     started = time.monotonic()
-    prompts = [
-        len(tokenizer.encode(row.prompt, add_special_tokens=not (bos and row.prompt.startswith(bos)))) for row in rows
-    ]
+    prompts = [len(prompt_tokens(row, tokenizer)) for row in rows]
     seconds = time.monotonic() - started
     limit = spec.data.max_prompt_tokens
     kept = [(length, row) for length, row in zip(prompts, rows, strict=True) if length <= limit]
-    taught = [length + len(tokenizer.encode(row.target, add_special_tokens=False)) + 1 for length, row in kept]
+    completions = [
+        (length, [len(completion_tokens(text, row, tokenizer)) for text in completions_of(row)]) for length, row in kept
+    ]
+    longest = spec.data.max_completion_tokens or math.inf
+    taught = [length + max(made) for length, made in completions if made and max(made) <= longest]
     return look.model_copy(
         update={
             "encode_s": seconds,
             "num_overlong": len(rows) - len(kept),
+            "num_long_completions": sum(max(made, default=0) > longest for _, made in completions),
+            "longest_completion": max((max(made) for _, made in completions if made), default=0),
             "num_empty": prompts.count(0),
             "longest_prompt": max(prompts),
             "longest_kept": max((length for length, _ in kept), default=0),

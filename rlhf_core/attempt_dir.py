@@ -1,0 +1,231 @@
+"""Folders of one attempt, and of one start of its workers."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
+
+
+@dataclass(frozen=True)
+class RestartDir:
+    """``attempts/<n>/restarts/<r>/``: files of one start of the workers."""
+
+    root: Path
+    attempt: int
+    restart: int
+
+    @property
+    def metrics(self) -> Path:
+        """Reduced metrics, one line per step; trainer rank 0 appends."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """Completions kept for reading; trainer rank 0 appends."""
+        return self.root / "samples.jsonl"
+
+    @property
+    def launch_order(self) -> Path:
+        """Agreement on one start of another program's launch line; the worker of rank 0 writes it."""
+        return self.root / "launch.json"
+
+    @property
+    def save_order(self) -> Path:
+        """Step at which another program is to save, the same for all of its ranks; the worker of rank 0 writes it."""
+        return self.root / "save.json"
+
+    @property
+    def warnings(self) -> Path:
+        """Findings of trainers that leave the run going, one a line; the trainer of rank 0 appends."""
+        return self.warnings_of(0)
+
+    def warnings_of(self, rank: int) -> Path:
+        """The same of one trainer rank, which appends: those of other ranks than 0 concern what that rank alone saw."""
+        return self.root / (f"warnings-{rank}.jsonl" if rank else "warnings.jsonl")
+
+    def all_warnings(self) -> list[Path]:
+        """Files of all ranks that have found something."""
+        return sorted(self.root.glob("warnings*.jsonl"))
+
+    @property
+    def artifacts(self) -> Path:
+        """Further files of another program that are kept with this start."""
+        return self.root / "artifacts"
+
+    @property
+    def rank_output(self) -> Path:
+        """Output of the ranks of another program, one folder for each node, where its launcher is one of torch's."""
+        return self.root / "ranks"
+
+    @property
+    def checkpoints_aside(self) -> Path:
+        """Checkpoints that another program had made after the one that this start goes on from."""
+        return self.root / "aside"
+
+    @property
+    def agents(self) -> Path:
+        """Folder of the agents' status files."""
+        return self.root / "agents"
+
+    def agent_status(self, node: str) -> Path:
+        """Status that the agent of ``node`` publishes; that agent replaces it."""
+        return self.agents / f"{node}.json"
+
+    def events(self, node: str) -> Path:
+        """Events of the agent of ``node``; that agent appends."""
+        return self.root / f"events-{node}.jsonl"
+
+    def worker_events(self, role: str, node: str, local_rank: int) -> Path:
+        """Messages of a worker for the user, for instance about a deleted file; that worker appends."""
+        return self.root / f"events-{node}-{role}-{local_rank}.jsonl"
+
+    def telemetry(self, node: str) -> Path:
+        """Figures of ``node`` over time; its agent appends."""
+        return self.root / f"telemetry-{node}.jsonl"
+
+    @property
+    def evidence_dir(self) -> Path:
+        """Evidence of incidents; each agent its own files."""
+        return self.root / "incident"
+
+    @property
+    def incidents_dir(self) -> Path:
+        """Folder of the incidents and of the decisions about them; agent 0 writes them."""
+        return self.root / "incidents"
+
+    def incident(self, number: int) -> Path:
+        """One incident, by its number in the attempt."""
+        return self.incidents_dir / f"{number}.json"
+
+    def decision(self, number: int) -> Path:
+        """The decision about an incident; written before it is acted on."""
+        return self.incidents_dir / f"{number}.decision.json"
+
+    def incident_files(self) -> list[Path]:
+        """Files of all incidents, in order; first the place that version 0.1 knew."""
+        return self._numbered_files("incident", ".json")
+
+    def decision_files(self) -> list[Path]:
+        """Files of all decisions, in order; first the place that version 0.1 knew."""
+        return self._numbered_files("decision", ".decision.json")
+
+    def _numbered_files(self, earlier: str, ending: str) -> list[Path]:
+        names = (path.name.removesuffix(ending) for path in self.incidents_dir.glob(f"*{ending}"))
+        numbers = sorted(int(name) for name in names if _NUMBER.fullmatch(name))
+        numbered = (self.incidents_dir / f"{number}{ending}" for number in numbers)
+        return [path for path in (self.evidence_dir / f"{earlier}.json", *numbered) if path.is_file()]
+
+    @property
+    def logs(self) -> Path:
+        """Folder of the workers' output."""
+        return self.root / "logs"
+
+    def log(self, role: str, node: str, local_rank: int) -> Path:
+        """Standard output and error of one worker; that worker opens it."""
+        return self.logs / f"{role}-{node}-{local_rank}.log"
+
+    def worker_outcome(self, role: str, node: str, local_rank: int) -> Path:
+        """Outcome of one worker, written by that worker."""
+        return self.root / "outcomes" / f"{role}-{node}-{local_rank}.json"
+
+
+@dataclass(frozen=True)
+class AttemptDir:
+    """``attempts/<n>/``: one submission to the scheduler."""
+
+    root: Path
+    number: int
+
+    @property
+    def placement(self) -> Path:
+        """Nodes and their roles; written before submission."""
+        return self.root / "placement.json"
+
+    @property
+    def submission(self) -> Path:
+        """Answer of the scheduler to the submission."""
+        return self.root / "submission.json"
+
+    @property
+    def scheduler_dir(self) -> Path:
+        """The scheduler's own files: script, output of the agents."""
+        return self.root / "scheduler"
+
+    @property
+    def claim(self) -> Path:
+        """The agent 0 that owns this attempt; created once, a second agent 0 exits."""
+        return self.root / "claim"
+
+    @property
+    def key(self) -> Path:
+        """Key of the messages between agents; the first agent makes it. Only the owner of the run may read it."""
+        return self.root / "key"
+
+    @property
+    def commands(self) -> Path:
+        """Folder of orders from the control plane to agent 0."""
+        return self.root / "commands"
+
+    @property
+    def probe(self) -> Path:
+        """Folder of the facts of the nodes, and of agent 0's report on them."""
+        return self.root / "probe"
+
+    def node_facts(self, node: str) -> Path:
+        """Facts of a node; its agent writes them. Only the owner of the run may read it."""
+        return self.probe / f"{node}.json"
+
+    @property
+    def probe_key(self) -> Path:
+        """Key of the hashes in them; the first agent makes it. Only the owner of the run may read it."""
+        return self.probe / "key"
+
+    @property
+    def probe_report(self) -> Path:
+        """Findings about the nodes; agent 0 writes it once."""
+        return self.root / "probe-report.json"
+
+    @property
+    def outcome(self) -> Path:
+        """Outcome of the attempt; written once by agent 0, as its last file."""
+        return self.root / "outcome.json"
+
+    @property
+    def reserve(self) -> Path:
+        """A few blocks held back so that agent 0 can still write its outcome on a full disk; agent 0 frees them."""
+        return self.root / "reserve"
+
+    def restart(self, number: int) -> RestartDir:
+        """The folder of one restart."""
+        return RestartDir(self.root / "restarts" / str(number), self.number, number)
+
+    @property
+    def groups_dir(self) -> Path:
+        """Folder of the groups of workers that run beside the one whose restarts are counted."""
+        return self.root / "groups"
+
+    def group_dir(self, role: str, generation: int) -> Path:
+        """Folder of one start of workers of such a group."""
+        return self.groups_dir / role / str(generation)
+
+    def group(self, role: str, generation: int) -> RestartDir:
+        """Files of one start of workers of such a group; it has what a restart has."""
+        return RestartDir(self.group_dir(role, generation), self.number, generation)
+
+    def groups(self) -> list[RestartDir]:
+        """Starts of workers of such groups, by role and generation."""
+        folder = self.groups_dir
+        roles = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+        return [self.group(role, number) for role in roles for number in numbered_folders(folder / role)]
+
+    def restarts(self) -> list[RestartDir]:
+        """Restarts that were begun, in order."""
+        return [self.restart(number) for number in numbered_folders(self.root / "restarts")]
+
+
+def numbered_folders(folder: Path) -> list[int]:
+    """Numbers that name the entries of a folder, in order; none where there is no such folder."""
+    if not folder.is_dir():
+        return []
+    return sorted(int(path.name) for path in folder.iterdir() if _NUMBER.fullmatch(path.name))

@@ -1,0 +1,69 @@
+"""Fingerprints of files and folders: to see that nodes read the same, and that nothing has changed since."""
+
+import hashlib
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+WHOLE_FILE_BYTES = 64 << 20
+"""Files up to this size are read as a whole; of larger ones, pieces."""
+PIECES = 64
+PIECE_BYTES = 64 << 10
+NOT_THERE = "not there"
+"""Fingerprint of a path where nothing is."""
+
+
+def fingerprint(path: Path, max_files: int | None = None) -> str:
+    """Hash of a file, or of all files below a folder with their names; "not there" when it is neither.
+
+    Of a file above 64 MiB 64 pieces of 64 KiB count, spread evenly, and its size: a change in between goes unseen.
+
+    Args:
+        max_files: of a folder with more files than this, the names and sizes of so many count. Default: no limit.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    try:
+        if path.is_dir():
+            _add_folder(digest, path, max_files)
+        elif path.exists() and not path.is_file():
+            return "no regular file"
+        else:
+            _add_file(digest, path)
+    except FileNotFoundError:
+        return NOT_THERE
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return digest.hexdigest()
+
+
+def _add_folder(digest: "hashlib._Hash | hashlib.blake2b", path: Path, max_files: int | None) -> None:
+    inside = (file for file in _below(path, max_files is not None) if file.is_file() and file.suffix != ".pyc")
+    files = list(inside) if max_files is None else list(itertools.islice(inside, max_files + 1))
+    whole = max_files is None or len(files) <= max_files
+    for file in sorted(files):
+        digest.update(os.fsencode(file.relative_to(path)))
+        if whole:
+            _add_file(digest, file)
+        else:
+            digest.update(file.stat().st_size.to_bytes(8, "little"))
+
+
+def _below(path: Path, in_order: bool) -> Iterator[Path]:
+    """Everything below a folder; in one order on all nodes, where only the first part of it counts."""
+    if not in_order:
+        yield from path.rglob("*")
+        return
+    for folder, folders, files in os.walk(path):
+        folders.sort()
+        yield from (Path(folder, name) for name in sorted(files))
+
+
+def _add_file(digest: "hashlib._Hash | hashlib.blake2b", path: Path) -> None:
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        digest.update(size.to_bytes(8, "little"))
+        step, length = (size, size) if size <= WHOLE_FILE_BYTES else (size // PIECES, PIECE_BYTES)
+        for offset in range(0, size, max(step, 1)):
+            file.seek(offset)
+            digest.update(file.read(length))

@@ -1,0 +1,109 @@
+"""Restart in place from the main memory of the nodes, where that holds a checkpoint at least as new as the disk's."""
+
+import contextlib
+import mmap
+from collections.abc import Callable, Iterator
+
+from rlhf_core.checkpoint_dir import CheckpointDir
+from rlhf_core.schemas.reports import Phase
+from rlhf_core.training.background_save import write_files
+from rlhf_core.training.checkpoint_parts import CheckpointPublication
+from rlhf_core.training.checkpoint_soundness import spec_hash
+from rlhf_core.training.direct_save import together
+from rlhf_core.training.distributed import Ranks
+from rlhf_core.training.memory_copies import MemoryCheckpoint, NodeMemory
+from rlhf_core.training.types import WorkerContext
+from rlhf_core.training.worker_events import write_event
+from rlhf_core.whole_files import remove_tree
+
+
+def memory_checkpoint(context: WorkerContext, ranks: Ranks, on_disk: int | None) -> CheckpointDir | None:
+    """The checkpoint in memory that this start of the workers goes on from; None where the files are to be used.
+
+    One that a kill has kept from the disk is written there first: whatever comes later finds it as if it had been
+    complete in time. Which one was taken, and why not that in memory, is an event. Collective.
+
+    Args:
+        on_disk: step of the checkpoint that the disk has.
+
+    Raises:
+        DiskFull, WorkerError: it could not be brought to the disk; raised by every rank.
+    """
+    if context.restart == 0 or context.memory is None or context.spec.checkpoint.memory == "off":
+        return None
+
+    def beat() -> None:
+        context.reporter.beat(Phase.SETUP, 0)
+
+    memory = NodeMemory(context.memory, context.node, ranks, beat)
+    found = memory.find(spec_hash(context.spec))
+    reason = refusal(context, found, on_disk)
+    if found is None or reason:
+        _tell(context, ranks, f"going on from files: {reason}")
+        return None
+    checkpoint, damage = memory.bring(found)
+    if checkpoint is None:
+        _tell(
+            context,
+            ranks,
+            f"going on from files: the copy of step {found.manifest.step} in memory is damaged: {damage}",
+        )
+        return None
+    if on_disk is None or found.manifest.step > on_disk:
+        _bring_to_disk(context, ranks, found, checkpoint, beat)
+    _tell(context, ranks, f"going on from the copy of step {checkpoint.step} in the memory of the nodes")
+    return checkpoint
+
+
+def refusal(context: WorkerContext, found: MemoryCheckpoint | None, on_disk: int | None) -> str:
+    """Reason not to use what is in memory; empty where there is none."""
+    if found is None:
+        return "the nodes have no copy in memory that all ranks have a part of"
+    step = found.manifest.step
+    if on_disk is not None and step < on_disk:
+        return f"the copy in memory is of step {step}, they are of step {on_disk}"
+    if context.run_dir.checkpoint(step).root.name in context.damaged:
+        return f"the checkpoint of step {step} was found damaged"
+    return ""
+
+
+def _bring_to_disk(
+    context: WorkerContext, ranks: Ranks, found: MemoryCheckpoint, source: CheckpointDir, beat: Callable[[], None]
+) -> None:
+    """Finish a save that was interrupted: every rank writes what its place had written."""
+    final = context.run_dir.checkpoint(source.step)
+    partial = CheckpointDir(final.root.with_name(f".{final.root.name}.partial"), source.step)
+    publication = CheckpointPublication(
+        context.run_dir, context.spec, ranks.num_ranks, lambda: context.run_dir.is_superseded(context.attempt)
+    )
+
+    def write_own() -> None:
+        for name in found.parts[ranks.rank].files:
+            with _mapped(source, name) as data:
+                write_files(partial.root, {name: data}, beat)
+
+    def publish() -> None:
+        if ranks.is_first:
+            publication.publish(partial, final, found.manifest)
+
+    together(ranks, publication, partial, lambda: remove_tree(partial.root) if ranks.is_first else None)
+    together(ranks, publication, partial, write_own)
+    together(ranks, publication, partial, publish)
+
+
+@contextlib.contextmanager
+def _mapped(source: CheckpointDir, name: str) -> Iterator[mmap.mmap | bytes]:
+    path = source.root / name
+    if not path.stat().st_size:
+        yield b""
+        return
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        yield data
+
+
+def _tell(context: WorkerContext, ranks: Ranks, message: str) -> None:
+    """A line of the log and an event, once for all ranks."""
+    ranks.log(message)
+    if not ranks.is_first:
+        return
+    write_event(context, "checkpoint", message)

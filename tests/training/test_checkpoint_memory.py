@@ -1,0 +1,201 @@
+"""Kills in the middle of a save, and restarts from the memory of the nodes: two ranks, each on a node of its own."""
+
+import dataclasses
+import os
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_launcher import launch, make_context, tiny_spec, values
+from test_loop_runs import SUPERVISED, final_state, told
+
+from rlhf_core.appended_files import read_models
+from rlhf_core.run_dir import RunDir
+from rlhf_core.schemas.reports import AgentEvent, FileChecksum
+
+pytest.importorskip("torch")
+
+from rlhf_core.training import memory_resume
+from rlhf_core.training.memory_copies import MemoryPart, newest_in_memory
+
+pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
+
+MOMENTS = {"copy": 2, "write": 4, "complete": 4}
+"""Moment of the save of step 4 at which a rank is killed, and the step that the run goes on from."""
+
+
+def context_of(rank: int, num_ranks: int, folder: str, name: str, restart: int = 0) -> Any:
+    context = make_context(f"{folder}/{name}", tiny_spec(**SUPERVISED), rank, num_ranks, restart)
+    return dataclasses.replace(context, node=f"node-{rank}", memory=Path(folder) / f"{name}-memory" / f"node-{rank}")
+
+
+def kill_at(moment: str, rank: int, memory: Path) -> None:
+    """Have this rank kill itself in the second save: while it copies, before it writes, or before COMPLETE."""
+    from rlhf_core.training import background_save, checkpoint_parts, tensor_files
+
+    places: dict[str, tuple[Any, str, int]] = {
+        "copy": (tensor_files.TensorImage, "fill", 1),
+        "write": (background_save, "write_files", 1),
+        "complete": (checkpoint_parts, "write_model", 0),
+    }
+    owner, name, victim = places[moment]
+    killed_here = memory.with_name("killed")
+    plain, step_2 = getattr(owner, name), RunDir(memory.parents[1] / moment).checkpoint(2)
+
+    def die(*arguments: Any) -> Any:
+        if not step_2.complete.exists():
+            return plain(*arguments)
+        other = memory.parent / f"node-{1 - rank}" / "parts" / f"rank-{1 - rank:05d}.json"
+        while moment == "write" and not (other.exists() and '"step": 4' in other.read_text()):
+            time.sleep(0.01)  # until the other node has its part
+        killed_here.touch()
+        return os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == victim:
+        setattr(owner, name, die)
+    else:
+        threading.Thread(target=end_after, args=(killed_here,), daemon=True).start()
+
+
+def end_after(path: Path) -> None:
+    """End this rank as its agent would, once another one was killed."""
+    while not path.exists():
+        time.sleep(0.01)
+    os._exit(1)
+
+
+def killed(rank: int, num_ranks: int, folder: str, moment: str) -> None:
+    from rlhf_core.training.trainers.run import run_trainer
+
+    context = context_of(rank, num_ranks, folder, moment)
+    kill_at(moment, rank, context.memory)
+    run_trainer(context)
+
+
+def resumed(rank: int, num_ranks: int, folder: str) -> dict[str, str]:
+    """All runs that were killed, one with a damaged copy, one with a stale copy, and the one that never was."""
+    from rlhf_core.training.distributed import init_process_group, leave_process_group
+    from rlhf_core.training.trainers.run import train_run
+
+    ranks = init_process_group(context_of(rank, num_ranks, folder, "straight"))
+    results = {"straight": str(train_run(context_of(rank, num_ranks, folder, "straight"), ranks))}
+    for name in (*MOMENTS, "damaged"):
+        results[name] = str(train_run(context_of(rank, num_ranks, folder, name, restart=1), ranks))
+    leave_process_group(ranks)
+    return results
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs that were killed, and resumed."""
+    folder = tmp_path_factory.mktemp("memory")
+    for moment in MOMENTS:
+        ended = launch(killed, 2, folder / f"{moment}-launch", folder=str(folder), moment=moment)
+        assert -signal.SIGKILL in [result.exit_code for result in ended], ended
+    for part in ("", "-memory"):
+        shutil.copytree(folder / f"write{part}", folder / f"damaged{part}")
+    copy = folder / "damaged-memory" / "node-1" / "trainer_state" / "rank-00001.safetensors"
+    content = bytearray(copy.read_bytes())
+    content[-1] ^= 1
+    copy.write_bytes(content)
+    for result in values(launch(resumed, 2, folder / "resumed", folder=str(folder))):
+        assert result == dict.fromkeys(["straight", *MOMENTS, "damaged"], "done")
+    return folder
+
+
+@pytest.mark.parametrize(("moment", "step"), MOMENTS.items())
+def test_killed_in_a_save_and_resumed_is_the_same_as_straight(folder: Path, moment: str, step: int) -> None:
+    """Bitwise, from the newest step that all ranks have in memory: also one that never came to the disk."""
+    after = told(folder, moment, restart=1)
+    assert min(after) == step + 1 if step < 4 else after == {}
+    straight = told(folder, "straight")
+    assert told(folder, moment) | after == straight
+    assert final_state(folder, moment, 4) == final_state(folder, "straight", 4)
+    (event,) = events(folder, moment)
+    whence = (
+        f"going on from the copy of step {step} in the memory"
+        if step == 4
+        else "going on from files: the nodes have no"
+    )
+    assert event.message.startswith(whence)
+
+
+def test_a_damaged_copy_is_refused_and_the_files_are_used(folder: Path) -> None:
+    """The control: the same copy, undamaged, was gone on from in the test above."""
+    (event,) = events(folder, "damaged")
+    assert event.message == (
+        "going on from files: the copy of step 4 in memory is damaged: "
+        "trainer_state/rank-00001.safetensors does not match its checksum"
+    )
+    assert min(told(folder, "damaged", restart=1)) == 3
+    assert final_state(folder, "damaged", 4) == final_state(folder, "straight", 4)
+
+
+def events(folder: Path, name: str) -> list[AgentEvent]:
+    restart = RunDir(folder / name).attempt(1).restart(1)
+    return list(read_models(restart.worker_events("trainer", "node-0", 0), AgentEvent))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which copy counts
+
+
+def part(rank: int, step: int = 4, save: str = "a", num_ranks: int = 2, spec_hash: str = "spec") -> MemoryPart:
+    names = [f"trainer_state/rank-{rank:05d}.safetensors", *(["model/config.json"] if rank == 0 else [])]
+    files = {name: FileChecksum(bytes=1, sha256="0" * 64) for name in names}
+    return MemoryPart(
+        save=save,
+        step=step,
+        loop="sft",
+        loop_finished=False,
+        rank=rank,
+        num_ranks=num_ranks,
+        spec_hash=spec_hash,
+        files=files,
+    )
+
+
+@pytest.mark.parametrize(
+    ("parts_of", "step"),
+    [
+        ({0: [part(0)], 1: [part(1)]}, 4),
+        ({0: [part(0), part(1)], 1: []}, 4),
+        ({0: [part(0)], 1: []}, None),
+        ({0: [part(0, 6, "b")], 1: [part(1)]}, None),
+        ({0: [part(0, 4, "b")], 1: [part(1)]}, None),
+        ({0: [part(0, 6, "b"), part(1)], 1: [part(1, 6, "b"), part(0)]}, 6),
+        ({0: [part(0, num_ranks=3)], 1: [part(1, num_ranks=3)]}, None),
+        ({0: [part(0, spec_hash="other")], 1: [part(1, spec_hash="other")]}, None),
+    ],
+    ids=["whole", "on one node", "a part lacks", "of two steps", "of two saves", "newest", "ranks", "settings"],
+)
+def test_a_copy_counts_that_all_ranks_have_a_part_of(parts_of: dict[int, list[MemoryPart]], step: int | None) -> None:
+    found = newest_in_memory(parts_of, 2, "spec")
+    assert (found.manifest.step if found else None) == step
+
+
+def test_a_node_needs_the_state_of_its_ranks_and_what_belongs_to_all() -> None:
+    found = newest_in_memory({0: [part(0)], 1: [part(1)]}, 2, "spec")
+    assert found is not None
+    assert found.needed([1]) == ["model/config.json", "trainer_state/rank-00001.safetensors"]
+    assert found.owners["model/config.json"] == [0]
+
+
+@pytest.mark.parametrize(
+    ("on_disk", "damaged", "words"),
+    [
+        (2, frozenset(), ""),
+        (4, frozenset(), ""),
+        (None, frozenset(), ""),
+        (6, frozenset(), "the copy in memory is of step 4, they are of step 6"),
+        (2, frozenset({"step-000004"}), "the checkpoint of step 4 was found damaged"),
+    ],
+)
+def test_a_stale_copy_is_refused(tmp_path: Path, on_disk: int | None, damaged: frozenset[str], words: str) -> None:
+    context = dataclasses.replace(context_of(0, 2, str(tmp_path), "run", 1), damaged=damaged)
+    found = newest_in_memory({0: [part(0)], 1: [part(1)]}, 2, "spec")
+    assert memory_resume.refusal(context, found, on_disk) == words
