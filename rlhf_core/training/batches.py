@@ -19,19 +19,20 @@ class SequenceBatch:
     """``[B, T]`` int64."""
     target_mask: Tensor
     """``[B, T-1]`` bool: true where the predicted token belongs to the completion."""
+    prompt_mask: Tensor
+    """``[B, T-1]`` bool: true where it belongs to the prompt, whose first token nothing predicts."""
 
-    def place(self, values: Sequence[Sequence[float]]) -> Tensor:
+    def place(self, values: Tensor) -> Tensor:
         """Per-token values of the completions, put where ``target_mask`` is true.
 
         Args:
-            values: one list per sequence, as long as its completion.
+            values: ``[N]``, those of the first sequence before those of the second, and so on.
 
         Returns:
-            ``[B, T-1]`` float32, zero elsewhere.
+            ``[B, T-1]`` of the same number format, zero elsewhere.
         """
-        placed = torch.zeros(self.target_mask.shape, dtype=torch.float32, device=self.target_mask.device)
-        flat = torch.tensor([value for row in values for value in row], dtype=torch.float32, device=placed.device)
-        placed[self.target_mask] = flat
+        placed = torch.zeros(self.target_mask.shape, dtype=values.dtype, device=self.target_mask.device)
+        placed[self.target_mask] = values.to(placed.device)
         return placed
 
 
@@ -58,4 +59,5 @@ def collate(
     first = torch.tensor([len(prompt) for prompt in prompts])[:, None]
     end = torch.tensor(lengths)[:, None]
     mask = (position >= first) & (position < end)
-    return SequenceBatch(torch.tensor(filled, dtype=torch.int64).to(device), mask.to(device))
+    in_prompt = (position < first).to(device)
+    return SequenceBatch(torch.tensor(filled, dtype=torch.int64).to(device), mask.to(device), in_prompt)

@@ -1,0 +1,184 @@
+"""Forward passes over the tokens that a loss needs, each of them once: no padding, and no prefix twice.
+
+Under causal attention the state of a token follows from the tokens before it alone. So what two sequences of a
+micro-batch begin with has to go through the model once: the prompt of a group of samples, or of a pair of completions
+(prefix sharing as in Liu et al. 2025, arXiv 2506.05433). Padding is left out, and so are last tokens, which predict
+nothing. All other tokens follow each other in one row; only attention sees the sequences as such, in blocks of like
+length.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+ATTENTION = "packed_sdpa"
+"""Name of the attention of packed models. Outside of packed passes it is ``sdpa``."""
+_LEAST_FILL = 3 / 4
+"""Least length of a sequence, relative to the longest one of its block: less padding against more calls."""
+_IGNORED = (1, 1, 1, 1)
+"""Shape of a mask that stands for none: transformers makes no mask of its own where it is given one of four axes."""
+
+
+@dataclass(frozen=True)
+class _AttentionBlock:
+    """Sequences of like length that attention sees together."""
+
+    source: Tensor
+    """``[b * w]`` place of each token in the row; of padding 0."""
+    shape: tuple[int, int]
+    """``(b, w)``: sequences, and tokens of the longest one."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The ``N`` tokens of a micro-batch of ``B`` sequences that go through the model."""
+
+    tokens: Tensor
+    """``[1, N]`` int64."""
+    positions: Tensor
+    """``[1, N]`` index of each in its sequence."""
+    source: Tensor
+    """``[B, T]`` place in the row of each token of each sequence; 0 where it is not needed."""
+    blocks: Sequence[_AttentionBlock]
+    """Sequences as attention sees them."""
+    back: Tensor
+    """``[N]`` place of each token of the row in the outputs of all blocks, one after the other."""
+
+
+def pack(input_ids: Tensor, target_mask: Tensor) -> Packing:
+    """Find the tokens that predictions need.
+
+    Args:
+        input_ids: ``[B, T+1]`` int64, padded on the right.
+        target_mask: ``[B, T]`` bool: true at ``t`` where the prediction of token ``t+1`` is wanted.
+    """
+    needed = target_mask.flip(1).cumsum(1).flip(1) > 0
+    needed[0, 0] = True  # at least one token: every rank makes its passes, whatever it has sampled
+    lengths: list[int] = needed.sum(1).tolist()
+    rows = [row[:length] for row, length in zip(input_ids.tolist(), lengths, strict=True)]
+    source = torch.zeros(target_mask.shape, dtype=torch.int64)
+    tokens: list[int] = []
+    positions: list[int] = []
+    owners: list[int] = []
+    # In the order of a dictionary, no sequence shares more with any before it than with the last one.
+    before = -1
+    for index in sorted(range(len(rows)), key=rows.__getitem__):
+        row = rows[index]
+        shared = _shared(rows[before], row) if before >= 0 else 0
+        source[index, :shared] = source[before, :shared]
+        source[index, shared : len(row)] = torch.arange(len(tokens), len(tokens) + len(row) - shared)
+        tokens += row[shared:]
+        positions += range(shared, len(row))
+        owners += [index] * (len(row) - shared)
+        before = index
+    blocks, begins = _blocks(source, lengths)
+    device = input_ids.device
+    places = torch.tensor(positions)
+    return Packing(
+        torch.tensor(tokens)[None].to(device),
+        places[None].to(device),
+        source.to(device),
+        [_AttentionBlock(block.source.to(device), block.shape) for block in blocks],
+        (torch.tensor(begins)[torch.tensor(owners, dtype=torch.int64)] + places).to(device),
+    )
+
+
+def hidden_of_targets(body: nn.Module, input_ids: Tensor, target_mask: Tensor) -> Tensor:
+    """Last hidden states ``[N, H]`` from which the tokens are predicted that ``target_mask`` asks for, row after row.
+
+    Args: as for :func:`pack`. ``body`` is of a model that :func:`can_pack`.
+    """
+    packing = pack(input_ids, target_mask)
+    hidden: Tensor = body(
+        input_ids=packing.tokens,
+        position_ids=packing.positions,
+        attention_mask=torch.zeros(_IGNORED, device=input_ids.device),
+        use_cache=False,
+        packing=packing,
+    ).last_hidden_state
+    return hidden[0].index_select(0, packing.source[target_mask])
+
+
+def can_pack(model: PreTrainedModel) -> bool:
+    """True if ``model`` gives the same states packed as padded; from then on it can be called in both ways.
+
+    Models with windows, with states that are carried along, or with an attention that transformers does not let us
+    choose are not packed.
+    """
+    config: Any = model.config
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"} or getattr(config, "sliding_window", None):
+        return False
+    if config._attn_implementation == ATTENTION:
+        return True
+    if config._attn_implementation != "sdpa":
+        return False
+    try:
+        model.set_attn_implementation(ATTENTION)
+        if _agrees(model.base_model, model.device):
+            return True
+    except (TypeError, ValueError, AttributeError):  # a model that hands nothing on to its attention
+        pass
+    model.set_attn_implementation("sdpa")
+    return False
+
+
+@torch.no_grad()
+def _agrees(body: nn.Module, device: torch.device) -> bool:
+    """Compare packed and padded states of sequences with what packing has to get right: a prefix, and padding."""
+    ids = torch.tensor([[1, 2, 3, 4, 5, 0], [1, 2, 3, 5, 0, 0], [3, 2, 1, 0, 0, 0]], device=device)
+    mask = torch.arange(5, device=device) < torch.tensor([[4], [3], [2]], device=device)
+    padded = body(input_ids=ids, use_cache=False).last_hidden_state[:, :-1][mask]
+    return torch.allclose(hidden_of_targets(body, ids, mask), padded, rtol=1e-2, atol=1e-2 * float(padded.abs().max()))
+
+
+def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens that both begin with."""
+    pairs = zip(one, other, strict=False)
+    return next((at for at, (left, right) in enumerate(pairs) if left != right), min(len(one), len(other)))
+
+
+def _blocks(source: Tensor, lengths: Sequence[int]) -> tuple[list[_AttentionBlock], list[int]]:
+    """Sequences in blocks of like length, and where each begins in the outputs of all blocks."""
+    left = sorted((index for index, length in enumerate(lengths) if length), key=lengths.__getitem__, reverse=True)
+    blocks: list[_AttentionBlock] = []
+    begins, end = [0] * len(lengths), 0
+    while left:
+        width = lengths[left[0]]
+        block = [index for index in left if lengths[index] >= _LEAST_FILL * width]
+        for index in block:
+            begins[index], end = end, end + width
+        blocks.append(_AttentionBlock(source[block, :width].flatten(), (len(block), width)))
+        left = left[len(block) :]
+    return blocks, begins
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    packing: Packing | None = None,
+    **settings: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer: ``[1, heads, N, D]`` -> ``[1, N, heads, D]``."""
+    if packing is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
+    row = [tensor.transpose(1, 2)[0] for tensor in (query, key, value)]
+    outputs = []
+    for block in packing.blocks:
+        parts = [tensor.index_select(0, block.source).unflatten(0, block.shape).transpose(1, 2) for tensor in row]
+        output, _ = sdpa_attention_forward(module, parts[0], parts[1], parts[2], None, **settings)
+        outputs.append(output.flatten(0, 1))
+    return torch.cat(outputs).index_select(0, packing.back)[None], None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)

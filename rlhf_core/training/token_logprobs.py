@@ -1,0 +1,59 @@
+"""Log-probabilities of tokens from their logits, in little memory.
+
+With ``z`` the logits, ``p = softmax(z)`` and ``y`` the token
+
+    log p(y) = z_y - logsumexp(z)        d log p(y) / dz = 1[y] - p        entropy = - sum p log p
+
+Besides the logits there is one tensor of their size at a time: the log-probabilities in the forward pass, which are
+kept, and the gradient in the backward pass. Automatic differentiation of the same makes four.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+_ENTROPY_ELEMENTS = 1 << 20
+"""Probabilities that exist at once for the entropy: 4 MiB in float32."""
+
+
+def token_logprobs(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probability and entropy.
+
+    Args:
+        logits: ``[N, V]`` in float32 or float64.
+        labels: ``[N]`` int64.
+
+    Returns:
+        ``[N]`` log-probabilities of the labels, and ``[N]`` entropies in nats, which have no gradient.
+    """
+    picked: Tensor
+    entropy: Tensor
+    picked, entropy = _TokenLogprobs.apply(logits, labels)
+    return picked, entropy
+
+
+class _TokenLogprobs(Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logprobs = torch.log_softmax(logits, dim=-1)
+        entropy = _entropy(logprobs)
+        ctx.save_for_backward(logprobs, labels)
+        ctx.mark_non_differentiable(entropy)
+        return logprobs.gather(-1, labels[:, None]).squeeze(-1), entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None]:
+        logprobs, labels = ctx.saved_tensors
+        grad = grad[:, None]
+        return logprobs.exp().mul_(-grad).scatter_add_(-1, labels[:, None], grad), None
+
+
+def _entropy(logprobs: Tensor) -> Tensor:
+    """``[N, V]`` -> ``[N]``, a few rows at a time; a token with probability 0 adds nothing."""
+    lowest = torch.finfo(logprobs.dtype).min
+    rows = max(1, _ENTROPY_ELEMENTS // logprobs.shape[-1])
+    return torch.cat([-part.exp().mul_(part.clamp(min=lowest)).sum(-1) for part in logprobs.split(rows)])

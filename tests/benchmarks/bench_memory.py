@@ -1,0 +1,124 @@
+"""Peak memory of a trainer rank in each stage of ZeRO against the estimate of preflight: two ranks on CPU.
+
+Each case runs in processes of its own: a model of 50 million parameters, one update to settle, then the highest
+resident memory of a second one with two micro-batches, less that of the libraries. Few tokens: what weights, gradients
+and optimizer take is compared, not activations.
+
+Usage: bench_memory.py [--dtype float32|bfloat16] [--hidden 512] [--layers 16] [--lora-rank 0]
+"""
+
+import argparse
+import gc
+import importlib
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "training"), str(Path(__file__).parent)]
+
+import bench_memory  # noqa: E402 - the ranks import it by its name
+from rank_launcher import launch, make_context, tiny_spec, values  # noqa: E402
+
+CASES = ((0, "none"), (1, "none"), (2, "none"), (3, "none"), (2, "optimizer"), (3, "parameters"))
+"""Stage of ZeRO, and what is offloaded."""
+MIB = 1 << 20
+
+
+def resident_bytes(name: str) -> int:
+    """Resident memory of this process, now (``VmRSS``) or at most (``VmHWM``)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(name)).split()[1])
+
+
+def measured(
+    rank: int, num_ranks: int, folder: str, stage: int, offload: str, dtype: str, config: dict[str, Any], lora_rank: int
+) -> dict[str, int]:
+    """Bytes of one rank: at most during an update, and by the estimate."""
+    import torch
+
+    from rlhf_core.preflight import memory
+    from rlhf_core.schemas.loops import OptimizerSpec
+    from rlhf_core.schemas.run import LoraSpec
+    from rlhf_core.schemas.trainers import NativeTrainer
+    from rlhf_core.training.adapters import add_adapter
+    from rlhf_core.training.batches import collate
+    from rlhf_core.training.distributed import init_process_group
+    from rlhf_core.training.models import PolicyModel, build_causal_lm
+    from rlhf_core.training.tokenizers import build_tokenizer
+    from rlhf_core.training.trainers import engine as engine_module
+
+    importlib.import_module("peft")  # a library, counted as one
+    ranks = init_process_group(make_context(folder, tiny_spec(), rank, num_ranks))
+    engine_module._join_deepspeed(ranks)
+    libraries = resident_bytes("VmRSS")
+    causal_lm = build_causal_lm(config, build_tokenizer("char", [], 0), 0)
+    policy = PolicyModel(causal_lm.to(getattr(torch, dtype)))  # type: ignore[arg-type]  # transformers hides the types
+    shape = memory.shape_of(config, sum(parameter.numel() for parameter in policy.parameters()), 128)
+    assert shape is not None
+    lora = LoraSpec(rank=lora_rank) if lora_rank else None
+    if lora is not None:
+        add_adapter(policy.causal_lm, lora, seed=0)
+    trained = memory.trained_shape(shape, lora)
+    trainer = NativeTrainer.model_validate({"zero_stage": stage, "offload": offload})
+    engine = engine_module.Engine(policy, OptimizerSpec(learning_rate=1e-4), dtype, ranks, trainer)  # type: ignore[arg-type]  # one of two
+
+    def update() -> None:
+        for _ in range(2):
+            batch = collate([[1, 2, 3]], [[4, 5, 6, 7]], 0)
+            logprobs, _ = engine(batch.input_ids, target_mask=batch.target_mask)
+            engine.backward(-logprobs.sum())
+        engine.step(1e-4)
+
+    update()
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the highest so far begins again
+    update()
+    peak = resident_bytes("VmHWM") - libraries
+    zero = memory.Zero(stage, offload, num_ranks)
+    estimate = memory.own_weight_bytes(shape, dtype, zero) + memory.gradient_bytes(trained, dtype, zero)
+    estimate += memory.own_weight_bytes(trained, dtype, zero) if lora is not None else 0
+    estimate += memory.optimizer_bytes(trained, zero) if offload == "none" else 0
+    estimate += sum(memory.main_memory_bytes(shape, dtype, zero, lora).values())
+    estimate += memory.reduction_bytes(trained, zero)
+    estimate += max(memory.live_weight_bytes(shape, dtype, zero, lora), memory.update_bytes(trained, zero))
+    return {"measured": peak, "estimate": estimate}
+
+
+def main() -> None:
+    """Print one line a case."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--lora-rank", type=int, default=0, help="train an adapter of this rank; 0 trains all weights")
+    options = parser.parse_args()
+    config = {
+        "model_type": "qwen3",
+        "hidden_size": options.hidden,
+        "intermediate_size": 3 * options.hidden,
+        "num_hidden_layers": options.layers,
+        "num_attention_heads": options.hidden // 64,
+        "num_key_value_heads": options.hidden // 128,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 256,
+    }
+    for stage, offload in CASES:
+        if stage == 0 and options.dtype != "float32":
+            continue
+        with tempfile.TemporaryDirectory() as scratch:
+            case: dict[str, Any] = {"stage": stage, "offload": offload, "dtype": options.dtype, "config": config}
+            case["lora_rank"] = options.lora_rank
+            found = values(launch(bench_memory.measured, 2, Path(scratch), prefix=("env",), folder=scratch, **case))[0]
+        peak, estimate = found["measured"], found["estimate"]
+        print(
+            f"ZeRO {stage}, offload {offload:10}: peak {peak / MIB:6.0f} MiB, estimate {estimate / MIB:6.0f} MiB, "
+            f"{estimate / peak - 1:+.0%}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""The work that ``bench_train.py`` gives to both trainers, as a folder of files. Imports neither torch nor a trainer.
+
+``load.json`` has the settings and the given completions, ``rows.jsonl`` the prompts, ``model/`` a model with random
+weights and its tokenizer: one token per word, ``w17`` for number 17.
+"""
+
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+SPECIAL = ("<pad>", "<eos>")
+PAD, EOS = 0, 1
+
+
+@dataclass(frozen=True)
+class Load:
+    """One comparison."""
+
+    name: str
+    model: Mapping[str, Any]
+    """Arguments of the transformers configuration."""
+    prompts: int
+    """Prompts of every step."""
+    samples: int
+    """Completions of each."""
+    prompt_tokens: int
+    longest: int
+    """Tokens of the longest completion."""
+    ragged: bool
+    """Lengths with a heavy tail, as those of reasoning; otherwise all are the longest."""
+    micro_batch: int
+    """Sequences of a forward and backward pass."""
+    steps: int = 4
+    """The first is not counted."""
+    generate: bool = False
+    """Completions are sampled by the trainer's own generator, all to the longest length; otherwise they are given."""
+    gradient_checkpointing: bool = False
+
+    def lengths(self) -> list[int]:
+        """Tokens of every completion of a step."""
+        number = self.prompts * self.samples
+        if not self.ragged:
+            return [self.longest] * number
+        draw = random.Random(0)
+        found = [
+            min(self.longest, max(1, round(draw.lognormvariate(0, 1.0) * self.longest / 12))) for _ in range(number)
+        ]
+        found[number // 2] = self.longest
+        return found
+
+    @property
+    def tokens(self) -> int:
+        """Completion tokens of a step."""
+        return sum(self.lengths())
+
+    @property
+    def all_tokens(self) -> int:
+        """Tokens of a step with their prompts, none of them padding."""
+        return self.tokens + self.prompts * self.samples * self.prompt_tokens
+
+
+def write(load: Load, folder: Path) -> None:
+    """Write the files, but for the model."""
+    draw, vocabulary = random.Random(1), load.model["vocab_size"]
+    prompts = [_words(draw, load.prompt_tokens, vocabulary) for _ in range(load.prompts)]
+    lengths = iter(load.lengths())
+    completions = [[[*_words(draw, next(lengths) - 1, vocabulary), EOS] for _ in range(load.samples)] for _ in prompts]
+    rows = [{"prompt": text(prompt), "answer": "w2"} for prompt in prompts]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    content = {**asdict(load), "texts": [row["prompt"] for row in rows], "completions": completions}
+    (folder / "load.json").write_text(json.dumps(content))
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """Settings and completions: the fields of :class:`Load`, ``texts`` and, for each text, ``completions``."""
+    content: dict[str, Any] = json.loads((folder / "load.json").read_text())
+    return content
+
+
+def text(tokens: list[int]) -> str:
+    """Words of these tokens."""
+    return " ".join(f"w{token}" for token in tokens)
+
+
+def reward(words: str) -> float:
+    """Reward of a completion: cheap, and different within a group."""
+    return sum(map(ord, words[:64])) % 17 / 16
+
+
+def memory_mib() -> dict[str, float]:
+    """Resident memory of this process now and at its highest, in MiB."""
+    fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    return {name: int(fields[key].split()[0]) / 1024 for name, key in (("now", "VmRSS"), ("peak", "VmHWM"))}
+
+
+def _words(draw: random.Random, count: int, vocabulary: int) -> list[int]:
+    return [draw.randrange(len(SPECIAL), vocabulary) for _ in range(count)]
